@@ -1,0 +1,213 @@
+"""The operator graph: one training step of a network, forward and backward, as typed records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from math import prod
+
+import networkx as nx
+
+from simulator.program import Kernel, Phase
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Output number `output` of node number `node`."""
+
+    node: int
+    output: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSize:
+    """An integer argument that is `multiple` times the batch size."""
+
+    multiple: int
+
+
+Argument = TensorRef | BatchSize | int | float | bool | str | None | tuple["Argument", ...]
+"""What an operator is called with; dtypes are strings such as ``"torch.float32"``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Shape and dtype of a tensor; `batch_dims` flags the dims that grow with the batch."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    batch_dims: tuple[bool, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.elements * DTYPE_BYTES[self.dtype]
+
+
+class Role(StrEnum):
+    """Why a node is in the graph."""
+
+    OPERATOR = "operator"
+    PARAMETER = "parameter"
+    INPUT = "input"
+    CONSTANT = "constant"
+    GRADIENT_SUM = "gradient_sum"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One operator, parameter, input or constant.
+
+    ``op`` is the overload (``"aten.mm.default"``); parameters, inputs and constants have the role's
+    name there. ``forward`` is the index of the forward operator a backward one belongs to. A
+    *constant* depends neither on parameters nor on the batch. A *gradient sum* adds the gradients
+    that several uses of one tensor send back. ``flops`` counts a multiply and an add as two.
+    """
+
+    name: str
+    op: str
+    role: Role
+    phase: Phase
+    kernel: Kernel
+    args: tuple[Argument, ...] = ()
+    kwargs: tuple[tuple[str, Argument], ...] = ()
+    outputs: tuple[TensorSpec, ...]
+    forward: int | None = None
+    module: str = ""
+    source: str = ""
+    flops: float = 0.0
+
+    @property
+    def tensor_inputs(self) -> tuple[TensorRef, ...]:
+        """Tensor arguments in order, lists flattened, then keyword arguments."""
+        found: list[TensorRef] = []
+        for argument in (*self.args, *(value for _, value in self.kwargs)):
+            _collect(argument, found)
+        return tuple(found)
+
+
+def _collect(argument: Argument, found: list[TensorRef]) -> None:
+    if isinstance(argument, TensorRef):
+        found.append(argument)
+    elif isinstance(argument, tuple):
+        for item in argument:
+            _collect(item, found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A trained tensor: its node, its gradient and every name it goes by (tied parameters have several)."""
+
+    name: str
+    node: int
+    gradient: TensorRef | None
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkInput:
+    """A batch tensor: `kind` is ``"image"``, ``"features"``, ``"tokens"``, ``"label"``, ``"target"`` or ``"next_tokens"``.
+
+    ``high`` bounds integer inputs (vocabulary or number of classes).
+    """
+
+    name: str
+    node: int
+    kind: str
+    high: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """`count` equal blocks in a row, of which two are in the graph.
+
+    ``first`` and ``second`` are the aligned node indices of block 0 and block 1, forward and
+    backward. Names carry the block's index after ``prefix``: ``blocks.0.…``, ``blocks.1.…``.
+    """
+
+    prefix: str
+    count: int
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorGraph:
+    """Nodes in the order they execute, with the folded runs of equal blocks.
+
+    ``batch_size`` is that of one micro-batch over the whole mesh.
+    """
+
+    network: str
+    fingerprint: str
+    batch_size: int
+    nodes: tuple[Node, ...]
+    parameters: tuple[Parameter, ...]
+    inputs: tuple[NetworkInput, ...]
+    loss: TensorRef
+    runs: tuple[Run, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def spec(self, ref: TensorRef) -> TensorSpec:
+        """Shape and dtype of a tensor."""
+        return self.nodes[ref.node].outputs[ref.output]
+
+    @cached_property
+    def consumers(self) -> dict[TensorRef, tuple[int, ...]]:
+        """Nodes that read each tensor, in order, without repetition."""
+        found: dict[TensorRef, dict[int, None]] = {}
+        for index, node in enumerate(self.nodes):
+            for ref in node.tensor_inputs:
+                found.setdefault(ref, {})[index] = None
+        return {ref: tuple(users) for ref, users in found.items()}
+
+    @cached_property
+    def multiplicity(self) -> tuple[int, ...]:
+        """How many nodes of the unfolded graph each node stands for."""
+        times = [1] * len(self.nodes)
+        for run in self.runs:
+            for index in run.second:
+                times[index] = run.count - 1
+        return tuple(times)
+
+    @property
+    def parameter_count(self) -> int:
+        """Trained numbers of the unfolded network, tied ones once."""
+        return sum(self.multiplicity[p.node] * self.nodes[p.node].outputs[0].elements for p in self.parameters)
+
+    def flops(self, phase: Phase | None = None) -> float:
+        """Floating point operations of one micro-batch of the unfolded network."""
+        return sum(
+            times * node.flops
+            for node, times in zip(self.nodes, self.multiplicity, strict=True)
+            if phase is None or node.phase == phase
+        )
+
+    def to_networkx(self) -> nx.MultiDiGraph:
+        """View the graph in networkx: nodes by index with their record, edges by tensor."""
+        view: nx.MultiDiGraph = nx.MultiDiGraph(network=self.network)
+        for index, node in enumerate(self.nodes):
+            view.add_node(index, record=node)
+            for ref in node.tensor_inputs:
+                view.add_edge(ref.node, index, output=ref.output, spec=self.spec(ref))
+        return view

@@ -1,0 +1,92 @@
+"""A plan: everything chosen for a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from planner.sharding.placement import Mesh
+from planner.sharding.rules import Rule
+
+NodeRules = tuple[Rule, ...]
+"""One rule for each mesh axis, outermost first."""
+
+
+class Status(StrEnum):
+    """How good a plan is known to be."""
+
+    OPTIMAL = "optimal"
+    BOUNDED = "bounded"
+    HEURISTIC = "heuristic"
+    INFEASIBLE = "infeasible"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """What the search proved: the objective of the plan and a bound that no plan can beat.
+
+    The objective is the additive cost the search minimises; its terms are stated in
+    `planner.search.problem`.
+    """
+
+    status: Status
+    objective_s: float
+    lower_bound_s: float
+    elimination_width: int
+    operators: int
+    distinct_blocks: int
+
+    @property
+    def gap(self) -> float:
+        """Relative distance between plan and bound."""
+        return 0.0 if self.objective_s <= 0 else max(0.0, 1 - self.lower_bound_s / self.objective_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRules:
+    """The strategies of the layers ``first … last`` (inclusive) of a run of equal blocks.
+
+    Keys are node names with the block's index written ``*``.
+    """
+
+    prefix: str
+    first: int
+    last: int
+    rules: Mapping[str, NodeRules]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one network is trained on one cluster.
+
+    ``rules`` hold every node outside runs of equal blocks by name, ``layers`` the nodes inside.
+    A parameter's rule says how it is stored between steps (value, gradient and optimizer state).
+    ``micro_batch`` is per data-parallel rank.
+    """
+
+    network: str
+    fingerprint: str
+    sequence_length: int | None
+    hardware: str
+    hardware_hash: str
+    precision: str
+    optimizer: str
+    global_batch: int
+    micro_batch: int
+    micro_batches: int
+    mesh: Mesh
+    rules: Mapping[str, NodeRules]
+    layers: tuple[LayerRules, ...]
+    optimizer_sharding: str
+    bucket_bytes: int
+    certificate: Certificate
+    parallel_mode: str = "auto_parallel"
+    search_mode: str = "dynamic_programming"
+    recompute: str = "none"
+    schedule: str = "none"
+    sequence_parallel: bool = False
+
+    def degree(self, axis: str) -> int:
+        """Size of the mesh axis called `axis`, 1 where the mesh has none."""
+        return next((a.size for a in self.mesh.axes if a.name == axis), 1)

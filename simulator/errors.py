@@ -1,0 +1,49 @@
+"""The one tree of errors; the command line maps each branch to an exit code."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class MeshwrightError(Exception):
+    """Base of every error a user may see; its message gives the value, the rule and the remedy."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class InputError(MeshwrightError):
+    """The user's input is wrong: a name, a file, an option or a combination of them."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class UnsupportedError(InputError):
+    """The request is well formed but not supported yet."""
+
+
+class ProfileError(InputError):
+    """A hardware profile is missing, malformed or too small for the request."""
+
+
+class NetworkError(InputError):
+    """A network is unknown, malformed or cannot be captured."""
+
+
+class StrategyError(InputError):
+    """A strategy file is malformed, of another version or of another network."""
+
+
+class ProgramError(InputError):
+    """A program cannot run to its end: a deadlock or a reference to nothing."""
+
+
+class InfeasibleError(MeshwrightError):
+    """No plan satisfies the limits; the message names the limit and what would make it fit."""
+
+    exit_code: ClassVar[int] = 3
+
+
+class ExecutionError(MeshwrightError):
+    """A run on hardware failed or its losses differ from the reference."""
+
+    exit_code: ClassVar[int] = 4

@@ -1,0 +1,128 @@
+"""What a device does in one step: tasks on streams, in order, with their work and their buffers.
+
+A program holds work (floating point operations, bytes, messages), never seconds: the same program
+is timed on any hardware. Devices that must behave alike share one task list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+COMPUTE_STREAM = "compute"
+
+
+class Phase(StrEnum):
+    """The part of the step a task belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class Kernel(StrEnum):
+    """Classes of operators that share an efficiency."""
+
+    MATMUL = "matmul"
+    CONVOLUTION = "convolution"
+    ATTENTION = "attention"
+    ELEMENTWISE = "elementwise"
+    ACTIVATION = "activation"
+    SOFTMAX = "softmax"
+    NORMALIZATION = "normalization"
+    REDUCTION = "reduction"
+    EMBEDDING = "embedding"
+    OPTIMIZER = "optimizer"
+    COPY = "copy"
+    VIEW = "view"
+
+
+class Collective(StrEnum):
+    """Messages among the ranks of one group.
+
+    The payload is the larger of one rank's input and output: the whole tensor for an all-reduce,
+    the gathered tensor for an all-gather, the unreduced tensor for a reduce-scatter, one rank's
+    tensor for an all-to-all and a broadcast, the message for a send.
+    """
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+    SEND = "send"
+
+
+class BufferKind(StrEnum):
+    """What stands in memory."""
+
+    PARAMETER = "parameters"
+    GRADIENT = "gradients"
+    OPTIMIZER_STATE = "optimizer_states"
+    ACTIVATION = "activations"
+    COMMUNICATION = "communication"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """A piece of device memory, by name."""
+
+    name: str
+    size_bytes: int
+    kind: BufferKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One kernel or one collective of a device.
+
+    ``after`` holds indices of tasks of the same segment that must end first; tasks of one stream
+    also run in the order of their indices. ``allocates`` happens when the task starts,
+    ``releases`` (names of buffers) when it ends.
+    """
+
+    name: str
+    phase: Phase
+    stream: str = COMPUTE_STREAM
+    after: tuple[int, ...] = ()
+    kernel: Kernel = Kernel.VIEW
+    dtype: str = "float32"
+    flops: float = 0.0
+    bytes_moved: float = 0.0
+    collective: Collective | None = None
+    axis: str = ""
+    payload_bytes: float = 0.0
+    allocates: tuple[Buffer, ...] = ()
+    releases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Tasks that run from first to last, `count` times one after the other."""
+
+    name: str
+    tasks: tuple[Task, ...]
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramAxis:
+    """A mesh axis: groups of `size` ranks, `stride` apart."""
+
+    name: str
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One optimizer step of every device of a mesh.
+
+    ``resident`` buffers are there before the step begins and after it ends.
+    """
+
+    name: str
+    devices: int
+    axes: tuple[ProgramAxis, ...]
+    segments: tuple[Segment, ...]
+    resident: tuple[Buffer, ...] = ()
