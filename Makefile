@@ -1,0 +1,51 @@
+# `make demo` and `make test` do all the set-up; every other target is for who works on the code.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+JOBS ?= 2
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test slow lint format types bench clean
+
+help:
+	@echo "make demo    set up, calibrate this machine, plan, run for real, write reports/out/demo.html"
+	@echo "make test    set up and run the test suite"
+	@echo "make slow    the tests that take more than a few seconds each"
+	@echo "make lint    ruff, lint and format"
+	@echo "make types   mypy, strict"
+	@echo "make bench   the benchmarks (pytest-benchmark)"
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python -m reports.demo --out reports/out/demo.html
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(JOBS) --benchmark-disable
+
+slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow --benchmark-disable
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(BIN)/python -m pytest benchmarks --benchmark-only -m "slow or not slow"
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks reports/out
