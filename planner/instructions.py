@@ -41,6 +41,15 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mask:
+    """Keep `source` where one's coordinate on mesh axis `axis` is 0, zeros elsewhere: replicated to partial."""
+
+    source: str
+    target: str
+    axis: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Communicate:
     """One collective on mesh axis `axis`; several tensors travel as one message.
 
@@ -76,7 +85,7 @@ class Update:
     divisor: int
 
 
-Instruction = Compute | Slice | Communicate | Accumulate | Update
+Instruction = Compute | Slice | Mask | Communicate | Accumulate | Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

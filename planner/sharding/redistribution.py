@@ -1,0 +1,174 @@
+"""How a tensor gets from one placement to another: the one path that is costed, simulated and executed."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.sharding.placement import PARTIAL, REPLICATE, Placement, Placements
+from simulator.program import Collective
+
+_NOMINAL_SIZE = 8.0
+_STEP_COST = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One move along one mesh axis.
+
+    ``operation`` is a collective, ``"slice"`` (replicated to sharded: keep one's own chunk) or
+    ``"mask"`` (replicated to partial: zero on every rank but the first). ``sharded_axes`` are the
+    mesh axes that divide the larger of the tensor before and after the move, which is the payload.
+    """
+
+    operation: Collective | Literal["slice", "mask"]
+    axis: int
+    before: Placements
+    after: Placements
+    sharded_axes: tuple[int, ...]
+
+    @property
+    def gather_dim(self) -> int:
+        """Dim along which chunks are concatenated, −1 where none is."""
+        return max(self.before[self.axis], REPLICATE)
+
+    @property
+    def split_dim(self) -> int:
+        """Dim along which chunks are cut, −1 where none is."""
+        return max(self.after[self.axis], REPLICATE)
+
+
+def _operation(source: Placement, target: Placement) -> Collective | Literal["slice", "mask"] | None:
+    if source == PARTIAL:
+        return Collective.ALL_REDUCE if target == REPLICATE else Collective.REDUCE_SCATTER
+    if source == REPLICATE:
+        return "mask" if target == PARTIAL else "slice"
+    if target == REPLICATE:
+        return Collective.ALL_GATHER
+    return None if target == PARTIAL else Collective.ALL_TO_ALL
+
+
+def _keeps_nesting(state: Placements, axis: int, target: Placement) -> bool:
+    """Whether chunks stay nested outer axis first: no inner axis may shard a dim that the move touches."""
+    touched = {p for p in (state[axis], target) if p >= 0}
+    return not any(placement in touched for placement in state[axis + 1 :])
+
+
+def _step(state: Placements, axis: int, target: Placement) -> Step | None:
+    operation = _operation(state[axis], target)
+    if operation is None or not _keeps_nesting(state, axis, target):
+        return None
+    after = (*state[:axis], target, *state[axis + 1 :])
+    divided = state if operation is Collective.ALL_TO_ALL else (*state[:axis], REPLICATE, *state[axis + 1 :])
+    sharded = tuple(i for i, placement in enumerate(divided) if placement >= 0)
+    return Step(operation, axis, state, after, sharded)
+
+
+def _volume(step: Step) -> float:
+    """Rank the paths: bytes on the wire as a share of the tensor, on axes of a nominal size."""
+    if step.operation in ("slice", "mask"):
+        return _STEP_COST
+    passes = 2.0 if step.operation is Collective.ALL_REDUCE else 1.0
+    return _STEP_COST + float(passes * _NOMINAL_SIZE ** -len(step.sharded_axes))
+
+
+@cache
+def redistribution(source: Placements, target: Placements) -> tuple[Step, ...] | None:
+    """Find the steps that move least, or None where there is no way.
+
+    A step changes one axis, to its target or to replicated, so every tensor in between can be cut
+    wherever source and target can. Nothing sharded becomes partial; a replicated tensor may, masked to
+    one rank.
+
+    >>> [str(step.operation) for step in redistribution((0, 0), (-1, 0))]
+    ['all_gather', 'all_gather', 'slice']
+    >>> [str(step.operation) for step in redistribution((-2,), (1,))]
+    ['reduce_scatter']
+    """
+    queue: list[tuple[float, int, Placements, tuple[Step, ...]]] = [(0.0, 0, source, ())]
+    done: set[Placements] = set()
+    serial = 0
+    while queue:
+        cost, _, state, path = heapq.heappop(queue)
+        if state == target:
+            return path
+        if state in done:
+            continue
+        done.add(state)
+        for axis in range(len(state)):
+            goals = (target[axis],) if target[axis] == PARTIAL else (target[axis], REPLICATE)
+            for goal in dict.fromkeys(goals):
+                step = None if goal == state[axis] else _step(state, axis, goal)
+                if step is not None:
+                    serial += 1
+                    heapq.heappush(queue, (cost + _volume(step), serial, step.after, (*path, step)))
+    return None
+
+
+@cache
+def placements_of_rank(rank: int, axes: int) -> tuple[Placements, ...]:
+    """Every placement of a tensor with `rank` dims on a mesh with `axes` axes, in `placement_index` order."""
+    return tuple(product(range(PARTIAL, rank), repeat=axes))
+
+
+def placement_index(placements: NDArray[np.int64], rank: int) -> NDArray[np.int64]:
+    """Position of placements in `placements_of_rank`.
+
+    Parameters
+    ----------
+    placements : array, shape (axes, states)
+    rank : int
+        Number of tensor dims.
+
+    Returns
+    -------
+    array, shape (states,)
+    """
+    index = np.zeros(placements.shape[1], dtype=np.int64)
+    for row in placements:
+        index = index * (rank + 2) + (row - PARTIAL)
+    return index
+
+
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    """The steps between all placements of one tensor rank, as arrays.
+
+    ``kinds[k]`` are the distinct ``(collective, axis, sharded_axes)`` of all steps;
+    ``steps[p, q, i]`` indexes them, with ``len(kinds)`` for no step; ``possible[p, q]`` says whether
+    there is a way from placement p to placement q.
+    """
+
+    kinds: tuple[tuple[Collective, int, tuple[int, ...]], ...]
+    steps: NDArray[np.int64]
+    possible: NDArray[np.bool_]
+
+
+@cache
+def step_table(rank: int, axes: int) -> StepTable:
+    """Tabulate `redistribution` for tensors with `rank` dims; slices and masks cost no message."""
+    states = placements_of_rank(rank, axes)
+    kinds: dict[tuple[Collective, int, tuple[int, ...]], int] = {}
+    rows: dict[tuple[int, int], list[int]] = {}
+    possible = np.ones((len(states), len(states)), dtype=np.bool_)
+    for (p, source), (q, target) in product(enumerate(states), repeat=2):
+        path = redistribution(source, target)
+        if path is None:
+            possible[p, q] = False
+            continue
+        rows[p, q] = [
+            kinds.setdefault((step.operation, step.axis, step.sharded_axes), len(kinds))
+            for step in path
+            if isinstance(step.operation, Collective)
+        ]
+    longest = max((len(row) for row in rows.values()), default=0)
+    steps = np.full((len(states), len(states), max(longest, 1)), len(kinds), dtype=np.int64)
+    for (p, q), row in rows.items():
+        steps[p, q, : len(row)] = row
+    return StepTable(tuple(kinds), steps, possible)
