@@ -1,1 +1,1 @@
-"""planner"""
+"""Networks to plans, and plans to runs."""

@@ -1,1 +1,1 @@
-"""reports"""
+"""Pages and pictures made of results; nothing is planned here."""

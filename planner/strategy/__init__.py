@@ -1,1 +1,1 @@
-"""planner/strategy"""
+"""Plans, and the file that keeps one."""

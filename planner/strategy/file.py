@@ -1,0 +1,320 @@
+"""The strategy file: a plan as readable JSON, validated when it comes back.
+
+A rule is one line for each mesh axis, outermost first: ``"S(0), R -> S(0)"``. A rule splits the
+operator's work unless every placement is ``R``; the exceptions say ``; whole work`` or
+``; split work``, and ``; reduces N`` gives the elements all-reduced inside the operator.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from planner.sharding.placement import REPLICATE, Mesh, MeshAxis, parse_placement, placement_name
+from planner.sharding.rules import Rule
+from planner.strategy.plan import Certificate, LayerRules, NodeRules, Plan, Status
+from planner.strategy.schema import FORMAT, VERSION, PlacementsModel, StrategyModel, validate
+from planner.whole_file import write_whole
+from simulator.errors import InputError, StrategyError
+
+MAX_FILE_BYTES = 256 * 1024 * 1024
+_ARROW = " -> "
+_NOTHING = "()"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyFile:
+    """What a strategy file holds: the plan and, where it was written, the prediction made for it."""
+
+    plan: Plan
+    prediction: Mapping[str, object] | None
+
+
+def write_plan(plan: Plan, path: str | Path, prediction: Mapping[str, object] | None = None) -> Path:
+    """Write a strategy file, whole or not at all.
+
+    Parameters
+    ----------
+    plan
+        The plan; its rules are written in the order they have there (that of the graph).
+    path
+        Where to write.
+    prediction
+        The prediction made for the plan, as the ``prediction`` object of ``plan --json``.
+
+    Returns
+    -------
+    Path
+        The file written.
+    """
+    return write_whole(path, plan_to_text(plan, prediction))
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Read and validate a strategy file.
+
+    Raises
+    ------
+    StrategyError
+        The file is missing, broken, of another version, or its parts contradict each other; the
+        message names the file and the field.
+    """
+    return read_strategy(path).plan
+
+
+def read_strategy(path: str | Path) -> StrategyFile:
+    """Read and validate a strategy file, with the prediction it carries."""
+    source = str(path)
+    try:
+        if not Path(path).is_file():
+            raise StrategyError(
+                f"strategy file {source!r} does not exist or is not a file; write one with `meshwright plan`"
+            )
+        size = Path(path).stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise StrategyError(f"{source}: {size} bytes is more than the {MAX_FILE_BYTES} a strategy file may have")
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise StrategyError(f"cannot read strategy file {source!r}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise StrategyError(
+            f"{source}: not UTF-8 text at byte {error.start}; write it again with `meshwright plan`"
+        ) from error
+    return plan_from_text(text, source)
+
+
+def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> str:
+    """Render a plan as the text of a strategy file, with a newline at the end."""
+    document: dict[str, object] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "network": {
+            "spec": plan.network,
+            "fingerprint": plan.fingerprint,
+            "sequence_length": plan.sequence_length,
+        },
+        "hardware": {"profile": plan.hardware, "hash": plan.hardware_hash},
+        "precision": plan.precision,
+        "optimizer": plan.optimizer,
+        "mesh": [{"axis": axis.name, "size": axis.size} for axis in plan.mesh.axes],
+        "batch": {"global": plan.global_batch, "micro": plan.micro_batch, "micro_batches": plan.micro_batches},
+        "data_sharding": data_sharding(plan.mesh),
+        "stages": [{"stage": 0, "devices": plan.mesh.size, "layers": "all"}],
+        "parallel_mode": plan.parallel_mode,
+        "search_mode": plan.search_mode,
+        "recompute": {"mode": plan.recompute, "operators": []},
+        "optimizer_sharding": plan.optimizer_sharding,
+        "sequence_parallel": plan.sequence_parallel,
+        "schedule": plan.schedule,
+        "fusion": {"bucket_bytes": plan.bucket_bytes},
+        "certificate": {
+            "status": plan.certificate.status.value,
+            "objective_s": plan.certificate.objective_s,
+            "lower_bound_s": plan.certificate.lower_bound_s,
+            "elimination_width": plan.certificate.elimination_width,
+            "operators": plan.certificate.operators,
+            "distinct_blocks": plan.certificate.distinct_blocks,
+        },
+        "prediction": None if prediction is None else dict(prediction),
+        "placements": _placements(plan.rules),
+        "layers": [
+            {"prefix": run.prefix, "first": run.first, "last": run.last, "placements": _placements(run.rules)}
+            for run in plan.layers
+        ],
+    }
+    return _render(document) + "\n"
+
+
+def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
+    """Read the text of a strategy file; `source` names it in errors."""
+    model = validate(_parse_json(text, source), source)
+    mesh = Mesh(tuple(MeshAxis(axis.axis, axis.size) for axis in model.mesh))
+    _check_consistent(model, mesh, source)
+    plan = Plan(
+        network=model.network.spec,
+        fingerprint=model.network.fingerprint,
+        sequence_length=model.network.sequence_length,
+        hardware=model.hardware.profile,
+        hardware_hash=model.hardware.hash,
+        precision=model.precision,
+        optimizer=model.optimizer,
+        global_batch=model.batch.global_,
+        micro_batch=model.batch.micro,
+        micro_batches=model.batch.micro_batches,
+        mesh=mesh,
+        rules=_rules(model.placements, len(mesh.axes), f"{source}: placements"),
+        layers=tuple(
+            LayerRules(
+                prefix=run.prefix,
+                first=run.first,
+                last=run.last,
+                rules=_rules(run.placements, len(mesh.axes), f"{source}: layers.{index}.placements"),
+            )
+            for index, run in enumerate(model.layers)
+        ),
+        optimizer_sharding=model.optimizer_sharding,
+        bucket_bytes=model.fusion.bucket_bytes,
+        certificate=Certificate(
+            status=Status(model.certificate.status),
+            objective_s=model.certificate.objective_s,
+            lower_bound_s=model.certificate.lower_bound_s,
+            elimination_width=model.certificate.elimination_width,
+            operators=model.certificate.operators,
+            distinct_blocks=model.certificate.distinct_blocks,
+        ),
+        parallel_mode=model.parallel_mode,
+        search_mode=model.search_mode,
+        recompute=model.recompute.mode,
+        schedule=model.schedule,
+        sequence_parallel=model.sequence_parallel,
+    )
+    return StrategyFile(plan=plan, prediction=model.prediction.model_dump() if model.prediction else None)
+
+
+def data_sharding(mesh: Mesh) -> dict[str, str]:
+    """How batch tensors lie on each mesh axis: split by sample on ``data``, whole elsewhere.
+
+    >>> data_sharding(Mesh((MeshAxis("data", 4), MeshAxis("tensor", 2))))
+    {'data': 'S(0)', 'tensor': 'R'}
+    """
+    return {axis.name: "S(0)" if axis.name == "data" else "R" for axis in mesh.axes}
+
+
+def rule_to_text(rule: Rule) -> str:
+    """Write a rule as one line.
+
+    >>> rule_to_text(Rule((0, -1), (0,), splits_work=True))
+    'S(0), R -> S(0)'
+    >>> rule_to_text(Rule((0, -1), (0, -1), splits_work=True, reduced_elements=128))
+    'S(0), R -> S(0), R; reduces 128'
+    """
+    text = _side(rule.inputs) + _ARROW + _side(rule.outputs)
+    if rule.splits_work != _splits_by_default(rule.inputs, rule.outputs):
+        text += "; split work" if rule.splits_work else "; whole work"
+    if rule.reduced_elements:
+        text += f"; reduces {rule.reduced_elements}"
+    return text
+
+
+@lru_cache(maxsize=65536)
+def rule_from_text(text: str) -> Rule:
+    """Read what `rule_to_text` wrote.
+
+    >>> rule_from_text("S(0), R -> S(0); reduces 128")
+    Rule(inputs=(0, -1), outputs=(0,), splits_work=True, reduced_elements=128)
+    """
+    match = re.fullmatch(r"([^;]+?) -> ([^;]+?)(; (?:split|whole) work)?(?:; reduces ([1-9][0-9]{0,15}))?", text)
+    if match is None:
+        raise InputError(f"rule {text!r} does not read like 'S(0), R -> S(0)'; correct it")
+    inputs, outputs = _placements_of(match[1]), _placements_of(match[2])
+    default = _splits_by_default(inputs, outputs)
+    splits = default if match[3] is None else match[3] == "; split work"
+    return Rule(inputs, outputs, splits_work=splits, reduced_elements=int(match[4] or 0))
+
+
+def _side(placements: Iterable[int]) -> str:
+    return ", ".join(placement_name(p) for p in placements) or _NOTHING
+
+
+def _placements_of(side: str) -> tuple[int, ...]:
+    return () if side == _NOTHING else tuple(parse_placement(item) for item in side.split(", "))
+
+
+def _splits_by_default(inputs: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
+    return any(p != REPLICATE for p in (*inputs, *outputs))
+
+
+def _placements(rules: Mapping[str, NodeRules]) -> dict[str, dict[str, list[str]]]:
+    """Group nodes by whether they read tensors; parameters, inputs and constants do not."""
+    stored: dict[str, list[str]] = {}
+    operators: dict[str, list[str]] = {}
+    for name, per_axis in rules.items():
+        is_stored = bool(per_axis) and not any(rule.inputs for rule in per_axis)
+        (stored if is_stored else operators)[name] = [rule_to_text(rule) for rule in per_axis]
+    return {"parameters_and_inputs": stored, "operators": operators}
+
+
+def _rules(texts: PlacementsModel, axes: int, where: str) -> dict[str, NodeRules]:
+    found: dict[str, NodeRules] = {}
+    for name, per_axis in (*texts.parameters_and_inputs.items(), *texts.operators.items()):
+        if name in found:
+            raise StrategyError(f"{where}: {name!r} stands in both groups; keep one")
+        if len(per_axis) != axes:
+            raise StrategyError(
+                f"{where}: {name!r} has {len(per_axis)} rules, but the mesh has {axes} axes; give one for each"
+            )
+        try:
+            found[name] = tuple(rule_from_text(text) for text in per_axis)
+        except InputError as error:
+            raise StrategyError(f"{where}: {name!r}: {error}") from error
+        if len({(len(rule.inputs), len(rule.outputs)) for rule in found[name]}) > 1:
+            raise StrategyError(f"{where}: the rules of {name!r} differ in their number of tensors; they must agree")
+    return found
+
+
+def _check_consistent(model: StrategyModel, mesh: Mesh, source: str) -> None:
+    names = [axis.name for axis in mesh.axes]
+    if len(set(names)) < len(names):
+        raise StrategyError(f"{source}: mesh: axis names {names} repeat; give each axis a name of its own")
+    if model.data_sharding != data_sharding(mesh):
+        raise StrategyError(
+            f"{source}: data_sharding: {model.data_sharding} is not {data_sharding(mesh)}, "
+            "which this mesh asks for; correct it"
+        )
+    if [stage.devices for stage in model.stages] != [mesh.size]:
+        raise StrategyError(f"{source}: stages: only one stage of all {mesh.size} devices is supported yet; correct it")
+    shards = next((axis.size for axis in mesh.axes if axis.name == "data"), 1)
+    batch = model.batch
+    if batch.global_ != batch.micro * batch.micro_batches * shards:
+        raise StrategyError(
+            f"{source}: batch.global: {batch.global_} is not micro {batch.micro} × micro_batches {batch.micro_batches} "
+            f"× data-parallel size {shards}; make the product equal"
+        )
+    taken: dict[str, int] = {}
+    for index, run in enumerate(model.layers):
+        if run.first > run.last or run.first < taken.get(run.prefix, 0):
+            raise StrategyError(
+                f"{source}: layers.{index}: layers {run.first} to {run.last} of {run.prefix!r} must follow "
+                "the ranges before them; write ranges in order and without overlap"
+            )
+        taken[run.prefix] = run.last + 1
+
+
+def _parse_json(text: str, source: str) -> object:
+    def no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for key, value in pairs:
+            if key in found:
+                raise StrategyError(f"{source}: key {key[:80]!r} appears twice in one object; keep one")
+            found[key] = value
+        return found
+
+    def no_constants(name: str) -> object:
+        raise StrategyError(f"{source}: {name} is not a number JSON allows; write a finite number")
+
+    try:
+        parsed: object = json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constants)
+    except json.JSONDecodeError as error:
+        raise StrategyError(
+            f"{source}: not JSON at line {error.lineno}, column {error.colno}: {error.msg}; "
+            "the file may be cut short: write it again with `meshwright plan`"
+        ) from error
+    except (RecursionError, ValueError) as error:
+        raise StrategyError(f"{source}: not a strategy file: nested too deeply or a number too long") from error
+    return parsed
+
+
+def _render(value: object, indent: str = "") -> str:
+    """Render JSON with one object key a line and lists of plain values on one line, so that diffs read well."""
+    inner = indent + "  "
+    if isinstance(value, dict) and value:
+        body = ",\n".join(f"{inner}{json.dumps(key)}: {_render(item, inner)}" for key, item in value.items())
+        return f"{{\n{body}\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+        body = ",\n".join(inner + _render(item, inner) for item in value)
+        return f"[\n{body}\n{indent}]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

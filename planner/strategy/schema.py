@@ -1,0 +1,183 @@
+"""The fields of a strategy file and what each may hold."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from simulator.errors import StrategyError
+
+FORMAT = "meshwright-strategy"
+VERSION = 1
+
+Text = Annotated[str, Field(min_length=1, max_length=4096)]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Positive = Annotated[int, Field(ge=1, lt=2**53)]
+Seconds = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0)]
+RuleTexts = dict[Text, list[Annotated[str, Field(max_length=65536)]]]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
+
+
+class NetworkModel(_Strict):
+    """Which network, as it was captured."""
+
+    spec: Text
+    fingerprint: Text
+    sequence_length: Positive | None
+
+
+class HardwareModel(_Strict):
+    """Which profile the plan was made for."""
+
+    profile: Text
+    hash: Text
+
+
+class AxisModel(_Strict):
+    """A mesh axis; an axis of one device is left out."""
+
+    axis: Text
+    size: Annotated[int, Field(ge=2, le=2**20)]
+
+
+class BatchModel(_Strict):
+    """Samples of a step, of a micro-batch on one data-parallel rank, and how many micro-batches."""
+
+    global_: Positive = Field(alias="global")
+    micro: Positive
+    micro_batches: Positive
+
+
+class StageModel(_Strict):
+    """A pipeline stage."""
+
+    stage: Literal[0]
+    devices: Positive
+    layers: Literal["all"]
+
+
+class RecomputeModel(_Strict):
+    """What is computed again in the backward pass."""
+
+    mode: Literal["none", "selective", "full"]
+    operators: Annotated[list[Text], Field(max_length=0)]
+
+
+class FusionModel(_Strict):
+    """How many bytes of gradients travel as one message."""
+
+    bucket_bytes: Count
+
+
+class CertificateModel(_Strict):
+    """What the search proved about the plan."""
+
+    status: Literal["optimal", "bounded", "heuristic"]
+    objective_s: Seconds
+    lower_bound_s: Seconds
+    elimination_width: Count
+    operators: Count
+    distinct_blocks: Count
+
+
+class PredictionModel(_Strict):
+    """The prediction made when the plan was written."""
+
+    step_time_s: Seconds
+    interval_s: Annotated[list[Seconds], Field(min_length=2, max_length=2)]
+    label: Literal["calibrated", "interpolated", "extrapolated"]
+    samples_per_s: Fraction
+    tokens_per_s: Fraction | None
+    mfu: Fraction
+    peak_memory_bytes: Count
+    device_memory_bytes: Count
+    memory_at_peak: dict[Text, Count]
+    breakdown: dict[Text, Seconds]
+
+
+class PlacementsModel(_Strict):
+    """Rules by node name, one line for each mesh axis."""
+
+    parameters_and_inputs: RuleTexts
+    operators: RuleTexts
+
+
+class LayersModel(_Strict):
+    """Rules of the layers first to last (inclusive) of a run of equal blocks; block indices are written ``*``."""
+
+    prefix: Annotated[str, Field(max_length=4096)]
+    first: Count
+    last: Count
+    placements: PlacementsModel
+
+
+class StrategyModel(_Strict):
+    """A whole strategy file."""
+
+    format: Literal["meshwright-strategy"]
+    version: Literal[1]
+    network: NetworkModel
+    hardware: HardwareModel
+    precision: Text
+    optimizer: Text
+    mesh: Annotated[list[AxisModel], Field(max_length=8)]
+    batch: BatchModel
+    data_sharding: dict[Text, Text]
+    stages: Annotated[list[StageModel], Field(min_length=1)]
+    parallel_mode: Text
+    search_mode: Text
+    recompute: RecomputeModel
+    optimizer_sharding: Literal["none", "zero1", "zero2", "zero3"]
+    sequence_parallel: bool
+    schedule: Text
+    fusion: FusionModel
+    certificate: CertificateModel
+    prediction: PredictionModel | None
+    placements: PlacementsModel
+    layers: list[LayersModel]
+
+
+def validate(document: object, source: str) -> StrategyModel:
+    """Check a parsed document field by field.
+
+    Raises
+    ------
+    StrategyError
+        Names `source`, the first wrong field, its value and the rule.
+    """
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise StrategyError(
+            f'{source}: not a strategy file: it must be a JSON object with "format": "{FORMAT}"; '
+            "write one with `meshwright plan`"
+        )
+    version = document.get("version")
+    if version != VERSION or isinstance(version, bool):
+        raise StrategyError(
+            f"{source}: version {version!r} is not {VERSION}, the one this Meshwright reads; "
+            "write the file again with `meshwright plan`, or use the Meshwright that wrote it"
+        )
+    try:
+        return StrategyModel.model_validate(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        more = error.error_count() - 1
+        others = f" (and {more} more)" if more else ""
+        raise StrategyError(
+            f"{source}: {_describe(first['loc'], first['msg'], first['input'], first['type'])}{others}"
+        ) from error
+
+
+def _describe(location: tuple[int | str, ...], message: str, value: object, kind: str) -> str:
+    field = ".".join(str(part) for part in location)
+    if kind == "missing":
+        return f"{field} is missing; add it or write the file again with `meshwright plan`"
+    if kind == "extra_forbidden":
+        return f"{field} is not a field of a strategy file; remove it"
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "…"
+    return f"{field}: {shown} is wrong: {message[:1].lower()}{message[1:]}; correct it"
