@@ -1,1 +1,1 @@
-"""hw_profiles"""
+"""Hardware profiles: one YAML file per cluster type, every number with its source."""

@@ -1,0 +1,236 @@
+"""A cluster as plain numbers: what one device can do and how devices are joined.
+
+Profiles are YAML files (`hw_profiles/`, or the user's own); `simulator.profile_file` reads and checks
+them. What the rest of the program sees is the frozen `Hardware`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+
+from simulator.errors import ProfileError
+from simulator.program import Collective, Kernel
+
+PROFILE_SUFFIX = ".yaml"
+_WIDER_DTYPE = {
+    "float8_e4m3fn": "bfloat16",
+    "float8_e5m2": "float8_e4m3fn",
+    "bfloat16": "float16",
+    "float16": "float32",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelModel:
+    """Speed of one class of kernels: ``overhead_s + max(compute time, memory time)``.
+
+    ``compute_efficiency`` and ``bandwidth_efficiency`` are fractions of the device's peaks.
+    ``peak_flops`` replaces the device's peak for single dtypes (float32 convolutions that run as TF32).
+    """
+
+    compute_efficiency: float
+    bandwidth_efficiency: float
+    overhead_s: float
+    peak_flops: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """One level of the topology: units of ``size`` devices joined by links of one kind.
+
+    ``size`` counts all devices of a unit, inner levels included. ``bandwidth_bytes_per_s`` is what
+    one device can send (and at the same time receive) over this level while all devices do so.
+    ``reduction_speedup`` above 1 says that the switch adds numbers itself and all-reduces run that
+    much faster than the best ring.
+    """
+
+    name: str
+    size: int
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    reduction_speedup: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveTable:
+    """Measured seconds of one collective in one group size, by ascending payload in bytes."""
+
+    collective: Collective
+    group_size: int
+    payload_bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uncertainty:
+    """Interval of a predicted time ``t``: from ``t * (1 - low)`` to ``t * (1 + high)``."""
+
+    low: float
+    high: float
+    label: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRow:
+    """One number of a profile with its origin, for display; ``field`` is the path in the file."""
+
+    field: str
+    value: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Hardware:
+    """A cluster type. Two profiles with the same numbers have the same ``hash`` and are equal.
+
+    ``device_memory_bytes`` is what a job can use; ``hash`` is the SHA-256 of every number of the
+    profile, not of its descriptions and sources.
+    """
+
+    name: str
+    hash: str
+    description: str
+    device_name: str
+    device_memory_bytes: int
+    memory_bandwidth: float
+    peak_flops: Mapping[str, float]
+    default_precision: str
+    kernels: Mapping[Kernel, KernelModel]
+    levels: tuple[Level, ...]
+    max_devices: int
+    devices_per_node: int
+    node_device_counts: tuple[int, ...]
+    uncertainty: Uncertainty
+    overlaps_communication: bool = True
+    collective_tables: tuple[CollectiveTable, ...] = ()
+    slowdown_table: tuple[tuple[int, float], ...] = ((1, 1.0),)
+    rows: tuple[ProfileRow, ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Hardware) and self.hash == other.hash and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.hash))
+
+    def peak(self, dtype: str, kernel: Kernel = Kernel.MATMUL) -> float:
+        """Peak FLOP/s for `dtype`; a narrow float the device lacks runs as the next wider one it has.
+
+        Integers and booleans count as float32, complex numbers as floats of half their width.
+        """
+        peaks = {**self.peak_flops, **self.kernels[kernel].peak_flops}
+        wanted: str | None = _as_float(dtype)
+        while wanted is not None and wanted not in peaks:
+            wanted = _WIDER_DTYPE.get(wanted)
+        if wanted is None:
+            known = ", ".join(sorted(self.peak_flops))
+            raise ProfileError(
+                f"profile {self.name}: no peak FLOP/s for {dtype}; the device computes in {known}: "
+                f"choose one of these precisions or add device.peak_flops.{dtype} to the profile"
+            )
+        return peaks[wanted]
+
+    def compute_slowdown(self, processes: int) -> float:
+        """Factor by which kernels slow down when `processes` of them share this machine's cores.
+
+        Between measured counts the factor is interpolated linearly; beyond the last it grows in
+        proportion to the count, as time slicing does.
+        """
+        counts = [count for count, _ in self.slowdown_table]
+        factors = [factor for _, factor in self.slowdown_table]
+        place = bisect.bisect_left(counts, processes)
+        if place == len(counts):
+            return factors[-1] * processes / counts[-1] if len(counts) > 1 else factors[-1]
+        if counts[place] == processes or place == 0:
+            return factors[place]
+        share = (processes - counts[place - 1]) / (counts[place] - counts[place - 1])
+        return factors[place - 1] + share * (factors[place] - factors[place - 1])
+
+    def check_devices(self, devices: int) -> None:
+        """Raise ProfileError unless a job of `devices` devices fills whole units of the topology."""
+        if self._holds(devices):
+            return
+        below = next((n for n in range(min(devices, self.max_devices), 0, -1) if self._holds(n)), None)
+        above = next((n for n in range(max(devices, 1), self.max_devices + 1) if self._holds(n)), None)
+        near = " or ".join(str(n) for n in (below, above) if n is not None)
+        inside = ", ".join(str(n) for n in self.node_device_counts)
+        raise ProfileError(
+            f"{devices} devices do not fit profile {self.name}: it takes {inside} devices inside a node, or whole "
+            f"nodes of {self.devices_per_node}, up to {self.max_devices} devices; use {near}"
+        )
+
+    def _holds(self, devices: int) -> bool:
+        if not 1 <= devices <= self.max_devices:
+            return False
+        return devices in self.node_device_counts or (
+            devices >= self.devices_per_node and devices % self.devices_per_node == 0
+        )
+
+
+def profile_names() -> list[str]:
+    """Names of the shipped profiles, sorted."""
+    files = resources.files("hw_profiles").iterdir()
+    return sorted(entry.name[: -len(PROFILE_SUFFIX)] for entry in files if entry.name.endswith(PROFILE_SUFFIX))
+
+
+def load_profile(name_or_path: str) -> Hardware:
+    """Load a profile by its name in `hw_profiles` or by the path of a YAML file.
+
+    Whatever ends in ``.yaml`` or ``.yml`` or holds a path separator is a path.
+    """
+    # pydantic and yaml cost start-up time; commands that load no profile do not pay for them.
+    from simulator.profile_file import parse_profile, read_limited
+
+    if name_or_path.endswith((".yaml", ".yml")) or "/" in name_or_path:
+        path = Path(name_or_path).expanduser()
+        return parse_profile(read_limited(path), str(path))
+    names = profile_names()
+    if name_or_path not in names:
+        near = difflib.get_close_matches(name_or_path, names, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known profiles: {', '.join(names)}"
+        raise ProfileError(f"no hardware profile is named {name_or_path!r}; {hint} (or give the path of a YAML file)")
+    resource = resources.files("hw_profiles") / (name_or_path + PROFILE_SUFFIX)
+    return parse_profile(resource.read_bytes(), f"hw_profiles/{name_or_path}{PROFILE_SUFFIX}")
+
+
+def check_profile(path: str) -> Hardware:
+    """Read the profile in file `path`, whatever the file is called; ProfileError says what is wrong."""
+    from simulator.profile_file import parse_profile, read_limited
+
+    return parse_profile(read_limited(Path(path).expanduser()), path)
+
+
+def write_profile(content: Mapping[str, object], path: str | Path) -> Hardware:
+    """Validate `content` (the profile as nested plain data) and write it to `path`, whole or not at all."""
+    from simulator.profile_file import write_content
+
+    return write_content(content, Path(path))
+
+
+def describe(hardware: Hardware) -> tuple[ProfileRow, ...]:
+    """Every number of the profile as text, with its source, in the order of the file."""
+    return hardware.rows
+
+
+def _as_float(dtype: str) -> str:
+    if dtype.startswith("complex"):
+        return "float64" if dtype == "complex128" else "float32"
+    if dtype.startswith(("float", "bfloat")):
+        return dtype
+    return "float32"
+
+
+def format_number(value: float) -> str:
+    """Shortest usual text of a number: ``8``, ``312e12``, ``5.2e-06``."""
+    if isinstance(value, bool) or (isinstance(value, int) and abs(value) < 10**6):
+        return str(value)
+    if value and not 1e-3 <= abs(value) < 1e6:
+        exponent = 3 * math.floor(math.log10(abs(value)) / 3)
+        return f"{value / 10.0**exponent:.6g}e{exponent}"
+    return f"{value:.6g}"

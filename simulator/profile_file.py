@@ -1,0 +1,409 @@
+"""Reading, checking and writing the YAML file of a hardware profile.
+
+The schema makes every number carry its source: ``{value: 312.0e12, source: "datasheet: ..."}``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from simulator.errors import ProfileError
+from simulator.hardware import (
+    CollectiveTable,
+    Hardware,
+    KernelModel,
+    Level,
+    ProfileRow,
+    Uncertainty,
+    format_number,
+)
+from simulator.program import Collective, Kernel
+
+FORMAT = "meshwright-profile"
+VERSION = 1
+MAX_FILE_BYTES = 1 << 20
+MAX_DEPTH = 20
+MAX_ERRORS_SHOWN = 5
+REMEDY = "see docs/profiles.md for the format"
+
+
+def _check_source(text: str) -> str:
+    kind, _, detail = text.partition(":")
+    if kind not in {"datasheet", "measured", "fitted", "assumed"} or len(detail.strip()) < 8:
+        raise ValueError("a source reads 'datasheet: ...', 'measured: ...', 'fitted: ...' or 'assumed: ...'")
+    if kind == "measured" and not re.search(r"\d{4}-\d{2}-\d{2}", detail):
+        raise ValueError("a measured source names command, machine and date (YYYY-MM-DD)")
+    if kind == "fitted" and not ("row" in detail and "error" in detail):
+        raise ValueError("a fitted source names the rows ('... 240 rows') and the error ('... error 8 %')")
+    return text
+
+
+Source = Annotated[str, Field(max_length=1000), AfterValidator(_check_source)]
+Positive = Annotated[float, Field(gt=0, lt=1e30)]
+NonNegative = Annotated[float, Field(ge=0, lt=1e30)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Dtype = Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f]+$")]
+ValueType = TypeVar("ValueType")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Sourced(_Part, Generic[ValueType]):
+    """A value and where it comes from."""
+
+    value: ValueType
+    source: Source
+
+
+class DevicePart(_Part):
+    """One accelerator (or one process of a CPU machine)."""
+
+    name: Name
+    memory_bytes: Sourced[Annotated[int, Field(gt=0, lt=10**18)]]
+    reserved_memory_bytes: Sourced[Annotated[int, Field(ge=0, lt=10**18)]]
+    memory_bandwidth_bytes_per_s: Sourced[Positive]
+    peak_flops: Annotated[dict[Dtype, Sourced[Positive]], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _some_memory_is_left(self) -> DevicePart:
+        if self.reserved_memory_bytes.value >= self.memory_bytes.value:
+            raise ValueError("reserved_memory_bytes must be smaller than memory_bytes")
+        return self
+
+
+class KernelPart(_Part):
+    """Speed of one class of kernels."""
+
+    compute_efficiency: Sourced[Fraction]
+    bandwidth_efficiency: Sourced[Fraction]
+    overhead_s: Sourced[NonNegative]
+    peak_flops: dict[Dtype, Sourced[Positive]] = {}
+
+
+class LevelPart(_Part):
+    """One level of the topology."""
+
+    name: Name
+    size: Sourced[Count]
+    bandwidth_bytes_per_s: Sourced[Positive]
+    latency_s: Sourced[NonNegative]
+    reduction_speedup: Sourced[Annotated[float, Field(ge=1, le=10)]] | None = None
+
+
+class TopologyPart(_Part):
+    """Which device counts exist and what joins them, innermost level first."""
+
+    max_devices: Sourced[Count]
+    devices_per_node: Sourced[Count]
+    node_device_counts: Sourced[Annotated[list[Count], Field(min_length=1)]]
+    levels: Annotated[list[LevelPart], Field(min_length=1, max_length=8)]
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> TopologyPart:
+        sizes = [level.size.value for level in self.levels]
+        if any(inner >= outer for inner, outer in itertools.pairwise(sizes)):
+            raise ValueError(f"level sizes must grow from the innermost level outwards, got {sizes}")
+        if sizes[-1] != self.max_devices.value:
+            raise ValueError(
+                f"the outermost level holds {sizes[-1]} devices, max_devices says {self.max_devices.value}"
+            )
+        if self.devices_per_node.value > self.max_devices.value:
+            raise ValueError("devices_per_node must not exceed max_devices")
+        counts = self.node_device_counts.value
+        if counts != sorted(set(counts)) or counts[-1] > self.devices_per_node.value:
+            raise ValueError("node_device_counts must ascend and not exceed devices_per_node")
+        if len({level.name for level in self.levels}) != len(self.levels):
+            raise ValueError("level names must differ")
+        return self
+
+
+class CollectivePart(_Part):
+    """Measured times of one collective in one group size."""
+
+    collective: Collective
+    group_size: Annotated[int, Field(ge=2, le=1_000_000)]
+    payload_bytes: Annotated[list[Positive], Field(min_length=1, max_length=200)]
+    seconds: Annotated[list[Positive], Field(min_length=1, max_length=200)]
+    source: Source
+
+    @model_validator(mode="after")
+    def _lists_agree(self) -> CollectivePart:
+        if len(self.payload_bytes) != len(self.seconds):
+            raise ValueError(f"{len(self.payload_bytes)} payload_bytes but {len(self.seconds)} seconds")
+        if any(low >= high for low, high in itertools.pairwise(self.payload_bytes)):
+            raise ValueError("payload_bytes must ascend")
+        return self
+
+
+class SlowdownPart(_Part):
+    """How processes that share this machine's cores slow each other."""
+
+    processes: Annotated[list[Count], Field(min_length=1, max_length=100)]
+    factor: Annotated[list[Annotated[float, Field(ge=1, lt=1e6)]], Field(min_length=1, max_length=100)]
+    source: Source
+
+    @model_validator(mode="after")
+    def _lists_agree(self) -> SlowdownPart:
+        if len(self.processes) != len(self.factor):
+            raise ValueError(f"{len(self.processes)} processes but {len(self.factor)} factors")
+        if self.processes != sorted(set(self.processes)) or self.processes[0] != 1:
+            raise ValueError("processes must ascend from 1")
+        return self
+
+
+class UncertaintyPart(_Part):
+    """Relative half-widths of the interval of a predicted time, and what they rest on."""
+
+    low: Annotated[float, Field(ge=0, lt=1)]
+    high: Annotated[float, Field(ge=0, le=10)]
+    label: Literal["calibrated", "interpolated", "extrapolated"]
+    source: Source
+
+
+class ProfilePart(_Part):
+    """The whole file."""
+
+    format: Literal["meshwright-profile"]
+    version: Literal[1]
+    name: Annotated[str, Field(max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    description: Annotated[str, Field(max_length=2000)]
+    default_precision: Sourced[Literal["bfloat16", "float16", "float32", "float64"]]
+    device: DevicePart
+    kernels: dict[Kernel, KernelPart]
+    topology: TopologyPart
+    overlaps_communication: Sourced[bool]
+    uncertainty: UncertaintyPart
+    collectives: list[CollectivePart] = []
+    compute_slowdown: SlowdownPart | None = None
+
+    @model_validator(mode="after")
+    def _every_kernel_is_there(self) -> ProfilePart:
+        missing = [kernel.value for kernel in Kernel if kernel not in self.kernels and kernel is not Kernel.VIEW]
+        if missing:
+            raise ValueError(f"kernels lacks {', '.join(missing)}")
+        if self.default_precision.value not in self.device.peak_flops:
+            raise ValueError(f"default_precision {self.default_precision.value} has no entry in device.peak_flops")
+        tables = [(table.collective, table.group_size) for table in self.collectives]
+        if len(set(tables)) != len(tables):
+            raise ValueError("collectives has two tables for one collective and group size")
+        return self
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader without aliases (no exponential growth), duplicate keys, dates and deep nesting."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            raise yaml.YAMLError(f"line {self.line + 1}: aliases (*name) are not allowed in a profile")
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise yaml.YAMLError(f"nested deeper than {MAX_DEPTH} levels")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: keys must be plain names")
+            if key.value in seen:
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: key {key.value!r} stands there twice")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    letter: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":float"))]
+    for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+# YAML 1.1 reads 3e12 as text; a profile's author means a number.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:(?:\d+\.\d*|\.\d+|\d+)[eE][-+]?\d+|\d+\.\d*|\.\d+|\.(?:inf|Inf|INF|nan|NaN|NAN))$"),
+    list("-+0123456789."),
+)
+
+
+def read_limited(path: Path) -> bytes:
+    """Content of the regular file `path`, at most `MAX_FILE_BYTES`."""
+    try:
+        if not path.is_file():
+            reason = "is not a regular file" if path.exists() else "does not exist"
+            raise ProfileError(f"profile {path} {reason}; give a profile name or the path of a YAML file")
+        with path.open("rb") as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise ProfileError(
+            f"profile {str(path)!r} cannot be read: {error}; check the path and its permissions"
+        ) from None
+    if len(content) > MAX_FILE_BYTES:
+        raise ProfileError(f"profile {path} is larger than {MAX_FILE_BYTES} bytes, the limit; it is no profile")
+    return content
+
+
+def parse_profile(content: bytes, file: str) -> Hardware:
+    """Hardware from the bytes of a profile; ProfileError names `file` and the field that is wrong."""
+    try:
+        data = yaml.load(content, Loader=_Loader)  # noqa: S506 (a stricter SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        detail = " ".join(str(error).split())
+        raise ProfileError(f"profile {file} is not valid YAML: {detail}; {REMEDY}") from None
+    if not isinstance(data, dict):
+        raise ProfileError(f"profile {file} is empty or no mapping; {REMEDY}")
+    return _hardware(_validate(data, file))
+
+
+def write_content(content: Mapping[str, object], path: Path) -> Hardware:
+    """Validate `content` and write it as YAML beside `path`, then rename over it."""
+    hardware = _hardware(_validate(dict(content), str(path)))
+    text = yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True, width=120)
+    parse_profile(text.encode(), str(path))
+    temporary = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except OSError as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise ProfileError(f"profile {path} cannot be written: {error}; choose a writable path") from None
+    return hardware
+
+
+def _validate(data: dict[str, Any], file: str) -> ProfilePart:
+    try:
+        return ProfilePart.model_validate_json(json.dumps(data))
+    except ValidationError as error:
+        problems = [_problem(detail) for detail in error.errors(include_url=False)]
+    except (TypeError, ValueError) as error:
+        problems = [f"holds a value that is no text, number, list or mapping ({error})"]
+    shown = "; ".join(problems[:MAX_ERRORS_SHOWN])
+    more = f"; and {len(problems) - MAX_ERRORS_SHOWN} more" if len(problems) > MAX_ERRORS_SHOWN else ""
+    raise ProfileError(f"profile {file}: {shown}{more}; {REMEDY}")
+
+
+def _problem(detail: Any) -> str:
+    place = ".".join(str(part) for part in detail["loc"] if part != "[key]")
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    given = detail.get("input")
+    got = f" (got {given!r:.60})" if isinstance(given, (str, int, float, bool)) else ""
+    return f"{place}: {message}{got}" if place else f"{message}{got}"
+
+
+def _hardware(profile: ProfilePart) -> Hardware:
+    device, topology = profile.device, profile.topology
+    slowdown = profile.compute_slowdown
+    kernels = {kernel: _kernel(profile.kernels.get(kernel)) for kernel in Kernel}
+    return Hardware(
+        name=profile.name,
+        hash=_digest(profile),
+        description=profile.description,
+        device_name=device.name,
+        device_memory_bytes=device.memory_bytes.value - device.reserved_memory_bytes.value,
+        memory_bandwidth=device.memory_bandwidth_bytes_per_s.value,
+        peak_flops=_values(device.peak_flops),
+        default_precision=profile.default_precision.value,
+        kernels=kernels,
+        levels=tuple(_level(level) for level in topology.levels),
+        max_devices=topology.max_devices.value,
+        devices_per_node=topology.devices_per_node.value,
+        node_device_counts=tuple(topology.node_device_counts.value),
+        uncertainty=Uncertainty(**profile.uncertainty.model_dump()),
+        overlaps_communication=profile.overlaps_communication.value,
+        collective_tables=tuple(_table(table) for table in profile.collectives),
+        slowdown_table=tuple(zip(slowdown.processes, slowdown.factor, strict=True)) if slowdown else ((1, 1.0),),
+        rows=tuple(_rows(profile.model_dump(mode="json", exclude_unset=True), "")),
+    )
+
+
+def _kernel(part: KernelPart | None) -> KernelModel:
+    if part is None:
+        return KernelModel(compute_efficiency=1.0, bandwidth_efficiency=1.0, overhead_s=0.0)
+    return KernelModel(
+        compute_efficiency=part.compute_efficiency.value,
+        bandwidth_efficiency=part.bandwidth_efficiency.value,
+        overhead_s=part.overhead_s.value,
+        peak_flops=_values(part.peak_flops),
+    )
+
+
+def _level(part: LevelPart) -> Level:
+    return Level(
+        name=part.name,
+        size=part.size.value,
+        bandwidth_bytes_per_s=part.bandwidth_bytes_per_s.value,
+        latency_s=part.latency_s.value,
+        reduction_speedup=part.reduction_speedup.value if part.reduction_speedup else 1.0,
+    )
+
+
+def _table(part: CollectivePart) -> CollectiveTable:
+    seconds: list[float] = []
+    for value in part.seconds:  # noise must not make a larger message cheaper
+        seconds.append(max(value, seconds[-1]) if seconds else value)
+    return CollectiveTable(
+        collective=part.collective,
+        group_size=part.group_size,
+        payload_bytes=tuple(part.payload_bytes),
+        seconds=tuple(seconds),
+    )
+
+
+def _values(entries: Mapping[Any, Sourced[float]]) -> dict[str, float]:
+    return {str(key): entry.value for key, entry in entries.items()}
+
+
+def _digest(profile: ProfilePart) -> str:
+    numbers = _without_text(profile.model_dump(mode="json"))
+    return hashlib.sha256(json.dumps(numbers, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _without_text(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_text(item) for key, item in value.items() if key not in {"source", "description"}}
+    return [_without_text(item) for item in value] if isinstance(value, list) else value
+
+
+def _rows(value: Any, place: str) -> Iterator[ProfileRow]:
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            part = item.get("name", index) if isinstance(item, dict) else index
+            yield from _rows(item, f"{place}.{part}")
+    elif isinstance(value, dict) and "source" in value:
+        content = {key: item for key, item in value.items() if key != "source"}
+        text = _text(content["value"]) if set(content) == {"value"} else _pairs(content)
+        yield ProfileRow(field=place, value=text, source=value["source"])
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _rows(item, f"{place}.{key}" if place else key)
+
+
+def _pairs(content: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {_text(item)}" for key, item in content.items())
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(_text(item) for item in value)
+    return format_number(value) if isinstance(value, (int, float)) else str(value)
