@@ -1,0 +1,229 @@
+"""The result of a simulation: when every task of a step runs, where the time goes, what memory does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from simulator.memory import MemoryTimeline, SegmentSpan, memory_timeline
+from simulator.program import BufferKind, Collective, Phase, Program, Segment
+from simulator.task_order import Streams, check_program, execution_order, streams_of
+
+FloatArray = npt.NDArray[np.float64]
+
+_COMPUTE, _OPTIMIZER, _COMMUNICATION = range(3)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SegmentTimeline:
+    """A segment of the step: `count` equal repetitions, the first at `offset_s`.
+
+    ``starts_s`` and ``ends_s``, (tasks,), count from the start of a repetition.
+    """
+
+    name: str
+    count: int
+    offset_s: float
+    duration_s: float
+    starts_s: FloatArray
+    ends_s: FloatArray
+
+    @property
+    def end_s(self) -> float:
+        """When the last repetition ends, from the start of the step."""
+        return self.offset_s + self.count * self.duration_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveTotal:
+    """All calls of one collective on one mesh axis in a step; seconds count whether hidden or not."""
+
+    collective: Collective
+    axis: str
+    calls: int
+    payload_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorTotal:
+    """All calls of one operator in a step; `share` is its part of the time of all tasks."""
+
+    name: str
+    kernel: str
+    calls: int
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Timeline:
+    """One simulated step of a device.
+
+    ``breakdown`` holds ``compute_s`` (forward and backward), ``optimizer_s``,
+    ``exposed_communication_s`` (only communication runs) and ``bubble_s`` (nothing runs); they add
+    up to ``step_time_s``.
+    """
+
+    step_time_s: float
+    overlaps_communication: bool
+    segments: tuple[SegmentTimeline, ...]
+    breakdown: Mapping[str, float]
+    collectives: tuple[CollectiveTotal, ...]
+    memory: MemoryTimeline
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The most memory in use at any time."""
+        return self.memory.peak_bytes
+
+    @property
+    def memory_at_peak(self) -> Mapping[BufferKind, int]:
+        """What stands in memory at the peak, in bytes."""
+        return self.memory.at_peak
+
+
+class TaskTimes(NamedTuple):
+    """When the tasks of one segment start and end: arrays (tasks,) of seconds."""
+
+    starts_s: FloatArray
+    ends_s: FloatArray
+
+
+SegmentEngine = Callable[[Segment, FloatArray, Streams], TaskTimes]
+"""Runs one repetition of a segment, given the time of every task and the tasks of every stream."""
+
+
+def simulate_segments(
+    program: Program, times: Sequence[FloatArray], run_segment: SegmentEngine, *, overlaps_communication: bool
+) -> Timeline:
+    """The timeline of a program whose tasks take `times`, each segment run by `run_segment`.
+
+    A segment starts in an idle device and ends in one, so its repetitions are equal: it is run once,
+    and `count` of them take `count` times as long, exactly.
+    """
+    check_program(program, times)
+    segments: list[SegmentTimeline] = []
+    spans: list[SegmentSpan] = []
+    offset = 0.0
+    for segment, seconds in zip(program.segments, times, strict=True):
+        streams = streams_of(segment, overlaps_communication=overlaps_communication)
+        found = run_segment(segment, seconds, streams)
+        found.starts_s.setflags(write=False)
+        found.ends_s.setflags(write=False)
+        segments.append(
+            SegmentTimeline(
+                name=segment.name,
+                count=segment.count,
+                offset_s=offset,
+                duration_s=float(found.ends_s.max(initial=0.0)),
+                starts_s=found.starts_s,
+                ends_s=found.ends_s,
+            )
+        )
+        spans.append(_span(segments[-1], execution_order(segment, streams)))
+        offset = segments[-1].end_s
+    return Timeline(
+        step_time_s=offset,
+        overlaps_communication=overlaps_communication,
+        segments=tuple(segments),
+        breakdown=_breakdown(program, segments),
+        collectives=_collective_totals(program, segments),
+        memory=memory_timeline(program, spans),
+    )
+
+
+def _span(segment: SegmentTimeline, order: Sequence[int]) -> SegmentSpan:
+    position = np.empty(len(order), np.int64)
+    position[np.asarray(order, np.int64)] = np.arange(len(order))
+    return SegmentSpan(
+        offset_s=segment.offset_s,
+        duration_s=segment.duration_s,
+        starts_s=segment.starts_s,
+        ends_s=segment.ends_s,
+        position=position,
+    )
+
+
+def _breakdown(program: Program, timelines: Sequence[SegmentTimeline]) -> dict[str, float]:
+    """Seconds of a step by what runs; where several do, compute comes before optimizer before communication."""
+    compute = optimizer = exposed = bubble = 0.0
+    for segment, timeline in zip(program.segments, timelines, strict=True):
+        kinds = np.fromiter((_class_of(task.collective, task.phase) for task in segment.tasks), np.int64)
+        times = np.concatenate([timeline.starts_s, timeline.ends_s])
+        order = np.argsort(times, kind="stable")
+        change = np.zeros((3, len(times) + 1))
+        change[np.tile(kinds, 2)[order], np.arange(1, len(times) + 1)] = np.repeat((1, -1), len(kinds))[order]
+        running = np.cumsum(change, axis=1) > 0
+        lengths = np.diff(times[order], prepend=0.0, append=timeline.duration_s) * segment.count
+        taken = np.zeros(lengths.shape, bool)
+        parts: list[float] = []
+        for row in running:
+            parts.append(float(lengths[row & ~taken].sum()))
+            taken |= row
+        compute += parts[_COMPUTE]
+        optimizer += parts[_OPTIMIZER]
+        exposed += parts[_COMMUNICATION]
+        bubble += float(lengths[~taken].sum())
+    return {"compute_s": compute, "exposed_communication_s": exposed, "bubble_s": bubble, "optimizer_s": optimizer}
+
+
+def _class_of(collective: Collective | None, phase: Phase) -> int:
+    if collective is not None:
+        return _COMMUNICATION
+    return _OPTIMIZER if phase is Phase.UPDATE else _COMPUTE
+
+
+def _collective_totals(program: Program, timelines: Sequence[SegmentTimeline]) -> tuple[CollectiveTotal, ...]:
+    found: dict[tuple[str, Collective], list[float]] = {}
+    for segment, timeline in zip(program.segments, timelines, strict=True):
+        lengths = (timeline.ends_s - timeline.starts_s).tolist()
+        for task, length in zip(segment.tasks, lengths, strict=True):
+            if task.collective is not None:
+                total = found.setdefault((task.axis, task.collective), [0, 0.0, 0.0])
+                total[0] += segment.count
+                total[1] += segment.count * task.payload_bytes
+                total[2] += segment.count * length
+    return tuple(
+        CollectiveTotal(collective=collective, axis=axis, calls=int(calls), payload_bytes=payload, seconds=seconds)
+        for (axis, collective), (calls, payload, seconds) in sorted(found.items())
+    )
+
+
+def top_operators(
+    timeline: Timeline, program: Program, *, limit: int = 10, fold_layers: bool = True
+) -> tuple[OperatorTotal, ...]:
+    """The operators that take most time, longest first, ties by name.
+
+    With `fold_layers`, operators whose names differ in a block's index only count as one: the
+    index is written ``*``.
+    """
+    found: dict[tuple[str, str], list[float]] = {}
+    for segment, times in zip(program.segments, timeline.segments, strict=True):
+        for (name, kernel), length in zip(
+            _operators(segment, fold_layers), (times.ends_s - times.starts_s).tolist(), strict=True
+        ):
+            total = found.setdefault((name, kernel), [0, 0.0])
+            total[0] += segment.count
+            total[1] += segment.count * length
+    whole = sum(seconds for _, seconds in found.values()) or 1.0
+    ranked = sorted(found.items(), key=lambda item: (-item[1][1], item[0]))[:limit]
+    return tuple(
+        OperatorTotal(name=name, kernel=kernel, calls=int(calls), seconds=seconds, share=seconds / whole)
+        for (name, kernel), (calls, seconds) in ranked
+    )
+
+
+def _operators(segment: Segment, fold_layers: bool) -> list[tuple[str, str]]:
+    return [
+        (
+            re.sub(r"(?<=\.)\d+(?=\.)", "*", task.name) if fold_layers else task.name,
+            (task.collective or task.kernel).value,
+        )
+        for task in segment.tasks
+    ]

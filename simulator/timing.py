@@ -1,0 +1,59 @@
+"""Seconds for every task of a program on a hardware."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from simulator.collectives import collective_time
+from simulator.errors import ProgramError
+from simulator.hardware import Hardware
+from simulator.kernels import kernel_time
+from simulator.program import Collective, Kernel, Program, Segment
+from simulator.topology import group_shape
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def task_times(program: Program, hardware: Hardware) -> list[FloatArray]:
+    """Seconds of every task: one array (tasks,) for each segment.
+
+    Tasks that share an efficiency are timed together. Computation is slowed by the processes that
+    share the device's cores.
+
+    Raises
+    ------
+    ProgramError
+        When a collective names an axis the program does not have.
+    """
+    slowdown = hardware.compute_slowdown(program.devices)
+    shapes = {axis.name: group_shape(hardware, axis.size, axis.stride) for axis in program.axes}
+    result: list[FloatArray] = []
+    for segment in program.segments:
+        seconds = np.zeros(len(segment.tasks))
+        kernels, collectives = _group(segment)
+        for (kernel, dtype), compute in kernels.items():
+            work = np.array([(segment.tasks[i].flops, segment.tasks[i].bytes_moved) for i in compute])
+            seconds[compute] = slowdown * kernel_time(hardware, kernel, dtype, work[:, 0], work[:, 1])
+        for (collective, axis), messages in collectives.items():
+            if axis not in shapes:
+                raise ProgramError(
+                    f"task {segment.tasks[messages[0]].name!r} communicates on axis {axis!r}; the program has axes "
+                    f"{sorted(shapes)}: add the axis or correct the task"
+                )
+            payload = np.array([segment.tasks[i].payload_bytes for i in messages])
+            seconds[messages] = collective_time(hardware, collective, payload, shapes[axis])
+        result.append(seconds)
+    return result
+
+
+def _group(segment: Segment) -> tuple[dict[tuple[Kernel, str], list[int]], dict[tuple[Collective, str], list[int]]]:
+    """Task indices by kernel and dtype, and by collective and axis."""
+    kernels: dict[tuple[Kernel, str], list[int]] = {}
+    collectives: dict[tuple[Collective, str], list[int]] = {}
+    for index, task in enumerate(segment.tasks):
+        if task.collective is None:
+            kernels.setdefault((task.kernel, task.dtype), []).append(index)
+        else:
+            collectives.setdefault((task.collective, task.axis), []).append(index)
+    return kernels, collectives
