@@ -1,33 +1,52 @@
-"""Which placements an operator may take along one mesh axis."""
+"""Which placements an operator may take along one mesh axis.
+
+Rules of several axes compose: each axis splits what the axes outside it have left. A rule is exact in
+real arithmetic when run by `planner.sharding.local_operator`; partial values are only passed through
+operators that are linear and cheap, never through a matrix product or an attention.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from planner.graph.operator_graph import Node, OperatorGraph, Role
+from planner.sharding.placement import REPLICATE
+from planner.sharding.rule_families import pointwise
+from planner.sharding.rule_notation import Rule, call_of, replicated, rules_of
+from planner.sharding.rule_table import TABLE
 
-from planner.graph.operator_graph import Node, OperatorGraph
-from planner.sharding.placement import Placement
+__all__ = ["Rule", "has_rule", "rules_for"]
 
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One strategy of an operator along one mesh axis.
-
-    ``inputs`` are aligned with ``Node.tensor_inputs``, ``outputs`` with ``Node.outputs``.
-    ``splits_work`` says that each rank does 1/size of the operator's work. ``reduced_elements`` is
-    the number of elements that are all-reduced inside the operator (synchronised batch norm).
-    """
-
-    inputs: tuple[Placement, ...]
-    outputs: tuple[Placement, ...]
-    splits_work: bool
-    reduced_elements: int = 0
+_SOURCES = (Role.PARAMETER, Role.INPUT, Role.CONSTANT)
 
 
 def rules_for(graph: OperatorGraph, node: Node) -> tuple[Rule, ...]:
-    """List the rules of `node`, the fully replicated one first."""
-    raise NotImplementedError
+    """List the rules of `node`, the fully replicated one first.
+
+    Whether a sharded dim divides by the size of the axis is for the caller to check. Parameters may be
+    stored sharded on any dim, inputs on the batch dim. An operator without rules of its own (see
+    `has_rule`) has the replicated one only.
+    """
+    if node.role in _SOURCES:
+        return _source_rules(node)
+    call = call_of(graph, node)
+    if node.role is Role.GRADIENT_SUM:
+        return rules_of(call, pointwise(tuple(range(len(node.args))))(call))
+    family = TABLE.get(node.op)
+    if family is None:
+        return (replicated(len(node.tensor_inputs), len(node.outputs)),)
+    return rules_of(call, family(call))
 
 
 def has_rule(op: str) -> bool:
     """Whether `op` has rules of its own; if not it is replicated, and callers must say so."""
-    raise NotImplementedError
+    return op in TABLE or op in frozenset(Role)
+
+
+def _source_rules(node: Node) -> tuple[Rule, ...]:
+    """Parameters, inputs and constants read nothing: only the placement in which they are held differs."""
+    shape = node.outputs[0].shape
+    dims: tuple[int, ...] = ()
+    if node.role is Role.PARAMETER:
+        dims = tuple(d for d, size in enumerate(shape) if size > 1)
+    elif node.role is Role.INPUT:
+        dims = (0,) if shape else ()
+    return tuple(Rule((), (placement,) * len(node.outputs), False) for placement in (REPLICATE, *dims))

@@ -1,0 +1,235 @@
+"""Letters of the operators that layers are made of: products, convolutions, norms, embeddings, attention."""
+
+from __future__ import annotations
+
+from planner.sharding.placement import REPLICATE
+from planner.sharding.rule_families import Family, fixed_layout
+from planner.sharding.rule_notation import FIXED, LETTERS, Call, Layout, Operand, Rule, Value
+
+
+def notation(text: str) -> Family:
+    """Fixed letters, as in ``mk,kn->mn``."""
+    before, _, after = text.partition("->")
+    layout = Layout(arguments=tuple(before.split(",")), outputs=tuple(after.split(",")))
+    return lambda call: layout
+
+
+def addmm(call: Call) -> Layout:
+    """Product plus bias.
+
+    Where the summed dim is sharded the bias stays replicated and the output is partial: the local
+    operator adds the bias only on the rank with coordinate 0 along that axis.
+    """
+    return Layout(arguments=("mn"[2 - call.tensor(0).rank :], "mk", "kn"), outputs=("mn",))
+
+
+def baddbmm(call: Call) -> Layout:
+    """Batched product plus bias, which is added as in `addmm`."""
+    return Layout(arguments=("bmn"[3 - call.tensor(0).rank :], "bmk", "bkn"), outputs=("bmn",))
+
+
+def convolution(call: Call) -> Layout:
+    """By batch, output channel and input channel (bias as in `addmm`); groups only where each is one channel."""
+    groups = call.argument(8, "groups", 1)
+    source, weight = call.tensor(0), call.tensor(1)
+    if source.rank != weight.rank:
+        return Layout(arguments=("", "", ""), outputs=(None,))
+    channels = _channels(groups, source, bool(call.argument(6, "transposed", False)))
+    return Layout(arguments=_spatial(channels[:3], source.rank), outputs=_spatial(channels[3:], source.rank))
+
+
+def convolution_backward(call: Call) -> Layout:
+    """Gradients of input, weight and bias; the last does not depend on the input channels."""
+    source = call.tensor(1)
+    channels = _channels(call.argument(9, "groups", 1), source, bool(call.argument(7, "transposed", False)))
+    values, weight, bias, result = _spatial(channels, source.rank)
+    wanted = call.argument(10, "output_mask", (True, True, True))
+    outputs = (values, weight, bias + "|c" if bias == "o" else bias)
+    return Layout(arguments=(result, values, weight), outputs=_masked(outputs, wanted))
+
+
+def _channels(groups: Value, source: Operand, transposed: bool) -> tuple[str, str, str, str]:
+    """First letters of input, weight, bias and output."""
+    if groups == 1:
+        return "nc", "co" if transposed else "oc", "o", "no"
+    if groups == source.extents[1]:
+        return "ng", "g" + FIXED, "g", "ng"
+    return "n" + FIXED, FIXED * 2, FIXED, "n" + FIXED
+
+
+def _spatial(labels: tuple[str, ...], rank: int) -> tuple[str, ...]:
+    return tuple(label if len(label) == 1 else label + FIXED * (rank - 2) for label in labels)
+
+
+def _masked(outputs: tuple[str, ...], wanted: Value) -> tuple[str | None, ...]:
+    mask = wanted if isinstance(wanted, tuple) else (True,) * len(outputs)
+    return tuple(label if flag else None for label, flag in zip(outputs, mask, strict=True))
+
+
+def batch_norm(training: int | None) -> Family:
+    """By channel, or by batch with statistics all-reduced (mean and square of each channel).
+
+    `training` is the position of that flag; ``None`` means always.
+    """
+
+    def layout(call: Call) -> Layout:
+        source = call.tensor(0)
+        synchronised = training is None or bool(call.args[training])
+        values = ("." if synchronised else "n") + "c" + FIXED * (source.rank - 2)
+        tensors = sum(isinstance(value, Operand) for value in call.args)
+        others = len(call.outputs) - 1
+        extra = Rule((0,) + (REPLICATE,) * (tensors - 1), (0,) + (REPLICATE,) * others, True, _doubled(source))
+        statistics = "c" if synchronised else "c|n"
+        outputs = tuple(statistics if result.extents != (0,) else None for result in call.outputs[1:])
+        return Layout(
+            arguments=(values,) + ("c",) * (len(call.args) - 1),
+            outputs=(values, *outputs),
+            extra=(extra,) if synchronised else (),
+        )
+
+    return layout
+
+
+def batch_norm_backward(call: Call) -> Layout:
+    """By channel, or by batch with two sums a channel all-reduced, which also are the parameters' gradients."""
+    source = call.tensor(1)
+    training = bool(call.args[7])
+    values = ("." if training else "n") + "c" + FIXED * (source.rank - 2)
+    tensors = sum(isinstance(value, Operand) for value in call.args)
+    extra = Rule((0, 0) + (REPLICATE,) * (tensors - 2), (0, REPLICATE, REPLICATE), True, _doubled(source))
+    return Layout(
+        arguments=(values, values, "c", "c", "c", "c", "c"),
+        outputs=_masked((values, "c", "c"), call.argument(9, "output_mask")),
+        linear=((0,),),
+        extra=(extra,) if training else (),
+    )
+
+
+def _doubled(source: Operand) -> int:
+    return 2 * source.extents[1]
+
+
+def layer_norm(call: Call) -> Layout:
+    """By any dim that is not normalised."""
+    values, _, fixed = _normalized(call, 0, 1)
+    return Layout(arguments=(values, "", fixed, fixed), outputs=(values,) * len(call.outputs))
+
+
+def layer_norm_backward(call: Call) -> Layout:
+    """As `layer_norm`; the parameters' gradients are partial."""
+    values, _, fixed = _normalized(call, 1, 2)
+    outputs = _masked((values, fixed, fixed), call.argument(7, "output_mask"))
+    arguments = (values, values, "", values, values, fixed, fixed)
+    return Layout(arguments=arguments, outputs=outputs, linear=((0,),))
+
+
+def rms_norm_backward(call: Call) -> Layout:
+    """As `layer_norm_backward`, with one statistic and no bias."""
+    values, _, fixed = _normalized(call, 1, 2)
+    outputs = _masked((values, fixed), call.argument(5, "output_mask"))
+    return Layout(arguments=(values, values, "", values, fixed), outputs=outputs, linear=((0,),))
+
+
+def _normalized(call: Call, source: int, shape: int) -> tuple[str, str, str]:
+    rank = call.tensor(source).rank
+    value = call.args[shape]
+    count = len(value) if isinstance(value, tuple) else 1
+    leading = LETTERS[: rank - count]
+    return leading + FIXED * count, leading, FIXED * count
+
+
+def embedding(call: Call) -> Layout:
+    """By position, by feature, or by vocabulary: a masked lookup of one's own words, partial."""
+    index = LETTERS[: call.tensor(1).rank]
+    return Layout(arguments=("VH", index), outputs=(index + "H",), whole="V")
+
+
+def embedding_backward(call: Call) -> Layout:
+    """Gradient of `embedding`; scaling by frequency counts words, so it forbids sharding positions."""
+    index = LETTERS[: call.tensor(1).rank]
+    if call.argument(4, "scale_grad_by_freq", False):
+        index = FIXED * len(index)
+    return Layout(arguments=(index + "H", index), outputs=("VH",), whole="V", linear=((0,),))
+
+
+def gather(call: Call) -> Layout:
+    """By dims that source and index share; along the gathered dim by a masked lookup, partial."""
+    source, index = call.tensor(0), call.tensor(2)
+    dim = call.dim(1, "dim", source.rank)
+    shared = _shared(dim, source, index)
+    looked_up, positions = (shared[:dim] + letter + shared[dim + 1 :] for letter in "XY")
+    return Layout(arguments=(looked_up, "", positions), outputs=(positions,), whole="X", linear=((0,),))
+
+
+def scatter(*linear: tuple[int, ...]) -> Family:
+    """By dims that all tensors share; along the scattered dim each rank writes its own range."""
+
+    def layout(call: Call) -> Layout:
+        target, index, source = call.tensor(0), call.tensor(2), call.args[3]
+        dim = call.dim(1, "dim", target.rank)
+        shared = _shared(dim, target, index, *([source] if isinstance(source, Operand) else []))
+        written, read = (shared[:dim] + letter + shared[dim + 1 :] for letter in ("X", FIXED))
+        return Layout(arguments=(written, "", read, read), outputs=(written,), linear=linear)
+
+    return layout
+
+
+def _shared(dim: int, first: Operand, *others: Operand) -> str:
+    """Letters of the dims in which all have the same size, with a placeholder at `dim`."""
+    return "".join(
+        LETTERS[d] if d == dim or all(o.extents[d] == size for o in others) else FIXED
+        for d, size in enumerate(first.extents)
+    )
+
+
+def index(call: Call) -> Layout:
+    """Look-up by index tensors in neighbouring dims: by the other dims and by the dims of the indices."""
+    source, indices = call.tensor(0), call.args[1]
+    chosen = [d for d, value in enumerate(indices) if isinstance(value, Operand)] if isinstance(indices, tuple) else []
+    tensors = [v for v in indices if isinstance(v, Operand)] if isinstance(indices, tuple) else []
+    if not chosen or chosen[-1] - chosen[0] + 1 != len(chosen) or any(t.dtype in ("bool", "uint8") for t in tensors):
+        return Layout(arguments=("", ""), outputs=(None,))
+    first, after = chosen[0], chosen[-1] + 1
+    positions = LETTERS.upper()[: max(t.rank for t in tensors)]
+    label = LETTERS[:first] + FIXED * len(chosen) + LETTERS[after : source.rank]
+    result = LETTERS[:first] + positions + LETTERS[after : source.rank]
+    if len({t.rank for t in tensors}) > 1:
+        return Layout(arguments=(label, ""), outputs=(result.replace(positions, FIXED * len(positions)),))
+    return Layout(arguments=(label, positions), outputs=(result,), linear=((0,),))
+
+
+def index_put(call: Call) -> Layout:
+    """Write rows at index tensors: by the trailing dims that no index touches."""
+    target, indices, values = call.tensor(0), call.args[1], call.tensor(2)
+    count = len(indices) if isinstance(indices, tuple) else 0
+    trailing = LETTERS[count : target.rank]
+    label = FIXED * (target.rank - len(trailing)) + trailing
+    aligned = (FIXED * values.rank + trailing)[-values.rank :] if values.rank else ""
+    adds = bool(call.argument(3, "accumulate", False))
+    return Layout(arguments=(label, "", aligned), outputs=(label,), linear=((0, 2),) if adds else ())
+
+
+def attention(call: Call) -> Layout:
+    """By batch and by head; equal chunks keep each query head with its key head when heads are shared."""
+    if call.argument(3, "dropout_p", 0.0) or call.tensor(0).rank != 4:
+        return Layout(arguments=("",) * len(call.args), outputs=(None,) * len(call.outputs))
+    return Layout(arguments=("bh..",) * 3, outputs=("bh..", "bh."), keywords=_mask(call))
+
+
+def attention_backward(call: Call) -> Layout:
+    """As `attention`, without partial sums: an attention is too much work to do on every rank."""
+    if call.argument(6, "dropout_p", 0.0) or call.tensor(0).rank != 4:
+        return Layout(arguments=("",) * len(call.args), outputs=(None,) * len(call.outputs))
+    arguments = ("bh..", "bh..", "bh..", "bh..", "bh..", "bh.")
+    return Layout(arguments=arguments, outputs=("bh..",) * 3, keywords=_mask(call))
+
+
+def _mask(call: Call) -> dict[str, str]:
+    value = call.kwargs.get("attn_mask")
+    return {"attn_mask": "bh.."[4 - value.rank :]} if isinstance(value, Operand) else {}
+
+
+def pooling_backward(call: Call) -> Layout:
+    """By batch and channel, linear in the gradient."""
+    rank = call.tensor(0).rank
+    return fixed_layout(call, range(rank - 2, rank), ((0,),))

@@ -1,0 +1,165 @@
+"""The rule table: the family of letters of every operator that has rules, by overload name."""
+
+from __future__ import annotations
+
+from planner.sharding import rule_families as families
+from planner.sharding import rule_layers as layers
+from planner.sharding.rule_families import Family
+from planner.sharding.rule_layers import notation
+
+_NOT_LINEAR = """
+abs acos asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp cos cosh elu eq erf erfc exp exp2 expm1
+floor fmod full_like ge gelu gt hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log log10 log1p
+log2 logical_and logical_not logical_or logical_xor logit lt maximum minimum mish ne ones_like empty_like pow reciprocal
+relu remainder round rsqrt sgn sigmoid sign silu sin sinh softplus sqrt square tan tanh trunc xlogy zeros_like
+addcmul addcdiv floor_divide bitwise_left_shift bitwise_right_shift logaddexp nan_to_num
+"""
+_OVERLOADS = (
+    "default",
+    "Tensor",
+    "Scalar",
+    "Tensor_Tensor",
+    "Tensor_Scalar",
+    "Scalar_Tensor",
+    "Tensor_mode",
+    "Scalar_mode",
+)
+
+_POINTWISE: dict[str, Family] = {
+    f"aten.{name}.{overload}": families.pointwise() for name in _NOT_LINEAR.split() for overload in _OVERLOADS
+} | {
+    "aten.div.Tensor_mode": families.pointwise(),
+    "aten.div.Scalar_mode": families.pointwise(),
+    "aten.rsub.Scalar": families.pointwise(),
+    "aten.add.Scalar": families.pointwise(),
+    "aten.sub.Scalar": families.pointwise(),
+    "aten.where.Scalar": families.pointwise(),
+    "aten.add.Tensor": families.pointwise((0, 1)),
+    "aten.sub.Tensor": families.pointwise((0, 1)),
+    "aten.rsub.Tensor": families.pointwise((0, 1)),
+    "aten.mul.Tensor": families.pointwise((0,), (1,)),
+    "aten.mul.Scalar": families.pointwise((0,)),
+    "aten.div.Tensor": families.pointwise((0,)),
+    "aten.div.Scalar": families.pointwise((0,)),
+    "aten.where.self": families.pointwise((1, 2)),
+    "aten.where.ScalarOther": families.fill(2, (1,)),
+    "aten.where.ScalarSelf": families.fill(1, (2,)),
+    "aten.masked_fill.Scalar": families.fill(2, (0,)),
+    "aten.masked_fill.Tensor": families.pointwise((0, 2)),
+    "aten.copy.default": families.pointwise((1,)),
+}
+
+_SAME = "neg positive clone alias detach lift_fresh_copy _to_copy contiguous"
+_GRADIENTS = """
+gelu_backward silu_backward sigmoid_backward tanh_backward threshold_backward leaky_relu_backward elu_backward
+hardtanh_backward hardswish_backward hardsigmoid_backward softplus_backward mish_backward
+"""
+_LINEAR: dict[str, Family] = {
+    f"aten.{name}.default": families.pointwise((0,)) for name in (*_SAME.split(), *_GRADIENTS.split())
+}
+
+_VIEWS: dict[str, Family] = {
+    f"aten.{name}": families.view
+    for name in (
+        "view.default",
+        "_unsafe_view.default",
+        "reshape.default",
+        "unsqueeze.default",
+        "squeeze.default",
+        "squeeze.dim",
+        "squeeze.dims",
+        "flatten.using_ints",
+        "unflatten.int",
+    )
+} | {
+    "aten.expand.default": families.pointwise((0,)),
+    "aten.t.default": families.permuted(families.reversed_dims),
+    "aten.transpose.int": families.permuted(families.swapped),
+    "aten.permute.default": families.permuted(families.reordered),
+    "aten.split.Tensor": families.along(2, "dim", 0, ((0,),)),
+    "aten.split_with_sizes.default": families.along(2, "dim", 0, ((0,),)),
+    "aten.chunk.default": families.along(2, "dim", 0, ((0,),)),
+    "aten.cat.default": families.along(1, "dim", 0, ((0,),)),
+    "aten.stack.default": families.inserted(1, "dim"),
+    "aten.select.int": families.dropped(1, "dim"),
+    "aten.select_backward.default": families.inserted(2, "dim"),
+    "aten.unbind.int": families.dropped(1, "dim"),
+    "aten.slice.Tensor": families.changed((0,)),
+    "aten.slice_backward.default": families.changed((0,)),
+    "aten.repeat.default": families.changed((0,)),
+    "aten.constant_pad_nd.default": families.padded,
+    "aten.flip.default": families.rolled(1, "dims"),
+    "aten.roll.default": families.rolled(2, "dims"),
+    "aten.tril.default": families.last(2, ((0,),)),
+    "aten.triu.default": families.last(2, ((0,),)),
+}
+
+_CREATED: dict[str, Family] = {
+    f"aten.{name}.default": families.created
+    for name in ("full", "zeros", "ones", "empty", "new_full", "new_zeros", "new_ones", "new_empty")
+} | {
+    f"aten.{name}": families.alone
+    for name in ("arange.default", "arange.start", "arange.start_step", "scalar_tensor.default")
+}
+
+_REDUCTIONS: dict[str, Family] = {
+    "aten.sum.default": families.reduction(1, adds=True),
+    "aten.sum.dim_IntList": families.reduction(1, adds=True),
+    "aten.mean.default": families.reduction(1, adds=True),
+    "aten.mean.dim": families.reduction(1, adds=True),
+    "aten.amax.default": families.reduction(1, adds=False),
+    "aten.amin.default": families.reduction(1, adds=False),
+    "aten.argmax.default": families.reduction(1, adds=False),
+    "aten.max.default": families.reduction(1, adds=False),
+    "aten.max.dim": families.reduction(1, adds=False),
+    "aten.min.dim": families.reduction(1, adds=False),
+    "aten.any.default": families.reduction(1, adds=False),
+    "aten.any.dim": families.reduction(1, adds=False),
+    "aten.all.default": families.reduction(1, adds=False),
+    "aten.all.dim": families.reduction(1, adds=False),
+    "aten.var.correction": families.reduction(1, adds=False),
+    "aten.var_mean.correction": families.reduction(1, adds=False),
+    "aten.cumsum.default": families.along(1, "dim", 0, ((0,),)),
+    "aten.topk.default": families.along(2, "dim", -1),
+    "aten.sort.default": families.along(1, "dim", -1),
+    "aten._softmax.default": families.along(1, "dim"),
+    "aten._log_softmax.default": families.along(1, "dim"),
+    "aten._softmax_backward_data.default": families.along(2, "dim", linear=((0,),)),
+    "aten._log_softmax_backward_data.default": families.along(2, "dim", linear=((0,),)),
+}
+
+_LAYERS: dict[str, Family] = {
+    "aten.mm.default": notation("mk,kn->mn"),
+    "aten.bmm.default": notation("bmk,bkn->bmn"),
+    "aten.mv.default": notation("mk,k->m"),
+    "aten.dot.default": notation("k,k->"),
+    "aten.addmm.default": layers.addmm,
+    "aten.baddbmm.default": layers.baddbmm,
+    "aten.convolution.default": layers.convolution,
+    "aten.convolution_backward.default": layers.convolution_backward,
+    "aten._native_batch_norm_legit.no_stats": layers.batch_norm(None),
+    "aten._native_batch_norm_legit_functional.default": layers.batch_norm(5),
+    "aten.native_batch_norm_backward.default": layers.batch_norm_backward,
+    "aten.native_layer_norm.default": layers.layer_norm,
+    "aten.native_layer_norm_backward.default": layers.layer_norm_backward,
+    "aten._fused_rms_norm.default": layers.layer_norm,
+    "aten._fused_rms_norm_backward.default": layers.rms_norm_backward,
+    "aten.embedding.default": layers.embedding,
+    "aten.embedding_dense_backward.default": layers.embedding_backward,
+    "aten.gather.default": layers.gather,
+    "aten.scatter_add.default": layers.scatter((0, 3)),
+    "aten.scatter.src": layers.scatter((0, 3)),
+    "aten.scatter.value": layers.scatter(),
+    "aten.index.Tensor": layers.index,
+    "aten.index_put.default": layers.index_put,
+    "aten.max_pool2d_with_indices.default": families.last(2),
+    "aten.avg_pool2d.default": families.last(2, ((0,),)),
+    "aten._adaptive_avg_pool2d.default": families.last(2, ((0,),)),
+    "aten.max_pool2d_with_indices_backward.default": layers.pooling_backward,
+    "aten.avg_pool2d_backward.default": layers.pooling_backward,
+    "aten._adaptive_avg_pool2d_backward.default": layers.pooling_backward,
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": layers.attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": layers.attention_backward,
+}
+
+TABLE: dict[str, Family] = _POINTWISE | _LINEAR | _VIEWS | _CREATED | _REDUCTIONS | _LAYERS
