@@ -1,10 +1,18 @@
 """Time of one collective: the alpha-beta model, a level of the topology at a time.
 
-Notation: ``n`` members, ``m_l`` of them per level (`GroupShape.members`), ``c_l = m_0 ... m_l`` inside
-one unit of level ``l`` (``c_-1 = 1``), ``S`` the payload, ``a_l`` and ``b_l`` latency and bandwidth of
-one device at level ``l``. Sources: Thakur, Rabenseifner and Gropp, "Optimization of collective
-communication operations in MPICH", IJHPCA 19(1), 2005; Sanders, Speck and Traeff, "Two-tree algorithms
-for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009.
+Every algorithm is two numbers for a group: latency ``L`` (all its hops one after the other) and seconds
+per byte ``B`` of its narrowest part. A message of ``S`` bytes is cut into pieces that travel as a pipeline;
+with the best number of pieces it takes
+
+    t = overhead + L + S B + 2 sqrt(L S B) = overhead + (sqrt(L) + sqrt(S B))^2
+
+(Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
+Computing 35(12), 2009, section 2; ``overhead`` is the fixed cost of a call).
+
+Notation: ``n`` members, ``m_l`` of them per level (`GroupShape.members`), ``c_l = m_0 ... m_l`` inside one
+unit of level ``l`` (``c_-1 = 1``), ``a_l`` and ``b_l`` latency and bandwidth of one device at level ``l``.
+Costs of the algorithms: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations
+in MPICH", IJHPCA 19(1), 2005, unless another source stands at the function.
 
 Bandwidths are per device with all devices sending, so the groups that share the links of a node are
 already accounted for: when a mesh axis communicates, all its groups do.
@@ -14,17 +22,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import overload
+from functools import lru_cache
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.hardware import CollectiveTable, Hardware
+from simulator.hardware import CollectiveTable, Hardware, Level
 from simulator.program import Collective
 from simulator.topology import GroupShape
 
 FloatArray = NDArray[np.float64]
-Algorithm = Callable[[Hardware, GroupShape, FloatArray], FloatArray]
+
+
+class Cost(NamedTuple):
+    """What an algorithm costs in one group."""
+
+    latency_s: float
+    seconds_per_byte: float
+
+
+Algorithm = Callable[[Hardware, GroupShape], Cost | None]
 
 
 @overload
@@ -38,7 +56,7 @@ def collective_time(
 ) -> float | FloatArray:
     """Seconds of one collective in one group; all groups of the axis run it at the same time.
 
-    Measured tables of the profile come first; without them, the fastest of the algorithms is taken, as
+    Measured tables of the profile come first; without them the fastest algorithm is taken, as
     communication libraries do. A group of one costs nothing.
 
     Parameters
@@ -51,9 +69,7 @@ def collective_time(
         seconds = np.zeros_like(payload)
     else:
         measured = _from_tables(hardware, collective, payload, group)
-        seconds = (
-            np.min(_all_algorithms(hardware, collective, payload, group), axis=0) if measured is None else measured
-        )
+        seconds = np.min(_model(hardware, collective, payload, group), axis=0) if measured is None else measured
     return float(seconds) if seconds.ndim == 0 else seconds
 
 
@@ -64,110 +80,105 @@ def collective_algorithm(hardware: Hardware, collective: Collective, payload_byt
     payload = np.asarray(payload_bytes, dtype=np.float64)
     if _from_tables(hardware, collective, payload, group) is not None:
         return "measured"
-    times = _all_algorithms(hardware, collective, payload, group)
-    return list(ALGORITHMS[collective])[int(np.argmin(times))]
+    times = _model(hardware, collective, payload, group)
+    return list(algorithm_costs(hardware, collective, group))[int(np.argmin(times))]
 
 
-def ring_all_reduce(hardware: Hardware, group: GroupShape, payload: FloatArray) -> FloatArray:
-    """``2 sum_l h_l a_l + 2 (n - 1) / n S / b`` (Thakur et al.): reduce-scatter, then all-gather around one ring.
+@lru_cache(maxsize=4096)
+def algorithm_costs(hardware: Hardware, collective: Collective, group: GroupShape) -> Mapping[str, Cost]:
+    """Costs of the algorithms that the library of this hardware has for `collective`, by name."""
+    costs = {}
+    for name, algorithm in ALGORITHMS[collective].items():
+        cost = algorithm(hardware, group)
+        if cost is not None and (name in ALWAYS or name in hardware.collective_algorithms):
+            costs[name] = cost
+    return costs
 
-    ``h_l`` of the ``n - 1`` hops cross level ``l``; ``b`` is the ring's narrowest part (`ring_bandwidth`).
+
+def ring(hardware: Hardware, group: GroupShape) -> Cost:
+    """All-gather or reduce-scatter around a ring: ``L = sum_l h_l a_l``, ``B = (n - 1) / n / min_l(c_(l-1) b_l)``.
+
+    ``h_l`` of the ``n - 1`` hops cross level ``l``. A ring leaves a unit of ``c`` members once; libraries lay
+    ``c`` rings side by side, each leaving over another member's link.
     """
-    return 2 * ring_half(hardware, group, payload)
+    return Cost(_ring_latency(hardware, group), (group.size - 1) / group.size / _ring_bandwidth(hardware, group))
 
 
-def ring_half(hardware: Hardware, group: GroupShape, payload: FloatArray) -> FloatArray:
-    """``sum_l h_l a_l + (n - 1) / n S / b``: all-gather or reduce-scatter around a ring."""
-    share = (group.size - 1) / group.size
-    return _ring_latency(hardware, group) + share * payload / ring_bandwidth(hardware, group)
+def ring_all_reduce(hardware: Hardware, group: GroupShape) -> Cost:
+    """Twice around the ring: reduce-scatter, then all-gather; each member sends ``2 (n - 1) / n S`` bytes."""
+    return _twice(ring(hardware, group))
 
 
-def ring_bandwidth(hardware: Hardware, group: GroupShape) -> float:
-    """``min_l c_(l-1) b_l`` in bytes/s.
+def tree_all_reduce(hardware: Hardware, group: GroupShape) -> Cost:
+    """``L = 2 sum_l ceil(log2 m_l) a_l``, ``B = 2 max_l (m_l - 1) / m_l / (c_(l-1) b_l)``.
 
-    A ring leaves a unit of ``c`` members once; libraries lay ``c`` rings side by side, each leaving
-    over another member's link.
+    Up and down two complementary binary trees (Sanders et al.); levels work at the same time.
     """
-    return min(
-        group.within(level - 1) * hardware.levels[level].bandwidth_bytes_per_s
-        for level, count in enumerate(group.members)
-        if count > 1
-    )
+    parts = [2 * _share(count, inside, level) for count, inside, level in _crossed(hardware, group)]
+    return Cost(2 * _tree_latency(hardware, group), max(parts))
 
 
-def tree_all_reduce(hardware: Hardware, group: GroupShape, payload: FloatArray) -> FloatArray:
-    """``2 sum_l ceil(log2 m_l) a_l + 2 S / b`` (Sanders et al.): up and down two complementary binary trees."""
-    return 2 * (_tree_latency(hardware, group) + payload / ring_bandwidth(hardware, group))
+def hierarchical(hardware: Hardware, group: GroupShape) -> Cost:
+    """One ring per level, one level after the other.
 
-
-def hierarchical_all_reduce(hardware: Hardware, group: GroupShape, payload: FloatArray) -> FloatArray:
-    """Reduce-scatter from the inside out, all-gather from the outside in: twice `hierarchical_half`."""
-    return 2 * hierarchical_half(hardware, group, payload)
-
-
-def hierarchical_half(hardware: Hardware, group: GroupShape, payload: FloatArray) -> FloatArray:
-    """``sum_l (m_l - 1) a_l + (m_l - 1) / m_l * S / c_(l-1) / b_l``: one ring per level, one level after the other.
-
-    Level ``l`` works on the ``S / c_(l-1)`` bytes that the levels inside have left to a member.
+    ``L = sum_l (m_l - 1) a_l``, ``B = sum_l (m_l - 1) / m_l / (c_(l-1) b_l)``.
+    A reduce-scatter goes from the inside out, level ``l`` working on the ``S / c_(l-1)`` bytes that the
+    inner levels left to a member; an all-gather goes the same way back.
     """
-    seconds = np.zeros_like(payload)
-    for level, count in enumerate(group.members):
-        link = hardware.levels[level]
-        part = payload / group.within(level - 1) * (count - 1) / count
-        seconds = seconds + (count - 1) * link.latency_s + part / link.bandwidth_bytes_per_s
-    return seconds
+    latency = sum((count - 1) * level.latency_s for count, _, level in _crossed(hardware, group))
+    return Cost(latency, sum(_share(count, inside, level) for count, inside, level in _crossed(hardware, group)))
 
 
-def switch_all_reduce(hardware: Hardware, group: GroupShape, payload: FloatArray) -> FloatArray:
-    """Ring or hierarchical time with the bandwidth part of switches that add numbers divided by their speed-up."""
-    seconds = np.zeros_like(payload)
-    for level, count in enumerate(group.members):
-        link = hardware.levels[level]
-        part = payload / group.within(level - 1) * (count - 1) / count
-        speed = link.bandwidth_bytes_per_s * link.reduction_speedup
-        seconds = seconds + 2 * (math.ceil(math.log2(count)) * link.latency_s + part / speed)
-    return seconds if any(level.reduction_speedup > 1 for level in hardware.levels) else np.full_like(payload, np.inf)
+def hierarchical_all_reduce(hardware: Hardware, group: GroupShape) -> Cost:
+    """Reduce-scatter from the inside out, then all-gather from the outside in."""
+    return _twice(hierarchical(hardware, group))
 
 
-def pairwise_all_to_all(hardware: Hardware, group: GroupShape, payload: FloatArray) -> FloatArray:
-    """``sum_l (c_l - c_(l-1)) a_l + max_l (c_l - c_(l-1)) / n S / b_l``: a message of ``S / n`` to every other member.
+def switch_all_reduce(hardware: Hardware, group: GroupShape) -> Cost | None:
+    """A tree whose switches add: such a level takes ``(1 + 1 / m_l) / (c_(l-1) r_l)`` seconds per byte.
 
-    Levels have links of their own and work at the same time.
+    ``r_l`` is the level's reduction bandwidth. Each member sends its ``S`` bytes to the switch once and the
+    sum of its own ``S / m`` back to all (Graham et al., "Scalable hierarchical aggregation protocol", COMHPC
+    2016, in the form in which one GPU drives one slice of the message).
     """
-    latency = 0.0
-    slowest = np.zeros_like(payload)
-    for level in range(len(group.members)):
-        peers = group.within(level) - group.within(level - 1)
-        link = hardware.levels[level]
-        latency += peers * link.latency_s
-        slowest = np.maximum(slowest, peers / group.size * payload / link.bandwidth_bytes_per_s)
-    return latency + slowest
+    latency, parts, helped = 0.0, [], False
+    for count, inside, level in _crossed(hardware, group):
+        if level.reduction_bandwidth_bytes_per_s:
+            helped = True
+            latency += 2 * level.latency_s
+            parts.append((1 + 1 / count) / (inside * level.reduction_bandwidth_bytes_per_s))
+        else:
+            latency += 2 * math.ceil(math.log2(count)) * level.latency_s
+            parts.append(2 * _share(count, inside, level))
+    return Cost(latency, max(parts)) if helped else None
 
 
-def doubling_all_to_all(hardware: Hardware, group: GroupShape, payload: FloatArray) -> FloatArray:
-    """``sum_l ceil(log2 m_l) (a_l + S / 2 / b_l)`` (Bruck et al., 1997; Thakur et al.): few large messages."""
-    seconds = np.zeros_like(payload)
-    for level, count in enumerate(group.members):
-        link = hardware.levels[level]
-        rounds = math.ceil(math.log2(count))
-        seconds = seconds + rounds * (link.latency_s + payload / 2 / link.bandwidth_bytes_per_s)
-    return seconds
+def pairwise_all_to_all(hardware: Hardware, group: GroupShape) -> Cost:
+    """A message of ``S / n`` to every other member, all at once.
+
+    ``L = max_l a_l``, ``B = max_l (c_l - c_(l-1)) / n / b_l``. Levels have links of their own and work at the same time.
+    """
+    parts = [
+        (group.within(index) - group.within(index - 1)) / group.size / level.bandwidth_bytes_per_s
+        for index, level in enumerate(hardware.levels)
+    ]
+    return Cost(max(level.latency_s for _, _, level in _crossed(hardware, group)), max(parts))
 
 
-def ring_broadcast(hardware: Hardware, group: GroupShape, payload: FloatArray) -> FloatArray:
-    """``sum_l h_l a_l + S / b``: a pipeline around the ring, in pieces small enough to hide."""
-    return _ring_latency(hardware, group) + payload / ring_bandwidth(hardware, group)
+def ring_broadcast(hardware: Hardware, group: GroupShape) -> Cost:
+    """A pipeline around the ring: ``L = sum_l h_l a_l``, ``B = 1 / min_l(c_(l-1) b_l)``."""
+    return Cost(_ring_latency(hardware, group), 1 / _ring_bandwidth(hardware, group))
 
 
-def tree_broadcast(hardware: Hardware, group: GroupShape, payload: FloatArray) -> FloatArray:
-    """``sum_l ceil(log2 m_l) a_l + S / b`` (Sanders et al.): down two complementary binary trees."""
-    return _tree_latency(hardware, group) + payload / ring_bandwidth(hardware, group)
+def tree_broadcast(hardware: Hardware, group: GroupShape) -> Cost:
+    """Down two complementary binary trees (Sanders et al.): ``L = sum_l ceil(log2 m_l) a_l``, ``B`` as for the ring."""
+    return Cost(_tree_latency(hardware, group), 1 / _ring_bandwidth(hardware, group))
 
 
-def direct_send(hardware: Hardware, group: GroupShape, payload: FloatArray) -> FloatArray:
-    """``a + S / b`` of the outermost level of the group: all pairs of neighbours wait for the slowest."""
-    link = hardware.levels[group.outermost]
-    return link.latency_s + payload / link.bandwidth_bytes_per_s
+def direct_send(hardware: Hardware, group: GroupShape) -> Cost:
+    """``L = a``, ``B = 1 / b`` of the outermost level that the group crosses: neighbours wait for the slowest pair."""
+    level = hardware.levels[group.outermost]
+    return Cost(level.latency_s, 1 / level.bandwidth_bytes_per_s)
 
 
 ALGORITHMS: Mapping[Collective, Mapping[str, Algorithm]] = {
@@ -177,28 +188,52 @@ ALGORITHMS: Mapping[Collective, Mapping[str, Algorithm]] = {
         "hierarchical": hierarchical_all_reduce,
         "switch": switch_all_reduce,
     },
-    Collective.ALL_GATHER: {"ring": ring_half, "hierarchical": hierarchical_half},
-    Collective.REDUCE_SCATTER: {"ring": ring_half, "hierarchical": hierarchical_half},
-    Collective.ALL_TO_ALL: {"pairwise": pairwise_all_to_all, "doubling": doubling_all_to_all},
+    Collective.ALL_GATHER: {"ring": ring, "hierarchical": hierarchical},
+    Collective.REDUCE_SCATTER: {"ring": ring, "hierarchical": hierarchical},
+    Collective.ALL_TO_ALL: {"pairwise": pairwise_all_to_all},
     Collective.BROADCAST: {"ring": ring_broadcast, "tree": tree_broadcast},
     Collective.SEND: {"direct": direct_send},
 }
+ALWAYS = frozenset({"ring", "pairwise", "direct"})
 
 
-def _all_algorithms(hardware: Hardware, collective: Collective, payload: FloatArray, group: GroupShape) -> FloatArray:
-    return np.stack([algorithm(hardware, group, payload) for algorithm in ALGORITHMS[collective].values()])
+def _model(hardware: Hardware, collective: Collective, payload: FloatArray, group: GroupShape) -> FloatArray:
+    """Seconds by algorithm, shape ``(algorithms, *payload.shape)``."""
+    costs = algorithm_costs(hardware, collective, group).values()
+    return np.stack([_pipelined(hardware, cost, payload) for cost in costs])
+
+
+def _pipelined(hardware: Hardware, cost: Cost, payload: FloatArray) -> FloatArray:
+    moving = np.sqrt(payload * cost.seconds_per_byte)
+    return np.asarray(hardware.collective_overhead_s + (math.sqrt(cost.latency_s) + moving) ** 2)
+
+
+def _twice(cost: Cost) -> Cost:
+    return Cost(2 * cost.latency_s, 2 * cost.seconds_per_byte)
+
+
+def _crossed(hardware: Hardware, group: GroupShape) -> list[tuple[int, int, Level]]:
+    """``(m_l, c_(l-1), level)`` of the levels at which the group has more than one member."""
+    levels = enumerate(zip(group.members, hardware.levels, strict=True))
+    return [(count, group.within(index - 1), level) for index, (count, level) in levels if count > 1]
+
+
+def _share(count: int, inside: int, level: Level) -> float:
+    return (count - 1) / count / (inside * level.bandwidth_bytes_per_s)
+
+
+def _ring_bandwidth(hardware: Hardware, group: GroupShape) -> float:
+    return min(inside * level.bandwidth_bytes_per_s for _, inside, level in _crossed(hardware, group))
 
 
 def _ring_latency(hardware: Hardware, group: GroupShape) -> float:
-    hops = (
-        group.size // group.within(level - 1) - group.size // group.within(level) for level in range(len(group.members))
-    )
-    return sum(count * level.latency_s for count, level in zip(hops, hardware.levels, strict=True))
+    n = group.size
+    hops = [(n // inside - n // (inside * count), level) for count, inside, level in _crossed(hardware, group)]
+    return sum(count * level.latency_s for count, level in hops)
 
 
 def _tree_latency(hardware: Hardware, group: GroupShape) -> float:
-    pairs = zip(group.members, hardware.levels, strict=True)
-    return sum(math.ceil(math.log2(count)) * level.latency_s for count, level in pairs)
+    return sum(math.ceil(math.log2(count)) * level.latency_s for count, _, level in _crossed(hardware, group))
 
 
 def _from_tables(
@@ -218,11 +253,9 @@ def _from_tables(
     high = min((t for t in tables if t.group_size >= group.size), key=lambda t: t.group_size, default=tables[-1])
     if low.group_size < group.size < high.group_size:
         share = math.log(group.size / low.group_size) / math.log(high.group_size / low.group_size)
-        return np.exp((1 - share) * np.log(_read(low, payload)) + share * np.log(_read(high, payload)))
+        return np.asarray(np.exp((1 - share) * np.log(_read(low, payload)) + share * np.log(_read(high, payload))))
     seconds = _read(low, payload)
-    if low.group_size != group.size:
-        seconds = seconds * _growth(hardware, collective, low, group)
-    return seconds
+    return seconds if low.group_size == group.size else seconds * _growth(hardware, collective, low, group)
 
 
 def _growth(hardware: Hardware, collective: Collective, table: CollectiveTable, group: GroupShape) -> float:
@@ -232,8 +265,8 @@ def _growth(hardware: Hardware, collective: Collective, table: CollectiveTable, 
     """
     ends = np.asarray([table.payload_bytes[0], table.payload_bytes[-1]])
     measured = GroupShape(members=(table.group_size, *(1,) * (len(group.members) - 1)))
-    here = np.min(_all_algorithms(hardware, collective, ends, group), axis=0)
-    there = np.min(_all_algorithms(hardware, collective, ends, measured), axis=0)
+    here = np.min(_model(hardware, collective, ends, group), axis=0)
+    there = np.min(_model(hardware, collective, ends, measured), axis=0)
     return float(np.max(here / there))
 
 

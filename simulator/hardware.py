@@ -46,15 +46,14 @@ class Level:
 
     ``size`` counts all devices of a unit, inner levels included. ``bandwidth_bytes_per_s`` is what
     one device can send (and at the same time receive) over this level while all devices do so.
-    ``reduction_speedup`` above 1 says that the switch adds numbers itself and all-reduces run that
-    much faster than the best ring.
+    ``reduction_bandwidth_bytes_per_s`` above 0 says that the switch adds numbers itself, at this speed.
     """
 
     name: str
     size: int
     bandwidth_bytes_per_s: float
     latency_s: float
-    reduction_speedup: float = 1.0
+    reduction_bandwidth_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +85,9 @@ class ProfileRow:
     source: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """A cluster type. Two profiles with the same numbers have the same ``hash`` and are equal.
+    """A cluster type. Two profiles with the same numbers have the same ``hash``.
 
     ``device_memory_bytes`` is what a job can use; ``hash`` is the SHA-256 of every number of the
     profile, not of its descriptions and sources.
@@ -109,12 +108,11 @@ class Hardware:
     node_device_counts: tuple[int, ...]
     uncertainty: Uncertainty
     overlaps_communication: bool = True
+    collective_overhead_s: float = 0.0
+    collective_algorithms: tuple[str, ...] = ("tree", "hierarchical", "switch")
     collective_tables: tuple[CollectiveTable, ...] = ()
     slowdown_table: tuple[tuple[int, float], ...] = ((1, 1.0),)
     rows: tuple[ProfileRow, ...] = ()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Hardware) and self.hash == other.hash and self.name == other.name
 
     def __hash__(self) -> int:
         return hash((self.name, self.hash))

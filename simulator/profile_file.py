@@ -102,7 +102,7 @@ class LevelPart(_Part):
     size: Sourced[Count]
     bandwidth_bytes_per_s: Sourced[Positive]
     latency_s: Sourced[NonNegative]
-    reduction_speedup: Sourced[Annotated[float, Field(ge=1, le=10)]] | None = None
+    reduction_bandwidth_bytes_per_s: Sourced[Positive] | None = None
 
 
 class TopologyPart(_Part):
@@ -111,6 +111,8 @@ class TopologyPart(_Part):
     max_devices: Sourced[Count]
     devices_per_node: Sourced[Count]
     node_device_counts: Sourced[Annotated[list[Count], Field(min_length=1)]]
+    collective_overhead_s: Sourced[NonNegative] | None = None
+    collective_algorithms: Sourced[list[Literal["tree", "hierarchical", "switch"]]] | None = None
     levels: Annotated[list[LevelPart], Field(min_length=1, max_length=8)]
 
     @model_validator(mode="after")
@@ -314,6 +316,7 @@ def _problem(detail: Any) -> str:
 def _hardware(profile: ProfilePart) -> Hardware:
     device, topology = profile.device, profile.topology
     slowdown = profile.compute_slowdown
+    overhead, algorithms = topology.collective_overhead_s, topology.collective_algorithms
     kernels = {kernel: _kernel(profile.kernels.get(kernel)) for kernel in Kernel}
     return Hardware(
         name=profile.name,
@@ -331,6 +334,8 @@ def _hardware(profile: ProfilePart) -> Hardware:
         node_device_counts=tuple(topology.node_device_counts.value),
         uncertainty=Uncertainty(**profile.uncertainty.model_dump()),
         overlaps_communication=profile.overlaps_communication.value,
+        collective_overhead_s=overhead.value if overhead else 0.0,
+        collective_algorithms=tuple(algorithms.value) if algorithms else ("tree", "hierarchical", "switch"),
         collective_tables=tuple(_table(table) for table in profile.collectives),
         slowdown_table=tuple(zip(slowdown.processes, slowdown.factor, strict=True)) if slowdown else ((1, 1.0),),
         rows=tuple(_rows(profile.model_dump(mode="json", exclude_unset=True), "")),
@@ -349,12 +354,13 @@ def _kernel(part: KernelPart | None) -> KernelModel:
 
 
 def _level(part: LevelPart) -> Level:
+    reduction = part.reduction_bandwidth_bytes_per_s
     return Level(
         name=part.name,
         size=part.size.value,
         bandwidth_bytes_per_s=part.bandwidth_bytes_per_s.value,
         latency_s=part.latency_s.value,
-        reduction_speedup=part.reduction_speedup.value if part.reduction_speedup else 1.0,
+        reduction_bandwidth_bytes_per_s=reduction.value if reduction else 0.0,
     )
 
 
