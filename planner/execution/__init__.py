@@ -1,1 +1,1 @@
-"""planner/execution"""
+"""Running plans on real processes and devices: launch, workers, data, verification."""

@@ -1,1 +1,1 @@
-"""simulator/calibration"""
+"""Measuring the machine at hand and writing its hardware profile."""

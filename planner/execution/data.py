@@ -1,0 +1,229 @@
+"""Training data: the same global batches for any number of processes, each rank loading its own rows."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from planner.execution.formats import read_cifar10, read_mnist
+from simulator.errors import InputError
+
+LANGUAGE_KINDS = {"tokens", "next_tokens"}
+SYNTHETIC_SAMPLES = 4096
+BYTE_VALUES = 256
+DIGIT_CLASSES = 10
+
+Rows = NDArray[np.int64]
+Sample = Callable[["InputSpec", Rows], Tensor]
+"""Makes the rows of one input; the first dim of the result is the number of rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Part `shard_id` of `num_shards` equal parts of every batch."""
+
+    num_shards: int = 1
+    shard_id: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """What a network asks of one input: its kind, whole shape, dtype and bound (vocabulary or classes)."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    high: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """Samples by number, from a source described in a few words."""
+
+    description: str
+    samples: int
+    sample: Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """The batches of a run, defined by data set, seed and position alone.
+
+    Position k of the endless sample stream is sample ``order_e[k mod n]`` of epoch e = k div n, where
+    ``order_e`` is a permutation seeded by (seed, e). How many processes share the work does not enter.
+    """
+
+    dataset: Dataset
+    seed: int
+
+    def load(self, spec: InputSpec, start: int, shard: Shard = Shard()) -> Tensor:
+        """Load one shard of the batch whose first sample is at position `start`.
+
+        Returns a tensor of shape ``(spec.shape[0] / num_shards, *spec.shape[1:])``.
+        """
+        size = spec.shape[0] // shard.num_shards
+        first = start + shard.shard_id * size
+        return self.dataset.sample(spec, self._rows(first, size)).to(spec.dtype)
+
+    def _rows(self, first: int, size: int) -> Rows:
+        positions = np.arange(first, first + size)
+        epochs, offsets = positions // self.dataset.samples, positions % self.dataset.samples
+        rows = np.empty(size, np.int64)
+        for epoch in np.unique(epochs):
+            order = np.random.default_rng((self.seed, int(epoch))).permutation(self.dataset.samples)
+            rows[epochs == epoch] = order[offsets[epochs == epoch]]
+        return rows
+
+
+def open_dataset(name: str | None, specs: tuple[InputSpec, ...], seed: int) -> Dataset:
+    """Open a data set that can feed every input of a network.
+
+    Parameters
+    ----------
+    name : str or None
+        ``digits``, ``text``, ``text:FILE``, ``mnist:FOLDER``, ``cifar10:FOLDER`` or ``synthetic``; None
+        takes digits for images and features, text for tokens.
+    specs : tuple of InputSpec
+        The inputs of the network.
+    seed : int
+        Seeds synthetic data.
+    """
+    language = any(spec.kind in LANGUAGE_KINDS for spec in specs)
+    name = name or ("text" if language else "digits")
+    kind, _, place = name.partition(":")
+    if kind == "synthetic":
+        return _synthetic(seed)
+    if kind == "text":
+        dataset = _text(place, specs)
+    elif kind == "digits":
+        dataset = _digits()
+    elif kind in ("mnist", "cifar10") and place:
+        dataset = _images(f"{kind} in {place}", *(read_mnist if kind == "mnist" else read_cifar10)(Path(place)))
+    else:
+        raise InputError(
+            f"data set {name!r} is not one of digits, text, text:FILE, mnist:FOLDER, cifar10:FOLDER, synthetic; "
+            "choose one of them"
+        )
+    if language != (kind == "text"):
+        wanted = "text or text:FILE" if language else "digits, mnist:FOLDER or cifar10:FOLDER"
+        raise InputError(f"data set {name!r} cannot feed inputs {[s.kind for s in specs]}; choose {wanted}")
+    return dataset
+
+
+def _digits() -> Dataset:
+    table = _digits_table()
+    pixels = (table[:, :64].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+    return _images("scikit-learn digits", pixels, table[:, 64].astype(np.uint8))
+
+
+def _digits_table() -> NDArray[np.float64]:
+    """Rows of 64 pixels of 0 to 16 and a label, (1797, 65); importing scikit-learn is slow and avoided."""
+    found = importlib.util.find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise InputError(
+            "data set 'digits' needs scikit-learn, which is not installed; run pip install 'meshwright[data]' "
+            "or choose another with --data"
+        )
+    path = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    if path.is_file():
+        return np.loadtxt(path, delimiter=",")
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return np.column_stack([digits.data, digits.target])
+
+
+def _images(description: str, pixels: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Dataset:
+    """Serve images (N, H, W) or (N, C, H, W) at any size, as images, flat features, labels or targets."""
+    with_channels = pixels[:, None] if pixels.ndim == 3 else pixels
+    classes = int(labels.max()) + 1
+
+    def sample(spec: InputSpec, rows: Rows) -> Tensor:
+        if spec.kind == "label":
+            if spec.high is not None and spec.high < classes:
+                raise InputError(f"{description} has {classes} classes, the network {spec.high}; choose other data")
+            return torch.from_numpy(labels[rows].astype(np.int64))
+        if spec.kind == "target":
+            values = torch.from_numpy(labels[rows].astype(np.float64)).to(spec.dtype)
+            return values.reshape(-1, *[1] * (len(spec.shape) - 1)).expand(-1, *spec.shape[1:]).contiguous()
+        return _resized(torch.from_numpy(with_channels[rows]), spec)
+
+    return Dataset(description=description, samples=len(labels), sample=sample)
+
+
+def _resized(pixels: Tensor, spec: InputSpec) -> Tensor:
+    """Scale pixels (n, C, H, W) of 0 to 255 to [-1, 1], and to the image or feature shape of `spec`."""
+    if spec.kind == "image" and len(spec.shape) == 4:
+        channels, height, width = spec.shape[1:]
+    else:
+        height = width = round(spec.shape[-1] ** 0.5)
+        channels = 1
+        if len(spec.shape) != 2 or height * width != spec.shape[1]:
+            raise InputError(
+                f"input {spec.name!r} of shape {spec.shape} is neither an image (N, C, H, W) nor a flattened square; "
+                "use --data synthetic"
+            )
+    values = pixels.double() / 127.5 - 1
+    if values.shape[1] != channels:
+        values = values.mean(1, keepdim=True).expand(-1, channels, -1, -1)
+    sized = torch.nn.functional.interpolate(values, (height, width), mode="bilinear", align_corners=False)
+    return sized.reshape(len(pixels), *spec.shape[1:]).to(spec.dtype)
+
+
+def _text(place: str, specs: tuple[InputSpec, ...]) -> Dataset:
+    path = Path(place) if place else _bundled_text()
+    try:
+        content = np.frombuffer(path.read_bytes(), np.uint8)
+    except OSError as error:
+        raise InputError(
+            f"text file {path} cannot be read: {error.strerror}; give another with --data text:FILE"
+        ) from None
+    length = max(spec.shape[1] for spec in specs if spec.kind in LANGUAGE_KINDS)
+    windows = (len(content) - 1) // length
+    if windows < 1:
+        raise InputError(f"text file {path} has {len(content)} bytes, a sample needs {length + 1}; give a longer one")
+    small = [
+        spec for spec in specs if spec.kind in LANGUAGE_KINDS and spec.high is not None and spec.high < BYTE_VALUES
+    ]
+    if small and int(content.max()) >= min(spec.high or 0 for spec in small):
+        raise InputError(
+            f"text file {path} has byte {int(content.max())}, the network's vocabulary {small[0].high} tokens; "
+            "use a network with at least 256 or --data synthetic"
+        )
+
+    def sample(spec: InputSpec, rows: Rows) -> Tensor:
+        if spec.kind not in LANGUAGE_KINDS:
+            raise InputError(f"text cannot feed input {spec.name!r} of kind {spec.kind!r}; use --data synthetic")
+        starts = rows * length + (1 if spec.kind == "next_tokens" else 0)
+        return torch.from_numpy(content[starts[:, None] + np.arange(spec.shape[1])].astype(np.int64))
+
+    return Dataset(description=f"bytes of {place or path.name}", samples=windows, sample=sample)
+
+
+def _bundled_text() -> Path:
+    """Find the English text that comes with every Python: the help topics of its documentation."""
+    found = importlib.util.find_spec("pydoc_data.topics")
+    if found is None or found.origin is None:
+        raise InputError("this Python comes without its help topics; name a text file with --data text:FILE")
+    return Path(found.origin)
+
+
+def _synthetic(seed: int) -> Dataset:
+    def one(spec: InputSpec, row: int) -> NDArray[np.float64]:
+        generator = np.random.default_rng((seed, row, *spec.name.encode()))
+        if spec.dtype.is_floating_point:
+            return generator.standard_normal(spec.shape[1:])
+        return generator.integers(0, spec.high or 2, spec.shape[1:]).astype(np.float64)
+
+    def sample(spec: InputSpec, rows: Rows) -> Tensor:
+        return torch.from_numpy(np.stack([one(spec, int(row)) for row in rows])).to(spec.dtype)
+
+    return Dataset(description="synthetic", samples=SYNTHETIC_SAMPLES, sample=sample)

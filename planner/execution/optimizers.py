@@ -1,0 +1,129 @@
+"""Optimizers as element-wise functions of a stored shard, so that they work on any piece of a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from simulator.errors import InputError, UnsupportedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hyperparameters:
+    """Constants of an optimizer; each optimizer reads those it knows."""
+
+    learning_rate: float
+    momentum: float = 0.9
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+
+
+DEFAULTS = {
+    "sgd": Hyperparameters(learning_rate=1e-2),
+    "momentum": Hyperparameters(learning_rate=1e-2),
+    "adam": Hyperparameters(learning_rate=1e-3),
+    "adamw": Hyperparameters(learning_rate=3e-4, weight_decay=1e-2),
+}
+
+StepFunction = Callable[[Tensor, Tensor], None]
+"""Changes a parameter in place, given its gradient; keeps its own state."""
+
+
+def hyperparameters(optimizer: str, learning_rate: float | None = None) -> Hyperparameters:
+    """Look up an optimizer's constants, with another learning rate if given."""
+    if optimizer == "lamb":
+        raise UnsupportedError(
+            "optimizer 'lamb' needs the norm of whole parameters, which execution does not gather yet; "
+            "plan with --optimizer adamw"
+        )
+    if optimizer not in DEFAULTS:
+        raise InputError(f"optimizer {optimizer!r} is not one of {', '.join(DEFAULTS)}; choose one of them")
+    found = DEFAULTS[optimizer]
+    if learning_rate is None:
+        return found
+    if not 0 < learning_rate < float("inf"):
+        raise InputError(f"learning rate {learning_rate} is not a positive number; give one, such as 0.001")
+    return Hyperparameters(learning_rate=learning_rate, weight_decay=found.weight_decay)
+
+
+def make_step(optimizer: str, constants: Hyperparameters) -> StepFunction:
+    """Make the update of one parameter; its state begins at zero with the first gradient.
+
+    The formulas and their order of rounding are those of `torch.optim`, so that both agree to the last bits.
+    """
+    makers = {"sgd": _sgd, "momentum": _momentum, "adam": _adam, "adamw": _adamw}
+    return makers[optimizer](constants)
+
+
+def _sgd(constants: Hyperparameters) -> StepFunction:
+    def step(parameter: Tensor, gradient: Tensor) -> None:
+        parameter.add_(gradient, alpha=-constants.learning_rate)
+
+    return step
+
+
+def _momentum(constants: Hyperparameters) -> StepFunction:
+    velocity: list[Tensor] = []
+
+    def step(parameter: Tensor, gradient: Tensor) -> None:
+        if velocity:
+            velocity[0].mul_(constants.momentum).add_(gradient)
+        else:
+            velocity.append(gradient.clone())
+        parameter.add_(velocity[0], alpha=-constants.learning_rate)
+
+    return step
+
+
+def _adam(constants: Hyperparameters) -> StepFunction:
+    """Adam: Kingma and Ba, *Adam: a method for stochastic optimization*, algorithm 1."""
+    first: list[Tensor] = []
+    second: list[Tensor] = []
+    count = 0
+
+    def step(parameter: Tensor, gradient: Tensor) -> None:
+        nonlocal count
+        if not first:
+            first.append(torch.zeros_like(parameter))
+            second.append(torch.zeros_like(parameter))
+        count += 1
+        first[0].lerp_(gradient, 1 - constants.beta1)
+        second[0].mul_(constants.beta2).addcmul_(gradient, gradient, value=1 - constants.beta2)
+        correction = (1 - constants.beta2**count) ** 0.5
+        denominator = second[0].sqrt().div_(correction).add_(constants.epsilon)
+        size = constants.learning_rate / (1 - constants.beta1**count)
+        parameter.addcdiv_(first[0], denominator, value=-size)
+
+    return step
+
+
+def _adamw(constants: Hyperparameters) -> StepFunction:
+    """Adam with decoupled decay: Loshchilov and Hutter, *Decoupled weight decay regularization*."""
+    adam = _adam(constants)
+
+    def step(parameter: Tensor, gradient: Tensor) -> None:
+        parameter.mul_(1 - constants.learning_rate * constants.weight_decay)
+        adam(parameter, gradient)
+
+    return step
+
+
+def torch_optimizer(
+    optimizer: str, constants: Hyperparameters, parameters: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Make the `torch.optim` optimizer that `make_step` equals; the reference run uses it."""
+    rate, betas = constants.learning_rate, (constants.beta1, constants.beta2)
+    if optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=rate)
+    if optimizer == "momentum":
+        return torch.optim.SGD(parameters, lr=rate, momentum=constants.momentum)
+    if optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=rate, betas=betas, eps=constants.epsilon)
+    return torch.optim.AdamW(
+        parameters, lr=rate, betas=betas, eps=constants.epsilon, weight_decay=constants.weight_decay
+    )

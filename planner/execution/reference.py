@@ -1,0 +1,40 @@
+"""The same training in one process, by plain PyTorch: nothing here comes from the plan."""
+
+from __future__ import annotations
+
+import torch
+
+from planner.execution.data import Batches, open_dataset
+from planner.execution.job import Job
+from planner.execution.optimizers import torch_optimizer
+from planner.networks import load_network
+
+
+def run_reference(job: Job) -> list[float]:
+    """Train a module with autograd and `torch.optim` on the job's data, seed and micro-batches.
+
+    Returns
+    -------
+    list of float
+        The loss of each step: the mean over its micro-batches.
+    """
+    graph, specs = job.lowered.graph, job.inputs
+    device = torch.device(job.device_type)
+    dtype = getattr(torch, graph.nodes[graph.parameters[0].node].outputs[0].dtype)
+    module = load_network(job.network, sequence_length=job.sequence_length).build(job.seed).to(device, dtype)
+    optimizer = torch_optimizer(job.optimizer, job.constants, list(module.parameters()))
+    batches = Batches(dataset=open_dataset(job.data, specs, job.seed), seed=job.seed)
+    by_name = {spec.name: spec for spec in specs}
+    count, losses = job.lowered.micro_batches, []
+    for step in range(job.steps):
+        total = 0.0
+        optimizer.zero_grad()
+        for micro_batch in range(count):
+            start = (step * count + micro_batch) * graph.batch_size
+            inputs = [batches.load(by_name[entry.name], start).to(device) for entry in graph.inputs]
+            loss = module(*inputs)
+            (loss / count).backward()
+            total += float(loss)
+        optimizer.step()
+        losses.append(total / count)
+    return losses

@@ -1,0 +1,250 @@
+"""Running a plan for real, beside its prediction and beside one process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from planner.execution.data import open_dataset
+from planner.execution.job import Job, check_precision, input_specs
+from planner.execution.launch import run_workers
+from planner.execution.membership import Membership, find_membership
+from planner.execution.optimizers import hyperparameters
+from planner.execution.process import settle_worker
+from planner.execution.reference import run_reference
+from planner.execution.verification import compare_losses, relative_difference, tolerance_for
+from planner.execution.worker import BACKENDS, RankResult, train
+from planner.instructions import LoweredPlan
+from planner.planning import lower, predict
+from planner.strategy.file import read_plan
+from planner.strategy.plan import Plan
+from simulator.errors import ExecutionError, InputError, MeshwrightError, ProfileError
+from simulator.hardware import load_profile
+
+DEFAULT_TIMEOUT_S = 60.0
+WARM_UP_STEPS = 2
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecuteOptions:
+    """What to run and how.
+
+    ``processes`` must equal the plan's devices and may be left out. ``data`` names a data set
+    (`planner.execution.data.open_dataset`), ``precision`` replaces the plan's. ``timeout_s`` bounds
+    each collective: a rank that hangs ends the run after it.
+    """
+
+    strategy: str | Path
+    processes: int | None = None
+    steps: int = 10
+    data: str | None = None
+    verify: bool = False
+    precision: str | None = None
+    seed: int = 0
+    learning_rate: float | None = None
+    device: str | None = None
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Quantiles over steps of the slowest rank's time, in seconds."""
+
+    median: float
+    p10: float
+    p90: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutionReport:
+    """What a run did and measured.
+
+    ``error`` is predicted step time over measured median, less one. Without verification
+    ``reference_losses`` is empty and ``verified``, ``max_loss_difference`` and ``tolerance`` are None;
+    the difference is relative. Predictions are None where the plan's profile cannot be read.
+    ``rank`` is not 0 on the other ranks of a job that was joined, which should print nothing.
+    """
+
+    processes: int
+    backend: str
+    launcher: str
+    rank: int
+    steps: int
+    warm_up_steps: int
+    precision: str
+    data: str
+    seed: int
+    losses: tuple[float, ...]
+    reference_losses: tuple[float, ...]
+    max_loss_difference: float | None
+    tolerance: float | None
+    verified: bool | None
+    measured_step_time_s: StepTime
+    predicted_step_time_s: float | None
+    error: float | None
+    measured_peak_memory_bytes: int
+    measured_memory_method: str
+    predicted_peak_memory_bytes: int | None
+    notes: tuple[str, ...] = ()
+
+
+def execute(options: ExecuteOptions, say: Say = lambda _: None) -> ExecutionReport:
+    """Train a network as its strategy file says, on as many processes as the plan has devices.
+
+    Parameters
+    ----------
+    options : ExecuteOptions
+        What to run.
+    say : callable
+        Told in a few words what begins.
+
+    Raises
+    ------
+    InputError
+        An option, the plan or the data do not fit.
+    ExecutionError
+        A rank failed, or the losses differ from those of one process.
+    """
+    return execute_plan(read_plan(options.strategy), options, say)
+
+
+def execute_plan(plan: Plan, options: ExecuteOptions, say: Say = lambda _: None) -> ExecutionReport:
+    """Do what `execute` does with a plan already read."""
+    membership = find_membership(os.environ)
+    _check(plan, options, membership)
+    precision = options.precision or plan.precision
+    check_precision(precision)
+    constants = hyperparameters(plan.optimizer, options.learning_rate)
+    say("lowering the plan")
+    lowered = lower(plan, precision=precision)
+    dataset = open_dataset(options.data, input_specs(lowered), options.seed)
+    job = Job(
+        lowered=lowered,
+        network=plan.network,
+        sequence_length=plan.sequence_length,
+        optimizer=plan.optimizer,
+        constants=constants,
+        data=options.data,
+        seed=options.seed,
+        steps=options.steps,
+        warm_up_steps=min(WARM_UP_STEPS, options.steps - 1),
+        device_type=options.device or _best_device(plan.mesh.size),
+        timeout_s=options.timeout_s,
+    )
+    say(f"training {options.steps} steps on {plan.mesh.size} processes")
+    results = _run_job(job, membership)
+    rank = 0 if membership is None else membership.rank
+    reference: list[float] = []
+    if options.verify and rank == 0:
+        say("training again in one process")
+        reference = run_reference(job)
+    report = _report(plan, job, results, membership, reference, precision, dataset.description)
+    if reference:
+        compare_losses(report.losses, report.reference_losses, precision)
+    return report
+
+
+def _run_job(job: Job, membership: Membership | None) -> list[RankResult]:
+    if membership is None:
+        return run_workers(train, (job,), job.lowered.mesh.size)[0]
+    settle_worker(owned=False)
+    try:
+        return train(job, membership)
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        raise ExecutionError(
+            f"rank {membership.rank} of {membership.world_size} failed: {type(error).__name__}: {error}; "
+            "if it only names a connection, another rank failed first: see that rank's output"
+        ) from error
+
+
+def _check(plan: Plan, options: ExecuteOptions, membership: Membership | None) -> None:
+    size = plan.mesh.size
+    if membership is not None and membership.world_size != size:
+        raise InputError(
+            f"{membership.launcher} started {membership.world_size} processes, the plan is for {size} devices; "
+            f"start {size} processes or plan for --devices {membership.world_size}"
+        )
+    if options.processes is not None and options.processes != size:
+        raise InputError(
+            f"--processes {options.processes} differs from the plan's {size} devices; "
+            f"use --processes {size} or plan for --devices {options.processes}"
+        )
+    if options.steps < 1:
+        raise InputError(f"--steps {options.steps} is less than 1; train at least one step")
+    if not options.timeout_s > 0:
+        raise InputError(f"a timeout of {options.timeout_s} s is not positive; give seconds, such as 60")
+    if options.device is not None and options.device not in BACKENDS:
+        raise InputError(f"device {options.device!r} is not one of {', '.join(BACKENDS)}; choose one of them")
+
+
+def _best_device(processes: int) -> str:
+    """Take an accelerator that has a device for each process, else the CPU."""
+    if torch.cuda.is_available() and torch.cuda.device_count() >= processes:
+        return "cuda"
+    if importlib.util.find_spec("torch_npu") is not None:
+        import torch_npu
+
+        if torch_npu.npu.is_available() and torch_npu.npu.device_count() >= processes:
+            return "npu"
+    return "cpu"
+
+
+def _report(
+    plan: Plan,
+    job: Job,
+    results: list[RankResult],
+    membership: Membership | None,
+    reference: list[float],
+    precision: str,
+    data: str,
+) -> ExecutionReport:
+    slowest = np.max([result.step_times_s for result in results], axis=0)[job.warm_up_steps :]
+    p10, median, p90 = (float(value) for value in np.quantile(slowest, (0.1, 0.5, 0.9)))
+    step_time, peak, notes = _prediction(plan, job.lowered)
+    differences = [relative_difference(*pair) for pair in zip(results[0].losses, reference, strict=False)]
+    return ExecutionReport(
+        processes=len(results),
+        backend=BACKENDS[job.device_type],
+        launcher="torch elastic" if membership is None else membership.launcher,
+        rank=0 if membership is None else membership.rank,
+        steps=job.steps,
+        warm_up_steps=job.warm_up_steps,
+        precision=precision,
+        data=data,
+        seed=job.seed,
+        losses=results[0].losses,
+        reference_losses=tuple(reference),
+        max_loss_difference=max(differences) if differences else None,
+        tolerance=tolerance_for(precision) if reference else None,
+        verified=True if reference else None,
+        measured_step_time_s=StepTime(median=median, p10=p10, p90=p90),
+        predicted_step_time_s=step_time,
+        error=None if step_time is None else step_time / median - 1,
+        measured_peak_memory_bytes=max(result.peak_memory_bytes for result in results),
+        measured_memory_method=results[0].memory_method,
+        predicted_peak_memory_bytes=peak,
+        notes=notes,
+    )
+
+
+def _prediction(plan: Plan, lowered: LoweredPlan) -> tuple[float | None, int | None, tuple[str, ...]]:
+    """Predict step time and peak memory on the plan's hardware, with notes where something is missing."""
+    try:
+        hardware = load_profile(plan.hardware)
+    except ProfileError as error:
+        return None, None, (f"no prediction: {error}",)
+    notes: tuple[str, ...] = ()
+    if hardware.hash != plan.hardware_hash:
+        notes = (f"profile {plan.hardware} has changed since the plan was made",)
+    prediction, _ = predict(plan, lowered, hardware)
+    return prediction.step_time_s, prediction.peak_memory_bytes, notes

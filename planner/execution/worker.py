@@ -1,0 +1,168 @@
+"""What one rank does from its start to its result."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.execution.data import Batches, open_dataset
+from planner.execution.interpreter import Interpreter, RankContext
+from planner.execution.job import Job, batch_shard, own_piece
+from planner.execution.membership import Membership
+from planner.execution.memory import PeakMemory
+from planner.execution.optimizers import make_step
+from planner.networks import load_network
+from planner.sharding.placement import Mesh
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult:
+    """What one rank measured; the losses are of whole batches, and so the same on every rank."""
+
+    losses: tuple[float, ...]
+    step_times_s: tuple[float, ...]
+    peak_memory_bytes: int
+    memory_method: str
+
+
+def train(job: Job, membership: Membership | None = None) -> list[RankResult]:
+    """Train as one rank of a job and return the results of all ranks, by rank.
+
+    Without a membership the process is one that `launch.run_workers` started.
+    """
+    device = _device(job.device_type, membership)
+    timeout = timedelta(seconds=job.timeout_s)
+    backend = BACKENDS[job.device_type]
+    if membership is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{membership.address}:{membership.port}",
+            rank=membership.rank,
+            world_size=membership.world_size,
+            timeout=timeout,
+        )
+    try:
+        mine = _train_rank(job, device, timeout)
+        results: list[RankResult] = [mine] * dist.get_world_size()
+        dist.all_gather_object(results, mine)
+    finally:
+        dist.destroy_process_group()
+    return results
+
+
+def _train_rank(job: Job, device: torch.device, timeout: timedelta) -> RankResult:
+    mesh = job.lowered.mesh
+    coordinates = mesh.coordinates(dist.get_rank())
+    context = RankContext(coordinates=coordinates, groups=_axis_groups(mesh, timeout), device=device)
+    memory = PeakMemory(device)
+    parameters = _own_parameters(job, coordinates, device)
+    memory.restart()
+    steps = {name: make_step(job.optimizer, job.constants) for name in parameters}
+    interpreter = Interpreter(job.lowered, context, parameters, steps)
+    losses, times = _run_steps(job, interpreter, _feeder(job, coordinates, device), device)
+    return RankResult(
+        losses=tuple(losses),
+        step_times_s=tuple(times),
+        peak_memory_bytes=memory.peak_bytes(),
+        memory_method=memory.method,
+    )
+
+
+def _run_steps(
+    job: Job, interpreter: Interpreter, load: Callable[[int, int], list[Tensor]], device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Run every step; loading data is not part of a step's time."""
+    losses, times = [], []
+    micro_batches = job.lowered.micro_batches
+    for step in range(job.steps):
+        batches = [load(step, index) for index in range(micro_batches)]
+        _synchronize(device)
+        start = time.perf_counter()
+        found = interpreter.run_step(batches.__getitem__)
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+        losses.append(sum(float(loss) for loss in found) / len(found))
+    return losses, times
+
+
+def _feeder(job: Job, coordinates: tuple[int, ...], device: torch.device) -> Callable[[int, int], list[Tensor]]:
+    """Make the function that loads this rank's piece of every input of a micro-batch."""
+    mesh, specs = job.lowered.mesh, job.inputs
+    batches = Batches(dataset=open_dataset(job.data, specs, job.seed), seed=job.seed)
+    size, count = job.lowered.graph.batch_size, job.lowered.micro_batches
+
+    def load(step: int, micro_batch: int) -> list[Tensor]:
+        start = (step * count + micro_batch) * size
+        pieces = []
+        for spec, entry in zip(specs, job.lowered.inputs, strict=True):
+            rows = batches.load(spec, start, batch_shard(mesh, entry.placements, coordinates))
+            others = tuple(placement if placement > 0 else -1 for placement in entry.placements)
+            pieces.append(own_piece(rows, mesh, others, coordinates).contiguous().to(device))
+        return pieces
+
+    return load
+
+
+def _own_parameters(job: Job, coordinates: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
+    """Build the network with the job's seed, keep this rank's piece of each parameter and free the rest."""
+    module = load_network(job.network, sequence_length=job.sequence_length).build(job.seed)
+    whole = dict(module.named_parameters(remove_duplicate=False))
+    graph = job.lowered.graph
+    dtypes = {entry.name: graph.nodes[entry.node].outputs[0].dtype for entry in graph.parameters}
+    kept = {}
+    for stored in job.lowered.parameters:
+        piece = own_piece(whole[stored.name].detach(), job.lowered.mesh, stored.placements, coordinates)
+        kept[stored.name] = piece.to(device, getattr(torch, dtypes[stored.name]), copy=True).contiguous()
+    del module, whole
+    gc.collect()
+    _return_free_memory()
+    return kept
+
+
+def _return_free_memory() -> None:
+    """Give pages of freed blocks back to the system, so that the whole network does not count as this rank's."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
+def _axis_groups(mesh: Mesh, timeout: timedelta) -> tuple[dist.ProcessGroup, ...]:
+    """Make the groups of every mesh axis, in one order on all ranks, and return this rank's."""
+    rank, mine = dist.get_rank(), []
+    for axis in range(len(mesh.axes)):
+        for ranks in mesh.groups(axis):
+            group = dist.new_group(ranks, timeout=timeout)
+            if rank in ranks:
+                mine.append(group)
+    return tuple(mine)
+
+
+def _device(device_type: str, membership: Membership | None) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    if device_type == "npu":
+        import torch_npu  # noqa: F401
+    local_rank = int(os.environ["LOCAL_RANK"]) if membership is None else membership.local_rank
+    device = torch.device(device_type, local_rank)
+    getattr(torch, device_type).set_device(device)
+    return device
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)
