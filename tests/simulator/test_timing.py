@@ -1,0 +1,68 @@
+"""Seconds of tasks: each as its kernel or collective alone would give."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from simulator.collectives import collective_time
+from simulator.errors import ProgramError
+from simulator.hardware import load_profile
+from simulator.kernels import kernel_time
+from simulator.program import Collective, Kernel, Program, Task
+from simulator.timing import task_times
+from simulator.topology import group_shape
+from tests.simulator.programs import communication, program, segment, task
+
+HARDWARE = dataclasses.replace(load_profile("dgx-a100"), slowdown_table=((1, 1.0), (4, 2.5)))
+
+
+def many_tasks() -> list[Task]:
+    generator = np.random.default_rng(0)
+    tasks = []
+    for number in range(60):
+        amount = float(generator.integers(1, 10**9))
+        if number % 5 == 0:
+            collective = list(Collective)[number % 6]
+            axis = ("data", "tensor")[number % 2]
+            tasks.append(communication(f"c{number}", axis, collective=collective, payload_bytes=amount))
+        else:
+            kernel = list(Kernel)[number % len(Kernel)]
+            dtype = ("float32", "bfloat16")[number % 2]
+            tasks.append(task(f"k{number}", kernel=kernel, dtype=dtype, flops=amount, bytes_moved=amount / 3))
+    return tasks
+
+
+def alone(found: Program, one: Task) -> float:
+    if one.collective is None:
+        return 2.5 * kernel_time(HARDWARE, one.kernel, one.dtype, one.flops, one.bytes_moved)
+    axis = next(a for a in found.axes if a.name == one.axis)
+    return collective_time(HARDWARE, one.collective, one.payload_bytes, group_shape(HARDWARE, axis.size, axis.stride))
+
+
+def test_tasks_take_the_time_each_takes_alone() -> None:
+    tasks = many_tasks()
+    found = program(segment(*tasks[:25], name="one"), segment(*tasks[25:], name="two"))
+    times = task_times(found, HARDWARE)
+    assert [t.shape for t in times] == [(25,), (35,)]
+    np.testing.assert_allclose(np.concatenate(times), [alone(found, one) for one in tasks], rtol=1e-12)
+    assert (np.concatenate(times) >= 0).all()
+
+
+def test_computation_slows_down_with_processes_and_messages_do_not() -> None:
+    found = program(segment(task("k", flops=1e9), communication("c")))
+    slow = task_times(found, HARDWARE)[0]
+    fast = task_times(found, dataclasses.replace(HARDWARE, slowdown_table=((1, 1.0),)))[0]
+    assert slow[0] == pytest.approx(2.5 * fast[0])
+    assert slow[1] == fast[1]
+
+
+def test_unknown_axis_is_an_error() -> None:
+    with pytest.raises(ProgramError, match=r"task 'c' communicates on axis 'pipeline'; .*\['data', 'tensor'\]"):
+        task_times(program(segment(communication("c", "pipeline"))), HARDWARE)
+
+
+def test_empty_segments_have_no_times() -> None:
+    assert [t.size for t in task_times(program(segment(), segment()), HARDWARE)] == [0, 0]
