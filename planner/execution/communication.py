@@ -116,13 +116,13 @@ def _pack_chunks(
 
 
 def _unpack_flat(received: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    pieces = received.split([prod(shape) for shape in shapes])
+    pieces = torch.split(received, [prod(shape) for shape in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _unpack_chunks(received: Tensor, shapes: Sequence[torch.Size], size: int, dims: tuple[int, ...]) -> list[Tensor]:
     """Concatenate along `dims` the chunks of these shapes that came from each rank."""
-    columns = received.view(size, -1).split([prod(shape) for shape in shapes], dim=1)
+    columns = torch.split(received.view(size, -1), [prod(shape) for shape in shapes], dim=1)
     results = []
     for column, shape, dim in zip(columns, shapes, dims, strict=True):
         whole = torch.Size((*shape[:dim], size * shape[dim], *shape[dim + 1 :]))

@@ -159,7 +159,12 @@ class Interpreter:
         if isinstance(instruction, Compute):
             node = self._lowered.graph.nodes[instruction.node]
             operator = prepare(
-                self._lowered.graph, node, instruction.rules, self._lowered.mesh.sizes, self._context.coordinates
+                self._lowered.graph,
+                node,
+                instruction.rules,
+                self._lowered.mesh.sizes,
+                self._context.coordinates,
+                device=self._context.device,
             )
             inputs = [self._number(name) for name in instruction.inputs]
             outputs = [self._number(name) for name in instruction.outputs]

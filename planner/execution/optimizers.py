@@ -57,7 +57,28 @@ def make_step(optimizer: str, constants: Hyperparameters) -> StepFunction:
     The formulas and their order of rounding are those of `torch.optim`, so that both agree to the last bits.
     """
     makers = {"sgd": _sgd, "momentum": _momentum, "adam": _adam, "adamw": _adamw}
-    return makers[optimizer](constants)
+    return _in_single_precision(makers[optimizer](constants))
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether a parameter of this dtype is updated through a float32 copy."""
+    return dtype.itemsize < torch.float32.itemsize
+
+
+def _in_single_precision(step: StepFunction) -> StepFunction:
+    """Keep a float32 copy of a parameter of low precision: small updates would round away in it."""
+    copies: list[Tensor] = []
+
+    def wide_step(parameter: Tensor, gradient: Tensor) -> None:
+        if not is_narrow(parameter.dtype):
+            step(parameter, gradient)
+            return
+        if not copies:
+            copies.append(parameter.float())
+        step(copies[0], gradient.float())
+        parameter.copy_(copies[0])
+
+    return wide_step
 
 
 def _sgd(constants: Hyperparameters) -> StepFunction:

@@ -6,7 +6,7 @@ import torch
 
 from planner.execution.data import Batches, open_dataset
 from planner.execution.job import Job
-from planner.execution.optimizers import torch_optimizer
+from planner.execution.optimizers import is_narrow, torch_optimizer
 from planner.networks import load_network
 
 
@@ -22,19 +22,35 @@ def run_reference(job: Job) -> list[float]:
     device = torch.device(job.device_type)
     dtype = getattr(torch, graph.nodes[graph.parameters[0].node].outputs[0].dtype)
     module = load_network(job.network, sequence_length=job.sequence_length).build(job.seed).to(device, dtype)
-    optimizer = torch_optimizer(job.optimizer, job.constants, list(module.parameters()))
+    parameters = list(module.parameters())
+    masters = [torch.nn.Parameter(p.detach().float()) if is_narrow(p.dtype) else p for p in parameters]
+    optimizer = torch_optimizer(job.optimizer, job.constants, masters)
     batches = Batches(dataset=open_dataset(job.data, specs, job.seed), seed=job.seed)
     by_name = {spec.name: spec for spec in specs}
     count, losses = job.lowered.micro_batches, []
     for step in range(job.steps):
         total = 0.0
-        optimizer.zero_grad()
+        module.zero_grad()
         for micro_batch in range(count):
             start = (step * count + micro_batch) * graph.batch_size
             inputs = [batches.load(by_name[entry.name], start).to(device) for entry in graph.inputs]
             loss = module(*inputs)
             (loss / count).backward()
             total += float(loss)
-        optimizer.step()
+        _update(optimizer, parameters, masters)
         losses.append(total / count)
     return losses
+
+
+@torch.no_grad()
+def _update(
+    optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], masters: list[torch.nn.Parameter]
+) -> None:
+    """Update the float32 copies of parameters of low precision, and the parameters from them."""
+    for parameter, master in zip(parameters, masters, strict=True):
+        if master is not parameter:
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+    optimizer.step()
+    for parameter, master in zip(parameters, masters, strict=True):
+        if master is not parameter:
+            parameter.copy_(master)

@@ -13,10 +13,10 @@ import torch
 
 from planner.execution.data import open_dataset
 from planner.execution.job import Job, check_precision, input_specs
-from planner.execution.launch import run_workers
+from simulator.calibration.launch import run_workers
 from planner.execution.membership import Membership, find_membership
 from planner.execution.optimizers import hyperparameters
-from planner.execution.process import settle_worker
+from simulator.calibration.process import settle_worker
 from planner.execution.reference import run_reference
 from planner.execution.verification import compare_losses, relative_difference, tolerance_for
 from planner.execution.worker import BACKENDS, RankResult, train

@@ -71,8 +71,8 @@ def _train_rank(job: Job, device: torch.device, timeout: timedelta) -> RankResul
     memory = PeakMemory(device)
     parameters = _own_parameters(job, coordinates, device)
     memory.restart()
-    steps = {name: make_step(job.optimizer, job.constants) for name in parameters}
-    interpreter = Interpreter(job.lowered, context, parameters, steps)
+    updates = {name: make_step(job.optimizer, job.constants) for name in parameters}
+    interpreter = Interpreter(job.lowered, context, parameters, updates)
     losses, times = _run_steps(job, interpreter, _feeder(job, coordinates, device), device)
     return RankResult(
         losses=tuple(losses),

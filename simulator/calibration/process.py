@@ -1,4 +1,4 @@
-"""What a worker process asks of its operating system before it computes."""
+"""What a worker process asks of its operating system before it computes, in calibration as in execution."""
 
 from __future__ import annotations
 
@@ -20,25 +20,17 @@ ALLOCATOR_ENVIRONMENT = {
 """glibc keeps large blocks instead of returning them: without it each large result is paged in anew."""
 
 
-def worker_environment(processes: int, *, local: bool) -> dict[str, str]:
-    """Variables a worker must find when it starts; the user's own settings win.
-
-    Parameters
-    ----------
-    processes : int
-        Workers on this machine; its cores are divided among them.
-    local : bool
-        Whether all workers are on this machine, so that gloo can use the loopback interface.
-    """
-    wanted = {**ALLOCATOR_ENVIRONMENT, "OMP_NUM_THREADS": str(threads_for(processes))}
-    if local:
-        wanted["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+def worker_environment() -> dict[str, str]:
+    """Variables that workers on this machine must find when they start; the user's own settings win."""
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    wanted = {**ALLOCATOR_ENVIRONMENT, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
-def threads_for(processes: int) -> int:
-    """Compute threads of each of `processes` workers on this machine, at least one."""
-    return max(1, available_cores() // processes)
+def worker_threads() -> int:
+    """Compute threads of a worker: one, or what the user set; calibration and execution must agree on it."""
+    text = os.environ.get("OMP_NUM_THREADS", "1")
+    return int(text) if text.isdecimal() and int(text) > 0 else 1
 
 
 def available_cores() -> int:

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from planner.execution.process import settle_worker, threads_for, worker_environment
+from simulator.calibration.process import settle_worker, worker_environment, worker_threads
 from simulator.errors import ExecutionError
 
 Result = TypeVar("Result")
@@ -51,8 +51,8 @@ def run_workers(function: Callable[..., Result], arguments: tuple[Any, ...], pro
     KeyboardInterrupt
         The user interrupted; all ranks are stopped.
     """
-    folder = Path(tempfile.mkdtemp(prefix="meshwright-execute-"))
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["planner.execution.preload"])
+    folder = Path(tempfile.mkdtemp(prefix="meshwright-"))
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["simulator.calibration.preload"])
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -70,7 +70,7 @@ def run_workers(function: Callable[..., Result], arguments: tuple[Any, ...], pro
     )
     keep = False
     try:
-        with _quiet_elastic(), _own_signals(), _environment(worker_environment(processes, local=True)):
+        with _quiet_elastic(), _own_signals(), _environment(worker_environment()):
             returned = elastic_launch(config, _work)(function, arguments)
     except ChildFailedError as error:
         keep = True
@@ -87,7 +87,7 @@ def run_workers(function: Callable[..., Result], arguments: tuple[Any, ...], pro
 
 def _work(function: Callable[..., Result], arguments: tuple[Any, ...]) -> Result:
     settle_worker(owned=True)
-    torch.set_num_threads(threads_for(int(os.environ["WORLD_SIZE"])))
+    torch.set_num_threads(worker_threads())
     try:
         return function(*arguments)
     except Exception as error:
