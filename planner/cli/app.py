@@ -1,0 +1,100 @@
+"""The commands put together, with the one place where errors become messages and exit codes."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from planner.cli.calibrate import calibrate
+from planner.cli.execute import execute
+from planner.cli.networks import networks
+from planner.cli.plan import plan
+from planner.cli.profiles import profiles
+from planner.cli.simulate import simulate
+from planner.cli.terminal import DEBUG_KEY
+from planner.cli.validate import validate
+from planner.cli.what_if import what_if
+from simulator.errors import MeshwrightError
+
+INTERNAL_ERROR = 1
+INTERRUPTED = 130
+
+
+class ErrorBoundary(TyperGroup):
+    """Turns every error of a command into a message on stderr and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; errors end here."""
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort, typer.TyperException):
+            raise
+        except KeyboardInterrupt:
+            typer.echo("meshwright: interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        except MeshwrightError as error:
+            _show(ctx, str(error))
+            raise typer.Exit(error.exit_code) from error
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:
+                raise
+            message = " ".join(str(error).split())[:500]
+            hint = "" if _debug(ctx) else " (this is a defect; --debug shows where)"
+            _show(ctx, f"internal error: {type(error).__name__}: {message}{hint}")
+            raise typer.Exit(INTERNAL_ERROR) from error
+
+
+def _debug(ctx: typer.Context) -> bool:
+    return bool(ctx.meta.get(DEBUG_KEY))
+
+
+def _show(ctx: typer.Context, message: str) -> None:
+    if _debug(ctx):
+        traceback.print_exc(file=sys.stderr)
+    typer.echo(f"meshwright: {message}", err=True)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"meshwright {version('meshwright')}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=ErrorBoundary,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+@app.callback()
+def meshwright(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Plan, simulate and run the parallel training of one network on many accelerators.
+
+    \b
+    Example:
+      meshwright plan zoo:gpt2 --hw dgx-a100 --devices 8
+      meshwright simulate strategy.json --trace timeline.json
+
+    Exit codes: 0 done, 1 internal error, 2 bad input or usage, 3 infeasible (no plan fits),
+    4 execution failed or its losses differ.
+    """
+
+
+for command in (plan, simulate, what_if, execute, calibrate, validate, networks):
+    app.command()(command)
+app.add_typer(profiles, name="profiles")

@@ -1,0 +1,106 @@
+"""`meshwright execute`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.cli.options import DebugFlag, JsonFlag, PrecisionOption, QuietFlag
+from planner.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from planner.execution.run import ExecutionReport
+
+
+class Device(StrEnum):
+    """What to run on."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+    NPU = "npu"
+
+
+def execute(
+    strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="A strategy file.")],
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, help="Local processes; default: the plan's devices.")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps.")] = 10,
+    data: Annotated[
+        str | None, typer.Option("--data", metavar="DATASET", help="Default: a real data set that fits the network.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Train again in one process; exit code 4 if the losses differ.")
+    ] = False,
+    precision: PrecisionOption = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of parameters and data.")] = 0,
+    learning_rate: Annotated[
+        float | None, typer.Option("--learning-rate", min=0.0, help="Default: the optimizer's.")
+    ] = None,
+    device: Annotated[Device | None, typer.Option("--device", help="Default: the best there is.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", min=0.1, help="Seconds a rank may keep the others waiting [60].")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the result as JSON.")] = None,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Train for real as a plan says.
+
+    Shows measured step time and memory beside the predicted.
+
+    Starts its own local processes, or joins the job when torchrun, Slurm or msrun started it.
+
+    \b
+    Example: eight processes here, losses compared with those of one process
+      meshwright execute strategy.json --processes 8 --steps 20 --verify
+    Under torchrun
+      torchrun --nproc-per-node 8 -m planner.cli execute strategy.json --steps 20
+    """
+    from planner.execution.run import DEFAULT_TIMEOUT_S, ExecuteOptions
+    from planner.execution.run import execute as run
+    from planner.whole_file import check_writable, write_whole
+
+    terminal = Terminal.open(as_json=as_json, quiet=quiet)
+    if out is not None:
+        check_writable(out)
+    options = ExecuteOptions(
+        strategy=strategy,
+        processes=processes,
+        steps=steps,
+        data=data,
+        verify=verify,
+        precision=None if precision is None else str(precision),
+        seed=seed,
+        learning_rate=learning_rate,
+        device=None if device is None else str(device),
+        timeout_s=DEFAULT_TIMEOUT_S if timeout is None else timeout,
+    )
+    with terminal.working(f"running {strategy}"):
+        report = run(options, say=terminal.note)
+    if report.rank:
+        return
+    document = report_document(report)
+    if out is not None:
+        from json import dumps
+
+        write_whole(out, dumps(document, indent=2) + "\n")
+    if terminal.json:
+        terminal.document(document)
+    elif terminal.quiet:
+        terminal.line(f"{report.measured_step_time_s.median!r}")
+    else:
+        from planner.cli.tables import execution_report
+
+        terminal.show(*execution_report(report, out))
+
+
+def report_document(report: ExecutionReport) -> dict[str, Any]:
+    """The document of ``execute --json``."""
+    from dataclasses import asdict
+
+    return asdict(report)

@@ -1,0 +1,34 @@
+"""`meshwright networks`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from planner.cli.options import DebugFlag, JsonFlag, QuietFlag
+from planner.cli.terminal import Terminal
+
+
+def networks(as_json: JsonFlag = False, quiet: QuietFlag = False, debug: DebugFlag = False) -> None:
+    """List the networks that are built in.
+
+    \b
+    Example:
+      meshwright networks
+      meshwright networks --quiet     # names only
+
+    Besides zoo:NAME, NETWORK may be hf:PATH (a Hugging Face config.json or the folder that holds one)
+    or py:module:factory (a function that returns a module and example inputs).
+    """
+    from planner.networks import list_networks
+
+    terminal = Terminal.open(as_json=as_json, quiet=quiet)
+    found = list_networks()
+    if terminal.json:
+        terminal.document({"networks": [asdict(network) for network in found]})
+    elif terminal.quiet:
+        for network in found:
+            terminal.line(network.spec)
+    else:
+        from planner.cli.tables import network_table
+
+        terminal.show(network_table(found))

@@ -1,0 +1,191 @@
+"""Options that several commands share, and the reading of their values."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from planner.cli.terminal import DEBUG_KEY
+from simulator.errors import InputError
+
+MAX_DEVICES = 2**20
+MAX_COUNTS = 100
+ELLIPSES = ("…", "...")
+
+
+class Precision(StrEnum):
+    """Formats a network may train in."""
+
+    FP64 = "fp64"
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+
+class Optimizer(StrEnum):
+    """Optimizers a network may train with."""
+
+    ADAMW = "adamw"
+    ADAM = "adam"
+    MOMENTUM = "momentum"
+    SGD = "sgd"
+    LAMB = "lamb"
+
+
+class SearchMode(StrEnum):
+    """How strategies are searched."""
+
+    DYNAMIC_PROGRAMMING = "dynamic_programming"
+    RECURSIVE_PROGRAMMING = "recursive_programming"
+    SHARDING_PROPAGATION = "sharding_propagation"
+
+
+class ParallelMode(StrEnum):
+    """Which strategies are searched."""
+
+    STAND_ALONE = "stand_alone"
+    DATA_PARALLEL = "data_parallel"
+    HYBRID_PARALLEL = "hybrid_parallel"
+    SEMI_AUTO_PARALLEL = "semi_auto_parallel"
+    AUTO_PARALLEL = "auto_parallel"
+
+
+def _remember_debug(context: typer.Context, wanted: bool) -> bool:
+    context.meta[DEBUG_KEY] = wanted
+    return wanted
+
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
+QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="Print only what a script needs.")]
+DebugFlag = Annotated[
+    bool, typer.Option("--debug", callback=_remember_debug, is_eager=True, help="Show where an error comes from.")
+]
+GlobalBatch = Annotated[int | None, typer.Option("--global-batch", min=1, help="Samples of one step.")]
+SequenceLength = Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens of one sample.")]
+PrecisionOption = Annotated[Precision | None, typer.Option("--precision", help="Default: the profile's.")]
+OptimizerOption = Annotated[Optimizer | None, typer.Option("--optimizer", help="Default: the network's.")]
+Pins = Annotated[
+    list[str] | None,
+    typer.Option("--pin", metavar="KEY=VALUE", help="Fix a dimension, such as tp=8; may be given several times."),
+]
+
+_WORDS = {
+    "sequence_parallel": ("true", "false"),
+    "recompute": ("none", "selective", "full"),
+    "optimizer_sharding": ("none", "zero1", "zero2", "zero3"),
+}
+_NUMBERS = ("dp", "tp", "pp", "vpp", "cp", "ep", "micro_batch")
+PIN_KEYS = (*_NUMBERS, *_WORDS, "schedule")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Words that say which known name is meant.
+
+    >>> nearest("recompue", ["recompute", "schedule"])
+    "did you mean 'recompute'?"
+    >>> nearest("x", ["recompute", "schedule"])
+    'choose one of recompute, schedule'
+    """
+    names = list(known)
+    found = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {found[0]!r}?" if found else f"choose one of {', '.join(names)}"
+
+
+def read_pins(pins: Iterable[str]) -> dict[str, str]:
+    """Read ``KEY=VALUE`` texts; what can be pinned is checked here, what is supported by the planner.
+
+    >>> read_pins(["tp=8", "recompute=none"])
+    {'tp': '8', 'recompute': 'none'}
+    """
+    found: dict[str, str] = {}
+    for pin in pins:
+        key, equals, value = (part.strip() for part in pin.partition("="))
+        if not equals or not value:
+            raise InputError(f"--pin {pin!r} is not KEY=VALUE; write for example --pin tp=8")
+        if key not in PIN_KEYS:
+            raise InputError(f"--pin {pin!r}: {key!r} cannot be pinned; {nearest(key, PIN_KEYS)}")
+        if key in found and found[key] != value:
+            raise InputError(f"--pin {pin!r}: {key} is already pinned to {found[key]}; pin it once")
+        found[key] = _pin_value(pin, key, value)
+    return found
+
+
+def _pin_value(pin: str, key: str, value: str) -> str:
+    if key in _NUMBERS:
+        if not value.isdecimal() or not value.isascii() or not 1 <= int(value[:9]) <= MAX_DEVICES or len(value) > 8:
+            raise InputError(f"--pin {pin!r}: {value!r} is not a whole number from 1 to {MAX_DEVICES}; correct it")
+        return str(int(value))
+    if key in _WORDS and value not in _WORDS[key]:
+        raise InputError(f"--pin {pin!r}: {value!r} is no value of {key}; {nearest(value, _WORDS[key])}")
+    return value
+
+
+def read_device_counts(text: str) -> tuple[int, ...]:
+    """Read device counts; an ellipsis continues the counts before it up to the one after it.
+
+    The counts before the ellipsis are continued by their common ratio if that meets the count after
+    it, else by their common difference.
+
+    >>> read_device_counts("8,16,…,128")
+    (8, 16, 32, 64, 128)
+    >>> read_device_counts("8,16,...,40")
+    (8, 16, 24, 32, 40)
+    >>> read_device_counts("8, 24, 100")
+    (8, 24, 100)
+    """
+    counts: list[int] = []
+    continuing = False
+    for item in (part.strip() for part in text.split(",")):
+        if item in ELLIPSES:
+            if continuing or len(counts) < 2:
+                raise InputError(
+                    f"--devices {text!r}: an ellipsis needs two counts before it and one after; "
+                    "write for example 8,16,…,4096"
+                )
+            continuing = True
+            continue
+        count = _count(text, item)
+        if counts and count <= counts[-1]:
+            raise InputError(f"--devices {text!r}: {count} does not follow {counts[-1]}; write counts in rising order")
+        counts.extend(_continued(text, counts, count) if continuing else [count])
+        continuing = False
+        if len(counts) > MAX_COUNTS:
+            raise InputError(f"--devices {text!r}: more than {MAX_COUNTS} counts; name fewer")
+    if continuing:
+        raise InputError(f"--devices {text!r}: an ellipsis needs a count after it; write for example 8,16,…,4096")
+    return tuple(counts)
+
+
+def _count(text: str, item: str) -> int:
+    if not item.isascii() or not item.isdecimal() or len(item) > 8 or not 1 <= int(item) <= MAX_DEVICES:
+        raise InputError(
+            f"--devices {text!r}: {item!r} is not a whole number from 1 to {MAX_DEVICES}; write for example 8,16,32"
+        )
+    return int(item)
+
+
+def _continued(text: str, before: list[int], last: int) -> list[int]:
+    first, second = before[0], before[1]
+    pairs = list(itertools.pairwise(before))
+    if second % first == 0 and all(b * first == a * second for a, b in pairs):
+        found, at = [], before[-1]
+        while at < last:
+            at *= second // first
+            found.append(at)
+        if at == last:
+            return found
+    step = second - first
+    if all(b - a == step for a, b in pairs) and (last - before[-1]) % step == 0:
+        if (last - before[-1]) // step > MAX_COUNTS:
+            raise InputError(f"--devices {text!r}: more than {MAX_COUNTS} counts; name fewer")
+        return list(range(before[-1] + step, last + 1, step))
+    shown = ", ".join(str(count) for count in before)
+    raise InputError(
+        f"--devices {text!r}: {shown} continued by ratio or by difference does not meet {last}; correct it or list all"
+    )

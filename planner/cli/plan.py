@@ -1,0 +1,149 @@
+"""`meshwright plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from planner.cli.options import (
+    DebugFlag,
+    GlobalBatch,
+    JsonFlag,
+    OptimizerOption,
+    ParallelMode,
+    Pins,
+    PrecisionOption,
+    QuietFlag,
+    SearchMode,
+    SequenceLength,
+)
+from planner.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from planner.cli.config import PlanSettings
+    from planner.planning import PlanRequest, PlanResult
+
+
+def plan(
+    network: Annotated[
+        str | None, typer.Argument(help="zoo:NAME, hf:PATH or py:module:factory.", metavar="NETWORK")
+    ] = None,
+    hardware: Annotated[
+        str | None, typer.Option("--hw", metavar="PROFILE", help="A profile's name or the path of one.")
+    ] = None,
+    devices: Annotated[int | None, typer.Option("--devices", min=1, help="Number of devices.")] = None,
+    global_batch: GlobalBatch = None,
+    sequence_length: SequenceLength = None,
+    precision: PrecisionOption = None,
+    optimizer: OptimizerOption = None,
+    search_mode: Annotated[
+        SearchMode | None, typer.Option("--search-mode", help="Default: dynamic_programming.")
+    ] = None,
+    parallel_mode: Annotated[
+        ParallelMode | None, typer.Option("--parallel-mode", help="Default: auto_parallel.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE.yaml", help="Take these options from a file; the command line wins."),
+    ] = None,
+    pins: Pins = None,
+    top: Annotated[int | None, typer.Option("--top", min=1, max=100, help="How many plans to show [5].")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="The strategy file to write [strategy.json].")
+    ] = None,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Find the fastest plan for a network on a cluster.
+
+    The best plan is written to a strategy file.
+
+    \b
+    Example: GPT-2 on one DGX with eight A100
+      meshwright plan zoo:gpt2 --hw dgx-a100 --devices 8
+    With a fixed tensor-parallel size, as JSON
+      meshwright plan zoo:gpt2 --hw dgx-a100 --devices 8 --pin tp=2 --json
+    With options from a file (keys are the names of the options)
+      meshwright plan --config gpt2.yaml
+
+    With --quiet only the name of the strategy file is printed. Exit code 3: no plan fits.
+    """
+    from planner.cli.config import PlanSettings, merged, read_config
+
+    terminal = Terminal.open(as_json=as_json, quiet=quiet)
+    given = PlanSettings(
+        network=network,
+        hw=hardware,
+        devices=devices,
+        global_batch=global_batch,
+        seq_len=sequence_length,
+        precision=precision,
+        optimizer=optimizer,
+        search_mode=search_mode,
+        parallel_mode=parallel_mode,
+        pin=tuple(pins or ()),
+        top=top,
+        out=None if out is None else str(out),
+    )
+    settings = merged(given, read_config(config)) if config is not None else given
+    _run(terminal, settings)
+
+
+def _run(terminal: Terminal, settings: PlanSettings) -> None:
+    from planner.planning import plan_network
+    from planner.whole_file import check_writable
+
+    request = _request(settings)
+    path = settings.out or "strategy.json"
+    check_writable(path)
+    with terminal.working(f"planning {request.network} for {request.devices} devices"):
+        result = plan_network(request)
+    _finish(terminal, request, result, path)
+
+
+def _request(settings: PlanSettings) -> PlanRequest:
+    from planner.cli.config import require
+    from planner.cli.options import read_pins
+    from planner.planning import PlanRequest
+
+    return PlanRequest(
+        network=require(settings.network, "NETWORK", "zoo:gpt2"),
+        hardware=require(settings.hw, "--hw", "--hw dgx-a100"),
+        devices=require(settings.devices, "--devices", "--devices 8"),
+        global_batch=settings.global_batch,
+        sequence_length=settings.seq_len,
+        precision=None if settings.precision is None else str(settings.precision),
+        optimizer=None if settings.optimizer is None else str(settings.optimizer),
+        search_mode=str(settings.search_mode or SearchMode.DYNAMIC_PROGRAMMING),
+        parallel_mode=str(settings.parallel_mode or ParallelMode.AUTO_PARALLEL),
+        pins=read_pins(settings.pin),
+        top=settings.top or 5,
+    )
+
+
+def _finish(terminal: Terminal, request: PlanRequest, result: PlanResult, path: str) -> None:
+    from planner.documents import prediction_document, result_document
+    from planner.strategy.file import write_plan
+    from simulator.errors import InfeasibleError
+    from simulator.hardware import load_profile
+
+    hardware = load_profile(request.hardware)
+    feasible = bool(result.candidates)
+    if feasible:
+        best = result.candidates[0]
+        write_plan(best.plan, path, prediction_document(best.prediction))
+    for message in result.messages if terminal.json else ():
+        terminal.note(message)
+    if terminal.json:
+        terminal.document(result_document(result, hardware, request.search_mode, path if feasible else None))
+    elif feasible and terminal.quiet:
+        terminal.line(path)
+    elif feasible:
+        from planner.cli.tables import plan_report
+
+        terminal.show(*plan_report(request, result, hardware, path))
+    if not feasible:
+        raise InfeasibleError(result.infeasible)

@@ -1,0 +1,104 @@
+"""Where a command writes: results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+DEBUG_KEY = "planner.cli.debug"
+PIPE_WIDTH = 110
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terminal:
+    """The streams of one command and how much it says.
+
+    ``width`` is None for the width of the terminal, or `PIPE_WIDTH` columns where there is none.
+    """
+
+    json: bool
+    quiet: bool
+    out: IO[str]
+    err: IO[str]
+    width: int | None = None
+
+    @classmethod
+    def open(cls, *, as_json: bool, quiet: bool) -> Terminal:
+        """The terminal of this process."""
+        columns = os.environ.get("COLUMNS", "")
+        return cls(
+            json=as_json,
+            quiet=quiet,
+            out=sys.stdout,
+            err=sys.stderr,
+            width=int(columns) if columns.isdecimal() and int(columns) else None,
+        )
+
+    def console(self) -> Console:
+        """A rich console on stdout."""
+        from rich.console import Console
+
+        width = self.width or (None if self.out.isatty() else PIPE_WIDTH)
+        return Console(file=self.out, width=width, highlight=False, soft_wrap=False)
+
+    def document(self, document: Mapping[str, Any]) -> None:
+        """Write the one JSON document of ``--json``."""
+        text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+        self.out.write(text + "\n")
+
+    def show(self, *parts: RenderableType) -> None:
+        """Print for people."""
+        console = self.console()
+        for part in parts:
+            console.print(part)
+
+    def line(self, text: str) -> None:
+        """Write one plain line on stdout, never wrapped."""
+        self.out.write(text + "\n")
+
+    def note(self, text: str) -> None:
+        """Say something beside the result, on stderr."""
+        if not self.quiet:
+            self.err.write(text + "\n")
+
+    @contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Show a spinner with the elapsed time while something long runs, on terminals only."""
+        if self.quiet or not self.err.isatty():
+            yield
+            return
+        with self._progress() as progress:
+            progress.add_task(what, total=None)
+            yield
+
+    @contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        """Show a bar; the function given is to be called after each of `total` pieces."""
+        if self.quiet or not self.err.isatty():
+            yield lambda: None
+            return
+        with self._progress() as progress:
+            task = progress.add_task(what, total=total)
+            yield lambda: progress.advance(task)
+
+    def _progress(self) -> Any:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        return Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(file=self.err),
+            transient=True,
+        )

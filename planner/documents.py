@@ -1,0 +1,106 @@
+"""The JSON documents of results: one place for the names other programs read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from simulator.topology import level_of_axis
+
+if TYPE_CHECKING:
+    from planner.planning import Candidate, PlanResult, Prediction
+    from planner.strategy.plan import Certificate, Plan
+    from simulator.hardware import Hardware
+
+Document = dict[str, Any]
+
+
+def prediction_document(prediction: Prediction) -> Document:
+    """The prediction of one step; ``tokens_per_s`` is null for networks that read no tokens."""
+    return {
+        "step_time_s": prediction.step_time_s,
+        "interval_s": list(prediction.interval_s),
+        "label": str(prediction.label),
+        "samples_per_s": prediction.samples_per_s,
+        "tokens_per_s": prediction.tokens_per_s,
+        "mfu": prediction.mfu,
+        "peak_memory_bytes": prediction.peak_memory_bytes,
+        "device_memory_bytes": prediction.device_memory_bytes,
+        "memory_at_peak": {str(kind): size for kind, size in prediction.memory_at_peak.items()},
+        "breakdown": dict(prediction.breakdown),
+    }
+
+
+def plan_document(plan: Plan, hardware: Hardware) -> Document:
+    """The choices of a plan, with the topology level that each mesh axis crosses."""
+    mesh = plan.mesh
+    return {
+        "devices": mesh.size,
+        "mesh": [
+            {
+                "axis": axis.name,
+                "size": axis.size,
+                "level": level_of_axis(hardware, axis.size, mesh.stride(index)),
+            }
+            for index, axis in enumerate(mesh.axes)
+        ],
+        "dp": plan.degree("data"),
+        "tp": plan.degree("tensor"),
+        "pp": 1,
+        "vpp": 1,
+        "cp": 1,
+        "ep": 1,
+        "global_batch": plan.global_batch,
+        "micro_batch": plan.micro_batch,
+        "micro_batches": plan.micro_batches,
+        "sequence_parallel": plan.sequence_parallel,
+        "recompute": plan.recompute,
+        "optimizer_sharding": plan.optimizer_sharding,
+        "schedule": plan.schedule,
+        "precision": plan.precision,
+        "optimizer": plan.optimizer,
+    }
+
+
+def search_document(result: PlanResult, mode: str, certificate: Certificate | None) -> Document:
+    """What the search did and proved; the numbers of a certificate are null where there is no plan."""
+    return {
+        "mode": mode,
+        "elapsed_s": result.elapsed_s,
+        "capture_s": result.capture_s,
+        "objective_s": certificate and certificate.objective_s,
+        "lower_bound_s": certificate and certificate.lower_bound_s,
+        "gap": certificate and certificate.gap,
+        "elimination_width": certificate and certificate.elimination_width,
+        "operators": certificate and certificate.operators,
+        "distinct_blocks": certificate and certificate.distinct_blocks,
+    }
+
+
+def candidate_document(candidate: Candidate, result: PlanResult, hardware: Hardware) -> Document:
+    """One plan of a result."""
+    plan = candidate.plan
+    return {
+        "status": str(plan.certificate.status),
+        "search": search_document(result, plan.search_mode, plan.certificate),
+        "prediction": prediction_document(candidate.prediction),
+        "plan": plan_document(plan, hardware),
+        "reason": candidate.reason,
+    }
+
+
+def result_document(result: PlanResult, hardware: Hardware, mode: str, strategy_file: str | None) -> Document:
+    """The document of ``meshwright plan --json``."""
+    if result.candidates:
+        best, *others = result.candidates
+        document = {**candidate_document(best, result, hardware), "status": str(result.status)}
+        document["alternatives"] = [candidate_document(other, result, hardware) for other in others]
+    else:
+        document = {
+            "status": str(result.status),
+            "search": search_document(result, mode, None),
+            "prediction": None,
+            "plan": None,
+            "reason": result.infeasible,
+            "alternatives": [],
+        }
+    return {**document, "messages": list(result.messages), "strategy_file": strategy_file}

@@ -1,0 +1,56 @@
+"""Numbers with units, as people read them."""
+
+from __future__ import annotations
+
+GIB = 2**30
+
+
+def seconds_text(seconds: float) -> str:
+    """Show a duration with three figures.
+
+    >>> [seconds_text(s) for s in (0.0, 3.2e-6, 0.01234, 1.5, 300.0)]
+    ['0 s', '3.20 µs', '12.3 ms', '1.50 s', '300 s']
+    """
+    return _scaled(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")))
+
+
+def bytes_text(size_bytes: float) -> str:
+    """Show a size in binary units with three figures.
+
+    >>> [bytes_text(b) for b in (0, 1536, 80 * 2**30)]
+    ['0 B', '1.50 KiB', '80.0 GiB']
+    """
+    return _scaled(size_bytes, ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")))
+
+
+def rate_text(per_second: float, what: str) -> str:
+    """Show a throughput.
+
+    >>> rate_text(123456.0, "tokens")
+    '123 k tokens/s'
+    """
+    return _scaled(per_second, ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))).rstrip() + f" {what}/s"
+
+
+def percent_text(fraction: float) -> str:
+    """Show a fraction as per cent.
+
+    >>> [percent_text(f) for f in (0.0, 0.0004, 0.123, 1.0)]
+    ['0 %', '0.04 %', '12.3 %', '100 %']
+    """
+    return f"{_three_figures(100 * fraction)} %" if fraction else "0 %"
+
+
+def _scaled(value: float, units: tuple[tuple[float, str], ...]) -> str:
+    if not value:
+        return f"0 {next(unit for size, unit in units if size == 1.0)}"
+    size, unit = next((pair for pair in units if abs(value) >= 0.9995 * pair[0]), units[-1])
+    return f"{_three_figures(value / size)} {unit}"
+
+
+def _three_figures(value: float) -> str:
+    if abs(value) >= 99.95:
+        return f"{value:.0f}"
+    if abs(value) >= 9.995:
+        return f"{value:.1f}"
+    return f"{value:.2f}"
