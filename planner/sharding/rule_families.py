@@ -36,8 +36,15 @@ def alone(call: Call) -> Layout:
 
 
 def created(call: Call) -> Layout:
-    """A tensor made from its shape: each rank makes its part."""
-    return Layout(arguments=("",) * len(call.args), outputs=(LETTERS[: call.outputs[0].rank],))
+    """Make a tensor from its shape, each rank its own part; a tensor argument only gives the dtype."""
+    target = call.outputs[0]
+    label = LETTERS[: target.rank]
+    given = call.args[0] if call.args and isinstance(call.args[0], Operand) else Operand((), target.dtype)
+    same = given.rank == target.rank
+    like = "".join(
+        letter if same and given.extents[d] == target.extents[d] else FIXED for d, letter in enumerate(label)
+    )
+    return Layout(arguments=(like if same else "",), outputs=(label,))
 
 
 def along(position: int, name: str, default: int = -1, linear: tuple[tuple[int, ...], ...] = ()) -> Family:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.sharding.placement import REPLICATE
+from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.rule_families import Family, fixed_layout
 from planner.sharding.rule_notation import FIXED, LETTERS, Call, Layout, Operand, Rule, Value
 
@@ -207,6 +207,29 @@ def index_put(call: Call) -> Layout:
     aligned = (FIXED * values.rank + trailing)[-values.rank :] if values.rank else ""
     adds = bool(call.argument(3, "accumulate", False))
     return Layout(arguments=(label, "", aligned), outputs=(label,), linear=((0, 2),) if adds else ())
+
+
+_SUM = 2
+"""Number of ``reduction="sum"`` in the operators' arguments."""
+
+
+def summed_loss(call: Call) -> Layout:
+    """Negative log likelihood summed over the batch: by batch, or by class with a masked look-up; both partial.
+
+    A mean would divide by a local count, so it stays replicated, as do class weights.
+    """
+    if call.args[2] is not None or call.argument(3, "reduction") != _SUM or call.tensor(0).rank != 2:
+        return Layout(arguments=("",) * len(call.args), outputs=(None, None))
+    return Layout(arguments=("nc", "n"), outputs=("", ""), whole="c")
+
+
+def summed_loss_backward(call: Call) -> Layout:
+    """Gradient of `summed_loss`, which does not read the total weight: that may as well be partial."""
+    if call.args[3] is not None or call.argument(4, "reduction") != _SUM or call.tensor(1).rank != 2:
+        return Layout(arguments=("",) * len(call.args), outputs=(None,))
+    batch = Rule((REPLICATE, 0, 0, PARTIAL), (0,), True)
+    classes = Rule((REPLICATE, 1, REPLICATE, PARTIAL), (1,), True)
+    return Layout(arguments=("", "nc", "n"), outputs=("nc",), linear=((0,),), extra=(batch, classes))
 
 
 def attention(call: Call) -> Layout:

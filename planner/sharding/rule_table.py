@@ -8,11 +8,12 @@ from planner.sharding.rule_families import Family
 from planner.sharding.rule_layers import notation
 
 _NOT_LINEAR = """
-abs acos asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp cos cosh elu eq erf erfc exp exp2 expm1
-floor fmod full_like ge gelu gt hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log log10 log1p
-log2 logical_and logical_not logical_or logical_xor logit lt maximum minimum mish ne ones_like empty_like pow reciprocal
-relu remainder round rsqrt sgn sigmoid sign silu sin sinh softplus sqrt square tan tanh trunc xlogy zeros_like
-addcmul addcdiv floor_divide bitwise_left_shift bitwise_right_shift logaddexp nan_to_num
+abs acos addcdiv addcmul asin atan atan2 bitwise_and bitwise_left_shift bitwise_not bitwise_or
+bitwise_right_shift bitwise_xor ceil clamp cos cosh elu empty_like eq erf erfc exp exp2 expm1 floor
+floor_divide fmod full_like ge gelu gt hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp
+log log10 log1p log2 logaddexp logical_and logical_not logical_or logical_xor logit lt maximum minimum mish
+nan_to_num ne ones_like pow reciprocal relu remainder round rsqrt sgn sigmoid sign silu sin sinh softplus sqrt
+square tan tanh trunc xlogy zeros_like
 """
 _OVERLOADS = (
     "default",
@@ -97,7 +98,8 @@ _VIEWS: dict[str, Family] = {
 _CREATED: dict[str, Family] = {
     f"aten.{name}.default": families.created
     for name in ("full", "zeros", "ones", "empty", "new_full", "new_zeros", "new_ones", "new_empty")
-} | {
+}
+_CONSTANT: dict[str, Family] = {
     f"aten.{name}": families.alone
     for name in ("arange.default", "arange.start", "arange.start_step", "scalar_tensor.default")
 }
@@ -150,6 +152,8 @@ _LAYERS: dict[str, Family] = {
     "aten.scatter_add.default": layers.scatter((0, 3)),
     "aten.scatter.src": layers.scatter((0, 3)),
     "aten.scatter.value": layers.scatter(),
+    "aten.nll_loss_forward.default": layers.summed_loss,
+    "aten.nll_loss_backward.default": layers.summed_loss_backward,
     "aten.index.Tensor": layers.index,
     "aten.index_put.default": layers.index_put,
     "aten.max_pool2d_with_indices.default": families.last(2),
@@ -162,4 +166,4 @@ _LAYERS: dict[str, Family] = {
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": layers.attention_backward,
 }
 
-TABLE: dict[str, Family] = _POINTWISE | _LINEAR | _VIEWS | _CREATED | _REDUCTIONS | _LAYERS
+TABLE: dict[str, Family] = _POINTWISE | _LINEAR | _VIEWS | _CREATED | _CONSTANT | _REDUCTIONS | _LAYERS

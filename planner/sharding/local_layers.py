@@ -1,0 +1,294 @@
+"""Operators whose local part is not the operator itself on local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import batch_norm
+
+from planner.sharding.local_call import LocalCall, LocalOperator, Reduce, Slot, elements, filled, invoke, operator
+
+
+def reshaped(call: LocalCall) -> LocalOperator:
+    """Views of any kind: to the local shape; a local piece need not be contiguous, so it may copy."""
+    shape = call.output_shape()
+    return lambda tensors, reduce: (tensors[0].reshape(shape),)
+
+
+def expanded(call: LocalCall) -> LocalOperator:
+    """Expand to the local shape."""
+    shape = call.output_shape()
+    return lambda tensors, reduce: (tensors[0].expand(shape),)
+
+
+def resized(position: int) -> Callable[[LocalCall], LocalOperator]:
+    """Operators that are told the shape of their output at `position`."""
+    return lambda call: invoke(call, call.with_argument(position, list(call.output_shape())))
+
+
+def gradient_sum(call: LocalCall) -> LocalOperator:
+    """Add any number of gradients."""
+
+    def run(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
+        total = tensors[0]
+        for tensor in tensors[1:]:
+            total = total + tensor
+        return (total,)
+
+    return run
+
+
+def mean(call: LocalCall) -> LocalOperator:
+    """Average; over a sharded dim each rank sums and divides by the global number of elements."""
+    shape = call.inputs[0].shape
+    given = call.arguments[1] if len(call.arguments) > 1 else call.keywords.get("dim")
+    given = [given] if isinstance(given, int) else given
+    dims = [d % len(shape) for d in given] if given else list(range(len(shape)))
+    if not any(placement in dims for placement in call.input_placements(0)):
+        return invoke(call)
+    keeps = len(call.outputs[0].shape) == len(shape)
+    dtype, count = call.keywords.get("dtype"), elements(shape, dims)
+    return lambda tensors, reduce: (tensors[0].sum(dims, keepdim=keeps, dtype=dtype) / count,)
+
+
+def biased_product(call: LocalCall) -> LocalOperator:
+    """Product plus bias, which only one rank adds where the result is partial."""
+    keywords = dict(call.keywords) if call.adds_bias(0) else {**call.keywords, "beta": 0}
+    run = filled(operator(call.op), call.arguments, keywords)
+    return lambda tensors, reduce: (run(tensors),)
+
+
+def convolution(call: LocalCall) -> LocalOperator:
+    """Convolution with this rank's groups, and a bias as in `biased_product`."""
+    arguments = call.with_argument(8, _local_groups(call, 0, call.arguments[8]))
+    if len(call.inputs) < 3 or call.adds_bias(2):
+        return invoke(call, arguments)
+    run = filled(operator(call.op), (*arguments[:2], None, *arguments[3:]), call.keywords)
+    return lambda tensors, reduce: (run(tensors[:2]),)
+
+
+def convolution_backward(call: LocalCall) -> LocalOperator:
+    """Gradients of a convolution with this rank's groups and output channels."""
+    arguments = list(call.arguments)
+    arguments[3] = arguments[3] and [call.input_shape(0)[1]]
+    arguments[9] = _local_groups(call, 1, arguments[9])
+    return invoke(call, tuple(arguments))
+
+
+def _local_groups(call: LocalCall, source: int, groups: int) -> int:
+    if groups == 1:
+        return 1
+    return groups * call.input_shape(source)[1] // call.inputs[source].shape[1]
+
+
+def embedding(call: LocalCall) -> LocalOperator:
+    """Look-up; with a part of the vocabulary, zeros for the words of others."""
+    start, length = call.span(call.input_placements(0), 0, call.inputs[0].shape[0])
+    if length == call.inputs[0].shape[0]:
+        return invoke(call)
+    run = operator(call.op)
+
+    def look_up(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
+        weight, indices = tensors
+        local, foreign = _local_index(indices, start, length)
+        return (run(weight, local).masked_fill_(foreign.unsqueeze(-1), 0),)
+
+    return look_up
+
+
+def embedding_backward(call: LocalCall) -> LocalOperator:
+    """Gradient of a look-up; a part of the vocabulary leaves out the words of others."""
+    rows = call.outputs[0].shape[0]
+    start, length = call.span(call.output_placements(0), 0, rows)
+    if length == rows:
+        return invoke(call, call.with_argument(2, rows))
+    run, padding, scale = operator(call.op), call.arguments[3], call.arguments[4]
+
+    def collect(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
+        gradient, indices = tensors
+        local = indices - start
+        skipped = (local < 0) | (local >= length) | (indices == padding)
+        return (run(gradient, local.masked_fill_(skipped, -1), length, -1, scale),)
+
+    return collect
+
+
+def gather(call: LocalCall) -> LocalOperator:
+    """Gather; from a part of the gathered dim, zeros for the elements of others."""
+    dim, start, length, whole = _range_along(call, call.input_placements(0))
+    if whole:
+        return invoke(call)
+    run = operator(call.op)
+
+    def look_up(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
+        local, foreign = _local_index(tensors[1], start, length)
+        return (run(tensors[0], dim, local).masked_fill_(foreign, 0),)
+
+    return look_up
+
+
+def scatter_add(call: LocalCall) -> LocalOperator:
+    """Scatter and add; into a part of the dim, the elements of others add zero."""
+    dim, start, length, whole = _range_along(call, call.output_placements(0))
+    if whole:
+        return invoke(call)
+    run = operator(call.op)
+
+    def add(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
+        local, foreign = _local_index(tensors[1], start, length)
+        return (run(tensors[0], dim, local, tensors[2].masked_fill(foreign, 0)),)
+
+    return add
+
+
+def scatter(call: LocalCall) -> LocalOperator:
+    """Scatter; into a part of the dim, the elements of others land in a slice that is cut off."""
+    dim, start, length, whole = _range_along(call, call.output_placements(0))
+    if whole:
+        return invoke(call)
+    run, value = operator(call.op), call.arguments[3]
+
+    def write(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
+        target, indices = tensors[0], tensors[1]
+        local = indices - start
+        local = local.masked_fill_((local < 0) | (local >= length), length)
+        wider = torch.cat((target, target.narrow(dim, 0, 1)), dim)
+        source = tensors[value.position] if isinstance(value, Slot) else value
+        return (run(wider, dim, local, source).narrow(dim, 0, length),)
+
+    return write
+
+
+def summed_loss(call: LocalCall) -> LocalOperator:
+    """Summed loss; over a part of the classes, the labels of others are ignored."""
+    start, length = call.span(call.input_placements(0), 1, call.inputs[0].shape[-1])
+    return _ignoring(call, 1, start, length, call.arguments[4])
+
+
+def summed_loss_backward(call: LocalCall) -> LocalOperator:
+    """Gradient of `summed_loss`."""
+    start, length = call.span(call.input_placements(1), 1, call.inputs[1].shape[-1])
+    return _ignoring(call, 2, start, length, call.arguments[5])
+
+
+def _ignoring(call: LocalCall, target: int, start: int, length: int, ignored: int) -> LocalOperator:
+    """Call a loss with the labels outside a range of classes replaced by the ignored one."""
+    whole = invoke(call)
+    if length == call.inputs[target - 1].shape[-1]:
+        return whole
+
+    def run(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
+        labels = tensors[target]
+        local = labels - start
+        skipped = (local < 0) | (local >= length) | (labels == ignored)
+        return whole((*tensors[:target], local.masked_fill_(skipped, ignored), *tensors[target + 1 :]), reduce)
+
+    return run
+
+
+def _range_along(call: LocalCall, placements: tuple[int, ...]) -> tuple[int, int, int, bool]:
+    """Dim a look-up works along, this rank's first element and number of elements, and whether these are all."""
+    shape = call.inputs[0].shape
+    dim = call.arguments[1] % max(len(shape), 1)
+    extent = shape[dim] if shape else 1
+    start, length = call.span(placements, dim, extent)
+    return dim, start, length, length == extent
+
+
+def _local_index(indices: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
+    """Indices relative to this rank's range, 0 where they are another's, and which those are."""
+    local = indices - start
+    foreign = (local < 0) | (local >= length)
+    return local.masked_fill_(foreign, 0), foreign
+
+
+def synchronised_batch_norm(call: LocalCall) -> LocalOperator:
+    r"""Batch norm with statistics over the ranks that share the batch.
+
+    Every rank contributes :math:`n_i m_i` and :math:`M_i + n_i m_i^2`, with count, mean and sum of squared
+    deviations of its own part, in float64, so that one message is enough and the difference in
+    :math:`\sigma^2 = Q / N - \mu^2` loses nothing that float32 data has.
+    """
+    axes = _reduced_axes(call)
+    if not axes:
+        return invoke(call)
+    functional = call.op == "aten._native_batch_norm_legit_functional.default"
+    weight, bias = call.arguments[1:3]
+    momentum, epsilon = call.arguments[-2:]
+    shares = _ranks(call, axes)
+    save = getattr(torch, call.outputs[1].dtype)
+
+    def normalise(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
+        values = tensors[0]
+        count = values.numel() // values.shape[1]
+        single = values if values.dtype in (torch.float32, torch.float64) else values.float()
+        variances, means = (
+            s.double() for s in torch.var_mean(single, [d for d in range(values.ndim) if d != 1], correction=0)
+        )
+        sums = torch.cat((means, variances + means * means)) * count
+        for axis in axes:
+            sums = reduce(sums, axis)
+        mean, square = (sums / (count * shares)).chunk(2)
+        variance = (square - mean * mean).clamp_(min=0)
+        scale, shift = (tensors[a.position] if isinstance(a, Slot) else None for a in (weight, bias))
+        kept = values.dtype if scale is None else scale.dtype
+        result = batch_norm(values, mean.to(kept), variance.to(kept), scale, shift, False, 0.0, epsilon)
+        statistics = mean.to(save), (variance + epsilon).rsqrt_().to(save)
+        if not functional:
+            return result, *statistics
+        unbiased = variance * (count * shares / (count * shares - 1))
+        running = (
+            old.lerp(new.to(old.dtype), momentum) for old, new in zip(tensors[-2:], (mean, unbiased), strict=True)
+        )
+        return result, *statistics, *running
+
+    return normalise
+
+
+def synchronised_batch_norm_backward(call: LocalCall) -> LocalOperator:
+    r"""Gradient of `synchronised_batch_norm`.
+
+    With :math:`S_1 = \sum g` and :math:`S_2 = \sum g \hat x` over the whole batch,
+    :math:`dx = w \sigma^{-1} (g - S_1 / N - \hat x S_2 / N)`; :math:`S_2` and :math:`S_1` also are the
+    gradients of weight and bias.
+    """
+    axes = _reduced_axes(call)
+    if not axes:
+        return invoke(call)
+    weight, mean_slot, deviation_slot = call.arguments[2], call.arguments[5], call.arguments[6]
+    sums_only = (*call.arguments[:-1], [False, True, True])
+    run = filled(operator(call.op), sums_only, call.keywords)
+    shares, mask = _ranks(call, axes), call.arguments[9]
+
+    def differentiate(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
+        gradient, values = tensors[0], tensors[1]
+        _, product, plain = run(tensors)
+        sums = torch.cat((product, plain))
+        for axis in axes:
+            sums = reduce(sums, axis)
+        product, plain = sums.chunk(2)
+        total = values.numel() // values.shape[1] * shares
+        inverse = tensors[deviation_slot.position]
+        factor = inverse * tensors[weight.position] if isinstance(weight, Slot) else inverse
+        slope = -factor * inverse * product / total
+        constant = -factor * plain / total - slope * tensors[mean_slot.position]
+        wide = [1, -1] + [1] * (values.ndim - 2)
+        factor, slope, constant = (t.to(values.dtype).view(wide) for t in (factor, slope, constant))
+        result: Any = torch.addcmul(constant, values, slope).addcmul_(gradient, factor) if mask[0] else None
+        return result, product, plain
+
+    return differentiate
+
+
+def _reduced_axes(call: LocalCall) -> tuple[int, ...]:
+    return tuple(axis for axis, rule in enumerate(call.rules) if rule.reduced_elements)
+
+
+def _ranks(call: LocalCall, axes: tuple[int, ...]) -> int:
+    ranks = 1
+    for axis in axes:
+        ranks *= call.sizes[axis]
+    return ranks

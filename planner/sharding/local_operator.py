@@ -1,0 +1,89 @@
+"""Run one rank's part of an operator, given the rule it follows along each mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from planner.graph.operator_graph import Node, OperatorGraph, Role
+from planner.sharding import local_layers as layers
+from planner.sharding.local_call import LocalCall, LocalOperator, Reduce, invoke, local_call
+from planner.sharding.rule_notation import Rule
+
+__all__ = ["LocalOperator", "Reduce", "call_operator", "prepare"]
+
+_SPECIAL: dict[str, Callable[[LocalCall], LocalOperator]] = {
+    "aten.view.default": layers.reshaped,
+    "aten._unsafe_view.default": layers.reshaped,
+    "aten.reshape.default": layers.reshaped,
+    "aten.unsqueeze.default": layers.reshaped,
+    "aten.squeeze.default": layers.reshaped,
+    "aten.squeeze.dim": layers.reshaped,
+    "aten.squeeze.dims": layers.reshaped,
+    "aten.flatten.using_ints": layers.reshaped,
+    "aten.unflatten.int": layers.reshaped,
+    "aten.expand.default": layers.expanded,
+    "aten.full.default": layers.resized(0),
+    "aten.zeros.default": layers.resized(0),
+    "aten.ones.default": layers.resized(0),
+    "aten.empty.default": layers.resized(0),
+    "aten.new_full.default": layers.resized(1),
+    "aten.new_zeros.default": layers.resized(1),
+    "aten.new_ones.default": layers.resized(1),
+    "aten.new_empty.default": layers.resized(1),
+    "aten.slice_backward.default": layers.resized(1),
+    "aten.select_backward.default": layers.resized(1),
+    "aten.mean.default": layers.mean,
+    "aten.mean.dim": layers.mean,
+    "aten.addmm.default": layers.biased_product,
+    "aten.baddbmm.default": layers.biased_product,
+    "aten.convolution.default": layers.convolution,
+    "aten.convolution_backward.default": layers.convolution_backward,
+    "aten.embedding.default": layers.embedding,
+    "aten.embedding_dense_backward.default": layers.embedding_backward,
+    "aten.gather.default": layers.gather,
+    "aten.scatter_add.default": layers.scatter_add,
+    "aten.scatter.src": layers.scatter,
+    "aten.scatter.value": layers.scatter,
+    "aten.nll_loss_forward.default": layers.summed_loss,
+    "aten.nll_loss_backward.default": layers.summed_loss_backward,
+    "aten._native_batch_norm_legit.no_stats": layers.synchronised_batch_norm,
+    "aten._native_batch_norm_legit_functional.default": layers.synchronised_batch_norm,
+    "aten.native_batch_norm_backward.default": layers.synchronised_batch_norm_backward,
+}
+
+
+def prepare(
+    graph: OperatorGraph,
+    node: Node,
+    rules: tuple[Rule, ...],
+    sizes: tuple[int, ...],
+    coordinates: tuple[int, ...],
+    *,
+    device: torch.device | None = None,
+) -> LocalOperator:
+    """Resolve everything that can be known before run time of one rank's part of `node`.
+
+    ``rules``, ``sizes`` and ``coordinates`` (of this rank) have one entry for each mesh axis, outermost
+    first. Where two axes shard one dim the outer one cuts it first, into contiguous chunks. `device`
+    replaces the one that tensors were created on at capture. The result is called with this rank's
+    tensors, aligned with ``node.tensor_inputs``, and with a function that sums a tensor over an axis.
+    """
+    call = local_call(graph, node, rules, sizes, coordinates, device)
+    if node.role is Role.GRADIENT_SUM:
+        return layers.gradient_sum(call)
+    return _SPECIAL.get(node.op, invoke)(call)
+
+
+def call_operator(graph: OperatorGraph, node: Node, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run a whole operator on whole tensors.
+
+    Every number, also those that depend on the batch, is that of `graph`.
+    """
+    return prepare(graph, node, (), (), ())(tensors, _no_axis)
+
+
+def _no_axis(tensor: Tensor, axis: int) -> Tensor:
+    return tensor
