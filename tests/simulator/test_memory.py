@@ -33,7 +33,9 @@ def test_curve_equals_a_direct_count(timed: tuple[Program, list[np.ndarray]]) ->
     seen = [resident]
     for index, found in enumerate(timeline.segments):
         moments = np.unique(np.concatenate([found.starts_s, found.ends_s]))
-        for moment in (moments[1:] + moments[:-1]) / 2:
+        for moment in ((moments[1:] + moments[:-1]) / 2)[
+            np.diff(moments) > 1e-9
+        ]:  # sums of decimals differ by rounding
             expected = resident + standing(given_program, index, found.starts_s, found.ends_s, moment)
             for curve in (memory.first[index], memory.later[index]):
                 place = np.searchsorted(curve.times_s, moment) - 1
