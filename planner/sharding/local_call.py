@@ -86,7 +86,7 @@ def local_call(
     coordinates: tuple[int, ...],
     device: torch.device | None,
 ) -> LocalCall:
-    """Resolve numbers, dtypes and devices of a node's arguments; number its tensors."""
+    """Resolve numbers and dtypes of a node's arguments; number its tensors."""
     count = 0
 
     def resolve(argument: Argument) -> Any:
@@ -104,8 +104,8 @@ def local_call(
 
     arguments = tuple(resolve(argument) for argument in node.args)
     keywords = {name: resolve(argument) for name, argument in node.kwargs}
-    if keywords.get("device") is not None:
-        keywords["device"] = device or torch.device(keywords["device"])
+    if device is not None and count == 0 and any(a.name == "device" for a in operator(node.op)._schema.arguments):
+        keywords["device"] = device
     return LocalCall(
         op=node.op,
         arguments=arguments,
@@ -119,7 +119,7 @@ def local_call(
 
 
 @cache
-def operator(op: str) -> Callable[..., Any]:
+def operator(op: str) -> torch._ops.OpOverload:
     """Find the torch operator of an overload name."""
     found: Any = torch.ops
     try:
@@ -128,7 +128,8 @@ def operator(op: str) -> Callable[..., Any]:
     except AttributeError as error:
         message = f"operator {op!r} is not in torch {torch.__version__}; run with the torch it was captured with"
         raise ExecutionError(message) from error
-    return found  # type: ignore[no-any-return]
+    assert isinstance(found, torch._ops.OpOverload)
+    return found
 
 
 def invoke(call: LocalCall, arguments: tuple[Any, ...] | None = None) -> LocalOperator:

@@ -29,18 +29,6 @@ def resized(position: int) -> Callable[[LocalCall], LocalOperator]:
     return lambda call: invoke(call, call.with_argument(position, list(call.output_shape())))
 
 
-def gradient_sum(call: LocalCall) -> LocalOperator:
-    """Add any number of gradients."""
-
-    def run(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
-        total = tensors[0]
-        for tensor in tensors[1:]:
-            total = total + tensor
-        return (total,)
-
-    return run
-
-
 def mean(call: LocalCall) -> LocalOperator:
     """Average; over a sharded dim each rank sums and divides by the global number of elements."""
     shape = call.inputs[0].shape

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from planner.graph.operator_graph import Node, OperatorGraph, Role
+from planner.graph.operator_graph import Node, OperatorGraph
 from planner.sharding import local_layers as layers
 from planner.sharding.local_call import LocalCall, LocalOperator, Reduce, invoke, local_call
 from planner.sharding.rule_notation import Rule
@@ -28,7 +28,6 @@ _SPECIAL: dict[str, Callable[[LocalCall], LocalOperator]] = {
     "aten.full.default": layers.resized(0),
     "aten.zeros.default": layers.resized(0),
     "aten.ones.default": layers.resized(0),
-    "aten.empty.default": layers.resized(0),
     "aten.new_full.default": layers.resized(1),
     "aten.new_zeros.default": layers.resized(1),
     "aten.new_ones.default": layers.resized(1),
@@ -68,12 +67,10 @@ def prepare(
 
     ``rules``, ``sizes`` and ``coordinates`` (of this rank) have one entry for each mesh axis, outermost
     first. Where two axes shard one dim the outer one cuts it first, into contiguous chunks. `device`
-    replaces the one that tensors were created on at capture. The result is called with this rank's
+    is where operators without tensor inputs make theirs. The result is called with this rank's
     tensors, aligned with ``node.tensor_inputs``, and with a function that sums a tensor over an axis.
     """
     call = local_call(graph, node, rules, sizes, coordinates, device)
-    if node.role is Role.GRADIENT_SUM:
-        return layers.gradient_sum(call)
     return _SPECIAL.get(node.op, invoke)(call)
 
 

@@ -7,27 +7,35 @@ from planner.sharding import rule_layers as layers
 from planner.sharding.rule_families import Family
 from planner.sharding.rule_layers import notation
 
-_NOT_LINEAR = """
-abs acos addcdiv addcmul asin atan atan2 bitwise_and bitwise_left_shift bitwise_not bitwise_or
-bitwise_right_shift bitwise_xor ceil clamp cos cosh elu empty_like eq erf erfc exp exp2 expm1 floor
-floor_divide fmod full_like ge gelu gt hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp
-log log10 log1p log2 logaddexp logical_and logical_not logical_or logical_xor logit lt maximum minimum mish
-nan_to_num ne ones_like pow reciprocal relu remainder round rsqrt sgn sigmoid sign silu sin sinh softplus sqrt
-square tan tanh trunc xlogy zeros_like
-"""
-_OVERLOADS = (
-    "default",
-    "Tensor",
-    "Scalar",
-    "Tensor_Tensor",
-    "Tensor_Scalar",
-    "Scalar_Tensor",
-    "Tensor_mode",
-    "Scalar_mode",
-)
+_NOT_LINEAR = {
+    "default": """
+        abs acos addcdiv addcmul asin atan atan2 bitwise_not ceil clamp cos cosh elu empty_like erf erfc exp exp2
+        expm1 floor floor_divide full_like gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu log
+        log10 log1p log2 logaddexp logical_and logical_not logical_or logical_xor logit maximum minimum mish
+        nan_to_num ones_like reciprocal relu round rsqrt sgn sigmoid sign silu sin sinh softplus sqrt square tan
+        tanh trunc zeros_like
+    """,
+    "Scalar": """
+        bitwise_and bitwise_or bitwise_xor eq floor_divide fmod ge gt le lerp lt ne pow remainder
+    """,
+    "Tensor": """
+        bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor clamp eq fmod ge gt le lerp lt ne
+        remainder xlogy
+    """,
+    "Tensor_Scalar": """
+        bitwise_left_shift bitwise_right_shift pow
+    """,
+    "Tensor_Tensor": """
+        pow
+    """,
+    "Scalar_Tensor": """
+        bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor remainder
+    """,
+}
+"""Elementwise operators that are not linear, by overload."""
 
 _POINTWISE: dict[str, Family] = {
-    f"aten.{name}.{overload}": families.pointwise() for name in _NOT_LINEAR.split() for overload in _OVERLOADS
+    f"aten.{name}.{overload}": families.pointwise() for overload, names in _NOT_LINEAR.items() for name in names.split()
 } | {
     "aten.div.Tensor_mode": families.pointwise(),
     "aten.div.Scalar_mode": families.pointwise(),
@@ -97,7 +105,7 @@ _VIEWS: dict[str, Family] = {
 
 _CREATED: dict[str, Family] = {
     f"aten.{name}.default": families.created
-    for name in ("full", "zeros", "ones", "empty", "new_full", "new_zeros", "new_ones", "new_empty")
+    for name in ("full", "zeros", "ones", "new_full", "new_zeros", "new_ones", "new_empty")
 }
 _CONSTANT: dict[str, Family] = {
     f"aten.{name}": families.alone

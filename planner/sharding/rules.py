@@ -9,30 +9,25 @@ from __future__ import annotations
 
 from planner.graph.operator_graph import Node, OperatorGraph, Role
 from planner.sharding.placement import REPLICATE
-from planner.sharding.rule_families import pointwise
 from planner.sharding.rule_notation import Rule, call_of, replicated, rules_of
 from planner.sharding.rule_table import TABLE
 
 __all__ = ["Rule", "has_rule", "rules_for"]
-
-_SOURCES = (Role.PARAMETER, Role.INPUT, Role.CONSTANT)
 
 
 def rules_for(graph: OperatorGraph, node: Node) -> tuple[Rule, ...]:
     """List the rules of `node`, the fully replicated one first.
 
     Whether a sharded dim divides by the size of the axis is for the caller to check. Parameters may be
-    stored sharded on any dim, inputs on the batch dim. An operator without rules of its own (see
-    `has_rule`) has the replicated one only.
+    stored sharded on any dim and inputs on the batch dim; constants are replicated, as is an operator
+    without rules of its own (see `has_rule`).
     """
-    if node.role in _SOURCES:
-        return _source_rules(node)
-    call = call_of(graph, node)
-    if node.role is Role.GRADIENT_SUM:
-        return rules_of(call, pointwise(tuple(range(len(node.args))))(call))
+    if node.role in (Role.PARAMETER, Role.INPUT):
+        return _stored(node)
     family = TABLE.get(node.op)
-    if family is None:
+    if family is None or node.role is Role.CONSTANT:
         return (replicated(len(node.tensor_inputs), len(node.outputs)),)
+    call = call_of(graph, node)
     return rules_of(call, family(call))
 
 
@@ -41,12 +36,12 @@ def has_rule(op: str) -> bool:
     return op in TABLE or op in frozenset(Role)
 
 
-def _source_rules(node: Node) -> tuple[Rule, ...]:
-    """Parameters, inputs and constants read nothing: only the placement in which they are held differs."""
+def _stored(node: Node) -> tuple[Rule, ...]:
+    """Parameters and inputs read nothing: only the placement in which they are held differs."""
     shape = node.outputs[0].shape
     dims: tuple[int, ...] = ()
     if node.role is Role.PARAMETER:
         dims = tuple(d for d, size in enumerate(shape) if size > 1)
-    elif node.role is Role.INPUT:
-        dims = (0,) if shape else ()
+    elif shape:
+        dims = (0,)
     return tuple(Rule((), (placement,) * len(node.outputs), False) for placement in (REPLICATE, *dims))
