@@ -103,33 +103,41 @@ def _momentum(constants: Hyperparameters) -> StepFunction:
 
 def _adam(constants: Hyperparameters) -> StepFunction:
     """Adam: Kingma and Ba, *Adam: a method for stochastic optimization*, algorithm 1."""
-    first: list[Tensor] = []
-    second: list[Tensor] = []
-    count = 0
-
-    def step(parameter: Tensor, gradient: Tensor) -> None:
-        nonlocal count
-        if not first:
-            first.append(torch.zeros_like(parameter))
-            second.append(torch.zeros_like(parameter))
-        count += 1
-        first[0].lerp_(gradient, 1 - constants.beta1)
-        second[0].mul_(constants.beta2).addcmul_(gradient, gradient, value=1 - constants.beta2)
-        correction = (1 - constants.beta2**count) ** 0.5
-        denominator = second[0].sqrt().div_(correction).add_(constants.epsilon)
-        size = constants.learning_rate / (1 - constants.beta1**count)
-        parameter.addcdiv_(first[0], denominator, value=-size)
-
-    return step
+    return _fused_adam(torch._fused_adam_, constants)
 
 
 def _adamw(constants: Hyperparameters) -> StepFunction:
     """Adam with decoupled decay: Loshchilov and Hutter, *Decoupled weight decay regularization*."""
-    adam = _adam(constants)
+    return _fused_adam(torch._fused_adamw_, constants)
+
+
+def _fused_adam(kernel: Callable[..., None], constants: Hyperparameters) -> StepFunction:
+    """Update in one kernel; op by op, Adam reads and writes everything several times."""
+    first: list[Tensor] = []
+    second: list[Tensor] = []
+    count: list[Tensor] = []
 
     def step(parameter: Tensor, gradient: Tensor) -> None:
-        parameter.mul_(1 - constants.learning_rate * constants.weight_decay)
-        adam(parameter, gradient)
+        if not first:
+            first.append(torch.zeros_like(parameter))
+            second.append(torch.zeros_like(parameter))
+            count.append(torch.zeros((), device=parameter.device))
+        count[0].add_(1)
+        kernel(
+            [parameter],
+            [gradient],
+            first,
+            second,
+            [],
+            count,
+            lr=constants.learning_rate,
+            beta1=constants.beta1,
+            beta2=constants.beta2,
+            weight_decay=constants.weight_decay,
+            eps=constants.epsilon,
+            amsgrad=False,
+            maximize=False,
+        )
 
     return step
 

@@ -13,10 +13,8 @@ import torch
 
 from planner.execution.data import open_dataset
 from planner.execution.job import Job, check_precision, input_specs
-from simulator.calibration.launch import run_workers
 from planner.execution.membership import Membership, find_membership
 from planner.execution.optimizers import hyperparameters
-from simulator.calibration.process import settle_worker
 from planner.execution.reference import run_reference
 from planner.execution.verification import compare_losses, relative_difference, tolerance_for
 from planner.execution.worker import BACKENDS, RankResult, train
@@ -24,6 +22,8 @@ from planner.instructions import LoweredPlan
 from planner.planning import lower, predict
 from planner.strategy.file import read_plan
 from planner.strategy.plan import Plan
+from simulator.calibration.launch import run_workers
+from simulator.calibration.process import settle_worker
 from simulator.errors import ExecutionError, InputError, MeshwrightError, ProfileError
 from simulator.hardware import load_profile
 

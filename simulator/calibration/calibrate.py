@@ -1,0 +1,128 @@
+"""Measuring a machine from kernels to collectives, and writing what was found as a hardware profile."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from simulator.calibration.cases import Case, all_cases
+from simulator.calibration.fitting import KernelFit, Measured, fit_kernel, predict_row, split_held_out
+from simulator.calibration.launch import run_workers
+from simulator.calibration.machine import Machine, find_machine
+from simulator.calibration.messages import MessageTimes, measure_messages, measure_slowdown
+from simulator.calibration.profile_data import Findings, Residual, profile_data
+from simulator.calibration.timing import lower_quartile, measure_case
+from simulator.errors import InputError
+from simulator.hardware import write_profile
+from simulator.program import Kernel
+
+ROUNDS = 3
+FEWEST_ROWS_TO_HOLD_BACK = 8
+SLOWDOWN_COUNTS = (1, 2, 4, 8)
+LARGEST_GROUP = 64
+
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateOptions:
+    """What to measure: a kind of device, collectives in groups of up to `processes`, and where to write."""
+
+    device: str = "cpu"
+    processes: int = 4
+    out: str | Path | None = None
+
+
+def calibrate(options: CalibrateOptions, progress: Progress = lambda share, text: None) -> dict[str, object]:
+    """Measure this machine and return its profile as plain data; write it where `options.out` says.
+
+    Parameters
+    ----------
+    options : CalibrateOptions
+        What to measure.
+    progress : callable
+        Told the share done, from 0 to 1, and what comes next.
+
+    Raises
+    ------
+    UnsupportedError
+        There is no device of this kind.
+    """
+    if not 2 <= options.processes <= LARGEST_GROUP:
+        raise InputError(
+            f"--processes {options.processes} is outside 2 to {LARGEST_GROUP}; collectives are measured in groups of "
+            "2, 4, … up to this number"
+        )
+    machine = find_machine(options.device, options.processes)
+    groups = [size for size in (2, 4, 8, 16, 32, 64) if size <= min(options.processes, machine.devices)]
+    counts = () if machine.is_accelerator else SLOWDOWN_COUNTS
+    parts = 4.0 + 2 * len(groups) + len(counts)
+    progress(0.0, "kernels")
+    rows = run_workers(measure_kernels, (machine.device_type,), 1)[0]
+    done, messages = 4.0, list[MessageTimes]()
+    for size in groups:
+        progress(done / parts, f"collectives among {size} processes")
+        messages.append(run_workers(measure_messages, (machine.device_type, machine.backend), size)[0])
+        done += 2
+    slowdown = []
+    for count in counts:
+        progress(done / parts, f"{count} processes sharing the cores")
+        slowdown.append((count, run_workers(measure_slowdown, (machine.device_type, machine.backend), count)[0]))
+        done += 1
+    data = profile_data(findings(machine, rows, messages, slowdown, options), Path(options.out or "local").stem)
+    if options.out is not None:
+        write_profile(data, options.out)
+    progress(1.0, "done")
+    return data
+
+
+def measure_kernels(device_type: str) -> list[Measured]:
+    """Measure every kernel case; rounds lie apart in time so that a passing disturbance hits few of them."""
+    device = torch.device(device_type, 0) if device_type != "cpu" else torch.device("cpu")
+    cases = all_cases(accelerator=device_type != "cpu")
+    rounds = [[measure_case(case, device) for case in cases] for _ in range(ROUNDS)]
+    return [_measured(case, lower_quartile(times)) for case, *times in zip(cases, *rounds, strict=True)]
+
+
+def _measured(case: Case, seconds: float) -> Measured:
+    return Measured(
+        kernel=case.kernel, dtype=case.dtype, flops=case.flops, bytes_moved=case.bytes_moved, seconds=seconds
+    )
+
+
+def findings(
+    machine: Machine,
+    rows: Sequence[Measured],
+    messages: Sequence[MessageTimes],
+    slowdown: Sequence[tuple[int, float]],
+    options: CalibrateOptions,
+) -> Findings:
+    """Fit what was measured, and check the fits on rows held back."""
+    fits: dict[Kernel, KernelFit] = {}
+    residuals: list[Residual] = []
+    for kernel in Kernel:
+        of_kernel = [row for row in rows if row.kernel is kernel]
+        fitted, held = split_held_out(of_kernel)
+        if len(of_kernel) < FEWEST_ROWS_TO_HOLD_BACK:
+            fitted, held = of_kernel, []
+        fits[kernel] = fit_kernel(fitted)
+        residuals += [Residual(ratio=row.seconds / predict_row(fits[kernel], row), weight=row.seconds) for row in held]
+    best: dict[str, float] = {}
+    for row in rows:
+        if row.kernel is Kernel.MATMUL:
+            best[row.dtype] = max(best.get(row.dtype, 0.0), row.flops / row.seconds)
+    command = f"`meshwright calibrate --device {options.device} --processes {options.processes}`"
+    today = dt.datetime.now(dt.UTC).date().isoformat()
+    return Findings(
+        machine=machine,
+        fits=fits,
+        best_flops_per_s=best,
+        messages=tuple(messages),
+        slowdown=tuple((count, seconds / slowdown[0][1]) for count, seconds in slowdown),
+        residuals=tuple(residuals),
+        origin=f"{command} on {today}, {machine.device_name}, torch {torch.__version__}",
+    )

@@ -1,0 +1,82 @@
+"""What machine this is, in words and numbers that name no host."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from simulator.calibration.process import available_cores
+from simulator.errors import InputError, UnsupportedError
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+SMALLEST_CPU_MAXIMUM = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The devices to calibrate; ``memory_bytes`` is one device's share."""
+
+    device_type: str
+    backend: str
+    device_name: str
+    devices: int
+    memory_bytes: int
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether devices are accelerators rather than processes that share a CPU."""
+        return self.device_type != "cpu"
+
+
+def find_machine(device_type: str, processes: int) -> Machine:
+    """Describe the machine's devices of one type, or say why there are none."""
+    if device_type == "cpu":
+        devices = max(SMALLEST_CPU_MAXIMUM, available_cores(), processes)
+        return Machine(
+            device_type="cpu",
+            backend=BACKENDS["cpu"],
+            device_name=f"one process on {available_cores()} cores of {_cpu_model()}",
+            devices=devices,
+            memory_bytes=_available_memory() // devices,
+        )
+    if device_type not in BACKENDS:
+        raise InputError(f"device {device_type!r} is not one of {', '.join(BACKENDS)}; choose one of them")
+    if device_type == "npu":
+        if importlib.util.find_spec("torch_npu") is None:
+            raise UnsupportedError(
+                "device 'npu' needs torch_npu, which is not installed; install it or use --device cpu"
+            )
+        import torch_npu  # noqa: F401
+    backend = getattr(torch, device_type)
+    if not backend.is_available():
+        raise UnsupportedError(f"device {device_type!r} is not available to this torch ({torch.__version__}) on this "
+                               "machine; use --device cpu")  # fmt: skip
+    properties = backend.get_device_properties(0)
+    return Machine(
+        device_type=device_type,
+        backend=BACKENDS[device_type],
+        device_name=str(properties.name),
+        devices=int(backend.device_count()),
+        memory_bytes=int(properties.total_memory),
+    )
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.machine() or "an unknown CPU")
+
+
+def _available_memory() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 4 * 2**30
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

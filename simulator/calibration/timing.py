@@ -1,0 +1,87 @@
+"""Timing of kernels as the executor runs them: closures over slots, results freshly allocated."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from simulator.calibration.cases import Case
+
+COLD_BYTES = 24 * 2**20
+"""Inputs are taken in turn from this much memory, because in training they have left the inner caches."""
+MOST_COPIES = 16
+REPEATS = 5
+CASE_S = 0.04
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for an accelerator; a CPU is always done."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)
+
+
+def lower_quartile(seconds: Sequence[float]) -> float:
+    """First quartile of repeated timings: other programs only ever slow a run, and a single best may be luck."""
+    return statistics.quantiles(seconds, n=4, method="inclusive")[0] if len(seconds) > 1 else seconds[0]
+
+
+def repeated_seconds(run: Callable[[int], None], device: torch.device, budget_s: float = CASE_S) -> float:
+    """Time of one repetition: `run(n)` does n of them, n is chosen to fill the budget."""
+    run(1)
+    synchronize(device)
+    start = time.perf_counter()
+    run(2)
+    synchronize(device)
+    once = max((time.perf_counter() - start) / 2, 1e-7)
+    count = max(1, min(2000, int(budget_s / REPEATS / once)))
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        run(count)
+        synchronize(device)
+        times.append((time.perf_counter() - start) / count)
+    return lower_quartile(times)
+
+
+def measure_case(case: Case, device: torch.device, budget_s: float = CASE_S) -> float:
+    """Seconds of one call of a kernel."""
+    runs = [_closure(case, inputs) for inputs in _input_sets(case, device)]
+
+    def run(count: int) -> None:
+        for index in range(count):
+            runs[index % len(runs)]()
+
+    return repeated_seconds(run, device, budget_s)
+
+
+def _closure(case: Case, inputs: list[Tensor]) -> Callable[[], None]:
+    """One action of the executor: read slots, call, store the result, release."""
+    slots: list[object] = [*inputs, None]
+    numbers, target, freed = list(range(len(inputs))), len(inputs), [len(inputs)]
+    operator = case.operator
+
+    def act() -> None:
+        slots[target] = (operator([slots[number] for number in numbers]),)[0]  # type: ignore[misc]
+        for slot in freed:
+            slots[slot] = None
+
+    return act
+
+
+def _input_sets(case: Case, device: torch.device) -> list[list[Tensor]]:
+    size = max(1, int(case.bytes_moved))
+    copies = max(1, min(MOST_COPIES, COLD_BYTES // size))
+    generator = torch.Generator().manual_seed(0)
+    return [_inputs(case, device, generator) for _ in range(copies)]
+
+
+def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> list[Tensor]:
+    dtype = getattr(torch, case.dtype)
+    made = [torch.rand(shape, generator=generator).to(device, dtype) for shape in case.shapes]
+    if case.high:
+        made.append(torch.randint(case.high, case.index_shape, generator=generator).to(device))
+    return made
