@@ -1,0 +1,75 @@
+"""Captured graphs on disk, so that planning a network a second time needs no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from functools import cache as remember
+from importlib import metadata
+from pathlib import Path
+
+import planner
+from planner.graph.operator_graph import OperatorGraph
+from planner.graph.serialization import graph_from_json, graph_to_json
+
+SWITCH = "MESHWRIGHT_CACHE"
+
+
+def folder() -> Path | None:
+    """Where graphs are kept: ``$XDG_CACHE_HOME/meshwright``; ``None`` with ``MESHWRIGHT_CACHE=off``."""
+    if os.environ.get(SWITCH, "").lower() in ("off", "0", "no"):
+        return None
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "meshwright"
+
+
+@remember
+def toolchain() -> str:
+    """Everything but the network that a captured graph depends on: versions, and the code that captures."""
+    digest = hashlib.sha256()
+    root = Path(planner.__path__[0])
+    for path in sorted([*root.glob("graph/**/*.py"), *root.glob("networks/**/*.py")]):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return f"python {python} torch {_version('torch')} transformers {_version('transformers')} code {digest.hexdigest()}"
+
+
+def load(key: str) -> OperatorGraph | None:
+    """Read the graph stored under `key`; a missing or damaged file is no graph."""
+    place = folder()
+    if place is None:
+        return None
+    try:
+        graph = graph_from_json(json.loads((place / f"{key}.json").read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        return None
+    return graph
+
+
+def store(key: str, graph: OperatorGraph) -> None:
+    """Write a graph whole, or leave the cache as it was (a full or read-only disk is no error)."""
+    place = folder()
+    if place is None:
+        return
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=place, prefix=f"{key}.", delete=False) as file:
+            try:
+                json.dump(graph_to_json(graph), file, separators=(",", ":"))
+                file.close()
+                os.replace(file.name, place / f"{key}.json")
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
+    except OSError:
+        return
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "absent"

@@ -1,0 +1,86 @@
+"""What kind of kernel an operator is, and how many floating point operations it does."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
+
+from simulator.program import Kernel
+
+_CLASSES: dict[Kernel, tuple[str, ...]] = {
+    Kernel.MATMUL: ("mm", "addmm", "bmm", "baddbmm", "mv", "dot"),
+    Kernel.CONVOLUTION: ("convolution", "convolution_backward"),
+    Kernel.ATTENTION: (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+    ),
+    Kernel.ACTIVATION: (
+        *("relu", "threshold_backward", "gelu", "gelu_backward", "silu", "silu_backward", "tanh", "tanh_backward"),
+        *("sigmoid", "sigmoid_backward", "leaky_relu", "leaky_relu_backward", "elu", "elu_backward", "hardtanh"),
+        *("hardtanh_backward", "softplus", "softplus_backward", "mish", "mish_backward"),
+    ),
+    Kernel.SOFTMAX: ("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
+    Kernel.NORMALIZATION: (
+        *("native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"),
+        *("_native_batch_norm_legit", "native_batch_norm", "native_batch_norm_backward", "_fused_rms_norm"),
+        "_fused_rms_norm_backward",
+    ),
+    Kernel.REDUCTION: (
+        *("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "var_mean", "prod", "any", "all"),
+        *("cumsum", "nll_loss_forward", "avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d", "topk"),
+        *("linalg_vector_norm", "logsumexp"),
+    ),
+    Kernel.EMBEDDING: (
+        *("embedding", "embedding_dense_backward", "gather", "scatter", "scatter_add", "index", "index_select"),
+        *("index_put", "index_add", "nll_loss_backward", "max_pool2d_with_indices_backward", "_unsafe_index_put"),
+        "scatter_reduce",
+    ),
+    Kernel.COPY: (
+        *("clone", "_to_copy", "cat", "stack", "constant_pad_nd", "select_backward", "slice_backward", "repeat", "flip"),
+        *("full", "zeros", "ones", "zeros_like", "ones_like", "full_like", "new_zeros", "new_full", "arange", "copy"),
+        *("roll", "select_scatter", "slice_scatter", "empty_like", "scalar_tensor", "new_ones", "_unsafe_index"),
+    ),
+    Kernel.VIEW: (
+        *("view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "split"),
+        *("split_with_sizes", "unbind", "as_strided", "chunk", "detach", "alias", "narrow", "diagonal", "unfold"),
+    ),
+}
+_KERNELS = {name: kernel for kernel, names in _CLASSES.items() for name in names}
+_ATTENTION_BACKWARD_RATIO = 2.5
+
+
+def operator_name(op: str) -> str:
+    """Bare name of an overload.
+
+    >>> operator_name("aten.add.Tensor")
+    'add'
+    """
+    return op.split(".")[1]
+
+
+def kernel_class(op: str) -> Kernel:
+    """Classify an overload; what is not listed works element by element."""
+    return _KERNELS.get(operator_name(op), Kernel.ELEMENTWISE)
+
+
+def count_flops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> float:
+    """Count the multiplications and additions of matrix products, convolutions and attention; 0 for the rest.
+
+    Causal attention is counted as the kernel runs it: half of the score matrix. Its backward pass
+    recomputes the scores: 5 matrix products for the forward pass's 2 (Dao et al., arXiv:2205.14135).
+    """
+    name = op.overloadpacket.__name__
+    if name == "_scaled_dot_product_flash_attention_for_cpu":
+        return _attention_flops(*args[:3], causal=bool(args[4]) if len(args) > 4 else bool(kwargs.get("is_causal")))
+    if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
+        return _ATTENTION_BACKWARD_RATIO * _attention_flops(*args[1:4], causal=bool(args[7]))
+    formula = flop_registry.get(op.overloadpacket)
+    return float(formula(*args, **kwargs, out_val=output)) if formula else 0.0
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *, causal: bool) -> float:
+    scores = prod(query.shape[:-1]) * key.shape[-2]
+    return 2.0 * scores * (query.shape[-1] + value.shape[-1]) * (0.5 if causal else 1.0)

@@ -1,0 +1,71 @@
+"""The same graph at another batch size or precision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.graph.operator_graph import Argument, Node, OperatorGraph, TensorSpec
+from simulator.errors import InputError
+
+PRECISIONS = ("float64", "float32", "float16", "bfloat16")
+CAPTURED_PRECISION = "float32"
+
+
+def at_batch(graph: OperatorGraph, batch: int) -> OperatorGraph:
+    """Return the graph with a micro-batch of `batch` samples over the whole mesh.
+
+    Dims that grow with the batch are scaled, and the work of every node that touches one.
+    """
+    if batch < 1:
+        raise InputError(f"batch size {batch} is not positive; give a whole number of samples")
+    if batch == graph.batch_size:
+        return graph
+    old = graph.batch_size
+    scaled: dict[TensorSpec, TensorSpec] = {}
+
+    def scale(spec: TensorSpec) -> TensorSpec:
+        if spec not in scaled:
+            dims = zip(spec.shape, spec.batch_dims, strict=True)
+            scaled[spec] = replace(spec, shape=tuple(d // old * batch if grows else d for d, grows in dims))
+        return scaled[spec]
+
+    nodes = tuple(
+        replace(
+            node,
+            outputs=tuple(scale(spec) for spec in node.outputs),
+            flops=node.flops / old * batch if node.flops and _touches_batch(graph, node) else node.flops,
+        )
+        for node in graph.nodes
+    )
+    return replace(graph, nodes=nodes, batch_size=batch)
+
+
+def at_precision(graph: OperatorGraph, dtype: str) -> OperatorGraph:
+    """Return the graph (captured in float32) with every float32 tensor and dtype argument as `dtype`."""
+    if dtype not in PRECISIONS:
+        raise InputError(f"precision {dtype!r} is unknown; use one of {', '.join(PRECISIONS)}")
+    if dtype == CAPTURED_PRECISION:
+        return graph
+    nodes = tuple(
+        replace(
+            node,
+            args=tuple(_with_dtype(argument, dtype) for argument in node.args),
+            kwargs=tuple((key, _with_dtype(argument, dtype)) for key, argument in node.kwargs),
+            outputs=tuple(
+                replace(spec, dtype=dtype) if spec.dtype == CAPTURED_PRECISION else spec for spec in node.outputs
+            ),
+        )
+        for node in graph.nodes
+    )
+    return replace(graph, nodes=nodes)
+
+
+def _touches_batch(graph: OperatorGraph, node: Node) -> bool:
+    specs = (*node.outputs, *(graph.spec(ref) for ref in node.tensor_inputs))
+    return any(any(spec.batch_dims) for spec in specs)
+
+
+def _with_dtype(argument: Argument, dtype: str) -> Argument:
+    if isinstance(argument, tuple):
+        return tuple(_with_dtype(item, dtype) for item in argument)
+    return f"torch.{dtype}" if argument == f"torch.{CAPTURED_PRECISION}" else argument

@@ -1,0 +1,178 @@
+"""From a module to torch's joint forward-and-backward graph, on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from planner.graph.capture_errors import capture_error
+from simulator.errors import NetworkError
+
+MARKERS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)
+"""Primes to stand for the batch size: a dim that one of them divides is a batch dim."""
+
+aten = torch.ops.aten
+
+
+class Input(Protocol):
+    """What tracing needs to know of a batch tensor; the batch dim comes before ``shape``."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Dims without the batch."""
+
+    @property
+    def dtype(self) -> str:
+        """Element type, such as ``"float32"``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """A joint graph with the prime that stands for its batch size and the parameters' names.
+
+    ``names`` lists the names of each parameter, tied ones together, in the module's order.
+    """
+
+    graph: fx.Graph
+    marker: int
+    names: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...]
+
+
+def trace(make: Callable[[], nn.Module], inputs: Sequence[Input], network: str) -> Trace:
+    """Export the module that `make` returns and trace its loss forward and backward.
+
+    Parameters and inputs are fake tensors: only their shapes exist.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
+        module = make()
+        notes = _without_running_statistics(module)
+        marker = _choose_marker(module, inputs, network)
+        example = tuple(torch.zeros(marker, *i.shape, dtype=getattr(torch, i.dtype)) for i in inputs)
+        try:
+            exported = torch.export.export(module, example, strict=False)
+            forward = exported.module()
+        except Exception as error:
+            raise capture_error(network, error) from error
+        notes += _prepare(forward)
+        try:
+            with ExitStack() as stack:
+                joint = aot_export_joint_with_descriptors(stack, forward, example).graph_module
+        except Exception as error:
+            raise capture_error(network, error) from error
+    return Trace(graph=joint.graph, marker=marker, names=_parameter_names(module), notes=tuple(notes))
+
+
+def _parameter_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values())
+
+
+def _choose_marker(module: nn.Module, inputs: Sequence[Input], network: str) -> int:
+    dims = {dim for tensor in (*module.parameters(), *module.buffers()) for dim in tensor.shape}
+    dims |= {dim for spec in inputs for dim in spec.shape}
+    for marker in MARKERS:
+        if all(dim % marker or dim == 0 for dim in dims):
+            return marker
+    raise NetworkError(f"network {network!r}: its dims are multiples of every prime in {MARKERS}; change one dim")
+
+
+def _without_running_statistics(module: nn.Module) -> list[str]:
+    """Let batch norm use the batch's statistics only, as training does; running ones would be state."""
+    found = False
+    for child in module.modules():
+        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.running_mean is not None:
+            child.track_running_stats = False
+            child.running_mean = child.running_var = child.num_batches_tracked = None
+            found = True
+    return ["batch norm keeps no running statistics: training uses those of the batch"] if found else []
+
+
+def _prepare(module: fx.GraphModule) -> list[str]:
+    """Remove guards and dropout from an exported module, and put losses and means in exact form."""
+    notes: list[str] = []
+    for node in list(module.graph.nodes):
+        if node.op == "call_module" and not node.users:
+            module.graph.erase_node(node)
+        elif node.target in _DROPOUTS:
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+            notes.append(f"dropout ({node.args[1]}) is left out")
+        elif node.target is aten.scaled_dot_product_attention.default:
+            notes += _without_attention_dropout(node)
+        elif node.target in _EXACT:
+            node.target = _EXACT[node.target]
+    module.recompile()
+    return list(dict.fromkeys(notes))
+
+
+def _without_attention_dropout(node: fx.Node) -> list[str]:
+    probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    if not probability:
+        return []
+    if len(node.args) > 4:
+        node.update_arg(4, 0.0)
+    else:
+        node.update_kwarg("dropout_p", 0.0)
+    return [f"dropout ({probability}) is left out"]
+
+
+def _exact_mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    return x.sum(dtype=dtype) / x.numel()
+
+
+def _exact_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    plain = weight is None and label_smoothing == 0.0 and not labels.is_floating_point()
+    if reduction != 1 or not plain:
+        return aten.cross_entropy_loss.default(logits, labels, weight, reduction, ignore_index, label_smoothing)  # type: ignore[no-any-return]
+    return _exact_nll(F.log_softmax(logits, dim=1 if logits.dim() > 1 else 0), labels, None, 1, ignore_index)
+
+
+def _exact_nll(
+    scores: Tensor, labels: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore_index: int = -100
+) -> Tensor:
+    if reduction != 1 or weight is not None:
+        return aten.nll_loss_nd.default(scores, labels, weight, reduction, ignore_index)  # type: ignore[no-any-return]
+    return F.nll_loss(scores, labels, reduction="sum", ignore_index=ignore_index) / labels.numel()
+
+
+def _reduce(loss: Tensor, reduction: int) -> Tensor:
+    return loss if reduction == 0 else loss.sum() / (loss.numel() if reduction == 1 else 1)
+
+
+def _exact_squared_error(x: Tensor, y: Tensor, reduction: int = 1) -> Tensor:
+    difference = x - y
+    return _reduce(difference * difference, reduction)
+
+
+def _exact_absolute_error(x: Tensor, y: Tensor, reduction: int = 1) -> Tensor:
+    return _reduce((x - y).abs(), reduction)
+
+
+_DROPOUTS = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default}
+_EXACT: dict[Any, Callable[..., Tensor]] = {
+    aten.mean.default: _exact_mean,
+    aten.cross_entropy_loss.default: _exact_cross_entropy,
+    aten.nll_loss.default: _exact_nll,
+    aten.nll_loss_nd.default: _exact_nll,
+    aten.mse_loss.default: _exact_squared_error,
+    aten.l1_loss.default: _exact_absolute_error,
+}
+"""Mean losses as a sum divided by a count: both stay exact when the batch is sharded."""

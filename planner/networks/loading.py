@@ -1,0 +1,125 @@
+"""From a specification such as ``zoo:gpt2`` to a network."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from functools import partial
+
+from planner.networks.network import Family, Network
+from planner.networks.zoo.table import ZOO, ZooEntry, language_inputs, make_language_module
+from simulator.errors import InputError, NetworkError, UnsupportedError
+
+SOURCES = "zoo:NAME, hf:PATH, py:MODULE:FACTORY"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkSummary:
+    """A line of the list of built-in networks."""
+
+    name: str
+    spec: str
+    family: Family
+    description: str
+    parameters: int
+    default_global_batch: int
+    default_sequence_length: int | None
+
+
+def list_networks() -> tuple[NetworkSummary, ...]:
+    """List the built-in networks, without importing torch."""
+    return tuple(
+        NetworkSummary(
+            name=entry.name,
+            spec=f"zoo:{entry.name}",
+            family=entry.family,
+            description=entry.description,
+            parameters=entry.parameters,
+            default_global_batch=entry.default_global_batch,
+            default_sequence_length=entry.default_sequence_length,
+        )
+        for entry in ZOO.values()
+    )
+
+
+def load_network(spec: str, *, sequence_length: int | None = None) -> Network:
+    """Find the network that `spec` names.
+
+    Parameters
+    ----------
+    spec
+        ``zoo:NAME``, ``hf:PATH`` (a ``config.json`` or its folder) or ``py:MODULE:FACTORY``.
+    sequence_length
+        Tokens per sample of a language network; ``None`` for the network's own.
+    """
+    if sequence_length is not None and sequence_length < 1:
+        raise InputError(f"sequence length {sequence_length} is not positive; give a whole number of tokens")
+    source, separator, rest = spec.partition(":")
+    if not separator or not rest:
+        raise NetworkError(f"network {spec!r} names no source; write one of {SOURCES}{_near_zoo(spec)}")
+    if source == "zoo":
+        return _load_zoo(rest, sequence_length)
+    if source == "hf":
+        from planner.networks.hugging_face import load_config
+
+        return load_config(rest, sequence_length)
+    if source == "py":
+        from planner.networks.python_factory import load_factory
+
+        return load_factory(rest, sequence_length)
+    if source == "pt2":
+        raise UnsupportedError(f"network {spec!r}: saved programs are not supported yet; use one of {SOURCES}")
+    raise NetworkError(f"network {spec!r} has the unknown source {source!r}; use one of {SOURCES}")
+
+
+def _near_zoo(name: str) -> str:
+    near = difflib.get_close_matches(name, ZOO, n=2)
+    return f" (did you mean {' or '.join('zoo:' + n for n in near)}?)" if near else ""
+
+
+def _load_zoo(name: str, sequence_length: int | None) -> Network:
+    entry = ZOO.get(name)
+    if entry is None:
+        raise NetworkError(f"no built-in network {name!r}{_near_zoo(name)}; there are {', '.join(ZOO)}")
+    if entry.config is not None:
+        return _language_network(entry, sequence_length)
+    if sequence_length is not None:
+        raise InputError(f"zoo:{name} takes no sequence length (given {sequence_length}); it reads no tokens: leave it out")
+    assert entry.make is not None
+    make = entry.make
+    return Network(
+        name=name,
+        spec=f"zoo:{name}",
+        family=entry.family,
+        description=entry.description,
+        default_global_batch=entry.default_global_batch,
+        default_optimizer=entry.default_optimizer,
+        sequence_length=None,
+        inputs=entry.inputs,
+        make=lambda depth: make(),
+        content=f"zoo:{name}",
+        notes=entry.notes,
+    )
+
+
+def _language_network(entry: ZooEntry, sequence_length: int | None) -> Network:
+    config = entry.config
+    assert config is not None and entry.default_sequence_length is not None
+    length = sequence_length or entry.default_sequence_length
+    if length > config.positions:
+        raise InputError(f"zoo:{entry.name} has {config.positions} positions, fewer than the sequence length {length}; shorten it")
+    kinds = ("tokens", "label") if entry.name.startswith("bert") else ("tokens", "next_tokens")
+    return Network(
+        name=entry.name,
+        spec=f"zoo:{entry.name}",
+        family=entry.family,
+        description=entry.description,
+        default_global_batch=entry.default_global_batch,
+        default_optimizer=entry.default_optimizer,
+        sequence_length=length,
+        inputs=language_inputs(config.vocabulary, length, kinds),
+        make=partial(make_language_module, config),
+        depth=config.layers,
+        content=f"zoo:{entry.name} {config!r}",
+        notes=entry.notes,
+    )

@@ -1,0 +1,103 @@
+"""What a network is before it is captured: its inputs, its defaults and how to make its module."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from planner.graph import cache
+from planner.graph.operator_graph import OperatorGraph
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Family = Literal["image", "language", "features"]
+CAPTURED_BLOCKS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """A batch tensor of a network; ``shape`` leaves the batch out, ``kind`` and ``high`` are `NetworkInput`'s."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    high: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """A network that can be captured and built.
+
+    ``make`` takes a number of blocks (``None`` for all) and returns a module in training mode whose
+    ``forward(*inputs)`` is the scalar mean loss. ``depth`` is the number of equal blocks, if ``make`` can
+    leave some out. ``content`` identifies what the graph depends on; empty: never cached.
+    """
+
+    name: str
+    spec: str
+    family: Family
+    description: str
+    default_global_batch: int
+    default_optimizer: str
+    sequence_length: int | None
+    inputs: tuple[InputSpec, ...]
+    make: Callable[[int | None], nn.Module]
+    depth: int | None = None
+    content: str = ""
+    notes: tuple[str, ...] = ()
+
+    def capture(self) -> OperatorGraph:
+        """Return the operator graph at batch 1, from the cache where it can."""
+        return capture(self)
+
+    def build(self, seed: int, depth: int | None = None) -> nn.Module:
+        """Make the module with real parameters drawn from `seed`, of `depth` blocks if given."""
+        import torch
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.make(depth).train()
+
+
+def capture(network: Network) -> OperatorGraph:
+    """Capture one training step of a network at batch 1, repeated blocks folded.
+
+    Where the network can be made with fewer blocks, two are captured and stand for all. The graph is
+    read from and written to the disk cache, which needs no torch.
+    """
+    key = _cache_key(network)
+    graph = cache.load(key) if key else None
+    if graph is None:
+        graph = _capture(network)
+        if key:
+            cache.store(key, graph)
+    return graph
+
+
+def _cache_key(network: Network) -> str:
+    if not network.content:
+        return ""
+    content = f"{network.content}\n{network.sequence_length}\n{network.depth}\n{cache.toolchain()}"
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _capture(network: Network) -> OperatorGraph:
+    from planner.graph.capture import capture_module
+    from planner.graph.fingerprint import fingerprint
+    from planner.graph.folding import fold, repeat
+
+    shortened = network.depth is not None and network.depth > CAPTURED_BLOCKS
+    captured_depth = CAPTURED_BLOCKS if shortened else None
+    graph = capture_module(
+        lambda: network.make(captured_depth).train(), network.inputs, name=network.name, notes=network.notes
+    )
+    if shortened:
+        assert network.depth is not None
+        graph = repeat(graph, network.depth)
+    else:
+        graph = fold(graph)
+    return replace(graph, fingerprint=fingerprint(graph))

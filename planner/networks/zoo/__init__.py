@@ -1,0 +1,1 @@
+"""Built-in networks: plain modules with the loss inside `forward`."""

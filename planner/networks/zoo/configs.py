@@ -1,0 +1,78 @@
+"""Sizes of the built-in networks, and their parameter counts without building them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTConfig:
+    """Sizes of a GPT-2 or GPT-3."""
+
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    positions: int
+
+    @property
+    def parameters(self) -> int:
+        """Trained numbers, the tied embedding once."""
+        block = 12 * self.hidden**2 + 13 * self.hidden
+        return (self.vocabulary + self.positions) * self.hidden + self.layers * block + 2 * self.hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig:
+    """Sizes of a Llama; fewer key-value heads than heads mean grouped attention."""
+
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    intermediate: int
+    positions: int
+    rope_base: float = 10000.0
+    epsilon: float = 1e-5
+
+    @property
+    def parameters(self) -> int:
+        """Trained numbers."""
+        key_value = self.hidden // self.heads * self.key_value_heads
+        attention = 2 * self.hidden**2 + 2 * self.hidden * key_value
+        block = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return 2 * self.vocabulary * self.hidden + self.layers * block + self.hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BertConfig:
+    """Sizes of a BERT with a masked-language head."""
+
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    positions: int
+    token_types: int = 2
+    epsilon: float = 1e-12
+
+    @property
+    def parameters(self) -> int:
+        """Trained numbers, the tied embedding once."""
+        embedding = (self.vocabulary + self.positions + self.token_types) * self.hidden + 2 * self.hidden
+        attention = 4 * (self.hidden**2 + self.hidden) + 2 * self.hidden
+        feed_forward = 2 * self.hidden * self.intermediate + self.intermediate + 3 * self.hidden
+        head = self.hidden**2 + 3 * self.hidden + self.vocabulary
+        return embedding + self.layers * (attention + feed_forward) + head
+
+
+def perceptron_parameters(widths: tuple[int, ...]) -> int:
+    """Trained numbers of linear layers of these widths.
+
+    >>> perceptron_parameters((784, 512, 512, 1))
+    665089
+    """
+    return sum((a + 1) * b for a, b in pairwise(widths))

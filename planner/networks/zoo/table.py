@@ -1,0 +1,166 @@
+"""The built-in networks by name. Nothing here imports torch before a module is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from planner.networks.network import Family, InputSpec
+from planner.networks.zoo.configs import BertConfig, GPTConfig, LlamaConfig, perceptron_parameters
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Config = GPTConfig | LlamaConfig | BertConfig
+PERCEPTRON_WIDTHS = (784, 512, 512, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZooEntry:
+    """A built-in network: what it is, and how to make its inputs and its module."""
+
+    name: str
+    family: Family
+    description: str
+    parameters: int
+    default_global_batch: int
+    default_optimizer: str
+    config: Config | None = None
+    inputs: tuple[InputSpec, ...] = ()
+    make: Callable[[], nn.Module] | None = None
+    default_sequence_length: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def language_inputs(vocabulary: int, sequence_length: int, kinds: tuple[str, str]) -> tuple[InputSpec, ...]:
+    """Two integer inputs ``(batch, sequence_length)`` below `vocabulary`."""
+    return tuple(
+        InputSpec(name=kind, kind=kind, shape=(sequence_length,), dtype="int64", high=vocabulary) for kind in kinds
+    )
+
+
+def make_language_module(config: Config, layers: int | None) -> nn.Module:
+    """Make the module of a language network, of `layers` blocks if given."""
+    config = config if layers is None else replace(config, layers=layers)
+    if isinstance(config, GPTConfig):
+        from planner.networks.zoo.gpt import GPT
+
+        return GPT(config)
+    if isinstance(config, LlamaConfig):
+        from planner.networks.zoo.llama import Llama
+
+        return Llama(config)
+    from planner.networks.zoo.bert import Bert
+
+    return Bert(config)
+
+
+def _make_perceptron() -> nn.Module:
+    from planner.networks.zoo.mlp import MultilayerPerceptron
+
+    return MultilayerPerceptron(PERCEPTRON_WIDTHS)
+
+
+def _make_resnet50() -> nn.Module:
+    from planner.networks.zoo.resnet import ResNet
+
+    return ResNet((3, 4, 6, 3), classes=1000)
+
+
+def _language(name: str, description: str, config: Config, *, batch: int, sequence: int | None = None) -> ZooEntry:
+    return ZooEntry(
+        name=name,
+        family="language",
+        description=description,
+        parameters=config.parameters,
+        default_global_batch=batch,
+        default_optimizer="adamw",
+        config=config,
+        default_sequence_length=sequence or config.positions,
+    )
+
+
+_ENTRIES = (
+    ZooEntry(
+        name="mlp",
+        family="features",
+        description="784-512-512-1 with ReLU, mean absolute error",
+        parameters=perceptron_parameters(PERCEPTRON_WIDTHS),
+        default_global_batch=64,
+        default_optimizer="sgd",
+        inputs=(
+            InputSpec(name="features", kind="features", shape=(784,)),
+            InputSpec(name="target", kind="target", shape=(1,)),
+        ),
+        make=_make_perceptron,
+    ),
+    ZooEntry(
+        name="resnet50",
+        family="image",
+        description="ResNet-50 v1.5 on 224 x 224 images, 1000 classes",
+        parameters=25_557_032,
+        default_global_batch=256,
+        default_optimizer="momentum",
+        inputs=(
+            InputSpec(name="image", kind="image", shape=(3, 224, 224)),
+            InputSpec(name="label", kind="label", shape=(), dtype="int64", high=1000),
+        ),
+        make=_make_resnet50,
+        notes=("batch norm keeps no running statistics: training uses those of the batch",),
+    ),
+    _language(
+        "gpt2-tiny",
+        "a small GPT-2 over bytes, for local runs",
+        GPTConfig(vocabulary=256, hidden=128, layers=4, heads=4, positions=64),
+        batch=32,
+    ),
+    _language(
+        "gpt2",
+        "GPT-2 124M: 12 layers of 768",
+        GPTConfig(vocabulary=50257, hidden=768, layers=12, heads=12, positions=1024),
+        batch=512,
+    ),
+    _language(
+        "gpt3-175b",
+        "GPT-3 175B: 96 layers of 12288",
+        GPTConfig(vocabulary=50257, hidden=12288, layers=96, heads=96, positions=2048),
+        batch=1536,
+    ),
+    _language(
+        "llama2-7b",
+        "Llama 2 7B: 32 layers of 4096",
+        LlamaConfig(
+            vocabulary=32000,
+            hidden=4096,
+            layers=32,
+            heads=32,
+            key_value_heads=32,
+            intermediate=11008,
+            positions=4096,
+        ),
+        batch=1024,
+    ),
+    _language(
+        "llama3-70b",
+        "Llama 3 70B: 80 layers of 8192, 8 key-value heads",
+        LlamaConfig(
+            vocabulary=128256,
+            hidden=8192,
+            layers=80,
+            heads=64,
+            key_value_heads=8,
+            intermediate=28672,
+            positions=8192,
+            rope_base=500000.0,
+        ),
+        batch=1024,
+    ),
+    _language(
+        "bert-large",
+        "BERT large: 24 layers of 1024, masked-language loss",
+        BertConfig(vocabulary=30522, hidden=1024, layers=24, heads=16, intermediate=4096, positions=512),
+        batch=256,
+    ),
+)
+ZOO = {entry.name: entry for entry in _ENTRIES}
