@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -11,11 +12,14 @@ from torch import Tensor
 
 from planner.execution.communication import Message, Slots, make_message
 from planner.execution.optimizers import StepFunction
+from planner.graph.operator_graph import Role
 from planner.instructions import Accumulate, Communicate, Compute, Instruction, LoweredPlan, Mask, Slice, Update
 from planner.sharding.local_operator import LocalOperator, Reduce, prepare
 
 Action = Callable[[], None]
 NOWHERE = -1
+BUFFER = Role.CONSTANT.value
+"""Operator of a constant that is a buffer of the network."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,8 @@ class Interpreter:
         This rank's shard of every stored parameter, by name; updated in place.
     optimizers : mapping of str to StepFunction
         The update of each parameter, by name.
+    buffers : mapping of str to Tensor
+        The network's buffers that the graph reads, whole, by the name of their node.
     """
 
     def __init__(
@@ -57,15 +63,17 @@ class Interpreter:
         context: RankContext,
         parameters: Mapping[str, Tensor],
         optimizers: Mapping[str, StepFunction],
+        buffers: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self._lowered = lowered
         self._context = context
-        self._optimizers = optimizers
+        self._buffers = buffers
         self._numbers: dict[str, int] = {}
         self._slots: Slots = []
-        self._stored = {stored.name: self._number(stored.value) for stored in lowered.parameters}
-        for name, slot in self._stored.items():
-            self._slots[slot] = parameters[name]
+        self._stored = {stored.value: self._number(stored.value) for stored in lowered.parameters}
+        self._updates = {stored.value: optimizers[stored.name] for stored in lowered.parameters}
+        for stored in lowered.parameters:
+            self._slots[self._stored[stored.value]] = parameters[stored.name]
         self._inputs = [self._number(entry.value) for entry in lowered.inputs]
         self._loss = self._number(lowered.loss)
         self._segments = [
@@ -124,7 +132,9 @@ class Interpreter:
             freed = [self._numbers[name] for name in names if name in self._numbers]
             touched, written = self._touches(instruction)
             under_way = _wait(under_way, touched | set(freed), written, actions)
-            if isinstance(instruction, Communicate):
+            if isinstance(instruction, Communicate) and not instruction.sources:
+                actions.extend(_release(self._slots, freed))  # the operator before it has communicated
+            elif isinstance(instruction, Communicate):
                 opened = self._open(instruction)
                 actions.append(opened.message.start)
                 if instruction.asynchronous:
@@ -157,18 +167,9 @@ class Interpreter:
 
     def _action(self, instruction: Instruction, freed: list[int]) -> Action:
         if isinstance(instruction, Compute):
-            node = self._lowered.graph.nodes[instruction.node]
-            operator = prepare(
-                self._lowered.graph,
-                node,
-                instruction.rules,
-                self._lowered.mesh.sizes,
-                self._context.coordinates,
-                device=self._context.device,
-            )
             inputs = [self._number(name) for name in instruction.inputs]
             outputs = [self._number(name) for name in instruction.outputs]
-            return _compute(self._slots, operator, self._reduce, inputs, outputs, freed)
+            return _compute(self._slots, self._operator(instruction), self._reduce, inputs, outputs, freed)
         if isinstance(instruction, Slice):
             return self._slice(instruction, freed)
         if isinstance(instruction, Mask):
@@ -178,6 +179,19 @@ class Interpreter:
         if isinstance(instruction, Update):
             return self._update(instruction, freed)
         raise TypeError(f"instruction {type(instruction).__name__} has no action")
+
+    def _operator(self, instruction: Compute) -> LocalOperator:
+        graph, device = self._lowered.graph, self._context.device
+        node = graph.nodes[instruction.node]
+        if node.op == BUFFER:
+            buffer = (self._buffers[node.name],)
+            return lambda tensors, reduce: buffer
+        operator = prepare(
+            graph, node, instruction.rules, self._lowered.mesh.sizes, self._context.coordinates, device=device
+        )
+        if device.type == "cpu" or instruction.inputs:
+            return operator
+        return lambda tensors, reduce: tuple(made.to(device) for made in operator(tensors, reduce))
 
     def _slice(self, instruction: Slice, freed: list[int]) -> Action:
         slots, source, target = self._slots, self._number(instruction.source), self._number(instruction.target)
@@ -221,7 +235,7 @@ class Interpreter:
     def _update(self, instruction: Update, freed: list[int]) -> Action:
         slots, gradient, divisor = self._slots, self._number(instruction.gradient), instruction.divisor
         parameter = self._value(self._stored[instruction.parameter])
-        step = self._optimizers[instruction.parameter]
+        step = self._updates[instruction.parameter]
 
         def run() -> None:
             value = self._value(gradient)

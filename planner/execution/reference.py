@@ -36,7 +36,7 @@ def run_reference(job: Job) -> list[float]:
             inputs = [batches.load(by_name[entry.name], start).to(device) for entry in graph.inputs]
             loss = module(*inputs)
             (loss / count).backward()
-            total += float(loss)
+            total += float(loss.detach())
         _update(optimizer, parameters, masters)
         losses.append(total / count)
     return losses

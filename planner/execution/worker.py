@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.execution.data import Batches, open_dataset
-from planner.execution.interpreter import Interpreter, RankContext
+from planner.execution.interpreter import BUFFER, Interpreter, RankContext
 from planner.execution.job import Job, batch_shard, own_piece
 from planner.execution.membership import Membership
 from planner.execution.memory import PeakMemory
@@ -69,10 +69,10 @@ def _train_rank(job: Job, device: torch.device, timeout: timedelta) -> RankResul
     coordinates = mesh.coordinates(dist.get_rank())
     context = RankContext(coordinates=coordinates, groups=_axis_groups(mesh, timeout), device=device)
     memory = PeakMemory(device)
-    parameters = _own_parameters(job, coordinates, device)
+    parameters, buffers = _own_tensors(job, coordinates, device)
     memory.restart()
     updates = {name: make_step(job.optimizer, job.constants) for name in parameters}
-    interpreter = Interpreter(job.lowered, context, parameters, updates)
+    interpreter = Interpreter(job.lowered, context, parameters, updates, buffers)
     losses, times = _run_steps(job, interpreter, _feeder(job, coordinates, device), device)
     return RankResult(
         losses=tuple(losses),
@@ -117,8 +117,13 @@ def _feeder(job: Job, coordinates: tuple[int, ...], device: torch.device) -> Cal
     return load
 
 
-def _own_parameters(job: Job, coordinates: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
-    """Build the network with the job's seed, keep this rank's piece of each parameter and free the rest."""
+def _own_tensors(
+    job: Job, coordinates: tuple[int, ...], device: torch.device
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Build the network with the job's seed, keep this rank's piece of each parameter and free the rest.
+
+    Returns the pieces by parameter name, and the buffers that the graph reads, by node name.
+    """
     module = load_network(job.network, sequence_length=job.sequence_length).build(job.seed)
     whole = dict(module.named_parameters(remove_duplicate=False))
     graph = job.lowered.graph
@@ -127,10 +132,16 @@ def _own_parameters(job: Job, coordinates: tuple[int, ...], device: torch.device
     for stored in job.lowered.parameters:
         piece = own_piece(whole[stored.name].detach(), job.lowered.mesh, stored.placements, coordinates)
         kept[stored.name] = piece.to(device, getattr(torch, dtypes[stored.name]), copy=True).contiguous()
-    del module, whole
+    held = dict(module.named_buffers(remove_duplicate=False))
+    buffers = {
+        node.name: held[node.name].to(device, getattr(torch, node.outputs[0].dtype), copy=True)
+        for node in graph.nodes
+        if node.op == BUFFER
+    }
+    del module, whole, held
     gc.collect()
     _return_free_memory()
-    return kept
+    return kept, buffers
 
 
 def _return_free_memory() -> None:
