@@ -4,6 +4,8 @@ from __future__ import annotations
 
 GIB = 2**30
 
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+
 
 def seconds_text(seconds: float) -> str:
     """Show a duration with three figures.
@@ -11,15 +13,30 @@ def seconds_text(seconds: float) -> str:
     >>> [seconds_text(s) for s in (0.0, 3.2e-6, 0.01234, 1.5, 300.0)]
     ['0 s', '3.20 µs', '12.3 ms', '1.50 s', '300 s']
     """
-    return _scaled(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")))
+    return _scaled(seconds, _SECONDS)
+
+
+def interval_text(low_s: float, high_s: float) -> str:
+    """Show an interval of durations, in one unit where that reads well.
+
+    >>> interval_text(0.08, 0.13), interval_text(0.9, 1.2), interval_text(1e-4, 1.0)
+    ('80.0–130 ms', '0.90–1.20 s', '100 µs–1.00 s')
+    """
+    high, unit = seconds_text(high_s).split(" ")
+    size = next((size for size, name in _SECONDS if name == unit), 1.0)
+    if low_s / size < 0.1:
+        return f"{seconds_text(low_s)}–{high} {unit}"
+    return f"{_three_figures(low_s / size)}–{high} {unit}"
 
 
 def bytes_text(size_bytes: float) -> str:
     """Show a size in binary units with three figures.
 
-    >>> [bytes_text(b) for b in (0, 1536, 80 * 2**30)]
-    ['0 B', '1.50 KiB', '80.0 GiB']
+    >>> [bytes_text(b) for b in (0, 2, 1536, 80 * 2**30)]
+    ['0 B', '2 B', '1.50 KiB', '80.0 GiB']
     """
+    if abs(size_bytes) < 1000:
+        return f"{size_bytes:.0f} B"
     return _scaled(size_bytes, ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")))
 
 

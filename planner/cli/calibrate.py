@@ -8,12 +8,14 @@ from typing import Annotated
 import typer
 
 from planner.cli.execute import Device
-from planner.cli.options import DebugFlag, JsonFlag, QuietFlag
+from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, natural
 
 
 def calibrate(
     device: Annotated[Device, typer.Option("--device", help="What to measure.")] = Device.CPU,
-    processes: Annotated[int, typer.Option("--processes", min=1, help="Largest number of processes.")] = 2,
+    processes: Annotated[
+        int, typer.Option("--processes", parser=natural, metavar="N", help="Largest number of processes.")
+    ] = 2,
     out: Annotated[Path, typer.Option("--out", metavar="PROFILE.yaml", help="The profile to write.")] = Path(
         "local.yaml"
     ),

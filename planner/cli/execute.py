@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli.options import DebugFlag, JsonFlag, PrecisionOption, QuietFlag
+from planner.cli.options import DebugFlag, JsonFlag, PrecisionOption, QuietFlag, natural, natural_or_zero
 from planner.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -26,9 +26,10 @@ class Device(StrEnum):
 def execute(
     strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="A strategy file.")],
     processes: Annotated[
-        int | None, typer.Option("--processes", min=1, help="Local processes; default: the plan's devices.")
+        int | None,
+        typer.Option("--processes", parser=natural, metavar="N", help="Local processes; default: the plan's devices."),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps.")] = 10,
+    steps: Annotated[int, typer.Option("--steps", parser=natural, metavar="N", help="Training steps.")] = 10,
     data: Annotated[
         str | None, typer.Option("--data", metavar="DATASET", help="Default: a real data set that fits the network.")
     ] = None,
@@ -36,7 +37,9 @@ def execute(
         bool, typer.Option("--verify", help="Train again in one process; exit code 4 if the losses differ.")
     ] = False,
     precision: PrecisionOption = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of parameters and data.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", parser=natural_or_zero, metavar="N", help="Seed of parameters and data.")
+    ] = 0,
     learning_rate: Annotated[
         float | None, typer.Option("--learning-rate", min=0.0, help="Default: the optimizer's.")
     ] = None,

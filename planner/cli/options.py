@@ -61,13 +61,37 @@ def _remember_debug(context: typer.Context, wanted: bool) -> bool:
     return wanted
 
 
+def natural(value: str | int) -> int:
+    """Read a whole number of at least one.
+
+    >>> natural("8")
+    8
+    """
+    return _whole(str(value), 1)
+
+
+def natural_or_zero(value: str | int) -> int:
+    """Read a whole number of at least zero."""
+    return _whole(str(value), 0)
+
+
+def _whole(text: str, least: int) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > 15 or int(text) < least:
+        raise typer.BadParameter(f"{text!r} is not a whole number of at least {least}; write for example 8")
+    return int(text)
+
+
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
 QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="Print only what a script needs.")]
 DebugFlag = Annotated[
     bool, typer.Option("--debug", callback=_remember_debug, is_eager=True, help="Show where an error comes from.")
 ]
-GlobalBatch = Annotated[int | None, typer.Option("--global-batch", min=1, help="Samples of one step.")]
-SequenceLength = Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens of one sample.")]
+GlobalBatch = Annotated[
+    int | None, typer.Option("--global-batch", parser=natural, metavar="N", help="Samples of one step.")
+]
+SequenceLength = Annotated[
+    int | None, typer.Option("--seq-len", parser=natural, metavar="N", help="Tokens of one sample.")
+]
 PrecisionOption = Annotated[Precision | None, typer.Option("--precision", help="Default: the profile's.")]
 OptimizerOption = Annotated[Optimizer | None, typer.Option("--optimizer", help="Default: the network's.")]
 Pins = Annotated[

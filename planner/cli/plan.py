@@ -18,6 +18,7 @@ from planner.cli.options import (
     QuietFlag,
     SearchMode,
     SequenceLength,
+    natural,
 )
 from planner.cli.terminal import Terminal
 
@@ -33,7 +34,9 @@ def plan(
     hardware: Annotated[
         str | None, typer.Option("--hw", metavar="PROFILE", help="A profile's name or the path of one.")
     ] = None,
-    devices: Annotated[int | None, typer.Option("--devices", min=1, help="Number of devices.")] = None,
+    devices: Annotated[
+        int | None, typer.Option("--devices", parser=natural, metavar="N", help="Number of devices.")
+    ] = None,
     global_batch: GlobalBatch = None,
     sequence_length: SequenceLength = None,
     precision: PrecisionOption = None,
@@ -49,7 +52,9 @@ def plan(
         typer.Option("--config", metavar="FILE.yaml", help="Take these options from a file; the command line wins."),
     ] = None,
     pins: Pins = None,
-    top: Annotated[int | None, typer.Option("--top", min=1, max=100, help="How many plans to show [5].")] = None,
+    top: Annotated[
+        int | None, typer.Option("--top", parser=natural, metavar="N", help="How many plans to show [5].")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="The strategy file to write [strategy.json].")
     ] = None,
@@ -144,6 +149,6 @@ def _finish(terminal: Terminal, request: PlanRequest, result: PlanResult, path: 
     elif feasible:
         from planner.cli.tables import plan_report
 
-        terminal.show(*plan_report(request, result, hardware, path))
+        terminal.show(*plan_report(result, hardware, path))
     if not feasible:
         raise InfeasibleError(result.infeasible)

@@ -50,7 +50,7 @@ def simulate(
     from planner.planning import lower, predict
     from planner.strategy.file import read_plan
     from planner.whole_file import check_writable
-    from simulator.timeline import write_trace
+    from simulator.trace import write_trace
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     if trace is not None:
@@ -61,11 +61,13 @@ def simulate(
         lowered = lower(plan)
         prediction, timeline = predict(plan, lowered, profile)
         if engine is Engine.REFERENCE:
+            from planner.prediction import prediction_of
             from simulator import engine as reference
 
             timeline = reference.simulate(lowered.program, profile)
+            prediction = prediction_of(plan, lowered.graph, profile, timeline)
         if trace is not None:
-            write_trace(timeline, lowered.program, trace)
+            write_trace(timeline, lowered.program, trace, hardware=profile)
     found = _document(strategy, plan, profile, engine, prediction, timeline, lowered.program, trace)
     if terminal.json:
         terminal.document(found)

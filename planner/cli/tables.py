@@ -6,18 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from planner.quantities import bytes_text, percent_text, rate_text, seconds_text
+from planner.quantities import bytes_text, interval_text, percent_text, rate_text, seconds_text
 from simulator.topology import level_of_axis
 
 if TYPE_CHECKING:
     from planner.execution.run import ExecutionReport
     from planner.networks import NetworkSummary
-    from planner.planning import Candidate, PlanRequest, PlanResult, Prediction
+    from planner.planning import Candidate, PlanResult, Prediction
     from planner.strategy.plan import Plan
     from planner.what_if import WhatIfRow
     from simulator.hardware import Hardware
@@ -33,8 +33,8 @@ BREAKDOWN_NAMES = {
 
 
 def mesh_text(plan: Plan) -> str:
-    """The mesh of a plan, axes outermost first, such as ``data 4 × tensor 2``."""
-    return " × ".join(f"{axis.name} {axis.size}" for axis in plan.mesh.axes) or "one device"
+    """Sizes of the data and the tensor axis."""
+    return f"{plan.degree('data')} × {plan.degree('tensor')}"
 
 
 def batch_text(plan: Plan) -> str:
@@ -42,17 +42,11 @@ def batch_text(plan: Plan) -> str:
     return f"{plan.micro_batch} × {plan.micro_batches}"
 
 
-def throughput_text(prediction: Prediction) -> str:
+def throughput(prediction: Prediction) -> tuple[float, str]:
     """Tokens a second where the network reads tokens, else samples."""
     if prediction.tokens_per_s is not None:
-        return rate_text(prediction.tokens_per_s, "tokens")
-    return rate_text(prediction.samples_per_s, "samples")
-
-
-def interval_text(prediction: Prediction) -> str:
-    """The interval of the step time."""
-    low, high = prediction.interval_s
-    return f"{seconds_text(low)} to {seconds_text(high)}"
+        return prediction.tokens_per_s, "tokens"
+    return prediction.samples_per_s, "samples"
 
 
 def memory_text(prediction: Prediction) -> str:
@@ -60,29 +54,33 @@ def memory_text(prediction: Prediction) -> str:
     return f"{bytes_text(prediction.peak_memory_bytes)} of {bytes_text(prediction.device_memory_bytes)}"
 
 
-def plan_report(
-    request: PlanRequest, result: PlanResult, hardware: Hardware, strategy_file: str
-) -> Iterable[RenderableType]:
+def plan_report(result: PlanResult, hardware: Hardware, strategy_file: str) -> Iterable[RenderableType]:
     """Everything `meshwright plan` says about a result with at least one plan."""
-    best = result.candidates[0]
-    plan = best.plan
+    plan = result.candidates[0].plan
     yield Text(
         f"{plan.network} on {plan.mesh.size} × {hardware.device_name} ({hardware.name}), global batch "
         f"{plan.global_batch}{_length(plan)}, {plan.precision}, {plan.optimizer}",
         style="bold",
     )
-    yield candidate_table(result.candidates)
+    yield Padding(candidate_table(result.candidates), (1, 0, 1, 0))
     yield time_table(result.candidates)
-    yield Padding(Group(*_facts(result, hardware, strategy_file)), (1, 0, 0, 0))
+    yield Padding(facts(_facts(result, hardware, strategy_file)), (1, 0, 0, 0))
 
 
 def candidate_table(candidates: Sequence[Candidate]) -> Table:
     """The plans, best first, with their predictions."""
+    first = candidates[0].prediction
     table = _table(
-        "", "mesh", "micro-batch", "optimizer state", "step time", "interval", "throughput", "MFU", "peak memory"
+        ("", ""),
+        ("data ×\ntensor", ""),
+        ("micro-\nbatch", ""),
+        ("optimizer\nstate", ""),
+        ("step\ntime", "right"),
+        ("\ninterval", "right"),
+        (f"{throughput(first)[1]}\nper s", "right"),
+        ("\nMFU", "right"),
+        (f"memory, of\n{bytes_text(first.device_memory_bytes)}", "right"),
     )
-    for column in table.columns[4:]:
-        column.justify = "right"
     for rank, candidate in enumerate(candidates, 1):
         plan, prediction = candidate.plan, candidate.prediction
         table.add_row(
@@ -91,10 +89,10 @@ def candidate_table(candidates: Sequence[Candidate]) -> Table:
             batch_text(plan),
             "whole" if plan.optimizer_sharding == "none" else plan.optimizer_sharding,
             seconds_text(prediction.step_time_s),
-            interval_text(prediction),
-            throughput_text(prediction),
+            interval_text(*prediction.interval_s),
+            rate_text(throughput(prediction)[0], "").removesuffix(" /s"),
             percent_text(prediction.mfu),
-            memory_text(prediction),
+            bytes_text(prediction.peak_memory_bytes),
             style="bold" if rank == 1 else "",
         )
     return table
@@ -103,9 +101,9 @@ def candidate_table(candidates: Sequence[Candidate]) -> Table:
 def time_table(candidates: Sequence[Candidate]) -> Table:
     """Where the time of each plan goes, and why it lost."""
     parts = list(dict.fromkeys(part for candidate in candidates for part in candidate.prediction.breakdown))
-    table = _table("", *(BREAKDOWN_NAMES.get(part, part.removesuffix("_s")) for part in parts), "why not the first")
-    for column in table.columns[1:-1]:
-        column.justify = "right"
+    names = (BREAKDOWN_NAMES.get(part, part.removesuffix("_s")).replace(" ", "\n") for part in parts)
+    table = _table(("", ""), *((name, "right") for name in names))
+    table.add_column("why not the first")
     for rank, candidate in enumerate(candidates, 1):
         table.add_row(str(rank), *_shares(candidate.prediction, parts), candidate.reason)
     return table
@@ -116,30 +114,27 @@ def _shares(prediction: Prediction, parts: Sequence[str]) -> list[str]:
     return [percent_text(prediction.breakdown.get(part, 0.0) / whole) for part in parts]
 
 
-def _facts(result: PlanResult, hardware: Hardware, strategy_file: str) -> Iterable[Text]:
+def _facts(result: PlanResult, hardware: Hardware, strategy_file: str) -> Iterable[tuple[str, str]]:
     best = result.candidates[0]
     plan, certificate = best.plan, best.plan.certificate
     levels = ", ".join(
         f"{axis.name} over {level_of_axis(hardware, axis.size, plan.mesh.stride(index))}"
         for index, axis in enumerate(plan.mesh.axes)
     )
-    if levels:
-        yield _fact("topology", levels)
-    yield _fact("memory", memory_kinds_text(best.prediction.memory_at_peak))
-    yield _fact(
+    yield "topology", levels
+    yield "memory", memory_kinds_text(best.prediction.memory_at_peak)
+    yield (
         "certificate",
         f"{result.status}: objective {seconds_text(certificate.objective_s)}, lower bound "
         f"{seconds_text(certificate.lower_bound_s)}, gap {percent_text(certificate.gap)}, "
         f"elimination width {certificate.elimination_width}, {certificate.operators} operators, "
         f"{certificate.distinct_blocks} distinct blocks",
     )
-    yield _fact(
-        "prediction", f"{best.prediction.label} ({hardware.uncertainty.source})" if hardware.uncertainty.source else ""
-    )
-    yield _fact("search", f"{seconds_text(result.elapsed_s)} (capture {seconds_text(result.capture_s)})")
+    yield "prediction", f"{best.prediction.label} ({hardware.uncertainty.source})"
+    yield "search", f"{seconds_text(result.elapsed_s)}, capture {seconds_text(result.capture_s)}"
     for message in result.messages:
-        yield _fact("note", message)
-    yield _fact("written", strategy_file)
+        yield "note", message
+    yield "written", strategy_file
 
 
 def memory_kinds_text(kinds: Mapping[str, int]) -> str:
@@ -149,51 +144,55 @@ def memory_kinds_text(kinds: Mapping[str, int]) -> str:
 
 
 def what_if_report(rows: Sequence[WhatIfRow], rule: str, report: str | None) -> Iterable[RenderableType]:
-    """Everything `meshwright what-if` prints."""
+    """Everything `meshwright what-if` prints: a table for each profile."""
+    yield Text(rule)
+    for profile in dict.fromkeys(row.hardware for row in rows):
+        mine = [row for row in rows if row.hardware == profile]
+        yield Text(f"\n{profile}", style="bold")
+        yield _what_if_table(mine)
+        for row in mine:
+            if row.best is None:
+                yield Text(f"no plan for {row.devices} devices: {row.reason}", style="red")
+    if report:
+        yield Text(f"\nwritten {report}")
+
+
+def _what_if_table(rows: Sequence[WhatIfRow]) -> Table:
+    first = next((row.best.prediction for row in rows if row.best is not None), None)
     table = _table(
-        "profile",
-        "devices",
-        "batch",
-        "mesh",
-        "micro-batch",
-        "step time",
-        "throughput",
-        "efficiency",
-        "MFU",
-        "peak memory",
+        ("\ndevices", "right"),
+        ("global\nbatch", "right"),
+        ("data ×\ntensor", ""),
+        ("micro-\nbatch", ""),
+        ("step\ntime", "right"),
+        (f"{throughput(first)[1] if first else 'samples'}\nper s", "right"),
+        ("scaling\nefficiency", "right"),
+        ("\nMFU", "right"),
+        (f"memory, of\n{bytes_text(first.device_memory_bytes) if first else ''}", "right"),
     )
-    for column in (*table.columns[1:3], *table.columns[5:]):
-        column.justify = "right"
     for row in rows:
-        first = (row.hardware, str(row.devices), str(row.global_batch))
         if row.best is None:
-            table.add_row(*first, Text("no plan", style="red"), *[""] * 6)
+            table.add_row(str(row.devices), str(row.global_batch), Text("no plan", style="red"))
             continue
         plan, prediction = row.best.plan, row.best.prediction
         table.add_row(
-            *first,
+            str(row.devices),
+            str(row.global_batch),
             mesh_text(plan),
             batch_text(plan),
             seconds_text(prediction.step_time_s),
-            throughput_text(prediction),
+            rate_text(throughput(prediction)[0], "").removesuffix(" /s"),
             "" if row.scaling_efficiency is None else percent_text(row.scaling_efficiency),
             percent_text(prediction.mfu),
-            memory_text(prediction),
+            bytes_text(prediction.peak_memory_bytes),
         )
-    yield Text(rule)
-    yield table
-    for row in rows:
-        if row.best is None:
-            yield Text(f"{row.hardware} × {row.devices}: {row.reason}")
-    if report:
-        yield _fact("written", report)
+    return table
 
 
 def network_table(networks: Sequence[NetworkSummary]) -> Table:
     """The built-in networks."""
-    table = _table("network", "family", "parameters", "batch", "sequence", "what it is")
-    for column in table.columns[2:5]:
-        column.justify = "right"
+    table = _table(("network", ""), ("family", ""), ("parameters", "right"), ("batch", "right"), ("sequence", "right"))
+    table.add_column("what it is")
     for network in networks:
         table.add_row(
             network.spec,
@@ -213,9 +212,8 @@ def count_text(count: int) -> str:
 
 def profile_table(profiles: Sequence[Hardware]) -> Table:
     """The built-in profiles."""
-    table = _table("profile", "device", "memory", "per node", "at most", "what it is")
-    for column in table.columns[2:5]:
-        column.justify = "right"
+    table = _table(("profile", ""), ("device", ""), ("memory", "right"), ("per node", "right"), ("at most", "right"))
+    table.add_column("what it is")
     for hardware in profiles:
         table.add_row(
             hardware.name,
@@ -232,33 +230,34 @@ def profile_details(hardware: Hardware) -> Iterable[RenderableType]:
     """Every number of a profile with its source."""
     yield Text(f"{hardware.name}: {hardware.description}", style="bold")
     yield Text(f"hash {hardware.hash}")
-    table = _table("field", "value", "source")
-    table.columns[0].overflow = table.columns[1].overflow = "fold"
+    table = _table()
+    for name in ("field", "value", "source"):
+        table.add_column(name, overflow="fold")
     for row in hardware.rows:
         table.add_row(Text(row.field), Text(row.value), Text(row.source))
     yield table
 
 
-def facts(pairs: Iterable[tuple[str, str]]) -> Group:
-    """Names and values, one pair a line."""
-    return Group(*(_fact(name, value) for name, value in pairs if value))
-
-
-def _fact(name: str, value: str) -> Text:
-    text = Text(overflow="fold")
-    text.append(f"{name:<12} ", style="dim")
-    text.append(value)
-    return text
+def facts(pairs: Iterable[tuple[str, str]]) -> Table:
+    """Names and values, one pair a line; pairs without a value are left out."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in pairs:
+        if value:
+            table.add_row(name, Text(value))
+    return table
 
 
 def _length(plan: Plan) -> str:
     return f" × {plan.sequence_length} tokens" if plan.sequence_length else ""
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold")
+def _table(*columns: tuple[str, str]) -> Table:
+    """A table without lines; a column is its heading and ``"right"`` or nothing."""
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True)
+    for heading, side in columns:
+        table.add_column(heading, justify="right" if side else "left", no_wrap=True)
     return table
 
 
@@ -271,26 +270,29 @@ def simulation_report(
     yield Text(f"{plan.network} on {plan.mesh.size} × {hardware.device_name} ({hardware.name})", style="bold")
     yield facts(
         [
-            ("mesh", f"{mesh_text(plan)}, micro-batch {batch_text(plan)}"),
-            ("step time", f"{seconds_text(timeline.step_time_s)} ({interval_text(prediction)}, {prediction.label})"),
-            ("throughput", f"{throughput_text(prediction)}, MFU {percent_text(prediction.mfu)}"),
+            ("plan", f"data {mesh_text(plan)} tensor, micro-batch {batch_text(plan)}"),
+            (
+                "step time",
+                f"{seconds_text(timeline.step_time_s)} ({interval_text(*prediction.interval_s)}, {prediction.label})",
+            ),
+            ("throughput", f"{rate_text(*throughput(prediction))}, MFU {percent_text(prediction.mfu)}"),
             ("time", breakdown_text(timeline.breakdown, timeline.step_time_s)),
             ("peak memory", memory_text(prediction)),
             ("memory", memory_kinds_text(prediction.memory_at_peak)),
         ]
     )
-    operators = _table("operator", "kernel", "calls", "time", "share")
-    for column in operators.columns[2:]:
-        column.justify = "right"
+    numbers = (("calls", "right"), ("time", "right"), ("share", "right"))
+    operators = _table(("operator", ""), ("kernel", ""), *numbers)
+    operators.columns[0].no_wrap, operators.columns[0].overflow = False, "fold"
     for total in top_operators(timeline, program):
         operators.add_row(
             Text(total.name), total.kernel, str(total.calls), seconds_text(total.seconds), percent_text(total.share)
         )
     yield Padding(operators, (1, 0, 0, 0))
     if timeline.collectives:
-        collectives = _table("collective", "axis", "calls", "payload", "time")
-        for column in collectives.columns[2:]:
-            column.justify = "right"
+        collectives = _table(
+            ("collective", ""), ("axis", ""), ("calls", "right"), ("payload", "right"), ("time", "right")
+        )
         for message in timeline.collectives:
             collectives.add_row(
                 str(message.collective),
@@ -301,7 +303,7 @@ def simulation_report(
             )
         yield Padding(collectives, (1, 0, 0, 0))
     if trace is not None:
-        yield _fact("written", str(trace))
+        yield Padding(facts([("written", str(trace))]), (1, 0, 0, 0))
 
 
 def breakdown_text(breakdown: Mapping[str, float], whole: float) -> str:
@@ -320,9 +322,7 @@ def execution_report(report: ExecutionReport, out: Path | None) -> Iterable[Rend
         f"{report.precision}, {report.data}",
         style="bold",
     )
-    table = _table("", "predicted", "measured", "difference")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = _table(("", ""), ("predicted", "right"), ("measured", "right"), ("difference", "right"))
     table.add_row(
         "step time",
         "" if predicted is None else seconds_text(predicted),

@@ -18,6 +18,7 @@ from planner.cli.options import (
     QuietFlag,
     SearchMode,
     SequenceLength,
+    natural,
     read_device_counts,
     read_pins,
 )
@@ -41,7 +42,9 @@ def what_if(
     search_mode: Annotated[SearchMode, typer.Option("--search-mode")] = SearchMode.DYNAMIC_PROGRAMMING,
     parallel_mode: Annotated[ParallelMode, typer.Option("--parallel-mode")] = ParallelMode.AUTO_PARALLEL,
     pins: Pins = None,
-    processes: Annotated[int, typer.Option("--processes", min=1, help="Plans made side by side.")] = 1,
+    processes: Annotated[
+        int, typer.Option("--processes", parser=natural, metavar="N", help="Plans made side by side.")
+    ] = 1,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="Write a page with pictures.")] = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,

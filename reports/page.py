@@ -1,0 +1,183 @@
+"""A web page in one file: text, tables and pictures that open without a network."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1d2330; --soft: #5b6475; --paper: #f6f7f9; --card: #ffffff;
+  --rule: #dfe3ea; --accent: #2f6fdd; --bad: #b3261e; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e8ebf1; --soft: #a3adbf; --paper: #14171d; --card: #1d222b;
+  --rule: #343b48; --accent: #7fb0ff; --bad: #ff8a80; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
+main { max-width: 1180px; margin: 0 auto; padding: 32px 24px 64px; }
+h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; }
+h2 { font-size: 18px; margin: 36px 0 12px; }
+p { margin: 0 0 12px; max-width: 78ch; }
+.lead { color: var(--soft); font-size: 16px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 12px; margin: 20px 0; }
+.card { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 12px 16px; }
+.card .name { color: var(--soft); font-size: 13px; }
+.card .value { font-size: 21px; font-weight: 600; font-variant-numeric: tabular-nums; }
+.card .more { color: var(--soft); font-size: 13px; }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 500px), 1fr)); gap: 0 16px; }
+figure { margin: 0 0 16px; background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
+  padding: 14px 14px 10px; min-width: 0; }
+figcaption { color: var(--soft); font-size: 13px; margin-top: 4px; }
+figure h3 { font-size: 15px; margin: 0 0 2px; }
+figure svg { max-width: 100%; height: auto; }
+figure.drawing { background: #ffffff; color: #1d2330; }
+figure.drawing figcaption { color: #5b6475; }
+.table { overflow-x: auto; background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
+  margin-bottom: 16px; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
+caption { text-align: left; padding: 10px 14px; color: var(--soft); }
+th, td { padding: 7px 14px; text-align: left; vertical-align: top; border-top: 1px solid var(--rule); }
+th { font-weight: 600; color: var(--soft); }
+thead th { border-top: 0; }
+th, td { white-space: nowrap; }
+.wrap { display: inline-block; min-width: 34ch; white-space: normal; }
+.number { text-align: right; }
+.bad { color: var(--bad); }
+code, pre { font: 13px/1.5 ui-monospace, monospace; }
+pre { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 12px 14px;
+  overflow-x: auto; }
+footer { margin-top: 40px; color: var(--soft); font-size: 13px; }
+.js-plotly-plot .main-svg text { fill: var(--ink) !important; }
+.js-plotly-plot .gridlayer path, .js-plotly-plot .zl { stroke: var(--rule) !important; }
+"""
+
+PALETTE = ("#2f6fdd", "#d9822b", "#1f9d77", "#b5489a", "#7a6ff0", "#c2483d", "#4b9fb8", "#8a8f3c")
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid", "dash")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "pentagon")
+
+
+@dataclass(frozen=True, slots=True)
+class Html:
+    """Text that is markup already."""
+
+    text: str
+
+
+Cell = str | Html
+
+
+def escape(content: Cell) -> str:
+    """Markup of a cell.
+
+    >>> escape("a < b"), escape(Html("<b>a</b>"))
+    ('a &lt; b', '<b>a</b>')
+    """
+    return content.text if isinstance(content, Html) else html.escape(content)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, caption: str, numbers: Sequence[int] = ()) -> Html:
+    """A table; the columns counted in `numbers` are set to the right, the first column heads its row."""
+    kind = dict.fromkeys(numbers, ' class="number"')
+    head = "".join(f'<th scope="col"{kind.get(i, "")}>{html.escape(name)}</th>' for i, name in enumerate(columns))
+    body = []
+    for row in rows:
+        cells = [f'<th scope="row"{kind.get(0, "")}>{escape(row[0])}</th>']
+        cells += [f"<td{kind.get(i, '')}>{escape(cell)}</td>" for i, cell in enumerate(row) if i]
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    lines = "\n".join(body)
+    return Html(
+        f'<div class="table" role="region" aria-label="{html.escape(caption)}" tabindex="0"><table>'
+        f"<caption>{html.escape(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{lines}\n"
+        "</tbody></table></div>"
+    )
+
+
+def cards(entries: Sequence[tuple[str, str, str]]) -> Html:
+    """Name, value and a remark, side by side."""
+    inner = "".join(
+        f'<div class="card"><div class="name">{html.escape(name)}</div><div class="value">{html.escape(value)}</div>'
+        f'<div class="more">{html.escape(more)}</div></div>'
+        for name, value, more in entries
+    )
+    return Html(f'<div class="cards">{inner}</div>')
+
+
+def heading(text: str) -> Html:
+    """A heading of a section."""
+    return Html(f"<h2>{html.escape(text)}</h2>")
+
+
+def paragraph(content: Cell, *, lead: bool = False) -> Html:
+    """A paragraph."""
+    kind = ' class="lead"' if lead else ""
+    return Html(f"<p{kind}>{escape(content)}</p>")
+
+
+def code(text: str) -> Html:
+    """Commands or output, as typed."""
+    return Html(f"<pre><code>{html.escape(text)}</code></pre>")
+
+
+def grid(*parts: Html) -> Html:
+    """Pictures side by side where the page is wide enough."""
+    return Html(f'<div class="grid">{"".join(part.text for part in parts)}</div>')
+
+
+def drawing(svg: str, *, title: str, caption: str) -> Html:
+    """A picture that is markup already; it keeps a white ground."""
+    return Html(
+        f'<figure class="drawing" role="group"><h3>{html.escape(title)}</h3>{svg}'
+        f"<figcaption>{html.escape(caption)}</figcaption></figure>"
+    )
+
+
+def chart(figure: go.Figure, *, identity: str, title: str, caption: str, height: int = 330) -> Html:
+    """An interactive picture; the page must hold the script once."""
+    import plotly.io
+
+    figure.update_layout(
+        height=height,
+        margin={"l": 60, "r": 16, "t": 34, "b": 46},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"family": "system-ui, sans-serif", "size": 13},
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "x": 0, "traceorder": "normal"},
+        template="none",
+    )
+    figure.update_xaxes(gridcolor="#dfe3ea", zeroline=False, automargin=True)
+    figure.update_yaxes(gridcolor="#dfe3ea", zeroline=False, automargin=True)
+    markup = plotly.io.to_html(
+        figure,
+        include_plotlyjs=False,
+        full_html=False,
+        div_id=identity,
+        config={"displaylogo": False, "responsive": True, "displayModeBar": False},
+    )
+    return Html(
+        f'<figure role="group" aria-label="{html.escape(title)}"><h3>{html.escape(title)}</h3>{markup}'
+        f"<figcaption>{html.escape(caption)}</figcaption></figure>"
+    )
+
+
+def page(title: str, parts: Sequence[Html], *, footer: str) -> str:
+    """The whole page as text, scripts and styles inside."""
+    body = "\n".join(part.text for part in parts)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n<script>{_plotly_script()}</script>\n</head>\n"
+        f"<body>\n<main>\n<h1>{html.escape(title)}</h1>\n{body}\n<footer>{html.escape(footer)}</footer>\n</main>\n"
+        "</body>\n</html>\n"
+    )
+
+
+@cache
+def _plotly_script() -> str:
+    from plotly.offline import get_plotlyjs
+
+    script: str = get_plotlyjs()
+    return script

@@ -1,0 +1,322 @@
+"""The page of a what-if sweep: one table and pictures of time, throughput, scaling and memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.quantities import GIB, bytes_text, percent_text, rate_text, seconds_text
+from planner.what_if import WhatIfRow
+from planner.whole_file import write_whole
+from reports import page
+from reports.page import DASHES, PALETTE, SYMBOLS, Html
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from planner.planning import Prediction
+
+PARTS = {
+    "compute_s": "compute",
+    "exposed_communication_s": "exposed communication",
+    "bubble_s": "idle",
+    "optimizer_s": "optimizer",
+}
+
+
+def write_what_if_page(rows: Sequence[WhatIfRow], *, network: str, batch_rule: str, path: str | Path) -> Path:
+    """Write the page of a sweep, whole or not at all.
+
+    Parameters
+    ----------
+    rows
+        From `planner.what_if.what_if`.
+    network
+        The network's specification.
+    batch_rule
+        How the global batch follows the device count, in words.
+    path
+        Where to write the HTML.
+
+    Returns
+    -------
+    Path
+        The file written.
+    """
+    return write_whole(path, what_if_page(rows, network=network, batch_rule=batch_rule))
+
+
+def what_if_page(rows: Sequence[WhatIfRow], *, network: str, batch_rule: str) -> str:
+    """The page of a sweep as text."""
+    found = [row for row in rows if row.best is not None]
+    parts = [
+        page.paragraph(f"The best plan at each device count. {batch_rule[:1].upper()}{batch_rule[1:]}.", lead=True),
+        page.cards(_cards(rows)),
+    ]
+    if found:
+        parts += [page.heading("Pictures"), page.grid(*_charts(rows, found)), *_time_charts(found)]
+    parts += [page.heading("Plans"), _plans(rows), page.heading("Time and memory"), _predictions(found)]
+    return page.page(
+        f"What if: {network}",
+        parts,
+        footer="Predicted by Meshwright's simulator; intervals and labels as in the hardware profiles.",
+    )
+
+
+def _profiles(rows: Sequence[WhatIfRow]) -> list[str]:
+    return list(dict.fromkeys(row.hardware for row in rows))
+
+
+def _cards(rows: Sequence[WhatIfRow]) -> list[tuple[str, str, str]]:
+    entries = [("Plans", f"{sum(row.best is not None for row in rows)} of {len(rows)}", "clusters for which one fits")]
+    for profile in _profiles(rows):
+        found = [row for row in rows if row.hardware == profile and row.best is not None]
+        if found:
+            last = max(found, key=lambda row: row.devices)
+            speed, what = _throughput(last)
+            efficiency = "" if last.scaling_efficiency is None else percent_text(last.scaling_efficiency)
+            entries.append((f"{profile} × {last.devices}", rate_text(speed, what), f"{efficiency} scaling efficiency"))
+    return entries
+
+
+def _throughput(row: WhatIfRow) -> tuple[float, str]:
+    assert row.best is not None
+    prediction = row.best.prediction
+    if prediction.tokens_per_s is not None:
+        return prediction.tokens_per_s, "tokens"
+    return prediction.samples_per_s, "samples"
+
+
+def _lines(
+    found: Sequence[WhatIfRow], value: Callable[[WhatIfRow], float], text: Callable[[WhatIfRow], str]
+) -> go.Figure:
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    for index, profile in enumerate(_profiles(found)):
+        rows = [row for row in found if row.hardware == profile]
+        figure.add_trace(
+            go.Scatter(
+                x=[row.devices for row in rows],
+                y=[value(row) for row in rows],
+                name=profile,
+                mode="lines+markers",
+                line={"color": PALETTE[index % len(PALETTE)], "dash": DASHES[index % len(DASHES)], "width": 2},
+                marker={"symbol": SYMBOLS[index % len(SYMBOLS)], "size": 8},
+                text=[text(row) for row in rows],
+                hovertemplate="%{x} devices: %{text}<extra>%{fullData.name}</extra>",
+            )
+        )
+    counts = sorted({row.devices for row in found})
+    figure.update_xaxes(
+        type="log", title="devices", tickvals=counts, ticktext=[str(count) for count in counts], minor={"ticks": ""}
+    )
+    return figure
+
+
+def _charts(rows: Sequence[WhatIfRow], found: Sequence[WhatIfRow]) -> list[Html]:
+    what = _throughput(found[0])[1]
+    time = _lines(found, lambda row: _prediction(row).step_time_s, _time_text)
+    _add_intervals(time, found)
+    time.update_yaxes(**_log_axis([_prediction(row).step_time_s for row in found], seconds_text))
+    speed = _lines(found, lambda row: _throughput(row)[0], lambda row: rate_text(*_throughput(row)))
+    _add_ideal(speed, found)
+    speeds = [_throughput(row)[0] for row in found]
+    speed.update_yaxes(title=f"{what} per second", **_log_axis(speeds, _rate_tick))
+    scaling = _lines(
+        found, lambda row: 100 * (row.scaling_efficiency or 0.0), lambda row: percent_text(row.scaling_efficiency or 0)
+    )
+    scaling.update_yaxes(title="per cent", rangemode="tozero")
+    memory = _lines(found, lambda row: _prediction(row).peak_memory_bytes / GIB, _memory_text)
+    _add_capacity(memory, found)
+    memory.update_yaxes(title="GiB per device", rangemode="tozero")
+    return [
+        page.chart(time, identity="step-time", title="Step time", caption="Bars show the interval of the prediction."),
+        page.chart(speed, identity="throughput", title="Throughput", caption="Thin lines: perfect scaling."),
+        page.chart(
+            scaling,
+            identity="efficiency",
+            title="Scaling efficiency",
+            caption="Throughput per device against the smallest cluster of the same kind.",
+        ),
+        page.chart(
+            memory,
+            identity="memory",
+            title="Peak memory per device",
+            caption="Thin lines: memory a job can use on the device.",
+        ),
+    ]
+
+
+def _rate_tick(value: float) -> str:
+    return rate_text(value, "").removesuffix(" /s").replace(".00", "").replace(".0", "")
+
+
+def _log_axis(values: Sequence[float], text: Callable[[float], str]) -> dict[str, object]:
+    """Ticks at 1, 2 and 5 of each decade, at every digit of an axis shorter than one."""
+    low, high = min(values), max(values)
+    digits = range(1, 10) if high < 8 * low else (1, 2, 5)
+    decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    ticks = [digit * 10.0**decade for decade in decades for digit in digits]
+    shown = [tick for tick in ticks if low / 2 <= tick <= 2 * high]
+    return {"type": "log", "tickvals": shown, "ticktext": [text(tick) for tick in shown]}
+
+
+def _prediction(row: WhatIfRow) -> Prediction:
+    assert row.best is not None
+    return row.best.prediction
+
+
+def _time_text(row: WhatIfRow) -> str:
+    low, high = _prediction(row).interval_s
+    return f"{seconds_text(_prediction(row).step_time_s)} ({seconds_text(low)} to {seconds_text(high)})"
+
+
+def _memory_text(row: WhatIfRow) -> str:
+    prediction = _prediction(row)
+    return f"{bytes_text(prediction.peak_memory_bytes)} of {bytes_text(prediction.device_memory_bytes)}"
+
+
+def _add_intervals(figure: go.Figure, found: Sequence[WhatIfRow]) -> None:
+    for trace in figure.data:
+        predictions = [_prediction(row) for row in found if row.hardware == trace.name]
+        trace.error_y = {
+            "type": "data",
+            "symmetric": False,
+            "array": [p.interval_s[1] - p.step_time_s for p in predictions],
+            "arrayminus": [p.step_time_s - p.interval_s[0] for p in predictions],
+            "thickness": 1,
+            "width": 3,
+        }
+
+
+def _add_ideal(figure: go.Figure, found: Sequence[WhatIfRow]) -> None:
+    for index, profile in enumerate(_profiles(found)):
+        rows = [row for row in found if row.hardware == profile]
+        base = min(rows, key=lambda row: row.devices)
+        ideal = [_throughput(base)[0] * row.devices / base.devices for row in rows]
+        _thin_line(figure, [row.devices for row in rows], ideal, index)
+
+
+def _add_capacity(figure: go.Figure, found: Sequence[WhatIfRow]) -> None:
+    for index, profile in enumerate(_profiles(found)):
+        rows = [row for row in found if row.hardware == profile]
+        limits = [_prediction(row).device_memory_bytes / GIB for row in rows]
+        _thin_line(figure, [row.devices for row in rows], limits, index)
+
+
+def _thin_line(figure: go.Figure, devices: list[int], values: list[float], index: int) -> None:
+    figure.add_scatter(
+        x=devices,
+        y=values,
+        mode="lines",
+        line={"color": PALETTE[index % len(PALETTE)], "dash": "dot", "width": 1},
+        showlegend=False,
+        hoverinfo="skip",
+    )
+
+
+def _time_charts(found: Sequence[WhatIfRow]) -> list[Html]:
+    charts = []
+    for index, profile in enumerate(_profiles(found)):
+        rows = [row for row in found if row.hardware == profile]
+        charts.append(
+            page.chart(
+                _time_chart(rows),
+                identity=f"time-{index}",
+                title=f"Where the time goes: {profile}",
+                caption="Shares of the step time; communication counts where nothing is computed meanwhile.",
+                height=300,
+            )
+        )
+    return [page.grid(*charts)]
+
+
+def _time_chart(rows: Sequence[WhatIfRow]) -> go.Figure:
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    parts = list(dict.fromkeys(part for row in rows for part in _prediction(row).breakdown))
+    for index, part in enumerate(parts):
+        figure.add_trace(
+            go.Bar(
+                x=[str(row.devices) for row in rows],
+                y=[100 * _prediction(row).breakdown.get(part, 0.0) / _prediction(row).step_time_s for row in rows],
+                name=PARTS.get(part, part.removesuffix("_s")),
+                marker={
+                    "color": PALETTE[index % len(PALETTE)],
+                    "pattern": {
+                        "shape": ("", "/", ".", "x")[index % 4],
+                        "fillmode": "overlay",
+                        "fgcolor": "rgba(255,255,255,0.6)",
+                        "size": 6,
+                    },
+                },
+                text=[seconds_text(_prediction(row).breakdown.get(part, 0.0)) for row in rows],
+                textposition="none",
+                hovertemplate="%{x} devices: %{text} (%{y:.1f} %)<extra>%{fullData.name}</extra>",
+            )
+        )
+    figure.update_layout(barmode="stack", bargap=0.35)
+    figure.update_xaxes(title="devices", type="category")
+    figure.update_yaxes(title="per cent", range=[0, 100])
+    return figure
+
+
+def _plans(rows: Sequence[WhatIfRow]) -> Html:
+    lines: list[list[page.Cell]] = []
+    for row in rows:
+        line: list[page.Cell] = [row.hardware, str(row.devices), str(row.global_batch)]
+        if row.best is None:
+            lines.append([*line, Html(f'<span class="bad wrap">{page.escape(row.reason)}</span>'), "", "", ""])
+            continue
+        plan = row.best.plan
+        mesh = " × ".join(f"{axis.name} {axis.size}" for axis in plan.mesh.axes) or "one device"
+        gap = percent_text(plan.certificate.gap)
+        lines.append(
+            [
+                *line,
+                mesh,
+                f"{plan.micro_batch} × {plan.micro_batches}",
+                "whole" if plan.optimizer_sharding == "none" else plan.optimizer_sharding,
+                f"{plan.certificate.status}, gap {gap}",
+            ]
+        )
+    columns = ["profile", "devices", "global batch", "mesh", "micro-batch", "optimizer state", "certificate"]
+    return page.table(columns, lines, caption="The best plan of each cluster", numbers=(1, 2))
+
+
+def _breakdown_text(prediction: Prediction) -> str:
+    return ", ".join(
+        f"{PARTS.get(part, part)} {percent_text(seconds / prediction.step_time_s)}"
+        for part, seconds in prediction.breakdown.items()
+    )
+
+
+def _predictions(found: Sequence[WhatIfRow]) -> Html:
+    lines: list[list[page.Cell]] = []
+    for row in found:
+        prediction = _prediction(row)
+        lines.append(
+            [
+                row.hardware,
+                str(row.devices),
+                seconds_text(prediction.step_time_s),
+                " to ".join(seconds_text(bound) for bound in prediction.interval_s),
+                str(prediction.label),
+                rate_text(*_throughput(row)),
+                "" if row.scaling_efficiency is None else percent_text(row.scaling_efficiency),
+                percent_text(prediction.mfu),
+                _memory_text(row),
+                Html(f'<span class="wrap">{page.escape(_breakdown_text(prediction))}</span>'),
+            ]
+        )
+    columns = ["profile", "devices", "step time", "interval", "label", "throughput", "efficiency", "MFU", "peak memory"]
+    return page.table(
+        [*columns, "where the time goes"],
+        lines,
+        caption="Predicted time and memory of these plans",
+        numbers=(1, 2, 3, 5, 6, 7, 8),
+    )
