@@ -110,7 +110,7 @@ def ring_all_reduce(hardware: Hardware, group: GroupShape) -> Cost:
 
 
 def tree_all_reduce(hardware: Hardware, group: GroupShape) -> Cost:
-    """``L = 2 sum_l ceil(log2 m_l) a_l``, ``B = 2 max_l (m_l - 1) / m_l / (c_(l-1) b_l)``.
+    """``L`` twice that of `tree_broadcast`, ``B = 2 max_l (m_l - 1) / m_l / (c_(l-1) b_l)``.
 
     Up and down two complementary binary trees (Sanders et al.); levels work at the same time.
     """
@@ -139,24 +139,23 @@ def switch_all_reduce(hardware: Hardware, group: GroupShape) -> Cost | None:
 
     ``r_l`` is the level's reduction bandwidth. Each member sends its ``S`` bytes to the switch once and the
     sum of its own ``S / m`` back to all (Graham et al., "Scalable hierarchical aggregation protocol", COMHPC
-    2016, in the form in which one GPU drives one slice of the message).
+    2016, in the form in which one GPU drives one slice of the message). Small messages gain nothing: the
+    latency is the tree's.
     """
-    latency, parts, helped = 0.0, [], False
+    parts, helped = [], False
     for count, inside, level in _crossed(hardware, group):
         if level.reduction_bandwidth_bytes_per_s:
             helped = True
-            latency += 2 * level.latency_s
             parts.append((1 + 1 / count) / (inside * level.reduction_bandwidth_bytes_per_s))
         else:
-            latency += 2 * math.ceil(math.log2(count)) * level.latency_s
             parts.append(2 * _share(count, inside, level))
-    return Cost(latency, max(parts)) if helped else None
+    return Cost(2 * _tree_latency(hardware, group), max(parts)) if helped else None
 
 
 def pairwise_all_to_all(hardware: Hardware, group: GroupShape) -> Cost:
     """A message of ``S / n`` to every other member, all at once.
 
-    ``L = max_l a_l``, ``B = max_l (c_l - c_(l-1)) / n / b_l``. Levels have links of their own and work at the same time.
+    ``L = max_l a_l``, ``B = max_l (c_l - c_(l-1)) / n / b_l``: levels have links of their own.
     """
     parts = [
         (group.within(index) - group.within(index - 1)) / group.size / level.bandwidth_bytes_per_s
@@ -171,7 +170,10 @@ def ring_broadcast(hardware: Hardware, group: GroupShape) -> Cost:
 
 
 def tree_broadcast(hardware: Hardware, group: GroupShape) -> Cost:
-    """Down two complementary binary trees (Sanders et al.): ``L = sum_l ceil(log2 m_l) a_l``, ``B`` as for the ring."""
+    """Down two complementary binary trees (Sanders et al.), ``B`` as for the ring.
+
+    ``L = sum_l ceil(log2 m_l) a_l``, where a chain of ``m_l - 1`` hops stands in for the tree inside a node.
+    """
     return Cost(_tree_latency(hardware, group), 1 / _ring_bandwidth(hardware, group))
 
 
@@ -233,7 +235,12 @@ def _ring_latency(hardware: Hardware, group: GroupShape) -> float:
 
 
 def _tree_latency(hardware: Hardware, group: GroupShape) -> float:
-    return sum(math.ceil(math.log2(count)) * level.latency_s for count, _, level in _crossed(hardware, group))
+    """``(m - 1) a`` for the chain inside a node, ``ceil(log2 m) a`` for the trees among nodes, as NCCL builds them."""
+    seconds = 0.0
+    for count, inside, level in _crossed(hardware, group):
+        chain = min(count, max(1, hardware.devices_per_node // inside)) if inside < hardware.devices_per_node else 1
+        seconds += (chain - 1 + math.ceil(math.log2(count / chain))) * level.latency_s
+    return seconds
 
 
 def _from_tables(

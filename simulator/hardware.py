@@ -21,7 +21,7 @@ PROFILE_SUFFIX = ".yaml"
 _WIDER_DTYPE = {
     "float8_e4m3fn": "bfloat16",
     "float8_e5m2": "float8_e4m3fn",
-    "bfloat16": "float16",
+    "bfloat16": "float32",
     "float16": "float32",
 }
 
