@@ -1,0 +1,561 @@
+"""A plan becomes a program: local operators and explicit collectives, in order, with their buffers.
+
+What is simulated and what is executed both come from here. A step is a chain of segments, one
+micro-batch each: the first gathers parameters that are stored sharded, the last synchronises the
+accumulated gradients in fused messages beside the backward pass and updates the stored shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, Role, TensorRef, TensorSpec
+from planner.instructions import (
+    Accumulate,
+    Communicate,
+    Compute,
+    Instruction,
+    LoweredInput,
+    LoweredPlan,
+    Mask,
+    Slice,
+    StoredParameter,
+    Update,
+)
+from planner.sharding.placement import REPLICATE, Mesh, Placements, placement_name
+from planner.sharding.redistribution import Step, redistribution
+from planner.sharding.rules import Rule
+from planner.strategy.plan import NodeRules
+from planner.work import Optimizer, state_bytes, traffic_bytes, update_traffic
+from simulator.program import (
+    COMPUTE_STREAM,
+    Buffer,
+    BufferKind,
+    Collective,
+    Kernel,
+    Phase,
+    Program,
+    ProgramAxis,
+    Segment,
+    Task,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoweringOptions:
+    """What a plan says beside the strategies."""
+
+    mesh: Mesh
+    micro_batches: int
+    optimizer: Optimizer
+    bucket_bytes: int
+
+
+def lower_graph(graph: OperatorGraph, rules: Mapping[str, NodeRules], options: LoweringOptions) -> LoweredPlan:
+    """Lower an unfolded graph with the strategies of its nodes, by name.
+
+    Every tensor is redistributed at most once to each placement, from the version at hand that is
+    cheapest to start from.
+    """
+    source = _Source(graph, rules, options)
+    count = options.micro_batches
+    kinds = [(True, True, 1)] if count == 1 else [(True, False, 1), (False, False, count - 2), (False, True, 1)]
+    segments, instructions = [], []
+    for first, last, repeat in kinds:
+        if repeat:
+            writer = _SegmentWriter(source, first=first, last=last)
+            tasks, made = writer.write()
+            name = "step" if first and last else "first" if first else "last" if last else "middle"
+            segments.append(Segment(name=name, tasks=tasks, count=repeat))
+            instructions.append(made)
+    program = Program(
+        name=graph.network,
+        devices=options.mesh.size,
+        axes=tuple(
+            ProgramAxis(name=a.name, size=a.size, stride=options.mesh.stride(i))
+            for i, a in enumerate(options.mesh.axes)
+        ),
+        segments=tuple(segments),
+        resident=tuple(source.resident()),
+    )
+    return LoweredPlan(
+        graph=graph,
+        mesh=options.mesh,
+        program=program,
+        instructions=tuple(instructions),
+        parameters=tuple(
+            StoredParameter(name=p.name, value=graph.nodes[p.node].name, placements=source.stored[p.node])
+            for p in graph.parameters
+        ),
+        inputs=tuple(
+            LoweredInput(name=i.name, value=graph.nodes[i.node].name, placements=source.stored[i.node])
+            for i in graph.inputs
+        ),
+        loss=source.loss_value,
+        micro_batches=count,
+    )
+
+
+def local_share(placements: Placements, sizes: tuple[int, ...]) -> float:
+    """Part of a tensor that one rank holds."""
+    return 1.0 / prod(size for p, size in zip(placements, sizes, strict=True) if p >= 0)
+
+
+class _Source:
+    """The graph with its strategies, and what follows from them for every segment."""
+
+    def __init__(self, graph: OperatorGraph, rules: Mapping[str, NodeRules], options: LoweringOptions) -> None:
+        self.graph = graph
+        self.options = options
+        self.sizes = options.mesh.sizes
+        axes = len(self.sizes)
+        self.replicated: Placements = (REPLICATE,) * axes
+        self.rules: list[NodeRules] = []
+        for node in graph.nodes:
+            if node.role is Role.CONSTANT:
+                everywhere = Rule(
+                    (REPLICATE,) * len(node.tensor_inputs), (REPLICATE,) * len(node.outputs), splits_work=False
+                )
+                self.rules.append((everywhere,) * axes)
+            else:
+                self.rules.append(tuple(rules[node.name]))
+        self.stored: dict[int, Placements] = {
+            i: self.output_placements(TensorRef(i))
+            for i, node in enumerate(graph.nodes)
+            if node.role in (Role.PARAMETER, Role.INPUT)
+        }
+        self.read = {*graph.consumers, graph.loss, *(p.gradient for p in graph.parameters if p.gradient)}
+        self.loss_value = self.value_name(graph.loss, self.replicated)
+
+    def output_placements(self, ref: TensorRef) -> Placements:
+        return tuple(rule.outputs[ref.output] for rule in self.rules[ref.node])
+
+    def input_placements(self, index: int, position: int) -> Placements:
+        return tuple(rule.inputs[position] for rule in self.rules[index])
+
+    def local_bytes(self, spec: TensorSpec, placements: Placements) -> int:
+        return int(spec.size_bytes * local_share(placements, self.sizes))
+
+    def value_name(self, ref: TensorRef, placements: Placements) -> str:
+        """Name of a tensor in one placement; as written, it is called like its node."""
+        node = self.graph.nodes[ref.node]
+        name = node.name if len(node.outputs) == 1 else f"{node.name}:{ref.output}"
+        if placements == self.output_placements(ref):
+            return name
+        return f"{name}@{','.join(map(placement_name, placements))}"
+
+    def gathered(self, node: int) -> list[Placements]:
+        """Placements other than the stored one in which a parameter is read and that need a message."""
+        ref = TensorRef(node)
+        wanted: dict[Placements, None] = {}
+        for user in self.graph.consumers.get(ref, ()):
+            for position, used in enumerate(self.graph.nodes[user].tensor_inputs):
+                if used == ref:
+                    wanted[self.input_placements(user, position)] = None
+        return [w for w in wanted if any(isinstance(s.operation, Collective) for s in self.path(self.stored[node], w))]
+
+    def path(self, source: Placements, target: Placements) -> tuple[Step, ...]:
+        steps = redistribution(source, target)
+        if steps is None:
+            raise AssertionError(f"no way from {source} to {target}")
+        return steps
+
+    def volume(self, steps: tuple[Step, ...]) -> float:
+        """Share of a tensor that a path puts on the wire."""
+        return sum(
+            (2.0 if s.operation is Collective.ALL_REDUCE else 1.0) / prod(self.sizes[a] for a in s.sharded_axes)
+            for s in steps
+            if isinstance(s.operation, Collective)
+        )
+
+    def resident(self) -> list[Buffer]:
+        """Parameters, optimizer states and the batch."""
+        buffers = []
+        for index, placements in self.stored.items():
+            node = self.graph.nodes[index]
+            spec = node.outputs[0]
+            size = self.local_bytes(spec, placements)
+            kind = BufferKind.PARAMETER if node.role is Role.PARAMETER else BufferKind.ACTIVATION
+            buffers.append(Buffer(name=node.name, size_bytes=size, kind=kind))
+            states = state_bytes(self.options.optimizer, spec.dtype) * size // DTYPE_BYTES[spec.dtype]
+            if node.role is Role.PARAMETER and states:
+                name = f"{node.name}.states"
+                buffers.append(Buffer(name=name, size_bytes=states, kind=BufferKind.OPTIMIZER_STATE))
+        return buffers
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A task being written: its values are resolved to dependencies and releases at the end."""
+
+    task: Task
+    instruction: Instruction
+    reads: tuple[str, ...]
+    writes: tuple[Buffer, ...]
+    owners: dict[str, str] = field(default_factory=dict)
+    completes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Gradients waiting to travel together."""
+
+    entries: list[tuple[int, str, tuple[Step, ...]]] = field(default_factory=list)
+    size_bytes: int = 0
+
+
+class _SegmentWriter:
+    """Writes the tasks and instructions of one micro-batch."""
+
+    def __init__(self, source: _Source, *, first: bool, last: bool) -> None:
+        self.source = source
+        self.graph = source.graph
+        self.first = first
+        self.last = last
+        self.drafts: list[_Draft] = []
+        self.versions: dict[TensorRef, dict[Placements, str]] = {}
+        self.pending: dict[tuple[Collective, int, str], _Pending] = {}
+        self.synchronised: list[tuple[int, str]] = []
+        self.gradient_of = {p.gradient: p.node for p in self.graph.parameters if p.gradient is not None}
+        self.persistent = {self.graph.nodes[i].name for i in source.stored} | {source.loss_value}
+
+    def write(self) -> tuple[tuple[Task, ...], tuple[Instruction, ...]]:
+        for index, placements in self.source.stored.items():
+            self.versions[TensorRef(index)] = {placements: self.graph.nodes[index].name}
+        self._gather_parameters()
+        for index, node in enumerate(self.graph.nodes):
+            if node.role in (Role.PARAMETER, Role.INPUT):
+                continue
+            self._compute(index, node)
+            for output in range(len(node.outputs)):
+                self._after(TensorRef(index, output), node)
+        if self.last:
+            self._finish()
+        return self._resolve()
+
+    # Operators
+
+    def _compute(self, index: int, node: Node) -> None:
+        source, rules = self.source, self.source.rules[index]
+        names = tuple(
+            self._fetch(ref, source.input_placements(index, position), node.phase)
+            for position, ref in enumerate(node.tensor_inputs)
+        )
+        sizes = source.sizes
+        shares = [
+            local_share(source.input_placements(index, position), sizes) for position in range(len(node.tensor_inputs))
+        ]
+        shares += [
+            local_share(source.output_placements(TensorRef(index, o)), sizes) for o in range(len(node.outputs))
+        ]
+        split = prod(size for rule, size in zip(rules, sizes, strict=True) if rule.splits_work)
+        outputs, writes, owners = [], [], {}
+        for output, spec in enumerate(node.outputs):
+            ref = TensorRef(index, output)
+            placements = source.output_placements(ref)
+            name = source.value_name(ref, placements) if ref in source.read else ""
+            outputs.append(name)
+            if name:
+                view = node.kernel is Kernel.VIEW and bool(names)
+                size = 0 if view else source.local_bytes(spec, placements)
+                writes.append(Buffer(name=name, size_bytes=size, kind=self._kind(ref, node)))
+                self.versions[ref] = {placements: name}
+                if view:
+                    owners[name] = names[0]
+        task = Task(
+            name=node.name,
+            phase=node.phase,
+            kernel=node.kernel,
+            dtype=node.outputs[0].dtype,
+            flops=node.flops / split,
+            bytes_moved=traffic_bytes(self.graph, node, shares),
+        )
+        instruction = Compute(node=index, inputs=names, outputs=tuple(outputs), rules=rules)
+        self._add(task, instruction, names, tuple(writes), owners)
+        self._inner_reductions(node, rules, tuple(name for name in outputs if name))
+
+    def _inner_reductions(self, node: Node, rules: NodeRules, outputs: tuple[str, ...]) -> None:
+        """Time the collectives inside an operator right after it; the operator's instruction runs them."""
+        for axis, rule in enumerate(rules):
+            if rule.reduced_elements:
+                payload = rule.reduced_elements * DTYPE_BYTES[node.outputs[0].dtype]
+                inner = Communicate(
+                    collective=Collective.ALL_REDUCE, axis=axis, sources=(), targets=(), gather_dims=(), split_dims=()
+                )
+                self._message(f"all_reduce inside {node.name}", node.phase, inner, payload, completes=outputs)
+
+    def _kind(self, ref: TensorRef, node: Node) -> BufferKind:
+        return BufferKind.GRADIENT if ref in self.gradient_of else BufferKind.ACTIVATION
+
+    def _after(self, ref: TensorRef, node: Node) -> None:
+        if ref == self.graph.loss:
+            self._fetch(ref, self.source.replicated, Phase.FORWARD)
+        if ref in self.gradient_of:
+            self._gradient(ref, self.gradient_of[ref])
+
+    # Redistribution
+
+    def _fetch(self, ref: TensorRef, wanted: Placements, phase: Phase) -> str:
+        versions = self.versions[ref]
+        if wanted not in versions:
+            ways = [self.source.path(p, wanted) for p in versions if redistribution(p, wanted) is not None]
+            for step in min(ways, key=self.source.volume):
+                if step.after not in versions:
+                    versions[step.after] = self._move(ref, versions[step.before], step, phase)
+        return versions[wanted]
+
+    def _move(self, ref: TensorRef, value: str, step: Step, phase: Phase, *, asynchronous: bool = False) -> str:
+        target = self.source.value_name(ref, step.after)
+        self._step([(ref, value, target)], step, phase, asynchronous)
+        return target
+
+    def _step(self, items: list[tuple[TensorRef, str, str]], step: Step, phase: Phase, asynchronous: bool) -> None:
+        """One move of one or several tensors along one axis."""
+        source = self.source
+        specs = [self.graph.spec(ref) for ref, _, _ in items]
+        sizes = [source.local_bytes(spec, step.after) for spec in specs]
+        kinds = [self._moved_kind(ref) for ref, _, _ in items]
+        writes = tuple(
+            Buffer(name=t, size_bytes=size, kind=kind)
+            for (_, _, t), size, kind in zip(items, sizes, kinds, strict=True)
+        )
+        if not isinstance(step.operation, Collective):
+            (_, value, target), size = items[0], sizes[0]
+            kernel = {"kernel": Kernel.COPY, "bytes_moved": 2.0 * size, "dtype": specs[0].dtype}
+            task = Task(name=f"{step.operation} {value}", phase=phase, **kernel)  # type: ignore[arg-type]
+            instruction: Instruction = (
+                Slice(source=value, target=target, axis=step.axis, dim=step.split_dim)
+                if step.operation == "slice"
+                else Mask(source=value, target=target, axis=step.axis)
+            )
+            self._add(task, instruction, (value,), writes)
+            return
+        payload = sum(spec.size_bytes for spec in specs) / prod(source.sizes[a] for a in step.sharded_axes)
+        message = Communicate(
+            collective=step.operation,
+            axis=step.axis,
+            sources=tuple(value for _, value, _ in items),
+            targets=tuple(target for _, _, target in items),
+            gather_dims=(step.gather_dim,) * len(items),
+            split_dims=(step.split_dim,) * len(items),
+            asynchronous=asynchronous,
+        )
+        what = items[0][1] if len(items) == 1 else f"{len(items)} tensors from {items[0][1]}"
+        self._message(f"{step.operation} {what}", phase, message, payload, writes=writes, dtype=specs[0].dtype)
+
+    def _moved_kind(self, ref: TensorRef) -> BufferKind:
+        role = self.graph.nodes[ref.node].role
+        if role is Role.PARAMETER:
+            return BufferKind.PARAMETER
+        return BufferKind.GRADIENT if ref in self.gradient_of else BufferKind.COMMUNICATION
+
+    # Parameters and gradients
+
+    def _gather_parameters(self) -> None:
+        """Fetch stored shards once a step, in fused messages ahead of their use."""
+        pending: dict[tuple[Collective | str, int, Placements, Placements, str], list[tuple[TensorRef, str, str]]] = {}
+        size: dict[object, int] = {}
+        for parameter in self.graph.parameters:
+            ref = TensorRef(parameter.node)
+            for wanted in self.source.gathered(parameter.node):
+                steps = self.source.path(self.source.stored[parameter.node], wanted)
+                self.persistent.add(self.source.value_name(ref, wanted))
+                if not self.first:
+                    self.versions[ref][wanted] = self.source.value_name(ref, wanted)
+                elif len(steps) > 1:
+                    self._fetch(ref, wanted, Phase.FORWARD)
+                else:
+                    step = steps[0]
+                    target = self.source.value_name(ref, wanted)
+                    self.versions[ref][wanted] = target
+                    spec = self.graph.spec(ref)
+                    key = (step.operation, step.axis, step.before, step.after, spec.dtype)
+                    pending.setdefault(key, []).append((ref, self.graph.nodes[ref.node].name, target))
+                    size[key] = size.get(key, 0) + self.source.local_bytes(spec, step.after)
+                    if size[key] >= self.source.options.bucket_bytes:
+                        self._step(pending.pop(key), step, Phase.FORWARD, asynchronous=True)
+                        size[key] = 0
+        for key, items in pending.items():
+            step = self.source.path(key[2], key[3])[0]
+            self._step(items, step, Phase.FORWARD, asynchronous=True)
+
+    def _gradient(self, ref: TensorRef, parameter: int) -> None:
+        placements = self.source.output_placements(ref)
+        value = self.versions[ref][placements]
+        spec = self.graph.spec(ref)
+        if self.source.options.micro_batches > 1:
+            accumulator = f"{self.graph.nodes[parameter].name}.accumulated"
+            self.persistent.add(accumulator)
+            size = self.source.local_bytes(spec, placements)
+            moved = 0.0 if self.first else 3.0 * size
+            task = Task(
+                name=f"accumulate {self.graph.nodes[parameter].name}",
+                phase=Phase.BACKWARD,
+                kernel=Kernel.VIEW if self.first else Kernel.ELEMENTWISE,
+                dtype=spec.dtype,
+                bytes_moved=moved,
+            )
+            writes = (Buffer(name=accumulator, size_bytes=size, kind=BufferKind.GRADIENT),) if self.first else ()
+            instruction = Accumulate(source=value, accumulator=accumulator, first=self.first)
+            self._add(task, instruction, (value,) if self.first else (value, accumulator), writes)
+            value = accumulator
+        if self.last:
+            self._synchronise(parameter, value, self.source.path(placements, self.source.stored[parameter]))
+
+    def _synchronise(self, parameter: int, value: str, steps: tuple[Step, ...]) -> None:
+        """Queue a gradient's next message; full buckets travel at once."""
+        if not steps:
+            self.synchronised.append((parameter, value))
+            return
+        step = steps[0]
+        ref = next(p.gradient for p in self.graph.parameters if p.node == parameter and p.gradient)
+        if not isinstance(step.operation, Collective):
+            target = f"{value}@{','.join(map(placement_name, step.after))}"
+            self._step([(ref, value, target)], step, Phase.BACKWARD, asynchronous=False)
+            self._synchronise(parameter, target, steps[1:])
+            return
+        spec = self.graph.spec(ref)
+        key = (step.operation, step.axis, spec.dtype)
+        bucket = self.pending.setdefault(key, _Pending())
+        bucket.entries.append((parameter, value, steps))
+        bucket.size_bytes += int(spec.size_bytes / prod(self.source.sizes[a] for a in step.sharded_axes))
+        if bucket.size_bytes >= self.source.options.bucket_bytes:
+            self._flush(key)
+
+    def _flush(self, key: tuple[Collective, int, str]) -> None:
+        bucket = self.pending.pop(key)
+        gradients = {p.node: p.gradient for p in self.graph.parameters}
+        items, dims, payload, writes, after = [], [], 0.0, [], []
+        for parameter, value, steps in bucket.entries:
+            step, ref = steps[0], gradients[parameter]
+            assert ref is not None  # only parameters with a gradient are queued
+            target = f"{value}@{','.join(map(placement_name, step.after))}"
+            spec = self.graph.spec(ref)
+            items.append((value, target))
+            dims.append((step.gather_dim, step.split_dim))
+            payload += spec.size_bytes / prod(self.source.sizes[a] for a in step.sharded_axes)
+            size = self.source.local_bytes(spec, step.after)
+            writes.append(Buffer(name=target, size_bytes=size, kind=BufferKind.GRADIENT))
+            after.append((parameter, target, steps[1:]))
+        message = Communicate(
+            collective=key[0],
+            axis=key[1],
+            sources=tuple(value for value, _ in items),
+            targets=tuple(target for _, target in items),
+            gather_dims=tuple(gather for gather, _ in dims),
+            split_dims=tuple(split for _, split in dims),
+            asynchronous=True,
+        )
+        name = f"{key[0]} gradients of {self.graph.nodes[bucket.entries[0][0]].name}"
+        if len(items) > 1:
+            name += f" and {len(items) - 1} more"
+        self._message(name, Phase.BACKWARD, message, payload, writes=tuple(writes), dtype=key[2])
+        for parameter, target, steps in after:
+            self._synchronise(parameter, target, steps)
+
+    def _finish(self) -> None:
+        """Send what still waits, then update every parameter."""
+        while self.pending:
+            self._flush(next(iter(self.pending)))
+        update = self.source.options.optimizer
+        for parameter, value in self.synchronised:
+            node = self.graph.nodes[parameter]
+            spec = node.outputs[0]
+            elements = spec.elements * local_share(self.source.stored[parameter], self.source.sizes)
+            task = Task(
+                name=f"update {node.name}",
+                phase=Phase.UPDATE,
+                kernel=Kernel.OPTIMIZER,
+                dtype=spec.dtype,
+                flops=elements * update.flops,
+                bytes_moved=elements * update_traffic(update, spec.dtype),
+            )
+            instruction = Update(
+                parameter=node.name, gradient=value, divisor=self.source.options.micro_batches
+            )
+            self._add(task, instruction, (node.name, value), ())
+
+    # Tasks
+
+    def _message(
+        self,
+        name: str,
+        phase: Phase,
+        message: Communicate,
+        payload: float,
+        *,
+        writes: tuple[Buffer, ...] = (),
+        dtype: str = "float32",
+        completes: tuple[str, ...] = (),
+    ) -> None:
+        axis = self.source.options.mesh.axes[message.axis].name
+        task = Task(
+            name=name,
+            phase=phase,
+            stream=f"communication:{axis}",
+            after=(len(self.drafts) - 1,) if completes else (),
+            dtype=dtype,
+            collective=message.collective,
+            axis=axis,
+            payload_bytes=payload,
+        )
+        self._add(task, message, message.sources, writes)
+        self.drafts[-1].completes = completes
+
+    def _add(
+        self,
+        task: Task,
+        instruction: Instruction,
+        reads: tuple[str, ...],
+        writes: tuple[Buffer, ...],
+        owners: dict[str, str] | None = None,
+    ) -> None:
+        self.drafts.append(_Draft(task, instruction, reads, writes, owners or {}))
+
+    def _resolve(self) -> tuple[tuple[Task, ...], tuple[Instruction, ...]]:
+        """Turn values into dependencies and releases: a value goes when its last reader, or that of a view, is done."""
+        producer: dict[str, int] = {}
+        last_use: dict[str, int] = {}
+        owners: dict[str, str] = {}
+        after: list[tuple[int, ...]] = []
+        for index, draft in enumerate(self.drafts):
+            needs = {producer[v] for v in draft.reads if v in producer}
+            stream = draft.task.stream
+            needs = {n for n in needs if self.drafts[n].task.stream != stream}
+            after.append(tuple(sorted(needs | set(draft.task.after))))
+            for buffer in draft.writes:
+                producer[buffer.name] = index
+                last_use[buffer.name] = index
+            producer.update(dict.fromkeys(draft.completes, index))
+            owners.update(draft.owners)
+            for value in draft.reads:
+                while True:
+                    last_use[value] = max(last_use.get(value, 0), index)
+                    if value not in owners:
+                        break
+                    value = owners[value]
+        keep = self._kept()
+        releases: dict[int, list[str]] = {}
+        for value, index in last_use.items():
+            if value not in keep and (value in producer or self._dropped_here(value)):
+                releases.setdefault(index, []).append(value)
+        tasks = tuple(
+            replace(d.task, after=a, allocates=self._new(d.writes), releases=tuple(releases.get(i, ())))
+            for i, (d, a) in enumerate(zip(self.drafts, after, strict=True))
+        )
+        return tasks, tuple(d.instruction for d in self.drafts)
+
+    def _new(self, writes: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
+        """Buffers that are not there yet: the loss stays from one micro-batch to the next."""
+        return writes if self.first else tuple(b for b in writes if b.name != self.source.loss_value)
+
+    def _kept(self) -> set[str]:
+        """Values that outlive the segment: parameters, the batch, the loss, and what a later micro-batch needs."""
+        stored = {self.graph.nodes[i].name for i in self.source.stored} | {self.source.loss_value}
+        return stored if self.last else stored | self.persistent
+
+    def _dropped_here(self, value: str) -> bool:
+        """Whether a value of an earlier segment ends its life in this one."""
+        return self.last and value in self.persistent

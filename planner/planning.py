@@ -1,0 +1,402 @@
+"""From a request to plans: capture, search, simulate, rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from planner.graph.folding import unfold
+from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
+from planner.graph.scaling import at_batch, at_precision
+from planner.instructions import LoweredPlan
+from planner.lowering import LoweringOptions, lower_graph
+from planner.networks import Network, load_network
+from planner.prediction import Prediction, predict
+from planner.request import PRECISIONS, PlanRequest, read_pins
+from planner.search.candidates import Found, Misfit, Space, explore
+from planner.search.solution import block_index, node_rules, template_name
+from planner.search.variables import decisions
+from planner.sharding.placement import REPLICATE
+from planner.sharding.rules import has_rule, rules_for
+from planner.strategy.plan import Certificate, LayerRules, NodeRules, Plan, Status
+from planner.work import optimizer
+from simulator.errors import InputError, StrategyError, UnsupportedError
+from simulator.hardware import Hardware, load_profile
+from simulator.timeline import Timeline
+
+__all__ = [
+    "Candidate",
+    "PlanRequest",
+    "PlanResult",
+    "Prediction",
+    "capture_for",
+    "lower",
+    "plan_network",
+    "predict",
+]
+
+BUCKET_BYTES = 25 * 2**20
+PROOF_TOLERANCE = 1e-6
+_RETRIES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan, what it is predicted to do, and why it lost to the first ("" for the first)."""
+
+    plan: Plan
+    prediction: Prediction
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult:
+    """Plans, best first by simulated step time; none when nothing fits, and then `infeasible` says why."""
+
+    status: Status
+    candidates: tuple[Candidate, ...]
+    elapsed_s: float
+    capture_s: float
+    messages: tuple[str, ...]
+    infeasible: str = ""
+
+
+def capture_for(request: PlanRequest) -> OperatorGraph:
+    """Capture the network of a request at batch 1; the same graph serves any devices and batch."""
+    return load_network(request.network, sequence_length=request.sequence_length).capture()
+
+
+def precision_dtype(name: str) -> str:
+    """Translate ``fp32`` and the like; raises InputError or UnsupportedError."""
+    if name == "fp8":
+        raise UnsupportedError("precision 'fp8' is not supported yet; use bf16, fp16, fp32 or fp64")
+    if name not in PRECISIONS:
+        raise InputError(f"precision {name!r} is not one of {', '.join(PRECISIONS)}")
+    return PRECISIONS[name]
+
+
+def plan_network(request: PlanRequest, *, graph: OperatorGraph | None = None) -> PlanResult:
+    """Search the best plans of a request.
+
+    Every mesh of data × tensor parallelism is searched exactly over the strategies of all operators;
+    the best by the additive objective are lowered, simulated and ranked by simulated step time.
+    """
+    pins = read_pins(request)
+    hardware = load_profile(request.hardware)
+    hardware.check_devices(request.devices)
+    network = load_network(request.network, sequence_length=request.sequence_length)
+    precision = request.precision or {v: k for k, v in PRECISIONS.items()}[hardware.default_precision]
+    dtype = precision_dtype(precision)
+    update = optimizer(request.optimizer or network.default_optimizer)
+    batch = network.default_global_batch if request.global_batch is None else request.global_batch
+    if batch < 1:
+        raise InputError(f"global batch {batch} is not positive; use --global-batch with a whole number of samples")
+    started = time.perf_counter()
+    graph = network.capture() if graph is None else graph
+    captured = time.perf_counter()
+    graph = at_precision(graph, dtype)
+    space = Space(
+        graph=graph,
+        decisions=decisions(at_batch(graph, max(batch, 2))),
+        hardware=hardware,
+        devices=request.devices,
+        global_batch=batch,
+        optimizer=update,
+        pins=pins,
+        bucket_bytes=BUCKET_BYTES,
+    )
+    base = _base_plan(request, network, graph, hardware, precision, update.name, batch)
+    found, misfits = [], []
+    for item in explore(space, hardware.device_memory_bytes):
+        (found if isinstance(item, Found) else misfits).append(item)
+    scored = _score(space, base, found, max(request.top, 1))
+    messages = (*graph.notes, *_without_rules(graph))
+    elapsed = time.perf_counter() - captured
+    return PlanResult(
+        status=scored[0].plan.certificate.status if scored else Status.INFEASIBLE,
+        candidates=_with_reasons(scored),
+        elapsed_s=elapsed,
+        capture_s=captured - started,
+        messages=messages,
+        infeasible="" if scored else _why_infeasible(space, misfits),
+    )
+
+
+def _base_plan(
+    request: PlanRequest,
+    network: Network,
+    graph: OperatorGraph,
+    hardware: Hardware,
+    precision: str,
+    update: str,
+    batch: int,
+) -> dict[str, object]:
+    return {
+        "network": network.spec,
+        "fingerprint": graph.fingerprint,
+        "sequence_length": network.sequence_length,
+        "hardware": request.hardware,
+        "hardware_hash": hardware.hash,
+        "precision": precision,
+        "optimizer": update,
+        "global_batch": batch,
+        "bucket_bytes": BUCKET_BYTES,
+        "parallel_mode": request.parallel_mode,
+        "search_mode": request.search_mode,
+    }
+
+
+# Scoring
+
+
+def _score(space: Space, base: Mapping[str, object], found: list[Found], top: int) -> list[Candidate]:
+    """Simulate the best by objective, once or a few times with a tighter limit where the peak does not fit."""
+    limit = space.hardware.device_memory_bytes
+    scored = []
+    for item in sorted(found, key=lambda f: f.solution.objective_s):
+        if len(scored) == top:
+            break
+        candidate = _simulate(space, base, item)
+        allowed = float(limit)
+        for _ in range(_RETRIES):
+            if candidate is None or candidate.prediction.peak_memory_bytes <= limit:
+                break
+            allowed -= candidate.prediction.peak_memory_bytes - limit + 0.01 * limit
+            candidate = _again(space, base, item, allowed)
+        if candidate is not None and candidate.prediction.peak_memory_bytes <= limit:
+            scored.append(candidate)
+    return sorted(scored, key=lambda c: c.prediction.step_time_s)
+
+
+def _again(space: Space, base: Mapping[str, object], item: Found, allowed: float) -> Candidate | None:
+    data = next((a.size for a in item.mesh.axes if a.name == "data"), 1)
+    tensor = item.mesh.size // data
+    for other in explore(space, allowed, only=(data, tensor, item.micro_batches)):
+        if isinstance(other, Found):
+            return _simulate(space, base, other)
+    return None
+
+
+def _simulate(space: Space, base: Mapping[str, object], item: Found) -> Candidate:
+    plan = _make_plan(space, base, item)
+    lowered = lower(plan, space.graph)
+    prediction, _ = predict(plan, lowered, space.hardware)
+    return Candidate(plan=plan, prediction=prediction, reason="")
+
+
+def _make_plan(space: Space, base: Mapping[str, object], item: Found) -> Plan:
+    rules, layers = node_rules(item.problem, item.solution)
+    data = next((a.size for a in item.mesh.axes if a.name == "data"), 1)
+    status = Status.OPTIMAL if item.solution.gap <= PROOF_TOLERANCE else Status.BOUNDED
+    return Plan(
+        **base,  # type: ignore[arg-type]
+        micro_batch=space.global_batch // (data * item.micro_batches),
+        micro_batches=item.micro_batches,
+        mesh=item.mesh,
+        rules=rules,
+        layers=layers,
+        optimizer_sharding=_optimizer_sharding(space, item),
+        certificate=Certificate(
+            status=status,
+            objective_s=item.solution.objective_s,
+            lower_bound_s=item.solution.lower_bound_s,
+            elimination_width=item.solution.width,
+            operators=sum(
+                times
+                for node, times in zip(space.graph.nodes, space.graph.multiplicity, strict=True)
+                if node.role is Role.OPERATOR
+            ),
+            distinct_blocks=len(space.graph.runs),
+        ),
+    )
+
+
+def _optimizer_sharding(space: Space, item: Found) -> str:
+    """``zero2`` where most optimizer state is sharded along the data axis, else ``none``."""
+    names = [a.name for a in item.mesh.axes]
+    if "data" not in names:
+        return "none"
+    axis, sharded, total = names.index("data"), 0.0, 0.0
+    for parameter in space.graph.parameters:
+        variable = item.problem.decisions.of_node[parameter.node]
+        state = item.solution.assignment[variable]
+        placed = item.problem.states[variable].placements(TensorRef(parameter.node), reads=False)[axis, state]
+        size = space.graph.nodes[parameter.node].outputs[0].elements * space.graph.multiplicity[parameter.node]
+        total += size
+        sharded += size * (placed != REPLICATE)
+    return "zero2" if sharded > 0.5 * total else "none"
+
+
+def _with_reasons(scored: list[Candidate]) -> tuple[Candidate, ...]:
+    """Say of every plan but the first which part of the step made it lose."""
+    if not scored:
+        return ()
+    best = scored[0].prediction
+    result = [scored[0]]
+    for candidate in scored[1:]:
+        more = {
+            part: seconds - best.breakdown.get(part, 0.0) for part, seconds in candidate.prediction.breakdown.items()
+        }
+        part = max(more, key=lambda p: more[p])
+        what = part.removesuffix("_s").replace("_", " ")
+        result.append(replace(candidate, reason=f"{_seconds(more[part])} more {what}"))
+    return tuple(result)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms"
+
+
+# Messages
+
+
+def _without_rules(graph: OperatorGraph) -> tuple[str, ...]:
+    """One message for each kind of operator that has no sharding rule."""
+    found: dict[str, list[str]] = {}
+    for node in graph.nodes:
+        if node.role is Role.OPERATOR and not has_rule(node.op):
+            found.setdefault(node.op, []).append(node.name)
+    return tuple(
+        f"operator {op} has no sharding rule and is replicated ({len(names)} times, first at {names[0]})"
+        for op, names in sorted(found.items())
+    )
+
+
+def _why_infeasible(space: Space, misfits: Iterable[Misfit]) -> str:
+    limit = space.hardware.device_memory_bytes
+    least = min(misfits, key=lambda m: m.memory_bytes, default=None)
+    if least is None:
+        return (
+            f"no plan stays under the {_gib(limit)} of device memory once simulated; use more devices, a smaller "
+            "--global-batch or a smaller pinned micro_batch"
+        )
+    shape = " × ".join(f"{a.name} {a.size}" for a in least.mesh.axes) or "one device"
+    text = (
+        f"device memory binds: the smallest plan ({shape}, {least.micro_batches} micro-batches) needs "
+        f"{_gib(least.memory_bytes)} of {_gib(limit)}, {_gib(least.memory_bytes - limit)} too much"
+    )
+    enough = _enough_devices(space)
+    if enough:
+        return f"{text}; it would fit on {enough} devices"
+    return f"{text}; use devices with more memory, a smaller network or a shorter --seq-len"
+
+
+def _enough_devices(space: Space) -> int | None:
+    """The smallest doubling of the device count on which something fits."""
+    devices = space.devices * 2
+    while devices <= space.hardware.max_devices:
+        try:
+            space.hardware.check_devices(devices)
+            wider = replace(space, devices=devices, pins=replace(space.pins, dp=None))
+            if any(isinstance(item, Found) for item in explore(wider, space.hardware.device_memory_bytes)):
+                return devices
+        except InputError:
+            pass
+        devices *= 2
+    return None
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+# Lowering a plan
+
+
+def lower(plan: Plan, graph: OperatorGraph | None = None, *, precision: str | None = None) -> LoweredPlan:
+    """Lower a plan to the program that is simulated and the instructions that are executed.
+
+    Parameters
+    ----------
+    graph : OperatorGraph, optional
+        The network's graph at any batch; captured where it is not given.
+    precision : str, optional
+        Another precision than the plan's (``"fp64"`` to check equality with one process).
+
+    Raises
+    ------
+    StrategyError
+        If the plan is of another network, or a strategy in it is not one its operator can take.
+    """
+    if graph is None:
+        graph = load_network(plan.network, sequence_length=plan.sequence_length).capture()
+    if graph.fingerprint != plan.fingerprint:
+        raise StrategyError(
+            f"the strategy is for a network with fingerprint {plan.fingerprint[:12]}…, but {plan.network} is "
+            f"{graph.fingerprint[:12]}…: the network changed since; plan it again"
+        )
+    dtype = precision_dtype(precision or plan.precision)
+    graph = at_precision(at_batch(graph, plan.micro_batch * plan.degree("data")), dtype)
+    rules = _checked_rules(plan, graph)
+    options = LoweringOptions(
+        mesh=plan.mesh,
+        micro_batches=plan.micro_batches,
+        optimizer=optimizer(plan.optimizer),
+        bucket_bytes=plan.bucket_bytes,
+    )
+    return lower_graph(unfold(graph), rules, options)
+
+
+def _checked_rules(plan: Plan, graph: OperatorGraph) -> dict[str, NodeRules]:
+    """Strategies by name for every node of the unfolded graph."""
+    result = dict(plan.rules)
+    inside: dict[str, int] = {}
+    for run in graph.runs:
+        offset = block_index(graph.nodes[run.first[0]].name, run.prefix)
+        inside.update({template_name(graph.nodes[i].name, run.prefix): i for i in run.first})
+        covered = [n for part in plan.layers if part.prefix == run.prefix for n in range(part.first, part.last + 1)]
+        if sorted(covered) != list(range(offset, offset + run.count)):
+            raise StrategyError(
+                f"layers: those of {run.prefix!r} cover {len(covered)} blocks, but the network has "
+                f"{run.prefix}.{offset} to {run.prefix}.{offset + run.count - 1}; plan it again"
+            )
+    for part in plan.layers:
+        for name, rules in part.rules.items():
+            if name not in inside:
+                raise StrategyError(f"layers: {name!r} is no operator of {plan.network}; plan it again")
+            _check_node(plan, graph, inside[name], rules)
+    everywhere = {n.name: i for i, n in enumerate(graph.nodes)}
+    for name, rules in plan.rules.items():
+        if name not in everywhere:
+            raise StrategyError(f"operators: {name!r} is no operator of {plan.network}; plan it again")
+        _check_node(plan, graph, everywhere[name], rules)
+    for part in plan.layers:
+        result.update(_expanded(part))
+    missing = [n.name for n in unfold(graph).nodes if n.role is not Role.CONSTANT and n.name not in result]
+    if missing:
+        raise StrategyError(f"operators: {missing[0]!r} has no strategy; plan the network again")
+    return result
+
+
+def _expanded(part: LayerRules) -> dict[str, NodeRules]:
+    start = len(part.prefix) + 2
+    return {
+        f"{part.prefix}.{number}{name[start:]}": rules
+        for number in range(part.first, part.last + 1)
+        for name, rules in part.rules.items()
+    }
+
+
+def _check_node(plan: Plan, graph: OperatorGraph, index: int, rules: NodeRules) -> None:
+    """Check that every rule is in the table and that every sharded dim divides."""
+    node = graph.nodes[index]
+    known = rules_for(graph, node)
+    if len(rules) != len(plan.mesh.axes) or any(rule not in known for rule in rules):
+        raise StrategyError(f"{node.name!r}: the strategy is not one that {node.op} can take; plan the network again")
+    specs = [*(graph.spec(ref) for ref in node.tensor_inputs), *node.outputs]
+    for position, spec in enumerate(specs):
+        ways = [1] * len(spec.shape)
+        for rule, size in zip(rules, plan.mesh.sizes, strict=True):
+            placement = (*rule.inputs, *rule.outputs)[position]
+            if placement >= 0:
+                ways[placement] *= size
+        if any(dim % way for dim, way in zip(spec.shape, ways, strict=True)):
+            raise StrategyError(
+                f"{node.name!r}: shape {spec.shape} does not divide by {tuple(ways)}; use another device count or batch"
+            )
+
+
+def simulate_plan(plan: Plan, hardware: Hardware, *, graph: OperatorGraph | None = None) -> tuple[Prediction, Timeline]:
+    """Lower a plan and predict it on `hardware`."""
+    return predict(plan, lower(plan, graph), hardware)

@@ -1,0 +1,160 @@
+"""Meshes and micro-batches around the operator search: every factorisation, as far as it can pay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from planner.graph.operator_graph import OperatorGraph
+from planner.graph.scaling import at_batch
+from planner.request import Pins
+from planner.search.costs import MeshCosts
+from planner.search.dynamic_programming import smallest, solve
+from planner.search.problem import Problem, Setting
+from planner.search.solution import Solution
+from planner.search.variables import Decisions
+from planner.sharding.placement import Mesh, MeshAxis
+from planner.work import Optimizer
+from simulator.errors import InputError
+from simulator.hardware import Hardware
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """Everything that is fixed for all candidates of one request; ``graph`` is at batch 1."""
+
+    graph: OperatorGraph
+    decisions: Decisions
+    hardware: Hardware
+    devices: int
+    global_batch: int
+    optimizer: Optimizer
+    pins: Pins
+    bucket_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A solved mesh and number of micro-batches."""
+
+    mesh: Mesh
+    micro_batches: int
+    problem: Problem
+    solution: Solution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misfit:
+    """A mesh on which nothing fits, and the least memory it takes."""
+
+    mesh: Mesh
+    micro_batches: int
+    memory_bytes: float
+
+
+def make_mesh(data: int, tensor: int) -> Mesh:
+    """Data axis outermost, tensor axis on neighbouring ranks; axes of one rank are left out.
+
+    >>> make_mesh(4, 1)
+    Mesh(axes=(MeshAxis(name='data', size=4),))
+    """
+    return Mesh(tuple(MeshAxis(n, s) for n, s in (("data", data), ("tensor", tensor)) if s > 1))
+
+
+def meshes(space: Space) -> list[tuple[int, int]]:
+    """Pairs (data, tensor) with the right product, that honour the pins and divide the batch.
+
+    Raises
+    ------
+    InputError
+        If the pins contradict the device count, or no data degree divides the batch.
+    """
+    devices, pins, batch = space.devices, space.pins, space.global_batch
+    pairs = [(d, devices // d) for d in range(1, devices + 1) if devices % d == 0]
+    pinned = [(d, t) for d, t in pairs if pins.dp in (None, d) and pins.tp in (None, t)]
+    if not pinned:
+        asked = " ".join(f"{n}={v}" for n, v in (("dp", pins.dp), ("tp", pins.tp)) if v is not None)
+        raise InputError(f"pins {asked}: dp × tp must be the device count, {devices}; change the pins or --devices")
+    size = pins.micro_batch or 1
+    fitting = [(d, t) for d, t in pinned if batch % (d * size) == 0]
+    if not fitting:
+        least = min(d for d, _ in pinned) * size
+        what = f"micro_batch={pins.micro_batch} × dp" if pins.micro_batch else "dp"
+        near = max(least, round(batch / least) * least)
+        raise InputError(
+            f"global batch {batch} does not divide: {what} must divide it, and the smallest possible is {least}; "
+            f"use --global-batch {near}, another device count or other pins"
+        )
+    return fitting
+
+
+def explore(space: Space, limit_bytes: float, *, only: tuple[int, int, int] | None = None) -> Iterator[Found | Misfit]:
+    """Solve every mesh at the largest micro-batch that fits and at the next smaller one.
+
+    ``only`` restricts the exploration to one ``(data, tensor, micro_batches)``.
+    """
+    for data, tensor in meshes(space):
+        if only is not None and (data, tensor) != only[:2]:
+            continue
+        costs = MeshCosts(space.hardware, make_mesh(data, tensor), space.bucket_bytes)
+        counts = [only[2]] if only else _micro_batch_counts(space, data)
+        first = _first_fitting(space, costs, counts, limit_bytes)
+        if isinstance(first, Misfit):
+            yield first
+            continue
+        for count in counts[first : first + 2]:
+            problem = _problem(space, costs, count)
+            solution = solve(problem, limit_bytes)
+            if solution is not None:
+                yield Found(mesh=costs.mesh, micro_batches=count, problem=problem, solution=solution)
+                if solution.memory_bytes < 0.5 * limit_bytes:
+                    break
+
+
+def _micro_batch_counts(space: Space, data: int) -> list[int]:
+    """Numbers of micro-batches to try, ascending: divisors of the batch per data rank, about doubling."""
+    per_rank = space.global_batch // data
+    if space.pins.micro_batch:
+        return [per_rank // space.pins.micro_batch]
+    counts = [1]
+    for count in range(2, per_rank + 1):
+        if per_rank % count == 0 and (count >= 2 * counts[-1] or count == per_rank):
+            counts.append(count)
+    return counts
+
+
+def _problem(space: Space, costs: MeshCosts, count: int) -> Problem:
+    setting = Setting(
+        costs=costs,
+        micro_batches=count,
+        optimizer=space.optimizer,
+        storage=space.pins.storage,
+        batch_only=space.pins.batch_only,
+    )
+    return Problem(at_batch(space.graph, space.global_batch // count), space.decisions, setting)
+
+
+def _first_fitting(space: Space, costs: MeshCosts, counts: list[int], limit: float) -> int | Misfit:
+    """Position of the smallest number of micro-batches whose smallest plan fits, by bisection.
+
+    The least memory falls as micro-batches get smaller.
+    """
+    needs: dict[int, float] = {}
+
+    def need(position: int) -> float:
+        if position not in needs:
+            needs[position] = smallest(_problem(space, costs, counts[position])).memory_bytes
+        return needs[position]
+
+    if need(0) <= limit:
+        return 0
+    low, high = 0, len(counts) - 1
+    if need(high) > limit:
+        return Misfit(mesh=costs.mesh, micro_batches=counts[high], memory_bytes=need(high))
+    while high - low > 1:
+        middle = (low + high) // 2
+        if need(middle) <= limit:
+            high = middle
+        else:
+            low = middle
+    return high

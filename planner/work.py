@@ -1,0 +1,76 @@
+"""How much work and memory a local operator or an optimizer update takes: one count for search and lowering."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph
+from simulator.errors import UnsupportedError
+from simulator.program import Kernel
+
+Amount = TypeVar("Amount", float, NDArray[np.float64])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """What an optimizer keeps and moves for each trained number.
+
+    ``states`` are float32 numbers kept beside the parameter; ``flops`` are those of one update.
+    """
+
+    name: str
+    states: int
+    flops: int
+
+
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    "sgd": Optimizer(name="sgd", states=0, flops=2),
+    "momentum": Optimizer(name="momentum", states=1, flops=4),
+    "adam": Optimizer(name="adam", states=2, flops=12),
+    "adamw": Optimizer(name="adamw", states=2, flops=14),
+}
+
+
+def optimizer(name: str) -> Optimizer:
+    """Look an optimizer up; raises UnsupportedError for one without an elementwise update."""
+    if name not in OPTIMIZERS:
+        known = ", ".join(OPTIMIZERS)
+        raise UnsupportedError(f"optimizer {name!r} is not supported yet; choose one of {known}")
+    return OPTIMIZERS[name]
+
+
+def state_bytes(update: Optimizer, dtype: str) -> int:
+    """Bytes of optimizer state for each parameter element; low precision keeps a float32 copy as well."""
+    size = max(4, DTYPE_BYTES[dtype])
+    return update.states * size + (size if DTYPE_BYTES[dtype] < size else 0)
+
+
+def update_traffic(update: Optimizer, dtype: str) -> int:
+    """Bytes an update reads and writes for each element: parameter, gradient, and every state twice."""
+    return 3 * DTYPE_BYTES[dtype] + 2 * state_bytes(update, dtype)
+
+
+def traffic_bytes(graph: OperatorGraph, node: Node, shares: Sequence[Amount]) -> Amount:
+    """Bytes a local operator reads and writes.
+
+    Parameters
+    ----------
+    shares : sequence
+        For each tensor input, then each output: the part of the tensor that is local.
+    """
+    inputs, outputs = node.tensor_inputs, node.outputs
+    total = shares[0] * 0.0
+    if node.kernel is Kernel.VIEW:
+        return total
+    sizes = [float(graph.spec(ref).size_bytes) for ref in inputs]
+    if node.op.startswith("aten.embedding."):
+        sizes[0] = 0.0
+        total = shares[len(inputs)] * float(outputs[0].size_bytes)
+    for size, share in zip((*sizes, *(float(spec.size_bytes) for spec in outputs)), shares, strict=True):
+        total = total + share * size
+    return total
