@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from planner.networks.network import Family, Network
+from planner.networks.zoo.configs import BertConfig
 from planner.networks.zoo.table import ZOO, ZooEntry, language_inputs, make_language_module
 from simulator.errors import InputError, NetworkError, UnsupportedError
 
@@ -108,7 +109,6 @@ def _language_network(entry: ZooEntry, sequence_length: int | None) -> Network:
     length = sequence_length or entry.default_sequence_length
     if length > config.positions:
         raise InputError(f"zoo:{entry.name} has {config.positions} positions, fewer than the sequence length {length}; shorten it")
-    kinds = ("tokens", "label") if entry.name.startswith("bert") else ("tokens", "next_tokens")
     return Network(
         name=entry.name,
         spec=f"zoo:{entry.name}",
@@ -117,7 +117,7 @@ def _language_network(entry: ZooEntry, sequence_length: int | None) -> Network:
         default_global_batch=entry.default_global_batch,
         default_optimizer=entry.default_optimizer,
         sequence_length=length,
-        inputs=language_inputs(config.vocabulary, length, kinds),
+        inputs=language_inputs(config.vocabulary, length, masked=isinstance(config, BertConfig)),
         make=partial(make_language_module, config),
         depth=config.layers,
         content=f"zoo:{entry.name} {config!r}",

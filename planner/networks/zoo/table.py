@@ -33,10 +33,15 @@ class ZooEntry:
     notes: tuple[str, ...] = ()
 
 
-def language_inputs(vocabulary: int, sequence_length: int, kinds: tuple[str, str]) -> tuple[InputSpec, ...]:
-    """Two integer inputs ``(batch, sequence_length)`` below `vocabulary`."""
+def language_inputs(vocabulary: int, sequence_length: int, *, masked: bool) -> tuple[InputSpec, ...]:
+    """Two integer inputs ``(batch, sequence_length)`` below `vocabulary`: tokens, and what to predict at each.
+
+    That is the next token, or for a masked network the token itself.
+    """
+    predicted = ("original_tokens", "tokens") if masked else ("next_tokens", "next_tokens")
     return tuple(
-        InputSpec(name=kind, kind=kind, shape=(sequence_length,), dtype="int64", high=vocabulary) for kind in kinds
+        InputSpec(name=name, kind=kind, shape=(sequence_length,), dtype="int64", high=vocabulary)
+        for name, kind in (("tokens", "tokens"), predicted)
     )
 
 
