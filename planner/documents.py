@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from simulator.topology import level_of_axis
-
 if TYPE_CHECKING:
     from planner.planning import Candidate, PlanResult, Prediction
     from planner.strategy.plan import Certificate, Plan
@@ -32,6 +30,8 @@ def prediction_document(prediction: Prediction) -> Document:
 
 def plan_document(plan: Plan, hardware: Hardware) -> Document:
     """The choices of a plan, with the topology level that each mesh axis crosses."""
+    from simulator.topology import level_of_axis
+
     mesh = plan.mesh
     return {
         "devices": mesh.size,
@@ -104,3 +104,27 @@ def result_document(result: PlanResult, hardware: Hardware, mode: str, strategy_
             "alternatives": [],
         }
     return {**document, "messages": list(result.messages), "strategy_file": strategy_file}
+
+
+def profile_document(hardware: Hardware) -> Document:
+    """What a profile says in short."""
+    return {
+        "name": hardware.name,
+        "hash": hardware.hash,
+        "description": hardware.description,
+        "device": hardware.device_name,
+        "device_memory_bytes": hardware.device_memory_bytes,
+        "devices_per_node": hardware.devices_per_node,
+        "max_devices": hardware.max_devices,
+        "default_precision": hardware.default_precision,
+        "label": hardware.uncertainty.label,
+        "levels": [
+            {
+                "name": level.name,
+                "size": level.size,
+                "bandwidth_bytes_per_s": level.bandwidth_bytes_per_s,
+                "latency_s": level.latency_s,
+            }
+            for level in hardware.levels
+        ],
+    }

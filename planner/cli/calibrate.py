@@ -9,13 +9,14 @@ import typer
 
 from planner.cli.execute import Device
 from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, natural
+from planner.cli.terminal import Terminal
 
 
 def calibrate(
     device: Annotated[Device, typer.Option("--device", help="What to measure.")] = Device.CPU,
     processes: Annotated[
-        int, typer.Option("--processes", parser=natural, metavar="N", help="Largest number of processes.")
-    ] = 2,
+        int, typer.Option("--processes", parser=natural, metavar="N", help="Collectives among 2, 4, … up to N.")
+    ] = 4,
     out: Annotated[Path, typer.Option("--out", metavar="PROFILE.yaml", help="The profile to write.")] = Path(
         "local.yaml"
     ),
@@ -30,4 +31,23 @@ def calibrate(
       meshwright calibrate --device cpu --processes 2 --out local.yaml
       meshwright plan zoo:mlp --hw local.yaml --devices 2
     """
-    raise NotImplementedError
+    from planner.documents import profile_document
+    from planner.whole_file import check_writable
+    from simulator.calibration.calibrate import CalibrateOptions
+    from simulator.calibration.calibrate import calibrate as measure
+    from simulator.hardware import check_profile
+
+    terminal = Terminal.open(as_json=as_json, quiet=quiet)
+    check_writable(out)
+    with terminal.filling("measuring") as progress:
+        measure(CalibrateOptions(device=str(device), processes=processes, out=out), progress)
+    hardware = check_profile(str(out))
+    if terminal.json:
+        rows = [{"field": row.field, "value": row.value, "source": row.source} for row in hardware.rows]
+        terminal.document({**profile_document(hardware), "file": str(out), "rows": rows})
+    elif terminal.quiet:
+        terminal.line(str(out))
+    else:
+        from planner.cli.tables import calibration_report
+
+        terminal.show(*calibration_report(hardware, str(out)))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from planner.cli.options import DebugFlag, JsonFlag, QuietFlag
 from planner.cli.terminal import Terminal
-
-if TYPE_CHECKING:
-    from simulator.hardware import Hardware
 
 profiles = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 
@@ -39,6 +36,7 @@ def list_profiles(as_json: JsonFlag = False, quiet: QuietFlag = False, debug: De
     Example:
       meshwright profiles list --json
     """
+    from planner.documents import profile_document
     from simulator.hardware import load_profile, profile_names
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
@@ -48,7 +46,7 @@ def list_profiles(as_json: JsonFlag = False, quiet: QuietFlag = False, debug: De
         return
     found = [load_profile(name) for name in profile_names()]
     if terminal.json:
-        terminal.document({"profiles": [_summary(hardware) for hardware in found]})
+        terminal.document({"profiles": [profile_document(hardware) for hardware in found]})
     else:
         from planner.cli.tables import profile_table
 
@@ -68,13 +66,14 @@ def show(
     Example:
       meshwright profiles show dgx-a100
     """
+    from planner.documents import profile_document
     from simulator.hardware import describe, load_profile
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     hardware = load_profile(name)
     if terminal.json:
         rows = [{"field": row.field, "value": row.value, "source": row.source} for row in describe(hardware)]
-        terminal.document({**_summary(hardware), "rows": rows})
+        terminal.document({**profile_document(hardware), "rows": rows})
     elif terminal.quiet:
         for row in describe(hardware):
             terminal.line(f"{row.field}\t{row.value}\t{row.source}")
@@ -97,34 +96,12 @@ def check(
     Example:
       meshwright profiles check my-cluster.yaml
     """
+    from planner.documents import profile_document
     from simulator.hardware import check_profile
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     hardware = check_profile(file)
     if terminal.json:
-        terminal.document({**_summary(hardware), "file": file, "valid": True})
+        terminal.document({**profile_document(hardware), "file": file, "valid": True})
     elif not terminal.quiet:
         terminal.line(f"{file}: profile {hardware.name} is valid ({len(hardware.rows)} numbers with their sources)")
-
-
-def _summary(hardware: Hardware) -> dict[str, object]:
-    return {
-        "name": hardware.name,
-        "hash": hardware.hash,
-        "description": hardware.description,
-        "device": hardware.device_name,
-        "device_memory_bytes": hardware.device_memory_bytes,
-        "devices_per_node": hardware.devices_per_node,
-        "max_devices": hardware.max_devices,
-        "default_precision": hardware.default_precision,
-        "label": hardware.uncertainty.label,
-        "levels": [
-            {
-                "name": level.name,
-                "size": level.size,
-                "bandwidth_bytes_per_s": level.bandwidth_bytes_per_s,
-                "latency_s": level.latency_s,
-            }
-            for level in hardware.levels
-        ],
-    }

@@ -238,6 +238,28 @@ def profile_details(hardware: Hardware) -> Iterable[RenderableType]:
     yield table
 
 
+def calibration_report(hardware: Hardware, path: str) -> Iterable[RenderableType]:
+    """What `meshwright calibrate` measured, in short."""
+    yield Text(f"{hardware.name}: {hardware.description}", style="bold")
+    peaks = ", ".join(
+        f"{dtype} {rate_text(flops, '').removesuffix(' /s')}FLOP/s" for dtype, flops in sorted(hardware.peak_flops.items(), reverse=True)
+    )
+    spread = hardware.uncertainty
+    yield facts(
+        [
+            ("peak", peaks),
+            ("memory", f"{bytes_text(hardware.device_memory_bytes)} at {bytes_text(hardware.memory_bandwidth)}/s"),
+            (
+                "collectives",
+                ", ".join(f"{table.collective} × {table.group_size}" for table in hardware.collective_tables),
+            ),
+            ("slow-down", ", ".join(f"{n} processes {factor:.2f}" for n, factor in hardware.slowdown_table)),
+            ("interval", f"−{percent_text(spread.low)} to +{percent_text(spread.high)} ({spread.label})"),
+            ("written", path),
+        ]
+    )
+
+
 def facts(pairs: Iterable[tuple[str, str]]) -> Table:
     """Names and values, one pair a line; pairs without a value are left out."""
     table = Table.grid(padding=(0, 2, 0, 0))

@@ -75,7 +75,7 @@ class Terminal:
         if self.quiet or not self.err.isatty():
             yield
             return
-        with self._progress() as progress:
+        with self._progress(count=False) as progress:
             progress.add_task(what, total=None)
             yield
 
@@ -89,15 +89,26 @@ class Terminal:
             task = progress.add_task(what, total=total)
             yield lambda: progress.advance(task)
 
-    def _progress(self) -> Any:
+    @contextmanager
+    def filling(self, what: str) -> Iterator[Callable[[float, str], None]]:
+        """Show a bar; the function given is told the share done, from 0 to 1, and what comes next."""
+        if self.quiet or not self.err.isatty():
+            yield lambda share, text: None
+            return
+        with self._progress(count=False) as progress:
+            task = progress.add_task(what, total=1.0)
+            yield lambda share, text: progress.update(task, completed=share, description=f"{what}: {text}")
+
+    def _progress(self, *, count: bool = True) -> Any:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+        counts = (MofNCompleteColumn(),) if count else ()
         return Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            *counts,
             TimeElapsedColumn(),
             console=Console(file=self.err),
             transient=True,
