@@ -93,13 +93,13 @@ def embedding_backward(call: LocalCall) -> LocalOperator:
     start, length = call.span(call.output_placements(0), 0, rows)
     if length == rows:
         return invoke(call, call.with_argument(2, rows))
-    run, padding, scale = operator(call.op), call.arguments[3], call.arguments[4]
+    run, padding = operator(call.op), call.arguments[3]
 
     def collect(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
         gradient, indices = tensors
         local = indices - start
         skipped = (local < 0) | (local >= length) | (indices == padding)
-        return (run(gradient, local.masked_fill_(skipped, -1), length, -1, scale),)
+        return (run(gradient, local.masked_fill_(skipped, -1), length, -1, False),)
 
     return collect
 
@@ -153,28 +153,31 @@ def scatter(call: LocalCall) -> LocalOperator:
 def summed_loss(call: LocalCall) -> LocalOperator:
     """Summed loss; over a part of the classes, the labels of others are ignored."""
     start, length = call.span(call.input_placements(0), 1, call.inputs[0].shape[-1])
-    return _ignoring(call, 1, start, length, call.arguments[4])
+    return _ignoring(call, 1, 4, start, length)
 
 
 def summed_loss_backward(call: LocalCall) -> LocalOperator:
     """Gradient of `summed_loss`."""
     start, length = call.span(call.input_placements(1), 1, call.inputs[1].shape[-1])
-    return _ignoring(call, 2, start, length, call.arguments[5])
+    return _ignoring(call, 2, 5, start, length)
 
 
-def _ignoring(call: LocalCall, target: int, start: int, length: int, ignored: int) -> LocalOperator:
-    """Call a loss with the labels outside a range of classes replaced by the ignored one."""
-    whole = invoke(call)
+_NO_CLASS = -1
+
+
+def _ignoring(call: LocalCall, target: int, ignored: int, start: int, length: int) -> LocalOperator:
+    """Call a loss with the labels outside a range of classes ignored; `target`, `ignored` are arguments' positions."""
     if length == call.inputs[target - 1].shape[-1]:
-        return whole
+        return invoke(call)
+    run, unused = invoke(call, call.with_argument(ignored, _NO_CLASS)), call.arguments[ignored]
 
-    def run(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
+    def within_range(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
         labels = tensors[target]
         local = labels - start
-        skipped = (local < 0) | (local >= length) | (labels == ignored)
-        return whole((*tensors[:target], local.masked_fill_(skipped, ignored), *tensors[target + 1 :]), reduce)
+        skipped = (local < 0) | (local >= length) | (labels == unused)
+        return run((*tensors[:target], local.masked_fill_(skipped, _NO_CLASS), *tensors[target + 1 :]), reduce)
 
-    return run
+    return within_range
 
 
 def _range_along(call: LocalCall, placements: tuple[int, ...]) -> tuple[int, int, int, bool]:

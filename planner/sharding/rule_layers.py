@@ -111,31 +111,24 @@ def _doubled(source: Operand) -> int:
 
 def layer_norm(call: Call) -> Layout:
     """By any dim that is not normalised."""
-    values, _, fixed = _normalized(call, 0, 1)
+    values, fixed = _normalized(call, 0, 1)
     return Layout(arguments=(values, "", fixed, fixed), outputs=(values,) * len(call.outputs))
 
 
 def layer_norm_backward(call: Call) -> Layout:
     """As `layer_norm`; the parameters' gradients are partial."""
-    values, _, fixed = _normalized(call, 1, 2)
+    values, fixed = _normalized(call, 1, 2)
     outputs = _masked((values, fixed, fixed), call.argument(7, "output_mask"))
     arguments = (values, values, "", values, values, fixed, fixed)
     return Layout(arguments=arguments, outputs=outputs, linear=((0,),))
 
 
-def rms_norm_backward(call: Call) -> Layout:
-    """As `layer_norm_backward`, with one statistic and no bias."""
-    values, _, fixed = _normalized(call, 1, 2)
-    outputs = _masked((values, fixed), call.argument(5, "output_mask"))
-    return Layout(arguments=(values, values, "", values, fixed), outputs=outputs, linear=((0,),))
-
-
-def _normalized(call: Call, source: int, shape: int) -> tuple[str, str, str]:
+def _normalized(call: Call, source: int, shape: int) -> tuple[str, str]:
+    """Letters of the values, and of the dims that are normalised."""
     rank = call.tensor(source).rank
     value = call.args[shape]
     count = len(value) if isinstance(value, tuple) else 1
-    leading = LETTERS[: rank - count]
-    return leading + FIXED * count, leading, FIXED * count
+    return LETTERS[: rank - count] + FIXED * count, FIXED * count
 
 
 def embedding(call: Call) -> Layout:
@@ -145,11 +138,12 @@ def embedding(call: Call) -> Layout:
 
 
 def embedding_backward(call: Call) -> Layout:
-    """Gradient of `embedding`; scaling by frequency counts words, so it forbids sharding positions."""
-    index = LETTERS[: call.tensor(1).rank]
+    """Gradient of `embedding`; scaling by frequency counts words, so it leaves the features only."""
+    index, words = LETTERS[: call.tensor(1).rank], "V"
     if call.argument(4, "scale_grad_by_freq", False):
-        index = FIXED * len(index)
-    return Layout(arguments=(index + "H", index), outputs=("VH",), whole="V", linear=((0,),))
+        index, words = FIXED * len(index), FIXED
+    linear = ((0,),)
+    return Layout(arguments=(index + "H", index), outputs=(words + "H",), whole="V", linear=linear)
 
 
 def gather(call: Call) -> Layout:

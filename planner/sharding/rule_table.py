@@ -152,8 +152,6 @@ _LAYERS: dict[str, Family] = {
     "aten.native_batch_norm_backward.default": layers.batch_norm_backward,
     "aten.native_layer_norm.default": layers.layer_norm,
     "aten.native_layer_norm_backward.default": layers.layer_norm_backward,
-    "aten._fused_rms_norm.default": layers.layer_norm,
-    "aten._fused_rms_norm_backward.default": layers.rms_norm_backward,
     "aten.embedding.default": layers.embedding,
     "aten.embedding_dense_backward.default": layers.embedding_backward,
     "aten.gather.default": layers.gather,

@@ -33,7 +33,7 @@ def rules_for(graph: OperatorGraph, node: Node) -> tuple[Rule, ...]:
 
 def has_rule(op: str) -> bool:
     """Whether `op` has rules of its own; if not it is replicated, and callers must say so."""
-    return op in TABLE or op in frozenset(Role)
+    return op in TABLE or op in (Role.PARAMETER, Role.INPUT, Role.CONSTANT)
 
 
 def _stored(node: Node) -> tuple[Rule, ...]:
