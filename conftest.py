@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from hypothesis import settings
 
 # One thread a process: the suite runs several processes side by side, and results do not depend on the machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Captured graphs are kept from run to run beside pytest's own cache, not in the user's home.
+os.environ.setdefault("XDG_CACHE_HOME", str(Path(__file__).parent / ".pytest_cache" / "captures"))
 
 settings.register_profile("meshwright", deadline=None, derandomize=True, database=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)

@@ -117,7 +117,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     'choose one of recompute, schedule'
     """
     names = list(known)
-    found = difflib.get_close_matches(name, names, n=1)
+    found = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {found[0]!r}?" if found else f"choose one of {', '.join(names)}"
 
 

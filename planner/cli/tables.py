@@ -242,7 +242,8 @@ def calibration_report(hardware: Hardware, path: str) -> Iterable[RenderableType
     """What `meshwright calibrate` measured, in short."""
     yield Text(f"{hardware.name}: {hardware.description}", style="bold")
     peaks = ", ".join(
-        f"{dtype} {rate_text(flops, '').removesuffix(' /s')}FLOP/s" for dtype, flops in sorted(hardware.peak_flops.items(), reverse=True)
+        f"{dtype} {rate_text(flops, '').removesuffix(' /s')}FLOP/s"
+        for dtype, flops in sorted(hardware.peak_flops.items(), reverse=True)
     )
     spread = hardware.uncertainty
     yield facts(

@@ -1,0 +1,322 @@
+"""The commands: what they print, where, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import planner.planning
+from planner.cli.app import app
+from planner.strategy.file import read_strategy, write_plan
+from simulator.errors import ExecutionError
+from tests.results import infeasible_result, make_plan, make_result, make_rows
+
+COMMANDS = (
+    ["plan"],
+    ["simulate"],
+    ["what-if"],
+    ["execute"],
+    ["calibrate"],
+    ["validate"],
+    ["networks"],
+    ["profiles"],
+    ["profiles", "list"],
+    ["profiles", "show"],
+    ["profiles", "check"],
+)
+PLAN = ["plan", "zoo:mlp", "--hw", "dgx-a100", "--devices", "8"]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test works in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    return tmp_path
+
+
+def run(*arguments: str) -> Result:
+    """Run a command in this process."""
+    return CliRunner().invoke(app, list(arguments), prog_name="meshwright")
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[planner.planning.PlanRequest]:
+    """Plan without searching; gives the requests that were made."""
+    requests: list[planner.planning.PlanRequest] = []
+
+    def plan_network(request: planner.planning.PlanRequest, **_: object) -> planner.planning.PlanResult:
+        requests.append(request)
+        return make_result()
+
+    monkeypatch.setattr(planner.planning, "plan_network", plan_network)
+    return requests
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_has_a_worked_example_and_the_common_options(command: list[str]) -> None:
+    result = run(*command, "--help")
+    assert result.exit_code == 0
+    assert f"meshwright {' '.join(command)}" in result.stdout
+    assert "Example" in result.stdout
+    for option in ("--json", "--quiet", "--debug", "--help"):
+        assert option in result.stdout
+
+
+def test_plan_prints_a_table_and_writes_the_strategy(planned: list[planner.planning.PlanRequest]) -> None:
+    result = run(*PLAN, "--pin", "tp=2", "--top", "3", "--precision", "bf16", "--global-batch", "64")
+    assert result.exit_code == 0, result.stderr
+    for words in ("100 ms", "80.0–130 ms", "328 k", "41.2 %", "20.0 GiB", "gap 0 %", "calibrated", "strategy.json"):
+        assert words in result.stdout
+    assert "aten.odd.default has no rule and is replicated" in result.stdout
+    assert planned[0].pins == {"tp": "2"}
+    assert (planned[0].top, planned[0].precision, planned[0].global_batch) == (3, "bf16", 64)
+    written = read_strategy("strategy.json")
+    assert written.plan == make_result().candidates[0].plan
+    assert written.prediction is not None
+    assert written.prediction["step_time_s"] == 0.1
+
+
+def test_plan_json_is_one_document_and_nothing_else(planned: list[planner.planning.PlanRequest]) -> None:
+    result = run(*PLAN, "--json", "--out", "deep/mine.json")
+    document = json.loads(result.stdout)
+    assert document["status"] == "optimal"
+    assert document["search"]["mode"] == "dynamic_programming"
+    assert set(document["search"]) >= {
+        *("mode", "elapsed_s", "capture_s", "objective_s", "lower_bound_s", "gap", "operators", "distinct_blocks"),
+    }
+    assert set(document["prediction"]) >= {
+        *("step_time_s", "interval_s", "label", "tokens_per_s", "mfu", "peak_memory_bytes", "breakdown"),
+    }
+    assert document["plan"]["mesh"] == [{"axis": "data", "size": 8, "level": document["plan"]["mesh"][0]["level"]}]
+    assert set(document["plan"]) >= {
+        *("devices", "mesh", "dp", "tp", "pp", "vpp", "cp", "ep", "micro_batch", "micro_batches"),
+        *("sequence_parallel", "recompute", "optimizer_sharding", "schedule"),
+    }
+    assert [set(other) for other in document["alternatives"]] == [
+        {"status", "search", "prediction", "plan", "reason"}
+    ] * 2
+    assert document["strategy_file"] == "deep/mine.json"
+    assert Path("deep/mine.json").is_file()
+    assert "no rule" in result.stderr
+
+
+def test_plan_quiet_prints_the_file(planned: list[planner.planning.PlanRequest]) -> None:
+    result = run(*PLAN, "--quiet")
+    assert (result.stdout, result.stderr) == ("strategy.json\n", "")
+
+
+def test_plan_reads_a_config(planned: list[planner.planning.PlanRequest]) -> None:
+    Path("gpt2.yaml").write_text("network: zoo:gpt2\nhw: dgx-a100\ndevices: 16\nseq-len: 512\ntop: 2\n")
+    result = run("plan", "--config", "gpt2.yaml", "--devices", "8", "-q")
+    assert result.exit_code == 0, result.stderr
+    request = planned[0]
+    assert (request.network, request.devices, request.sequence_length, request.top) == ("zoo:gpt2", 8, 512, 2)
+
+
+def test_infeasible_is_a_result_with_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner.planning, "plan_network", lambda request: infeasible_result())
+    result = run(*PLAN, "--json")
+    assert result.exit_code == 3
+    document = json.loads(result.stdout)
+    assert (document["status"], document["plan"], document["strategy_file"]) == ("infeasible", None, None)
+    assert "42 GiB over the 78 GiB" in result.stderr
+    assert not Path("strategy.json").exists()
+    assert run(*PLAN).stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "zoo:mpl", "--hw", "dgx-a100", "--devices", "8"], ["mpl", "mlp"]),
+        (["plan", "mlp", "--hw", "dgx-a100", "--devices", "8"], ["'mlp'", "zoo:mlp"]),
+        (["plan", "hf:nowhere", "--hw", "dgx-a100", "--devices", "8"], ["nowhere"]),
+        (["plan", "pt2:x.pt2", "--hw", "dgx-a100", "--devices", "8"], ["not supported yet"]),
+        (["plan", "zoo:mlp", "--hw", "dgx-a10", "--devices", "8"], ["'dgx-a10'", "dgx-a100"]),
+        (["plan", "zoo:mlp", "--hw", "none.yaml", "--devices", "8"], ["none.yaml", "does not exist"]),
+        (["plan", "zoo:mlp", "--hw", "dgx-a100", "--devices", "9"], ["9 devices", "use 8 or 16"]),
+        (["plan", "zoo:mlp", "--hw", "dgx-a100", "--devices", "0"], ["'0'", "at least 1"]),
+        (["plan", "zoo:mlp", "--hw", "dgx-a100", "--devices", "-1"], ["'-1'", "at least 1"]),
+        (["plan", "zoo:mlp", "--hw", "dgx-a100", "--devices", "8x"], ["'8x'", "whole number"]),
+        (["plan", "zoo:mlp", "--hw", "dgx-a100"], ["--devices is missing"]),
+        (["plan", "zoo:mlp", "--devices", "8"], ["--hw is missing"]),
+        (["plan", "--hw", "dgx-a100", "--devices", "8"], ["NETWORK is missing"]),
+        ([*PLAN, "--pin", "tq=8"], ["'tq'", "did you mean 'tp'"]),
+        ([*PLAN, "--pin", "pp=4"], ["pp=4", "supported yet"]),
+        ([*PLAN, "--pin", "tp=3"], ["tp=3"]),
+        ([*PLAN, "--pin", "recompute=full"], ["recompute=full", "not supported yet"]),
+        ([*PLAN, "--search-mode", "guess"], ["'guess'", "dynamic_programming"]),
+        ([*PLAN, "--search-mode", "sharding_propagation"], ["sharding_propagation", "not supported yet"]),
+        ([*PLAN, "--parallel-mode", "hybrid_parallel"], ["hybrid_parallel", "not supported yet"]),
+        ([*PLAN, "--precision", "fp8"], ["fp8", "not supported yet"]),
+        ([*PLAN, "--optimizer", "adamx"], ["'adamx'", "adamw"]),
+        ([*PLAN, "--global-batch", "7", "--pin", "dp=8"], ["7"]),
+        ([*PLAN, "--config", "none.yaml"], ["none.yaml", "does not exist"]),
+        ([*PLAN, "--out", "/proc/none/strategy.json"], ["cannot write", "/proc/none/strategy.json"]),
+        ([*PLAN, "--out", "."], ["'.'", "folder"]),
+        ([*PLAN, "--nonsense"], ["--nonsense"]),
+        (["paln"], ["paln"]),
+        (["simulate", "none.json"], ["none.json", "does not exist"]),
+        (["simulate"], ["STRATEGY"]),
+        (["execute", "none.json"], ["none.json", "does not exist"]),
+        (["execute", "none.json", "--steps", "0"], ["'0'", "at least 1"]),
+        (["what-if", "zoo:mlp", "--hw", "dgx-a100", "--devices", "8,…,64"], ["two counts before"]),
+        (["what-if", "zoo:mlp", "--hw", "dgx-a100,", "--devices", "8"], ["'dgx-a100,'"]),
+        (["what-if", "zoo:mlp", "--hw", "dgx-a100", "--devices", "9,11"], ["9 devices"]),
+        (["calibrate", "--device", "tpu"], ["'tpu'", "cpu"]),
+        (["validate", "runs.csv"], ["runs.csv", "not supported yet"]),
+        (["profiles", "show", "dgx"], ["'dgx'"]),
+        (["profiles", "check", "none.yaml"], ["none.yaml"]),
+    ],
+    ids=" ".join,
+)
+def test_bad_input_gives_exit_code_2_and_says_why(arguments: list[str], words: list[str]) -> None:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr
+    assert not Path("strategy.json").exists()
+
+
+@pytest.mark.parametrize("text", ['{"format": "meshwright-strategy", "vers', "{}", "", "\x00"])
+@pytest.mark.parametrize("command", ["simulate", "execute"])
+def test_a_broken_strategy_file_gives_exit_code_2(command: str, text: str) -> None:
+    Path("broken.json").write_text(text)
+    result = run(command, "broken.json")
+    assert result.exit_code == 2
+    assert "broken.json" in result.stderr
+
+
+def test_a_strategy_for_another_network_gives_exit_code_2() -> None:
+    write_plan(make_plan(network="zoo:mlp", sequence_length=None), "other.json")
+    result = run("simulate", "other.json")
+    assert result.exit_code == 2
+    assert "plan it again" in result.stderr
+
+
+def test_an_unexpected_error_gives_exit_code_1_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(request: object) -> None:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(planner.planning, "plan_network", fail)
+    result = run(*PLAN)
+    assert result.exit_code == 1
+    assert (
+        result.stderr
+        == "meshwright: internal error: ZeroDivisionError: by zero (this is a defect; --debug shows where)\n"
+    )
+    assert "Traceback" in run(*PLAN, "--debug").stderr
+
+
+def test_debug_shows_where_bad_input_was_noticed() -> None:
+    result = run("profiles", "show", "none", "--debug")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+
+
+def test_an_interrupt_gives_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(request: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planner.planning, "plan_network", interrupt)
+    result = run(*PLAN)
+    assert (result.exit_code, result.stderr) == (130, "meshwright: interrupted\n")
+
+
+def test_a_failed_run_gives_exit_code_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    import planner.execution.run
+
+    def fail(options: object, say: object) -> None:
+        raise ExecutionError("rank 1 failed")
+
+    monkeypatch.setattr(planner.execution.run, "execute", fail)
+    result = run("execute", "strategy.json")
+    assert (result.exit_code, result.stderr) == (4, "meshwright: rank 1 failed\n")
+
+
+def test_lists() -> None:
+    networks = json.loads(run("networks", "--json").stdout)["networks"]
+    assert {network["spec"] for network in networks} >= {"zoo:mlp", "zoo:resnet50", "zoo:gpt2", "zoo:llama2-7b"}
+    assert run("networks", "--quiet").stdout.split() == [network["spec"] for network in networks]
+    assert "784-512-512-1" in run("networks").stdout
+    profiles = json.loads(run("profiles", "--json").stdout)["profiles"]
+    assert {profile["name"] for profile in profiles} >= {"dgx-a100", "ascend910-atlas800"}
+    assert run("profiles", "list", "-q").stdout.split() == [profile["name"] for profile in profiles]
+    assert "dgx-a100" in run("profiles").stdout
+    assert json.loads(run("profiles", "show", "dgx-a100", "--json").stdout)["rows"]
+    assert "datasheet" in run("profiles", "show", "dgx-a100").stdout
+
+
+def test_a_profile_file_is_checked() -> None:
+    import hw_profiles
+
+    path = Path(hw_profiles.__path__[0]) / "dgx-a100.yaml"
+    assert "is valid" in run("profiles", "check", str(path)).stdout
+    Path("broken.yaml").write_text(path.read_text().replace("devices_per_node", "devices_a_node"))
+    result = run("profiles", "check", "broken.yaml")
+    assert result.exit_code == 2
+    assert "devices_a_node" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["networks"], ["profiles"], ["--version"]])
+def test_light_commands_import_nothing_heavy(arguments: list[str]) -> None:
+    program = (
+        "import sys\nfrom planner.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'pandas', 'matplotlib', 'plotly', 'transformers', 'sklearn', 'scipy', 'joblib'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+    assert done.stdout
+
+
+def test_help_imports_neither_numbers_nor_schemas() -> None:
+    program = (
+        "import sys\nfrom planner.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
+        "heavy = {'numpy', 'networkx', 'pydantic', 'rich', 'yaml', 'simpy'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_the_installed_command_and_its_exit_code() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "planner.cli", "profiles", "show", "nothing"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("meshwright: no hardware profile is named 'nothing'")
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_tables_fit_their_width(width: int) -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    from planner.cli.tables import plan_report, what_if_report
+    from simulator.hardware import load_profile
+
+    out = StringIO()
+    console = Console(file=out, width=width)
+    hardware = load_profile("dgx-a100")
+    for part in (
+        *plan_report(make_result(), hardware, "strategy.json"),
+        *what_if_report(make_rows(), "weak scaling", "report.html"),
+    ):
+        console.print(part)
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    for words in ("80.0–130 ms", "328 k", "20 % slower: more", "no plan for 8 devices", "4 × 2", "strategy.json"):
+        assert words in text

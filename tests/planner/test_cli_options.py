@@ -1,0 +1,139 @@
+"""What the command line reads: device counts, pins, config files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.cli.config import PlanSettings, merged, read_config
+from planner.cli.options import read_device_counts, read_pins
+from simulator.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("8", (8,)),
+        ("8,16,32", (8, 16, 32)),
+        (" 8 , 16 ", (8, 16)),
+        ("8,16,…,4096", (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)),
+        ("8,16,...,64", (8, 16, 32, 64)),
+        ("8,16,24,…,48", (8, 16, 24, 32, 40, 48)),
+        ("8,16,…,40", (8, 16, 24, 32, 40)),
+        ("1,3,…,81", (1, 3, 9, 27, 81)),
+        ("1,2,…,8,16,24", (1, 2, 4, 8, 16, 24)),
+    ],
+)
+def test_device_counts(text: str, counts: tuple[int, ...]) -> None:
+    assert read_device_counts(text) == counts
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "'' is not a whole number"),
+        ("8x", "'8x' is not a whole number"),
+        ("0", "'0' is not a whole number"),
+        ("-1", "'-1' is not a whole number"),
+        ("8,,16", "'' is not a whole number"),
+        ("16,8", "8 does not follow 16"),
+        ("8,8", "8 does not follow 8"),
+        ("…,8", "two counts before it"),
+        ("8,…,64", "two counts before it"),
+        ("8,16,…", "a count after it"),
+        ("8,16,…,…,64", "two counts before it"),
+        ("8,16,…,100", "does not meet 100"),
+        ("8,16,48,…,100", "does not meet 100"),
+        ("1,2,3,…,1000000", "more than 100 counts"),
+        ("9999999999", "whole number"),
+        ("²", "whole number"),
+    ],
+)
+def test_wrong_device_counts(text: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        read_device_counts(text)
+
+
+@given(st.text(alphabet="0123456789,.…x- ", max_size=20))
+def test_any_text_gives_rising_counts_or_an_input_error(text: str) -> None:
+    try:
+        counts = read_device_counts(text)
+    except InputError:
+        return
+    assert list(counts) == sorted(set(counts))
+
+
+def test_pins() -> None:
+    pins = read_pins(["tp=8", " micro_batch = 02", "recompute=full", "sequence_parallel=true", "schedule=1f1b"])
+    assert pins == {
+        "tp": "8",
+        "micro_batch": "2",
+        "recompute": "full",
+        "sequence_parallel": "true",
+        "schedule": "1f1b",
+    }
+
+
+@pytest.mark.parametrize(
+    ("pins", "words"),
+    [
+        (["tp"], "'tp' is not KEY=VALUE"),
+        (["tp="], "'tp=' is not KEY=VALUE"),
+        (["tq=8"], "did you mean 'tp'"),
+        (["recompte=none"], "did you mean 'recompute'"),
+        (["zzzzz=1"], "choose one of dp, tp"),
+        (["tp=0"], "'0' is not a whole number"),
+        (["tp=two"], "'two' is not a whole number"),
+        (["tp=-1"], "'-1' is not a whole number"),
+        (["recompute=some"], "'some' is no value of recompute"),
+        (["optimizer_sharding=zero9"], "did you mean 'zero"),
+        (["tp=2", "tp=4"], "already pinned to 2"),
+    ],
+)
+def test_wrong_pins(pins: list[str], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        read_pins(pins)
+
+
+def test_the_command_line_wins_over_the_config(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "network: zoo:mlp\nhw: dgx-a100\ndevices: 16\nglobal-batch: 64\npin: {tp: 2, dp: 8, sequence_parallel: false}\n"
+    )
+    settings = merged(PlanSettings(devices=8, pin=("tp=4",)), read_config(path))
+    assert (settings.network, settings.hw, settings.devices, settings.global_batch) == ("zoo:mlp", "dgx-a100", 8, 64)
+    assert read_pins(settings.pin) == {"tp": "4", "dp": "8", "sequence_parallel": "false"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("devces: 8", "'devces' is no option of plan; did you mean 'devices'"),
+        ("devices: eight", "devices: 'eight' is wrong"),
+        ("devices: 0", "devices: 0 is wrong"),
+        ("devices: 8.5", "devices: 8.5 is wrong"),
+        ("precision: fp7", "precision: 'fp7' is wrong"),
+        ("seq-len: 1\nseq_len: 2", "seq_len is given twice"),
+        ("- 8", "must be a mapping"),
+        ("", "must be a mapping"),
+        ("a: [", "not valid YAML"),
+        ("!!python/object/apply:os.system [ls]", "not valid YAML"),
+        ("\x00", "not valid YAML"),
+    ],
+)
+def test_wrong_configs(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=words) as caught:
+        read_config(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_config_that_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        read_config(tmp_path / "none.yaml")
+    with pytest.raises(InputError, match="not a file"):
+        read_config(tmp_path)
