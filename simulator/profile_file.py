@@ -30,7 +30,6 @@ from simulator.hardware import (
 )
 from simulator.program import Collective, Kernel
 
-FORMAT = "meshwright-profile"
 VERSION = 1
 MAX_FILE_BYTES = 1 << 20
 MAX_DEPTH = 20
@@ -181,7 +180,7 @@ class ProfilePart(_Part):
     """The whole file."""
 
     format: Literal["meshwright-profile"]
-    version: Literal[1]
+    version: Annotated[int, Field(ge=VERSION, le=VERSION)]
     name: Annotated[str, Field(max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     description: Annotated[str, Field(max_length=2000)]
     default_precision: Sourced[Literal["bfloat16", "float16", "float32", "float64"]]
@@ -224,7 +223,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+            if not isinstance(key, yaml.ScalarNode):
                 raise yaml.YAMLError(f"line {key.start_mark.line + 1}: keys must be plain names")
             if key.value in seen:
                 raise yaml.YAMLError(f"line {key.start_mark.line + 1}: key {key.value!r} stands there twice")
@@ -232,16 +231,15 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.yaml_implicit_resolvers = {
-    letter: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":float"))]
-    for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-# YAML 1.1 reads 3e12 as text; a profile's author means a number.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:(?:\d+\.\d*|\.\d+|\d+)[eE][-+]?\d+|\d+\.\d*|\.\d+|\.(?:inf|Inf|INF|nan|NaN|NAN))$"),
-    list("-+0123456789."),
-)
+# Plain words mean what they look like: no base 60 (1:30), no octal (010), no yes/no, but 3e12 is a number.
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("null", r"^(?:null|~|)$", ["n", "~", ""]),
+    ("bool", r"^(?:true|false)$", list("tf")),
+    ("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", list("-+0123456789")),
+    ("float", r"^[-+]?(?:(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+|\d+\.\d*|\.\d+|\.inf|\.nan)$", list("-+0123456789.")),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
 
 
 def read_limited(path: Path) -> bytes:
@@ -275,9 +273,10 @@ def parse_profile(content: bytes, file: str) -> Hardware:
 
 def write_content(content: Mapping[str, object], path: Path) -> Hardware:
     """Validate `content` and write it as YAML beside `path`, then rename over it."""
-    hardware = _hardware(_validate(dict(content), str(path)))
-    text = yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True, width=120)
-    parse_profile(text.encode(), str(path))
+    _validate(dict(content), str(path))
+    plain = json.loads(json.dumps(dict(content)))  # no object twice: the dumper would write aliases
+    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
+    hardware = parse_profile(text.encode(), str(path))
     temporary = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
