@@ -206,8 +206,9 @@ def _model(hardware: Hardware, collective: Collective, payload: FloatArray, grou
 
 
 def _pipelined(hardware: Hardware, cost: Cost, payload: FloatArray) -> FloatArray:
-    moving = np.sqrt(payload * cost.seconds_per_byte)
-    return np.asarray(hardware.collective_overhead_s + (math.sqrt(cost.latency_s) + moving) ** 2)
+    root = math.sqrt(cost.latency_s) + np.sqrt(payload * cost.seconds_per_byte)
+    # root ** 2 would round floats and arrays differently.
+    return np.asarray(hardware.collective_overhead_s + root * root)
 
 
 def _twice(cost: Cost) -> Cost:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from simulator.errors import ProfileError
 from simulator.hardware import Hardware
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,8 @@ def topology_graph(hardware: Hardware, devices: int) -> nx.Graph[object]:
 
     Edges carry ``bandwidth_bytes_per_s`` (of all devices below together, per direction) and ``latency_s``.
     """
+    import networkx as nx
+
     hardware.check_devices(devices)
     graph: nx.Graph[object] = nx.Graph(name=hardware.name)
     below: dict[object, range] = {device: range(device, device + 1) for device in range(devices)}

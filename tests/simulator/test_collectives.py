@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from math import sqrt
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from simulator.program import Collective
 from simulator.topology import GroupShape, group_shape
 
 MEASUREMENTS = Path(__file__).parents[2] / "../shared/measurements/operators/F2_collectives_aiconfigurator_vidur.csv"
+profile = cache(load_profile)
 A0, B0, A1, B1 = 1e-6, 100e9, 5e-6, 10e9
 
 
@@ -29,9 +31,7 @@ def cluster() -> Hardware:
         Level(name="fabric", size=4096, bandwidth_bytes_per_s=B1, latency_s=A1),
     )
     algorithms = ("tree", "hierarchical", "switch")
-    return replace(
-        load_profile("dgx-a100"), levels=levels, collective_overhead_s=2e-6, collective_algorithms=algorithms
-    )
+    return replace(profile("dgx-a100"), levels=levels, collective_overhead_s=2e-6, collective_algorithms=algorithms)
 
 
 def costs(hardware: Hardware, collective: Collective, size: int, stride: int = 1) -> dict[str, tuple[float, float]]:
@@ -119,7 +119,7 @@ BYTES = st.floats(min_value=0, max_value=1e13)
 def test_every_profile_and_collective_keeps_the_promises(
     name: str, collective: Collective, size: int, stride: int, payload: float, more: float
 ) -> None:
-    hardware = load_profile(name)
+    hardware = profile(name)
     group = group_shape(hardware, size, stride)
     less = collective_time(hardware, collective, payload, group)
     assert np.isfinite(less)
@@ -160,7 +160,7 @@ def test_where_no_table_speaks_the_model_does(measured: Hardware, cluster: Hardw
 
 @given(st.integers(2, 8), BYTES, BYTES)
 def test_tables_are_monotone(size: int, payload: float, more: float) -> None:
-    base = load_profile("dgx-a100")
+    base = profile("dgx-a100")
     hardware = replace(base, collective_tables=(table(3, 1e-4, 1e-3, 1e-1), table(5, 4e-4, 1e-3, 4e-1)))
     group = GroupShape(members=(size, 1))
     less = collective_time(hardware, Collective.ALL_REDUCE, payload, group)
@@ -185,7 +185,7 @@ def test_published_all_reduces_are_met(name: str, accelerator: str) -> None:
     rows = rows[(rows.accelerator == accelerator) & (rows.collective == "all_reduce")]
     if name == "dgx1-v100":  # its mesh is one level: right for all eight only
         rows = rows[rows.n_accels == 8]
-    hardware = load_profile(name)
+    hardware = profile(name)
     predicted = [
         collective_time(hardware, Collective.ALL_REDUCE, float(size), group_shape(hardware, int(count), 1))
         for size, count in zip(rows.size_bytes, rows.n_accels, strict=True)

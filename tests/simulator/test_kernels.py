@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ from simulator.hardware import KernelModel, load_profile, profile_names
 from simulator.kernels import kernel_time
 from simulator.program import Kernel
 
+profile = cache(load_profile)
 WORK = st.floats(min_value=0, max_value=1e18)
 
 
 def test_a_kernel_takes_the_longer_of_computing_and_moving() -> None:
     model = KernelModel(compute_efficiency=0.5, bandwidth_efficiency=0.8, overhead_s=2e-6)
-    hardware = load_profile("dgx-a100")
+    hardware = profile("dgx-a100")
     hardware = replace(hardware, memory_bandwidth=2e12, kernels={**hardware.kernels, Kernel.MATMUL: model})
     # 312e12 FLOP/s at one half; 2e12 bytes/s at four fifths.
     assert kernel_time(hardware, Kernel.MATMUL, "bfloat16", 156e9, 1.0) == pytest.approx(2e-6 + 1e-3)
@@ -28,11 +30,11 @@ def test_a_kernel_takes_the_longer_of_computing_and_moving() -> None:
 
 
 def test_a_view_is_free() -> None:
-    assert kernel_time(load_profile("dgx-a100"), Kernel.VIEW, "float32", 1e9, 1e9) == 0.0
+    assert kernel_time(profile("dgx-a100"), Kernel.VIEW, "float32", 1e9, 1e9) == 0.0
 
 
 def test_arrays_give_what_floats_give() -> None:
-    hardware = load_profile("dgx-h100")
+    hardware = profile("dgx-h100")
     flops, moved = np.array([0.0, 1e9, 1e12]), np.array([1e6, 0.0, 1e9])
     times = kernel_time(hardware, Kernel.MATMUL, "bfloat16", flops, moved)
     assert times.shape == (3,)
@@ -43,7 +45,7 @@ def test_arrays_give_what_floats_give() -> None:
 
 
 def test_a_dtype_the_device_cannot_compute_in_can_still_be_copied() -> None:
-    atlas = load_profile("ascend910-atlas800")
+    atlas = profile("ascend910-atlas800")
     assert kernel_time(atlas, Kernel.COPY, "float64", 0.0, 1e6) > 0
     with pytest.raises(ProfileError, match="float64"):
         kernel_time(atlas, Kernel.MATMUL, "float64", 1.0, 1e6)
@@ -53,6 +55,6 @@ def test_a_dtype_the_device_cannot_compute_in_can_still_be_copied() -> None:
 def test_more_work_never_takes_less_time(
     name: str, kernel: Kernel, flops: float, moved: float, more_flops: float, more_moved: float
 ) -> None:
-    hardware = load_profile(name)
+    hardware = profile(name)
     less = kernel_time(hardware, kernel, "float32", flops, moved)
     assert 0 <= less <= kernel_time(hardware, kernel, "float32", flops + more_flops, moved + more_moved)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import networkx as nx
 import pytest
 from hypothesis import given
@@ -10,6 +12,8 @@ from hypothesis import strategies as st
 from simulator.errors import ProfileError
 from simulator.hardware import load_profile, profile_names
 from simulator.topology import group_shape, level_of_axis, topology_graph
+
+profile = cache(load_profile)
 
 
 @pytest.mark.parametrize(
@@ -33,14 +37,14 @@ from simulator.topology import group_shape, level_of_axis, topology_graph
 def test_a_mesh_axis_has_its_members_on_the_levels(
     name: str, size: int, stride: int, members: tuple[int, ...], level: str
 ) -> None:
-    hardware = load_profile(name)
+    hardware = profile(name)
     assert group_shape(hardware, size, stride).members == members
     assert level_of_axis(hardware, size, stride) == level
 
 
 @given(st.sampled_from(profile_names()), st.integers(1, 64), st.integers(1, 64))
 def test_the_members_multiply_to_the_size_and_fit_their_units(name: str, size: int, stride: int) -> None:
-    hardware = load_profile(name)
+    hardware = profile(name)
     shape = group_shape(hardware, size, stride)
     assert shape.size == size
     for index, level in enumerate(hardware.levels):
@@ -50,7 +54,7 @@ def test_the_members_multiply_to_the_size_and_fit_their_units(name: str, size: i
 
 
 def test_a_group_that_the_cluster_cannot_hold_is_refused() -> None:
-    hardware = load_profile("ascend910-atlas800")
+    hardware = profile("ascend910-atlas800")
     with pytest.raises(ProfileError, match="group of 8 devices with stride 1024 does not fit the 4096 devices"):
         group_shape(hardware, 8, 1024)
     with pytest.raises(ProfileError, match="size 0 and stride 1"):
@@ -58,7 +62,7 @@ def test_a_group_that_the_cluster_cannot_hold_is_refused() -> None:
 
 
 def test_the_graph_is_a_tree_of_the_levels() -> None:
-    hardware = load_profile("ascend910-atlas800")
+    hardware = profile("ascend910-atlas800")
     graph = topology_graph(hardware, 16)
     assert nx.is_tree(graph)
     assert [node for node, degree in graph.degree if degree == 1] == list(range(16))
