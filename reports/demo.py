@@ -1,0 +1,277 @@
+"""The demonstration: measure this machine, plan, run for real, and put predicted beside measured.
+
+Run it with ``python -m reports.demo``; every step is a `meshwright` command and is printed as one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planner.quantities import bytes_text, interval_text, seconds_text
+from planner.strategy.file import read_plan, read_strategy
+from planner.strategy.plan import Plan
+from planner.whole_file import write_whole
+from reports import page
+from reports.page import PALETTE, Html
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+NETWORKS = {"zoo:mlp": "MLP", "zoo:gpt2-tiny": "small GPT-2"}
+CLUSTER, CLUSTER_DEVICES = "dgx-a100", 8
+PROCESSES = 2
+STEPS = 20
+WIDTH = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command of the demonstration and what it printed."""
+
+    line: str
+    output: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One network on this machine: its plan, what was predicted and what a run measured.
+
+    ``run`` is the document of ``execute --json``.
+    """
+
+    name: str
+    plan: Plan
+    prediction: Mapping[str, Any]
+    run: Mapping[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the demonstration and write its page."""
+    parser = argparse.ArgumentParser(prog="python -m reports.demo", description=main.__doc__)
+    parser.add_argument("--out", type=Path, default=Path("reports/out/demo.html"), help="the page to write")
+    out: Path = parser.parse_args(arguments).out
+    folder = out.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    profile = folder / "local.yaml"
+    commands = [_run("calibrate", "--processes", str(PROCESSES), "--out", str(profile))]
+    commands += [_plan(folder, spec, CLUSTER, CLUSTER_DEVICES) for spec in NETWORKS]
+    commands += [_plan(folder, spec, str(profile), PROCESSES) for spec in NETWORKS]
+    for spec in NETWORKS:
+        strategy, result = _strategy(folder, spec, PROCESSES), _result(folder, spec)
+        options = ("--processes", str(PROCESSES), "--steps", str(STEPS), "--verify", "--out", str(result))
+        commands.append(_run("execute", str(strategy), *options))
+    comparisons = [_comparison(folder, spec) for spec in NETWORKS]
+    _say(comparison_text(comparisons))
+    pictures = [_timeline(folder, spec, devices) for spec in NETWORKS for devices in (CLUSTER_DEVICES, PROCESSES)]
+    write_whole(out, demo_page(commands, comparisons, pictures))
+    _say(f"\nwritten {out}")
+
+
+def _plan(folder: Path, spec: str, profile: str, devices: int) -> Command:
+    out = _strategy(folder, spec, devices)
+    return _run("plan", spec, "--hw", profile, "--devices", str(devices), "--out", str(out))
+
+
+def _strategy(folder: Path, spec: str, devices: int) -> Path:
+    return folder / f"{spec.removeprefix('zoo:')}-{devices}.json"
+
+
+def _result(folder: Path, spec: str) -> Path:
+    return folder / f"{spec.removeprefix('zoo:')}-run.json"
+
+
+def _run(*arguments: str) -> Command:
+    """Run a command of `meshwright`, show it and what it prints; a failure ends the demonstration."""
+    line = shlex.join(["meshwright", *arguments])
+    _say(f"\n$ {line}")
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "planner.cli", *arguments],
+        env={**os.environ, "COLUMNS": str(WIDTH)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    _say(done.stdout.rstrip())
+    if done.returncode:
+        raise SystemExit(done.returncode)
+    text = "\n".join(row.rstrip() for row in done.stdout.splitlines())
+    return Command(line=line, output=text, seconds=time.perf_counter() - started)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _comparison(folder: Path, spec: str) -> Comparison:
+    found = read_strategy(_strategy(folder, spec, PROCESSES))
+    run = json.loads(_result(folder, spec).read_text(encoding="utf-8"))
+    return Comparison(name=NETWORKS[spec], plan=found.plan, prediction=found.prediction or {}, run=run)
+
+
+def _timeline(folder: Path, spec: str, devices: int) -> Html:
+    from planner.planning import lower, predict
+    from reports.timeline import timeline_svg
+    from simulator.hardware import load_profile
+
+    plan = read_plan(_strategy(folder, spec, devices))
+    hardware = load_profile(plan.hardware)
+    lowered = lower(plan)
+    _, timeline = predict(plan, lowered, hardware)
+    where = hardware.name if devices == CLUSTER_DEVICES else "processes of this machine"
+    title = f"One step of the {NETWORKS[spec]} on {devices} × {where}"
+    svg = timeline_svg(timeline, lowered.program, title="")
+    mesh = f"data {plan.degree('data')} × tensor {plan.degree('tensor')}"
+    caption = f"Simulated: {seconds_text(timeline.step_time_s)}, {mesh}. Below, the memory of one device."
+    return page.drawing(svg, title=title, caption=caption)
+
+
+def comparison_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
+    """Predicted beside measured: one row for step time and one for memory of each network."""
+    rows = []
+    for comparison in comparisons:
+        run, prediction = comparison.run, comparison.prediction
+        time_s = run["measured_step_time_s"]
+        predicted = run["predicted_step_time_s"]
+        rows.append(
+            [
+                comparison.name,
+                "step time",
+                f"{seconds_text(predicted)} ({interval_text(*prediction['interval_s'])})",
+                f"{seconds_text(time_s['median'])} ({interval_text(time_s['p10'], time_s['p90'])})",
+                f"{100 * run['error']:+.1f} %",
+            ]
+        )
+        peak, measured = run["predicted_peak_memory_bytes"], run["measured_peak_memory_bytes"]
+        difference = f"{100 * (peak / measured - 1):+.1f} %" if measured else ""
+        rows.append([comparison.name, "peak memory", bytes_text(peak), bytes_text(measured), difference])
+    return rows
+
+
+def comparison_text(comparisons: Sequence[Comparison]) -> str:
+    """The comparison as plain text."""
+    rows = [["", "", "predicted", "measured", "difference"], *comparison_rows(comparisons)]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines = ["", f"Predicted beside measured, {PROCESSES} processes of this machine"]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def demo_page(commands: Sequence[Command], comparisons: Sequence[Comparison], pictures: Sequence[Html]) -> str:
+    """The page of the demonstration as text."""
+    columns = ["network", "", "predicted", "measured", "difference"]
+    parts = [
+        page.paragraph(
+            "Two networks, planned for eight GPUs and for two processes of this machine; the plans for this machine "
+            "were run for real and compared with their predictions.",
+            lead=True,
+        ),
+        page.cards(_cards(comparisons)),
+        page.heading("Predicted beside measured"),
+        page.table(columns, comparison_rows(comparisons), caption="Medians over steps; in brackets the intervals"),
+        page.grid(*(_time_chart(index, c) for index, c in enumerate(comparisons))),
+        page.grid(*(_loss_chart(index, c) for index, c in enumerate(comparisons))),
+        page.heading("One step, simulated"),
+        *pictures,
+        page.heading("The commands and what they printed"),
+    ]
+    for command in commands:
+        parts.append(page.code(f"$ {command.line}\n{command.output}"))
+        parts.append(page.paragraph(f"took {seconds_text(command.seconds)}"))
+    return page.page("Meshwright, demonstrated", parts, footer="Written by python -m reports.demo.")
+
+
+def _cards(comparisons: Sequence[Comparison]) -> list[tuple[str, str, str]]:
+    entries = []
+    for comparison in comparisons:
+        run = comparison.run
+        median = run["measured_step_time_s"]["median"]
+        predicted = seconds_text(run["predicted_step_time_s"])
+        entries.append((f"{comparison.name}, measured step", seconds_text(median), f"predicted {predicted}"))
+        difference, allowed = run["max_loss_difference"], run["tolerance"]
+        entries.append(
+            (f"{comparison.name}, losses", f"{difference:.1e}", f"from one process, relative; allowed {allowed:.0e}")
+        )
+    return entries
+
+
+def _time_chart(index: int, comparison: Comparison) -> Html:
+    """Predicted and measured step time, each with its interval, from zero."""
+    import plotly.graph_objects as go
+
+    run, time_s = comparison.run, comparison.run["measured_step_time_s"]
+    low, high = comparison.prediction["interval_s"]
+    entries = (
+        ("predicted", run["predicted_step_time_s"], low, high, PALETTE[0]),
+        ("measured", time_s["median"], time_s["p10"], time_s["p90"], PALETTE[1]),
+    )
+    figure = go.Figure()
+    for name, middle, least, most, color in entries:
+        figure.add_trace(
+            go.Bar(
+                x=[1e3 * middle],
+                y=[name],
+                orientation="h",
+                marker={"color": color},
+                error_x={"type": "data", "symmetric": False, "array": [1e3 * (most - middle)],
+                         "arrayminus": [1e3 * (middle - least)], "color": "#5b6475"},
+                hovertemplate="%{x:.3g} ms<extra></extra>",
+                showlegend=False,
+            )
+        )  # fmt: skip
+    figure.update_xaxes(title="milliseconds", rangemode="tozero")
+    figure.update_yaxes(autorange="reversed")
+    return page.chart(
+        figure,
+        identity=f"step-{index}",
+        title=f"Step time: {comparison.name}",
+        caption=f"Lines: the prediction's interval; the middle 80 % of {run['steps'] - run['warm_up_steps']} steps.",
+        height=210,
+    )
+
+
+def _loss_chart(index: int, comparison: Comparison) -> Html:
+    import plotly.graph_objects as go
+
+    run = comparison.run
+    steps = list(range(1, len(run["losses"]) + 1))
+    figure: go.Figure = go.Figure()
+    figure.add_scatter(
+        x=steps,
+        y=run["reference_losses"],
+        mode="lines",
+        name="one process",
+        line={"color": PALETTE[0], "width": 2},
+    )
+    figure.add_scatter(
+        x=steps,
+        y=run["losses"],
+        mode="markers",
+        name=f"{run['processes']} processes",
+        marker={"color": PALETTE[1], "size": 8, "symbol": "diamond-open", "line": {"width": 2}},
+    )
+    figure.update_xaxes(title="step")
+    figure.update_yaxes(title="loss")
+    return page.chart(
+        figure,
+        identity=f"loss-{index}",
+        title=f"Loss: {comparison.name}",
+        caption=f"{run['data']}; largest relative difference {run['max_loss_difference']:.1e}.",
+        height=270,
+    )
+
+
+if __name__ == "__main__":
+    main()
