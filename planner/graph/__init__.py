@@ -1,1 +1,1 @@
-"""planner/graph"""
+"""Operator graphs: one training step of a network as typed records."""

@@ -34,7 +34,9 @@ def toolchain() -> str:
     for path in sorted([*root.glob("graph/**/*.py"), *root.glob("networks/**/*.py")]):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return f"python {python} torch {_version('torch')} transformers {_version('transformers')} code {digest.hexdigest()}"
+    return (
+        f"python {python} torch {_version('torch')} transformers {_version('transformers')} code {digest.hexdigest()}"
+    )
 
 
 def load(key: str) -> OperatorGraph | None:
@@ -60,7 +62,7 @@ def store(key: str, graph: OperatorGraph) -> None:
             try:
                 json.dump(graph_to_json(graph), file, separators=(",", ":"))
                 file.close()
-                os.replace(file.name, place / f"{key}.json")
+                Path(file.name).replace(place / f"{key}.json")
             except BaseException:
                 Path(file.name).unlink(missing_ok=True)
                 raise

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx, nn
@@ -29,6 +30,8 @@ from simulator.program import Kernel, Phase
 
 BUFFER = "constant"
 """Operator of a constant that is a buffer of the module; the node's name is the buffer's."""
+_LOOKUPS = {"aten.embedding.default": 0, "aten.nll_loss_forward.default": -1}
+"""Operators whose second tensor counts along a dim of the first, and that dim."""
 
 
 def capture_module(
@@ -41,34 +44,44 @@ def capture_module(
     ``aten.ones.default``.
     """
     traced = trace(make, inputs, name)
-    forward_of = _forward_calls(traced.graph)
     replaced = clean(traced.graph, traced.marker)
     _merge_tied(traced)
-    survivors = {n: s for n, f in forward_of.items() if (s := _survivor(f, replaced)) is not None}
-    return _Converter(traced=traced, inputs=inputs, network=name, forward_of=survivors).convert(tuple(notes))
+    forward_of = _forward_calls(traced.graph, replaced)
+    return _Converter(traced=traced, inputs=inputs, network=name, forward_of=forward_of).convert(tuple(notes))
 
 
-def _forward_calls(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Map each backward call to the first forward call of the same autograd sequence number."""
-    first: dict[int, fx.Node] = {}
+def _forward_calls(graph: fx.Graph, replaced: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Map each backward call to the first forward call of the same autograd sequence number.
+
+    Calls that work in place carry a later number forward than backward: the next one is theirs.
+    """
+    by_sequence: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if _is_call(node) and not is_backward(node) and "seq_nr" in node.meta:
+            by_sequence.setdefault(node.meta["seq_nr"], []).append(node)
+    for node in replaced:
+        if not is_backward(node) and node.meta.get("seq_nr") not in by_sequence:
+            origin = _origin(_follow(node, replaced))
+            if _is_call(origin):
+                by_sequence.setdefault(node.meta["seq_nr"], []).append(origin)
+    sequences = sorted(by_sequence)
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        sequence = node.meta.get("seq_nr")
-        if node.op != "call_function" or sequence is None:
-            continue
-        if not is_backward(node):
-            first.setdefault(sequence, node)
-        elif sequence in first and not is_gradient_sum(node):
-            found[node] = first[sequence]
+        if _is_call(node) and is_backward(node) and not is_gradient_sum(node) and "seq_nr" in node.meta:
+            place = bisect_left(sequences, node.meta["seq_nr"])
+            if place < len(sequences):
+                found[node] = by_sequence[sequences[place]][0]
     return found
 
 
-def _survivor(node: fx.Node, replaced: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
+def _is_call(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is not operator.getitem
+
+
+def _follow(node: fx.Node, replaced: Mapping[fx.Node, fx.Node]) -> fx.Node:
     while node in replaced:
         node = replaced[node]
-    if node.target is operator.getitem:
-        node = node.all_input_nodes[0]
-    return node if node.op == "call_function" and not node._erased else None
+    return node
 
 
 def _merge_tied(traced: Trace) -> None:
@@ -114,7 +127,7 @@ class _Converter:
                 Parameter(name=names[0], node=node, gradient=gradients.get(names[0]), aliases=names[1:])
                 for names, node in parameters
             ),
-            inputs=inputs,
+            inputs=tuple(self._bounded(item) for item in inputs),
             loss=loss,
             notes=tuple(dict.fromkeys((*notes, *self.traced.notes))),
         )
@@ -164,13 +177,25 @@ class _Converter:
             added.append(NetworkInput(name=spec.name, node=index, kind=spec.kind, high=spec.high))
         return tuple(added)
 
+    def _bounded(self, item: NetworkInput) -> NetworkInput:
+        """Bound an integer input by the embedding it looks up in or the classes it is compared with."""
+        refs, bound = {TensorRef(item.node)}, item.high
+        for index, node in enumerate(self.nodes):
+            tensors = node.tensor_inputs
+            if node.op in _LOOKUPS and len(tensors) > 1 and tensors[1] in refs:
+                table = self.nodes[tensors[0].node].outputs[tensors[0].output]
+                bound = table.shape[_LOOKUPS[node.op]]
+            elif node.kernel is Kernel.VIEW and tensors and tensors[0] in refs:
+                refs.add(TensorRef(index))
+        return replace(item, high=bound)
+
     def _add_buffers(self) -> None:
         for node, description in self._placeholders(BufferAOTInput):
             if node.users:
                 self._add_placeholder(node, description.target, Role.CONSTANT, description.target.rpartition(".")[0])
 
     def _add_calls(self) -> None:
-        wanted = [n for n in self.traced.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+        wanted = [node for node in self.traced.graph.nodes if _is_call(node)]
         producers = {node: [_origin(p) for p in node.all_input_nodes] for node in wanted}
         order = {node: position for position, node in enumerate(wanted)}
         for found in producers.values():
@@ -196,8 +221,12 @@ class _Converter:
         self._append(source, node, varies=False)
 
     def _add_call(self, source: fx.Node, module: str) -> None:
-        if source.target is None or not hasattr(source.target, "overloadpacket"):
-            raise NetworkError(f"network {self.network!r}: {source.target} is no tensor operator; remove it from the module")
+        if not hasattr(source.target, "overloadpacket"):
+            place = user_source(source.meta.get("stack_trace") or "")
+            raise NetworkError(
+                f"network {self.network!r} cannot be captured: {source.target} at {place} is no tensor operator; "
+                "write it with plain torch operators"
+            )
         args, kwargs = self.recorder.arguments(source, self.index_of)
         outputs = self.recorder.specs(source.meta["val"])
         op = str(source.target)
@@ -239,8 +268,8 @@ class _Converter:
                 losses.append(value)
             elif value is not None and not isinstance(description, GradAOTOutput):
                 raise NetworkError(
-                    f"network {self.network!r} changes {description.expr()} in its forward pass; a captured step keeps no "
-                    "state besides parameters: remove the assignment"
+                    f"network {self.network!r} changes {description.expr()} in its forward pass; a captured step "
+                    "keeps no state besides parameters: remove the assignment"
                 )
             elif value is not None and isinstance(description.grad_of, ParamAOTInput):
                 gradients[group_of[description.grad_of.target]] = reference(value, self.index_of)
@@ -261,5 +290,5 @@ def _values(value: Any) -> Any:
     if isinstance(value, fx.Node):
         return value.meta["val"]
     if isinstance(value, (tuple, list)):
-        return type(value)(_values(item) for item in value) if type(value) in (tuple, list) else [_values(v) for v in value]
+        return tuple(_values(item) for item in value)
     return value

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from simulator.errors import MeshwrightError, NetworkError
 
-_LIBRARIES = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_LIBRARIES = tuple(
+    str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 _ROOT = Path(__file__).resolve().parents[2]
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _REMEDIES = (
@@ -63,7 +65,9 @@ def capture_error(network: str, error: Exception) -> MeshwrightError:
     source = next(filter(None, (_failing_line(e) for e in chain)), "") or user_source(str(error))
     operator = _operator(chain, text)
     first_line = (str(chain[-1]).strip() or type(chain[-1]).__name__).splitlines()[0]
-    remedy = next((r for words, r in _REMEDIES if any(w in text for w in words)), "write that line with traceable torch operators")
+    remedy = next(
+        (r for words, r in _REMEDIES if any(w in text for w in words)), "write that line with traceable torch operators"
+    )
     place = f" at {source}" if source else ""
     return NetworkError(f"network {network!r} cannot be captured: {operator}{place}: {first_line}; {remedy}")
 

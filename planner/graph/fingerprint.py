@@ -25,7 +25,9 @@ def fingerprint(graph: OperatorGraph) -> str:
             node.forward,
         )
         digest.update(json.dumps(record).encode())
-    parameters = [[p.name, p.node, p.gradient and [p.gradient.node, p.gradient.output], p.aliases] for p in graph.parameters]
+    parameters = [
+        [p.name, p.node, p.gradient and [p.gradient.node, p.gradient.output], p.aliases] for p in graph.parameters
+    ]
     inputs = [[i.name, i.node, i.kind, i.high] for i in graph.inputs]
     runs = [[r.prefix, r.count, r.first, r.second] for r in graph.runs]
     digest.update(json.dumps([parameters, inputs, [graph.loss.node, graph.loss.output], runs]).encode())

@@ -53,9 +53,7 @@ def repeat(graph: OperatorGraph, count: int) -> OperatorGraph:
     return replace(folded, runs=(replace(folded.runs[0], count=count),))
 
 
-def _candidates(
-    graph: OperatorGraph, level: int, minimum: int, tried: set[tuple[str, int]]
-) -> Iterator[list[_Block]]:
+def _candidates(graph: OperatorGraph, level: int, minimum: int, tried: set[tuple[str, int]]) -> Iterator[list[_Block]]:
     """Yield the longest rows of blocks with equal signatures that are not tried yet."""
     row: list[_Block] = []
     previous: tuple[Signature, ...] = ()
@@ -151,7 +149,7 @@ def _fold_row(graph: OperatorGraph, row: Sequence[_Block]) -> OperatorGraph | No
     for old, stand_in in zip(before_last.nodes, first.nodes, strict=True):
         end_table[old] = table[stand_in]
     inside = {i for block in row for i in block.nodes}
-    nodes = []
+    nodes: list[Node] = []
     for old in keep:
         node = graph.nodes[old]
         if old in ends:
@@ -175,7 +173,10 @@ def _fold_row(graph: OperatorGraph, row: Sequence[_Block]) -> OperatorGraph | No
         inputs=tuple(replace(i, node=table[i.node]) for i in graph.inputs),
         loss=TensorRef(outside[graph.loss.node], graph.loss.output),
         runs=(
-            *(replace(r, first=tuple(table[i] for i in r.first), second=tuple(table[i] for i in r.second)) for r in graph.runs),
+            *(
+                replace(r, first=tuple(table[i] for i in r.first), second=tuple(table[i] for i in r.second))
+                for r in graph.runs
+            ),
             Run(
                 prefix=first.prefix,
                 count=len(row),

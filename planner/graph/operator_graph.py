@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from math import prod
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from simulator.program import Kernel, Phase
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -78,10 +80,11 @@ class Role(StrEnum):
 class Node:
     """One operator, parameter, input or constant.
 
-    ``op`` is the overload (``"aten.mm.default"``); parameters, inputs and constants have the role's
-    name there. ``forward`` is the index of the forward operator a backward one belongs to. A
-    *constant* depends neither on parameters nor on the batch. A *gradient sum* adds the gradients
-    that several uses of one tensor send back. ``flops`` counts a multiply and an add as two.
+    ``op`` is the overload (``"aten.mm.default"``); parameters and inputs have the role's name there.
+    ``forward`` is the index of the forward operator a backward one belongs to. A *constant* depends
+    neither on parameters nor on the batch: computed by its ``op``, or a buffer of the module, named by
+    its path, with ``"constant"`` there. A *gradient sum* adds the gradients that several uses of one
+    tensor send back. ``flops`` counts a multiply and an add as two; work element by element is left out.
     """
 
     name: str
@@ -126,8 +129,9 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkInput:
-    """A batch tensor: `kind` is ``"image"``, ``"features"``, ``"tokens"``, ``"label"``, ``"target"`` or ``"next_tokens"``.
+    """A batch tensor.
 
+    ``kind`` is ``"image"``, ``"features"``, ``"tokens"``, ``"label"``, ``"target"`` or ``"next_tokens"``;
     ``high`` bounds integer inputs (vocabulary or number of classes).
     """
 
@@ -203,9 +207,11 @@ class OperatorGraph:
             if phase is None or node.phase == phase
         )
 
-    def to_networkx(self) -> nx.MultiDiGraph:
+    def to_networkx(self) -> nx.MultiDiGraph[int]:
         """View the graph in networkx: nodes by index with their record, edges by tensor."""
-        view: nx.MultiDiGraph = nx.MultiDiGraph(network=self.network)
+        import networkx as nx
+
+        view: nx.MultiDiGraph[int] = nx.MultiDiGraph(network=self.network)
         for index, node in enumerate(self.nodes):
             view.add_node(index, record=node)
             for ref in node.tensor_inputs:

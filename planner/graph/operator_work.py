@@ -39,7 +39,17 @@ _CLASSES: dict[Kernel, tuple[str, ...]] = {
         "scatter_reduce",
     ),
     Kernel.COPY: (
-        *("clone", "_to_copy", "cat", "stack", "constant_pad_nd", "select_backward", "slice_backward", "repeat", "flip"),
+        *(
+            "clone",
+            "_to_copy",
+            "cat",
+            "stack",
+            "constant_pad_nd",
+            "select_backward",
+            "slice_backward",
+            "repeat",
+            "flip",
+        ),
         *("full", "zeros", "ones", "zeros_like", "ones_like", "full_like", "new_zeros", "new_full", "arange", "copy"),
         *("roll", "select_scatter", "slice_scatter", "empty_like", "scalar_tensor", "new_ones", "_unsafe_index"),
     ),
@@ -78,9 +88,10 @@ def count_flops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], o
     if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
         return _ATTENTION_BACKWARD_RATIO * _attention_flops(*args[1:4], causal=bool(args[7]))
     formula = flop_registry.get(op.overloadpacket)
-    return float(formula(*args, **kwargs, out_val=output)) if formula else 0.0
+    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=output))
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *, causal: bool) -> float:
-    scores = prod(query.shape[:-1]) * key.shape[-2]
-    return 2.0 * scores * (query.shape[-1] + value.shape[-1]) * (0.5 if causal else 1.0)
+    scores = float(prod(query.shape[:-1]) * key.shape[-2])
+    dims = int(query.shape[-1] + value.shape[-1])
+    return 2.0 * scores * dims * (0.5 if causal else 1.0)

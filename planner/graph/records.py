@@ -65,13 +65,16 @@ class Recorder:
             return str(value)
         if isinstance(value, (torch.device, torch.layout)):
             return None
-        raise UnsupportedError(f"operator argument {value!r} of type {type(value).__name__} is not supported; use numbers")
+        raise UnsupportedError(
+            f"operator argument {value!r} of type {type(value).__name__} is not supported; use numbers"
+        )
 
 
 def reference(node: fx.Node, index_of: Mapping[fx.Node, int]) -> TensorRef:
     """Refer to a traced value; picking from a tuple becomes the output's number."""
     if node.target is operator.getitem:
         source, output = node.args
-        assert isinstance(source, fx.Node) and isinstance(output, int)
+        assert isinstance(source, fx.Node)
+        assert isinstance(output, int)
         return TensorRef(index_of[source], output)
     return TensorRef(index_of[node])

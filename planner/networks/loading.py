@@ -85,7 +85,9 @@ def _load_zoo(name: str, sequence_length: int | None) -> Network:
     if entry.config is not None:
         return _language_network(entry, sequence_length)
     if sequence_length is not None:
-        raise InputError(f"zoo:{name} takes no sequence length (given {sequence_length}); it reads no tokens: leave it out")
+        raise InputError(
+            f"zoo:{name} takes no sequence length (given {sequence_length}); it reads no tokens: leave it out"
+        )
     assert entry.make is not None
     make = entry.make
     return Network(
@@ -105,10 +107,13 @@ def _load_zoo(name: str, sequence_length: int | None) -> Network:
 
 def _language_network(entry: ZooEntry, sequence_length: int | None) -> Network:
     config = entry.config
-    assert config is not None and entry.default_sequence_length is not None
+    assert config is not None
+    assert entry.default_sequence_length is not None
     length = sequence_length or entry.default_sequence_length
     if length > config.positions:
-        raise InputError(f"zoo:{entry.name} has {config.positions} positions, fewer than the sequence length {length}; shorten it")
+        raise InputError(
+            f"zoo:{entry.name} has {config.positions} positions, fewer than the sequence length {length}; shorten it"
+        )
     return Network(
         name=entry.name,
         spec=f"zoo:{entry.name}",

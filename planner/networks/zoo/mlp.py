@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import Tensor, nn
 
 from planner.networks.losses import mean_absolute_error
@@ -12,7 +14,7 @@ class MultilayerPerceptron(nn.Module):
 
     def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 
     def forward(self, features: Tensor, target: Tensor) -> Tensor:
         """Loss of features ``(batch, widths[0])`` against targets ``(batch, widths[-1])``."""

@@ -41,6 +41,11 @@ class Bottleneck(nn.Module):
         return (y + (x if self.downsample is None else self.downsample(x))).relu()  # type: ignore[no-any-return]
 
 
+def _stage(channels: int, width: int, blocks: int, stride: int) -> nn.Sequential:
+    rest = (Bottleneck(width * EXPANSION, width, 1) for _ in range(blocks - 1))
+    return nn.Sequential(Bottleneck(channels, width, stride), *rest)
+
+
 class ResNet(nn.Module):
     """A ResNet of four stages; ``forward`` is the mean cross entropy."""
 
@@ -49,15 +54,11 @@ class ResNet(nn.Module):
         self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = _norm(64)
         self.pool = nn.MaxPool2d(3, stride=2, padding=1)
-        channels = 64
-        for stage, count in enumerate(blocks):
-            width = 64 * 2**stage
-            layers = []
-            for block in range(count):
-                layers.append(Bottleneck(channels, width, stride=2 if stage and not block else 1))
-                channels = width * EXPANSION
-            setattr(self, f"layer{stage + 1}", nn.Sequential(*layers))
-        self.fc = nn.Linear(channels, classes)
+        self.layer1 = _stage(64, 64, blocks[0], stride=1)
+        self.layer2 = _stage(256, 128, blocks[1], stride=2)
+        self.layer3 = _stage(512, 256, blocks[2], stride=2)
+        self.layer4 = _stage(1024, 512, blocks[3], stride=2)
+        self.fc = nn.Linear(512 * EXPANSION, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

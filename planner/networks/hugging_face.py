@@ -1,0 +1,180 @@
+"""Networks from a Hugging Face ``config.json``; nothing is downloaded and no code of the folder is run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planner.networks.network import Network
+from planner.networks.zoo.table import language_inputs
+from simulator.errors import InputError, NetworkError, UnsupportedError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MAXIMUM_CONFIG_BYTES = 1 << 20
+MAXIMUM_SEQUENCE_LENGTH = 4096
+MAXIMUM_SIZE = 1 << 24
+_IGNORED_KEYS = {
+    *("architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "quantization_config"),
+    *("_name_or_path", "attn_implementation", "_attn_implementation", "experts_implementation", "model_type"),
+    *(
+        "_experts_implementation",
+        "return_dict",
+        "use_cache",
+        "output_hidden_states",
+        "output_attentions",
+        "torchscript",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ModelType:
+    """Keys of a model type's sizes, with the value each has when the file leaves it out."""
+
+    layers: tuple[str, int]
+    vocabulary: tuple[str, int]
+    positions: tuple[str, int]
+    sizes: tuple[str, ...]
+    masked: bool = False
+
+
+_ROTARY_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+MODEL_TYPES = {
+    "gpt2": _ModelType(
+        layers=("n_layer", 12),
+        vocabulary=("vocab_size", 50257),
+        positions=("n_positions", 1024),
+        sizes=("n_embd", "n_head", "n_inner"),
+    ),
+    "llama": _ModelType(
+        layers=("num_hidden_layers", 32),
+        vocabulary=("vocab_size", 32000),
+        positions=("max_position_embeddings", 2048),
+        sizes=_ROTARY_SIZES,
+    ),
+    "bert": _ModelType(
+        layers=("num_hidden_layers", 12),
+        vocabulary=("vocab_size", 30522),
+        positions=("max_position_embeddings", 512),
+        sizes=("hidden_size", "intermediate_size", "num_attention_heads", "type_vocab_size"),
+        masked=True,
+    ),
+    "mixtral": _ModelType(
+        layers=("num_hidden_layers", 32),
+        vocabulary=("vocab_size", 32000),
+        positions=("max_position_embeddings", 4096 * 32),
+        sizes=(*_ROTARY_SIZES, "num_local_experts", "num_experts_per_tok"),
+    ),
+}
+"""Model types whose capture is tested."""
+_ALIASES = {"gpt2": {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}}
+_ALIASES["gpt2"]["max_position_embeddings"] = "n_positions"
+
+
+def load_config(place: str, sequence_length: int | None) -> Network:
+    """Make a network from a ``config.json`` or the folder that holds one, without importing torch."""
+    path = Path(place)
+    path = path / "config.json" if path.is_dir() else path
+    config = _read(path)
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise NetworkError(f"{path}: key 'model_type' is {kind!r}; it must name one of {', '.join(MODEL_TYPES)}")
+    if kind not in MODEL_TYPES:
+        raise UnsupportedError(
+            f"{path}: model_type {kind!r} is not supported yet; use one of {', '.join(MODEL_TYPES)}, "
+            "or write the network as py:MODULE:FACTORY"
+        )
+    model = MODEL_TYPES[kind]
+    settings = {_ALIASES.get(kind, {}).get(key, key): v for key, v in config.items() if key not in _IGNORED_KEYS}
+    layers, vocabulary, positions = (
+        _size(path, settings, *k) for k in (model.layers, model.vocabulary, model.positions)
+    )
+    for key in model.sizes:
+        if settings.get(key) is not None:
+            _size(path, settings, key, 1)
+    length = sequence_length or min(positions, MAXIMUM_SEQUENCE_LENGTH)
+    if length > positions:
+        raise InputError(
+            f"{path}: {model.positions[0]} is {positions}, fewer than the sequence length {length}; shorten it"
+        )
+    settings, dropout = _without_dropout(settings, kind)
+    _check_window(path, settings, length)
+    notes: tuple[str, ...] = (f"dropout is left out ({', '.join(dropout)} of the config)",) if dropout else ()
+    if kind == "mixtral":
+        notes += ("experts take at most 1.25 times their even share of a sequence's tokens; the rest skip them",)
+    content = json.dumps({"hf": kind, **settings}, sort_keys=True)
+    return Network(
+        name=path.parent.name if path.name == "config.json" and path.parent.name else path.stem,
+        spec=f"hf:{place}",
+        family="language",
+        description=f"{kind} of {layers} layers from {path}",
+        default_global_batch=64,
+        default_optimizer="adamw",
+        sequence_length=length,
+        inputs=language_inputs(vocabulary, length, masked=model.masked),
+        make=partial(_make, str(path), kind, settings, length),
+        depth=layers,
+        content=content,
+        notes=notes,
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAXIMUM_CONFIG_BYTES:
+            raise NetworkError(
+                f"{path} has {path.stat().st_size} bytes, a config at most {MAXIMUM_CONFIG_BYTES}; check the path"
+            )
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NetworkError(
+            f"config {path} cannot be read ({error.strerror}); give a config.json or its folder"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise NetworkError(f"{path} is no JSON config ({error}); correct it") from error
+    if not isinstance(value, dict):
+        raise NetworkError(f"{path} holds a {type(value).__name__}; a config is a JSON object")
+    return value
+
+
+def _size(path: Path, settings: Mapping[str, Any], key: str, default: int) -> int:
+    value = settings.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAXIMUM_SIZE:
+        raise NetworkError(f"{path}: key {key!r} is {value!r}; it must be a whole number from 1 to {MAXIMUM_SIZE}")
+    return value
+
+
+def _without_dropout(settings: dict[str, Any], kind: str) -> tuple[dict[str, Any], list[str]]:
+    defaults = {
+        "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+        "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+        "llama": {"attention_dropout": 0.0},
+        "mixtral": {"attention_dropout": 0.0, "router_jitter_noise": 0.0},
+    }[kind]
+    removed = sorted(key for key, default in defaults.items() if settings.get(key, default))
+    return {**settings, **dict.fromkeys(defaults, 0.0)}, removed
+
+
+def _check_window(path: Path, settings: Mapping[str, Any], length: int) -> None:
+    window = settings.get("sliding_window")
+    if window is not None and (not isinstance(window, int) or window < length):
+        raise UnsupportedError(
+            f"{path}: key 'sliding_window' is {window!r}; attention over part of the {length} tokens is not "
+            "supported yet: set it to null or shorten the sequence"
+        )
+
+
+def _make(path: str, kind: str, settings: Mapping[str, Any], length: int, depth: int | None) -> nn.Module:
+    try:
+        from planner.networks.hugging_face_modules import make_module
+    except ImportError as error:
+        raise InputError(f"hf: networks need transformers ({error}); install meshwright[hf]") from error
+    if depth is not None:
+        settings = {**settings, MODEL_TYPES[kind].layers[0]: depth}
+    return make_module(path, kind, settings, length)

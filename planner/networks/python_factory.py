@@ -1,0 +1,159 @@
+"""Networks from a user's Python function."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.graph.capture_errors import is_library, short_path
+from planner.networks.network import Family, InputSpec, Network
+from simulator.errors import InputError, NetworkError
+
+CONTRACT = (
+    "return (module, inputs), where module(*inputs) is the scalar mean loss, or (module, inputs, loss), "
+    "where the loss is loss(module(*inputs[:-1]), inputs[-1]); inputs are tensors with the batch as dim 0"
+)
+
+
+class WithLoss(nn.Module):
+    """A module with its loss: the last input is what the loss compares the output with."""
+
+    def __init__(self, module: nn.Module, loss: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.module = module
+        self.loss = loss
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Loss of the inputs."""
+        return self.loss(self.module(*inputs[:-1]), inputs[-1])
+
+
+def load_factory(place: str, sequence_length: int | None) -> Network:
+    """Call the factory ``MODULE:FACTORY`` (the current directory is searched) and describe its network.
+
+    Shapes come from the example inputs, whose batch size does not matter. The graph is captured anew each
+    time, because the code may have changed.
+    """
+    module_name, _, factory_name = place.partition(":")
+    factory = _find(module_name, factory_name)
+    module, example = _call(place, factory)
+    inputs = tuple(_describe(place, i, len(example), tensor) for i, tensor in enumerate(example))
+    _check_batch(place, example)
+    _check_length(place, inputs, sequence_length)
+    parameters = sum(p.numel() for p in module.parameters())
+    family = _family(inputs)
+    return Network(
+        name=factory_name,
+        spec=f"py:{place}",
+        family=family,
+        description=f"{type(module).__name__} of {parameters:,} parameters from {place}",
+        default_global_batch=example[0].shape[0],
+        default_optimizer="adamw" if family == "language" else "sgd",
+        sequence_length=inputs[0].shape[0] if family == "language" else None,
+        inputs=inputs,
+        make=lambda depth: _call(place, factory)[0],
+    )
+
+
+def _find(module_name: str, factory_name: str) -> Callable[[], Any]:
+    spec = f"py:{module_name}:{factory_name}"
+    if not module_name or not factory_name:
+        raise NetworkError(f"network {spec!r} is incomplete; write py:MODULE:FACTORY, such as py:my_network:make")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and module_name.startswith(error.name):
+            raise NetworkError(
+                f"network {spec!r}: no module {error.name!r} in {here} or installed; check the name"
+            ) from error
+        raise NetworkError(f"network {spec!r}: {module_name} needs module {error.name!r}; install it") from error
+    except Exception as error:
+        raise NetworkError(f"network {spec!r}: importing {module_name} fails: {_failure(error)}; correct it") from error
+    factory = getattr(module, factory_name, None)
+    if not callable(factory):
+        found = ", ".join(sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")))
+        raise NetworkError(
+            f"network {spec!r}: {module_name} has no function {factory_name!r}; it has {found or 'none'}"
+        )
+    return factory  # type: ignore[no-any-return]
+
+
+def _call(place: str, factory: Callable[[], Any]) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    try:
+        result = factory()
+    except Exception as error:
+        raise NetworkError(f"network 'py:{place}': the factory fails: {_failure(error)}; correct it") from error
+    if not isinstance(result, (tuple, list)) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
+        raise NetworkError(f"network 'py:{place}': the factory returns {_kind(result)}; it must {CONTRACT}")
+    module, inputs = result[0], result[1]
+    inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
+    if not isinstance(inputs, (tuple, list)) or not inputs or not all(isinstance(i, Tensor) for i in inputs):
+        raise NetworkError(f"network 'py:{place}': the factory's inputs are {_kind(inputs)}; it must {CONTRACT}")
+    if len(result) == 2:
+        return module, tuple(inputs)
+    if not callable(result[2]) or len(inputs) < 2:
+        raise NetworkError(
+            f"network 'py:{place}': the factory's loss is {_kind(result[2])} for {len(inputs)} inputs; "
+            f"it must {CONTRACT}"
+        )
+    return WithLoss(module, result[2]), tuple(inputs)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(type(item).__name__ for item in value)})"
+    return type(value).__name__
+
+
+def _failure(error: Exception) -> str:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_library(f.filename)]
+    place = f" at {short_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{place}: {error}"
+
+
+def _describe(place: str, index: int, count: int, tensor: Tensor) -> InputSpec:
+    if tensor.dim() == 0:
+        raise NetworkError(f"network 'py:{place}': input {index} is a scalar; every input has the batch as dim 0")
+    whole = not tensor.is_floating_point()
+    if whole and tensor.dtype not in (torch.int64, torch.int32):
+        raise NetworkError(f"network 'py:{place}': input {index} is {tensor.dtype}; use float32, int64 or int32")
+    last = index == count - 1 and count > 1
+    high = None
+    if whole:
+        kind = ("next_tokens" if tensor.dim() == 2 else "label") if last else "tokens"
+        high = None if tensor.is_meta else int(tensor.max()) + 1
+    else:
+        kind = "target" if last else "image" if tensor.dim() == 4 else "features"
+    dtype = str(tensor.dtype).removeprefix("torch.") if whole else "float32"
+    return InputSpec(name=f"input_{index}", kind=kind, shape=tuple(tensor.shape[1:]), dtype=dtype, high=high)
+
+
+def _check_batch(place: str, example: tuple[Tensor, ...]) -> None:
+    sizes = [tensor.shape[0] for tensor in example]
+    if len(set(sizes)) != 1 or sizes[0] == 0:
+        raise NetworkError(f"network 'py:{place}': dim 0 of the inputs is {sizes}; it must be one batch size for all")
+
+
+def _check_length(place: str, inputs: tuple[InputSpec, ...], sequence_length: int | None) -> None:
+    lengths = [i.shape[0] for i in inputs if i.kind in ("tokens", "next_tokens") and i.shape]
+    if sequence_length is not None and set(lengths) != {sequence_length}:
+        found = f"tokens of lengths {lengths}" if lengths else "no tokens"
+        raise InputError(
+            f"network 'py:{place}' has {found} in its example inputs, not {sequence_length}; "
+            "change the factory's inputs"
+        )
+
+
+def _family(inputs: tuple[InputSpec, ...]) -> Family:
+    kinds = {i.kind for i in inputs}
+    return "language" if "tokens" in kinds else "image" if "image" in kinds else "features"
