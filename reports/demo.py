@@ -202,7 +202,11 @@ def _cards(comparisons: Sequence[Comparison]) -> list[tuple[str, str, str]]:
         entries.append((f"{comparison.name}, measured step", seconds_text(median), f"predicted {predicted}"))
         difference, allowed = run["max_loss_difference"], run["tolerance"]
         entries.append(
-            (f"{comparison.name}, losses", f"{difference:.1e}", f"from one process, relative; allowed {allowed:.0e}")
+            (
+                f"{comparison.name}, losses",
+                f"{difference:.1e}" if difference else "equal",
+                f"largest relative difference from one process; {allowed:.0e} is allowed",
+            )
         )
     return entries
 
@@ -268,7 +272,7 @@ def _loss_chart(index: int, comparison: Comparison) -> Html:
         figure,
         identity=f"loss-{index}",
         title=f"Loss: {comparison.name}",
-        caption=f"{run['data']}; largest relative difference {run['max_loss_difference']:.1e}.",
+        caption=f"Data: {run['data']}. Largest relative difference: {run['max_loss_difference']:.1e}.",
         height=270,
     )
 

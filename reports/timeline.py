@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 
 from planner.quantities import GIB
 from planner.whole_file import write_whole
-from simulator.program import Phase, Program, Task
+from simulator.program import COMPUTE_STREAM, Phase, Program, Task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +59,8 @@ def write_timeline_picture(timeline: Timeline, program: Program, path: str | Pat
 
 
 def _draw(timeline: Timeline, program: Program, title: str) -> Figure:
-    streams = list(dict.fromkeys(task.stream for segment in program.segments for task in segment.tasks))
+    used = (task.stream for segment in program.segments for task in segment.tasks)
+    streams = list(dict.fromkeys((COMPUTE_STREAM, *used)))
     figure = Figure(figsize=(11, 1.9 + 0.55 * len(streams)), layout="constrained")
     lanes, memory = figure.subplots(2, 1, sharex=True, height_ratios=[max(1.0, 0.55 * len(streams)), 1.0])
     unit, scale = _time_unit(timeline.step_time_s)
@@ -117,9 +118,10 @@ def _kind(task: Task) -> str:
 
 def _draw_memory(axes: Axes, timeline: Timeline, scale: float) -> None:
     times, sizes = _memory(timeline)
-    axes.fill_between(times * scale, sizes / GIB, step="post", color="#b9c6e4", linewidth=0)
-    axes.plot(times * scale, sizes / GIB, drawstyle="steps-post", color="#2f4f9e", linewidth=0.8)
-    axes.set_ylabel("memory, GiB")
+    unit, size = ("GiB", GIB) if timeline.peak_memory_bytes >= GIB else ("MiB", 2**20)
+    axes.fill_between(times * scale, sizes / size, step="post", color="#b9c6e4", linewidth=0)
+    axes.plot(times * scale, sizes / size, drawstyle="steps-post", color="#2f4f9e", linewidth=0.8)
+    axes.set_ylabel(f"memory, {unit}")
     axes.set_ylim(bottom=0)
 
 
@@ -133,6 +135,5 @@ def _memory(timeline: Timeline) -> tuple[FloatArray, FloatArray]:
             curve = later if repeat else first
             times.append(curve.times_s + (segment.offset_s + repeat * segment.duration_s))
             sizes.append(curve.total_bytes.astype(np.float64))
-    times.append(np.array([timeline.step_time_s]))
-    sizes.append(sizes[-1][-1:])
-    return np.concatenate(times), np.concatenate(sizes)
+    levels = np.concatenate(sizes)
+    return np.concatenate([*times, [timeline.step_time_s]]), np.concatenate([levels, levels[-1:]])

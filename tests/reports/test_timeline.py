@@ -1,0 +1,48 @@
+"""The picture of a step."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from reports.timeline import timeline_svg, write_timeline_picture
+from simulator.engine import replay
+from simulator.program import Phase, Program
+from simulator.timeline import Timeline
+from tests.simulator.programs import buffer, communication, program, segment, task
+
+
+def step() -> tuple[Timeline, Program]:
+    """Three micro-batches of two kernels and a collective, then an update."""
+    import numpy as np
+
+    made = program(
+        segment(
+            task("forward", allocates=(buffer("a", 2**20),)),
+            communication("reduce", after=(0,)),
+            task("backward", phase=Phase.BACKWARD, after=(0,), releases=("a",)),
+            count=3,
+        ),
+        segment(task("update", phase=Phase.UPDATE)),
+        resident=(buffer("weights", 2**21),),
+    )
+    return replay(made, [np.array([1.0, 0.5, 2.0]), np.array([0.25])]), made
+
+
+def test_the_picture_is_the_same_every_time_and_names_its_lanes() -> None:
+    timeline, made = step()
+    text = timeline_svg(timeline, made, title="one step")
+    assert text == timeline_svg(timeline, made, title="one step")
+    assert text.startswith("<svg")
+    assert text.rstrip().endswith("</svg>")
+    for words in ("one step", "compute", "communication:data", "forward", "backward", "update", "memory, MiB"):
+        assert words in text
+    assert not re.search(r"\d{4}-\d{2}-\d{2}", text), "no date"
+
+
+def test_pictures_are_written_by_their_ending(tmp_path: Path) -> None:
+    timeline, made = step()
+    svg = write_timeline_picture(timeline, made, tmp_path / "step.svg", title="one step")
+    png = write_timeline_picture(timeline, made, tmp_path / "step.png", title="one step")
+    assert svg.read_text().startswith("<svg")
+    assert png.read_bytes().startswith(b"\x89PNG")
