@@ -101,21 +101,19 @@ def open_dataset(name: str | None, specs: tuple[InputSpec, ...], seed: int) -> D
     kind, _, place = name.partition(":")
     if kind == "synthetic":
         return _synthetic(seed)
-    if kind == "text":
-        dataset = _text(place, specs)
-    elif kind == "digits":
-        dataset = _digits()
-    elif kind in ("mnist", "cifar10") and place:
-        dataset = _images(f"{kind} in {place}", *(read_mnist if kind == "mnist" else read_cifar10)(Path(place)))
-    else:
-        raise InputError(
-            f"data set {name!r} is not one of digits, text, text:FILE, mnist:FOLDER, cifar10:FOLDER, synthetic; "
-            "choose one of them"
-        )
-    if language != (kind == "text"):
+    if kind in ("digits", "mnist", "cifar10", "text") and language != (kind == "text"):
         wanted = "text or text:FILE" if language else "digits, mnist:FOLDER or cifar10:FOLDER"
         raise InputError(f"data set {name!r} cannot feed inputs {[s.kind for s in specs]}; choose {wanted}")
-    return dataset
+    if kind == "text":
+        return _text(place, specs)
+    if kind == "digits":
+        return _digits()
+    if kind in ("mnist", "cifar10") and place:
+        return _images(f"{kind} in {place}", *(read_mnist if kind == "mnist" else read_cifar10)(Path(place)))
+    raise InputError(
+        f"data set {name!r} is not one of digits, text, text:FILE, mnist:FOLDER, cifar10:FOLDER, synthetic; "
+        "choose one of them"
+    )
 
 
 def _digits() -> Dataset:

@@ -129,8 +129,8 @@ class Interpreter:
         actions: list[Action] = []
         under_way: list[_Open] = []
         for instruction, names in zip(instructions, releases, strict=True):
-            freed = [self._numbers[name] for name in names if name in self._numbers]
             touched, written = self._touches(instruction)
+            freed = [self._numbers[name] for name in names if name in self._numbers]
             under_way = _wait(under_way, touched | set(freed), written, actions)
             if isinstance(instruction, Communicate) and not instruction.sources:
                 actions.extend(_release(self._slots, freed))  # the operator before it has communicated

@@ -68,12 +68,15 @@ def _train_rank(job: Job, device: torch.device, timeout: timedelta) -> RankResul
     mesh = job.lowered.mesh
     coordinates = mesh.coordinates(dist.get_rank())
     context = RankContext(coordinates=coordinates, groups=_axis_groups(mesh, timeout), device=device)
+    load = _feeder(job, coordinates, device)
+    load(0, 0)
+    _touch_libraries(context)
     memory = PeakMemory(device)
     parameters, buffers = _own_tensors(job, coordinates, device)
     memory.restart()
     updates = {name: make_step(job.optimizer, job.constants) for name in parameters}
     interpreter = Interpreter(job.lowered, context, parameters, updates, buffers)
-    losses, times = _run_steps(job, interpreter, _feeder(job, coordinates, device), device)
+    losses, times = _run_steps(job, interpreter, load, device)
     return RankResult(
         losses=tuple(losses),
         step_times_s=tuple(times),
@@ -142,6 +145,14 @@ def _own_tensors(
     gc.collect()
     _return_free_memory()
     return kept, buffers
+
+
+def _touch_libraries(context: RankContext) -> None:
+    """Let libraries and connections make their fixed buffers, which are not the plan's memory."""
+    square = torch.ones(128, 128, device=context.device, requires_grad=True)
+    (square @ square).relu().sum().backward()
+    for group in context.groups:
+        dist.all_reduce(torch.ones(128, device=context.device), group=group)
 
 
 def _return_free_memory() -> None:

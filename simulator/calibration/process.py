@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 from contextlib import suppress
 
-PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 LARGEST_INT = 2**31 - 1
@@ -48,7 +49,7 @@ def settle_worker(*, owned: bool) -> None:
     """
     if owned:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _die_with_parent()
+        _die_with_launcher()
     if hasattr(os, "SCHED_BATCH"):
         with suppress(OSError):  # forbidden in some containers: slower, not wrong
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -63,10 +64,17 @@ def keep_large_blocks() -> None:
         mallopt(M_TRIM_THRESHOLD, LARGEST_INT)
 
 
-def _die_with_parent() -> None:
-    prctl = getattr(_libc(), "prctl", None)
-    if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+def _die_with_launcher() -> None:
+    """End this process when its launcher is gone, however that ended."""
+    launcher = multiprocessing.parent_process()
+    if launcher is None:
+        return
+
+    def watch() -> None:
+        launcher.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="launcher-watch").start()
 
 
 def _libc() -> ctypes.CDLL | None:

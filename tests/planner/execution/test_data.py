@@ -1,0 +1,223 @@
+import gzip
+
+import numpy as np
+import pytest
+import torch
+
+from planner.execution.data import Batches, InputSpec, Shard, open_dataset
+from planner.execution.formats import read_cifar10, read_idx, read_mnist
+from simulator.errors import InputError
+
+
+def image(size=28, channels=1, batch=8, dtype=torch.float32):
+    return InputSpec(name="image", kind="image", shape=(batch, channels, size, size), dtype=dtype)
+
+
+LABEL = InputSpec(name="label", kind="label", shape=(8,), dtype=torch.int64, high=10)
+FEATURES = InputSpec(name="x", kind="features", shape=(8, 784), dtype=torch.float64)
+TARGET = InputSpec(name="y", kind="target", shape=(8, 1), dtype=torch.float64)
+TOKENS = InputSpec(name="tokens", kind="tokens", shape=(4, 16), dtype=torch.int64, high=256)
+NEXT = InputSpec(name="next", kind="next_tokens", shape=(4, 16), dtype=torch.int64, high=256)
+
+
+def batches(name, *specs, seed=0):
+    return Batches(dataset=open_dataset(name, specs, seed), seed=seed)
+
+
+def idx(values):
+    header = bytes((0, 0, 8, values.ndim)) + b"".join(size.to_bytes(4, "big") for size in values.shape)
+    return header + values.tobytes()
+
+
+@pytest.fixture
+def mnist(tmp_path):
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (12, 28, 28)).astype(np.uint8)
+    labels = np.arange(12).astype(np.uint8) % 10
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(labels))
+    return tmp_path, images, labels
+
+
+@pytest.fixture
+def cifar(tmp_path):
+    rng = np.random.default_rng(0)
+    records = rng.integers(0, 256, (10, 3073)).astype(np.uint8)
+    records[:, 0] = np.arange(10)
+    for part in (1, 2):
+        (tmp_path / f"data_batch_{part}.bin").write_bytes(records[(part - 1) * 5 : part * 5].tobytes())
+    return tmp_path, records
+
+
+class TestDigits:
+    def test_default_for_images(self):
+        data = batches(None, image(), LABEL)
+        assert data.dataset.samples == 1797
+        pixels = data.load(image(), 0)
+        assert pixels.shape == (8, 1, 28, 28)
+        assert pixels.min() >= -1
+        assert pixels.max() <= 1
+        assert set(data.load(LABEL, 0).tolist()) <= set(range(10))
+
+    def test_without_importing_scikit_learn_every_number_is_its_own(self):
+        datasets = pytest.importorskip("sklearn.datasets")
+        whole = InputSpec(name="image", kind="image", shape=(1797, 1, 8, 8), dtype=torch.float64)
+        dataset = open_dataset("digits", (whole,), 0)
+        pixels = dataset.sample(whole, np.arange(1797)).numpy().reshape(1797, 8, 8)
+        assert np.abs((pixels + 1) * 8 - datasets.load_digits().images).max() < 0.1
+
+    def test_resized_with_channels(self):
+        pixels = batches("digits", image(64, 3)).load(image(64, 3), 0)
+        assert pixels.shape == (8, 3, 64, 64)
+        assert torch.equal(pixels[:, 0], pixels[:, 2])
+
+    def test_features_and_targets(self):
+        data = batches(None, FEATURES, TARGET)
+        assert data.load(FEATURES, 0).shape == (8, 784)
+        labels = batches("digits", image(), LABEL).load(LABEL, 0)
+        assert torch.equal(data.load(TARGET, 0)[:, 0], labels.double())
+
+    def test_too_few_classes(self):
+        few = InputSpec(name="label", kind="label", shape=(8,), dtype=torch.int64, high=5)
+        with pytest.raises(InputError, match="10 classes"):
+            batches("digits", image(), few).load(few, 0)
+
+
+class TestSharding:
+    @pytest.mark.parametrize("shards", [1, 2, 4])
+    @pytest.mark.parametrize("name", ["digits", "synthetic"])
+    def test_shards_make_up_the_batch(self, shards, name):
+        data = batches(name, image())
+        whole = data.load(image(), 1792)
+        parts = [data.load(image(), 1792, Shard(num_shards=shards, shard_id=i)) for i in range(shards)]
+        assert torch.equal(torch.cat(parts), whole)
+
+    def test_every_sample_once_an_epoch(self):
+        data = batches("digits", image())
+        rows = data._rows(0, 1797)
+        assert sorted(rows) == list(range(1797))
+        assert list(data._rows(1797, 1797)) != list(rows)
+
+    def test_seed_decides_the_order(self):
+        first, again, other = (batches("digits", LABEL, seed=s).load(LABEL, 0) for s in (1, 1, 2))
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+
+
+class TestText:
+    def test_next_tokens_follow(self):
+        data = batches(None, TOKENS, NEXT)
+        tokens, following = data.load(TOKENS, 0), data.load(NEXT, 0)
+        assert torch.equal(tokens[:, 1:], following[:, :-1])
+
+    def test_own_file(self, tmp_path):
+        path = tmp_path / "a.txt"
+        path.write_bytes(bytes(range(65, 65 + 17)))
+        data = batches(f"text:{path}", TOKENS, NEXT)
+        assert data.dataset.samples == 1
+        assert data.load(NEXT, 0)[0].tolist() == list(range(66, 82))
+
+    def test_too_short(self, tmp_path):
+        path = tmp_path / "a.txt"
+        path.write_text("short")
+        with pytest.raises(InputError, match="5 bytes, a sample needs 17"):
+            batches(f"text:{path}", TOKENS)
+
+    def test_missing(self):
+        with pytest.raises(InputError, match="cannot be read"):
+            batches("text:nowhere.txt", TOKENS)
+
+    def test_small_vocabulary(self):
+        small = InputSpec(name="tokens", kind="tokens", shape=(4, 16), dtype=torch.int64, high=32)
+        with pytest.raises(InputError, match="vocabulary 32"):
+            batches("text", small)
+
+
+class TestMnist:
+    def test_read(self, mnist):
+        folder, images, labels = mnist
+        found = read_mnist(folder)
+        assert np.array_equal(found[0], images)
+        assert np.array_equal(found[1], labels)
+        assert batches(f"mnist:{folder}", image(), LABEL).load(image(), 0).shape == (8, 1, 28, 28)
+
+    def test_truncated(self, mnist):
+        folder, _, labels = mnist
+        (folder / "train-labels-idx1-ubyte").write_bytes(idx(labels)[:-3])
+        with pytest.raises(InputError, match=r"train-labels-idx1-ubyte has 17 bytes.*need 20.*truncated"):
+            read_mnist(folder)
+
+    def test_truncated_gzip(self, mnist):
+        path = mnist[0] / "train-images-idx3-ubyte.gz"
+        path.write_bytes(path.read_bytes()[:-20])
+        with pytest.raises(InputError, match="copy the file again"):
+            read_mnist(mnist[0])
+
+    @pytest.mark.parametrize("content", [b"", b"\0\0", b"\0\0\x0d\x01\0\0\0\x01", b"GIF89a", b"\0\0\x08\x02\0\0\0\x01"])
+    def test_not_idx(self, tmp_path, content):
+        path = tmp_path / "file"
+        path.write_bytes(content)
+        with pytest.raises(InputError, match="byte"):
+            read_idx(path)
+
+    def test_absurd_dims_are_refused_without_allocating(self, tmp_path):
+        path = tmp_path / "file"
+        path.write_bytes(b"\0\0\x08\x04" + b"\xff" * 16)
+        with pytest.raises(InputError, match="truncated"):
+            read_idx(path)
+
+    def test_empty_folder(self, tmp_path):
+        with pytest.raises(InputError, match="holds no train-images"):
+            read_mnist(tmp_path)
+
+    def test_images_and_labels_of_different_sets(self, mnist):
+        (mnist[0] / "train-labels-idx1-ubyte").write_bytes(idx(np.zeros(3, np.uint8)))
+        with pytest.raises(InputError, match="do not belong together"):
+            read_mnist(mnist[0])
+
+
+class TestCifar:
+    def test_read(self, cifar):
+        folder, records = cifar
+        images, labels = read_cifar10(folder)
+        assert images.shape == (10, 3, 32, 32)
+        assert labels.tolist() == list(range(10))
+        assert np.array_equal(images.reshape(10, -1), records[:, 1:])
+        assert batches(f"cifar10:{folder}", image(32, 3), LABEL).load(image(32, 3), 0).shape == (8, 3, 32, 32)
+
+    def test_truncated_names_file_and_offset(self, cifar):
+        path = cifar[0] / "data_batch_2.bin"
+        path.write_bytes(path.read_bytes()[:-100])
+        with pytest.raises(InputError, match=r"data_batch_2.bin.*last record begins at byte 12292"):
+            read_cifar10(cifar[0])
+
+    def test_impossible_label(self, cifar):
+        path = cifar[0] / "data_batch_1.bin"
+        content = bytearray(path.read_bytes())
+        content[3073] = 77
+        path.write_bytes(bytes(content))
+        with pytest.raises(InputError, match="label 77 at byte 3073"):
+            read_cifar10(cifar[0])
+
+    def test_pickles_are_not_read(self, tmp_path):
+        (tmp_path / "data_batch_1").write_bytes(b"")
+        with pytest.raises(InputError, match="binary version"):
+            read_cifar10(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["imagenet", "mnist", "cifar10:", "digits2"])
+def test_unknown_data_set(name):
+    with pytest.raises(InputError, match="is not one of"):
+        batches(name, image())
+
+
+@pytest.mark.parametrize(("name", "spec"), [("digits", TOKENS), ("text", image())])
+def test_data_of_the_wrong_kind(name, spec):
+    with pytest.raises(InputError, match="cannot feed"):
+        batches(name, spec)
+
+
+def test_scikit_learn_missing(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"meshwright\[data\]"):
+        batches("digits", image())

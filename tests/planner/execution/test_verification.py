@@ -1,0 +1,28 @@
+import math
+
+import pytest
+
+from planner.execution.verification import TOLERANCES, compare_losses, relative_difference
+from simulator.errors import ExecutionError
+
+
+def test_equal_losses_pass():
+    assert compare_losses([2.0, 1.0], [2.0, 1.0 + 1e-12], "fp64") == pytest.approx(1e-12, rel=1e-3)
+
+
+def test_the_first_differing_step_is_named():
+    with pytest.raises(ExecutionError, match=r"step 1: loss 1.1 .*1.0.*1.00e-01.*fp32 allows 1e-04.*fp64") as raised:
+        compare_losses([2.0, 1.1, 9.0], [2.0, 1.0, 1.0], "fp32")
+    assert raised.value.exit_code == 4
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_what_is_no_number_never_passes(loss):
+    assert relative_difference(loss, 1.0) == math.inf
+    assert relative_difference(loss, loss) == math.inf
+
+
+def test_every_precision_that_runs_has_a_tolerance():
+    from planner.execution.job import PRECISIONS
+
+    assert TOLERANCES.keys() == PRECISIONS.keys()
