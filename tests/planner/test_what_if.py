@@ -1,0 +1,105 @@
+"""Sweeps over clusters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import planner.planning
+from planner.planning import Candidate, PlanRequest, PlanResult
+from planner.strategy.plan import Status
+from planner.what_if import WhatIfOptions, batch_rule, row_document, what_if
+from simulator.errors import InputError, ProfileError, UnsupportedError
+from tests.results import infeasible_result, make_plan, make_prediction, make_result
+
+OPTIONS = WhatIfOptions(network="zoo:mlp", hardware=("dgx-a100", "dgx1-v100"), device_counts=(8, 16, 32))
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[PlanRequest]:
+    """Plan without searching: no plan for 8 devices, a refusal for 32 V100."""
+    made: list[PlanRequest] = []
+
+    def plan_network(request: PlanRequest, *, graph: object) -> PlanResult:
+        made.append(request)
+        if request.devices == 8:
+            return infeasible_result()
+        if request.devices == 32 and request.hardware == "dgx1-v100":
+            raise ProfileError("32 devices do not fit")
+        samples = request.global_batch or 0
+        seconds = 0.1 if request.devices == 16 else 0.125
+        candidate = Candidate(
+            plan=make_plan(request.devices, 1), prediction=make_prediction(seconds, samples), reason=""
+        )
+        return replace(make_result(), candidates=(candidate,))
+
+    monkeypatch.setattr(planner.planning, "plan_network", plan_network)
+    monkeypatch.setattr(planner.planning, "capture_for", lambda request: None)
+    return made
+
+
+def test_rows_come_by_profile_and_count_with_their_efficiency(requests: list[PlanRequest]) -> None:
+    rows = what_if(OPTIONS)
+    assert [(row.hardware, row.devices) for row in rows] == [
+        *(("dgx-a100", count) for count in (8, 16, 32)),
+        *(("dgx1-v100", count) for count in (8, 16, 32)),
+    ]
+    assert [row.scaling_efficiency for row in rows] == [None, 1.0, 0.8, None, 1.0, None]
+    assert [row.refused for row in rows] == [False] * 5 + [True]
+    assert rows[5].reason == "32 devices do not fit"
+    assert rows[0].result.status is Status.INFEASIBLE
+
+
+def test_the_batch_grows_with_the_devices_unless_it_is_given(requests: list[PlanRequest]) -> None:
+    assert [row.global_batch for row in what_if(OPTIONS)][:3] == [64, 128, 256]
+    words, _ = batch_rule(OPTIONS)
+    assert words.startswith("weak scaling: the global batch is 8 × devices")
+    fixed = replace(OPTIONS, global_batch=96)
+    assert [row.global_batch for row in what_if(fixed)][:3] == [96, 96, 96]
+    assert batch_rule(fixed)[0] == "strong scaling: a global batch of 96 at every device count"
+
+
+def test_documents_have_the_promised_keys(requests: list[PlanRequest]) -> None:
+    rows = what_if(OPTIONS)
+    for row in rows:
+        document = row_document(row)
+        assert set(document) >= {"hw", "devices", "plan", "prediction", "status", "scaling_efficiency"}
+        assert (document["plan"] is None) == (document["status"] == "infeasible")
+    assert row_document(rows[1])["plan"]["dp"] == 16
+    assert "42 GiB over" in row_document(rows[0])["reason"]
+
+
+def test_what_is_wrong_for_every_row_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(request: PlanRequest, *, graph: object) -> PlanResult:
+        raise InputError("a wrong batch")
+
+    monkeypatch.setattr(planner.planning, "plan_network", refuse)
+    monkeypatch.setattr(planner.planning, "capture_for", lambda request: None)
+    with pytest.raises(InputError, match="a wrong batch"):
+        what_if(OPTIONS)
+
+
+def test_what_is_not_supported_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(request: PlanRequest, *, graph: object) -> PlanResult:
+        raise UnsupportedError("pp is not supported yet")
+
+    monkeypatch.setattr(planner.planning, "plan_network", refuse)
+    monkeypatch.setattr(planner.planning, "capture_for", lambda request: None)
+    with pytest.raises(UnsupportedError):
+        what_if(OPTIONS)
+
+
+def test_an_unknown_profile_is_an_error_before_anything_is_planned(requests: list[PlanRequest]) -> None:
+    with pytest.raises(ProfileError, match="'none'"):
+        what_if(replace(OPTIONS, hardware=("dgx-a100", "none")))
+    assert requests == []
+
+
+@pytest.mark.slow
+def test_processes_do_not_change_the_result() -> None:
+    options = replace(OPTIONS, hardware=("dgx-a100",))
+    found = [[row_document(row) for row in what_if(options, processes=processes)] for processes in (1, 2)]
+    for document in (*found[0], *found[1]):
+        del document["search"]["elapsed_s"], document["search"]["capture_s"]
+    assert found[0] == found[1]
