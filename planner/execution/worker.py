@@ -149,8 +149,8 @@ def _own_tensors(
 
 def _touch_libraries(context: RankContext) -> None:
     """Let libraries and connections make their fixed buffers, which are not the plan's memory."""
-    square = torch.ones(128, 128, device=context.device, requires_grad=True)
-    (square @ square).relu().sum().backward()
+    square = torch.ones(128, 128, device=context.device)
+    torch.relu(square @ square).sum()
     for group in context.groups:
         dist.all_reduce(torch.ones(128, device=context.device), group=group)
 

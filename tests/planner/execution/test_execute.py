@@ -1,0 +1,144 @@
+"""Plans from the search, run on real processes and held against one process in float64."""
+
+import dataclasses
+import math
+
+import pytest
+
+from planner.execution.run import ExecuteOptions, execute, execute_plan
+from planner.planning import PlanRequest, plan_network
+from planner.strategy.file import write_plan
+from simulator.errors import ExecutionError, InputError, StrategyError
+
+HARDWARE = "dgx-a100"
+
+
+def make_plan(network, devices, *, batch, **pins):
+    request = PlanRequest(
+        network=network,
+        hardware=HARDWARE,
+        devices=devices,
+        global_batch=batch,
+        precision="fp32",
+        pins={name: str(value) for name, value in pins.items()},
+        top=1,
+    )
+    return plan_network(request).candidates[0].plan
+
+
+def run(plan, **options):
+    settings = {"strategy": "unused", "steps": 3, "verify": True, "precision": "fp64", **options}
+    return execute_plan(plan, ExecuteOptions(**settings))
+
+
+@pytest.fixture(scope="module")
+def mlp():
+    return make_plan("zoo:mlp", 2, batch=16, tp=2, micro_batch=4)
+
+
+def test_a_strategy_file_trains_as_one_process_does(mlp, tmp_path):
+    path = tmp_path / "strategy.json"
+    write_plan(mlp, path)
+    said = []
+    report = execute(ExecuteOptions(strategy=path, steps=4, verify=True, precision="fp64"), said.append)
+    assert report.verified
+    assert report.max_loss_difference < 1e-10
+    assert len(report.losses) == len(report.reference_losses) == report.steps == 4
+    assert (report.processes, report.backend, report.launcher, report.rank) == (2, "gloo", "torch elastic", 0)
+    times = report.measured_step_time_s
+    assert 0 < times.p10 <= times.median <= times.p90
+    assert report.error == pytest.approx(report.predicted_step_time_s / times.median - 1)
+    assert report.measured_peak_memory_bytes > 0
+    assert report.predicted_peak_memory_bytes > 0
+    assert report.data == "scikit-learn digits"
+    assert len(said) == 3
+
+
+@pytest.mark.parametrize(
+    ("network", "devices", "batch", "pins"),
+    [
+        ("zoo:gpt2-tiny", 4, 4, {"dp": 2, "tp": 2}),
+        pytest.param("zoo:mlp", 2, 16, {"dp": 2}, marks=pytest.mark.slow),
+        pytest.param("zoo:mlp", 4, 16, {"dp": 2, "tp": 2, "micro_batch": 2}, marks=pytest.mark.slow),
+        pytest.param("zoo:gpt2-tiny", 2, 8, {"dp": 2, "micro_batch": 2}, marks=pytest.mark.slow),
+        pytest.param("zoo:gpt2-tiny", 2, 4, {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("zoo:gpt2-tiny", 8, 8, {"dp": 2, "tp": 4}, marks=pytest.mark.slow),
+        pytest.param("zoo:resnet50", 2, 4, {"dp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_equals_one_process(network, devices, batch, pins):
+    report = run(make_plan(network, devices, batch=batch, **pins), steps=3 if network != "zoo:resnet50" else 2)
+    assert report.max_loss_difference < 1e-10
+    assert report.losses[0] != report.losses[-1], "nothing was learnt"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw"])
+def test_every_optimizer(mlp, optimizer):
+    report = run(dataclasses.replace(mlp, optimizer=optimizer))
+    assert report.max_loss_difference < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_precision(mlp, precision):
+    report = run(mlp, precision=precision)
+    assert report.max_loss_difference <= report.tolerance
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_losses(mlp):
+    first, again, other = (run(mlp, verify=False, seed=seed, precision="fp32").losses for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_a_plan_that_computes_something_else_is_found_out(mlp, monkeypatch):
+    monkeypatch.setattr("planner.execution.run.run_reference", lambda job: [1.0] * job.steps)
+    with pytest.raises(ExecutionError, match=r"step 0: loss .* differs from the single process's 1.0"):
+        run(mlp, steps=1)
+
+
+def test_a_rank_that_fails_shows_its_own_error(mlp):
+    plan = dataclasses.replace(mlp, network="py:tests.planner.execution.test_execute:missing")
+    with pytest.raises(InputError):
+        run(plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"processes": 3}, "--processes 3 differs from the plan's 2 devices; use --processes 2"),
+        ({"steps": 0}, "--steps 0"),
+        ({"timeout_s": 0.0}, "timeout of 0.0"),
+        ({"timeout_s": math.nan}, "timeout of nan"),
+        ({"device": "tpu"}, "device 'tpu'"),
+        ({"precision": "fp8"}, "fp8"),
+        ({"precision": "int4"}, "precision 'int4'"),
+        ({"learning_rate": -1.0}, "learning rate -1.0"),
+        ({"data": "text"}, "cannot feed"),
+    ],
+)
+def test_bad_options_start_nothing(mlp, options, words, monkeypatch):
+    monkeypatch.setattr("planner.execution.run.run_workers", lambda *_: pytest.fail("workers were started"))
+    with pytest.raises(InputError, match=words):
+        run(mlp, **options)
+
+
+def test_another_launcher_with_another_number_of_processes(mlp, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="torchrun started 4 processes, the plan is for 2"):
+        run(mlp)
+
+
+def test_a_strategy_for_another_network(mlp):
+    with pytest.raises(StrategyError, match="fingerprint"):
+        run(dataclasses.replace(mlp, fingerprint="0" * 64))
+
+
+def test_a_profile_that_is_gone_leaves_the_prediction_out(mlp):
+    report = run(dataclasses.replace(mlp, hardware="gone.yaml"), steps=1, verify=False)
+    assert report.predicted_step_time_s is None
+    assert report.error is None
+    assert "gone.yaml" in report.notes[0]
