@@ -9,6 +9,7 @@ from torch import Tensor
 
 from planner.graph.operator_graph import Node, OperatorGraph
 from planner.sharding import local_layers as layers
+from planner.sharding.local_attention import attention, attention_backward
 from planner.sharding.local_call import LocalCall, LocalOperator, Reduce, invoke, local_call
 from planner.sharding.rule_notation import Rule
 
@@ -48,6 +49,8 @@ _SPECIAL: dict[str, Callable[[LocalCall], LocalOperator]] = {
     "aten.scatter.value": layers.scatter,
     "aten.nll_loss_forward.default": layers.summed_loss,
     "aten.nll_loss_backward.default": layers.summed_loss_backward,
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": attention_backward,
     "aten._native_batch_norm_legit.no_stats": layers.synchronised_batch_norm,
     "aten._native_batch_norm_legit_functional.default": layers.synchronised_batch_norm,
     "aten.native_batch_norm_backward.default": layers.synchronised_batch_norm_backward,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from planner.graph.operator_graph import BatchSize, Node, OperatorGraph, TensorSpec
 from planner.sharding.checking import assemble, cut, rule_error
+from planner.sharding.local_attention import attend, attend_backward
 from planner.sharding.local_operator import call_operator, prepare
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.rules import Rule, rules_for
@@ -161,3 +162,34 @@ def test_low_precision_runs() -> None:
     whole = call_operator(network, node, tensors)
     assert torch.cat([part[0] for part in found]).sub(whole[0]).abs().max() < 0.1
     assert [t.dtype for t in found[0]] == [t.dtype for t in whole]
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("kind", ["causal", "masked", "added", "plain"])
+def test_attention_without_the_fused_kernel(heads: int, kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, gradient = torch.randn(2, 2, 4, 6, 3, generator=generator, dtype=torch.float64)
+    key, value = torch.randn(2, 2, heads, 6, 3, generator=generator, dtype=torch.float64)
+    mask = {
+        "masked": torch.ones(2, 1, 6, 6, dtype=torch.bool).tril(),
+        "added": torch.randn(2, 1, 6, 6, generator=generator, dtype=torch.float64),
+    }.get(kind)
+    settings = {"causal": kind == "causal", "mask": mask, "scale": None}
+    leaves = [t.clone().requires_grad_() for t in (query, key, value)]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *leaves, attn_mask=mask, is_causal=kind == "causal", enable_gqa=heads != 4
+    )
+    expected.backward(gradient)
+    output, normaliser = attend(query, key, value, **settings)
+    assert output.sub(expected).abs().max() < 1e-12
+    found = attend_backward(gradient, query, key, value, output, normaliser, **settings)
+    for gradients, leaf in zip(found, leaves, strict=True):
+        assert gradients.sub(leaf.grad).abs().max() < 1e-12
+
+
+def test_attention_saves_what_the_fused_kernel_saves() -> None:
+    query, key, value = torch.randn(3, 2, 4, 6, 3, dtype=torch.float64)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)
+    for ours, theirs in zip(attend(query, key, value, causal=True, mask=None, scale=None), fused, strict=True):
+        assert ours.shape == theirs.shape
+        assert ours.sub(theirs).abs().max() < 1e-12
