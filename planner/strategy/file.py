@@ -1,8 +1,9 @@
 """The strategy file: a plan as readable JSON, validated when it comes back.
 
-A rule is one line for each mesh axis, outermost first: ``"S(0), R -> S(0)"``. A rule splits the
-operator's work unless every placement is ``R``; the exceptions say ``; whole work`` or
-``; split work``, and ``; reduces N`` gives the elements all-reduced inside the operator.
+A rule is one line for each mesh axis, outermost first: ``"S(0), R -> S(0)"``, or ``"S(0)"`` for what
+reads no tensor. A rule splits the operator's work if it reads tensors and any of them, or an output,
+is sharded; the exceptions say ``; whole work`` or ``; split work``, and ``; reduces N`` gives the
+elements all-reduced inside the operator.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from planner.sharding.placement import REPLICATE, Mesh, MeshAxis, parse_placement, placement_name
+from planner.sharding.placement import Mesh, MeshAxis, parse_placement, placement_name
 from planner.sharding.rules import Rule
 from planner.strategy.plan import Certificate, LayerRules, NodeRules, Plan, Status
 from planner.strategy.schema import FORMAT, VERSION, PlacementsModel, StrategyModel, validate
@@ -192,7 +193,7 @@ def rule_to_text(rule: Rule) -> str:
     >>> rule_to_text(Rule((0, -1), (0, -1), splits_work=True, reduced_elements=128))
     'S(0), R -> S(0), R; reduces 128'
     """
-    text = _side(rule.inputs) + _ARROW + _side(rule.outputs)
+    text = _side(rule.inputs) + _ARROW + _side(rule.outputs) if rule.inputs else _side(rule.outputs)
     if rule.splits_work != _splits_by_default(rule.inputs, rule.outputs):
         text += "; split work" if rule.splits_work else "; whole work"
     if rule.reduced_elements:
@@ -207,10 +208,10 @@ def rule_from_text(text: str) -> Rule:
     >>> rule_from_text("S(0), R -> S(0); reduces 128")
     Rule(inputs=(0, -1), outputs=(0,), splits_work=True, reduced_elements=128)
     """
-    match = re.fullmatch(r"([^;]+?) -> ([^;]+?)(; (?:split|whole) work)?(?:; reduces ([1-9][0-9]{0,15}))?", text)
+    match = re.fullmatch(r"(?:([^;>]+) -> )?([^;>]+?)(; (?:split|whole) work)?(?:; reduces ([1-9][0-9]{0,15}))?", text)
     if match is None:
         raise InputError(f"rule {text!r} does not read like 'S(0), R -> S(0)'; correct it")
-    inputs, outputs = _placements_of(match[1]), _placements_of(match[2])
+    inputs, outputs = _placements_of(match[1] or _NOTHING), _placements_of(match[2])
     default = _splits_by_default(inputs, outputs)
     splits = default if match[3] is None else match[3] == "; split work"
     return Rule(inputs, outputs, splits_work=splits, reduced_elements=int(match[4] or 0))
@@ -225,7 +226,7 @@ def _placements_of(side: str) -> tuple[int, ...]:
 
 
 def _splits_by_default(inputs: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
-    return any(p != REPLICATE for p in (*inputs, *outputs))
+    return bool(inputs) and any(p >= 0 for p in (*inputs, *outputs))
 
 
 def _placements(rules: Mapping[str, NodeRules]) -> dict[str, dict[str, list[str]]]:

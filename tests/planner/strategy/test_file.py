@@ -82,7 +82,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 def small_plan() -> Plan:
     """A hand-made plan of one linear layer on 2 × 4 devices."""
-    stored = (Rule((), (-1,), splits_work=False), Rule((), (1,), splits_work=True))
+    stored = (Rule((), (-1,), splits_work=False), Rule((), (1,), splits_work=False))
     product = (Rule((0, -1), (0,), splits_work=True), Rule((-1, 1), (1,), splits_work=True))
     return Plan(
         network="zoo:mlp",
@@ -143,7 +143,7 @@ def test_files_are_written_and_read(tmp_path: Path) -> None:
 
 def test_the_text_is_readable() -> None:
     text = plan_to_text(small_plan())
-    assert '    "parameters_and_inputs": {\n      "weight": ["() -> R", "() -> S(1)"]\n    },' in text
+    assert '    "parameters_and_inputs": {\n      "weight": ["R", "S(1)"]\n    },' in text
     assert '"mm": ["S(0), R -> S(0)", "R, S(1) -> S(1)"]' in text
 
 
