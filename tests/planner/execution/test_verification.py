@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from planner.execution.verification import TOLERANCES, compare_losses, relative_difference
+from planner.execution.verification import TOLERANCES, compare_losses, relative_difference, tolerances
 from simulator.errors import ExecutionError
 
 
@@ -26,3 +26,16 @@ def test_every_precision_that_runs_has_a_tolerance():
     from planner.execution.job import PRECISIONS
 
     assert TOLERANCES.keys() == PRECISIONS.keys()
+
+
+def test_a_sensitive_network_may_differ_by_a_multiple_of_its_own_rounding():
+    losses, reference, exact = [1.0, 1.002], [1.0, 1.001], [1.0, 1.0]
+    with pytest.raises(ExecutionError, match="step 1"):
+        compare_losses(losses, reference, "fp32")
+    assert compare_losses(losses, reference, "fp32", exact) == pytest.approx(1e-3, rel=1e-2)
+    with pytest.raises(ExecutionError, match="step 0"):
+        compare_losses([1.1, 1.0], reference, "fp32", exact)
+
+
+def test_tolerances_never_shrink():
+    assert tolerances("fp32", [1.0, 1.1, 1.0], [1.0, 1.0, 1.0]) == pytest.approx([1e-4, 1.0, 1.0])
