@@ -1,9 +1,13 @@
-"""A picture of one simulated step: what runs on each stream, and memory beneath it."""
+"""A picture of one simulated step: what runs on each stream, and memory beneath it.
+
+``python -m reports.timeline strategy.json step.svg`` draws the step of a strategy file.
+"""
 
 from __future__ import annotations
 
+import argparse
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +18,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from planner.quantities import GIB
+from planner.quantities import GIB, seconds_text
 from planner.whole_file import write_whole
 from simulator.program import COMPUTE_STREAM, Phase, Program, Task
 
@@ -137,3 +141,24 @@ def _memory(timeline: Timeline) -> tuple[FloatArray, FloatArray]:
             sizes.append(curve.total_bytes.astype(np.float64))
     levels = np.concatenate(sizes)
     return np.concatenate([*times, [timeline.step_time_s]]), np.concatenate([levels, levels[-1:]])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Draw the step of a strategy file."""
+    from planner.planning import lower, predict
+    from planner.strategy.file import read_plan
+    from simulator.hardware import load_profile
+
+    parser = argparse.ArgumentParser(prog="python -m reports.timeline", description=main.__doc__)
+    parser.add_argument("strategy", type=Path, help="a strategy file")
+    parser.add_argument("picture", type=Path, help="the picture to write, .svg or .png")
+    given = parser.parse_args(arguments)
+    plan = read_plan(given.strategy)
+    lowered = lower(plan)
+    prediction, timeline = predict(plan, lowered, load_profile(plan.hardware))
+    title = f"{plan.network} on {plan.mesh.size} × {plan.hardware}: {seconds_text(prediction.step_time_s)}"
+    write_timeline_picture(timeline, lowered.program, given.picture, title=title)
+
+
+if __name__ == "__main__":
+    main()

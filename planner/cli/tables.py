@@ -128,7 +128,7 @@ def _facts(result: PlanResult, hardware: Hardware, strategy_file: str) -> Iterab
         f"{result.status}: objective {seconds_text(certificate.objective_s)}, lower bound "
         f"{seconds_text(certificate.lower_bound_s)}, gap {percent_text(certificate.gap)}, "
         f"elimination width {certificate.elimination_width}, {certificate.operators} operators, "
-        f"{certificate.distinct_blocks} distinct blocks",
+        f"{certificate.distinct_blocks} distinct block{'s' * (certificate.distinct_blocks != 1)}",
     )
     yield "prediction", f"{best.prediction.label} ({hardware.uncertainty.source})"
     yield "search", f"{seconds_text(result.elapsed_s)}, capture {seconds_text(result.capture_s)}"
