@@ -71,7 +71,8 @@ def prepare(
     ``rules``, ``sizes`` and ``coordinates`` (of this rank) have one entry for each mesh axis, outermost
     first. Where two axes shard one dim the outer one cuts it first, into contiguous chunks. `device`
     is where operators without tensor inputs make theirs. The result is called with this rank's
-    tensors, aligned with ``node.tensor_inputs``, and with a function that sums a tensor over an axis.
+    tensors, aligned with ``node.tensor_inputs``, and with a function that sums a tensor over an axis; the
+    tensors it returns may share memory with those it was given, as views do.
     """
     call = local_call(graph, node, rules, sizes, coordinates, device)
     return _SPECIAL.get(node.op, invoke)(call)
