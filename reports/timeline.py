@@ -36,7 +36,8 @@ COLORS = {
     "communication": "#d9822b",
 }
 MAX_BARS = 20_000
-MERGE_FRACTION = 1 / 3000
+MERGE_FRACTION = 1 / 1500
+MEMORY_POINTS = 1500
 
 
 def timeline_svg(timeline: Timeline, program: Program, *, title: str) -> str:
@@ -65,7 +66,7 @@ def write_timeline_picture(timeline: Timeline, program: Program, path: str | Pat
 def _draw(timeline: Timeline, program: Program, title: str) -> Figure:
     used = (task.stream for segment in program.segments for task in segment.tasks)
     streams = list(dict.fromkeys((COMPUTE_STREAM, *used)))
-    figure = Figure(figsize=(11, 1.9 + 0.55 * len(streams)), layout="constrained")
+    figure = Figure(figsize=(11, 1.9 + 0.55 * len(streams)), layout="constrained", dpi=150)
     lanes, memory = figure.subplots(2, 1, sharex=True, height_ratios=[max(1.0, 0.55 * len(streams)), 1.0])
     unit, scale = _time_unit(timeline.step_time_s)
     _draw_lanes(lanes, timeline, program, streams, scale)
@@ -130,7 +131,7 @@ def _draw_memory(axes: Axes, timeline: Timeline, scale: float) -> None:
 
 
 def _memory(timeline: Timeline) -> tuple[FloatArray, FloatArray]:
-    """Seconds (changes,) from the start of the step, and bytes in use from then on."""
+    """Seconds (points,) from the start of the step and bytes in use from then on, the most of each short while."""
     memory = timeline.memory
     times, sizes = [np.zeros(1)], [np.array([float(memory.resident_bytes)])]
     for segment, first, later in zip(timeline.segments, memory.first, memory.later, strict=True):
@@ -139,8 +140,11 @@ def _memory(timeline: Timeline) -> tuple[FloatArray, FloatArray]:
             curve = later if repeat else first
             times.append(curve.times_s + (segment.offset_s + repeat * segment.duration_s))
             sizes.append(curve.total_bytes.astype(np.float64))
-    levels = np.concatenate(sizes)
-    return np.concatenate([*times, [timeline.step_time_s]]), np.concatenate([levels, levels[-1:]])
+    moments, levels = np.concatenate(times), np.concatenate(sizes)
+    bins = np.minimum((moments / (timeline.step_time_s or 1.0) * MEMORY_POINTS).astype(np.int64), MEMORY_POINTS - 1)
+    starts = np.flatnonzero(np.diff(bins, prepend=-1))
+    peaks = np.maximum.reduceat(levels, starts)
+    return np.append(moments[starts], timeline.step_time_s), np.append(peaks, levels[-1])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -46,3 +46,12 @@ def test_pictures_are_written_by_their_ending(tmp_path: Path) -> None:
     png = write_timeline_picture(timeline, made, tmp_path / "step.png", title="one step")
     assert svg.read_text().startswith("<svg")
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_drawn_memory_keeps_its_peak() -> None:
+    from reports.timeline import _memory
+
+    timeline, _ = step()
+    times, sizes = _memory(timeline)
+    assert sizes.max() == timeline.peak_memory_bytes
+    assert (times[0], times[-1]) == (0.0, timeline.step_time_s)
