@@ -30,7 +30,6 @@ from planner.sharding.rules import Rule
 from planner.strategy.plan import NodeRules
 from planner.work import Optimizer, state_bytes, traffic_bytes, update_traffic
 from simulator.program import (
-    COMPUTE_STREAM,
     Buffer,
     BufferKind,
     Collective,
@@ -63,9 +62,10 @@ def lower_graph(graph: OperatorGraph, rules: Mapping[str, NodeRules], options: L
     count = options.micro_batches
     kinds = [(True, True, 1)] if count == 1 else [(True, False, 1), (False, False, count - 2), (False, True, 1)]
     segments, instructions = [], []
+    body = _Body(source)
     for first, last, repeat in kinds:
         if repeat:
-            writer = _SegmentWriter(source, first=first, last=last)
+            writer = _SegmentWriter(source, body, first=first, last=last)
             tasks, made = writer.write()
             name = "step" if first and last else "first" if first else "last" if last else "middle"
             segments.append(Segment(name=name, tasks=tasks, count=repeat))
@@ -103,6 +103,17 @@ def local_share(placements: Placements, sizes: tuple[int, ...]) -> float:
     return 1.0 / prod(size for p, size in zip(placements, sizes, strict=True) if p >= 0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recipe:
+    """Placements of a node's inputs and outputs, bytes of each local output, and the local work."""
+
+    inputs: tuple[Placements, ...]
+    outputs: tuple[Placements, ...]
+    sizes: tuple[int, ...]
+    flops: float
+    bytes_moved: float
+
+
 class _Source:
     """The graph with its strategies, and what follows from them for every segment."""
 
@@ -112,6 +123,8 @@ class _Source:
         self.sizes = options.mesh.sizes
         axes = len(self.sizes)
         self.replicated: Placements = (REPLICATE,) * axes
+        self._recipes: dict[tuple[int, int, str], _Recipe] = {}
+        self.gradient_of = {p.gradient: p.node for p in graph.parameters if p.gradient is not None}
         self.rules: list[NodeRules] = []
         for node in graph.nodes:
             if node.role is Role.CONSTANT:
@@ -120,7 +133,7 @@ class _Source:
                 )
                 self.rules.append((everywhere,) * axes)
             else:
-                self.rules.append(tuple(rules[node.name]))
+                self.rules.append(rules[node.name])
         self.stored: dict[int, Placements] = {
             i: self.output_placements(TensorRef(i))
             for i, node in enumerate(graph.nodes)
@@ -129,11 +142,28 @@ class _Source:
         self.read = {*graph.consumers, graph.loss, *(p.gradient for p in graph.parameters if p.gradient)}
         self.loss_value = self.value_name(graph.loss, self.replicated)
 
-    def output_placements(self, ref: TensorRef) -> Placements:
-        return tuple(rule.outputs[ref.output] for rule in self.rules[ref.node])
+    def recipe(self, index: int) -> _Recipe:
+        """Local work of a node; equal blocks with equal strategies share it."""
+        node, rules = self.graph.nodes[index], self.rules[index]
+        key = (id(node.outputs), id(rules), node.op)
+        if key not in self._recipes:
+            inputs = tuple(
+                tuple(rule.inputs[position] for rule in rules) for position in range(len(node.tensor_inputs))
+            )
+            outputs = tuple(tuple(rule.outputs[o] for rule in rules) for o in range(len(node.outputs)))
+            shares = [local_share(placements, self.sizes) for placements in (*inputs, *outputs)]
+            split = prod(size for rule, size in zip(rules, self.sizes, strict=True) if rule.splits_work)
+            self._recipes[key] = _Recipe(
+                inputs=inputs,
+                outputs=outputs,
+                sizes=tuple(self.local_bytes(spec, p) for spec, p in zip(node.outputs, outputs, strict=True)),
+                flops=node.flops / split,
+                bytes_moved=traffic_bytes(self.graph, node, shares),
+            )
+        return self._recipes[key]
 
-    def input_placements(self, index: int, position: int) -> Placements:
-        return tuple(rule.inputs[position] for rule in self.rules[index])
+    def output_placements(self, ref: TensorRef) -> Placements:
+        return self.recipe(ref.node).outputs[ref.output]
 
     def local_bytes(self, spec: TensorSpec, placements: Placements) -> int:
         return int(spec.size_bytes * local_share(placements, self.sizes))
@@ -151,9 +181,11 @@ class _Source:
         ref = TensorRef(node)
         wanted: dict[Placements, None] = {}
         for user in self.graph.consumers.get(ref, ()):
-            for position, used in enumerate(self.graph.nodes[user].tensor_inputs):
+            for placements, used in zip(
+                self.recipe(user).inputs, self.graph.nodes[user].tensor_inputs, strict=True
+            ):
                 if used == ref:
-                    wanted[self.input_placements(user, position)] = None
+                    wanted[placements] = None
         return [w for w in wanted if any(isinstance(s.operation, Collective) for s in self.path(self.stored[node], w))]
 
     def path(self, source: Placements, target: Placements) -> tuple[Step, ...]:
@@ -196,6 +228,7 @@ class _Draft:
     writes: tuple[Buffer, ...]
     owners: dict[str, str] = field(default_factory=dict)
     completes: tuple[str, ...] = ()
+    """Values that are ready only after this task although an earlier one writes them."""
 
 
 @dataclass(slots=True)
@@ -206,96 +239,17 @@ class _Pending:
     size_bytes: int = 0
 
 
-class _SegmentWriter:
-    """Writes the tasks and instructions of one micro-batch."""
+class _Writer:
+    """Writes tasks and instructions, and knows every tensor's versions so far."""
 
-    def __init__(self, source: _Source, *, first: bool, last: bool) -> None:
+    def __init__(self, source: _Source) -> None:
         self.source = source
         self.graph = source.graph
-        self.first = first
-        self.last = last
         self.drafts: list[_Draft] = []
-        self.versions: dict[TensorRef, dict[Placements, str]] = {}
-        self.pending: dict[tuple[Collective, int, str], _Pending] = {}
-        self.synchronised: list[tuple[int, str]] = []
-        self.gradient_of = {p.gradient: p.node for p in self.graph.parameters if p.gradient is not None}
-        self.persistent = {self.graph.nodes[i].name for i in source.stored} | {source.loss_value}
-
-    def write(self) -> tuple[tuple[Task, ...], tuple[Instruction, ...]]:
-        for index, placements in self.source.stored.items():
-            self.versions[TensorRef(index)] = {placements: self.graph.nodes[index].name}
-        self._gather_parameters()
-        for index, node in enumerate(self.graph.nodes):
-            if node.role in (Role.PARAMETER, Role.INPUT):
-                continue
-            self._compute(index, node)
-            for output in range(len(node.outputs)):
-                self._after(TensorRef(index, output), node)
-        if self.last:
-            self._finish()
-        return self._resolve()
-
-    # Operators
-
-    def _compute(self, index: int, node: Node) -> None:
-        source, rules = self.source, self.source.rules[index]
-        names = tuple(
-            self._fetch(ref, source.input_placements(index, position), node.phase)
-            for position, ref in enumerate(node.tensor_inputs)
-        )
-        sizes = source.sizes
-        shares = [
-            local_share(source.input_placements(index, position), sizes) for position in range(len(node.tensor_inputs))
-        ]
-        shares += [
-            local_share(source.output_placements(TensorRef(index, o)), sizes) for o in range(len(node.outputs))
-        ]
-        split = prod(size for rule, size in zip(rules, sizes, strict=True) if rule.splits_work)
-        outputs, writes, owners = [], [], {}
-        for output, spec in enumerate(node.outputs):
-            ref = TensorRef(index, output)
-            placements = source.output_placements(ref)
-            name = source.value_name(ref, placements) if ref in source.read else ""
-            outputs.append(name)
-            if name:
-                view = node.kernel is Kernel.VIEW and bool(names)
-                size = 0 if view else source.local_bytes(spec, placements)
-                writes.append(Buffer(name=name, size_bytes=size, kind=self._kind(ref, node)))
-                self.versions[ref] = {placements: name}
-                if view:
-                    owners[name] = names[0]
-        task = Task(
-            name=node.name,
-            phase=node.phase,
-            kernel=node.kernel,
-            dtype=node.outputs[0].dtype,
-            flops=node.flops / split,
-            bytes_moved=traffic_bytes(self.graph, node, shares),
-        )
-        instruction = Compute(node=index, inputs=names, outputs=tuple(outputs), rules=rules)
-        self._add(task, instruction, names, tuple(writes), owners)
-        self._inner_reductions(node, rules, tuple(name for name in outputs if name))
-
-    def _inner_reductions(self, node: Node, rules: NodeRules, outputs: tuple[str, ...]) -> None:
-        """Time the collectives inside an operator right after it; the operator's instruction runs them."""
-        for axis, rule in enumerate(rules):
-            if rule.reduced_elements:
-                payload = rule.reduced_elements * DTYPE_BYTES[node.outputs[0].dtype]
-                inner = Communicate(
-                    collective=Collective.ALL_REDUCE, axis=axis, sources=(), targets=(), gather_dims=(), split_dims=()
-                )
-                self._message(f"all_reduce inside {node.name}", node.phase, inner, payload, completes=outputs)
-
-    def _kind(self, ref: TensorRef, node: Node) -> BufferKind:
-        return BufferKind.GRADIENT if ref in self.gradient_of else BufferKind.ACTIVATION
-
-    def _after(self, ref: TensorRef, node: Node) -> None:
-        if ref == self.graph.loss:
-            self._fetch(ref, self.source.replicated, Phase.FORWARD)
-        if ref in self.gradient_of:
-            self._gradient(ref, self.gradient_of[ref])
-
-    # Redistribution
+        self.versions: dict[TensorRef, dict[Placements, str]] = {
+            TensorRef(index): {placements: self.graph.nodes[index].name}
+            for index, placements in source.stored.items()
+        }
 
     def _fetch(self, ref: TensorRef, wanted: Placements, phase: Phase) -> str:
         versions = self.versions[ref]
@@ -349,13 +303,141 @@ class _SegmentWriter:
         role = self.graph.nodes[ref.node].role
         if role is Role.PARAMETER:
             return BufferKind.PARAMETER
-        return BufferKind.GRADIENT if ref in self.gradient_of else BufferKind.COMMUNICATION
+        return BufferKind.GRADIENT if ref in self.source.gradient_of else BufferKind.COMMUNICATION
+
+    def _message(
+        self,
+        name: str,
+        phase: Phase,
+        message: Communicate,
+        payload: float,
+        *,
+        writes: tuple[Buffer, ...] = (),
+        dtype: str = "float32",
+        completes: tuple[str, ...] = (),
+    ) -> None:
+        axis = self.source.options.mesh.axes[message.axis].name
+        task = Task(
+            name=name,
+            phase=phase,
+            stream=f"communication:{axis}",
+            dtype=dtype,
+            collective=message.collective,
+            axis=axis,
+            payload_bytes=payload,
+        )
+        self._add(task, message, message.sources, writes)
+        self.drafts[-1].completes = completes
+
+    def _add(
+        self,
+        task: Task,
+        instruction: Instruction,
+        reads: tuple[str, ...],
+        writes: tuple[Buffer, ...],
+        owners: dict[str, str] | None = None,
+    ) -> None:
+        self.drafts.append(_Draft(task, instruction, reads, writes, owners or {}))
+
+class _Body(_Writer):
+    """The forward and backward operators of one micro-batch, the same in every segment.
+
+    ``items`` are drafts, and the gradients of parameters where they are complete.
+    """
+
+    def __init__(self, source: _Source) -> None:
+        super().__init__(source)
+        self.items: list[_Draft | TensorRef] = []
+        for parameter in self.graph.parameters:
+            ref = TensorRef(parameter.node)
+            for wanted in source.gathered(parameter.node):
+                self.versions[ref][wanted] = source.value_name(ref, wanted)
+        for index, node in enumerate(self.graph.nodes):
+            if node.role in (Role.PARAMETER, Role.INPUT):
+                continue
+            self._compute(index, node)
+            for output in range(len(node.outputs)):
+                ref = TensorRef(index, output)
+                if ref == self.graph.loss:
+                    self._fetch(ref, source.replicated, Phase.FORWARD)
+                if ref in source.gradient_of:
+                    self._collect()
+                    self.items.append(ref)
+        self._collect()
+
+    def _collect(self) -> None:
+        self.items += self.drafts
+        self.drafts = []
+
+    def _compute(self, index: int, node: Node) -> None:
+        source, recipe = self.source, self.source.recipe(index)
+        names = tuple(
+            self._fetch(ref, wanted, node.phase) for ref, wanted in zip(node.tensor_inputs, recipe.inputs, strict=True)
+        )
+        outputs, writes, owners = [], [], {}
+        view = node.kernel is Kernel.VIEW and bool(names)
+        for output, placements in enumerate(recipe.outputs):
+            ref = TensorRef(index, output)
+            name = source.value_name(ref, placements) if ref in source.read else ""
+            outputs.append(name)
+            if name:
+                kind = BufferKind.GRADIENT if ref in source.gradient_of else BufferKind.ACTIVATION
+                writes.append(Buffer(name=name, size_bytes=0 if view else recipe.sizes[output], kind=kind))
+                self.versions[ref] = {placements: name}
+                if view:
+                    owners[name] = names[0]
+        task = Task(
+            name=node.name,
+            phase=node.phase,
+            kernel=node.kernel,
+            dtype=node.outputs[0].dtype,
+            flops=recipe.flops,
+            bytes_moved=recipe.bytes_moved,
+        )
+        rules = source.rules[index]
+        instruction = Compute(node=index, inputs=names, outputs=tuple(outputs), rules=rules)
+        self._add(task, instruction, names, tuple(writes), owners)
+        if any(rule.reduced_elements for rule in rules):
+            self._inner_reductions(node, rules, tuple(name for name in outputs if name))
+
+    def _inner_reductions(self, node: Node, rules: NodeRules, outputs: tuple[str, ...]) -> None:
+        """Time the collectives inside an operator right after it; the operator's instruction runs them."""
+        for axis, rule in enumerate(rules):
+            if rule.reduced_elements:
+                payload = rule.reduced_elements * DTYPE_BYTES[node.outputs[0].dtype]
+                inner = Communicate(
+                    collective=Collective.ALL_REDUCE, axis=axis, sources=(), targets=(), gather_dims=(), split_dims=()
+                )
+                self._message(f"all_reduce inside {node.name}", node.phase, inner, payload, completes=outputs)
+
+class _SegmentWriter(_Writer):
+    """Writes the tasks and instructions of one micro-batch."""
+
+    def __init__(self, source: _Source, body: _Body, *, first: bool, last: bool) -> None:
+        super().__init__(source)
+        self.body = body
+        self.first = first
+        self.last = last
+        self.pending: dict[tuple[Collective, int, str], _Pending] = {}
+        self.synchronised: list[tuple[int, str]] = []
+        self.persistent = {self.graph.nodes[i].name for i in source.stored} | {source.loss_value}
+
+    def write(self) -> tuple[tuple[Task, ...], tuple[Instruction, ...]]:
+        self._gather_parameters()
+        for item in self.body.items:
+            if isinstance(item, TensorRef):
+                self._gradient(item, self.source.gradient_of[item])
+            else:
+                self.drafts.append(item)
+        if self.last:
+            self._finish()
+        return self._resolve()
 
     # Parameters and gradients
 
     def _gather_parameters(self) -> None:
         """Fetch stored shards once a step, in fused messages ahead of their use."""
-        pending: dict[tuple[Collective | str, int, Placements, Placements, str], list[tuple[TensorRef, str, str]]] = {}
+        pending: dict[tuple[str, int, Placements, Placements, str], list[tuple[TensorRef, str, str]]] = {}
         size: dict[object, int] = {}
         for parameter in self.graph.parameters:
             ref = TensorRef(parameter.node)
@@ -371,19 +453,19 @@ class _SegmentWriter:
                     target = self.source.value_name(ref, wanted)
                     self.versions[ref][wanted] = target
                     spec = self.graph.spec(ref)
-                    key = (step.operation, step.axis, step.before, step.after, spec.dtype)
-                    pending.setdefault(key, []).append((ref, self.graph.nodes[ref.node].name, target))
-                    size[key] = size.get(key, 0) + self.source.local_bytes(spec, step.after)
-                    if size[key] >= self.source.options.bucket_bytes:
-                        self._step(pending.pop(key), step, Phase.FORWARD, asynchronous=True)
-                        size[key] = 0
+                    place = (str(step.operation), step.axis, step.before, step.after, spec.dtype)
+                    pending.setdefault(place, []).append((ref, self.graph.nodes[ref.node].name, target))
+                    size[place] = size.get(place, 0) + self.source.local_bytes(spec, step.after)
+                    if size[place] >= self.source.options.bucket_bytes:
+                        self._step(pending.pop(place), step, Phase.FORWARD, asynchronous=True)
+                        size[place] = 0
         for key, items in pending.items():
             step = self.source.path(key[2], key[3])[0]
             self._step(items, step, Phase.FORWARD, asynchronous=True)
 
     def _gradient(self, ref: TensorRef, parameter: int) -> None:
         placements = self.source.output_placements(ref)
-        value = self.versions[ref][placements]
+        value = self.source.value_name(ref, placements)
         spec = self.graph.spec(ref)
         if self.source.options.micro_batches > 1:
             accumulator = f"{self.graph.nodes[parameter].name}.accumulated"
@@ -477,43 +559,6 @@ class _SegmentWriter:
             )
             self._add(task, instruction, (node.name, value), ())
 
-    # Tasks
-
-    def _message(
-        self,
-        name: str,
-        phase: Phase,
-        message: Communicate,
-        payload: float,
-        *,
-        writes: tuple[Buffer, ...] = (),
-        dtype: str = "float32",
-        completes: tuple[str, ...] = (),
-    ) -> None:
-        axis = self.source.options.mesh.axes[message.axis].name
-        task = Task(
-            name=name,
-            phase=phase,
-            stream=f"communication:{axis}",
-            after=(len(self.drafts) - 1,) if completes else (),
-            dtype=dtype,
-            collective=message.collective,
-            axis=axis,
-            payload_bytes=payload,
-        )
-        self._add(task, message, message.sources, writes)
-        self.drafts[-1].completes = completes
-
-    def _add(
-        self,
-        task: Task,
-        instruction: Instruction,
-        reads: tuple[str, ...],
-        writes: tuple[Buffer, ...],
-        owners: dict[str, str] | None = None,
-    ) -> None:
-        self.drafts.append(_Draft(task, instruction, reads, writes, owners or {}))
-
     def _resolve(self) -> tuple[tuple[Task, ...], tuple[Instruction, ...]]:
         """Turn values into dependencies and releases: a value goes when its last reader, or that of a view, is done."""
         producer: dict[str, int] = {}
@@ -524,7 +569,7 @@ class _SegmentWriter:
             needs = {producer[v] for v in draft.reads if v in producer}
             stream = draft.task.stream
             needs = {n for n in needs if self.drafts[n].task.stream != stream}
-            after.append(tuple(sorted(needs | set(draft.task.after))))
+            after.append(tuple(sorted(needs | {index - 1} if draft.completes else needs)))
             for buffer in draft.writes:
                 producer[buffer.name] = index
                 last_use[buffer.name] = index

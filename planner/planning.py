@@ -107,9 +107,9 @@ def plan_network(request: PlanRequest, *, graph: OperatorGraph | None = None) ->
         bucket_bytes=BUCKET_BYTES,
     )
     base = _base_plan(request, network, graph, hardware, precision, update.name, batch)
-    found, misfits = [], []
-    for item in explore(space, hardware.device_memory_bytes):
-        (found if isinstance(item, Found) else misfits).append(item)
+    explored = list(explore(space, hardware.device_memory_bytes))
+    found = [item for item in explored if isinstance(item, Found)]
+    misfits = [item for item in explored if isinstance(item, Misfit)]
     scored = _score(space, base, found, max(request.top, 1))
     messages = (*graph.notes, *_without_rules(graph))
     elapsed = time.perf_counter() - captured
@@ -153,16 +153,17 @@ def _base_plan(
 def _score(space: Space, base: Mapping[str, object], found: list[Found], top: int) -> list[Candidate]:
     """Simulate the best by objective, once or a few times with a tighter limit where the peak does not fit."""
     limit = space.hardware.device_memory_bytes
-    scored = []
+    scored: list[Candidate] = []
     for item in sorted(found, key=lambda f: f.solution.objective_s):
         if len(scored) == top:
             break
-        candidate = _simulate(space, base, item)
+        candidate: Candidate | None = _simulate(space, base, item)
         allowed = float(limit)
         for _ in range(_RETRIES):
-            if candidate is None or candidate.prediction.peak_memory_bytes <= limit:
+            over = 0 if candidate is None else candidate.prediction.peak_memory_bytes - limit
+            if over <= 0:
                 break
-            allowed -= candidate.prediction.peak_memory_bytes - limit + 0.01 * limit
+            allowed -= over + 0.01 * limit
             candidate = _again(space, base, item, allowed)
         if candidate is not None and candidate.prediction.peak_memory_bytes <= limit:
             scored.append(candidate)
@@ -328,17 +329,18 @@ def lower(plan: Plan, graph: OperatorGraph | None = None, *, precision: str | No
         )
     dtype = precision_dtype(precision or plan.precision)
     graph = at_precision(at_batch(graph, plan.micro_batch * plan.degree("data")), dtype)
-    rules = _checked_rules(plan, graph)
+    unfolded = unfold(graph)
+    rules = _checked_rules(plan, graph, unfolded)
     options = LoweringOptions(
         mesh=plan.mesh,
         micro_batches=plan.micro_batches,
         optimizer=optimizer(plan.optimizer),
         bucket_bytes=plan.bucket_bytes,
     )
-    return lower_graph(unfold(graph), rules, options)
+    return lower_graph(unfolded, rules, options)
 
 
-def _checked_rules(plan: Plan, graph: OperatorGraph) -> dict[str, NodeRules]:
+def _checked_rules(plan: Plan, graph: OperatorGraph, unfolded: OperatorGraph) -> dict[str, NodeRules]:
     """Strategies by name for every node of the unfolded graph."""
     result = dict(plan.rules)
     inside: dict[str, int] = {}
@@ -363,7 +365,7 @@ def _checked_rules(plan: Plan, graph: OperatorGraph) -> dict[str, NodeRules]:
         _check_node(plan, graph, everywhere[name], rules)
     for part in plan.layers:
         result.update(_expanded(part))
-    missing = [n.name for n in unfold(graph).nodes if n.role is not Role.CONSTANT and n.name not in result]
+    missing = [n.name for n in unfolded.nodes if n.role is not Role.CONSTANT and n.name not in result]
     if missing:
         raise StrategyError(f"operators: {missing[0]!r} has no strategy; plan the network again")
     return result

@@ -63,14 +63,16 @@ def traffic_bytes(graph: OperatorGraph, node: Node, shares: Sequence[Amount]) ->
     shares : sequence
         For each tensor input, then each output: the part of the tensor that is local.
     """
-    inputs, outputs = node.tensor_inputs, node.outputs
+    inputs = node.tensor_inputs
     total = shares[0] * 0.0
     if node.kernel is Kernel.VIEW:
         return total
     sizes = [float(graph.spec(ref).size_bytes) for ref in inputs]
+    sizes += [float(spec.size_bytes) for spec in node.outputs]
     if node.op.startswith("aten.embedding."):
+        # A lookup reads the rows it copies, not the whole table.
         sizes[0] = 0.0
-        total = shares[len(inputs)] * float(outputs[0].size_bytes)
-    for size, share in zip((*sizes, *(float(spec.size_bytes) for spec in outputs)), shares, strict=True):
+        sizes[len(inputs)] *= 2
+    for size, share in zip(sizes, shares, strict=True):
         total = total + share * size
     return total

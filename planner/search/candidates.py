@@ -9,7 +9,7 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.request import Pins
 from planner.search.costs import MeshCosts
-from planner.search.dynamic_programming import smallest, solve
+from planner.search.dynamic_programming import fastest, smallest, solve
 from planner.search.problem import Problem, Setting
 from planner.search.solution import Solution
 from planner.search.variables import Decisions
@@ -17,6 +17,13 @@ from planner.sharding.placement import Mesh, MeshAxis
 from planner.work import Optimizer
 from simulator.errors import InputError
 from simulator.hardware import Hardware
+
+
+ROOMY = 0.5
+"""A plan that takes less of the limit than this gains nothing from smaller micro-batches."""
+
+HOPELESS = 3.0
+"""A mesh whose bound is this many times the best plan is no alternative worth solving."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,25 +96,37 @@ def meshes(space: Space) -> list[tuple[int, int]]:
 
 
 def explore(space: Space, limit_bytes: float, *, only: tuple[int, int, int] | None = None) -> Iterator[Found | Misfit]:
-    """Solve every mesh at the largest micro-batch that fits and at the next smaller one.
+    """Solve the meshes, best bound first, at the largest micro-batch that fits and at the next smaller one.
 
-    ``only`` restricts the exploration to one ``(data, tensor, micro_batches)``.
+    A mesh's bound is its fastest plan without a memory limit, in one micro-batch: more micro-batches
+    or less memory never make the objective smaller. Meshes whose bound is over `HOPELESS` times the best
+    plan are left out. ``only`` restricts the exploration to one ``(data, tensor, micro_batches)``.
     """
+    bounded = []
     for data, tensor in meshes(space):
-        if only is not None and (data, tensor) != only[:2]:
-            continue
-        costs = MeshCosts(space.hardware, make_mesh(data, tensor), space.bucket_bytes)
-        counts = [only[2]] if only else _micro_batch_counts(space, data)
-        first = _first_fitting(space, costs, counts, limit_bytes)
+        if only is None or (data, tensor) == only[:2]:
+            costs = MeshCosts(space.hardware, make_mesh(data, tensor), space.bucket_bytes)
+            counts = [only[2]] if only else _micro_batch_counts(space, data)
+            problems: dict[int, Problem] = {}
+            free = fastest(_problem(space, costs, counts[0], problems))
+            bounded.append((free.objective_s, tensor, costs, counts, problems, free))
+    best = float("inf")
+    for bound, _, costs, counts, problems, free in sorted(bounded, key=lambda item: item[:2]):
+        if bound > HOPELESS * best:
+            break
+        first: int | Misfit = 0
+        if free.memory_bytes > limit_bytes:
+            first = _first_fitting(space, costs, counts, limit_bytes, problems)
         if isinstance(first, Misfit):
             yield first
             continue
         for count in counts[first : first + 2]:
-            problem = _problem(space, costs, count)
+            problem = _problem(space, costs, count, problems)
             solution = solve(problem, limit_bytes)
             if solution is not None:
+                best = min(best, solution.objective_s)
                 yield Found(mesh=costs.mesh, micro_batches=count, problem=problem, solution=solution)
-                if solution.memory_bytes < 0.5 * limit_bytes:
+                if solution.memory_bytes < ROOMY * limit_bytes:
                     break
 
 
@@ -123,7 +142,9 @@ def _micro_batch_counts(space: Space, data: int) -> list[int]:
     return counts
 
 
-def _problem(space: Space, costs: MeshCosts, count: int) -> Problem:
+def _problem(space: Space, costs: MeshCosts, count: int, made: dict[int, Problem]) -> Problem:
+    if count in made:
+        return made[count]
     setting = Setting(
         costs=costs,
         micro_batches=count,
@@ -131,10 +152,13 @@ def _problem(space: Space, costs: MeshCosts, count: int) -> Problem:
         storage=space.pins.storage,
         batch_only=space.pins.batch_only,
     )
-    return Problem(at_batch(space.graph, space.global_batch // count), space.decisions, setting)
+    made[count] = Problem(at_batch(space.graph, space.global_batch // count), space.decisions, setting)
+    return made[count]
 
 
-def _first_fitting(space: Space, costs: MeshCosts, counts: list[int], limit: float) -> int | Misfit:
+def _first_fitting(
+    space: Space, costs: MeshCosts, counts: list[int], limit: float, made: dict[int, Problem]
+) -> int | Misfit:
     """Position of the smallest number of micro-batches whose smallest plan fits, by bisection.
 
     The least memory falls as micro-batches get smaller.
@@ -143,7 +167,7 @@ def _first_fitting(space: Space, costs: MeshCosts, counts: list[int], limit: flo
 
     def need(position: int) -> float:
         if position not in needs:
-            needs[position] = smallest(_problem(space, costs, counts[position])).memory_bytes
+            needs[position] = smallest(_problem(space, costs, counts[position], made)).memory_bytes
         return needs[position]
 
     if need(0) <= limit:

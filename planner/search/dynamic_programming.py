@@ -33,10 +33,10 @@ from planner.search.elimination import (
 from planner.search.problem import Problem
 from planner.search.solution import Assignment, Solution
 
-PRICE_STEPS = 24
+PRICE_STEPS = 12
 BRANCH_STEPS = 6
 MAX_BRANCHES = 20_000
-BRANCH_WORK = 100_000_000
+BRANCH_WORK = 4_000_000
 PROOF = 1e-9
 
 
@@ -174,7 +174,7 @@ class DynamicProgramming:
         self, assignment: Mapping[int, int], layers: tuple[tuple[Assignment, ...], ...]
     ) -> tuple[float, float]:
         time = memory = 0.0
-        counted: dict[tuple[int, ...], tuple[float, float]] = {}
+        counted: dict[tuple[object, ...], tuple[float, float]] = {}
 
         def add(scopes: list[tuple[int, ...]], states: Mapping[int, int]) -> None:
             nonlocal time, memory
@@ -187,7 +187,7 @@ class DynamicProgramming:
         add(self.outside, assignment)
         for number, states in enumerate(layers):
             for state in states:
-                key = (number, *sorted((v, s) for v, s in state.items()))  # type: ignore[assignment]
+                key = (number, *sorted((v, s) for v, s in state.items()))
                 if key not in counted:
                     before = (time, memory)
                     add(self.in_block[number], {**assignment, **state})
@@ -278,7 +278,7 @@ def solve(problem: Problem, memory_limit_bytes: float) -> Solution | None:
     if root.best is None:
         return None
     best, bound = root.best, root.bound
-    nodes = min(MAX_BRANCHES, BRANCH_WORK // solver.work)
+    nodes = min(MAX_BRANCHES, BRANCH_WORK // (BRANCH_STEPS * solver.work))
     if _open(best, bound) and nodes:
         best, bound = _branch(solver, memory_limit_bytes, root, nodes)
     return replace(best, lower_bound_s=min(bound, best.objective_s))
@@ -374,6 +374,11 @@ def _undecided(solver: DynamicProgramming, fixed: Mapping[int, int], priced: _Pr
         return (one[v] != other[v]) * (1.0 + abs(float(memory[one[v]] - memory[other[v]])))
 
     return max(free, key=lambda v: (difference(v), -v))
+
+
+def fastest(problem: Problem) -> Solution:
+    """The best plan without a memory limit."""
+    return DynamicProgramming(problem).minimise(0.0)[1]
 
 
 def smallest(problem: Problem) -> Solution:

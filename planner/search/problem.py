@@ -8,7 +8,8 @@ The objective is additive. For one optimizer step with M micro-batches it adds u
 * once, the redistribution of parameters before use and of gradients after (in fused messages);
 * once, the optimizer's update of the stored shard.
 
-Nothing is overlapped; the simulator, which re-scores the best plans, knows overlap. Memory adds up the
+On the data axis an operator may take any strategy; on the tensor axis it shards anything but the batch,
+so that the degrees mean what they say. Nothing is overlapped; the simulator, which re-scores the best plans, knows overlap. Memory adds up the
 stored parameters with their optimizer states, gathered copies, gradient accumulators and what the
 forward pass saves for the backward one.
 """
@@ -109,7 +110,10 @@ class Problem:
         for dim, (size, batch) in enumerate(zip(spec.shape, spec.batch_dims, strict=True)):
             ways = np.ones(placements.shape[1], dtype=np.int64)
             for axis, row in enumerate(placements):
-                ways = np.where(row == dim, ways * self.sizes[axis], ways)
+                sharded = row == dim
+                ways = np.where(sharded, ways * self.sizes[axis], ways)
+                if batch and self.setting.costs.mesh.axes[axis].name == "tensor":
+                    keep &= ~sharded
             keep &= size % ways == 0
             if self.setting.batch_only and not batch:
                 keep &= ways == 1
@@ -142,9 +146,9 @@ class Problem:
             keys.append((len(spec.shape), spec.size_bytes, self._fused(edge)))
         self.setting.costs.prepare(keys)
 
-    def _shares(self, states: States, rules: Sequence[Sequence[int]]) -> FloatArray:
-        """Part of a tensor that is local in each state; `rules` are its placements for each choice."""
-        codes = np.array(rules, dtype=np.int64)
+    def _shares(self, states: States, placements: Sequence[int]) -> FloatArray:
+        """Part of a tensor that is local in each state; `placements` are those of each choice."""
+        codes = np.array(placements, dtype=np.int64)
         share = np.ones(len(states))
         for axis, size in enumerate(self.sizes):
             share = np.where(codes[states.choice[axis]] >= 0, share / size, share)

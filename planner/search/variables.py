@@ -83,7 +83,8 @@ def decisions(graph: OperatorGraph) -> Decisions:
     for index, node in enumerate(graph.nodes):
         if node.role is not Role.CONSTANT:
             groups.setdefault(of_node[index], []).append(index)
-    variables, number = [], {}
+    variables: list[Variable] = []
+    number: dict[int, int] = {}
     for key, nodes in groups.items():
         if key < len(graph.nodes):
             number[key] = len(variables)
