@@ -6,8 +6,10 @@ import operator
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -17,6 +19,7 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
+from torch._ops import OpOverload
 
 from planner.graph.capture_errors import user_source
 from planner.graph.cleaning import clean
@@ -24,7 +27,7 @@ from planner.graph.module_paths import is_backward, is_gradient_sum, module_path
 from planner.graph.operator_graph import NetworkInput, Node, OperatorGraph, Parameter, Role, TensorRef
 from planner.graph.operator_work import count_flops, kernel_class, operator_name
 from planner.graph.records import Recorder, reference
-from planner.graph.tracing import Input, Trace, trace
+from planner.graph.tracing import MARKERS, Input, Trace, trace
 from simulator.errors import NetworkError
 from simulator.program import Kernel, Phase
 
@@ -35,19 +38,47 @@ _LOOKUPS = {"aten.embedding.default": 0, "aten.nll_loss_forward.default": -1}
 
 
 def capture_module(
-    make: Callable[[], nn.Module], inputs: Sequence[Input], *, name: str, notes: Sequence[str] = ()
+    make: Callable[[], nn.Module],
+    inputs: Sequence[Input],
+    *,
+    name: str,
+    notes: Sequence[str] = (),
+    twice: bool = False,
 ) -> OperatorGraph:
     """Capture the loss and the gradients of the module that `make` returns, at batch 1, nothing folded.
 
     ``make`` is called under fake tensors, so that a network of any size costs no memory; ``inputs`` are
     what its ``forward`` takes, in order. The gradient of the loss with respect to itself is the constant
-    ``aten.ones.default``.
+    ``aten.ones.default``. ``twice`` captures at two batch sizes and refuses a network whose numbers depend
+    on the batch size otherwise than as multiples of it.
     """
-    traced = trace(make, inputs, name)
+    graph, marker = _capture_once(make, inputs, name, tuple(notes), MARKERS)
+    if twice:
+        others = tuple(m for m in MARKERS if m != marker)
+        again, _ = _capture_once(make, inputs, name, tuple(notes), others)
+        _check_equal(graph, again)
+    return graph
+
+
+def _capture_once(
+    make: Callable[[], nn.Module], inputs: Sequence[Input], name: str, notes: tuple[str, ...], markers: Sequence[int]
+) -> tuple[OperatorGraph, int]:
+    traced = trace(make, inputs, name, markers)
     replaced = clean(traced.graph, traced.marker)
     _merge_tied(traced)
     forward_of = _forward_calls(traced.graph, replaced)
-    return _Converter(traced=traced, inputs=inputs, network=name, forward_of=forward_of).convert(tuple(notes))
+    return _Converter(traced=traced, inputs=inputs, network=name, forward_of=forward_of).convert(notes), traced.marker
+
+
+def _check_equal(graph: OperatorGraph, again: OperatorGraph) -> None:
+    for node, other in zip_longest(graph.nodes, again.nodes):
+        if node != other:
+            found = node or other
+            place = f" at {found.source}" if found.source else ""
+            raise NetworkError(
+                f"network {graph.network!r} cannot be captured: {found.op}{place} depends on the batch size other than "
+                "as a multiple of it; write the loss as a mean over the samples"
+            )
 
 
 def _forward_calls(graph: fx.Graph, replaced: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -221,12 +252,7 @@ class _Converter:
         self._append(source, node, varies=False)
 
     def _add_call(self, source: fx.Node, module: str) -> None:
-        if not hasattr(source.target, "overloadpacket"):
-            place = user_source(source.meta.get("stack_trace") or "")
-            raise NetworkError(
-                f"network {self.network!r} cannot be captured: {source.target} at {place} is no tensor operator; "
-                "write it with plain torch operators"
-            )
+        self._check_operator(source)
         args, kwargs = self.recorder.arguments(source, self.index_of)
         outputs = self.recorder.specs(source.meta["val"])
         op = str(source.target)
@@ -252,6 +278,17 @@ class _Converter:
             flops=self._flops(source),
         )
         self._append(source, node, varies=varies)
+
+    def _check_operator(self, source: fx.Node) -> None:
+        target = source.target
+        reason = ""
+        if not isinstance(target, OpOverload):
+            reason = "is no tensor operator; write it with plain torch operators"
+        elif torch.Tag.nondeterministic_seeded in target.tags and kernel_class(str(target)) is not Kernel.ATTENTION:
+            reason = "draws random numbers, which differ between devices; leave it out of the forward pass"
+        if reason:
+            place = user_source(source.meta.get("stack_trace") or "")
+            raise NetworkError(f"network {self.network!r} cannot be captured: {target} at {place} {reason}")
 
     def _flops(self, source: fx.Node) -> float:
         values = _values(source.args)

@@ -7,6 +7,9 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from types import TracebackType
+
+from torch._ops import OpOverload
 
 from simulator.errors import MeshwrightError, NetworkError
 
@@ -63,8 +66,8 @@ def capture_error(network: str, error: Exception) -> MeshwrightError:
     chain = list(_chain(error))
     text = " ".join(f"{type(e).__name__} {e}" for e in chain)
     source = next(filter(None, (_failing_line(e) for e in chain)), "") or user_source(str(error))
-    operator = _operator(chain, text)
-    first_line = (str(chain[-1]).strip() or type(chain[-1]).__name__).splitlines()[0]
+    operator = _operator(chain)
+    first_line = (str(chain[-1]).strip() or type(chain[-1]).__name__).splitlines()[0].split(" (unhinted")[0]
     remedy = next(
         (r for words, r in _REMEDIES if any(w in text for w in words)), "write that line with traceable torch operators"
     )
@@ -88,10 +91,19 @@ def _failing_line(error: BaseException) -> str:
     return ""
 
 
-def _operator(chain: list[BaseException], text: str) -> str:
+def _operator(chain: list[BaseException]) -> str:
+    """Name the operator that was being run, from the error or from torch's frames, else the kind of error."""
     for error in chain:
-        function = getattr(error, "func", None)
-        if function is not None:
-            return str(function)
-    match = re.search(r"\b(?:torch\.ops\.)?(aten\.\w+(?:\.\w+)?)", text)
-    return match[1] if match else type(chain[-1]).__name__
+        found = getattr(error, "func", None) or _running(error.__traceback__)
+        if found is not None:
+            return str(found)
+    kind = type(chain[-1]).__name__
+    return "aten.item.default" if kind == "GuardOnDataDependentSymNode" else kind
+
+
+def _running(trace: TracebackType | None) -> object:
+    found = None
+    for frame, _ in traceback.walk_tb(trace):
+        candidate = frame.f_locals.get("func")
+        found = candidate if isinstance(candidate, OpOverload) else found
+    return found

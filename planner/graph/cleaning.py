@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from planner.graph.capture_errors import user_source
+from simulator.errors import NetworkError
+
 aten = torch.ops.aten
 
 _ALIASES = {
@@ -30,6 +33,7 @@ def clean(graph: fx.Graph, marker: int) -> dict[fx.Node, fx.Node]:
     ``marker`` is the prime that stands for the batch size: a factor that is the inverse of one of its
     multiples becomes a division, so that it can follow the batch size.
     """
+    _compute_constants(graph)
     replaced: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -48,6 +52,26 @@ def clean(graph: fx.Graph, marker: int) -> dict[fx.Node, fx.Node]:
             _divide_by_batch(node, marker)
     _erase_dead(graph)
     return replaced
+
+
+def _compute_constants(graph: fx.Graph) -> None:
+    """Replace tensors written out in the module's code by calls that make them."""
+    for node in graph.nodes:
+        if node.op != "get_attr" or not node.users:
+            continue
+        value = getattr(graph.owning_module, str(node.target))
+        if not isinstance(value, Tensor) or value.numel() == 0 or not bool((value == value.flatten()[0]).all()):
+            place = user_source(node.meta.get("stack_trace") or "")
+            raise NetworkError(
+                f"cannot capture the constant tensor at {place}: its {value.numel()} values are not all equal; "
+                "register it as a buffer of the module"
+            )
+        with graph.inserting_before(node):
+            made = graph.call_function(
+                aten.full.default, (list(value.shape), value.flatten()[0].item()), {"dtype": value.dtype}
+            )
+        made.meta = {key: item for key, item in node.meta.items() if key != "seq_nr"}
+        node.replace_all_uses_with(made)
 
 
 def _substitute(node: fx.Node) -> fx.Node | None:

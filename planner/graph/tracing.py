@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner.graph.capture_errors import capture_error
+from planner.graph.capture_errors import capture_error, user_source
 from simulator.errors import NetworkError
 
 MARKERS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)
@@ -47,21 +51,24 @@ class Trace:
     notes: tuple[str, ...]
 
 
-def trace(make: Callable[[], nn.Module], inputs: Sequence[Input], network: str) -> Trace:
+def trace(
+    make: Callable[[], nn.Module], inputs: Sequence[Input], network: str, markers: Sequence[int] = MARKERS
+) -> Trace:
     """Export the module that `make` returns and trace its loss forward and backward.
 
     Parameters and inputs are fake tensors: only their shapes exist.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
+    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
         module = make()
         notes = _without_running_statistics(module)
-        marker = _choose_marker(module, inputs, network)
+        marker = _choose_marker(module, inputs, network, markers)
         example = tuple(torch.zeros(marker, *i.shape, dtype=getattr(torch, i.dtype)) for i in inputs)
         try:
             exported = torch.export.export(module, example, strict=False)
             forward = exported.module()
         except Exception as error:
             raise capture_error(network, error) from error
+        _refuse_state(forward.graph, network)
         notes += _prepare(forward)
         try:
             with ExitStack() as stack:
@@ -71,6 +78,31 @@ def trace(make: Callable[[], nn.Module], inputs: Sequence[Input], network: str) 
     return Trace(graph=joint.graph, marker=marker, names=_parameter_names(module), notes=tuple(notes))
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch's own account of a failure off the terminal: the error raised says what matters."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _refuse_state(graph: fx.Graph, network: str) -> None:
+    for node in graph.nodes:
+        in_place = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+        target = node.args[0] if in_place and node.args else None
+        if isinstance(target, fx.Node) and target.op == "get_attr":
+            place = user_source(node.meta.get("stack_trace") or "")
+            raise NetworkError(
+                f"network {network!r} cannot be captured: {node.target} at {place} changes {target.target!r}; "
+                "a training step keeps no state besides parameters: remove the assignment"
+            )
+
+
 def _parameter_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -78,10 +110,10 @@ def _parameter_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group) for group in names.values())
 
 
-def _choose_marker(module: nn.Module, inputs: Sequence[Input], network: str) -> int:
+def _choose_marker(module: nn.Module, inputs: Sequence[Input], network: str, markers: Sequence[int]) -> int:
     dims = {dim for tensor in (*module.parameters(), *module.buffers()) for dim in tensor.shape}
     dims |= {dim for spec in inputs for dim in spec.shape}
-    for marker in MARKERS:
+    for marker in markers:
         if all(dim % marker or dim == 0 for dim in dims):
             return marker
     raise NetworkError(f"network {network!r}: its dims are multiples of every prime in {MARKERS}; change one dim")
@@ -112,6 +144,8 @@ def _prepare(module: fx.GraphModule) -> list[str]:
             notes += _without_attention_dropout(node)
         elif node.target in _EXACT:
             node.target = _EXACT[node.target]
+        elif _reduces_to_mean(node):
+            node.args, node.target = (node.target, *node.args), _exact_reduction
     module.recompile()
     return list(dict.fromkeys(notes))
 
@@ -125,6 +159,27 @@ def _without_attention_dropout(node: fx.Node) -> list[str]:
     else:
         node.update_kwarg("dropout_p", 0.0)
     return [f"dropout ({probability}) is left out"]
+
+
+def _reduction_place(op: OpOverload) -> int:
+    names = [argument.name for argument in op._schema.arguments]
+    return names.index("reduction") if "reduction" in names and op is not aten.ctc_loss.IntList else -1
+
+
+def _reduces_to_mean(node: fx.Node) -> bool:
+    place = _reduction_place(node.target) if isinstance(node.target, OpOverload) else -1
+    if place < 0:
+        return False
+    given = node.args[place] if place < len(node.args) else node.kwargs.get("reduction", 1)
+    return bool(given == 1)
+
+
+def _exact_reduction(op: OpOverload, *args: Any, **kwargs: Any) -> Tensor:
+    """Call an elementwise loss without its mean, and take the mean apart."""
+    place = _reduction_place(op)
+    if place < len(args):
+        return _exact_mean(op(*args[:place], 0, *args[place + 1 :], **kwargs))
+    return _exact_mean(op(*args, **{**kwargs, "reduction": 0}))
 
 
 def _exact_mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -153,17 +208,15 @@ def _exact_nll(
     return F.nll_loss(scores, labels, reduction="sum", ignore_index=ignore_index) / labels.numel()
 
 
-def _reduce(loss: Tensor, reduction: int) -> Tensor:
-    return loss if reduction == 0 else loss.sum() / (loss.numel() if reduction == 1 else 1)
-
-
 def _exact_squared_error(x: Tensor, y: Tensor, reduction: int = 1) -> Tensor:
     difference = x - y
-    return _reduce(difference * difference, reduction)
+    squares = difference * difference
+    return squares if reduction == 0 else squares.sum() if reduction == 2 else _exact_mean(squares)
 
 
 def _exact_absolute_error(x: Tensor, y: Tensor, reduction: int = 1) -> Tensor:
-    return _reduce((x - y).abs(), reduction)
+    errors = (x - y).abs()
+    return errors if reduction == 0 else errors.sum() if reduction == 2 else _exact_mean(errors)
 
 
 _DROPOUTS = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default}

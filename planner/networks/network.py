@@ -93,7 +93,11 @@ def _capture(network: Network) -> OperatorGraph:
     shortened = network.depth is not None and network.depth > CAPTURED_BLOCKS
     captured_depth = CAPTURED_BLOCKS if shortened else None
     graph = capture_module(
-        lambda: network.make(captured_depth).train(), network.inputs, name=network.name, notes=network.notes
+        lambda: network.make(captured_depth).train(),
+        network.inputs,
+        name=network.name,
+        notes=network.notes,
+        twice=not network.content,
     )
     if shortened:
         assert network.depth is not None

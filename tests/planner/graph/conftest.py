@@ -1,0 +1,58 @@
+"""Small networks shared by the tests of capture and folding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from planner.graph.capture import capture_module
+from planner.graph.operator_graph import OperatorGraph
+from planner.networks import Network, load_network
+from planner.networks.zoo.configs import BertConfig, GPTConfig, LlamaConfig
+from planner.networks.zoo.table import Config, language_inputs, make_language_module
+
+LENGTH = 12
+CONFIGS: dict[str, Config] = {
+    "gpt": GPTConfig(vocabulary=61, hidden=32, layers=4, heads=4, positions=16),
+    "llama": LlamaConfig(vocabulary=61, hidden=32, layers=4, heads=4, key_value_heads=2, intermediate=44, positions=16),
+    "bert": BertConfig(vocabulary=61, hidden=32, layers=4, heads=4, intermediate=44, positions=16),
+}
+
+
+def small_network(name: str) -> Network:
+    """A small network of a built-in kind."""
+    if name == "resnet50":
+        network = load_network("zoo:resnet50")
+        return replace(network, inputs=(replace(network.inputs[0], shape=(3, 64, 64)), network.inputs[1]), content="")
+    if name == "mlp":
+        return replace(load_network("zoo:mlp"), content="")
+    config = CONFIGS[name]
+    return Network(
+        name=name,
+        spec=f"test:{name}",
+        family="language",
+        description="",
+        default_global_batch=4,
+        default_optimizer="adamw",
+        sequence_length=LENGTH,
+        inputs=language_inputs(config.vocabulary, LENGTH, masked=name == "bert"),
+        make=partial(make_language_module, config),
+        depth=config.layers,
+    )
+
+
+@pytest.fixture(scope="session")
+def full_graph() -> Callable[[str], OperatorGraph]:
+    """Capture every block of a small network, once."""
+    graphs: dict[str, OperatorGraph] = {}
+
+    def captured(name: str) -> OperatorGraph:
+        if name not in graphs:
+            network = small_network(name)
+            graphs[name] = capture_module(lambda: network.make(None), network.inputs, name=name)
+        return graphs[name]
+
+    return captured
