@@ -1,4 +1,6 @@
-"""A network of your own: plan it from this folder with `meshwright plan py:my_network:autoencoder --hw dgx-a100 --devices 8`.
+"""A network of your own.
+
+From this folder: ``meshwright plan py:my_network:autoencoder --hw dgx-a100 --devices 8``
 
 A factory returns a module and example inputs; the module gives the mean loss. The batch is dim 0 of each input.
 """

@@ -1,4 +1,4 @@
-"""Planning from Python: which of three clusters trains the MLP fastest, and where does its time go?"""
+"""Planning from Python: three clusters, and how much of the MLP's step they spend computing."""
 
 from __future__ import annotations
 
