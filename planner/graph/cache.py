@@ -16,6 +16,7 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.graph.serialization import graph_from_json, graph_to_json
 
 SWITCH = "MESHWRIGHT_CACHE"
+KEPT_FILES = 128
 
 
 def folder() -> Path | None:
@@ -66,8 +67,16 @@ def store(key: str, graph: OperatorGraph) -> None:
             except BaseException:
                 Path(file.name).unlink(missing_ok=True)
                 raise
+        _forget_oldest(place)
     except OSError:
         return
+
+
+def _forget_oldest(place: Path) -> None:
+    """Keep the newest files: those of other versions of the code are never read again."""
+    files = sorted(place.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    for file in files[KEPT_FILES:]:
+        file.unlink(missing_ok=True)
 
 
 def _version(distribution: str) -> str:

@@ -1,0 +1,115 @@
+"""Graphs on disk: exact, fast without torch, and never trusted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner.graph import cache
+from planner.graph.fingerprint import fingerprint
+from planner.graph.folding import fold
+from planner.graph.operator_graph import OperatorGraph
+from planner.graph.scaling import at_batch
+from planner.graph.serialization import graph_from_json, graph_to_json
+from planner.networks import load_network
+
+Full = Callable[[str], OperatorGraph]
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(cache.SWITCH, raising=False)
+    return tmp_path / "meshwright"
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "resnet50"])
+def test_json_keeps_a_graph_exactly(name: str, full_graph: Full) -> None:
+    graph = at_batch(fold(full_graph(name)), 3)
+    assert graph_from_json(json.loads(json.dumps(graph_to_json(graph)))) == graph
+
+
+def test_a_stored_graph_is_loaded(place: Path, full_graph: Full) -> None:
+    assert cache.load("key") is None
+    cache.store("key", full_graph("mlp"))
+    assert cache.load("key") == full_graph("mlp")
+    assert [path.name for path in place.iterdir()] == ["key.json"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": 99}', '{"format": 1, "nodes": 3}', "nul\x00"])
+def test_damaged_files_are_ignored(content: str, place: Path) -> None:
+    place.mkdir()
+    (place / "key.json").write_text(content)
+    assert cache.load("key") is None
+
+
+def test_a_truncated_file_is_ignored(place: Path, full_graph: Full) -> None:
+    cache.store("key", full_graph("mlp"))
+    file = place / "key.json"
+    file.write_bytes(file.read_bytes()[:-40])
+    assert cache.load("key") is None
+
+
+def test_only_the_newest_files_are_kept(place: Path, full_graph: Full, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "KEPT_FILES", 2)
+    for key in ("a", "b", "c"):
+        cache.store(key, full_graph("mlp"))
+        os.utime(place / f"{key}.json", (ord(key), ord(key)))
+    cache.store("d", full_graph("mlp"))
+    assert sorted(path.name for path in place.iterdir()) == ["c.json", "d.json"]
+
+
+def test_off_means_no_file(place: Path, full_graph: Full, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cache.SWITCH, "off")
+    cache.store("key", full_graph("mlp"))
+    assert cache.load("key") is None
+    assert not place.exists()
+
+
+def test_a_folder_that_cannot_be_made_is_no_error(
+    tmp_path: Path, full_graph: Full, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    cache.store("key", full_graph("mlp"))
+    assert cache.load("key") is None
+
+
+def test_a_cached_network_is_captured_without_torch(place: Path) -> None:
+    graph = load_network("zoo:gpt2-tiny", sequence_length=8).capture()
+    assert list(place.iterdir())
+    script = (
+        "import sys; from planner.networks import load_network, capture; "
+        "g = capture(load_network('zoo:gpt2-tiny', sequence_length=8)); "
+        "print(g.fingerprint, 'torch' in sys.modules, 'networkx' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == [graph.fingerprint, "False", "False"]
+
+
+def test_fingerprints_follow_structure_not_names(full_graph: Full) -> None:
+    graph = fold(full_graph("gpt"))
+    renamed = tuple(replace(node, name=node.name + "x", source="elsewhere.py:1") for node in graph.nodes)
+    assert fingerprint(replace(graph, network="other", nodes=renamed)) == fingerprint(graph)
+    assert fingerprint(full_graph("gpt")) != fingerprint(graph)
+    deeper = replace(graph, runs=(replace(graph.runs[0], count=7),))
+    assert fingerprint(deeper) != fingerprint(graph)
+    with pytest.raises(ValueError, match="batch 1"):
+        fingerprint(at_batch(graph, 2))
+
+
+def test_a_fingerprint_is_the_same_in_another_process(place: Path) -> None:
+    script = "from planner.networks import load_network; print(load_network('zoo:mlp').capture().fingerprint)"
+    environment = {"PYTHONHASHSEED": "1", cache.SWITCH: "off", "HOME": str(place.parent)}
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, env=environment
+    )
+    assert run.stdout.strip() == load_network("zoo:mlp").capture().fingerprint

@@ -1,0 +1,57 @@
+"""Floating point operations against published counts and formulas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner.graph.folding import unfold
+from planner.networks import load_network
+from simulator.program import Kernel, Phase
+
+
+def test_resnet50_forward_is_the_published_4_1_giga_multiply_adds() -> None:
+    graph = load_network("zoo:resnet50").capture()
+    assert 4.08e9 <= graph.flops(Phase.FORWARD) / 2 <= 4.12e9
+    assert graph.flops(Phase.BACKWARD) / graph.flops(Phase.FORWARD) == pytest.approx(2, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "layers", "hidden"),
+    [("gpt2", 1024, 12, 768), ("gpt3-175b", 2048, 96, 12288), ("llama2-7b", 4096, 32, 4096)],
+)
+def test_transformers_do_six_operations_per_parameter_and_token(
+    name: str, length: int, layers: int, hidden: int
+) -> None:
+    """6 N T for the matrix products (N without look-ups), causal attention 3.5 x 2 T^2 d a layer."""
+    graph = load_network(f"zoo:{name}").capture()
+    lookups = sum(
+        graph.nodes[p.node].outputs[0].elements
+        for p in graph.parameters
+        if "embedding" in p.name and "head.weight" not in p.aliases
+    )
+    products = 6 * (graph.parameter_count - lookups) * length
+    attention = layers * 3.5 * 2 * length**2 * hidden
+    assert graph.flops() == pytest.approx(products + attention, rel=0.002)
+
+
+def test_attention_counts_half_the_scores_when_causal() -> None:
+    causal = load_network("zoo:gpt2", sequence_length=512).capture()
+    whole = load_network("zoo:bert-large").capture()
+
+    def forward(graph: object) -> float:
+        nodes = [n for n in graph.nodes if n.kernel is Kernel.ATTENTION and n.phase is Phase.FORWARD]  # type: ignore[attr-defined]
+        return nodes[0].flops
+
+    assert forward(causal) == 2 * 512**2 * 768
+    assert forward(whole) == 4 * 512**2 * 1024
+
+
+def test_unfolding_175_billion_parameters_keeps_the_count() -> None:
+    graph = load_network("zoo:gpt3-175b").capture()
+    full = unfold(graph)
+    assert full.parameter_count == graph.parameter_count
+    assert full.flops() == pytest.approx(graph.flops(), rel=1e-12)
+    assert len(full.nodes) == sum(graph.multiplicity)
+    assert replace(graph.runs[0], first=(), second=()).count == 96

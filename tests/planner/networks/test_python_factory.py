@@ -1,0 +1,172 @@
+"""Networks from a user's function, and what is said when it is wrong."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from planner.graph.folding import unfold
+from planner.graph.scaling import at_batch, at_precision
+from planner.networks import load_network
+from simulator.errors import InputError, NetworkError
+from tests.oracles.graph_interpreter import autograd, random_inputs, run_graph
+
+SOURCE = """
+import torch
+from torch import nn
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x):
+        return x + torch.relu(self.norm(self.inner(x)))
+
+
+def classifier():
+    net = nn.Sequential(nn.Linear(6, 8), *(Residual(8) for _ in range(5)), nn.Linear(8, 3))
+    return net, (torch.randn(4, 6), torch.zeros(4, dtype=torch.long)), nn.CrossEntropyLoss()
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(40, 8)
+        self.register_buffer("scale", torch.arange(8.0))
+
+    def forward(self, tokens):
+        return (self.table(tokens) * self.scale).square().mean()
+
+
+def language():
+    return Tokens(), torch.zeros(2, 5, dtype=torch.long)
+
+
+def number():
+    return 3
+
+
+def no_tensors():
+    return nn.Linear(2, 2), "inputs"
+
+
+def no_loss():
+    return nn.Linear(2, 2), (torch.zeros(1, 2), torch.zeros(1, 2)), 0.5
+
+
+def uneven():
+    return nn.Linear(2, 2), (torch.zeros(1, 2), torch.zeros(3, 2)), nn.MSELoss()
+
+
+def scalar():
+    return nn.Linear(2, 2), torch.tensor(1.0)
+
+
+def broken():
+    return nn.Linear(2, "two")
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x):
+        if x.sum() > 0:
+            return self.inner(x).sum()
+        return self.inner(x).mean()
+
+
+def branches():
+    return Branches(), torch.zeros(1, 2)
+
+
+not_callable = 5
+"""
+_serial = count()
+
+
+@pytest.fixture
+def module_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"user_network_{next(_serial)}"
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+@pytest.mark.parametrize("factory", ["classifier", "language"])
+def test_a_users_network_equals_autograd(factory: str, module_name: str) -> None:
+    network = load_network(f"py:{module_name}:{factory}")
+    graph = at_precision(unfold(at_batch(network.capture(), 7)), "float64")
+    module = network.build(seed=2).double()
+    inputs = random_inputs(graph, seed=3)
+    loss, gradients = autograd(module, inputs)
+    graph_loss, graph_gradients = run_graph(graph, module, inputs)
+    torch.testing.assert_close(graph_loss, loss, rtol=1e-12, atol=0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(graph_gradients[name], gradient, rtol=1e-11, atol=1e-14)
+
+
+def test_its_description_blocks_and_bounds(module_name: str) -> None:
+    network = load_network(f"py:{module_name}:classifier")
+    graph = network.capture()
+    assert (network.family, network.sequence_length, network.default_global_batch) == ("features", None, 4)
+    assert [(i.kind, i.high) for i in graph.inputs] == [("features", None), ("label", 3)]
+    assert [(run.prefix, run.count) for run in graph.runs] == [("module", 5)]
+    assert any("batch norm" in note for note in graph.notes)
+    assert any(node.source.startswith(f"{module_name}.py:") for node in graph.nodes)
+
+
+def test_a_language_network(module_name: str) -> None:
+    network = load_network(f"py:{module_name}:language", sequence_length=5)
+    assert (network.family, network.sequence_length) == ("language", 5)
+    assert network.capture().inputs[0].high == 40
+    with pytest.raises(InputError, match="9"):
+        load_network(f"py:{module_name}:language", sequence_length=9)
+
+
+@pytest.mark.parametrize(
+    ("factory", "parts"),
+    [
+        ("number", ("returns int", "(module, inputs)")),
+        ("no_tensors", ("inputs are str", "(module, inputs)")),
+        ("no_loss", ("loss is float",)),
+        ("uneven", ("[1, 3]", "one batch size")),
+        ("scalar", ("scalar", "dim 0")),
+        ("broken", ("TypeError", ".py:")),
+        ("absent", ("no function 'absent'", "classifier")),
+        ("not_callable", ("no function 'not_callable'",)),
+        ("", ("incomplete", "py:MODULE:FACTORY")),
+    ],
+)
+def test_wrong_factories_say_what_to_return(factory: str, parts: tuple[str, ...], module_name: str) -> None:
+    with pytest.raises(NetworkError) as caught:
+        load_network(f"py:{module_name}:{factory}")
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_data_dependent_control_flow_names_operator_and_line(module_name: str) -> None:
+    line = SOURCE.splitlines().index("        if x.sum() > 0:") + 1
+    with pytest.raises(NetworkError, match=rf"aten\.item\.default at {module_name}\.py:{line} .*torch\.where"):
+        load_network(f"py:{module_name}:branches").capture()
+
+
+def test_missing_and_failing_modules(tmp_path: Path, module_name: str) -> None:
+    with pytest.raises(NetworkError, match="no module 'nowhere_at_all'"):
+        load_network("py:nowhere_at_all:make")
+    (tmp_path / f"{module_name}_needs.py").write_text("import nowhere_at_all\n")
+    with pytest.raises(NetworkError, match="needs module 'nowhere_at_all'"):
+        load_network(f"py:{module_name}_needs:make")
+    (tmp_path / f"{module_name}_fails.py").write_text("x = 1 / 0\n")
+    with pytest.raises(NetworkError, match=r"ZeroDivisionError at .*_fails\.py:1"):
+        load_network(f"py:{module_name}_fails:make")
+    (tmp_path / f"{module_name}_syntax.py").write_text("def broken(:\n")
+    with pytest.raises(NetworkError, match="SyntaxError"):
+        load_network(f"py:{module_name}_syntax:make")
