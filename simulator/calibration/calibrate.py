@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,12 +16,14 @@ from simulator.calibration.launch import run_workers
 from simulator.calibration.machine import Machine, find_machine
 from simulator.calibration.messages import MessageTimes, measure_messages, measure_slowdown
 from simulator.calibration.profile_data import Findings, Residual, profile_data
-from simulator.calibration.timing import lower_quartile, measure_case
+from simulator.calibration.timing import interleaved_factor, lower_quartile, measure_case
 from simulator.errors import InputError
 from simulator.hardware import write_profile
 from simulator.program import Kernel
 
-ROUNDS = 3
+MOST_ROUNDS = 3
+KERNELS_S = 25.0
+SMALL_BYTES = 8192
 FEWEST_ROWS_TO_HOLD_BACK = 8
 SLOWDOWN_COUNTS = (1, 2, 4, 8)
 LARGEST_GROUP = 64
@@ -62,7 +65,7 @@ def calibrate(options: CalibrateOptions, progress: Progress = lambda share, text
     counts = () if machine.is_accelerator else SLOWDOWN_COUNTS
     parts = 4.0 + 2 * len(groups) + len(counts)
     progress(0.0, "kernels")
-    rows = run_workers(measure_kernels, (machine.device_type,), 1)[0]
+    rows, mixing = run_workers(measure_kernels, (machine.device_type,), 1)[0]
     done, messages = 4.0, list[MessageTimes]()
     for size in groups:
         progress(done / parts, f"collectives among {size} processes")
@@ -73,19 +76,27 @@ def calibrate(options: CalibrateOptions, progress: Progress = lambda share, text
         progress(done / parts, f"{count} processes sharing the cores")
         slowdown.append((count, run_workers(measure_slowdown, (machine.device_type, machine.backend), count)[0]))
         done += 1
-    data = profile_data(findings(machine, rows, messages, slowdown, options), Path(options.out or "local").stem)
+    data = profile_data(findings(machine, rows, mixing, messages, slowdown, options), Path(options.out or "local").stem)
     if options.out is not None:
         write_profile(data, options.out)
     progress(1.0, "done")
     return data
 
 
-def measure_kernels(device_type: str) -> list[Measured]:
-    """Measure every kernel case; rounds lie apart in time so that a passing disturbance hits few of them."""
+def measure_kernels(device_type: str) -> tuple[list[Measured], float]:
+    """Measure every kernel case, and what small kernels cost more among others.
+
+    Rounds lie apart in time so that a passing disturbance hits few of them; on a busy machine there are fewer.
+    """
     device = torch.device(device_type, 0) if device_type != "cpu" else torch.device("cpu")
     cases = all_cases(accelerator=device_type != "cpu")
-    rounds = [[measure_case(case, device) for case in cases] for _ in range(ROUNDS)]
-    return [_measured(case, lower_quartile(times)) for case, *times in zip(cases, *rounds, strict=True)]
+    begin = time.perf_counter()
+    rounds: list[list[float]] = []
+    while len(rounds) < MOST_ROUNDS and (not rounds or time.perf_counter() - begin < KERNELS_S / 2):
+        rounds.append([measure_case(case, device) for case in cases])
+    rows = [_measured(case, lower_quartile(times)) for case, *times in zip(cases, *rounds, strict=True)]
+    small = [case for case in cases if case.dtype == "float32" and case.bytes_moved < SMALL_BYTES]
+    return rows, 1.0 if device_type != "cpu" else interleaved_factor(small, device)
 
 
 def _measured(case: Case, seconds: float) -> Measured:
@@ -97,11 +108,15 @@ def _measured(case: Case, seconds: float) -> Measured:
 def findings(
     machine: Machine,
     rows: Sequence[Measured],
+    mixing: float,
     messages: Sequence[MessageTimes],
     slowdown: Sequence[tuple[int, float]],
     options: CalibrateOptions,
 ) -> Findings:
-    """Fit what was measured, and check the fits on rows held back."""
+    """Fit what was measured, and check the fits on rows held back.
+
+    ``mixing`` raises the overheads from a kernel's own loop to what they are in a step.
+    """
     fits: dict[Kernel, KernelFit] = {}
     residuals: list[Residual] = []
     for kernel in Kernel:
@@ -109,8 +124,9 @@ def findings(
         fitted, held = split_held_out(of_kernel)
         if len(of_kernel) < FEWEST_ROWS_TO_HOLD_BACK:
             fitted, held = of_kernel, []
-        fits[kernel] = fit_kernel(fitted)
-        residuals += [Residual(ratio=row.seconds / predict_row(fits[kernel], row), weight=row.seconds) for row in held]
+        fit = fit_kernel(fitted)
+        residuals += [Residual(ratio=row.seconds / predict_row(fit, row), weight=row.seconds) for row in held]
+        fits[kernel] = replace(fit, overhead_s=fit.overhead_s * mixing)
     best: dict[str, float] = {}
     for row in rows:
         if row.kernel is Kernel.MATMUL:
@@ -120,6 +136,7 @@ def findings(
     return Findings(
         machine=machine,
         fits=fits,
+        mixing=mixing,
         best_flops_per_s=best,
         messages=tuple(messages),
         slowdown=tuple((count, seconds / slowdown[0][1]) for count, seconds in slowdown),

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from simulator.program import Kernel
 
-Operator = Callable[[list[Tensor]], object]
+aten = torch.ops.aten
+Operator = Callable[..., object]
+"""Called with the inputs, then with the case's other arguments."""
 MEMORY_SIZES = (256, 4096, 65536, 524288, 4194304)
 """Elements of the tensors of memory-bound kernels: from the cost of a call to beyond the caches."""
 LARGE_MEMORY_SIZES = (1 << 24, 1 << 26)
@@ -45,6 +47,7 @@ class Case:
     operator: Operator
     flops: float = 0.0
     bytes_moved: float
+    arguments: tuple[object, ...] = ()
     index_shape: tuple[int, ...] = ()
     high: int = 0
 
@@ -54,7 +57,8 @@ def all_cases(*, accelerator: bool = False) -> list[Case]:
     dtypes = (*COMPUTE_DTYPES, "float16") if accelerator else COMPUTE_DTYPES
     cubes = (*CUBES, *LARGE_CUBES) if accelerator else CUBES
     sizes = (*MEMORY_SIZES, *LARGE_MEMORY_SIZES) if accelerator else MEMORY_SIZES
-    return [*_matmuls(dtypes, cubes), *_convolutions(), *_attentions(), *_memory_bound(sizes)]
+    attention = _attention if accelerator else aten._scaled_dot_product_flash_attention_for_cpu.default
+    return [*_matmuls(dtypes, cubes), *_convolutions(), *_attentions(attention), *_memory_bound(sizes)]
 
 
 def _width(dtype: str) -> int:
@@ -72,7 +76,7 @@ def _matmuls(dtypes: tuple[str, ...], cubes: tuple[int, ...]) -> Iterator[Case]:
                 name=f"mm {rows}x{inner}x{columns}",
                 dtype=dtype,
                 shapes=shapes,
-                operator=lambda t: torch.mm(t[0], t[1]),
+                operator=aten.mm.default,
                 flops=2.0 * rows * inner * columns,
                 bytes_moved=size * _width(dtype),
             )
@@ -82,33 +86,60 @@ def _convolutions() -> Iterator[Case]:
     layers = [(8, 64, 64, 16, 3), (4, 64, 256, 14, 1), (8, 128, 128, 8, 3), (4, 256, 64, 14, 1), (2, 512, 512, 7, 3)]
     for dtype in ("float32", "float64"):
         for batch, inputs, outputs, size, width in layers:
-            padding = width // 2
             image, kernel = (batch, inputs, size, size), (outputs, inputs, width, width)
+            geometry = ([1, 1], [width // 2] * 2, [1, 1], False, [0, 0], 1)
             result = batch * outputs * size * size
+            work, moved = 2.0 * result * inputs * width * width, prod(image) + prod(kernel) + result
+            name = f"conv {batch}x{inputs}x{size}x{size} to {outputs}, {width}x{width}"
             yield Case(
                 kernel=Kernel.CONVOLUTION,
-                name=f"conv {batch}x{inputs}x{size}x{size} to {outputs}, {width}x{width}",
+                name=name,
                 dtype=dtype,
                 shapes=(image, kernel),
-                operator=lambda t, padding=padding: torch.conv2d(t[0], t[1], padding=padding),  # type: ignore[misc]
-                flops=2.0 * result * inputs * width * width,
-                bytes_moved=(prod(image) + prod(kernel) + result) * _width(dtype),
+                operator=aten.convolution.default,
+                arguments=(None, *geometry),
+                flops=work,
+                bytes_moved=moved * _width(dtype),
+            )
+            yield Case(
+                kernel=Kernel.CONVOLUTION,
+                name=f"backward of {name}",
+                dtype=dtype,
+                shapes=((batch, outputs, size, size), image, kernel),
+                operator=aten.convolution_backward.default,
+                arguments=(None, *geometry, [True, True, False]),
+                flops=2 * work,
+                bytes_moved=2 * moved * _width(dtype),
             )
 
 
-def _attentions() -> Iterator[Case]:
+def _attentions(attention: Operator) -> Iterator[Case]:
     for dtype in ("float32", "float64"):
         for batch, heads, length, width in ((2, 4, 64, 32), (4, 4, 128, 64), (2, 8, 256, 64), (1, 8, 512, 64)):
             shape = (batch, heads, length, width)
+            work, moved = 2.0 * prod(shape[:3]) * length * width, prod(shape) * _width(dtype)
+            name = f"attention {batch}x{heads}x{length}x{width}"
             yield Case(
                 kernel=Kernel.ATTENTION,
-                name=f"attention {batch}x{heads}x{length}x{width}",
+                name=name,
                 dtype=dtype,
                 shapes=(shape,) * 3,
-                operator=lambda t: torch.nn.functional.scaled_dot_product_attention(t[0], t[1], t[2], is_causal=True),
-                flops=2.0 * prod(shape[:3]) * length * width,
-                bytes_moved=4.0 * prod(shape) * _width(dtype),
+                operator=attention,
+                arguments=(0.0, True),
+                flops=work,
+                bytes_moved=4.0 * moved,
             )
+            if attention is aten._scaled_dot_product_flash_attention_for_cpu.default:
+                yield Case(
+                    kernel=Kernel.ATTENTION,
+                    name=f"backward of {name}",
+                    dtype=dtype,
+                    shapes=(*(shape,) * 5, shape[:3]),
+                    operator=aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+                    arguments=(0.0, True),
+                    flops=2.5 * work,
+                    bytes_moved=8.0 * moved,
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,48 +150,81 @@ class _Family:
     inputs: int = 1
     moved: float = 2.0
     """Times the tensor is read or written."""
+    arguments: tuple[object, ...] = ()
 
 
-def _norm(t: list[Tensor]) -> object:
-    return torch.native_layer_norm(t[0], [ROW], None, None, 1e-5)
+def _attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool) -> object:
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, None, dropout, causal)
 
 
-def _in_batch(t: list[Tensor]) -> object:
-    return torch.nn.functional.batch_norm(t[0].view(-1, 16, 4, 4), None, None, training=True)
+def _batch_norm(values: Tensor) -> object:
+    return aten._native_batch_norm_legit.no_stats(values.view(-1, 16, 4, 4), None, None, True, 0.1, 1e-5)
 
 
-def _adam(t: list[Tensor]) -> object:
+def _batch_norm_backward(gradient: Tensor, values: Tensor) -> object:
+    shape, mean = (-1, 16, 4, 4), values.view(-1)[:16]
+    gradient, values = gradient.view(shape), values.view(shape)
+    return aten.native_batch_norm_backward.default(
+        gradient, values, None, None, None, mean, mean, True, 1e-5, [True, True, True]
+    )
+
+
+def _layer_norm_backward(gradient: Tensor, values: Tensor) -> object:
+    statistic = values[:, :1]
+    return aten.native_layer_norm_backward.default(
+        gradient, values, [ROW], statistic, statistic, values[0], values[0], [True, True, True]
+    )
+
+
+def _concatenate(first: Tensor, second: Tensor) -> object:
+    return aten.cat.default([first, second])
+
+
+def _sgd(parameter: Tensor, gradient: Tensor) -> object:
+    return parameter.add_(gradient, alpha=-1e-9)
+
+
+def _adam(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor) -> object:
     """Update in one kernel, as the executor does."""
-    step = torch.ones((), device=t[0].device)
+    step = torch.ones((), device=parameter.device)
     torch._fused_adam_(
-        [t[0]], [t[1]], [t[2]], [t[3]], [], [step], lr=1e-9, beta1=0.9, beta2=0.999,
+        [parameter], [gradient], [first], [second], [], [step], lr=1e-9, beta1=0.9, beta2=0.999,
         weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
     )  # fmt: skip
-    return t[0]
+    return parameter
 
 
 FAMILIES = (
-    _Family(kernel=Kernel.ELEMENTWISE, name="add", operator=lambda t: torch.add(t[0], t[1]), inputs=2, moved=3),
-    _Family(kernel=Kernel.ELEMENTWISE, name="scale", operator=lambda t: torch.mul(t[0], 0.5)),
-    _Family(kernel=Kernel.ACTIVATION, name="relu", operator=lambda t: torch.relu(t[0])),
-    _Family(kernel=Kernel.ACTIVATION, name="gelu", operator=lambda t: torch.nn.functional.gelu(t[0])),
+    _Family(kernel=Kernel.ELEMENTWISE, name="add", operator=aten.add.Tensor, inputs=2, moved=3),
+    _Family(kernel=Kernel.ELEMENTWISE, name="scale", operator=aten.mul.Tensor, arguments=(0.5,)),
+    _Family(kernel=Kernel.ACTIVATION, name="relu", operator=aten.relu.default),
+    _Family(kernel=Kernel.ACTIVATION, name="gelu", operator=aten.gelu.default),
     _Family(
         kernel=Kernel.ACTIVATION,
-        name="threshold backward",
-        operator=lambda t: torch.ops.aten.threshold_backward(t[0], t[1], 0),
+        name="relu backward",
+        operator=aten.threshold_backward.default,
         inputs=2,
         moved=3,
+        arguments=(0,),
     ),
-    _Family(kernel=Kernel.SOFTMAX, name="softmax", operator=lambda t: torch.softmax(t[0], -1)),
-    _Family(kernel=Kernel.SOFTMAX, name="log softmax", operator=lambda t: torch.log_softmax(t[0], -1)),
-    _Family(kernel=Kernel.NORMALIZATION, name="layer norm", operator=_norm),
-    _Family(kernel=Kernel.NORMALIZATION, name="batch norm", operator=_in_batch),
-    _Family(kernel=Kernel.REDUCTION, name="sum of rows", operator=lambda t: torch.sum(t[0], 0), moved=1),
-    _Family(kernel=Kernel.REDUCTION, name="sum", operator=lambda t: torch.sum(t[0]), moved=1),
-    _Family(kernel=Kernel.COPY, name="clone", operator=lambda t: t[0].clone()),
-    _Family(kernel=Kernel.COPY, name="concatenate", operator=lambda t: torch.cat([t[0], t[1]]), inputs=2, moved=4),
+    _Family(kernel=Kernel.ACTIVATION, name="gelu backward", operator=aten.gelu_backward.default, inputs=2, moved=3),
+    _Family(kernel=Kernel.SOFTMAX, name="softmax", operator=aten._softmax.default, arguments=(-1, False)),
+    _Family(kernel=Kernel.SOFTMAX, name="log softmax", operator=aten._log_softmax.default, arguments=(-1, False)),
+    _Family(
+        kernel=Kernel.NORMALIZATION,
+        name="layer norm",
+        operator=aten.native_layer_norm.default,
+        arguments=([ROW], None, None, 1e-5),
+    ),
+    _Family(kernel=Kernel.NORMALIZATION, name="layer norm backward", operator=_layer_norm_backward, inputs=2, moved=3),
+    _Family(kernel=Kernel.NORMALIZATION, name="batch norm", operator=_batch_norm),
+    _Family(kernel=Kernel.NORMALIZATION, name="batch norm backward", operator=_batch_norm_backward, inputs=2, moved=3),
+    _Family(kernel=Kernel.REDUCTION, name="sum of rows", operator=aten.sum.dim_IntList, arguments=([0],), moved=1),
+    _Family(kernel=Kernel.REDUCTION, name="sum", operator=aten.sum.default, moved=1),
+    _Family(kernel=Kernel.COPY, name="clone", operator=aten.clone.default),
+    _Family(kernel=Kernel.COPY, name="concatenate", operator=_concatenate, inputs=2, moved=4),
     _Family(kernel=Kernel.OPTIMIZER, name="adam", operator=_adam, inputs=4, moved=7),
-    _Family(kernel=Kernel.OPTIMIZER, name="sgd", operator=lambda t: t[0].add_(t[1], alpha=-1e-9), inputs=2, moved=3),
+    _Family(kernel=Kernel.OPTIMIZER, name="sgd", operator=_sgd, inputs=2, moved=3),
 )
 
 
@@ -173,6 +237,7 @@ def _memory_bound(sizes: tuple[int, ...]) -> Iterator[Case]:
                 dtype="float32",
                 shapes=((elements // ROW, ROW),) * family.inputs,
                 operator=family.operator,
+                arguments=family.arguments,
                 bytes_moved=family.moved * elements * _width("float32"),
             )
     for rows in (1, 32, 512, 4096):
@@ -181,7 +246,7 @@ def _memory_bound(sizes: tuple[int, ...]) -> Iterator[Case]:
             name=f"embedding {rows}",
             dtype="float32",
             shapes=((8192, ROW),),
-            operator=lambda t: torch.embedding(t[0], t[1]),
+            operator=aten.embedding.default,
             bytes_moved=2.0 * rows * ROW * 4 + rows * 8,
             index_shape=(rows,),
             high=8192,
@@ -192,6 +257,6 @@ def _memory_bound(sizes: tuple[int, ...]) -> Iterator[Case]:
             name=f"view {rows}",
             dtype="float32",
             shapes=((rows, ROW),),
-            operator=lambda t: t[0].reshape(-1),
+            operator=aten.t.default,
             bytes_moved=0.0,
         )

@@ -55,8 +55,8 @@ def predict_row(fit: KernelFit, row: Measured) -> float:
 def fit_kernel(rows: Sequence[Measured]) -> KernelFit:
     """Fit ``t = overhead + max(flops / rate(dtype), bytes / bandwidth)`` to the rows of one class.
 
-    Minimises the mean of ``|log(predicted / measured)|``, which weighs short and long kernels alike and
-    bears outliers, by coordinate descent on the logarithms of the parameters with a shrinking step.
+    Minimises the mean of ``log(predicted / measured)^2``, which weighs short and long kernels alike, by
+    coordinate descent on the logarithms of the parameters with a shrinking step.
     """
     dtypes = sorted({row.dtype for row in rows if row.flops > 0})
     flops = np.array([[row.flops if row.dtype == dtype else 0.0 for dtype in dtypes] for row in rows])
@@ -64,7 +64,7 @@ def fit_kernel(rows: Sequence[Measured]) -> KernelFit:
     seconds = np.array([row.seconds for row in rows])
 
     def loss(logs: NDArray[np.float64]) -> float:
-        return float(np.mean(np.abs(np.log(_times(np.exp(logs), flops, moved) / seconds))))
+        return float(np.mean(np.log(_times(np.exp(logs), flops, moved) / seconds) ** 2))
 
     logs = np.log(_first_guess(flops, moved, seconds))
     step = WIDEST

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simulator.calibration.timing import lower_quartile, synchronize
+from simulator.calibration.process import available_cores
+from simulator.calibration.timing import kernel_clock, lower_quartile, synchronize
 from simulator.program import Collective
 
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
@@ -56,7 +57,11 @@ def measure_messages(device_type: str, backend: str) -> MessageTimes:
 
 
 def measure_slowdown(device_type: str, backend: str) -> float:
-    """Seconds of a fixed mix of kernels while all processes run it at the same time: the slowest rank's."""
+    """Seconds of a fixed mix of kernels while all processes run it at the same time: the slowest rank's.
+
+    Processor time tells how they disturb each other's caches and memory, and leaves other programs out; where
+    there are more processes than cores, each also waits for its turn, in proportion.
+    """
     dist.init_process_group(backend, timeout=TIMEOUT)
     try:
         device = _own_device(device_type)
@@ -67,20 +72,23 @@ def measure_slowdown(device_type: str, backend: str) -> float:
                 torch.mm(left, left)
                 torch.add(right, right)
 
-        return _slowest(_spread(mix, device), device)
+        threads = dist.get_world_size() * torch.get_num_threads()
+        turns = max(1.0, threads / available_cores()) if device_type == "cpu" else 1.0
+        return turns * _slowest(_spread(mix, device), device)
     finally:
         dist.destroy_process_group()
 
 
 def _spread(mix: Callable[[], None], device: torch.device) -> float:
+    clock = kernel_clock(device)
     mix()
     dist.barrier()
-    start, count = time.perf_counter(), 0
-    while time.perf_counter() - start < SLOWDOWN_S:
+    begin, start, count = time.perf_counter(), clock(), 0
+    while time.perf_counter() - begin < SLOWDOWN_S:
         mix()
         count += 1
     synchronize(device)
-    return (time.perf_counter() - start) / count
+    return (clock() - start) / count
 
 
 def _time_collective(collective: Collective, size: int, device: torch.device) -> float:

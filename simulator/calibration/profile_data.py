@@ -32,10 +32,14 @@ class Residual:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """All that calibration measured and fitted; ``slowdown`` pairs process counts with factors."""
+    """All that calibration measured and fitted.
+
+    ``slowdown`` pairs process counts with factors; ``mixing`` is already in the overheads of the fits.
+    """
 
     machine: Machine
     fits: Mapping[Kernel, KernelFit]
+    mixing: float
     best_flops_per_s: Mapping[str, float]
     messages: tuple[MessageTimes, ...]
     slowdown: tuple[tuple[int, float], ...]
@@ -76,7 +80,7 @@ def profile_data(found: Findings, name: str) -> Data:
                 for dtype, rate in sorted(found.best_flops_per_s.items())
             },
         },
-        "kernels": {kernel.value: _kernel(fit, bandwidth, found.origin) for kernel, fit in found.fits.items()},
+        "kernels": {kernel.value: _kernel(fit, bandwidth, found) for kernel, fit in found.fits.items()},
         "topology": _topology(found, measured, bandwidth),
         "uncertainty": _uncertainty(found),
         "collectives": _collectives(found.messages, measured),
@@ -90,12 +94,15 @@ def profile_data(found: Findings, name: str) -> Data:
     return data
 
 
-def _kernel(fit: KernelFit, bandwidth: float, origin: str) -> Data:
-    source = f"fitted: {origin}; {fit.rows} rows, median error {fit.error:.0%}"
+def _kernel(fit: KernelFit, bandwidth: float, found: Findings) -> Data:
+    source = f"fitted: {found.origin}; {fit.rows} rows, median error {fit.error:.0%}"
     part: Data = {
         "compute_efficiency": {"value": 1.0, "source": f"{source}; peak_flops holds the rates that are reached"},
         "bandwidth_efficiency": {"value": _rounded(min(1.0, max(1e-6, fit.bytes_per_s / bandwidth))), "source": source},
-        "overhead_s": {"value": _rounded(fit.overhead_s), "source": source},
+        "overhead_s": {
+            "value": _rounded(fit.overhead_s),
+            "source": f"{source}; {found.mixing:.2f} times a kernel's own loop, as measured among others",
+        },
     }
     if fit.flops_per_s:
         part["peak_flops"] = {

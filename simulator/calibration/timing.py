@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,9 @@ COLD_BYTES = 24 * 2**20
 """Inputs are taken in turn from this much memory, because in training they have left the inner caches."""
 MOST_COPIES = 16
 REPEATS = 5
+FILLER_ELEMENTS = 1 << 17
+INTERLEAVED_S = 0.5
+LARGEST_FACTOR = 10.0
 CASE_S = 0.04
 
 
@@ -29,21 +34,28 @@ def lower_quartile(seconds: Sequence[float]) -> float:
     return statistics.quantiles(seconds, n=4, method="inclusive")[0] if len(seconds) > 1 else seconds[0]
 
 
+def kernel_clock(device: torch.device) -> Callable[[], float]:
+    """Clock for kernels: processor time where one thread computes, which other programs do not add to."""
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time if alone else time.perf_counter
+
+
 def repeated_seconds(run: Callable[[int], None], device: torch.device, budget_s: float = CASE_S) -> float:
     """Time of one repetition: `run(n)` does n of them, n is chosen to fill the budget."""
+    clock = kernel_clock(device)
     run(1)
     synchronize(device)
-    start = time.perf_counter()
+    start = clock()
     run(2)
     synchronize(device)
-    once = max((time.perf_counter() - start) / 2, 1e-7)
+    once = max((clock() - start) / 2, 1e-7)
     count = max(1, min(2000, int(budget_s / REPEATS / once)))
     times = []
     for _ in range(REPEATS):
-        start = time.perf_counter()
+        start = clock()
         run(count)
         synchronize(device)
-        times.append((time.perf_counter() - start) / count)
+        times.append((clock() - start) / count)
     return lower_quartile(times)
 
 
@@ -58,14 +70,50 @@ def measure_case(case: Case, device: torch.device, budget_s: float = CASE_S) -> 
     return repeated_seconds(run, device, budget_s)
 
 
+def interleaved_factor(cases: Sequence[Case], device: torch.device) -> float:
+    """How much more small kernels cost among others than each in a loop of its own.
+
+    In a step every call finds the caches full of other code and data; here each small case runs after a copy
+    that does the same, whose own time is taken off.
+    """
+    filler = torch.rand(FILLER_ELEMENTS, device=device)
+    small = [_closure(case, _input_sets(case, device)[0]) for case in cases]
+
+    def fill(count: int) -> None:
+        for _ in range(count * len(small)):
+            filler.clone()
+
+    def mixed(count: int) -> None:
+        for _ in range(count):
+            for act in small:
+                filler.clone()
+                act()
+
+    alone = sum(repeated_seconds(partial(_repeat, act), device) for act in small)
+    among = repeated_seconds(mixed, device, INTERLEAVED_S) - repeated_seconds(fill, device, INTERLEAVED_S)
+    return min(LARGEST_FACTOR, max(1.0, among / alone))
+
+
+def _repeat(act: Callable[[], None], count: int) -> None:
+    for _ in range(count):
+        act()
+
+
 def _closure(case: Case, inputs: list[Tensor]) -> Callable[[], None]:
     """One action of the executor: read slots, call, store the result, release."""
     slots: list[object] = [*inputs, None]
     numbers, target, freed = list(range(len(inputs))), len(inputs), [len(inputs)]
-    operator = case.operator
+    operator, arguments = case.operator, case.arguments
+
+    def call(tensors: list[Any]) -> object:
+        return operator(*tensors, *arguments)
+
+    def local(tensors: list[Any]) -> Any:
+        result = call(tensors)
+        return (result,) if isinstance(result, Tensor) else result
 
     def act() -> None:
-        slots[target] = (operator([slots[number] for number in numbers]),)[0]  # type: ignore[misc]
+        slots[target] = local([slots[number] for number in numbers])[0]
         for slot in freed:
             slots[slot] = None
 

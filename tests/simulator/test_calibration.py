@@ -1,0 +1,153 @@
+import dataclasses
+import math
+import socket
+
+import pytest
+import torch
+
+from simulator.calibration.calibrate import CalibrateOptions, calibrate, findings
+from simulator.calibration.cases import all_cases
+from simulator.calibration.fitting import Measured, fit_kernel, predict_row, split_held_out
+from simulator.calibration.machine import find_machine
+from simulator.calibration.messages import SIZES, MessageTimes
+from simulator.calibration.profile_data import Residual, profile_data
+from simulator.calibration.timing import lower_quartile, measure_case
+from simulator.collectives import collective_time
+from simulator.errors import InputError, UnsupportedError
+from simulator.hardware import describe, load_profile, write_profile
+from simulator.kernels import kernel_time
+from simulator.program import Collective, Kernel
+from simulator.topology import group_shape
+
+OPTIONS = CalibrateOptions(processes=4)
+
+
+def synthetic_rows(overhead=2e-6, bandwidth=4e10, rates=(("float32", 1e11), ("float64", 4e10))):
+    """Times that follow the model exactly, for every case that calibration would measure."""
+    rates = dict(rates)
+    for case in all_cases():
+        rate = rates.get(case.dtype, 3e11)
+        seconds = overhead + max(case.flops / rate, case.bytes_moved / bandwidth)
+        yield Measured(
+            kernel=case.kernel, dtype=case.dtype, flops=case.flops, bytes_moved=case.bytes_moved, seconds=seconds
+        )
+
+
+def synthetic_messages(processes):
+    seconds = {kind: tuple(1e-4 * processes + size / 2e9 for size in SIZES) for kind in Collective}
+    return MessageTimes(processes=processes, seconds=seconds, overlap=1.0, resident_bytes=300 * 2**20)
+
+
+@pytest.fixture
+def found():
+    machine = find_machine("cpu", 4)
+    messages = [synthetic_messages(2), synthetic_messages(4)]
+    slowdown = [(1, 1.0), (2, 1.05), (4, 2.1), (8, 4.3)]
+    return findings(machine, list(synthetic_rows()), 1.0, messages, slowdown, OPTIONS)
+
+
+def test_fit_recovers_the_model():
+    rows = [row for row in synthetic_rows() if row.kernel is Kernel.MATMUL]
+    fit = fit_kernel(rows)
+    assert fit.overhead_s == pytest.approx(2e-6, rel=0.05)
+    assert fit.flops_per_s["float32"] == pytest.approx(1e11, rel=0.05)
+    assert fit.flops_per_s["float64"] == pytest.approx(4e10, rel=0.05)
+    assert fit.error < 0.02
+    for row in rows:
+        assert predict_row(fit, row) == pytest.approx(row.seconds, rel=0.1)
+
+
+def test_fit_is_the_same_every_time():
+    rows = [row for row in synthetic_rows() if row.kernel is Kernel.REDUCTION]
+    assert fit_kernel(rows) == fit_kernel(rows)
+
+
+def test_rows_are_either_fitted_or_held_back():
+    rows = list(synthetic_rows())
+    fitted, held = split_held_out(rows)
+    assert len(fitted) + len(held) == len(rows)
+    assert len(held) == len(rows) // 4
+
+
+def test_every_kernel_class_has_cases():
+    assert {case.kernel for case in all_cases()} == set(Kernel)
+    assert len(all_cases(accelerator=True)) > len(all_cases())
+
+
+@pytest.mark.parametrize("case", all_cases()[::5], ids=lambda case: f"{case.name} {case.dtype}")
+def test_cases_run(case):
+    seconds = measure_case(case, torch.device("cpu"), budget_s=1e-4)
+    assert 0 < seconds < 1
+
+
+def test_profile_predicts_what_was_measured(found, tmp_path):
+    path = tmp_path / "here.yaml"
+    write_profile(profile_data(found, path.stem), path)
+    hardware = load_profile(str(path))
+    assert hardware.name == "here"
+    assert hardware.default_precision == "float32"
+    assert not hardware.overlaps_communication
+    assert hardware.compute_slowdown(4) == pytest.approx(2.1)
+    for row in synthetic_rows():
+        if row.kernel in (Kernel.MATMUL, Kernel.ELEMENTWISE, Kernel.NORMALIZATION):
+            predicted = kernel_time(hardware, row.kernel, row.dtype, row.flops, row.bytes_moved)
+            assert predicted == pytest.approx(row.seconds, rel=0.15)
+    group = group_shape(hardware, 4, 1)
+    for size in SIZES:
+        predicted = collective_time(hardware, Collective.ALL_REDUCE, size, group)
+        assert predicted == pytest.approx(4e-4 + size / 2e9, rel=1e-3)
+
+
+def test_every_number_has_a_source_without_a_host(found, tmp_path):
+    path = tmp_path / "here.yaml"
+    rows = describe(write_profile(profile_data(found, "here"), path))
+    assert all(row.source.split(":")[0] in ("measured", "fitted", "assumed") for row in rows)
+    assert any("meshwright calibrate --device cpu --processes 4" in row.source for row in rows)
+    assert socket.gethostname() not in path.read_text() or socket.gethostname() == "localhost"
+
+
+def test_interval_covers_what_was_held_back(found):
+    wide = [Residual(ratio=ratio, weight=1.0) for ratio in (0.5, 0.9, 1.0, 1.1, 1.8)] * 20
+    data = profile_data(dataclasses.replace(found, residuals=tuple(wide), messages=()), "here")
+    assert data["uncertainty"]["low"] == pytest.approx(0.5)
+    assert data["uncertainty"]["high"] == pytest.approx(0.8)
+    assert data["uncertainty"]["label"] == "calibrated"
+
+
+def test_odd_file_names_become_profile_names(found):
+    assert profile_data(found, "_my profile!")["name"] == "my-profile-"
+
+
+@pytest.mark.parametrize("processes", [0, 1, 65])
+def test_impossible_numbers_of_processes(processes):
+    with pytest.raises(InputError, match=f"--processes {processes}"):
+        calibrate(CalibrateOptions(processes=processes))
+
+
+def test_devices_that_are_not_there():
+    with pytest.raises(InputError, match="'tpu' is not one of"):
+        calibrate(CalibrateOptions(device="tpu"))
+    if not torch.cuda.is_available():
+        with pytest.raises(UnsupportedError, match="--device cpu"):
+            calibrate(CalibrateOptions(device="cuda"))
+    with pytest.raises(UnsupportedError, match="npu"):
+        calibrate(CalibrateOptions(device="npu"))
+
+
+def test_lower_quartile():
+    assert lower_quartile([4.0]) == 4.0
+    assert lower_quartile([1.0, 2.0, 3.0, 4.0, 100.0]) == 2.0
+
+
+@pytest.mark.slow
+def test_this_machine(tmp_path):
+    shares = []
+    path = tmp_path / "local.yaml"
+    calibrate(CalibrateOptions(processes=2, out=path), lambda share, _: shares.append(share))
+    hardware = load_profile(str(path))
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert 1e8 < hardware.peak_flops["float32"] < 1e14
+    assert 1e8 < hardware.memory_bandwidth < 1e13
+    assert {table.group_size for table in hardware.collective_tables} == {2}
+    assert all(math.isfinite(model.overhead_s) for model in hardware.kernels.values())
