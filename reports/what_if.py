@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.quantities import GIB, bytes_text, percent_text, rate_text, seconds_text
+from planner.quantities import GIB, bytes_text, interval_text, percent_text, rate_text, seconds_text
 from planner.what_if import WhatIfRow
 from planner.whole_file import write_whole
 from reports import page
@@ -171,7 +171,7 @@ def _prediction(row: WhatIfRow) -> Prediction:
 
 def _time_text(row: WhatIfRow) -> str:
     low, high = _prediction(row).interval_s
-    return f"{seconds_text(_prediction(row).step_time_s)} ({seconds_text(low)} to {seconds_text(high)})"
+    return f"{seconds_text(_prediction(row).step_time_s)} ({interval_text(low, high)})"
 
 
 def _memory_text(row: WhatIfRow) -> str:
@@ -304,7 +304,7 @@ def _predictions(found: Sequence[WhatIfRow]) -> Html:
                 row.hardware,
                 str(row.devices),
                 seconds_text(prediction.step_time_s),
-                " to ".join(seconds_text(bound) for bound in prediction.interval_s),
+                interval_text(*prediction.interval_s),
                 str(prediction.label),
                 rate_text(*_throughput(row)),
                 "" if row.scaling_efficiency is None else percent_text(row.scaling_efficiency),

@@ -349,7 +349,7 @@ def execution_report(report: ExecutionReport, out: Path | None) -> Iterable[Rend
     table.add_row(
         "step time",
         "" if predicted is None else seconds_text(predicted),
-        f"{seconds_text(time.median)} ({seconds_text(time.p10)} to {seconds_text(time.p90)})",
+        f"{seconds_text(time.median)} ({interval_text(time.p10, time.p90)})",
         "" if report.error is None else f"{100 * report.error:+.1f} %",
     )
     memory, measured = report.predicted_peak_memory_bytes, report.measured_peak_memory_bytes
