@@ -83,8 +83,8 @@ def execute(
         device=None if device is None else str(device),
         timeout_s=DEFAULT_TIMEOUT_S if timeout is None else timeout,
     )
-    with terminal.working(f"running {strategy}"):
-        report = run(options, say=terminal.note)
+    with terminal.working(f"running {strategy}") as say:
+        report = run(options, say=say)
     if report.rank:
         return
     document = report_document(report)

@@ -70,14 +70,17 @@ class Terminal:
             self.err.write(text + "\n")
 
     @contextmanager
-    def working(self, what: str) -> Iterator[None]:
-        """Show a spinner with the elapsed time while something long runs, on terminals only."""
+    def working(self, what: str) -> Iterator[Callable[[str], None]]:
+        """Show a spinner with the elapsed time; the function given is told what begins.
+
+        Without a terminal what begins is a line on stderr.
+        """
         if self.quiet or not self.err.isatty():
-            yield
+            yield self.note
             return
         with self._progress(count=False) as progress:
-            progress.add_task(what, total=None)
-            yield
+            task = progress.add_task(what, total=None)
+            yield lambda text: progress.update(task, description=f"{what}: {text}")
 
     @contextmanager
     def counting(self, what: str, total: int) -> Iterator[Callable[[], None]]:
