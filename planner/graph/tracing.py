@@ -60,6 +60,7 @@ def trace(
     """
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
         module = make()
+        _normalise(module)
         notes = _without_running_statistics(module)
         marker = _choose_marker(module, inputs, network, markers)
         example = tuple(torch.zeros(marker, *i.shape, dtype=getattr(torch, i.dtype)) for i in inputs)
@@ -101,6 +102,27 @@ def _refuse_state(graph: fx.Graph, network: str) -> None:
                 f"network {network!r} cannot be captured: {node.target} at {place} changes {target.target!r}; "
                 "a training step keeps no state besides parameters: remove the assignment"
             )
+
+
+def _normalise(module: nn.Module) -> None:
+    """Let every tensor of a module be float32 (or whole numbers) on the CPU, tied ones still tied."""
+    made: dict[int, Tensor] = {}
+
+    def replacement(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+            empty = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+            trained = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if trained else empty
+        return made[id(tensor)]
+
+    for child in module.modules():
+        for tensors in (child._parameters, child._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if tensor.device.type != "cpu" or (tensor.is_floating_point() and tensor.dtype != torch.float32):
+                    tensors[name] = replacement(tensor)  # type: ignore[assignment]
 
 
 def _parameter_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:

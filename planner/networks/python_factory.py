@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from planner.graph.capture_errors import is_library, short_path
 from planner.networks.network import Family, InputSpec, Network
@@ -90,7 +91,8 @@ def _find(module_name: str, factory_name: str) -> Callable[[], Any]:
 
 def _call(place: str, factory: Callable[[], Any]) -> tuple[nn.Module, tuple[Tensor, ...]]:
     try:
-        result = factory()
+        with unset_fake_temporarily():
+            result = factory()
     except Exception as error:
         raise NetworkError(f"network 'py:{place}': the factory fails: {_failure(error)}; correct it") from error
     if not isinstance(result, (tuple, list)) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):

@@ -27,12 +27,12 @@ class RootMeanSquareNorm(nn.Module):
 
 
 def rotary_table(length: int, dim: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines ``(length, dim)`` of every position's rotation angles."""
-    exponents = torch.arange(0, dim, 2, device=like.device, dtype=like.dtype) / dim
-    positions = torch.arange(length, device=like.device, dtype=like.dtype)
+    """Cosines and sines ``(length, dim)`` of every position's rotation angles, rounded once, at the end."""
+    exponents = torch.arange(0, dim, 2, device=like.device, dtype=torch.float64) / dim
+    positions = torch.arange(length, device=like.device, dtype=torch.float64)
     angles = positions.unsqueeze(1) * torch.pow(base, -exponents)
     angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.graph.operator_graph import OperatorGraph
+from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
 from planner.graph.scaling import at_batch, at_precision
 from simulator.errors import InputError
 from simulator.program import Phase
@@ -49,6 +49,15 @@ def test_precision_changes_floats_and_dtype_arguments_only(full_graph: Full) -> 
     assert "torch.float32" not in repr(graph.nodes)
     assert graph.flops(Phase.FORWARD) == full_graph("gpt").flops(Phase.FORWARD)
     assert at_precision(full_graph("gpt"), "float32") is full_graph("gpt")
+
+
+def test_rotary_tables_are_rounded_only_at_the_end(full_graph: Full) -> None:
+    graph = at_precision(full_graph("llama"), "bfloat16")
+    cosine = next(i for i, node in enumerate(graph.nodes) if node.op == "aten.cos.default")
+    (reader,) = graph.consumers[TensorRef(cosine)]
+    assert graph.nodes[cosine].outputs[0].dtype == "float64"
+    assert graph.nodes[reader].outputs[0].dtype == "bfloat16"
+    assert graph.nodes[reader].role is Role.CONSTANT
 
 
 @pytest.mark.parametrize("batch", [0, -3])

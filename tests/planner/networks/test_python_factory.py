@@ -87,6 +87,27 @@ def branches():
     return Branches(), torch.zeros(1, 2)
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(40, 8)
+        self.head = nn.Linear(8, 40, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens):
+        return self.head(self.table(tokens)).square().mean()
+
+
+def on_meta():
+    with torch.device("meta"):
+        return Tied().bfloat16(), torch.zeros(2, 5, dtype=torch.long)
+
+
+def with_values():
+    steps = int(torch.tensor(3).item())
+    return Residual(4), (torch.zeros(2, 4), torch.from_numpy(torch.ones(2, 4).numpy() * steps)), nn.L1Loss()
+
+
 not_callable = 5
 """
 _serial = count()
@@ -130,6 +151,16 @@ def test_a_language_network(module_name: str) -> None:
     assert network.capture().inputs[0].high == 40
     with pytest.raises(InputError, match="9"):
         load_network(f"py:{module_name}:language", sequence_length=9)
+
+
+def test_a_factory_may_build_on_the_meta_device_and_in_any_precision(module_name: str) -> None:
+    graph = load_network(f"py:{module_name}:on_meta").capture()
+    assert [(p.name, p.aliases) for p in graph.parameters] == [("table.weight", ("head.weight",))]
+    assert {spec.dtype for node in graph.nodes for spec in node.outputs} == {"float32", "int64"}
+
+
+def test_a_factory_may_look_at_values(module_name: str) -> None:
+    assert load_network(f"py:{module_name}:with_values").capture().parameter_count == 28
 
 
 @pytest.mark.parametrize(
