@@ -83,7 +83,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Membership:
 
 def _from_msrun(environment: Mapping[str, str]) -> Membership:
     world_size = _number(environment, "MS_WORKER_NUM")
-    rank = 0 if is_scheduler(environment) else _number(environment, "RANK_ID")
+    rank = _number(environment, "RANK_ID")
     return Membership(
         launcher="msrun",
         rank=rank,

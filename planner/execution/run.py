@@ -13,7 +13,7 @@ import torch
 
 from planner.execution.data import open_dataset
 from planner.execution.job import Job, check_precision, input_specs
-from planner.execution.membership import Membership, find_membership
+from planner.execution.membership import Membership, find_membership, is_scheduler
 from planner.execution.optimizers import hyperparameters
 from planner.execution.reference import run_reference
 from planner.execution.verification import compare_losses, first_beyond, relative_difference, tolerances
@@ -112,7 +112,11 @@ def execute(options: ExecuteOptions, say: Say = lambda _: None) -> ExecutionRepo
         An option, the plan or the data do not fit.
     ExecutionError
         A rank failed, or the losses differ from those of one process.
+    SystemExit
+        With code 0 in the scheduler process of msrun, which has nothing to do.
     """
+    if is_scheduler(os.environ):
+        raise SystemExit(0)
     return execute_plan(read_plan(options.strategy), options, say)
 
 

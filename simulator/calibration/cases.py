@@ -157,6 +157,14 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, causal
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, None, dropout, causal)
 
 
+def _gelu(values: Tensor) -> object:
+    return aten.gelu.default(values, approximate="tanh")
+
+
+def _gelu_backward(gradient: Tensor, values: Tensor) -> object:
+    return aten.gelu_backward.default(gradient, values, approximate="tanh")
+
+
 def _batch_norm(values: Tensor) -> object:
     return aten._native_batch_norm_legit.no_stats(values.view(-1, 16, 4, 4), None, None, True, 0.1, 1e-5)
 
@@ -198,7 +206,8 @@ FAMILIES = (
     _Family(kernel=Kernel.ELEMENTWISE, name="add", operator=aten.add.Tensor, inputs=2, moved=3),
     _Family(kernel=Kernel.ELEMENTWISE, name="scale", operator=aten.mul.Tensor, arguments=(0.5,)),
     _Family(kernel=Kernel.ACTIVATION, name="relu", operator=aten.relu.default),
-    _Family(kernel=Kernel.ACTIVATION, name="gelu", operator=aten.gelu.default),
+    _Family(kernel=Kernel.ACTIVATION, name="gelu", operator=_gelu),
+    _Family(kernel=Kernel.ACTIVATION, name="silu", operator=aten.silu.default),
     _Family(
         kernel=Kernel.ACTIVATION,
         name="relu backward",
@@ -207,7 +216,7 @@ FAMILIES = (
         moved=3,
         arguments=(0,),
     ),
-    _Family(kernel=Kernel.ACTIVATION, name="gelu backward", operator=aten.gelu_backward.default, inputs=2, moved=3),
+    _Family(kernel=Kernel.ACTIVATION, name="gelu backward", operator=_gelu_backward, inputs=2, moved=3),
     _Family(kernel=Kernel.SOFTMAX, name="softmax", operator=aten._softmax.default, arguments=(-1, False)),
     _Family(kernel=Kernel.SOFTMAX, name="log softmax", operator=aten._log_softmax.default, arguments=(-1, False)),
     _Family(
