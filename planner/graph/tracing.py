@@ -70,6 +70,7 @@ def trace(
         except Exception as error:
             raise capture_error(network, error) from error
         _refuse_state(forward.graph, network)
+        _refuse_structure(exported, network)
         notes += _prepare(forward)
         try:
             with ExitStack() as stack:
@@ -102,6 +103,15 @@ def _refuse_state(graph: fx.Graph, network: str) -> None:
                 f"network {network!r} cannot be captured: {node.target} at {place} changes {target.target!r}; "
                 "a training step keeps no state besides parameters: remove the assignment"
             )
+
+
+def _refuse_structure(exported: torch.export.ExportedProgram, network: str) -> None:
+    structure = exported.call_spec.out_spec
+    if structure is not None and not structure.is_leaf():
+        raise NetworkError(
+            f"network {network!r} returns a {structure.type.__name__}; "
+            "its forward pass must return one scalar, the mean loss"
+        )
 
 
 def _normalise(module: nn.Module) -> None:

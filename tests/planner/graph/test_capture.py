@@ -128,6 +128,11 @@ class _NoScalar(_Plain):
         return self.layer(x)
 
 
+class _Named(_Plain):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.layer(x).mean()}
+
+
 class _Random(_Plain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.layer(x) * torch.rand_like(x[:, :1])).mean()
@@ -159,6 +164,7 @@ class _Table(_Plain):
         (_Chosen, ("aten.item.default", "tests/planner/graph/test_capture.py:", "torch.where")),
         (_FixedBatch, ("aten.view.default", "tests/planner/graph/test_capture.py:", "batch")),
         (_NoScalar, ("(1009, 3)", "one scalar")),
+        (_Named, ("returns a dict", "one scalar")),
         (_Random, ("aten.rand_like.default", "random")),
         (_Counting, ("aten.add_.Tensor", "'steps'", "no state")),
         (_Variance, ("tests/planner/graph/test_capture.py:", "depends on the batch size")),
