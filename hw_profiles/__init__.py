@@ -1,1 +1,1 @@
-"""Hardware profiles: one YAML file per cluster type, every number with its source."""
+"""Hardware profiles: one YAML file for each type of cluster."""

@@ -181,9 +181,7 @@ class _Source:
         ref = TensorRef(node)
         wanted: dict[Placements, None] = {}
         for user in self.graph.consumers.get(ref, ()):
-            for placements, used in zip(
-                self.recipe(user).inputs, self.graph.nodes[user].tensor_inputs, strict=True
-            ):
+            for placements, used in zip(self.recipe(user).inputs, self.graph.nodes[user].tensor_inputs, strict=True):
                 if used == ref:
                     wanted[placements] = None
         return [w for w in wanted if any(isinstance(s.operation, Collective) for s in self.path(self.stored[node], w))]
@@ -247,8 +245,7 @@ class _Writer:
         self.graph = source.graph
         self.drafts: list[_Draft] = []
         self.versions: dict[TensorRef, dict[Placements, str]] = {
-            TensorRef(index): {placements: self.graph.nodes[index].name}
-            for index, placements in source.stored.items()
+            TensorRef(index): {placements: self.graph.nodes[index].name} for index, placements in source.stored.items()
         }
 
     def _fetch(self, ref: TensorRef, wanted: Placements, phase: Phase) -> str:
@@ -339,6 +336,7 @@ class _Writer:
     ) -> None:
         self.drafts.append(_Draft(task, instruction, reads, writes, owners or {}))
 
+
 class _Body(_Writer):
     """The forward and backward operators of one micro-batch, the same in every segment.
 
@@ -409,6 +407,7 @@ class _Body(_Writer):
                     collective=Collective.ALL_REDUCE, axis=axis, sources=(), targets=(), gather_dims=(), split_dims=()
                 )
                 self._message(f"all_reduce inside {node.name}", node.phase, inner, payload, completes=outputs)
+
 
 class _SegmentWriter(_Writer):
     """Writes the tasks and instructions of one micro-batch."""
@@ -554,9 +553,7 @@ class _SegmentWriter(_Writer):
                 flops=elements * update.flops,
                 bytes_moved=elements * update_traffic(update, spec.dtype),
             )
-            instruction = Update(
-                parameter=node.name, gradient=value, divisor=self.source.options.micro_batches
-            )
+            instruction = Update(parameter=node.name, gradient=value, divisor=self.source.options.micro_batches)
             self._add(task, instruction, (node.name, value), ())
 
     def _resolve(self) -> tuple[tuple[Task, ...], tuple[Instruction, ...]]:

@@ -19,7 +19,7 @@ from planner.search.solution import block_index, node_rules, template_name
 from planner.search.variables import decisions
 from planner.sharding.placement import REPLICATE
 from planner.sharding.rules import has_rule, rules_for
-from planner.shortening import extrapolated, shortened
+from planner.shortening import extrapolated, shallow_versions
 from planner.strategy.plan import Certificate, LayerRules, NodeRules, Plan, Status
 from planner.work import optimizer
 from simulator.errors import InputError, StrategyError, UnsupportedError
@@ -188,15 +188,15 @@ def _simulate(space: Space, base: Mapping[str, object], item: Found) -> Candidat
 def quick_prediction(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> Prediction:
     """Predict a plan at a cost that does not grow with depth.
 
-    Where many equal layers have equal strategies, two shallower networks are lowered and simulated, and
-    every figure is continued on a line; elsewhere the whole network is.
+    Where many equal layers have equal strategies, shallower networks are lowered and simulated, and every
+    figure is continued on a line; elsewhere the whole network is.
     """
-    cut = shortened(graph, plan)
-    if cut is None:
+    versions = shallow_versions(graph, plan)
+    if not versions:
         return predict(plan, lower(plan, graph), hardware)[0]
-    short, long, steps = cut
-    one, other = (predict(part.plan, lower(part.plan, part.graph), hardware)[0] for part in (short, long))
-    return extrapolated(one, other, steps, graph.flops() / long.graph.flops())
+    base, *others = (predict(v.plan, lower(v.plan, v.graph), hardware)[0] for v in versions)
+    steps = (v.steps for v in versions[1:])
+    return extrapolated(base, zip(others, steps, strict=True), graph.flops() / versions[0].graph.flops())
 
 
 def _make_plan(space: Space, base: Mapping[str, object], item: Found) -> Plan:

@@ -100,9 +100,7 @@ def read_pins(request: PlanRequest) -> Pins:
             raise InputError(f"pin tp={degrees['tp']} contradicts parallel mode data_parallel; leave one of them out")
         return Pins(dp=degrees.get("dp"), tp=1, micro_batch=degrees.get("micro_batch"), storage="replicated",
                     batch_only=True)  # fmt: skip
-    return Pins(
-        dp=degrees.get("dp"), tp=degrees.get("tp"), micro_batch=degrees.get("micro_batch"), storage=storage
-    )
+    return Pins(dp=degrees.get("dp"), tp=degrees.get("tp"), micro_batch=degrees.get("micro_batch"), storage=storage)
 
 
 def _storage(text: str) -> ParameterStorage:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from planner.graph.operator_graph import OperatorGraph
@@ -15,64 +15,77 @@ WORTHWHILE = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shortened:
-    """A graph and a plan with fewer layers, and how many were left out of the longer of two such pairs."""
+class Shallow:
+    """A graph and a plan with fewer layers.
+
+    ``steps`` says how many times ``LONG − SHORT`` layers the whole network has more of the range that
+    this one has cut to `SHORT`; 0 where every long range is cut to `LONG`.
+    """
 
     graph: OperatorGraph
     plan: Plan
+    steps: float = 0.0
 
 
-def shortened(graph: OperatorGraph, plan: Plan) -> tuple[Shortened, Shortened, float] | None:
-    """Cut the longest range of equal layers with equal strategies to `SHORT` and to `LONG` layers.
+def shallow_versions(graph: OperatorGraph, plan: Plan) -> tuple[Shallow, ...]:
+    """Cut every range of more than `WORTHWHILE` layers with equal strategies to `LONG` layers.
 
-    Returns the two and how many steps of ``LONG − SHORT`` layers lie between the longer one and the
-    whole; None where the network is not deep enough to gain from it.
+    The first version is that; in each further one a single range is cut to `SHORT`. Empty where the
+    network is not deep enough to gain from it.
     """
-    longest = max(plan.layers, key=lambda part: part.last - part.first, default=None)
-    if longest is None or longest.last - longest.first + 1 <= WORTHWHILE:
-        return None
-    count = longest.last - longest.first + 1
-    short, long = (_cut(graph, plan, longest, count - keep) for keep in (SHORT, LONG))
-    return short, long, (count - LONG) / (LONG - SHORT)
+    deep = [i for i, part in enumerate(plan.layers) if _layers(part) > WORTHWHILE]
+    if not deep:
+        return ()
+    lengths = dict.fromkeys(deep, LONG)
+    versions = [_cut(graph, plan, lengths)]
+    for i in deep:
+        steps = (_layers(plan.layers[i]) - LONG) / (LONG - SHORT)
+        versions.append(replace(_cut(graph, plan, {**lengths, i: SHORT}), steps=steps))
+    return tuple(versions)
 
 
-def _cut(graph: OperatorGraph, plan: Plan, longest: LayerRules, drop: int) -> Shortened:
-    layers = []
-    for part in plan.layers:
-        if part.prefix == longest.prefix and part.first == longest.first:
-            layers.append(replace(part, last=part.last - drop))
-        elif part.prefix == longest.prefix and part.first > longest.first:
-            layers.append(replace(part, first=part.first - drop, last=part.last - drop))
-        else:
-            layers.append(part)
-    runs = tuple(
-        replace(run, count=run.count - drop) if run.prefix == longest.prefix else run for run in graph.runs
-    )
-    return Shortened(graph=replace(graph, runs=runs), plan=replace(plan, layers=tuple(layers)))
+def _layers(part: LayerRules) -> int:
+    return part.last - part.first + 1
 
 
-def extrapolated(short: Prediction, long: Prediction, steps: float, flops_ratio: float) -> Prediction:
-    """Continue the line through two predictions `steps` times the distance between them.
+def _cut(graph: OperatorGraph, plan: Plan, lengths: Mapping[int, int]) -> Shallow:
+    layers: list[LayerRules] = []
+    dropped: dict[str, int] = {}
+    for i, part in enumerate(plan.layers):
+        before = dropped.get(part.prefix, 0)
+        drop = _layers(part) - lengths.get(i, _layers(part))
+        layers.append(replace(part, first=part.first - before, last=part.last - before - drop))
+        dropped[part.prefix] = before + drop
+    runs = tuple(replace(run, count=run.count - dropped.get(run.prefix, 0)) for run in graph.runs)
+    return Shallow(graph=replace(graph, runs=runs), plan=replace(plan, layers=tuple(layers)))
 
-    ``flops_ratio`` is the whole network's work over the longer one's.
+
+def extrapolated(base: Prediction, others: Iterable[tuple[Prediction, float]], flops_ratio: float) -> Prediction:
+    """Add to `base`, for each other prediction, its distance from `base` a number of times.
+
+    ``flops_ratio`` is the whole network's work over that of `base`.
     """
+    versions = list(others)
 
-    def line(one: float, other: float) -> float:
-        return other + steps * (other - one)
+    def line(value: float, values: Iterable[float]) -> float:
+        return value + sum(steps * (value - other) for other, (_, steps) in zip(values, versions, strict=True))
 
-    def lines(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-        return {key: max(0.0, line(one.get(key, 0.0), value)) for key, value in other.items()}
+    def lines(name: str) -> dict[str, float]:
+        tables = [getattr(p, name) for p, _ in versions]
+        return {
+            key: max(0.0, line(value, (t.get(key, 0.0) for t in tables))) for key, value in getattr(base, name).items()
+        }
 
-    seconds = line(short.step_time_s, long.step_time_s)
-    ratio = seconds / long.step_time_s
+    seconds = line(base.step_time_s, (p.step_time_s for p, _ in versions))
+    ratio = seconds / base.step_time_s
     return replace(
-        long,
+        base,
         step_time_s=seconds,
-        interval_s=(long.interval_s[0] * ratio, long.interval_s[1] * ratio),
-        samples_per_s=long.samples_per_s / ratio,
-        tokens_per_s=None if long.tokens_per_s is None else long.tokens_per_s / ratio,
-        mfu=long.mfu * flops_ratio / ratio,
-        peak_memory_bytes=round(line(short.peak_memory_bytes, long.peak_memory_bytes)),
-        memory_at_peak={k: round(v) for k, v in lines(short.memory_at_peak, long.memory_at_peak).items()},
-        breakdown=lines(short.breakdown, long.breakdown),
+        interval_s=(base.interval_s[0] * ratio, base.interval_s[1] * ratio),
+        samples_per_s=base.samples_per_s / ratio,
+        tokens_per_s=None if base.tokens_per_s is None else base.tokens_per_s / ratio,
+        mfu=base.mfu * flops_ratio / ratio,
+        peak_memory_bytes=round(line(base.peak_memory_bytes, (p.peak_memory_bytes for p, _ in versions))),
+        memory_at_peak={kind: round(size) for kind, size in lines("memory_at_peak").items()},
+        breakdown=lines("breakdown"),
     )

@@ -1,1 +1,1 @@
-"""Hardware and time: profiles, topology, kernels, collectives and the engine that plays a step."""
+"""The simulator: hardware, programs and time."""

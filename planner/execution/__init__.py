@@ -1,1 +1,1 @@
-"""Running plans on real processes and devices: launch, workers, data, verification."""
+"""Execution: a lowered plan on real processes."""

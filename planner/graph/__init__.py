@@ -1,1 +1,1 @@
-"""Operator graphs: one training step of a network as typed records."""
+"""The operator graph: capture, folding, scaling."""

@@ -18,7 +18,6 @@ from planner.work import Optimizer
 from simulator.errors import InputError
 from simulator.hardware import Hardware
 
-
 ROOMY = 0.5
 """A plan that takes less of the limit than this gains nothing from smaller micro-batches."""
 

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from math import prod
 
 import numpy as np
 
@@ -35,8 +34,7 @@ from planner.search.solution import Assignment, Solution
 
 PRICE_STEPS = 12
 BRANCH_STEPS = 6
-MAX_BRANCHES = 20_000
-BRANCH_WORK = 4_000_000
+BRANCH_WORK = 40_000
 PROOF = 1e-9
 
 
@@ -101,11 +99,6 @@ class DynamicProgramming:
         tables = (c.time for c in (*self.problem.unary, *self.problem.pairs.values()))
         return 1.0 + float(sum(t[np.isfinite(t)].max(initial=0.0) for t in tables))
 
-    @property
-    def work(self) -> int:
-        """Table entries that one minimisation goes through, about."""
-        return sum(prod(self.sizes[v] for v in scope) for scope in self.problem.pairs) * 8 + 64 * len(self.sizes)
-
     def minimise(self, price: float, fixed: Mapping[int, int] | None = None) -> tuple[float, Solution]:
         """Minimise ``time + price × memory`` exactly; returns that minimum and the plan that attains it.
 
@@ -125,7 +118,7 @@ class DynamicProgramming:
         total = float(sum(f.table.item() for f in reduced.factors))
         assignment = recover(reduced, {})
         width = max([reduced.width, *(item.reduced.width for item in powered)])
-        layers = tuple(self._layers(item, assignment) for item in powered)
+        layers = tuple(self._layers(item, self._path(item, assignment), assignment) for item in powered)
         for item, states in zip(powered, layers, strict=True):
             last = states[-1]
             assignment.update({v: last[v] for v in (*item.block.inside, *item.block.exit)})
@@ -153,13 +146,18 @@ class DynamicProgramming:
         states = int(np.prod([self.sizes[v] for v in block.exit], dtype=np.int64))
         return _Powered(block, reduced, min_plus_power(table.reshape(-1, states, states), block.count))
 
-    def _layers(self, item: _Powered, assignment: Mapping[int, int]) -> tuple[Assignment, ...]:
-        """States of the block in each layer, from the best path between entrance and exit."""
+    def _path(self, item: _Powered, assignment: Mapping[int, int]) -> list[int]:
+        """States between the blocks on the best way from entrance to exit."""
         block = item.block
-        group = _flat(assignment, block.shared, self.sizes)
-        path = item.power.path(
-            group, _flat(assignment, block.entrance, self.sizes), _flat(assignment, block.exit, self.sizes)
+        return item.power.path(
+            _flat(assignment, block.shared, self.sizes),
+            _flat(assignment, block.entrance, self.sizes),
+            _flat(assignment, block.exit, self.sizes),
         )
+
+    def _layers(self, item: _Powered, path: list[int], assignment: Mapping[int, int]) -> tuple[Assignment, ...]:
+        """States of the block in each layer along a path."""
+        block = item.block
         decoded: dict[tuple[int, int], Assignment] = {}
         for pair in pairwise(path):
             if pair not in decoded:
@@ -169,6 +167,43 @@ class DynamicProgramming:
                 states = recover(item.reduced, known)
                 decoded[pair] = {v: states[v] for v in (*block.entrance, *block.inside, *block.exit)}
         return tuple(decoded[pair] for pair in pairwise(path))
+
+    def splice(self, over: Solution, fits: Solution, limit: float, price: float) -> Solution:
+        """Give as many layers as the limit allows the strategies of a faster plan that does not fit as a whole.
+
+        The price of memory makes all equal layers switch at once; the best plan may lie in between.
+        """
+        best = fits
+        for number in range(len(self.blocks)):
+            item = self._power(number, price)
+            there = [self._exits(number, plan) for plan in (over, best)]
+            ways = [list(pairwise(exits)) for exits in there]
+            low, high = 0, len(ways[0])
+            base = best
+            while low < high:
+                middle = (low + high + 1) // 2
+                path = [there[1][0], *there[0][1 : middle + 1], *there[1][middle + 1 :]]
+                states = tuple(
+                    plan.layers[number][i] if pair == exits[i] else made
+                    for i, (pair, made) in enumerate(
+                        zip(pairwise(path), self._layers(item, path, base.assignment), strict=True)
+                    )
+                    for plan, exits in ((over, ways[0]) if i < middle else (fits, ways[1]),)
+                )
+                layers = (*base.layers[:number], states, *base.layers[number + 1 :])
+                time, memory = self._evaluate(base.assignment, layers)
+                if np.isfinite(time) and memory <= limit:
+                    low = middle
+                    if time < best.objective_s:
+                        best = replace(base, layers=layers, objective_s=time, memory_bytes=memory)
+                else:
+                    high = middle - 1
+        return best
+
+    def _exits(self, number: int, plan: Solution) -> list[int]:
+        block = self.blocks[number]
+        first = _flat(plan.layers[number][0], block.entrance, self.sizes)
+        return [first, *(_flat(states, block.exit, self.sizes) for states in plan.layers[number])]
 
     def _evaluate(
         self, assignment: Mapping[int, int], layers: tuple[tuple[Assignment, ...], ...]
@@ -240,11 +275,10 @@ def _variables_of(problem: Problem, nodes: tuple[int, ...]) -> tuple[int, ...]:
     decisions = problem.decisions
     group = set(nodes)
     found = {decisions.of_node[i] for i in nodes} - {-1}
-    found |= {
-        n for n, v in enumerate(decisions.variables) if v.tensor is not None and v.tensor.node in group
-    }
+    found |= {n for n, v in enumerate(decisions.variables) if v.tensor is not None and v.tensor.node in group}
     stray = {
-        n for n in found
+        n
+        for n in found
         if decisions.variables[n].tensor is not None and decisions.variables[n].tensor.node not in group  # type: ignore[union-attr]
     }
     return tuple(sorted(found - stray))
@@ -270,15 +304,15 @@ def solve(problem: Problem, memory_limit_bytes: float) -> Solution | None:
 
     Without a binding limit the result is exactly optimal. With one, the price λ of memory is bisected
     between the fastest plan that does not fit and the cheapest that does; the bound is the best
-    Lagrangian value seen. What gap is left is closed by branching on the states of variables, as far as
-    `BRANCH_WORK` table entries go.
+    Lagrangian value seen. Layers of a run may then go different ways (`DynamicProgramming.splice`), and
+    what gap is left is closed by branching on the states of variables where there are few.
     """
     solver = DynamicProgramming(problem)
     root = _priced(solver, memory_limit_bytes, {}, PRICE_STEPS)
     if root.best is None:
         return None
     best, bound = root.best, root.bound
-    nodes = min(MAX_BRANCHES, BRANCH_WORK // (BRANCH_STEPS * solver.work))
+    nodes = BRANCH_WORK // len(solver.sizes) ** 2
     if _open(best, bound) and nodes:
         best, bound = _branch(solver, memory_limit_bytes, root, nodes)
     return replace(best, lower_bound_s=min(bound, best.objective_s))
@@ -331,6 +365,8 @@ def _priced(solver: DynamicProgramming, limit: float, fixed: Mapping[int, int], 
         same = total >= over.objective_s + middle * over.memory_bytes - PROOF * abs(total)
         if stuck or (same and total >= best.objective_s + middle * best.memory_bytes - PROOF * abs(total)):
             break
+    if _open(best, bound) and solver.blocks and not fixed:
+        best = solver.splice(over, best, limit, high)
     return _Priced(bound, best, over)
 
 
@@ -344,7 +380,7 @@ def _branch(solver: DynamicProgramming, limit: float, root: _Priced, nodes: int)
         if not _open(best, bound):
             return best, bound
         variable = _undecided(solver, fixed, priced)
-        if variable is None:
+        if variable is None or solver.sizes[variable] > nodes:
             heapq.heappush(heap, (bound, serial, fixed, priced))
             break
         for state in range(solver.sizes[variable]):
@@ -385,4 +421,3 @@ def smallest(problem: Problem) -> Solution:
     """The plan that needs least memory, however slow: what an infeasible search reports."""
     solver = DynamicProgramming(problem)
     return solver.minimise(solver.time_scale)[1]
-

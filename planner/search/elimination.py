@@ -90,9 +90,7 @@ def combine(factors: Iterable[Factor], scope: tuple[int, ...], sizes: Mapping[in
     return total
 
 
-def eliminate(
-    factors: Iterable[Factor], sizes: Mapping[int, int] | Sequence[int], order: Iterable[int]
-) -> Reduced:
+def eliminate(factors: Iterable[Factor], sizes: Mapping[int, int] | Sequence[int], order: Iterable[int]) -> Reduced:
     r"""Minimise over the variables of `order`, one after the other.
 
     ``min_x sum_i f_i(x)`` is rewritten for each variable v as

@@ -97,9 +97,7 @@ def _sent_back(
     return frozenset(passed)
 
 
-def _chain(
-    sent: frozenset[TensorRef], uses: int, sums: Mapping[int, Node], graph: OperatorGraph
-) -> tuple[int, ...]:
+def _chain(sent: frozenset[TensorRef], uses: int, sums: Mapping[int, Node], graph: OperatorGraph) -> tuple[int, ...]:
     """Follow sums whose terms are all among `sent`, each term once, until every use is in."""
     open_terms, chain = set(sent), []
     for index, node in sums.items():

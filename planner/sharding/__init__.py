@@ -1,1 +1,1 @@
-"""planner/sharding"""
+"""Sharding: placements, meshes, rules for each operator, and redistribution."""

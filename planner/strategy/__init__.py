@@ -1,1 +1,1 @@
-"""Plans, and the file that keeps one."""
+"""Strategies: what a plan holds, and the file it is written to."""

@@ -1,1 +1,1 @@
-"""Measuring the machine at hand and writing its hardware profile."""
+"""Calibration: measure a machine and write its profile."""

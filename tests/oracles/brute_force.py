@@ -53,7 +53,9 @@ def unrolled(problem: TableProblem) -> TableProblem:
     around = set(problem.block.values())
     linked = {frozenset(k) for k in pairs}
     shared = {
-        w for k in inner for v, w in (k, k[::-1])
+        w
+        for k in inner
+        for v, w in (k, k[::-1])
         if v in members and w not in members | around and frozenset((problem.block[v], w)) in linked
     }
     tail = {k: c for k, c in inner.items() if not all(v in members | around | shared for v in k)}
