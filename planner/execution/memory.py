@@ -2,48 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFERENCES = Path("/proc/self/clear_refs")
+SCHEDULER_STATISTICS = Path("/proc/self/schedstat")
 RESET_PEAK = "5"
 
 
 class PeakMemory:
-    """Growth of this process's memory since its making.
+    """Peak bytes of tensors since its making, as torch's allocator hands them out.
 
-    On an accelerator it is what torch's allocator counts. On a CPU it is resident memory: the
-    kernel's peak (`VmHWM`, reset at the start) less what was resident at the start, so it holds
-    tensors, the operators' own workspaces, message buffers and the allocator's waste.
+    An accelerator's allocator counts by itself. On a CPU the allocations of the warm-up steps are recorded; they
+    hold tensors, message buffers and the operators' own workspaces. Where nothing was recorded the growth of
+    resident memory stands in, which also holds the allocator's waste and what libraries keep for themselves.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.method = "device allocator peak"
-        if device.type == "cpu":
-            self.method = "growth of resident memory"
-            self._before = _status("VmRSS")
-        else:
-            self._before = int(getattr(torch, device.type).memory_allocated(device))
-        self.restart()
+        self._recorded = 0
+        self._resident_before = _status("VmRSS")
+        self._allocated_before = 0
+        if device.type != "cpu":
+            self._allocated_before = int(getattr(torch, device.type).memory_allocated(device))
 
     def restart(self) -> None:
         """Forget the peak so far, but not the start: what was built and thrown away does not count."""
         if self._device.type != "cpu":
             getattr(torch, self._device.type).reset_peak_memory_stats(self._device)
             return
-        try:
+        with suppress(OSError):  # forbidden in some containers: the growth then includes building the network
             CLEAR_REFERENCES.write_text(RESET_PEAK)
-        except OSError:
-            self.method = "growth of resident memory, building of the network included"
+
+    def record(self, work: Callable[[], None], held_bytes: int) -> None:
+        """Do some work and, on a CPU, record its allocations on top of the bytes held before."""
+        if self._device.type != "cpu":
+            work()
+            return
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            work()
+        events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+        held = held_bytes
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            held += event.nbytes()
+            self._recorded = max(self._recorded, held)
 
     def peak_bytes(self) -> int:
-        """Peak since the last restart, in bytes above the start."""
+        """Peak of tensors, in bytes; resident growth where nothing was recorded."""
         if self._device.type == "cpu":
-            return max(0, _status("VmHWM") - self._before)
-        return int(getattr(torch, self._device.type).max_memory_allocated(self._device)) - self._before
+            return self._recorded or max(0, _status("VmHWM") - self._resident_before)
+        return int(getattr(torch, self._device.type).max_memory_allocated(self._device)) - self._allocated_before
+
+    @property
+    def method(self) -> str:
+        """How `peak_bytes` was found."""
+        if self._device.type != "cpu":
+            return "peak of the device allocator"
+        return "peak of the allocator in the warm-up steps" if self._recorded else "growth of resident memory"
+
+
+def waited_s() -> float:
+    """Seconds this process was ready to run but had no core, since its start; 0 where the system does not tell."""
+    try:
+        return int(SCHEDULER_STATISTICS.read_text().split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _status(field: str) -> int:

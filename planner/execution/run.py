@@ -23,12 +23,13 @@ from planner.planning import lower, predict
 from planner.strategy.file import read_plan
 from planner.strategy.plan import Plan
 from simulator.calibration.launch import run_workers
-from simulator.calibration.process import settle_worker
+from simulator.calibration.process import available_cores, settle_worker, worker_threads
 from simulator.errors import ExecutionError, InputError, MeshwrightError, ProfileError
 from simulator.hardware import load_profile
 
 DEFAULT_TIMEOUT_S = 60.0
 WARM_UP_STEPS = 2
+BUSY_SHARE = 0.1
 
 Say = Callable[[str], None]
 
@@ -249,7 +250,17 @@ def _report(
         measured_peak_memory_bytes=max(result.peak_memory_bytes for result in results),
         measured_memory_method=results[0].memory_method,
         predicted_peak_memory_bytes=peak,
-        notes=notes,
+        notes=(*notes, *_busy(results, job.device_type)),
+    )
+
+
+def _busy(results: list[RankResult], device_type: str) -> tuple[str, ...]:
+    """Say so where other programs kept the workers from their cores: the measured time is then not the plan's."""
+    share = float(np.mean([result.waited_share for result in results]))
+    if device_type != "cpu" or len(results) * worker_threads() > available_cores() or share < BUSY_SHARE:
+        return ()
+    return (
+        f"other programs kept the processes waiting for a core {share:.0%} of the time; measure on an idle machine",
     )
 
 

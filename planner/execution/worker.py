@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from planner.execution.data import Batches, open_dataset
 from planner.execution.interpreter import BUFFER, Interpreter, RankContext
 from planner.execution.job import Job, batch_shard, own_piece
 from planner.execution.membership import Membership
-from planner.execution.memory import PeakMemory
+from planner.execution.memory import PeakMemory, waited_s
 from planner.execution.optimizers import make_step
 from planner.networks import load_network
 from planner.sharding.placement import Mesh
@@ -29,10 +30,14 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """What one rank measured; the losses are of whole batches, and so the same on every rank."""
+    """What one rank measured; the losses are of whole batches, and so the same on every rank.
+
+    ``waited_share`` is the part of the timed steps in which the rank was ready but had no core.
+    """
 
     losses: tuple[float, ...]
     step_times_s: tuple[float, ...]
+    waited_share: float
     peak_memory_bytes: int
     memory_method: str
 
@@ -76,30 +81,38 @@ def _train_rank(job: Job, device: torch.device, timeout: timedelta) -> RankResul
     memory.restart()
     updates = {name: make_step(job.optimizer, job.constants) for name in parameters}
     interpreter = Interpreter(job.lowered, context, parameters, updates, buffers)
-    losses, times = _run_steps(job, interpreter, load, device)
+    losses: list[float] = []
+    times: list[float] = []
+
+    def run(first: int, last: int) -> None:
+        """Run some steps; loading data is not part of a step's time."""
+        for step in range(first, last):
+            loss, seconds = _run_step(interpreter, [load(step, i) for i in range(job.lowered.micro_batches)], device)
+            losses.append(loss)
+            times.append(seconds)
+
+    held = sum(buffer.untyped_storage().nbytes() for buffer in buffers.values())
+    if job.warm_up_steps:
+        memory.record(partial(run, 0, job.warm_up_steps), held + interpreter.live_bytes())
+    waited = waited_s()
+    run(job.warm_up_steps, job.steps)
     return RankResult(
         losses=tuple(losses),
         step_times_s=tuple(times),
+        waited_share=(waited_s() - waited) / sum(times[job.warm_up_steps :]),
         peak_memory_bytes=memory.peak_bytes(),
         memory_method=memory.method,
     )
 
 
-def _run_steps(
-    job: Job, interpreter: Interpreter, load: Callable[[int, int], list[Tensor]], device: torch.device
-) -> tuple[list[float], list[float]]:
-    """Run every step; loading data is not part of a step's time."""
-    losses, times = [], []
-    micro_batches = job.lowered.micro_batches
-    for step in range(job.steps):
-        batches = [load(step, index) for index in range(micro_batches)]
-        _synchronize(device)
-        start = time.perf_counter()
-        found = interpreter.run_step(batches.__getitem__)
-        _synchronize(device)
-        times.append(time.perf_counter() - start)
-        losses.append(sum(float(loss) for loss in found) / len(found))
-    return losses, times
+def _run_step(interpreter: Interpreter, batches: list[list[Tensor]], device: torch.device) -> tuple[float, float]:
+    """Run one step on its micro-batches; returns the mean loss and the seconds."""
+    _synchronize(device)
+    start = time.perf_counter()
+    found = interpreter.run_step(batches.__getitem__)
+    _synchronize(device)
+    seconds = time.perf_counter() - start
+    return sum(float(loss) for loss in found) / len(found), seconds
 
 
 def _feeder(job: Job, coordinates: tuple[int, ...], device: torch.device) -> Callable[[int, int], list[Tensor]]:
