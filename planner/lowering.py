@@ -446,7 +446,7 @@ class _SegmentWriter(_Writer):
                 if not self.first:
                     self.versions[ref][wanted] = self.source.value_name(ref, wanted)
                 elif len(steps) > 1:
-                    self._fetch(ref, wanted, Phase.FORWARD)
+                    self._gather_in_steps(ref, wanted, steps)
                 else:
                     step = steps[0]
                     target = self.source.value_name(ref, wanted)
@@ -461,6 +461,14 @@ class _SegmentWriter(_Writer):
         for key, items in pending.items():
             step = self.source.path(key[2], key[3])[0]
             self._step(items, step, Phase.FORWARD, asynchronous=True)
+
+    def _gather_in_steps(self, ref: TensorRef, wanted: Placements, steps: tuple[Step, ...]) -> None:
+        value, goal = self.graph.nodes[ref.node].name, self.source.value_name(ref, wanted)
+        for number, step in enumerate(steps, 1):
+            target = goal if number == len(steps) else f"{goal}.step{number}"
+            self._step([(ref, value, target)], step, Phase.FORWARD, asynchronous=True)
+            value = target
+        self.versions[ref][wanted] = goal
 
     def _gradient(self, ref: TensorRef, parameter: int) -> None:
         placements = self.source.output_placements(ref)
@@ -493,7 +501,7 @@ class _SegmentWriter(_Writer):
         step = steps[0]
         ref = next(p.gradient for p in self.graph.parameters if p.node == parameter and p.gradient)
         if not isinstance(step.operation, Collective):
-            target = f"{value}@{','.join(map(placement_name, step.after))}"
+            target = self._synchronised_name(parameter, step)
             self._step([(ref, value, target)], step, Phase.BACKWARD, asynchronous=False)
             self._synchronise(parameter, target, steps[1:])
             return
@@ -505,6 +513,9 @@ class _SegmentWriter(_Writer):
         if bucket.size_bytes >= self.source.options.bucket_bytes:
             self._flush(key)
 
+    def _synchronised_name(self, parameter: int, step: Step) -> str:
+        return f"{self.graph.nodes[parameter].name}.gradient@{','.join(map(placement_name, step.after))}"
+
     def _flush(self, key: tuple[Collective, int, str]) -> None:
         bucket = self.pending.pop(key)
         gradients = {p.node: p.gradient for p in self.graph.parameters}
@@ -512,7 +523,7 @@ class _SegmentWriter(_Writer):
         for parameter, value, steps in bucket.entries:
             step, ref = steps[0], gradients[parameter]
             assert ref is not None  # only parameters with a gradient are queued
-            target = f"{value}@{','.join(map(placement_name, step.after))}"
+            target = self._synchronised_name(parameter, step)
             spec = self.graph.spec(ref)
             items.append((value, target))
             dims.append((step.gather_dim, step.split_dim))

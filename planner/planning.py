@@ -39,6 +39,8 @@ __all__ = [
 
 BUCKET_BYTES = 25 * 2**20
 PROOF_TOLERANCE = 1e-6
+RESCORED = 5
+"""The simulator ranks at least this many of the best plans by the additive objective."""
 _RETRIES = 3
 
 
@@ -111,7 +113,7 @@ def plan_network(request: PlanRequest, *, graph: OperatorGraph | None = None) ->
     explored = list(explore(space, hardware.device_memory_bytes))
     found = [item for item in explored if isinstance(item, Found)]
     misfits = [item for item in explored if isinstance(item, Misfit)]
-    scored = _score(space, base, found, max(request.top, 1))
+    scored = _score(space, base, found, max(request.top, RESCORED))[: max(request.top, 1)]
     messages = (*graph.notes, *_without_rules(graph))
     elapsed = time.perf_counter() - captured
     return PlanResult(

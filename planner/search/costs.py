@@ -74,7 +74,7 @@ _MASKS: dict[tuple[int, int], NDArray[np.bool_]] = {}
 
 def _needs_mask(rank: int, axes: int) -> NDArray[np.bool_]:
     if (rank, axes) not in _MASKS:
-        states = np.array(placements_of_rank(rank, axes), dtype=np.int64).reshape(-1, axes)
+        states = np.array(placements_of_rank(rank, axes), dtype=np.int64).reshape((rank + 2) ** axes, axes)
         masked = (states[:, None, :] == REPLICATE) & (states[None, :, :] == PARTIAL)
         _MASKS[rank, axes] = masked.any(axis=-1)
     return _MASKS[rank, axes]
