@@ -26,6 +26,12 @@ def owner_of(graph: OperatorGraph, index: int) -> int:
     return index
 
 
+def alike(graph: OperatorGraph, one: TensorRef, other: TensorRef) -> bool:
+    """Whether two tensors have equal dims at every batch size, as a tensor and its gradient do."""
+    a, b = graph.spec(one), graph.spec(other)
+    return a.shape == b.shape and a.batch_dims == b.batch_dims
+
+
 def gradient_flows(graph: OperatorGraph) -> dict[TensorRef, GradientFlow]:
     """Match forward tensors with their gradients where the graph determines them.
 
@@ -85,15 +91,14 @@ def _sent_back(
     candidates: Mapping[TensorRef, frozenset[TensorRef]],
 ) -> frozenset[TensorRef]:
     """Tensors that may be the gradient `user` sends back for `ref`."""
-    shape = graph.spec(ref).shape
     if user in leaving:
-        return frozenset(r for r in leaving[user] if graph.spec(r).shape == shape)
+        return frozenset(r for r in leaving[user] if alike(graph, r, ref))
     outputs = [TensorRef(user, o) for o in range(len(graph.nodes[user].outputs))]
-    passed = {r for out in outputs for r in candidates.get(out, ()) if graph.spec(r).shape == shape}
+    passed = {r for out in outputs for r in candidates.get(out, ()) if alike(graph, r, ref)}
     if not passed and graph.nodes[user].kernel is Kernel.VIEW:
         # A view whose backward was simplified away: the gradient leaves whoever reads the view.
         later = {u for out in outputs for u in _forward_uses(graph, out)}
-        passed = {r for u in later for r in leaving.get(u, ()) if graph.spec(r).shape == shape}
+        passed = {r for u in later for r in leaving.get(u, ()) if alike(graph, r, ref)}
     return frozenset(passed)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
-from planner.search.gradients import GradientFlow, gradient_flows, owner_of
+from planner.search.gradients import GradientFlow, alike, gradient_flows, owner_of
 from planner.sharding.placement import PARTIAL, REPLICATE, Placement
 from planner.sharding.rules import Rule, rules_for
 from simulator.program import Phase
@@ -205,7 +205,7 @@ def _gradients_follow(graph: OperatorGraph, placed: Mapping[TensorRef, Placement
     for ref, placement in placed.items():
         if ref.node in group or graph.nodes[ref.node].phase is Phase.FORWARD:
             continue
-        same = [p for out, p in outputs.items() if graph.spec(out).shape == graph.spec(ref).shape]
+        same = [p for out, p in outputs.items() if alike(graph, out, ref)]
         if same and not any(placement in gradient_placements(p) for p in same):
             return False
     return True

@@ -1,0 +1,57 @@
+"""Search problems of small networks on small meshes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from planner.graph.folding import unfold
+from planner.graph.operator_graph import OperatorGraph
+from planner.graph.scaling import at_batch
+from planner.networks import load_network
+from planner.request import ParameterStorage
+from planner.search.costs import MeshCosts
+from planner.search.problem import Problem, Setting
+from planner.search.variables import decisions
+from planner.sharding.placement import Mesh, MeshAxis
+from planner.work import optimizer
+from simulator.hardware import load_profile
+
+BUCKET_BYTES = 2**18
+
+
+@cache
+def captured(name: str, layers: int | None = None) -> OperatorGraph:
+    """A built-in network's graph at batch 1, with another number of layers if given."""
+    graph = load_network(f"zoo:{name}").capture()
+    if layers is None:
+        return graph
+    return replace(graph, runs=tuple(replace(run, count=layers) for run in graph.runs))
+
+
+def make_mesh(**sizes: int) -> Mesh:
+    """A mesh of the named axes, outermost first."""
+    return Mesh(tuple(MeshAxis(name, size) for name, size in sizes.items()))
+
+
+def make_problem(
+    graph: OperatorGraph,
+    mesh: Mesh,
+    *,
+    batch: int = 8,
+    micro_batches: int = 1,
+    hardware: str = "dgx-a100",
+    storage: ParameterStorage = "free",
+    unfolded: bool = False,
+) -> Problem:
+    """The search problem of a captured graph with `batch` samples a micro-batch."""
+    graph = at_batch(graph, batch)
+    if unfolded:
+        graph = unfold(graph)
+    setting = Setting(
+        costs=MeshCosts(load_profile(hardware), mesh, BUCKET_BYTES),
+        micro_batches=micro_batches,
+        optimizer=optimizer("adamw"),
+        storage=storage,
+    )
+    return Problem(graph, decisions(graph), setting)
