@@ -73,6 +73,8 @@ def run_workers(function: Callable[..., Result], arguments: tuple[Any, ...], pro
         with _quiet_elastic(), _own_signals(), _environment(worker_environment()):
             returned = elastic_launch(config, _work)(function, arguments)
     except ChildFailedError as error:
+        if error.get_first_failure()[1].exitcode == -signal.SIGINT:
+            raise KeyboardInterrupt from None
         keep = True
         raise ExecutionError(_failure_text(error, folder, processes)) from None
     except SignalException as error:
@@ -107,7 +109,7 @@ def is_peer_failure(error: Exception) -> bool:
 @contextmanager
 def _quiet_elastic() -> Iterator[None]:
     """Keep elastic's own log lines and tracebacks from the user's terminal; the error raised says it all."""
-    loggers = [logging.getLogger(name) for name in NOISY]
+    loggers = [logging.getLogger(name) for name in (*logging.root.manager.loggerDict, *NOISY) if name.startswith(NOISY)]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)

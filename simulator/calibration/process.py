@@ -48,7 +48,7 @@ def settle_worker(*, owned: bool) -> None:
     when there are more processes than cores. It must be set before any process group exists.
     """
     if owned:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once and without a traceback
         _die_with_launcher()
     if hasattr(os, "SCHED_BATCH"):
         with suppress(OSError):  # forbidden in some containers: slower, not wrong
