@@ -70,6 +70,17 @@ def _step(state: Placements, axis: int, target: Placement) -> Step | None:
     return Step(operation, axis, state, after, sharded)
 
 
+def _divides(state: Placements, source: Placements, target: Placements) -> bool:
+    """Whether every dim is cut along some of the axes that cut it in `source`, or some of those in `target`."""
+    return all(
+        any(
+            all(there == dim for here, there in zip(state, end, strict=True) if here == dim) for end in (source, target)
+        )
+        for dim in set(state)
+        if dim >= 0
+    )
+
+
 def _volume(step: Step) -> float:
     """Rank the paths: bytes on the wire as a share of the tensor, on axes of a nominal size."""
     if step.operation in ("slice", "mask"):
@@ -82,9 +93,9 @@ def _volume(step: Step) -> float:
 def redistribution(source: Placements, target: Placements) -> tuple[Step, ...] | None:
     """Find the steps that move least, or None where there is no way.
 
-    A step changes one axis, to its target or to replicated, so every tensor in between can be cut
-    wherever source and target can. Nothing sharded becomes partial; a replicated tensor may, masked to
-    one rank.
+    A step changes one axis, to its target or to replicated, and no dim is ever cut along other axes
+    than in source or in target, so every tensor in between divides where those two do. Nothing sharded
+    becomes partial; a replicated tensor may, masked to one rank.
 
     >>> [str(step.operation) for step in redistribution((0, 0), (-1, 0))]
     ['all_gather', 'all_gather', 'slice']
@@ -105,7 +116,7 @@ def redistribution(source: Placements, target: Placements) -> tuple[Step, ...] |
             goals = (target[axis],) if target[axis] == PARTIAL else (target[axis], REPLICATE)
             for goal in dict.fromkeys(goals):
                 step = None if goal == state[axis] else _step(state, axis, goal)
-                if step is not None:
+                if step is not None and _divides(step.after, source, target):
                     serial += 1
                     heapq.heappush(queue, (cost + _volume(step), serial, step.after, (*path, step)))
     return None
