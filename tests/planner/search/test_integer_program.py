@@ -1,0 +1,70 @@
+"""The exact search and HiGHS find the same optimum of real networks, with room to spare and without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from planner.search.dynamic_programming import fastest, smallest, solve
+from planner.search.problem import Problem
+from tests.oracles.milp import solve_with_highs
+from tests.planner.search.problems import captured, make_mesh, make_problem
+
+pytest.importorskip("highspy", reason="highspy is not installed: no integer programs")
+
+RELATIVE = 1e-6
+
+
+def limit_between(problem: Problem, share: float) -> float:
+    """A memory limit `share` of the way from the smallest plan to the fastest; infinite for 1."""
+    if share == 1:
+        return float("inf")
+    low, high = smallest(problem).memory_bytes, fastest(problem).memory_bytes
+    return low + share * (high - low)
+
+
+def check(problem: Problem, limit: float) -> None:
+    found = solve(problem, limit)
+    exact = solve_with_highs(problem, limit)
+    if exact.status not in ("optimal", "infeasible"):
+        pytest.skip(f"HiGHS stopped early: {exact.status}")
+    if found is None:
+        assert exact.status == "infeasible"
+        return
+    assert exact.status == "optimal"
+    assert found.memory_bytes <= limit
+    assert found.lower_bound_s <= exact.objective_s * (1 + RELATIVE)
+    assert found.objective_s >= exact.objective_s * (1 - RELATIVE)
+    if found.gap <= RELATIVE:
+        assert found.objective_s == pytest.approx(exact.objective_s, rel=RELATIVE)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6, 0.1])
+@pytest.mark.parametrize("axes", [{"data": 2}, {"tensor": 4}, {"data": 2, "tensor": 2}])
+def test_perceptron(axes: Mapping[str, int], share: float) -> None:
+    problem = make_problem(captured("mlp"), make_mesh(**axes))
+    check(problem, limit_between(problem, share))
+
+
+@pytest.mark.parametrize(
+    ("axes", "micro_batches", "share"),
+    [
+        ({"data": 4}, 1, 1.0),
+        ({"data": 4}, 2, 0.5),
+        ({"data": 2}, 1, 0.1),
+        ({"tensor": 2}, 1, 1.0),
+        ({"tensor": 2}, 2, 0.3),
+    ],
+)
+def test_transformer_of_two_layers(axes: Mapping[str, int], micro_batches: int, share: float) -> None:
+    graph = captured("gpt2-tiny", 2)
+    problem = make_problem(graph, make_mesh(**axes), micro_batches=micro_batches, unfolded=True)
+    check(problem, limit_between(problem, share))
+
+
+def test_a_limit_below_the_smallest_plan_is_infeasible_for_both() -> None:
+    problem = make_problem(captured("mlp"), make_mesh(data=2))
+    limit = smallest(problem).memory_bytes * 0.999
+    assert solve(problem, limit) is None
+    assert solve_with_highs(problem, limit).status == "infeasible"
