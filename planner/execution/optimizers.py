@@ -30,6 +30,9 @@ DEFAULTS = {
     "adamw": Hyperparameters(learning_rate=3e-4, weight_decay=1e-2),
 }
 
+FUSED_DEVICES = ("cpu", "cuda")
+"""Devices on which torch has Adam in one kernel."""
+
 StepFunction = Callable[[Tensor, Tensor], None]
 """Changes a parameter in place, given its gradient; keeps its own state."""
 
@@ -123,6 +126,10 @@ def _fused_adam(kernel: Callable[..., None], constants: Hyperparameters) -> Step
             second.append(torch.zeros_like(parameter))
             count.append(torch.zeros((), device=parameter.device))
         count[0].add_(1)
+        if parameter.device.type not in FUSED_DEVICES:
+            decay = constants.weight_decay if kernel is torch._fused_adamw_ else 0.0
+            _plain_adam(parameter, gradient, first[0], second[0], int(count[0]), decay, constants)
+            return
         kernel(
             [parameter],
             [gradient],
@@ -140,6 +147,23 @@ def _fused_adam(kernel: Callable[..., None], constants: Hyperparameters) -> Step
         )
 
     return step
+
+
+def _plain_adam(
+    parameter: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    count: int,
+    decay: float,
+    constants: Hyperparameters,
+) -> None:
+    """Update op by op, for devices without the fused kernel."""
+    parameter.mul_(1 - constants.learning_rate * decay)
+    first.lerp_(gradient, 1 - constants.beta1)
+    second.mul_(constants.beta2).addcmul_(gradient, gradient, value=1 - constants.beta2)
+    denominator = second.sqrt().div_((1 - constants.beta2**count) ** 0.5).add_(constants.epsilon)
+    parameter.addcdiv_(first, denominator, value=-constants.learning_rate / (1 - constants.beta1**count))
 
 
 def torch_optimizer(

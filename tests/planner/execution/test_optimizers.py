@@ -5,8 +5,10 @@ from planner.execution.optimizers import DEFAULTS, hyperparameters, make_step, t
 from simulator.errors import InputError, UnsupportedError
 
 
+@pytest.mark.parametrize("fused", [("cpu",), ()], ids=["fused", "plain"])
 @pytest.mark.parametrize("name", sorted(DEFAULTS))
-def test_equals_torch(name):
+def test_equals_torch(name, fused, monkeypatch):
+    monkeypatch.setattr("planner.execution.optimizers.FUSED_DEVICES", fused)
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(7, 5, generator=generator, dtype=torch.float64)
     gradients = [torch.randn(7, 5, generator=generator, dtype=torch.float64) for _ in range(20)]
