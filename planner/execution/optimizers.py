@@ -132,7 +132,8 @@ def _fused_adam(kernel: Callable[..., None], constants: Hyperparameters) -> Step
             return
         kernel(
             [parameter],
-            [gradient],
+            # The kernel walks storage: a transposed gradient would be paired with the wrong elements.
+            [gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)],
             first,
             second,
             [],

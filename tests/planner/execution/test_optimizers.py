@@ -63,3 +63,13 @@ def test_unknown_and_unsupported():
 
 def test_another_rate_keeps_the_other_constants():
     assert hyperparameters("adamw", 1e-2).weight_decay == DEFAULTS["adamw"].weight_decay
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
+def test_a_transposed_gradient_is_paired_with_the_right_elements(name):
+    torch.manual_seed(0)
+    parameter, gradient = torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64).T
+    other = parameter.clone()
+    make_step(name, hyperparameters(name))(parameter, gradient)
+    make_step(name, hyperparameters(name))(other, gradient.contiguous())
+    assert parameter.equal(other)
