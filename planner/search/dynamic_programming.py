@@ -40,7 +40,11 @@ PROOF = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A run's second block as variables: entrance (in the first block), exit, inside, and shared ones."""
+    """A run's second block as variables: entrance (in the first block), exit, inside, and shared ones.
+
+    ``met`` are the stations of the entrance: what they cost depends on the block that reads them.
+    ``left`` are those of the exit, read by what follows the run.
+    """
 
     entrance: tuple[int, ...]
     exit: tuple[int, ...]
@@ -48,6 +52,8 @@ class _Block:
     shared: tuple[int, ...]
     count: int
     order: tuple[int, ...]
+    met: frozenset[int] = frozenset()
+    left: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,11 @@ class DynamicProgramming:
         self.order = elimination_order([*self.outside, *spans], self.sizes, rest)
 
     def _home(self, scope: tuple[int, ...], owner: Mapping[int, int]) -> int | None:
+        """Number of the block whose table counts in every layer but the first, None where it counts once."""
+        if len(scope) == 1:
+            met = next((number for number, block in enumerate(self.blocks) if scope[0] in block.met), None)
+            left = any(scope[0] in block.left for block in self.blocks)
+            return met if met is not None else None if left else owner.get(scope[0])
         homes = {owner[v] for v in scope if v in owner}
         for number in homes:
             block = self.blocks[number]
@@ -267,7 +278,9 @@ def _block(problem: Problem, run: Run, sizes: list[int]) -> _Block:
     shared |= {n for n in others for v in exits if n in neighbours[v] & neighbours.get(back[v], set())}
     if any(sizes[back[v]] != sizes[v] for v in exits) or len(decisions.variables) <= max(members):
         raise AssertionError("blocks of a run are not aligned")
-    return _Block(entrance, tuple(exits), inside, tuple(sorted(shared)), run.count - 1, ())
+    left = frozenset(v for v in exits if decisions.variables[v].tensor is not None)
+    met = frozenset(back[v] for v in left)
+    return _Block(entrance, tuple(exits), inside, tuple(sorted(shared)), run.count - 1, (), met, left)
 
 
 def _variables_of(problem: Problem, nodes: tuple[int, ...]) -> tuple[int, ...]:

@@ -120,7 +120,18 @@ def _stations(
                     found[ref] = None
             elif _readers(graph, ref, of_node) > 1 or (flow and _passed_on(graph, ref, flow, flows, of_node)):
                 found[ref] = flow
+    for ref in [*found]:
+        for twin in _twins(graph, ref):
+            found.setdefault(twin, flows.get(twin))
     return found
+
+
+def _twins(graph: OperatorGraph, ref: TensorRef) -> Iterator[TensorRef]:
+    """The same tensor of the other block of a run: both have a station, though the last may be read but once."""
+    for run in graph.runs:
+        for here, there in ((run.first, run.second), (run.second, run.first)):
+            if ref.node in here:
+                yield TensorRef(there[here.index(ref.node)], ref.output)
 
 
 def _readers(graph: OperatorGraph, ref: TensorRef, of_node: list[int]) -> int:

@@ -16,6 +16,7 @@ from planner.search.variables import decisions
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.work import optimizer
 from simulator.hardware import load_profile
+from tests.planner.graph.conftest import small_network
 
 BUCKET_BYTES = 2**18
 
@@ -24,8 +25,17 @@ BUCKET_BYTES = 2**18
 def captured(name: str, layers: int | None = None) -> OperatorGraph:
     """A built-in network's graph at batch 1, with another number of layers if given."""
     graph = load_network(f"zoo:{name}").capture()
-    if layers is None:
-        return graph
+    return graph if layers is None else deepened(graph, layers)
+
+
+@cache
+def captured_small(name: str, layers: int) -> OperatorGraph:
+    """The graph of a small network of a built-in family, such as ``"bert"``."""
+    return deepened(small_network(name).capture(), layers)
+
+
+def deepened(graph: OperatorGraph, layers: int) -> OperatorGraph:
+    """The graph with another number of equal blocks."""
     return replace(graph, runs=tuple(replace(run, count=layers) for run in graph.runs))
 
 
