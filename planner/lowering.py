@@ -489,6 +489,7 @@ class _SegmentWriter(_Writer):
             writes = (Buffer(name=accumulator, size_bytes=size, kind=BufferKind.GRADIENT),) if self.first else ()
             instruction = Accumulate(source=value, accumulator=accumulator, first=self.first)
             self._add(task, instruction, (value,) if self.first else (value, accumulator), writes)
+            self.drafts[-1].completes = (accumulator,)
             value = accumulator
         if self.last:
             self._synchronise(parameter, value, self.source.path(placements, self.source.stored[parameter]))
@@ -577,7 +578,8 @@ class _SegmentWriter(_Writer):
             needs = {producer[v] for v in draft.reads if v in producer}
             stream = draft.task.stream
             needs = {n for n in needs if self.drafts[n].task.stream != stream}
-            after.append(tuple(sorted(needs | {index - 1} if draft.completes else needs)))
+            inside = draft.completes and draft.task.collective is not None
+            after.append(tuple(sorted(needs | {index - 1} if inside else needs)))
             for buffer in draft.writes:
                 producer[buffer.name] = index
                 last_use[buffer.name] = index

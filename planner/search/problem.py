@@ -41,7 +41,7 @@ class Setting:
     """What is fixed for one search: mesh times, micro-batches, optimizer and restrictions.
 
     ``storage`` says how parameters lie along the data axis between steps; ``batch_only`` allows nothing
-    but batch dims to be sharded (pure data parallelism).
+    but batch dims to be sharded, and shards those wherever it can (pure data parallelism).
     """
 
     costs: MeshCosts
@@ -127,10 +127,23 @@ class Problem:
             placed = states.placements(TensorRef(states.variable.nodes[0]), reads=False)
             for name, row in zip(names, placed, strict=True):
                 keep &= row == (0 if name == "data" else REPLICATE)
+        if self.setting.batch_only and "data" in names:
+            keep &= self._splits_batch(states, names.index("data"))
         if kind is Kind.PARAMETER and self.setting.storage != "free" and "data" in names:
             placed = states.placements(TensorRef(states.variable.nodes[0]), reads=False)
             sharded = placed[names.index("data")] != REPLICATE
             keep &= ~sharded if self.setting.storage == "replicated" else sharded
+        return keep
+
+    def _splits_batch(self, states: States, axis: int) -> NDArray[np.bool_]:
+        """Whether every tensor with a batch dim is sharded there on mesh axis `axis`, in each state."""
+        keep = np.ones(len(states), dtype=np.bool_)
+        first = states.variable.choices[0]
+        for reads, ports in ((True, first.reads), (False, first.writes)):
+            for tensor in ports:
+                batch = [dim for dim, grows in enumerate(self.graph.spec(tensor).batch_dims) if grows]
+                if batch:
+                    keep &= np.isin(states.placements(tensor, reads=reads)[axis], batch)
         return keep
 
     # Time
