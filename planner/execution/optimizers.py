@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,8 +37,14 @@ StepFunction = Callable[[Tensor, Tensor], None]
 """Changes a parameter in place, given its gradient; keeps its own state."""
 
 
-def hyperparameters(optimizer: str, learning_rate: float | None = None) -> Hyperparameters:
-    """Look up an optimizer's constants, with another learning rate if given."""
+def hyperparameters(
+    optimizer: str, learning_rate: float | None = None, global_batch: int | None = None
+) -> Hyperparameters:
+    """Look up an optimizer's constants, with another learning rate if given.
+
+    With a batch given, momentum's default rate is in proportion to it, 0.1 for 256 samples: Goyal et al.,
+    *Accurate, large minibatch SGD*, 2017.
+    """
     if optimizer == "lamb":
         raise UnsupportedError(
             "optimizer 'lamb' needs the norm of whole parameters, which execution does not gather yet; "
@@ -48,10 +54,11 @@ def hyperparameters(optimizer: str, learning_rate: float | None = None) -> Hyper
         raise InputError(f"optimizer {optimizer!r} is not one of {', '.join(DEFAULTS)}; choose one of them")
     found = DEFAULTS[optimizer]
     if learning_rate is None:
-        return found
+        scaled = optimizer == "momentum" and global_batch is not None
+        return replace(found, learning_rate=0.1 * global_batch / 256) if scaled and global_batch else found
     if not 0 < learning_rate < float("inf"):
         raise InputError(f"learning rate {learning_rate} is not a positive number; give one, such as 0.001")
-    return Hyperparameters(learning_rate=learning_rate, weight_decay=found.weight_decay)
+    return replace(found, learning_rate=learning_rate)
 
 
 def make_step(optimizer: str, constants: Hyperparameters) -> StepFunction:

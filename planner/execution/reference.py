@@ -10,8 +10,13 @@ from planner.execution.optimizers import is_narrow, torch_optimizer
 from planner.networks import load_network
 
 
-def run_reference(job: Job) -> list[float]:
+def run_reference(job: Job, *, perturbation: float = 0.0) -> list[float]:
     """Train a module with autograd and `torch.optim` on the job's data, seed and micro-batches.
+
+    Parameters
+    ----------
+    perturbation : float
+        Relative change of every parameter before the first step, to see how the network amplifies rounding.
 
     Returns
     -------
@@ -23,6 +28,8 @@ def run_reference(job: Job) -> list[float]:
     dtype = getattr(torch, graph.nodes[graph.parameters[0].node].outputs[0].dtype)
     module = load_network(job.network, sequence_length=job.sequence_length).build(job.seed).to(device, dtype)
     parameters = list(module.parameters())
+    if perturbation:
+        _perturb(parameters, perturbation)
     masters = [torch.nn.Parameter(p.detach().float()) if is_narrow(p.dtype) else p for p in parameters]
     optimizer = torch_optimizer(job.optimizer, job.constants, masters)
     batches = Batches(dataset=open_dataset(job.data, specs, job.seed), seed=job.seed)
@@ -40,6 +47,14 @@ def run_reference(job: Job) -> list[float]:
         _update(optimizer, parameters, masters)
         losses.append(total / count)
     return losses
+
+
+@torch.no_grad()
+def _perturb(parameters: list[torch.nn.Parameter], relative: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in parameters:
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.mul_(1 + relative * noise.to(parameter.device, parameter.dtype))
 
 
 @torch.no_grad()

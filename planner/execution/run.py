@@ -16,7 +16,13 @@ from planner.execution.job import Job, check_precision, input_specs
 from planner.execution.membership import Membership, find_membership, is_scheduler
 from planner.execution.optimizers import hyperparameters
 from planner.execution.reference import run_reference
-from planner.execution.verification import compare_losses, first_beyond, relative_difference, tolerances
+from planner.execution.verification import (
+    PERTURBATION,
+    compare_losses,
+    first_beyond,
+    relative_difference,
+    tolerances,
+)
 from planner.execution.worker import BACKENDS, RankResult, train
 from planner.instructions import LoweredPlan
 from planner.planning import lower, predict
@@ -127,7 +133,7 @@ def execute_plan(plan: Plan, options: ExecuteOptions, say: Say = lambda _: None)
     _check(plan, options, membership)
     precision = options.precision or plan.precision
     check_precision(precision)
-    constants = hyperparameters(plan.optimizer, options.learning_rate)
+    constants = hyperparameters(plan.optimizer, options.learning_rate, plan.global_batch)
     say("lowering the plan")
     lowered = lower(plan, precision=precision)
     dataset = open_dataset(options.data, input_specs(lowered), options.seed)
@@ -162,8 +168,11 @@ def _exact_if_needed(
     plan: Plan, job: Job, losses: tuple[float, ...], reference: list[float], precision: str, say: Say
 ) -> list[float]:
     """Train in fp64 as well where only that can tell rounding from a wrong plan."""
-    if precision == "fp64" or first_beyond(losses, reference, tolerances(precision, reference)) is None:
+    if first_beyond(losses, reference, tolerances(precision, reference)) is None:
         return []
+    if precision == "fp64":
+        say("training again from parameters changed in the last places, to know what rounding does to this network")
+        return run_reference(job, perturbation=PERTURBATION)
     say("training again in one process in fp64, to know what rounding does to this network")
     return run_reference(replace(job, lowered=lower(plan, precision="fp64")))
 

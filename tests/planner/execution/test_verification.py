@@ -39,3 +39,10 @@ def test_a_sensitive_network_may_differ_by_a_multiple_of_its_own_rounding():
 
 def test_tolerances_never_shrink():
     assert tolerances("fp32", [1.0, 1.1, 1.0], [1.0, 1.0, 1.0]) == pytest.approx([1e-4, 1.0, 1.0])
+
+
+def test_fp64_of_a_chaotic_network_may_drift_but_never_far():
+    reference, nudged = [1.0, 1.0, 1.0], [1.0, 1.0 + 1e-11, 1.0 + 1e-5]
+    assert tolerances("fp64", reference, nudged) == pytest.approx([1e-10, 1e-9, 1e-6])
+    with pytest.raises(ExecutionError, match="step 2"):
+        compare_losses([1.0, 1.0, 1.0 + 2e-6], reference, "fp64", nudged)
