@@ -8,7 +8,7 @@ accumulated gradients in fused messages beside the backward pass and updates the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 
 from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, Role, TensorRef, TensorSpec
@@ -29,6 +29,7 @@ from planner.sharding.redistribution import Step, redistribution
 from planner.sharding.rules import Rule
 from planner.strategy.plan import NodeRules
 from planner.work import Optimizer, state_bytes, traffic_bytes, update_traffic
+from simulator.errors import StrategyError
 from simulator.program import (
     Buffer,
     BufferKind,
@@ -168,10 +169,14 @@ class _Source:
     def local_bytes(self, spec: TensorSpec, placements: Placements) -> int:
         return int(spec.size_bytes * local_share(placements, self.sizes))
 
+    def written_name(self, ref: TensorRef) -> str:
+        """Name of a tensor in the placement its node writes."""
+        node = self.graph.nodes[ref.node]
+        return node.name if len(node.outputs) == 1 else f"{node.name}:{ref.output}"
+
     def value_name(self, ref: TensorRef, placements: Placements) -> str:
         """Name of a tensor in one placement; as written, it is called like its node."""
-        node = self.graph.nodes[ref.node]
-        name = node.name if len(node.outputs) == 1 else f"{node.name}:{ref.output}"
+        name = self.written_name(ref)
         if placements == self.output_placements(ref):
             return name
         return f"{name}@{','.join(map(placement_name, placements))}"
@@ -189,7 +194,11 @@ class _Source:
     def path(self, source: Placements, target: Placements) -> tuple[Step, ...]:
         steps = redistribution(source, target)
         if steps is None:
-            raise AssertionError(f"no way from {source} to {target}")
+            names = (",".join(map(placement_name, placements)) for placements in (source, target))
+            raise StrategyError(
+                f"a tensor that is written as {next(names)} is read as {next(names)}, and nothing sharded can become "
+                "partial; plan the network again"
+            )
         return steps
 
     def volume(self, steps: tuple[Step, ...]) -> float:
@@ -227,6 +236,25 @@ class _Draft:
     owners: dict[str, str] = field(default_factory=dict)
     completes: tuple[str, ...] = ()
     """Values that are ready only after this task although an earlier one writes them."""
+
+
+def _finished(task: Task, after: tuple[int, ...], allocates: tuple[Buffer, ...], releases: tuple[str, ...]) -> Task:
+    """Complete a draft's task; written out because `dataclasses.replace` is several times slower."""
+    return Task(
+        name=task.name,
+        phase=task.phase,
+        stream=task.stream,
+        after=after,
+        kernel=task.kernel,
+        dtype=task.dtype,
+        flops=task.flops,
+        bytes_moved=task.bytes_moved,
+        collective=task.collective,
+        axis=task.axis,
+        payload_bytes=task.payload_bytes,
+        allocates=allocates,
+        releases=releases,
+    )
 
 
 @dataclass(slots=True)
@@ -376,7 +404,7 @@ class _Body(_Writer):
         view = node.kernel is Kernel.VIEW and bool(names)
         for output, placements in enumerate(recipe.outputs):
             ref = TensorRef(index, output)
-            name = source.value_name(ref, placements) if ref in source.read else ""
+            name = source.written_name(ref) if ref in source.read else ""
             outputs.append(name)
             if name:
                 kind = BufferKind.GRADIENT if ref in source.gradient_of else BufferKind.ACTIVATION
@@ -574,30 +602,31 @@ class _SegmentWriter(_Writer):
         last_use: dict[str, int] = {}
         owners: dict[str, str] = {}
         after: list[tuple[int, ...]] = []
+        streams = [draft.task.stream for draft in self.drafts]
         for index, draft in enumerate(self.drafts):
-            needs = {producer[v] for v in draft.reads if v in producer}
-            stream = draft.task.stream
-            needs = {n for n in needs if self.drafts[n].task.stream != stream}
-            inside = draft.completes and draft.task.collective is not None
-            after.append(tuple(sorted(needs | {index - 1} if inside else needs)))
+            stream = streams[index]
+            needs = {n for v in draft.reads if (n := producer.get(v)) is not None and streams[n] != stream}
+            if draft.completes:
+                if draft.task.collective is not None:
+                    needs.add(index - 1)
+                producer.update(dict.fromkeys(draft.completes, index))
+            after.append(tuple(sorted(needs)) if needs else ())
             for buffer in draft.writes:
-                producer[buffer.name] = index
-                last_use[buffer.name] = index
-            producer.update(dict.fromkeys(draft.completes, index))
-            owners.update(draft.owners)
+                producer[buffer.name] = last_use[buffer.name] = index
+            if draft.owners:
+                owners.update(draft.owners)
             for value in draft.reads:
-                while True:
-                    last_use[value] = max(last_use.get(value, 0), index)
-                    if value not in owners:
-                        break
+                last_use[value] = index
+                while value in owners:
                     value = owners[value]
+                    last_use[value] = index
         keep = self._kept()
         releases: dict[int, list[str]] = {}
         for value, index in last_use.items():
             if value not in keep and (value in producer or self._dropped_here(value)):
                 releases.setdefault(index, []).append(value)
         tasks = tuple(
-            replace(d.task, after=a, allocates=self._new(d.writes), releases=tuple(releases.get(i, ())))
+            _finished(d.task, after=a, allocates=self._new(d.writes), releases=tuple(releases.get(i, ())))
             for i, (d, a) in enumerate(zip(self.drafts, after, strict=True))
         )
         return tasks, tuple(d.instruction for d in self.drafts)

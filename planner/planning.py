@@ -13,18 +13,18 @@ from planner.instructions import LoweredPlan
 from planner.lowering import LoweringOptions, lower_graph
 from planner.networks import Network, load_network
 from planner.prediction import Prediction, predict
+from planner.quantities import bytes_text
 from planner.request import PRECISIONS, PlanRequest, read_pins
-from planner.search.candidates import Found, Misfit, Space, explore
+from planner.search.candidates import ROOMY, Found, Misfit, Space, explore
 from planner.search.solution import block_index, node_rules, template_name
 from planner.search.variables import decisions
 from planner.sharding.placement import REPLICATE
 from planner.sharding.rules import has_rule, rules_for
-from planner.shortening import extrapolated, shallow_versions
+from planner.shortening import shallow_versions
 from planner.strategy.plan import Certificate, LayerRules, NodeRules, Plan, Status
 from planner.work import optimizer
 from simulator.errors import InputError, StrategyError, UnsupportedError
 from simulator.hardware import Hardware, load_profile
-from simulator.timeline import Timeline
 
 __all__ = [
     "Candidate",
@@ -113,7 +113,7 @@ def plan_network(request: PlanRequest, *, graph: OperatorGraph | None = None) ->
     explored = list(explore(space, hardware.device_memory_bytes))
     found = [item for item in explored if isinstance(item, Found)]
     misfits = [item for item in explored if isinstance(item, Misfit)]
-    scored = _score(space, base, found, max(request.top, RESCORED))[: max(request.top, 1)]
+    scored = _Scorer(space, base).score(found, max(request.top, RESCORED))[: max(request.top, 1)]
     messages = (*graph.notes, *_without_rules(graph))
     elapsed = time.perf_counter() - captured
     return PlanResult(
@@ -153,52 +153,71 @@ def _base_plan(
 # Scoring
 
 
-def _score(space: Space, base: Mapping[str, object], found: list[Found], top: int) -> list[Candidate]:
-    """Simulate the best by objective, once or a few times with a tighter limit where the peak does not fit."""
-    limit = space.hardware.device_memory_bytes
-    scored: list[Candidate] = []
-    for item in sorted(found, key=lambda f: f.solution.objective_s):
-        if len(scored) == top:
-            break
-        candidate: Candidate | None = _simulate(space, base, item)
-        allowed = float(limit)
-        for _ in range(_RETRIES):
-            over = 0 if candidate is None else candidate.prediction.peak_memory_bytes - limit
+class _Scorer:
+    """Simulates solved meshes of one request; graphs at the same batch are unfolded once."""
+
+    def __init__(self, space: Space, base: Mapping[str, object]) -> None:
+        self.space = space
+        self.base = base
+        self.unfolded: dict[int, OperatorGraph] = {}
+
+    def score(self, found: list[Found], top: int) -> list[Candidate]:
+        """Simulate the best by objective, with a tighter limit where the simulated peak does not fit."""
+        scored: list[Candidate] = []
+        for item in sorted(found, key=lambda f: f.solution.objective_s):
+            if len(scored) == top:
+                break
+            plan = self._fitting(item)
+            prediction = plan and self._whole(plan)
+            if plan and prediction and prediction.peak_memory_bytes <= self.space.hardware.device_memory_bytes:
+                scored.append(Candidate(plan=plan, prediction=prediction, reason=""))
+        return sorted(scored, key=lambda c: c.prediction.step_time_s)
+
+    def _fitting(self, item: Found) -> Plan | None:
+        """The item's plan, solved again with less memory until its simulated peak fits; None where it never does."""
+        space = self.space
+        limit = space.hardware.device_memory_bytes
+        plan, allowed = _make_plan(space, self.base, item), float(limit)
+        for _ in range(_RETRIES if item.solution.memory_bytes > ROOMY * limit else 0):
+            over = quick_peak(plan, space.graph, space.hardware) - limit
             if over <= 0:
                 break
             allowed -= over + 0.01 * limit
-            candidate = _again(space, base, item, allowed)
-        if candidate is not None and candidate.prediction.peak_memory_bytes <= limit:
-            scored.append(candidate)
-    return sorted(scored, key=lambda c: c.prediction.step_time_s)
+            again = _again(space, item, allowed)
+            if again is None:
+                return None
+            plan = _make_plan(space, self.base, again)
+        return plan
+
+    def _whole(self, plan: Plan) -> Prediction:
+        """Predict the whole network; the strategies come from the rule table and need no second check."""
+        batch = plan.micro_batch * plan.degree("data")
+        if batch not in self.unfolded:
+            self.unfolded[batch] = unfold(at_batch(self.space.graph, batch))
+        graph = self.unfolded[batch]
+        lowered = lower_graph(graph, _expanded_rules(plan), _lowering_options(plan))
+        return predict(plan, lowered, self.space.hardware)[0]
 
 
-def _again(space: Space, base: Mapping[str, object], item: Found, allowed: float) -> Candidate | None:
+def _again(space: Space, item: Found, allowed: float) -> Found | None:
     data = next((a.size for a in item.mesh.axes if a.name == "data"), 1)
     tensor = item.mesh.size // data
-    for other in explore(space, allowed, only=(data, tensor, item.micro_batches)):
-        if isinstance(other, Found):
-            return _simulate(space, base, other)
-    return None
+    explored = explore(space, allowed, only=(data, tensor, item.micro_batches))
+    return next((other for other in explored if isinstance(other, Found)), None)
 
 
-def _simulate(space: Space, base: Mapping[str, object], item: Found) -> Candidate:
-    plan = _make_plan(space, base, item)
-    return Candidate(plan=plan, prediction=quick_prediction(plan, space.graph, space.hardware), reason="")
+def quick_peak(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> int:
+    """Peak memory of a plan in bytes, at a cost that does not grow with depth.
 
-
-def quick_prediction(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> Prediction:
-    """Predict a plan at a cost that does not grow with depth.
-
-    Where many equal layers have equal strategies, shallower networks are lowered and simulated, and every
-    figure is continued on a line; elsewhere the whole network is.
+    Where many equal layers have equal strategies, two or more shallow networks are simulated, and the
+    line through their peaks is continued; elsewhere the whole network is.
     """
     versions = shallow_versions(graph, plan)
     if not versions:
-        return predict(plan, lower(plan, graph), hardware)[0]
-    base, *others = (predict(v.plan, lower(v.plan, v.graph), hardware)[0] for v in versions)
+        return predict(plan, lower(plan, graph), hardware)[0].peak_memory_bytes
+    base, *others = (predict(v.plan, lower(v.plan, v.graph), hardware)[0].peak_memory_bytes for v in versions)
     steps = (v.steps for v in versions[1:])
-    return extrapolated(base, zip(others, steps, strict=True), graph.flops() / versions[0].graph.flops())
+    return round(base + sum(step * (base - other) for other, step in zip(others, steps, strict=True)))
 
 
 def _make_plan(space: Space, base: Mapping[str, object], item: Found) -> Plan:
@@ -284,13 +303,13 @@ def _why_infeasible(space: Space, misfits: Iterable[Misfit]) -> str:
     least = min(misfits, key=lambda m: m.memory_bytes, default=None)
     if least is None:
         return (
-            f"no plan stays under the {_gib(limit)} of device memory once simulated; use more devices, a smaller "
+            f"no plan stays under the {bytes_text(limit)} of device memory once simulated; use more devices, a smaller "
             "--global-batch or a smaller pinned micro_batch"
         )
     shape = " × ".join(f"{a.name} {a.size}" for a in least.mesh.axes) or "one device"
     text = (
         f"device memory binds: the smallest plan ({shape}, {least.micro_batches} micro-batches) needs "
-        f"{_gib(least.memory_bytes)} of {_gib(limit)}, {_gib(least.memory_bytes - limit)} too much"
+        f"{bytes_text(least.memory_bytes)} of {bytes_text(limit)}, {bytes_text(least.memory_bytes - limit)} too much"
     )
     enough = _enough_devices(space)
     if enough:
@@ -311,10 +330,6 @@ def _enough_devices(space: Space) -> int | None:
             pass
         devices *= 2
     return None
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB"
 
 
 # Lowering a plan
@@ -346,18 +361,28 @@ def lower(plan: Plan, graph: OperatorGraph | None = None, *, precision: str | No
     graph = at_precision(at_batch(graph, plan.micro_batch * plan.degree("data")), dtype)
     unfolded = unfold(graph)
     rules = _checked_rules(plan, graph, unfolded)
-    options = LoweringOptions(
+    return lower_graph(unfolded, rules, _lowering_options(plan))
+
+
+def _lowering_options(plan: Plan) -> LoweringOptions:
+    return LoweringOptions(
         mesh=plan.mesh,
         micro_batches=plan.micro_batches,
         optimizer=optimizer(plan.optimizer),
         bucket_bytes=plan.bucket_bytes,
     )
-    return lower_graph(unfolded, rules, options)
+
+
+def _expanded_rules(plan: Plan) -> dict[str, NodeRules]:
+    """Strategies by name for every node of the unfolded graph."""
+    result = dict(plan.rules)
+    for part in plan.layers:
+        result.update(_expanded(part))
+    return result
 
 
 def _checked_rules(plan: Plan, graph: OperatorGraph, unfolded: OperatorGraph) -> dict[str, NodeRules]:
-    """Strategies by name for every node of the unfolded graph."""
-    result = dict(plan.rules)
+    """Strategies by name for every node of the unfolded graph, once each is known to fit its operator."""
     inside: dict[str, int] = {}
     for run in graph.runs:
         offset = block_index(graph.nodes[run.first[0]].name, run.prefix)
@@ -378,8 +403,7 @@ def _checked_rules(plan: Plan, graph: OperatorGraph, unfolded: OperatorGraph) ->
         if name not in everywhere:
             raise StrategyError(f"operators: {name!r} is no operator of {plan.network}; plan it again")
         _check_node(plan, graph, everywhere[name], rules)
-    for part in plan.layers:
-        result.update(_expanded(part))
+    result = _expanded_rules(plan)
     missing = [n.name for n in unfolded.nodes if n.role is not Role.CONSTANT and n.name not in result]
     if missing:
         raise StrategyError(f"operators: {missing[0]!r} has no strategy; plan the network again")
@@ -412,8 +436,3 @@ def _check_node(plan: Plan, graph: OperatorGraph, index: int, rules: NodeRules) 
             raise StrategyError(
                 f"{node.name!r}: shape {spec.shape} does not divide by {tuple(ways)}; use another device count or batch"
             )
-
-
-def simulate_plan(plan: Plan, hardware: Hardware, *, graph: OperatorGraph | None = None) -> tuple[Prediction, Timeline]:
-    """Lower a plan and predict it on `hardware`."""
-    return predict(plan, lower(plan, graph), hardware)
