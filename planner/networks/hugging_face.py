@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from planner.networks.decoder.known import hugging_face_decoder
 from planner.networks.network import Network
 from planner.networks.zoo.table import language_inputs
 from simulator.errors import InputError, NetworkError, UnsupportedError
@@ -122,6 +123,7 @@ def load_config(place: str, sequence_length: int | None) -> Network:
         depth=layers,
         content=content,
         notes=notes,
+        decoder=hugging_face_decoder(kind, settings),
     )
 
 

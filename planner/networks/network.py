@@ -13,6 +13,8 @@ from planner.graph.operator_graph import OperatorGraph
 if TYPE_CHECKING:
     from torch import nn
 
+    from planner.networks.decoder.graph import Decoder
+
 Family = Literal["image", "language", "features"]
 CAPTURED_BLOCKS = 2
 
@@ -34,7 +36,8 @@ class Network:
 
     ``make`` takes a number of blocks (``None`` for all) and returns a module in training mode whose
     ``forward(*inputs)`` is the scalar mean loss. ``depth`` is the number of equal blocks, if ``make`` can
-    leave some out. ``content`` identifies what the graph depends on; empty: never cached.
+    leave some out. ``content`` identifies what the graph depends on; empty: never cached. ``decoder`` is
+    set for known families: their graph is written from it, without torch, equal to the capture's.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Network:
     depth: int | None = None
     content: str = ""
     notes: tuple[str, ...] = ()
+    decoder: Decoder | None = None
 
     def capture(self) -> OperatorGraph:
         """Return the operator graph at batch 1, from the cache where it can."""
@@ -67,9 +71,10 @@ def capture(network: Network) -> OperatorGraph:
     """Capture one training step of a network at batch 1, repeated blocks folded.
 
     Where the network can be made with fewer blocks, two are captured and stand for all. The graph is
-    read from and written to the disk cache, which needs no torch.
+    read from and written to the disk cache, which needs no torch; that of a known decoder is written
+    anew, which takes no longer.
     """
-    key = _cache_key(network)
+    key = "" if network.decoder else _cache_key(network)
     graph = cache.load(key) if key else None
     if graph is None:
         graph = _capture(network)
@@ -86,22 +91,33 @@ def _cache_key(network: Network) -> str:
 
 
 def _capture(network: Network) -> OperatorGraph:
-    from planner.graph.capture import capture_module
     from planner.graph.fingerprint import fingerprint
     from planner.graph.folding import fold, repeat
 
     shortened = network.depth is not None and network.depth > CAPTURED_BLOCKS
     captured_depth = CAPTURED_BLOCKS if shortened else None
-    graph = capture_module(
-        lambda: network.make(captured_depth).train(),
-        network.inputs,
-        name=network.name,
-        notes=network.notes,
-        twice=not network.content,
-    )
+    graph = _unfolded(network, captured_depth)
     if shortened:
         assert network.depth is not None
         graph = repeat(graph, network.depth)
     else:
         graph = fold(graph)
     return replace(graph, fingerprint=fingerprint(graph))
+
+
+def _unfolded(network: Network, blocks: int | None) -> OperatorGraph:
+    if network.decoder is not None:
+        from planner.networks.decoder.graph import decoder_graph
+
+        blocks = blocks or network.depth
+        assert blocks is not None
+        return decoder_graph(network.decoder, blocks, network.inputs, name=network.name, notes=network.notes)
+    from planner.graph.capture import capture_module
+
+    return capture_module(
+        lambda: network.make(blocks).train(),
+        network.inputs,
+        name=network.name,
+        notes=network.notes,
+        twice=not network.content,
+    )

@@ -1,0 +1,203 @@
+"""The derivative of every operator of decoders, written as autograd runs it after the capture's cleaning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from planner.networks.decoder.operators import (
+    ATTENTION,
+    attention_backward,
+    cat,
+    elementwise,
+    expand,
+    mm,
+    slice_last,
+    squeeze,
+    sum_to,
+    t,
+    transpose,
+    untransposed,
+    view,
+)
+from planner.networks.decoder.tape import Call, Derivative, Shape, Tape, Value, size, values_in
+from simulator.program import Kernel
+
+Gradients = tuple[Any, ...]
+Pairs = Iterator[tuple[Value, Value]]
+
+
+def _add(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    for x in values_in(call.args):
+        if x.trained:
+            yield x, sum_to(tape, gradients[0], x.dims)
+
+
+def _mul(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    x, y = call.args
+    products = [
+        (one, elementwise(tape, "mul.Tensor", gradients[0], other)) for one, other in ((y, x), (x, y)) if one.trained
+    ]
+    for one, product in products:
+        yield one, sum_to(tape, product, one.dims)
+
+
+def _div(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    x, count = call.args
+    yield x, tape.call("div.Tensor", gradients[0], count, dims=x.dims)
+
+
+def _neg(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    yield call.args[0], elementwise(tape, "neg.default", gradients[0])
+
+
+def _pow(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    x, exponent = call.args
+    power = elementwise(tape, "pow.Tensor_Scalar", x, float(exponent - 1))
+    slope = elementwise(tape, "mul.Scalar", power, float(exponent))
+    yield x, elementwise(tape, "mul.Tensor", gradients[0], slope)
+
+
+def _rsqrt(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    cube = elementwise(tape, "pow.Tensor_Scalar", call.outputs[0], 3)
+    half = elementwise(tape, "mul.Scalar", gradients[0], -0.5)
+    yield call.args[0], elementwise(tape, "mul.Tensor", half, cube)
+
+
+def _mean(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    x = call.args[0]
+    yield x, elementwise(tape, "div.Scalar", expand(tape, gradients[0], x.dims), size(x.dims[-1]))
+
+
+def _gelu(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    args, kwargs = (gradients[0], call.args[0]), dict(call.kwargs)
+    yield call.args[0], elementwise(tape, "gelu_backward.default", *args, kernel=Kernel.ACTIVATION, kwargs=kwargs)
+
+
+def _silu(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    x = call.args[0]
+    yield x, elementwise(tape, "silu_backward.default", gradients[0], x, kernel=Kernel.ACTIVATION)
+
+
+def _view(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    yield call.args[0], view(tape, gradients[0], call.args[0].dims)
+
+
+def _clone(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    yield call.args[0], gradients[0]
+
+
+def _transpose(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    x, first, second = call.args
+    yield x, transpose(tape, gradients[0], first, second)
+
+
+def _unsqueeze(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    x, place = call.args
+    yield x, squeeze(tape, gradients[0], place)
+
+
+def _expand(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    yield call.args[0], sum_to(tape, gradients[0], call.args[0].dims)
+
+
+def _slice(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    x, dim, start, end = call.args
+    args = (gradients[0], x.dims, dim, start, end, 1)
+    yield x, tape.call("slice_backward.default", *args, dims=x.dims, kernel=Kernel.COPY)
+
+
+def _split(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    yield call.args[0], cat(tape, gradients, len(call.args[0].dims) - 1)
+
+
+def _cat(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    start = 0
+    pieces = []
+    for part in call.args[0]:
+        end = start + size(part.dims[-1])
+        pieces.append((part, slice_last(tape, gradients[0], start, end)))
+        start = end
+    yield from pieces
+
+
+def _mm(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    x, y = call.args
+    yield _right_factor(tape, x, y, gradients[0])
+    yield x, mm(tape, gradients[0], t(tape, y))
+
+
+def _addmm(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    bias, x, y = call.args
+    yield x, mm(tape, gradients[0], t(tape, y))
+    yield _right_factor(tape, x, y, gradients[0])
+    yield bias, sum_to(tape, gradients[0], bias.dims)
+
+
+def _right_factor(tape: Tape, x: Value, y: Value, gradient: Value) -> tuple[Value, Value]:
+    """Gradient of the second factor of ``x @ y``, or of the matrix that the factor is the transpose of."""
+    source = untransposed(tape, y)
+    if source is None:
+        return y, mm(tape, t(tape, x), gradient)
+    return source, mm(tape, t(tape, gradient), x)
+
+
+def _layer_norm(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    x, shape, weight, bias, _ = call.args
+    _, mean, deviation = call.outputs
+    args = (gradients[0], x, shape, mean, deviation, weight, bias, (True, True, True))
+    shapes = tuple(Shape(dims=value.dims) for value in (x, weight, bias))
+    found = tape.emit("native_layer_norm_backward.default", args, shapes, kernel=Kernel.NORMALIZATION)
+    yield from zip((x, weight, bias), found, strict=True)
+
+
+def _attention(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    inputs = call.args[:3]
+    yield from zip(inputs, attention_backward(tape, gradients[0], inputs, call.outputs), strict=True)
+
+
+def _embedding(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    table, index, *padding = call.args
+    args = (gradients[0], index, table.dims[0], padding[0] if padding else -1, False)
+    yield table, tape.call("embedding_dense_backward.default", *args, dims=table.dims, kernel=Kernel.EMBEDDING)
+
+
+def _log_softmax(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    x, dim, _ = call.args
+    args = (gradients[0], call.outputs[0], dim, "torch.float32")
+    yield x, tape.call("_log_softmax_backward_data.default", *args, dims=x.dims, kernel=Kernel.SOFTMAX)
+
+
+def _nll(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    scores = call.args[0]
+    args = (gradients[0], *call.args, call.outputs[1])
+    yield scores, tape.call("nll_loss_backward.default", *args, dims=scores.dims, kernel=Kernel.EMBEDDING)
+
+
+DERIVATIVES: dict[str, Derivative] = {
+    "add": _add,
+    "mul": _mul,
+    "div": _div,
+    "neg": _neg,
+    "pow": _pow,
+    "rsqrt": _rsqrt,
+    "mean": _mean,
+    "gelu": _gelu,
+    "silu": _silu,
+    "view": _view,
+    "clone": _clone,
+    "transpose": _transpose,
+    "unsqueeze": _unsqueeze,
+    "expand": _expand,
+    "slice": _slice,
+    "split": _split,
+    "cat": _cat,
+    "mm": _mm,
+    "addmm": _addmm,
+    "native_layer_norm": _layer_norm,
+    ATTENTION: _attention,
+    "embedding": _embedding,
+    "_log_softmax": _log_softmax,
+    "nll_loss_forward": _nll,
+}
+"""By operator name; ``t`` is missing because products give their gradient to the matrix it transposes."""
