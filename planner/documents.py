@@ -66,6 +66,7 @@ def search_document(result: PlanResult, mode: str, certificate: Certificate | No
     return {
         "mode": mode,
         "elapsed_s": result.elapsed_s,
+        "simulation_s": result.simulation_s,
         "capture_s": result.capture_s,
         "objective_s": certificate and certificate.objective_s,
         "lower_bound_s": certificate and certificate.lower_bound_s,

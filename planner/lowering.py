@@ -279,7 +279,8 @@ class _Writer:
     def _fetch(self, ref: TensorRef, wanted: Placements, phase: Phase) -> str:
         versions = self.versions[ref]
         if wanted not in versions:
-            ways = [self.source.path(p, wanted) for p in versions if redistribution(p, wanted) is not None]
+            ways = [steps for p in versions if (steps := redistribution(p, wanted)) is not None]
+            ways = ways or [self.source.path(next(iter(versions)), wanted)]
             for step in min(ways, key=self.source.volume):
                 if step.after not in versions:
                     versions[step.after] = self._move(ref, versions[step.before], step, phase)

@@ -131,7 +131,13 @@ def _facts(result: PlanResult, hardware: Hardware, strategy_file: str) -> Iterab
         f"{certificate.distinct_blocks} distinct block{'s' * (certificate.distinct_blocks != 1)}",
     )
     yield "prediction", f"{best.prediction.label} ({hardware.uncertainty.source})"
-    yield "search", f"{seconds_text(result.elapsed_s)}, capture {seconds_text(result.capture_s)}"
+    yield (
+        "search",
+        (
+            f"{seconds_text(result.elapsed_s)} (of it simulation {seconds_text(result.simulation_s)}), "
+            f"capture {seconds_text(result.capture_s)}"
+        ),
+    )
     for message in result.messages:
         yield "note", message
     yield "written", strategy_file
