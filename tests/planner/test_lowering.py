@@ -238,6 +238,21 @@ def check_order_in_time(lowered: LoweredPlan, timeline: Timeline) -> None:
             made.update({buffer.name: index for buffer in task.allocates})
 
 
+@plans
+def test_a_task_waits_for_nothing_but_what_it_reads(
+    name: str, axes: tuple[tuple[str, int], ...], micro_batches: int, storage: ParameterStorage, seed: int
+) -> None:
+    lowered = lowered_plan(name, axes, micro_batches, storage, seed)
+    for segment, instructions in zip(lowered.program.segments, lowered.instructions, strict=True):
+        for task, instruction in zip(segment.tasks, instructions, strict=True):
+            wanted = set(reads_of(instruction))
+            for index in task.after:
+                before, made = instructions[index], {buffer.name for buffer in segment.tasks[index].allocates}
+                if isinstance(before, Accumulate):
+                    made.add(before.accumulator)
+                assert made & wanted, f"{task.name} waits for {segment.tasks[index].name}"
+
+
 @pytest.mark.parametrize("hardware", ["dgx-a100", "ascend910-atlas800"])
 @pytest.mark.parametrize("axes", MESHES[1:])
 @pytest.mark.parametrize("name", ["mlp", "gpt2-tiny"])
@@ -345,6 +360,7 @@ def test_no_two_redistributions_of_a_micro_batch_make_the_same_value() -> None:
             assert len(set(names)) == len(names)
 
 
+@pytest.mark.slow
 def test_synchronised_batch_norm_is_timed_behind_its_operator() -> None:
     lowered = data_parallel(small_network("resnet50").capture(), 1)
     inner = [

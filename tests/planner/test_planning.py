@@ -1,0 +1,253 @@
+"""From a request to plans: ranked, proven, repeatable; or a text that says what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import yaml
+
+from planner.planning import PlanRequest, PlanResult, capture_for, lower, plan_network, predict
+from planner.sharding.placement import PARTIAL, REPLICATE
+from planner.sharding.rules import Rule
+from planner.strategy.file import plan_to_text, read_plan, write_plan
+from planner.strategy.plan import Plan, Status
+from simulator.errors import StrategyError
+from simulator.hardware import load_profile, write_profile
+from tests.planner.search.problems import captured
+
+TINY = PlanRequest(network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, global_batch=16)
+
+
+def planned(request: PlanRequest) -> PlanResult:
+    return plan_network(request, graph=captured(request.network.removeprefix("zoo:")))
+
+
+@pytest.fixture(scope="module")
+def tiny() -> PlanResult:
+    return planned(TINY)
+
+
+def small_profile(folder: Path, memory_bytes: int, *, max_devices: int = 64) -> str:
+    """A shipped profile whose devices are fewer and have less memory."""
+    content = yaml.safe_load((resources.files("hw_profiles") / "dgx-a100.yaml").read_text(encoding="utf-8"))
+    content["topology"]["max_devices"]["value"] = max_devices
+    content["topology"]["levels"][-1]["size"]["value"] = max_devices
+    content["name"] = "small"
+    for key, value in (("memory_bytes", memory_bytes + 2**20), ("reserved_memory_bytes", 2**20)):
+        content["device"][key] = {"value": value, "source": "assumed: less memory, for a test"}
+    path = folder / "small.yaml"
+    assert write_profile(content, path).device_memory_bytes == memory_bytes
+    return str(path)
+
+
+def test_candidates_are_ranked_by_simulated_time_and_say_why_they_lost(tiny: PlanResult) -> None:
+    times = [c.prediction.step_time_s for c in tiny.candidates]
+    assert times == sorted(times)
+    assert len(times) > 1
+    assert tiny.candidates[0].reason == ""
+    assert all(c.reason for c in tiny.candidates[1:])
+    assert tiny.infeasible == ""
+    shapes = [(c.plan.mesh, c.plan.micro_batches) for c in tiny.candidates]
+    assert len(set(shapes)) == len(shapes)
+
+
+def test_a_plan_multiplies_out_and_carries_its_proof(tiny: PlanResult) -> None:
+    graph = capture_for(TINY)
+    for candidate in tiny.candidates:
+        plan = candidate.plan
+        assert plan.degree("data") * plan.degree("tensor") == TINY.devices == plan.mesh.size
+        assert plan.micro_batch * plan.micro_batches * plan.degree("data") == TINY.global_batch
+        assert plan.certificate.status is Status.OPTIMAL
+        assert plan.certificate.lower_bound_s <= plan.certificate.objective_s
+        assert plan.certificate.gap <= 1e-6
+        assert plan.fingerprint == graph.fingerprint
+        assert (plan.precision, plan.optimizer) == ("bf16", "adamw")
+        assert candidate.prediction.peak_memory_bytes <= candidate.prediction.device_memory_bytes
+    assert tiny.status is tiny.candidates[0].plan.certificate.status
+
+
+def test_the_prediction_is_that_of_the_lowered_program(tiny: PlanResult) -> None:
+    plan, hardware = tiny.candidates[0].plan, load_profile("dgx-a100")
+    lowered = lower(plan, captured("gpt2-tiny"))
+    prediction, timeline = predict(plan, lowered, hardware)
+    assert prediction == tiny.candidates[0].prediction
+    assert prediction.step_time_s == timeline.step_time_s
+    assert sum(prediction.breakdown.values()) == pytest.approx(prediction.step_time_s)
+    assert sum(prediction.memory_at_peak.values()) == prediction.peak_memory_bytes
+    assert prediction.tokens_per_s == pytest.approx(prediction.samples_per_s * 64)
+    assert prediction.interval_s[0] < prediction.step_time_s < prediction.interval_s[1]
+    assert 0 < prediction.mfu < 1
+
+
+@pytest.mark.parametrize(
+    ("pins", "holds"),
+    [
+        ({"dp": "2"}, lambda p: (p.degree("data"), p.degree("tensor")) == (2, 2)),
+        ({"tp": "4"}, lambda p: (p.degree("data"), p.degree("tensor")) == (1, 4)),
+        ({"dp": "4", "micro_batch": "1"}, lambda p: (p.micro_batch, p.micro_batches) == (1, 4)),
+        ({"optimizer_sharding": "zero2", "dp": "4"}, lambda p: p.optimizer_sharding == "zero2"),
+        ({"optimizer_sharding": "none"}, lambda p: p.optimizer_sharding == "none"),
+    ],
+)
+def test_pins_hold_in_every_candidate(pins: Mapping[str, str], holds: Callable[[Plan], bool]) -> None:
+    candidates = planned(replace(TINY, pins=pins)).candidates
+    assert candidates
+    assert all(holds(c.plan) for c in candidates)
+
+
+def test_one_device_needs_no_mesh() -> None:
+    plan = planned(replace(TINY, devices=1, parallel_mode="stand_alone")).candidates[0].plan
+    assert plan.mesh.axes == ()
+    assert lower(plan, captured("gpt2-tiny")).program.devices == 1
+
+
+def test_top_limits_the_candidates_and_not_the_search(tiny: PlanResult) -> None:
+    one = planned(replace(TINY, top=1))
+    assert [c.plan for c in one.candidates] == [tiny.candidates[0].plan]
+
+
+def test_data_parallel_splits_the_batch_even_where_that_does_not_pay() -> None:
+    plan = planned(replace(TINY, global_batch=4, parallel_mode="data_parallel")).candidates[0].plan
+    assert plan.degree("data") == TINY.devices
+    lowered = lower(plan, captured("gpt2-tiny"))
+    share = sum(task.flops for task in lowered.program.segments[0].tasks if task.flops and "/" in task.name)
+    assert share * TINY.devices == pytest.approx(lowered.graph.flops())
+
+
+@pytest.mark.parametrize("change", [{}, {"pins": {"optimizer_sharding": "zero2"}}, {"parallel_mode": "data_parallel"}])
+def test_the_same_request_twice_gives_the_same_bytes(change: Mapping[str, object], tmp_path: Path) -> None:
+    texts = []
+    for _ in range(2):
+        result = planned(replace(TINY, **change))  # type: ignore[arg-type]
+        texts.append([plan_to_text(c.plan) for c in result.candidates])
+    assert texts[0] == texts[1]
+    plan = planned(replace(TINY, **change)).candidates[0].plan  # type: ignore[arg-type]
+    write_plan(plan, tmp_path / "strategy.json")
+    assert read_plan(tmp_path / "strategy.json") == plan
+
+
+# Memory
+
+
+@pytest.fixture(scope="module")
+def needs(tiny: PlanResult) -> int:
+    return tiny.candidates[0].prediction.peak_memory_bytes
+
+
+def test_a_tight_memory_is_kept_by_every_candidate(tmp_path: Path, needs: int) -> None:
+    limit = int(0.6 * needs)
+    result = planned(replace(TINY, hardware=small_profile(tmp_path, limit)))
+    assert result.candidates
+    for candidate in result.candidates:
+        assert candidate.prediction.device_memory_bytes == limit
+        assert candidate.prediction.peak_memory_bytes <= limit
+        certificate = candidate.plan.certificate
+        assert certificate.lower_bound_s <= certificate.objective_s
+        assert (certificate.status is Status.OPTIMAL) == (certificate.gap <= 1e-6)
+
+
+def test_less_memory_never_makes_the_best_plan_faster(tmp_path: Path, tiny: PlanResult, needs: int) -> None:
+    result = planned(replace(TINY, hardware=small_profile(tmp_path, int(0.6 * needs)), pins={"dp": "4"}))
+    free = planned(replace(TINY, pins={"dp": "4"}))
+    assert min(c.plan.certificate.objective_s for c in free.candidates) <= min(
+        c.plan.certificate.objective_s for c in result.candidates
+    )
+
+
+def test_what_does_not_fit_says_the_limit_the_excess_and_what_would_fit(tmp_path: Path) -> None:
+    hardware = small_profile(tmp_path, 4 * 2**20)
+    result = planned(replace(TINY, hardware=hardware, devices=2))
+    assert result.status is Status.INFEASIBLE
+    assert result.candidates == ()
+    assert "device memory binds" in result.infeasible
+    assert "of 4.00 MiB" in result.infeasible
+    assert "too much" in result.infeasible
+    words = result.infeasible.split()
+    enough = int(words[words.index("devices", words.index("fit")) - 1])
+    assert planned(replace(TINY, hardware=hardware, devices=enough)).candidates
+    assert not planned(replace(TINY, hardware=hardware, devices=enough // 2)).candidates
+
+
+def test_where_no_number_of_devices_helps_another_remedy_is_named(tmp_path: Path) -> None:
+    result = planned(replace(TINY, hardware=small_profile(tmp_path, 10_000, max_devices=16), devices=2))
+    assert result.status is Status.INFEASIBLE
+    assert "of 9.77 KiB" in result.infeasible
+    assert "use devices with more memory" in result.infeasible
+
+
+# Plans edited by hand
+
+
+def edited(plan: Plan, name: str, rules: tuple[Rule, ...]) -> Plan:
+    return replace(plan, rules={**plan.rules, name: rules})
+
+
+def refused(plan: Plan, *texts: str) -> None:
+    with pytest.raises(StrategyError) as error:
+        lower(plan, captured("gpt2-tiny"))
+    assert all(text in str(error.value) for text in texts), str(error.value)
+    assert error.value.exit_code == 2
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return planned(replace(TINY, pins={"dp": "4"}, top=1)).candidates[0].plan
+
+
+def test_a_plan_of_another_network_is_refused(plan: Plan) -> None:
+    refused(replace(plan, fingerprint="0" * 64), "000000000000…", "plan it again")
+
+
+def test_an_operator_that_is_not_there_is_refused(plan: Plan) -> None:
+    refused(edited(plan, "head/conv", plan.rules["head/mm"]), "'head/conv'", "plan it again")
+
+
+def test_an_operator_without_a_strategy_is_refused(plan: Plan) -> None:
+    refused(replace(plan, rules={n: r for n, r in plan.rules.items() if n != "head/mm"}), "'head/mm' has no strategy")
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        (Rule((0, 0), (0,), splits_work=True),),
+        (Rule((0,), (0,), splits_work=True),),
+        (),
+        (Rule((REPLICATE, REPLICATE), (REPLICATE,), splits_work=False),) * 2,
+    ],
+)
+def test_a_strategy_that_the_operator_cannot_take_is_refused(plan: Plan, rules: tuple[Rule, ...]) -> None:
+    refused(edited(plan, "head/mm", rules), "'head/mm'", "aten.mm.default")
+
+
+def test_a_strategy_that_does_not_divide_is_refused(plan: Plan) -> None:
+    uneven = replace(plan, micro_batch=1, micro_batches=16, mesh=replace(plan.mesh, axes=(plan.mesh.axes[0],)))
+    three = replace(uneven.mesh.axes[0], size=3)
+    refused(replace(uneven, mesh=replace(uneven.mesh, axes=(three,))), "does not divide")
+
+
+def test_layers_that_are_missing_are_refused(plan: Plan) -> None:
+    (*_, last) = plan.layers
+    refused(replace(plan, layers=()), "'blocks' cover 0 blocks", "blocks.0 to blocks.3")
+    shorter = (*plan.layers[:-1], replace(last, last=last.last - 1))
+    refused(replace(plan, layers=shorter), "cover 3 blocks")
+    refused(replace(plan, layers=(*plan.layers, last)), "'blocks' cover")
+    (first, *others) = plan.layers
+    without = {name: rules for name, rules in first.rules.items() if not name.endswith("gelu")}
+    assert len(without) < len(first.rules)
+    refused(replace(plan, layers=(replace(first, rules=without), *others)), "has no strategy")
+    unknown = {**first.rules, "blocks.*/gulp": next(iter(first.rules.values()))}
+    refused(replace(plan, layers=(replace(first, rules=unknown), *others)), "'blocks.*/gulp'")
+
+
+def test_strategies_of_neighbours_that_nothing_can_join_are_refused(plan: Plan) -> None:
+    """A sum of gradients may add partial sums, but what arrives sharded can never become one."""
+    name = next(n for n, rules in plan.layers[0].rules.items() if n.endswith("/gradient_sum") and rules[0].outputs)
+    (first, *others) = plan.layers
+    rules = {**first.rules, name: (Rule((PARTIAL, PARTIAL), (PARTIAL,), splits_work=False),)}
+    changed = replace(plan, layers=(replace(first, rules=rules), *others))
+    assert first.rules[name][0].inputs[0] >= 0, "the plan splits the batch"
+    refused(changed, "partial", "plan the network again")

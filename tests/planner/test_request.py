@@ -1,0 +1,132 @@
+"""Requests are refused where they are wrong, with the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from planner.planning import PlanRequest, plan_network
+from planner.request import PRECISIONS, Pins, read_pins
+from simulator.errors import InputError, ProfileError, UnsupportedError
+from tests.planner.search.problems import captured
+
+
+def request(devices: int = 4, pins: Mapping[str, str] | None = None, **fields: object) -> PlanRequest:
+    fields = {"network": "zoo:mlp", "hardware": "dgx-a100", **fields}
+    return PlanRequest(devices=devices, pins=pins or {}, **fields)  # type: ignore[arg-type]
+
+
+def test_nothing_pinned_leaves_everything_free() -> None:
+    assert read_pins(request()) == Pins()
+
+
+@pytest.mark.parametrize(
+    ("pins", "expected"),
+    [
+        ({"dp": "2", "tp": "2"}, Pins(dp=2, tp=2)),
+        ({"micro_batch": "4"}, Pins(micro_batch=4)),
+        ({"optimizer_sharding": "none"}, Pins(storage="replicated")),
+        ({"optimizer_sharding": "zero2"}, Pins(storage="sharded")),
+        # Neutral values of what is not searched yet are no restriction.
+        ({"pp": "1", "cp": "1", "recompute": "none", "schedule": "none", "sequence_parallel": "False"}, Pins()),
+    ],
+)
+def test_pins_are_read(pins: Mapping[str, str], expected: Pins) -> None:
+    assert read_pins(request(pins=pins)) == expected
+
+
+def test_data_parallel_mode_replicates_parameters_and_shards_only_batches() -> None:
+    expected = Pins(tp=1, storage="replicated", batch_only=True)
+    assert read_pins(request(parallel_mode="data_parallel")) == expected
+    assert read_pins(request(parallel_mode="data_parallel", pins={"tp": "1"})) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        ({"pins": {"tp": "zero"}}, ("tp=zero", "positive integer", "--pin tp=2")),
+        ({"pins": {"tp": "0"}}, ("tp=0", "positive integer")),
+        ({"pins": {"dp": "-2"}}, ("dp=-2",)),
+        ({"pins": {"dp": "2.0"}}, ("dp=2.0",)),
+        ({"pins": {"dp": "²"}}, ("dp=²", "positive integer")),
+        ({"pins": {"tpp": "2"}}, ("'tpp'", "did you mean 'tp'")),
+        ({"pins": {"optimizer_sharding": "zero4"}}, ("optimizer_sharding 'zero4'", "none, zero2")),
+        (
+            {"search_mode": "dynamic_programing"},
+            ("search mode 'dynamic_programing'", "did you mean 'dynamic_programming'"),
+        ),
+        ({"parallel_mode": "auto"}, ("parallel mode 'auto'", "auto_parallel")),
+        ({"parallel_mode": "stand_alone"}, ("stand_alone", "not 4", "--devices 1")),
+        ({"parallel_mode": "data_parallel", "pins": {"tp": "2"}}, ("tp=2", "data_parallel")),
+    ],
+)
+def test_wrong_pins_and_modes_are_refused(fields: Mapping[str, object], texts: tuple[str, ...]) -> None:
+    with pytest.raises(InputError) as error:
+        read_pins(request(**fields))  # type: ignore[arg-type]
+    assert not isinstance(error.value, UnsupportedError)
+    assert error.value.exit_code == 2
+    assert all(text in str(error.value) for text in texts), str(error.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"pins": {name: "2"}} for name in ("pp", "vpp", "cp", "ep")),
+        *({"pins": {"optimizer_sharding": name}} for name in ("zero1", "zero3")),
+        {"pins": {"recompute": "full"}},
+        {"pins": {"schedule": "1f1b"}},
+        {"pins": {"sequence_parallel": "true"}},
+        {"search_mode": "recursive_programming"},
+        {"search_mode": "sharding_propagation"},
+        {"parallel_mode": "hybrid_parallel"},
+        {"parallel_mode": "semi_auto_parallel"},
+    ],
+)
+def test_what_no_search_covers_yet_is_refused_as_such(fields: Mapping[str, object]) -> None:
+    with pytest.raises(UnsupportedError, match="not supported yet|is supported yet"):
+        read_pins(request(**fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        ({"pins": {"dp": "3"}}, ("dp=3", "device count, 4")),
+        ({"pins": {"dp": "2", "tp": "4"}}, ("dp=2 tp=4", "dp × tp must be the device count, 4")),
+        ({"pins": {"dp": "4"}, "global_batch": 6}, ("global batch 6", "smallest possible is 4", "--global-batch 8")),
+        (
+            {"pins": {"dp": "4", "micro_batch": "3"}, "global_batch": 64},
+            ("global batch 64", "micro_batch=3 × dp", "--global-batch 60"),
+        ),
+        ({"parallel_mode": "data_parallel", "global_batch": 2}, ("global batch 2", "--global-batch 4")),
+        ({"global_batch": 0}, ("global batch 0", "not positive")),
+        ({"global_batch": -8}, ("global batch -8", "not positive")),
+        ({"precision": "fp12"}, ("'fp12'", "bf16")),
+        ({"precision": "fp8"}, ("'fp8'", "not supported yet")),
+        ({"optimizer": "lamb"}, ("'lamb'", "adamw")),
+        ({"sequence_length": 32}, ("zoo:mlp", "sequence length")),
+        ({"network": "zoo:mlpp"}, ("mlpp", "zoo:mlp")),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(fields: Mapping[str, object], texts: tuple[str, ...]) -> None:
+    with pytest.raises(InputError) as error:
+        plan_network(request(**fields), graph=captured("mlp"))  # type: ignore[arg-type]
+    assert all(text in str(error.value) for text in texts), str(error.value)
+
+
+def test_a_batch_that_only_some_meshes_divide_leaves_those_out() -> None:
+    result = plan_network(request(global_batch=6), graph=captured("mlp"))
+    assert {c.plan.degree("data") for c in result.candidates} <= {1, 2}
+
+
+def test_device_counts_that_the_cluster_does_not_have_are_refused() -> None:
+    with pytest.raises(ProfileError, match="use 8 or 16"):
+        plan_network(request(devices=12), graph=captured("mlp"))
+    with pytest.raises(ProfileError, match="no hardware profile is named"):
+        plan_network(request(hardware="dgx-a200"), graph=captured("mlp"))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision_plans(precision: str) -> None:
+    result = plan_network(request(devices=2, precision=precision, hardware="dgx-a100"), graph=captured("mlp"))
+    assert result.candidates[0].plan.precision == precision
