@@ -39,7 +39,7 @@ __all__ = [
 
 BUCKET_BYTES = 25 * 2**20
 PROOF_TOLERANCE = 1e-6
-RESCORED = 5
+RESCORED = 3
 """The simulator ranks at least this many of the best plans by the additive objective."""
 _RETRIES = 3
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from planner.graph.operator_graph import OperatorGraph
     from planner.planning import Candidate, PlanRequest, PlanResult
 
-RESCORED = 5  # plans that are simulated before the best is taken, as `meshwright plan` does
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIfOptions:
@@ -170,7 +168,7 @@ def _requests(options: WhatIfOptions) -> list[PlanRequest]:
             search_mode=options.search_mode,
             parallel_mode=options.parallel_mode,
             pins=dict(options.pins),
-            top=RESCORED,
+            top=1,
         )
         for name in profiles
         for devices in sorted(set(options.device_counts))

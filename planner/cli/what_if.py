@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,8 +44,9 @@ def what_if(
     parallel_mode: Annotated[ParallelMode, typer.Option("--parallel-mode")] = ParallelMode.AUTO_PARALLEL,
     pins: Pins = None,
     processes: Annotated[
-        int, typer.Option("--processes", parser=natural, metavar="N", help="Plans made side by side.")
-    ] = 1,
+        int | None,
+        typer.Option("--processes", parser=natural, metavar="N", help="Plans made side by side; all cores by default."),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="Write a page with pictures.")] = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -81,7 +83,7 @@ def what_if(
     )
     if out is not None:
         check_writable(out)
-    rows = _rows(terminal, options, processes)
+    rows = _rows(terminal, options, processes or os.cpu_count() or 1)
     _finish(terminal, options, rows, out)
 
 

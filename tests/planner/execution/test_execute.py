@@ -94,7 +94,7 @@ def test_the_same_seed_gives_the_same_losses(mlp):
 
 
 def test_a_plan_that_computes_something_else_is_found_out(mlp, monkeypatch):
-    monkeypatch.setattr("planner.execution.run.run_reference", lambda job: [1.0] * job.steps)
+    monkeypatch.setattr("planner.execution.run.run_reference", lambda job, **_: [1.0] * job.steps)
     with pytest.raises(ExecutionError, match=r"step 0: loss .* differs from the single process's 1.0"):
         run(mlp, steps=1)
 

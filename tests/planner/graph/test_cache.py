@@ -84,11 +84,11 @@ def test_a_folder_that_cannot_be_made_is_no_error(
 
 
 def test_a_cached_network_is_captured_without_torch(place: Path) -> None:
-    graph = load_network("zoo:gpt2-tiny", sequence_length=8).capture()
+    graph = load_network("zoo:bert-large", sequence_length=8).capture()
     assert list(place.iterdir())
     script = (
         "import sys; from planner.networks import load_network, capture; "
-        "g = capture(load_network('zoo:gpt2-tiny', sequence_length=8)); "
+        "g = capture(load_network('zoo:bert-large', sequence_length=8)); "
         "print(g.fingerprint, 'torch' in sys.modules, 'networkx' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)

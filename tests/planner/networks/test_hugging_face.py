@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ def test_repeated_capture_is_the_full_one_and_equals_autograd(kind: str, tmp_pat
     network = load(tmp_path, kind)
     graph = unfold(network.capture())
     full = capture_module(lambda: network.make(None), network.inputs, name=network.name, notes=network.notes)
-    assert (graph.nodes, graph.parameters, graph.loss) == (full.nodes, full.parameters, full.loss)
+    nodes, full_nodes = ([replace(node, source="") for node in g.nodes] for g in (graph, full))
+    assert (nodes, graph.parameters, graph.loss) == (full_nodes, full.parameters, full.loss)
     graph = at_precision(at_batch(graph, 3), "float64")
     module = network.build(seed=0).double()
     inputs = random_inputs(graph, seed=1)
