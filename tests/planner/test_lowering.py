@@ -60,10 +60,10 @@ def lowered_plan(
 def every_plan() -> Iterator[object]:
     for name in ("mlp", "gpt2-tiny"):
         for axes in MESHES:
-            for micro_batches in (1, 2, 4):
+            for micro_batches in (1, 4) if name == "mlp" else (1, 2):
                 label = f"{name}-{'x'.join(f'{a}{n}' for a, n in axes.items()) or 'alone'}-{micro_batches}"
                 yield pytest.param(name, tuple(axes.items()), micro_batches, "free", 0, id=label)
-    for seed in range(1, 13):
+    for seed in range(1, 10):
         axes = tuple(MESHES[1 + seed % 3].items())
         name = ("mlp", "gpt2-tiny", "bert")[seed % 3 - 1]
         yield pytest.param(name, axes, 1 + seed % 2, ("free", "sharded")[seed % 4 == 1], seed, id=f"random-{seed}")
@@ -350,7 +350,7 @@ def test_micro_batches_share_their_segments() -> None:
 
 
 def test_no_two_redistributions_of_a_micro_batch_make_the_same_value() -> None:
-    for seed in range(1, 13):
+    for seed in range(1, 10):
         axes = tuple(MESHES[1 + seed % 3].items())
         lowered = lowered_plan(
             ("mlp", "gpt2-tiny", "bert")[seed % 3 - 1], axes, 1 + seed % 2, ("free", "sharded")[seed % 4 == 1], seed

@@ -31,14 +31,13 @@ def both(plan: Plan, hardware: str, depth: int = DEPTH) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("hardware", "devices", "pins"),
     [
-        ("dgx-a100", 4, {}),
         ("dgx-h100", 8, {"dp": "2", "tp": "4"}),
         ("dgx-a100", 4, {"optimizer_sharding": "zero2", "dp": "4"}),
         ("ascend910-atlas800", 8, {"micro_batch": "2"}),
     ],
 )
 def test_the_continued_peak_is_that_of_the_whole_network(hardware: str, devices: int, pins: Mapping[str, str]) -> None:
-    for plan in plans(hardware, devices, tuple(pins.items()))[:2]:
+    for plan in plans(hardware, devices, tuple(pins.items()))[:1]:
         assert shallow_versions(captured("gpt2-tiny", DEPTH), plan)
         quick, whole = both(plan, hardware)
         assert quick == pytest.approx(whole, rel=1e-3)
