@@ -9,9 +9,9 @@ The objective is additive. For one optimizer step with M micro-batches it adds u
 * once, the optimizer's update of the stored shard.
 
 On the data axis an operator may take any strategy; on the tensor axis it shards anything but the batch,
-so that the degrees mean what they say. Nothing is overlapped; the simulator, which re-scores the best plans, knows overlap. Memory adds up the
-stored parameters with their optimizer states, gathered copies, gradient accumulators and what the
-forward pass saves for the backward one.
+so that the degrees mean what they say. Nothing is overlapped; the simulator, which re-scores the best
+plans, knows overlap. Memory adds up the stored parameters with their optimizer states, gathered copies,
+gradient accumulators and what the forward pass saves for the backward one.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import cast
 
 import numpy as np
@@ -97,7 +98,7 @@ def test_min_plus_power_equals_repeated_products(seed: int, count: int) -> None:
     np.testing.assert_array_equal(power.table, expected)
     path = power.path(1, 2, 3)
     assert len(path) == count + 1
-    assert sum(table[1, a, b] for a, b in zip(path, path[1:], strict=False)) == expected[1, 2, 3]
+    assert sum(table[1, a, b] for a, b in itertools.pairwise(path)) == expected[1, 2, 3]
 
 
 def test_a_limit_below_everything_is_infeasible() -> None:
@@ -105,4 +106,5 @@ def test_a_limit_below_everything_is_infeasible() -> None:
     problem = TableProblem((2,), (only,), {}, {})
     assert solve(cast("Problem", problem), 3.0) is None
     found = solve(cast("Problem", problem), 4.0)
-    assert found is not None and found.assignment == {0: 1}
+    assert found is not None
+    assert found.assignment == {0: 1}
