@@ -36,6 +36,13 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 }
 
 
+LOOKUPS: Mapping[str, int] = {"embedding": 0, "gather": 0, "index_select": 0, "nll_loss_forward": 0}
+"""Operators that read only as much of one input as they return: its position."""
+
+SHAPE_ONLY: Mapping[str, int] = {"nll_loss_backward": 1}
+"""Operators that need only the shape of one input: its position."""
+
+
 def optimizer(name: str) -> Optimizer:
     """Look an optimizer up; raises UnsupportedError for one without an elementwise update."""
     if name not in OPTIMIZERS:
@@ -69,10 +76,12 @@ def traffic_bytes(graph: OperatorGraph, node: Node, shares: Sequence[Amount]) ->
         return total
     sizes = [float(graph.spec(ref).size_bytes) for ref in inputs]
     sizes += [float(spec.size_bytes) for spec in node.outputs]
-    if node.op.startswith("aten.embedding."):
-        # A lookup reads the rows it copies, not the whole table.
-        sizes[0] = 0.0
+    name = node.op.split(".")[1] if "." in node.op else ""
+    if name in LOOKUPS:
+        sizes[LOOKUPS[name]] = 0.0
         sizes[len(inputs)] *= 2
+    elif name in SHAPE_ONLY:
+        sizes[SHAPE_ONLY[name]] = 0.0
     for size, share in zip(sizes, shares, strict=True):
         total = total + share * size
     return total

@@ -31,11 +31,11 @@ _CLASSES: dict[Kernel, tuple[str, ...]] = {
     Kernel.REDUCTION: (
         *("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "var_mean", "prod", "any", "all"),
         *("cumsum", "nll_loss_forward", "avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d", "topk"),
-        *("linalg_vector_norm", "logsumexp"),
+        *("linalg_vector_norm", "logsumexp", "max_pool2d_with_indices_backward"),
     ),
     Kernel.EMBEDDING: (
         *("embedding", "embedding_dense_backward", "gather", "scatter", "scatter_add", "index", "index_select"),
-        *("index_put", "index_add", "nll_loss_backward", "max_pool2d_with_indices_backward", "_unsafe_index_put"),
+        *("index_put", "index_add", "_unsafe_index_put"),
         "scatter_reduce",
     ),
     Kernel.COPY: (
@@ -51,7 +51,16 @@ _CLASSES: dict[Kernel, tuple[str, ...]] = {
             "flip",
         ),
         *("full", "zeros", "ones", "zeros_like", "ones_like", "full_like", "new_zeros", "new_full", "arange", "copy"),
-        *("roll", "select_scatter", "slice_scatter", "empty_like", "scalar_tensor", "new_ones", "_unsafe_index"),
+        *(
+            "roll",
+            "nll_loss_backward",
+            "select_scatter",
+            "slice_scatter",
+            "empty_like",
+            "scalar_tensor",
+            "new_ones",
+            "_unsafe_index",
+        ),
     ),
     Kernel.VIEW: (
         *("view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "split"),

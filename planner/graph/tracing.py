@@ -171,7 +171,8 @@ def _prepare(module: fx.GraphModule) -> list[str]:
         elif node.target in _DROPOUTS:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
-            notes.append(f"dropout ({node.args[1]}) is left out")
+            if node.args[1]:
+                notes.append(f"dropout ({node.args[1]}) is left out")
         elif node.target is aten.scaled_dot_product_attention.default:
             notes += _without_attention_dropout(node)
         elif node.target in _EXACT:

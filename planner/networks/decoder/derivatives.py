@@ -171,7 +171,7 @@ def _log_softmax(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
 def _nll(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
     scores = call.args[0]
     args = (gradients[0], *call.args, call.outputs[1])
-    yield scores, tape.call("nll_loss_backward.default", *args, dims=scores.dims, kernel=Kernel.EMBEDDING)
+    yield scores, tape.call("nll_loss_backward.default", *args, dims=scores.dims, kernel=Kernel.COPY)
 
 
 DERIVATIVES: dict[str, Derivative] = {

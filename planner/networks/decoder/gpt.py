@@ -18,7 +18,6 @@ class ZooGPT:
 
     config: GPTConfig
     tied: ClassVar[tuple[str, ...]] = ("token_embedding.weight", "head.weight")
-    notes: ClassVar[tuple[str, ...]] = ()
 
     def parameters(self, blocks: int) -> Iterator[tuple[str, Dims]]:
         """Names and dims, in the module's order."""
@@ -68,7 +67,6 @@ class HuggingFaceGPT2:
     inner: int
     epsilon: float
     tied_embedding: bool
-    notes: ClassVar[tuple[str, ...]] = ("dropout (0.0) is left out",)
 
     @property
     def tied(self) -> tuple[str, ...]:

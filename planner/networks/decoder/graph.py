@@ -21,10 +21,6 @@ class Decoder(Protocol):
     def tied(self) -> tuple[str, ...]:
         """All names of the one parameter that has several; may be empty."""
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What the capture leaves out of the module and says so."""
-
     def parameters(self, blocks: int) -> Iterator[tuple[str, Dims]]:
         """Names and dims of the parameters, tied ones once, in the module's order."""
 
@@ -64,5 +60,5 @@ def decoder_graph(
             for spec, value in zip(inputs, values, strict=True)
         ),
         loss=loss.ref,
-        notes=tuple(dict.fromkeys((*notes, *decoder.notes))),
+        notes=notes,
     )

@@ -22,7 +22,6 @@ class ZooLlama:
 
     config: LlamaConfig
     tied: ClassVar[tuple[str, ...]] = ()
-    notes: ClassVar[tuple[str, ...]] = ()
 
     def parameters(self, blocks: int) -> Iterator[tuple[str, Dims]]:
         """Names and dims, in the module's order."""
@@ -93,7 +92,6 @@ class HuggingFaceLlama:
     rope_base: float
     tied_embedding: bool
     padding: int | None = None
-    notes: ClassVar[tuple[str, ...]] = ()
 
     @property
     def tied(self) -> tuple[str, ...]:

@@ -60,8 +60,11 @@ class Recount:
                     self.local_bytes(ref, tuple((*r.inputs, *r.outputs)[i] for r in rules))
                     for i, ref in enumerate(refs)
                 ]
-                if node.op.startswith("aten.embedding."):
-                    sizes = [*sizes[1:-1], 2 * sizes[-1]]
+                inputs = len(node.tensor_inputs)
+                if node.op.startswith(("aten.embedding.", "aten.nll_loss_forward.")):
+                    sizes[0], sizes[inputs] = 0.0, 2 * sizes[inputs]
+                if node.op.startswith("aten.nll_loss_backward."):
+                    sizes[1] = 0.0
                 moved = 0.0 if node.kernel is Kernel.VIEW else sum(sizes)
                 split = prod(n for r, n in zip(rules, self.mesh.sizes, strict=True) if r.splits_work)
                 dtype = node.outputs[0].dtype
