@@ -1,0 +1,159 @@
+"""A graph with the strategies of its nodes, and what follows from them for every micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, Role, TensorRef, TensorSpec
+from planner.sharding.placement import REPLICATE, Mesh, Placements, placement_name
+from planner.sharding.redistribution import Step, redistribution
+from planner.sharding.rules import Rule
+from planner.strategy.plan import NodeRules
+from planner.work import Optimizer, state_bytes, traffic_bytes
+from simulator.errors import StrategyError
+from simulator.program import (
+    Buffer,
+    BufferKind,
+    Collective,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoweringOptions:
+    """What a plan says beside the strategies."""
+
+    mesh: Mesh
+    micro_batches: int
+    optimizer: Optimizer
+    bucket_bytes: int
+
+
+def local_share(placements: Placements, sizes: tuple[int, ...]) -> float:
+    """Part of a tensor that one rank holds."""
+    return 1.0 / prod(size for p, size in zip(placements, sizes, strict=True) if p >= 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Placements of a node's inputs and outputs, bytes of each local output, and the local work."""
+
+    inputs: tuple[Placements, ...]
+    outputs: tuple[Placements, ...]
+    sizes: tuple[int, ...]
+    flops: float
+    bytes_moved: float
+
+
+class PlacedGraph:
+    """The graph with its strategies, and what follows from them for every segment."""
+
+    def __init__(self, graph: OperatorGraph, rules: Mapping[str, NodeRules], options: LoweringOptions) -> None:
+        self.graph = graph
+        self.options = options
+        self.sizes = options.mesh.sizes
+        axes = len(self.sizes)
+        self.replicated: Placements = (REPLICATE,) * axes
+        self._recipes: dict[tuple[int, int, str], Recipe] = {}
+        self.gradient_of = {p.gradient: p.node for p in graph.parameters if p.gradient is not None}
+        self.rules: list[NodeRules] = []
+        for node in graph.nodes:
+            if node.role is Role.CONSTANT:
+                everywhere = Rule(
+                    (REPLICATE,) * len(node.tensor_inputs), (REPLICATE,) * len(node.outputs), splits_work=False
+                )
+                self.rules.append((everywhere,) * axes)
+            else:
+                self.rules.append(rules[node.name])
+        self.stored: dict[int, Placements] = {
+            i: self.output_placements(TensorRef(i))
+            for i, node in enumerate(graph.nodes)
+            if node.role in (Role.PARAMETER, Role.INPUT)
+        }
+        self.read = {*graph.consumers, graph.loss, *(p.gradient for p in graph.parameters if p.gradient)}
+        self.loss_value = self.value_name(graph.loss, self.replicated)
+
+    def recipe(self, index: int) -> Recipe:
+        """Local work of a node; equal blocks with equal strategies share it."""
+        node, rules = self.graph.nodes[index], self.rules[index]
+        key = (id(node.outputs), id(rules), node.op)
+        if key not in self._recipes:
+            inputs = tuple(
+                tuple(rule.inputs[position] for rule in rules) for position in range(len(node.tensor_inputs))
+            )
+            outputs = tuple(tuple(rule.outputs[o] for rule in rules) for o in range(len(node.outputs)))
+            shares = [local_share(placements, self.sizes) for placements in (*inputs, *outputs)]
+            split = prod(size for rule, size in zip(rules, self.sizes, strict=True) if rule.splits_work)
+            self._recipes[key] = Recipe(
+                inputs=inputs,
+                outputs=outputs,
+                sizes=tuple(self.local_bytes(spec, p) for spec, p in zip(node.outputs, outputs, strict=True)),
+                flops=node.flops / split,
+                bytes_moved=traffic_bytes(self.graph, node, shares),
+            )
+        return self._recipes[key]
+
+    def output_placements(self, ref: TensorRef) -> Placements:
+        """Placements in which a tensor's node writes it."""
+        return self.recipe(ref.node).outputs[ref.output]
+
+    def local_bytes(self, spec: TensorSpec, placements: Placements) -> int:
+        """Bytes of one rank's piece of a tensor."""
+        return int(spec.size_bytes * local_share(placements, self.sizes))
+
+    def written_name(self, ref: TensorRef) -> str:
+        """Name of a tensor in the placement its node writes."""
+        node = self.graph.nodes[ref.node]
+        return node.name if len(node.outputs) == 1 else f"{node.name}:{ref.output}"
+
+    def value_name(self, ref: TensorRef, placements: Placements) -> str:
+        """Name of a tensor in one placement; as written, it is called like its node."""
+        name = self.written_name(ref)
+        if placements == self.output_placements(ref):
+            return name
+        return f"{name}@{','.join(map(placement_name, placements))}"
+
+    def gathered(self, node: int) -> list[Placements]:
+        """Placements other than the stored one in which a parameter is read and that need a message."""
+        ref = TensorRef(node)
+        wanted: dict[Placements, None] = {}
+        for user in self.graph.consumers.get(ref, ()):
+            for placements, used in zip(self.recipe(user).inputs, self.graph.nodes[user].tensor_inputs, strict=True):
+                if used == ref:
+                    wanted[placements] = None
+        return [w for w in wanted if any(isinstance(s.operation, Collective) for s in self.path(self.stored[node], w))]
+
+    def path(self, source: Placements, target: Placements) -> tuple[Step, ...]:
+        """Steps of a redistribution; StrategyError where there are none."""
+        steps = redistribution(source, target)
+        if steps is None:
+            names = (",".join(map(placement_name, placements)) for placements in (source, target))
+            raise StrategyError(
+                f"a tensor that is written as {next(names)} is read as {next(names)}, and nothing sharded can become "
+                "partial; plan the network again"
+            )
+        return steps
+
+    def volume(self, steps: tuple[Step, ...]) -> float:
+        """Share of a tensor that a path puts on the wire."""
+        return sum(
+            (2.0 if s.operation is Collective.ALL_REDUCE else 1.0) / prod(self.sizes[a] for a in s.sharded_axes)
+            for s in steps
+            if isinstance(s.operation, Collective)
+        )
+
+    def resident(self) -> list[Buffer]:
+        """Parameters, optimizer states and the batch."""
+        buffers = []
+        for index, placements in self.stored.items():
+            node = self.graph.nodes[index]
+            spec = node.outputs[0]
+            size = self.local_bytes(spec, placements)
+            kind = BufferKind.PARAMETER if node.role is Role.PARAMETER else BufferKind.ACTIVATION
+            buffers.append(Buffer(name=node.name, size_bytes=size, kind=kind))
+            states = state_bytes(self.options.optimizer, spec.dtype) * size // DTYPE_BYTES[spec.dtype]
+            if node.role is Role.PARAMETER and states:
+                name = f"{node.name}.states"
+                buffers.append(Buffer(name=name, size_bytes=states, kind=BufferKind.OPTIMIZER_STATE))
+        return buffers

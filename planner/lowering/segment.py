@@ -1,0 +1,245 @@
+"""One micro-batch: parameters gathered before, gradients accumulated, synchronised and applied after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+
+from planner.graph.operator_graph import TensorRef
+from planner.instructions import (
+    Accumulate,
+    Communicate,
+    Instruction,
+    Update,
+)
+from planner.lowering.body import Body
+from planner.lowering.placed import PlacedGraph, local_share
+from planner.lowering.writer import Writer, finished
+from planner.sharding.placement import Placements, placement_name
+from planner.sharding.redistribution import Step
+from planner.work import update_traffic
+from simulator.program import (
+    Buffer,
+    BufferKind,
+    Collective,
+    Kernel,
+    Phase,
+    Task,
+)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Gradients waiting to travel together."""
+
+    entries: list[tuple[int, str, tuple[Step, ...]]] = field(default_factory=list)
+    size_bytes: int = 0
+
+
+class SegmentWriter(Writer):
+    """Writes the tasks and instructions of one micro-batch."""
+
+    def __init__(self, source: PlacedGraph, body: Body, *, first: bool, last: bool) -> None:
+        super().__init__(source)
+        self.body = body
+        self.first = first
+        self.last = last
+        self.pending: dict[tuple[Collective, int, str], _Pending] = {}
+        self.synchronised: list[tuple[int, str]] = []
+        self.persistent = {self.graph.nodes[i].name for i in source.stored} | {source.loss_value}
+
+    def write(self) -> tuple[tuple[Task, ...], tuple[Instruction, ...]]:
+        """Return the segment's tasks, with dependencies and releases, and their instructions."""
+        self._gather_parameters()
+        for item in self.body.items:
+            if isinstance(item, TensorRef):
+                self._gradient(item, self.source.gradient_of[item])
+            else:
+                self.drafts.append(item)
+        if self.last:
+            self._finish()
+        return self._resolve()
+
+    # Parameters and gradients
+
+    def _gather_parameters(self) -> None:
+        """Fetch stored shards once a step, in fused messages ahead of their use."""
+        pending: dict[tuple[str, int, Placements, Placements, str], list[tuple[TensorRef, str, str]]] = {}
+        size: dict[object, int] = {}
+        for parameter in self.graph.parameters:
+            ref = TensorRef(parameter.node)
+            for wanted in self.source.gathered(parameter.node):
+                steps = self.source.path(self.source.stored[parameter.node], wanted)
+                self.persistent.add(self.source.value_name(ref, wanted))
+                if not self.first:
+                    self.versions[ref][wanted] = self.source.value_name(ref, wanted)
+                elif len(steps) > 1:
+                    self._gather_in_steps(ref, wanted, steps)
+                else:
+                    step = steps[0]
+                    target = self.source.value_name(ref, wanted)
+                    self.versions[ref][wanted] = target
+                    spec = self.graph.spec(ref)
+                    place = (str(step.operation), step.axis, step.before, step.after, spec.dtype)
+                    pending.setdefault(place, []).append((ref, self.graph.nodes[ref.node].name, target))
+                    size[place] = size.get(place, 0) + self.source.local_bytes(spec, step.after)
+                    if size[place] >= self.source.options.bucket_bytes:
+                        self._step(pending.pop(place), step, Phase.FORWARD, asynchronous=True)
+                        size[place] = 0
+        for key, items in pending.items():
+            step = self.source.path(key[2], key[3])[0]
+            self._step(items, step, Phase.FORWARD, asynchronous=True)
+
+    def _gather_in_steps(self, ref: TensorRef, wanted: Placements, steps: tuple[Step, ...]) -> None:
+        value, goal = self.graph.nodes[ref.node].name, self.source.value_name(ref, wanted)
+        for number, step in enumerate(steps, 1):
+            target = goal if number == len(steps) else f"{goal}.step{number}"
+            self._step([(ref, value, target)], step, Phase.FORWARD, asynchronous=True)
+            value = target
+        self.versions[ref][wanted] = goal
+
+    def _gradient(self, ref: TensorRef, parameter: int) -> None:
+        placements = self.source.output_placements(ref)
+        value = self.source.value_name(ref, placements)
+        spec = self.graph.spec(ref)
+        if self.source.options.micro_batches > 1:
+            accumulator = f"{self.graph.nodes[parameter].name}.accumulated"
+            self.persistent.add(accumulator)
+            size = self.source.local_bytes(spec, placements)
+            moved = 0.0 if self.first else 3.0 * size
+            task = Task(
+                name=f"accumulate {self.graph.nodes[parameter].name}",
+                phase=Phase.BACKWARD,
+                kernel=Kernel.VIEW if self.first else Kernel.ELEMENTWISE,
+                dtype=spec.dtype,
+                bytes_moved=moved,
+            )
+            writes = (Buffer(name=accumulator, size_bytes=size, kind=BufferKind.GRADIENT),) if self.first else ()
+            instruction = Accumulate(source=value, accumulator=accumulator, first=self.first)
+            self._add(task, instruction, (value,) if self.first else (value, accumulator), writes)
+            self.drafts[-1].completes = (accumulator,)
+            value = accumulator
+        if self.last:
+            self._synchronise(parameter, value, self.source.path(placements, self.source.stored[parameter]))
+
+    def _synchronise(self, parameter: int, value: str, steps: tuple[Step, ...]) -> None:
+        """Queue a gradient's next message; full buckets travel at once."""
+        if not steps:
+            self.synchronised.append((parameter, value))
+            return
+        step = steps[0]
+        ref = next(p.gradient for p in self.graph.parameters if p.node == parameter and p.gradient)
+        if not isinstance(step.operation, Collective):
+            target = self._synchronised_name(parameter, step)
+            self._step([(ref, value, target)], step, Phase.BACKWARD, asynchronous=False)
+            self._synchronise(parameter, target, steps[1:])
+            return
+        spec = self.graph.spec(ref)
+        key = (step.operation, step.axis, spec.dtype)
+        bucket = self.pending.setdefault(key, _Pending())
+        bucket.entries.append((parameter, value, steps))
+        bucket.size_bytes += int(spec.size_bytes / prod(self.source.sizes[a] for a in step.sharded_axes))
+        if bucket.size_bytes >= self.source.options.bucket_bytes:
+            self._flush(key)
+
+    def _synchronised_name(self, parameter: int, step: Step) -> str:
+        return f"{self.graph.nodes[parameter].name}.gradient@{','.join(map(placement_name, step.after))}"
+
+    def _flush(self, key: tuple[Collective, int, str]) -> None:
+        bucket = self.pending.pop(key)
+        gradients = {p.node: p.gradient for p in self.graph.parameters}
+        items, dims, payload, writes, after = [], [], 0.0, [], []
+        for parameter, value, steps in bucket.entries:
+            step, ref = steps[0], gradients[parameter]
+            assert ref is not None  # only parameters with a gradient are queued
+            target = self._synchronised_name(parameter, step)
+            spec = self.graph.spec(ref)
+            items.append((value, target))
+            dims.append((step.gather_dim, step.split_dim))
+            payload += spec.size_bytes / prod(self.source.sizes[a] for a in step.sharded_axes)
+            size = self.source.local_bytes(spec, step.after)
+            writes.append(Buffer(name=target, size_bytes=size, kind=BufferKind.GRADIENT))
+            after.append((parameter, target, steps[1:]))
+        message = Communicate(
+            collective=key[0],
+            axis=key[1],
+            sources=tuple(value for value, _ in items),
+            targets=tuple(target for _, target in items),
+            gather_dims=tuple(gather for gather, _ in dims),
+            split_dims=tuple(split for _, split in dims),
+            asynchronous=True,
+        )
+        name = f"{key[0]} gradients of {self.graph.nodes[bucket.entries[0][0]].name}"
+        if len(items) > 1:
+            name += f" and {len(items) - 1} more"
+        self._message(name, Phase.BACKWARD, message, payload, writes=tuple(writes), dtype=key[2])
+        for parameter, target, steps in after:
+            self._synchronise(parameter, target, steps)
+
+    def _finish(self) -> None:
+        """Send what still waits, then update every parameter."""
+        while self.pending:
+            self._flush(next(iter(self.pending)))
+        update = self.source.options.optimizer
+        for parameter, value in self.synchronised:
+            node = self.graph.nodes[parameter]
+            spec = node.outputs[0]
+            elements = spec.elements * local_share(self.source.stored[parameter], self.source.sizes)
+            task = Task(
+                name=f"update {node.name}",
+                phase=Phase.UPDATE,
+                kernel=Kernel.OPTIMIZER,
+                dtype=spec.dtype,
+                flops=elements * update.flops,
+                bytes_moved=elements * update_traffic(update, spec.dtype),
+            )
+            instruction = Update(parameter=node.name, gradient=value, divisor=self.source.options.micro_batches)
+            self._add(task, instruction, (node.name, value), ())
+
+    def _resolve(self) -> tuple[tuple[Task, ...], tuple[Instruction, ...]]:
+        """Turn values into dependencies and releases: a value goes when its last reader, or that of a view, is done."""
+        producer: dict[str, int] = {}
+        last_use: dict[str, int] = {}
+        owners: dict[str, str] = {}
+        after: list[tuple[int, ...]] = []
+        streams = [draft.task.stream for draft in self.drafts]
+        for index, draft in enumerate(self.drafts):
+            stream = streams[index]
+            needs = {n for v in draft.reads if (n := producer.get(v)) is not None and streams[n] != stream}
+            if draft.completes:
+                if draft.task.collective is not None:
+                    needs.add(index - 1)
+                producer.update(dict.fromkeys(draft.completes, index))
+            after.append(tuple(sorted(needs)) if needs else ())
+            for buffer in draft.writes:
+                producer[buffer.name] = last_use[buffer.name] = index
+            if draft.owners:
+                owners.update(draft.owners)
+            for value in draft.reads:
+                last_use[value] = index
+                while value in owners:
+                    value = owners[value]
+                    last_use[value] = index
+        keep = self._kept()
+        releases: dict[int, list[str]] = {}
+        for value, index in last_use.items():
+            if value not in keep and (value in producer or self._dropped_here(value)):
+                releases.setdefault(index, []).append(value)
+        tasks = tuple(
+            finished(d.task, after=a, allocates=self._new(d.writes), releases=tuple(releases.get(i, ())))
+            for i, (d, a) in enumerate(zip(self.drafts, after, strict=True))
+        )
+        return tasks, tuple(d.instruction for d in self.drafts)
+
+    def _new(self, writes: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
+        """Buffers that are not there yet: the loss stays from one micro-batch to the next."""
+        return writes if self.first else tuple(b for b in writes if b.name != self.source.loss_value)
+
+    def _kept(self) -> set[str]:
+        """Values that outlive the segment: parameters, the batch, the loss, and what a later micro-batch needs."""
+        stored = {self.graph.nodes[i].name for i in self.source.stored} | {self.source.loss_value}
+        return stored if self.last else stored | self.persistent
+
+    def _dropped_here(self, value: str) -> bool:
+        """Whether a value of an earlier segment ends its life in this one."""
+        return self.last and value in self.persistent

@@ -1,0 +1,158 @@
+"""Tasks and instructions being written, and how a tensor gets from one placement to another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+
+from planner.graph.operator_graph import Role, TensorRef
+from planner.instructions import (
+    Communicate,
+    Instruction,
+    Mask,
+    Slice,
+)
+from planner.lowering.placed import PlacedGraph
+from planner.sharding.placement import Placements
+from planner.sharding.redistribution import Step, redistribution
+from simulator.program import (
+    Buffer,
+    BufferKind,
+    Collective,
+    Kernel,
+    Phase,
+    Task,
+)
+
+
+@dataclass(slots=True)
+class Draft:
+    """A task being written: its values are resolved to dependencies and releases at the end."""
+
+    task: Task
+    instruction: Instruction
+    reads: tuple[str, ...]
+    writes: tuple[Buffer, ...]
+    owners: dict[str, str] = field(default_factory=dict)
+    completes: tuple[str, ...] = ()
+    """Values that are ready only after this task although an earlier one writes them."""
+
+
+def finished(task: Task, after: tuple[int, ...], allocates: tuple[Buffer, ...], releases: tuple[str, ...]) -> Task:
+    """Complete a draft's task; written out because `dataclasses.replace` is several times slower."""
+    return Task(
+        name=task.name,
+        phase=task.phase,
+        stream=task.stream,
+        after=after,
+        kernel=task.kernel,
+        dtype=task.dtype,
+        flops=task.flops,
+        bytes_moved=task.bytes_moved,
+        collective=task.collective,
+        axis=task.axis,
+        payload_bytes=task.payload_bytes,
+        allocates=allocates,
+        releases=releases,
+    )
+
+
+class Writer:
+    """Writes tasks and instructions, and knows every tensor's versions so far."""
+
+    def __init__(self, source: PlacedGraph) -> None:
+        self.source = source
+        self.graph = source.graph
+        self.drafts: list[Draft] = []
+        self.versions: dict[TensorRef, dict[Placements, str]] = {
+            TensorRef(index): {placements: self.graph.nodes[index].name} for index, placements in source.stored.items()
+        }
+
+    def _fetch(self, ref: TensorRef, wanted: Placements, phase: Phase) -> str:
+        versions = self.versions[ref]
+        if wanted not in versions:
+            ways = [steps for p in versions if (steps := redistribution(p, wanted)) is not None]
+            ways = ways or [self.source.path(next(iter(versions)), wanted)]
+            for step in min(ways, key=self.source.volume):
+                if step.after not in versions:
+                    versions[step.after] = self._move(ref, versions[step.before], step, phase)
+        return versions[wanted]
+
+    def _move(self, ref: TensorRef, value: str, step: Step, phase: Phase, *, asynchronous: bool = False) -> str:
+        target = self.source.value_name(ref, step.after)
+        self._step([(ref, value, target)], step, phase, asynchronous)
+        return target
+
+    def _step(self, items: list[tuple[TensorRef, str, str]], step: Step, phase: Phase, asynchronous: bool) -> None:
+        """One move of one or several tensors along one axis."""
+        source = self.source
+        specs = [self.graph.spec(ref) for ref, _, _ in items]
+        sizes = [source.local_bytes(spec, step.after) for spec in specs]
+        kinds = [self._moved_kind(ref) for ref, _, _ in items]
+        writes = tuple(
+            Buffer(name=t, size_bytes=size, kind=kind)
+            for (_, _, t), size, kind in zip(items, sizes, kinds, strict=True)
+        )
+        if not isinstance(step.operation, Collective):
+            (_, value, target), size = items[0], sizes[0]
+            kernel = {"kernel": Kernel.COPY, "bytes_moved": 2.0 * size, "dtype": specs[0].dtype}
+            task = Task(name=f"{step.operation} {value}", phase=phase, **kernel)  # type: ignore[arg-type]
+            instruction: Instruction = (
+                Slice(source=value, target=target, axis=step.axis, dim=step.split_dim)
+                if step.operation == "slice"
+                else Mask(source=value, target=target, axis=step.axis)
+            )
+            self._add(task, instruction, (value,), writes)
+            return
+        payload = sum(spec.size_bytes for spec in specs) / prod(source.sizes[a] for a in step.sharded_axes)
+        message = Communicate(
+            collective=step.operation,
+            axis=step.axis,
+            sources=tuple(value for _, value, _ in items),
+            targets=tuple(target for _, _, target in items),
+            gather_dims=(step.gather_dim,) * len(items),
+            split_dims=(step.split_dim,) * len(items),
+            asynchronous=asynchronous,
+        )
+        what = items[0][1] if len(items) == 1 else f"{len(items)} tensors from {items[0][1]}"
+        self._message(f"{step.operation} {what}", phase, message, payload, writes=writes, dtype=specs[0].dtype)
+
+    def _moved_kind(self, ref: TensorRef) -> BufferKind:
+        role = self.graph.nodes[ref.node].role
+        if role is Role.PARAMETER:
+            return BufferKind.PARAMETER
+        return BufferKind.GRADIENT if ref in self.source.gradient_of else BufferKind.COMMUNICATION
+
+    def _message(
+        self,
+        name: str,
+        phase: Phase,
+        message: Communicate,
+        payload: float,
+        *,
+        writes: tuple[Buffer, ...] = (),
+        dtype: str = "float32",
+        completes: tuple[str, ...] = (),
+    ) -> None:
+        axis = self.source.options.mesh.axes[message.axis].name
+        task = Task(
+            name=name,
+            phase=phase,
+            stream=f"communication:{axis}",
+            dtype=dtype,
+            collective=message.collective,
+            axis=axis,
+            payload_bytes=payload,
+        )
+        self._add(task, message, message.sources, writes)
+        self.drafts[-1].completes = completes
+
+    def _add(
+        self,
+        task: Task,
+        instruction: Instruction,
+        reads: tuple[str, ...],
+        writes: tuple[Buffer, ...],
+        owners: dict[str, str] | None = None,
+    ) -> None:
+        self.drafts.append(Draft(task, instruction, reads, writes, owners or {}))
