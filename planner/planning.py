@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from planner.graph.folding import unfold
@@ -12,16 +12,16 @@ from planner.graph.scaling import at_batch, at_precision
 from planner.instructions import LoweredPlan
 from planner.lowering import LoweringOptions, lower_graph
 from planner.networks import Network, load_network
-from planner.prediction import Prediction, predict
+from planner.prediction import Prediction, precision_notes, predict
 from planner.quantities import bytes_text
 from planner.request import PRECISIONS, PlanRequest, read_pins
 from planner.search.candidates import ROOMY, Found, Misfit, Space, explore
 from planner.search.solution import block_index, node_rules, template_name
 from planner.search.variables import decisions
-from planner.sharding.placement import REPLICATE
+from planner.sharding.placement import Placements
 from planner.sharding.rules import has_rule, rules_for
 from planner.shortening import shallow_versions
-from planner.strategy.plan import Certificate, LayerRules, NodeRules, Plan, Status
+from planner.strategy.plan import Certificate, LayerRules, NodeRules, Plan, Status, optimizer_sharding
 from planner.work import optimizer
 from simulator.errors import InputError, StrategyError, UnsupportedError
 from simulator.hardware import Hardware, load_profile
@@ -120,14 +120,14 @@ def plan_network(request: PlanRequest, *, graph: OperatorGraph | None = None) ->
     searched = time.perf_counter()
     scored = _Scorer(space, base).score(found, max(request.top, RESCORED))[: max(request.top, 1)]
     simulation = time.perf_counter() - searched
-    messages = (*graph.notes, *_without_rules(graph))
+    notes = (*graph.notes, *_without_rules(graph), *precision_notes(hardware, dtype))
     elapsed = time.perf_counter() - captured
     return PlanResult(
         status=scored[0].plan.certificate.status if scored else Status.INFEASIBLE,
         candidates=_with_reasons(scored),
         elapsed_s=elapsed,
         capture_s=captured - started,
-        messages=messages,
+        messages=(*notes, *_idle_axes(scored)),
         simulation_s=simulation,
         infeasible="" if scored else _why_infeasible(space, misfits),
     )
@@ -238,7 +238,7 @@ def _make_plan(space: Space, base: Mapping[str, object], item: Found) -> Plan:
         mesh=item.mesh,
         rules=rules,
         layers=layers,
-        optimizer_sharding=_optimizer_sharding(space, item),
+        optimizer_sharding=optimizer_sharding(item.mesh, _stored(space, item)),
         certificate=Certificate(
             status=status,
             objective_s=item.solution.objective_s,
@@ -254,20 +254,14 @@ def _make_plan(space: Space, base: Mapping[str, object], item: Found) -> Plan:
     )
 
 
-def _optimizer_sharding(space: Space, item: Found) -> str:
-    """``zero2`` where most optimizer state is sharded along the data axis, else ``none``."""
-    names = [a.name for a in item.mesh.axes]
-    if "data" not in names:
-        return "none"
-    axis, sharded, total = names.index("data"), 0.0, 0.0
+def _stored(space: Space, item: Found) -> Iterator[tuple[int, Placements]]:
+    """Elements and placements of every parameter."""
     for parameter in space.graph.parameters:
         variable = item.problem.decisions.of_node[parameter.node]
         state = item.solution.assignment[variable]
-        placed = item.problem.states[variable].placements(TensorRef(parameter.node), reads=False)[axis, state]
-        size = space.graph.nodes[parameter.node].outputs[0].elements * space.graph.multiplicity[parameter.node]
-        total += size
-        sharded += size * (placed != REPLICATE)
-    return "zero2" if sharded > 0.5 * total else "none"
+        placed = item.problem.states[variable].placements(TensorRef(parameter.node), reads=False)[:, state]
+        elements = space.graph.nodes[parameter.node].outputs[0].elements * space.graph.multiplicity[parameter.node]
+        yield elements, tuple(int(placement) for placement in placed)
 
 
 def _with_reasons(scored: list[Candidate]) -> tuple[Candidate, ...]:
@@ -305,6 +299,20 @@ def _without_rules(graph: OperatorGraph) -> tuple[str, ...]:
     )
 
 
+def _idle_axes(candidates: list[Candidate]) -> tuple[str, ...]:
+    """A message for each mesh axis of the best plan along which no operator's work is split."""
+    if not candidates:
+        return ()
+    plan = candidates[0].plan
+    everything = [rules for part in (plan.rules, *(p.rules for p in plan.layers)) for rules in part.values()]
+    return tuple(
+        f"the best plan splits no work along the {axis.name} axis: its {axis.size} ranks all do the same, because "
+        "messages would cost more than they save"
+        for i, axis in enumerate(plan.mesh.axes)
+        if not any(rules[i].splits_work for rules in everything)
+    )
+
+
 def _why_infeasible(space: Space, misfits: Iterable[Misfit]) -> str:
     limit = space.hardware.device_memory_bytes
     least = min(misfits, key=lambda m: m.memory_bytes, default=None)
@@ -318,19 +326,23 @@ def _why_infeasible(space: Space, misfits: Iterable[Misfit]) -> str:
         f"device memory binds: the smallest plan ({shape}, {least.micro_batches} micro-batches) needs "
         f"{bytes_text(least.memory_bytes)} of {bytes_text(limit)}, {bytes_text(least.memory_bytes - limit)} too much"
     )
-    enough = _enough_devices(space)
-    if enough:
-        return f"{text}; it would fit on {enough} devices"
+    free = replace(space.pins, dp=None, tp=None, micro_batch=None, storage="free", batch_only=False)
+    for pins, condition in ((space.pins, ""), (free, " without the pins")):
+        enough = _enough_devices(replace(space, pins=pins))
+        if enough:
+            return f"{text}; it would fit on {enough} devices{condition}"
+        if pins == free:
+            break
     return f"{text}; use devices with more memory, a smaller network or a shorter --seq-len"
 
 
 def _enough_devices(space: Space) -> int | None:
-    """The smallest doubling of the device count on which something fits."""
-    devices = space.devices * 2
+    """The device count itself or the smallest doubling of it on which something fits, the pins kept."""
+    devices = space.devices
     while devices <= space.hardware.max_devices:
         try:
             space.hardware.check_devices(devices)
-            wider = replace(space, devices=devices, pins=replace(space.pins, dp=None))
+            wider = replace(space, devices=devices)
             if any(isinstance(item, Found) for item in explore(wider, space.hardware.device_memory_bytes)):
                 return devices
         except InputError:
@@ -360,9 +372,10 @@ def lower(plan: Plan, graph: OperatorGraph | None = None, *, precision: str | No
     if graph is None:
         graph = load_network(plan.network, sequence_length=plan.sequence_length).capture()
     if graph.fingerprint != plan.fingerprint:
+        length = "" if plan.sequence_length is None else f" with sequence length {plan.sequence_length}"
         raise StrategyError(
-            f"the strategy is for a network with fingerprint {plan.fingerprint[:12]}…, but {plan.network} is "
-            f"{graph.fingerprint[:12]}…: the network changed since; plan it again"
+            f"the strategy is for another network: its fingerprint is {plan.fingerprint[:12]}…, that of {plan.network}"
+            f"{length} is {graph.fingerprint[:12]}…; the network changed or the file was edited: plan it again"
         )
     dtype = precision_dtype(precision or plan.precision)
     graph = at_precision(at_batch(graph, plan.micro_batch * plan.degree("data")), dtype)

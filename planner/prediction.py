@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.instructions import LoweredPlan
+from planner.request import PRECISIONS
 from planner.strategy.plan import Plan
 from simulator import fast_engine
 from simulator.hardware import Hardware
@@ -31,6 +32,15 @@ class Prediction:
     device_memory_bytes: int
     memory_at_peak: Mapping[str, int]
     breakdown: Mapping[str, float]
+
+
+def precision_notes(hardware: Hardware, dtype: str) -> tuple[str, ...]:
+    """Say that matrix products in `dtype` are timed as wider ones; empty where they are not."""
+    used = hardware.peak_dtype(dtype)
+    if used == dtype:
+        return ()
+    usual = next(name for name, known in PRECISIONS.items() if known == hardware.default_precision)
+    return (f"{hardware.device_name} has no {dtype} peak: timed as {used}; plan with --precision {usual}",)
 
 
 def predict(plan: Plan, lowered: LoweredPlan, hardware: Hardware) -> tuple[Prediction, Timeline]:

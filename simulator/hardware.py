@@ -118,11 +118,15 @@ class Hardware:
         return hash((self.name, self.hash))
 
     def peak(self, dtype: str, kernel: Kernel = Kernel.MATMUL) -> float:
-        """Peak FLOP/s for `dtype`; a narrow float the device lacks runs as the next wider one it has.
+        """Peak FLOP/s for `dtype`: that of `peak_dtype`."""
+        return self._peaks(kernel)[self.peak_dtype(dtype, kernel)]
+
+    def peak_dtype(self, dtype: str, kernel: Kernel = Kernel.MATMUL) -> str:
+        """Dtype whose peak counts for `dtype`; a narrow float the device lacks runs as the next wider one it has.
 
         Integers and booleans count as float32, complex numbers as floats of half their width.
         """
-        peaks = {**self.peak_flops, **self.kernels[kernel].peak_flops}
+        peaks = self._peaks(kernel)
         wanted: str | None = _as_float(dtype)
         while wanted is not None and wanted not in peaks:
             wanted = _WIDER_DTYPE.get(wanted)
@@ -132,7 +136,10 @@ class Hardware:
                 f"profile {self.name}: no peak FLOP/s for {dtype}; the device computes in {known}: "
                 f"choose one of these precisions or add device.peak_flops.{dtype} to the profile"
             )
-        return peaks[wanted]
+        return wanted
+
+    def _peaks(self, kernel: Kernel) -> Mapping[str, float]:
+        return {**self.peak_flops, **self.kernels[kernel].peak_flops}
 
     def compute_slowdown(self, processes: int) -> float:
         """Factor by which kernels slow down when `processes` of them share this machine's cores.

@@ -47,7 +47,8 @@ def simulate(
     The same plan on other hardware
       meshwright simulate strategy.json --hw dgx-h100
     """
-    from planner.planning import lower, predict
+    from planner.planning import lower, precision_dtype, predict
+    from planner.prediction import precision_notes
     from planner.strategy.file import read_plan
     from planner.whole_file import check_writable
     from simulator.trace import write_trace
@@ -57,6 +58,8 @@ def simulate(
         check_writable(trace)
     plan = read_plan(strategy)
     profile = _profile(terminal, plan, hardware)
+    for note in precision_notes(profile, precision_dtype(plan.precision)):
+        terminal.note(note)
     with terminal.working(f"simulating {plan.network} on {plan.mesh.size} devices"):
         lowered = lower(plan)
         prediction, timeline = predict(plan, lowered, profile)

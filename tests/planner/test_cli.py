@@ -201,6 +201,15 @@ def test_a_strategy_for_another_network_gives_exit_code_2() -> None:
     assert "plan it again" in result.stderr
 
 
+def test_simulating_in_a_precision_the_device_lacks_says_so() -> None:
+    planned = run("plan", "zoo:mlp", "--hw", "dgx1-v100", "--devices", "1", "--precision", "bf16", "--json")
+    result = run("simulate", "strategy.json", "--json")
+    for given in (planned, result):
+        assert given.exit_code == 0, given.stderr
+        assert "has no bfloat16 peak: timed as float32" in given.stderr
+    assert "has no" not in run("simulate", "strategy.json", "--hw", "dgx-a100").stderr
+
+
 def test_an_unexpected_error_gives_exit_code_1_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(request: object) -> None:
         raise ZeroDivisionError("by zero")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import resources
@@ -97,6 +98,13 @@ def test_pins_hold_in_every_candidate(pins: Mapping[str, str], holds: Callable[[
     candidates = planned(replace(TINY, pins=pins)).candidates
     assert candidates
     assert all(holds(c.plan) for c in candidates)
+
+
+def test_a_precision_that_runs_as_a_wider_one_is_said() -> None:
+    request = replace(TINY, hardware="dgx1-v100", precision="bf16", top=1, pins={"dp": "4"})
+    said = "V100.* has no bfloat16 peak: timed as float32; plan with --precision fp16"
+    assert re.search(said, planned(request).messages[-1])
+    assert not any("peak" in message for message in planned(replace(request, precision="fp16")).messages)
 
 
 def test_one_device_needs_no_mesh() -> None:

@@ -311,6 +311,7 @@ def test_narrow_floats_run_as_wider_ones() -> None:
     a100, v100, atlas = load_profile("dgx-a100"), load_profile("dgx1-v100"), load_profile("ascend910-atlas800")
     assert a100.peak("float8_e4m3fn") == a100.peak("bfloat16")
     assert v100.peak("bfloat16") == v100.peak("float32")
+    assert [v100.peak_dtype(dtype) for dtype in ("bfloat16", "float16", "int64")] == ["float32", "float16", "float32"]
     assert a100.peak("int64") == a100.peak("complex64") == a100.peak("float32")
     assert a100.peak("float32", Kernel.CONVOLUTION) == 156e12
     with pytest.raises(ProfileError, match="no peak FLOP/s for float64.*float16, float32"):
