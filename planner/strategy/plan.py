@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from planner.sharding.placement import Mesh
+from planner.sharding.placement import Mesh, Placements
 from planner.sharding.rules import Rule
 
 NodeRules = tuple[Rule, ...]
@@ -90,3 +90,23 @@ class Plan:
     def degree(self, axis: str) -> int:
         """Size of the mesh axis called `axis`, 1 where the mesh has none."""
         return next((a.size for a in self.mesh.axes if a.name == axis), 1)
+
+
+def optimizer_sharding(mesh: Mesh, parameters: Iterable[tuple[int, Placements]]) -> str:
+    """Name how parameters are stored, each given by its elements and placements.
+
+    ``zero2`` where most optimizer state is sharded along the data axis, else ``none``.
+
+    >>> from planner.sharding.placement import MeshAxis
+    >>> mesh = Mesh((MeshAxis("data", 4), MeshAxis("tensor", 2)))
+    >>> optimizer_sharding(mesh, [(100, (0, -1)), (10, (-1, 0))])
+    'zero2'
+    """
+    axis = next((i for i, a in enumerate(mesh.axes) if a.name == "data"), None)
+    if axis is None:
+        return "none"
+    sharded = total = 0
+    for elements, placements in parameters:
+        total += elements
+        sharded += elements * (placements[axis] >= 0)
+    return "zero2" if 2 * sharded > total else "none"
