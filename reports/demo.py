@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from planner.quantities import bytes_text, interval_text, seconds_text
 from planner.strategy.file import read_plan, read_strategy
 from planner.strategy.plan import Plan
-from planner.whole_file import write_whole
 from reports import page
 from reports.page import PALETTE, Html
+from simulator.whole_file import write_whole
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from planner.quantities import GIB, seconds_text
-from planner.whole_file import write_whole
 from simulator.program import COMPUTE_STREAM, Phase, Program, Task
+from simulator.whole_file import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

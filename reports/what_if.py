@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from planner.quantities import GIB, bytes_text, interval_text, percent_text, rate_text, seconds_text
 from planner.what_if import WhatIfRow
-from planner.whole_file import write_whole
 from reports import page
 from reports.page import DASHES, PALETTE, SYMBOLS, Html
+from simulator.whole_file import write_whole
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

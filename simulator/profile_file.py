@@ -8,9 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
@@ -29,6 +27,7 @@ from simulator.hardware import (
     format_number,
 )
 from simulator.program import Collective, Kernel
+from simulator.whole_file import write_whole
 
 VERSION = 1
 MAX_FILE_BYTES = 1 << 20
@@ -271,24 +270,18 @@ def parse_profile(content: bytes, file: str) -> Hardware:
     return _hardware(_validate(data, file))
 
 
-def write_content(content: Mapping[str, object], path: Path) -> Hardware:
-    """Validate `content` and write it as YAML beside `path`, then rename over it."""
-    _validate(dict(content), str(path))
+def check_content(content: Mapping[str, object], file: str) -> tuple[str, Hardware]:
+    """YAML text and hardware of `content`; ProfileError names `file` and the field that is wrong."""
+    _validate(dict(content), file)
     plain = json.loads(json.dumps(dict(content)))  # no object twice: the dumper would write aliases
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
-    hardware = parse_profile(text.encode(), str(path))
-    temporary = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except OSError as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
-        raise ProfileError(f"profile {path} cannot be written: {error}; choose a writable path") from None
+    return text, parse_profile(text.encode(), file)
+
+
+def write_content(content: Mapping[str, object], path: Path) -> Hardware:
+    """Validate `content` and write it as YAML, whole or not at all."""
+    text, hardware = check_content(content, str(path))
+    write_whole(path, text)
     return hardware
 
 

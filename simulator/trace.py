@@ -7,7 +7,6 @@ complete events (X), flow arrows (s, f) and memory counters (C); times in micros
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from simulator.errors import InputError
 from simulator.program import COMPUTE_STREAM, Program, ProgramAxis, Segment, Task
 from simulator.task_order import streams_of
 from simulator.timeline import Timeline
+from simulator.whole_file import write_whole
 
 if TYPE_CHECKING:
     from simulator.hardware import Hardware
@@ -81,7 +81,7 @@ def write_trace(
     threads = _threads(timeline, program)
     drawings = _drawings(timeline, program, threads, hardware)
     scope = _scope(program, drawings, max_ranks)
-    _write_whole(Path(path), _document(timeline, program, drawings, threads, scope))
+    write_whole(path, _document(timeline, program, drawings, threads, scope))
 
 
 def _threads(timeline: Timeline, program: Program) -> dict[str, int]:
@@ -360,16 +360,3 @@ def _flow(number: int, arrow: _Arrow, drawing: _Drawing) -> Iterator[str]:
 
 def _inset(drawing: _Drawing, task: int) -> int:
     return min(_ARROW_INSET_NS, int(drawing.ends_ns[task] - drawing.starts_ns[task]) // 2)
-
-
-def _write_whole(path: Path, pieces: Iterator[str]) -> None:
-    """Write beside the file, then rename: a reader sees the old file or the new one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with beside.open("w", encoding="utf-8") as stream:
-            stream.writelines(pieces)
-        beside.replace(path)
-    except OSError as error:
-        raise InputError(f"cannot write the trace {path}: {error.strerror}; give a path that can be written") from error
-    finally:
-        beside.unlink(missing_ok=True)

@@ -32,16 +32,16 @@ def calibrate(
       meshwright plan zoo:mlp --hw local.yaml --devices 2
     """
     from planner.documents import profile_document
-    from planner.whole_file import check_writable
     from simulator.calibration.calibrate import CalibrateOptions
     from simulator.calibration.calibrate import calibrate as measure
-    from simulator.hardware import check_profile
+    from simulator.profile_file import check_content
+    from simulator.whole_file import check_writable
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     check_writable(out)
     with terminal.filling("measuring") as progress:
-        measure(CalibrateOptions(device=str(device), processes=processes, out=out), progress)
-    hardware = check_profile(str(out))
+        content = measure(CalibrateOptions(device=str(device), processes=processes, out=out), progress)
+    hardware = check_content(content, str(out))[1]
     if terminal.json:
         rows = [{"field": row.field, "value": row.value, "source": row.source} for row in hardware.rows]
         terminal.document({**profile_document(hardware), "file": str(out), "rows": rows})

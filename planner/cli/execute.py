@@ -66,7 +66,7 @@ def execute(
     """
     from planner.execution.run import DEFAULT_TIMEOUT_S, ExecuteOptions
     from planner.execution.run import execute as run
-    from planner.whole_file import check_writable, write_whole
+    from simulator.whole_file import check_writable, write_whole
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     if out is not None:

@@ -99,7 +99,7 @@ def plan(
 
 def _run(terminal: Terminal, settings: PlanSettings) -> None:
     from planner.planning import plan_network
-    from planner.whole_file import check_writable
+    from simulator.whole_file import check_writable
 
     request = _request(settings)
     path = settings.out or "strategy.json"

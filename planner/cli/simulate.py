@@ -50,8 +50,8 @@ def simulate(
     from planner.planning import lower, precision_dtype, predict
     from planner.prediction import precision_notes
     from planner.strategy.file import read_plan
-    from planner.whole_file import check_writable
     from simulator.trace import write_trace
+    from simulator.whole_file import check_writable
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     if trace is not None:

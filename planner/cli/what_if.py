@@ -63,7 +63,7 @@ def what_if(
     Exit code 3: no plan fits at any count.
     """
     from planner.what_if import WhatIfOptions
-    from planner.whole_file import check_writable
+    from simulator.whole_file import check_writable
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     names = tuple(name.strip() for name in hardware.split(","))

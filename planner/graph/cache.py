@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 from functools import cache as remember
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +13,8 @@ from pathlib import Path
 import planner
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.serialization import graph_from_json, graph_to_json
+from simulator.errors import InputError
+from simulator.whole_file import write_whole
 
 SWITCH = "MESHWRIGHT_CACHE"
 KEPT_FILES = 128
@@ -59,16 +60,9 @@ def store(key: str, graph: OperatorGraph) -> None:
         return
     try:
         place.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=place, prefix=f"{key}.", delete=False) as file:
-            try:
-                json.dump(graph_to_json(graph), file, separators=(",", ":"))
-                file.close()
-                Path(file.name).replace(place / f"{key}.json")
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
+        write_whole(place / f"{key}.json", json.dumps(graph_to_json(graph), separators=(",", ":")))
         _forget_oldest(place)
-    except OSError:
+    except (OSError, InputError):
         return
 
 

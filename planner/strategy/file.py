@@ -19,8 +19,8 @@ from planner.sharding.placement import Mesh, MeshAxis, parse_placement, placemen
 from planner.sharding.rules import Rule
 from planner.strategy.plan import Certificate, LayerRules, NodeRules, Plan, Status
 from planner.strategy.schema import FORMAT, VERSION, PlacementsModel, StrategyModel, validate
-from planner.whole_file import write_whole
 from simulator.errors import InputError, StrategyError
+from simulator.whole_file import write_whole
 
 MAX_FILE_BYTES = 256 * 1024 * 1024
 _ARROW = " -> "

@@ -20,6 +20,7 @@ from simulator.calibration.timing import interleaved_factor, lower_quartile, mea
 from simulator.errors import InputError
 from simulator.hardware import write_profile
 from simulator.program import Kernel
+from simulator.whole_file import check_writable
 
 MOST_ROUNDS = 3
 KERNELS_S = 25.0
@@ -54,12 +55,16 @@ def calibrate(options: CalibrateOptions, progress: Progress = lambda share, text
     ------
     UnsupportedError
         There is no device of this kind.
+    InputError
+        `options.out` cannot be written; found before anything is measured.
     """
     if not 2 <= options.processes <= LARGEST_GROUP:
         raise InputError(
             f"--processes {options.processes} is outside 2 to {LARGEST_GROUP}; collectives are measured in groups of "
             "2, 4, … up to this number"
         )
+    if options.out is not None:
+        check_writable(options.out)
     machine = find_machine(options.device, options.processes)
     groups = [size for size in (2, 4, 8, 16, 32, 64) if size <= min(options.processes, machine.devices)]
     counts = () if machine.is_accelerator else SLOWDOWN_COUNTS

@@ -83,6 +83,7 @@ def test_plan_prints_a_table_and_writes_the_strategy(planned: list[planner.plann
 
 
 def test_plan_json_is_one_document_and_nothing_else(planned: list[planner.planning.PlanRequest]) -> None:
+    Path("deep").mkdir()
     result = run(*PLAN, "--json", "--out", "deep/mine.json")
     document = json.loads(result.stdout)
     assert document["status"] == "optimal"
@@ -158,6 +159,10 @@ def test_infeasible_is_a_result_with_exit_code_3(monkeypatch: pytest.MonkeyPatch
         ([*PLAN, "--global-batch", "7", "--pin", "dp=8"], ["7"]),
         ([*PLAN, "--config", "none.yaml"], ["none.yaml", "does not exist"]),
         ([*PLAN, "--out", "/proc/none/strategy.json"], ["cannot write", "/proc/none/strategy.json"]),
+        (
+            [*PLAN, "--out", "new/strategy.json"],
+            ["cannot write 'new/strategy.json'", "'new' does not exist"],
+        ),
         ([*PLAN, "--out", "."], ["'.'", "folder"]),
         ([*PLAN, "--nonsense"], ["--nonsense"]),
         (["paln"], ["paln"]),
@@ -169,6 +174,7 @@ def test_infeasible_is_a_result_with_exit_code_3(monkeypatch: pytest.MonkeyPatch
         (["what-if", "zoo:mlp", "--hw", "dgx-a100,", "--devices", "8"], ["'dgx-a100,'"]),
         (["what-if", "zoo:mlp", "--hw", "dgx-a100", "--devices", "9,11"], ["9 devices"]),
         (["calibrate", "--device", "tpu"], ["'tpu'", "cpu"]),
+        (["calibrate", "--out", "new/local.yaml"], ["cannot write 'new/local.yaml'", "'new' does not exist"]),
         (["validate", "runs.csv"], ["runs.csv", "not supported yet"]),
         (["profiles", "show", "dgx"], ["'dgx'"]),
         (["profiles", "check", "none.yaml"], ["none.yaml"]),

@@ -151,3 +151,14 @@ def test_this_machine(tmp_path):
     assert 1e8 < hardware.memory_bandwidth < 1e13
     assert {table.group_size for table in hardware.collective_tables} == {2}
     assert all(math.isfinite(model.overhead_s) for model in hardware.kernels.values())
+
+
+@pytest.mark.parametrize("place", ["missing/local.yaml", "folder", "/proc/local.yaml"])
+def test_a_place_that_cannot_be_written_is_refused_before_measuring(place, tmp_path, monkeypatch):
+    def measured(*_):
+        raise AssertionError("measured first")
+
+    monkeypatch.setattr("simulator.calibration.calibrate.run_workers", measured)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError, match="cannot write"):
+        calibrate(CalibrateOptions(out=tmp_path / place))

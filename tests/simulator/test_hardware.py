@@ -16,7 +16,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.errors import ProfileError
+from simulator.errors import InputError, ProfileError
 from simulator.hardware import check_profile, describe, format_number, load_profile, profile_names, write_profile
 from simulator.program import Kernel
 
@@ -244,7 +244,7 @@ def test_the_hash_follows_numbers_not_words(tmp_path: Path) -> None:
 
 
 def test_a_profile_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "machine.yaml"
+    path = tmp_path / "machine.yaml"
     data = calibrated()
     written = write_profile(data, path)
     assert load_profile(str(path)) == written
@@ -258,8 +258,10 @@ def test_a_profile_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_a_profile_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ProfileError, match="cannot be written"):
-        write_profile(content(), tmp_path / "file" / "machine.yaml")
+    for folder in ("file", "missing"):
+        with pytest.raises(InputError, match="cannot write '.*machine.yaml'"):
+            write_profile(content(), tmp_path / folder / "machine.yaml")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
 def calibrated() -> dict[str, Any]:

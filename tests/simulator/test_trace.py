@@ -205,8 +205,17 @@ def test_bad_requests(tmp_path: Path) -> None:
     found, timeline = example()
     with pytest.raises(InputError, match="0 ranks"):
         write_trace(timeline, found, tmp_path / "t.json", max_ranks=0)
-    with pytest.raises(InputError, match="No such file or directory"):
+    with pytest.raises(InputError, match="cannot write '.*t.json': the folder '.*absent' does not exist"):
         write_trace(timeline, found, tmp_path / "absent" / "t.json")
+
+
+def test_a_link_to_a_device_stays(tmp_path: Path) -> None:
+    found, timeline = example()
+    link = tmp_path / "t.json"
+    link.symlink_to("/dev/null")
+    write_trace(timeline, found, link)
+    assert link.is_symlink()
+    assert link.is_char_device()
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -134,7 +134,7 @@ def test_a_plan_comes_back_equal_and_its_bytes_are_stable(plan: Plan) -> None:
 
 
 def test_files_are_written_and_read(tmp_path: Path) -> None:
-    path = write_plan(small_plan(), tmp_path / "deep" / "strategy.json", PREDICTION)
+    path = write_plan(small_plan(), tmp_path / "strategy.json", PREDICTION)
     assert read_plan(path) == small_plan()
     assert read_strategy(path).prediction == PREDICTION
     assert path.read_text().endswith("}\n")
