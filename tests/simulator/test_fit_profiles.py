@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hw_profiles.fit import ROWS, collective_rows, fit_profile, main
+from simulator.calibration.fit_profiles import ROWS, collective_rows, fit_profile, main
 from simulator.hardware import load_profile
 from simulator.program import Kernel
 
@@ -38,4 +38,4 @@ def test_the_fits_can_be_repeated(name: str) -> None:
 def test_a_folder_without_measurements_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert main([]) == 2
-    assert "usage: python -m hw_profiles.fit" in capsys.readouterr().err
+    assert "usage: python -m simulator.calibration.fit_profiles" in capsys.readouterr().err

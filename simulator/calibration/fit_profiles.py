@@ -1,4 +1,4 @@
-"""Fit the numbers that the profiles call fitted: ``python -m hw_profiles.fit MEASUREMENTS_DIR``.
+"""Fit the numbers that the profiles call fitted: ``python -m simulator.calibration.fit_profiles MEASUREMENTS_DIR``.
 
 Every fit minimises the mean of ``|ln(predicted / measured)|``, which outliers move little, with the very
 functions that the simulator uses. Printed per number: value, rows, median and 90th percentile of the
@@ -443,7 +443,9 @@ LAYER_OPS: tuple[tuple[Kernel, str, tuple[str, ...], float], ...] = (
 def main(arguments: Sequence[str]) -> int:
     """Print the fits of every profile."""
     if len(arguments) != 1 or not (Path(arguments[0]) / "operators").is_dir():
-        sys.stderr.write("usage: python -m hw_profiles.fit MEASUREMENTS_DIR (a folder that holds operators/)\n")
+        sys.stderr.write(
+            "usage: python -m simulator.calibration.fit_profiles MEASUREMENTS_DIR (a folder that holds operators/)\n"
+        )
         return 2
     folder = Path(arguments[0])
     collectives = collective_rows(folder)
