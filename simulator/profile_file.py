@@ -124,12 +124,30 @@ class TopologyPart(_Part):
             )
         if self.devices_per_node.value > self.max_devices.value:
             raise ValueError("devices_per_node must not exceed max_devices")
+        _check_whole_units(sizes, self.devices_per_node.value)
         counts = self.node_device_counts.value
         if counts != sorted(set(counts)) or counts[-1] > self.devices_per_node.value:
             raise ValueError("node_device_counts must ascend and not exceed devices_per_node")
         if len({level.name for level in self.levels}) != len(self.levels):
             raise ValueError("level names must differ")
         return self
+
+
+def _check_whole_units(sizes: list[int], node: int) -> None:
+    """A level holds whole units of the one inside it, and a node is such a unit or lies inside the innermost."""
+    for place, (inner, outer) in enumerate(itertools.pairwise(sizes)):
+        if outer % inner:
+            near = -(-outer // inner) * inner
+            raise ValueError(
+                f"levels.{place}.size {inner} does not divide levels.{place + 1}.size {outer}; a level holds whole "
+                f"units of the one inside it: make {outer} a multiple of {inner}, for example {near}"
+            )
+    if node not in sizes and sizes[0] % node:
+        known = ", ".join(map(str, sizes))
+        raise ValueError(
+            f"devices_per_node {node} is not the size of a level ({known}) and does not divide levels.0.size "
+            f"{sizes[0]}; a node is a unit of a level or lies inside the innermost: use {known} or a divisor of {sizes[0]}"
+        )
 
 
 class CollectivePart(_Part):

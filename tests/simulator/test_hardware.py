@@ -162,6 +162,11 @@ BROKEN: list[tuple[Breaker, str]] = [
     (put("kernels.matmul.overhead_s.value", -1e-6), r"kernels\.matmul\.overhead_s\.value: "),
     (put("topology.levels", []), r"topology\.levels: "),
     (put("topology.levels.0.size.value", 99999), "topology: level sizes must grow"),
+    (
+        put("topology.levels.0.size.value", 3),
+        r"levels\.0\.size 3 does not divide levels\.1\.size 16384.*16386",
+    ),
+    (put("topology.devices_per_node.value", 16), "topology: devices_per_node 16 is not the size of a level .8, 16384"),
     (put("topology.levels.0.latency_s.value", -1.0), r"topology\.levels\.0\.latency_s\.value: "),
     (put("topology.levels.1.name", "NVSwitch"), "level names must differ"),
     (put("topology.max_devices.value", 8000), "the outermost level holds 16384 devices, max_devices says 8000"),
@@ -262,6 +267,26 @@ def test_a_profile_that_cannot_be_written_says_so(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="cannot write '.*machine.yaml'"):
             write_profile(content(), tmp_path / folder / "machine.yaml")
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_level_sizes_and_nodes_make_whole_units(tmp_path: Path) -> None:
+    data = content("ascend910-atlas800")
+    for sizes, node, message in (
+        ([3, 8, 4096], 8, r"levels\.0\.size 3 does not divide levels\.1\.size 8; .*multiple of 3, for example 9"),
+        ([4, 12, 4096], 4, r"levels\.1\.size 12 does not divide levels\.2\.size 4096"),
+        ([4, 16, 4096], 8, "devices_per_node 8 is not the size of a level .4, 16, 4096.*divisor of 4"),
+        ([16, 32, 4096], 8, ""),
+        ([4, 8, 4096], 8, ""),
+    ):
+        for level, size in zip(data["topology"]["levels"], sizes, strict=True):
+            level["size"]["value"] = size
+        data["topology"]["devices_per_node"]["value"] = node
+        data["topology"]["node_device_counts"]["value"] = [1, 2, 4]
+        if message:
+            with pytest.raises(ProfileError, match=f"machine.yaml: topology: {message}"):
+                write_profile(data, tmp_path / "machine.yaml")
+        else:
+            assert write_profile(data, tmp_path / "machine.yaml").devices_per_node == node
 
 
 def calibrated() -> dict[str, Any]:
