@@ -146,7 +146,8 @@ def _check_whole_units(sizes: list[int], node: int) -> None:
         known = ", ".join(map(str, sizes))
         raise ValueError(
             f"devices_per_node {node} is not the size of a level ({known}) and does not divide levels.0.size "
-            f"{sizes[0]}; a node is a unit of a level or lies inside the innermost: use {known} or a divisor of {sizes[0]}"
+            f"{sizes[0]}; a node is a unit of a level or lies inside the innermost: use {known} or a divisor of "
+            f"{sizes[0]}"
         )
 
 
