@@ -192,7 +192,7 @@ def load_profile(name_or_path: str) -> Hardware:
     # pydantic and yaml cost start-up time; commands that load no profile do not pay for them.
     from simulator.profile_file import parse_profile, read_limited
 
-    if name_or_path.endswith((".yaml", ".yml")) or "/" in name_or_path:
+    if is_profile_path(name_or_path):
         path = Path(name_or_path).expanduser()
         return parse_profile(read_limited(path), str(path))
     names = profile_names()
@@ -202,6 +202,11 @@ def load_profile(name_or_path: str) -> Hardware:
         raise ProfileError(f"no hardware profile is named {name_or_path!r}; {hint} (or give the path of a YAML file)")
     resource = resources.files("hw_profiles") / (name_or_path + PROFILE_SUFFIX)
     return parse_profile(resource.read_bytes(), f"hw_profiles/{name_or_path}{PROFILE_SUFFIX}")
+
+
+def is_profile_path(text: str) -> bool:
+    """Whether what names a profile is a path rather than a name in `hw_profiles`."""
+    return text.endswith((".yaml", ".yml")) or "/" in text
 
 
 def check_profile(path: str) -> Hardware:

@@ -47,9 +47,10 @@ def simulate(
     The same plan on other hardware
       meshwright simulate strategy.json --hw dgx-h100
     """
-    from planner.planning import lower, precision_dtype, predict
+    from planner.planning import precision_dtype, predict
     from planner.prediction import precision_notes
     from planner.strategy.file import read_plan
+    from planner.strategy.loading import lower_strategy
     from simulator.trace import write_trace
     from simulator.whole_file import check_writable
 
@@ -57,11 +58,11 @@ def simulate(
     if trace is not None:
         check_writable(trace)
     plan = read_plan(strategy)
-    profile = _profile(terminal, plan, hardware)
+    profile = _profile(terminal, strategy, plan, hardware)
     for note in precision_notes(profile, precision_dtype(plan.precision)):
         terminal.note(note)
     with terminal.working(f"simulating {plan.network} on {plan.mesh.size} devices"):
-        lowered = lower(plan)
+        lowered = lower_strategy(plan, strategy)
         prediction, timeline = predict(plan, lowered, profile)
         if engine is Engine.REFERENCE:
             from planner.prediction import prediction_of
@@ -82,7 +83,7 @@ def simulate(
         terminal.show(*simulation_report(plan, profile, prediction, timeline, lowered.program, trace))
 
 
-def _profile(terminal: Terminal, plan: Plan, name: str | None) -> Hardware:
+def _profile(terminal: Terminal, strategy: Path, plan: Plan, name: str | None) -> Hardware:
     from simulator.errors import ProfileError
     from simulator.hardware import load_profile
 
@@ -91,9 +92,7 @@ def _profile(terminal: Terminal, plan: Plan, name: str | None) -> Hardware:
     try:
         profile = load_profile(plan.hardware)
     except ProfileError as error:
-        raise ProfileError(
-            f"the plan was made for profile {plan.hardware!r}: {error}; or give one with --hw"
-        ) from error
+        raise ProfileError(f"{strategy}: hardware.profile: {error}, or simulate on another with --hw") from error
     if profile.hash != plan.hardware_hash:
         terminal.note(f"profile {plan.hardware} has changed since the plan was made; the prediction is for the new one")
     return profile

@@ -9,9 +9,10 @@ elements all-reduced inside the operator.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from planner.sharding.rules import Rule
 from planner.strategy.plan import Certificate, LayerRules, NodeRules, Plan, Status
 from planner.strategy.schema import FORMAT, VERSION, PlacementsModel, StrategyModel, validate
 from simulator.errors import InputError, StrategyError
+from simulator.hardware import is_profile_path
 from simulator.whole_file import write_whole
 
 MAX_FILE_BYTES = 256 * 1024 * 1024
@@ -41,7 +43,8 @@ def write_plan(plan: Plan, path: str | Path, prediction: Mapping[str, object] | 
     Parameters
     ----------
     plan
-        The plan; its rules are written in the order they have there (that of the graph).
+        The plan; its rules are written in the order they have there (that of the graph), and the
+        relative path of a profile as it is seen from the strategy file's folder.
     path
         Where to write.
     prediction
@@ -52,7 +55,30 @@ def write_plan(plan: Plan, path: str | Path, prediction: Mapping[str, object] | 
     Path
         The file written.
     """
-    return write_whole(path, plan_to_text(plan, prediction))
+    stored = replace(plan, hardware=_beside(plan.hardware, Path(path)))
+    return write_whole(path, plan_to_text(stored, prediction))
+
+
+def _beside(profile: str, strategy: Path) -> str:
+    """Write a relative path of a profile as it is seen from the strategy file's folder."""
+    if not _is_relative(profile):
+        return profile
+    if strategy.exists() and not strategy.is_file():  # a pipe is in no folder
+        return str(Path(profile).resolve())
+    found = Path(os.path.relpath(profile, strategy.parent)).as_posix()
+    return found if is_profile_path(found) else f"./{found}"
+
+
+def _from_here(profile: str, strategy: Path) -> str:
+    """Undo `_beside`."""
+    if not _is_relative(profile):
+        return profile
+    found = Path(os.path.normpath(strategy.parent / profile)).as_posix()
+    return found if is_profile_path(found) else f"./{found}"
+
+
+def _is_relative(profile: str) -> bool:
+    return is_profile_path(profile) and not profile.startswith("~") and not Path(profile).is_absolute()
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -85,7 +111,8 @@ def read_strategy(path: str | Path) -> StrategyFile:
         raise StrategyError(
             f"{source}: not UTF-8 text at byte {error.start}; write it again with `meshwright plan`"
         ) from error
-    return plan_from_text(text, source)
+    found = plan_from_text(text, source)
+    return replace(found, plan=replace(found.plan, hardware=_from_here(found.plan.hardware, Path(path))))
 
 
 def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> str:
@@ -275,6 +302,13 @@ def _check_consistent(model: StrategyModel, mesh: Mesh, source: str) -> None:
             f"{source}: batch.global: {batch.global_} is not micro {batch.micro} × micro_batches {batch.micro_batches} "
             f"× data-parallel size {shards}; make the product equal"
         )
+    if model.prediction is not None:
+        low, high = model.prediction.interval_s
+        if not low <= model.prediction.step_time_s <= high:
+            raise StrategyError(
+                f"{source}: prediction.interval_s: {[low, high]} does not hold step_time_s "
+                f"{model.prediction.step_time_s}; correct it or plan again with `meshwright plan`"
+            )
     taken: dict[str, int] = {}
     for index, run in enumerate(model.layers):
         if run.first > run.last or run.first < taken.get(run.prefix, 0):

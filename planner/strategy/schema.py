@@ -16,6 +16,19 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 Positive = Annotated[int, Field(ge=1, lt=2**53)]
 Seconds = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0)]
+CHOICES = {
+    "axis",
+    "mode",
+    "precision",
+    "optimizer",
+    "parallel_mode",
+    "search_mode",
+    "optimizer_sharding",
+    "sequence_parallel",
+    "schedule",
+}
+"""Fields whose allowed values are what is supported today."""
+
 RuleTexts = dict[Text, list[Annotated[str, Field(max_length=65536)]]]
 
 
@@ -41,7 +54,7 @@ class HardwareModel(_Strict):
 class AxisModel(_Strict):
     """A mesh axis; an axis of one device is left out."""
 
-    axis: Text
+    axis: Literal["data", "tensor"]
     size: Annotated[int, Field(ge=2, le=2**20)]
 
 
@@ -64,7 +77,7 @@ class StageModel(_Strict):
 class RecomputeModel(_Strict):
     """What is computed again in the backward pass."""
 
-    mode: Literal["none", "selective", "full"]
+    mode: Literal["none"]
     operators: Annotated[list[Text], Field(max_length=0)]
 
 
@@ -123,18 +136,18 @@ class StrategyModel(_Strict):
     version: Literal[1]
     network: NetworkModel
     hardware: HardwareModel
-    precision: Text
-    optimizer: Text
+    precision: Literal["fp64", "fp32", "fp16", "bf16"]
+    optimizer: Literal["adamw", "adam", "momentum", "sgd", "lamb"]
     mesh: Annotated[list[AxisModel], Field(max_length=8)]
     batch: BatchModel
     data_sharding: dict[Text, Text]
     stages: Annotated[list[StageModel], Field(min_length=1)]
-    parallel_mode: Text
-    search_mode: Text
+    parallel_mode: Literal["stand_alone", "data_parallel", "auto_parallel"]
+    search_mode: Literal["dynamic_programming"]
     recompute: RecomputeModel
-    optimizer_sharding: Literal["none", "zero1", "zero2", "zero3"]
-    sequence_parallel: bool
-    schedule: Text
+    optimizer_sharding: Literal["none", "zero2"]
+    sequence_parallel: Literal[False]
+    schedule: Literal["none"]
     fusion: FusionModel
     certificate: CertificateModel
     prediction: PredictionModel | None
@@ -164,15 +177,15 @@ def validate(document: object, source: str) -> StrategyModel:
     try:
         return StrategyModel.model_validate(document)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
+        first = error.errors(include_url=False)[0]
         more = error.error_count() - 1
         others = f" (and {more} more)" if more else ""
-        raise StrategyError(
-            f"{source}: {_describe(first['loc'], first['msg'], first['input'], first['type'])}{others}"
-        ) from error
+        allowed = str(first.get("ctx", {}).get("expected", ""))
+        text = _describe(first["loc"], first["msg"], first["input"], first["type"], allowed)
+        raise StrategyError(f"{source}: {text}{others}") from error
 
 
-def _describe(location: tuple[int | str, ...], message: str, value: object, kind: str) -> str:
+def _describe(location: tuple[int | str, ...], message: str, value: object, kind: str, allowed: str) -> str:
     field = ".".join(str(part) for part in location)
     if kind == "missing":
         return f"{field} is missing; add it or write the file again with `meshwright plan`"
@@ -180,4 +193,6 @@ def _describe(location: tuple[int | str, ...], message: str, value: object, kind
         return f"{field} is not a field of a strategy file; remove it"
     shown = repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "…"
+    if kind == "literal_error" and location[-1] in CHOICES:
+        return f"{field}: {shown} is not supported yet, only {allowed}; plan again with `meshwright plan`"
     return f"{field}: {shown} is wrong: {message[:1].lower()}{message[1:]}; correct it"
