@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli.options import DebugFlag, JsonFlag, PrecisionOption, QuietFlag, natural, natural_or_zero
+from planner.cli.options import DebugFlag, JsonFlag, Precision, QuietFlag, natural, natural_or_zero, rate, seconds
 from planner.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -36,16 +37,19 @@ def execute(
     verify: Annotated[
         bool, typer.Option("--verify", help="Train again in one process; exit code 4 if the losses differ.")
     ] = False,
-    precision: PrecisionOption = None,
+    precision: Annotated[Precision | None, typer.Option("--precision", help="Default: the plan's.")] = None,
     seed: Annotated[
         int, typer.Option("--seed", parser=natural_or_zero, metavar="N", help="Seed of parameters and data.")
     ] = 0,
     learning_rate: Annotated[
-        float | None, typer.Option("--learning-rate", min=0.0, help="Default: the optimizer's.")
+        float | None, typer.Option("--learning-rate", parser=rate, metavar="X", help="Default: the optimizer's.")
     ] = None,
     device: Annotated[Device | None, typer.Option("--device", help="Default: the best there is.")] = None,
     timeout: Annotated[
-        float | None, typer.Option("--timeout", min=0.1, help="Seconds a rank may keep the others waiting [60].")
+        float | None,
+        typer.Option(
+            "--timeout", parser=seconds, metavar="SECONDS", help="How long a rank may keep the others waiting [60]."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the result as JSON.")] = None,
     as_json: JsonFlag = False,
@@ -106,4 +110,14 @@ def report_document(report: ExecutionReport) -> dict[str, Any]:
     """The document of ``execute --json``."""
     from dataclasses import asdict
 
-    return asdict(report)
+    document: dict[str, Any] = _finite(asdict(report))
+    return document
+
+
+def _finite(value: Any) -> Any:
+    """Write null for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

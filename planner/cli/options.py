@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
+import sys
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated
@@ -73,6 +75,32 @@ def natural(value: str | int) -> int:
 def natural_or_zero(value: str | int) -> int:
     """Read a whole number of at least zero."""
     return _whole(str(value), 0)
+
+
+def rate(value: str | float) -> float:
+    """Read a finite number above zero.
+
+    >>> rate("0.001")
+    0.001
+    """
+    return _number(
+        str(value), sys.float_info.min, sys.float_info.max, "a finite number above 0; write for example 0.001"
+    )
+
+
+def seconds(value: str | float) -> float:
+    """Read a time in seconds."""
+    return _number(str(value), 0.1, 1e6, "a number of seconds from 0.1 to 1000000; write for example 60")
+
+
+def _number(text: str, least: float, most: float, rule: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not least <= number <= most:
+        raise typer.BadParameter(f"{text!r} is not {rule}")
+    return number
 
 
 def _whole(text: str, least: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +116,18 @@ def open_dataset(name: str | None, specs: tuple[InputSpec, ...], seed: int) -> D
     )
 
 
+def check_dataset(dataset: Dataset, specs: tuple[InputSpec, ...]) -> None:
+    """Take one sample for every input; InputError where it is not what the network asks."""
+    for spec in specs:
+        one = replace(spec, shape=(1, *spec.shape[1:]))
+        found = tuple(dataset.sample(one, np.zeros(1, np.int64)).shape)
+        if found != one.shape:
+            raise InputError(
+                f"{dataset.description} gives input {spec.name!r} ({spec.kind}) samples of shape {found[1:]}, "
+                f"the network wants {one.shape[1:]}; choose other data or --data synthetic"
+            )
+
+
 def _digits() -> Dataset:
     table = _digits_table()
     pixels = (table[:, :64].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
@@ -147,7 +159,8 @@ def _images(description: str, pixels: NDArray[np.uint8], labels: NDArray[np.uint
     def sample(spec: InputSpec, rows: Rows) -> Tensor:
         if spec.kind == "label":
             if spec.high is not None and spec.high < classes:
-                raise InputError(f"{description} has {classes} classes, the network {spec.high}; choose other data")
+                raise InputError(f"{description} has {classes} classes, the network {spec.high}; "
+                                 "choose other data or --data synthetic")  # fmt: skip
             return torch.from_numpy(labels[rows].astype(np.int64))
         if spec.kind == "target":
             values = torch.from_numpy(labels[rows].astype(np.float64)).to(spec.dtype)
@@ -178,6 +191,12 @@ def _resized(pixels: Tensor, spec: InputSpec) -> Tensor:
 
 def _text(place: str, specs: tuple[InputSpec, ...]) -> Dataset:
     path = Path(place) if place else _bundled_text()
+    for spec in specs:
+        if spec.kind in LANGUAGE_KINDS and len(spec.shape) != 2:
+            raise InputError(
+                f"text cannot feed input {spec.name!r} of shape {spec.shape}, only (samples, tokens); "
+                "use --data synthetic"
+            )
     try:
         content = np.frombuffer(path.read_bytes(), np.uint8)
     except OSError as error:

@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from planner.execution.data import open_dataset
+from planner.execution.data import check_dataset, open_dataset
 from planner.execution.job import Job, check_precision, input_specs
 from planner.execution.membership import Membership, find_membership, is_scheduler
 from planner.execution.optimizers import hyperparameters
 from planner.execution.reference import run_reference
 from planner.execution.verification import (
     PERTURBATION,
+    check_finite,
     compare_losses,
     first_beyond,
     relative_difference,
@@ -27,8 +28,10 @@ from planner.execution.worker import BACKENDS, RankResult, train
 from planner.instructions import LoweredPlan
 from planner.planning import lower, predict
 from planner.strategy.file import read_plan
+from planner.strategy.loading import lower_strategy, naming
 from planner.strategy.plan import Plan
 from simulator.calibration.launch import run_workers
+from simulator.calibration.machine import count_devices
 from simulator.calibration.process import available_cores, settle_worker, worker_threads
 from simulator.errors import ExecutionError, InputError, MeshwrightError, ProfileError
 from simulator.hardware import load_profile
@@ -133,10 +136,13 @@ def execute_plan(plan: Plan, options: ExecuteOptions, say: Say = lambda _: None)
     _check(plan, options, membership)
     precision = options.precision or plan.precision
     check_precision(precision)
+    with naming(options.strategy):
+        hyperparameters(plan.optimizer)
     constants = hyperparameters(plan.optimizer, options.learning_rate, plan.global_batch)
     say("lowering the plan")
-    lowered = lower(plan, precision=precision)
+    lowered = lower_strategy(plan, options.strategy, precision=precision)
     dataset = open_dataset(options.data, input_specs(lowered), options.seed)
+    check_dataset(dataset, input_specs(lowered))
     job = Job(
         lowered=lowered,
         network=plan.network,
@@ -152,12 +158,14 @@ def execute_plan(plan: Plan, options: ExecuteOptions, say: Say = lambda _: None)
     )
     say(f"training {options.steps} steps on {plan.mesh.size} processes")
     results = _run_job(job, membership)
+    check_finite(results[0].losses)
     rank = 0 if membership is None else membership.rank
     reference: list[float] = []
     allowed: list[float] = []
     if options.verify and rank == 0:
         say("training again in one process")
         reference = run_reference(job)
+        check_finite(reference, "training in one process")
         exact = _exact_if_needed(plan, job, results[0].losses, reference, precision, say)
         compare_losses(results[0].losses, reference, precision, exact)
         allowed = tolerances(precision, reference, exact)
@@ -210,6 +218,23 @@ def _check(plan: Plan, options: ExecuteOptions, membership: Membership | None) -
         raise InputError(f"a timeout of {options.timeout_s} s is not positive; give seconds, such as 60")
     if options.device is not None and options.device not in BACKENDS:
         raise InputError(f"device {options.device!r} is not one of {', '.join(BACKENDS)}; choose one of them")
+    if options.device not in (None, "cpu"):
+        _check_accelerators(options.device, size, membership)
+
+
+def _check_accelerators(device: str, processes: int, membership: Membership | None) -> None:
+    """Each process takes the device of its number on its machine."""
+    found = count_devices(device)
+    if membership is None and processes > found:
+        raise InputError(
+            f"--device {device}: this machine has {found} {device} devices, the plan needs {processes}; "
+            f"use --device cpu or plan for --devices {found}"
+        )
+    if membership is not None and membership.local_rank >= found:
+        raise InputError(
+            f"--device {device}: this machine has {found} {device} devices, but {membership.launcher} started "
+            f"local rank {membership.local_rank} here; start one process for each device or use --device cpu"
+        )
 
 
 def _best_device(processes: int) -> str:
@@ -278,7 +303,7 @@ def _prediction(plan: Plan, lowered: LoweredPlan) -> tuple[float | None, int | N
     try:
         hardware = load_profile(plan.hardware)
     except ProfileError as error:
-        return None, None, (f"no prediction: {error}",)
+        return None, None, (f"no prediction: {error}, and correct hardware.profile in the strategy file",)
     notes: tuple[str, ...] = ()
     if hardware.hash != plan.hardware_hash:
         notes = (f"profile {plan.hardware} has changed since the plan was made",)

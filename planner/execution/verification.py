@@ -63,10 +63,19 @@ def first_beyond(losses: Sequence[float], reference: Sequence[float], allowed: S
     return next((step for step, (loss, wanted, most) in triples if relative_difference(loss, wanted) > most), None)
 
 
+def check_finite(losses: Sequence[float], what: str = "training") -> None:
+    """Raise ExecutionError naming the first step whose loss is no number or infinite."""
+    step = next((step for step, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    if step is not None:
+        raise ExecutionError(f"{what} diverged at step {step}: loss {losses[step]}; lower --learning-rate")
+
+
 def compare_losses(
     losses: Sequence[float], reference: Sequence[float], precision: str, exact: Sequence[float] = ()
 ) -> float:
     """Return the largest relative difference, or raise ExecutionError naming the first step beyond the tolerance."""
+    check_finite(losses)
+    check_finite(reference, "training in one process")
     allowed = tolerances(precision, reference, exact)
     step = first_beyond(losses, reference, allowed)
     differences = [relative_difference(*pair) for pair in zip(losses, reference, strict=True)]

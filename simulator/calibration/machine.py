@@ -43,6 +43,19 @@ def find_machine(device_type: str, processes: int) -> Machine:
             devices=devices,
             memory_bytes=_available_memory() // devices,
         )
+    devices = count_devices(device_type)
+    properties = getattr(torch, device_type).get_device_properties(0)
+    return Machine(
+        device_type=device_type,
+        backend=BACKENDS[device_type],
+        device_name=str(properties.name),
+        devices=devices,
+        memory_bytes=int(properties.total_memory),
+    )
+
+
+def count_devices(device_type: str) -> int:
+    """Count this machine's accelerators of one type without starting them, or say why there are none."""
     if device_type not in BACKENDS:
         raise InputError(f"device {device_type!r} is not one of {', '.join(BACKENDS)}; choose one of them")
     if device_type == "npu":
@@ -52,17 +65,10 @@ def find_machine(device_type: str, processes: int) -> Machine:
             )
         import torch_npu  # noqa: F401
     backend = getattr(torch, device_type)
-    if not backend.is_available():
+    if not backend.is_available() or not backend.device_count():
         raise UnsupportedError(f"device {device_type!r} is not available to this torch ({torch.__version__}) on this "
                                "machine; use --device cpu")  # fmt: skip
-    properties = backend.get_device_properties(0)
-    return Machine(
-        device_type=device_type,
-        backend=BACKENDS[device_type],
-        device_name=str(properties.name),
-        devices=int(backend.device_count()),
-        memory_bytes=int(properties.total_memory),
-    )
+    return int(backend.device_count())
 
 
 def _cpu_model() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -170,6 +171,9 @@ def test_infeasible_is_a_result_with_exit_code_3(monkeypatch: pytest.MonkeyPatch
         (["simulate"], ["STRATEGY"]),
         (["execute", "none.json"], ["none.json", "does not exist"]),
         (["execute", "none.json", "--steps", "0"], ["'0'", "at least 1"]),
+        (["execute", "none.json", "--learning-rate", "nan"], ["'nan'", "above 0", "0.001"]),
+        (["execute", "none.json", "--learning-rate", "0"], ["'0'", "above 0"]),
+        (["execute", "none.json", "--timeout", "inf"], ["'inf'", "seconds", "60"]),
         (["what-if", "zoo:mlp", "--hw", "dgx-a100", "--devices", "8,…,64"], ["two counts before"]),
         (["what-if", "zoo:mlp", "--hw", "dgx-a100,", "--devices", "8"], ["'dgx-a100,'"]),
         (["what-if", "zoo:mlp", "--hw", "dgx-a100", "--devices", "9,11"], ["9 devices"]),
@@ -204,7 +208,31 @@ def test_a_strategy_for_another_network_gives_exit_code_2() -> None:
     write_plan(make_plan(network="zoo:mlp", sequence_length=None), "other.json")
     result = run("simulate", "other.json")
     assert result.exit_code == 2
+    assert "other.json: the strategy is for another network" in result.stderr
     assert "plan it again" in result.stderr
+
+
+def test_a_strategy_whose_profile_is_gone_names_the_file_and_the_remedy() -> None:
+    write_plan(make_plan(hardware="gone.yaml"), "mine.json")
+    result = run("simulate", "mine.json")
+    assert result.exit_code == 2
+    for word in ("mine.json: hardware.profile", "gone.yaml does not exist", "--hw"):
+        assert word in result.stderr
+
+
+def test_numbers_that_json_has_not_are_null() -> None:
+    from planner.cli.execute import _finite
+
+    assert _finite({"a": [1.0, math.nan], "b": (math.inf, {"c": -math.inf})}) == {
+        "a": [1.0, None],
+        "b": [None, {"c": None}],
+    }
+
+
+def test_help_of_execute_takes_precision_from_the_plan() -> None:
+    text = " ".join(run("execute", "--help").stdout.split())
+    assert "Default: the plan's." in text
+    assert "the profile's" not in text
 
 
 def test_simulating_in_a_precision_the_device_lacks_says_so() -> None:

@@ -1,10 +1,11 @@
 import gzip
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from planner.execution.data import Batches, InputSpec, Shard, open_dataset
+from planner.execution.data import Batches, InputSpec, Shard, check_dataset, open_dataset
 from planner.execution.formats import read_cifar10, read_idx, read_mnist
 from simulator.errors import InputError
 
@@ -81,6 +82,30 @@ class TestDigits:
         few = InputSpec(name="label", kind="label", shape=(8,), dtype=torch.int64, high=5)
         with pytest.raises(InputError, match="10 classes"):
             batches("digits", image(), few).load(few, 0)
+
+
+class TestCheck:
+    """What cannot serve the network is found without training."""
+
+    @pytest.mark.parametrize(
+        ("name", "specs", "words"),
+        [
+            (None, (image(), LABEL), None),
+            ("text", (TOKENS, NEXT), None),
+            ("synthetic", (replace(LABEL, high=5), image()), None),
+            ("digits", (image(), replace(LABEL, high=8)), "10 classes, the network 8; .*--data synthetic"),
+            ("digits", (image(), replace(LABEL, shape=(8, 28, 28))), r"'label' .* shape \(\), .* wants \(28, 28\)"),
+            ("digits", (replace(FEATURES, shape=(8, 50)),), "flattened square"),
+            ("text", (TOKENS, replace(LABEL, high=2)), "text cannot feed input 'label'"),
+            ("text", (replace(TOKENS, shape=(8,)),), r"shape \(8,\), only \(samples, tokens\)"),
+        ],
+    )
+    def test_one_sample_of_every_input(self, name, specs, words):
+        if words is None:
+            check_dataset(open_dataset(name, specs, 0), specs)
+            return
+        with pytest.raises(InputError, match=words):
+            check_dataset(open_dataset(name, specs, 0), specs)
 
 
 class TestSharding:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import pytest
+import torch
 
 from planner.execution.run import ExecuteOptions, execute, execute_plan
 from planner.planning import PlanRequest, plan_network
@@ -117,12 +118,55 @@ def test_a_rank_that_fails_shows_its_own_error(mlp):
         ({"precision": "int4"}, "precision 'int4'"),
         ({"learning_rate": -1.0}, "learning rate -1.0"),
         ({"data": "text"}, "cannot feed"),
+        ({"device": "npu"}, "npu.*use --device cpu"),
+        ({"strategy": "my.json", "fingerprint": "0" * 64}, "my.json: .* another network"),
+        ({"strategy": "my.json", "optimizer": "lamb"}, "my.json: optimizer 'lamb'"),
+        ({"strategy": "my.json", "optimizer_sharding": "zero2"}, "my.json: optimizer_sharding: 'zero2'"),
+        ({"strategy": "my.json", "sequence_length": 128}, "my.json: network: .* another network"),
+        ({"strategy": "my.json", "network": "zoo:gone"}, "my.json: no built-in network 'gone'"),
     ],
 )
 def test_bad_options_start_nothing(mlp, options, words, monkeypatch):
     monkeypatch.setattr("planner.execution.run.run_workers", lambda *_: pytest.fail("workers were started"))
+    changes = {name: options.pop(name) for name in list(options) if hasattr(mlp, name) and name != "precision"}
     with pytest.raises(InputError, match=words):
-        run(mlp, **options)
+        run(dataclasses.replace(mlp, **changes), **options)
+
+
+def few_classes():
+    """Tell apart fewer classes than the digits have."""
+    return torch.nn.Linear(64, 8), (torch.zeros(4, 64), torch.zeros(4, dtype=torch.long)), torch.nn.CrossEntropyLoss()
+
+
+def test_data_that_cannot_serve_the_network_starts_nothing(monkeypatch):
+    plan = make_plan("py:tests.planner.execution.test_execute:few_classes", 2, batch=16, dp=2)
+    monkeypatch.setattr("planner.execution.run.run_workers", lambda *_: pytest.fail("workers were started"))
+    with pytest.raises(InputError, match="10 classes, the network 8"):
+        run(plan)
+
+
+def test_accelerators_are_counted_before_anything_starts(mlp, monkeypatch):
+    monkeypatch.setattr("planner.execution.run.run_workers", lambda *_: pytest.fail("workers were started"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(InputError, match="1 cuda devices, the plan needs 2; use --device cpu or plan for --devices 1"):
+        run(mlp, device="cuda")
+    member = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "LOCAL_RANK": "1"}
+    for name, value in member.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="torchrun started local rank 1 here"):
+        run(mlp, device="cuda")
+
+
+def test_an_accelerator_that_is_not_there(mlp, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="'cuda' is not available .*use --device cpu"):
+        run(mlp, device="cuda")
+
+
+def test_training_that_diverges_says_so(mlp):
+    with pytest.raises(ExecutionError, match="training diverged at step .: loss (nan|inf); lower --learning-rate"):
+        run(mlp, learning_rate=1e30, verify=False, precision="fp32")
 
 
 def test_another_launcher_with_another_number_of_processes(mlp, monkeypatch):

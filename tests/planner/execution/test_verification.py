@@ -22,6 +22,14 @@ def test_what_is_no_number_never_passes(loss):
     assert relative_difference(loss, loss) == math.inf
 
 
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_training_that_diverges_says_so(loss):
+    with pytest.raises(ExecutionError, match=rf"^training diverged at step 1: loss {loss}; lower --learning-rate$"):
+        compare_losses([1.0, loss, 1.0], [1.0, loss, 1.0], "fp32")
+    with pytest.raises(ExecutionError, match="one process diverged at step 0"):
+        compare_losses([1.0], [loss], "fp64")
+
+
 def test_every_precision_that_runs_has_a_tolerance():
     from planner.execution.job import PRECISIONS
 
