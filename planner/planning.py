@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from planner.graph.folding import unfold
-from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
+from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch, at_precision
 from planner.instructions import LoweredPlan
 from planner.lowering import LoweringOptions, lower_graph
@@ -253,7 +253,7 @@ def _make_plan(space: Space, base: Mapping[str, object], item: Found) -> Plan:
         mesh=item.mesh,
         rules=rules,
         layers=layers,
-        optimizer_sharding=optimizer_sharding(item.mesh, _stored(space, item)),
+        optimizer_sharding=optimizer_sharding(item.mesh, _stored(space.graph, rules, layers)),
         certificate=Certificate(
             status=status,
             objective_s=item.solution.objective_s,
@@ -269,14 +269,19 @@ def _make_plan(space: Space, base: Mapping[str, object], item: Found) -> Plan:
     )
 
 
-def _stored(space: Space, item: Found) -> Iterator[tuple[int, Placements]]:
-    """Elements and placements of every parameter."""
-    for parameter in space.graph.parameters:
-        variable = item.problem.decisions.of_node[parameter.node]
-        state = item.solution.assignment[variable]
-        placed = item.problem.states[variable].placements(TensorRef(parameter.node), reads=False)[:, state]
-        elements = space.graph.nodes[parameter.node].outputs[0].elements * space.graph.multiplicity[parameter.node]
-        yield elements, tuple(int(placement) for placement in placed)
+def _stored(
+    graph: OperatorGraph, rules: Mapping[str, NodeRules], layers: Iterable[LayerRules]
+) -> Iterator[tuple[int, Placements]]:
+    """Elements and placements of the parameters; equal layers may store theirs in different ways."""
+    nodes = {parameter.node for parameter in graph.parameters}
+    elements = {graph.nodes[i].name: graph.nodes[i].outputs[0].elements for i in nodes}
+    for run in graph.runs:
+        for name in [graph.nodes[i].name for i in run.first if i in nodes]:
+            elements[template_name(name, run.prefix)] = elements[name]
+    parts = [(1, rules), *((part.last - part.first + 1, part.rules) for part in layers)]
+    for times, part_rules in parts:
+        for name in part_rules.keys() & elements.keys():
+            yield times * elements[name], tuple(rule.outputs[0] for rule in part_rules[name])
 
 
 def _with_reasons(scored: list[Candidate]) -> tuple[Candidate, ...]:

@@ -57,8 +57,8 @@ def _check_sequence_length(plan: Plan) -> None:
 def _check_storage(plan: Plan, lowered: LoweredPlan) -> None:
     graph = lowered.graph
     nodes = {parameter.name: parameter.node for parameter in graph.parameters}
-    stored = ((graph.nodes[nodes[p.name]].outputs[0].elements, p.placements) for p in lowered.parameters)
-    found = optimizer_sharding(plan.mesh, stored)
+    stored = {nodes[parameter.name]: parameter.placements for parameter in lowered.parameters}
+    found = optimizer_sharding(plan.mesh, ((graph.nodes[i].outputs[0].elements, p) for i, p in stored.items()))
     if plan.optimizer_sharding != found:
         raise StrategyError(
             f"optimizer_sharding: {plan.optimizer_sharding!r} is wrong: the parameters are placed as {found!r} says; "

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planner.planning import PlanRequest, PlanResult, capture_for, lower, plan_network, predict
+from planner.planning import PlanRequest, PlanResult, _stored, capture_for, lower, plan_network, predict
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.rules import Rule
 from planner.strategy.file import plan_to_text, read_plan, write_plan
-from planner.strategy.plan import Plan, Status
+from planner.strategy.plan import Plan, Status, optimizer_sharding
 from simulator.errors import StrategyError
 from simulator.hardware import load_profile, write_profile
 from tests.planner.search.problems import captured
@@ -136,6 +136,21 @@ def test_the_same_request_twice_gives_the_same_bytes(change: Mapping[str, object
     plan = planned(replace(TINY, **change)).candidates[0].plan  # type: ignore[arg-type]
     write_plan(plan, tmp_path / "strategy.json")
     assert read_plan(tmp_path / "strategy.json") == plan
+
+
+@pytest.mark.parametrize(("sharded", "name"), [(1, "none"), (3, "zero2")])
+def test_the_name_of_the_storage_counts_every_range_of_layers(plan: Plan, sharded: int, name: str) -> None:
+    graph = captured("gpt2-tiny")
+    (layers,) = plan.layers
+
+    def stored(placement: int) -> dict[str, tuple[Rule, ...]]:
+        return {name: (Rule((), (placement,), splits_work=False),) for name in layers.rules}
+
+    ranges = (
+        replace(layers, last=sharded - 1, rules=stored(0)),
+        replace(layers, first=sharded, rules=stored(REPLICATE)),
+    )
+    assert optimizer_sharding(plan.mesh, _stored(graph, {}, ranges)) == name
 
 
 # Memory
