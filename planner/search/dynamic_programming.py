@@ -193,7 +193,9 @@ class DynamicProgramming:
             base = best
             while low < high:
                 middle = (low + high + 1) // 2
+                # What surrounds the run is that of the plan that fits, so both ends are its own too.
                 path = [there[1][0], *there[0][1 : middle + 1], *there[1][middle + 1 :]]
+                path[-1] = there[1][-1]
                 states = tuple(
                     plan.layers[number][i] if pair == exits[i] else made
                     for i, (pair, made) in enumerate(
