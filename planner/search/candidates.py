@@ -78,6 +78,9 @@ def meshes(space: Space) -> list[tuple[int, int]]:
     devices, pins, batch = space.devices, space.pins, space.global_batch
     pairs = [(d, devices // d) for d in range(1, devices + 1) if devices % d == 0]
     pinned = [(d, t) for d, t in pairs if pins.dp in (None, d) and pins.tp in (None, t)]
+    if pins.storage == "sharded":
+        # Parameters are sharded along the data axis, so there has to be one.
+        pinned = [(d, t) for d, t in pinned if d > 1] or pinned
     if not pinned:
         asked = " ".join(f"{n}={v}" for n, v in (("dp", pins.dp), ("tp", pins.tp)) if v is not None)
         raise InputError(f"pins {asked}: dp × tp must be the device count, {devices}; change the pins or --devices")

@@ -274,3 +274,12 @@ def test_strategies_of_neighbours_that_nothing_can_join_are_refused(plan: Plan) 
     changed = replace(plan, layers=(replace(first, rules=rules), *others))
     assert first.rules[name][0].inputs[0] >= 0, "the plan splits the batch"
     refused(changed, "partial", "plan the network again")
+
+
+def test_pinned_optimizer_sharding_holds_for_every_plan() -> None:
+    request = PlanRequest(
+        network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, pins={"optimizer_sharding": "zero2"}, top=5
+    )
+    found = plan_network(request).candidates
+    assert found
+    assert {candidate.plan.optimizer_sharding for candidate in found} == {"zero2"}
