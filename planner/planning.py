@@ -101,8 +101,10 @@ def _collection_paused() -> Iterator[None]:
 def plan_network(request: PlanRequest, *, graph: OperatorGraph | None = None) -> PlanResult:
     """Search the best plans of a request.
 
-    Every mesh of data × tensor parallelism is searched exactly over the strategies of all operators;
-    the best by the additive objective are lowered, simulated and ranked by simulated step time.
+    On each mesh of data × tensor parallelism the strategies of all operators are searched exactly, at the
+    largest micro-batch that fits and at the next smaller one; meshes that cannot come near the best are left
+    out (`planner.search.candidates.explore`). The best by the additive objective are lowered, simulated and
+    ranked by simulated step time.
     """
     pins = read_pins(request)
     hardware = load_profile(request.hardware)
@@ -208,6 +210,9 @@ class _Scorer:
             again = _again(space, item, allowed)
             if again is None:
                 return None
+            # The bound of the tighter limit does not hold for the device's own; that of the first search does.
+            bound = min(item.solution.lower_bound_s, again.solution.lower_bound_s)
+            again = replace(again, solution=replace(again.solution, lower_bound_s=bound))
             plan = _make_plan(space, self.base, again)
         return plan
 

@@ -125,7 +125,7 @@ def _facts(result: PlanResult, hardware: Hardware, strategy_file: str) -> Iterab
     yield "memory", memory_kinds_text(best.prediction.memory_at_peak)
     yield (
         "certificate",
-        f"{result.status}: objective {seconds_text(certificate.objective_s)}, lower bound "
+        f"{result.status} on its mesh: objective {seconds_text(certificate.objective_s)}, lower bound "
         f"{seconds_text(certificate.lower_bound_s)}, gap {percent_text(certificate.gap)}, "
         f"elimination width {certificate.elimination_width}, {certificate.operators} operators, "
         f"{certificate.distinct_blocks} distinct block{'s' * (certificate.distinct_blocks != 1)}",

@@ -18,7 +18,6 @@ from simulator.errors import InputError
 LANGUAGE_KINDS = {"tokens", "next_tokens"}
 SYNTHETIC_SAMPLES = 4096
 BYTE_VALUES = 256
-DIGIT_CLASSES = 10
 
 Rows = NDArray[np.int64]
 Sample = Callable[["InputSpec", Rows], Tensor]

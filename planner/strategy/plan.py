@@ -24,9 +24,10 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What the search proved: the objective of the plan and a bound that no plan can beat.
+    """What the search proved: the objective of the plan and a bound that no plan of its mesh can beat.
 
-    The objective is the additive cost the search minimises; its terms are stated in
+    The bound holds for the same mesh, micro-batches and memory limit; other meshes are compared by
+    simulation. The objective is the additive cost the search minimises; its terms are stated in
     `planner.search.problem`.
     """
 
