@@ -1,0 +1,247 @@
+"""A training run in the words of the field: what is trained, how it is cut, in which software, on which cluster.
+
+These records are what `planner.estimate` predicts from. They name no source and no measured value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from simulator.errors import InputError
+from simulator.hardware import Hardware
+from simulator.program import Kernel
+
+
+class Recompute(StrEnum):
+    """What the backward pass computes again instead of keeping it."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    """The attention core: scores, softmax and their product with the values."""
+    FULL = "full"
+    """Every layer from its input."""
+
+
+class OptimizerSharding(StrEnum):
+    """What the ranks of the data axis share out: optimizer states, also gradients, also parameters."""
+
+    NONE = "none"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+
+
+class AttentionKernel(StrEnum):
+    """How the attention core runs."""
+
+    UNFUSED = "unfused"
+    """Matrix products and single kernels between them, scores in memory."""
+    FUSED_SOFTMAX = "fused_softmax"
+    """Scale, mask and softmax in one kernel, scores in memory."""
+    FLASH = "flash"
+    """One kernel in each direction, no scores in memory (FlashAttention 1)."""
+    FLASH2 = "flash2"
+    """The same with better work partitioning (FlashAttention 2)."""
+    VENDOR = "vendor"
+    """The vendor's fused kernel: cuDNN on Hopper and later, FlashAttentionScore on Ascend."""
+
+
+class Stack(StrEnum):
+    """Software that launches the kernels; its properties are fitted once for all networks."""
+
+    EAGER = "eager"
+    """PyTorch operators one by one, few of them fused (Hugging Face, FSDP, torchtune)."""
+    COMPILED = "compiled"
+    """torch.compile or XLA: chains of elementwise operators fused."""
+    MEGATRON = "megatron"
+    """Megatron-LM, Megatron-DeepSpeed and their kin: fused bias, dropout, norm kernels."""
+    TRANSFORMER_ENGINE = "transformer_engine"
+    """Megatron-Core on Transformer Engine: fused norms, overlapped tensor parallelism, CUDA graphs."""
+    MINDSPORE = "mindspore"
+    """MindSpore graph mode."""
+    MINDSPEED = "mindspeed"
+    """PyTorch on Ascend: torch_npu with MindSpeed's fused kernels."""
+    TENSORFLOW = "tensorflow"
+    """TensorFlow, MXNet and PaddlePaddle static graphs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture of experts in place of the feed-forward network.
+
+    ``dense_layers`` at the front keep the dense network; ``shared_feed_forward`` is the width of the experts
+    that every token visits (0: none); ``capacity_factor`` 0 drops no token.
+    """
+
+    count: int
+    per_token: int
+    feed_forward: int
+    shared_feed_forward: int = 0
+    dense_layers: int = 0
+    capacity_factor: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): ranks of the compressed query and key-value."""
+
+    query_rank: int
+    key_value_rank: int
+    rotary_head: int
+    plain_head: int
+    value_head: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerShape:
+    """Sizes of a transformer.
+
+    ``head_size`` is that of queries and keys; ``feed_forward`` the inner width of the dense network, whose
+    ``gated`` form (SwiGLU, GeGLU) has three matrices instead of two. ``vocabulary`` is unpadded.
+    ``causal`` attention sees no later token. ``learned_positions`` counts rows of a position table.
+    ``layers`` counts every block; an encoder-decoder is described by its decoder blocks here and by
+    ``encoder_layers``, whose blocks have no cross attention.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    key_value_heads: int
+    head_size: int
+    feed_forward: int
+    vocabulary: int
+    sequence_length: int
+    gated: bool = False
+    rms_norm: bool = False
+    biases: bool = True
+    rotary: bool = False
+    learned_positions: int = 0
+    tied_embeddings: bool = True
+    causal: bool = True
+    dropout: bool = False
+    attention_window: int = 0
+    experts: Experts | None = None
+    latent_attention: LatentAttention | None = None
+    encoder_layers: int = 0
+    encoder_sequence_length: int = 0
+    multi_token_layers: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWork:
+    """One operator of a network that is described layer by layer, for one sample, forward only.
+
+    ``flops`` and ``bytes`` (elements read and written times the element size of ``float32``; halved at half
+    precision) per sample; ``weights`` elements are read once a call. ``saved`` elements per sample are kept
+    for the backward pass. ``m, n, k`` per sample describe matrix products and convolutions (as implicit matrix
+    products: m = output pixels, n = output channels, k = input channels * kernel area / groups).
+    """
+
+    kernel: Kernel
+    flops: float = 0.0
+    elements_moved: float = 0.0
+    weights: float = 0.0
+    saved: float = 0.0
+    m: float = 0.0
+    n: float = 0.0
+    k: float = 0.0
+    groups: int = 1
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayeredNetwork:
+    """A network other than a transformer: its operators in order, for one sample; ``parameters`` are all trained."""
+
+    name: str
+    layers: tuple[LayerWork, ...]
+    parameters: float
+    sample: str = "image"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSetup:
+    """How a network is trained: degrees of parallelism, batch, what is kept, precision and software.
+
+    ``dp`` counts replicas of the dense part (``devices / (tp * pp * cp)``); experts are spread over ``ep`` ranks,
+    each expert cut over ``expert_tp``. ``micro_batch`` is in samples per replica and forward pass,
+    ``micro_batches`` how many of them make a step. ``shard_group`` ranks share sharded state (0: all of ``dp``;
+    fewer is HSDP). ``precision`` is what matrices are multiplied in (``fp32 tf32 fp16 bf16 fp8 fp4``).
+    ``trained_fraction`` below 1 freezes weights (LoRA): no weight gradients for the frozen ones.
+    ``layers_per_stage``, where given, has ``pp * vpp`` entries in the order of the network.
+    """
+
+    devices: int
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    expert_tp: int = 1
+    micro_batch: int = 1
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+    recompute: Recompute = Recompute.NONE
+    recompute_layers: int = 0
+    """Layers of a stage that ``full`` recompute covers; 0: all."""
+    optimizer_sharding: OptimizerSharding = OptimizerSharding.NONE
+    shard_group: int = 0
+    sequence_parallel: bool = False
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    attention: AttentionKernel = AttentionKernel.FLASH2
+    stack: Stack = Stack.MEGATRON
+    overlap_gradients: bool = False
+    overlap_parameters: bool = False
+    overlap_tensor: bool = False
+    gradient_bytes: int = 4
+    """Bytes of a gradient element as it is accumulated and reduced."""
+    offload_optimizer: bool = False
+    trained_fraction: float = 1.0
+    layers_per_stage: tuple[int, ...] = ()
+    deterministic: bool = False
+    fused_norm: bool = False
+    """A fused RMSNorm or layer-norm kernel where the stack's default has none."""
+
+    def __post_init__(self) -> None:
+        product = self.dp * self.tp * self.pp * self.cp
+        if product != self.devices:
+            raise InputError(
+                f"dp {self.dp} x tp {self.tp} x pp {self.pp} x cp {self.cp} = {product} is not the device count "
+                f"{self.devices}: correct one of them"
+            )
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one step."""
+        return self.micro_batch * self.micro_batches * self.dp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
+    """A network, how it is trained, and the cluster it is trained on.
+
+    ``assumed`` lists what was not stated and which default stands in: it widens no interval by itself, but it
+    is told to whoever reads the prediction.
+    """
+
+    network: TransformerShape | LayeredNetwork
+    setup: TrainingSetup
+    hardware: Hardware
+    assumed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPrediction:
+    """What is predicted for a run; ``breakdown`` in seconds adds up to ``step_time_s``, ``memory`` to the peak."""
+
+    step_time_s: float
+    interval_s: tuple[float, float]
+    label: str
+    peak_memory_bytes: float
+    fits: bool
+    breakdown: dict[str, float]
+    memory: dict[str, float]
