@@ -10,6 +10,19 @@ its rate or at what the links it crosses leave it, shared max-min fairly among t
 task takes ``work`` seconds after its latency. While a rank computes and transfers at the same time, its computation
 runs at ``compute_speed`` and its transfers at most at ``transfer_speed`` of what they would reach alone.
 
+To be exact:
+
+- A meeting, or a task without one, runs as a whole: it takes the longest latency of its members, then works. While it
+  works all members have done the same part of their work at any time: the whole moves at the pace of its slowest
+  member, and a link carries ``link_weights`` x the bytes/s of each member that crosses it. It is one flow of the
+  fair sharing, of as many bytes as its largest transfer.
+- A member *computes* if it is no transfer and on a `COMPUTE` stream; it *transfers* if it is on a `COMMUNICATION`
+  stream (seconds or bytes) or a transfer on a `COMPUTE` stream. A `COPY` stream does neither. Only work counts, not
+  latency nor waiting: a rank computes and transfers at the same time while one of its tasks of each sort works.
+  A computing member's speed is then ``compute_speed`` s/s, a transferring one's cap ``transfer_speed`` x its rate.
+- All that ends or begins at one time does so before shares are found anew. Nothing depends on the order of
+  simultaneous events: streams fix every order, and shares of no duration move nothing.
+
 Ranks that behave alike stand once in a table; a link use then counts all their copies
 (``link_weights`` = copies that cross the link x bytes on the link per byte of work).
 """
@@ -52,6 +65,9 @@ class TaskTable:
     link_capacity : (L,) bytes/s
     compute_speed, transfer_speed : factors in (0, 1] while both run on a rank
     label : (T,) index into ``labels``, for messages, traces and totals
+    meeting_size : (M,) tasks that each meeting must have, 0 where any number will do; empty: all of them
+    stream_names : names of the streams for messages; empty: the rank and the kind are their name
+    name : what messages call the table
     """
 
     stream: IntArray
@@ -71,6 +87,9 @@ class TaskTable:
     transfer_speed: float = 1.0
     label: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     labels: Sequence[str] = ()
+    meeting_size: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    stream_names: Sequence[str] = ()
+    name: str = "the task table"
 
     @property
     def size(self) -> int:
