@@ -1,0 +1,5 @@
+"""Networks other than language models, layer by layer: convolutional, vision and recurrent ones, by name."""
+
+from planner.estimate.layered.lookup import lookup
+
+__all__ = ["lookup"]

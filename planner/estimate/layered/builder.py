@@ -1,0 +1,300 @@
+"""The notation in which networks are written: every call appends a layer and follows the sample's size through it.
+
+A network is a function of `NetworkBuilder`; `size` may have one dimension (sound, text), two (images) or three
+(volumes), so the same words write all of them. What a layer does to one sample, forward only, is a `LayerWork`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from planner.estimate.training_run import LayeredNetwork, LayerWork
+from simulator.program import Kernel
+
+
+def divisible(value: float, divisor: int = 8) -> int:
+    """Channels rounded to a multiple of `divisor`, never by more than 10 % down (MobileNetV2's reference code)."""
+    rounded = max(divisor, int(value + divisor / 2) // divisor * divisor)
+    return rounded + divisor if rounded < 0.9 * value else rounded
+
+
+class NetworkBuilder:
+    """Channels and size of the current tensor of one sample, and the layers so far.
+
+    Convolutions pad as much as keeps the size at stride 1, unless ``padding`` says otherwise. Matrix products,
+    convolutions, norms and activations other than ReLU keep their input for the backward pass, each tensor once.
+    """
+
+    def __init__(self, channels: int, *size: int) -> None:
+        self.channels = channels
+        self.size: tuple[int, ...] = size
+        self.parameters = 0.0
+        self.layers: list[LayerWork] = []
+        self._tensor = 0
+        self._tensors = 1
+        self._saved: set[int] = set()
+
+    @property
+    def positions(self) -> int:
+        """Pixels (or tokens, voxels, frames) of the current tensor."""
+        return math.prod(self.size)
+
+    @property
+    def elements(self) -> int:
+        """Elements of the current tensor."""
+        return self.channels * self.positions
+
+    def finish(self, name: str, sample: str = "image") -> LayeredNetwork:
+        """The network written so far."""
+        return LayeredNetwork(name=name, layers=tuple(self.layers), parameters=self.parameters, sample=sample)
+
+    @contextmanager
+    def branch(self) -> Iterator[NetworkBuilder]:
+        """Layers of a side branch: afterwards the tensor before it is current again."""
+        before = self.channels, self.size, self._tensor
+        yield self
+        self.channels, self.size, self._tensor = before
+
+    def become(self, channels: int, *size: int) -> NetworkBuilder:
+        """A tensor of another shape without work: concatenated branches, a reshaped tensor, another input."""
+        self.channels = channels
+        self.size = size or self.size
+        self._new_tensor()
+        return self
+
+    def convolution(
+        self,
+        channels: int,
+        kernel: int | tuple[int, ...] = 3,
+        stride: int | tuple[int, ...] = 1,
+        *,
+        groups: int = 1,
+        bias: bool = False,
+        padding: int | None = None,
+        dilation: int = 1,
+    ) -> NetworkBuilder:
+        """A convolution as an implicit matrix product: m output positions, n = `channels`, k input values of each."""
+        kernels = self._per_dimension(kernel)
+        before = self.elements
+        k = self.channels // groups * math.prod(kernels)
+        saved = self._save()
+        self.channels = channels
+        self.size = self._strided(kernels, self._per_dimension(stride), padding, dilation)
+        self._append(
+            Kernel.CONVOLUTION,
+            flops=2.0 * self.positions * channels * k,
+            elements_moved=before + self.elements,
+            weights=channels * k,
+            saved=saved,
+            m=self.positions,
+            n=channels,
+            k=k,
+            groups=groups,
+        )
+        self.parameters += channels if bias else 0
+        return self
+
+    def transposed(self, channels: int, kernel: int = 2, stride: int = 2, *, bias: bool = True) -> NetworkBuilder:
+        """A transposed convolution, which multiplies the size by `stride`."""
+        before, inputs, m = self.elements, self.channels, self.positions
+        saved = self._save()
+        area = kernel ** len(self.size)
+        self.channels = channels
+        self.size = tuple(side * stride for side in self.size)
+        self._append(
+            Kernel.CONVOLUTION,
+            flops=2.0 * m * inputs * channels * area,
+            elements_moved=before + self.elements,
+            weights=inputs * channels * area,
+            saved=saved,
+            m=m,
+            n=channels * area,
+            k=inputs,
+        )
+        self.parameters += channels if bias else 0
+        return self
+
+    def norm(self) -> NetworkBuilder:
+        """Batch, layer, group or instance norm with scale and shift: two reads and a write."""
+        self.parameters += 2 * self.channels
+        return self._pointwise(Kernel.NORMALIZATION, 3, saved=True)
+
+    def relu(self) -> NetworkBuilder:
+        """An activation whose output tells its gradient."""
+        return self._pointwise(Kernel.ACTIVATION, 2, saved=False)
+
+    def smooth(self) -> NetworkBuilder:
+        """An activation that keeps its input: GELU, SiLU, h-swish, tanh."""
+        return self._pointwise(Kernel.ACTIVATION, 2, saved=True)
+
+    def add(self) -> NetworkBuilder:
+        """The sum with a tensor of the same shape: a residual connection."""
+        return self._pointwise(Kernel.ELEMENTWISE, 3, saved=False)
+
+    def scale(self) -> NetworkBuilder:
+        """The product with a tensor of the same shape or a broadcast one, both kept."""
+        return self._pointwise(Kernel.ELEMENTWISE, 2, saved=True)
+
+    def concatenate(self, channels: int) -> NetworkBuilder:
+        """Branches copied into one tensor of `channels`."""
+        self.channels = channels
+        return self._pointwise(Kernel.COPY, 2, saved=False)
+
+    def copy(self) -> NetworkBuilder:
+        """The tensor written in another order."""
+        return self._pointwise(Kernel.COPY, 2, saved=False)
+
+    def unit(
+        self,
+        channels: int,
+        kernel: int | tuple[int, ...] = 3,
+        stride: int | tuple[int, ...] = 1,
+        *,
+        groups: int = 1,
+        padding: int | None = None,
+        dilation: int = 1,
+        activation: str = "relu",
+    ) -> NetworkBuilder:
+        """Convolution, batch norm and activation (``relu``, ``smooth`` or none of them: empty)."""
+        self.convolution(channels, kernel, stride, groups=groups, padding=padding, dilation=dilation).norm()
+        if activation:
+            self.relu() if activation == "relu" else self.smooth()
+        return self
+
+    def depthwise(self, kernel: int = 3, stride: int = 1, *, activation: str = "relu") -> NetworkBuilder:
+        """A convolution of every channel by itself, batch norm and activation."""
+        return self.unit(self.channels, kernel, stride, groups=self.channels, activation=activation)
+
+    def pool(self, kernel: int, stride: int = 1, padding: int | None = None) -> NetworkBuilder:
+        """Maximum or average over windows."""
+        before = self.elements
+        self.size = self._strided(self._per_dimension(kernel), self._per_dimension(stride), padding, 1)
+        self._append(Kernel.REDUCTION, elements_moved=before + self.elements)
+        return self
+
+    def global_pool(self) -> NetworkBuilder:
+        """Average over all positions."""
+        self._append(Kernel.REDUCTION, elements_moved=self.elements)
+        return self.become(self.channels, 1)
+
+    def upsample(self, factor: int = 2) -> NetworkBuilder:
+        """A size `factor` times as large, by copying or interpolating."""
+        before = self.elements
+        self.size = tuple(side * factor for side in self.size)
+        self._append(Kernel.COPY, elements_moved=before + self.elements)
+        return self
+
+    def linear(self, channels: int, *, bias: bool = True) -> NetworkBuilder:
+        """A matrix product at every position."""
+        before, k = self.elements, self.channels
+        saved = self._save()
+        self.channels = channels
+        self._append(
+            Kernel.MATMUL,
+            flops=2.0 * self.positions * channels * k,
+            elements_moved=before + self.elements,
+            weights=channels * k,
+            saved=saved,
+            m=self.positions,
+            n=channels,
+            k=k,
+        )
+        self.parameters += channels if bias else 0
+        return self
+
+    def attention(self, heads: int, width: int, keys: int, windows: int = 1) -> NetworkBuilder:
+        """Scores, softmax and weighted values, unfused: every query meets `keys` keys, of `width` in all heads.
+
+        ``windows`` groups of queries have keys of their own.
+        """
+        queries, scores = self.positions, heads * self.positions * keys
+        flops, moved = 2.0 * queries * keys * width, (queries + keys * windows) * width + scores
+        head, rows, groups = width / heads, queries / windows, heads * windows
+        saved = (queries + 2 * keys * windows) * width
+        self._append(
+            Kernel.MATMUL, flops=flops, elements_moved=moved, saved=saved, m=rows, n=keys, k=head, groups=groups
+        )
+        self._append(Kernel.SOFTMAX, elements_moved=3 * scores, saved=scores)
+        self._append(Kernel.MATMUL, flops=flops, elements_moved=moved, m=rows, n=head, k=keys, groups=groups)
+        return self.become(width)
+
+    def embedding(self, rows: int, channels: int, trained: bool = True) -> NetworkBuilder:
+        """One row of a table at every position."""
+        self.become(channels)
+        self._append(Kernel.EMBEDDING, elements_moved=2 * self.elements)
+        self.parameters += rows * channels if trained else 0
+        return self
+
+    def recurrent(self, channels: int, *, bidirectional: bool = False, gates: int = 4) -> NetworkBuilder:
+        """A recurrent layer (LSTM: four gates): its input products at once, its own step by step.
+
+        ``m`` of the second product is 1 a sample and ``count`` the number of steps.
+        """
+        steps, inputs = self.positions, self.channels
+        directions = 2 if bidirectional else 1
+        for _ in range(directions):
+            with self.branch():
+                self.linear(gates * channels)
+                self.parameters += gates * channels
+                n = gates * channels
+                moved = channels + n
+                self._append(
+                    Kernel.MATMUL,
+                    flops=2.0 * n * channels,
+                    elements_moved=moved,
+                    weights=n * channels,
+                    saved=moved,
+                    m=1,
+                    n=n,
+                    k=channels,
+                    count=steps,
+                )
+                self.parameters -= n * channels * (steps - 1)
+                self._append(Kernel.ELEMENTWISE, elements_moved=2 * moved, saved=n, count=steps)
+        assert inputs > 0
+        return self.become(channels * directions)
+
+    def squeeze_excite(self, hidden: int, *, smooth: bool = False, bias: bool = True) -> NetworkBuilder:
+        """Channel weights from the global average through two products (SENet, arXiv:1709.01507)."""
+        channels = self.channels
+        with self.branch():
+            self.global_pool().linear(hidden, bias=bias)
+            self.smooth() if smooth else self.relu()
+            self.linear(channels, bias=bias).smooth()
+        return self.scale()
+
+    def _pointwise(self, kernel: Kernel, factor: float, *, saved: bool) -> NetworkBuilder:
+        kept = self._save() if saved else 0.0
+        self._append(kernel, elements_moved=factor * self.elements, saved=kept)
+        return self
+
+    def _append(self, kernel: Kernel, **work: float) -> None:
+        layer = LayerWork(kernel=kernel, **work)  # type: ignore[arg-type]
+        self.layers.append(layer)
+        self.parameters += layer.weights * layer.count
+        self._new_tensor()
+
+    def _new_tensor(self) -> None:
+        self._tensor = self._tensors
+        self._tensors += 1
+
+    def _save(self) -> float:
+        if self._tensor in self._saved:
+            return 0.0
+        self._saved.add(self._tensor)
+        return float(self.elements)
+
+    def _per_dimension(self, value: int | tuple[int, ...]) -> tuple[int, ...]:
+        return value if isinstance(value, tuple) else (value,) * len(self.size)
+
+    def _strided(
+        self, kernels: tuple[int, ...], strides: tuple[int, ...], padding: int | None, dilation: int
+    ) -> tuple[int, ...]:
+        sides = []
+        for side, kernel, stride in zip(self.size, kernels, strides, strict=True):
+            reach = dilation * (kernel - 1)
+            padded = side + (2 * (reach // 2) if padding is None else 2 * padding)
+            sides.append(max(1, (padded - reach - 1) // stride + 1))
+        return tuple(sides)
