@@ -41,6 +41,47 @@ class KernelModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulModel:
+    """Speed of matrix products by shape, in one precision; `simulator.kernels.matmul_time` has the formula.
+
+    ``tiles`` are (rows, columns) of outputs that one multiprocessor computes at a time, ``tile_loss`` the part
+    of time that tiles of 128 by 128 lose to loading operands (small tiles more), ``fill_depth`` the depth (k) that
+    beginning and ending a tile cost, ``wave_share`` how far a last, partly filled wave counts as a whole one,
+    ``utilisation`` points (log10 of FLOPs, factor on the rate).
+    """
+
+    tiles: tuple[tuple[int, int], ...]
+    compute_efficiency: float
+    bandwidth_efficiency: float
+    overhead_s: float
+    fill_depth: float
+    tile_loss: float
+    wave_share: float
+    utilisation: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionModel:
+    """Speed of a fused attention kernel in one direction; `simulator.kernels.attention_time` has the formula."""
+
+    compute_efficiency: float
+    bandwidth_efficiency: float
+    overhead_s: float
+    tile_queries: int
+    fill_keys: float
+    fill_head_size: float
+    wave_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPasses:
+    """Models of one kind of fused attention, forward and backward."""
+
+    forward: AttentionModel
+    backward: AttentionModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
     """One level of the topology: units of ``size`` devices joined by links of one kind.
 
@@ -90,7 +131,9 @@ class Hardware:
     """A cluster type. Two profiles with the same numbers have the same ``hash``.
 
     ``device_memory_bytes`` is what a job can use; ``hash`` is the SHA-256 of every number of the
-    profile, not of its descriptions and sources.
+    profile, not of its descriptions and sources. Models by shape are optional: without them the roofline of
+    ``kernels`` counts. ``overlap_compute_speed`` and ``overlap_transfer_speed`` are the parts of their speed that
+    kernels and messages keep while they run at the same time.
     """
 
     name: str
@@ -112,6 +155,13 @@ class Hardware:
     collective_algorithms: tuple[str, ...] = ("tree", "hierarchical", "switch")
     collective_tables: tuple[CollectiveTable, ...] = ()
     slowdown_table: tuple[tuple[int, float], ...] = ((1, 1.0),)
+    multiprocessors: int = 1
+    matmul_models: Mapping[str, MatmulModel] = field(default_factory=dict)
+    grouped_matmul_efficiency: float = 1.0
+    convolution_efficiency: float | None = None
+    attention_models: Mapping[str, AttentionPasses] = field(default_factory=dict)
+    overlap_compute_speed: float = 1.0
+    overlap_transfer_speed: float = 1.0
     rows: tuple[ProfileRow, ...] = ()
 
     def __hash__(self) -> int:

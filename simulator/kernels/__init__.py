@@ -1,0 +1,15 @@
+"""Time of kernels on one device: from their work, or from their shape where the profile describes it."""
+
+from simulator.kernels.attention import attention_time, unfused_attention_time
+from simulator.kernels.convolution import convolution_time
+from simulator.kernels.matmul import grouped_matmul_time, matmul_time
+from simulator.kernels.roofline import kernel_time
+
+__all__ = [
+    "attention_time",
+    "convolution_time",
+    "grouped_matmul_time",
+    "kernel_time",
+    "matmul_time",
+    "unfused_attention_time",
+]

@@ -1,0 +1,102 @@
+"""Time of attention by shape: fused kernels, and the products and the softmax they replace."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from simulator.hardware import AttentionModel, Hardware
+from simulator.kernels.matmul import ELEMENT_BYTES, matmul_time
+from simulator.kernels.roofline import kernel_time
+from simulator.program import Kernel
+
+FloatArray = NDArray[np.float64]
+AttentionKind = Literal["flash", "flash2", "vendor"]
+BACKWARD_FLOPS = 2.5  # five products where forward has two: the scores are computed again
+_INSTEAD = {"flash2": ("vendor", "flash"), "vendor": ("flash2", "flash"), "flash": ("flash2", "vendor")}
+
+
+def attention_time(
+    hardware: Hardware,
+    dtype: str,
+    *,
+    batch: ArrayLike,
+    heads: ArrayLike,
+    key_value_heads: ArrayLike,
+    queries: ArrayLike,
+    keys: ArrayLike,
+    head_size: ArrayLike,
+    causal: bool,
+    backward: bool,
+    kind: AttentionKind = "flash2",
+) -> FloatArray:
+    """Seconds of fused attention, forward or backward; a causal mask halves the work.
+
+    Blocks of ``tile_queries`` queries of one head run in waves over the multiprocessors S, each over all
+    its keys: ``compute = S * waves * tile_queries * 4 * (pairs / queries + fill_keys)
+    * (head_size + fill_head_size) / (peak * e_c)``, 2.5 times that backward (Dao, "FlashAttention-2", 2023);
+    ``fill_head_size`` stands for the exponentials, which do not depend on the head's size.
+    ``t = overhead + max(compute, bytes / (bandwidth * e_b))``. Without a model in the profile the roofline
+    of the class counts.
+    """
+    count, own, shared, rows, columns, size = (
+        np.asarray(value, dtype=np.float64) for value in (batch, heads, key_value_heads, queries, keys, head_size)
+    )
+    passes = BACKWARD_FLOPS if backward else 1.0
+    seen = columns * (0.5 if causal else 1.0)
+    # Forward reads q, k, v and writes o; backward reads these and do, and writes dq, dk, dv.
+    tensors = count * size * (own * rows + shared * columns) * ELEMENT_BYTES.get(dtype, 4)
+    moved = tensors * (4.0 if backward else 2.0)
+    model = _model(hardware, kind, backward)
+    if model is None:
+        flops = passes * 4.0 * count * own * rows * seen * size
+        return np.asarray(kernel_time(hardware, Kernel.ATTENTION, dtype, flops, moved))
+    share = count * own * np.ceil(rows / model.tile_queries) / hardware.multiprocessors
+    waves = np.maximum(share, 1.0)
+    waves = waves + model.wave_share * (np.ceil(share) - waves)
+    peak = hardware.peak(dtype, Kernel.ATTENTION) * model.compute_efficiency
+    pairs = hardware.multiprocessors * waves * model.tile_queries * (seen + model.fill_keys)
+    compute = passes * 4.0 * pairs * (size + model.fill_head_size) / peak
+    memory = moved / (hardware.memory_bandwidth * model.bandwidth_efficiency)
+    return np.asarray(model.overhead_s + np.maximum(compute, memory))
+
+
+def unfused_attention_time(
+    hardware: Hardware,
+    dtype: str,
+    *,
+    batch: ArrayLike,
+    heads: ArrayLike,
+    queries: ArrayLike,
+    keys: ArrayLike,
+    head_size: ArrayLike,
+    backward: bool,
+    score_passes: float | None = None,
+) -> FloatArray:
+    """Seconds of attention as two batched products and a softmax on the whole score matrix, masked or not.
+
+    `score_passes` is how often the scores are read or written between the products, the products' own reading
+    and writing apart: 2 forward for one kernel that scales, masks and normalises, 3 backward; eager code has
+    more. Backward runs each product twice.
+    """
+    count, rows, columns, size = (
+        np.asarray(value, dtype=np.float64) for value in (np.multiply(batch, heads), queries, keys, head_size)
+    )
+    scores = matmul_time(hardware, dtype, rows, columns, size, count)
+    values = matmul_time(hardware, dtype, rows, size, columns, count)
+    if backward:
+        # dP has the shape of the first product, dQ, dK and dV that of the second.
+        values = 3.0 * values
+    passes = (3.0 if backward else 2.0) if score_passes is None else score_passes
+    moved = passes * count * rows * columns * ELEMENT_BYTES.get(dtype, 4)
+    return np.asarray(scores + values + kernel_time(hardware, Kernel.SOFTMAX, dtype, np.zeros_like(moved), moved))
+
+
+def _model(hardware: Hardware, kind: AttentionKind, backward: bool) -> AttentionModel | None:
+    models = hardware.attention_models
+    if not models:
+        return None
+    passes = models.get(kind) or next(models[other] for other in _INSTEAD[kind] if other in models)
+    return passes.backward if backward else passes.forward

@@ -1,0 +1,55 @@
+"""Time of convolutions by shape: implicit matrix products."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from simulator.hardware import Hardware
+from simulator.kernels.matmul import ELEMENT_BYTES, matmul_model, padded_outputs, utilisation
+from simulator.kernels.roofline import kernel_time
+from simulator.program import Kernel
+
+FloatArray = NDArray[np.float64]
+
+
+def convolution_time(
+    hardware: Hardware,
+    dtype: str,
+    *,
+    pixels: ArrayLike,
+    in_channels: ArrayLike,
+    out_channels: ArrayLike,
+    area: ArrayLike,
+    groups: ArrayLike = 1.0,
+    input_pixels: ArrayLike | None = None,
+) -> FloatArray:
+    """Seconds of one convolution, or of one of its two gradients, which take the same products.
+
+    ``pixels`` are output positions of the whole batch (``batch * height * width``), ``area`` the window's
+    (``9`` for 3 x 3), ``input_pixels`` the input's positions, as many unless given. It is the product of a
+    ``(pixels, in_channels / groups * area)`` by an ``(…, out_channels / groups)`` matrix for every group
+    (Chetlur et al., "cuDNN", 2014), at ``convolution_efficiency`` of a matrix product's rate; it reads input and
+    weights once. Groups so narrow that a kernel on the vector units is faster use that.
+    """
+    positions, wide, narrow, window, parts = (
+        np.asarray(value, dtype=np.float64) for value in (pixels, in_channels, out_channels, area, groups)
+    )
+    size = ELEMENT_BYTES.get(dtype, 4)
+    read = positions if input_pixels is None else np.asarray(input_pixels, dtype=np.float64)
+    depth, columns = wide * window / parts, narrow / parts
+    moved = size * (read * wide + positions * narrow + depth * narrow)
+    flops = 2.0 * positions * depth * narrow
+    model, efficiency = matmul_model(hardware, dtype), hardware.convolution_efficiency
+    if model is None or efficiency is None:
+        return np.asarray(kernel_time(hardware, Kernel.CONVOLUTION, dtype, flops, moved))
+    peak = hardware.peak(dtype, Kernel.CONVOLUTION) * model.compute_efficiency * efficiency
+    compute = 2.0 * padded_outputs(model, hardware.multiprocessors, positions, columns, parts)
+    compute = compute * (depth + model.fill_depth) / (peak * utilisation(model.utilisation, flops))
+    roofline = hardware.kernels[Kernel.CONVOLUTION]
+    vector = flops / (
+        hardware.peak(dtype, Kernel.CONVOLUTION) * hardware.kernels[Kernel.ELEMENTWISE].compute_efficiency
+    )
+    compute = np.where(parts > 1.0, np.minimum(compute, vector), compute)
+    memory = moved / (hardware.memory_bandwidth * roofline.bandwidth_efficiency)
+    return np.asarray(roofline.overhead_s + np.maximum(compute, memory))
