@@ -11,10 +11,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from simulator.errors import ProfileError
 from simulator.hardware import (
@@ -26,6 +26,8 @@ from simulator.hardware import (
     Uncertainty,
     format_number,
 )
+from simulator.profile_operators import OperatorsPart, OverlapPart, operator_models
+from simulator.profile_parts import Count, Dtype, Fraction, Name, NonNegative, Part, Positive, Source, Sourced
 from simulator.program import Collective, Kernel
 from simulator.whole_file import write_whole
 
@@ -36,39 +38,7 @@ MAX_ERRORS_SHOWN = 5
 REMEDY = "see docs/profiles.md for the format"
 
 
-def _check_source(text: str) -> str:
-    kind, _, detail = text.partition(":")
-    if kind not in {"datasheet", "measured", "fitted", "assumed"} or len(detail.strip()) < 8:
-        raise ValueError("a source reads 'datasheet: ...', 'measured: ...', 'fitted: ...' or 'assumed: ...'")
-    if kind == "measured" and not re.search(r"\d{4}-\d{2}-\d{2}", detail):
-        raise ValueError("a measured source names command, machine and date (YYYY-MM-DD)")
-    if kind == "fitted" and not ("row" in detail and "error" in detail):
-        raise ValueError("a fitted source names the rows ('... 240 rows') and the error ('... error 8 %')")
-    return text
-
-
-Source = Annotated[str, Field(max_length=1000), AfterValidator(_check_source)]
-Positive = Annotated[float, Field(gt=0, lt=1e30)]
-NonNegative = Annotated[float, Field(ge=0, lt=1e30)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
-Count = Annotated[int, Field(ge=1, le=1_000_000)]
-Dtype = Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
-Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f]+$")]
-ValueType = TypeVar("ValueType")
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class Sourced(_Part, Generic[ValueType]):
-    """A value and where it comes from."""
-
-    value: ValueType
-    source: Source
-
-
-class DevicePart(_Part):
+class DevicePart(Part):
     """One accelerator (or one process of a CPU machine)."""
 
     name: Name
@@ -76,6 +46,7 @@ class DevicePart(_Part):
     reserved_memory_bytes: Sourced[Annotated[int, Field(ge=0, lt=10**18)]]
     memory_bandwidth_bytes_per_s: Sourced[Positive]
     peak_flops: Annotated[dict[Dtype, Sourced[Positive]], Field(min_length=1)]
+    multiprocessors: Sourced[Count] | None = None
 
     @model_validator(mode="after")
     def _some_memory_is_left(self) -> DevicePart:
@@ -84,16 +55,16 @@ class DevicePart(_Part):
         return self
 
 
-class KernelPart(_Part):
+class KernelPart(Part):
     """Speed of one class of kernels."""
 
     compute_efficiency: Sourced[Fraction]
     bandwidth_efficiency: Sourced[Fraction]
     overhead_s: Sourced[NonNegative]
-    peak_flops: dict[Dtype, Sourced[Positive]] = {}
+    peak_flops: dict[Dtype, Sourced[Positive]] = Field(default_factory=dict)
 
 
-class LevelPart(_Part):
+class LevelPart(Part):
     """One level of the topology."""
 
     name: Name
@@ -103,7 +74,7 @@ class LevelPart(_Part):
     reduction_bandwidth_bytes_per_s: Sourced[Positive] | None = None
 
 
-class TopologyPart(_Part):
+class TopologyPart(Part):
     """Which device counts exist and what joins them, innermost level first."""
 
     max_devices: Sourced[Count]
@@ -151,7 +122,7 @@ def _check_whole_units(sizes: list[int], node: int) -> None:
         )
 
 
-class CollectivePart(_Part):
+class CollectivePart(Part):
     """Measured times of one collective in one group size."""
 
     collective: Collective
@@ -169,7 +140,7 @@ class CollectivePart(_Part):
         return self
 
 
-class SlowdownPart(_Part):
+class SlowdownPart(Part):
     """How processes that share this machine's cores slow each other."""
 
     processes: Annotated[list[Count], Field(min_length=1, max_length=100)]
@@ -185,7 +156,7 @@ class SlowdownPart(_Part):
         return self
 
 
-class UncertaintyPart(_Part):
+class UncertaintyPart(Part):
     """Relative half-widths of the interval of a predicted time, and what they rest on."""
 
     low: Annotated[float, Field(ge=0, lt=1)]
@@ -194,7 +165,7 @@ class UncertaintyPart(_Part):
     source: Source
 
 
-class ProfilePart(_Part):
+class ProfilePart(Part):
     """The whole file."""
 
     format: Literal["meshwright-profile"]
@@ -207,8 +178,10 @@ class ProfilePart(_Part):
     topology: TopologyPart
     overlaps_communication: Sourced[bool]
     uncertainty: UncertaintyPart
-    collectives: list[CollectivePart] = []
+    collectives: list[CollectivePart] = Field(default_factory=list)
     compute_slowdown: SlowdownPart | None = None
+    operators: OperatorsPart | None = None
+    overlap: OverlapPart | None = None
 
     @model_validator(mode="after")
     def _every_kernel_is_there(self) -> ProfilePart:
@@ -220,6 +193,8 @@ class ProfilePart(_Part):
         tables = [(table.collective, table.group_size) for table in self.collectives]
         if len(set(tables)) != len(tables):
             raise ValueError("collectives has two tables for one collective and group size")
+        if self.operators and not self.device.multiprocessors:
+            raise ValueError("operators needs device.multiprocessors")
         return self
 
 
@@ -349,6 +324,10 @@ def _hardware(profile: ProfilePart) -> Hardware:
         collective_algorithms=tuple(algorithms.value) if algorithms else ("tree", "hierarchical", "switch"),
         collective_tables=tuple(_table(table) for table in profile.collectives),
         slowdown_table=tuple(zip(slowdown.processes, slowdown.factor, strict=True)) if slowdown else ((1, 1.0),),
+        multiprocessors=device.multiprocessors.value if device.multiprocessors else 1,
+        **operator_models(profile.operators),
+        overlap_compute_speed=profile.overlap.compute_speed.value if profile.overlap else 1.0,
+        overlap_transfer_speed=profile.overlap.transfer_speed.value if profile.overlap else 1.0,
         rows=tuple(_rows(profile.model_dump(mode="json", exclude_unset=True), "")),
     )
 
@@ -392,7 +371,10 @@ def _values(entries: Mapping[Any, Sourced[float]]) -> dict[str, float]:
 
 
 def _digest(profile: ProfilePart) -> str:
-    numbers = _without_text(profile.model_dump(mode="json"))
+    # Parts that are not there do not count, so that new ones leave the hash of old profiles as it was.
+    absent = {name for name in ("operators", "overlap") if getattr(profile, name) is None}
+    device = {"multiprocessors"} if profile.device.multiprocessors is None else set()
+    numbers = _without_text(profile.model_dump(mode="json", exclude={**dict.fromkeys(absent, True), "device": device}))
     return hashlib.sha256(json.dumps(numbers, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
