@@ -1,0 +1,104 @@
+"""Slow ranks and slow links, and what they do to a synchronous step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from simulator import fast_engine
+from simulator.errors import InputError
+from simulator.hardware import Hardware
+from simulator.program import Program
+from simulator.task_table import StreamKind, TaskTable
+from simulator.timeline import Timeline
+from simulator.timing import task_times
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def compute_factors(
+    ranks: int, *, seed: int, slow_ranks: int = 0, slowdown: float = 1.5, spread: float = 0.0
+) -> FloatArray:
+    """Factors (ranks,) by which the kernels of each rank take longer than those of the median rank.
+
+    The factors are log-normal, ``exp(spread z)`` with standard normal z, and those of `slow_ranks` ranks drawn at
+    random are multiplied by `slowdown`. Identical devices of one cluster differ by 8 % on average and 22 % at most,
+    outliers run up to 1.5 times slower than the median (Sinha et al., SC 2022, arXiv:2208.11035).
+    """
+    if not 0 <= slow_ranks <= ranks:
+        raise InputError(f"{slow_ranks} slow ranks of {ranks}: name at most as many as the plan has devices")
+    if slowdown < 1 or spread < 0:
+        raise InputError(f"slow-down {slowdown} and spread {spread}: at least 1 and 0; correct them")
+    random = np.random.default_rng(seed)
+    factors = np.exp(spread * random.standard_normal(ranks)) if spread else np.ones(ranks)
+    factors[random.choice(ranks, slow_ranks, replace=False)] *= slowdown
+    return factors
+
+
+def slow_ranks(table: TaskTable, factors: FloatArray) -> TaskTable:
+    """The table with the computation of rank r taking ``factors[r]`` times as long.
+
+    Where one rank stands for several that behave alike, give it the largest factor among them, or write the
+    ranks out: slow and fast ones do not behave alike.
+    """
+    if len(factors) <= int(table.stream_rank.max(initial=-1)) or not np.all(np.asarray(factors) > 0):
+        raise InputError(
+            f"{len(factors)} factors for ranks up to {table.stream_rank.max(initial=-1)}: one above 0 each"
+        )
+    computes = (table.stream_kind[table.stream] == StreamKind.COMPUTE) & (table.rate_bytes_per_s == 0)
+    factor = np.where(computes, np.asarray(factors)[table.stream_rank[table.stream]], 1.0)
+    return replace(table, work=table.work * factor)
+
+
+def slow_links(table: TaskTable, shares: Mapping[int, float]) -> TaskTable:
+    """The table with link l left with ``shares[l]`` of its capacity."""
+    capacity = table.link_capacity.copy()
+    for link, share in shares.items():
+        if not 0 <= link < len(capacity) or not 0 < share <= 1:
+            raise InputError(
+                f"link {link} at {share} of its capacity: links are 0 to {len(capacity) - 1}, shares in (0, 1]"
+            )
+        capacity[link] *= share
+    return replace(table, link_capacity=capacity)
+
+
+def slow_level(hardware: Hardware, level: str, share: float) -> Hardware:
+    """The cluster with links of `level` at `share` of their bandwidth, as one slow link makes the step see it.
+
+    A ring, a tree or an exchange moves at the speed of its slowest member, and the groups without the slow link
+    wait for the one with it at the end of the step.
+    """
+    names = [found.name for found in hardware.levels]
+    if level not in names or not 0 < share <= 1:
+        raise InputError(
+            f"link of {level!r} at {share} of its bandwidth: levels are {', '.join(names)}, shares in (0, 1]"
+        )
+    levels = tuple(
+        replace(
+            found,
+            bandwidth_bytes_per_s=found.bandwidth_bytes_per_s * share,
+            reduction_bandwidth_bytes_per_s=found.reduction_bandwidth_bytes_per_s * share,
+        )
+        if found.name == level
+        else found
+        for found in hardware.levels
+    )
+    return replace(hardware, levels=levels)
+
+
+def straggling_step(program: Program, hardware: Hardware, factors: FloatArray) -> Timeline:
+    """The step of a program that all ranks run alike, rank r computing ``factors[r]`` times as long.
+
+    No rank is later than if all computed as slowly as the slowest one, and that one is as late: it meets the
+    others in collectives, but none of them keeps it waiting. So the step is that of the largest factor on all
+    ranks, exactly; communication is not slowed.
+    """
+    slowest = float(np.max(factors))
+    times = task_times(program, hardware)
+    for segment, seconds in zip(program.segments, times, strict=True):
+        computes = np.fromiter((task.collective is None for task in segment.tasks), bool, len(segment.tasks))
+        seconds[computes] *= slowest
+    return fast_engine.replay(program, times, overlaps_communication=hardware.overlaps_communication)

@@ -1,0 +1,129 @@
+"""A slow rank or link does to the step what simulating every rank says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator.errors import InputError
+from simulator.fast_engine import simulate
+from simulator.hardware import load_profile
+from simulator.program import Program, Segment
+from simulator.stragglers import compute_factors, slow_level, slow_links, slow_ranks, straggling_step
+from simulator.task_order import execution_order, streams_of
+from simulator.task_table import StreamKind, TaskTable
+from simulator.timing import task_times
+from tests.simulator.programs import communication, program, segment, segments, task
+
+HARDWARE = load_profile("dgx-a100")
+
+
+def every_rank(subject: Program, factors: np.ndarray) -> float:
+    """Step time with all four ranks (data 2 × tensor 2) simulated, each at its own speed."""
+    total = np.zeros(subject.devices)
+    for part, seconds in zip(subject.segments, task_times(subject, HARDWARE), strict=True):
+        for _ in range(part.count):
+            total = _repetition(part, seconds, factors, total)
+    return float(total.max())
+
+
+def _repetition(part: Segment, seconds: np.ndarray, factors: np.ndarray, begin: np.ndarray) -> np.ndarray:
+    streams = streams_of(part, overlaps_communication=True)
+    stream_of = {index: name for name, indices in streams.items() for index in indices}
+    free = {name: begin.copy() for name in streams}
+    ends = [begin] * len(part.tasks)
+    for index in execution_order(part, streams):
+        one = part.tasks[index]
+        start = np.max([free[stream_of[index]], *(ends[before] for before in one.after)], axis=0)
+        if one.collective is None:
+            end = start + seconds[index] * factors
+        else:  # ranks are numbered data × tensor
+            axis = 0 if one.axis == "data" else 1
+            together = np.broadcast_to(start.reshape(2, 2).max(axis=axis, keepdims=True), (2, 2))
+            end = together.reshape(4) + seconds[index]
+        ends[index] = free[stream_of[index]] = end
+    return np.max([begin, *ends], axis=0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    parts=st.lists(segments(), min_size=1, max_size=2),
+    factors=st.lists(st.sampled_from((1.0, 1.1, 1.5, 3.0)), min_size=4, max_size=4),
+)
+def test_the_slowest_rank_decides(parts: list[Segment], factors: list[float]) -> None:
+    subject = program(*parts)
+    values = np.array(factors)
+    # A segment begins when the rank is idle, so ranks that are early in one may be early in the next.
+    assert straggling_step(subject, HARDWARE, values).step_time_s == pytest.approx(every_rank(subject, values))
+
+
+def test_equal_ranks_are_not_slowed() -> None:
+    subject = program(segment(task("a", flops=1e12), communication("b", after=(0,)), count=3))
+    assert straggling_step(subject, HARDWARE, np.ones(4)).step_time_s == simulate(subject, HARDWARE).step_time_s
+
+
+def test_factors_are_seeded_and_spread_as_stated() -> None:
+    assert compute_factors(8, seed=1).tolist() == [1.0] * 8
+    slow = compute_factors(16, seed=3, slow_ranks=2, slowdown=1.4)
+    assert sorted(slow.tolist()) == [1.0] * 14 + [1.4] * 2
+    assert slow.tolist() == compute_factors(16, seed=3, slow_ranks=2, slowdown=1.4).tolist()
+    many = compute_factors(20_000, seed=0, spread=0.08)
+    assert np.std(np.log(many)) == pytest.approx(0.08, rel=0.02)
+    assert np.median(many) == pytest.approx(1.0, abs=0.003)
+
+
+def table() -> TaskTable:
+    """Two ranks: a computation each, then a transfer of rank 0 over link 1."""
+    integers = np.array
+    return TaskTable(
+        stream=integers([0, 1, 2]),
+        stream_rank=integers([0, 1, 0]),
+        stream_kind=integers([StreamKind.COMPUTE, StreamKind.COMPUTE, StreamKind.COMMUNICATION]),
+        work=np.array([2.0, 2.0, 100.0]),
+        latency_s=np.zeros(3),
+        rate_bytes_per_s=np.array([0.0, 0.0, 10.0]),
+        meeting=integers([-1, -1, -1]),
+        dependency_offsets=integers([0, 0, 0, 1]),
+        dependencies=integers([0]),
+        link_offsets=integers([0, 0, 0, 1]),
+        links=integers([1]),
+        link_weights=np.ones(1),
+        link_capacity=np.array([10.0, 20.0]),
+    )
+
+
+def test_tables_slow_chosen_ranks_and_links_only() -> None:
+    subject = table()
+    assert slow_ranks(subject, np.array([1.0, 1.5])).work.tolist() == [2.0, 3.0, 100.0]
+    assert slow_links(subject, {1: 0.25}).link_capacity.tolist() == [10.0, 5.0]
+    assert subject.work.tolist() == [2.0, 2.0, 100.0]
+    assert subject.link_capacity.tolist() == [10.0, 20.0]
+
+
+def test_a_slow_link_slows_what_crosses_it() -> None:
+    subject = program(segment(communication("inside", axis="tensor", payload_bytes=1e9)))
+    times = [
+        simulate(subject, hardware).step_time_s
+        for hardware in (HARDWARE, slow_level(HARDWARE, "NVSwitch", 0.5), slow_level(HARDWARE, "InfiniBand", 0.5))
+    ]
+    assert 1.8 * times[0] < times[1] < 2.0 * times[0]
+    assert times[2] == times[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: compute_factors(4, seed=0, slow_ranks=5), "5 slow ranks of 4"),
+        (lambda: compute_factors(4, seed=0, slowdown=0.5), "at least 1"),
+        (lambda: slow_ranks(table(), np.ones(1)), "1 factors"),
+        (lambda: slow_ranks(table(), np.array([1.0, 0.0])), "above 0"),
+        (lambda: slow_links(table(), {2: 0.5}), "links are 0 to 1"),
+        (lambda: slow_links(table(), {0: 0.0}), "shares"),
+        (lambda: slow_level(HARDWARE, "Ethernet", 0.5), "NVSwitch, InfiniBand"),
+    ],
+)
+def test_bad_input_is_refused(call, words) -> None:
+    with pytest.raises(InputError, match=words):
+        call()
