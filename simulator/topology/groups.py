@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from simulator.errors import ProfileError
 from simulator.hardware import Hardware
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,10 +13,12 @@ class GroupShape:
     """Members of one process group by level, innermost level first.
 
     ``members[l]`` says into how many units of level ``l - 1`` the part of the group inside one unit of
-    level ``l`` divides; the product of all is the size of the group.
+    level ``l`` divides; the product of all is the size of the group. ``stride`` is the distance of
+    neighbours in device numbers: it decides which links inside a node they have.
     """
 
     members: tuple[int, ...]
+    stride: int = 1
 
     @property
     def size(self) -> int:
@@ -60,7 +58,7 @@ def group_shape(hardware: Hardware, size: int, stride: int) -> GroupShape:
         grown = max(part for part in _divisors(size) if part % inside == 0 and part <= max(room, inside))
         members.append(grown // inside)
         inside = grown
-    return GroupShape(members=(*members, size // inside))
+    return GroupShape(members=(*members, size // inside), stride=stride)
 
 
 def level_of_axis(hardware: Hardware, size: int, stride: int) -> str:
@@ -68,27 +66,17 @@ def level_of_axis(hardware: Hardware, size: int, stride: int) -> str:
     return hardware.levels[group_shape(hardware, size, stride).outermost].name
 
 
-def topology_graph(hardware: Hardware, devices: int) -> nx.Graph[object]:
-    """Tree of the topology for `devices` devices: integers are devices, ``(level name, unit)`` their switches.
-
-    Edges carry ``bandwidth_bytes_per_s`` (of all devices below together, per direction) and ``latency_s``.
-    """
-    import networkx as nx
-
-    hardware.check_devices(devices)
-    graph: nx.Graph[object] = nx.Graph(name=hardware.name)
-    below: dict[object, range] = {device: range(device, device + 1) for device in range(devices)}
-    graph.add_nodes_from(below)
-    for level in hardware.levels:
-        units: dict[object, range] = {}
-        for node, span in below.items():
-            unit = (level.name, span.start // level.size)
-            first = units.get(unit, span).start
-            units[unit] = range(first, span.stop)
-            bandwidth = level.bandwidth_bytes_per_s * len(span)
-            graph.add_edge(node, unit, bandwidth_bytes_per_s=bandwidth, latency_s=level.latency_s)
-        below = units
-    return graph
+def axis_groups(devices: int, size: int, stride: int) -> list[range]:
+    """Device numbers of all groups of a mesh axis on the devices 0 to ``devices - 1``."""
+    if size < 1 or stride < 1 or devices % (size * stride):
+        raise ProfileError(
+            f"groups of {size} devices, {stride} apart, do not divide {devices} devices; use sizes and strides whose "
+            f"product divides the number of devices"
+        )
+    block = size * stride
+    return [
+        range(start, start + block, stride) for base in range(0, devices, block) for start in range(base, base + stride)
+    ]
 
 
 def _divisors(number: int) -> list[int]:
