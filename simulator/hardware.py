@@ -118,6 +118,22 @@ class Uncertainty:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reliability:
+    """How devices fail and what a restart and a checkpoint meet; 0 where the profile does not say.
+
+    ``restart_s`` leaves out the time to load a checkpoint; the storage bandwidth is that of a node,
+    ``snapshot_bandwidth_bytes_per_s`` from one device to its host; ``compute_spread`` is the standard
+    deviation of the logarithm of a device's speed.
+    """
+
+    device_mtbf_s: float = 0.0
+    restart_s: float = 0.0
+    storage_bandwidth_bytes_per_s: float = 0.0
+    snapshot_bandwidth_bytes_per_s: float = 0.0
+    compute_spread: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRow:
     """One number of a profile with its origin, for display; ``field`` is the path in the file."""
 
@@ -131,9 +147,9 @@ class Hardware:
     """A cluster type. Two profiles with the same numbers have the same ``hash``.
 
     ``device_memory_bytes`` is what a job can use; ``hash`` is the SHA-256 of every number of the
-    profile, not of its descriptions and sources. Models by shape are optional: without them the roofline of
-    ``kernels`` counts. ``overlap_compute_speed`` and ``overlap_transfer_speed`` are the parts of their speed that
-    kernels and messages keep while they run at the same time.
+    profile, reliability excepted, not of its descriptions and sources. Models by shape are optional: without
+    them the roofline of ``kernels`` counts. ``overlap_compute_speed`` and ``overlap_transfer_speed`` are the
+    parts of their speed that kernels and messages keep while they run at the same time.
     """
 
     name: str
@@ -162,6 +178,7 @@ class Hardware:
     attention_models: Mapping[str, AttentionPasses] = field(default_factory=dict)
     overlap_compute_speed: float = 1.0
     overlap_transfer_speed: float = 1.0
+    reliability: Reliability = Reliability()
     rows: tuple[ProfileRow, ...] = ()
 
     def __hash__(self) -> int:

@@ -23,6 +23,7 @@ from simulator.hardware import (
     KernelModel,
     Level,
     ProfileRow,
+    Reliability,
     Uncertainty,
     format_number,
 )
@@ -165,6 +166,16 @@ class UncertaintyPart(Part):
     source: Source
 
 
+class ReliabilityPart(Part):
+    """How devices fail, and what a restart and a checkpoint meet."""
+
+    device_mtbf_s: Sourced[Positive] | None = None
+    restart_s: Sourced[NonNegative] | None = None
+    storage_bandwidth_bytes_per_s: Sourced[Positive] | None = None
+    snapshot_bandwidth_bytes_per_s: Sourced[Positive] | None = None
+    compute_spread: Sourced[Annotated[float, Field(ge=0, lt=1)]] | None = None
+
+
 class ProfilePart(Part):
     """The whole file."""
 
@@ -180,6 +191,7 @@ class ProfilePart(Part):
     uncertainty: UncertaintyPart
     collectives: list[CollectivePart] = Field(default_factory=list)
     compute_slowdown: SlowdownPart | None = None
+    reliability: ReliabilityPart = ReliabilityPart()
     operators: OperatorsPart | None = None
     overlap: OverlapPart | None = None
 
@@ -328,6 +340,7 @@ def _hardware(profile: ProfilePart) -> Hardware:
         **operator_models(profile.operators),
         overlap_compute_speed=profile.overlap.compute_speed.value if profile.overlap else 1.0,
         overlap_transfer_speed=profile.overlap.transfer_speed.value if profile.overlap else 1.0,
+        reliability=Reliability(**{name: part.value for name, part in profile.reliability if part is not None}),
         rows=tuple(_rows(profile.model_dump(mode="json", exclude_unset=True), "")),
     )
 
@@ -371,8 +384,9 @@ def _values(entries: Mapping[Any, Sourced[float]]) -> dict[str, float]:
 
 
 def _digest(profile: ProfilePart) -> str:
-    # Parts that are not there do not count, so that new ones leave the hash of old profiles as it was.
-    absent = {name for name in ("operators", "overlap") if getattr(profile, name) is None}
+    # Parts that are not there do not count, so that new ones leave the hash of old profiles as it was; nor does
+    # how often devices fail, on which neither a plan nor its time depends.
+    absent = {name for name in ("operators", "overlap") if getattr(profile, name) is None} | {"reliability"}
     device = {"multiprocessors"} if profile.device.multiprocessors is None else set()
     numbers = _without_text(profile.model_dump(mode="json", exclude={**dict.fromkeys(absent, True), "device": device}))
     return hashlib.sha256(json.dumps(numbers, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
