@@ -144,8 +144,8 @@ def _check(name: str, graph: nx.DiGraph[Vertex]) -> None:
     for one, other, link in graph.edges(data=True):
         for key, least in (("capacity_bytes_per_s", "above 0"), ("latency_s", "at least 0")):
             value = link.get(key)
-            good = isinstance(value, (int, float)) and math.isfinite(value)
-            if not good or value < 0 or (value == 0 and least == "above 0"):
+            number = value if isinstance(value, (int, float)) and math.isfinite(value) else -1.0
+            if number < 0 or (number == 0 and least == "above 0"):
                 raise ProfileError(
                     f"topology {name}: link {one} to {other} has {key} {value}; it must be a number {least}"
                 )

@@ -74,9 +74,8 @@ def axis_groups(devices: int, size: int, stride: int) -> list[range]:
             f"product divides the number of devices"
         )
     block = size * stride
-    return [
-        range(start, start + block, stride) for base in range(0, devices, block) for start in range(base, base + stride)
-    ]
+    starts = [base + offset for base in range(0, devices, block) for offset in range(stride)]
+    return [range(start, start + block, stride) for start in starts]
 
 
 def _divisors(number: int) -> list[int]:

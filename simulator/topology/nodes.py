@@ -172,7 +172,8 @@ def pcie_tree(place: Place) -> None:
     for number, switch in enumerate(switches):
         bridge = bridges[2 * number // len(switches)]
         links.join(switch, bridge, spec.bandwidth_bytes_per_s, spec.latency_s / 2, "PCIe")
-    links.join(*bridges, spec.host_bandwidth_bytes_per_s or spec.bandwidth_bytes_per_s, spec.host_latency_s, "host")
+    between = spec.host_bandwidth_bytes_per_s or spec.bandwidth_bytes_per_s
+    links.join(bridges[0], bridges[1], between, spec.host_latency_s, "host")
 
 
 def supernode(place: Place) -> None:
@@ -244,6 +245,6 @@ def _check(spec: NodeSpec) -> None:
         raise ProfileError(f"{where}: {spec.devices} devices; a hybrid cube mesh has 8, quads a multiple of 4")
     if spec.kind == "torus" and (not spec.shape or math.prod(spec.shape) != spec.devices or min(spec.shape) < 2):
         raise ProfileError(
-            f"{where}: torus shape {spec.shape} does not hold {spec.devices} devices; give dimensions of 2 or more whose "
-            f"product is the number of devices"
+            f"{where}: torus shape {spec.shape} does not hold {spec.devices} devices; give dimensions of 2 or more "
+            f"whose product is the number of devices"
         )
