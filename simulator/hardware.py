@@ -149,7 +149,8 @@ class Hardware:
     ``device_memory_bytes`` is what a job can use; ``hash`` is the SHA-256 of every number of the
     profile, reliability excepted, not of its descriptions and sources. Models by shape are optional: without
     them the roofline of ``kernels`` counts. ``overlap_compute_speed`` and ``overlap_transfer_speed`` are the
-    parts of their speed that kernels and messages keep while they run at the same time.
+    parts of their speed that kernels and messages keep while they run at the same time. ``training`` holds factors
+    that whole training steps put on kernels and messages: `planner.estimate.coefficients` says which.
     """
 
     name: str
@@ -179,6 +180,7 @@ class Hardware:
     overlap_compute_speed: float = 1.0
     overlap_transfer_speed: float = 1.0
     reliability: Reliability = Reliability()
+    training: Mapping[str, float] = field(default_factory=dict)
     rows: tuple[ProfileRow, ...] = ()
 
     def __hash__(self) -> int:

@@ -176,6 +176,19 @@ class ReliabilityPart(Part):
     compute_spread: Sourced[Annotated[float, Field(ge=0, lt=1)]] | None = None
 
 
+class TrainingPart(Part):
+    """Corrections of whole training steps: what kernels and messages take there over what they take alone."""
+
+    matmul: Sourced[Positive] | None = None
+    low_precision: Sourced[Positive] | None = None
+    attention: Sourced[Positive] | None = None
+    memory: Sourced[Positive] | None = None
+    inside: Sourced[Positive] | None = None
+    outside: Sourced[Positive] | None = None
+    launch: Sourced[Positive] | None = None
+    jitter: Sourced[NonNegative] | None = None
+
+
 class ProfilePart(Part):
     """The whole file."""
 
@@ -194,6 +207,7 @@ class ProfilePart(Part):
     reliability: ReliabilityPart = ReliabilityPart()
     operators: OperatorsPart | None = None
     overlap: OverlapPart | None = None
+    training: TrainingPart | None = None
 
     @model_validator(mode="after")
     def _every_kernel_is_there(self) -> ProfilePart:
@@ -341,6 +355,7 @@ def _hardware(profile: ProfilePart) -> Hardware:
         overlap_compute_speed=profile.overlap.compute_speed.value if profile.overlap else 1.0,
         overlap_transfer_speed=profile.overlap.transfer_speed.value if profile.overlap else 1.0,
         reliability=Reliability(**{name: part.value for name, part in profile.reliability if part is not None}),
+        training={name: part.value for name, part in profile.training or () if part is not None},
         rows=tuple(_rows(profile.model_dump(mode="json", exclude_unset=True), "")),
     )
 
@@ -386,7 +401,7 @@ def _values(entries: Mapping[Any, Sourced[float]]) -> dict[str, float]:
 def _digest(profile: ProfilePart) -> str:
     # Parts that are not there do not count, so that new ones leave the hash of old profiles as it was; nor does
     # how often devices fail, on which neither a plan nor its time depends.
-    absent = {name for name in ("operators", "overlap") if getattr(profile, name) is None} | {"reliability"}
+    absent = {name for name in ("operators", "overlap", "training") if getattr(profile, name) is None} | {"reliability"}
     device = {"multiprocessors"} if profile.device.multiprocessors is None else set()
     numbers = _without_text(profile.model_dump(mode="json", exclude={**dict.fromkeys(absent, True), "device": device}))
     return hashlib.sha256(json.dumps(numbers, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
