@@ -1,0 +1,64 @@
+"""Which coefficients a run takes: those of its hardware, its software stack and its attention kernel.
+
+A coefficient belongs to a device, a stack or a kernel, never to a network. Devices keep theirs in their profile
+(`Hardware.training`), software in ``hw_profiles/software/training.yaml``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from planner.estimate.columns import FloatArray
+from planner.estimate.step import Coefficients
+from planner.estimate.training_run import TrainingRun
+
+DEVICE_COEFFICIENTS = ("matmul", "low_precision", "attention", "memory", "inside", "outside", "launch", "jitter")
+"""Of a device: factors on kernels, messages and the host's time for a launch; the delay for each doubling of nodes."""
+STACK_COEFFICIENTS = (
+    "matmul", "memory", "optimizer", "launch_s", "step_overhead_s", "micro_batch_overhead_s", "tensor_exposed",
+    "pipeline_exposed", "gradient_exposed", "shard_exposed", "context_exposed",
+)  # fmt: skip
+"""Of a software stack: factors, seconds, and shares of messages that stay visible."""
+NEUTRAL = Coefficients()
+_FACTORS = frozenset({"matmul", "low_precision", "attention", "memory", "optimizer", "inside", "outside"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftwareCoefficients:
+    """Coefficients by stack, and factors by attention kernel; a missing one is neutral."""
+
+    stacks: Mapping[str, Mapping[str, float]]
+    attention: Mapping[str, float]
+
+
+def gather(software: SoftwareCoefficients, runs: Sequence[TrainingRun]) -> Coefficients:
+    """Coefficients (N,) of runs."""
+    return combine(
+        [run.hardware.training for run in runs],
+        [software.stacks.get(run.setup.stack, {}) for run in runs],
+        [software.attention.get(run.setup.attention, 1.0) for run in runs],
+    )
+
+
+def combine(
+    devices: Sequence[Mapping[str, float]], stacks: Sequence[Mapping[str, float]], attention: Sequence[float]
+) -> Coefficients:
+    """Coefficients (N,): factors multiply, everything else is the stack's."""
+    found: dict[str, FloatArray] = {}
+    for field in fields(Coefficients):
+        name, neutral = field.name, float(getattr(NEUTRAL, field.name))
+        if name == "jitter":
+            values = np.array([device.get(name, neutral) for device in devices])
+        elif name in _FACTORS:
+            values = np.array([
+                device.get(name, 1.0) * stack.get(name, 1.0) for device, stack in zip(devices, stacks, strict=True)
+            ])
+        else:
+            values = np.array([stack.get(name, neutral) for stack in stacks])
+        found[name] = values
+    found["attention"] = found["attention"] * np.asarray(attention)
+    found["launch_s"] = found["launch_s"] * np.array([device.get("launch", 1.0) for device in devices])
+    return replace(NEUTRAL, **found)

@@ -1,0 +1,209 @@
+"""One training step in closed form: what runs after what, what hides behind what.
+
+The formulas are those of the schedules on equal micro-batches; `pipeline_costs` hands the same stage times to the
+simulator, which runs the schedule itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from planner.estimate.columns import Columns, FloatArray
+from planner.estimate.transformer_work import Part
+from planner.estimate.work import Message, Phase, Work, WorkClass
+
+_SHARPNESS = 6.0  # of the soft maximum of device and host time
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Coefficients:
+    """What hardware and software make of the work, (N,) or scalars; neutral by default.
+
+    ``matmul``, ``low_precision``, ``attention``, ``memory``, ``optimizer``, ``inside`` and ``outside`` multiply the
+    seconds of kernels and messages. ``launch_s`` is the host's time for one kernel, ``step_overhead_s`` and
+    ``micro_batch_overhead_s`` fixed costs. The ``exposed`` shares stay visible where a message may hide behind
+    computation. ``jitter`` is the relative delay for each doubling of the nodes.
+    """
+
+    matmul: FloatArray | float = 1.0
+    low_precision: FloatArray | float = 1.0
+    attention: FloatArray | float = 1.0
+    memory: FloatArray | float = 1.0
+    optimizer: FloatArray | float = 1.0
+    inside: FloatArray | float = 1.0
+    outside: FloatArray | float = 1.0
+    launch_s: FloatArray | float = 3e-6
+    step_overhead_s: FloatArray | float = 0.0
+    micro_batch_overhead_s: FloatArray | float = 0.0
+    tensor_exposed: FloatArray | float = 0.5
+    pipeline_exposed: FloatArray | float = 1.0
+    gradient_exposed: FloatArray | float = 0.1
+    shard_exposed: FloatArray | float = 0.1
+    context_exposed: FloatArray | float = 0.3
+    jitter: FloatArray | float = 0.0
+
+    def take(self, rows: np.ndarray[tuple[int], np.dtype[np.intp]]) -> Coefficients:
+        """Coefficients of some rows."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Coefficients(**{name: v[rows] if isinstance(v, np.ndarray) else v for name, v in values.items()})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageTimes:
+    """Seconds of one micro-batch, (N,) each: of one layer and of both ends of the network, and of the step's rest.
+
+    ``layer_forward`` and so on include exposed tensor, context and expert messages and, with sharded parameters, what
+    their gathering leaves visible.
+    """
+
+    layer_forward: FloatArray
+    layer_backward: FloatArray
+    layer_weight_gradient: FloatArray
+    first_forward: FloatArray
+    first_backward: FloatArray
+    last_forward: FloatArray
+    last_backward: FloatArray
+    send: FloatArray
+    gradient_reduce: FloatArray
+    parameter_gather: FloatArray
+    optimizer: FloatArray
+    layer_communication: FloatArray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """Step times (N,) and what they are made of."""
+
+    step_time_s: FloatArray
+    compute_s: FloatArray
+    exposed_communication_s: FloatArray
+    bubble_s: FloatArray
+    optimizer_s: FloatArray
+    overhead_s: FloatArray
+
+
+def _class_sum(work: Work, part: Part, phase: Phase, k: Coefficients) -> FloatArray:
+    return (
+        work.seconds[part, phase, WorkClass.MATMUL] * k.matmul
+        + work.seconds[part, phase, WorkClass.LOW_PRECISION] * k.low_precision
+        + work.seconds[part, phase, WorkClass.ATTENTION] * k.attention
+        + work.seconds[part, phase, WorkClass.MEMORY] * k.memory
+    )
+
+
+def _soft_maximum(first: FloatArray, second: FloatArray) -> FloatArray:
+    """A maximum with a rounded corner: ``(a^p + b^p)^(1/p)``; kernels vary in length around their mean."""
+    high, low = np.maximum(first, second), np.minimum(first, second)
+    ratio = low / np.maximum(high, 1e-30)
+    return np.asarray(high * (1 + ratio**_SHARPNESS) ** (1 / _SHARPNESS))
+
+
+def _device(work: Work, parts: tuple[Part, ...], phases: tuple[Phase, ...], k: Coefficients) -> FloatArray:
+    """Seconds of parts of one layer: the device's, or the host's where launching takes longer."""
+    c = work.columns
+    share = {Part.DENSE: c.dense_layers / c.layers, Part.EXPERTS: c.moe_layers / c.layers}
+    device = np.zeros_like(c.layers)
+    launches = np.zeros_like(c.layers)
+    for part in parts:
+        for phase in phases:
+            device = device + _class_sum(work, part, phase, k) * share.get(part, 1.0)
+            launches = launches + work.kernels.get((part, phase), 0.0) * share.get(part, 1.0)
+    return _soft_maximum(device, launches * k.launch_s)
+
+
+def stage_times(work: Work, k: Coefficients) -> StageTimes:
+    """Times of one layer, of the ends and of the step's rest."""
+    c = work.columns
+    layer = (Part.ATTENTION_BLOCK, Part.DENSE, Part.EXPERTS)
+
+    def message(name: Message) -> FloatArray:
+        return work.inside[name] * k.inside + work.outside[name] * k.outside
+
+    tensor = 2 * message(Message.TENSOR) * np.where(c.overlap_tensor > 0, k.tensor_exposed, 1.0)
+    context = message(Message.CONTEXT) * k.context_exposed
+    expert = 2 * message(Message.EXPERT) * c.moe_layers / c.layers
+    communication = tensor + context + expert
+    forward = _device(work, layer, (Phase.FORWARD,), k)
+    backward = _device(work, layer, (Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT), k)
+    weight = _device(work, layer, (Phase.WEIGHT_GRADIENT,), k)
+    again = np.where(c.recompute_full > 0, _recomputed_share(c), 0.0)
+    core = sum(work.core_seconds[w] * getattr(k, w.value) for w in WorkClass)
+    recompute = again * (forward + communication) + c.recompute_selective * core
+    gather = message(Message.SHARD_GATHER)
+    reduce = message(Message.SHARD_REDUCE)
+
+    def behind(transfer: FloatArray, computation: FloatArray) -> FloatArray:
+        return np.maximum(transfer - computation, 0.0) + k.shard_exposed * np.minimum(transfer, computation)
+
+    layer_forward = forward + communication + behind(gather, forward)
+    back = backward + recompute
+    layer_backward = back + communication + context + behind(gather + reduce, back)
+    ends = message(Message.TENSOR_ENDS)
+    return StageTimes(
+        layer_forward=layer_forward,
+        layer_backward=layer_backward,
+        layer_weight_gradient=weight,
+        first_forward=_device(work, (Part.EMBEDDING,), (Phase.FORWARD,), k) + ends / 3,
+        first_backward=_device(work, (Part.EMBEDDING,), (Phase.INPUT_GRADIENT,), k),
+        last_forward=_device(work, (Part.HEAD,), (Phase.FORWARD,), k) + ends / 3,
+        last_backward=_device(work, (Part.HEAD,), (Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT), k) + ends / 3,
+        send=message(Message.PIPELINE),
+        gradient_reduce=message(Message.GRADIENT_REDUCE),
+        parameter_gather=message(Message.PARAMETER_GATHER),
+        optimizer=work.optimizer_s * k.optimizer,
+        layer_communication=communication,
+    )
+
+
+def _recomputed_share(c: Columns) -> FloatArray:
+    of_stage = np.maximum(c.layers / c.pp, 1.0)
+    return np.where(c.recompute_layers > 0, np.minimum(c.recompute_layers / of_stage, 1.0), 1.0)
+
+
+def step_times(work: Work, k: Coefficients) -> Step:
+    """Step times of all runs.
+
+    With ``t_i`` the time of a micro-batch on stage ``i``, ``m`` micro-batches and ``v`` chunks a stage a step takes
+    ``m max t_i + (sum t_i - max t_i) / v`` (Narayanan et al., arXiv:2104.04473, section 2.2, for unequal stages).
+    """
+    c, t = work.columns, stage_times(work, k)
+    layers = c.layers + c.encoder_layers * c.encoder_sequence / np.maximum(c.sequence, 1.0) + c.multi_token_layers
+    per_layer = t.layer_forward + t.layer_backward
+    ends_first, ends_last = t.first_forward + t.first_backward, t.last_forward + t.last_backward
+    fullest = np.ceil(layers / (c.pp * c.vpp) - 1e-9) * c.vpp
+    busiest = np.where(
+        c.pp > 1, np.maximum(fullest * per_layer, layers / c.pp * per_layer + ends_last),
+        layers * per_layer + ends_first + ends_last,
+    )  # fmt: skip
+    whole = layers * per_layer + ends_first + ends_last
+    sends = np.where(c.pp > 1, 2 * t.send * c.vpp, 0.0)
+    busiest = busiest + k.micro_batch_overhead_s
+    steady = c.micro_batches * busiest
+    bubble = np.maximum(whole - busiest, 0.0) / c.vpp + np.where(c.pp > 1, 2 * (c.pp - 1) * t.send, 0.0)
+    exposed_sends = k.pipeline_exposed * sends * (c.micro_batches - 1)
+    window = layers / c.pp * t.layer_backward
+    reduce = np.where(
+        c.overlap_gradients > 0,
+        np.maximum(t.gradient_reduce - window, 0.0) + k.gradient_exposed * np.minimum(t.gradient_reduce, window),
+        t.gradient_reduce,
+    )
+    ahead = layers / c.pp * t.layer_forward
+    gather = np.where(
+        c.overlap_parameters > 0,
+        np.maximum(t.parameter_gather - ahead, 0.0) + k.gradient_exposed * np.minimum(t.parameter_gather, ahead),
+        t.parameter_gather,
+    )
+    communication = layers / c.pp * t.layer_communication * 2 * c.micro_batches
+    nodes = np.maximum(c.devices / 8, 1.0)
+    slower = 1 + k.jitter * np.log2(nodes)
+    total = (steady + bubble + exposed_sends + reduce + gather + t.optimizer + k.step_overhead_s) * slower
+    return Step(
+        step_time_s=total,
+        compute_s=steady - communication,
+        exposed_communication_s=communication + exposed_sends + reduce + gather,
+        bubble_s=bubble,
+        optimizer_s=t.optimizer,
+        overhead_s=total - (steady + bubble + exposed_sends + reduce + gather + t.optimizer),
+    )

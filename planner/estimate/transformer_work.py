@@ -1,0 +1,270 @@
+"""The operators of a transformer layer, of its embedding and of its head, on one rank and one micro-batch.
+
+Shapes are local: heads, feed-forward columns and vocabulary are cut over ``tp`` (Shoeybi et al., "Megatron-LM",
+arXiv:1909.08053), the sequence over ``cp``, what lies between the cut products over ``tp`` as well with sequence
+parallelism (Korthikanti et al., arXiv:2205.05198), experts over ``ep`` ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from planner.estimate.columns import Columns, FloatArray
+
+ROUTER_BYTES = 4  # routers compute in float32
+
+
+class Part(StrEnum):
+    """Where in the network an operator stands."""
+
+    ATTENTION_BLOCK = "attention_block"
+    """Every layer: norms, projections, attention."""
+    DENSE = "dense"
+    """The feed-forward network of dense layers."""
+    EXPERTS = "experts"
+    """The feed-forward network of layers with experts."""
+    EMBEDDING = "embedding"
+    HEAD = "head"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MatrixProduct:
+    """``(m, k) x (k, n)``, ``batch`` times; ``weight`` says that the second factor is a parameter.
+
+    ``groups`` above 1 are the experts that share the rows ``m`` of all of them together. ``low_precision`` products
+    run in 8 or 4 bits where the setup says so.
+    """
+
+    name: str
+    part: Part
+    m: FloatArray
+    n: FloatArray
+    k: FloatArray
+    batch: FloatArray | float = 1.0
+    groups: FloatArray | float = 1.0
+    grouped: bool = False
+    weight: bool = True
+    low_precision: bool = True
+    core: bool = False
+    """Part of the attention core, which selective recompute computes again."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FusedAttention:
+    """The fused attention kernel."""
+
+    name: str
+    part: Part
+    batch: FloatArray
+    heads: FloatArray
+    key_value_heads: FloatArray
+    queries: FloatArray
+    keys: FloatArray
+    head_size: FloatArray
+    causal: FloatArray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pointwise:
+    """Kernels bound by memory traffic: bytes forward and backward, and how many kernels that is at least."""
+
+    name: str
+    part: Part
+    forward_bytes: FloatArray
+    backward_bytes: FloatArray
+    kernels: float = 1.0
+    core: bool = False
+
+
+Operator = MatrixProduct | FusedAttention | Pointwise
+
+
+def operators(c: Columns, element: float) -> list[Operator]:
+    """All operators of one micro-batch; those of a layer stand once.
+
+    Parameters
+    ----------
+    element
+        Bytes of an activation element.
+    """
+    return [
+        *_attention_block(c, element),
+        *_dense_network(c, element),
+        *_expert_network(c, element),
+        *_embedding(c, element),
+        *_head(c, element),
+    ]
+
+
+def attention_width(c: Columns) -> FloatArray:
+    """Width of queries, cut over ``tp``."""
+    return c.heads * c.head_size / c.tp
+
+
+def local_key_value_heads(c: Columns) -> FloatArray:
+    """Key-value heads of one rank: at least one, copied where there are fewer than ranks."""
+    return np.maximum(c.key_value_heads / c.tp, 1.0)
+
+
+def routed_tokens(c: Columns) -> FloatArray:
+    """Token copies that the experts of one rank receive when routing is balanced."""
+    return c.tokens / c.tp * c.experts_per_token * c.expert_tp
+
+
+def _norm_bytes(c: Columns, element: float) -> tuple[FloatArray, FloatArray]:
+    """Traffic of one norm on a rank, forward and backward.
+
+    Fused: read and write once, backward two reads more. An RMSNorm of single operators passes through memory as
+    float32: cast, square, mean, two products and the cast back, 36 bytes an element at half precision.
+    """
+    unfused = (c.rms_norm > 0) & (c.fused_norm == 0)
+    per_element = np.where(unfused, 8 * element + 20, 2 * element)
+    size = c.norm_tokens * c.hidden
+    return size * per_element, size * np.where(unfused, 16 * element + 40, 5 * element)
+
+
+def _attention_block(c: Columns, element: float) -> list[Operator]:
+    part, tokens, sums = Part.ATTENTION_BLOCK, c.tokens, c.norm_tokens * c.hidden * element
+    norm, norm_back = _norm_bytes(c, element)
+    drop = 1 + c.dropout / 3
+    width = (attention_width(c) + local_key_value_heads(c) * c.head_size) * tokens * element
+    return [
+        Pointwise(name="norms", part=part, forward_bytes=2 * norm, backward_bytes=2 * norm_back, kernels=2),
+        *_projections(c),
+        Pointwise(
+            name="rotary", part=part, forward_bytes=2 * width * c.rotary, backward_bytes=2 * width * c.rotary,
+            kernels=2,
+        ),
+        *_attention_core(c, element),
+        MatrixProduct(
+            name="attention output", part=part, m=tokens, n=c.hidden,
+            k=np.where(c.latent > 0, c.heads * c.value_head / c.tp, attention_width(c)),
+        ),
+        Pointwise(
+            name="residual sums", part=part, forward_bytes=6 * sums * drop, backward_bytes=4 * sums * drop, kernels=2
+        ),
+    ]  # fmt: skip
+
+
+def _projections(c: Columns) -> list[Operator]:
+    part, tokens = Part.ATTENTION_BLOCK, c.tokens
+    plain = attention_width(c) + 2 * local_key_value_heads(c) * c.head_size
+    query_in = np.where(c.query_rank > 0, c.query_rank, c.hidden)
+    latent = c.latent > 0
+    query_key_value = MatrixProduct(
+        name="query, key, value", part=part, m=tokens, n=np.where(latent, attention_width(c), plain),
+        k=np.where(latent, query_in, c.hidden),
+    )  # fmt: skip
+    if not latent.any():
+        return [query_key_value]
+    down = np.where(latent, c.query_rank + c.key_value_rank + c.rotary_head, 0.0)
+    up = np.where(latent, c.heads * (c.plain_head + c.value_head) / c.tp, 0.0)
+    return [
+        MatrixProduct(name="latent down", part=part, m=tokens, n=down, k=c.hidden),
+        query_key_value,
+        MatrixProduct(name="latent up", part=part, m=tokens, n=up, k=np.where(latent, c.key_value_rank, 1.0)),
+    ]
+
+
+def _attention_core(c: Columns, element: float) -> list[Operator]:
+    """Fused attention, or scores and softmax in memory; each run has one of the two.
+
+    Unfused passes over the scores: the softmax alone reads and writes; without a fused kernel come scale, mask
+    and the casts to float32 and back. Backward reads the output and its gradient and writes.
+    """
+    part = Part.ATTENTION_BLOCK
+    queries = c.sequence / c.cp
+    keys = np.where(c.window > 0, np.minimum(c.window, c.sequence), c.sequence)
+    fused, scores_kept = c.fused_attention > 0, 1 - c.fused_attention
+    heads = np.maximum(c.heads / c.tp, 1.0)
+    scores = c.micro_batch * heads * queries * keys * scores_kept
+    drop = c.dropout * (2 * element + 1)
+    softmax = np.where(c.fused_softmax > 0, 2 * element, 10 * element + 12)
+    softmax_back = np.where(c.fused_softmax > 0, 3 * element, 10 * element + 12)
+    batch = c.micro_batch * heads * scores_kept
+    value = np.where(c.latent > 0, c.value_head, c.head_size)
+    return [
+        FusedAttention(
+            name="attention", part=part, batch=np.where(fused, c.micro_batch, 0.0), heads=heads,
+            key_value_heads=local_key_value_heads(c), queries=queries, keys=keys,
+            head_size=(c.head_size + value) / 2, causal=c.causal * (c.window == 0),
+        ),
+        MatrixProduct(
+            name="scores", part=part, m=queries, n=keys, k=c.head_size, batch=batch, weight=False,
+            low_precision=False, core=True,
+        ),
+        Pointwise(
+            name="softmax", part=part, forward_bytes=scores * (softmax + drop),
+            backward_bytes=scores * (softmax_back + drop), kernels=2, core=True,
+        ),
+        MatrixProduct(
+            name="weighted values", part=part, m=queries, n=value, k=keys, batch=batch, weight=False,
+            low_precision=False, core=True,
+        ),
+    ]  # fmt: skip
+
+
+def _dense_network(c: Columns, element: float) -> list[Operator]:
+    part, tokens = Part.DENSE, c.tokens
+    inner = c.feed_forward / c.tp
+    wide = tokens * inner * element
+    return [
+        MatrixProduct(name="feed-forward in", part=part, m=tokens, n=inner * (1 + c.gated), k=c.hidden),
+        Pointwise(
+            name="activation", part=part, forward_bytes=wide * (2 + c.gated), backward_bytes=wide * (3 + 2 * c.gated)
+        ),
+        MatrixProduct(name="feed-forward out", part=part, m=tokens, n=c.hidden, k=inner),
+    ]
+
+
+def _expert_network(c: Columns, element: float) -> list[Operator]:
+    if not c.experts.any():
+        return []
+    part = Part.EXPERTS
+    local = np.maximum(c.experts / c.ep, 1.0)
+    routed = routed_tokens(c)
+    inner = c.expert_feed_forward / c.expert_tp
+    wide, moved = routed * inner * element, routed * c.hidden * element
+    shared = c.shared_feed_forward / c.tp
+    logits = c.norm_tokens * c.experts * ROUTER_BYTES
+    return [
+        MatrixProduct(name="router", part=part, m=c.norm_tokens, n=c.experts, k=c.hidden, low_precision=False),
+        Pointwise(name="routing", part=part, forward_bytes=6 * logits, backward_bytes=6 * logits, kernels=10),
+        Pointwise(name="permutation", part=part, forward_bytes=6 * moved, backward_bytes=6 * moved, kernels=4),
+        MatrixProduct(
+            name="experts in", part=part, m=routed, n=inner * (1 + c.gated), k=c.hidden, groups=local, grouped=True
+        ),
+        Pointwise(
+            name="expert activation", part=part, forward_bytes=wide * (2 + c.gated),
+            backward_bytes=wide * (3 + 2 * c.gated),
+        ),
+        MatrixProduct(name="experts out", part=part, m=routed, n=c.hidden, k=inner, groups=local, grouped=True),
+        MatrixProduct(name="shared expert in", part=part, m=c.tokens, n=shared * (1 + c.gated), k=c.hidden),
+        MatrixProduct(name="shared expert out", part=part, m=c.tokens, n=c.hidden, k=shared),
+    ]  # fmt: skip
+
+
+def _embedding(c: Columns, element: float) -> list[Operator]:
+    size = c.tokens * c.hidden * element
+    return [
+        Pointwise(
+            name="embedding", part=Part.EMBEDDING, forward_bytes=size * (2 + 2 * (c.positions > 0) + 3 * c.dropout),
+            backward_bytes=size * (3 + 2 * (c.positions > 0) + 3 * c.dropout), kernels=4,
+        )
+    ]  # fmt: skip
+
+
+def _head(c: Columns, element: float) -> list[Operator]:
+    """Last norm, logits and the loss: logits are cast to float32 and read for maximum, exponents and gradient."""
+    norm, norm_back = _norm_bytes(c, element)
+    logits = c.tokens * c.vocabulary / c.tp
+    return [
+        Pointwise(name="last norm", part=Part.HEAD, forward_bytes=norm, backward_bytes=norm_back),
+        MatrixProduct(name="logits", part=Part.HEAD, m=c.tokens, n=c.vocabulary / c.tp, k=c.hidden,
+                      low_precision=False),
+        Pointwise(name="cross entropy", part=Part.HEAD, forward_bytes=logits * (element + 20),
+                  backward_bytes=logits * (element + 12), kernels=8),
+    ]  # fmt: skip

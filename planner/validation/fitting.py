@@ -1,0 +1,159 @@
+"""Fit the coefficients of whole steps: properties of devices, stacks and attention kernels, on published rows.
+
+Minimised is the sum of ``weight * soft_l1(log(predicted / measured) / scale)`` with a Gaussian prior on the logarithm of
+every coefficient, so that one which no row speaks for stays where it was, and one which few speak for moves
+little. A source counts with the square root of its number of rows: a thousand rows of one cluster are one witness,
+not a thousand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.estimate.coefficients import SoftwareCoefficients
+from planner.estimate.columns import FloatArray
+from planner.estimate.step import Coefficients, step_times
+from planner.estimate.training_run import TrainingRun
+from planner.estimate.work import Work
+
+_RESIDUAL_SCALE = 0.05  # relative errors beyond this count linearly instead of squared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prior:
+    """Where a coefficient is expected, and by what factor it may differ (one standard deviation of its logarithm)."""
+
+    centre: float
+    spread: float
+
+
+DEVICE_PRIORS = {
+    "matmul": Prior(centre=1.1, spread=0.12),
+    "low_precision": Prior(centre=1.2, spread=0.2),
+    "attention": Prior(centre=1.0, spread=0.15),
+    "memory": Prior(centre=1.1, spread=0.15),
+    "inside": Prior(centre=1.1, spread=0.2),
+    "outside": Prior(centre=1.2, spread=0.3),
+    "launch": Prior(centre=1.0, spread=0.3),
+    "jitter": Prior(centre=0.005, spread=0.7),
+}
+STACK_PRIORS = {
+    "matmul": Prior(centre=1.0, spread=0.05),
+    "memory": Prior(centre=1.2, spread=0.4),
+    "optimizer": Prior(centre=1.3, spread=0.4),
+    "launch_s": Prior(centre=8e-6, spread=0.7),
+    "step_overhead_s": Prior(centre=0.01, spread=1.0),
+    "micro_batch_overhead_s": Prior(centre=5e-4, spread=1.0),
+    "tensor_exposed": Prior(centre=0.5, spread=0.4),
+    "pipeline_exposed": Prior(centre=0.7, spread=0.4),
+    "gradient_exposed": Prior(centre=0.2, spread=0.5),
+    "shard_exposed": Prior(centre=0.15, spread=0.5),
+    "context_exposed": Prior(centre=0.3, spread=0.5),
+}
+ATTENTION_PRIOR = Prior(centre=1.0, spread=0.2)
+_FAMILIES = (
+    (r"V100|P40|T4", "volta"),
+    (r"A100|A800|A40|A30|RTX.*30|RTX A", "ampere"),
+    (r"H100|H800|H200|GH200|H20|L40|RTX.*40|4090", "hopper"),
+    (r"B100|B200|B300|GB200|GB300", "blackwell"),
+    (r"910A|910 |910$|910-", "ascend910"),
+    (r"910B|910C|910_|Ascend", "ascend910b"),
+)
+
+
+def family_of(device_name: str) -> str:
+    """Device family by the name of the device: the generation whose kernels and clocks behave alike.
+
+    >>> family_of("NVIDIA A100-SXM4-80GB"), family_of("Ascend 910B")
+    ('ampere', 'ascend910b')
+    """
+    return next((family for pattern, family in _FAMILIES if re.search(pattern, device_name)), "other")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fit:
+    """Fitted coefficients, and the logarithm of predicted over measured of the rows they were fitted on."""
+
+    devices: Mapping[str, Mapping[str, float]]
+    software: SoftwareCoefficients
+    theta: FloatArray
+    residuals: FloatArray
+
+
+class StepFit:
+    """The rows of a fit: (N,) runs whose `work` is timed, their measured seconds and their sources."""
+
+    def __init__(
+        self, work: Work, runs: Sequence[TrainingRun], measured_s: FloatArray, sources: Sequence[str]
+    ) -> None:
+        self.work, self.target = work, np.log(measured_s)
+        self.sources = np.array(sources)
+        self.families, self.family = _codes([family_of(run.hardware.device_name) for run in runs])
+        self.stacks, self.stack = _codes([str(run.setup.stack) for run in runs])
+        self.kernels, self.kernel = _codes([str(run.setup.attention) for run in runs])
+        entries = [(prior, name) for _ in self.families for name, prior in DEVICE_PRIORS.items()]
+        entries += [(prior, name) for _ in self.stacks for name, prior in STACK_PRIORS.items()]
+        entries += [(ATTENTION_PRIOR, kernel) for kernel in self.kernels]
+        self.centres: FloatArray = np.log([prior.centre for prior, _ in entries])
+        self.spreads: FloatArray = np.array([prior.spread for prior, _ in entries])
+
+    def coefficients(self, theta: FloatArray) -> Coefficients:
+        """Coefficients (N,) of the rows."""
+        devices, stacks, attention = self._blocks(np.exp(theta))
+        by_device = {name: devices[self.family, i] for i, name in enumerate(DEVICE_PRIORS)}
+        by_stack = {name: stacks[self.stack, i] for i, name in enumerate(STACK_PRIORS)}
+        launch = by_device.pop("launch")
+        values = {**by_device, **by_stack}
+        for name in by_device.keys() & by_stack.keys():
+            values[name] = by_device[name] * by_stack[name]
+        values["attention"] = values["attention"] * attention[self.kernel]
+        values["launch_s"] = values["launch_s"] * launch
+        return Coefficients(**values)
+
+    def predicted_logarithms(self, theta: FloatArray) -> FloatArray:
+        """Logarithms of the predicted seconds, (N,)."""
+        return np.asarray(np.log(step_times(self.work, self.coefficients(theta)).step_time_s))
+
+    def fit(self, rows: npt.NDArray[np.bool_] | None = None, start: FloatArray | None = None) -> Fit:
+        """Fit on all rows, or on those of a mask; `start` is where the search begins."""
+        from scipy.optimize import least_squares
+
+        used = np.ones(len(self.target), dtype=bool) if rows is None else rows
+        names, code = _codes(self.sources[used].tolist())
+        weights = np.bincount(code, minlength=len(names))[code] ** -0.25
+
+        def residuals(theta: FloatArray) -> FloatArray:
+            error = (self.predicted_logarithms(theta) - self.target)[used] / _RESIDUAL_SCALE
+            # soft_l1 by hand: the prior must stay quadratic.
+            robust = np.sign(error) * np.sqrt(2 * (np.sqrt(1 + error**2) - 1))
+            return np.concatenate([weights * robust, (theta - self.centres) / self.spreads])
+
+        first = self.centres if start is None else start
+        found = least_squares(residuals, first, method="trf", x_scale="jac", max_nfev=40, ftol=1e-5, xtol=1e-4)
+        devices, stacks, attention = self._blocks(np.exp(found.x))
+        return Fit(
+            devices={f: dict(zip(DEVICE_PRIORS, devices[i].tolist(), strict=True)) for i, f in enumerate(self.families)},
+            software=SoftwareCoefficients(
+                stacks={s: dict(zip(STACK_PRIORS, stacks[i].tolist(), strict=True)) for i, s in enumerate(self.stacks)},
+                attention=dict(zip(self.kernels, attention.tolist(), strict=True)),
+            ),
+            theta=found.x,
+            residuals=self.predicted_logarithms(found.x) - self.target,
+        )
+
+    def _blocks(self, values: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        first = len(self.families) * len(DEVICE_PRIORS)
+        second = first + len(self.stacks) * len(STACK_PRIORS)
+        devices = values[:first].reshape(len(self.families), len(DEVICE_PRIORS))
+        return devices, values[first:second].reshape(len(self.stacks), len(STACK_PRIORS)), values[second:]
+
+
+def _codes(values: Sequence[str]) -> tuple[list[str], npt.NDArray[np.intp]]:
+    names = sorted(set(values))
+    place = {name: index for index, name in enumerate(names)}
+    return names, np.array([place[value] for value in values], dtype=np.intp)
