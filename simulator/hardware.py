@@ -98,6 +98,25 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGraph:
+    """How the devices of a node are joined; `simulator.topology.nodes.NodeSpec` says what the fields mean."""
+
+    kind: str
+    nics: int
+    group: int = 4
+    shape: tuple[int, ...] = ()
+    host_bandwidth_bytes_per_s: float = 0.0
+    host_latency_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FabricGraph:
+    """How nodes are joined; `simulator.topology.fabrics.FabricSpec` has the kinds."""
+
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTable:
     """Measured seconds of one collective in one group size, by ascending payload in bytes."""
 
@@ -167,6 +186,8 @@ class Hardware:
     devices_per_node: int
     node_device_counts: tuple[int, ...]
     uncertainty: Uncertainty
+    node: NodeGraph | None = None
+    fabric: FabricGraph | None = None
     overlaps_communication: bool = True
     collective_overhead_s: float = 0.0
     collective_algorithms: tuple[str, ...] = ("tree", "hierarchical", "switch")

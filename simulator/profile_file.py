@@ -21,7 +21,6 @@ from simulator.hardware import (
     CollectiveTable,
     Hardware,
     KernelModel,
-    Level,
     ProfileRow,
     Reliability,
     Uncertainty,
@@ -29,6 +28,7 @@ from simulator.hardware import (
 )
 from simulator.profile_operators import OperatorsPart, OverlapPart, operator_models
 from simulator.profile_parts import Count, Dtype, Fraction, Name, NonNegative, Part, Positive, Source, Sourced
+from simulator.profile_topology import TopologyPart
 from simulator.program import Collective, Kernel
 from simulator.whole_file import write_whole
 
@@ -63,64 +63,6 @@ class KernelPart(Part):
     bandwidth_efficiency: Sourced[Fraction]
     overhead_s: Sourced[NonNegative]
     peak_flops: dict[Dtype, Sourced[Positive]] = Field(default_factory=dict)
-
-
-class LevelPart(Part):
-    """One level of the topology."""
-
-    name: Name
-    size: Sourced[Count]
-    bandwidth_bytes_per_s: Sourced[Positive]
-    latency_s: Sourced[NonNegative]
-    reduction_bandwidth_bytes_per_s: Sourced[Positive] | None = None
-
-
-class TopologyPart(Part):
-    """Which device counts exist and what joins them, innermost level first."""
-
-    max_devices: Sourced[Count]
-    devices_per_node: Sourced[Count]
-    node_device_counts: Sourced[Annotated[list[Count], Field(min_length=1)]]
-    collective_overhead_s: Sourced[NonNegative] | None = None
-    collective_algorithms: Sourced[list[Literal["tree", "hierarchical", "switch"]]] | None = None
-    levels: Annotated[list[LevelPart], Field(min_length=1, max_length=8)]
-
-    @model_validator(mode="after")
-    def _sizes_agree(self) -> TopologyPart:
-        sizes = [level.size.value for level in self.levels]
-        if any(inner >= outer for inner, outer in itertools.pairwise(sizes)):
-            raise ValueError(f"level sizes must grow from the innermost level outwards, got {sizes}")
-        if sizes[-1] != self.max_devices.value:
-            raise ValueError(
-                f"the outermost level holds {sizes[-1]} devices, max_devices says {self.max_devices.value}"
-            )
-        if self.devices_per_node.value > self.max_devices.value:
-            raise ValueError("devices_per_node must not exceed max_devices")
-        _check_whole_units(sizes, self.devices_per_node.value)
-        counts = self.node_device_counts.value
-        if counts != sorted(set(counts)) or counts[-1] > self.devices_per_node.value:
-            raise ValueError("node_device_counts must ascend and not exceed devices_per_node")
-        if len({level.name for level in self.levels}) != len(self.levels):
-            raise ValueError("level names must differ")
-        return self
-
-
-def _check_whole_units(sizes: list[int], node: int) -> None:
-    """A level holds whole units of the one inside it, and a node is such a unit or lies inside the innermost."""
-    for place, (inner, outer) in enumerate(itertools.pairwise(sizes)):
-        if outer % inner:
-            near = -(-outer // inner) * inner
-            raise ValueError(
-                f"levels.{place}.size {inner} does not divide levels.{place + 1}.size {outer}; a level holds whole "
-                f"units of the one inside it: make {outer} a multiple of {inner}, for example {near}"
-            )
-    if node not in sizes and sizes[0] % node:
-        known = ", ".join(map(str, sizes))
-        raise ValueError(
-            f"devices_per_node {node} is not the size of a level ({known}) and does not divide levels.0.size "
-            f"{sizes[0]}; a node is a unit of a level or lies inside the innermost: use {known} or a divisor of "
-            f"{sizes[0]}"
-        )
 
 
 class CollectivePart(Part):
@@ -340,7 +282,8 @@ def _hardware(profile: ProfilePart) -> Hardware:
         peak_flops=_values(device.peak_flops),
         default_precision=profile.default_precision.value,
         kernels=kernels,
-        levels=tuple(_level(level) for level in topology.levels),
+        levels=topology.hardware_levels(),
+        **topology.graphs(),
         max_devices=topology.max_devices.value,
         devices_per_node=topology.devices_per_node.value,
         node_device_counts=tuple(topology.node_device_counts.value),
@@ -371,17 +314,6 @@ def _kernel(part: KernelPart | None) -> KernelModel:
     )
 
 
-def _level(part: LevelPart) -> Level:
-    reduction = part.reduction_bandwidth_bytes_per_s
-    return Level(
-        name=part.name,
-        size=part.size.value,
-        bandwidth_bytes_per_s=part.bandwidth_bytes_per_s.value,
-        latency_s=part.latency_s.value,
-        reduction_bandwidth_bytes_per_s=reduction.value if reduction else 0.0,
-    )
-
-
 def _table(part: CollectivePart) -> CollectiveTable:
     seconds: list[float] = []
     for value in part.seconds:  # noise must not make a larger message cheaper
@@ -403,7 +335,9 @@ def _digest(profile: ProfilePart) -> str:
     # how often devices fail, on which neither a plan nor its time depends.
     absent = {name for name in ("operators", "overlap", "training") if getattr(profile, name) is None} | {"reliability"}
     device = {"multiprocessors"} if profile.device.multiprocessors is None else set()
-    numbers = _without_text(profile.model_dump(mode="json", exclude={**dict.fromkeys(absent, True), "device": device}))
+    topology = {name for name in ("node", "fabric") if getattr(profile.topology, name) is None}
+    left_out: dict[str, Any] = {**dict.fromkeys(absent, True), "device": device, "topology": topology}
+    numbers = _without_text(profile.model_dump(mode="json", exclude=left_out))
     return hashlib.sha256(json.dumps(numbers, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

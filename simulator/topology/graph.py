@@ -6,11 +6,12 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal
-
-import networkx as nx
+from typing import TYPE_CHECKING, Literal
 
 from simulator.errors import ProfileError
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 Vertex = int | str
 Route = tuple[Vertex, ...]
@@ -31,6 +32,8 @@ class Topology:
     """
 
     def __init__(self, name: str, graph: nx.DiGraph[Vertex]) -> None:
+        import networkx as nx
+
         _check(name, graph)
         self.name = name
         self.graph = nx.freeze(graph)
@@ -115,6 +118,8 @@ class Links:
     """A graph under construction: vertices and full-duplex links."""
 
     def __init__(self) -> None:
+        import networkx as nx
+
         self.graph: nx.DiGraph[Vertex] = nx.DiGraph()
 
     def vertex(self, vertex: Vertex, kind: VertexKind, *, node: int = 0, **extra: object) -> Vertex:
@@ -149,6 +154,8 @@ def _check(name: str, graph: nx.DiGraph[Vertex]) -> None:
                 raise ProfileError(
                     f"topology {name}: link {one} to {other} has {key} {value}; it must be a number {least}"
                 )
+    import networkx as nx
+
     still: nx.Graph[Vertex] = nx.Graph()
     still.add_edges_from((one, other) for one, other, link in graph.edges(data=True) if link["latency_s"] == 0)
     cycle = next(iter(nx.cycle_basis(still)), None)
