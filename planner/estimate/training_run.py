@@ -205,6 +205,8 @@ class TrainingSetup:
     deterministic: bool = False
     fused_norm: bool = False
     """A fused RMSNorm or layer-norm kernel where the stack's default has none."""
+    vocabulary_parallel_loss: bool = True
+    """The logits stay cut over ``tp`` in the loss; otherwise every tensor rank computes it on the whole vocabulary."""
 
     def __post_init__(self) -> None:
         product = self.dp * self.tp * self.pp * self.cp
