@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from planner.goodput import PlanGoodput, StraggledStep
     from planner.planning import Candidate, PlanResult, Prediction
     from planner.strategy.plan import Certificate, Plan
     from simulator.hardware import Hardware
@@ -128,4 +129,52 @@ def profile_document(hardware: Hardware) -> Document:
             }
             for level in hardware.levels
         ],
+    }
+
+
+def straggler_document(step: StraggledStep, step_time_s: float) -> Document:
+    """A step with slow ranks and links beside the one without."""
+    return {
+        "step_time_s": step.step_time_s,
+        "slowdown": step.step_time_s / step_time_s if step_time_s else 1.0,
+        "largest_factor": step.largest_factor,
+        "slow_ranks": [{"rank": rank, "factor": factor} for rank, factor in step.slow_ranks.items()],
+        "slow_links": dict(step.slow_links),
+    }
+
+
+def goodput_document(goodput: PlanGoodput, prediction: Prediction) -> Document:
+    """What failures leave of the time; rates are those of the whole job, lost time included."""
+    import numpy as np
+
+    expected, simulated = goodput.expected, goodput.simulated
+    low, high = np.quantile(simulated.useful, (0.1, 0.9)).tolist()
+    tokens = prediction.tokens_per_s
+    return {
+        "goodput": expected.useful,
+        "checkpoint": expected.checkpoint,
+        "repeated": expected.repeated,
+        "restart": expected.restart,
+        "interval_s": expected.interval_s,
+        "interval_steps": goodput.interval_steps,
+        "young_interval_s": goodput.young_interval_s,
+        "daly_interval_s": goodput.daly_interval_s,
+        "job_mtbf_s": goodput.job_mtbf_s,
+        "device_mtbf_s": goodput.reliability.device_mtbf_s,
+        "restart_s": goodput.restart_s,
+        "checkpoint_bytes_per_rank": goodput.checkpoint_bytes.written,
+        "loaded_bytes_per_rank": goodput.checkpoint_bytes.loaded,
+        "checkpoint_blocking_s": goodput.checkpoint.blocking_s,
+        "checkpoint_background_s": goodput.checkpoint.background_s,
+        "checkpoint_load_s": goodput.checkpoint.load_s,
+        "samples_per_s": prediction.samples_per_s * expected.useful,
+        "tokens_per_s": None if tokens is None else tokens * expected.useful,
+        "simulated": {
+            "runs": len(simulated.useful),
+            "days": goodput.days,
+            "goodput": simulated.mean.useful,
+            "p10": low,
+            "p90": high,
+            "failures": float(simulated.failures.mean()),
+        },
     }

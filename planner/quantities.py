@@ -16,6 +16,23 @@ def seconds_text(seconds: float) -> str:
     return _scaled(seconds, _SECONDS)
 
 
+def duration_text(seconds: float) -> str:
+    """Show a duration that may be long, in the unit people use.
+
+    >>> [duration_text(s) for s in (0.5, 90.0, 600.0, 11_000.0, 4.9e7, 1.8e9)]
+    ['500 ms', '90.0 s', '10.0 min', '3.06 h', '567 days', '57.0 years']
+    """
+    for size, unit, least in (
+        (365.25 * 86400, "years", 1000 * 86400),
+        (86400.0, "days", 2 * 86400),
+        (3600.0, "h", 7200),
+        (60.0, "min", 300),
+    ):
+        if seconds >= least:
+            return f"{_three_figures(seconds / size)} {unit}"
+    return seconds_text(seconds)
+
+
 def interval_text(low_s: float, high_s: float) -> str:
     """Show an interval of durations, in one unit where that reads well.
 

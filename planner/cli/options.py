@@ -178,6 +178,29 @@ def _pin_value(pin: str, key: str, value: str) -> str:
     return value
 
 
+def read_shares(texts: Iterable[str]) -> dict[str, float]:
+    """Read ``NAME=SHARE`` texts, shares above 0 and at most 1.
+
+    >>> read_shares(["InfiniBand=0.5"])
+    {'InfiniBand': 0.5}
+    """
+    found: dict[str, float] = {}
+    for text in texts:
+        name, _, value = (part.strip() for part in text.rpartition("="))
+        try:
+            share = float(value)
+        except ValueError:
+            share = math.nan
+        if not name or not 0 < share <= 1:
+            raise InputError(
+                f"{text!r} is not LEVEL=SHARE with a share above 0, at most 1; write for example InfiniBand=0.5"
+            )
+        if name in found:
+            raise InputError(f"{text!r}: {name} is named twice; name it once")
+        found[name] = share
+    return found
+
+
 def read_device_counts(text: str) -> tuple[int, ...]:
     """Read device counts; an ellipsis continues the counts before it up to the one after it.
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli.options import DebugFlag, JsonFlag, QuietFlag
+from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, natural_or_zero, rate, read_shares
 from planner.cli.terminal import Terminal
+from simulator.errors import InputError
 
 if TYPE_CHECKING:
+    from planner.goodput import PlanGoodput, StraggledStep
+    from planner.instructions import LoweredPlan
     from planner.planning import Prediction
     from planner.strategy.plan import Plan
     from simulator.hardware import Hardware
@@ -35,17 +40,65 @@ def simulate(
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Write the step for Perfetto or Chrome.")
     ] = None,
+    stragglers: Annotated[
+        int | None,
+        typer.Option(
+            "--stragglers", parser=natural_or_zero, metavar="K", help="Also the step with K slow ranks, drawn."
+        ),
+    ] = None,
+    slowdown: Annotated[
+        float, typer.Option("--slowdown", parser=rate, metavar="FACTOR", help="How much longer a slow rank computes.")
+    ] = 1.5,
+    slow_link: Annotated[
+        list[str] | None,
+        typer.Option("--slow-link", metavar="LEVEL=SHARE", help="One link of a level at a share of its bandwidth."),
+    ] = None,
+    goodput: Annotated[bool, typer.Option("--goodput", help="Also what failures and checkpoints leave.")] = False,
+    checkpoint_interval: Annotated[
+        float | None,
+        typer.Option("--checkpoint-interval", parser=rate, metavar="SECONDS", help="Default: Daly's optimum."),
+    ] = None,
+    asynchronous: Annotated[
+        bool, typer.Option("--async-checkpoint", help="Checkpoints are written while training goes on.")
+    ] = False,
+    device_mtbf: Annotated[
+        float | None,
+        typer.Option("--device-mtbf", parser=rate, metavar="SECONDS", help="Between failures of one device."),
+    ] = None,
+    restart: Annotated[
+        float | None,
+        typer.Option("--restart", parser=rate, metavar="SECONDS", help="From a failure to a running job."),
+    ] = None,
+    storage_bandwidth: Annotated[
+        float | None,
+        typer.Option("--storage-bandwidth", parser=rate, metavar="BYTES/S", help="What one node writes."),
+    ] = None,
+    snapshot_bandwidth: Annotated[
+        float | None,
+        typer.Option("--snapshot-bandwidth", parser=rate, metavar="BYTES/S", help="From a device to its host."),
+    ] = None,
+    days: Annotated[
+        float, typer.Option("--days", parser=rate, metavar="N", help="Length of the simulated jobs.")
+    ] = 30.0,
+    seed: Annotated[
+        int, typer.Option("--seed", parser=natural_or_zero, metavar="N", help="Of slow ranks and failures.")
+    ] = 0,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
 ) -> None:
-    """Simulate one training step of a plan, task by task.
+    """Simulate one training step of a plan, task by task; with failures, a whole job.
 
     \b
     Example: where does the time go, and a trace to open at https://ui.perfetto.dev
       meshwright simulate strategy.json --trace timeline.json
     The same plan on other hardware
       meshwright simulate strategy.json --hw dgx-h100
+    One rank computes 1.3 times as long, one link has half its bandwidth
+      meshwright simulate strategy.json --stragglers 1 --slowdown 1.3 --slow-link InfiniBand=0.5
+    How often to checkpoint, and how much of a month is useful work
+      meshwright simulate strategy.json --goodput --days 30 --seed 1
+    What is not given of failures and storage comes from the profile.
     """
     from planner.planning import precision_dtype, predict
     from planner.prediction import precision_notes
@@ -55,6 +108,16 @@ def simulate(
     from simulator.whole_file import check_writable
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
+    links = read_shares(slow_link or [])
+    given = {
+        "device_mtbf_s": device_mtbf,
+        "restart_s": restart,
+        "storage_bandwidth_bytes_per_s": storage_bandwidth,
+        **({"snapshot_bandwidth_bytes_per_s": snapshot_bandwidth} if asynchronous else {}),
+    }
+    job = _JobOptions(given=given, interval_s=checkpoint_interval, asynchronous=asynchronous, days=days, seed=seed)
+    if not goodput and (asynchronous or checkpoint_interval is not None or any(v is not None for v in given.values())):
+        raise InputError("options of failures and checkpoints were given without --goodput; add it")
     if trace is not None:
         check_writable(trace)
     plan = read_plan(strategy)
@@ -72,15 +135,74 @@ def simulate(
             prediction = prediction_of(plan, lowered.graph, profile, timeline)
         if trace is not None:
             write_trace(timeline, lowered.program, trace, hardware=profile)
+        straggled = _straggled(lowered, profile, stragglers, slowdown, links, seed)
+        kept = _goodput(lowered, profile, timeline.step_time_s, job) if goodput else None
     found = _document(strategy, plan, profile, engine, prediction, timeline, lowered.program, trace)
+    found |= _reliability_document(prediction, straggled, kept, seed)
     if terminal.json:
         terminal.document(found)
     elif terminal.quiet:
         terminal.line(f"{timeline.step_time_s!r}")
     else:
+        from planner.cli.reliability import goodput_report, straggler_report
         from planner.cli.tables import simulation_report
 
         terminal.show(*simulation_report(plan, profile, prediction, timeline, lowered.program, trace))
+        if straggled is not None:
+            terminal.show(*straggler_report(straggled, timeline.step_time_s, seed))
+        if kept is not None:
+            terminal.show(*goodput_report(kept, prediction, seed))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _JobOptions:
+    given: Mapping[str, float | None]
+    interval_s: float | None
+    asynchronous: bool
+    days: float
+    seed: int
+
+
+def _straggled(
+    lowered: LoweredPlan,
+    hardware: Hardware,
+    slow_ranks: int | None,
+    slowdown: float,
+    links: Mapping[str, float],
+    seed: int,
+) -> StraggledStep | None:
+    from planner.goodput import straggle
+
+    if slow_ranks is None and not links:
+        return None
+    return straggle(lowered, hardware, slow_ranks=slow_ranks or 0, slowdown=slowdown, slow_links=links, seed=seed)
+
+
+def _goodput(lowered: LoweredPlan, hardware: Hardware, step_time_s: float, job: _JobOptions) -> PlanGoodput:
+    from planner.goodput import plan_goodput, with_given
+
+    return plan_goodput(
+        lowered,
+        hardware,
+        with_given(hardware.reliability, job.given, profile=hardware.name),
+        step_time_s=step_time_s,
+        interval_s=job.interval_s,
+        asynchronous=job.asynchronous,
+        days=job.days,
+        seed=job.seed,
+    )
+
+
+def _reliability_document(
+    prediction: Prediction, straggled: StraggledStep | None, kept: PlanGoodput | None, seed: int
+) -> dict[str, Any]:
+    from planner.documents import goodput_document, straggler_document
+
+    return {
+        "seed": seed,
+        "stragglers": straggled and straggler_document(straggled, prediction.step_time_s),
+        "goodput": kept and goodput_document(kept, prediction),
+    }
 
 
 def _profile(terminal: Terminal, strategy: Path, plan: Plan, name: str | None) -> Hardware:
