@@ -1,0 +1,158 @@
+"""Published measurements as training runs: what was trained, how, on what, and what was measured."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from planner.estimate.training_run import LayeredNetwork, TrainingRun, TransformerShape
+from planner.validation.measurement_file import FileRow, read_rows
+from planner.validation.reading_hardware import hardware_for
+from planner.validation.reading_network import MissingFactError, read_network
+from planner.validation.reading_plan import read_setup
+from simulator.errors import MeshwrightError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRow:
+    """A row of a measurement file.
+
+    Attributes
+    ----------
+    run
+        The run in our words, from the row's configuration alone; None where `reason` says what is missing.
+    fault
+        What is wrong with the row itself, with file, line and column; empty for a row that can be read.
+    measured_time_s
+        Seconds of a step; not a number where no column tells.
+    time_column
+        Where the time comes from.
+    memory_gib, memory_kind
+        Peak memory of a device; not a number where it was not measured.
+    outcome
+        ``ok``, ``oom``, ``error``, or nothing where it is not stated.
+    workload
+        The same for rows of one source that trained the same network with the same batch on the same devices.
+    """
+
+    row_id: str
+    source: str
+    file: str
+    line: int
+    run: TrainingRun | None = None
+    reason: str = ""
+    fault: str = ""
+    measured_time_s: float = math.nan
+    time_column: str = ""
+    memory_gib: float = math.nan
+    memory_kind: str = ""
+    outcome: str = ""
+    workload: str = ""
+
+
+def read_measurements(path: str | Path) -> list[MeasuredRow]:
+    """Read every row of a measurement file, in order.
+
+    A row that lacks a fact has no run and says which; a row that is wrong says where.
+
+    Raises
+    ------
+    InputError
+        The file cannot be read, is no CSV, or lacks a column.
+    """
+    return [measured_row(row) for row in read_rows(Path(path))]
+
+
+def measured_row(row: FileRow) -> MeasuredRow:
+    """One row of a file as a run and its measurement."""
+    known = MeasuredRow(
+        row_id=row.text("row_id"),
+        source=row.text("source"),
+        file=row.file,
+        line=row.line,
+        outcome=row.text("outcome").lower(),
+    )
+    if row.fault:
+        return replace(known, fault=row.fault, reason=row.fault)
+    notes: list[str] = []
+    try:
+        run = _run(row, notes)
+    except MissingFactError as missing:
+        return replace(known, reason=str(missing))
+    except MeshwrightError as error:
+        return replace(known, reason=f"cannot be described: {error}")
+    seconds, column = measured_time(row, run)
+    memory = row.number("mem_gib_per_gpu")
+    return replace(
+        known,
+        run=run,
+        reason="; ".join(run.assumed),
+        measured_time_s=seconds,
+        time_column=column,
+        memory_gib=memory or math.nan,
+        memory_kind=row.text("mem_kind"),
+        workload=workload_key(row.text("source"), run),
+    )
+
+
+def _run(row: FileRow, notes: list[str]) -> TrainingRun:
+    network = read_network(row, notes)
+    hardware = hardware_for(row, notes)
+    setup = read_setup(row, network, notes)
+    return TrainingRun(network=network, setup=setup, hardware=hardware, assumed=tuple(dict.fromkeys(notes)))
+
+
+def workload_key(source: str, run: TrainingRun) -> str:
+    """What stays the same when only the plan changes."""
+    network, setup = run.network, run.setup
+    if isinstance(network, TransformerShape):
+        sizes = [network.layers, network.hidden, network.heads, network.vocabulary, network.sequence_length]
+        sizes += [network.experts.count] if network.experts else []
+    else:
+        sizes = []
+    facts = (
+        source, network.name, *sizes, run.hardware.name, run.hardware.hash[:8], setup.devices,
+        setup.global_batch, setup.precision, setup.trained_fraction < 1,
+    )  # fmt: skip
+    return " | ".join(str(fact) for fact in facts)
+
+
+def measured_time(row: FileRow, run: TrainingRun) -> tuple[float, str]:
+    """Seconds of a step by the first column that tells, and that column."""
+    seconds = row.number("step_time_s")
+    if seconds:
+        return seconds, "step_time_s"
+    network, setup = run.network, run.setup
+    batch = row.number("global_batch") or setup.global_batch
+    length = 0 if isinstance(network, LayeredNetwork) else network.encoder_sequence_length or network.sequence_length
+    tokens = row.number("tokens_per_s_per_gpu")
+    if tokens and length:
+        return batch * length / (tokens * setup.devices), "tokens_per_s_per_gpu"
+    samples = row.number("samples_per_s")
+    if samples:
+        return batch / samples, "samples_per_s"
+    rate = row.number("tflops_per_gpu")
+    if rate and isinstance(network, TransformerShape) and not network.experts:
+        work = _step_flops(row, network, batch)
+        if work:
+            return work / (rate * 1e12 * setup.devices), "tflops_per_gpu"
+    return math.nan, ""
+
+
+def _step_flops(row: FileRow, network: TransformerShape, batch: float) -> float:
+    """Operations of a step by the source's own formula, where it states one; else 0.
+
+    Megatron-LM's (arXiv:2104.04473, eq. 3) is ``96 B s l h² (1 + s/6h + V/16lh)`` with recomputation.
+    """
+    kind, notes = row.text("tflops_kind").lower(), row.text("notes").lower()
+    counted = re.search(r"params\*([34])\*2\*tokens", kind)
+    stated = row.number("params_b")
+    if counted and stated:
+        return 2 * int(counted[1]) * stated * 1e9 * batch * network.sequence_length
+    if re.search(r"eq\.? ?3|96bsl|megatron formula", kind) and "without" not in f"{kind} {notes}":
+        layers, hidden, length = network.layers, network.hidden, network.sequence_length
+        extra = 1 + length / (6 * hidden) + network.vocabulary / (16 * layers * hidden)
+        return 96 * batch * length * layers * hidden**2 * extra
+    return 0.0

@@ -1,0 +1,205 @@
+"""From a measurement row to the cluster that it ran on: a profile, changed where the row says otherwise."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import replace
+from functools import lru_cache
+
+from planner.validation.measurement_file import FileRow
+from planner.validation.reading_network import MissingFactError
+from simulator.hardware import Hardware, Level, load_profile, profile_names
+
+_PROFILES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (r"mixed|heterogeneous|competitor|unnamed|next-gen", ()),
+    (r"gh200", ("gh200", "gh200-nvl", "gh200-superchip")),
+    (r"gb300", ("gb300-nvl72",)),
+    (r"gb200", ("gb200-nvl72",)),
+    (r"\bb300", ("dgx-b300",)),
+    (r"\bb200", ("dgx-b200",)),
+    (r"h200", ("dgx-h200",)),
+    (r"h100.*pcie|pcie.*h100", ("h100-pcie",)),
+    (r"h800", ("dgx-h800", "h800")),
+    (r"h100", ("dgx-h100",)),
+    (r"h20\b", ("h20",)),
+    (r"a100.*pcie|pcie.*a100", ("a100-pcie", "a100-pcie-40g")),
+    (r"a800", ("dgx-a800", "a800")),
+    (r"a100", ("dgx-a100",)),
+    (r"v100.*pcie|pcie.*v100", ("v100-pcie",)),
+    (r"v100", ("dgx1-v100",)),
+    (r"ascend.*(910\s?c|a3)|cloudmatrix", ("cloudmatrix-384", "ascend910c-cloudmatrix384", "cloudmatrix384")),
+    (r"ascend.*(910\s?b|910\s?\*|a2)|800t", ("ascend910b-atlas800t-a2",)),
+    (r"ascend\s?910", ("ascend910-atlas800",)),
+    (r"rtx\s?a6000", ("rtx-a6000",)),
+    (r"rtx\s?4090", ("rtx-4090",)),
+    (r"rtx\s?3090", ("rtx-3090",)),
+    (r"\ba10\b", ("a10",)),
+    (r"\ba40\b", ("a40",)),
+    (r"l40s", ("l40s",)),
+    (r"mi300x", ("mi300x",)),
+    (r"tpu\s?v4", ("tpu-v4",)),
+    (r"\bp40\b", ("p40",)),
+)
+_LINK_SHARE = 0.95
+"""Share of a network link's rate that collectives reach: what the fitted ``dgx-a100`` profile has."""
+_RESERVED_BYTES = 2 * 2**30
+"""What contexts and libraries keep of a device's memory, as in the profiles."""
+_COUNT_TIMES_RATE = re.compile(r"(\d+)\s*x\s*(?:[a-z -]*?)(\d+(?:\.\d+)?)\s*(gb/s|gbps|gbit/s|g\b)", re.IGNORECASE)
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(gb/s|gbps|gbit/s|g\b)", re.IGNORECASE)
+_BITS_PER_BYTE = 8
+_OMNI_PATH_PORT = 100.0
+
+
+def hardware_for(row: FileRow, notes: list[str]) -> Hardware:
+    """The profile of the row's devices, with the memory, node size and network that the row states.
+
+    The same facts give the same object. MissingFactError where no profile describes the device.
+    """
+    name = _profile_name(row)
+    base = _load(name)
+    per_node = row.whole("accels_per_node") or base.devices_per_node
+    memory = _memory_bytes(row, base)
+    return _variant(
+        name,
+        memory_bytes=memory,
+        bandwidth=_stated_bandwidth(row),
+        per_node=_node_size(row, base, per_node),
+        nominal=_outer_bandwidth(row, base, per_node, notes),
+    )
+
+
+def _profile_name(row: FileRow) -> str:
+    accelerator = row.text("accelerator")
+    words = f"{accelerator} {row.text('hw')}".lower()
+    if not words.strip():
+        raise MissingFactError("the accelerator is not stated")
+    found = _match(accelerator.lower()) or _match(words)
+    if found is None:
+        raise MissingFactError(f"no hardware profile for {accelerator or row.text('hw')}")
+    available = set(profile_names())
+    candidates = found
+    if found == ("dgx-a100",) and (row.number("accel_mem_gb") or 0) <= 48 and _is_40_gb(row, words):
+        candidates = ("dgx-a100-40g", *found)
+    if found == ("dgx1-v100",) and (row.whole("accels_per_node") == 16 or "dgx-2" in words):
+        candidates = ("dgx2-v100", *found)
+    name = next((candidate for candidate in candidates if candidate in available), None)
+    if name is None:
+        raise MissingFactError(f"no hardware profile for {accelerator or row.text('hw')}")
+    return name
+
+
+def _match(words: str) -> tuple[str, ...] | None:
+    return next((names for pattern, names in _PROFILES if re.search(pattern, words)), None)
+
+
+def _is_40_gb(row: FileRow, words: str) -> bool:
+    return row.number("accel_mem_gb") == 40 or bool(re.search(r"40\s?gb?", words))
+
+
+@lru_cache(maxsize=64)
+def _load(name: str) -> Hardware:
+    return load_profile(name)
+
+
+def _memory_bytes(row: FileRow, base: Hardware) -> int:
+    """Usable memory where the device is another variant of the profile's; 0: as in the profile."""
+    stated = row.number("accel_mem_gb")
+    if not stated:
+        found = re.search(
+            r"(?<![\d.])(16|24|32|40|64|80|94|96|141|144|180|192)\s?gb?\b", row.text("accelerator").lower()
+        )
+        stated = float(found[1]) if found else None
+    if not stated:
+        return 0
+    usable = int(stated * 2**30) - _RESERVED_BYTES
+    return usable if abs(usable / base.device_memory_bytes - 1) > 0.1 else 0
+
+
+def _stated_bandwidth(row: FileRow) -> float:
+    """Bandwidth of the device's memory in bytes per second where the row states it; else 0."""
+    found = re.search(r"hbm\w*,?\s*(\d+(?:\.\d+)?)\s*tb/s", f"{row.text('accelerator')} {row.text('hw')}".lower())
+    return float(found[1]) * 1e12 if found else 0.0
+
+
+def _node_size(row: FileRow, base: Hardware, per_node: int) -> int:
+    """Devices of a node where the row has other nodes than the profile; else 0."""
+    rack = bool(base.levels) and base.levels[0].size > base.devices_per_node
+    single = (row.whole("n_accels") or 0) <= per_node and per_node <= base.devices_per_node
+    return 0 if rack or single or per_node == base.devices_per_node else per_node
+
+
+def _outer_bandwidth(row: FileRow, base: Hardware, per_node: int, notes: list[str]) -> float:
+    """Bytes per second that one device can send between nodes where the row states the rate; else 0."""
+    devices = row.whole("n_accels") or 1
+    if devices <= per_node or len(base.levels) < 2:
+        return 0.0
+    text = row.text("inter_node_link") or (row.text("hw") if re.search(r"gb/?p?s", row.text("hw").lower()) else "")
+    rate = _node_rate(text, per_node)
+    if rate is None and re.search(r"omni-?path|\bopa\b", f"{text} {row.text('hw')}".lower()):
+        rate = _OMNI_PATH_PORT * min(4, per_node)
+        notes.append("rate of Omni-Path not stated: 4 ports of 100 Gb/s a node")
+    if rate is None:
+        if not text:
+            notes.append(f"network between nodes not stated: that of {base.name}")
+        return 0.0
+    return rate * 1e9 / _BITS_PER_BYTE / per_node * _LINK_SHARE
+
+
+def _node_rate(text: str, per_node: int) -> float | None:
+    """Gigabits per second of one node that the text of a link states.
+
+    >>> _node_rate("8x200Gbps HDR InfiniBand per node", 8), _node_rate("RDMA 400Gb/s per GPU", 8)
+    (1600.0, 3200.0)
+    >>> _node_rate("InfiniBand 8x50 GB/s per node", 8), _node_rate("InfiniBand 100 Gb/s", 8)
+    (3200.0, 100.0)
+    >>> _node_rate("200Gb/s HDR InfiniBand (per paper)", 8) is None
+    True
+    """
+    several = _COUNT_TIMES_RATE.search(text)
+    if several:
+        return float(several[1]) * _gigabits(several[2], several[3])
+    bandwidth = re.search(r"inter_node_bandwidth=(\d+(?:\.\d+)?)", text)
+    if bandwidth:
+        return float(bandwidth[1])
+    single = _RATE.search(text)
+    if single is None:
+        return None
+    rate = _gigabits(single[1], single[2])
+    if re.search(r"per (gpu|npu|device|accelerator|card)", text.lower()):
+        return rate * per_node
+    if re.search(r"hdr|ndr", text.lower()) and not re.search(r"per node|/node|hca", text.lower()):
+        return None  # the rate of one of a node's ports, as many as the profile has
+    return rate
+
+
+def _gigabits(number: str, unit: str) -> float:
+    return float(number) * (_BITS_PER_BYTE if unit[:2] == "GB" and unit.endswith("/s") else 1)
+
+
+@lru_cache(maxsize=512)
+def _variant(name: str, *, memory_bytes: int, bandwidth: float, per_node: int, nominal: float) -> Hardware:
+    base = _load(name)
+    if not (memory_bytes or bandwidth or per_node or nominal):
+        return base
+    levels = base.levels
+    if per_node:
+        levels = (_resized(levels[0], per_node), *levels[1:])
+    if nominal and abs(nominal / levels[-1].bandwidth_bytes_per_s - 1) > 0.06:
+        levels = (*levels[:-1], replace(levels[-1], bandwidth_bytes_per_s=nominal))
+    if levels == base.levels and not (memory_bytes or bandwidth):
+        return base
+    changes = f"{base.hash} {memory_bytes} {bandwidth} {levels}"
+    return replace(
+        base,
+        hash=hashlib.sha256(changes.encode()).hexdigest(),
+        device_memory_bytes=memory_bytes or base.device_memory_bytes,
+        memory_bandwidth=bandwidth or base.memory_bandwidth,
+        devices_per_node=per_node or base.devices_per_node,
+        node_device_counts=tuple(range(1, per_node + 1)) if per_node else base.node_device_counts,
+        levels=levels,
+    )
+
+
+def _resized(level: Level, size: int) -> Level:
+    return replace(level, size=size)

@@ -1,0 +1,252 @@
+"""From a measurement row to degrees of parallelism and batches; what is missing is derived or named."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from planner.estimate.training_run import LayeredNetwork, OptimizerSharding, Stack, TrainingSetup, TransformerShape
+from planner.validation import reading_setup as words
+from planner.validation.measurement_file import FileRow
+from planner.validation.reading_network import MissingFactError
+from planner.validation.reading_setup import Network
+
+_DATA_PARALLEL = r"fsdp|ddp|horovod|data.?parallel|torchtune|torch dataparallel|deepspeed(?!.*megatron)|mindspore"
+_ROUNDING = 0.02
+"""Batches that do not divide are taken as the next whole number of micro-batches up to this relative change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Degrees of parallelism."""
+
+    devices: int
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+
+
+def read_setup(row: FileRow, network: Network, notes: list[str]) -> TrainingSetup:
+    """How a row trained; `notes` gets what was assumed, MissingFactError says what is missing."""
+    kind = words.precision(row, notes)
+    used = words.stack(row, notes)
+    shard = words.sharding(row, used, notes)
+    mesh = read_mesh(row, network, shard, notes)
+    micro_batch, micro_batches = read_batches(row, mesh, notes)
+    vpp, stages = read_stages(row, network, mesh.pp, notes)
+    kept, kept_layers = words.recompute(row, network, mesh.pp, notes)
+    ep, expert_tp = _expert_degrees(row, network, mesh, notes)
+    overlap_gradients, overlap_parameters, overlap_tensor = words.overlaps(row, used, shard, mesh.tp)
+    flags = words.all_words(row)
+    layered = isinstance(network, LayeredNetwork)
+    return TrainingSetup(
+        devices=mesh.devices, dp=mesh.dp, tp=mesh.tp, pp=mesh.pp, vpp=vpp, cp=mesh.cp, ep=ep, expert_tp=expert_tp,
+        micro_batch=micro_batch, micro_batches=micro_batches, schedule=words.schedule(row, vpp),
+        recompute=kept, recompute_layers=kept_layers, optimizer_sharding=shard,
+        shard_group=words.shard_group(row, mesh.dp, mesh.cp),
+        sequence_parallel=words.sequence_parallel(row, used, mesh.tp, notes),
+        precision=kind, optimizer=words.optimizer(row, network),
+        **({} if layered else {"attention": words.attention(row, used, notes)}),
+        stack=used, overlap_gradients=overlap_gradients, overlap_parameters=overlap_parameters,
+        overlap_tensor=overlap_tensor, gradient_bytes=words.gradient_bytes(row, used, kind),
+        offload_optimizer=bool(re.search(r"opt offl=y|cpu.?offload(?!=false)|optimizer.?offload(?!=false)", flags)),
+        trained_fraction=words.trained_fraction(row, notes), layers_per_stage=stages,
+        deterministic=bool(re.search(r"deterministic-mode|allow_nondeterministic_algo=0", flags)),
+        fused_norm=bool(re.search(r"rms kernel|fused[-_ ]?rms ?norm", f"{row.text('attention_impl')} {flags}".lower())),
+    )  # fmt: skip
+
+
+def read_mesh(row: FileRow, network: Network, shard: OptimizerSharding, notes: list[str]) -> Mesh:
+    """Degrees that multiply to the device count."""
+    devices = _devices(row, notes)
+    stated = {name: row.whole(name) for name in ("tp", "pp", "cp", "dp")}
+    stated.update({k: v for k, v in _written_layout(row).items() if stated.get(k) is None})
+    dp = stated["dp"]
+    if stated["tp"] is None and stated["pp"] is None and stated["cp"] in (None, 1):
+        tp, pp = _unstated_layout(row, network, shard, devices, dp, notes)
+        cp = 1
+    else:
+        cp = stated["cp"] or 1
+        tp, pp = _completed(devices, stated, cp, notes)
+    if devices % (tp * pp * cp):
+        raise MissingFactError(f"tp {tp} x pp {pp} x cp {cp} does not divide the {devices} devices")
+    found = devices // (tp * pp * cp)
+    if dp is not None and dp != found:
+        notes.append(f"dp {dp} as printed does not fit {devices} devices: {found}")
+    return Mesh(devices=devices, dp=found, tp=tp, pp=pp, cp=cp)
+
+
+def _devices(row: FileRow, notes: list[str]) -> int:
+    devices = row.whole("n_accels")
+    if devices:
+        return devices
+    per_node = row.whole("accels_per_node")
+    nodes = re.search(r"(?<![a-z0-9])(\d+)N(\d+)G", row.text("model"))
+    if nodes:
+        return int(nodes[1]) * int(nodes[2])
+    degrees = [row.whole(name) or 1 for name in ("tp", "pp", "cp", "dp")]
+    if row.whole("dp"):
+        notes.append(f"device count not stated: {math.prod(degrees)}, the product of the degrees")
+        return math.prod(degrees)
+    if per_node and re.search(r"functional test|\bci\b", f"{row.text('source')} {row.text('framework')}".lower()):
+        notes.append(f"device count not stated: one node of {per_node}")
+        return per_node
+    raise MissingFactError("n_accels not stated")
+
+
+def _written_layout(row: FileRow) -> dict[str, int]:
+    """Degrees written together, such as ``TP2PP1DP4``."""
+    found = re.search(r"parallel:\s*((?:[TPDCE]P\d+)+)", row.text("other_flags"), re.IGNORECASE)
+    return {k.lower(): int(v) for k, v in re.findall(r"([A-Z]P)(\d+)", found[1].upper())} if found else {}
+
+
+def _completed(devices: int, stated: dict[str, int | None], cp: int, notes: list[str]) -> tuple[int, int]:
+    tp, pp, dp = stated["tp"], stated["pp"], stated["dp"]
+    missing = [name for name, value in (("tp", tp), ("pp", pp)) if value is None]
+    rest = devices // ((tp or 1) * (pp or 1) * cp * (dp or 1)) if dp else 1
+    exact = devices == (tp or 1) * (pp or 1) * cp * (dp or 1) * rest
+    if missing:
+        value = rest if len(missing) == 1 and exact else 1
+        notes.append(f"{' and '.join(missing)} not stated: {value}")
+        tp = tp if tp is not None else value
+        pp = pp if pp is not None else value
+    return tp or 1, pp or 1
+
+
+def _unstated_layout(
+    row: FileRow, network: Network, shard: OptimizerSharding, devices: int, dp: int | None, notes: list[str]
+) -> tuple[int, int]:
+    """Tensor and pipeline degrees of a row that states none."""
+    product = re.search(r"model_parallel_size\(tp\*pp\)=(\d+)", row.text("other_flags").lower())
+    parts = int(product[1]) if product else devices // dp if dp and devices % dp == 0 else 0
+    framework = f"{row.text('framework')} {row.text('zero_fsdp')} {row.text('notes')}".lower()
+    alone = devices == 1 or isinstance(network, LayeredNetwork) or not network.causal
+    if parts == 1 or (
+        not parts and (alone or shard is OptimizerSharding.ZERO3 or re.search(_DATA_PARALLEL, framework))
+    ):
+        if devices > 1 and not parts:
+            notes.append("layout not stated: data parallel")
+        return 1, 1
+    if not parts:
+        raise MissingFactError("tp, pp and cp not stated")
+    tp = math.gcd(parts, row.whole("accels_per_node") or 8)
+    notes.append(f"tp and pp not stated, only their product {parts}: tp {tp}")
+    return tp, parts // tp
+
+
+def read_batches(row: FileRow, mesh: Mesh, notes: list[str]) -> tuple[int, int]:
+    """Samples of a micro-batch and micro-batches of a step on each replica."""
+    micro, batch, accumulated = _stated_micro(row, mesh), row.whole("global_batch"), row.whole("grad_accum")
+    flags = row.text("other_flags").lower()
+    stated = re.search(r"gbs=(\d+)", flags)
+    if batch is None and stated:
+        batch = int(stated[1])
+    if batch is None:
+        gathered = re.search(r"gas=(\d+)", flags)
+        if micro is None:
+            raise MissingFactError("global_batch not stated")
+        if accumulated is None and gathered:
+            accumulated = int(gathered[1])
+        if accumulated is None:
+            if mesh.pp > 1:
+                raise MissingFactError("global_batch and gradient accumulation not stated")
+            notes.append("gradient accumulation not stated: none")
+            accumulated = 1
+        return micro, accumulated
+    if batch < mesh.dp:
+        raise MissingFactError(f"global_batch {batch} is smaller than the {mesh.dp} replicas")
+    if micro is None:
+        micro = _derived_micro(row, mesh, batch, accumulated, notes)
+    replica = batch / mesh.dp
+    if micro > replica:
+        notes.append(f"micro-batch {micro} is more than the {replica:g} samples of a replica: {int(replica)}")
+        micro = int(replica)
+    steps = max(1, round(replica / micro))
+    if abs(steps * micro * mesh.dp / batch - 1) > _ROUNDING:
+        if batch % mesh.dp:
+            raise MissingFactError(f"global_batch {batch} does not divide among {mesh.dp} replicas")
+        micro = math.gcd(micro, batch // mesh.dp)
+        steps = batch // mesh.dp // micro
+        notes.append(f"micro-batch does not divide the batch: {micro}")
+    return micro, steps
+
+
+def _stated_micro(row: FileRow, mesh: Mesh) -> int | None:
+    micro = row.whole("micro_batch")
+    if micro:
+        return micro
+    local = re.search(r"(?:local_batch|lbs|\bbs)=(\d+)", row.text("other_flags").lower())
+    if local and mesh.pp == 1:
+        return int(local[1])
+    per_device = row.whole("per_accel_batch")
+    if not per_device:
+        return None
+    return per_device * mesh.tp if mesh.pp == 1 else None
+
+
+def _derived_micro(row: FileRow, mesh: Mesh, batch: int, accumulated: int | None, notes: list[str]) -> int:
+    replica = batch // mesh.dp
+    if accumulated and replica % accumulated == 0:
+        return replica // accumulated
+    micro = replica if mesh.pp == 1 and mesh.tp == 1 and re.search(_DATA_PARALLEL, words.all_words(row)) else 1
+    notes.append(f"micro-batch not stated: {micro}")
+    return max(1, micro)
+
+
+def read_stages(row: FileRow, network: Network, pp: int, notes: list[str]) -> tuple[int, tuple[int, ...]]:
+    """Virtual stages of a device, and the layers of each stage where they are not the same everywhere."""
+    if isinstance(network, LayeredNetwork) or pp == 1:
+        return 1, ()
+    layers = network.layers
+    vpp = row.whole("vpp") or 1
+    if pp > layers:
+        raise MissingFactError(f"pp {pp} is more than the {layers} layers")
+    if pp * vpp > layers + 2:
+        notes.append(f"vpp {vpp} is more than the {layers} layers allow: {layers // pp}")
+        vpp = layers // pp
+    listed = re.search(r"layers per stage:\s*(\d+(?:/\d+)*)", row.text("notes"))
+    if listed and vpp == 1:
+        stages = [int(part) for part in listed[1].split("/")]
+        if len(stages) == pp and sum(stages) == layers + 2:
+            stages[0] -= 1  # the embedding and the output layer count as a layer each
+            stages[-1] -= 1
+        if len(stages) == pp and sum(stages) == layers and min(stages) >= 0:
+            return vpp, tuple(stages)
+    if layers % (pp * vpp) == 0:
+        return vpp, ()
+    return vpp, _uneven(layers, pp * vpp)
+
+
+def _uneven(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers as evenly as they go; the ends, which also hold embedding and output layer, get fewer.
+
+    >>> _uneven(126, 16), _uneven(10, 4)
+    ((7, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 7), (2, 3, 3, 2))
+    """
+    least, more = divmod(layers, stages)
+    middle = stages // 2
+    order = sorted(range(stages), key=lambda stage: (abs(stage - middle + 0.5), stage))
+    rich = set(order[:more])
+    return tuple(least + (stage in rich) for stage in range(stages))
+
+
+def _expert_degrees(row: FileRow, network: Network, mesh: Mesh, notes: list[str]) -> tuple[int, int]:
+    if not isinstance(network, TransformerShape) or network.experts is None:
+        return 1, 1
+    ranks = mesh.devices // mesh.pp
+    ep = row.whole("ep") or 1
+    if ranks % ep or network.experts.count % ep:
+        raise MissingFactError(f"ep {ep} does not divide {network.experts.count} experts on {ranks} devices of a stage")
+    expert_tp = row.whole("etp")
+    if expert_tp is None:
+        used = words.stack(row, [])
+        megatron = used in (Stack.MEGATRON, Stack.TRANSFORMER_ENGINE, Stack.MINDSPEED)
+        apart = network.experts.count > 32 or "bridge" in row.text("framework").lower()
+        expert_tp = 1 if apart or not megatron else mesh.tp
+    if ranks % (ep * expert_tp):
+        expert_tp = 1
+    if mesh.tp > 1:
+        notes.append(f"each expert is cut over {expert_tp}")
+    return ep, expert_tp

@@ -1,0 +1,326 @@
+"""From a measurement row to the words of a training setup: precision, software, kernels, what is kept and shared."""
+
+from __future__ import annotations
+
+import re
+
+from planner.estimate.training_run import (
+    AttentionKernel,
+    LayeredNetwork,
+    OptimizerSharding,
+    Recompute,
+    Stack,
+    TransformerShape,
+)
+from planner.validation.measurement_file import FileRow
+
+Network = TransformerShape | LayeredNetwork
+FROZEN_TRAINED_FRACTION = 0.005
+"""Low-rank adapters of rank 8 to 32 hold some 0.1 to 1 % of a network's weights."""
+
+
+def all_words(row: FileRow) -> str:
+    """What a row says of its software and settings, in lower case."""
+    columns = ("framework", "other_flags", "model", "source_table", "notes")
+    return " ; ".join(row.text(column) for column in columns).lower()
+
+
+def year_month(row: FileRow) -> str:
+    """When it was measured, as ``2023-07``; nothing where no year is stated.
+
+    >>> from planner.validation.measurement_file import FileRow
+    >>> year_month(FileRow(file="", line=1, texts={"measured_date": "07/05/2021 (month/da"}, numbers={}))
+    '2021-07'
+    """
+    text = row.text("measured_date")
+    slashes = re.match(r"(\d{1,2})/\d{1,2}/(\d{4})", text)
+    if slashes:
+        return f"{slashes[2]}-{int(slashes[1]):02d}"
+    found = re.search(r"(20[12]\d)(?:-(\d\d))?", text) or re.search(r"\b(20[12]\d)()\b", row.text("framework"))
+    return f"{found[1]}-{found[2] or '06'}" if found else ""
+
+
+def is_ascend(row: FileRow) -> bool:
+    """Whether the row ran on Ascend devices."""
+    return "ascend" in f"{row.text('accelerator')} {row.text('hw')}".lower()
+
+
+def precision(row: FileRow, notes: list[str]) -> str:
+    """What matrices are multiplied in."""
+    text, kind = row.text("precision").lower(), row.text("precision_kind").lower()
+    for pattern, word in ((r"fp4|float4", "fp4"), (r"fp8|float8|\bf8", "fp8"), (r"tf32", "tf32")):
+        if re.search(pattern, text):
+            return word
+    if re.search(r"amp o0", text):
+        return "fp32"
+    for value in (kind, text):
+        for pattern, word in ((r"fp8", "fp8"), (r"fp4", "fp4"), (r"bf16|bfloat16", "bf16"), (r"fp16|float16", "fp16")):
+            if re.search(pattern, value):
+                return word
+        if re.search(r"fp32|float32", value):
+            return _full_precision(row, notes)
+    if re.search(r"\bamp\b|mixed|half", text):
+        return "fp16"
+    device = row.text("accelerator").lower()
+    word = "fp16" if re.search(r"v100|910a|910\b(?!\s?[b*])|p40", device) else "bf16"
+    notes.append(f"precision not stated: {word}")
+    return word
+
+
+def _full_precision(row: FileRow, notes: list[str]) -> str:
+    """NVIDIA's containers multiply float32 matrices as TF32 where the device can."""
+    words = f"{row.text('framework')} {row.text('source')}".lower()
+    if re.search(r"h100|h200|a100|a800|h800|a6000|a10\b", row.text("accelerator").lower()) and re.search(
+        r"nvidia|deeplearningexamples|tensorflow|flagperf", words
+    ):
+        notes.append("float32 matrices as TF32, the default of NVIDIA's containers")
+        return "tf32"
+    return "fp32"
+
+
+def stack(row: FileRow, notes: list[str]) -> Stack:
+    """The software that launches the kernels."""
+    framework, flags = row.text("framework").lower(), row.text("other_flags").lower()
+    if re.search(r"mindspeed|modellink|torch_npu", framework):
+        return Stack.MINDSPEED
+    if re.search(r"mindspore|mindformers", framework):
+        return Stack.MINDSPORE
+    if is_ascend(row):
+        return Stack.MINDSPEED if re.search(r"torch|megatron", framework) else Stack.MINDSPORE
+    if re.search(r"automodel", framework):
+        return Stack.TRANSFORMER_ENGINE if re.search(r"\bte\b", flags) else Stack.EAGER
+    if re.search(r"transformer.?engine|nemo|megatron-bridge|megatron.?core", framework):
+        return Stack.TRANSFORMER_ENGINE
+    if "mcore" in framework:
+        return Stack.MEGATRON if "local" in framework else Stack.TRANSFORMER_ENGINE
+    if re.search(r"megatron|\baa-scaling|sailor|zero bubble|flagscale|internevo|hai-llm|bmtrain", framework):
+        return _megatron_by_date(row)
+    if re.search(r"jax|xla|alpa|parax|maxtext|t5x|pathways", f"{framework} {_xla(row)}"):
+        return Stack.COMPILED
+    if re.search(r"tensorflow|mxnet|paddle|oneflow", framework):
+        return Stack.TENSORFLOW
+    if re.search(r"torch\.compile|\bcompile\b", flags) or _cumulative_compile(flags):
+        return Stack.COMPILED
+    if re.search(r"torchtitan", framework) and "float8" in f"{flags} {row.text('precision')}".lower():
+        notes.append("torch.compile with float8, as torchtitan recommends")
+        return Stack.COMPILED
+    if not framework:
+        notes.append("software not stated: PyTorch")
+    return Stack.EAGER
+
+
+def _megatron_by_date(row: FileRow) -> Stack:
+    newer = re.search(r"main\(|moe_dev|\b[0-9a-f]{12}\b", row.text("framework").lower()) or year_month(row) >= "2024-06"
+    hopper = re.search(r"[hb][123]00|gb\d00", row.text("accelerator").lower())
+    return Stack.TRANSFORMER_ENGINE if newer and hopper else Stack.MEGATRON
+
+
+def _xla(row: FileRow) -> str:
+    found = re.search(r"with xla", row.text("source_table").lower())
+    return "xla" if found else ""
+
+
+def _cumulative_compile(flags: str) -> bool:
+    """Rows of torchtune's list add one optimisation after the other; all after the second are compiled."""
+    return flags.startswith("cumulative:") and not re.search(r"baseline|packed", flags)
+
+
+def attention(row: FileRow, used: Stack, notes: list[str]) -> AttentionKernel:
+    """How the attention core runs."""
+    text, framework = row.text("attention_impl").lower(), row.text("framework").lower()
+    date = year_month(row)
+    if text:
+        return _stated_attention(text, row, used, date)
+    if is_ascend(row):
+        recent = date >= "2024" and used in (Stack.MINDSPEED, Stack.MINDSPORE)
+        kernel = AttentionKernel.VENDOR if recent else AttentionKernel.FUSED_SOFTMAX
+    elif used is Stack.TRANSFORMER_ENGINE:
+        hopper = re.search(r"h[128]00|[bg]b?[23]00|h20", row.text("accelerator").lower())
+        kernel = AttentionKernel.VENDOR if hopper else AttentionKernel.FLASH2
+    elif used is Stack.MEGATRON:
+        kernel = AttentionKernel.FLASH2 if date >= "2024" else AttentionKernel.FUSED_SOFTMAX
+    elif re.search(r"torchtitan|torchtune|flash", framework) or (
+        re.search(r"fsdp|deepspeed|pytorch 2", framework) and date >= "2023"
+    ):
+        kernel = AttentionKernel.FLASH2
+    else:
+        kernel = AttentionKernel.UNFUSED
+    notes.append(f"attention kernel not stated: {kernel}")
+    return kernel
+
+
+def _stated_attention(text: str, row: FileRow, used: Stack, date: str) -> AttentionKernel:
+    if "flash" in text or re.search(r"cudnn|vendor", text):
+        if is_ascend(row) or "cudnn" in text or "vendor" in text:
+            return AttentionKernel.VENDOR
+        first = re.search(r"v1|flash(?:_?attention)?[ _-]?1", text) and "2" not in text
+        return (
+            AttentionKernel.FLASH
+            if first or (date and date < "2023-08" and "2" not in text)
+            else AttentionKernel.FLASH2
+        )
+    if re.search(r"unfused.*fused scale|scale-mask", text):
+        return AttentionKernel.FUSED_SOFTMAX
+    if re.search(r"unfused|torch|eager|math", text):
+        return (
+            AttentionKernel.FUSED_SOFTMAX
+            if "megatron" in row.text("framework").lower() and "torch" not in text
+            else (AttentionKernel.UNFUSED)
+        )
+    if "fused" in text:
+        return AttentionKernel.VENDOR if used is Stack.TRANSFORMER_ENGINE else AttentionKernel.FUSED_SOFTMAX
+    return AttentionKernel.FLASH2
+
+
+def sharding(row: FileRow, used: Stack, notes: list[str]) -> OptimizerSharding:
+    """What the ranks of the data axis share out."""
+    text, kind = row.text("zero_fsdp").lower(), row.text("optimizer_sharding").lower()
+    if re.search(r"shard_grad_op", text):
+        return OptimizerSharding.ZERO2
+    if kind in tuple(OptimizerSharding):
+        return OptimizerSharding(kind)
+    for pattern, value in (
+        (r"zero[- ]?(?:stage[- ]?)?3|full_shard|hsdp|\bz3\b|optim_grads_params", OptimizerSharding.ZERO3),
+        (r"zero[- ]?(?:stage[- ]?)?2", OptimizerSharding.ZERO2),
+        (r"zero[- ]?(?:stage[- ]?)?1|dist\w*[- ]optimizer|parallel optimizer", OptimizerSharding.ZERO1),
+        (r"fsdp(?!=0)|fully sharded", OptimizerSharding.ZERO3),
+        (r"none|ddp", OptimizerSharding.NONE),
+        (r"zero", OptimizerSharding.ZERO1),
+    ):
+        if re.search(pattern, text):
+            return value
+    value = _default_sharding(row.text("framework").lower(), used)
+    if (row.whole("n_accels") or 1) > 1 and not text:
+        notes.append(f"sharding of the optimizer not stated: {value}")
+    return value
+
+
+def _default_sharding(framework: str, used: Stack) -> OptimizerSharding:
+    if used is Stack.TRANSFORMER_ENGINE and re.search(r"nemo|bridge|megatron-core", framework):
+        return OptimizerSharding.ZERO1
+    if re.search(r"fsdp|torchtitan|full_finetune_distributed|maxtext|zero[- ]?3", framework):
+        return OptimizerSharding.ZERO3
+    if re.search(r"zero_?2", framework) or ("deepspeed" in framework and not re.search(r"megatron|sailor", framework)):
+        return OptimizerSharding.ZERO2
+    return OptimizerSharding.NONE
+
+
+def shard_group(row: FileRow, dp: int, cp: int) -> int:
+    """Ranks that share sharded state, 0 for all of the data axis."""
+    found = re.search(r"shard(?: group)?=(\d+)", row.text("zero_fsdp").lower())
+    if re.search(r"dp\*cp", row.text("zero_fsdp").lower()):
+        return dp * cp
+    group = int(found[1]) if found else 0
+    return group if 1 < group < dp and dp % group == 0 else 0
+
+
+def recompute(row: FileRow, network: Network, pp: int, notes: list[str]) -> tuple[Recompute, int]:
+    """What is computed again, and in how many layers of a stage (0: all)."""
+    text, kind = row.text("recompute").lower(), row.text("recompute_kind").lower()
+    per_stage = max(1, network.layers // pp) if isinstance(network, TransformerShape) else 1
+    if re.search(r"select\w* (?:layer|op|\(op)|selective \(config", text) and "torchtitan" in row.text("framework"):
+        notes.append("selective checkpointing of PyTorch taken as recomputing every second layer")
+        return Recompute.FULL, max(1, per_stage // 2)
+    listed = re.search(r"\[([\d,\s]+)\]", text)
+    if listed:
+        counts = [int(part) for part in listed[1].split(",") if part.strip()]
+        layers = round(sum(counts) / max(1, len(counts)))
+        return (Recompute.SELECTIVE if "select" in text else Recompute.FULL) if layers else Recompute.NONE, layers
+    if re.search(r"\bnorm, act|layernorm|activation-function", text) and "full" not in text:
+        notes.append("recomputed norms and activations are not counted")
+        return Recompute.NONE, 0
+    if kind in tuple(Recompute):
+        block = re.search(r"block layers=(\d+)", text)
+        layers = int(block[1]) if block and int(block[1]) < per_stage else 0
+        return Recompute(kind), layers if kind == "full" else 0
+    if re.search(r"full|gpipe|minimal", text):
+        return (Recompute.SELECTIVE if "minimal" in text else Recompute.FULL), 0
+    if "selective" in text:
+        return Recompute.SELECTIVE, 0
+    if text:
+        return Recompute.NONE, 0
+    return _default_recompute(row, network, notes), 0
+
+
+def _default_recompute(row: FileRow, network: Network, notes: list[str]) -> Recompute:
+    framework, date = row.text("framework").lower(), year_month(row)
+    old_megatron = (
+        re.search(r"megatron", framework) and date and date < "2022" and isinstance(network, TransformerShape)
+    )
+    value = Recompute.FULL if old_megatron else Recompute.NONE
+    if isinstance(network, TransformerShape):
+        notes.append(f"recomputation not stated: {value}")
+    return value
+
+
+def sequence_parallel(row: FileRow, used: Stack, tp: int, notes: list[str]) -> bool:
+    """Whether norms and dropout between the tensor-parallel parts are cut along the sequence."""
+    stated = (row.text("sequence_parallel") or row.text("sp")).lower()
+    if tp == 1:
+        return False
+    if stated:
+        return stated in ("true", "yes", "1", "on")
+    default = used is Stack.TRANSFORMER_ENGINE or "torchtitan" in row.text("framework").lower()
+    notes.append(f"sequence parallelism not stated: {'yes' if default else 'no'}")
+    return default
+
+
+def overlaps(row: FileRow, used: Stack, shard: OptimizerSharding, tp: int) -> tuple[bool, bool, bool]:
+    """Whether gradients, parameters and tensor-parallel activations travel while kernels run."""
+    flags, framework = row.text("other_flags").lower(), row.text("framework").lower()
+    tensor = bool(re.search(r"tp-comm-overlap|mc2|async ?tp|tp_comm_overlap|tp overlap", flags))
+    if re.search(r"nemo|bridge|megatron-core|dgxc", f"{framework} {row.text('source').lower()}"):
+        return True, True, tp > 1
+    if "megatron" in framework or used in (Stack.MINDSPEED, Stack.MEGATRON):
+        zero3 = shard is OptimizerSharding.ZERO3
+        return "overlap-grad" in flags or zero3, "overlap-param" in flags or zero3, tensor
+    return True, shard is OptimizerSharding.ZERO3, tensor
+
+
+def gradient_bytes(row: FileRow, used: Stack, kind: str) -> int:
+    """Bytes of a gradient element as it is accumulated and reduced."""
+    words = all_words(row)
+    if "fp32 grad" in words:
+        return 4
+    if re.search(r"mp mode=pure", words):
+        return 2
+    if kind == "fp16" and used in (Stack.MEGATRON, Stack.MINDSPORE, Stack.MINDSPEED):
+        return 2
+    if "deepspeed" in row.text("framework").lower() and kind in ("fp16", "bf16"):
+        return 2
+    return 4
+
+
+def optimizer(row: FileRow, network: Network) -> str:
+    """The optimizer, by what is trained."""
+    words = all_words(row)
+    if isinstance(network, LayeredNetwork):
+        return "momentum" if re.search(r"net|rn50|vgg|yolo|ssd|rcnn", network.name.lower()) else "adamw"
+    if "muon" in words:
+        return "muon"
+    if not network.causal and "pre-training" in words:
+        return "lamb"
+    return "adamw"
+
+
+def trained_fraction(row: FileRow, notes: list[str]) -> float:
+    """Share of the weights that are trained."""
+    words = f"{row.text('model')} {row.text('other_flags')} {row.text('source_table')} {row.text('notes')}".lower()
+    if not re.search(r"\bq?lora\b|_lora|lora_|ptuning|p-tuning|adapter", words):
+        return 1.0
+    notes.append(f"adapters train {FROZEN_TRAINED_FRACTION:.1%} of the weights")
+    if "qlora" in words:
+        notes.append("frozen weights counted in the precision of training")
+    return FROZEN_TRAINED_FRACTION
+
+
+def schedule(row: FileRow, vpp: int) -> str:
+    """The pipeline schedule, by the names of `simulator.schedules`."""
+    words = f"{row.text('other_flags')} {row.text('framework')}".lower()
+    for pattern, name in (
+        (r"zb-?2p|zb-?h2", "zb-h2"), (r"zb-?1p|zb-?h1", "zb-h1"), (r"zb-?v", "zbv"), (r"dualpipe", "dualpipe"),
+        (r"gpipe", "gpipe"),
+    ):  # fmt: skip
+        if re.search(pattern, words):
+            return name
+    return "interleaved_1f1b" if vpp > 1 else "1f1b"
