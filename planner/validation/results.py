@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class ScoredRow:
         different plans; empty where there is nothing to choose between.
     device
         The accelerator as the profile names it; empty where none is known.
+    group
+        Of `planner.validation.aims`: rows that share an aim; empty where none is known.
     predicted_outcome, measured_outcome
         ``ok`` or ``oom``; empty where unknown.
     likely_cause
@@ -39,6 +42,7 @@ class ScoredRow:
     workload: str = ""
     device: str = ""
     devices: int = 0
+    group: str = ""
     predicted_step_time_s: float | None = None
     interval_s: tuple[float, float] | None = None
     measured_step_time_s: float | None = None
@@ -120,11 +124,12 @@ class Metrics:
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """How well one fit predicts measured rows: all of them and by source (in the order of first appearance)."""
+    """How well one fit predicts measured rows: all of them, by source and by group, in the order of the rows."""
 
     rows: tuple[ScoredRow, ...]
     overall: Metrics
-    by_source: dict[str, Metrics]
+    by_source: Mapping[str, Metrics]
+    by_group: Mapping[str, Metrics] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
