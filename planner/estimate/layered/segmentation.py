@@ -1,0 +1,81 @@
+"""Networks that label every pixel or voxel: U-Net, V-Net, DeepLab."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.estimate.layered.builder import NetworkBuilder
+from planner.estimate.layered.residual import DEPTHS, ResidualForm, bottleneck, stem
+from planner.estimate.training_run import LayeredNetwork
+
+
+def unet(name: str, side: int, widths: Sequence[int], classes: int, *, padded: bool) -> LayeredNetwork:
+    """U-Net (arXiv:1505.04597): two convolutions a level, unpadded ones in the original."""
+    net = NetworkBuilder(1, side, side)
+    padding = None if padded else 0
+    skips = []
+    for level, channels in enumerate(widths):
+        if level:
+            net.pool(2, 2, 0)
+        _two_convolutions(net, channels, padding)
+        skips.append(net.size)
+    for channels in reversed(widths[:-1]):
+        net.transposed(channels).concatenate(2 * channels)
+        _two_convolutions(net, channels, padding)
+    net.convolution(classes, 1, bias=True)
+    return net.finish(name, "small image")
+
+
+def _two_convolutions(net: NetworkBuilder, channels: int, padding: int | None) -> None:
+    for _ in range(2):
+        net.convolution(channels, 3, bias=True, padding=padding).relu()
+
+
+def volume_unet(name: str, side: int, widths: Sequence[int], classes: int = 4, inputs: int = 4) -> LayeredNetwork:
+    """U-Net for volumes (nnU-Net, arXiv:1809.10486): strided convolutions down, instance norms."""
+    net = NetworkBuilder(inputs, side, side, side)
+    for level, channels in enumerate(widths):
+        net.unit(channels, 3, 2 if level else 1).unit(channels)
+    for channels in reversed(widths[:-1]):
+        net.transposed(channels, bias=False).concatenate(2 * channels)
+        net.unit(channels).unit(channels)
+    net.convolution(classes, 1, bias=True)
+    return net.finish(name, "volume")
+
+
+def vnet(name: str, side: int, widths: Sequence[int] = (16, 32, 64, 128), classes: int = 3) -> LayeredNetwork:
+    """V-Net (arXiv:1606.04797) with 3x3x3 kernels: residual levels joined by strided convolutions."""
+    net = NetworkBuilder(1, side, side, side).unit(widths[0]).add()
+    for channels in widths[1:]:
+        net.unit(channels, 2, 2, padding=0)
+        for _ in range(3):
+            net.unit(channels)
+        net.add()
+    for channels in reversed(widths[:-1]):
+        net.transposed(channels).norm().relu().concatenate(2 * channels)
+        net.unit(channels).unit(channels).add()
+    net.convolution(classes, 1, bias=True)
+    return net.finish(name, "small volume")
+
+
+def deeplab(name: str, side: int, *, decoder: bool) -> LayeredNetwork:
+    """DeepLab v3 (arXiv:1706.05587) on ResNet-101 at a sixteenth of the side, or v3+ with its decoder."""
+    net = NetworkBuilder(3, side, side)
+    form = ResidualForm()
+    stem(net, form)
+    low = net.size
+    for stage, blocks in enumerate(DEPTHS[101]):
+        for index in range(blocks):
+            bottleneck(net, 64 * 2**stage, 2 if stage in (1, 2) and not index else 1, form)
+    for kernel, dilation in ((1, 1), (3, 6), (3, 12), (3, 18)):
+        with net.branch():
+            net.unit(256, kernel, dilation=dilation)
+    with net.branch():
+        net.become(net.channels, 1, 1).unit(256, 1)
+    net.become(5 * 256).concatenate(5 * 256).unit(256, 1)
+    if decoder:
+        with net.branch():
+            net.become(256, *low).unit(48, 1)
+        net.upsample(4).concatenate(304).unit(256).unit(256)
+    net.convolution(21, 1, bias=True).upsample(4 if decoder else 16)
+    return net.finish(name, "annotated image")
