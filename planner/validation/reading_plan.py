@@ -54,6 +54,7 @@ def read_setup(row: FileRow, network: Network, notes: list[str]) -> TrainingSetu
         offload_optimizer=bool(re.search(r"opt offl=y|cpu.?offload(?!=false)|optimizer.?offload(?!=false)", flags)),
         trained_fraction=words.trained_fraction(row, notes), layers_per_stage=stages,
         deterministic=bool(re.search(r"deterministic-mode|allow_nondeterministic_algo=0", flags)),
+        vocabulary_parallel_loss=words.vocabulary_parallel_loss(row),
         fused_norm=bool(re.search(r"rms kernel|fused[-_ ]?rms ?norm", f"{row.text('attention_impl')} {flags}".lower())),
     )  # fmt: skip
 

@@ -286,9 +286,17 @@ def gradient_bytes(row: FileRow, used: Stack, kind: str) -> int:
         return 2
     if kind == "fp16" and used in (Stack.MEGATRON, Stack.MINDSPORE, Stack.MINDSPEED):
         return 2
-    if "deepspeed" in row.text("framework").lower() and kind in ("fp16", "bf16"):
+    if re.search(r"deepspeed|aa-scaling", row.text("framework").lower()) and kind in ("fp16", "bf16"):
         return 2
     return 4
+
+
+def vocabulary_parallel_loss(row: FileRow) -> bool:
+    """Whether the loss is computed on logits that stay cut, as in Megatron.
+
+    AA-Scaling's runs at tp 8 with few layers a device go out of memory, which only whole logits explain.
+    """
+    return "aa-scaling" not in row.text("framework").lower()
 
 
 def optimizer(row: FileRow, network: Network) -> str:
