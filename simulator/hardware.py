@@ -47,7 +47,7 @@ class MatmulModel:
     ``tiles`` are (rows, columns) of outputs that one multiprocessor computes at a time, ``tile_loss`` the part
     of time that tiles of 128 by 128 lose to loading operands (small tiles more), ``fill_depth`` the depth (k) that
     beginning and ending a tile cost, ``wave_share`` how far a last, partly filled wave counts as a whole one,
-    ``utilisation`` points (log10 of FLOPs, factor on the rate).
+    ``split_share`` how far tiles that fill less than one wave are split along k, ``utilisation`` points (log10 of FLOPs, factor on the rate).
     """
 
     tiles: tuple[tuple[int, int], ...]
@@ -57,6 +57,7 @@ class MatmulModel:
     fill_depth: float
     tile_loss: float
     wave_share: float
+    split_share: float = 0.0
     utilisation: tuple[tuple[float, float], ...] = ()
 
 
@@ -195,6 +196,7 @@ class Hardware:
     slowdown_table: tuple[tuple[int, float], ...] = ((1, 1.0),)
     multiprocessors: int = 1
     matmul_models: Mapping[str, MatmulModel] = field(default_factory=dict)
+    sustained_matmul_speed: float = 1.0
     grouped_matmul_efficiency: float = 1.0
     convolution_efficiency: float | None = None
     attention_models: Mapping[str, AttentionPasses] = field(default_factory=dict)

@@ -24,6 +24,7 @@ class MatmulPart(Part):
     fill_depth: NonNegative
     tile_loss: NonNegative
     wave_share: Share
+    split_share: Share = 0.0
     log10_flops: list[NonNegative] = Field(default_factory=list, max_length=50)
     utilisation: list[Positive] = Field(default_factory=list, max_length=50)
     source: Source
@@ -66,6 +67,7 @@ class OperatorsPart(Part):
     """Operators timed by their shape."""
 
     matmul: Annotated[dict[Dtype, MatmulPart], Field(min_length=1)]
+    sustained_matmul_speed: Sourced[Fraction] | None = None
     grouped_matmul_efficiency: Sourced[Fraction] | None = None
     convolution_efficiency: Sourced[Fraction] | None = None
     attention: dict[Literal["flash", "flash2", "vendor"], AttentionPart] = Field(default_factory=dict)
@@ -82,6 +84,7 @@ class OperatorModels(TypedDict):
     """The fields of `Hardware` that come from `OperatorsPart`."""
 
     matmul_models: dict[str, MatmulModel]
+    sustained_matmul_speed: float
     grouped_matmul_efficiency: float
     convolution_efficiency: float | None
     attention_models: dict[str, AttentionPasses]
@@ -91,11 +94,21 @@ def operator_models(part: OperatorsPart | None) -> OperatorModels:
     """Models by shape; none of them for a profile that has no such part."""
     if part is None:
         return OperatorModels(
-            matmul_models={}, grouped_matmul_efficiency=1.0, convolution_efficiency=None, attention_models={}
+            matmul_models={},
+            sustained_matmul_speed=1.0,
+            grouped_matmul_efficiency=1.0,
+            convolution_efficiency=None,
+            attention_models={},
         )
-    grouped, convolution = part.grouped_matmul_efficiency, part.convolution_efficiency
+    sustained, grouped = part.sustained_matmul_speed, part.grouped_matmul_efficiency
+    convolution = part.convolution_efficiency
+        part.sustained_matmul_speed,
+        part.grouped_matmul_efficiency,
+        part.convolution_efficiency,
+    )
     return OperatorModels(
         matmul_models={dtype: _matmul(model) for dtype, model in part.matmul.items()},
+        sustained_matmul_speed=sustained.value if sustained else 1.0,
         grouped_matmul_efficiency=grouped.value if grouped else 1.0,
         convolution_efficiency=convolution.value if convolution else None,
         attention_models={

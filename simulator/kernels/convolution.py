@@ -44,6 +44,7 @@ def convolution_time(
     if model is None or efficiency is None:
         return np.asarray(kernel_time(hardware, Kernel.CONVOLUTION, dtype, flops, moved))
     peak = hardware.peak(dtype, Kernel.CONVOLUTION) * model.compute_efficiency * efficiency
+    peak = peak * hardware.sustained_matmul_speed
     compute = 2.0 * padded_outputs(model, hardware.multiprocessors, positions, columns, parts)
     compute = compute * (depth + model.fill_depth) / (peak * utilisation(model.utilisation, flops))
     roofline = hardware.kernels[Kernel.CONVOLUTION]

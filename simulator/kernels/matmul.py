@@ -28,10 +28,11 @@ def matmul_time(
 
     The output is cut into tiles that the multiprocessors S work off in waves; the best tile counts:
     ``compute = min over tiles of 2 * S * waves * tile_m * tile_n / tile_efficiency * (k + fill_depth)
-    / (peak * e_c * utilisation)`` with ``waves`` between ``tiles / S`` and its next integer, as far as
-    ``wave_share`` says (schedulers that split the last wave are near 0), and
-    ``t = overhead + max(compute, bytes / (bandwidth * e_b))``. The quantisation is that of NVIDIA,
-    "Matrix Multiplication Background User's Guide", 2023; the efficiencies are the profile's.
+    / (peak * e_c * utilisation * sustained_speed)``. ``waves`` lies between ``tiles / S`` and its next integer as
+    far as ``wave_share`` says (schedulers that split the last wave are near 0), and goes down to
+    ``1 - split_share`` where the tiles do not fill one wave and are split along k.
+    ``t = overhead + max(compute, bytes / (bandwidth * e_b))``. The quantisation is that of NVIDIA, "Matrix
+    Multiplication Background User's Guide", 2023; the efficiencies are the profile's.
     Without a shape model in the profile the roofline of the class counts.
     """
     rows, columns, depth, number = (np.asarray(value, dtype=np.float64) for value in (m, n, k, batch))
@@ -41,7 +42,7 @@ def matmul_time(
     model = matmul_model(hardware, dtype)
     if model is None:
         return np.asarray(kernel_time(hardware, Kernel.MATMUL, dtype, flops, inputs + outputs))
-    peak = hardware.peak(dtype, Kernel.MATMUL) * model.compute_efficiency
+    peak = hardware.peak(dtype, Kernel.MATMUL) * model.compute_efficiency * hardware.sustained_matmul_speed
     compute = 2.0 * padded_outputs(model, hardware.multiprocessors, rows, columns, number)
     compute = compute * (depth + model.fill_depth) / (peak * utilisation(model.utilisation, flops))
     memory = (inputs + outputs) / (hardware.memory_bandwidth * model.bandwidth_efficiency)
@@ -74,9 +75,8 @@ def padded_outputs(
     dims = max(m.ndim, n.ndim, batch.ndim)
     height, width, cost = _tiles(model.tiles, model.tile_loss, dims)
     share = batch * np.ceil(m / height) * np.ceil(n / width) / multiprocessors
-    waves = np.ceil(share) if model.wave_share == 1 else np.maximum(share, 1.0)
-    if 0 < model.wave_share < 1:
-        waves = waves + model.wave_share * (np.ceil(share) - waves)
+    waves = np.maximum(share, 1.0 - model.split_share + model.split_share * share)
+    waves = waves + model.wave_share * (np.ceil(share) - np.maximum(share, 1.0))
     return np.asarray((waves * cost).min(axis=0) * multiprocessors)
 
 
