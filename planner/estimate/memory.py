@@ -1,0 +1,365 @@
+"""Device memory of a training run, by pipeline stage and by what it is used for.
+
+Three figures are told apart. *Allocated* is the largest sum of live tensors, what ``max_memory_allocated`` shows.
+*Reserved* is what the framework's allocator holds for them, fragments included. *Device total* adds what lies
+outside the allocator, driver context and communicators, and is what ``nvidia-smi`` shows. A run goes out of memory
+when it would have to reserve more than the profile says a job can use (the profile already takes the context off).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from planner.estimate.memory_traits import (
+    GATHERED_LOGITS_BYTES,
+    LOW_PRECISION_BYTES,
+    MOMENTS,
+    PLAIN_LOSS_BYTES,
+    TRAITS,
+    MemoryTraits,
+)
+from planner.estimate.pipeline_residency import micro_batches_in_flight
+from planner.estimate.saved_activations import LayerActivations, layer_activations
+from planner.estimate.stage_parameters import (
+    RankParameters,
+    StageContent,
+    layer_parameters,
+    local_vocabulary,
+    stage_contents,
+    stage_parameters,
+)
+from planner.estimate.training_run import (
+    LayeredNetwork,
+    OptimizerSharding,
+    Recompute,
+    TrainingRun,
+    TrainingSetup,
+    TransformerShape,
+)
+from simulator.errors import InputError
+from simulator.hardware import Hardware
+
+_SHARDED_GRADIENTS = (OptimizerSharding.ZERO2, OptimizerSharding.ZERO3)
+_EIGHT_BITS = "float8_e4m3fn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes on one rank of one pipeline stage at its peak; the first nine add up to ``allocated_bytes``.
+
+    ``working`` are the recomputed values and gradients of the layer that goes back, or the logits and the loss where
+    these are larger; ``gathered_parameters`` whole layers of sharded parameters; ``allocator_slack`` what the
+    allocator holds besides; ``context`` what lies outside the allocator.
+    """
+
+    parameters: float
+    gradients: float
+    master_weights: float
+    moments: float
+    activations: float
+    working: float
+    gathered_parameters: float
+    communication: float
+    workspace: float
+    allocator_slack: float
+    context: float
+
+    @property
+    def allocated_bytes(self) -> float:
+        """Live tensors."""
+        return (
+            self.parameters + self.gradients + self.master_weights + self.moments + self.activations
+            + self.working + self.gathered_parameters + self.communication + self.workspace
+        )  # fmt: skip
+
+    @property
+    def reserved_bytes(self) -> float:
+        """What the framework's allocator holds."""
+        return self.allocated_bytes + self.allocator_slack
+
+    @property
+    def device_bytes(self) -> float:
+        """What the device holds for the process."""
+        return self.reserved_bytes + self.context
+
+    def components(self) -> dict[str, float]:
+        """Every part by name; they add up to ``device_bytes``."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Memory of every pipeline stage; the figures of the run are those of the fullest stage."""
+
+    stages: tuple[StageMemory, ...]
+    limit_bytes: float
+
+    @property
+    def fullest(self) -> StageMemory:
+        """The stage that decides."""
+        return max(self.stages, key=lambda stage: stage.allocated_bytes)
+
+    @property
+    def allocated_bytes(self) -> float:
+        """Peak of live tensors."""
+        return self.fullest.allocated_bytes
+
+    @property
+    def reserved_bytes(self) -> float:
+        """Peak of the allocator."""
+        return self.fullest.reserved_bytes
+
+    @property
+    def device_bytes(self) -> float:
+        """Peak of the device."""
+        return self.fullest.device_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the allocator gets what it needs."""
+        return self.reserved_bytes <= self.limit_bytes
+
+
+def training_memory(run: TrainingRun) -> MemoryEstimate:
+    """Memory of every stage of `run`."""
+    if isinstance(run.network, LayeredNetwork):
+        stages = (_layered(run.network, run.setup, run.hardware),)
+    else:
+        rank = _Rank.of(run.network, run.setup, run.hardware)
+        stages = tuple(rank.stage(index) for index in range(run.setup.pp))
+    return MemoryEstimate(stages=stages, limit_bytes=run.hardware.device_memory_bytes)
+
+
+def reserved_memory_bytes(run: TrainingRun) -> float:
+    """Peak of the allocator, from the stages that can be the fullest: the scalar that decides whether a run fits.
+
+    Under every schedule the micro-batches in flight do not grow along the pipeline; so among stages of equal content
+    the first is the fullest.
+    """
+    if isinstance(run.network, LayeredNetwork):
+        return _layered(run.network, run.setup, run.hardware).reserved_bytes
+    rank = _Rank.of(run.network, run.setup, run.hardware)
+    first_of_kind: dict[StageContent, int] = {}
+    for index, content in enumerate(rank.contents):
+        first_of_kind.setdefault(content, index)
+    return max(rank.stage(index).reserved_bytes for index in first_of_kind.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    """What all stages of a run have in common."""
+
+    shape: TransformerShape
+    setup: TrainingSetup
+    traits: MemoryTraits
+    contents: tuple[StageContent, ...]
+    dense: LayerActivations
+    expert: LayerActivations
+    encoder: LayerActivations
+    workspace: float
+    context: float
+
+    @staticmethod
+    def of(shape: TransformerShape, setup: TrainingSetup, hardware: Hardware) -> _Rank:
+        traits = TRAITS[setup.stack]
+        dense, expert, encoder = _activations(shape, setup)
+        return _Rank(
+            shape=shape,
+            setup=setup,
+            traits=traits,
+            contents=stage_contents(shape, setup),
+            dense=dense,
+            expert=expert,
+            encoder=encoder,
+            workspace=_workspace(traits, hardware),
+            context=_context(setup, traits),
+        )
+
+    def stage(self, index: int) -> StageMemory:
+        """Memory of stage `index`: the larger of what stands when the loss and when the last layer goes back."""
+        shape, setup, content = self.shape, self.setup, self.contents[index]
+        states = _states(stage_parameters(shape, setup, content, self.traits.padded_vocabulary), setup, self.traits)
+        in_flight = micro_batches_in_flight(setup.schedule, index, setup.pp, setup.vpp, setup.micro_batches)
+        activations = self._kept(content) * in_flight
+        working = self._working(content)
+        if content.head:
+            ends, loss = self._head(content)
+            activations += ends
+            working = max(working, loss)
+        return _finished(
+            states, activations=activations, working=working, gathered=self._gathered(content),
+            communication=self._communication(), workspace=self.workspace, context=self.context, traits=self.traits,
+            in_flight=in_flight,
+        )  # fmt: skip
+
+    def _kept(self, content: StageContent) -> float:
+        """Activations of one micro-batch in the layers of a stage."""
+        kinds = (
+            (content.encoder_layers, self.encoder),
+            (content.dense_layers, self.dense),
+            (content.expert_layers, self.expert),
+            (content.multi_token_layers, self.expert if self.shape.experts else self.dense),
+        )
+        setup = self.setup
+        if setup.recompute is not Recompute.FULL:
+            return sum(count * layer.kept(setup.recompute) for count, layer in kinds)
+        share = min(setup.recompute_layers / content.layers, 1.0) if setup.recompute_layers else 1.0
+        return sum(count * (share * layer.input + (1 - share) * layer.saved) for count, layer in kinds)
+
+    def _working(self, content: StageContent) -> float:
+        """Largest working set of a layer of the stage."""
+        kinds = ((content.dense_layers, self.dense), (content.expert_layers, self.expert))
+        working = max((layer.backward_working(self.setup.recompute) for count, layer in kinds if count), default=0.0)
+        if content.encoder_layers:
+            working = max(working, self.encoder.backward_working(self.setup.recompute))
+        return working
+
+    def _head(self, content: StageContent) -> tuple[float, float]:
+        """Bytes kept by the final norm and the head's input; bytes of the logits and the loss."""
+        shape, setup = self.shape, self.setup
+        tokens = setup.micro_batch * shape.sequence_length / setup.cp
+        element = LOW_PRECISION_BYTES[setup.precision]
+        stream = tokens * shape.hidden / (setup.tp if setup.sequence_parallel else 1)
+        if setup.vocabulary_parallel_loss:
+            columns, per_logit = (
+                local_vocabulary(shape, setup.tp, self.traits.padded_vocabulary),
+                self.traits.loss_bytes,
+            )
+        else:
+            gathered = GATHERED_LOGITS_BYTES if setup.tp > 1 else 0.0
+            columns, per_logit = float(shape.vocabulary), PLAIN_LOSS_BYTES + gathered
+        logits = tokens * columns
+        per_logit -= 0 if element == 2 else 2
+        heads = 1 + content.multi_token_layers
+        return 2 * stream * element * heads, logits * per_logit + tokens * shape.hidden * element
+
+    def _gathered(self, content: StageContent) -> float:
+        """Whole parameters, and the gradients before they are scattered, of the layers at work under ``zero3``."""
+        setup = self.setup
+        if setup.optimizer_sharding is not OptimizerSharding.ZERO3 or _shards(setup)[0] == 1:
+            return 0.0
+        dense, expert, _ = layer_parameters(self.shape, setup)
+        layer = max(dense.total if content.dense_layers else 0.0, expert.total if content.expert_layers else 0.0)
+        ends = local_vocabulary(self.shape, setup.tp, self.traits.padded_vocabulary) * self.shape.hidden
+        element = LOW_PRECISION_BYTES[setup.precision]
+        tables = (content.embedding or content.head) + (content.embedding and content.head) * (
+            not self.shape.tied_embeddings
+        )
+        return (self.traits.gathered_layers * layer + tables * ends) * element + layer * element
+
+    def _communication(self) -> float:
+        """Buckets, and the messages between stages: one that arrives and one that leaves."""
+        setup = self.setup
+        element = LOW_PRECISION_BYTES[setup.precision]
+        buckets = self.traits.bucket_elements * element if setup.dp > 1 else 0.0
+        if setup.pp == 1:
+            return buckets
+        tokens = setup.micro_batch * self.shape.sequence_length / setup.cp
+        stream = tokens * self.shape.hidden / (setup.tp if setup.sequence_parallel else 1)
+        return buckets + 2 * stream * element
+
+
+@lru_cache(maxsize=1024)
+def _activations(
+    shape: TransformerShape, setup: TrainingSetup
+) -> tuple[LayerActivations, LayerActivations, LayerActivations]:
+    traits = TRAITS[setup.stack]
+    dense = layer_activations(shape, setup, traits)
+    expert = layer_activations(shape, setup, traits, experts=True) if shape.experts else dense
+    encoder = layer_activations(shape, setup, traits, encoder=True) if shape.encoder_layers else dense
+    return dense, expert, encoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _States:
+    """Bytes that stand through the whole step."""
+
+    parameters: float
+    gradients: float
+    master_weights: float
+    moments: float
+
+
+def _shards(setup: TrainingSetup) -> tuple[int, float]:
+    """Over how many ranks dense and expert states are shared out, where they are."""
+    ranks = setup.shard_group or setup.dp * setup.cp
+    return ranks, max(ranks * setup.tp / (setup.ep * setup.expert_tp), 1.0)
+
+
+def _states(parameters: RankParameters, setup: TrainingSetup, traits: MemoryTraits) -> _States:
+    """Parameters, gradients and optimizer states (Rajbhandari et al., "ZeRO", arXiv:1910.02054)."""
+    if setup.optimizer not in MOMENTS:
+        raise InputError(f"optimizer {setup.optimizer!r} is unknown; choose one of {', '.join(sorted(MOMENTS))}")
+    low = LOW_PRECISION_BYTES[setup.precision]
+    sharding, trained = setup.optimizer_sharding, setup.trained_fraction
+    dense_ranks, expert_ranks = _shards(setup)
+
+    def shared(kinds: tuple[OptimizerSharding, ...]) -> float:
+        if sharding in kinds:
+            return parameters.dense / dense_ranks + parameters.expert / expert_ranks
+        return parameters.total
+
+    states = shared((OptimizerSharding.ZERO1, *_SHARDED_GRADIENTS)) * trained
+    held = shared((OptimizerSharding.ZERO3,))
+    # Gradients of two bytes without master weights are training in pure low precision: so are its states.
+    pure = not traits.low_precision_weights and low == 2 and setup.gradient_bytes == 2
+    width = low if traits.low_precision_weights or pure else 4
+    return _States(
+        parameters=held * width,
+        gradients=shared(_SHARDED_GRADIENTS) * trained * (4 if low == 4 else setup.gradient_bytes),
+        master_weights=0.0 if setup.offload_optimizer or width == 4 or pure else 4 * states,
+        moments=0.0 if setup.offload_optimizer else MOMENTS[setup.optimizer] * (2 if pure else 4) * states,
+    )
+
+
+def _finished(
+    states: _States, *, activations: float, working: float, gathered: float, communication: float, workspace: float,
+    context: float, traits: MemoryTraits, in_flight: float = 1.0,
+) -> StageMemory:  # fmt: skip
+    moving = activations + working + gathered + communication
+    return StageMemory(
+        parameters=states.parameters,
+        gradients=states.gradients,
+        master_weights=states.master_weights,
+        moments=states.moments,
+        activations=activations,
+        working=working,
+        gathered_parameters=gathered,
+        communication=communication,
+        workspace=workspace,
+        # States are allocated once, in large pieces: only what comes and goes leaves fragments.
+        allocator_slack=traits.allocator_bytes
+        + traits.reserved_share * moving
+        + (traits.in_flight_share * activations if in_flight > 1 else 0.0),
+        context=context,
+    )
+
+
+def _workspace(traits: MemoryTraits, hardware: Hardware) -> float:
+    return traits.newer_workspace_bytes if _EIGHT_BITS in hardware.peak_flops else traits.workspace_bytes
+
+
+def _context(setup: TrainingSetup, traits: MemoryTraits) -> float:
+    axes = sum(size > 1 for size in (setup.dp, setup.tp, setup.pp, setup.cp, setup.ep))
+    return traits.context_bytes + axes * traits.communicator_bytes
+
+
+def _layered(network: LayeredNetwork, setup: TrainingSetup, hardware: Hardware) -> StageMemory:
+    """States, and what the layers keep of the samples of a micro-batch; the widest layer's gradient works."""
+    traits = TRAITS[setup.stack]
+    element = LOW_PRECISION_BYTES[setup.precision]
+    saved = sum(layer.saved * layer.count for layer in network.layers)
+    widest = max((layer.saved for layer in network.layers), default=0.0)
+    states = _states(RankParameters(dense=network.parameters), setup, traits)
+    casts = network.parameters * element if element < 4 and not traits.low_precision_weights else 0.0
+    return _finished(
+        states,
+        activations=saved * setup.micro_batch * element,
+        working=2 * widest * setup.micro_batch * element,
+        gathered=casts,
+        communication=traits.bucket_elements * 4 if setup.dp > 1 else 0.0,
+        workspace=_workspace(traits, hardware),
+        context=_context(setup, traits),
+        traits=traits,
+    )

@@ -1,0 +1,134 @@
+"""What training software keeps in device memory: one record a stack, read from its source code.
+
+Where a value does not follow from the source it was fitted, robustly and for all networks at once; its docstring
+says so. Sources: Megatron-LM (core 0.4 to 0.13), Transformer Engine 1.x, DeepSpeed 0.9, PyTorch 2.x (FSDP,
+``torch.cuda`` caching allocator), MindSpeed-LLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.estimate.training_run import Stack
+
+MEBI = 2.0**20
+GIBI = 2.0**30
+
+
+PLAIN_LOSS_BYTES = 18.0
+"""Bytes a logit of PyTorch's own cross entropy in float32 of 16-bit logits: these and their gradient 2 each, the
+float32 copy and its gradient, the logarithm of the softmax 4 each, and what the view without the last token copies."""
+GATHERED_LOGITS_BYTES = 8.0
+"""Bytes a logit besides, where tensor ranks gather them first: the received parts and the whole, both ways. Fitted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTraits:
+    """Memory habits of one stack.
+
+    Attributes
+    ----------
+    padded_vocabulary
+        The table is padded to a multiple of 128 times ``tp`` (Megatron).
+    fused_rms_norm
+        RMSNorm is one kernel that keeps its input; otherwise PyTorch keeps a float32 copy of the input and the
+        normalised values in low precision.
+    fused_gate
+        The gated activation is one kernel that keeps its input only; otherwise the activated gate is kept as well.
+    fused_scores
+        Unfused attention still has scale, mask and softmax in one kernel, which keeps its low-precision output.
+    attention_output_copy
+        FlashAttention works in another layout (batch first), so that its output is kept twice.
+    loss_bytes
+        Bytes for every logit while the loss goes back, at two bytes a logit: 2 and a float32 copy whose memory
+        the softmax and its gradient use again (Megatron), or float32 logits, their softmax and the gradient.
+    low_precision_weights
+        Parameters are kept in the precision of the products beside float32 master weights; otherwise parameters
+        are float32 and what stands in low precision is the layer at work (autocast, FSDP mixed precision).
+    saved_low_precision_inputs
+        FP8 products keep their inputs in 8 bits (Transformer Engine).
+    bucket_elements
+        Elements of a bucket that is reduced apart from the gradients themselves, for stacks without contiguous
+        gradient buffers (DistributedDataParallel: 25 MB; DeepSpeed ``reduce_bucket_size`` is Megatron's own).
+    gathered_layers
+        Layers whose parameters are whole at one time under ``zero3``: the one at work and the one prefetched.
+    workspace_bytes, newer_workspace_bytes
+        Library workspaces and small tensors inside the allocator, on devices without and with 8-bit products
+        (cuBLAS takes 8 MiB a stream and 32 MiB from Hopper on, Transformer Engine 4 MiB and 32 MiB). Fitted.
+    reserved_share, in_flight_share
+        What the allocator holds over the bytes that come and go, as a share: cached and fragmented blocks; and besides
+        over the activations of a stage that has several micro-batches in flight, which are freed in another order
+        than they were allocated. Fitted to runs that did and did not fit.
+    allocator_bytes
+        What the allocator holds in any run: partly filled blocks of small tensors, one pool a stream.
+    context_bytes, communicator_bytes
+        Outside the allocator: driver context with its kernels, and the buffers of each communicator.
+    """
+
+    padded_vocabulary: bool = False
+    fused_rms_norm: bool = False
+    fused_gate: bool = False
+    fused_scores: bool = False
+    attention_output_copy: bool = False
+    loss_bytes: float = PLAIN_LOSS_BYTES
+    low_precision_weights: bool = True
+    saved_low_precision_inputs: bool = False
+    bucket_elements: float = 0.0
+    gathered_layers: float = 2.0
+    workspace_bytes: float = 90 * MEBI
+    newer_workspace_bytes: float = 115 * MEBI
+    reserved_share: float = 0.05
+    in_flight_share: float = 0.2
+    allocator_bytes: float = 0.3 * GIBI
+    context_bytes: float = 0.6 * GIBI
+    communicator_bytes: float = 0.3 * GIBI
+
+
+_MEGATRON = MemoryTraits(
+    padded_vocabulary=True,
+    fused_gate=True,
+    attention_output_copy=True,
+    loss_bytes=6.0,
+)
+
+TRAITS: dict[Stack, MemoryTraits] = {
+    Stack.EAGER: MemoryTraits(low_precision_weights=False, bucket_elements=6.5e6),
+    Stack.COMPILED: MemoryTraits(
+        low_precision_weights=False, fused_rms_norm=True, fused_gate=True, loss_bytes=8.0, bucket_elements=6.5e6
+    ),
+    Stack.MEGATRON: _MEGATRON,
+    Stack.TRANSFORMER_ENGINE: MemoryTraits(
+        padded_vocabulary=True,
+        fused_rms_norm=True,
+        fused_gate=True,
+        fused_scores=True,
+        attention_output_copy=True,
+        loss_bytes=6.0,
+        saved_low_precision_inputs=True,
+    ),
+    Stack.MINDSPORE: MemoryTraits(
+        padded_vocabulary=False, fused_rms_norm=True, fused_gate=True, fused_scores=True, loss_bytes=8.0
+    ),
+    Stack.MINDSPEED: MemoryTraits(
+        padded_vocabulary=True, fused_rms_norm=True, fused_gate=True, fused_scores=True, loss_bytes=6.0
+    ),
+    Stack.TENSORFLOW: MemoryTraits(low_precision_weights=False, fused_gate=True, loss_bytes=10.0),
+}
+
+LOW_PRECISION_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2, "fp4": 2}
+"""Bytes of an activation or a low-precision parameter; 8- and 4-bit products take 16-bit tensors in and out."""
+
+MOMENTS = {
+    "adam": 2.0,
+    "adamw": 2.0,
+    "lamb": 2.0,
+    "adagrad": 1.0,
+    "sgd": 1.0,
+    "momentum": 1.0,
+    "lars": 1.0,
+    "lion": 1.0,
+    "muon": 1.0,
+    "adafactor": 0.0,
+    "adamw8bit": 0.5,
+}
+"""Float32 numbers that an optimizer keeps for every parameter."""

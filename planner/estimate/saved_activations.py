@@ -1,0 +1,188 @@
+"""Bytes that the forward pass of one layer keeps for its backward pass, operator by operator.
+
+The bookkeeping is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
+(arXiv:2205.05198): ``s b h (34 + 5 a s / h)`` for a GPT layer in 16 bits with dropout,
+``s b h (10 + 24 / t + 5 a s / (h t))`` with tensor parallelism and ``/ t`` throughout with sequence parallelism.
+Here it is said by operator, so that gates, RMSNorm, grouped and latent attention, fused kernels and experts follow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.estimate.memory_traits import LOW_PRECISION_BYTES, MemoryTraits
+from planner.estimate.training_run import AttentionKernel, Recompute, TrainingSetup, TransformerShape
+
+_UNFUSED = (AttentionKernel.UNFUSED, AttentionKernel.FUSED_SOFTMAX)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerActivations:
+    """Bytes of one layer, one micro-batch, one rank.
+
+    ``saved`` stands from forward to backward with nothing recomputed, ``core`` is the part of it that selective
+    recompute drops, ``input`` all that full recompute keeps, ``working`` what the backward of the layer needs besides.
+    """
+
+    saved: float
+    core: float
+    input: float
+    working: float
+
+    def kept(self, recompute: Recompute) -> float:
+        """What stands between forward and backward under `recompute`."""
+        if recompute is Recompute.FULL:
+            return self.input
+        return self.saved - (self.core if recompute is Recompute.SELECTIVE else 0.0)
+
+    def backward_working(self, recompute: Recompute) -> float:
+        """What the backward of the layer needs besides `kept`, recomputed values included."""
+        return self.working + self.saved - self.kept(recompute)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """Sizes that all operators of a layer share: tokens here, elements of the residual stream here, bytes."""
+
+    tokens: float
+    sequence: float
+    stream: float
+    element: int
+    product_input: int
+    norm: float
+
+    @property
+    def normalised_input(self) -> float:
+        """A norm and the input of the product that follows it."""
+        return self.stream * (self.norm + self.product_input)
+
+
+def layer_activations(
+    shape: TransformerShape, setup: TrainingSetup, traits: MemoryTraits, *, experts: bool = False, encoder: bool = False
+) -> LayerActivations:
+    """Activations of one layer of `shape`: with `experts`, or dense; of the decoder, or of the `encoder`."""
+    sequence = shape.encoder_sequence_length if encoder else shape.sequence_length
+    tokens = setup.micro_batch * sequence / setup.cp
+    element = LOW_PRECISION_BYTES[setup.precision]
+    low = setup.precision in ("fp8", "fp4") and traits.saved_low_precision_inputs
+    fused_norm = traits.fused_rms_norm or setup.fused_norm or not shape.rms_norm
+    sizes = _Sizes(
+        tokens=tokens,
+        sequence=sequence,
+        stream=tokens * shape.hidden / (setup.tp if setup.sequence_parallel else 1),
+        element=element,
+        product_input=1 if low else element,
+        # A fused norm keeps its input; PyTorch's own operators a float32 copy and the normalised values.
+        norm=element if fused_norm else 4 + element,
+    )
+    saved, core, working = _attention(shape, setup, traits, sizes, sequence)
+    if shape.encoder_layers and not encoder:
+        cross = _attention(shape, setup, traits, sizes, shape.encoder_sequence_length)
+        saved, core = saved + cross[0], core + cross[1]
+    feed_forward, widest = _experts(shape, setup, traits, sizes) if experts else _dense(shape, setup, traits, sizes)
+    gradients = 2 * sizes.stream * element + (tokens * shape.hidden * element if setup.sequence_parallel else 0.0)
+    return LayerActivations(
+        saved=saved + feed_forward,
+        core=core,
+        input=sizes.stream * element,
+        working=max(working, widest) + gradients,
+    )
+
+
+def _attention(
+    shape: TransformerShape, setup: TrainingSetup, traits: MemoryTraits, sizes: _Sizes, keys: float
+) -> tuple[float, float, float]:
+    """Saved bytes, those of the core, and working bytes; `keys` is the length of the sequence that is looked at."""
+    element, tokens = sizes.element, sizes.tokens
+    heads = shape.heads / setup.tp
+    key_tokens = tokens * keys / sizes.sequence
+    query, key_value, output = _widths(shape, setup)
+    saved = sizes.normalised_input + (tokens * query + key_tokens * key_value) * element
+    saved += _latent_inputs(shape, sizes)
+    if setup.attention in _UNFUSED:
+        core, working = _scores(shape, setup, traits, heads * tokens * keys, element)
+        if shape.key_value_heads < shape.heads and not shape.latent_attention:
+            core += key_tokens * (2 * query - key_value) * element
+        result = tokens * output * sizes.product_input
+    else:
+        core = 4 * heads * tokens
+        result = tokens * output * element
+        if setup.attention is AttentionKernel.FLASH:
+            # FlashAttention 1 packs queries, keys and values into one tensor.
+            core += (tokens * query + key_tokens * key_value) * element + result
+        elif sizes.product_input < element or (
+            traits.attention_output_copy and setup.attention is AttentionKernel.FLASH2
+        ):
+            core += tokens * output * sizes.product_input
+        working = (tokens * query + key_tokens * key_value) * element + 4 * tokens * query
+    mask = sizes.stream if shape.dropout else 0.0
+    return saved + core + result + mask, core, working
+
+
+def _widths(shape: TransformerShape, setup: TrainingSetup) -> tuple[float, float, float]:
+    """Elements of a token's queries, of its keys and values, and of the attention's output, on one tensor rank."""
+    latent = shape.latent_attention
+    if latent:
+        # The values are a view of the up-projection, which therefore stands whole; the keys are put together anew.
+        head = latent.plain_head + latent.rotary_head
+        heads = shape.heads / setup.tp
+        return heads * head, heads * (head + latent.plain_head + latent.value_head), heads * latent.value_head
+    local = max(shape.key_value_heads / setup.tp, 1.0)
+    query = shape.heads * shape.head_size / setup.tp
+    return query, 2 * local * shape.head_size, query
+
+
+def _latent_inputs(shape: TransformerShape, sizes: _Sizes) -> float:
+    """Compressed queries and keys, before and after their norms (latent attention)."""
+    latent = shape.latent_attention
+    if not latent:
+        return 0.0
+    elements = 2 * latent.query_rank + 2 * latent.key_value_rank + latent.rotary_head
+    return sizes.stream / shape.hidden * elements * sizes.element
+
+
+def _scores(
+    shape: TransformerShape, setup: TrainingSetup, traits: MemoryTraits, scores: float, element: int
+) -> tuple[float, float]:
+    """Saved and working bytes of attention scores that lie in memory.
+
+    One kernel keeps its output for itself and for the product with the values; single operators in PyTorch a
+    float32 softmax and its low-precision copy. Dropout keeps a mask and its own output.
+    """
+    fused = traits.fused_scores or setup.attention is AttentionKernel.FUSED_SOFTMAX
+    softmax = element if fused else 4 + element
+    dropout = 1 + element if shape.dropout else 0
+    return scores * (softmax + dropout), scores * (2 * element if fused else 2 * element + 4)
+
+
+def _dense(shape: TransformerShape, setup: TrainingSetup, traits: MemoryTraits, sizes: _Sizes) -> tuple[float, float]:
+    width = sizes.tokens * shape.feed_forward / setup.tp
+    saved, working = _activation(shape, traits, sizes, width)
+    return sizes.normalised_input + saved + (sizes.stream if shape.dropout else 0.0), working
+
+
+def _activation(shape: TransformerShape, traits: MemoryTraits, sizes: _Sizes, width: float) -> tuple[float, float]:
+    """Saved and working bytes of the inner products of a feed-forward network of `width` elements."""
+    inner = 2 if shape.gated else 1
+    kept = inner + (1 if shape.gated and not traits.fused_gate else 0)
+    return width * (kept * sizes.element + sizes.product_input), width * (inner + 1) * sizes.element
+
+
+def _experts(shape: TransformerShape, setup: TrainingSetup, traits: MemoryTraits, sizes: _Sizes) -> tuple[float, float]:
+    """Router, permuted tokens into and out of the experts, the experts' and the shared experts' inner values."""
+    assert shape.experts is not None
+    experts = shape.experts
+    share = setup.expert_tp / setup.tp
+    routed = sizes.tokens * share * experts.per_token
+    if experts.capacity_factor:
+        routed *= experts.capacity_factor
+    saved, working = _activation(shape, traits, sizes, routed * experts.feed_forward / setup.expert_tp)
+    saved += routed * shape.hidden * (sizes.product_input + sizes.element)
+    working += routed * shape.hidden * sizes.element
+    if experts.shared_feed_forward:
+        saved += _activation(shape, traits, sizes, sizes.tokens * experts.shared_feed_forward / setup.tp)[0]
+    router = sizes.stream / shape.hidden * experts.count * 8 + sizes.stream * (
+        sizes.element - sizes.product_input if sizes.product_input < sizes.element else 0
+    )
+    mask = sizes.stream if shape.dropout else 0.0
+    return sizes.normalised_input + saved + router + mask, working
