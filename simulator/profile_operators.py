@@ -102,10 +102,6 @@ def operator_models(part: OperatorsPart | None) -> OperatorModels:
         )
     sustained, grouped = part.sustained_matmul_speed, part.grouped_matmul_efficiency
     convolution = part.convolution_efficiency
-        part.sustained_matmul_speed,
-        part.grouped_matmul_efficiency,
-        part.convolution_efficiency,
-    )
     return OperatorModels(
         matmul_models={dtype: _matmul(model) for dtype, model in part.matmul.items()},
         sustained_matmul_speed=sustained.value if sustained else 1.0,
