@@ -26,10 +26,10 @@ SAME_LEVEL = 1 + 1e-12
 
 
 class Message(NamedTuple):
-    """Bytes from one device to another."""
+    """Bytes from one device to another, or between a device and a switch that computes."""
 
-    source: int
-    destination: int
+    source: int | str
+    destination: int | str
     size_bytes: float
 
 

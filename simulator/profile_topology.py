@@ -39,7 +39,7 @@ class NodePart(Part):
 class FabricPart(Part):
     """What joins the nodes."""
 
-    kind: Sourced[Literal["fat-tree", "rail-optimised", "torus"]]
+    kind: Sourced[Literal["fat-tree", "rail-optimised"]]
     nodes_per_leaf: Sourced[Count] | None = None
     oversubscription: Sourced[Annotated[float, Field(ge=1, lt=1e6)]] | None = None
 
@@ -52,7 +52,7 @@ class TopologyPart(Part):
     node_device_counts: Sourced[Annotated[list[Count], Field(min_length=1)]]
     collective_overhead_s: Sourced[NonNegative] | None = None
     collective_algorithms: (
-        Sourced[list[Literal["tree", "hierarchical", "switch", "halving-doubling", "direct"]]] | None
+        Sourced[list[Literal["tree", "hierarchical", "switch", "halving-doubling", "mesh"]]] | None
     ) = None
     levels: Annotated[list[LevelPart], Field(min_length=1, max_length=8)]
     node: NodePart | None = None

@@ -42,12 +42,12 @@ class Topology:
         self.capacities = [float(graph.edges[link]["capacity_bytes_per_s"]) for link in self.links]
         self._index = {link: place for place, link in enumerate(self.links)}
         self._order = {vertex: place for place, vertex in enumerate(graph)}
-        self._routes: dict[tuple[int, int], Route] = {}
+        self._routes: dict[tuple[Vertex, Vertex], Route] = {}
 
     def __repr__(self) -> str:
         return f"Topology({self.name!r}, {len(self.devices)} devices, {len(self.links)} links)"
 
-    def route(self, source: int, destination: int) -> Route:
+    def route(self, source: Vertex, destination: Vertex) -> Route:
         """Vertices from `source` to `destination`, both included."""
         found = self._routes.get((source, destination))
         if found is None:
@@ -63,33 +63,31 @@ class Topology:
         """Seconds that the first byte takes along `path`."""
         return math.fsum(self.graph.edges[link]["latency_s"] for link in itertools.pairwise(path))
 
-    def check_group(self, group: Iterable[int]) -> None:
-        """Raise ProfileError unless every member of `group` is a device of this topology."""
-        outside = sorted(device for device in group if device not in self._order)
+    def check_group(self, group: Iterable[Vertex]) -> None:
+        """Raise ProfileError unless every member of `group` is a device (or another vertex) of this topology."""
+        outside = [vertex for vertex in group if vertex not in self._order]
         if outside:
             raise ProfileError(
                 f"topology {self.name} has {len(self.devices)} devices, 0 to {len(self.devices) - 1}, and is too small "
-                f"for device {', '.join(map(str, outside[:MAX_LINKS_NAMED]))}; use fewer devices or a larger topology"
+                f"for {', '.join(map(str, outside[:MAX_LINKS_NAMED]))}; use fewer devices or a larger topology"
             )
 
-    def _find(self, source: int, destination: int) -> Route:
-        kinds, machine = self.graph.nodes, self.graph.nodes[source]["node"]
-        rules: list[Callable[[Vertex], bool]] = [
-            lambda vertex: kinds[vertex]["kind"] not in {"device", "nic"} and kinds[vertex]["node"] == machine,
-            lambda vertex: kinds[vertex]["kind"] != "nic" and kinds[vertex]["node"] == machine,
-            lambda vertex: kinds[vertex]["kind"] != "device",
-            lambda _: True,
-        ]
-        inside = machine >= 0 and kinds[destination]["node"] == machine
-        for passes in rules if inside else rules[2:]:
-            found = self._shortest(source, destination, passes)
+    def _find(self, source: Vertex, destination: Vertex) -> Route:
+        kinds = self.graph.nodes
+        machine, other = kinds[source]["node"], kinds[destination]["node"]
+
+        def passes(machines: set[int], barred: set[str]) -> Callable[[Vertex], bool]:
+            return lambda vertex: kinds[vertex]["node"] in machines and kinds[vertex]["kind"] not in barred
+
+        inside = [passes({machine}, {"device", "nic"}), passes({machine}, {"nic"})] if machine == other else []
+        outside = [passes({machine, other, -1}, {"device"}), passes({machine, other, -1}, set())]
+        for rule in (*inside, *outside):
+            found = self._shortest(source, destination, rule)
             if found is not None:
                 return found
-        raise ProfileError(
-            f"topology {self.name} has no route from device {source} to device {destination}; join them by links"
-        )
+        raise ProfileError(f"topology {self.name} has no route from {source} to {destination}; join them by links")
 
-    def _shortest(self, source: int, destination: int, passes: Callable[[Vertex], bool]) -> Route | None:
+    def _shortest(self, source: Vertex, destination: Vertex, passes: Callable[[Vertex], bool]) -> Route | None:
         queue: list[tuple[int, float, int, Vertex, Vertex]] = [(0, 0.0, 0, source, source)]
         before: dict[Vertex, Vertex] = {}
         while queue:
