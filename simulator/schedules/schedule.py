@@ -107,6 +107,22 @@ class Schedule:
         source[takes_gradient] = gradient[self.stage[takes_gradient] + 1, self.micro_batch[takes_gradient]]
         return source
 
+    @cached_property
+    def source(self) -> OffsetArray:
+        """(A,) action whose result an action needs, its own rank's included; -1 for the first forward pass.
+
+        ``previous``, and for the first backward pass the last forward pass, for a weight gradient its input gradient.
+        """
+        source = self.previous.copy()
+        for kind, before in (
+            (ActionKind.BACKWARD, ActionKind.FORWARD),
+            (ActionKind.INPUT_GRADIENT, ActionKind.FORWARD),
+            (ActionKind.WEIGHT_GRADIENT, ActionKind.INPUT_GRADIENT),
+        ):
+            open_ones = np.flatnonzero((self.kind == kind) & (source < 0))
+            source[open_ones] = self.positions(before)[self.stage[open_ones], self.micro_batch[open_ones]]
+        return source
+
     def action(self, index: int) -> Action:
         """The action at a place in the arrays."""
         return Action(int(self.stage[index]), ActionKind(int(self.kind[index])), int(self.micro_batch[index]))
