@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from planner.cli.options import DebugFlag, JsonFlag, QuietFlag
-from simulator.errors import UnsupportedError
+from planner.cli.terminal import Terminal
+from simulator.errors import InputError
+
+if TYPE_CHECKING:
+    from planner.validation.predictions import Predictor
+    from planner.validation.reading import MeasuredRow
+    from planner.validation.results import AccuracyResult, Metrics, ScoredRow
+
+_SHOWN_FAULTS = 20
 
 
 def validate(
@@ -18,14 +28,111 @@ def validate(
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
 ) -> None:
-    """Predict measured runs (not supported yet).
+    """Predict measured runs from their configurations alone, and say how far off the predictions are.
 
     \b
     Example:
       meshwright validate runs.csv --out predictions.csv
+
+    Every row gets a status: ok, skipped (the reason says which fact is missing) or error (the row is wrong: the
+    reason names file, line and column).
     """
-    names = ", ".join(str(path) for path in measurements)
-    raise UnsupportedError(
-        f"validate ({names}) is not supported yet: predicting runs from CSV needs pipeline and expert parallelism; "
-        "use `meshwright plan --pin …` to predict one configuration"
-    )
+    from planner.validation.metrics import accuracy_of
+    from planner.validation.predictions import prediction_lines, score
+    from planner.validation.reading import read_measurements
+    from planner.validation.results import AccuracyResult
+    from simulator.whole_file import check_writable, write_whole
+
+    terminal = Terminal.open(as_json=as_json, quiet=quiet)
+    if out is not None:
+        _check_apart(out, measurements)
+        check_writable(out)
+    rows = [row for path in measurements for row in read_measurements(path)]
+    with terminal.counting("predicting", len(rows)) as advance:
+        scored = score(rows, _predictor(), _steps(advance))
+    if out is not None:
+        write_whole(out, prediction_lines(scored))
+    _report_faults(terminal, rows)
+    result = AccuracyResult(fitted=accuracy_of(scored))
+    _show(terminal, result, out)
+
+
+def _predictor() -> Predictor:
+    from planner.estimate.predict import predict_runs
+
+    return predict_runs
+
+
+def _steps(advance: Callable[[], None]) -> Callable[[int], None]:
+    def steps(count: int) -> None:
+        for _ in range(count):
+            advance()
+
+    return steps
+
+
+def _check_apart(out: Path, measurements: list[Path]) -> None:
+    if any(out.resolve() == path.resolve() for path in measurements):
+        raise InputError(f"--out {str(out)!r} is one of the measurement files; choose another name")
+
+
+def _report_faults(terminal: Terminal, rows: list[MeasuredRow]) -> None:
+    """Say on stderr which rows are wrong; a collection in which every row is wrong is bad input."""
+    faults = [row.fault for row in rows if row.fault]
+    if len(faults) == len(rows):
+        raise InputError("no row can be read: " + faults[0])
+    for fault in faults[:_SHOWN_FAULTS]:
+        terminal.note(f"meshwright: {fault}")
+    if len(faults) > _SHOWN_FAULTS:
+        terminal.note(f"meshwright: and {len(faults) - _SHOWN_FAULTS} rows more that are wrong")
+
+
+def _show(terminal: Terminal, result: AccuracyResult, out: Path | None) -> None:
+    if terminal.json:
+        terminal.document(accuracy_document(result, out))
+    elif terminal.quiet:
+        if out is not None:
+            terminal.line(str(out))
+    else:
+        from planner.cli.accuracy_tables import accuracy_report
+
+        terminal.show(*accuracy_report(result, None if out is None else str(out)))
+
+
+def accuracy_document(result: AccuracyResult, out: Path | None) -> dict[str, Any]:
+    """The figures, and every row, as plain data."""
+    document: dict[str, Any] = {
+        "rows": [_row_document(row) for row in result.fitted.rows],
+        "all": _metrics_document(result.fitted.overall),
+        "by_source": {name: _metrics_document(figures) for name, figures in result.fitted.by_source.items()},
+        "by_group": {name: _metrics_document(figures) for name, figures in result.fitted.by_group.items()},
+        "out": None if out is None else str(out),
+    }
+    if result.left_out is not None:
+        document["leave_one_source_out"] = {
+            "all": _metrics_document(result.left_out.overall),
+            "by_source": {name: _metrics_document(figures) for name, figures in result.left_out.by_source.items()},
+            "by_group": {name: _metrics_document(figures) for name, figures in result.left_out.by_group.items()},
+        }
+    return document
+
+
+def _metrics_document(metrics: Metrics) -> dict[str, Any]:
+    return {"coverage": metrics.coverage, **asdict(metrics)}
+
+
+def _row_document(row: ScoredRow) -> dict[str, Any]:
+    low, high = row.interval_s or (None, None)
+    memory = row.predicted_memory_bytes
+    return {
+        "row_id": row.row_id,
+        "status": row.status,
+        "predicted_step_time_s": row.predicted_step_time_s,
+        "interval_low_s": low,
+        "interval_high_s": high,
+        "predicted_peak_memory_gib": None if memory is None else memory / 2**30,
+        "predicted_outcome": row.predicted_outcome,
+        "label": row.label,
+        "reason": row.reason,
+        "measured_step_time_s": row.measured_step_time_s,
+    }

@@ -14,7 +14,7 @@ from planner.validation.measurement_file import FileRow
 Notes = list[str]
 
 _UNDESCRIBED = (
-    (r"mamba|nemotron-?h|nemotron-?3|nemotron-v3|hybrid|jamba|zamba", "state-space (Mamba) layers"),
+    (r"mamba|nemotron-?h|nemotron-?3|nemotron-v3|(?:^|-)hybrid(?!-?cp)|jamba|zamba", "state-space (Mamba) layers"),
     (r"qwen-?3\.5|qwen-?3-next", "linear attention"),
     (r"wan-?2|flux|sora|stable-?diffusion|\bsdxl?\b|\bdit\b|video", "diffusion networks"),
     (r"qwen-?vl|llava|mimo|multimodal|vlm|internvl|\bvl\b", "a vision encoder beside the language network"),
@@ -35,7 +35,7 @@ class MissingFactError(Exception):
 def read_network(row: FileRow, notes: Notes) -> TransformerShape | LayeredNetwork:
     """The network of a row; `notes` gets what was assumed, MissingFactError says what is missing."""
     name = plain_name(row.text("model"))
-    words = plain_name(f"{row.text('model')} {row.text('arch')} {row.text('other_flags')}")
+    words = plain_name(f"{row.text('model')} {row.text('arch')}")
     for pattern, what in _UNDESCRIBED:
         if re.search(pattern, words):
             raise MissingFactError(f"{row.text('model') or 'the network'} has {what}, which is not modelled")

@@ -1,0 +1,110 @@
+"""Measured rows beside their predictions, and the file of predictions that `meshwright validate` writes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from planner.estimate.training_run import RunPrediction, TrainingRun
+from planner.validation.aims import group_of
+from planner.validation.reading import MeasuredRow
+from planner.validation.results import ScoredRow
+from simulator.errors import MeshwrightError
+
+Predictor = Callable[[Sequence[TrainingRun]], Sequence[RunPrediction]]
+OK, SKIPPED, ERROR = "ok", "skipped", "error"
+COLUMNS = (
+    "row_id", "status", "predicted_step_time_s", "interval_low_s", "interval_high_s", "predicted_peak_memory_gib",
+    "predicted_outcome", "label", "reason",
+)  # fmt: skip
+_GIB = 2**30
+_CHUNK = 512
+
+
+def score(
+    rows: Sequence[MeasuredRow], predict: Predictor, advance: Callable[[int], None] | None = None
+) -> list[ScoredRow]:
+    """Predict every row that has a run; one row each, in order. `advance` is told how many rows were done."""
+    scored: list[ScoredRow] = []
+    for start in range(0, len(rows), _CHUNK):
+        chunk = rows[start : start + _CHUNK]
+        outcomes = iter(_predicted([row.run for row in chunk if row.run is not None], predict))
+        scored.extend(_scored(row, next(outcomes) if row.run is not None else None) for row in chunk)
+        if advance is not None:
+            advance(len(chunk))
+    return scored
+
+
+def _predicted(runs: Sequence[TrainingRun], predict: Predictor) -> list[RunPrediction | MeshwrightError]:
+    """A prediction of each run, or why it has none; a run that fails does not take the others with it."""
+    if not runs:
+        return []
+    try:
+        return list(predict(runs))
+    except MeshwrightError as error:
+        if len(runs) == 1:
+            return [error]
+        middle = len(runs) // 2
+        return [*_predicted(runs[:middle], predict), *_predicted(runs[middle:], predict)]
+
+
+def _scored(row: MeasuredRow, outcome: RunPrediction | MeshwrightError | None) -> ScoredRow:
+    if row.run is None or not isinstance(outcome, RunPrediction):
+        reason = f"cannot be predicted: {outcome}" if outcome is not None else row.reason
+        return ScoredRow(
+            row_id=row.row_id,
+            source=row.source,
+            file=row.file,
+            status=ERROR if row.fault else SKIPPED,
+            reason=reason,
+            measured_outcome=row.outcome,
+        )
+    return ScoredRow(
+        row_id=row.row_id,
+        source=row.source,
+        file=row.file,
+        status=OK,
+        reason=row.reason,
+        label=outcome.label,
+        workload=row.workload,
+        group=group_of(row.run),
+        device=row.run.hardware.device_name,
+        devices=row.run.setup.devices,
+        predicted_step_time_s=outcome.step_time_s,
+        interval_s=outcome.interval_s,
+        measured_step_time_s=_known(row.measured_time_s) if row.outcome in ("", "ok") else None,
+        predicted_memory_bytes=outcome.peak_memory_bytes,
+        measured_memory_bytes=_known(row.memory_gib * _GIB) if row.outcome in ("", "ok") else None,
+        predicted_outcome="ok" if outcome.fits else "oom",
+        measured_outcome=row.outcome,
+    )
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def prediction_lines(rows: Sequence[ScoredRow]) -> Iterator[str]:
+    """The lines of a prediction file: a header, then one row each."""
+    yield _line(COLUMNS)
+    for row in rows:
+        low, high = row.interval_s or (None, None)
+        memory = None if row.predicted_memory_bytes is None else row.predicted_memory_bytes / _GIB
+        yield _line(
+            (
+                row.row_id, row.status, _number(row.predicted_step_time_s), _number(low), _number(high),
+                _number(memory), row.predicted_outcome, row.label, row.reason,
+            )
+        )  # fmt: skip
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _line(cells: Sequence[str]) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerow([" ".join(cell.split()) for cell in cells])
+    return buffer.getvalue()
