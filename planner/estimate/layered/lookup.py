@@ -208,6 +208,11 @@ FAMILIES: tuple[tuple[str, int, Family], ...] = (
     ),
     (r"^vgg_?(?P<depth>11|13|16|19)", 224, _vgg),
     (r"^mobilenet_?v(?P<version>[123])(?:_(?:small|large))?(?:_(?P<width>\d[\d_]*))?$", 224, _mobilenet),
+    (
+        r"^big_?transfer$",
+        224,
+        lambda name, _, side: residual.resnet(name, 50, side, ResidualForm(preactivated=True)),
+    ),
     (r"^alexnet", 224, lambda name, _, side: residual.alexnet(name, side)),
     (r"^efficientnet_?(?:v1_?)?(?P<wide>widese_?)?(?:b(?P<size>[0-7]))?$", 0, _efficientnet),
     (r"^efficientnet_?v2(?:_?s)?$", 300, lambda name, _, side: mobile.efficientnet_v2_s(name, side)),
@@ -300,11 +305,13 @@ FAMILIES: tuple[tuple[str, int, Family], ...] = (
 def lookup(model_name: str, image_size: int | None = None) -> LayeredNetwork | None:
     """The network that is published as `model_name`, for images of `image_size` (the family's own by default).
 
-    None where the name says too little. Directory parts, case and separators do not matter.
+    None where the name says too little. Directory parts, case and separators do not matter; a family's name may
+    stand before the network's, as in ``efficientnet efficientnet-b4``.
     """
-    name = plain_name(model_name)
-    for pattern, own_side, family in FAMILIES:
-        match = re.search(pattern, name)
-        if match:
-            return family(name, match, image_size or own_side)
+    for words in (model_name, model_name.rsplit(None, 1)[-1] if model_name.strip() else ""):
+        name = plain_name(words)
+        for pattern, own_side, family in FAMILIES:
+            match = re.search(pattern, name)
+            if match:
+                return family(name, match, image_size or own_side)
     return None
