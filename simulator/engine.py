@@ -1,31 +1,34 @@
-"""The reference engine: one SimPy process for each stream of a device.
+"""The reference engine: one SimPy process for each stream, transfers as flows.
 
-SimPy runs events in the order (time, priority, serial number); streams start in the order of their
-first task, so the same program gives the same event order always.
+SimPy runs events in the order (time, priority, serial number), so the same table gives the same event order always.
+Shares are found anew behind all other events of a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from itertools import pairwise
 from math import nan
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import simpy
 
-from simulator.program import Program, Segment
-from simulator.task_order import Streams, deadlock
-from simulator.timeline import TaskTimes, Timeline, simulate_segments
+from simulator.program import Program
+from simulator.reference_flows import Flows
+from simulator.table_check import check_table, deadlock
+from simulator.task_groups import TaskGroups, group_tasks, tasks_by_stream
+from simulator.task_table import FloatArray, TaskTable
+from simulator.timeline import Timeline, simulate_segments
 from simulator.timing import task_times
 
 if TYPE_CHECKING:
     from simulator.hardware import Hardware
 
-FloatArray = npt.NDArray[np.float64]
 
-
-def simulate(program: Program, hardware: Hardware) -> Timeline:
+def simulate(
+    program: Program, hardware: Hardware, *, compute_speed: float = 1.0, transfer_speed: float = 1.0
+) -> Timeline:
     """Simulate one step of `program` on `hardware` as discrete events.
 
     Raises
@@ -33,60 +36,134 @@ def simulate(program: Program, hardware: Hardware) -> Timeline:
     ProgramError
         When the program cannot run to its end: the message names the tasks that wait for each other.
     """
-    times = task_times(program, hardware)
-    return replay(program, times, overlaps_communication=hardware.overlaps_communication)
+    return replay(
+        program,
+        task_times(program, hardware),
+        overlaps_communication=hardware.overlaps_communication,
+        compute_speed=compute_speed,
+        transfer_speed=transfer_speed,
+    )
 
 
-def replay(program: Program, times: Sequence[FloatArray], *, overlaps_communication: bool = True) -> Timeline:
+def replay(
+    program: Program,
+    times: Sequence[FloatArray],
+    *,
+    overlaps_communication: bool = True,
+    compute_speed: float = 1.0,
+    transfer_speed: float = 1.0,
+) -> Timeline:
     """Simulate one step whose tasks take `times`: one array (tasks,) of seconds for each segment.
 
     Segments run one after the other, so each begins and ends with the device idle; a repeated
-    segment is simulated once.
+    segment is simulated once. The speeds are those of a `TaskTable`.
     """
-    return simulate_segments(program, times, _run, overlaps_communication=overlaps_communication)
+    return simulate_segments(
+        program,
+        times,
+        run,
+        overlaps_communication=overlaps_communication,
+        compute_speed=compute_speed,
+        transfer_speed=transfer_speed,
+    )
 
 
-def _run(segment: Segment, seconds: FloatArray, streams: Streams) -> TaskTimes:
-    run = _SegmentRun(segment, seconds.tolist())
-    for tasks in streams.values():
-        run.environment.process(run.stream(tasks))
-    run.environment.run()
-    if run.unfinished:
-        ended = frozenset(index for index, end in enumerate(run.ends) if end == end)
-        raise deadlock(segment, streams, ended)
-    return TaskTimes(np.array(run.starts), np.array(run.ends))
+def run(table: TaskTable) -> tuple[FloatArray, FloatArray]:
+    """Seconds (T,) at which the tasks of a table start and end, from the start of the table.
+
+    Raises
+    ------
+    ProgramError
+        When the table is malformed or cannot run to its end: the message names the ranks and the tasks.
+    """
+    check_table(table)
+    groups = group_tasks(table)
+    state = _TableRun(groups)
+    offsets, tasks = tasks_by_stream(table.stream, len(table.stream_rank))
+    order, bounds = tasks.tolist(), offsets.tolist()
+    for first, last in pairwise(bounds):
+        if first < last:
+            state.environment.process(state.stream(order[first:last]))
+    state.environment.run()
+    ends = np.array(state.ends)
+    if state.unfinished:
+        raise deadlock(groups, ends)
+    return np.array(state.starts), ends
 
 
-class _SegmentRun:
-    """One repetition of a segment in a SimPy environment; an end that is not a number has not come yet."""
+class _TableRun:
+    """A table in a SimPy environment; an end that is not a number has not come yet."""
 
-    def __init__(self, segment: Segment, lengths: list[float]) -> None:
+    def __init__(self, groups: TaskGroups) -> None:
+        table = groups.table
         self.environment = simpy.Environment()
-        self.tasks = segment.tasks
-        self.lengths = lengths
-        self.starts = [nan] * len(lengths)
-        self.ends = [nan] * len(lengths)
-        self.unfinished = len(lengths)
+        self.starts = [nan] * table.size
+        self.ends = [nan] * table.size
+        self.unfinished = table.size
+        self._flows = Flows(self.environment, groups)
+        self._owner, self._size = groups.owner.tolist(), groups.size.tolist()
+        self._latency, self._amount = groups.latency_s.tolist(), groups.amount.tolist()
+        offsets, dependencies = table.dependency_offsets.tolist(), table.dependencies.tolist()
+        self._dependencies = [dependencies[a:b] for a, b in pairwise(offsets)]
         self._awaited: dict[int, simpy.Event] = {}
+        self._meetings: dict[int, _Meeting] = {}
 
-    def stream(self, indices: Sequence[int]) -> Generator[simpy.Event, Any, None]:
+    def stream(self, tasks: Sequence[int]) -> Generator[simpy.Event, Any, None]:
         """Run tasks one after the other, each when what it waits for has ended.
 
         Most dependencies have ended when they are asked for: only those that have not get an event.
         """
-        environment, tasks, lengths = self.environment, self.tasks, self.lengths
-        starts, ends, awaited = self.starts, self.ends, self._awaited
-        for index in indices:
-            for before in tasks[index].after:
+        environment, starts, ends, awaited = self.environment, self.starts, self.ends, self._awaited
+        dependencies, size, latency, amount = self._dependencies, self._size, self._latency, self._amount
+        flows, is_flow = self._flows, self._flows.is_flow
+        for task in tasks:
+            for before in dependencies[task]:
                 if ends[before] != ends[before]:
                     event = awaited.get(before)
                     if event is None:
                         event = awaited[before] = environment.event()
                     yield event
-            starts[index] = environment.now
-            if lengths[index] > 0.0:
-                yield environment.timeout(lengths[index])
-            ends[index] = environment.now
+            if size[task] != 1:
+                yield from self._meet(task)
+            else:
+                starts[task] = environment.now
+                if latency[task] > 0.0:
+                    yield environment.timeout(latency[task])
+                if is_flow[task]:
+                    yield flows.begin(task)
+                elif amount[task] > 0.0:
+                    yield environment.timeout(amount[task])
+                ends[task] = environment.now
             self.unfinished -= 1
-            if index in awaited:
-                awaited.pop(index).succeed()
+            if task in awaited:
+                awaited.pop(task).succeed()
+
+    def _meet(self, task: int) -> Generator[simpy.Event, Any, None]:
+        """Wait for the other members; the last to come runs the whole."""
+        owner = self._owner[task]
+        meeting = self._meetings.get(owner)
+        if meeting is None:
+            meeting = self._meetings[owner] = _Meeting(self.environment.event())
+        meeting.members.append(task)
+        if len(meeting.members) < self._size[owner]:
+            yield meeting.ended
+            return
+        for member in meeting.members:
+            self.starts[member] = self.environment.now
+        if self._latency[owner] > 0.0:
+            yield self.environment.timeout(self._latency[owner])
+        if self._flows.is_flow[owner]:
+            yield self._flows.begin(owner)
+        elif self._amount[owner] > 0.0:
+            yield self.environment.timeout(self._amount[owner])
+        for member in meeting.members:
+            self.ends[member] = self.environment.now
+        meeting.ended.succeed()
+
+
+class _Meeting:
+    """Members that have come, and the end of all."""
+
+    def __init__(self, ended: simpy.Event) -> None:
+        self.members: list[int] = []
+        self.ended = ended

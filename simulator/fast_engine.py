@@ -1,25 +1,42 @@
-"""Simulation by recurrence: the same times as `simulator.engine`, without events."""
+"""The fast engine: the same times as `simulator.engine`, on arrays.
+
+Where nothing shares a link and nothing is slowed by overlap, times are a recurrence; elsewhere events in the order of
+time. Small tables run as Python: loading compiled code takes longer than they do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from simulator.program import Program, Segment
-from simulator.task_order import Streams, execution_order
-from simulator.timeline import TaskTimes, Timeline, simulate_segments
+from simulator import fast_fluid, fast_recurrence
+from simulator.fast_fluid import Fluid
+from simulator.fast_recurrence import Recurrence
+from simulator.program import Program
+from simulator.table_check import check_table, deadlock
+from simulator.task_groups import TaskGroups, group_tasks, tasks_by_stream
+from simulator.task_table import FloatArray, IntArray, TaskTable
+from simulator.timeline import Timeline, simulate_segments
 from simulator.timing import task_times
 
 if TYPE_CHECKING:
     from simulator.hardware import Hardware
 
-FloatArray = npt.NDArray[np.float64]
+Times = tuple[FloatArray, FloatArray]
+State = TypeVar("State", Recurrence, Fluid)
+
+# Tasks from which loading compiled code, about 0.5 s once in a process, is worth it.
+COMPILED_RECURRENCE = 200_000
+COMPILED_EVENTS = 10_000
 
 
-def simulate(program: Program, hardware: Hardware) -> Timeline:
+def simulate(
+    program: Program, hardware: Hardware, *, compute_speed: float = 1.0, transfer_speed: float = 1.0
+) -> Timeline:
     """Simulate one step of `program` on `hardware`.
 
     Raises
@@ -27,33 +44,187 @@ def simulate(program: Program, hardware: Hardware) -> Timeline:
     ProgramError
         When the program cannot run to its end.
     """
-    times = task_times(program, hardware)
-    return replay(program, times, overlaps_communication=hardware.overlaps_communication)
+    return replay(
+        program,
+        task_times(program, hardware),
+        overlaps_communication=hardware.overlaps_communication,
+        compute_speed=compute_speed,
+        transfer_speed=transfer_speed,
+    )
 
 
-def replay(program: Program, times: Sequence[FloatArray], *, overlaps_communication: bool = True) -> Timeline:
-    """Simulate one step whose tasks take `times`: one array (tasks,) of seconds for each segment.
+def replay(
+    program: Program,
+    times: Sequence[FloatArray],
+    *,
+    overlaps_communication: bool = True,
+    compute_speed: float = 1.0,
+    transfer_speed: float = 1.0,
+) -> Timeline:
+    """Simulate one step whose tasks take `times`: one array (tasks,) of seconds for each segment."""
+    return simulate_segments(
+        program,
+        times,
+        _run_checked,
+        overlaps_communication=overlaps_communication,
+        compute_speed=compute_speed,
+        transfer_speed=transfer_speed,
+    )
 
-    A task starts when the task before it on its stream and all tasks it waits for have ended::
 
-        start_i = max(end_previous(i), max over j in after_i of end_j),  end_i = start_i + time_i
+def run(table: TaskTable) -> Times:
+    """Seconds (T,) at which the tasks of a table start and end, from the start of the table.
 
-    evaluated once, in an order in which every right-hand side is known.
+    Raises
+    ------
+    ProgramError
+        When the table is malformed or cannot run to its end: the message names the ranks and the tasks.
     """
-    return simulate_segments(program, times, _run, overlaps_communication=overlaps_communication)
+    check_table(table)
+    return _run_checked(table)
 
 
-def _run(segment: Segment, seconds: FloatArray, streams: Streams) -> TaskTimes:
-    tasks, lengths = segment.tasks, seconds.tolist()
-    stream_of = {index: name for name, indices in streams.items() for index in indices}
-    free = dict.fromkeys(streams, 0.0)
-    starts, ends = [0.0] * len(tasks), [0.0] * len(tasks)
-    for index in execution_order(segment, streams):
-        stream = stream_of[index]
-        start = free[stream]
-        for before in tasks[index].after:
-            if ends[before] > start:
-                start = ends[before]
-        starts[index] = start
-        free[stream] = ends[index] = start + lengths[index]
-    return TaskTimes(np.array(starts), np.array(ends))
+def _run_checked(table: TaskTable) -> Times:
+    groups = group_tasks(table)
+    compiled = table.size >= COMPILED_RECURRENCE
+    if groups.overlap_slows:
+        times = _run_events(groups)
+    elif not table.links.size and (table.meeting < 0).all() and _waits_for_earlier_only(table):
+        times = _run_in_order(groups, compiled=compiled)
+    else:
+        seconds = _seconds_alone(groups, compiled=compiled)
+        times = _run_events(groups) if seconds is None else _run_streams(groups, seconds, compiled=compiled)
+    if np.isnan(times[1]).any():
+        raise deadlock(groups, times[1])
+    return times
+
+
+def _waits_for_earlier_only(table: TaskTable) -> bool:
+    tasks = np.repeat(np.arange(table.size), np.diff(table.dependency_offsets))
+    return bool((table.dependencies < tasks).all())
+
+
+def _run_in_order(groups: TaskGroups, *, compiled: bool) -> Times:
+    table = groups.table
+    seconds = np.divide(groups.amount, groups.pace, out=np.zeros(table.size), where=groups.amount > 0)
+    free = np.zeros(len(table.stream_rank))
+    given = (table.stream, table.dependency_offsets, table.dependencies, table.latency_s, seconds, free)
+    starts, ends = np.empty(table.size), np.empty(table.size)
+    if compiled:
+        _compiled(fast_recurrence, "run_in_order")(*given, starts, ends)
+        return starts, ends
+    listed: list[Any] = [values.tolist() for values in (*given, starts, ends)]
+    fast_recurrence.run_in_order(*listed)
+    return np.array(listed[-2], dtype=np.float64), np.array(listed[-1], dtype=np.float64)
+
+
+def _seconds_alone(groups: TaskGroups, *, compiled: bool) -> FloatArray | None:
+    """Seconds (T,) that wholes work, at their owner, if no link can ever be asked for more than it carries."""
+    table = groups.table
+    _, order = tasks_by_stream(table.stream, len(table.stream_rank))
+    links = len(table.link_capacity)
+    seconds, peak, total = np.zeros(table.size), np.zeros(links), np.zeros(links)
+    given: list[Any] = [order, table.stream, groups.owner, groups.next_member, table.link_offsets, table.links]
+    given += [groups.use_weights, groups.amount, groups.pace, table.link_capacity]
+    given += [np.zeros(links), np.full(links, -1, dtype=np.int64), seconds, peak, total]
+    if compiled:
+        _compiled(fast_recurrence, "time_alone")(*given)
+    else:
+        listed = [values.tolist() for values in given]
+        fast_recurrence.time_alone(*listed)
+        seconds, peak, total = (np.array(values, dtype=np.float64) for values in listed[-3:])
+    ample = peak + total <= table.link_capacity * (1 + 1e-12)
+    return seconds if ample.all() else None
+
+
+def _run_streams(groups: TaskGroups, seconds: FloatArray, *, compiled: bool) -> Times:
+    values = _queues(groups) | {"latency_s": groups.latency_s, "seconds": seconds}
+    values |= {"free": np.zeros(len(groups.table.stream_rank)), "ready": np.zeros(groups.table.size)}
+    return _drive(fast_recurrence, "run_streams", Recurrence(**values), compiled=compiled)
+
+
+def _queues(groups: TaskGroups) -> dict[str, Any]:
+    """What the states of both ways to run a table have in common: streams, dependencies, meetings and waiting."""
+    table, streams = groups.table, len(groups.table.stream_rank)
+    offsets, tasks = tasks_by_stream(table.stream, streams)
+    first = np.append(tasks, 0)[offsets[:-1]]
+    return {
+        "stream": table.stream,
+        "stream_offsets": offsets,
+        "stream_tasks": tasks,
+        "dependency_offsets": table.dependency_offsets,
+        "dependencies": table.dependencies,
+        "owner": groups.owner,
+        "size": groups.size,
+        "next_member": groups.next_member,
+        "starts": np.full(table.size, np.nan),
+        "ends": np.full(table.size, np.nan),
+        "head": offsets[:-1].copy(),
+        "pointer": table.dependency_offsets[first],
+        "first_waiter": np.full(table.size, -1, dtype=np.int64),
+        "next_waiter": _integers(streams),
+        "stack": _integers(streams),
+        "arrived": _integers(table.size),
+    }
+
+
+def _run_events(groups: TaskGroups) -> Times:
+    table = groups.table
+    links = len(table.link_capacity)
+    ranks, stream_rank = np.unique(table.stream_rank, return_inverse=True)
+    rank_offsets, rank_streams = tasks_by_stream(stream_rank, len(ranks))
+    values = _queues(groups) | {
+        "latency_s": groups.latency_s,
+        "amount": groups.amount,
+        "pace": groups.pace,
+        "role": groups.role,
+        "stream_rank": stream_rank,
+        "rank_offsets": rank_offsets,
+        "rank_streams": rank_streams,
+        "link_offsets": table.link_offsets,
+        "links": table.links,
+        "use_weights": groups.use_weights,
+        "use_owner": np.repeat(groups.owner, np.diff(table.link_offsets)),
+        "slot_offsets": np.concatenate(([0], np.cumsum(np.bincount(table.links, minlength=links)))),
+        "capacity": table.link_capacity,
+        "speed": np.array([1.0, table.compute_speed, table.transfer_speed]),
+        "place": np.full(table.size, -1, dtype=np.int64),
+        "beside": _integers(3 * len(ranks)),
+        "counts": _integers(fast_fluid.COUNTS),
+    }
+    values |= {name: np.zeros(table.size) for name in ("key", "left", "since", "rate", "cap")}
+    values |= {name: _integers(table.size) for name in ("works", "changed", "is_changed", "flow_found")}
+    values |= {name: _integers(len(table.stream_rank)) for name in ("heap", "flows")}
+    values |= {name: _integers(len(table.links)) for name in ("on_link", "slot", "loosened")}
+    values |= {name: np.zeros(links) for name in ("demand", "slack", "rising")}
+    values |= {name: _integers(links) for name in ("loads", "tight", "crossed", "link_found", "risers", "full")}
+    return _drive(fast_fluid, "run_events", Fluid(**values), compiled=table.size >= COMPILED_EVENTS)
+
+
+def _integers(size: int) -> IntArray:
+    return np.zeros(size, dtype=np.int64)
+
+
+def _drive(module: ModuleType, name: str, state: State, *, compiled: bool) -> Times:
+    """Run a table compiled on arrays, or as Python on lists, which are faster there."""
+    if compiled:
+        _compiled(module, name)(state)
+        done: Any = state
+    else:
+        done = type(state)(*[np.asarray(values).tolist() for values in state])
+        getattr(module, name)(done)
+    return np.asarray(done.starts, dtype=np.float64), np.asarray(done.ends, dtype=np.float64)
+
+
+@cache
+def _compiled(module: ModuleType, name: str) -> Callable[..., Any]:
+    """A function of `module` compiled to machine code, kept on disk for later processes."""
+    from numba import njit
+    from numba.extending import register_jitable
+
+    entry = getattr(module, name)
+    for helper in vars(module).values():
+        if isinstance(helper, FunctionType) and helper.__module__ == module.__name__ and helper is not entry:
+            register_jitable(helper)
+    compiled: Callable[..., Any] = njit(cache=True, nogil=True)(entry)
+    return compiled

@@ -1,4 +1,4 @@
-"""The order in which a segment's tasks may run: streams, dependencies, deadlocks."""
+"""Segments as task tables, and the order in which their tasks may run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import numpy.typing as npt
 
 from simulator.errors import ProgramError
 from simulator.program import COMPUTE_STREAM, Program, Segment
+from simulator.task_table import StreamKind, TaskTable
 
 FloatArray = npt.NDArray[np.float64]
 
 Streams = dict[str, Sequence[int]]
 """The tasks of every stream, in the order they run there."""
-
-_TASKS_SHOWN = 6
 
 
 def check_program(program: Program, times: Sequence[FloatArray]) -> None:
@@ -65,11 +64,45 @@ def streams_of(segment: Segment, *, overlaps_communication: bool) -> Streams:
     return dict(streams)
 
 
+def segment_table(
+    segment: Segment, seconds: FloatArray, streams: Streams, *, compute_speed: float, transfer_speed: float
+) -> TaskTable:
+    """A segment of known times as the task table of one rank; what is not on the compute stream communicates."""
+    size, none = len(segment.tasks), np.zeros(0, dtype=np.int64)
+    stream = np.zeros(size, dtype=np.int64)
+    for number, tasks in enumerate(streams.values()):
+        stream[np.asarray(tasks, dtype=np.int64)] = number
+    offsets = np.zeros(size + 1, dtype=np.int64)
+    np.cumsum([len(task.after) for task in segment.tasks], out=offsets[1:])
+    kinds = (StreamKind.COMPUTE if name == COMPUTE_STREAM else StreamKind.COMMUNICATION for name in streams)
+    return TaskTable(
+        stream=stream,
+        stream_rank=np.zeros(len(streams), dtype=np.int64),
+        stream_kind=np.fromiter(kinds, dtype=np.int64, count=len(streams)),
+        work=seconds,
+        latency_s=np.zeros(size),
+        rate_bytes_per_s=np.zeros(size),
+        meeting=np.full(size, -1, dtype=np.int64),
+        dependency_offsets=offsets,
+        dependencies=np.array([before for task in segment.tasks for before in task.after], dtype=np.int64),
+        link_offsets=np.zeros(size + 1, dtype=np.int64),
+        links=none,
+        link_weights=np.zeros(0),
+        link_capacity=np.zeros(0),
+        compute_speed=compute_speed,
+        transfer_speed=transfer_speed,
+        label=np.arange(size),
+        labels=tuple([task.name for task in segment.tasks]),
+        stream_names=tuple(streams),
+        name=f"segment {segment.name!r}",
+    )
+
+
 def execution_order(segment: Segment, streams: Streams) -> Sequence[int]:
     """Tasks such that each comes after those it waits for and those before it on its stream.
 
     Of the tasks that could come next, the one of lowest index does (Kahn's algorithm with a heap).
-    Raises ProgramError where no such order exists.
+    A segment that an engine has run to its end has such an order.
     """
     if all(max(task.after, default=-1) < index for index, task in enumerate(segment.tasks)):
         return range(len(segment.tasks))
@@ -92,32 +125,7 @@ def execution_order(segment: Segment, streams: Streams) -> Sequence[int]:
             waiting[follower] -= 1
             if not waiting[follower]:
                 heappush(ready, follower)
-    if len(order) < len(segment.tasks):
-        raise deadlock(segment, streams, frozenset(order))
     return order
-
-
-def deadlock(segment: Segment, streams: Streams, ended: frozenset[int]) -> ProgramError:
-    """The error that names a cycle of tasks waiting for each other, given the tasks that did end."""
-    previous = {index: before for tasks in streams.values() for before, index in pairwise(tasks)}
-    stream_of = {index: name for name, tasks in streams.items() for index in tasks}
-    index = next(i for i in range(len(segment.tasks)) if i not in ended)
-    path: list[int] = []
-    reasons: list[str] = []
-    while index not in path:
-        path.append(index)
-        # A task that cannot start has an unfinished one before it, so the walk must come back.
-        unmet = [before for before in segment.tasks[index].after if before not in ended]
-        before = unmet[0] if unmet else previous[index]
-        link = "waits for" if unmet else f"comes behind (stream {stream_of[index]!r})"
-        reasons.append(f"{_label(segment, index)} {link} {_label(segment, before)}")
-        index = before
-    cycle = reasons[path.index(index) :]
-    shown = "; ".join(cycle[:_TASKS_SHOWN]) + (f"; … {len(cycle)} tasks in all" if len(cycle) > _TASKS_SHOWN else "")
-    return ProgramError(
-        f"segment {segment.name!r} never ends: {shown}. A task may wait only for tasks that can end before it: "
-        "drop one of these dependencies or move a task to another stream"
-    )
 
 
 def _label(segment: Segment, index: int) -> str:

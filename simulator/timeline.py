@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from simulator.memory import MemoryTimeline, SegmentSpan, memory_timeline
 from simulator.program import BufferKind, Collective, Phase, Program, Segment
-from simulator.task_order import Streams, check_program, execution_order, streams_of
+from simulator.task_order import check_program, execution_order, segment_table, streams_of
+from simulator.task_table import TaskTable
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -88,21 +88,20 @@ class Timeline:
         return self.memory.at_peak
 
 
-class TaskTimes(NamedTuple):
-    """When the tasks of one segment start and end: arrays (tasks,) of seconds."""
-
-    starts_s: FloatArray
-    ends_s: FloatArray
-
-
-SegmentEngine = Callable[[Segment, FloatArray, Streams], TaskTimes]
-"""Runs one repetition of a segment, given the time of every task and the tasks of every stream."""
+Engine = Callable[[TaskTable], tuple[FloatArray, FloatArray]]
+"""Runs a table: when its tasks start and end, arrays (tasks,) of seconds."""
 
 
 def simulate_segments(
-    program: Program, times: Sequence[FloatArray], run_segment: SegmentEngine, *, overlaps_communication: bool
+    program: Program,
+    times: Sequence[FloatArray],
+    run: Engine,
+    *,
+    overlaps_communication: bool,
+    compute_speed: float,
+    transfer_speed: float,
 ) -> Timeline:
-    """The timeline of a program whose tasks take `times`, each segment run by `run_segment`.
+    """The timeline of a program whose tasks take `times`, each segment run by `run` as the table of one rank.
 
     A segment starts in an idle device and ends in one, so its repetitions are equal: it is run once,
     and `count` of them take `count` times as long, exactly.
@@ -113,17 +112,18 @@ def simulate_segments(
     offset = 0.0
     for segment, seconds in zip(program.segments, times, strict=True):
         streams = streams_of(segment, overlaps_communication=overlaps_communication)
-        found = run_segment(segment, seconds, streams)
-        found.starts_s.setflags(write=False)
-        found.ends_s.setflags(write=False)
+        table = segment_table(segment, seconds, streams, compute_speed=compute_speed, transfer_speed=transfer_speed)
+        starts, ends = run(table)
+        starts.setflags(write=False)
+        ends.setflags(write=False)
         segments.append(
             SegmentTimeline(
                 name=segment.name,
                 count=segment.count,
                 offset_s=offset,
-                duration_s=float(found.ends_s.max(initial=0.0)),
-                starts_s=found.starts_s,
-                ends_s=found.ends_s,
+                duration_s=float(ends.max(initial=0.0)),
+                starts_s=starts,
+                ends_s=ends,
             )
         )
         spans.append(_span(segments[-1], execution_order(segment, streams)))
