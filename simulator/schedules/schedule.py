@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -123,6 +122,41 @@ class Schedule:
             source[open_ones] = self.positions(before)[self.stage[open_ones], self.micro_batch[open_ones]]
         return source
 
+    @cached_property
+    def execution_order(self) -> OffsetArray:
+        """(groups,) all groups in an order in which each comes after those it needs.
+
+        Ranks take turns, each running as far as it can.
+
+        Raises
+        ------
+        ProgramError
+            When no rank can go on, naming the ranks and what they wait for.
+        """
+        leaders = self.leaders
+        groups = np.cumsum(np.concatenate(([True], ~self.paired[:-1]))) - 1
+        needs = np.append(groups, -1)[self.previous]
+        needed = needs[leaders].tolist()
+        second = np.where(self.paired[leaders], np.append(needs, -1)[leaders + 1], -1).tolist()
+        bounds = np.searchsorted(leaders, self.offsets).tolist()
+        place, ends = bounds[:-1], bounds[1:]
+        done = [False] * len(leaders) + [True]
+        order: list[int] = []
+        active = list(range(self.ranks))
+        while active:
+            before = len(order)
+            for rank in active:
+                group, end = place[rank], ends[rank]
+                while group < end and done[needed[group]] and done[second[group]]:
+                    done[group] = True
+                    order.append(group)
+                    group += 1
+                place[rank] = group
+            if len(order) == before:
+                raise ProgramError(_deadlock(self, [int(leaders[place[rank]]) for rank in active], groups, done))
+            active = [rank for rank in active if place[rank] < ends[rank]]
+        return np.array(order)
+
     def action(self, index: int) -> Action:
         """The action at a place in the arrays."""
         return Action(int(self.stage[index]), ActionKind(int(self.kind[index])), int(self.micro_batch[index]))
@@ -157,7 +191,7 @@ def check_schedule(schedule: Schedule) -> None:
     _check_ranks(schedule)
     _check_counts(schedule)
     _check_local_order(schedule)
-    _check_progress(schedule)
+    schedule.execution_order  # noqa: B018
 
 
 def _check_ranks(schedule: Schedule) -> None:
@@ -213,39 +247,14 @@ def _check_local_order(schedule: Schedule) -> None:
             )
 
 
-def _check_progress(schedule: Schedule) -> None:
-    """Run the actions in rounds, without times, until all are done or no rank can go on."""
-    previous = schedule.previous.tolist()
-    groups = [*schedule.leaders.tolist(), schedule.size]
-    next_start = dict(pairwise(groups))
-    place, ends = schedule.offsets[:-1].tolist(), schedule.offsets[1:].tolist()
-    done = [False] * schedule.size
-    active = list(range(schedule.ranks))
-    while active:
-        advanced = False
-        for rank in active:
-            while place[rank] < ends[rank]:
-                group = range(place[rank], next_start[place[rank]])
-                if any(previous[i] >= 0 and not done[previous[i]] for i in group):
-                    break
-                for i in group:
-                    done[i] = True
-                place[rank] = group.stop
-                advanced = True
-        active = [rank for rank in active if place[rank] < ends[rank]]
-        if active and not advanced:
-            raise ProgramError(_deadlock(schedule, active, place, done))
-
-
-def _deadlock(schedule: Schedule, active: list[int], place: list[int], done: list[bool]) -> str:
+def _deadlock(schedule: Schedule, stuck: list[int], groups: OffsetArray, done: list[bool]) -> str:
     waits = []
-    for rank in active:
-        index = place[rank]
-        if schedule.paired[index] and done[max(schedule.previous[index], 0)]:
-            index += 1
-        source = int(schedule.previous[index])
+    for index in stuck:
+        together = range(index, index + 1 + int(schedule.paired[index]))
+        waiting = next(i for i in together if schedule.previous[i] >= 0 and not done[groups[schedule.previous[i]]])
+        source = int(schedule.previous[waiting])
         waits.append(
-            f"rank {rank} at {schedule.action(index)} waits for {schedule.action(source)} "
+            f"rank {schedule.action_rank[index]} at {schedule.action(waiting)} waits for {schedule.action(source)} "
             f"of rank {schedule.action_rank[source]}"
         )
     shown = "; ".join(waits[:8]) + (f"; and {len(waits) - 8} more" if len(waits) > 8 else "")

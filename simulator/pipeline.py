@@ -1,0 +1,316 @@
+"""Pipelines pass by pass: a schedule and the cost of every stage as a task table, and its simulation.
+
+Ranks compute one action after the other. What a stage hands to a stage of another rank is sent as soon as it is
+there, in order on the link between the two, and the receiver waits for it only when it needs it; a rank whose sends
+do not overlap stands still while it sends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from simulator import fast_engine
+from simulator.errors import InputError
+from simulator.schedules import ActionKind, Schedule
+from simulator.task_table import FloatArray, IntArray, StreamKind, TaskTable
+
+Numbers = float | FloatArray
+LABELS = (*(kind.name.lower() for kind in ActionKind), "overlapped", "send", "prologue", "epilogue")
+OVERLAPPED, SEND, PROLOGUE, EPILOGUE = range(len(ActionKind), len(LABELS))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PipelineCosts:
+    """What each stage and each rank costs; a number stands for an array of equal ones.
+
+    Attributes
+    ----------
+    forward_s, backward_s : (stages,) one pass of one micro-batch, recomputation and collectives included
+    input_gradient_s, weight_gradient_s : (stages,) the two parts of a split backward pass; by default half of it each
+    forward_communication_s, backward_communication_s : (stages,) the part of a pass that is communication; in a pair
+        of actions it hides behind the computation of the other one
+    send_s : (stages,) output of a stage to the next, and the gradient back to the one before
+    activation_bytes : (stages,) kept from the forward to the backward pass of a micro-batch
+    weight_activation_bytes : (stages,) the part of them that only the weight gradient releases; by default all
+    prologue_s, epilogue_s : (ranks,) before the first and after the last action
+    overlap_sends : a rank computes while it sends
+    """
+
+    forward_s: Numbers
+    backward_s: Numbers
+    input_gradient_s: Numbers | None = None
+    weight_gradient_s: Numbers | None = None
+    forward_communication_s: Numbers = 0.0
+    backward_communication_s: Numbers = 0.0
+    send_s: Numbers = 0.0
+    activation_bytes: Numbers = 0.0
+    weight_activation_bytes: Numbers | None = None
+    prologue_s: Numbers = 0.0
+    epilogue_s: Numbers = 0.0
+    overlap_sends: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PipelineResult:
+    """Times of one step.
+
+    Attributes
+    ----------
+    starts_s, ends_s : (A,) in the order of the schedule's actions
+    bubble_s : (ranks,) time within the step in which a rank neither computes nor is blocked by a send
+    stall_s : (ranks,) the part of the bubble between a rank's first and last action
+    peak_activation_bytes : (ranks,)
+    """
+
+    step_time_s: float
+    starts_s: FloatArray
+    ends_s: FloatArray
+    bubble_s: FloatArray
+    stall_s: FloatArray
+    peak_activation_bytes: FloatArray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PipelineLayout:
+    """Numbers of tasks: what of a table depends on the schedule alone.
+
+    A group is an action or a pair; each is one task, followed by its sends.
+
+    Attributes
+    ----------
+    group_task : (G,)
+    action_group : (A,)
+    sender, receiver, send_task : (X,) actions that send and that receive, task of the send
+    prologue, epilogue : (ranks,) tasks
+    """
+
+    size: int
+    group_task: IntArray
+    action_group: IntArray
+    sender: IntArray
+    receiver: IntArray
+    send_task: IntArray
+    prologue: IntArray
+    epilogue: IntArray
+
+
+def pipeline_table(schedule: Schedule, costs: PipelineCosts) -> TaskTable:
+    """One step of a pipeline as tasks: one for each action or pair of actions, one for each send."""
+    return _filled(schedule, costs)[1]
+
+
+def simulate_pipeline(schedule: Schedule, costs: PipelineCosts) -> PipelineResult:
+    """Simulate one step.
+
+    Raises
+    ------
+    ProgramError
+        When the schedule cannot run to its end.
+    """
+    layout, table = _filled(schedule, costs)
+    starts, ends = fast_engine.run(table)
+    step = float(ends.max())
+    computes = table.stream < schedule.ranks
+    busy = np.bincount(table.stream[computes], table.work[computes], schedule.ranks).astype(np.float64)
+    outside = table.work[layout.prologue] + table.work[layout.epilogue]
+    first = starts[layout.group_task[np.searchsorted(schedule.leaders, schedule.offsets[:-1])]]
+    return PipelineResult(
+        step_time_s=step,
+        starts_s=starts[layout.group_task[layout.action_group]],
+        ends_s=ends[layout.group_task[layout.action_group]],
+        bubble_s=np.subtract(step, busy),
+        stall_s=starts[layout.epilogue] - first - (busy - outside),
+        peak_activation_bytes=peak_activation_bytes(schedule, costs),
+    )
+
+
+def peak_activation_bytes(schedule: Schedule, costs: PipelineCosts) -> FloatArray:
+    """(ranks,) most bytes that stand for backward passes at once.
+
+    Forward passes add what they keep; the input gradient releases what the weight gradient does not need, the whole
+    backward pass everything. Both actions of a pair stand before either releases. The order of actions alone decides:
+    a rank runs them one after the other.
+    """
+    kept = per_stage(schedule, costs.activation_bytes)
+    weight = kept if costs.weight_activation_bytes is None else per_stage(schedule, costs.weight_activation_bytes)
+    change = np.stack([kept, -kept, weight - kept, -weight])[schedule.kind, schedule.stage]
+    swapped = np.flatnonzero(schedule.paired & (change < 0))
+    change[swapped], change[swapped + 1] = change[swapped + 1], change[swapped]
+    level = np.cumsum(change)
+    before = np.concatenate(([0.0], level))[schedule.offsets[:-1]]
+    highest: FloatArray = np.maximum.reduceat(level, schedule.offsets[:-1]) - before
+    return highest
+
+
+def per_stage(schedule: Schedule, values: Numbers) -> FloatArray:
+    """(stages,) values, broadcast from one."""
+    return _spread(values, schedule.stages, "stages")
+
+
+def per_rank(schedule: Schedule, values: Numbers) -> FloatArray:
+    """(ranks,) values, broadcast from one."""
+    return _spread(values, schedule.ranks, "ranks")
+
+
+def _spread(values: Numbers, size: int, what: str) -> FloatArray:
+    array = np.asarray(values, dtype=np.float64)
+    if array.shape not in ((), (1,), (size,)):
+        raise InputError(f"Costs of shape {array.shape} do not fit {size} {what}: give one number, or one for each")
+    return np.broadcast_to(array, (size,))
+
+
+def action_times(schedule: Schedule, costs: PipelineCosts) -> tuple[FloatArray, FloatArray]:
+    """(A,) seconds of each action alone, and (A,) seconds of communication in them."""
+    backward = per_stage(schedule, costs.backward_s)
+    inputs = backward / 2 if costs.input_gradient_s is None else per_stage(schedule, costs.input_gradient_s)
+    weights = backward - inputs if costs.weight_gradient_s is None else per_stage(schedule, costs.weight_gradient_s)
+    seconds = np.stack([per_stage(schedule, costs.forward_s), backward, inputs, weights])
+    exchange = per_stage(schedule, costs.backward_communication_s)
+    communication = np.stack(
+        [per_stage(schedule, costs.forward_communication_s), exchange, exchange, np.zeros_like(exchange)]
+    )
+    return seconds[schedule.kind, schedule.stage], communication[schedule.kind, schedule.stage]
+
+
+def group_times(schedule: Schedule, costs: PipelineCosts) -> FloatArray:
+    """(G,) seconds of each action or pair.
+
+    A pair takes ``max(c1 + c2, x1 + x2, c1 + x1, c2 + x2)`` of its computation c and communication x: two queues
+    that are never both idle, and no action faster than alone. The bound is met when both interleave finely.
+    """
+    seconds, communication = action_times(schedule, costs)
+    leaders = schedule.leaders
+    times = seconds[leaders]
+    pairs = np.flatnonzero(schedule.paired[leaders])
+    if len(pairs):
+        first = leaders[pairs]
+        second = first + 1
+        queues = np.maximum(
+            seconds[first] + seconds[second] - communication[first] - communication[second],
+            communication[first] + communication[second],
+        )
+        times[pairs] = np.maximum(queues, np.maximum(seconds[first], seconds[second]))
+    return times
+
+
+def send_times(schedule: Schedule, sender: IntArray, send_s: Numbers) -> FloatArray:
+    """(X,) seconds of each send: a gradient takes as long as the activation that came the other way."""
+    forward = schedule.kind[sender] == ActionKind.FORWARD
+    seconds: FloatArray = per_stage(schedule, send_s)[schedule.stage[sender] - ~forward]
+    return seconds
+
+
+def exchanges(schedule: Schedule) -> tuple[IntArray, IntArray]:
+    """(X,) actions whose output goes to another rank, in order, and the actions that take it."""
+    receiver = np.flatnonzero(schedule.previous >= 0)
+    sender = schedule.previous[receiver]
+    crosses = schedule.action_rank[sender] != schedule.action_rank[receiver]
+    sender, receiver = sender[crosses], receiver[crosses]
+    order = np.argsort(sender, kind="stable")
+    return sender[order], receiver[order]
+
+
+def send_links(schedule: Schedule, sender: IntArray) -> tuple[IntArray, IntArray]:
+    """Links from a stage to a neighbour: (X,) link of each send, (links,) rank that sends on it."""
+    away = schedule.kind[sender] != ActionKind.FORWARD
+    _, first, link = np.unique(2 * schedule.stage[sender] + away, return_index=True, return_inverse=True)
+    return link, schedule.action_rank[sender[first]].astype(np.int64)
+
+
+def compressed_rows(rows: IntArray, values: IntArray, size: int) -> tuple[IntArray, IntArray]:
+    """Offsets (size + 1,) and values (N,) of pairs in any order."""
+    order = np.argsort(rows, kind="stable")
+    return np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=size)))), values[order]
+
+
+def plain_table(**fields: Any) -> TaskTable:
+    """A table without meetings, links and latencies, the work in seconds."""
+    size = len(fields["stream"])
+    nothing = np.zeros(size)
+    return TaskTable(
+        latency_s=nothing,
+        rate_bytes_per_s=nothing,
+        meeting=np.full(size, -1, dtype=np.int64),
+        link_offsets=np.zeros(size + 1, dtype=np.int64),
+        links=np.zeros(0, dtype=np.int64),
+        link_weights=np.zeros(0),
+        link_capacity=np.zeros(0),
+        **fields,
+    )
+
+
+def _filled(schedule: Schedule, costs: PipelineCosts) -> tuple[PipelineLayout, TaskTable]:
+    layout, table = _prepared(schedule, sends=bool(np.any(costs.send_s)), overlap_sends=costs.overlap_sends)
+    work = np.zeros(layout.size)
+    work[layout.group_task] = group_times(schedule, costs)
+    work[layout.prologue] = per_rank(schedule, costs.prologue_s)
+    work[layout.epilogue] = per_rank(schedule, costs.epilogue_s)
+    if len(layout.send_task):
+        work[layout.send_task] = send_times(schedule, layout.sender, costs.send_s)
+    return layout, replace(table, work=work)
+
+
+@lru_cache(maxsize=32)
+def _prepared(schedule: Schedule, *, sends: bool, overlap_sends: bool) -> tuple[PipelineLayout, TaskTable]:
+    """What the schedule alone decides: numbers of tasks, and the table without its work."""
+    layout = _layout(schedule, sends)
+    ranks, size = schedule.ranks, layout.size
+    stream, label = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+    stream[layout.group_task] = schedule.action_rank[schedule.leaders]
+    stream[layout.prologue] = stream[layout.epilogue] = stream_rank = np.arange(ranks)
+    label[layout.group_task] = np.where(schedule.paired[schedule.leaders], OVERLAPPED, schedule.kind[schedule.leaders])
+    label[layout.prologue], label[layout.epilogue], label[layout.send_task] = PROLOGUE, EPILOGUE, SEND
+    taker = layout.group_task[layout.action_group[layout.receiver]]
+    giver = layout.group_task[layout.action_group[layout.sender]]
+    if not sends:
+        offsets, dependencies = compressed_rows(taker, giver, size)
+    elif overlap_sends:
+        link, link_rank = send_links(schedule, layout.sender)
+        stream[layout.send_task] = ranks + link
+        stream_rank = np.concatenate([stream_rank, link_rank])
+        rows, values = np.concatenate([taker, layout.send_task]), np.concatenate([layout.send_task, giver])
+        offsets, dependencies = compressed_rows(rows, values, size)
+    else:
+        stream[layout.send_task] = schedule.action_rank[layout.sender]
+        offsets, dependencies = compressed_rows(taker, layout.send_task, size)
+    kind = np.where(np.arange(len(stream_rank)) < ranks, int(StreamKind.COMPUTE), int(StreamKind.COMMUNICATION))
+    table = plain_table(
+        stream=stream,
+        stream_rank=stream_rank,
+        stream_kind=kind,
+        dependency_offsets=offsets,
+        dependencies=dependencies,
+        work=np.zeros(size),
+        label=label,
+        labels=LABELS,
+        name=f"the pipeline of schedule {schedule.name}",
+    )
+    return layout, table
+
+
+def _layout(schedule: Schedule, sends: bool) -> PipelineLayout:
+    """Number the tasks so that none waits for a later one: prologues, groups with their sends, epilogues."""
+    ranks, groups = schedule.ranks, len(schedule.leaders)
+    action_group = np.cumsum(np.concatenate(([True], ~schedule.paired[:-1]))) - 1
+    sender, receiver = exchanges(schedule)
+    sending_group = action_group[sender] if sends else np.zeros(0, dtype=np.int64)
+    count = np.bincount(sending_group, minlength=groups)
+    group_task, order = np.zeros(groups, dtype=np.int64), schedule.execution_order
+    group_task[order] = ranks + np.arange(groups) + np.cumsum(count[order]) - count[order]
+    earlier = np.cumsum(count) - count
+    send_task = group_task[sending_group] + 1 + np.arange(len(sending_group)) - earlier[sending_group]
+    size = groups + len(send_task) + 2 * ranks
+    return PipelineLayout(
+        size=size,
+        group_task=group_task,
+        action_group=action_group,
+        sender=sender,
+        receiver=receiver,
+        send_task=send_task,
+        prologue=np.arange(ranks),
+        epilogue=np.arange(size - ranks, size),
+    )
