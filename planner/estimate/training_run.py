@@ -205,6 +205,8 @@ class TrainingSetup:
     deterministic: bool = False
     fused_norm: bool = False
     """A fused RMSNorm or layer-norm kernel where the stack's default has none."""
+    reduce_bucket_elements: float = 0.0
+    """Elements of a buffer that gradients are copied to and reduced in (DeepSpeed: 5e8); 0: they are contiguous."""
     vocabulary_parallel_loss: bool = True
     """The logits stay cut over ``tp`` in the loss; otherwise every tensor rank computes it on the whole vocabulary."""
 

@@ -6,11 +6,13 @@ import math
 import re
 from dataclasses import dataclass
 
+from planner.estimate.layered_work import typical_batch
 from planner.estimate.training_run import LayeredNetwork, OptimizerSharding, Stack, TrainingSetup, TransformerShape
 from planner.validation import reading_setup as words
 from planner.validation.measurement_file import FileRow
 from planner.validation.reading_network import MissingFactError
 from planner.validation.reading_setup import Network
+from simulator.hardware import Hardware
 
 _DATA_PARALLEL = r"fsdp|ddp|horovod|data.?parallel|torchtune|torch dataparallel|deepspeed(?!.*megatron)|mindspore"
 _ROUNDING = 0.02
@@ -28,13 +30,14 @@ class Mesh:
     cp: int
 
 
-def read_setup(row: FileRow, network: Network, notes: list[str]) -> TrainingSetup:
+def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[str]) -> TrainingSetup:
     """How a row trained; `notes` gets what was assumed, MissingFactError says what is missing."""
     kind = words.precision(row, notes)
     used = words.stack(row, notes)
     shard = words.sharding(row, used, notes)
     mesh = read_mesh(row, network, shard, notes)
-    micro_batch, micro_batches = read_batches(row, mesh, notes)
+    usual = typical_batch(network, hardware, kind) if isinstance(network, LayeredNetwork) else None
+    micro_batch, micro_batches = read_batches(row, mesh, notes, usual)
     vpp, stages = read_stages(row, network, mesh.pp, notes)
     kept, kept_layers = words.recompute(row, network, mesh.pp, notes)
     ep, expert_tp = _expert_degrees(row, network, mesh, notes)
@@ -43,7 +46,7 @@ def read_setup(row: FileRow, network: Network, notes: list[str]) -> TrainingSetu
     return TrainingSetup(
         devices=mesh.devices, dp=mesh.dp, tp=mesh.tp, pp=mesh.pp, vpp=vpp, cp=mesh.cp, ep=ep, expert_tp=expert_tp,
         micro_batch=micro_batch, micro_batches=micro_batches, schedule=words.schedule(row, vpp),
-        recompute=kept, recompute_layers=kept_layers, optimizer_sharding=shard,
+        recompute=kept, recompute_layers=kept_layers * vpp, optimizer_sharding=shard,
         shard_group=words.shard_group(row, mesh.dp, mesh.cp),
         sequence_parallel=words.sequence_parallel(row, used, mesh.tp, notes),
         precision=kind, optimizer=words.optimizer(row, network),
@@ -53,6 +56,7 @@ def read_setup(row: FileRow, network: Network, notes: list[str]) -> TrainingSetu
         offload_optimizer=bool(re.search(r"opt offl=y|cpu.?offload(?!=false)|optimizer.?offload(?!=false)", flags)),
         trained_fraction=words.trained_fraction(row, notes), layers_per_stage=stages,
         deterministic=bool(re.search(r"deterministic-mode|allow_nondeterministic_algo=0", flags)),
+        reduce_bucket_elements=words.reduce_bucket_elements(row),
         vocabulary_parallel_loss=words.vocabulary_parallel_loss(row),
         fused_norm=bool(re.search(r"rms kernel|fused[-_ ]?rms ?norm", f"{row.text('attention_impl')} {flags}".lower())),
     )  # fmt: skip
@@ -138,9 +142,12 @@ def _unstated_layout(
     return tp, parts // tp
 
 
-def read_batches(row: FileRow, mesh: Mesh, notes: list[str]) -> tuple[int, int]:
-    """Samples of a micro-batch and micro-batches of a step on each replica."""
+def read_batches(row: FileRow, mesh: Mesh, notes: list[str], usual: int | None = None) -> tuple[int, int]:
+    """Samples of a micro-batch and micro-batches of a step on each replica; `usual` is a micro-batch not stated."""
     micro, batch, accumulated = _stated_micro(row, mesh), row.whole("global_batch"), row.whole("grad_accum")
+    if usual and micro is None and batch is None:
+        notes.append(f"batch not stated: {usual} samples a device")
+        return usual, 1
     flags = row.text("other_flags").lower()
     stated = re.search(r"gbs=(\d+)", flags)
     if batch is None and stated:

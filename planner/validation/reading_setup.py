@@ -280,15 +280,22 @@ def overlaps(row: FileRow, used: Stack, shard: OptimizerSharding, tp: int) -> tu
 def gradient_bytes(row: FileRow, used: Stack, kind: str) -> int:
     """Bytes of a gradient element as it is accumulated and reduced."""
     words = all_words(row)
-    if "fp32 grad" in words:
-        return 4
-    if re.search(r"mp mode=pure", words):
+    deepspeed = "deepspeed" in row.text("framework").lower()
+    if "fp32 grad" in f"{words} ; {row.text('precision').lower()}":
+        # DeepSpeed accumulates in float32 beside the 16-bit gradients.
+        return 6 if deepspeed else 4
+    if re.search(r"mp mode=pure|torchtune", words) and kind in ("fp16", "bf16"):
         return 2
     if kind == "fp16" and used in (Stack.MEGATRON, Stack.MINDSPORE, Stack.MINDSPEED):
         return 2
     if re.search(r"deepspeed|aa-scaling", row.text("framework").lower()) and kind in ("fp16", "bf16"):
         return 2
     return 4
+
+
+def reduce_bucket_elements(row: FileRow) -> float:
+    """DeepSpeed's default ``reduce_bucket_size``; 0 for software with contiguous gradients."""
+    return 5e8 if "deepspeed" in row.text("framework").lower() else 0.0
 
 
 def vocabulary_parallel_loss(row: FileRow) -> bool:
