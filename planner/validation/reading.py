@@ -100,7 +100,7 @@ def measured_row(row: FileRow) -> MeasuredRow:
 def _run(row: FileRow, notes: list[str]) -> TrainingRun:
     network = read_network(row, notes)
     hardware = hardware_for(row, notes)
-    setup = read_setup(row, network, notes)
+    setup = read_setup(row, network, hardware, notes)
     return TrainingRun(network=network, setup=setup, hardware=hardware, assumed=tuple(dict.fromkeys(notes)))
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
+from planner.estimate.layered import lookup, lookup_by_parameters
 from planner.estimate.training_run import Experts, LatentAttention, LayeredNetwork, TransformerShape
 from planner.validation.known_models import BERT, GPT, LLAMA, KnownModel, Traits, billions, known_model, plain_name
 from planner.validation.measurement_file import FileRow
@@ -44,22 +43,22 @@ def read_network(row: FileRow, notes: Notes) -> TransformerShape | LayeredNetwor
     if "t5" in name.split("-"):
         return _encoder_decoder(row, notes)
     if known is None and not stated and not re.search(_LANGUAGE, row.text("arch").lower()):
-        return _layered(row)
+        return _layered(row, notes)
     shape = _transformer(row, known, notes)
     return _special(row, shape, name, notes)
 
 
-def _layered(row: FileRow) -> LayeredNetwork:
+def _layered(row: FileRow, notes: Notes) -> LayeredNetwork:
     name = row.text("model")
-    if not name:
-        raise MissingFactError("the network is not named")
     side = row.whole("image_size") or _image_side(row.text("notes"))
-    try:
-        lookup: Callable[[str, int | None], LayeredNetwork | None]
-        lookup = importlib.import_module("planner.estimate.layered.lookup").lookup
-    except ModuleNotFoundError:  # pragma: no cover
-        raise MissingFactError(f"no description of the network {name!r}") from None
-    found = lookup(name, side)
+    found = lookup(name, side) if name else None
+    counted = row.number("params_b")
+    if not name and counted:
+        found = lookup_by_parameters(counted * 1e9, side)
+        if found:
+            notes.append(f"network not named: {found.name}, which has as many parameters")
+    if found is None and not name:
+        raise MissingFactError("the network is not named")
     if found is None:
         raise MissingFactError(f"no description of the network {name!r}: sizes are not stated and the name is unknown")
     return found

@@ -9,6 +9,7 @@ from functools import lru_cache
 from planner.estimate.layered import branched, detection, mobile, residual, segmentation, tokens, yolo
 from planner.estimate.layered.residual import ResidualForm
 from planner.estimate.training_run import LayeredNetwork
+from simulator.program import Kernel
 
 Match = re.Match[str]
 Family = Callable[[str, Match, int], LayeredNetwork | None]
@@ -315,3 +316,51 @@ def lookup(model_name: str, image_size: int | None = None) -> LayeredNetwork | N
             if match:
                 return family(name, match, image_size or own_side)
     return None
+
+
+PUBLISHED = (
+    "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnetv2_101", "resnext50_32x4d", "resnext101_32x4d",
+    "resnext101_64x4d", "resnext152_64x4d", "seresnet18", "seresnet34", "seresnet50", "skresnet18", "skresnet34",
+    "skresnet50", "res2net50", "res2net101", "res2net152", "resnest50", "resnest101", "bit_resnet101", "dpn92",
+    "vgg11", "vgg13", "vgg16", "vgg19", "densenet121", "densenet161", "densenet169", "densenet201", "googlenet",
+    "inception_v3", "inception_v4", "xception", "mobilenet_v1_025", "mobilenet_v1_050", "mobilenet_v1_075",
+    "mobilenet_v1_100", "mobilenet_v2_075", "mobilenet_v2_100", "mobilenet_v2_140", "mobilenet_v3_small_100",
+    "mobilenet_v3_large_100", "mnasnet_050", "mnasnet_075", "mnasnet_100", "mnasnet_140", "shufflenet_v1_g3_05",
+    "shufflenet_v1_g3_10", "shufflenet_v2_x0_5", "shufflenet_v2_x1_0", "shufflenet_v2_x1_5", "shufflenet_v2_x2_0",
+    "squeezenet1_0", "squeezenet1_1", "ghostnet_050", "ghostnet_100", "ghostnet_130", "rexnet_09", "rexnet_10",
+    "rexnet_13", "rexnet_15", "rexnet_20", "efficientnet_b0", "efficientnet_b1", "efficientnet_b4", "regnet_x_200mf",
+    "regnet_x_400mf", "regnet_x_600mf", "regnet_x_800mf", "regnet_y_200mf", "regnet_y_400mf", "regnet_y_600mf",
+    "regnet_y_800mf", "regnet_y_1_6gf", "repvgg_a0", "repvgg_a1", "repvgg_a2", "repvgg_b0", "repvgg_b1", "repvgg_b2",
+    "hrnet_w32", "hrnet_w48", "convnext_tiny", "convnext_small", "convnext_base", "convnextv2_tiny", "vit_b_32_224",
+    "vit_b_16_224", "vit_l_32_224", "vit_l_16_224", "convit_tiny", "convit_small", "convit_base", "swin_tiny",
+    "swinv2_tiny_window8", "pvt_tiny", "pvt_small", "pvt_v2_b0", "pvt_v2_b1", "pvt_v2_b2", "pit_ti", "pit_xs", "pit_s",
+    "pit_b", "poolformer_s12", "poolformer_s24", "crossvit_9", "cait_s24",
+)  # fmt: skip
+"""Image classifiers that are told apart by their parameters alone."""
+_SAME_COUNT = 0.002
+"""Relative difference up to which two counts are of one network."""
+_ROUND = 1e6
+"""Multiples of this are too round to tell networks apart."""
+
+
+@lru_cache(maxsize=256)
+def lookup_by_parameters(parameters: float, image_size: int | None = None) -> LayeredNetwork | None:
+    """The image classifier with so many parameters, counted with or without the running statistics of its norms."""
+    if parameters % _ROUND == 0:
+        return None
+    found = [network for network in map(lookup, PUBLISHED) if network]
+    counts = {network.name: (network.parameters, network.parameters + running_statistics(network)) for network in found}
+    distances = {name: min(abs(parameters / count - 1) for count in both) for name, both in counts.items()}
+    best = min(distances, key=distances.__getitem__)
+    return lookup(best, image_size) if distances[best] <= _SAME_COUNT else None
+
+
+def running_statistics(network: LayeredNetwork) -> float:
+    """Mean and variance of every channel of the norms that follow convolutions."""
+    total, positions = 0.0, 0.0
+    for layer in network.layers:
+        if layer.kernel is Kernel.CONVOLUTION:
+            positions = layer.m
+        elif layer.kernel is Kernel.NORMALIZATION and positions:
+            total += 2 * layer.elements_moved / (3 * positions)
+    return total
