@@ -18,12 +18,13 @@ from planner.estimate.training_run import TrainingRun
 DEVICE_COEFFICIENTS = ("matmul", "low_precision", "attention", "memory", "inside", "outside", "launch", "jitter")
 """Of a device: factors on kernels, messages and the host's time for a launch; the delay for each doubling of nodes."""
 STACK_COEFFICIENTS = (
-    "matmul", "memory", "optimizer", "launch_s", "step_overhead_s", "micro_batch_overhead_s", "tensor_exposed",
+    "matmul", "misaligned", "memory", "memory_half", "experts", "optimizer", "launch_s", "step_overhead_s", "micro_batch_overhead_s", "tensor_exposed",
     "pipeline_exposed", "gradient_exposed", "shard_exposed", "context_exposed",
 )  # fmt: skip
 """Of a software stack: factors, seconds, and shares of messages that stay visible."""
 NEUTRAL = Coefficients()
-_FACTORS = frozenset({"matmul", "low_precision", "attention", "memory", "optimizer", "inside", "outside"})
+_FACTORS = frozenset({"matmul", "low_precision", "attention", "memory", "inside", "outside"})
+"""What device and stack both have their say in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +54,9 @@ def combine(
         if name == "jitter":
             values = np.array([device.get(name, neutral) for device in devices])
         elif name in _FACTORS:
-            values = np.array([
-                device.get(name, 1.0) * stack.get(name, 1.0) for device, stack in zip(devices, stacks, strict=True)
-            ])
+            values = np.array(
+                [device.get(name, 1.0) * stack.get(name, 1.0) for device, stack in zip(devices, stacks, strict=True)]
+            )
         else:
             values = np.array([stack.get(name, neutral) for stack in stacks])
         found[name] = values

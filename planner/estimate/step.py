@@ -21,16 +21,20 @@ _SHARPNESS = 6.0  # of the soft maximum of device and host time
 class Coefficients:
     """What hardware and software make of the work, (N,) or scalars; neutral by default.
 
-    ``matmul``, ``low_precision``, ``attention``, ``memory``, ``optimizer``, ``inside`` and ``outside`` multiply the
-    seconds of kernels and messages. ``launch_s`` is the host's time for one kernel, ``step_overhead_s`` and
+    ``matmul``, ``low_precision``, ``attention``, ``memory``, ``experts``, ``optimizer``, ``inside`` and ``outside``
+    multiply the seconds of kernels and messages; ``misaligned`` those of products of awkward sizes on top,
+    ``memory_half`` those of memory-bound kernels below 32 bits (casts of automatic mixed precision). ``launch_s`` is the host's time for one kernel, ``step_overhead_s`` and
     ``micro_batch_overhead_s`` fixed costs. The ``exposed`` shares stay visible where a message may hide behind
     computation. ``jitter`` is the relative delay for each doubling of the nodes.
     """
 
     matmul: FloatArray | float = 1.0
+    misaligned: FloatArray | float = 1.0
     low_precision: FloatArray | float = 1.0
     attention: FloatArray | float = 1.0
     memory: FloatArray | float = 1.0
+    memory_half: FloatArray | float = 1.0
+    experts: FloatArray | float = 1.0
     optimizer: FloatArray | float = 1.0
     inside: FloatArray | float = 1.0
     outside: FloatArray | float = 1.0
@@ -85,11 +89,14 @@ class Step:
 
 
 def _class_sum(work: Work, part: Part, phase: Phase, k: Coefficients) -> FloatArray:
+    half = np.where(work.element_bytes < 4, k.memory_half, 1.0)
+    scores = np.where(work.columns.fused_attention > 0, 1.0, half)
     return (
         work.seconds[part, phase, WorkClass.MATMUL] * k.matmul
+        + work.seconds[part, phase, WorkClass.MISALIGNED] * k.matmul * k.misaligned
         + work.seconds[part, phase, WorkClass.LOW_PRECISION] * k.low_precision
-        + work.seconds[part, phase, WorkClass.ATTENTION] * k.attention
-        + work.seconds[part, phase, WorkClass.MEMORY] * k.memory
+        + work.seconds[part, phase, WorkClass.ATTENTION] * k.attention * scores
+        + work.seconds[part, phase, WorkClass.MEMORY] * k.memory * half
     )
 
 
@@ -104,11 +111,12 @@ def _device(work: Work, parts: tuple[Part, ...], phases: tuple[Phase, ...], k: C
     """Seconds of parts of one layer: the device's, or the host's where launching takes longer."""
     c = work.columns
     share = {Part.DENSE: c.dense_layers / c.layers, Part.EXPERTS: c.moe_layers / c.layers}
+    factor = {Part.EXPERTS: k.experts}
     device = np.zeros_like(c.layers)
     launches = np.zeros_like(c.layers)
     for part in parts:
         for phase in phases:
-            device = device + _class_sum(work, part, phase, k) * share.get(part, 1.0)
+            device = device + _class_sum(work, part, phase, k) * share.get(part, 1.0) * factor.get(part, 1.0)
             launches = launches + work.kernels.get((part, phase), 0.0) * share.get(part, 1.0)
     return _soft_maximum(device, launches * k.launch_s)
 
@@ -123,7 +131,7 @@ def stage_times(work: Work, k: Coefficients) -> StageTimes:
 
     tensor = 2 * message(Message.TENSOR) * np.where(c.overlap_tensor > 0, k.tensor_exposed, 1.0)
     context = message(Message.CONTEXT) * k.context_exposed
-    expert = 2 * message(Message.EXPERT) * c.moe_layers / c.layers
+    expert = 2 * k.experts * message(Message.EXPERT) * c.moe_layers / c.layers
     communication = tensor + context + expert
     forward = _device(work, layer, (Phase.FORWARD,), k)
     backward = _device(work, layer, (Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT), k)

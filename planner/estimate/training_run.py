@@ -55,7 +55,9 @@ class Stack(StrEnum):
     COMPILED = "compiled"
     """torch.compile or XLA: chains of elementwise operators fused."""
     MEGATRON = "megatron"
-    """Megatron-LM, Megatron-DeepSpeed and their kin: fused bias, dropout, norm kernels."""
+    """Megatron-LM: fused bias, dropout, norm and softmax kernels, gradients accumulated in the product."""
+    DEEPSPEED = "deepspeed"
+    """Megatron-DeepSpeed and other pipelines of PyTorch operators with some fused kernels."""
     TRANSFORMER_ENGINE = "transformer_engine"
     """Megatron-Core on Transformer Engine: fused norms, overlapped tensor parallelism, CUDA graphs."""
     MINDSPORE = "mindspore"
@@ -63,7 +65,13 @@ class Stack(StrEnum):
     MINDSPEED = "mindspeed"
     """PyTorch on Ascend: torch_npu with MindSpeed's fused kernels."""
     TENSORFLOW = "tensorflow"
-    """TensorFlow, MXNet and PaddlePaddle static graphs."""
+    """TensorFlow without XLA."""
+    PADDLE = "paddle"
+    """PaddlePaddle."""
+    MXNET = "mxnet"
+    """MXNet."""
+    ONEFLOW = "oneflow"
+    """OneFlow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

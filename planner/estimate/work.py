@@ -29,6 +29,7 @@ ELEMENT_BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0}
 """Bytes of an activation element; 2 for every lower precision, which multiplies only."""
 _DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "bfloat16", "fp16": "float16"}
 _FUSED: dict[AttentionKernel, AttentionKind] = {AttentionKernel.FLASH: "flash", AttentionKernel.FLASH2: "flash2"}
+_ALIGNMENT = 64
 _TF32_SLOWDOWN = 2.0  # TF32 tensor cores run at half the 16-bit rate (NVIDIA Ampere whitepaper)
 _FP4_SPEED = 2.0  # dense FP4 runs at twice the FP8 rate (NVIDIA Blackwell datasheet)
 
@@ -45,6 +46,9 @@ class WorkClass(StrEnum):
     """Kernels that share a correction."""
 
     MATMUL = "matmul"
+    MISALIGNED = "misaligned"
+    """Products with a side that is no multiple of 64 elements, which tensor cores take in poorer tiles (Anthony et
+    al., "The Case for Co-Designing Model Architectures with Hardware", arXiv:2401.14489)."""
     LOW_PRECISION = "low_precision"
     ATTENTION = "attention"
     MEMORY = "memory"
@@ -111,9 +115,13 @@ def work_of(runs: Sequence[TrainingRun]) -> Work:
         for operator in operators(part_columns, element):
             times = timer.times(operator, part_columns)
             kind = timer.kind(operator)
+            poor = _misaligned(operator) if kind is WorkClass.MATMUL else None
             for phase, values in zip(Phase, times, strict=True):
-                seconds[operator.part, phase, kind][rows] += values
-                key = (operator.part, phase)
+                if poor is None:
+                    seconds[operator.part, phase, kind][rows] += values
+                    continue
+                seconds[operator.part, phase, kind][rows] += np.where(poor, 0.0, values)
+                seconds[operator.part, phase, WorkClass.MISALIGNED][rows] += np.where(poor, values, 0.0)
             if not isinstance(operator, FusedAttention) and operator.core:
                 core[kind][rows] += times[0]
         sizes = sizes_of(part_columns)
@@ -129,6 +137,12 @@ def work_of(runs: Sequence[TrainingRun]) -> Work:
         columns=columns, sizes=sizes_of(columns), seconds=seconds, core_seconds=core, kernels=kernels,
         inside=inside, outside=outside, optimizer_s=optimizer, element_bytes=element_bytes,
     )  # fmt: skip
+
+
+def _misaligned(operator: Operator) -> npt.NDArray[np.bool_] | None:
+    if not isinstance(operator, MatrixProduct) or not operator.weight or operator.name == "router":
+        return None
+    return np.asarray((np.rint(operator.n) % _ALIGNMENT != 0) | (np.rint(operator.k) % _ALIGNMENT != 0))
 
 
 def _launches(operator: Operator, phase: Phase) -> float:
@@ -247,7 +261,10 @@ def _messages(hardware: Hardware, c: Columns, sizes: Sizes, element: float) -> d
     boundary = hidden / np.where(c.sequence_parallel > 0, c.tp, 1.0)
     replicas, shards = c.dp * c.cp, c.shard_group * c.cp
     dense = sizes.dense_stage * c.trained_fraction
-    experts, expert_replicas = sizes.expert_stage * c.trained_fraction, np.maximum(replicas * c.tp / sizes.expert_ranks, 1)
+    experts, expert_replicas = (
+        sizes.expert_stage * c.trained_fraction,
+        np.maximum(replicas * c.tp / sizes.expert_ranks, 1),
+    )
     expert_stride = sizes.expert_ranks
     stated = c.sharding >= 1
     gradients, expert_gradients = dense * c.gradient_bytes, experts * c.gradient_bytes

@@ -8,7 +8,6 @@ not a thousand.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,10 +16,12 @@ import numpy.typing as npt
 
 from planner.estimate.coefficients import SoftwareCoefficients
 from planner.estimate.columns import FloatArray
+from planner.estimate.device_family import family_of
 from planner.estimate.step import Coefficients, step_times
 from planner.estimate.training_run import TrainingRun
 from planner.estimate.work import Work
 
+_DIFFERENCE = 1e-4
 _RESIDUAL_SCALE = 0.05  # relative errors beyond this count linearly instead of squared
 
 
@@ -44,7 +45,10 @@ DEVICE_PRIORS = {
 }
 STACK_PRIORS = {
     "matmul": Prior(centre=1.0, spread=0.05),
+    "misaligned": Prior(centre=1.15, spread=0.15),
     "memory": Prior(centre=1.2, spread=0.4),
+    "memory_half": Prior(centre=1.1, spread=0.3),
+    "experts": Prior(centre=1.2, spread=0.3),
     "optimizer": Prior(centre=1.3, spread=0.4),
     "launch_s": Prior(centre=8e-6, spread=0.7),
     "step_overhead_s": Prior(centre=0.01, spread=1.0),
@@ -56,23 +60,6 @@ STACK_PRIORS = {
     "context_exposed": Prior(centre=0.3, spread=0.5),
 }
 ATTENTION_PRIOR = Prior(centre=1.0, spread=0.2)
-_FAMILIES = (
-    (r"V100|P40|T4", "volta"),
-    (r"A100|A800|A40|A30|RTX.*30|RTX A", "ampere"),
-    (r"H100|H800|H200|GH200|H20|L40|RTX.*40|4090", "hopper"),
-    (r"B100|B200|B300|GB200|GB300", "blackwell"),
-    (r"910A|910 |910$|910-", "ascend910"),
-    (r"910B|910C|910_|Ascend", "ascend910b"),
-)
-
-
-def family_of(device_name: str) -> str:
-    """Device family by the name of the device: the generation whose kernels and clocks behave alike.
-
-    >>> family_of("NVIDIA A100-SXM4-80GB"), family_of("Ascend 910B")
-    ('ampere', 'ascend910b')
-    """
-    return next((family for pattern, family in _FAMILIES if re.search(pattern, device_name)), "other")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,9 +75,7 @@ class Fit:
 class StepFit:
     """The rows of a fit: (N,) runs whose `work` is timed, their measured seconds and their sources."""
 
-    def __init__(
-        self, work: Work, runs: Sequence[TrainingRun], measured_s: FloatArray, sources: Sequence[str]
-    ) -> None:
+    def __init__(self, work: Work, runs: Sequence[TrainingRun], measured_s: FloatArray, sources: Sequence[str]) -> None:
         self.work, self.target = work, np.log(measured_s)
         self.sources = np.array(sources)
         self.families, self.family = _codes([family_of(run.hardware.device_name) for run in runs])
@@ -133,11 +118,22 @@ class StepFit:
             robust = np.sign(error) * np.sqrt(2 * (np.sqrt(1 + error**2) - 1))
             return np.concatenate([weights * robust, (theta - self.centres) / self.spreads])
 
+        def jacobian(theta: FloatArray) -> FloatArray:
+            error = (self.predicted_logarithms(theta) - self.target)[used] / _RESIDUAL_SCALE
+            bend = np.sqrt(1 + error**2)
+            robust = np.sqrt(np.maximum(2 * (bend - 1), 1e-300))
+            # d robust / d error, which tends to 1 at zero.
+            slope = np.where(robust > 1e-6, np.abs(error) / (bend * np.maximum(robust, 1e-6)), 1.0)
+            rows_of_data = (weights * slope / _RESIDUAL_SCALE)[:, None] * self._derivatives(theta)[used]
+            return np.concatenate([rows_of_data, np.diag(1 / self.spreads)])
+
         first = self.centres if start is None else start
-        found = least_squares(residuals, first, method="trf", x_scale="jac", max_nfev=40, ftol=1e-5, xtol=1e-4)
+        found = least_squares(residuals, first, jacobian, x_scale="jac", max_nfev=60, ftol=1e-5, xtol=1e-4)
         devices, stacks, attention = self._blocks(np.exp(found.x))
         return Fit(
-            devices={f: dict(zip(DEVICE_PRIORS, devices[i].tolist(), strict=True)) for i, f in enumerate(self.families)},
+            devices={
+                f: dict(zip(DEVICE_PRIORS, devices[i].tolist(), strict=True)) for i, f in enumerate(self.families)
+            },
             software=SoftwareCoefficients(
                 stacks={s: dict(zip(STACK_PRIORS, stacks[i].tolist(), strict=True)) for i, s in enumerate(self.stacks)},
                 attention=dict(zip(self.kernels, attention.tolist(), strict=True)),
@@ -145,6 +141,27 @@ class StepFit:
             theta=found.x,
             residuals=self.predicted_logarithms(found.x) - self.target,
         )
+
+    def _derivatives(self, theta: FloatArray) -> FloatArray:
+        """Derivatives of the predicted logarithms, (N, coefficients), by differences.
+
+        A row depends on one device, one stack and one kernel, so coefficients of the same name are moved together:
+        one evaluation for each name.
+        """
+        base = self.predicted_logarithms(theta)
+        found = np.zeros((len(base), len(theta)))
+        every = np.arange(len(base))
+        place = 0
+        for owners, code, width in (
+            (self.families, self.family, len(DEVICE_PRIORS)), (self.stacks, self.stack, len(STACK_PRIORS)),
+            (self.kernels, self.kernel, 1),
+        ):  # fmt: skip
+            for name in range(width):
+                moved = theta.copy()
+                moved[place + name : place + len(owners) * width : width] += _DIFFERENCE
+                found[every, place + code * width + name] = (self.predicted_logarithms(moved) - base) / _DIFFERENCE
+            place += len(owners) * width
+        return found
 
     def _blocks(self, values: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
         first = len(self.families) * len(DEVICE_PRIORS)

@@ -93,12 +93,15 @@ def stack(row: FileRow, notes: list[str]) -> Stack:
         return Stack.TRANSFORMER_ENGINE
     if "mcore" in framework:
         return Stack.MEGATRON if "local" in framework else Stack.TRANSFORMER_ENGINE
-    if re.search(r"megatron|\baa-scaling|sailor|zero bubble|flagscale|internevo|hai-llm|bmtrain", framework):
+    if re.search(r"deepspeed|aa-scaling|sailor|internevo|bmtrain", framework) and "hf trainer" not in framework:
+        return Stack.DEEPSPEED
+    if re.search(r"megatron|zero bubble|flagscale|hai-llm", framework):
         return _megatron_by_date(row)
     if re.search(r"jax|xla|alpa|parax|maxtext|t5x|pathways", f"{framework} {_xla(row)}"):
         return Stack.COMPILED
-    if re.search(r"tensorflow|mxnet|paddle|oneflow", framework):
-        return Stack.TENSORFLOW
+    for named in (Stack.TENSORFLOW, Stack.PADDLE, Stack.MXNET, Stack.ONEFLOW):
+        if named.value in framework:
+            return named
     if re.search(r"torch\.compile|\bcompile\b", flags) or _cumulative_compile(flags):
         return Stack.COMPILED
     if re.search(r"torchtitan", framework) and "float8" in f"{flags} {row.text('precision')}".lower():
@@ -137,7 +140,7 @@ def attention(row: FileRow, used: Stack, notes: list[str]) -> AttentionKernel:
     elif used is Stack.TRANSFORMER_ENGINE:
         hopper = re.search(r"h[128]00|[bg]b?[23]00|h20", row.text("accelerator").lower())
         kernel = AttentionKernel.VENDOR if hopper else AttentionKernel.FLASH2
-    elif used is Stack.MEGATRON:
+    elif used in (Stack.MEGATRON, Stack.DEEPSPEED):
         kernel = AttentionKernel.FLASH2 if date >= "2024" else AttentionKernel.FUSED_SOFTMAX
     elif re.search(r"torchtitan|torchtune|flash", framework) or (
         re.search(r"fsdp|deepspeed|pytorch 2", framework) and date >= "2023"
@@ -271,7 +274,7 @@ def overlaps(row: FileRow, used: Stack, shard: OptimizerSharding, tp: int) -> tu
     tensor = bool(re.search(r"tp-comm-overlap|mc2|async ?tp|tp_comm_overlap|tp overlap", flags))
     if re.search(r"nemo|bridge|megatron-core|dgxc", f"{framework} {row.text('source').lower()}"):
         return True, True, tp > 1
-    if "megatron" in framework or used in (Stack.MINDSPEED, Stack.MEGATRON):
+    if "megatron" in framework or used in (Stack.MINDSPEED, Stack.MEGATRON, Stack.DEEPSPEED):
         zero3 = shard is OptimizerSharding.ZERO3
         return "overlap-grad" in flags or zero3, "overlap-param" in flags or zero3, tensor
     return True, shard is OptimizerSharding.ZERO3, tensor
@@ -286,7 +289,7 @@ def gradient_bytes(row: FileRow, used: Stack, kind: str) -> int:
         return 6 if deepspeed else 4
     if re.search(r"mp mode=pure|torchtune", words) and kind in ("fp16", "bf16"):
         return 2
-    if kind == "fp16" and used in (Stack.MEGATRON, Stack.MINDSPORE, Stack.MINDSPEED):
+    if kind == "fp16" and used in (Stack.MEGATRON, Stack.DEEPSPEED, Stack.MINDSPORE, Stack.MINDSPEED):
         return 2
     if re.search(r"deepspeed|aa-scaling", row.text("framework").lower()) and kind in ("fp16", "bf16"):
         return 2
