@@ -124,11 +124,11 @@ class MemoryEstimate:
 def training_memory(run: TrainingRun) -> MemoryEstimate:
     """Memory of every stage of `run`."""
     if isinstance(run.network, LayeredNetwork):
-        stages = (_layered(run.network, run.setup, run.hardware),)
+        stages = [_layered(run.network, run.setup, run.hardware)]
     else:
         rank = _Rank.of(run.network, run.setup, run.hardware)
-        stages = tuple(rank.stage(index) for index in range(run.setup.pp))
-    return MemoryEstimate(stages=stages, limit_bytes=run.hardware.device_memory_bytes)
+        stages = [rank.stage(index) for index in range(run.setup.pp)]
+    return MemoryEstimate(stages=tuple(stages), limit_bytes=run.hardware.device_memory_bytes)
 
 
 def reserved_memory_bytes(run: TrainingRun) -> float:
@@ -177,9 +177,14 @@ class _Rank:
         )
 
     def stage(self, index: int) -> StageMemory:
-        """Memory of stage `index`: the larger of what stands when the loss and when the last layer goes back."""
+        """Memory of stage `index` at its fullest moment.
+
+        That is when the loss goes back on the last stage, when the first layer to go back is at work on the others,
+        or the optimizer step: by then activations are gone, but 16-bit gradients stand once more in float32.
+        """
         shape, setup, content = self.shape, self.setup, self.contents[index]
-        states = _states(stage_parameters(shape, setup, content, self.traits.padded_vocabulary), setup, self.traits)
+        parameters = stage_parameters(shape, setup, content, self.traits.padded_vocabulary)
+        states, shard = _states(parameters, setup, self.traits)
         in_flight = micro_batches_in_flight(setup.schedule, index, setup.pp, setup.vpp, setup.micro_batches)
         activations = self._kept(content) * in_flight
         working = self._working(content)
@@ -187,11 +192,23 @@ class _Rank:
             ends, loss = self._head(content)
             activations += ends
             working = max(working, loss)
-        return _finished(
-            states, activations=activations, working=working, gathered=self._gathered(content),
-            communication=self._communication(), workspace=self.workspace, context=self.context, traits=self.traits,
-            in_flight=in_flight,
-        )  # fmt: skip
+        gathered = self._gathered(content)
+        step = _step_bytes(setup, self.traits) * shard
+        if step > activations + working + gathered:
+            activations, working, gathered = 0.0, step, 0.0
+        return _stage_memory(
+            states,
+            self.traits,
+            _Moment(
+                activations=activations,
+                working=working,
+                gathered=gathered,
+                communication=self._communication(parameters.total),
+                several_in_flight=in_flight > 1,
+            ),
+            workspace=self.workspace,
+            context=self.context,
+        )
 
     def _kept(self, content: StageContent) -> float:
         """Activations of one micro-batch in the layers of a stage."""
@@ -228,7 +245,8 @@ class _Rank:
             )
         else:
             gathered = GATHERED_LOGITS_BYTES if setup.tp > 1 else 0.0
-            columns, per_logit = float(shape.vocabulary), PLAIN_LOSS_BYTES + gathered
+            columns = float(shape.vocabulary)
+            per_logit = PLAIN_LOSS_BYTES + gathered
         logits = tokens * columns
         per_logit -= 0 if element == 2 else 2
         heads = 1 + content.multi_token_layers
@@ -248,11 +266,14 @@ class _Rank:
         )
         return (self.traits.gathered_layers * layer + tables * ends) * element + layer * element
 
-    def _communication(self) -> float:
+    def _communication(self, parameters: float) -> float:
         """Buckets, and the messages between stages: one that arrives and one that leaves."""
         setup = self.setup
         element = LOW_PRECISION_BYTES[setup.precision]
         buckets = self.traits.bucket_elements * element if setup.dp > 1 else 0.0
+        if setup.dp > 1:
+            # Two buffers fill and reduce in turn, one gathers parameters.
+            buckets += 3 * min(setup.reduce_bucket_elements, parameters) * element
         if setup.pp == 1:
             return buckets
         tokens = setup.micro_batch * self.shape.sequence_length / setup.cp
@@ -287,51 +308,79 @@ def _shards(setup: TrainingSetup) -> tuple[int, float]:
     return ranks, max(ranks * setup.tp / (setup.ep * setup.expert_tp), 1.0)
 
 
-def _states(parameters: RankParameters, setup: TrainingSetup, traits: MemoryTraits) -> _States:
-    """Parameters, gradients and optimizer states (Rajbhandari et al., "ZeRO", arXiv:1910.02054)."""
+def _states(parameters: RankParameters, setup: TrainingSetup, traits: MemoryTraits) -> tuple[_States, float]:
+    """Bytes of parameters, gradients and optimizer states, and how many parameters the rank updates.
+
+    Sharding is that of Rajbhandari et al., "ZeRO" (arXiv:1910.02054).
+    """
     if setup.optimizer not in MOMENTS:
         raise InputError(f"optimizer {setup.optimizer!r} is unknown; choose one of {', '.join(sorted(MOMENTS))}")
     low = LOW_PRECISION_BYTES[setup.precision]
     sharding, trained = setup.optimizer_sharding, setup.trained_fraction
     dense_ranks, expert_ranks = _shards(setup)
-
-    def shared(kinds: tuple[OptimizerSharding, ...]) -> float:
-        if sharding in kinds:
-            return parameters.dense / dense_ranks + parameters.expert / expert_ranks
-        return parameters.total
-
-    states = shared((OptimizerSharding.ZERO1, *_SHARDED_GRADIENTS)) * trained
-    held = shared((OptimizerSharding.ZERO3,))
-    # Gradients of two bytes without master weights are training in pure low precision: so are its states.
-    pure = not traits.low_precision_weights and low == 2 and setup.gradient_bytes == 2
-    width = low if traits.low_precision_weights or pure else 4
+    shard = parameters.dense / dense_ranks + parameters.expert / expert_ranks
+    updated = (parameters.total if sharding is OptimizerSharding.NONE else shard) * trained
+    held = shard if sharding is OptimizerSharding.ZERO3 else parameters.total
+    reduced = (shard if sharding in _SHARDED_GRADIENTS else parameters.total) * trained
+    width = low if traits.low_precision_weights or _pure(setup, traits) else 4
+    state = 2 if _pure(setup, traits) else 4
     return _States(
         parameters=held * width,
-        gradients=shared(_SHARDED_GRADIENTS) * trained * (4 if low == 4 else setup.gradient_bytes),
-        master_weights=0.0 if setup.offload_optimizer or width == 4 or pure else 4 * states,
-        moments=0.0 if setup.offload_optimizer else MOMENTS[setup.optimizer] * (2 if pure else 4) * states,
-    )
+        gradients=reduced * (4 if low == 4 else setup.gradient_bytes),
+        master_weights=0.0 if setup.offload_optimizer or width == 4 or state == 2 else 4 * updated,
+        moments=0.0 if setup.offload_optimizer else MOMENTS[setup.optimizer] * state * updated,
+    ), updated
 
 
-def _finished(
-    states: _States, *, activations: float, working: float, gathered: float, communication: float, workspace: float,
-    context: float, traits: MemoryTraits, in_flight: float = 1.0,
-) -> StageMemory:  # fmt: skip
-    moving = activations + working + gathered + communication
+def _pure(setup: TrainingSetup, traits: MemoryTraits) -> bool:
+    """Whether everything is in 16 bits: gradients of two bytes without master weights mean states of two as well."""
+    low = LOW_PRECISION_BYTES[setup.precision] == 2 and setup.gradient_bytes == 2
+    return low and not traits.low_precision_weights
+
+
+def _step_bytes(setup: TrainingSetup, traits: MemoryTraits) -> float:
+    """Bytes a parameter that the optimizer step needs for a moment.
+
+    16-bit gradients are copied to float32; DeepSpeed clones and flattens them before (2 + 2 + 4 bytes,
+    ``stage_1_and_2.py``); PyTorch's multi-tensor Adam holds the denominators.
+    """
+    if setup.offload_optimizer or LOW_PRECISION_BYTES[setup.precision] == 4:
+        return 0.0
+    if setup.reduce_bucket_elements:
+        return 8.0
+    if setup.gradient_bytes < 4 and not _pure(setup, traits):
+        return 4.0
+    return traits.step_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moment:
+    """Bytes that come and go, at the fullest moment."""
+
+    activations: float
+    working: float
+    gathered: float
+    communication: float
+    several_in_flight: bool = False
+
+
+def _stage_memory(
+    states: _States, traits: MemoryTraits, moment: _Moment, *, workspace: float, context: float
+) -> StageMemory:
+    # States are allocated once, in large pieces: only what comes and goes leaves fragments.
+    moving = moment.activations + moment.working + moment.gathered + moment.communication
+    fragments = traits.in_flight_share * moment.activations if moment.several_in_flight else 0.0
     return StageMemory(
         parameters=states.parameters,
         gradients=states.gradients,
         master_weights=states.master_weights,
         moments=states.moments,
-        activations=activations,
-        working=working,
-        gathered_parameters=gathered,
-        communication=communication,
+        activations=moment.activations,
+        working=moment.working,
+        gathered_parameters=moment.gathered,
+        communication=moment.communication,
         workspace=workspace,
-        # States are allocated once, in large pieces: only what comes and goes leaves fragments.
-        allocator_slack=traits.allocator_bytes
-        + traits.reserved_share * moving
-        + (traits.in_flight_share * activations if in_flight > 1 else 0.0),
+        allocator_slack=traits.allocator_bytes + traits.reserved_share * moving + fragments,
         context=context,
     )
 
@@ -351,15 +400,17 @@ def _layered(network: LayeredNetwork, setup: TrainingSetup, hardware: Hardware) 
     element = LOW_PRECISION_BYTES[setup.precision]
     saved = sum(layer.saved * layer.count for layer in network.layers)
     widest = max((layer.saved for layer in network.layers), default=0.0)
-    states = _states(RankParameters(dense=network.parameters), setup, traits)
+    states, _ = _states(RankParameters(dense=network.parameters), setup, traits)
     casts = network.parameters * element if element < 4 and not traits.low_precision_weights else 0.0
-    return _finished(
+    return _stage_memory(
         states,
-        activations=saved * setup.micro_batch * element,
-        working=2 * widest * setup.micro_batch * element,
-        gathered=casts,
-        communication=traits.bucket_elements * 4 if setup.dp > 1 else 0.0,
+        traits,
+        _Moment(
+            activations=saved * setup.micro_batch * element,
+            working=2 * widest * setup.micro_batch * element,
+            gathered=casts,
+            communication=traits.bucket_elements * 4 if setup.dp > 1 else 0.0,
+        ),
         workspace=_workspace(traits, hardware),
         context=_context(setup, traits),
-        traits=traits,
     )

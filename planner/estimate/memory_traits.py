@@ -7,7 +7,7 @@ says so. Sources: Megatron-LM (core 0.4 to 0.13), Transformer Engine 1.x, DeepSp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.estimate.training_run import Stack
 
@@ -49,9 +49,11 @@ class MemoryTraits:
         FP8 products keep their inputs in 8 bits (Transformer Engine).
     bucket_elements
         Elements of a bucket that is reduced apart from the gradients themselves, for stacks without contiguous
-        gradient buffers (DistributedDataParallel: 25 MB; DeepSpeed ``reduce_bucket_size`` is Megatron's own).
+        gradient buffers (DistributedDataParallel: 25 MB).
     gathered_layers
         Layers whose parameters are whole at one time under ``zero3``: the one at work and the one prefetched.
+    step_bytes
+        Bytes a parameter that the optimizer step needs for a moment: multi-tensor Adam holds its denominators.
     workspace_bytes, newer_workspace_bytes
         Library workspaces and small tensors inside the allocator, on devices without and with 8-bit products
         (cuBLAS takes 8 MiB a stream and 32 MiB from Hopper on, Transformer Engine 4 MiB and 32 MiB). Fitted.
@@ -75,8 +77,9 @@ class MemoryTraits:
     saved_low_precision_inputs: bool = False
     bucket_elements: float = 0.0
     gathered_layers: float = 2.0
-    workspace_bytes: float = 90 * MEBI
-    newer_workspace_bytes: float = 115 * MEBI
+    step_bytes: float = 0.0
+    workspace_bytes: float = 76 * MEBI
+    newer_workspace_bytes: float = 112 * MEBI
     reserved_share: float = 0.05
     in_flight_share: float = 0.2
     allocator_bytes: float = 0.3 * GIBI
@@ -84,35 +87,27 @@ class MemoryTraits:
     communicator_bytes: float = 0.3 * GIBI
 
 
-_MEGATRON = MemoryTraits(
-    padded_vocabulary=True,
-    fused_gate=True,
-    attention_output_copy=True,
-    loss_bytes=6.0,
-)
+_EAGER = MemoryTraits(low_precision_weights=False, bucket_elements=6.5e6, step_bytes=4.0)
+_COMPILED = replace(_EAGER, fused_rms_norm=True, fused_gate=True, loss_bytes=12.0, step_bytes=0.0)
+_STATIC_GRAPH = MemoryTraits(low_precision_weights=False, fused_gate=True, loss_bytes=10.0)
+_DEEPSPEED = MemoryTraits(padded_vocabulary=True, attention_output_copy=True, loss_bytes=6.0)
+_MEGATRON = replace(_DEEPSPEED, fused_gate=True)
+_ASCEND = MemoryTraits(fused_rms_norm=True, fused_gate=True, fused_scores=True, loss_bytes=6.0)
 
 TRAITS: dict[Stack, MemoryTraits] = {
-    Stack.EAGER: MemoryTraits(low_precision_weights=False, bucket_elements=6.5e6),
-    Stack.COMPILED: MemoryTraits(
-        low_precision_weights=False, fused_rms_norm=True, fused_gate=True, loss_bytes=8.0, bucket_elements=6.5e6
-    ),
+    Stack.EAGER: _EAGER,
+    Stack.COMPILED: _COMPILED,
     Stack.MEGATRON: _MEGATRON,
-    Stack.TRANSFORMER_ENGINE: MemoryTraits(
-        padded_vocabulary=True,
-        fused_rms_norm=True,
-        fused_gate=True,
-        fused_scores=True,
-        attention_output_copy=True,
-        loss_bytes=6.0,
-        saved_low_precision_inputs=True,
+    Stack.DEEPSPEED: _DEEPSPEED,
+    Stack.TRANSFORMER_ENGINE: replace(
+        _MEGATRON, fused_rms_norm=True, fused_scores=True, saved_low_precision_inputs=True
     ),
-    Stack.MINDSPORE: MemoryTraits(
-        padded_vocabulary=False, fused_rms_norm=True, fused_gate=True, fused_scores=True, loss_bytes=8.0
-    ),
-    Stack.MINDSPEED: MemoryTraits(
-        padded_vocabulary=True, fused_rms_norm=True, fused_gate=True, fused_scores=True, loss_bytes=6.0
-    ),
-    Stack.TENSORFLOW: MemoryTraits(low_precision_weights=False, fused_gate=True, loss_bytes=10.0),
+    Stack.MINDSPORE: _ASCEND,
+    Stack.MINDSPEED: replace(_ASCEND, padded_vocabulary=True),
+    Stack.TENSORFLOW: _STATIC_GRAPH,
+    Stack.PADDLE: _STATIC_GRAPH,
+    Stack.MXNET: _STATIC_GRAPH,
+    Stack.ONEFLOW: _STATIC_GRAPH,
 }
 
 LOW_PRECISION_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2, "fp4": 2}
