@@ -173,7 +173,8 @@ def _traits(row: FileRow, known: KnownModel | None) -> Traits:
     elif re.search(r"\btied\b", words):
         traits = replace(traits, tied_embeddings=True)
     old_megatron = re.search(r"megatron", row.text("framework").lower()) and traits.positions and traits.causal
-    if old_megatron and not re.search(r"nemo|megatron.?core|bridge", row.text("framework").lower()):
+    newer = re.search(r"nemo|megatron.?core|bridge", row.text("framework").lower()) or re.search(r"\b(mtp|mla)\b", words)
+    if old_megatron and not newer:
         traits = replace(traits, dropout=True)
     return traits
 
