@@ -50,6 +50,8 @@ class _Family:
     head_size: int = 0
     heads_of_size: dict[float, int] = field(default_factory=dict)
     window: int = 0
+    tied_up_to: float = 0.0
+    """Members up to this size share the embedding with the output layer."""
 
 
 LLAMA = Traits(gated=True, rms_norm=True, biases=False, rotary=True, tied_embeddings=False)
@@ -85,23 +87,23 @@ _FAMILIES: tuple[_Family, ...] = (
                  33: (60, 6656, 52, 52, 17920), 65: (80, 8192, 64, 64, 22016), 70: (80, 8192, 64, 8, 28672)},
     ),
     _Family(
-        pattern=r"qwen-?3(?![\d.])", traits=LLAMA, vocabulary=151936, head_size=128,
+        pattern=r"qwen-?3(?![\d.])", traits=LLAMA, tied_up_to=4, vocabulary=151936, head_size=128,
         members={0.6: (28, 1024, 16, 8, 3072), 1.7: (28, 2048, 16, 8, 6144), 4: (36, 2560, 32, 8, 9728),
                  8: (36, 4096, 32, 8, 12288), 14: (40, 5120, 40, 8, 17408), 32: (64, 5120, 64, 8, 25600)},
     ),
     _Family(
-        pattern=r"qwen-?2\.5|qwq", traits=LLAMA, vocabulary=152064,
+        pattern=r"qwen-?2\.5|qwq", traits=LLAMA, tied_up_to=3, vocabulary=152064,
         members={0.5: (24, 896, 14, 2, 4864, 151936), 1.5: (28, 1536, 12, 2, 8960, 151936),
                  3: (36, 2048, 16, 2, 11008, 151936), 7: (28, 3584, 28, 4, 18944), 14: (48, 5120, 40, 8, 13824),
                  32: (64, 5120, 40, 8, 27648), 72: (80, 8192, 64, 8, 29568)},
     ),
     _Family(
-        pattern=r"qwen-?2(?!\d)", traits=LLAMA, vocabulary=152064,
+        pattern=r"qwen-?2(?!\d)", traits=LLAMA, tied_up_to=1.5, vocabulary=152064,
         members={0.5: (24, 896, 14, 2, 4864, 151936), 1.5: (28, 1536, 12, 2, 8960, 151936),
                  7: (28, 3584, 28, 4, 18944), 72: (80, 8192, 64, 8, 29568)},
     ),
     _Family(
-        pattern=r"qwen-?1\.5", traits=LLAMA, vocabulary=152064,
+        pattern=r"qwen-?1\.5", traits=LLAMA, tied_up_to=0.5, vocabulary=152064,
         members={0.5: (24, 1024, 16, 16, 2816, 151936), 1.8: (24, 2048, 16, 16, 5504, 151936),
                  4: (40, 2560, 20, 20, 6912, 151936), 7: (32, 4096, 32, 32, 11008, 151936),
                  14: (40, 5120, 40, 40, 13696), 32: (64, 5120, 40, 8, 27392), 72: (80, 8192, 64, 64, 24576),
@@ -342,6 +344,8 @@ def known_model(name: str, parameters_b: float | None = None) -> KnownModel | No
     member = family.members[near]
     vocabulary = member[5] if len(member) > 5 else family.vocabulary
     traits = BAICHUAN_13 if family.pattern == "baichuan" and near == 13 else family.traits
+    if near <= family.tied_up_to:
+        traits = replace(traits, tied_embeddings=True)
     layers, hidden, heads, key_value_heads, inner = member[:5]
     return KnownModel(
         traits=traits,

@@ -25,6 +25,8 @@ _UNDESCRIBED = (
 _LANGUAGE = r"decoder|gpt|llama|\bmoe\b|encoder|bert|\bt5\b|mixtral|transformer|mcore|languagemodeling|nemotron|mla"
 _NETWORK_COLUMNS = ("n_layers", "hidden", "n_heads")
 _T5_DECODER_LENGTH = 128
+_WHOLE_STAGES = 0.1
+"""Guessed layers are rounded to whole pipeline stages where that changes them by less than this share."""
 
 
 class MissingFactError(Exception):
@@ -198,7 +200,8 @@ def _by_parameters(row: FileRow, layers: int, hidden: int, notes: Notes) -> tupl
         vocabulary = row.whole("vocab") or 50257
         layers = max(1, round((parameters - vocabulary * hidden) / (12 * hidden**2)))
         stages = row.whole("pp") or 1
-        layers = max(1, round(layers / stages)) * stages
+        whole = max(1, round(layers / stages)) * stages
+        layers = whole if abs(whole / layers - 1) < _WHOLE_STAGES else layers
         notes.append(f"n_layers not stated: {layers} for {stated:g} billion parameters")
     return layers, hidden
 
