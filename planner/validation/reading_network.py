@@ -174,9 +174,9 @@ def _traits(row: FileRow, known: KnownModel | None) -> Traits:
         traits = replace(traits, tied_embeddings=False)
     elif re.search(r"\btied\b", words):
         traits = replace(traits, tied_embeddings=True)
-    old_megatron = re.search(r"megatron", row.text("framework").lower()) and traits.positions and traits.causal
-    newer = re.search(r"nemo|megatron.?core|bridge", row.text("framework").lower()) or re.search(r"\b(mtp|mla)\b", words)
-    if old_megatron and not newer:
+    framework = row.text("framework").lower()
+    megatron = "megatron" in framework and traits.positions and traits.causal
+    if megatron and not re.search(r"nemo|megatron.?core|bridge", framework) and not re.search(r"\b(mtp|mla)\b", words):
         traits = replace(traits, dropout=True)
     return traits
 

@@ -81,12 +81,9 @@ def _full_precision(row: FileRow, notes: list[str]) -> str:
 def stack(row: FileRow, notes: list[str]) -> Stack:
     """The software that launches the kernels."""
     framework, flags = row.text("framework").lower(), row.text("other_flags").lower()
-    if re.search(r"mindspeed|modellink|torch_npu", framework):
-        return Stack.MINDSPEED
-    if re.search(r"mindspore|mindformers", framework):
-        return Stack.MINDSPORE
-    if is_ascend(row):
-        return Stack.MINDSPEED if re.search(r"torch|megatron", framework) else Stack.MINDSPORE
+    on_ascend = _ascend_stack(row, framework)
+    if on_ascend is not None:
+        return on_ascend
     if re.search(r"automodel", framework):
         return Stack.TRANSFORMER_ENGINE if re.search(r"\bte\b", flags) else Stack.EAGER
     if re.search(r"transformer.?engine|nemo|megatron-bridge|megatron.?core", framework):
@@ -110,6 +107,16 @@ def stack(row: FileRow, notes: list[str]) -> Stack:
     if not framework:
         notes.append("software not stated: PyTorch")
     return Stack.EAGER
+
+
+def _ascend_stack(row: FileRow, framework: str) -> Stack | None:
+    if re.search(r"mindspeed|modellink|torch_npu", framework):
+        return Stack.MINDSPEED
+    if re.search(r"mindspore|mindformers", framework):
+        return Stack.MINDSPORE
+    if is_ascend(row):
+        return Stack.MINDSPEED if re.search(r"torch|megatron", framework) else Stack.MINDSPORE
+    return None
 
 
 def _megatron_by_date(row: FileRow) -> Stack:
