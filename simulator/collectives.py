@@ -15,22 +15,28 @@ Costs of the algorithms: Thakur, Rabenseifner and Gropp, "Optimization of collec
 in MPICH", IJHPCA 19(1), 2005, unless another source stands at the function.
 
 Bandwidths are per device with all devices sending, so the groups that share the links of a node are
-already accounted for: when a mesh axis communicates, all its groups do.
+already accounted for: when a mesh axis communicates, all its groups do. Where devices are joined directly, or below a
+PCIe tree, a group of part of a node has part of its links: `topology.node_shares` gives the part of the innermost
+bandwidth that is left, for rings (and all that moves as little: trees, meshes), exchanges and sends.
+
+The messages of every algorithm are in `simulator.collective_patterns`; tests simulate them flow by flow.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.errors import ProfileError
 from simulator.hardware import CollectiveTable, Hardware, Level
 from simulator.program import Collective
-from simulator.topology import GroupShape
+from simulator.topology import GroupShape, node_shares
 
 FloatArray = NDArray[np.float64]
 
@@ -42,17 +48,35 @@ class Cost(NamedTuple):
     seconds_per_byte: float
 
 
+Use = Literal["ring", "exchange", "send"]
 Algorithm = Callable[[Hardware, GroupShape], Cost | None]
 
 
 @overload
-def collective_time(hardware: Hardware, collective: Collective, payload_bytes: float, group: GroupShape) -> float: ...
+def collective_time(
+    hardware: Hardware,
+    collective: Collective,
+    payload_bytes: float,
+    group: GroupShape,
+    *,
+    algorithm: str | None = None,
+) -> float: ...
 @overload
 def collective_time(
-    hardware: Hardware, collective: Collective, payload_bytes: FloatArray, group: GroupShape
+    hardware: Hardware,
+    collective: Collective,
+    payload_bytes: FloatArray,
+    group: GroupShape,
+    *,
+    algorithm: str | None = None,
 ) -> FloatArray: ...
 def collective_time(
-    hardware: Hardware, collective: Collective, payload_bytes: float | FloatArray, group: GroupShape
+    hardware: Hardware,
+    collective: Collective,
+    payload_bytes: float | FloatArray,
+    group: GroupShape,
+    *,
+    algorithm: str | None = None,
 ) -> float | FloatArray:
     """Seconds of one collective in one group; all groups of the axis run it at the same time.
 
@@ -63,10 +87,14 @@ def collective_time(
     ----------
     payload_bytes
         a float, or an array of shape ``(n,)``; what it counts is told in `program.Collective`.
+    algorithm
+        a key of ``ALGORITHMS[collective]``: the formula of this one, whatever the library or a table says.
     """
     payload = np.asarray(payload_bytes, dtype=np.float64)
     if group.size == 1:
         seconds = np.zeros_like(payload)
+    elif algorithm is not None:
+        seconds = _pipelined(hardware, pinned_cost(hardware, collective, group, algorithm), payload)
     else:
         measured = _from_tables(hardware, collective, payload, group)
         seconds = np.min(_model(hardware, collective, payload, group), axis=0) if measured is None else measured
@@ -95,6 +123,21 @@ def algorithm_costs(hardware: Hardware, collective: Collective, group: GroupShap
     return costs
 
 
+@lru_cache(maxsize=4096)
+def pinned_cost(hardware: Hardware, collective: Collective, group: GroupShape, algorithm: str) -> Cost:
+    """Cost of one algorithm, known to this hardware's library or not; ProfileError where it cannot run."""
+    known = ALGORITHMS[collective]
+    if algorithm not in known:
+        raise ProfileError(f"{collective.value} has no algorithm {algorithm!r}; use one of {', '.join(known)}")
+    cost = known[algorithm](hardware, group)
+    if cost is None:
+        raise ProfileError(
+            f"{collective.value} by {algorithm} cannot run in a group with {group.members} members per level of "
+            f"{hardware.name}: halving-doubling needs powers of two, switch a level that adds; use ring"
+        )
+    return cost
+
+
 def ring(hardware: Hardware, group: GroupShape) -> Cost:
     """All-gather or reduce-scatter around a ring: ``L = sum_l h_l a_l``, ``B = (n - 1) / n / min_l(c_(l-1) b_l)``.
 
@@ -110,12 +153,12 @@ def ring_all_reduce(hardware: Hardware, group: GroupShape) -> Cost:
 
 
 def tree_all_reduce(hardware: Hardware, group: GroupShape) -> Cost:
-    """``L`` twice that of `tree_broadcast`, ``B = 2 max_l (m_l - 1) / m_l / (c_(l-1) b_l)``.
+    """``L`` twice that of `tree_broadcast`, ``B = max_l s_l / (c_(l-1) b_l)``; levels work at the same time.
 
-    Up and down two complementary binary trees (Sanders et al.); levels work at the same time.
+    Up and down two complementary binary trees (Sanders et al.), which cost ``s = min(2, m / 2)``; inside a
+    node up and down chains that begin at every member in turn, ``s = 2 (m - 1) / m``.
     """
-    parts = [2 * _share(count, inside, level) for count, inside, level in _crossed(hardware, group)]
-    return Cost(2 * _tree_latency(hardware, group), max(parts))
+    return Cost(2 * _tree_latency(hardware, group), max(_tree_parts(hardware, group).values()))
 
 
 def hierarchical(hardware: Hardware, group: GroupShape) -> Cost:
@@ -142,14 +185,50 @@ def switch_all_reduce(hardware: Hardware, group: GroupShape) -> Cost | None:
     2016, in the form in which one GPU drives one slice of the message). Small messages gain nothing: the
     latency is the tree's.
     """
-    parts, helped = [], False
+    parts = _tree_parts(hardware, group)
+    helped = False
     for count, inside, level in _crossed(hardware, group):
         if level.reduction_bandwidth_bytes_per_s:
             helped = True
-            parts.append((1 + 1 / count) / (inside * level.reduction_bandwidth_bytes_per_s))
-        else:
-            parts.append(2 * _share(count, inside, level))
-    return Cost(2 * _tree_latency(hardware, group), max(parts)) if helped else None
+            parts[level.name] = (1 + 1 / count) / (inside * level.reduction_bandwidth_bytes_per_s)
+    return Cost(2 * _tree_latency(hardware, group), max(parts.values())) if helped else None
+
+
+def halving_doubling(hardware: Hardware, group: GroupShape) -> Cost | None:
+    """Reduce-scatter by recursive halving or all-gather by recursive doubling, nearest members first.
+
+    ``L = sum_l log2(m_l) a_l``, ``B`` that of `hierarchical`: rounds at level ``l`` exchange
+    ``S / c_(l-1) (1/2 + 1/4 + … + 1/m_l)`` bytes a member (Thakur et al., sections 4.1 and 4.2, Rabenseifner's
+    algorithm). For powers of two only.
+    """
+    if group.size & (group.size - 1):
+        return None
+    latency = sum(math.log2(count) * level.latency_s for count, _, level in _crossed(hardware, group))
+    return Cost(latency, hierarchical(hardware, group).seconds_per_byte)
+
+
+def halving_doubling_all_reduce(hardware: Hardware, group: GroupShape) -> Cost | None:
+    """Recursive halving, then recursive doubling."""
+    half = halving_doubling(hardware, group)
+    return None if half is None else _twice(half)
+
+
+def mesh(hardware: Hardware, group: GroupShape) -> Cost:
+    """Every member to every other directly inside the innermost level; between its units halving-doubling.
+
+    ``L = a_0 + sum_(l>0) h_l a_l`` with ``h_l = log2(m_l)``, or ``m_l - 1`` around a ring where ``m_l`` is no power of
+    two; ``B`` that of `hierarchical` (HCCL documentation, HCCL_ALGO: ``level0:fullmesh;level1:H-D_R``).
+    """
+    latency = 0.0
+    for count, _, level in _crossed(hardware, group):
+        halving = math.log2(count) if count & (count - 1) == 0 else count - 1
+        latency += level.latency_s * (1 if level.name == hardware.levels[0].name else halving)
+    return Cost(latency, hierarchical(hardware, group).seconds_per_byte)
+
+
+def mesh_all_reduce(hardware: Hardware, group: GroupShape) -> Cost:
+    """Scatter, then gather."""
+    return _twice(mesh(hardware, group))
 
 
 def pairwise_all_to_all(hardware: Hardware, group: GroupShape) -> Cost:
@@ -159,9 +238,20 @@ def pairwise_all_to_all(hardware: Hardware, group: GroupShape) -> Cost:
     """
     parts = [
         (group.within(index) - group.within(index - 1)) / group.size / level.bandwidth_bytes_per_s
-        for index, level in enumerate(hardware.levels)
+        for index, level in enumerate(_levels(hardware, group, "exchange"))
     ]
     return Cost(max(level.latency_s for _, _, level in _crossed(hardware, group)), max(parts))
+
+
+def hierarchical_all_to_all(hardware: Hardware, group: GroupShape) -> Cost:
+    """Inside the units to the member of the destination's place, then across them along each place.
+
+    ``L = sum_l a_l``, ``B = sum_l (m_l - 1) / m_l / b_l``: fewer and larger messages than pairwise, more bytes inside
+    (Hwang et al., "Tutel: Adaptive mixture-of-experts at scale", MLSys 2023, two-dimensional hierarchical all-to-all).
+    """
+    levels = _crossed(hardware, group, "exchange")
+    moving = sum((count - 1) / count / level.bandwidth_bytes_per_s for count, _, level in levels)
+    return Cost(sum(level.latency_s for _, _, level in levels), moving)
 
 
 def ring_broadcast(hardware: Hardware, group: GroupShape) -> Cost:
@@ -179,7 +269,7 @@ def tree_broadcast(hardware: Hardware, group: GroupShape) -> Cost:
 
 def direct_send(hardware: Hardware, group: GroupShape) -> Cost:
     """``L = a``, ``B = 1 / b`` of the outermost level that the group crosses: neighbours wait for the slowest pair."""
-    level = hardware.levels[group.outermost]
+    level = _levels(hardware, group, "send")[group.outermost]
     return Cost(level.latency_s, 1 / level.bandwidth_bytes_per_s)
 
 
@@ -189,10 +279,22 @@ ALGORITHMS: Mapping[Collective, Mapping[str, Algorithm]] = {
         "tree": tree_all_reduce,
         "hierarchical": hierarchical_all_reduce,
         "switch": switch_all_reduce,
+        "halving-doubling": halving_doubling_all_reduce,
+        "mesh": mesh_all_reduce,
     },
-    Collective.ALL_GATHER: {"ring": ring, "hierarchical": hierarchical},
-    Collective.REDUCE_SCATTER: {"ring": ring, "hierarchical": hierarchical},
-    Collective.ALL_TO_ALL: {"pairwise": pairwise_all_to_all},
+    Collective.ALL_GATHER: {
+        "ring": ring,
+        "hierarchical": hierarchical,
+        "halving-doubling": halving_doubling,
+        "mesh": mesh,
+    },
+    Collective.REDUCE_SCATTER: {
+        "ring": ring,
+        "hierarchical": hierarchical,
+        "halving-doubling": halving_doubling,
+        "mesh": mesh,
+    },
+    Collective.ALL_TO_ALL: {"pairwise": pairwise_all_to_all, "hierarchical": hierarchical_all_to_all},
     Collective.BROADCAST: {"ring": ring_broadcast, "tree": tree_broadcast},
     Collective.SEND: {"direct": direct_send},
 }
@@ -215,10 +317,35 @@ def _twice(cost: Cost) -> Cost:
     return Cost(2 * cost.latency_s, 2 * cost.seconds_per_byte)
 
 
-def _crossed(hardware: Hardware, group: GroupShape) -> list[tuple[int, int, Level]]:
+@lru_cache(maxsize=4096)
+def _levels(hardware: Hardware, group: GroupShape, use: Use) -> tuple[Level, ...]:
+    """Levels with the part of the innermost bandwidth that the group's own links have."""
+    share: float = getattr(node_shares(hardware, group.members[0], group.stride), use)
+    first, *outer = hardware.levels
+    if share == 1:
+        return hardware.levels
+    return (replace(first, bandwidth_bytes_per_s=share * first.bandwidth_bytes_per_s), *outer)
+
+
+def _crossed(hardware: Hardware, group: GroupShape, use: Use = "ring") -> list[tuple[int, int, Level]]:
     """``(m_l, c_(l-1), level)`` of the levels at which the group has more than one member."""
-    levels = enumerate(zip(group.members, hardware.levels, strict=True))
+    levels = enumerate(zip(group.members, _levels(hardware, group, use), strict=True))
     return [(count, group.within(index - 1), level) for index, (count, level) in levels if count > 1]
+
+
+def _tree_parts(hardware: Hardware, group: GroupShape) -> dict[str, float]:
+    """Seconds per byte of a tree all-reduce by level name."""
+    parts = {}
+    for count, inside, level in _crossed(hardware, group):
+        nodes = count / _chain(hardware, group, count, inside)
+        sent = 2 * (count - 1) / count if nodes <= 2 else min(2.0, nodes / 2)
+        parts[level.name] = sent / (inside * level.bandwidth_bytes_per_s)
+    return parts
+
+
+def _chain(hardware: Hardware, group: GroupShape, count: int, inside: int) -> int:
+    """How many of the `count` units that a level joins lie in one node: a chain, where nodes are joined by trees."""
+    return min(count, max(1, hardware.devices_per_node // (inside * group.stride)))
 
 
 def _share(count: int, inside: int, level: Level) -> float:
@@ -239,7 +366,7 @@ def _tree_latency(hardware: Hardware, group: GroupShape) -> float:
     """``(m - 1) a`` for the chain inside a node, ``ceil(log2 m) a`` for the trees among nodes, as NCCL builds them."""
     seconds = 0.0
     for count, inside, level in _crossed(hardware, group):
-        chain = min(count, max(1, hardware.devices_per_node // inside)) if inside < hardware.devices_per_node else 1
+        chain = _chain(hardware, group, count, inside)
         seconds += (chain - 1 + math.ceil(math.log2(count / chain))) * level.latency_s
     return seconds
 
@@ -272,7 +399,7 @@ def _growth(hardware: Hardware, collective: Collective, table: CollectiveTable, 
     One factor for all payloads, so that time stays monotone in bytes.
     """
     ends = np.asarray([table.payload_bytes[0], table.payload_bytes[-1]])
-    measured = GroupShape(members=(table.group_size, *(1,) * (len(group.members) - 1)))
+    measured = GroupShape(members=(table.group_size, *(1,) * (len(group.members) - 1)), stride=group.stride)
     here = np.min(_model(hardware, collective, ends, group), axis=0)
     there = np.min(_model(hardware, collective, ends, measured), axis=0)
     return float(np.max(here / there))

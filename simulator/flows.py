@@ -82,7 +82,13 @@ def simulate_rounds(topology: Topology, rounds: Rounds) -> float:
 
     A message takes the latency of its route, then its bytes flow at the max-min fair rate.
     """
-    return sum(round_seconds(topology, messages) for messages in rounds)
+    known: dict[tuple[Message, ...], float] = {}  # a pipeline repeats the same round
+    seconds = 0.0
+    for messages in map(tuple, rounds):
+        if messages not in known:
+            known[messages] = round_seconds(topology, messages)
+        seconds += known[messages]
+    return seconds
 
 
 def round_seconds(topology: Topology, messages: Sequence[Message]) -> float:

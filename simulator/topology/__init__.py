@@ -7,6 +7,7 @@ from simulator.topology.fabrics import FabricSpec, cluster_topology
 from simulator.topology.graph import Topology
 from simulator.topology.groups import GroupShape, axis_groups, group_shape, level_of_axis
 from simulator.topology.nodes import NodeSpec, node_topology
+from simulator.topology.sharing import contended, link_use, node_shares, payload_rate, ring_bandwidth
 
 __all__ = [
     "FabricSpec",
@@ -15,10 +16,15 @@ __all__ = [
     "Topology",
     "axis_groups",
     "cluster_topology",
+    "contended",
     "fabric_spec",
     "group_shape",
     "level_of_axis",
+    "link_use",
+    "node_shares",
     "node_topology",
+    "payload_rate",
+    "ring_bandwidth",
     "topology_graph",
     "unit_spec",
 ]

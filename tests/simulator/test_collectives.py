@@ -51,8 +51,8 @@ def test_all_reduce_over_nodes_by_hand(cluster: Hardware) -> None:
     found = costs(cluster, Collective.ALL_REDUCE, 32)
     # 31 hops around the ring, 3 of them between nodes; 8 network ports beside each other.
     assert found["ring"] == pytest.approx((2 * (28 * A0 + 3 * A1), 2 * 31 / 32 / min(B0, 8 * B1)))
-    # A chain of 7 inside the nodes, a tree of 4 nodes; the network's 2 * 3/4 * S/8 is the larger part.
-    assert found["tree"] == pytest.approx((2 * (7 * A0 + 2 * A1), max(2 * 7 / 8 / B0, 2 * 3 / 4 / (8 * B1))))
+    # A chain of 7 inside the nodes, a tree of 4 nodes; the network's 2 * S/8 is the larger part.
+    assert found["tree"] == pytest.approx((2 * (7 * A0 + 2 * A1), max(2 * 7 / 8 / B0, 2 / (8 * B1))))
     assert found["hierarchical"] == pytest.approx((2 * (7 * A0 + 3 * A1), 2 * 7 / 8 / B0 + 2 * 3 / 4 / (8 * B1)))
 
 

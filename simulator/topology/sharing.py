@@ -1,0 +1,219 @@
+"""Who shares a link: bytes per link when groups act at once, and what a group's own links can carry."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from simulator.collective_patterns import Pattern, direct_send, pairwise_all_to_all, ring_gather
+from simulator.flows import max_min_rates
+from simulator.hardware import Hardware
+from simulator.topology.cluster import topology_graph, unit_spec
+from simulator.topology.graph import Topology, Vertex
+from simulator.topology.groups import axis_groups
+from simulator.topology.nodes import MESHES, NodeSpec, node_topology
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+FloatArray = npt.NDArray[np.float64]
+ENOUGH = 1 - 1e-9
+MAX_SEARCHED = 16
+
+
+class Shares(NamedTuple):
+    """What a group inside a node reaches, over what all devices of the node together reach on a ring."""
+
+    ring: float
+    exchange: float
+    send: float
+
+
+WHOLE = Shares(1.0, 1.0, 1.0)
+
+
+def link_use(topology: Topology, groups: Sequence[Sequence[int]], pattern: Pattern) -> FloatArray:
+    """Bytes on every link per byte of payload, (links,), when all `groups` run `pattern` at once.
+
+    The members of a group are taken machine by machine, inside a machine around a ring of direct links where there is
+    one.
+    """
+    use = np.zeros(len(topology.links))
+    for group in groups:
+        topology.check_group(group)
+        steps = pattern(_blocks(topology, group), 1.0)
+        times: dict[int, int] = {}
+        for step in steps:
+            times[id(step)] = times.get(id(step), 0) + 1
+        for step in {id(step): step for step in steps}.values():
+            for message in step:
+                route = topology.route(message.source, message.destination)
+                use[list(topology.links_of(route))] += message.size_bytes * times[id(step)]
+    return use
+
+
+def payload_rate(topology: Topology, use: FloatArray) -> float:
+    """Bytes of payload a second at which the fullest link is full."""
+    busy = use > 0
+    return float(np.min(np.asarray(topology.capacities)[busy] / use[busy], initial=np.inf))
+
+
+def contended(
+    hardware: Hardware,
+    devices: int,
+    axes: Mapping[str, tuple[int, int]],
+    patterns: Mapping[str, Pattern] | None = None,
+) -> dict[str, float]:
+    """Factor by which each axis slows down when the groups of all `axes` communicate at once.
+
+    Parameters
+    ----------
+    axes
+        size and stride of each mesh axis.
+    patterns
+        messages of an axis; those of a ring where it has no entry.
+
+    Links are shared max-min fairly among the axes, no axis faster than it is alone.
+    """
+    topology = topology_graph(hardware, devices)
+    chosen = patterns or {}
+    uses = [
+        link_use(topology, axis_groups(devices, size, stride), chosen.get(name, ring_gather))
+        for name, (size, stride) in axes.items()
+    ]
+    alone = np.array([payload_rate(topology, use) for use in uses])
+    moving = np.isfinite(alone)
+    rows = [np.flatnonzero(use) for use in uses]
+    caps = np.where(moving, alone, 0.0)
+    together = max_min_rates(
+        caps,
+        np.array([0, *itertools.accumulate(map(len, rows))]),
+        np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64),
+        np.concatenate([use[row] for use, row in zip(uses, rows, strict=True)]) if rows else np.zeros(0),
+        np.asarray(topology.capacities),
+    )
+    slowed = np.divide(caps, together, out=np.ones(len(caps)), where=together > 0)
+    return dict(zip(axes, map(float, slowed), strict=True))
+
+
+@lru_cache(maxsize=4096)
+def node_shares(hardware: Hardware, members: int, stride: int) -> Shares:
+    """Shares of the innermost level's bandwidth for groups of `members`, `stride` apart, all groups at once.
+
+    The level's bandwidth is that of all devices of a unit. Where devices are joined directly, a group has only the
+    links among its own members; below a PCIe tree groups meet at the host. Switches that never block leave 1.
+    """
+    if members == 1 or hardware.node is None or hardware.node.kind not in {*MESHES, "pcie-tree"}:
+        return WHOLE
+    spec = _innermost(hardware)
+    topology = node_topology(spec)
+    if members * stride <= spec.devices and spec.devices % (members * stride) == 0:
+        groups: list[range] = axis_groups(spec.devices, members, stride)
+    else:
+        groups = [range(0, (members - 1) * stride + 1, stride)]
+    bandwidth = _ring_bandwidths if spec.kind in MESHES else _shared_ring_bandwidths
+    whole = min(bandwidth(topology, [topology.devices]))
+    exchange = payload_rate(topology, link_use(topology, groups, pairwise_all_to_all)) * (members - 1) / members
+    send = payload_rate(topology, link_use(topology, groups, direct_send))
+    found = (min(bandwidth(topology, groups)), exchange, send)
+    return Shares(*(min(1.0, value / whole) for value in found))
+
+
+def ring_bandwidth(topology: Topology, group: Sequence[int], *, sharing_hosts: int = 1) -> float:
+    """Bytes/s that every member of `group` can send in an all-gather at its best, over links among the members.
+
+    An all-gather of ``S`` bytes takes at least ``S / n max_X |X| / B(X)`` over sets ``X`` of vertices that hold
+    ``|X| < n`` members and have links of ``B(X)`` bytes/s leaving them, and trees that reach this bound exist (Zhao et
+    al., "ForestColl: Throughput-optimal collective communications on heterogeneous network fabrics", 2024). The result
+    is the ``b`` for which this is ``(n - 1) / n S / b``: on one ring its slowest link. Host bridges carry traffic only
+    where nothing else joins the members, and then are shared by `sharing_hosts` groups.
+    """
+    import networkx as nx
+
+    members = list(group)
+    topology.check_group(members)
+    others = set(topology.devices) - set(members)
+    kept = [vertex for vertex in topology.graph if vertex not in others]
+    direct = [vertex for vertex in kept if topology.graph.nodes[vertex]["kind"] != "host"]
+    graph = topology.graph.subgraph(direct)
+    hosts = 1
+    if not all(nx.has_path(graph, members[0], member) for member in members):
+        graph, hosts = topology.graph.subgraph(kept), sharing_hosts
+    network: nx.DiGraph[Vertex] = nx.DiGraph()
+    for one, other, link in graph.edges(data=True):
+        capacity = link["capacity_bytes_per_s"]
+        network.add_edge(one, other, capacity=capacity / hosts if link["kind"] == "host" else capacity)
+    return (len(members) - 1) * min(_rate_into(network, members, target) for target in members)
+
+
+def _rate_into(network: nx.DiGraph[Vertex], members: Sequence[int], target: int) -> float:
+    """Largest rate at which every other member can send to `target` at once: the least cut over its members.
+
+    Newton's iteration on the cuts, each found by a maximum flow; it ends after finitely many.
+    """
+    import networkx as nx
+
+    source = "all members"
+    graph = network.copy()
+    senders = [member for member in members if member != target]
+    rate = sum(link["capacity"] for _, _, link in graph.in_edges(target, data=True)) / len(senders)
+    while True:
+        graph.add_edges_from(((source, sender) for sender in senders), capacity=rate)
+        flow, (before, _) = nx.minimum_cut(graph, source, target)
+        inside = sum(sender in before for sender in senders)
+        if flow >= rate * len(senders) * ENOUGH or not inside:
+            return float(rate)
+        rate = (flow - rate * (len(senders) - inside)) / inside
+
+
+def _ring_bandwidths(topology: Topology, groups: Sequence[Sequence[int]]) -> list[float]:
+    return [ring_bandwidth(topology, group, sharing_hosts=len(groups)) for group in groups]
+
+
+def _shared_ring_bandwidths(topology: Topology, groups: Sequence[Sequence[int]]) -> list[float]:
+    count = len(groups[0])
+    return [payload_rate(topology, link_use(topology, groups, ring_gather)) * (count - 1) / count]
+
+
+def _innermost(hardware: Hardware) -> NodeSpec:
+    """The node, or the one quad that is the innermost level."""
+    spec = unit_spec(hardware)
+    if spec.kind != "hccs-quads":
+        return spec
+    first = hardware.levels[0]
+    bandwidth, latency = first.bandwidth_bytes_per_s, first.latency_s
+    return NodeSpec(kind="full-mesh", devices=first.size, bandwidth_bytes_per_s=bandwidth, latency_s=latency)
+
+
+def _blocks(topology: Topology, group: Sequence[int]) -> list[list[int]]:
+    """Members by machine, along direct links where these form a ring; one by one where machines differ in count."""
+    by_machine: dict[int, list[int]] = {}
+    for device in group:
+        by_machine.setdefault(topology.graph.nodes[device]["node"], []).append(device)
+    blocks = list(by_machine.values())
+    if len({len(block) for block in blocks}) > 1:
+        return [[device] for device in group]
+    return [_direct_ring(topology.graph.has_edge, block) for block in blocks]
+
+
+def _direct_ring(joined: Callable[[Vertex, Vertex], bool], block: list[int]) -> list[int]:
+    """`block` in an order in which every neighbour is joined directly; the block as it is where there is none."""
+    if not 3 < len(block) <= MAX_SEARCHED or not any(joined(block[0], other) for other in block):
+        return block
+
+    def extend(path: list[int]) -> list[int] | None:
+        if len(path) == len(block):
+            return path if joined(path[-1], path[0]) else None
+        for device in block:
+            if device not in path and joined(path[-1], device):
+                found = extend([*path, device])
+                if found:
+                    return found
+        return None
+
+    return extend(block[:1]) or block
