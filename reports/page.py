@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2330; --soft: #5b6475; --paper: #f6f7f9; --card: #ffffff;
-  --rule: #dfe3ea; --accent: #2f6fdd; --bad: #b3261e; }
+  --rule: #dfe3ea; --accent: #2f6fdd; --bad: #b3261e; --good: #17724f; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e8ebf1; --soft: #a3adbf; --paper: #14171d; --card: #1d222b;
-  --rule: #343b48; --accent: #7fb0ff; --bad: #ff8a80; } }
+  --rule: #343b48; --accent: #7fb0ff; --bad: #ff8a80; --good: #6fd3a8; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 1180px; margin: 0 auto; padding: 32px 24px 64px; }
@@ -29,6 +29,8 @@ p { margin: 0 0 12px; max-width: 78ch; }
 .card .value { font-size: 21px; font-weight: 600; font-variant-numeric: tabular-nums; }
 .card .more { color: var(--soft); font-size: 13px; }
 .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 500px), 1fr)); gap: 0 16px; }
+.grid > * { min-width: 0; }
+.cards.four { grid-template-columns: repeat(auto-fill, minmax(min(46%, 240px), 1fr)); }
 figure { margin: 0 0 16px; background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
   padding: 14px 14px 10px; min-width: 0; }
 figcaption { color: var(--soft); font-size: 13px; margin-top: 4px; }
@@ -47,6 +49,20 @@ th, td { white-space: nowrap; }
 .wrap { display: inline-block; min-width: 34ch; white-space: normal; }
 .number { text-align: right; }
 .bad { color: var(--bad); }
+.good { color: var(--good); }
+.soft { color: var(--soft); }
+.plot { display: block; width: 100%; height: auto; }
+.scroll { overflow-x: auto; }
+.scroll .plot { min-width: 330px; }
+.scroll.wide .plot { min-width: 760px; }
+.tight th, .tight td { padding: 6px 5px; font-size: 13px; }
+.tight td:last-child, .tight th:last-child { padding-right: 12px; }
+.tight th:first-child { padding-left: 14px; }
+.tight tbody th { white-space: normal; min-width: 18ch; font-weight: 500; color: var(--ink); position: sticky; left: 0;
+  background: var(--card); }
+.tight .soft { font-size: 12px; }
+.tight .group { text-align: center; border-left: 1px solid var(--rule); }
+.tight tr.total > * { font-weight: 600; border-bottom: 2px solid var(--rule); }
 code, pre { font: 13px/1.5 ui-monospace, monospace; }
 pre { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 12px 14px;
   overflow-x: auto; }
@@ -96,14 +112,14 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, caption: st
     )
 
 
-def cards(entries: Sequence[tuple[str, str, str]]) -> Html:
-    """Name, value and a remark, side by side."""
+def cards(entries: Sequence[tuple[str, str, str]], *, four: bool = False) -> Html:
+    """Name, value and a remark, side by side; `four` of them in a row at most."""
     inner = "".join(
         f'<div class="card"><div class="name">{html.escape(name)}</div><div class="value">{html.escape(value)}</div>'
         f'<div class="more">{html.escape(more)}</div></div>'
         for name, value, more in entries
     )
-    return Html(f'<div class="cards">{inner}</div>')
+    return Html(f'<div class="cards{" four" if four else ""}">{inner}</div>')
 
 
 def heading(text: str) -> Html:
@@ -131,6 +147,15 @@ def drawing(svg: str, *, title: str, caption: str) -> Html:
     """A picture that is markup already; it keeps a white ground."""
     return Html(
         f'<figure class="drawing" role="group"><h3>{html.escape(title)}</h3>{svg}'
+        f"<figcaption>{html.escape(caption)}</figcaption></figure>"
+    )
+
+
+def picture(svg: str, *, title: str, caption: str, wide: bool = False) -> Html:
+    """A picture that is markup already and takes the page's colours; narrow windows scroll it."""
+    return Html(
+        f'<figure role="group" aria-label="{html.escape(title)}"><h3>{html.escape(title)}</h3>'
+        f'<div class="scroll{" wide" if wide else ""}" tabindex="0">{svg}</div>'
         f"<figcaption>{html.escape(caption)}</figcaption></figure>"
     )
 
@@ -163,13 +188,14 @@ def chart(figure: go.Figure, *, identity: str, title: str, caption: str, height:
     )
 
 
-def page(title: str, parts: Sequence[Html], *, footer: str) -> str:
-    """The whole page as text, scripts and styles inside."""
+def page(title: str, parts: Sequence[Html], *, footer: str, interactive: bool = True) -> str:
+    """The whole page as text, styles inside, and the script of interactive pictures where there are any."""
+    script = f"<script>{_plotly_script()}</script>\n" if interactive else ""
     body = "\n".join(part.text for part in parts)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n<script>{_plotly_script()}</script>\n</head>\n"
+        f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n{script}</head>\n"
         f"<body>\n<main>\n<h1>{html.escape(title)}</h1>\n{body}\n<footer>{html.escape(footer)}</footer>\n</main>\n"
         "</body>\n</html>\n"
     )
