@@ -1,0 +1,168 @@
+"""Pipelines of operators, pass by pass: the times of `operator_table` in an engine without writing it out.
+
+From the moments at which the two streams of a rank are free and the inputs of a pass are there, every later moment is
+``max_i(moment_i + delay_i)``: a linear map in max-plus algebra (Baccelli et al., "Synchronization and Linearity",
+1992). A pass is one small matrix, the same for every micro-batch, and a step costs as much as its passes, not as its
+operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableSequence, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from simulator.pipeline import per_rank
+from simulator.pipeline_operators import OperatorCosts, OperatorGroup, OperatorPlan, plan_operators
+from simulator.schedules import Schedule
+from simulator.task_table import FloatArray
+
+COMPUTE, COMMUNICATION, FIRST_INPUT = range(3)
+"""Moments that decide all later ones: both streams free, then the inputs of the one or two actions there."""
+COMPILED_GROUPS = 50_000
+"""Groups from which loading compiled code, about 0.5 s once in a process, is worth it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OperatorResult:
+    """Times of one step.
+
+    Attributes
+    ----------
+    ends_s : (A,) when the output of each action is there
+    bubble_s : (ranks,) time within the step in which no kernel runs and no send blocks the rank
+    """
+
+    step_time_s: float
+    ends_s: FloatArray
+    bubble_s: FloatArray
+
+
+def simulate_operators(schedule: Schedule, costs: OperatorCosts) -> OperatorResult:
+    """Simulate one step, pass by pass: the times are those of `operator_table` in an engine, to rounding.
+
+    Raises
+    ------
+    ProgramError
+        When the schedule cannot run to its end.
+    """
+    plan = plan_operators(schedule, costs)
+    size = schedule.size
+    link, send_s = np.full(size + 1, -1, dtype=np.int64), np.zeros(size + 1)
+    link[plan.sender], send_s[plan.sender] = plan.link, plan.send_s
+    # Moments of all actions: outputs, arrivals of what is sent, and the start of the step.
+    sent = (schedule.action_rank[schedule.source] != schedule.action_rank) & (link[schedule.source] >= 0)
+    needed = np.append(np.where(schedule.source < 0, 2 * size, schedule.source + size * sent), 2 * size)
+    moments = np.zeros(2 * size + 1)
+    compute, communication = per_rank(schedule, costs.prologue_s).copy(), np.zeros(schedule.ranks)
+    link_free = np.zeros(len(plan.link_rank))
+    matrices = np.stack([matrix(group).ravel() for group in plan.groups])
+    given: list[Any] = [plan.which, plan.first, plan.second, schedule.action_rank[plan.first], needed, link, send_s]
+    given += [matrices.ravel(), costs.overlap_sends, compute, communication, link_free, moments]
+    if len(plan.first) >= COMPILED_GROUPS:
+        _compiled()(*given)
+    else:
+        listed: list[Any] = [value if isinstance(value, bool) else value.tolist() for value in given]
+        run_groups(*listed)
+        compute, communication, link_free, moments = (np.array(values) for values in listed[-4:])
+    ends = np.maximum(compute, communication) + per_rank(schedule, costs.epilogue_s)
+    step = float(max(ends.max(), link_free.max(initial=0.0)))
+    return OperatorResult(
+        step_time_s=step, ends_s=moments[:size], bubble_s=np.subtract(step, _busy(schedule, costs, plan))
+    )
+
+
+def run_groups(
+    which: Sequence[int],
+    first: Sequence[int],
+    second: Sequence[int],
+    rank: Sequence[int],
+    needed: Sequence[int],
+    link: Sequence[int],
+    send_s: Sequence[float],
+    matrices: Sequence[float],
+    overlap_sends: bool,
+    compute: MutableSequence[float],
+    communication: MutableSequence[float],
+    link_free: MutableSequence[float],
+    moments: MutableSequence[float],
+) -> None:
+    """Fill ``moments`` (2A + 1,) of outputs and arrivals; Python runs it on lists, numba compiles it for arrays."""
+    for group in range(len(which)):
+        here, base, one, two = rank[group], 16 * which[group], first[group], second[group]
+        kernels, messages = compute[here], communication[here]
+        input_one, input_two = moments[needed[one]], moments[needed[two]]
+        for row in range(4):
+            at = base + 4 * row
+            moment = max(kernels + matrices[at], messages + matrices[at + 1])
+            moment = max(moment, input_one + matrices[at + 2], input_two + matrices[at + 3])
+            if row == 0:
+                compute[here] = moment
+            elif row == 1:
+                communication[here] = moment
+            elif row == 2:
+                moments[one] = moment
+            elif two >= 0:
+                moments[two] = moment
+        for sender in (one, two):
+            lane = link[sender]
+            if lane < 0:
+                continue
+            output = moments[sender]
+            if overlap_sends:
+                arrival = max(link_free[lane], output) + send_s[sender]
+                link_free[lane] = arrival
+            else:
+                arrival = max(compute[here], output) + send_s[sender]
+                compute[here] = arrival
+            moments[len(link) - 1 + sender] = arrival
+
+
+@cache
+def _compiled() -> Any:
+    from numba import njit
+
+    return njit(cache=True, nogil=True)(run_groups)
+
+
+def _busy(schedule: Schedule, costs: OperatorCosts, plan: OperatorPlan) -> FloatArray:
+    seconds = np.array([(g.operators.seconds * (g.operators.communication == COMPUTE)).sum() for g in plan.groups])
+    computing = np.bincount(schedule.action_rank[plan.first], seconds[plan.which], schedule.ranks)
+    busy = computing + per_rank(schedule, costs.prologue_s) + per_rank(schedule, costs.epilogue_s)
+    if not costs.overlap_sends:
+        busy = busy + np.bincount(schedule.action_rank[plan.sender], plan.send_s, schedule.ranks)
+    return busy
+
+
+def delays(group: OperatorGroup) -> FloatArray:
+    """(n, 4) least time from each deciding moment to the end of each operator, ``-inf`` where it does not wait."""
+    given = group.operators
+    ends = np.full((len(given.seconds), 4), -np.inf)
+    streams = np.full((2, 4), -np.inf)
+    streams[[0, 1], [0, 1]] = 0.0
+    for index, seconds in enumerate(given.seconds):
+        earlier = given.dependencies[given.dependency_offsets[index] : given.dependency_offsets[index + 1]]
+        start = streams[given.communication[index]].copy()
+        for before in earlier:
+            np.maximum(start, ends[before], out=start)
+        for number, entry in enumerate(group.entries):
+            if index in entry:
+                start[FIRST_INPUT + number] = max(start[FIRST_INPUT + number], 0.0)
+        ends[index] = streams[given.communication[index]] = start + seconds
+    return ends
+
+
+def matrix(group: OperatorGroup) -> FloatArray:
+    """(4, 4) delays from the deciding moments to both streams free again and the outputs there."""
+    found, ends = np.full((4, 4), -np.inf), delays(group)
+    for stream in (COMPUTE, COMMUNICATION):
+        used = np.flatnonzero(group.operators.communication == stream)
+        found[stream, stream] = 0.0
+        if len(used):
+            found[stream] = ends[used[-1]]
+    for number, output in enumerate(group.outputs):
+        found[FIRST_INPUT + number] = ends[output]
+    return found

@@ -1,0 +1,135 @@
+"""Pipelines of operators: written out in full and as passes, the same times."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator import engine, fast_engine, pipeline_passes
+from simulator.errors import InputError
+from simulator.pipeline import PipelineCosts, simulate_pipeline
+from simulator.pipeline_operators import LABELS, OperatorCosts, Operators, operator_table
+from simulator.pipeline_passes import simulate_operators
+from simulator.schedules import ActionKind, Schedule, make_schedule
+from tests.simulator.test_schedules import EVERY, shapes
+
+
+def random_operators(random: np.random.Generator) -> Operators:
+    count = int(random.integers(1, 7))
+    rows = [np.flatnonzero(random.random(index) < 0.5) for index in range(count)]
+    return Operators(
+        seconds=random.uniform(0, 2, count),
+        communication=random.integers(0, 2, count),
+        dependency_offsets=np.concatenate(([0], np.cumsum([len(row) for row in rows]))),
+        dependencies=np.concatenate(rows),
+    )
+
+
+def random_costs(schedule: Schedule, seed: int, *, overlap: bool) -> OperatorCosts:
+    random = np.random.default_rng(seed)
+    shared = [random_operators(random) for _ in range(3)]
+    return OperatorCosts(
+        passes={kind: random.choice(np.array(shared, dtype=object), schedule.stages).tolist() for kind in ActionKind},
+        send_s=random.uniform(0, 1, schedule.stages) if random.random() < 0.7 else 0.0,
+        prologue_s=random.uniform(0, 1, schedule.ranks),
+        epilogue_s=random.uniform(0, 1, schedule.ranks),
+        overlap_sends=overlap,
+    )
+
+
+@EVERY
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_passes_and_operators_take_the_same_time(name: str, data: st.DataObject) -> None:
+    schedule = make_schedule(name, *shapes(name, data))
+    costs = random_costs(schedule, data.draw(st.integers(0, 999)), overlap=data.draw(st.booleans()))
+    table = operator_table(schedule, costs)
+    starts, ends = fast_engine.run(table)
+    reference = engine.run(table)
+    np.testing.assert_allclose(starts, reference[0], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(ends, reference[1], rtol=1e-12, atol=1e-12)
+
+    passes = simulate_operators(schedule, costs)
+    assert passes.step_time_s == pytest.approx(ends.max(), rel=1e-12)
+    kernels = np.bincount(table.stream, table.work)[: schedule.ranks]
+    np.testing.assert_allclose(passes.bubble_s, ends.max() - kernels, rtol=1e-9, atol=1e-9)
+    operators = sum(
+        len(costs.passes[ActionKind(k)][s].seconds) for k, s in zip(schedule.kind, schedule.stage, strict=True)
+    )
+    assert np.count_nonzero(table.label < 2) == operators
+    everything = np.sort(ends[table.label < LABELS.index("prologue")])
+    found = np.searchsorted(everything, passes.ends_s)
+    near = np.minimum(
+        np.abs(everything[np.minimum(found, len(everything) - 1)] - passes.ends_s),
+        np.abs(everything[np.maximum(found - 1, 0)] - passes.ends_s),
+    )
+    assert near.max() < 1e-9, "every output comes at the end of an operator"
+
+
+@EVERY
+def test_one_operator_a_pass_is_the_pipeline_of_passes(name: str) -> None:
+    schedule = make_schedule(name, 1 if name == "gradient_accumulation" else 4, 8)
+    random = np.random.default_rng(7)
+    seconds = random.uniform(1, 2, (4, schedule.stages))
+    none = np.zeros(1, dtype=np.int64)
+    costs = OperatorCosts(
+        passes={
+            kind: [Operators.chain(seconds[kind, stage : stage + 1], none) for stage in range(schedule.stages)]
+            for kind in ActionKind
+        },
+        send_s=0.25,
+    )
+    passes = PipelineCosts(
+        forward_s=seconds[0],
+        backward_s=seconds[1],
+        input_gradient_s=seconds[2],
+        weight_gradient_s=seconds[3],
+        send_s=0.25,
+    )
+    whole = simulate_pipeline(schedule, passes)
+    single = simulate_operators(schedule, costs)
+    if not schedule.paired.any():
+        np.testing.assert_allclose(single.ends_s, whole.ends_s)
+        np.testing.assert_allclose(single.bubble_s, whole.bubble_s)
+    else:  # The operator of one action of a pair runs before that of the other.
+        assert single.step_time_s <= whole.step_time_s + 1e-9
+
+
+def test_paired_actions_hide_their_messages() -> None:
+    """A pass of 4 x (1 s kernel, 1 s message): 8 s alone, two of them together 9 s, all but one message hidden."""
+    pattern = Operators.chain(np.ones(8), np.tile([0, 1], 4))
+    costs = OperatorCosts(passes={ActionKind.FORWARD: [pattern], ActionKind.BACKWARD: [pattern]})
+    single = simulate_operators(make_schedule("gradient_accumulation", 1, 1), costs)
+    copies = simulate_operators(make_schedule("multi_copy", 1, 2), costs)
+    assert single.ends_s.tolist() == [8.0, 16.0]
+    assert copies.ends_s.tolist() == [8.0, 9.0, 16.0, 17.0]
+
+
+def test_compiled_passes_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = make_schedule("dualpipe_v", 3, 8)
+    costs = random_costs(schedule, 3, overlap=False)
+    plain = simulate_operators(schedule, costs)
+    monkeypatch.setattr(pipeline_passes, "COMPILED_GROUPS", 0)
+    compiled = simulate_operators(schedule, costs)
+    assert compiled.step_time_s == plain.step_time_s
+    np.testing.assert_array_equal(compiled.ends_s, plain.ends_s)
+
+
+def test_wrong_operators_are_refused() -> None:
+    none = np.zeros(0, dtype=np.int64)
+    with pytest.raises(InputError, match="needs operators"):
+        Operators.chain(np.zeros(0), none)
+    with pytest.raises(InputError, match="finite time of at least 0"):
+        Operators.chain(np.array([-1.0]), np.zeros(1, dtype=np.int64))
+    with pytest.raises(InputError, match="Operator 0 waits for operator 0"):
+        Operators(
+            seconds=np.ones(1),
+            communication=np.zeros(1, dtype=np.int64),
+            dependency_offsets=np.array([0, 1]),
+            dependencies=np.array([0]),
+        )
+    one = Operators.chain(np.ones(1), np.zeros(1, dtype=np.int64))
+    with pytest.raises(InputError, match="has 2 stages, but there are 1 lists of operators of kind forward"):
+        simulate_operators(make_schedule("1f1b", 2, 2), OperatorCosts(passes={ActionKind.FORWARD: [one]}))
