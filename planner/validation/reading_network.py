@@ -25,6 +25,14 @@ _UNDESCRIBED = (
 _LANGUAGE = r"decoder|gpt|llama|\bmoe\b|encoder|bert|\bt5\b|mixtral|transformer|mcore|languagemodeling|nemotron|mla"
 _NETWORK_COLUMNS = ("n_layers", "hidden", "n_heads")
 _T5_DECODER_LENGTH = 128
+_T5_SIZES = (
+    (r"t5[-_ ]?(?:v1\.1[-_ ])?small", (6, 512, 8, 2048, 64)),
+    (r"t5[-_ ]?(?:v1\.1[-_ ])?base", (12, 768, 12, 3072, 64)),
+    (r"t5[-_ ]?(?:v1\.1[-_ ])?large", (24, 1024, 16, 4096, 64)),
+    (r"t5[-_ ]?3b", (24, 1024, 32, 16384, 128)),
+    (r"t5[-_ ]?11b", (24, 1024, 128, 65536, 128)),
+)
+"""Layers (of encoder and decoder each), width, heads, feed-forward width and head size (arXiv:1910.10683)."""
 _WHOLE_STAGES = 0.1
 """Guessed layers are rounded to whole pipeline stages where that changes them by less than this share."""
 
@@ -228,6 +236,8 @@ def _head_size(row: FileRow, known: KnownModel | None, hidden: int, heads: int) 
     stated = re.search(r"head_?dim[ =]?(\d+)", row.text("arch"))
     if stated:
         return int(stated[1])
+    if known and known.latent_attention:
+        return known.latent_attention.plain_head + known.latent_attention.rotary_head
     if known and known.head_size:
         return known.head_size
     return max(1, hidden // heads)
@@ -267,7 +277,7 @@ def _special(row: FileRow, shape: TransformerShape, name: str, notes: Notes) -> 
         # Megatron-Core's defaults of --multi-latent-attention.
         latent = LatentAttention(query_rank=512, key_value_rank=512, rotary_head=64, plain_head=128, value_head=128)
         notes.append("ranks of latent attention not stated: 512")
-        shape = replace(shape, latent_attention=latent)
+        shape = replace(shape, latent_attention=latent, head_size=latent.plain_head + latent.rotary_head)
     if shape.latent_attention is not None and re.search(r"w/ mtp|with mtp|(?:^|-)mtp", words) and "no-mtp" not in name:
         shape = replace(shape, multi_token_layers=1)
     if "tokendrop" in name and shape.experts is not None:
@@ -279,7 +289,12 @@ def _special(row: FileRow, shape: TransformerShape, name: str, notes: Notes) -> 
 
 
 def _encoder_decoder(row: FileRow, notes: Notes) -> TransformerShape:
-    layers, hidden, heads = (row.whole(column) for column in _NETWORK_COLUMNS)
+    name = row.text("model").lower()
+    published = next((sizes for pattern, sizes in _T5_SIZES if re.search(pattern, name)), (0, 0, 0, 0, 0))
+    layers, hidden, heads, inner = (
+        _stated(row, column, size, notes)
+        for column, size in zip((*_NETWORK_COLUMNS, "ffn_hidden"), published, strict=False)
+    )
     if not hidden or not heads:
         raise MissingFactError("hidden or n_heads not stated")
     if not layers:
@@ -287,10 +302,9 @@ def _encoder_decoder(row: FileRow, notes: Notes) -> TransformerShape:
         notes.append(f"n_layers not stated: {layers}")
     length = row.whole("seq_len") or 512
     notes.append(f"{layers} layers in the encoder and as many in the decoder, {_T5_DECODER_LENGTH} tokens there")
-    inner = row.whole("ffn_hidden") or 4 * hidden
-    head_size = 64 if hidden == 768 else 128 if hidden >= 4096 else hidden // heads
+    head_size = published[4] or (64 if hidden == 768 else 128 if hidden >= 4096 else hidden // heads)
     return TransformerShape(
         name=row.text("model"), layers=layers, hidden=hidden, heads=heads, key_value_heads=heads, head_size=head_size,
-        feed_forward=inner, vocabulary=row.whole("vocab") or 30592, sequence_length=_T5_DECODER_LENGTH,
+        feed_forward=inner or 4 * hidden, vocabulary=row.whole("vocab") or 30592, sequence_length=_T5_DECODER_LENGTH,
         learned_positions=length, dropout=True, encoder_layers=layers, encoder_sequence_length=length,
     )  # fmt: skip

@@ -73,7 +73,7 @@ def read_mesh(row: FileRow, network: Network, shard: OptimizerSharding, notes: l
         cp = 1
     else:
         cp = stated["cp"] or 1
-        tp, pp = _completed(devices, stated, cp, notes)
+        tp, pp = _completed(devices, stated, cp, shard, notes)
     if devices % (tp * pp * cp):
         raise MissingFactError(f"tp {tp} x pp {pp} x cp {cp} does not divide the {devices} devices")
     found = devices // (tp * pp * cp)
@@ -108,8 +108,12 @@ def _written_layout(row: FileRow) -> dict[str, int]:
     return {k.lower(): int(v) for k, v in re.findall(r"([A-Z]P)(\d+)", found[1].upper())} if found else {}
 
 
-def _completed(devices: int, stated: dict[str, int | None], cp: int, notes: list[str]) -> tuple[int, int]:
-    tp, pp, dp = stated["tp"], stated["pp"], stated["dp"]
+def _completed(
+    devices: int, stated: dict[str, int | None], cp: int, shard: OptimizerSharding, notes: list[str]
+) -> tuple[int, int]:
+    # Where all is sharded, the data degree that is printed may leave the sharding ranks out.
+    dp = None if shard is OptimizerSharding.ZERO3 else stated["dp"]
+    tp, pp = stated["tp"], stated["pp"]
     missing = [name for name, value in (("tp", tp), ("pp", pp)) if value is None]
     rest = devices // ((tp or 1) * (pp or 1) * cp * (dp or 1)) if dp else 1
     exact = devices == (tp or 1) * (pp or 1) * cp * (dp or 1) * rest
