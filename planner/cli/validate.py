@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +26,9 @@ _SHOWN_FAULTS = 20
 def validate(
     measurements: Annotated[list[Path], typer.Argument(metavar="MEASUREMENTS.csv...", help="Measured training runs.")],
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="The predictions, one row each.")] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="DIR", help="A page of figures and pictures, in this folder.")
+    ] = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
@@ -33,6 +38,8 @@ def validate(
     \b
     Example:
       meshwright validate runs.csv --out predictions.csv
+    The accuracy report: index.html, its figures as metrics.json, and predictions.csv
+      meshwright validate measurements/*.csv --report accuracy
 
     Every row gets a status: ok, skipped (the reason says which fact is missing) or error (the row is wrong: the
     reason names file, line and column).
@@ -48,13 +55,17 @@ def validate(
         _check_apart(out, measurements)
         check_writable(out)
     rows = [row for path in measurements for row in read_measurements(path)]
+    if report is not None:
+        _check_folder(report)
     with terminal.counting("predicting", len(rows)) as advance:
         scored = score(rows, _predictor(), _steps(advance))
     if out is not None:
         write_whole(out, prediction_lines(scored))
     _report_faults(terminal, rows)
     result = AccuracyResult(fitted=accuracy_of(scored))
-    _show(terminal, result, out)
+    if report is not None:
+        _write_report(terminal, report, result, measurements)
+    _show(terminal, result, out, report)
 
 
 def _predictor() -> Predictor:
@@ -76,6 +87,32 @@ def _check_apart(out: Path, measurements: list[Path]) -> None:
         raise InputError(f"--out {str(out)!r} is one of the measurement files; choose another name")
 
 
+def _check_folder(folder: Path) -> None:
+    """Say before the work begins that a report cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--report {str(folder)!r}: {error.strerror or error}; name a folder to write into") from error
+
+
+def _write_report(terminal: Terminal, folder: Path, result: AccuracyResult, measurements: list[Path]) -> None:
+    from reports.accuracy_page import write_accuracy_report
+
+    date = dt.datetime.now(tz=dt.UTC).date().isoformat()
+    with terminal.working("drawing the report"):
+        write_accuracy_report(folder, result, command=_command(measurements, folder), date=date)
+
+
+def _command(measurements: list[Path], folder: Path) -> str:
+    """The command that makes a report; a folder whose CSV files are all named is written with a star."""
+    names: list[str] = []
+    for parent in dict.fromkeys(path.parent for path in measurements):
+        inside = [path for path in measurements if path.parent == parent]
+        whole = len(inside) > 1 and {path.name for path in inside} == {path.name for path in parent.glob("*.csv")}
+        names += [shlex.quote(str(parent)) + "/*.csv"] if whole else [shlex.quote(str(path)) for path in inside]
+    return f"meshwright validate {' '.join(names)} --report {shlex.quote(str(folder))}"
+
+
 def _report_faults(terminal: Terminal, rows: list[MeasuredRow]) -> None:
     """Say on stderr which rows are wrong; a collection in which every row is wrong is bad input."""
     faults = [row.fault for row in rows if row.fault]
@@ -87,16 +124,18 @@ def _report_faults(terminal: Terminal, rows: list[MeasuredRow]) -> None:
         terminal.note(f"meshwright: and {len(faults) - _SHOWN_FAULTS} rows more that are wrong")
 
 
-def _show(terminal: Terminal, result: AccuracyResult, out: Path | None) -> None:
+def _show(terminal: Terminal, result: AccuracyResult, out: Path | None, report: Path | None) -> None:
     if terminal.json:
-        terminal.document(accuracy_document(result, out))
+        terminal.document({**accuracy_document(result, out), "report": None if report is None else str(report)})
     elif terminal.quiet:
-        if out is not None:
-            terminal.line(str(out))
+        for path in (out, report):
+            if path is not None:
+                terminal.line(str(path))
     else:
         from planner.cli.accuracy_tables import accuracy_report
 
-        terminal.show(*accuracy_report(result, None if out is None else str(out)))
+        written = ", ".join(str(path) for path in (out, report) if path is not None)
+        terminal.show(*accuracy_report(result, written or None))
 
 
 def accuracy_document(result: AccuracyResult, out: Path | None) -> dict[str, Any]:

@@ -56,25 +56,26 @@ def test_every_source_aim_and_both_fits_are_there(text: str, result: AccuracyRes
             assert f"{100 * (metrics.time_bias or 0):+.1f} %".replace("-", "−") in text
 
 
-def test_the_same_result_gives_the_same_bytes(text: str, result: AccuracyResult) -> None:
-    assert accuracy_page(result, command=COMMAND, date=DATE) == text
-
-
 def test_pictures_take_the_colours_of_the_page(text: str) -> None:
     assert "var(--ink)" in text
     for stand_in in ("#010101", "#020202", "#030303", "#040404"):
         assert stand_in not in text
 
 
-def test_the_folder_holds_figures_and_predictions_but_no_measurement(tmp_path: Path, result: AccuracyResult) -> None:
+def test_the_folder_holds_figures_and_predictions_but_no_measurement(
+    tmp_path: Path, result: AccuracyResult, text: str
+) -> None:
     path = write_accuracy_report(tmp_path / "new" / "accuracy", result, command=COMMAND, date=DATE)
     assert path.name == "index.html"
+    assert path.read_text(encoding="utf-8") == text, "the same result gives the same bytes"
     figures = json.loads((path.parent / "metrics.json").read_text(encoding="utf-8"))
     assert figures["leave_one_source_out"]["overall"]["rows"] == 160
     assert set(figures["fitted_on_everything"]["by_source"]) == {name for name, *_ in SOURCES}
     predictions = (path.parent / "predictions.csv").read_text(encoding="utf-8")
     assert len(predictions.splitlines()) == 161
-    everything = path.read_text(encoding="utf-8") + json.dumps(figures) + predictions
+    # Coordinates of pictures are left aside: they are rounded, and some equal a measured time by chance.
+    words = re.sub(r"<svg.*?</svg>", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    everything = set(re.findall(r"[\d.]+", words + json.dumps(figures) + predictions))
     for row in result.fitted.rows:
         if row.measured_step_time_s is not None:
             assert f"{row.measured_step_time_s:.6g}" not in everything

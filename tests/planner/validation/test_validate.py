@@ -95,6 +95,26 @@ def test_one_json_document(tmp_path: Path) -> None:
     assert run("m.csv", "--quiet", "--out", "p.csv").stdout == "p.csv\n"
 
 
+def test_the_report_holds_what_made_it(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    for name in ("a", "b"):
+        write_measurements(tmp_path / "runs" / f"{name}.csv", *ROWS)
+    result = run("runs/a.csv", "runs/b.csv", "--report", "accuracy")
+    assert result.exit_code == 0, result.output
+    assert "written accuracy" in result.stdout
+    page = (tmp_path / "accuracy" / "index.html").read_text(encoding="utf-8")
+    assert "meshwright validate runs/*.csv --report accuracy" in page
+    assert "made for a test" in page
+    assert (
+        json.loads((tmp_path / "accuracy" / "metrics.json").read_text())["fitted_on_everything"]["overall"]["rows"]
+        == 12
+    )
+    (tmp_path / "taken").write_text("a file", encoding="utf-8")
+    refused = run("runs/a.csv", "--report", "taken", "--json")
+    assert refused.exit_code == 2
+    assert "--report 'taken'" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
