@@ -65,6 +65,7 @@ def fabric_spec(hardware: Hardware) -> FabricSpec:
         latency_s=leaf.latency_s,
         nodes_per_leaf=leaf.size // inner[-1].size if len(outer) == 2 else 0,
         oversubscription=max(1.0, leaf.bandwidth_bytes_per_s / spine.bandwidth_bytes_per_s),
+        rails=hardware.node.nics if hardware.node else 0,
         spine_latency_s=max(0.0, spine.latency_s - leaf.latency_s) / 2,
     )
 

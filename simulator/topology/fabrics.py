@@ -29,6 +29,8 @@ class FabricSpec:
         vertex and stands for all spine switches, over which traffic spreads evenly.
     spine_latency_s
         one hop between leaf and spine.
+    rails
+        0: as many as a machine has NICs; otherwise NIC ``r`` is on rail ``r`` modulo this.
     shape
         of a torus.
     """
@@ -38,6 +40,7 @@ class FabricSpec:
     nodes_per_leaf: int = 0
     oversubscription: float = 1.0
     spine_latency_s: float = 0.0
+    rails: int = 0
     shape: tuple[int, ...] = ()
 
 
@@ -81,7 +84,8 @@ def _fat_tree(links: Links, nics: Sequence[_Nic], fabric: FabricSpec, nodes: int
 
 def _rails(links: Links, nics: Sequence[_Nic], fabric: FabricSpec, nodes: int) -> None:
     per_leaf = fabric.nodes_per_leaf or nodes
-    _tree(links, nics, fabric, [f"leaf{nic.node // per_leaf}/rail{nic.number}" for nic in nics])
+    rails = fabric.rails or len(nics)
+    _tree(links, nics, fabric, [f"leaf{nic.node // per_leaf}/rail{nic.number % rails}" for nic in nics])
 
 
 def _tree(links: Links, nics: Sequence[_Nic], fabric: FabricSpec, leaf_of_nic: Sequence[str]) -> None:

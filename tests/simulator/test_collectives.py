@@ -183,8 +183,6 @@ def test_published_all_reduces_are_met(name: str, accelerator: str) -> None:
     """The median relative error of NCCL all-reduces of 512 bytes to 1 GB in a node stays under 15 %."""
     rows = pd.read_csv(MEASUREMENTS, low_memory=False)
     rows = rows[(rows.accelerator == accelerator) & (rows.collective == "all_reduce")]
-    if name == "dgx1-v100":  # its mesh is one level: right for all eight only
-        rows = rows[rows.n_accels == 8]
     hardware = profile(name)
     predicted = [
         collective_time(hardware, Collective.ALL_REDUCE, float(size), group_shape(hardware, int(count), 1))
