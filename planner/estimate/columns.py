@@ -61,6 +61,7 @@ class Columns:
     encoder_layers: FloatArray
     encoder_sequence: FloatArray
     multi_token_layers: FloatArray
+    predicted_positions: FloatArray
     devices: FloatArray
     dp: FloatArray
     tp: FloatArray
@@ -144,6 +145,7 @@ _SHAPE: dict[str, Callable[[TransformerShape], Any]] = {
     "encoder_layers": lambda s: s.encoder_layers,
     "encoder_sequence": lambda s: s.encoder_sequence_length,
     "multi_token_layers": lambda s: s.multi_token_layers,
+    "predicted_positions": lambda s: s.predicted_positions,
 }
 _SHARDING = {kind: float(index) for index, kind in enumerate(OptimizerSharding)}
 _UNFUSED = (AttentionKernel.UNFUSED, AttentionKernel.FUSED_SOFTMAX)

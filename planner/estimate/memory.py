@@ -247,7 +247,7 @@ class _Rank:
             gathered = GATHERED_LOGITS_BYTES if setup.tp > 1 else 0.0
             columns = float(shape.vocabulary)
             per_logit = PLAIN_LOSS_BYTES + gathered
-        logits = tokens * columns
+        logits = tokens * shape.predicted_positions * columns
         per_logit -= 0 if element == 2 else 2
         heads = 1 + content.multi_token_layers
         return 2 * stream * element * heads, logits * per_logit + tokens * shape.hidden * element

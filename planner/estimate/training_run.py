@@ -5,7 +5,7 @@ These records are what `planner.estimate` predicts from. They name no source and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from simulator.errors import InputError
@@ -135,6 +135,8 @@ class TransformerShape:
     encoder_layers: int = 0
     encoder_sequence_length: int = 0
     multi_token_layers: int = 0
+    predicted_positions: float = 1.0
+    """Share of the positions for which logits are computed: masked language models predict some 15 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +250,10 @@ class TrainingRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPrediction:
-    """What is predicted for a run; ``breakdown`` in seconds adds up to ``step_time_s``, ``memory`` to the peak."""
+    """What is predicted for a run; ``breakdown`` in seconds adds up to ``step_time_s``, ``memory`` to the peak.
+
+    ``memory_figures`` are the peaks that tools show, by the names of `planner.estimate.memory.MemoryFigure`.
+    """
 
     step_time_s: float
     interval_s: tuple[float, float]
@@ -257,3 +262,4 @@ class RunPrediction:
     fits: bool
     breakdown: dict[str, float]
     memory: dict[str, float]
+    memory_figures: dict[str, float] = field(default_factory=dict)

@@ -260,10 +260,11 @@ def _embedding(c: Columns, element: float) -> list[Operator]:
 def _head(c: Columns, element: float) -> list[Operator]:
     """Last norm, logits and the loss: logits are cast to float32 and read for maximum, exponents and gradient."""
     norm, norm_back = _norm_bytes(c, element)
-    logits = c.tokens * c.vocabulary / c.tp
+    predicted = c.tokens * c.predicted_positions
+    logits = predicted * c.vocabulary / c.tp
     return [
         Pointwise(name="last norm", part=Part.HEAD, forward_bytes=norm, backward_bytes=norm_back),
-        MatrixProduct(name="logits", part=Part.HEAD, m=c.tokens, n=c.vocabulary / c.tp, k=c.hidden,
+        MatrixProduct(name="logits", part=Part.HEAD, m=predicted, n=c.vocabulary / c.tp, k=c.hidden,
                       low_precision=False),
         Pointwise(name="cross entropy", part=Part.HEAD, forward_bytes=logits * (element + 20),
                   backward_bytes=logits * (element + 12), kernels=8),
