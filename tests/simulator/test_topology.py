@@ -147,7 +147,7 @@ def test_the_bound_of_a_mesh_is_reached_by_rings() -> None:
     topology = node_topology(spec("hybrid-cube-mesh"))
     rings = ((0, 3, 2, 1, 5, 6, 7, 4), (0, 4, 7, 6, 5, 1, 2, 3), (0, 1, 3, 7, 5, 4, 6, 2))
     both = [ring for order in rings for ring in (order, order[::-1])]
-    use = sum(link_use(topology, [ring], lambda blocks, size: ring_gather([ring], size / 6)) for ring in both)
+    use = link_use(topology, [range(8)], lambda _, size: [step for r in both for step in ring_gather([r], size / 6)])
     assert payload_rate(topology, use) == pytest.approx(84.0 * 8 / 7)
     assert ring_bandwidth(topology, range(8)) == pytest.approx(84.0)
 
