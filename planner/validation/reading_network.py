@@ -33,6 +33,10 @@ _T5_SIZES = (
     (r"t5[-_ ]?11b", (24, 1024, 128, 65536, 128)),
 )
 """Layers (of encoder and decoder each), width, heads, feed-forward width and head size (arXiv:1910.10683)."""
+_CLASSIFIED = 0.01
+"""Share of the work of a vocabulary's logits that the few outputs of a span or a class take, rounded up."""
+_INSTRUCTION_LENGTH = 320
+"""Tokens of a sample of instruction tuning with its template, on average (Alpaca's 52,000 samples)."""
 _WHOLE_STAGES = 0.1
 """Guessed layers are rounded to whole pipeline stages where that changes them by less than this share."""
 
@@ -102,9 +106,7 @@ def _transformer(row: FileRow, known: KnownModel | None, notes: Notes) -> Transf
     if not vocabulary:
         vocabulary = 32000 if traits.rotary else 30522 if not traits.causal else 50257
         notes.append(f"vocabulary not stated: {vocabulary}")
-    length = row.whole("seq_len")
-    if not length:
-        length = _assumed_length(row, traits, notes)
+    length = _length(row, traits, notes)
     experts, inner = _experts(row, known, inner, layers, notes)
     head_size = _head_size(row, known, hidden, heads)
     return TransformerShape(
@@ -129,7 +131,22 @@ def _transformer(row: FileRow, known: KnownModel | None, notes: Notes) -> Transf
         experts=experts,
         latent_attention=known.latent_attention if known else None,
         multi_token_layers=known.multi_token_layers if known else 0,
+        predicted_positions=_predicted_positions(row, traits, notes),
     )
+
+
+def _predicted_positions(row: FileRow, traits: Traits, notes: Notes) -> float:
+    """BERT's training predicts 20 of 128 or 80 of 512 tokens; its fine-tuning a span or a class.
+
+    Megatron computes logits everywhere.
+    """
+    if traits.causal or "megatron" in row.text("framework").lower():
+        return 1.0
+    words = f"{row.text('model')} {row.text('source_table')}".lower()
+    if re.search(r"squad|fine-?tun|\bner\b|mnli|glue", words):
+        return _CLASSIFIED
+    notes.append("logits for the masked tokens, 5 of 32")
+    return 5 / 32
 
 
 def _agreeing(row: FileRow, known: KnownModel | None) -> KnownModel | None:
@@ -214,6 +231,17 @@ def _by_parameters(row: FileRow, layers: int, hidden: int, notes: Notes) -> tupl
     return layers, hidden
 
 
+def _length(row: FileRow, traits: Traits, notes: Notes) -> int:
+    length = row.whole("seq_len")
+    if not length:
+        return _assumed_length(row, traits, notes)
+    remarks = row.text("notes").lower()
+    if "variable length" in remarks and "derived" not in remarks and "pack" not in row.text("model").lower():
+        length = min(length, _INSTRUCTION_LENGTH)
+        notes.append(f"samples of variable length: {length} tokens on average, as instructions have")
+    return length
+
+
 def _assumed_length(row: FileRow, traits: Traits, notes: Notes) -> int:
     words = f"{row.text('source_table')} {row.text('hw')} {row.text('model')}".lower()
     if not traits.causal:
@@ -283,7 +311,7 @@ def _special(row: FileRow, shape: TransformerShape, name: str, notes: Notes) -> 
     if "tokendrop" in name and shape.experts is not None:
         notes.append("tokens beyond a capacity of 1 are dropped")
         shape = replace(shape, experts=replace(shape.experts, capacity_factor=1.0))
-    if "mlm" in name or shape.heads % shape.key_value_heads:
+    if shape.heads % shape.key_value_heads:
         shape = replace(shape, key_value_heads=shape.heads)
     return shape
 
