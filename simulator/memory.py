@@ -46,7 +46,8 @@ class MemoryCurve:
 class MemoryTimeline:
     """The memory of one device over a step.
 
-    ``first[s]`` is the curve of segment `s` the first time it runs, ``later[s]`` of every other time.
+    ``at_peak`` has the kinds that stand at the peak. ``first[s]`` is the curve of segment `s` the
+    first time it runs, ``later[s]`` of every other time.
     ``unreleased`` names buffers that outlive the step without being resident.
     """
 
@@ -115,7 +116,7 @@ def memory_timeline(program: Program, spans: Sequence[SegmentSpan]) -> MemoryTim
         resident_bytes=sum(buffer.size_bytes for buffer in program.resident),
         peak_bytes=int(level[peak]),
         peak_time_s=_time_of(peak, blocks, bounds, spans),
-        at_peak={kind: int(total) for kind, total in zip(_KINDS, at_peak, strict=True)},
+        at_peak={kind: int(total) for kind, total in zip(_KINDS, at_peak, strict=True) if total},
         final_bytes=int(level[-1]),
         unreleased=_unreleased(program, blocks, tuple(names)),
         first=tuple(curves[index, 0] for index in segments),

@@ -58,9 +58,23 @@ class BufferKind(StrEnum):
 
     PARAMETER = "parameters"
     GRADIENT = "gradients"
+    MASTER_WEIGHT = "master_weights"
+    """Float32 copies of low-precision parameters."""
     OPTIMIZER_STATE = "optimizer_states"
     ACTIVATION = "activations"
+    RECOMPUTED = "recomputed"
+    """Values and gradients of the layer that goes back, recomputed ones included."""
+    LOSS = "loss"
+    """Logits, their float32 copy and their gradient."""
+    GATHERED_PARAMETER = "gathered_parameters"
+    """Whole layers of sharded parameters, while they are at work."""
     COMMUNICATION = "communication"
+    WORKSPACE = "workspace"
+    """Scratch memory of libraries."""
+    ALLOCATOR_SLACK = "allocator_slack"
+    """What the framework's allocator holds besides."""
+    CONTEXT = "context"
+    """Driver context and communicators, outside the allocator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ when it would have to reserve more than the profile says a job can use (the prof
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from functools import lru_cache
 
 from planner.estimate.memory_traits import (
@@ -42,6 +43,19 @@ from simulator.hardware import Hardware
 
 _SHARDED_GRADIENTS = (OptimizerSharding.ZERO2, OptimizerSharding.ZERO3)
 _EIGHT_BITS = "float8_e4m3fn"
+
+
+class MemoryFigure(StrEnum):
+    """What a tool that measures memory shows."""
+
+    ALLOCATED = "allocated"
+    """``torch.cuda.max_memory_allocated`` of the fullest device."""
+    LAST_STAGE_ALLOCATED = "last_stage_allocated"
+    """The same on the last pipeline stage, whose last rank writes Megatron's log."""
+    RESERVED = "reserved"
+    """``torch.cuda.max_memory_reserved`` of the fullest device."""
+    DEVICE = "device"
+    """``nvidia-smi``, ``npu-smi``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +129,15 @@ class MemoryEstimate:
         """Peak of the device."""
         return self.fullest.device_bytes
 
+    def figures(self) -> dict[MemoryFigure, float]:
+        """What the tools that measure memory would show."""
+        return {
+            MemoryFigure.ALLOCATED: self.allocated_bytes,
+            MemoryFigure.LAST_STAGE_ALLOCATED: self.stages[-1].allocated_bytes,
+            MemoryFigure.RESERVED: self.reserved_bytes,
+            MemoryFigure.DEVICE: self.device_bytes,
+        }
+
     @property
     def fits(self) -> bool:
         """Whether the allocator gets what it needs."""
@@ -157,7 +180,7 @@ class _Rank:
     dense: LayerActivations
     expert: LayerActivations
     encoder: LayerActivations
-    workspace: float
+    hardware: Hardware
     context: float
 
     @staticmethod
@@ -172,8 +195,8 @@ class _Rank:
             dense=dense,
             expert=expert,
             encoder=encoder,
-            workspace=_workspace(traits, hardware),
-            context=_context(setup, traits),
+            hardware=hardware,
+            context=_context(setup, traits, hardware),
         )
 
     def stage(self, index: int) -> StageMemory:
@@ -206,8 +229,8 @@ class _Rank:
                 communication=self._communication(parameters.total),
                 several_in_flight=in_flight > 1,
             ),
-            workspace=self.workspace,
-            context=self.context,
+            self.hardware,
+            self.context,
         )
 
     def _kept(self, content: StageContent) -> float:
@@ -301,6 +324,11 @@ class _States:
     master_weights: float
     moments: float
 
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.parameters + self.gradients + self.master_weights + self.moments
+
 
 def _shards(setup: TrainingSetup) -> tuple[int, float]:
     """Over how many ranks dense and expert states are shared out, where they are."""
@@ -365,11 +393,16 @@ class _Moment:
 
 
 def _stage_memory(
-    states: _States, traits: MemoryTraits, moment: _Moment, *, workspace: float, context: float
+    states: _States, traits: MemoryTraits, moment: _Moment, hardware: Hardware, context: float
 ) -> StageMemory:
-    # States are allocated once, in large pieces: only what comes and goes leaves fragments.
     moving = moment.activations + moment.working + moment.gathered + moment.communication
-    fragments = traits.in_flight_share * moment.activations if moment.several_in_flight else 0.0
+    workspace = traits.newer_workspace_bytes if _EIGHT_BITS in hardware.peak_flops else traits.workspace_bytes
+    # States are allocated once, in large pieces: only what comes and goes leaves fragments.
+    slack = traits.allocator_bytes + traits.reserved_share * moving
+    if moment.several_in_flight:
+        slack += traits.in_flight_share * moment.activations
+    if traits.takes_whole_device:
+        slack = max(slack, hardware.device_memory_bytes - states.total - moving - workspace)
     return StageMemory(
         parameters=states.parameters,
         gradients=states.gradients,
@@ -380,18 +413,20 @@ def _stage_memory(
         gathered_parameters=moment.gathered,
         communication=moment.communication,
         workspace=workspace,
-        allocator_slack=traits.allocator_bytes + traits.reserved_share * moving + fragments,
+        allocator_slack=slack,
         context=context,
     )
 
 
-def _workspace(traits: MemoryTraits, hardware: Hardware) -> float:
-    return traits.newer_workspace_bytes if _EIGHT_BITS in hardware.peak_flops else traits.workspace_bytes
-
-
-def _context(setup: TrainingSetup, traits: MemoryTraits) -> float:
-    axes = sum(size > 1 for size in (setup.dp, setup.tp, setup.pp, setup.cp, setup.ep))
-    return traits.context_bytes + axes * traits.communicator_bytes
+def _context(setup: TrainingSetup, traits: MemoryTraits, hardware: Hardware) -> float:
+    """Driver context, and one communicator for each axis; ranks count along tensor, context, data, pipeline axis."""
+    total, stride = traits.context_bytes, 1
+    for size in (setup.tp, setup.cp, setup.dp, setup.pp):
+        stride *= size
+        if size > 1:
+            across_nodes = stride > hardware.devices_per_node
+            total += traits.network_communicator_bytes if across_nodes else traits.communicator_bytes
+    return total + (traits.communicator_bytes if setup.ep > 1 else 0.0)
 
 
 def _layered(network: LayeredNetwork, setup: TrainingSetup, hardware: Hardware) -> StageMemory:
@@ -411,6 +446,6 @@ def _layered(network: LayeredNetwork, setup: TrainingSetup, hardware: Hardware) 
             gathered=casts,
             communication=traits.bucket_elements * 4 if setup.dp > 1 else 0.0,
         ),
-        workspace=_workspace(traits, hardware),
-        context=_context(setup, traits),
+        hardware,
+        _context(setup, traits, hardware),
     )

@@ -63,8 +63,11 @@ class MemoryTraits:
         than they were allocated. Fitted to runs that did and did not fit.
     allocator_bytes
         What the allocator holds in any run: partly filled blocks of small tensors, one pool a stream.
-    context_bytes, communicator_bytes
-        Outside the allocator: driver context with its kernels, and the buffers of each communicator.
+    takes_whole_device
+        The allocator takes all of the device at once, whatever is needed (TensorFlow without ``allow_growth``).
+    context_bytes, communicator_bytes, network_communicator_bytes
+        Outside the allocator: driver context with its kernels, and the buffers of a communicator within
+        a node and of one that spans nodes (NCCL has buffers for each channel and peer). Fitted.
     """
 
     padded_vocabulary: bool = False
@@ -83,12 +86,14 @@ class MemoryTraits:
     reserved_share: float = 0.05
     in_flight_share: float = 0.2
     allocator_bytes: float = 0.3 * GIBI
+    takes_whole_device: bool = False
     context_bytes: float = 0.6 * GIBI
     communicator_bytes: float = 0.3 * GIBI
+    network_communicator_bytes: float = 1.8 * GIBI
 
 
 _EAGER = MemoryTraits(low_precision_weights=False, bucket_elements=6.5e6, step_bytes=4.0)
-_COMPILED = replace(_EAGER, fused_rms_norm=True, fused_gate=True, loss_bytes=12.0, step_bytes=0.0)
+_COMPILED = replace(_EAGER, fused_rms_norm=True, fused_gate=True, fused_scores=True, loss_bytes=12.0, step_bytes=0.0)
 _STATIC_GRAPH = MemoryTraits(low_precision_weights=False, fused_gate=True, loss_bytes=10.0)
 _DEEPSPEED = MemoryTraits(padded_vocabulary=True, attention_output_copy=True, loss_bytes=6.0)
 _MEGATRON = replace(_DEEPSPEED, fused_gate=True)
@@ -104,7 +109,7 @@ TRAITS: dict[Stack, MemoryTraits] = {
     ),
     Stack.MINDSPORE: _ASCEND,
     Stack.MINDSPEED: replace(_ASCEND, padded_vocabulary=True),
-    Stack.TENSORFLOW: _STATIC_GRAPH,
+    Stack.TENSORFLOW: replace(_STATIC_GRAPH, takes_whole_device=True),
     Stack.PADDLE: _STATIC_GRAPH,
     Stack.MXNET: _STATIC_GRAPH,
     Stack.ONEFLOW: _STATIC_GRAPH,

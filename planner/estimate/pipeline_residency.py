@@ -2,43 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from simulator.errors import InputError
 
-_WEIGHT_SHARE = 32 / 34
+WEIGHT_GRADIENT_SHARE = 32 / 34
 """Of a layer's activations, what the weight gradients need: 32 of 34 s b h (Qi et al., arXiv:2401.10241, table 1)."""
+V_SHAPED = ("zbv", "dualpipe_v")
+"""Schedules that place two chunks a rank, down the ranks and up again: the first rank has both ends."""
+BOTH_DIRECTIONS = "dualpipe"
+"""The schedule that keeps two copies of the network, one for each direction of the pipeline."""
+
+
+def _interleaved(stage: int, pp: int, vpp: int, micro_batches: int) -> float:
+    return min(2 * (pp - stage - 1) + (vpp - 1) * pp + 1, micro_batches * vpp) / vpp
+
+
+_Formula = Callable[[int, int, int, int], float]
+_FORMULAS: dict[str, _Formula] = {
+    "gpipe": lambda stage, pp, vpp, m: m,
+    "gradient_accumulation": lambda stage, pp, vpp, m: 1,
+    "1f1b": lambda stage, pp, vpp, m: min(pp - stage, m) if vpp == 1 else _interleaved(stage, pp, vpp, m),
+    "interleaved_1f1b": _interleaved,
+    "zb_h1": lambda stage, pp, vpp, m: min(pp - stage + WEIGHT_GRADIENT_SHARE * stage, m),
+    "zb_h2": lambda stage, pp, vpp, m: min(2 * (pp - stage) - 1 + WEIGHT_GRADIENT_SHARE * 2 * stage, m),
+    "zbv": lambda stage, pp, vpp, m: min(pp, m),
+    "dualpipe": lambda stage, pp, vpp, m: min((pp + 1) / 2, m),
+    "dualpipe_v": lambda stage, pp, vpp, m: min(pp + 0.5, m),
+    "multi_copy": lambda stage, pp, vpp, m: min(2 * (pp - stage), m),
+}
+
+
+def schedule_name(schedule: str) -> str:
+    """The name of a schedule as in `simulator.schedules`.
+
+    >>> schedule_name("ZB-H1")
+    'zb_h1'
+    """
+    return schedule.lower().replace("-", "_")
 
 
 def micro_batches_in_flight(schedule: str, stage: int, pp: int, vpp: int, micro_batches: int) -> float:
-    """Largest number of micro-batches whose activations of this stage stand at one time.
+    """Largest number of micro-batches whose activations of this rank's layers stand at one time.
 
     ``gpipe`` (Huang et al., arXiv:1811.06965): all ``m``. ``1f1b`` (Narayanan et al., arXiv:2006.09503): ``p - i``.
-    Interleaved (arXiv:2104.04473): ``2 (p - i - 1) + (v - 1) p + 1`` chunks of a ``v``-th of the stage. Zero bubble
-    (arXiv:2401.10241): ``zb-h1`` puts off ``i`` weight gradients, ``zb-h2`` holds ``2 (p - i) - 1`` and puts off
-    ``2 i``; ``zbv`` (arXiv:2405.15362) ``p`` on every stage. ``dualpipe`` (arXiv:2412.19437): ``p + 1``.
+    Interleaved (arXiv:2104.04473): ``2 (p - i - 1) + (v - 1) p + 1`` chunks of a ``v``-th of the rank's layers. Zero
+    bubble (arXiv:2401.10241): ``zb_h1`` puts off ``i`` weight gradients, ``zb_h2`` holds ``2 (p - i) - 1`` and puts
+    off ``2 i``; ``zbv`` (arXiv:2405.15362) ``p`` on every rank. ``dualpipe`` (arXiv:2412.19437): ``p + 1`` of one
+    copy of the stage, half as many of the two copies of a rank.
 
     Raises
     ------
     InputError
         For a schedule without a formula.
     """
-    m = float(micro_batches)
-    if schedule == "gpipe":
-        return m
-    if schedule in ("1f1b", "interleaved", "interleaved_1f1b", "1f1b-interleaved"):
-        if vpp == 1:
-            return min(pp - stage, m)
-        return min(2 * (pp - stage - 1) + (vpp - 1) * pp + 1, m * vpp) / vpp
-    if schedule in ("zb-h1", "zbh1", "zb-1p"):
-        return min(pp - stage + _WEIGHT_SHARE * stage, m)
-    if schedule in ("zb-h2", "zbh2", "zb-2p"):
-        return min(2 * (pp - stage) - 1 + _WEIGHT_SHARE * 2 * stage, m)
-    if schedule in ("zbv", "zb-v"):
-        return min(float(pp), m)
-    if schedule == "dualpipe":
-        return min(pp + 1.0, m)
-    if schedule in ("accumulation", "none", ""):
-        return 1.0
-    raise InputError(
-        f"schedule {schedule!r} has no formula for the micro-batches in flight; "
-        "choose one of 1f1b, gpipe, interleaved, zb-h1, zb-h2, zbv, dualpipe"
-    )
+    formula = _FORMULAS.get(schedule_name(schedule))
+    if formula is None:
+        raise InputError(
+            f"schedule {schedule!r} has no formula for the micro-batches in flight: "
+            f"choose one of {', '.join(_FORMULAS)}"
+        )
+    return float(formula(stage, pp, vpp, micro_batches))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from planner.estimate.pipeline_residency import BOTH_DIRECTIONS, V_SHAPED, schedule_name
 from planner.estimate.training_run import TrainingSetup, TransformerShape
 from simulator.errors import InputError
 
@@ -152,40 +153,58 @@ def _attention(shape: TransformerShape, tp: int) -> float:
 
 @lru_cache(maxsize=4096)
 def stage_contents(shape: TransformerShape, setup: TrainingSetup) -> tuple[StageContent, ...]:
-    """What each of the ``pp`` stages holds, ``vpp`` chunks each; chunk ``i`` of the network lies on stage ``i mod pp``.
+    """What each of the ``pp`` ranks of the pipeline holds.
 
-    Layers that do not divide evenly go to the first stages.
+    Chunk ``i`` of the network lies on rank ``i mod pp``; V-shaped schedules place the second ``pp`` chunks in reverse,
+    and a schedule in both directions has every stage twice. Layers that do not divide evenly go to the first chunks.
 
     Raises
     ------
     InputError
-        When ``layers_per_stage`` does not add up to the layers, or has not ``pp * vpp`` entries.
+        When ``layers_per_stage`` does not add up to the layers, or has not one entry for each chunk.
     """
-    chunks = setup.layers_per_stage or even_chunks(shape.layers, setup.pp * setup.vpp)
-    if len(chunks) != setup.pp * setup.vpp or sum(chunks) != shape.layers:
+    pp, name = setup.pp, schedule_name(setup.schedule)
+    folded = name in V_SHAPED and pp > 1
+    count = pp * (2 if folded else setup.vpp)
+    chunks = setup.layers_per_stage or even_chunks(shape.layers, count)
+    if len(chunks) != count or sum(chunks) != shape.layers:
         raise InputError(
-            f"layers_per_stage has {len(chunks)} entries that add up to {sum(chunks)}; pp {setup.pp} x vpp {setup.vpp} "
-            f"needs {setup.pp * setup.vpp} entries that add up to the {shape.layers} layers: correct the entries"
+            f"layers_per_stage has {len(chunks)} entries that add up to {sum(chunks)}; pp {pp} in {count // pp} chunks "
+            f"needs {count} entries that add up to the {shape.layers} layers: correct the entries"
         )
     first_expert = shape.experts.dense_layers if shape.experts else shape.layers
-    dense, experts = [0] * setup.pp, [0] * setup.pp
+    ranks = [index if index < pp else 2 * pp - 1 - index if folded else index % pp for index in range(count)]
+    dense, experts = [0] * pp, [0] * pp
     before = 0
-    for index, count in enumerate(chunks):
-        in_front = min(max(first_expert - before, 0), count)
-        dense[index % setup.pp] += in_front
-        experts[index % setup.pp] += count - in_front
-        before += count
-    last = setup.pp - 1
-    return tuple(
+    for rank, layers in zip(ranks, chunks, strict=True):
+        in_front = min(max(first_expert - before, 0), layers)
+        dense[rank] += in_front
+        experts[rank] += layers - in_front
+        before += layers
+    contents = tuple(
         StageContent(
-            dense_layers=dense[stage],
-            expert_layers=experts[stage],
-            encoder_layers=shape.encoder_layers / setup.pp,
-            embedding=stage == 0 or (stage == last and shape.multi_token_layers > 0),
-            head=stage == last,
-            multi_token_layers=shape.multi_token_layers if stage == last else 0,
+            dense_layers=dense[rank],
+            expert_layers=experts[rank],
+            encoder_layers=shape.encoder_layers / pp,
+            embedding=rank == 0 or (rank == ranks[-1] and shape.multi_token_layers > 0),
+            head=rank == ranks[-1],
+            multi_token_layers=shape.multi_token_layers if rank == ranks[-1] else 0,
         )
-        for stage in range(setup.pp)
+        for rank in range(pp)
+    )
+    if name == BOTH_DIRECTIONS and pp > 1:
+        return tuple(_both(one, other) for one, other in zip(contents, reversed(contents), strict=True))
+    return contents
+
+
+def _both(one: StageContent, other: StageContent) -> StageContent:
+    return StageContent(
+        dense_layers=one.dense_layers + other.dense_layers,
+        expert_layers=one.expert_layers + other.expert_layers,
+        encoder_layers=one.encoder_layers + other.encoder_layers,
+        embedding=one.embedding or other.embedding,
+        head=one.head or other.head,
+        multi_token_layers=one.multi_token_layers + other.multi_token_layers,
     )
 
 

@@ -120,7 +120,7 @@ class Writer:
     def _moved_kind(self, ref: TensorRef) -> BufferKind:
         role = self.graph.nodes[ref.node].role
         if role is Role.PARAMETER:
-            return BufferKind.PARAMETER
+            return BufferKind.GATHERED_PARAMETER
         return BufferKind.GRADIENT if ref in self.source.gradient_of else BufferKind.COMMUNICATION
 
     def _message(

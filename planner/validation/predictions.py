@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from planner.estimate.training_run import RunPrediction, TrainingRun
 from planner.validation.aims import group_of
+from planner.validation.memory_kinds import figure_of
 from planner.validation.reading import MeasuredRow
 from planner.validation.results import ScoredRow
 from simulator.errors import MeshwrightError
@@ -75,7 +76,7 @@ def _scored(row: MeasuredRow, outcome: RunPrediction | MeshwrightError | None) -
         predicted_step_time_s=outcome.step_time_s,
         interval_s=outcome.interval_s,
         measured_step_time_s=_known(row.measured_time_s) if row.outcome in ("", "ok") else None,
-        predicted_memory_bytes=outcome.peak_memory_bytes,
+        predicted_memory_bytes=outcome.memory_figures.get(figure_of(row.memory_kind), outcome.peak_memory_bytes),
         measured_memory_bytes=_known(row.memory_gib * _GIB) if row.outcome in ("", "ok") else None,
         predicted_outcome="ok" if outcome.fits else "oom",
         measured_outcome=row.outcome,

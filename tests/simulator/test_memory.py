@@ -65,7 +65,6 @@ def test_peak_by_hand() -> None:
     assert timeline.memory_at_peak == {
         BufferKind.PARAMETER: 100,
         BufferKind.GRADIENT: 20,
-        BufferKind.OPTIMIZER_STATE: 0,
         BufferKind.ACTIVATION: 10,
         BufferKind.COMMUNICATION: 5,
     }
