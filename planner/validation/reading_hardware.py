@@ -201,6 +201,7 @@ def _variant(name: str, *, memory_bytes: int, bandwidth: float, per_node: int, n
         devices_per_node=per_node or base.devices_per_node,
         node_device_counts=tuple(range(1, per_node + 1)) if per_node else base.node_device_counts,
         levels=levels,
+        node=None if per_node else base.node,
     )
 
 
