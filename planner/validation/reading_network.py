@@ -37,6 +37,8 @@ _CLASSIFIED = 0.01
 """Share of the work of a vocabulary's logits that the few outputs of a span or a class take, rounded up."""
 _INSTRUCTION_LENGTH = 320
 """Tokens of a sample of instruction tuning with its template, on average (Alpaca's 52,000 samples)."""
+_BINNED_SHARE = 0.7
+"""Mean length of Wikipedia's samples over the longest, in bins of 64 tokens."""
 _WHOLE_STAGES = 0.1
 """Guessed layers are rounded to whole pipeline stages where that changes them by less than this share."""
 
@@ -239,7 +241,20 @@ def _length(row: FileRow, traits: Traits, notes: Notes) -> int:
     if "variable length" in remarks and "derived" not in remarks and "pack" not in row.text("model").lower():
         length = min(length, _INSTRUCTION_LENGTH)
         notes.append(f"samples of variable length: {length} tokens on average, as instructions have")
+    elif not traits.causal and _binned(row):
+        length = round(length * _BINNED_SHARE)
+        notes.append(f"samples binned by length: {length} tokens on average")
     return length
+
+
+def _binned(row: FileRow) -> bool:
+    """NVIDIA's later BERT examples load samples through LDDL, which pads them to their bin, not to the longest."""
+    return bool(
+        re.search(r"deeplearningexamples", row.text("source").lower())
+        and re.search(r"^(pytorch|paddlepaddle)$", row.text("framework").lower())
+        and "pre-training" in row.text("source_table").lower()
+        and "a100" in row.text("accelerator").lower()
+    )
 
 
 def _assumed_length(row: FileRow, traits: Traits, notes: Notes) -> int:
