@@ -53,8 +53,8 @@ class LayeredParameters:
         Width, depth and rows of a product at which its rate is half of that of a wide one.
     kernel_s, launch_s
         Seconds that a kernel takes beyond its work, and that the host takes to launch it.
-    fused
-        Share of the traffic of activations and sums that other kernels do on their way.
+    unfused
+        Share of the traffic of activations and sums that no other kernel does on its way.
     step_overhead_s
         Seconds of a step outside kernels.
     exposed
@@ -73,11 +73,14 @@ class LayeredParameters:
     rows_half: float = 512.0
     kernel_s: float = 3e-6
     launch_s: float = 6e-6
-    fused: float = 0.0
+    unfused: float = 1.0
     step_overhead_s: float = 2e-3
     exposed: float = 0.1
     contention: float = 0.02
     host_s: Mapping[str, float] = field(default_factory=dict)
+
+
+_NEUTRAL = LayeredParameters()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +97,8 @@ class LayeredCoefficients:
     """Fitted values by device family and by stack, as the profile of the software keeps them.
 
     A device has ``half``, ``tf32`` and ``single`` (the `products` of these precisions) and fields of
-    `LayeredParameters`; a stack has ``products`` (a factor), other fields, and ``host_<kind>_s``.
+    `LayeredParameters`; a stack has factors on ``products``, ``memory``, ``grouped`` and ``kernel_s``, the other
+    fields, and ``host_<kind>_s``.
     """
 
     devices: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -105,10 +109,11 @@ class LayeredCoefficients:
         device = dict(self.devices.get(family_of(run.hardware.device_name), {}))
         stack = dict(self.stacks.get(run.setup.stack, {}))
         rates = {kind: device.pop(kind, 0.0) for kind in ("half", "tf32", "single")}
-        products = rates[product_kind(run)] or LayeredParameters().products
-        products *= stack.pop("products", 1.0)
+        device["products"] = rates[product_kind(run)] or _NEUTRAL.products
+        for name in ("products", "memory", "grouped", "kernel_s"):
+            device[name] = device.get(name, getattr(_NEUTRAL, name)) * stack.pop(name, 1.0)
         host = {name[5:-2].replace("_", " "): stack.pop(name) for name in list(stack) if name.startswith("host_")}
-        return LayeredParameters(products=products, host_s=host, **device, **stack)
+        return LayeredParameters(host_s=host, **device, **stack)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -192,7 +197,7 @@ def layered_step_times(
     )
     products = np.maximum(compute, moved / bandwidth)
     products = np.where(layers.grouped, np.minimum(products, narrow), products)
-    left = np.where(layers.fusable, 1.0 - parameters.fused, 1.0)
+    left = np.where(layers.fusable, parameters.unfused, 1.0)
     pointwise = moved / bandwidth * left
     once = np.where(layers.product, products, pointwise) + parameters.kernel_s * left
     again = np.where(layers.product, 2 * products, pointwise * layers.backward_moved)
@@ -260,9 +265,12 @@ def _peaks(run: TrainingRun) -> tuple[float, float]:
 def _all_reduce_s(run: TrainingRun, network: LayeredNetwork) -> float:
     if run.setup.devices == 1:
         return 0.0
-    group = group_shape(run.hardware, run.setup.devices, 1)
-    payload = float(network.parameters * run.setup.gradient_bytes)
-    return collective_time(run.hardware, Collective.ALL_REDUCE, payload, group)
+    return _reduction_s(run.hardware, run.setup.devices, float(network.parameters * run.setup.gradient_bytes))
+
+
+@lru_cache(maxsize=4096)
+def _reduction_s(hardware: Hardware, devices: int, payload: float) -> float:
+    return collective_time(hardware, Collective.ALL_REDUCE, payload, group_shape(hardware, devices, 1))
 
 
 def _smooth_maximum(*values: float) -> float:

@@ -30,8 +30,10 @@ def _decimal(text: str | None) -> float:
     return int(text) / 10.0 ** (len(text) - 1)
 
 
-def _residual(name: str, match: Match, side: int) -> LayeredNetwork:
+def _residual(name: str, match: Match, side: int) -> LayeredNetwork | None:
     depth = int(match["depth"])
+    if re.search(r"_c\d+_w\d+", name):
+        return None  # widths of its own
     grouped = re.search(r"(\d+)x(\d+)d", name)
     wide = re.search(r"_x(\d)$|50x(\d)|101x(\d)", name)
     form = ResidualForm(
@@ -209,13 +211,8 @@ FAMILIES: tuple[tuple[str, int, Family], ...] = (
     ),
     (r"^vgg_?(?P<depth>11|13|16|19)", 224, _vgg),
     (r"^mobilenet_?v(?P<version>[123])(?:_(?:small|large))?(?:_(?P<width>\d[\d_]*))?$", 224, _mobilenet),
-    (
-        r"^big_?transfer$",
-        224,
-        lambda name, _, side: residual.resnet(name, 50, side, ResidualForm(preactivated=True)),
-    ),
     (r"^alexnet", 224, lambda name, _, side: residual.alexnet(name, side)),
-    (r"^efficientnet_?(?:v1_?)?(?P<wide>widese_?)?(?:b(?P<size>[0-7]))?$", 0, _efficientnet),
+    (r"^efficientnet_?(?:v1|(?:v1_?)?(?P<wide>widese_?)?b(?P<size>[0-7]))$", 0, _efficientnet),
     (r"^efficientnet_?v2(?:_?s)?$", 300, lambda name, _, side: mobile.efficientnet_v2_s(name, side)),
     (
         r"^mnasnet(?:_(?P<width>\d[\d_]*))?$",

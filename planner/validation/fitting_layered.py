@@ -1,0 +1,171 @@
+"""Fit what hardware and software leave open in steps of layered networks, on published rows.
+
+Minimised is the sum over rows of ``weight * soft_l1(log(predicted / measured) / scale)`` with a Gaussian prior on the
+logarithm of every coefficient. Coefficients belong to device families and stacks, never to a network or a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import least_squares
+
+from planner.estimate.device_family import family_of
+from planner.estimate.layered_work import LayeredCoefficients, LayeredParameters, predict_layered, product_kind
+from planner.estimate.training_run import LayeredNetwork, TrainingRun, TrainingSetup
+from planner.validation.fitting import Prior
+from planner.validation.reading import MeasuredRow, read_measurements
+from simulator.errors import MeshwrightError
+
+FloatArray = npt.NDArray[np.float64]
+_RESIDUAL_SCALE = 0.08
+_STEP = 1e-3
+_EVALUATIONS = 20
+_PRODUCTS = Prior(centre=0.55, spread=0.4)
+DEVICE_PRIORS = {
+    "memory": Prior(centre=0.75, spread=0.25),
+    "grouped": Prior(centre=0.3, spread=0.5),
+    "columns_half": Prior(centre=32.0, spread=0.5),
+    "depth_half": Prior(centre=64.0, spread=0.5),
+    "rows_half": Prior(centre=512.0, spread=0.7),
+    "kernel_s": Prior(centre=4e-6, spread=0.7),
+}
+STACK_PRIORS = {
+    "products": Prior(centre=1.0, spread=0.1),
+    "memory": Prior(centre=0.9, spread=0.3),
+    "grouped": Prior(centre=1.0, spread=0.2),
+    "unfused": Prior(centre=0.7, spread=0.4),
+    "launch_s": Prior(centre=6e-6, spread=0.6),
+    "step_overhead_s": Prior(centre=2e-3, spread=1.0),
+    "exposed": Prior(centre=0.2, spread=0.7),
+    "contention": Prior(centre=0.03, spread=0.7),
+}
+HOST_PRIORS = {
+    "image": Prior(centre=3e-4, spread=1.0),
+    "augmented image": Prior(centre=6e-4, spread=1.0),
+    "annotated image": Prior(centre=1e-3, spread=1.0),
+    "mosaic image": Prior(centre=3e-3, spread=1.0),
+}
+_SHARES = ("unfused", "exposed", "half", "tf32", "single")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayeredFit:
+    """Fitted coefficients, and the logarithm of predicted over measured of the rows."""
+
+    coefficients: LayeredCoefficients
+    residuals: FloatArray
+
+
+def layered_rows(paths: Sequence[Path]) -> list[MeasuredRow]:
+    """Rows of the files that train a layered network data parallel and have a time."""
+    rows = [row for path in paths for row in read_measurements(path)]
+    return [row for row in rows if row.run and np.isfinite(row.measured_time_s) and _usable(row.run)]
+
+
+def _usable(run: TrainingRun) -> bool:
+    if not isinstance(run.network, LayeredNetwork) or run.setup.dp != run.setup.devices:
+        return False
+    try:
+        predict_layered(run, LayeredParameters())
+    except MeshwrightError:
+        return False
+    return True
+
+
+def priors_of(runs: Sequence[TrainingRun]) -> dict[tuple[str, str, str], Prior]:
+    """Coefficients that `runs` depend on, as ``(devices or stacks, group, name)``."""
+    found: dict[tuple[str, str, str], Prior] = {}
+    for run in runs:
+        family, stack = family_of(run.hardware.device_name), str(run.setup.stack)
+        found["devices", family, product_kind(run)] = _PRODUCTS
+        found |= {("devices", family, name): prior for name, prior in DEVICE_PRIORS.items()}
+        found |= {("stacks", stack, name): prior for name, prior in STACK_PRIORS.items()}
+        kind = run.network.sample if isinstance(run.network, LayeredNetwork) else ""
+        if kind in HOST_PRIORS:
+            found["stacks", stack, f"host_{kind.replace(' ', '_')}_s"] = HOST_PRIORS[kind]
+    return found
+
+
+def fit_layered(rows: Sequence[MeasuredRow]) -> LayeredFit:
+    """Coefficients that predict `rows` best; a source counts with the square root of its number of rows."""
+    runs = [row.run for row in rows if row.run]
+    target = np.log([row.measured_time_s for row in rows])
+    sources = [row.source for row in rows]
+    weights = np.array([1 / np.sqrt(sources.count(source)) for source in sources])
+    weights *= np.sqrt(len(rows)) / np.linalg.norm(weights)
+    priors = priors_of(runs)
+    keys = list(priors)
+    centres = np.log([priors[key].centre for key in keys])
+    spreads = np.array([priors[key].spread for key in keys])
+    upper = np.array([0.0 if key[2] in _SHARES else np.inf for key in keys])
+
+    concerned = [_concerned(key, runs) for key in keys]
+
+    def robust(predicted: FloatArray) -> FloatArray:
+        scaled = (predicted - target) / _RESIDUAL_SCALE
+        return np.asarray(np.sqrt(weights) * np.sign(scaled) * np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1)))
+
+    def residuals(theta: FloatArray) -> FloatArray:
+        predicted = predicted_logarithms(runs, _coefficients(keys, theta))
+        return np.concatenate([robust(predicted), (theta - centres) / spreads])
+
+    def jacobian(theta: FloatArray) -> FloatArray:
+        base = predicted_logarithms(runs, _coefficients(keys, theta))
+        slopes = np.zeros((len(runs) + len(keys), len(keys)))
+        for column, rows_concerned in enumerate(concerned):
+            moved = theta.copy()
+            moved[column] -= _STEP
+            predicted = base.copy()
+            predicted[rows_concerned] = predicted_logarithms(
+                [runs[row] for row in rows_concerned], _coefficients(keys, moved)
+            )
+            slopes[: len(runs), column] = (robust(base) - robust(predicted)) / _STEP
+            slopes[len(runs) + column, column] = 1 / spreads[column]
+        return slopes
+
+    start = np.minimum(centres, upper - 1e-3)
+    solution = least_squares(residuals, start, jacobian, bounds=(-np.inf, upper), max_nfev=_EVALUATIONS)
+    coefficients = _coefficients(keys, solution.x)
+    return LayeredFit(coefficients=coefficients, residuals=predicted_logarithms(runs, coefficients) - target)
+
+
+def _concerned(key: tuple[str, str, str], runs: Sequence[TrainingRun]) -> list[int]:
+    """Indices of the runs that a coefficient can change."""
+    part, group, _ = key
+    return [
+        index
+        for index, run in enumerate(runs)
+        if group == (family_of(run.hardware.device_name) if part == "devices" else run.setup.stack)
+    ]
+
+
+def predicted_logarithms(runs: Sequence[TrainingRun], coefficients: LayeredCoefficients) -> FloatArray:
+    """Logarithm of the predicted seconds of every run; equal runs are predicted once."""
+    known: dict[tuple[int, str, TrainingSetup], float] = {}
+    for run in runs:
+        key = id(run.network), run.hardware.hash, run.setup
+        if key not in known:
+            known[key] = predict_layered(run, coefficients.parameters(run)).step_time_s
+    return np.log([known[id(run.network), run.hardware.hash, run.setup] for run in runs])
+
+
+def _coefficients(keys: Sequence[tuple[str, str, str]], theta: FloatArray) -> LayeredCoefficients:
+    groups: dict[str, dict[str, dict[str, float]]] = {"devices": {}, "stacks": {}}
+    for (part, group, name), value in zip(keys, np.exp(theta), strict=True):
+        groups[part].setdefault(group, {})[name] = float(value)
+    return LayeredCoefficients(**groups)
+
+
+def as_section(coefficients: LayeredCoefficients) -> Mapping[str, object]:
+    """The fitted values as plain data, four digits each."""
+    return {
+        part: {
+            group: {name: float(f"{value:.4g}") for name, value in values.items()} for group, values in groups.items()
+        }
+        for part, groups in (("devices", coefficients.devices), ("stacks", coefficients.stacks))
+    }
