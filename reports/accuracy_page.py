@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from planner.quantities import percent_text
@@ -21,7 +21,7 @@ from simulator.whole_file import write_whole
 LEFT_OUT, FITTED = "each source left out of the fit", "fitted on everything"
 SHORT = {LEFT_OUT: "left out", FITTED: "on everything"}
 GROUPS = (TRANSFORMERS, ASCEND, CONVOLUTIONAL, FSDP, ELSEWHERE)
-COUNTS = ("coverage", "timed", "memory_rows", "oom_rows", "workloads")
+COUNTS = ("timed", "memory_rows", "oom_rows", "workloads")
 LABELS = ("calibrated", "interpolated", "extrapolated")
 MAX_OUTLIERS, MAX_REASONS = 40, 40
 HEADINGS = (
@@ -262,14 +262,17 @@ def _labels(judged: Accuracy) -> Html:
 
 def _sources(fits: Sequence[tuple[str, Accuracy]], *, by_group: bool) -> Html:
     """Figures by source or by group, the first fit large and the second beneath it."""
-    # Rows without a prediction have no kind, so the share that is predicted says nothing there.
-    tables = [
-        {name: replace(one, predicted=0) for name, one in accuracy.by_group.items()} if by_group else accuracy.by_source
-        for _, accuracy in fits
-    ]
+    tables = [accuracy.by_group if by_group else accuracy.by_source for _, accuracy in fits]
     names = [name for name in GROUPS if name in tables[0]] if by_group else list(tables[0])
-    lines = [] if by_group else [_line("all rows", [accuracy.overall for _, accuracy in fits], kind=' class="total"')]
-    lines += [_line(name, [table[name] for table in tables if name in table]) for name in names]
+    names.sort(key=lambda name: not tables[0][name].predicted)  # nothing to see last, else as in the files
+    lines = (
+        []
+        if by_group
+        else [_line("all rows", [accuracy.overall for _, accuracy in fits], _covered, kind=' class="total"')]
+    )
+    # Rows without a prediction have no kind, so the share that is predicted says nothing there.
+    rows = _counted if by_group else _covered
+    lines += [_line(name, [table[name] for table in tables if name in table], rows) for name in names]
     groups = "".join(
         f'<th scope="colgroup" colspan="{len(columns)}"{_group_class(title)}>{page.escape(title)}</th>'
         for title, columns in HEADINGS
@@ -302,11 +305,16 @@ def _number_class(index: int, title: str) -> str:
     return ' class="number group"' if title and index == 0 else ' class="number"'
 
 
-def _line(name: str, metrics: Sequence[Metrics], kind: str = "") -> str:
-    cells = [f'<th scope="row">{page.escape(name)}</th>']
-    covered = _figure(metrics[0], "coverage")
-    of = f'<br><span class="soft">of {metrics[0].rows:,}</span>'
-    cells.append(f'<td class="number">{covered + of if covered else f"{metrics[0].rows:,}"}</td>')
+def _covered(metrics: Metrics) -> str:
+    return f'{percent_text(metrics.coverage)}<br><span class="soft">of {metrics.rows:,}</span>'
+
+
+def _counted(metrics: Metrics) -> str:
+    return f"{metrics.rows:,}"
+
+
+def _line(name: str, metrics: Sequence[Metrics], rows: Callable[[Metrics], str], kind: str = "") -> str:
+    cells = [f'<th scope="row">{page.escape(name)}</th>', f'<td class="number">{rows(metrics[0])}</td>']
     for title, figures in (
         ("t", ("timed", "time_mean", "time_median", "time_p90", "time_max", "time_bias", "inside_interval")),
         ("m", ("memory_rows", "memory_mean")),

@@ -269,7 +269,7 @@ def _values(values: Sequence[float | None]) -> FloatArray:
 def _tick(value: float) -> str:
     text = seconds_text(value)
     number, unit = text.split(" ")
-    return f"{float(number):g} {unit}"
+    return f"{float(number):,g} {unit}"
 
 
 def _edge_text(value: float) -> str:

@@ -58,8 +58,8 @@ th, td { white-space: nowrap; }
 .tight th, .tight td { padding: 6px 5px; font-size: 13px; }
 .tight td:last-child, .tight th:last-child { padding-right: 12px; }
 .tight th:first-child { padding-left: 14px; }
-.tight tbody th { white-space: normal; min-width: 18ch; font-weight: 500; color: var(--ink); position: sticky; left: 0;
-  background: var(--card); }
+.tight tbody th { white-space: normal; overflow-wrap: anywhere; min-width: 18ch; font-weight: 500;
+  color: var(--ink); background: var(--card); position: sticky; left: 0; }
 .tight .soft { font-size: 12px; }
 .tight .group { text-align: center; border-left: 1px solid var(--rule); }
 .tight tr.total > * { font-weight: 600; border-bottom: 2px solid var(--rule); }

@@ -60,13 +60,13 @@ def likely_cause(row: ScoredRow, kin: _Kin) -> str:
     middle = float(np.median(kin.source)) if kin.source.size else 0.0
     if kin.source.size >= FEW_ROWS and same > 0.8 and abs(middle) > 0.1:
         return (
-            f"{same:.0%} of the {kin.source.size} rows of this source are off in the same direction (median "
-            f"{_percent(middle)}): a property of the source that it does not state"
+            f"{100 * same:.0f} % of the {kin.source.size} rows of this source are off in the same direction (median "
+            f"{_percent(middle)}): something its rows share, unstated or unknown to the fit"
         )
     if row.measured_step_time_s and row.measured_step_time_s < SHORT_STEP_S:
         return "a short step: the host, not the device, sets the pace, and hosts differ"
     if row.reason:
-        return f"assumed, not stated: {row.reason}"
+        return f"assumed: {row.reason}"
     if row.label == "extrapolated":
         return "outside of what was fitted"
     return "unexplained"
@@ -91,4 +91,4 @@ def _log_error(row: ScoredRow) -> float:
 
 
 def _percent(log_error: float) -> str:
-    return f"{100 * math.expm1(log_error):+.0f} %"
+    return f"{100 * math.expm1(log_error):+.0f} %".replace("-", "−")

@@ -124,9 +124,9 @@ def test_outliers_are_the_worst_by_ratio_with_a_cause() -> None:
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([row(index, 0.4 + 0.01 * index) for index in range(8)], "100% of the 8 rows of this source"),
+        ([row(index, 0.4 + 0.01 * index) for index in range(8)], "100 % of the 8 rows of this source"),
         ([row(0, 0.5, measured_step_time_s=0.01, predicted_step_time_s=0.02)], "a short step"),
-        ([row(0, 0.5, reason="heads not stated: 8 of 128")], "assumed, not stated: heads"),
+        ([row(0, 0.5, reason="heads not stated: 8 of 128")], "assumed: heads"),
         ([row(0, 0.5, label="extrapolated")], "outside of what was fitted"),
         ([row(0, 0.5)], "unexplained"),
     ],
