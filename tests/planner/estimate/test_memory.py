@@ -1,0 +1,283 @@
+"""Parameters, activations and device memory of training runs against published figures and against one another."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.estimate.memory import MemoryFigure, reserved_memory_bytes, training_memory
+from planner.estimate.memory_traits import TRAITS
+from planner.estimate.saved_activations import layer_activations
+from planner.estimate.stage_parameters import parameter_count, stage_contents, stage_parameters
+from planner.estimate.training_run import (
+    AttentionKernel,
+    Experts,
+    LatentAttention,
+    LayeredNetwork,
+    LayerWork,
+    OptimizerSharding,
+    Recompute,
+    Stack,
+    TrainingRun,
+    TrainingSetup,
+    TransformerShape,
+)
+from simulator.errors import InputError
+from simulator.hardware import load_profile
+from simulator.program import Kernel
+
+A100 = load_profile("dgx-a100")
+
+
+def gpt(layers: int = 96, hidden: int = 12288, heads: int = 96, **changes: Any) -> TransformerShape:
+    sizes: dict[str, Any] = {
+        "feed_forward": 4 * hidden,
+        "vocabulary": 50257,
+        "sequence_length": 2048,
+        "learned_positions": 2048,
+        "dropout": True,
+    }
+    return TransformerShape(
+        name="gpt", layers=layers, hidden=hidden, heads=heads, key_value_heads=heads, head_size=hidden // heads,
+        **{**sizes, **changes},
+    )  # fmt: skip
+
+
+def llama(layers: int, hidden: int, heads: int, key_values: int, inner: int, **changes: Any) -> TransformerShape:
+    return gpt(
+        layers, hidden, heads,
+        **{
+            "feed_forward": inner, "vocabulary": 32000, "sequence_length": 4096, "learned_positions": 0, "gated": True,
+            "rms_norm": True, "biases": False, "rotary": True, "tied_embeddings": False, "dropout": False, **changes,
+        },
+    ) if key_values == heads else replace(
+        llama(layers, hidden, heads, heads, inner, **changes), key_value_heads=key_values
+    )  # fmt: skip
+
+
+LLAMA_7B = llama(32, 4096, 32, 32, 11008)
+MIXTRAL = llama(32, 4096, 32, 8, 14336, experts=Experts(count=8, per_token=2, feed_forward=14336))
+DEEPSEEK_V2 = TransformerShape(
+    name="deepseek-v2", layers=60, hidden=5120, heads=128, key_value_heads=128, head_size=192, feed_forward=12288,
+    vocabulary=102400, sequence_length=4096, gated=True, rms_norm=True, biases=False, rotary=True,
+    tied_embeddings=False,
+    experts=Experts(count=160, per_token=6, feed_forward=1536, shared_feed_forward=3072, dense_layers=1),
+    latent_attention=LatentAttention(
+        query_rank=1536, key_value_rank=512, rotary_head=64, plain_head=128, value_head=128
+    ),
+)  # fmt: skip
+
+
+def run(shape: TransformerShape, **setup: Any) -> TrainingRun:
+    degrees = {name: setup.get(name, 1) for name in ("dp", "tp", "pp", "cp")}
+    devices = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
+    return TrainingRun(network=shape, setup=TrainingSetup(devices=devices, **setup), hardware=A100)
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    [
+        (LLAMA_7B, 6_738_415_616),
+        (llama(80, 8192, 64, 8, 28672), 68_976_648_192),
+        (llama(32, 4096, 32, 8, 14336, vocabulary=128256), 8_030_261_248),
+        (MIXTRAL, 46_702_792_704),
+        (DEEPSEEK_V2, 235_741_434_880),
+        (gpt(12, 768, 12, learned_positions=1024), 124_439_808),
+    ],
+)
+def test_parameters_are_those_of_the_published_checkpoints(shape: TransformerShape, count: int) -> None:
+    assert parameter_count(shape) == count
+
+
+def test_parameters_of_gpt3() -> None:
+    assert parameter_count(gpt()) == pytest.approx(174.6e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", [LLAMA_7B, MIXTRAL, DEEPSEEK_V2, gpt(24, 1024, 16)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_stages_hold_the_network_once(shape: TransformerShape, schedule: str) -> None:
+    shape = replace(shape, tied_embeddings=False)
+    setup = TrainingSetup(devices=4, pp=4, schedule=schedule)
+    held = sum(stage_parameters(shape, setup, stage, False).total for stage in stage_contents(shape, setup))
+    assert held == pytest.approx(parameter_count(shape), rel=1e-12)
+
+
+def test_both_directions_hold_it_twice() -> None:
+    setup = TrainingSetup(devices=4, pp=4, schedule="dualpipe", micro_batches=8)
+    held = sum(stage_parameters(LLAMA_7B, setup, stage, False).total for stage in stage_contents(LLAMA_7B, setup))
+    assert held == pytest.approx(2 * parameter_count(LLAMA_7B))
+
+
+def activations(shape: TransformerShape, **changes: Any) -> float:
+    tp = changes.get("tp", 1)
+    setup = TrainingSetup(devices=tp, attention=AttentionKernel.FUSED_SOFTMAX, **changes)
+    kept = layer_activations(shape, setup, TRAITS[Stack.MEGATRON]).kept(setup.recompute)
+    return kept / (setup.micro_batch * shape.sequence_length * shape.hidden)
+
+
+@given(
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 4]),
+    st.sampled_from([(2048, 12288, 96), (2048, 6144, 64), (1024, 1024, 16)]),
+)
+@settings(deadline=None, max_examples=30)
+def test_activations_of_a_layer_are_korthikantis(tp: int, micro_batch: int, sizes: tuple[int, int, int]) -> None:
+    """Table 2 of arXiv:2205.05198, in bytes over ``s b h``."""
+    sequence, hidden, heads = sizes
+    shape, scores = gpt(1, hidden, heads, sequence_length=sequence), 5 * heads * sequence / hidden
+    common: dict[str, Any] = {"tp": tp, "micro_batch": micro_batch}
+    parallel = {**common, "sequence_parallel": True}
+    assert activations(shape, **common) == pytest.approx(10 + 24 / tp + scores / tp)
+    assert activations(shape, **parallel) == pytest.approx((34 + scores) / tp)
+    selective = Recompute.SELECTIVE
+    assert activations(shape, **common, recompute=selective) == pytest.approx(10 + 24 / tp)
+    assert activations(shape, **parallel, recompute=selective) == pytest.approx(34 / tp)
+    assert activations(shape, **common, recompute=Recompute.FULL) == pytest.approx(2)
+
+
+@pytest.mark.parametrize(("hidden", "heads", "saving"), [(12288, 96, 0.70), (20480, 128, 0.65)])
+def test_selective_recompute_saves_what_korthikanti_says(hidden: int, heads: int, saving: float) -> None:
+    """Section 5: 70 % of the activations of GPT-3, 65 % of those of MT-NLG."""
+    shape = gpt(1, hidden, heads)
+    kept = activations(shape, recompute=Recompute.SELECTIVE) / activations(shape)
+    assert 1 - kept == pytest.approx(saving, abs=0.01)
+
+
+def test_states_are_those_of_mixed_precision_and_zero() -> None:
+    """16 bytes a parameter with 16-bit gradients, of which ZeRO shares out 12, 14, 16 (arXiv:1910.02054, section 5)."""
+    for sharding, bytes_per_parameter in (
+        (OptimizerSharding.NONE, 16.0),
+        (OptimizerSharding.ZERO1, 4 + 12 / 64),
+        (OptimizerSharding.ZERO2, 2 + 14 / 64),
+        (OptimizerSharding.ZERO3, 16 / 64),
+    ):
+        memory = training_memory(
+            run(LLAMA_7B, dp=64, gradient_bytes=2, optimizer_sharding=sharding, stack=Stack.MINDSPORE)
+        )
+        stage = memory.fullest
+        states = stage.parameters + stage.gradients + stage.master_weights + stage.moments
+        assert states == pytest.approx(bytes_per_parameter * parameter_count(LLAMA_7B))
+
+
+def test_components_add_up_and_figures_grow() -> None:
+    memory = training_memory(run(LLAMA_7B, tp=2, pp=4, dp=2, micro_batches=8))
+    figures = memory.figures()
+    assert sum(memory.fullest.components().values()) == pytest.approx(figures[MemoryFigure.DEVICE])
+    assert figures[MemoryFigure.ALLOCATED] < figures[MemoryFigure.RESERVED] < figures[MemoryFigure.DEVICE]
+    assert figures[MemoryFigure.LAST_STAGE_ALLOCATED] <= figures[MemoryFigure.ALLOCATED]
+
+
+SHAPES = st.sampled_from([LLAMA_7B, MIXTRAL, gpt(32, 4096, 32), replace(DEEPSEEK_V2, layers=32)])
+
+
+@given(
+    shape=SHAPES,
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2, 4]),
+    dp=st.sampled_from([1, 2, 8]),
+    micro_batch=st.sampled_from([1, 2]),
+    recompute=st.sampled_from(list(Recompute)),
+    sharding=st.sampled_from(list(OptimizerSharding)),
+    attention=st.sampled_from(list(AttentionKernel)),
+    stack=st.sampled_from([stack for stack in Stack if stack is not Stack.TENSORFLOW]),
+    schedule=st.sampled_from(["1f1b", "gpipe", "zb_h1"]),
+)
+@settings(deadline=None, max_examples=60)
+def test_more_of_a_remedy_never_needs_more(
+    shape: TransformerShape, tp: int, pp: int, dp: int, micro_batch: int, recompute: Recompute,
+    sharding: OptimizerSharding, attention: AttentionKernel, stack: Stack, schedule: str,
+) -> None:  # fmt: skip
+    """States and activations shrink, or stay, with each parallel axis, with sharding, recompute and flash attention."""
+    base = {
+        "tp": tp, "pp": pp, "dp": dp, "micro_batch": micro_batch, "micro_batches": 16, "recompute": recompute,
+        "optimizer_sharding": sharding, "attention": attention, "stack": stack, "schedule": schedule,
+        "sequence_parallel": tp > 1, "expert_tp": tp if shape.experts else 1,
+    }  # fmt: skip
+
+    def needed(**changes: Any) -> float:
+        return training_memory(run(shape, **{**base, **changes})).allocated_bytes
+
+    whole, rounding = needed(), 1 + 1e-9
+    assert needed(tp=2 * tp, sequence_parallel=True, expert_tp=2 * tp if shape.experts else 1) <= whole * rounding
+    if sharding is not OptimizerSharding.ZERO3:  # with it, more ranks also begin to gather
+        assert needed(dp=2 * dp) <= whole * rounding + (0 if dp > 1 else 2**25)
+    assert needed(micro_batch=2 * micro_batch) >= whole / rounding
+    kinds = list(Recompute)
+    for more in kinds[kinds.index(recompute) :]:
+        assert needed(recompute=more) <= whole * rounding
+    if attention is AttentionKernel.UNFUSED and recompute is Recompute.NONE:
+        assert needed(attention=AttentionKernel.FUSED_SOFTMAX) <= whole * rounding
+        assert needed(attention=AttentionKernel.FLASH2) <= whole * rounding
+
+
+@given(pp=st.sampled_from([1, 2, 4]), sharding=st.sampled_from(list(OptimizerSharding)))
+@settings(deadline=None, max_examples=12)
+def test_longer_pipelines_and_more_sharding_hold_less_state(pp: int, sharding: OptimizerSharding) -> None:
+    def states(**changes: Any) -> float:
+        memory = training_memory(run(LLAMA_7B, **{"dp": 8, "pp": pp, "optimizer_sharding": sharding, **changes}))
+        return max(s.parameters + s.gradients + s.master_weights + s.moments for s in memory.stages)
+
+    assert states(pp=2 * pp) < states()
+    kinds = list(OptimizerSharding)
+    for more in kinds[kinds.index(sharding) + 1 :]:
+        assert states(optimizer_sharding=more) < states()
+
+
+@given(
+    shape=SHAPES,
+    pp=st.sampled_from([1, 2, 4, 8]),
+    vpp=st.sampled_from([1, 2]),
+    schedule=st.sampled_from(["1f1b", "gpipe", "interleaved_1f1b", "zb-h1", "zb-h2", "zbv", "dualpipe"]),
+)
+@settings(deadline=None, max_examples=40)
+def test_the_short_way_gives_the_fullest_stage(shape: TransformerShape, pp: int, vpp: int, schedule: str) -> None:
+    described = run(shape, pp=pp, vpp=vpp, schedule=schedule, micro_batches=32)
+    stages = training_memory(described).stages
+    assert reserved_memory_bytes(described) == pytest.approx(max(stage.reserved_bytes for stage in stages))
+
+
+def test_whole_logits_decide_what_fits() -> None:
+    """Every tensor rank computes the loss on 128,000 words of 8,192 tokens: cutting the layers does not help."""
+    shape = llama(40, 5120, 40, 40, 13824, vocabulary=128000, sequence_length=8192)
+    common: dict[str, Any] = {
+        "tp": 4, "pp": 4, "dp": 8, "micro_batch": 4, "recompute": Recompute.FULL, "stack": Stack.DEEPSPEED,
+        "optimizer_sharding": OptimizerSharding.ZERO1, "gradient_bytes": 2,
+    }  # fmt: skip
+    assert training_memory(run(shape, **common)).fits
+    assert not training_memory(run(shape, **common, vocabulary_parallel_loss=False)).fits
+
+
+def test_a_layered_network_keeps_what_its_layers_save() -> None:
+    layer = LayerWork(kernel=Kernel.CONVOLUTION, saved=1e6, count=3)
+    network = LayeredNetwork(name="net", layers=(layer,), parameters=1e6)
+    setup = TrainingSetup(devices=1, micro_batch=8, stack=Stack.EAGER, precision="fp32", optimizer="momentum")
+    memory = training_memory(TrainingRun(network=network, setup=setup, hardware=A100)).fullest
+    assert memory.activations == 3e6 * 8 * 4
+    assert memory.parameters + memory.gradients + memory.moments == 12e6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": "magic"}, "choose one of"),
+        ({"schedule": "magic"}, "choose one of 1f1b|choose one of gpipe"),
+        ({"pp": 2, "layers_per_stage": (3, 4)}, "needs 2 entries that add up to the 32 layers"),
+    ],
+)
+def test_what_cannot_be_estimated_is_said(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        training_memory(run(LLAMA_7B, **changes))
+
+
+def test_one_evaluation_takes_microseconds() -> None:
+    runs = [run(gpt(), tp=8, pp=16, dp=8, micro_batch=1, micro_batches=count) for count in range(1, 200)]
+    reserved_memory_bytes(runs[0])
+    start = time.perf_counter()
+    for described in runs:
+        reserved_memory_bytes(described)
+    assert (time.perf_counter() - start) / len(runs) < 1e-3  # 0.1 ms on an idle core
