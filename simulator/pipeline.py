@@ -19,8 +19,16 @@ from simulator.schedules import ActionKind, Schedule
 from simulator.task_table import FloatArray, IntArray, StreamKind, TaskTable
 
 Numbers = float | FloatArray
-LABELS = (*(kind.name.lower() for kind in ActionKind), "overlapped", "send", "prologue", "epilogue")
-OVERLAPPED, SEND, PROLOGUE, EPILOGUE = range(len(ActionKind), len(LABELS))
+LABELS = (
+    *(kind.name.lower() for kind in ActionKind),
+    "overlapped",
+    "send",
+    "prologue",
+    "epilogue",
+    "parameter_gather",
+    "gradient_reduce",
+)
+OVERLAPPED, SEND, PROLOGUE, EPILOGUE, GATHER, REDUCE = range(len(ActionKind), len(LABELS))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,6 +45,8 @@ class PipelineCosts:
     activation_bytes : (stages,) kept from the forward to the backward pass of a micro-batch
     weight_activation_bytes : (stages,) the part of them that only the weight gradient releases; by default all
     prologue_s, epilogue_s : (ranks,) before the first and after the last action
+    parameter_gather_s, gradient_reduce_s : (stages,) collectives beside the computation: what the first forward pass
+        of a stage waits for, and what starts behind its last backward pass; the epilogue waits for the latter
     overlap_sends : a rank computes while it sends
     """
 
@@ -51,6 +61,8 @@ class PipelineCosts:
     weight_activation_bytes: Numbers | None = None
     prologue_s: Numbers = 0.0
     epilogue_s: Numbers = 0.0
+    parameter_gather_s: Numbers = 0.0
+    gradient_reduce_s: Numbers = 0.0
     overlap_sends: bool = True
 
 
@@ -86,9 +98,10 @@ class PipelineLayout:
     action_group : (A,)
     sender, receiver, send_task : (X,) actions that send and that receive, task of the send
     prologue, epilogue : (ranks,) tasks
+    gather, reduce : (stages,) tasks
+    first_use, last_use : (stages,) first and last task of a stage
     """
 
-    size: int
     group_task: IntArray
     action_group: IntArray
     sender: IntArray
@@ -96,6 +109,10 @@ class PipelineLayout:
     send_task: IntArray
     prologue: IntArray
     epilogue: IntArray
+    gather: IntArray
+    reduce: IntArray
+    first_use: IntArray
+    last_use: IntArray
 
 
 def pipeline_table(schedule: Schedule, costs: PipelineCosts) -> TaskTable:
@@ -116,14 +133,18 @@ def simulate_pipeline(schedule: Schedule, costs: PipelineCosts) -> PipelineResul
     step = float(ends.max())
     computes = table.stream < schedule.ranks
     busy = np.bincount(table.stream[computes], table.work[computes], schedule.ranks).astype(np.float64)
+    first = layout.group_task[np.searchsorted(schedule.leaders, schedule.offsets[:-1])]
+    inner = np.flatnonzero(computes[: layout.epilogue[0]])
+    last = np.zeros(schedule.ranks, dtype=np.int64)
+    last[table.stream[inner]] = inner
     outside = table.work[layout.prologue] + table.work[layout.epilogue]
-    first = starts[layout.group_task[np.searchsorted(schedule.leaders, schedule.offsets[:-1])]]
+    action_task = layout.group_task[layout.action_group]
     return PipelineResult(
         step_time_s=step,
-        starts_s=starts[layout.group_task[layout.action_group]],
-        ends_s=ends[layout.group_task[layout.action_group]],
+        starts_s=starts[action_task],
+        ends_s=ends[action_task],
         bubble_s=np.subtract(step, busy),
-        stall_s=starts[layout.epilogue] - first - (busy - outside),
+        stall_s=ends[last] - starts[first] - (busy - outside),
         peak_activation_bytes=peak_activation_bytes(schedule, costs),
     )
 
@@ -245,10 +266,12 @@ def plain_table(**fields: Any) -> TaskTable:
 
 def _filled(schedule: Schedule, costs: PipelineCosts) -> tuple[PipelineLayout, TaskTable]:
     layout, table = _prepared(schedule, sends=bool(np.any(costs.send_s)), overlap_sends=costs.overlap_sends)
-    work = np.zeros(layout.size)
+    work = np.zeros(table.size)
     work[layout.group_task] = group_times(schedule, costs)
     work[layout.prologue] = per_rank(schedule, costs.prologue_s)
     work[layout.epilogue] = per_rank(schedule, costs.epilogue_s)
+    work[layout.gather] = per_stage(schedule, costs.parameter_gather_s)
+    work[layout.reduce] = per_stage(schedule, costs.gradient_reduce_s)
     if len(layout.send_task):
         work[layout.send_task] = send_times(schedule, layout.sender, costs.send_s)
     return layout, replace(table, work=work)
@@ -258,25 +281,34 @@ def _filled(schedule: Schedule, costs: PipelineCosts) -> tuple[PipelineLayout, T
 def _prepared(schedule: Schedule, *, sends: bool, overlap_sends: bool) -> tuple[PipelineLayout, TaskTable]:
     """What the schedule alone decides: numbers of tasks, and the table without its work."""
     layout = _layout(schedule, sends)
-    ranks, size = schedule.ranks, layout.size
+    ranks, size = schedule.ranks, int(layout.epilogue[-1]) + 1
     stream, label = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+    rank = stream[layout.prologue] = stream[layout.epilogue] = np.arange(ranks)
     stream[layout.group_task] = schedule.action_rank[schedule.leaders]
-    stream[layout.prologue] = stream[layout.epilogue] = stream_rank = np.arange(ranks)
+    stream[layout.gather] = stream[layout.reduce] = ranks + schedule.stage_rank
     label[layout.group_task] = np.where(schedule.paired[schedule.leaders], OVERLAPPED, schedule.kind[schedule.leaders])
-    label[layout.prologue], label[layout.epilogue], label[layout.send_task] = PROLOGUE, EPILOGUE, SEND
-    taker = layout.group_task[layout.action_group[layout.receiver]]
+    for tasks, number in (
+        (layout.prologue, PROLOGUE),
+        (layout.epilogue, EPILOGUE),
+        (layout.gather, GATHER),
+        (layout.reduce, REDUCE),
+        (layout.send_task, SEND),
+    ):
+        label[tasks] = number
+    stream_rank = np.concatenate([rank, rank])
     giver = layout.group_task[layout.action_group[layout.sender]]
-    if not sends:
-        offsets, dependencies = compressed_rows(taker, giver, size)
-    elif overlap_sends:
+    waits = [(layout.group_task[layout.action_group[layout.receiver]], layout.send_task if sends else giver)]
+    waits += [(layout.first_use, layout.gather), (layout.reduce, layout.last_use)]
+    waits += [(layout.epilogue[schedule.stage_rank], layout.reduce)]
+    if sends and overlap_sends:
         link, link_rank = send_links(schedule, layout.sender)
-        stream[layout.send_task] = ranks + link
+        stream[layout.send_task] = 2 * ranks + link
         stream_rank = np.concatenate([stream_rank, link_rank])
-        rows, values = np.concatenate([taker, layout.send_task]), np.concatenate([layout.send_task, giver])
-        offsets, dependencies = compressed_rows(rows, values, size)
-    else:
+        waits += [(layout.send_task, giver)]
+    elif sends:
         stream[layout.send_task] = schedule.action_rank[layout.sender]
-        offsets, dependencies = compressed_rows(taker, layout.send_task, size)
+    rows, values = (np.concatenate(side) for side in zip(*waits, strict=True))
+    offsets, dependencies = compressed_rows(rows, values, size)
     kind = np.where(np.arange(len(stream_rank)) < ranks, int(StreamKind.COMPUTE), int(StreamKind.COMMUNICATION))
     table = plain_table(
         stream=stream,
@@ -293,24 +325,34 @@ def _prepared(schedule: Schedule, *, sends: bool, overlap_sends: bool) -> tuple[
 
 
 def _layout(schedule: Schedule, sends: bool) -> PipelineLayout:
-    """Number the tasks so that none waits for a later one: prologues, groups with their sends, epilogues."""
-    ranks, groups = schedule.ranks, len(schedule.leaders)
+    """Number the tasks so that none waits for a later one.
+
+    Prologues, gathers, groups each with its sends, reductions, epilogues; gathers in the order of first use on each
+    rank, reductions in that of last use.
+    """
+    ranks, stages, groups = schedule.ranks, schedule.stages, len(schedule.leaders)
     action_group = np.cumsum(np.concatenate(([True], ~schedule.paired[:-1]))) - 1
     sender, receiver = exchanges(schedule)
     sending_group = action_group[sender] if sends else np.zeros(0, dtype=np.int64)
     count = np.bincount(sending_group, minlength=groups)
     group_task, order = np.zeros(groups, dtype=np.int64), schedule.execution_order
-    group_task[order] = ranks + np.arange(groups) + np.cumsum(count[order]) - count[order]
+    group_task[order] = ranks + stages + np.arange(groups) + np.cumsum(count[order]) - count[order]
     earlier = np.cumsum(count) - count
     send_task = group_task[sending_group] + 1 + np.arange(len(sending_group)) - earlier[sending_group]
-    size = groups + len(send_task) + 2 * ranks
+    end = ranks + stages + groups + len(send_task)
+    first_use, last_use = np.full(stages, end), np.zeros(stages, dtype=np.int64)
+    np.minimum.at(first_use, schedule.stage, group_task[action_group])
+    np.maximum.at(last_use, schedule.stage, group_task[action_group])
     return PipelineLayout(
-        size=size,
         group_task=group_task,
         action_group=action_group,
         sender=sender,
         receiver=receiver,
         send_task=send_task,
         prologue=np.arange(ranks),
-        epilogue=np.arange(size - ranks, size),
+        epilogue=np.arange(end + stages, end + stages + ranks),
+        gather=ranks + np.argsort(np.argsort(first_use, kind="stable"), kind="stable"),
+        reduce=end + np.argsort(np.argsort(last_use, kind="stable"), kind="stable"),
+        first_use=first_use,
+        last_use=last_use,
     )

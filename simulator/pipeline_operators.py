@@ -39,13 +39,16 @@ class Operators:
     dependencies: IntArray
 
     def __post_init__(self) -> None:
-        rows = np.repeat(np.arange(len(self.seconds)), np.diff(self.dependency_offsets))
-        if not len(self.seconds) or not (np.isfinite(self.seconds) & (self.seconds >= 0)).all():
+        count = len(self.seconds)
+        if not count or not (np.isfinite(self.seconds) & (self.seconds >= 0)).all():
             raise InputError("A pass needs operators, all with a finite time of at least 0: correct their seconds")
-        if ((self.dependencies >= rows) | (self.dependencies < 0)).any():
-            wrong = int(np.flatnonzero((self.dependencies >= rows) | (self.dependencies < 0))[0])
+        if len(self.communication) != count or not np.isin(self.communication, (0, 1)).all():
+            raise InputError(f"Of {count} operators each is communication (1) or not (0), not {self.communication}")
+        rows = np.repeat(np.arange(count), np.diff(self.dependency_offsets))
+        wrong = np.flatnonzero((self.dependencies >= rows) | (self.dependencies < 0))
+        if len(wrong):
             raise InputError(
-                f"Operator {rows[wrong]} waits for operator {self.dependencies[wrong]}, which is not before it: "
+                f"Operator {rows[wrong[0]]} waits for operator {self.dependencies[wrong[0]]}, which is not before it: "
                 "list operators in an order in which they can run"
             )
 

@@ -67,6 +67,11 @@ class Schedule:
     paired: BoolArray
     chains: int = 1
 
+    def __post_init__(self) -> None:
+        # Schedules are kept and shared.
+        for name in ("stage_rank", "offsets", "kind", "stage", "micro_batch", "paired"):
+            getattr(self, name).setflags(write=False)
+
     @property
     def stages(self) -> int:
         """Number of stages on all ranks."""
@@ -191,7 +196,7 @@ def check_schedule(schedule: Schedule) -> None:
     _check_ranks(schedule)
     _check_counts(schedule)
     _check_local_order(schedule)
-    schedule.execution_order  # noqa: B018
+    _ = schedule.execution_order  # refuses a deadlock
 
 
 def _check_ranks(schedule: Schedule) -> None:

@@ -105,6 +105,8 @@ def random_costs(ranks: int, stages: int, seed: int, *, overlap: bool) -> Pipeli
         forward_communication_s=random.uniform(0, 1, stages),
         backward_communication_s=random.uniform(0, 1, stages),
         send_s=random.uniform(0, 0.5, stages),
+        parameter_gather_s=random.uniform(0, 2, stages),
+        gradient_reduce_s=random.uniform(0, 2, stages),
         activation_bytes=random.uniform(1, 9, stages),
         prologue_s=random.uniform(0, 1, ranks),
         epilogue_s=random.uniform(0, 1, ranks),
@@ -158,6 +160,23 @@ def test_prologue_and_epilogue_frame_the_step() -> None:
     assert framed.step_time_s == plain.step_time_s + 8.0
     np.testing.assert_allclose(framed.starts_s, plain.starts_s + 3.0)
     np.testing.assert_allclose(framed.stall_s, plain.stall_s)
+
+
+def test_collectives_of_stages_run_beside_the_pipeline() -> None:
+    """Two stages: gathers delay the first passes; the reduction of stage 1 hides behind the last pass of stage 0."""
+    schedule, times = make_schedule("1f1b", 2, 2), {"forward_s": 1.0, "backward_s": 2.0}
+    plain = simulate_pipeline(schedule, PipelineCosts(**times))
+    late = simulate_pipeline(schedule, PipelineCosts(**times, parameter_gather_s=np.array([0.5, 1.25])))
+    assert late.starts_s[[0, 4]].tolist() == [0.5, 1.5]
+    assert late.step_time_s == plain.step_time_s + 0.5
+    hidden = simulate_pipeline(schedule, PipelineCosts(**times, gradient_reduce_s=np.array([0.0, 2.0])))
+    assert hidden.step_time_s == plain.step_time_s
+    shown = simulate_pipeline(schedule, PipelineCosts(**times, gradient_reduce_s=np.array([0.0, 3.0]), epilogue_s=1.0))
+    assert shown.step_time_s == plain.step_time_s + 1.0 + 1.0
+    np.testing.assert_allclose(shown.stall_s, plain.stall_s)
+    chunks = make_schedule("interleaved_1f1b", 1, 4, 2)
+    both = simulate_pipeline(chunks, PipelineCosts(**times, gradient_reduce_s=1.5))
+    assert both.step_time_s == simulate_pipeline(chunks, PipelineCosts(**times)).step_time_s + 1.5
 
 
 def test_pairs_hide_communication() -> None:
