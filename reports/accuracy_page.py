@@ -22,6 +22,7 @@ LEFT_OUT, FITTED = "each source left out of the fit", "fitted on everything"
 SHORT = {LEFT_OUT: "left out", FITTED: "on everything"}
 GROUPS = (TRANSFORMERS, ASCEND, CONVOLUTIONAL, FSDP, ELSEWHERE)
 COUNTS = ("timed", "memory_rows", "oom_rows", "workloads")
+NAMES = r"'[^']*'|(?<=no hardware profile for ).*|^\S+(?= has )"  # what makes a reason one row's own
 LABELS = ("calibrated", "interpolated", "extrapolated")
 MAX_OUTLIERS, MAX_REASONS = 40, 40
 HEADINGS = (
@@ -74,6 +75,7 @@ def _accuracy_document(accuracy: Accuracy) -> dict[str, object]:
 
     return {
         "overall": figures(accuracy.overall),
+        "transformers": figures(accuracy.transformers),
         "by_group": {name: figures(metrics) for name, metrics in accuracy.by_group.items()},
         "by_source": {name: figures(metrics) for name, metrics in accuracy.by_source.items()},
     }
@@ -355,10 +357,10 @@ def _outliers(judged: Accuracy) -> Html:
     lines: list[list[Cell]] = [
         [
             one.row.row_id,
-            Html(f'<span class="wrap">{page.escape(one.row.source)}</span>'),
+            _wrapped(one.row.source),
             f"{one.row.device or '?'} × {one.row.devices:,}",
             f"{100 * one.error:+.0f} %".replace("-", "−"),
-            Html(f'<span class="wrap">{page.escape(one.cause)}</span>'),
+            _wrapped(one.cause),
         ]
         for one in found
     ]
@@ -379,26 +381,32 @@ def _skipped(judged: Accuracy) -> Html:
         return page.paragraph("Every row has a prediction.")
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
     lines: list[list[Cell]] = [
-        [
-            Html(f'<span class="wrap">{page.escape(reason)}</span>'),
-            f"{len(rows):,}",
-            Html(f'<span class="wrap">{page.escape(_some(row.file for row in rows))}</span>'),
-        ]
+        [_wrapped(reason), f"{len(rows):,}", _wrapped(_named(rows)), _wrapped(_some([row.file for row in rows], 3))]
         for reason, rows in ordered[:MAX_REASONS]
     ]
     rest = sum(len(rows) for _, rows in ordered[MAX_REASONS:])
     if rest:
-        lines.append([f"{len(ordered) - MAX_REASONS} other reasons", f"{rest:,}", ""])
-    return page.table(["why", "rows", "files"], lines, caption="Rows by what stopped their prediction", numbers=(1,))
+        lines.append([f"{len(ordered) - MAX_REASONS} other reasons", f"{rest:,}", "", ""])
+    columns = ["why", "rows", "which", "files"]
+    return page.table(columns, lines, caption="Rows by what stopped their prediction", numbers=(1,))
 
 
 def _plain(reason: str) -> str:
     """A reason without the places and names that make it one row's own."""
     text = re.sub(r"^\S+\.csv, line \d+, ", "", reason)
-    return re.sub(r"\b\d[\d.,]*\b", "N", text)[:160]
+    return re.sub(r"\b\d[\d.,]*\b", "N", re.sub(NAMES, "…", text))[:160]
 
 
-def _some(names: Iterator[str] | Sequence[str]) -> str:
+def _named(rows: Sequence[ScoredRow]) -> str:
+    """The names that `_plain` takes out of the reasons."""
+    return _some([name.strip("'") for row in rows for name in re.findall(NAMES, row.reason)], 8)
+
+
+def _some(names: Sequence[str], limit: int) -> str:
     distinct = list(dict.fromkeys(names))
-    more = f" and {len(distinct) - 3} more" if len(distinct) > 3 else ""
-    return ", ".join(distinct[:3]) + more
+    more = f" and {len(distinct) - limit} more" if len(distinct) > limit else ""
+    return ", ".join(distinct[:limit]) + more
+
+
+def _wrapped(text: str) -> Html:
+    return Html(f'<span class="wrap">{page.escape(text)}</span>')

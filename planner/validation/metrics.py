@@ -20,6 +20,7 @@ def accuracy_of(rows: Iterable[ScoredRow]) -> Accuracy:
     return Accuracy(
         rows=rows,
         overall=metrics_of_rows(rows),
+        transformers=metrics_of_rows([row for row in rows if row.transformer]),
         by_source=_by(rows, lambda row: row.source),
         by_group=_by(rows, lambda row: row.group),
     )

@@ -61,6 +61,7 @@ def _scored(row: MeasuredRow, outcome: RunPrediction | MeshwrightError | None) -
             status=ERROR if row.fault else SKIPPED,
             reason=reason,
             measured_outcome=row.outcome,
+            transformer=row.transformer,
         )
     return ScoredRow(
         row_id=row.row_id,
@@ -80,6 +81,7 @@ def _scored(row: MeasuredRow, outcome: RunPrediction | MeshwrightError | None) -
         measured_memory_bytes=_known(row.memory_gib * _GIB) if row.outcome in ("", "ok") else None,
         predicted_outcome="ok" if outcome.fits else "oom",
         measured_outcome=row.outcome,
+        transformer=row.transformer,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from planner.estimate.training_run import LayeredNetwork, TrainingRun, TransformerShape
 from planner.validation.measurement_file import FileRow, read_rows
 from planner.validation.reading_hardware import hardware_for
-from planner.validation.reading_network import MissingFactError, read_network
+from planner.validation.reading_network import MissingFactError, is_transformer, read_network
 from planner.validation.reading_plan import read_setup
 from simulator.errors import MeshwrightError
 
@@ -35,6 +35,8 @@ class MeasuredRow:
         ``ok``, ``oom``, ``error``, or nothing where it is not stated.
     workload
         The same for rows of one source that trained the same network with the same batch on the same devices.
+    transformer
+        Whether the network is one, also where the row has no run.
     """
 
     row_id: str
@@ -50,6 +52,7 @@ class MeasuredRow:
     memory_kind: str = ""
     outcome: str = ""
     workload: str = ""
+    transformer: bool = False
 
 
 def read_measurements(path: str | Path) -> list[MeasuredRow]:
@@ -76,6 +79,7 @@ def measured_row(row: FileRow) -> MeasuredRow:
     )
     if row.fault:
         return replace(known, fault=row.fault, reason=row.fault)
+    known = replace(known, transformer=is_transformer(row))
     notes: list[str] = []
     try:
         run = _run(row, notes)

@@ -47,6 +47,13 @@ class MissingFactError(Exception):
     """A row does not say what a prediction needs; the message names it."""
 
 
+def is_transformer(row: FileRow) -> bool:
+    """Whether a row's network is a transformer, by its name, its family or the sizes that it states."""
+    stated = all(row.whole(column) for column in _NETWORK_COLUMNS)
+    known = known_model(row.text("model"), row.number("params_b"))
+    return stated or known is not None or re.search(_LANGUAGE, row.text("arch").lower()) is not None
+
+
 def read_network(row: FileRow, notes: Notes) -> TransformerShape | LayeredNetwork:
     """The network of a row; `notes` gets what was assumed, MissingFactError says what is missing."""
     name = plain_name(row.text("model"))
@@ -55,10 +62,9 @@ def read_network(row: FileRow, notes: Notes) -> TransformerShape | LayeredNetwor
         if re.search(pattern, words):
             raise MissingFactError(f"{row.text('model') or 'the network'} has {what}, which is not modelled")
     known = known_model(row.text("model"), row.number("params_b"))
-    stated = all(row.whole(column) for column in _NETWORK_COLUMNS)
     if "t5" in name.split("-"):
         return _encoder_decoder(row, notes)
-    if known is None and not stated and not re.search(_LANGUAGE, row.text("arch").lower()):
+    if not is_transformer(row):
         return _layered(row, notes)
     shape = _transformer(row, known, notes)
     return _special(row, shape, name, notes)
@@ -67,7 +73,10 @@ def read_network(row: FileRow, notes: Notes) -> TransformerShape | LayeredNetwor
 def _layered(row: FileRow, notes: Notes) -> LayeredNetwork:
     name = row.text("model")
     side = row.whole("image_size") or _image_side(row.text("notes"))
-    found = lookup(name, side) if name else None
+    try:
+        found = lookup(name, side) if name else None
+    except ZeroDivisionError:
+        raise MissingFactError(f"images of {side} pixels are too small for {name}") from None
     counted = row.number("params_b")
     if not name and counted:
         found = lookup_by_parameters(counted * 1e9, side)

@@ -27,6 +27,8 @@ class ScoredRow:
         The accelerator as the profile names it; empty where none is known.
     group
         Of `planner.validation.aims`: rows that share an aim; empty where none is known.
+    transformer
+        Whether the network is one, also where there is no prediction.
     predicted_outcome, measured_outcome
         ``ok`` or ``oom``; empty where unknown.
     likely_cause
@@ -43,6 +45,7 @@ class ScoredRow:
     device: str = ""
     devices: int = 0
     group: str = ""
+    transformer: bool = False
     predicted_step_time_s: float | None = None
     interval_s: tuple[float, float] | None = None
     measured_step_time_s: float | None = None
@@ -124,10 +127,11 @@ class Metrics:
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """How well one fit predicts measured rows: all of them, by source and by group, in the order of the rows."""
+    """How well one fit predicts measured rows: all, the transformers, by source and by group, in the rows' order."""
 
     rows: tuple[ScoredRow, ...]
     overall: Metrics
+    transformers: Metrics
     by_source: Mapping[str, Metrics]
     by_group: Mapping[str, Metrics] = field(default_factory=dict)
 

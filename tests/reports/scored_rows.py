@@ -32,7 +32,8 @@ def made_up_result(count: int = 200, *, seed: int = 0) -> AccuracyResult:
 
 def _row(index: int, random: np.random.Generator) -> ScoredRow:
     source, group, device, spread = SOURCES[index % len(SOURCES)]
-    name = {"row_id": f"R{index:05d}", "source": source, "file": f"{source[:1]}_file.csv"}
+    kind = {"source": source, "file": f"{source[:1]}_file.csv", "transformer": group != CONVOLUTIONAL}
+    name = {"row_id": f"R{index:05d}", **kind}
     if random.random() < 0.08:
         reason = ("the network is not named", f"no description of the network 'net{index}'", "n_accels not stated")
         return ScoredRow(**name, status="skipped", reason=reason[index % 3])
