@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from planner.estimate.training_run import Experts, LatentAttention
 
@@ -324,6 +325,7 @@ def billions(name: str) -> float | None:
     return float(found[1].replace("point", ".")) * {"b": 1.0, "m": 1e-3, "t": 1e3}[found[2]]
 
 
+@lru_cache(maxsize=4096)
 def known_model(name: str, parameters_b: float | None = None) -> KnownModel | None:
     """The published network that is called `name`; None where the name says too little.
 

@@ -47,6 +47,10 @@ _RESERVED_BYTES = 2 * 2**30
 """What contexts and libraries keep of a device's memory, as in the profiles."""
 _COUNT_TIMES_RATE = re.compile(r"(\d+)\s*x\s*(?:[a-z -]*?)(\d+(?:\.\d+)?)\s*(gb/s|gbps|gbit/s|g\b)", re.IGNORECASE)
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(gb/s|gbps|gbit/s|g\b)", re.IGNORECASE)
+_INSIDE_NODE = re.compile(
+    r"(?:nvlink|nvswitch|hbm|pcie|hccs|infinity fabric)[^;,(]*?\d+(?:\.\d+)?\s*[gt]b/s", re.IGNORECASE
+)
+"""Rates of links inside a node, and of memory, where they stand beside that of the network."""
 _BITS_PER_BYTE = 8
 _OMNI_PATH_PORT = 100.0
 
@@ -80,7 +84,7 @@ def _profile_name(row: FileRow, notes: list[str]) -> str:
     found = _match(accelerator.lower()) or _match(words)
     if found is None:
         raise MissingFactError(f"no hardware profile for {accelerator or row.text('hw')}")
-    available = set(profile_names())
+    available = _available()
     candidates = found
     if found == ("dgx-a100",) and (row.number("accel_mem_gb") or 0) <= 48 and _is_40_gb(row, words):
         candidates = ("dgx-a100-40g", *found)
@@ -98,6 +102,11 @@ def _match(words: str) -> tuple[str, ...] | None:
 
 def _is_40_gb(row: FileRow, words: str) -> bool:
     return row.number("accel_mem_gb") == 40 or bool(re.search(r"40\s?gb?", words))
+
+
+@lru_cache(maxsize=1)
+def _available() -> frozenset[str]:
+    return frozenset(profile_names())
 
 
 @lru_cache(maxsize=64)
@@ -138,7 +147,7 @@ def _outer_bandwidth(row: FileRow, base: Hardware, per_node: int, notes: list[st
     if devices <= per_node or len(base.levels) < 2:
         return 0.0
     text = row.text("inter_node_link") or (row.text("hw") if re.search(r"gb/?p?s", row.text("hw").lower()) else "")
-    rate = _node_rate(text, per_node)
+    rate = _node_rate(_INSIDE_NODE.sub("", text), per_node)
     if rate is None and re.search(r"omni-?path|\bopa\b", f"{text} {row.text('hw')}".lower()):
         rate = _OMNI_PATH_PORT * min(4, per_node)
         notes.append("rate of Omni-Path not stated: 4 ports of 100 Gb/s a node")

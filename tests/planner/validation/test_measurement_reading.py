@@ -200,6 +200,8 @@ def test_network_between_nodes(tmp_path: Path) -> None:
     assert slow.hash != load_profile("dgx-a100").hash
     stated = run_of(tmp_path, inter_node_link="8x200Gbps HDR InfiniBand per node (compute)").hardware
     assert stated == load_profile("dgx-a100")
+    beside = run_of(tmp_path, hw="8x A100, NVLink3 600 GB/s, EFA 400 Gb/s").hardware
+    assert beside.levels[-1].bandwidth_bytes_per_s == pytest.approx(400e9 / 8 / 8 * 0.95)
     small = run_of(tmp_path, accel_mem_gb="40", accelerator="A100").hardware
     assert small.name == "dgx-a100-40g"
     half = run_of(tmp_path, accelerator="V100-SXM2", accel_mem_gb="16").hardware
