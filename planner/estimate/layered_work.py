@@ -54,7 +54,8 @@ class LayeredParameters:
     kernel_s, launch_s
         Seconds that a kernel takes beyond its work, and that the host takes to launch it.
     unfused
-        Share of the traffic of activations and sums that no other kernel does on its way.
+        Share of the traffic of activations and sums, and of a norm's first pass, that no other kernel does on
+        its way.
     step_overhead_s
         Seconds of a step outside kernels.
     exposed
@@ -96,9 +97,9 @@ class LayeredEstimate:
 class LayeredCoefficients:
     """Fitted values by device family and by stack, as the profile of the software keeps them.
 
-    A device has ``half``, ``tf32`` and ``single`` (the `products` of these precisions) and fields of
-    `LayeredParameters`; a stack has factors on ``products``, ``memory``, ``grouped`` and ``kernel_s``, the other
-    fields, and ``host_<kind>_s``.
+    A device has ``half``, ``tf32`` and ``single`` (the `products` of these precisions), ``host`` (a factor on the
+    seconds of its host) and fields of `LayeredParameters`; a stack has factors on ``products``, ``memory``,
+    ``grouped`` and ``kernel_s``, the other fields, and ``host_<kind>_s``.
     """
 
     devices: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -112,7 +113,10 @@ class LayeredCoefficients:
         device["products"] = rates[product_kind(run)] or _NEUTRAL.products
         for name in ("products", "memory", "grouped", "kernel_s"):
             device[name] = device.get(name, getattr(_NEUTRAL, name)) * stack.pop(name, 1.0)
-        host = {name[5:-2].replace("_", " "): stack.pop(name) for name in list(stack) if name.startswith("host_")}
+        slower = device.pop("host", 1.0)
+        host = {
+            name[5:-2].replace("_", " "): slower * stack.pop(name) for name in list(stack) if name.startswith("host_")
+        }
         return LayeredParameters(host_s=host, **device, **stack)
 
 
@@ -130,6 +134,7 @@ class _LayerArrays:
     product: npt.NDArray[np.bool_]
     convolution: npt.NDArray[np.bool_]
     fusable: npt.NDArray[np.bool_]
+    norm: npt.NDArray[np.bool_]
     backward_moved: FloatArray
     count: FloatArray
     saved: float
@@ -198,7 +203,9 @@ def layered_step_times(
     products = np.maximum(compute, moved / bandwidth)
     products = np.where(layers.grouped, np.minimum(products, narrow), products)
     left = np.where(layers.fusable, parameters.unfused, 1.0)
-    pointwise = moved / bandwidth * left
+    # A fused norm sums up what its convolution writes: one of its three passes goes.
+    passes = np.where(layers.norm, (2.0 + parameters.unfused) / 3.0, left)
+    pointwise = moved / bandwidth * passes
     once = np.where(layers.product, products, pointwise) + parameters.kernel_s * left
     again = np.where(layers.product, 2 * products, pointwise * layers.backward_moved)
     again += parameters.kernel_s * np.where(layers.product, 2.0, left)
@@ -322,6 +329,7 @@ def _arrays_of(key: _Same) -> _LayerArrays:
         product=np.array([kernel in _PRODUCTS for kernel in kernels]),
         convolution=np.array([kernel is Kernel.CONVOLUTION for kernel in kernels]),
         fusable=np.array([kernel in _FUSABLE for kernel in kernels]),
+        norm=np.array([kernel is Kernel.NORMALIZATION for kernel in kernels]),
         backward_moved=np.array([_BACKWARD_MOVED.get(kernel, 1.0) for kernel in kernels]),  # type: ignore[call-overload]
         count=np.array([counts[row] for row in rows]),
         saved=sum(layer.saved * layer.count for layer in key.network.layers),

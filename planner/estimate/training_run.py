@@ -50,6 +50,10 @@ class AttentionKernel(StrEnum):
 class Stack(StrEnum):
     """Software that launches the kernels; its properties are fitted once for all networks."""
 
+    CHANNELS_LAST = "channels_last"
+    """PyTorch on images as NVIDIA tunes it: channels last, input prepared on the device, fused updates."""
+    MINDSPORE_TOOLKIT = "mindspore_toolkit"
+    """MindCV and MindYOLO: MindSpore graph mode, images transformed by the host in Python."""
     EAGER = "eager"
     """PyTorch operators one by one, few of them fused (Hugging Face, FSDP, torchtune)."""
     COMPILED = "compiled"

@@ -16,7 +16,7 @@ from scipy.optimize import least_squares
 
 from planner.estimate.device_family import family_of
 from planner.estimate.layered_work import LayeredCoefficients, LayeredParameters, predict_layered, product_kind
-from planner.estimate.training_run import LayeredNetwork, TrainingRun, TrainingSetup
+from planner.estimate.training_run import LayeredNetwork, Stack, TrainingRun, TrainingSetup
 from planner.validation.fitting import Prior
 from planner.validation.reading import MeasuredRow, read_measurements
 from simulator.errors import MeshwrightError
@@ -27,30 +27,39 @@ _STEP = 1e-3
 _EVALUATIONS = 20
 _PRODUCTS = Prior(centre=0.55, spread=0.4)
 DEVICE_PRIORS = {
-    "memory": Prior(centre=0.75, spread=0.25),
-    "grouped": Prior(centre=0.3, spread=0.5),
+    "memory": Prior(centre=0.75, spread=0.15),
+    "grouped": Prior(centre=0.25, spread=0.4),
     "columns_half": Prior(centre=32.0, spread=0.5),
     "depth_half": Prior(centre=64.0, spread=0.5),
     "rows_half": Prior(centre=512.0, spread=0.7),
-    "kernel_s": Prior(centre=4e-6, spread=0.7),
+    "kernel_s": Prior(centre=5e-6, spread=0.5),
+    "host": Prior(centre=1.0, spread=0.3),
 }
 STACK_PRIORS = {
-    "products": Prior(centre=1.0, spread=0.1),
-    "memory": Prior(centre=0.9, spread=0.3),
+    "products": Prior(centre=1.0, spread=0.15),
+    "memory": Prior(centre=1.0, spread=0.15),
     "grouped": Prior(centre=1.0, spread=0.2),
+    "kernel_s": Prior(centre=1.0, spread=0.3),
     "unfused": Prior(centre=0.7, spread=0.4),
-    "launch_s": Prior(centre=6e-6, spread=0.6),
-    "step_overhead_s": Prior(centre=2e-3, spread=1.0),
+    "launch_s": Prior(centre=6e-6, spread=0.4),
+    "step_overhead_s": Prior(centre=2e-3, spread=0.7),
     "exposed": Prior(centre=0.2, spread=0.7),
-    "contention": Prior(centre=0.03, spread=0.7),
+    "contention": Prior(centre=0.03, spread=0.5),
 }
 HOST_PRIORS = {
-    "image": Prior(centre=3e-4, spread=1.0),
-    "augmented image": Prior(centre=6e-4, spread=1.0),
-    "annotated image": Prior(centre=1e-3, spread=1.0),
+    "image": Prior(centre=2e-4, spread=0.5),
+    "augmented image": Prior(centre=2e-4, spread=0.5),
+    "annotated image": Prior(centre=5e-4, spread=0.5),
     "mosaic image": Prior(centre=3e-3, spread=1.0),
 }
-_SHARES = ("unfused", "exposed", "half", "tf32", "single")
+PYTHON_HOST_PRIORS = {
+    "image": Prior(centre=6e-4, spread=0.5),
+    "augmented image": Prior(centre=1.8e-3, spread=0.5),
+    "annotated image": Prior(centre=2e-3, spread=1.0),
+    "mosaic image": Prior(centre=5e-3, spread=1.0),
+}
+"""Where Python on the host transforms images."""
+_BOUNDS = {"unfused": 1.0, "exposed": 1.0, "half": 1.0, "tf32": 1.0, "single": 1.0, "memory": 1.3, "contention": 0.2}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,8 +95,9 @@ def priors_of(runs: Sequence[TrainingRun]) -> dict[tuple[str, str, str], Prior]:
         found |= {("devices", family, name): prior for name, prior in DEVICE_PRIORS.items()}
         found |= {("stacks", stack, name): prior for name, prior in STACK_PRIORS.items()}
         kind = run.network.sample if isinstance(run.network, LayeredNetwork) else ""
-        if kind in HOST_PRIORS:
-            found["stacks", stack, f"host_{kind.replace(' ', '_')}_s"] = HOST_PRIORS[kind]
+        host = PYTHON_HOST_PRIORS if run.setup.stack is Stack.MINDSPORE_TOOLKIT else HOST_PRIORS
+        if kind in host:
+            found["stacks", stack, f"host_{kind.replace(' ', '_')}_s"] = host[kind]
     return found
 
 
@@ -102,7 +112,7 @@ def fit_layered(rows: Sequence[MeasuredRow]) -> LayeredFit:
     keys = list(priors)
     centres = np.log([priors[key].centre for key in keys])
     spreads = np.array([priors[key].spread for key in keys])
-    upper = np.array([0.0 if key[2] in _SHARES else np.inf for key in keys])
+    upper = np.log([_BOUNDS.get(key[2], np.inf) for key in keys])
 
     concerned = [_concerned(key, runs) for key in keys]
 

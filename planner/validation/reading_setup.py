@@ -78,6 +78,9 @@ def _full_precision(row: FileRow, notes: list[str]) -> str:
     return "fp32"
 
 
+_VISION = r"^(classification|detection|segmentation)"
+
+
 def stack(row: FileRow, notes: list[str]) -> Stack:
     """The software that launches the kernels."""
     framework, flags = row.text("framework").lower(), row.text("other_flags").lower()
@@ -99,6 +102,10 @@ def stack(row: FileRow, notes: list[str]) -> Stack:
     for named in (Stack.TENSORFLOW, Stack.PADDLE, Stack.MXNET, Stack.ONEFLOW):
         if named.value in framework:
             return named
+    if re.search(_VISION, row.text("arch").lower()) and re.search(
+        r"nvidia/deeplearningexamples", row.text("source").lower()
+    ):
+        return Stack.CHANNELS_LAST
     if re.search(r"torch\.compile|\bcompile\b", flags) or _cumulative_compile(flags):
         return Stack.COMPILED
     if re.search(r"torchtitan", framework) and "float8" in f"{flags} {row.text('precision')}".lower():
@@ -113,7 +120,8 @@ def _ascend_stack(row: FileRow, framework: str) -> Stack | None:
     if re.search(r"mindspeed|modellink|torch_npu", framework):
         return Stack.MINDSPEED
     if re.search(r"mindspore|mindformers", framework):
-        return Stack.MINDSPORE
+        toolkit = re.search(r"mindcv|mindyolo|official/benchmark", row.text("source").lower())
+        return Stack.MINDSPORE_TOOLKIT if toolkit else Stack.MINDSPORE
     if is_ascend(row):
         return Stack.MINDSPEED if re.search(r"torch|megatron", framework) else Stack.MINDSPORE
     return None

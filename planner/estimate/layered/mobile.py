@@ -325,7 +325,7 @@ def ghostnet(name: str, side: int, width: float) -> LayeredNetwork:
         ghost(net, narrow, "")
         net.add()
     net.unit(divisible(960 * width, 4), 1).global_pool().linear(1280).relu().linear(CLASSES)
-    return net.finish(name)
+    return net.finish(name, "augmented image")
 
 
 def ghost(net: NetworkBuilder, channels: int, activation: str) -> None:
@@ -350,4 +350,4 @@ def rexnet(name: str, side: int, width: float) -> LayeredNetwork:
         if stride == 1 and inputs <= channels:
             net.add()
     net.unit(int(1280 * width), 1, activation="smooth").global_pool().linear(CLASSES)
-    return net.finish(name)
+    return net.finish(name, "augmented image")
