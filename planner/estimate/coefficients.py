@@ -18,8 +18,9 @@ from planner.estimate.training_run import TrainingRun
 DEVICE_COEFFICIENTS = ("matmul", "low_precision", "attention", "memory", "inside", "outside", "launch", "jitter")
 """Of a device: factors on kernels, messages and the host's time for a launch; the delay for each doubling of nodes."""
 STACK_COEFFICIENTS = (
-    "matmul", "misaligned", "memory", "memory_half", "experts", "optimizer", "launch_s", "step_overhead_s", "micro_batch_overhead_s", "tensor_exposed",
-    "pipeline_exposed", "gradient_exposed", "shard_exposed", "context_exposed",
+    "matmul", "misaligned", "memory", "memory_half", "experts", "recompute", "optimizer", "launch_s",
+    "step_overhead_s", "micro_batch_overhead_s", "tensor_exposed", "pipeline_exposed", "gradient_exposed",
+    "shard_exposed", "context_exposed",
 )  # fmt: skip
 """Of a software stack: factors, seconds, and shares of messages that stay visible."""
 NEUTRAL = Coefficients()

@@ -26,7 +26,8 @@ class Columns:
     """Sizes and degrees of (N,) transformer runs, all float64; flags are 0.0 or 1.0.
 
     ``tokens`` of one micro-batch on one rank (``micro_batch * sequence / cp``), ``norm_tokens`` those of which the
-    norms and residual sums of a rank take care; ``moe_layers`` and ``dense_layers`` add up to ``layers``.
+    norms and residual sums of a rank take care; ``weight_gradients_in_bubble`` counts those of a stage that a schedule
+    puts where others wait; ``moe_layers`` and ``dense_layers`` add up to ``layers``.
     """
 
     layers: FloatArray
@@ -62,6 +63,7 @@ class Columns:
     encoder_sequence: FloatArray
     multi_token_layers: FloatArray
     predicted_positions: FloatArray
+    weight_gradients_in_bubble: FloatArray
     devices: FloatArray
     dp: FloatArray
     tp: FloatArray
@@ -148,6 +150,8 @@ _SHAPE: dict[str, Callable[[TransformerShape], Any]] = {
     "predicted_positions": lambda s: s.predicted_positions,
 }
 _SHARDING = {kind: float(index) for index, kind in enumerate(OptimizerSharding)}
+_DELAYED = {"zb_h1": 2.0, "zb_h2": 3.0, "zbv": 3.0, "dualpipe": 3.0, "dualpipe_v": 3.0}
+"""Weight gradients that a schedule moves into each stage of the bubble (Qi et al., arXiv:2401.10241, table 2)."""
 _UNFUSED = (AttentionKernel.UNFUSED, AttentionKernel.FUSED_SOFTMAX)
 _SETUP: dict[str, Callable[[TrainingSetup], Any]] = {
     **{
@@ -162,6 +166,7 @@ _SETUP: dict[str, Callable[[TrainingSetup], Any]] = {
     "recompute_selective": lambda s: s.recompute is Recompute.SELECTIVE,
     "sharding": lambda s: _SHARDING[s.optimizer_sharding],
     "shard_group": lambda s: s.shard_group or s.dp,
+    "weight_gradients_in_bubble": lambda s: _DELAYED.get(s.schedule.replace("-", "_"), 0.0),
     "offload": lambda s: s.offload_optimizer,
     "fused_attention": lambda s: s.attention not in _UNFUSED,
     "fused_softmax": lambda s: s.attention is AttentionKernel.FUSED_SOFTMAX,

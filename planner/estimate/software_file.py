@@ -13,24 +13,39 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from planner.estimate.coefficients import SoftwareCoefficients
+from planner.estimate.device_family import family_of
+from planner.estimate.layered_work import LayeredCoefficients
+from planner.estimate.training_run import TrainingRun, TransformerShape
 from simulator.errors import ProfileError
-from simulator.profile_parts import Count, NonNegative, Part, Sourced
+from simulator.profile_parts import Count, NonNegative, Part, Positive, Source, Sourced
 from simulator.whole_file import write_whole
 
 SHIPPED = "training.yaml"
 
 
 class IntervalPart(Part):
-    """Where 90 % of the measured times of runs alike lie: from ``1 - low`` to ``1 + high`` of the prediction."""
+    """Where 90 % of the measured times of runs alike lie: from ``low`` to ``high`` times the prediction.
+
+    ``family`` of the device, ``stack`` and ``network`` (``transformer`` or ``layered``) say which runs; ``*`` is any.
+    """
 
     family: str
     stack: str
-    low: float = Field(ge=0, lt=1)
-    high: float = Field(ge=0, lt=20)
+    network: Literal["transformer", "layered"]
+    low: Positive
+    high: Positive
     rows: Count
+
+
+class LayeredPart(Part):
+    """Coefficients of networks described layer by layer, by device family and by stack."""
+
+    source: Source
+    devices: dict[str, dict[str, NonNegative]]
+    stacks: dict[str, dict[str, NonNegative]]
 
 
 class SoftwarePart(Part):
@@ -40,14 +55,14 @@ class SoftwarePart(Part):
     version: Literal[1]
     stacks: dict[str, dict[str, Sourced[NonNegative]]]
     attention: dict[str, Sourced[NonNegative]]
-    layered: dict[str, dict[str, Sourced[NonNegative]]] = Field(default_factory=dict)
-    intervals: list[IntervalPart] = Field(default_factory=list)
-    intervals_source: str = ""
+    layered: LayeredPart
+    intervals: list[IntervalPart]
+    intervals_source: Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A prediction interval, relative to the prediction, and the number of rows it rests on."""
+    """Factors of the prediction between which 90 % of the measured times lie, and the rows that say so."""
 
     low: float
     high: float
@@ -56,22 +71,27 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """The file's content: coefficients, and intervals by device family and stack (``*`` for any)."""
+    """The file's content; intervals by kind of network, device family and stack (``*`` for any)."""
 
     coefficients: SoftwareCoefficients
-    layered: Mapping[str, Mapping[str, float]]
-    intervals: Mapping[tuple[str, str], Interval]
+    layered: LayeredCoefficients
+    intervals: Mapping[tuple[str, str, str], Interval]
 
-    def interval(self, family: str, stack: str) -> tuple[Interval, str]:
-        """Interval and label of a run: of its own family and stack, of one of the two, or of everything."""
-        both = self.intervals.get((family, stack))
+    def interval(self, run: TrainingRun) -> tuple[Interval, str]:
+        """Interval and label of a run.
+
+        ``calibrated`` where rows of its device family and stack were fitted, ``interpolated`` where both were, but not
+        together, ``extrapolated`` else. The wider of the intervals that may apply is taken.
+        """
+        kind = "transformer" if isinstance(run.network, TransformerShape) else "layered"
+        family, stack = family_of(run.hardware.device_name), str(run.setup.stack)
+        both = self.intervals.get((kind, family, stack))
         if both is not None:
             return both, "calibrated"
-        near = [self.intervals[key] for key in ((family, "*"), ("*", stack)) if key in self.intervals]
-        if near:
-            widest = max(near, key=lambda interval: interval.low + interval.high)
-            return widest, "interpolated" if len(near) == 2 else "extrapolated"
-        return self.intervals.get(("*", "*"), Interval(low=0.3, high=0.5, rows=1)), "extrapolated"
+        near = [self.intervals[key] for key in ((kind, family, "*"), (kind, "*", stack)) if key in self.intervals]
+        near.append(self.intervals[kind, "*", "*"])
+        widest = max(near, key=lambda interval: interval.high / interval.low)
+        return widest, "interpolated" if len(near) == 3 else "extrapolated"
 
 
 def parse_software(text: str, name: str) -> Software:
@@ -85,9 +105,9 @@ def parse_software(text: str, name: str) -> Software:
             stacks={stack: _values(entries) for stack, entries in part.stacks.items()},
             attention=_values(part.attention),
         ),
-        layered={stack: _values(entries) for stack, entries in part.layered.items()},
+        layered=LayeredCoefficients(devices=part.layered.devices, stacks=part.layered.stacks),
         intervals={
-            (entry.family, entry.stack): Interval(low=entry.low, high=entry.high, rows=entry.rows)
+            (entry.network, entry.family, entry.stack): Interval(low=entry.low, high=entry.high, rows=entry.rows)
             for entry in part.intervals
         },
     )

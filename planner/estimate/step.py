@@ -23,9 +23,11 @@ class Coefficients:
 
     ``matmul``, ``low_precision``, ``attention``, ``memory``, ``experts``, ``optimizer``, ``inside`` and ``outside``
     multiply the seconds of kernels and messages; ``misaligned`` those of products of awkward sizes on top,
-    ``memory_half`` those of memory-bound kernels below 32 bits (casts of automatic mixed precision). ``launch_s`` is the host's time for one kernel, ``step_overhead_s`` and
-    ``micro_batch_overhead_s`` fixed costs. The ``exposed`` shares stay visible where a message may hide behind
-    computation. ``jitter`` is the relative delay for each doubling of the nodes.
+    ``memory_half`` those of memory-bound kernels below 32 bits (casts of automatic mixed precision), ``recompute``
+    those of a forward pass that is repeated (which may stop before what nothing needs). ``launch_s`` is the host's
+    time for one kernel, ``step_overhead_s`` and ``micro_batch_overhead_s`` fixed costs. The ``exposed`` shares stay
+    visible where a message may hide behind computation. ``jitter`` is the relative delay for each doubling of the
+    nodes.
     """
 
     matmul: FloatArray | float = 1.0
@@ -35,6 +37,7 @@ class Coefficients:
     memory: FloatArray | float = 1.0
     memory_half: FloatArray | float = 1.0
     experts: FloatArray | float = 1.0
+    recompute: FloatArray | float = 1.0
     optimizer: FloatArray | float = 1.0
     inside: FloatArray | float = 1.0
     outside: FloatArray | float = 1.0
@@ -86,6 +89,8 @@ class Step:
     bubble_s: FloatArray
     optimizer_s: FloatArray
     overhead_s: FloatArray
+    rest_s: FloatArray
+    """What follows the passes over micro-batches: gradients, parameters, optimizer, fixed costs."""
 
 
 def _class_sum(work: Work, part: Part, phase: Phase, k: Coefficients) -> FloatArray:
@@ -138,7 +143,7 @@ def stage_times(work: Work, k: Coefficients) -> StageTimes:
     weight = _device(work, layer, (Phase.WEIGHT_GRADIENT,), k)
     again = np.where(c.recompute_full > 0, _recomputed_share(c), 0.0)
     core = sum(work.core_seconds[w] * getattr(k, w.value) for w in WorkClass)
-    recompute = again * (forward + communication) + c.recompute_selective * core
+    recompute = again * (forward * k.recompute + communication) + c.recompute_selective * core
     gather = message(Message.SHARD_GATHER)
     reduce = message(Message.SHARD_REDUCE)
 
@@ -189,7 +194,8 @@ def step_times(work: Work, k: Coefficients) -> Step:
     sends = np.where(c.pp > 1, 2 * t.send * c.vpp, 0.0)
     busiest = busiest + k.micro_batch_overhead_s
     steady = c.micro_batches * busiest
-    bubble = np.maximum(whole - busiest, 0.0) / c.vpp + np.where(c.pp > 1, 2 * (c.pp - 1) * t.send, 0.0)
+    delayed = c.weight_gradients_in_bubble * (c.pp - 1) * layers / c.pp * t.layer_weight_gradient
+    bubble = np.maximum(whole - busiest - delayed, 0.0) / c.vpp + np.where(c.pp > 1, 2 * (c.pp - 1) * t.send, 0.0)
     exposed_sends = k.pipeline_exposed * sends * (c.micro_batches - 1)
     window = layers / c.pp * t.layer_backward
     reduce = np.where(
@@ -206,12 +212,14 @@ def step_times(work: Work, k: Coefficients) -> Step:
     communication = layers / c.pp * t.layer_communication * 2 * c.micro_batches
     nodes = np.maximum(c.devices / 8, 1.0)
     slower = 1 + k.jitter * np.log2(nodes)
-    total = (steady + bubble + exposed_sends + reduce + gather + t.optimizer + k.step_overhead_s) * slower
+    rest = reduce + gather + t.optimizer + k.step_overhead_s
+    total = (steady + bubble + exposed_sends + rest) * slower
     return Step(
         step_time_s=total,
         compute_s=steady - communication,
         exposed_communication_s=communication + exposed_sends + reduce + gather,
         bubble_s=bubble,
         optimizer_s=t.optimizer,
+        rest_s=np.asarray(rest),
         overhead_s=total - (steady + bubble + exposed_sends + reduce + gather + t.optimizer),
     )

@@ -194,13 +194,14 @@ class _Timer:
         low = self.low and product.low_precision
         dtype = "float8_e4m3fn" if low else self.dtype
         runs = np.asarray((product.m > 0) & (product.n > 0) & (product.k > 0) & (np.asarray(product.batch) > 0))
-        sizes = [np.maximum(size, 1.0) for size in (m, n, k)]
+        rows, columns, depth = np.maximum(m, 1.0), np.maximum(n, 1.0), np.maximum(k, 1.0)
         if product.grouped:
             groups = np.maximum(product.groups, 1.0)
-            rows = [sizes[0], sizes[1], sizes[2] / groups] if by_weight else [sizes[0] / groups, sizes[1], sizes[2]]
-            seconds = grouped_matmul_time(self.hardware, dtype, groups, *rows)
+            # The tokens of all experts together are rows forward and depth in the gradient of the weights.
+            rows, depth = (rows, depth / groups) if by_weight else (rows / groups, depth)
+            seconds = grouped_matmul_time(self.hardware, dtype, groups, rows, columns, depth)
         else:
-            seconds = matmul_time(self.hardware, dtype, *sizes, np.maximum(product.batch, 1.0))
+            seconds = matmul_time(self.hardware, dtype, rows, columns, depth, np.maximum(product.batch, 1.0))
         return np.where(runs, seconds, 0.0) * self.slowdown / (self.low_speed if low else 1.0)
 
     def _attention(self, a: FusedAttention, backward: bool) -> FloatArray:

@@ -1,7 +1,7 @@
 """Fit the coefficients of whole steps: properties of devices, stacks and attention kernels, on published rows.
 
-Minimised is the sum of ``weight * soft_l1(log(predicted / measured) / scale)`` with a Gaussian prior on the logarithm of
-every coefficient, so that one which no row speaks for stays where it was, and one which few speak for moves
+Minimised is the sum of ``weight * soft_l1(log(predicted / measured) / scale)`` with a Gaussian prior on the logarithm
+of every coefficient, so that one which no row speaks for stays where it was, and one which few speak for moves
 little. A source counts with the square root of its number of rows: a thousand rows of one cluster are one witness,
 not a thousand.
 """
@@ -49,6 +49,7 @@ STACK_PRIORS = {
     "memory": Prior(centre=1.2, spread=0.4),
     "memory_half": Prior(centre=1.1, spread=0.3),
     "experts": Prior(centre=1.2, spread=0.3),
+    "recompute": Prior(centre=0.95, spread=0.1),
     "optimizer": Prior(centre=1.3, spread=0.4),
     "launch_s": Prior(centre=8e-6, spread=0.7),
     "step_overhead_s": Prior(centre=0.01, spread=1.0),
