@@ -121,7 +121,7 @@ FORMULAS: dict[str, Formulas] = {
     "zbv": Formulas(
         bubble_s=lambda shape: 0.0,
         peak=lambda shape: np.full(1, 2.0 * shape.ranks),
-        source="Qi et al., arXiv:2401.10241, 6, and arXiv:2405.15362, table 1: none between the first and last action "
+        source="Qi et al., arXiv:2401.10241, 6, and arXiv:2405.15362: none between the first and last action "
         "of a rank for F = I = W; memory of 1F1B, p micro-batches of both stages",
         applies=lambda shape: (
             shape.forward_s == shape.input_gradient_s == shape.weight_gradient_s

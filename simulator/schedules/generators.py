@@ -174,7 +174,8 @@ def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int | None 
 
 def _require_chunks(name: str, chunks: int, needed: int) -> None:
     if chunks != needed:
-        raise InputError(f"{name} has {needed} stage(s) a rank, but {chunks} were given: use {needed}")
+        remedy = " or interleaved_1f1b" if needed == 1 else ""
+        raise InputError(f"{name} has {needed} stage(s) a rank, but {chunks} were given: use {needed}{remedy}")
 
 
 def _alternating(

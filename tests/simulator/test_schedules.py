@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +139,35 @@ def test_comms_are_checked_and_left_out(tmp_path: Path) -> None:
 def test_bad_files_are_named(tmp_path: Path, text: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         parse_schedule_csv(written(tmp_path, text))
+
+
+CELLS = st.one_of(
+    st.text(max_size=4),
+    st.builds(lambda s, k, m: f"{s}{k}{m}", st.integers(0, 3), st.sampled_from("FBIW"), st.integers(0, 3)),
+    st.sampled_from(
+        ["0SEND_F0", "1RECV_F0", "(0F0;1B0)OVERLAP_F_B", "()OVERLAP_F_B", "(0F0)", "99999999999999999999F0"]
+    ),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.lists(CELLS, max_size=5), max_size=3),
+    name=st.sampled_from(["1f1b", "zbv", "dualpipe_v"]),
+    place=st.integers(0, 40),
+    cell=CELLS,
+)
+def test_any_file_is_a_schedule_or_an_error(
+    rows: list[list[str]], name: str, place: int, cell: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Arbitrary cells, and valid files with one cell changed."""
+    valid = format_schedule_csv(make_schedule(name, 2, 4)).replace("\n", ",\n,").split(",")
+    valid[place % len(valid)] = cell
+    path = tmp_path_factory.mktemp("any") / "any.csv"
+    for text in ("\n".join(",".join(row) for row in rows), ",".join(valid)):
+        path.write_text(text)
+        with suppress(InputError, ProgramError):
+            check_schedule(parse_schedule_csv(path))
 
 
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:
