@@ -21,15 +21,33 @@ from simulator.hardware import check_profile, describe, format_number, load_prof
 from simulator.program import Kernel
 
 NAMES = [
+    "a100-pcie",
+    "a100-pcie-40g",
+    "a100x8-omnipath",
     "ascend910-atlas800",
     "ascend910b-atlas800t-a2",
+    "cloudmatrix384",
     "dgx-a100",
     "dgx-a100-40g",
+    "dgx-a800",
     "dgx-b200",
+    "dgx-b300",
     "dgx-h100",
+    "dgx-h100-96g",
     "dgx-h200",
+    "dgx-h800",
     "dgx1-v100",
+    "dgx1-v100-16g",
+    "dgx2-v100",
     "gb200-nvl72",
+    "gb300-nvl72",
+    "gh200x4",
+    "h100-pcie",
+    "l40s",
+    "rtx-a6000",
+    "rtx3090",
+    "rtx4090",
+    "v100x4-omnipath",
 ]
 KINDS = ("datasheet: ", "measured: ", "fitted: ", "assumed: ")
 
@@ -95,7 +113,7 @@ def test_the_profiles_of_the_issue_have_their_datasheet_numbers() -> None:
 def test_an_unknown_name_is_answered_with_near_ones() -> None:
     with pytest.raises(ProfileError, match="no hardware profile is named 'dgx-a10'.*dgx-a100"):
         load_profile("dgx-a10")
-    with pytest.raises(ProfileError, match="known profiles: ascend910-atlas800"):
+    with pytest.raises(ProfileError, match="known profiles: a100-pcie, a100-pcie-40g"):
         load_profile("zzz")
 
 
