@@ -222,9 +222,12 @@ def _compiled(module: ModuleType, name: str) -> Callable[..., Any]:
     from numba import njit
     from numba.extending import register_jitable
 
+    # The states are tuples of many arrays: without inlining every call copies them, and with numba's runtime (nrt)
+    # every use counts references. Nothing is allocated, so neither is needed: 10 times as fast.
+    options: dict[str, Any] = {"_nrt": False, "forceinline": True}
     entry = getattr(module, name)
     for helper in vars(module).values():
         if isinstance(helper, FunctionType) and helper.__module__ == module.__name__ and helper is not entry:
-            register_jitable(helper)
-    compiled: Callable[..., Any] = njit(cache=True, nogil=True)(entry)
+            register_jitable(**options)(helper)
+    compiled: Callable[..., Any] = njit(cache=True, nogil=True, **options)(entry)
     return compiled

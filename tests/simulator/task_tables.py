@@ -13,7 +13,7 @@ from simulator.task_table import TaskTable
 
 @st.composite
 def tables(draw: st.DrawFn, *, most_tasks: int = 40) -> TaskTable:
-    """Ranks with streams of all kinds, meetings, shared links, latencies and work of nothing, equal times among them."""
+    """Ranks with streams of all kinds, meetings, shared links, latencies, equal times and work of nothing."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     ranks, links = draw(st.integers(1, 4)), draw(st.integers(0, 4))
     slows, renumbered = draw(st.booleans()), draw(st.booleans())
