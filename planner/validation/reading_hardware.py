@@ -11,36 +11,38 @@ from planner.validation.measurement_file import FileRow
 from planner.validation.reading_network import MissingFactError
 from simulator.hardware import Hardware, Level, load_profile, profile_names
 
-_PROFILES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (r"mixed|heterogeneous|competitor|unnamed|next-gen", ()),
-    (r"gh200", ("gh200", "gh200-nvl", "gh200-superchip")),
-    (r"gb300", ("gb300-nvl72",)),
-    (r"gb200", ("gb200-nvl72",)),
-    (r"\bb300", ("dgx-b300",)),
-    (r"\bb200", ("dgx-b200",)),
-    (r"h200", ("dgx-h200",)),
-    (r"h100.*pcie|pcie.*h100", ("h100-pcie",)),
-    (r"h800", ("dgx-h800", "h800")),
-    (r"h100", ("dgx-h100",)),
-    (r"h20\b", ("h20",)),
-    (r"a100.*pcie|pcie.*a100", ("a100-pcie", "a100-pcie-40g")),
-    (r"a800", ("dgx-a800", "a800")),
-    (r"a100", ("dgx-a100",)),
-    (r"v100.*pcie|pcie.*v100", ("v100-pcie",)),
-    (r"v100", ("dgx1-v100",)),
-    (r"ascend.*(910\s?c|a3)|cloudmatrix", ("cloudmatrix-384", "ascend910c-cloudmatrix384", "cloudmatrix384")),
-    (r"ascend.*(910\s?b|910\s?\*|a2)|800t", ("ascend910b-atlas800t-a2",)),
-    (r"ascend\s?910", ("ascend910-atlas800",)),
-    (r"rtx\s?a6000", ("rtx-a6000",)),
-    (r"rtx\s?4090", ("rtx-4090",)),
-    (r"rtx\s?3090", ("rtx-3090",)),
-    (r"\ba10\b", ("a10",)),
-    (r"\ba40\b", ("a40",)),
-    (r"l40s", ("l40s",)),
-    (r"mi300x", ("mi300x",)),
-    (r"tpu\s?v4", ("tpu-v4",)),
-    (r"\bp40\b", ("p40",)),
+_PROFILES: tuple[tuple[str, str], ...] = (
+    (r"mixed|heterogeneous|competitor|unnamed|next-gen", ""),
+    (r"gh200", "gh200x4"),
+    (r"gb300", "gb300-nvl72"),
+    (r"gb200", "gb200-nvl72"),
+    (r"\bb300", "dgx-b300"),
+    (r"\bb200", "dgx-b200"),
+    (r"h200", "dgx-h200"),
+    (r"h100.*pcie|pcie.*h100", "h100-pcie"),
+    (r"h800", "dgx-h800"),
+    (r"h100.*(9[46]\s?gb|hbm2e)", "dgx-h100-96g"),
+    (r"h100", "dgx-h100"),
+    (r"a100.*pcie.*40\s?gb|a100.*40\s?gb.*pcie|pcie.*a100.*40\s?gb", "a100-pcie-40g"),
+    (r"a100.*pcie|pcie.*a100", "a100-pcie"),
+    (r"a800", "dgx-a800"),
+    (r"a100.*omni-?path", "a100x8-omnipath"),
+    (r"a100.*(?<!\d)40\s?gb", "dgx-a100-40g"),
+    (r"a100", "dgx-a100"),
+    (r"v100.*pcie|pcie.*v100", "v100-pcie"),
+    (r"v100.*omni-?path", "v100x4-omnipath"),
+    (r"v100.*(dgx-?2|per node: 16)|v100-sxm3", "dgx2-v100"),
+    (r"v100.*(?<!\d)16\s?gb?", "dgx1-v100-16g"),
+    (r"v100", "dgx1-v100"),
+    (r"ascend.*(910\s?c|a3)|cloudmatrix", "cloudmatrix384"),
+    (r"ascend.*(910\s?b|910\s?\*|a2)|800t", "ascend910b-atlas800t-a2"),
+    (r"ascend\s?910", "ascend910-atlas800"),
+    (r"rtx\s?a6000", "rtx-a6000"),
+    (r"rtx\s?4090", "rtx4090"),
+    (r"rtx\s?3090", "rtx3090"),
+    (r"l40s", "l40s"),
 )
+"""Profiles by the words of a row: accelerator, its memory, nodes and network, in lower case."""
 _LINK_SHARE = 0.95
 """Share of a network link's rate that collectives reach: what the fitted ``dgx-a100`` profile has."""
 _RESERVED_BYTES = 2 * 2**30
@@ -81,27 +83,17 @@ def _profile_name(row: FileRow, notes: list[str]) -> str:
             raise MissingFactError("the accelerator is not stated")
         notes.append("accelerator not stated: A100, on which these tests ran before their results named one")
         return "dgx-a100"
-    found = _match(accelerator.lower()) or _match(words)
-    if found is None:
-        raise MissingFactError(f"no hardware profile for {accelerator or row.text('hw')}")
-    available = _available()
-    candidates = found
-    if found == ("dgx-a100",) and (row.number("accel_mem_gb") or 0) <= 48 and _is_40_gb(row, words):
-        candidates = ("dgx-a100-40g", *found)
-    if found == ("dgx1-v100",) and (row.whole("accels_per_node") == 16 or "dgx-2" in words):
-        candidates = ("dgx2-v100", *found)
-    name = next((candidate for candidate in candidates if candidate in available), None)
-    if name is None:
+    network = f"{row.text('inter_node_link')} per node: {row.whole('accels_per_node') or ''}".lower()
+    memory = "" if row.number("accel_mem_gb") is None else f"{row.number('accel_mem_gb'):g}gb"
+    name = _match(f"{accelerator.lower()} {memory} {row.text('hw').lower()} {network}") if accelerator else None
+    name = name or _match(f"{words} {memory} {network}")
+    if not name or name not in _available():
         raise MissingFactError(f"no hardware profile for {accelerator or row.text('hw')}")
     return name
 
 
-def _match(words: str) -> tuple[str, ...] | None:
-    return next((names for pattern, names in _PROFILES if re.search(pattern, words)), None)
-
-
-def _is_40_gb(row: FileRow, words: str) -> bool:
-    return row.number("accel_mem_gb") == 40 or bool(re.search(r"40\s?gb?", words))
+def _match(words: str) -> str | None:
+    return next((name for pattern, name in _PROFILES if re.search(pattern, words)), None)
 
 
 @lru_cache(maxsize=1)
