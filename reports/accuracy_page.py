@@ -22,7 +22,7 @@ LEFT_OUT, FITTED = "each source left out of the fit", "fitted on everything"
 SHORT = {LEFT_OUT: "left out", FITTED: "on everything"}
 GROUPS = (TRANSFORMERS, ASCEND, CONVOLUTIONAL, FSDP, ELSEWHERE)
 COUNTS = ("timed", "memory_rows", "oom_rows", "workloads")
-NAMES = r"'[^']*'|(?<=no hardware profile for ).*|^\S+(?= has )"  # what makes a reason one row's own
+NAMES = r"'[^']*'|(?<=no hardware profile for ).*|^.{1,80}?(?= has .* not modelled)"  # what makes a reason a row's own
 LABELS = ("calibrated", "interpolated", "extrapolated")
 MAX_OUTLIERS, MAX_REASONS = 40, 40
 HEADINGS = (

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulator import engine, fast_engine
 from simulator.errors import InputError
 from simulator.fast_engine import simulate
 from simulator.hardware import load_profile
@@ -100,6 +101,14 @@ def test_tables_slow_chosen_ranks_and_links_only() -> None:
     assert slow_links(subject, {1: 0.25}).link_capacity.tolist() == [10.0, 5.0]
     assert subject.work.tolist() == [2.0, 2.0, 100.0]
     assert subject.link_capacity.tolist() == [10.0, 20.0]
+
+
+@pytest.mark.parametrize("run", [engine.run, fast_engine.run], ids=["reference", "fast"])
+def test_engines_run_straggling_tables(run) -> None:
+    """Rank 1 computes half as long again and rank 0's transfer crosses a link with a quarter of its capacity."""
+    starts, ends = run(slow_links(slow_ranks(table(), np.array([1.0, 1.5])), {1: 0.25}))
+    assert np.asarray(ends).tolist() == pytest.approx([2.0, 3.0, 2.0 + 100.0 / 5.0])
+    assert np.asarray(starts).tolist() == pytest.approx([0.0, 0.0, 2.0])
 
 
 def test_a_slow_link_slows_what_crosses_it() -> None:
