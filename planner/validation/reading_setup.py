@@ -156,7 +156,9 @@ def attention(row: FileRow, used: Stack, notes: list[str]) -> AttentionKernel:
         hopper = re.search(r"h[128]00|[bg]b?[23]00|h20", row.text("accelerator").lower())
         kernel = AttentionKernel.VENDOR if hopper else AttentionKernel.FLASH2
     elif used in (Stack.MEGATRON, Stack.DEEPSPEED):
-        kernel = AttentionKernel.FLASH2 if date >= "2024" else AttentionKernel.FUSED_SOFTMAX
+        # Megatron-DeepSpeed takes flash attention only when asked to.
+        newer = used is Stack.MEGATRON and date >= "2024"
+        kernel = AttentionKernel.FLASH2 if newer else AttentionKernel.FUSED_SOFTMAX
     elif re.search(r"torchtitan|torchtune|flash", framework) or (
         re.search(r"fsdp|deepspeed|pytorch 2", framework) and date >= "2023"
     ):
