@@ -111,13 +111,13 @@ class MemoryEstimate:
 
     @property
     def fullest(self) -> StageMemory:
-        """The stage that decides."""
-        return max(self.stages, key=lambda stage: stage.allocated_bytes)
+        """The stage whose allocator needs most: the one that decides."""
+        return max(self.stages, key=lambda stage: stage.reserved_bytes)
 
     @property
     def allocated_bytes(self) -> float:
         """Peak of live tensors."""
-        return self.fullest.allocated_bytes
+        return max(stage.allocated_bytes for stage in self.stages)
 
     @property
     def reserved_bytes(self) -> float:
