@@ -17,8 +17,8 @@ from planner.estimate.memory_traits import (
     LOW_PRECISION_BYTES,
     MOMENTS,
     PLAIN_LOSS_BYTES,
-    TRAITS,
     MemoryTraits,
+    traits_of,
 )
 from planner.estimate.pipeline_residency import micro_batches_in_flight
 from planner.estimate.saved_activations import LayerActivations, layer_activations
@@ -185,7 +185,7 @@ class _Rank:
 
     @staticmethod
     def of(shape: TransformerShape, setup: TrainingSetup, hardware: Hardware) -> _Rank:
-        traits = TRAITS[setup.stack]
+        traits = traits_of(setup.stack)
         dense, expert, encoder = _activations(shape, setup)
         return _Rank(
             shape=shape,
@@ -308,7 +308,7 @@ class _Rank:
 def _activations(
     shape: TransformerShape, setup: TrainingSetup
 ) -> tuple[LayerActivations, LayerActivations, LayerActivations]:
-    traits = TRAITS[setup.stack]
+    traits = traits_of(setup.stack)
     dense = layer_activations(shape, setup, traits)
     expert = layer_activations(shape, setup, traits, experts=True) if shape.experts else dense
     encoder = layer_activations(shape, setup, traits, encoder=True) if shape.encoder_layers else dense
@@ -431,7 +431,7 @@ def _context(setup: TrainingSetup, traits: MemoryTraits, hardware: Hardware) -> 
 
 def _layered(network: LayeredNetwork, setup: TrainingSetup, hardware: Hardware) -> StageMemory:
     """States, and what the layers keep of the samples of a micro-batch; the widest layer's gradient works."""
-    traits = TRAITS[setup.stack]
+    traits = traits_of(setup.stack)
     element = LOW_PRECISION_BYTES[setup.precision]
     saved = sum(layer.saved * layer.count for layer in network.layers)
     widest = max((layer.saved for layer in network.layers), default=0.0)

@@ -99,8 +99,8 @@ _DEEPSPEED = MemoryTraits(padded_vocabulary=True, attention_output_copy=True, lo
 _MEGATRON = replace(_DEEPSPEED, fused_gate=True)
 _ASCEND = MemoryTraits(fused_rms_norm=True, fused_gate=True, fused_scores=True, loss_bytes=6.0)
 
-TRAITS: dict[Stack, MemoryTraits] = {
-    Stack.EAGER: _EAGER,
+_TRAITS: dict[Stack, MemoryTraits] = {
+    Stack.MINDSPORE_TOOLKIT: _ASCEND,
     Stack.COMPILED: _COMPILED,
     Stack.MEGATRON: _MEGATRON,
     Stack.DEEPSPEED: _DEEPSPEED,
@@ -114,6 +114,12 @@ TRAITS: dict[Stack, MemoryTraits] = {
     Stack.MXNET: _STATIC_GRAPH,
     Stack.ONEFLOW: _STATIC_GRAPH,
 }
+
+
+def traits_of(stack: Stack) -> MemoryTraits:
+    """Memory habits of `stack`; those of PyTorch's operators where the stack has no entry of its own."""
+    return _TRAITS.get(stack, _EAGER)
+
 
 LOW_PRECISION_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2, "fp4": 2}
 """Bytes of an activation or a low-precision parameter; 8- and 4-bit products take 16-bit tensors in and out."""

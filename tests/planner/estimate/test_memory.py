@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.estimate.memory import MemoryFigure, reserved_memory_bytes, training_memory
-from planner.estimate.memory_traits import TRAITS
+from planner.estimate.memory_traits import traits_of
 from planner.estimate.saved_activations import layer_activations
 from planner.estimate.stage_parameters import parameter_count, stage_contents, stage_parameters
 from planner.estimate.training_run import (
@@ -116,7 +116,7 @@ def test_both_directions_hold_it_twice() -> None:
 def activations(shape: TransformerShape, **changes: Any) -> float:
     tp = changes.get("tp", 1)
     setup = TrainingSetup(devices=tp, attention=AttentionKernel.FUSED_SOFTMAX, **changes)
-    kept = layer_activations(shape, setup, TRAITS[Stack.MEGATRON]).kept(setup.recompute)
+    kept = layer_activations(shape, setup, traits_of(Stack.MEGATRON)).kept(setup.recompute)
     return kept / (setup.micro_batch * shape.sequence_length * shape.hidden)
 
 
