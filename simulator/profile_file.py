@@ -220,10 +220,16 @@ def read_limited(path: Path) -> bytes:
     return content
 
 
+def load_strictly(content: bytes) -> object:
+    """Plain data of YAML text without aliases, repeated keys and deep nesting."""
+    data: object = yaml.load(content, Loader=_Loader)  # noqa: S506 (a stricter SafeLoader)
+    return data
+
+
 def parse_profile(content: bytes, file: str) -> Hardware:
     """Hardware from the bytes of a profile; ProfileError names `file` and the field that is wrong."""
     try:
-        data = yaml.load(content, Loader=_Loader)  # noqa: S506 (a stricter SafeLoader)
+        data = load_strictly(content)
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
         detail = " ".join(str(error).split())
         raise ProfileError(f"profile {file} is not valid YAML: {detail}; {REMEDY}") from None

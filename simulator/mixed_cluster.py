@@ -1,0 +1,218 @@
+"""Clusters of several device types: nodes of different profiles joined by one fabric.
+
+A YAML file (docs/topology.md) names profiles and how many nodes of each. Groups that span types move in step, so their
+collectives take the slowest member's links and their kernels the slowest member's time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+from pydantic import Field, ValidationError
+
+from simulator.collectives import collective_time
+from simulator.errors import ProfileError
+from simulator.hardware import Hardware, Level, load_profile
+from simulator.profile_file import load_strictly, read_limited
+from simulator.profile_parts import Count, NonNegative, Part
+from simulator.program import Collective, Program
+from simulator.timing import task_times
+from simulator.topology import FabricSpec, GroupShape, Topology, cluster_topology, fabric_spec, unit_spec
+
+FloatArray = npt.NDArray[np.float64]
+MAX_NODES = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedCluster:
+    """Nodes of several profiles in the order of their device numbers, and the fabric that joins them.
+
+    Attributes
+    ----------
+    nodes
+        the profile of each node (of each supernode, where that is what the fabric joins).
+    """
+
+    name: str
+    nodes: tuple[Hardware, ...]
+    fabric: FabricSpec
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return sum(unit_spec(hardware).devices for hardware in self.nodes)
+
+    def topology(self) -> Topology:
+        """Graph whose devices carry the name of their profile."""
+        return cluster_topology(self.name, [unit_spec(hardware) for hardware in self.nodes], self.fabric)
+
+    def node_of(self, device: int) -> int:
+        """Number of the node that holds `device`."""
+        first = 0
+        for node, hardware in enumerate(self.nodes):
+            first += unit_spec(hardware).devices
+            if 0 <= device < first:
+                return node
+        raise ProfileError(f"cluster {self.name} has {first} devices and no device {device}; use 0 to {first - 1}")
+
+
+class _FabricPart(Part):
+    kind: Literal["fat-tree", "rail-optimised", "torus"] = "fat-tree"
+    latency_s: NonNegative | None = None
+    nodes_per_leaf: Count | None = None
+    oversubscription: Annotated[float, Field(ge=1)] = 1.0
+    shape: list[Count] = Field(default_factory=list)
+
+
+class _NodesPart(Part):
+    profile: Annotated[str, Field(min_length=1, max_length=1000)]
+    count: Annotated[int, Field(ge=1, le=MAX_NODES)]
+
+
+class _ClusterPart(Part):
+    format: Literal["meshwright-cluster"]
+    version: Annotated[int, Field(ge=1, le=1)]
+    name: Annotated[str, Field(max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    nodes: Annotated[list[_NodesPart], Field(min_length=1, max_length=1000)]
+    fabric: _FabricPart = _FabricPart()
+
+
+def load_cluster(path: str) -> MixedCluster:
+    """Read the description of a cluster; ProfileError says which field is wrong."""
+    try:
+        data = load_strictly(read_limited(Path(path).expanduser()))
+        part = _ClusterPart.model_validate_json(json.dumps(data))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ProfileError(f"cluster {path}: {place}: {first['msg']}; see docs/topology.md for the format") from None
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
+        detail = " ".join(str(error).split())
+        raise ProfileError(f"cluster {path} is not valid YAML: {detail}; see docs/topology.md for the format") from None
+    nodes = tuple(hardware for entry in part.nodes for hardware in [load_profile(entry.profile)] * entry.count)
+    fabric = part.fabric
+    latency = fabric.latency_s
+    if latency is None:
+        latency = max(fabric_spec(hardware).latency_s for hardware in nodes)
+    cluster = MixedCluster(
+        name=part.name,
+        nodes=nodes,
+        fabric=FabricSpec(
+            kind=fabric.kind,
+            latency_s=latency,
+            nodes_per_leaf=fabric.nodes_per_leaf or 0,
+            oversubscription=fabric.oversubscription,
+            shape=tuple(fabric.shape),
+        ),
+    )
+    cluster.topology()  # checks the fabric
+    return cluster
+
+
+def slowest_links(cluster: MixedCluster, nodes: Sequence[int]) -> Hardware:
+    """A profile of two levels, node and fabric, each with the slowest numbers of `nodes`.
+
+    Its devices per node are the greatest common divisor of the nodes' devices; everything else is that of the first
+    node. Nodes below different leaves have the bandwidth of the links to the spine, all leaves sending upwards.
+    """
+    return _slowest(cluster, frozenset(nodes))
+
+
+@lru_cache(maxsize=256)
+def _slowest(cluster: MixedCluster, nodes: frozenset[int]) -> Hardware:
+    types = list(dict.fromkeys(cluster.nodes[node] for node in sorted(nodes)))
+    if len(nodes) == 1:
+        return types[0]
+    specs = [unit_spec(hardware) for hardware in types]
+    if not all(spec.nics for spec in specs):
+        raise ProfileError(f"cluster {cluster.name}: a profile has no level beyond its node; it cannot join a fabric")
+    size = math.gcd(*(spec.devices for spec in specs))
+    inner = Level(
+        name="node",
+        size=size,
+        bandwidth_bytes_per_s=min(spec.bandwidth_bytes_per_s for spec in specs),
+        latency_s=max(spec.latency_s for spec in specs),
+    )
+    port = min(spec.nic_bandwidth_bytes_per_s * spec.nics / spec.devices for spec in specs)
+    per_leaf = cluster.fabric.nodes_per_leaf or len(cluster.nodes)
+    if len({node // per_leaf for node in nodes}) > 1:
+        port /= cluster.fabric.oversubscription
+    whole = sum(unit_spec(hardware).devices for hardware in cluster.nodes)
+    outer = Level(name="fabric", size=whole, bandwidth_bytes_per_s=port, latency_s=cluster.fabric.latency_s)
+    common = [name for name in types[0].collective_algorithms if all(name in t.collective_algorithms for t in types)]
+    return replace(
+        types[0],
+        name=f"{cluster.name}: {', '.join(hardware.name for hardware in types)}",
+        hash="+".join(hardware.hash for hardware in types),
+        levels=(inner, outer) if size > 1 else (outer,),
+        node=None,
+        fabric=None,
+        max_devices=whole,
+        devices_per_node=size,
+        node_device_counts=tuple(range(1, size + 1)),
+        collective_overhead_s=max(hardware.collective_overhead_s for hardware in types),
+        collective_algorithms=tuple(common),
+        collective_tables=(),
+    )
+
+
+def mixed_collective_time(
+    cluster: MixedCluster, collective: Collective, payload_bytes: float, group: Sequence[int]
+) -> float:
+    """Seconds of one collective in a group of devices of any types, by the slowest member's links.
+
+    Where the nodes hold the same number of members, these are one block of the hierarchy; otherwise every member counts
+    as a node of its own.
+    """
+    held = Counter(cluster.node_of(device) for device in group)
+    hardware = slowest_links(cluster, list(held))
+    counts = set(held.values())
+    inside = counts.pop() if len(counts) == 1 and max(held.values()) <= hardware.levels[0].size else 1
+    if len(hardware.levels) == 1:
+        members: tuple[int, ...] = (len(group),)
+    elif len(held) == 1 and len(hardware.levels) == 2:
+        members = (len(group), 1)
+    else:
+        members = (inside, *(1,) * (len(hardware.levels) - 2), len(group) // inside)
+    return collective_time(hardware, collective, payload_bytes, GroupShape(members=members))
+
+
+def mixed_task_times(program: Program, cluster: MixedCluster) -> list[FloatArray]:
+    """Seconds of every task of a program that all devices run in step: each the longest over the device types.
+
+    Collectives go over links of the slowest type on every level.
+    """
+    if program.devices > cluster.devices:
+        raise ProfileError(
+            f"the program needs {program.devices} devices, cluster {cluster.name} has {cluster.devices}; add nodes"
+        )
+    nodes = range(cluster.node_of(program.devices - 1) + 1)
+    links = slowest_links(cluster, nodes)
+    types = dict.fromkeys(cluster.nodes[node] for node in nodes)
+    shared = [
+        replace(
+            hardware,
+            hash=f"{hardware.hash}@{links.hash}",
+            levels=links.levels,
+            node=links.node,
+            fabric=links.fabric,
+            max_devices=links.max_devices,
+            devices_per_node=links.devices_per_node,
+            collective_overhead_s=links.collective_overhead_s,
+            collective_algorithms=links.collective_algorithms,
+            collective_tables=links.collective_tables,
+        )
+        for hardware in types
+    ]
+    per_type = [task_times(program, hardware) for hardware in shared]
+    return [np.maximum.reduce(segments) for segments in zip(*per_type, strict=True)]
