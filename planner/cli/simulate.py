@@ -31,6 +31,41 @@ class Engine(StrEnum):
     REFERENCE = "reference"
 
 
+Stragglers = Annotated[
+    int | None,
+    typer.Option("--stragglers", parser=natural_or_zero, metavar="K", help="Also the step with K slow ranks, drawn."),
+]
+Slowdown = Annotated[
+    float, typer.Option("--slowdown", parser=rate, metavar="FACTOR", help="How much longer a slow rank computes.")
+]
+SlowLinks = Annotated[
+    list[str] | None,
+    typer.Option("--slow-link", metavar="LEVEL=SHARE", help="One link of a level at a share of its bandwidth."),
+]
+GoodputFlag = Annotated[bool, typer.Option("--goodput", help="Also what failures and checkpoints leave.")]
+CheckpointInterval = Annotated[
+    float | None, typer.Option("--checkpoint-interval", parser=rate, metavar="SECONDS", help="Default: Daly's optimum.")
+]
+AsynchronousFlag = Annotated[
+    bool, typer.Option("--async-checkpoint", help="Checkpoints are written while training goes on.")
+]
+DeviceMtbf = Annotated[
+    float | None, typer.Option("--device-mtbf", parser=rate, metavar="SECONDS", help="Between failures of one device.")
+]
+Restart = Annotated[
+    float | None, typer.Option("--restart", parser=rate, metavar="SECONDS", help="From a failure to a running job.")
+]
+StorageBandwidth = Annotated[
+    float | None, typer.Option("--storage-bandwidth", parser=rate, metavar="BYTES/S", help="What one node writes.")
+]
+SnapshotBandwidth = Annotated[
+    float | None,
+    typer.Option("--snapshot-bandwidth", parser=rate, metavar="BYTES/S", help="From a device to its host."),
+]
+Days = Annotated[float, typer.Option("--days", parser=rate, metavar="N", help="Length of the simulated jobs.")]
+Seed = Annotated[int, typer.Option("--seed", parser=natural_or_zero, metavar="N", help="Of slow ranks and failures.")]
+
+
 def simulate(
     strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="A strategy file.")],
     hardware: Annotated[
@@ -40,49 +75,18 @@ def simulate(
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Write the step for Perfetto or Chrome.")
     ] = None,
-    stragglers: Annotated[
-        int | None,
-        typer.Option(
-            "--stragglers", parser=natural_or_zero, metavar="K", help="Also the step with K slow ranks, drawn."
-        ),
-    ] = None,
-    slowdown: Annotated[
-        float, typer.Option("--slowdown", parser=rate, metavar="FACTOR", help="How much longer a slow rank computes.")
-    ] = 1.5,
-    slow_link: Annotated[
-        list[str] | None,
-        typer.Option("--slow-link", metavar="LEVEL=SHARE", help="One link of a level at a share of its bandwidth."),
-    ] = None,
-    goodput: Annotated[bool, typer.Option("--goodput", help="Also what failures and checkpoints leave.")] = False,
-    checkpoint_interval: Annotated[
-        float | None,
-        typer.Option("--checkpoint-interval", parser=rate, metavar="SECONDS", help="Default: Daly's optimum."),
-    ] = None,
-    asynchronous: Annotated[
-        bool, typer.Option("--async-checkpoint", help="Checkpoints are written while training goes on.")
-    ] = False,
-    device_mtbf: Annotated[
-        float | None,
-        typer.Option("--device-mtbf", parser=rate, metavar="SECONDS", help="Between failures of one device."),
-    ] = None,
-    restart: Annotated[
-        float | None,
-        typer.Option("--restart", parser=rate, metavar="SECONDS", help="From a failure to a running job."),
-    ] = None,
-    storage_bandwidth: Annotated[
-        float | None,
-        typer.Option("--storage-bandwidth", parser=rate, metavar="BYTES/S", help="What one node writes."),
-    ] = None,
-    snapshot_bandwidth: Annotated[
-        float | None,
-        typer.Option("--snapshot-bandwidth", parser=rate, metavar="BYTES/S", help="From a device to its host."),
-    ] = None,
-    days: Annotated[
-        float, typer.Option("--days", parser=rate, metavar="N", help="Length of the simulated jobs.")
-    ] = 30.0,
-    seed: Annotated[
-        int, typer.Option("--seed", parser=natural_or_zero, metavar="N", help="Of slow ranks and failures.")
-    ] = 0,
+    stragglers: Stragglers = None,
+    slowdown: Slowdown = 1.5,
+    slow_link: SlowLinks = None,
+    goodput: GoodputFlag = False,
+    checkpoint_interval: CheckpointInterval = None,
+    asynchronous: AsynchronousFlag = False,
+    device_mtbf: DeviceMtbf = None,
+    restart: Restart = None,
+    storage_bandwidth: StorageBandwidth = None,
+    snapshot_bandwidth: SnapshotBandwidth = None,
+    days: Days = 30.0,
+    seed: Seed = 0,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
@@ -118,6 +122,8 @@ def simulate(
     job = _JobOptions(given=given, interval_s=checkpoint_interval, asynchronous=asynchronous, days=days, seed=seed)
     if not goodput and (asynchronous or checkpoint_interval is not None or any(v is not None for v in given.values())):
         raise InputError("options of failures and checkpoints were given without --goodput; add it")
+    if snapshot_bandwidth is not None and not asynchronous:
+        raise InputError("--snapshot-bandwidth was given without --async-checkpoint; add it")
     if trace is not None:
         check_writable(trace)
     plan = read_plan(strategy)

@@ -115,6 +115,7 @@ def test_asynchronous_checkpoints_leave_more(strategies: dict[str, Path]) -> Non
     ("options", "words"),
     [
         (["--async-checkpoint"], "without --goodput"),
+        (["--goodput", "--snapshot-bandwidth", "1e9"], "without --async-checkpoint"),
         (["--goodput", "--hw", "dgx1-v100"], "--device-mtbf and --restart and --storage-bandwidth"),
         (["--stragglers", "9"], "9 slow ranks of 8"),
         (["--stragglers", "1", "--slowdown", "0.5"], "at least 1"),
