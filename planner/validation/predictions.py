@@ -38,27 +38,37 @@ def score(
     return scored
 
 
-def _predicted(runs: Sequence[TrainingRun], predict: Predictor) -> list[RunPrediction | MeshwrightError]:
+def _predicted(runs: Sequence[TrainingRun], predict: Predictor) -> list[RunPrediction | Exception]:
     """A prediction of each run, or why it has none; a run that fails does not take the others with it."""
     if not runs:
         return []
     try:
-        return list(predict(runs))
-    except MeshwrightError as error:
+        return [_finite(prediction) for prediction in predict(runs)]
+    except (MeshwrightError, ArithmeticError, LookupError, ValueError) as error:
         if len(runs) == 1:
             return [error]
         middle = len(runs) // 2
         return [*_predicted(runs[:middle], predict), *_predicted(runs[middle:], predict)]
 
 
-def _scored(row: MeasuredRow, outcome: RunPrediction | MeshwrightError | None) -> ScoredRow:
+def _finite(prediction: RunPrediction) -> RunPrediction:
+    figures = (prediction.step_time_s, *prediction.interval_s, prediction.peak_memory_bytes)
+    if not all(math.isfinite(figure) for figure in figures) or prediction.step_time_s <= 0:
+        raise ArithmeticError(f"a step of {prediction.step_time_s} s is no prediction")
+    return prediction
+
+
+def _scored(row: MeasuredRow, outcome: RunPrediction | Exception | None) -> ScoredRow:
     if row.run is None or not isinstance(outcome, RunPrediction):
-        reason = f"cannot be predicted: {outcome}" if outcome is not None else row.reason
+        reason = row.reason
+        if outcome is not None:
+            kind = "" if isinstance(outcome, MeshwrightError) else f"{type(outcome).__name__}: "
+            reason = f"cannot be predicted: {kind}{outcome}"
         return ScoredRow(
             row_id=row.row_id,
             source=row.source,
             file=row.file,
-            status=ERROR if row.fault else SKIPPED,
+            status=SKIPPED if not row.fault and isinstance(outcome, MeshwrightError | None) else ERROR,
             reason=reason,
             measured_outcome=row.outcome,
             transformer=row.transformer,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -142,6 +144,21 @@ def test_wrong_rows_are_still_written(tmp_path: Path) -> None:
     write_measurements(tmp_path / "wrong.csv", {"tp": "0"})
     assert run("wrong.csv", "--out", "p.csv").exit_code == 2
     assert "error" in (tmp_path / "p.csv").read_text(encoding="utf-8")
+
+
+def test_one_row_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
+    def fail(runs: Sequence[TrainingRun]) -> list[RunPrediction]:
+        if any(run.setup.tp == 4 for run in runs):
+            raise ZeroDivisionError("division by zero")
+        found = predict(runs)
+        return [replace(one, step_time_s=math.nan) if run.setup.tp == 1 else one
+                for run, one in zip(runs, found, strict=True)]  # fmt: skip
+
+    rows = read_measurements(write_measurements(tmp_path / "m.csv", {}, {"tp": "4"}, {"tp": "1"}, {}))
+    scores = score(rows, fail)
+    assert [row.status for row in scores] == ["ok", "error", "error", "ok"]
+    assert "ZeroDivisionError" in scores[1].reason
+    assert "no prediction" in scores[2].reason
 
 
 def test_scores_say_how_far_they_are(tmp_path: Path) -> None:
