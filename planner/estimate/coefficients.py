@@ -7,13 +7,14 @@ A coefficient belongs to a device, a stack or a kernel, never to a network. Devi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
 from planner.estimate.columns import FloatArray
+from planner.estimate.device_family import family_of
 from planner.estimate.step import Coefficients
-from planner.estimate.training_run import TrainingRun
+from planner.estimate.training_run import TrainingRun, TrainingSetup
 
 DEVICE_COEFFICIENTS = ("matmul", "low_precision", "attention", "memory", "inside", "outside", "launch", "jitter")
 """Of a device: factors on kernels, messages and the host's time for a launch; the delay for each doubling of nodes."""
@@ -30,17 +31,26 @@ _FACTORS = frozenset({"matmul", "low_precision", "attention", "memory", "inside"
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareCoefficients:
-    """Coefficients by stack, and factors by attention kernel; a missing one is neutral."""
+    """Coefficients by stack, and factors by attention kernel; a missing one is neutral.
+
+    ``devices``, by family, stands in for what profiles say, while a fit is being judged.
+    """
 
     stacks: Mapping[str, Mapping[str, float]]
     attention: Mapping[str, float]
+    devices: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+def stack_key(setup: TrainingSetup) -> str:
+    """Name under which the coefficients of a setup's stack stand; deterministic kernels have their own."""
+    return f"{setup.stack}_deterministic" if setup.deterministic else str(setup.stack)
 
 
 def gather(software: SoftwareCoefficients, runs: Sequence[TrainingRun]) -> Coefficients:
     """Coefficients (N,) of runs."""
     return combine(
-        [run.hardware.training for run in runs],
-        [software.stacks.get(run.setup.stack, {}) for run in runs],
+        [software.devices.get(family_of(run.hardware.device_name), run.hardware.training) for run in runs],
+        [software.stacks.get(stack_key(run.setup), {}) for run in runs],
         [software.attention.get(run.setup.attention, 1.0) for run in runs],
     )
 
@@ -50,8 +60,8 @@ def combine(
 ) -> Coefficients:
     """Coefficients (N,): factors multiply, everything else is the stack's."""
     found: dict[str, FloatArray] = {}
-    for field in fields(Coefficients):
-        name, neutral = field.name, float(getattr(NEUTRAL, field.name))
+    for coefficient in fields(Coefficients):
+        name, neutral = coefficient.name, float(getattr(NEUTRAL, coefficient.name))
         if name == "jitter":
             values = np.array([device.get(name, neutral) for device in devices])
         elif name in _FACTORS:

@@ -96,7 +96,7 @@ def _times(
             np.broadcast_to(k.jitter, (index + 1,))[index]
         )
         passes = total / slower - float(step.rest_s[index])
-        simulated = simulate_pipeline(schedule, pipeline_costs(index, run, stage, k)).step_time_s
+        simulated = simulate_pipeline(schedule, pipeline_costs(index, run, schedule, stage, k)).step_time_s
         bubble += simulated - passes
         total += (simulated - passes) * slower
     compute, exposed = float(step.compute_s[index]), float(step.exposed_communication_s[index])
@@ -128,17 +128,23 @@ def pipeline_schedule(run: TrainingRun) -> Schedule | None:
         return None
 
 
-def pipeline_costs(index: int, run: TrainingRun, stage: StageTimes, k: Coefficients) -> PipelineCosts:
-    """Times of every stage of a run: its layers, the embedding in the first and the head in the last."""
+def pipeline_costs(
+    index: int, run: TrainingRun, schedule: Schedule, stage: StageTimes, k: Coefficients
+) -> PipelineCosts:
+    """Times of every stage of a run: its layers, the embedding in the first and the head in the last.
+
+    DualPipe runs two copies of the network, whose stages lie on the ranks in opposite order.
+    """
     setup, network = run.setup, run.network
     assert isinstance(network, TransformerShape)
 
     def one(values: FloatArray | float) -> float:
         return float(np.broadcast_to(values, (len(stage.send),))[index])
 
-    stages = setup.pp * setup.vpp
+    copies = 2 if schedule.name == "dualpipe" else 1
+    stages = schedule.stages // copies
     layers = stage_layers(network, stages, setup.layers_per_stage)
-    overhead = one(k.micro_batch_overhead_s) / (2 * setup.vpp)
+    overhead = one(k.micro_batch_overhead_s) / 2 * setup.pp / stages
     forward = layers * one(stage.layer_forward) + overhead
     backward = layers * one(stage.layer_backward) + overhead
     forward[0] += one(stage.first_forward)
@@ -147,10 +153,10 @@ def pipeline_costs(index: int, run: TrainingRun, stage: StageTimes, k: Coefficie
     backward[-1] += one(stage.last_backward)
     weight = layers * one(stage.layer_weight_gradient)
     return PipelineCosts(
-        forward_s=forward,
-        backward_s=backward,
-        input_gradient_s=backward - weight,
-        weight_gradient_s=weight,
+        forward_s=np.tile(forward, copies),
+        backward_s=np.tile(backward, copies),
+        input_gradient_s=np.tile(backward - weight, copies),
+        weight_gradient_s=np.tile(weight, copies),
         send_s=one(stage.send) * one(k.pipeline_exposed),
         overlap_sends=False,
     )

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import ValidationError
 
-from planner.estimate.coefficients import SoftwareCoefficients
+from planner.estimate.coefficients import SoftwareCoefficients, stack_key
 from planner.estimate.device_family import family_of
 from planner.estimate.layered_work import LayeredCoefficients
 from planner.estimate.training_run import TrainingRun, TransformerShape
@@ -84,7 +84,7 @@ class Software:
         together, ``extrapolated`` else. The wider of the intervals that may apply is taken.
         """
         kind = "transformer" if isinstance(run.network, TransformerShape) else "layered"
-        family, stack = family_of(run.hardware.device_name), str(run.setup.stack)
+        family, stack = family_of(run.hardware.device_name), stack_key(run.setup)
         both = self.intervals.get((kind, family, stack))
         if both is not None:
             return both, "calibrated"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from planner.estimate.coefficients import SoftwareCoefficients
+from planner.estimate.coefficients import SoftwareCoefficients, stack_key
 from planner.estimate.columns import FloatArray
 from planner.estimate.device_family import family_of
 from planner.estimate.step import Coefficients, step_times
@@ -51,7 +51,7 @@ STACK_PRIORS = {
     "experts": Prior(centre=1.2, spread=0.3),
     "recompute": Prior(centre=0.95, spread=0.1),
     "optimizer": Prior(centre=1.3, spread=0.4),
-    "launch_s": Prior(centre=8e-6, spread=0.7),
+    "launch_s": Prior(centre=1.5e-5, spread=0.7),
     "step_overhead_s": Prior(centre=0.01, spread=1.0),
     "micro_batch_overhead_s": Prior(centre=5e-4, spread=1.0),
     "tensor_exposed": Prior(centre=0.5, spread=0.4),
@@ -65,9 +65,8 @@ ATTENTION_PRIOR = Prior(centre=1.0, spread=0.2)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fit:
-    """Fitted coefficients, and the logarithm of predicted over measured of the rows they were fitted on."""
+    """Fitted coefficients, and the logarithm of predicted over measured of all rows."""
 
-    devices: Mapping[str, Mapping[str, float]]
     software: SoftwareCoefficients
     theta: FloatArray
     residuals: FloatArray
@@ -80,7 +79,7 @@ class StepFit:
         self.work, self.target = work, np.log(measured_s)
         self.sources = np.array(sources)
         self.families, self.family = _codes([family_of(run.hardware.device_name) for run in runs])
-        self.stacks, self.stack = _codes([str(run.setup.stack) for run in runs])
+        self.stacks, self.stack = _codes([stack_key(run.setup) for run in runs])
         self.kernels, self.kernel = _codes([str(run.setup.attention) for run in runs])
         entries = [(prior, name) for _ in self.families for name, prior in DEVICE_PRIORS.items()]
         entries += [(prior, name) for _ in self.stacks for name, prior in STACK_PRIORS.items()]

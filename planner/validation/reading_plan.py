@@ -55,7 +55,9 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
         overlap_tensor=overlap_tensor, gradient_bytes=words.gradient_bytes(row, used, kind),
         offload_optimizer=bool(re.search(r"opt offl=y|cpu.?offload(?!=false)|optimizer.?offload(?!=false)", flags)),
         trained_fraction=words.trained_fraction(row, notes), layers_per_stage=stages,
-        deterministic=bool(re.search(r"deterministic-mode|allow_nondeterministic_algo=0", flags)),
+        deterministic=bool(
+            re.search(r"deterministic-mode|deterministic settings|allow_nondeterministic_algo=0", f"{flags} {row.text('notes')}".lower())
+        ),
         reduce_bucket_elements=words.reduce_bucket_elements(row),
         vocabulary_parallel_loss=words.vocabulary_parallel_loss(row),
         fused_norm=bool(re.search(r"rms kernel|fused[-_ ]?rms ?norm", f"{row.text('attention_impl')} {flags}".lower())),
