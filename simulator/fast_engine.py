@@ -224,7 +224,7 @@ def _compiled(module: ModuleType, name: str) -> Callable[..., Any]:
 
     # The states are tuples of many arrays: without inlining every call copies them, and with numba's runtime (nrt)
     # every use counts references. Nothing is allocated, so neither is needed: 10 times as fast.
-    options: dict[str, Any] = {"_nrt": False, "forceinline": True}
+    options: dict[str, Any] = {"_nrt": False, "forceinline": True, "error_model": "numpy"}
     entry = getattr(module, name)
     for helper in vars(module).values():
         if isinstance(helper, FunctionType) and helper.__module__ == module.__name__ and helper is not entry:

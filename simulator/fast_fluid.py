@@ -98,19 +98,21 @@ def run_events(state: Fluid) -> None:
     for i in range(streams):
         s.stack[i] = streams - 1 - i
     s.counts[STACK] = streams
-    advance(s, 0.0)
-    settle(s, 0.0)
-    while s.counts[HEAP] > 0:
-        now = s.key[s.heap[0]]
-        while s.counts[HEAP] > 0 and s.key[s.heap[0]] == now:
+    now = 0.0
+    while True:
+        advance(s, now)
+        if s.counts[HEAP] > 0 and s.key[s.heap[0]] == now:
             whole = s.heap[0]
             heap_pop(s)
             if s.works[whole] == 1:
                 end_whole(s, whole, now)
             else:
                 begin_work(s, whole, now)
-            advance(s, now)
+            continue
         settle(s, now)
+        if s.counts[HEAP] == 0:
+            break
+        now = s.key[s.heap[0]]
 
 
 def advance(state: Fluid, now: float) -> None:

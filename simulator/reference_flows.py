@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from math import inf
 from typing import Any
 
@@ -28,7 +29,7 @@ class Flow:
         self.since = 0.0
         self.serial = 0
         self.cap = inf
-        self.members: list[int] = []
+        self.members = [whole]
         self.uses: tuple[tuple[int, float], ...] = ()
         self.uses_number = 0
 
@@ -54,8 +55,8 @@ class Flows:
         self._weights, self._capacities = groups.use_weights.tolist(), table.link_capacity
         moves = np.bincount(groups.owner, table.rate_bytes_per_s > 0, minlength=table.size) > 0
         self.is_flow = ((moves | self._slows) & (groups.amount > 0)).tolist()
-        self._on_link: dict[int, dict[Flow, None]] = {}
-        self._at_work: dict[tuple[int, int], dict[int, Flow]] = {}
+        self._on_link: dict[int, dict[Flow, None]] = defaultdict(dict)
+        self._at_work: dict[int, dict[int, dict[int, Flow]]] = {role: defaultdict(dict) for role in self._speeds}
         self._changed: dict[Flow, None] = {}
         self._settling = False
         self._uses_numbers: dict[tuple[tuple[int, float], ...], int] = {}
@@ -64,19 +65,23 @@ class Flows:
     def begin(self, whole: int) -> simpy.Event:
         """Let a whole begin its work; the event is its end."""
         flow = Flow(whole, self._environment.event(), self._amount[whole])
-        task = whole
+        task = self._next_member[whole]
         while task >= 0:
             flow.members.append(task)
             task = self._next_member[task]
-        uses = (use for member in flow.members for use in range(self._offsets[member], self._offsets[member + 1]))
-        flow.uses = tuple([(self._links[use], self._weights[use]) for use in uses if self._weights[use] > 0.0])
-        flow.uses_number = self._uses_numbers.setdefault(flow.uses, len(self._uses_numbers))
-        for link, _ in flow.uses:
-            self._on_link.setdefault(link, {})[flow] = None
-        if self._slows:
-            for member in flow.members:
-                self._place(member, flow)
-        self._change(flow)
+        for member in flow.members:
+            for use in range(self._offsets[member], self._offsets[member + 1]):
+                if self._weights[use] > 0.0:
+                    flow.uses += ((self._links[use], self._weights[use]),)
+                    self._on_link[self._links[use]][flow] = None
+            if self._slows:
+                self._count(member, flow)
+        flow.cap = self._cap(flow)
+        if flow.uses:
+            flow.uses_number = self._uses_numbers.setdefault(flow.uses, len(self._uses_numbers))
+            self._change(flow)
+        else:
+            self._set_rate(flow, flow.cap)
         return flow.ended
 
     def _end(self, timer: simpy.Event) -> None:
@@ -91,28 +96,26 @@ class Flows:
                 self._change(other)
         if self._slows:
             for member in flow.members:
-                self._remove(member)
+                self._count(member, None)
         self._changed.pop(flow, None)
         flow.ended.succeed()
 
-    def _place(self, member: int, flow: Flow) -> None:
-        rank, role = self._rank[member], self._role[member]
-        beside = self._at_work.setdefault((rank, role), {})
-        beside[member] = flow
-        if len(beside) == 1:
-            self._change_opposite(rank, role)
+    def _count(self, member: int, flow: Flow | None) -> None:
+        """Count a member that begins to work, or ends where there is no flow.
 
-    def _remove(self, member: int) -> None:
+        What computes on a rank is slowed by whether something transfers there, and the other way round.
+        """
         rank, role = self._rank[member], self._role[member]
-        del self._at_work[rank, role][member]
-        if not self._at_work[rank, role]:
-            self._change_opposite(rank, role)
-
-    def _change_opposite(self, rank: int, role: int) -> None:
-        """What computes on a rank is slowed by whether something transfers there, and the other way round."""
-        if role in (COMPUTES, TRANSFERS):
-            for flow in self._at_work.get((rank, COMPUTES + TRANSFERS - role), {}).values():
-                self._change(flow)
+        if role not in self._speeds:
+            return
+        beside = self._at_work[role][rank]
+        if flow is None:
+            del beside[member]
+        else:
+            beside[member] = flow
+        if len(beside) == (flow is not None):
+            for other in self._at_work[COMPUTES + TRANSFERS - role][rank].values():
+                self._change(other)
 
     def _change(self, flow: Flow) -> None:
         self._changed[flow] = None
@@ -127,8 +130,9 @@ class Flows:
         """Give every flow that is touched by a change its rate."""
         self._settling = False
         changed, self._changed = self._changed, {}
-        for flow in changed:
-            flow.cap = self._cap(flow)
+        if self._slows:
+            for flow in changed:
+                flow.cap = self._cap(flow)
         seen: set[Flow] = set()
         for flow in changed:
             if flow in seen:
@@ -148,7 +152,7 @@ class Flows:
         cap = inf
         for member in flow.members:
             role, pace = self._role[member], self._pace[member]
-            if role in self._speeds and self._at_work.get((self._rank[member], COMPUTES + TRANSFERS - role)):
+            if role in self._speeds and self._at_work[COMPUTES + TRANSFERS - role][self._rank[member]]:
                 pace *= self._speeds[role]
             cap = min(cap, pace)
         return cap
