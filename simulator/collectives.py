@@ -114,7 +114,14 @@ def collective_algorithm(hardware: Hardware, collective: Collective, payload_byt
 
 @lru_cache(maxsize=4096)
 def algorithm_costs(hardware: Hardware, collective: Collective, group: GroupShape) -> Mapping[str, Cost]:
-    """Costs of the algorithms that the library of this hardware has for `collective`, by name."""
+    """Costs of the algorithms that the library of this hardware has for `collective`, by name.
+
+    Where an algorithm is pinned and can run, it is the only one.
+    """
+    pinned = hardware.pinned_algorithms.get(collective)
+    only = ALGORITHMS[collective][pinned](hardware, group) if pinned is not None else None
+    if pinned is not None and only is not None:
+        return {pinned: only}
     costs = {}
     for name, algorithm in ALGORITHMS[collective].items():
         cost = algorithm(hardware, group)

@@ -47,7 +47,8 @@ class MatmulModel:
     ``tiles`` are (rows, columns) of outputs that one multiprocessor computes at a time, ``tile_loss`` the part
     of time that tiles of 128 by 128 lose to loading operands (small tiles more), ``fill_depth`` the depth (k) that
     beginning and ending a tile cost, ``wave_share`` how far a last, partly filled wave counts as a whole one,
-    ``split_share`` how far tiles that fill less than one wave are split along k, ``utilisation`` points (log10 of FLOPs, factor on the rate).
+    ``split_share`` how far tiles that fill less than one wave are split along k, ``utilisation`` points (log10 of
+    FLOPs with the padding of tiles and waves, factor on the rate).
     """
 
     tiles: tuple[tuple[int, int], ...]
@@ -192,6 +193,7 @@ class Hardware:
     overlaps_communication: bool = True
     collective_overhead_s: float = 0.0
     collective_algorithms: tuple[str, ...] = ("tree", "hierarchical", "switch")
+    pinned_algorithms: Mapping[Collective, str] = field(default_factory=dict)
     collective_tables: tuple[CollectiveTable, ...] = ()
     slowdown_table: tuple[tuple[int, float], ...] = ((1, 1.0),)
     multiprocessors: int = 1

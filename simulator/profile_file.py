@@ -341,7 +341,7 @@ def _digest(profile: ProfilePart) -> str:
     # how often devices fail, on which neither a plan nor its time depends.
     absent = {name for name in ("operators", "overlap", "training") if getattr(profile, name) is None} | {"reliability"}
     device = {"multiprocessors"} if profile.device.multiprocessors is None else set()
-    topology = {name for name in ("node", "fabric") if getattr(profile.topology, name) is None}
+    topology = {name for name in ("node", "fabric", "pinned_algorithms") if getattr(profile.topology, name) is None}
     left_out: dict[str, Any] = {**dict.fromkeys(absent, True), "device": device, "topology": topology}
     numbers = _without_text(profile.model_dump(mode="json", exclude=left_out))
     return hashlib.sha256(json.dumps(numbers, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from simulator.hardware import FabricGraph, Level, NodeGraph
 from simulator.profile_parts import Count, Name, NonNegative, Part, Positive, Sourced
+from simulator.program import Collective
 
 
 class LevelPart(Part):
@@ -54,6 +55,7 @@ class TopologyPart(Part):
     collective_algorithms: (
         Sourced[list[Literal["tree", "hierarchical", "switch", "halving-doubling", "mesh"]]] | None
     ) = None
+    pinned_algorithms: Sourced[dict[Collective, Annotated[str, Field(max_length=100)]]] | None = None
     levels: Annotated[list[LevelPart], Field(min_length=1, max_length=8)]
     node: NodePart | None = None
     fabric: FabricPart | None = None
@@ -92,6 +94,16 @@ class TopologyPart(Part):
             _check_leaf([level.size.value for level in self.levels], self._leaf(self.fabric.nodes_per_leaf.value))
         return self
 
+    @model_validator(mode="after")
+    def _pinned_exist(self) -> TopologyPart:
+        from simulator.collectives import ALGORITHMS
+
+        for collective, name in self.pinned_algorithms.value.items() if self.pinned_algorithms else ():
+            if name not in ALGORITHMS[collective]:
+                known = ", ".join(ALGORITHMS[collective])
+                raise ValueError(f"pinned_algorithms: {collective.value} has no algorithm {name!r}; use one of {known}")
+        return self
+
     def _leaf(self, nodes: int) -> int:
         return nodes * self.devices_per_node.value
 
@@ -114,8 +126,10 @@ class TopologyPart(Part):
         return (*levels[:-1], leaf, spine)
 
     def graphs(self) -> dict[str, Any]:
-        """Graphs of the node and of the fabric, as fields of `Hardware`."""
+        """Graphs of the node and of the fabric, and pinned algorithms, as fields of `Hardware`."""
         graphs: dict[str, Any] = {}
+        if self.pinned_algorithms is not None:
+            graphs["pinned_algorithms"] = self.pinned_algorithms.value
         if self.node is not None:
             graphs["node"] = NodeGraph(**_values(self.node))
         if self.fabric is not None:

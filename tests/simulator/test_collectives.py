@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from importlib import resources
 from math import sqrt
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.collectives import ALGORITHMS, algorithm_costs, collective_algorithm, collective_time
-from simulator.hardware import CollectiveTable, Hardware, Level, load_profile, profile_names
+from simulator.errors import ProfileError
+from simulator.hardware import CollectiveTable, Hardware, Level, load_profile, profile_names, write_profile
 from simulator.program import Collective
 from simulator.topology import GroupShape, group_shape
 
@@ -100,6 +103,29 @@ def test_the_fastest_algorithm_is_taken_and_named(cluster: Hardware) -> None:
     assert collective_algorithm(cluster, Collective.ALL_REDUCE, 1e3, far) == "tree"
     assert collective_algorithm(replace(cluster, collective_algorithms=()), Collective.ALL_REDUCE, 1e3, far) == "ring"
     assert collective_algorithm(cluster, Collective.ALL_REDUCE, 1e3, group_shape(cluster, 1, 1)) == "none"
+
+
+def test_an_algorithm_may_be_pinned(cluster: Hardware, tmp_path: Path) -> None:
+    group = group_shape(cluster, 32, 1)
+    times = {
+        name: collective_time(cluster, Collective.ALL_REDUCE, 1e6, group, algorithm=name)
+        for name in ("ring", "tree", "hierarchical", "halving-doubling", "mesh")
+    }
+    assert len(set(times.values())) == len(times)
+    known = [times[name] for name in ("ring", "tree", "hierarchical")]
+    assert collective_time(cluster, Collective.ALL_REDUCE, 1e6, group) == min(known)
+    pinned = replace(cluster, pinned_algorithms={Collective.ALL_REDUCE: "halving-doubling"})
+    assert collective_time(pinned, Collective.ALL_REDUCE, 1e6, group) == times["halving-doubling"]
+    assert collective_algorithm(pinned, Collective.ALL_REDUCE, 1e6, group) == "halving-doubling"
+    six = group_shape(cluster, 6, 1)
+    assert collective_algorithm(pinned, Collective.ALL_REDUCE, 1e6, six) in {"ring", "tree", "hierarchical"}
+    data = yaml.safe_load((resources.files("hw_profiles") / "dgx-a100.yaml").read_text())
+    source = "assumed: for the sake of the test"
+    data["topology"]["pinned_algorithms"] = {"value": {"all_reduce": "ring"}, "source": source}
+    assert write_profile(data, tmp_path / "pinned.yaml").pinned_algorithms == {Collective.ALL_REDUCE: "ring"}
+    data["topology"]["pinned_algorithms"]["value"] = {"all_reduce": "pairwise"}
+    with pytest.raises(ProfileError, match="all_reduce has no algorithm 'pairwise'; use one of ring, tree"):
+        write_profile(data, tmp_path / "pinned.yaml")
 
 
 def test_a_group_of_one_costs_nothing(cluster: Hardware) -> None:
