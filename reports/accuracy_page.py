@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from planner.quantities import percent_text
-from planner.validation.aims import AIMS, ASCEND, CONVOLUTIONAL, ELSEWHERE, FSDP, TRANSFORMERS, Aim, metrics_of
+from planner.validation.aims import AIMS, ASCEND, CONVOLUTIONAL, ELSEWHERE, FSDP, IN_PART, TRANSFORMERS, Aim, metrics_of
 from planner.validation.metrics import metrics_of_rows
 from planner.validation.outliers import outliers
 from planner.validation.predictions import prediction_lines
@@ -20,7 +20,7 @@ from simulator.whole_file import write_whole
 
 LEFT_OUT, FITTED = "each source left out of the fit", "fitted on everything"
 SHORT = {LEFT_OUT: "left out", FITTED: "on everything"}
-GROUPS = (TRANSFORMERS, ASCEND, CONVOLUTIONAL, FSDP, ELSEWHERE)
+GROUPS = (TRANSFORMERS, IN_PART, ASCEND, CONVOLUTIONAL, FSDP, ELSEWHERE)
 COUNTS = ("timed", "memory_rows", "oom_rows", "workloads")
 NAMES = r"'[^']*'|(?<=no hardware profile for ).*|^.{1,80}?(?= has .* not modelled)"  # what makes a reason a row's own
 LABELS = ("calibrated", "interpolated", "extrapolated")

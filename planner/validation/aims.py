@@ -11,10 +11,11 @@ from planner.validation.results import Accuracy, Metrics
 
 EVERYTHING = "all rows"
 ALL_TRANSFORMERS = "all transformers"
-TRANSFORMERS = "transformers on A100 and H100"
+TRANSFORMERS = "transformers on A100 and H100, stated in full"
 ASCEND = "Ascend"
 CONVOLUTIONAL = "vision networks and others"
 FSDP = "fully sharded (FSDP, ZeRO-3)"
+IN_PART = "transformers on A100 and H100, stated in part"
 ELSEWHERE = "transformers on other devices"
 
 
@@ -51,8 +52,8 @@ AIMS = (
 )
 
 
-def group_of(run: TrainingRun) -> str:
-    """The group whose aim a run falls under."""
+def group_of(run: TrainingRun, *, complete: bool = True) -> str:
+    """The group whose aim a run falls under; `complete` says that its source states shape and plan in full."""
     family = family_of(run.hardware.device_name)
     if family.startswith("ascend"):
         return ASCEND
@@ -60,7 +61,9 @@ def group_of(run: TrainingRun) -> str:
         return CONVOLUTIONAL
     if run.setup.optimizer_sharding is OptimizerSharding.ZERO3:
         return FSDP
-    return TRANSFORMERS if family in ("ampere", "hopper") else ELSEWHERE
+    if family not in ("ampere", "hopper"):
+        return ELSEWHERE
+    return TRANSFORMERS if complete else IN_PART
 
 
 def metrics_of(accuracy: Accuracy, group: str) -> Metrics | None:

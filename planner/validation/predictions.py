@@ -81,7 +81,7 @@ def _scored(row: MeasuredRow, outcome: RunPrediction | Exception | None) -> Scor
         reason=row.reason,
         label=outcome.label,
         workload=row.workload,
-        group=group_of(row.run),
+        group=group_of(row.run, complete=row.complete),
         device=row.run.hardware.device_name,
         devices=row.run.setup.devices,
         predicted_step_time_s=outcome.step_time_s,

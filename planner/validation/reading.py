@@ -37,6 +37,8 @@ class MeasuredRow:
         The same for rows of one source that trained the same network with the same batch on the same devices.
     transformer
         Whether the network is one, also where the row has no run.
+    complete
+        Whether the source states shape and plan in full (``plan_complete``).
     """
 
     row_id: str
@@ -53,6 +55,7 @@ class MeasuredRow:
     outcome: str = ""
     workload: str = ""
     transformer: bool = False
+    complete: bool = False
 
 
 def read_measurements(path: str | Path) -> list[MeasuredRow]:
@@ -79,7 +82,8 @@ def measured_row(row: FileRow) -> MeasuredRow:
     )
     if row.fault:
         return replace(known, fault=row.fault, reason=row.fault)
-    known = replace(known, transformer=is_transformer(row))
+    complete = row.text("plan_complete").lower() in ("yes", "oom")
+    known = replace(known, transformer=is_transformer(row), complete=complete)
     notes: list[str] = []
     try:
         run = _run(row, notes)
