@@ -1,6 +1,7 @@
-"""Speed of both engines and of the trace on one segment of 10,000 tasks.
+"""Speed of both engines on programs and on tables of many ranks, and of the trace.
 
-Run with ``pytest benchmarks/test_simulator_speed.py``; ``extra_info`` holds tasks per second.
+Run with ``pytest benchmarks/test_simulator_speed.py``; ``extra_info`` holds tasks per second. Each task has two
+events, its start and its end.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.large_tables import pipeline_table
 from simulator import engine, fast_engine
 from simulator.hardware import load_profile
 from simulator.program import Buffer, BufferKind, Collective, Kernel, Phase, Program, ProgramAxis, Segment, Task
+from simulator.task_table import TaskTable
 from simulator.timing import task_times
 from simulator.trace import write_trace
 
@@ -75,3 +78,38 @@ def test_trace(benchmark: Any, tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     benchmark.pedantic(write_trace, args=(timeline, program, path), kwargs={"hardware": hardware}, rounds=3)
     benchmark.extra_info["megabytes"] = path.stat().st_size / 1e6
+
+
+TABLES = {
+    # A pipeline alone on its links: times are a recurrence.
+    "pipeline": {},
+    # Four stages share a network card that carries one and a half of their sends.
+    "contended": {"stages_on_a_link": 4},
+    # Computation and transfers of a rank slow each other down as well.
+    "contended-overlap": {"stages_on_a_link": 4, "overlap": True},
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize(
+    ("module", "micro_batches"), [(engine, 64), (fast_engine, 1024)], ids=["reference-41k", "fast-655k"]
+)
+def test_run_table(benchmark: Any, module: Any, micro_batches: int, kind: str) -> None:
+    table = pipeline_table(16, micro_batches, 18, **TABLES[kind])
+    _run(benchmark, module, table)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TABLES)
+def test_run_large_table(benchmark: Any, kind: str) -> None:
+    """Twice a million tasks of 64 stages."""
+    _run(benchmark, fast_engine, pipeline_table(64, 400, 38, **TABLES[kind]))
+
+
+def _run(benchmark: Any, module: Any, table: TaskTable) -> None:
+    # The first run loads compiled code.
+    _, ends = benchmark.pedantic(module.run, args=(table,), rounds=5, warmup_rounds=1)
+    assert ends.max() > 0
+    if benchmark.stats:
+        benchmark.extra_info["tasks"] = table.size
+        benchmark.extra_info["million_tasks_per_second"] = table.size / benchmark.stats.stats.median / 1e6
