@@ -35,7 +35,9 @@ _BACKWARD_MOVED: Mapping[Kernel, float] = {
 """Elements that the backward kernel moves over those of the forward one: a norm reads two tensors, twice."""
 _OPTIMIZER_BYTES = 20.0
 """Bytes a parameter of SGD with momentum in float32: gradient, weight and momentum read, the last two written."""
-_SMOOTH = 6.0
+_SINGLE_BYTES = 4.0
+_WITH_BOXES = ("annotated image", "mosaic image")
+_SMOOTH = 4.0
 """Exponent of the smooth maximum of what runs at the same time."""
 
 
@@ -56,6 +58,8 @@ class LayeredParameters:
     unfused
         Share of the traffic of activations and sums, and of a norm's first pass, that no other kernel does on
         its way.
+    casts
+        Copies that mixed precision makes around a product, to other types or layouts, as a share of what it moves.
     step_overhead_s
         Seconds of a step outside kernels.
     exposed
@@ -75,6 +79,7 @@ class LayeredParameters:
     kernel_s: float = 3e-6
     launch_s: float = 6e-6
     unfused: float = 1.0
+    casts: float = 0.0
     step_overhead_s: float = 2e-3
     exposed: float = 0.1
     contention: float = 0.02
@@ -97,9 +102,10 @@ class LayeredEstimate:
 class LayeredCoefficients:
     """Fitted values by device family and by stack, as the profile of the software keeps them.
 
-    A device has ``half``, ``tf32`` and ``single`` (the `products` of these precisions), ``host`` (a factor on the
-    seconds of its host) and fields of `LayeredParameters`; a stack has factors on ``products``, ``memory``,
-    ``grouped`` and ``kernel_s``, the other fields, and ``host_<kind>_s``.
+    A device has ``half``, ``tf32`` and ``single`` (the `products` of these precisions), factors ``launch`` (on the
+    host's time for a launch) and ``boxes`` (on its time for images with boxes), and fields of `LayeredParameters`;
+    a stack has factors on ``products``, ``memory``, ``grouped`` and ``kernel_s``, the other fields, and
+    ``host_<kind>_s``.
     """
 
     devices: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -113,10 +119,12 @@ class LayeredCoefficients:
         device["products"] = rates[product_kind(run)] or _NEUTRAL.products
         for name in ("products", "memory", "grouped", "kernel_s"):
             device[name] = device.get(name, getattr(_NEUTRAL, name)) * stack.pop(name, 1.0)
-        slower = device.pop("host", 1.0)
-        host = {
-            name[5:-2].replace("_", " "): slower * stack.pop(name) for name in list(stack) if name.startswith("host_")
-        }
+        stack["launch_s"] = stack.get("launch_s", _NEUTRAL.launch_s) * device.pop("launch", 1.0)
+        boxes = device.pop("boxes", 1.0)
+        host = {}
+        for name in [name for name in stack if name.startswith("host_")]:
+            kind = name[5:-2].replace("_", " ")
+            host[kind] = stack.pop(name) * (boxes if kind in _WITH_BOXES else 1.0)
         return LayeredParameters(host_s=host, **device, **stack)
 
 
@@ -202,6 +210,8 @@ def layered_step_times(
     )
     products = np.maximum(compute, moved / bandwidth)
     products = np.where(layers.grouped, np.minimum(products, narrow), products)
+    if size < _SINGLE_BYTES:
+        products += parameters.casts * moved / bandwidth
     left = np.where(layers.fusable, parameters.unfused, 1.0)
     # A fused norm sums up what its convolution writes: one of its three passes goes.
     passes = np.where(layers.norm, (2.0 + parameters.unfused) / 3.0, left)

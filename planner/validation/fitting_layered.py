@@ -1,7 +1,7 @@
 """Fit what hardware and software leave open in steps of layered networks, on published rows.
 
-Minimised is the sum over rows of ``weight * soft_l1(log(predicted / measured) / scale)`` with a Gaussian prior on the
-logarithm of every coefficient. Coefficients belong to device families and stacks, never to a network or a row.
+Minimised is the sum over rows of ``weight * log(1 + (log(predicted / measured) / scale)²)`` with a Gaussian prior on
+the logarithm of every coefficient. Coefficients belong to device families and stacks, never to a network or a row.
 """
 
 from __future__ import annotations
@@ -22,35 +22,48 @@ from planner.validation.reading import MeasuredRow, read_measurements
 from simulator.errors import MeshwrightError
 
 FloatArray = npt.NDArray[np.float64]
-_RESIDUAL_SCALE = 0.08
+_RESIDUAL_SCALE = 0.12
 _STEP = 1e-3
-_EVALUATIONS = 20
+_EVALUATIONS = 40
 _PRODUCTS = Prior(centre=0.55, spread=0.4)
 DEVICE_PRIORS = {
-    "memory": Prior(centre=0.75, spread=0.15),
-    "grouped": Prior(centre=0.25, spread=0.4),
-    "columns_half": Prior(centre=32.0, spread=0.5),
-    "depth_half": Prior(centre=64.0, spread=0.5),
-    "rows_half": Prior(centre=512.0, spread=0.7),
-    "kernel_s": Prior(centre=5e-6, spread=0.5),
-    "host": Prior(centre=1.0, spread=0.3),
+    "memory": Prior(centre=0.85, spread=0.1),
+    "grouped": Prior(centre=0.12, spread=0.8),
+    "columns_half": Prior(centre=32.0, spread=0.2),
+    "depth_half": Prior(centre=64.0, spread=0.2),
+    "rows_half": Prior(centre=512.0, spread=0.3),
+    "kernel_s": Prior(centre=5e-6, spread=0.3),
+    "launch": Prior(centre=1.0, spread=0.2),
+    "boxes": Prior(centre=1.0, spread=0.4),
 }
+SINK_PRIORS = {"launch": Prior(centre=0.05, spread=0.3), "kernel_s": Prior(centre=3e-5, spread=0.6)}
+"""Of Ascend devices, which launch the kernels of a whole graph themselves."""
 STACK_PRIORS = {
-    "products": Prior(centre=1.0, spread=0.15),
+    "products": Prior(centre=1.0, spread=0.2),
     "memory": Prior(centre=1.0, spread=0.15),
     "grouped": Prior(centre=1.0, spread=0.2),
     "kernel_s": Prior(centre=1.0, spread=0.3),
     "unfused": Prior(centre=0.7, spread=0.4),
-    "launch_s": Prior(centre=6e-6, spread=0.4),
-    "step_overhead_s": Prior(centre=2e-3, spread=0.7),
+    "launch_s": Prior(centre=8e-6, spread=0.8),
+    "casts": Prior(centre=0.1, spread=1.0),
+    "step_overhead_s": Prior(centre=2e-3, spread=0.4),
     "exposed": Prior(centre=0.2, spread=0.7),
     "contention": Prior(centre=0.03, spread=0.5),
 }
+STACK_OWN_PRIORS: Mapping[str, Mapping[str, Prior]] = {
+    Stack.TENSORFLOW: {"launch_s": Prior(centre=3e-5, spread=0.3)},
+    Stack.MINDSPORE: {"launch_s": Prior(centre=8e-5, spread=0.6), "unfused": Prior(centre=0.3, spread=0.5)},
+    Stack.MINDSPORE_TOOLKIT: {"launch_s": Prior(centre=8e-5, spread=0.6), "unfused": Prior(centre=0.3, spread=0.5)},
+}
+"""TensorFlow schedules operators one by one; MindSpore's graphs run as operators where no device takes them whole."""
 HOST_PRIORS = {
     "image": Prior(centre=2e-4, spread=0.5),
     "augmented image": Prior(centre=2e-4, spread=0.5),
     "annotated image": Prior(centre=5e-4, spread=0.5),
     "mosaic image": Prior(centre=3e-3, spread=1.0),
+    "small image": Prior(centre=2e-4, spread=1.0),
+    "small volume": Prior(centre=1e-3, spread=0.7),
+    "volume": Prior(centre=1e-2, spread=1.0),
 }
 PYTHON_HOST_PRIORS = {
     "image": Prior(centre=6e-4, spread=0.5),
@@ -59,7 +72,7 @@ PYTHON_HOST_PRIORS = {
     "mosaic image": Prior(centre=5e-3, spread=1.0),
 }
 """Where Python on the host transforms images."""
-_BOUNDS = {"unfused": 1.0, "exposed": 1.0, "half": 1.0, "tf32": 1.0, "single": 1.0, "memory": 1.3, "contention": 0.2}
+_BOUNDS = {"unfused": 1.0, "exposed": 1.0, "half": 1.0, "tf32": 1.0, "single": 1.6, "memory": 1.1, "contention": 0.2}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,8 +105,10 @@ def priors_of(runs: Sequence[TrainingRun]) -> dict[tuple[str, str, str], Prior]:
     for run in runs:
         family, stack = family_of(run.hardware.device_name), str(run.setup.stack)
         found["devices", family, product_kind(run)] = _PRODUCTS
-        found |= {("devices", family, name): prior for name, prior in DEVICE_PRIORS.items()}
-        found |= {("stacks", stack, name): prior for name, prior in STACK_PRIORS.items()}
+        device = DEVICE_PRIORS | SINK_PRIORS if family.startswith("ascend") else DEVICE_PRIORS
+        found |= {("devices", family, name): prior for name, prior in device.items()}
+        software = STACK_PRIORS | dict(STACK_OWN_PRIORS.get(stack, {}))
+        found |= {("stacks", stack, name): prior for name, prior in software.items()}
         kind = run.network.sample if isinstance(run.network, LayeredNetwork) else ""
         host = PYTHON_HOST_PRIORS if run.setup.stack is Stack.MINDSPORE_TOOLKIT else HOST_PRIORS
         if kind in host:
@@ -118,7 +133,7 @@ def fit_layered(rows: Sequence[MeasuredRow]) -> LayeredFit:
 
     def robust(predicted: FloatArray) -> FloatArray:
         scaled = (predicted - target) / _RESIDUAL_SCALE
-        return np.asarray(np.sqrt(weights) * np.sign(scaled) * np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1)))
+        return np.asarray(np.sqrt(weights) * np.sign(scaled) * np.sqrt(np.log1p(scaled**2)))
 
     def residuals(theta: FloatArray) -> FloatArray:
         predicted = predicted_logarithms(runs, _coefficients(keys, theta))

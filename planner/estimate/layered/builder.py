@@ -134,8 +134,8 @@ class NetworkBuilder:
         return self._pointwise(Kernel.ELEMENTWISE, 3, saved=False)
 
     def scale(self) -> NetworkBuilder:
-        """The product with a tensor of the same shape or a broadcast one, both kept."""
-        return self._pointwise(Kernel.ELEMENTWISE, 2, saved=True)
+        """The product with a broadcast tensor: its backward pass reads and sums as well, hence four passes each way."""
+        return self._pointwise(Kernel.ELEMENTWISE, 4, saved=True)
 
     def concatenate(self, channels: int) -> NetworkBuilder:
         """Branches copied into one tensor of `channels`."""

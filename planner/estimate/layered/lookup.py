@@ -190,7 +190,7 @@ FAMILIES: tuple[tuple[str, int, Family], ...] = (
     (
         r"^unet_?industrial",
         512,
-        lambda name, _, side: segmentation.unet(name, side, (32, 64, 128, 256), 1, padded=True),
+        lambda name, _, side: segmentation.unet(name, side, (32, 32, 64, 128, 256), 1, padded=True),
     ),
     (
         r"^unet(?:_?medical)?$",
@@ -306,7 +306,8 @@ def lookup(model_name: str, image_size: int | None = None) -> LayeredNetwork | N
     None where the name says too little. Directory parts, case and separators do not matter; a family's name may
     stand before the network's, as in ``efficientnet efficientnet-b4``.
     """
-    for words in (model_name, model_name.rsplit(None, 1)[-1] if model_name.strip() else ""):
+    parts = model_name.split()
+    for words in (model_name, parts[-1] if len(parts) == 2 else ""):
         name = plain_name(words)
         for pattern, own_side, family in FAMILIES:
             match = re.search(pattern, name)
