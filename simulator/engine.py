@@ -61,7 +61,7 @@ def replay(
     return simulate_segments(
         program,
         times,
-        run,
+        _run_checked,
         overlaps_communication=overlaps_communication,
         compute_speed=compute_speed,
         transfer_speed=transfer_speed,
@@ -77,6 +77,10 @@ def run(table: TaskTable) -> tuple[FloatArray, FloatArray]:
         When the table is malformed or cannot run to its end: the message names the ranks and the tasks.
     """
     check_table(table)
+    return _run_checked(table)
+
+
+def _run_checked(table: TaskTable) -> tuple[FloatArray, FloatArray]:
     groups = group_tasks(table)
     state = _TableRun(groups)
     offsets, tasks = tasks_by_stream(table.stream, len(table.stream_rank))

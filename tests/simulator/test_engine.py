@@ -77,6 +77,31 @@ def test_engines_agree(timed: Timed) -> None:
     assert reference.breakdown["bubble_s"] == 0.0
 
 
+@given(timed=timed_programs())
+def test_engines_agree_on_overlap_that_slows(timed: Timed) -> None:
+    slow = {"compute_speed": 0.75, "transfer_speed": 0.5}
+    alone, reference, fast = (
+        engine.replay(*timed),
+        engine.replay(*timed, **slow),
+        fast_engine.replay(*timed, **slow),
+    )
+    for one, other in zip(reference.segments, fast.segments, strict=True):
+        np.testing.assert_allclose(one.starts_s, other.starts_s, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(one.ends_s, other.ends_s, rtol=1e-9, atol=1e-12)
+    assert alone.step_time_s <= reference.step_time_s * (1 + 1e-9) <= 2 * alone.step_time_s * (1 + 1e-8)
+
+
+@ENGINES
+def test_overlap_slows_computation_and_communication(replay: Replay) -> None:
+    tasks = (task("a"), communication("a.reduce", after=(0,)), task("b"))
+    times = [np.array([1.0, 2.0, 4.0])]
+    timeline = replay(program(segment(*tasks)), times, compute_speed=0.8, transfer_speed=0.5)
+    # The communication takes 4 s beside the computation, which then has 4 - 3.2 s left.
+    np.testing.assert_allclose(timeline.segments[0].ends_s, [1.0, 5.0, 5.8], rtol=1e-12)
+    serial = replay(program(segment(*tasks)), times, overlaps_communication=False, compute_speed=0.8)
+    assert serial.step_time_s == 7.0
+
+
 def assert_equal(one: Timeline, other: Timeline) -> None:
     assert one.step_time_s == other.step_time_s
     assert one.breakdown == other.breakdown

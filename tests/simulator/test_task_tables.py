@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from simulator import engine, fast_engine
 from simulator.errors import ProgramError
+from simulator.flows import max_min_rates
 from simulator.table_builder import TableBuilder
 from simulator.table_copies import expand
 from simulator.task_table import StreamKind, TaskTable
@@ -71,6 +72,28 @@ def test_transfers_share_a_link_fairly(run: Run) -> None:
     # 10 bytes alone for 1 s, then 4 bytes/s each beside the 2 of the slow one: 5 s for the 20 of the last,
     # in which the first moves 20 of its 24; the rest takes 0.5 s at 8 bytes/s.
     np.testing.assert_allclose(ends, [6.5, 11.0, 6.0], rtol=1e-12)
+
+
+@ENGINES
+@given(seed=st.integers(0, 2**32 - 1), flows=st.integers(1, 30), links=st.integers(1, 6))
+@settings(max_examples=40)
+def test_rates_are_max_min_fair(run: Run, seed: int, flows: int, links: int) -> None:
+    """Flows that begin together, each with the bytes that its fair rate moves in a second, all end after a second."""
+    random = np.random.default_rng(seed)
+    caps, capacities = random.choice([1.0, 2.0, 10.0], flows), random.choice([2.0, 5.0, 9.0], links)
+    crossed = [random.choice(links, size=random.integers(1, links + 1), replace=False) for _ in range(flows)]
+    weights = [random.choice([0.5, 1.0, 2.0], len(row)) for row in crossed]
+    offsets = np.concatenate(([0], np.cumsum([len(row) for row in crossed])))
+    rates = max_min_rates(caps, offsets, np.concatenate(crossed), np.concatenate(weights), capacities)
+    builder = TableBuilder()
+    for capacity in capacities:
+        builder.link(float(capacity))
+    for flow in range(flows):
+        stream = builder.stream(flow, StreamKind.COMMUNICATION)
+        builder.task(
+            stream, work=rates[flow], rate=caps[flow], links=crossed[flow].tolist(), weights=weights[flow].tolist()
+        )
+    np.testing.assert_allclose(run(builder.build())[1], 1.0, rtol=1e-9)
 
 
 @ENGINES
