@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
+from importlib import resources
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.errors import InputError
+from simulator.errors import InputError, ProfileError
+from simulator.hardware import Reliability, check_profile, load_profile
 from simulator.reliability import (
     CheckpointCost,
     JobReliability,
@@ -132,3 +136,32 @@ def test_bad_input_is_refused(call, words) -> None:
 def test_a_hopeless_job_has_no_goodput() -> None:
     assert expected_goodput(job(1.0, 1e6, 1.0), 10.0).useful == 0.0
     assert expected_goodput(job(1.0, 0.0, 1.0), 1e6).useful == 0.0
+
+
+def without_reliability() -> str:
+    text = (resources.files("hw_profiles") / "dgx-h100.yaml").read_text(encoding="utf-8")
+    return re.sub(r"^reliability:\n(?:  .*\n)*", "", text, flags=re.MULTILINE)
+
+
+def test_profiles_say_how_devices_fail_without_changing_their_hash(tmp_path: Path) -> None:
+    shipped = load_profile("dgx-h100")
+    assert shipped.reliability.device_mtbf_s == pytest.approx(54 * DAY * 16384 / 419, rel=0.001)
+    (tmp_path / "p.yaml").write_text(without_reliability(), encoding="utf-8")
+    silent = check_profile(str(tmp_path / "p.yaml"))
+    assert silent.reliability == Reliability()
+    assert silent.hash == shipped.hash
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("device_mtbf_s: {value: 0.0, source: 'assumed: never works'}", "greater than 0"),
+        ("restart_s: {value: 60.0}", "restart_s.source"),
+        ("compute_spread: {value: 1.5, source: 'assumed: wide open'}", "less than 1"),
+        ("mtbf: {value: 60.0, source: 'assumed: a wrong key'}", "reliability.mtbf"),
+    ],
+)
+def test_wrong_profile_entries_are_refused(tmp_path: Path, line: str, words: str) -> None:
+    (tmp_path / "p.yaml").write_text(f"{without_reliability()}reliability:\n  {line}\n", encoding="utf-8")
+    with pytest.raises(ProfileError, match=words):
+        check_profile(str(tmp_path / "p.yaml"))
