@@ -118,13 +118,17 @@ def hierarchical_all_reduce(blocks: Sequence[Block], payload: float) -> list[Rou
 def mesh_scatter(blocks: Sequence[Block], payload: float) -> list[Round]:
     """Reduce-scatter: every member sends its part to every other of its block at once, then halving across blocks."""
     inside = [message for block in blocks for message in pairwise_all_to_all([block], payload)[0]]
-    part = payload / len(blocks[0])
-    lines = [[[device] for device in line] for line in _lines(blocks)]
-    if len(blocks) & (len(blocks) - 1):
-        across = _merge(*(ring_gather(line, part) for line in lines))
-    else:
-        across = _merge(*(halving_doubling_scatter(line, part) for line in lines))
-    return [inside, *across]
+    return [inside, *_across(blocks, payload)]
+
+
+def ring_halving_scatter(blocks: Sequence[Block], payload: float) -> list[Round]:
+    """Reduce-scatter: a ring in every block, then halving across blocks."""
+    return [*_merge(*(ring_gather([block], payload) for block in blocks)), *_across(blocks, payload)]
+
+
+def ring_halving_gather(blocks: Sequence[Block], payload: float) -> list[Round]:
+    """All-gather: the rounds of `ring_halving_scatter` backwards."""
+    return ring_halving_scatter(blocks, payload)[::-1]
 
 
 def mesh_gather(blocks: Sequence[Block], payload: float) -> list[Round]:
@@ -171,6 +175,13 @@ PATTERNS: Mapping[str, Pattern] = {
     "pairwise": pairwise_all_to_all,
     "direct": direct_send,
 }
+
+
+def _across(blocks: Sequence[Block], payload: float) -> list[Round]:
+    """Halving along each place of the blocks, on the part that its member holds; a ring where it cannot halve."""
+    step = ring_gather if len(blocks) & (len(blocks) - 1) else halving_doubling_scatter
+    part = payload / len(blocks[0])
+    return _merge(*(step([[device] for device in line], part) for line in _lines(blocks)))
 
 
 def _lines(blocks: Sequence[Block]) -> list[tuple[int, ...]]:

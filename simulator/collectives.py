@@ -140,7 +140,7 @@ def pinned_cost(hardware: Hardware, collective: Collective, group: GroupShape, a
     if cost is None:
         raise ProfileError(
             f"{collective.value} by {algorithm} cannot run in a group with {group.members} members per level of "
-            f"{hardware.name}: halving-doubling needs powers of two, switch a level that adds; use ring"
+            f"{hardware.name}: halving needs powers of two, switch a level that adds; use ring"
         )
     return cost
 
@@ -233,6 +233,26 @@ def mesh(hardware: Hardware, group: GroupShape) -> Cost:
     return Cost(latency, hierarchical(hardware, group).seconds_per_byte)
 
 
+def ring_halving(hardware: Hardware, group: GroupShape) -> Cost | None:
+    """A ring inside the innermost level, halving-doubling between its units; only where these are powers of two.
+
+    ``L = (m_0 - 1) a_0 + sum_(l>0) log2(m_l) a_l``, ``B`` that of `hierarchical` (HCCL documentation, HCCL_ALGO:
+    ``level0:ring;level1:H-D_R``).
+    """
+    first, *outer = group.members
+    if any(count & (count - 1) for count in outer):
+        return None
+    latency = (first - 1) * hardware.levels[0].latency_s
+    latency += sum(math.log2(count) * level.latency_s for count, level in zip(outer, hardware.levels[1:], strict=True))
+    return Cost(latency, hierarchical(hardware, group).seconds_per_byte)
+
+
+def ring_halving_all_reduce(hardware: Hardware, group: GroupShape) -> Cost | None:
+    """Scatter, then gather."""
+    half = ring_halving(hardware, group)
+    return None if half is None else _twice(half)
+
+
 def mesh_all_reduce(hardware: Hardware, group: GroupShape) -> Cost:
     """Scatter, then gather."""
     return _twice(mesh(hardware, group))
@@ -288,18 +308,21 @@ ALGORITHMS: Mapping[Collective, Mapping[str, Algorithm]] = {
         "switch": switch_all_reduce,
         "halving-doubling": halving_doubling_all_reduce,
         "mesh": mesh_all_reduce,
+        "ring-halving": ring_halving_all_reduce,
     },
     Collective.ALL_GATHER: {
         "ring": ring,
         "hierarchical": hierarchical,
         "halving-doubling": halving_doubling,
         "mesh": mesh,
+        "ring-halving": ring_halving,
     },
     Collective.REDUCE_SCATTER: {
         "ring": ring,
         "hierarchical": hierarchical,
         "halving-doubling": halving_doubling,
         "mesh": mesh,
+        "ring-halving": ring_halving,
     },
     Collective.ALL_TO_ALL: {"pairwise": pairwise_all_to_all, "hierarchical": hierarchical_all_to_all},
     Collective.BROADCAST: {"ring": ring_broadcast, "tree": tree_broadcast},

@@ -53,7 +53,7 @@ class TopologyPart(Part):
     node_device_counts: Sourced[Annotated[list[Count], Field(min_length=1)]]
     collective_overhead_s: Sourced[NonNegative] | None = None
     collective_algorithms: (
-        Sourced[list[Literal["tree", "hierarchical", "switch", "halving-doubling", "mesh"]]] | None
+        Sourced[list[Literal["tree", "hierarchical", "switch", "halving-doubling", "mesh", "ring-halving"]]] | None
     ) = None
     pinned_algorithms: Sourced[dict[Collective, Annotated[str, Field(max_length=100)]]] | None = None
     levels: Annotated[list[LevelPart], Field(min_length=1, max_length=8)]

@@ -100,6 +100,8 @@ def test_on_one_level_the_formula_is_the_simulation(
         (AR, "hierarchical", patterns.hierarchical_all_reduce),
         (AR, "halving-doubling", patterns.halving_doubling_all_reduce),
         (AG, "mesh", patterns.mesh_gather),
+        (RS, "ring-halving", patterns.ring_halving_scatter),
+        (AG, "ring-halving", patterns.ring_halving_gather),
         (AR, "mesh", patterns.mesh_all_reduce),
         (A2A, "hierarchical", patterns.hierarchical_all_to_all),
     ],
@@ -211,7 +213,7 @@ def test_every_member_gets_its_bytes() -> None:
 def test_an_algorithm_that_cannot_run_is_refused() -> None:
     with pytest.raises(ProfileError, match="all_reduce has no algorithm 'magic'; use one of ring, tree"):
         formula(AR, "magic", 8)
-    with pytest.raises(ProfileError, match="halving-doubling needs powers of two"):
+    with pytest.raises(ProfileError, match="halving needs powers of two"):
         formula(AR, "halving-doubling", 6)
     with pytest.raises(ProfileError, match="needs a power of two of members, got 6"):
         patterns.halving_doubling_scatter([range(6)], 1.0)
