@@ -92,9 +92,8 @@ def _times(
     bubble = float(step.bubble_s[index])
     schedule = pipeline_schedule(run) if simulate else None
     if schedule is not None:
-        slower = 1 + float(np.log2(max(run.setup.devices / 8, 1.0))) * float(
-            np.broadcast_to(k.jitter, (index + 1,))[index]
-        )
+        doublings = float(np.log2(max(run.setup.devices / 8, 1.0)))
+        slower = 1 + doublings * float(np.broadcast_to(k.jitter, step.step_time_s.shape)[index])
         passes = total / slower - float(step.rest_s[index])
         simulated = simulate_pipeline(schedule, pipeline_costs(index, run, schedule, stage, k)).step_time_s
         bubble += simulated - passes

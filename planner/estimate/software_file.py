@@ -24,6 +24,8 @@ from simulator.profile_parts import Count, NonNegative, Part, Positive, Source, 
 from simulator.whole_file import write_whole
 
 SHIPPED = "training.yaml"
+ANY = "*"
+"""Stands for every device family, or every stack."""
 
 
 class IntervalPart(Part):
@@ -83,15 +85,19 @@ class Software:
         ``calibrated`` where rows of its device family and stack were fitted, ``interpolated`` where both were, but not
         together, ``extrapolated`` else. The wider of the intervals that may apply is taken.
         """
-        kind = "transformer" if isinstance(run.network, TransformerShape) else "layered"
-        family, stack = family_of(run.hardware.device_name), stack_key(run.setup)
+        kind, family, stack = kind_of(run), family_of(run.hardware.device_name), stack_key(run.setup)
         both = self.intervals.get((kind, family, stack))
         if both is not None:
             return both, "calibrated"
-        near = [self.intervals[key] for key in ((kind, family, "*"), (kind, "*", stack)) if key in self.intervals]
-        near.append(self.intervals[kind, "*", "*"])
+        near = [self.intervals[key] for key in ((kind, family, ANY), (kind, ANY, stack)) if key in self.intervals]
+        near.append(self.intervals[kind, ANY, ANY])
         widest = max(near, key=lambda interval: interval.high / interval.low)
         return widest, "interpolated" if len(near) == 3 else "extrapolated"
+
+
+def kind_of(run: TrainingRun) -> str:
+    """Kind of network by which intervals are told apart."""
+    return "transformer" if isinstance(run.network, TransformerShape) else "layered"
 
 
 def parse_software(text: str, name: str) -> Software:

@@ -8,7 +8,7 @@ not a thousand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,10 +131,10 @@ class StepFit:
         found = least_squares(residuals, first, jacobian, x_scale="jac", max_nfev=60, ftol=1e-5, xtol=1e-4)
         devices, stacks, attention = self._blocks(np.exp(found.x))
         return Fit(
-            devices={
-                f: dict(zip(DEVICE_PRIORS, devices[i].tolist(), strict=True)) for i, f in enumerate(self.families)
-            },
             software=SoftwareCoefficients(
+                devices={
+                    f: dict(zip(DEVICE_PRIORS, devices[i].tolist(), strict=True)) for i, f in enumerate(self.families)
+                },
                 stacks={s: dict(zip(STACK_PRIORS, stacks[i].tolist(), strict=True)) for i, s in enumerate(self.stacks)},
                 attention=dict(zip(self.kernels, attention.tolist(), strict=True)),
             ),

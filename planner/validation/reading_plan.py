@@ -10,6 +10,7 @@ from planner.estimate.layered_work import typical_batch
 from planner.estimate.training_run import LayeredNetwork, OptimizerSharding, Stack, TrainingSetup, TransformerShape
 from planner.validation import reading_setup as words
 from planner.validation.measurement_file import FileRow
+from planner.validation.reading_memory import memory_settings
 from planner.validation.reading_network import MissingFactError
 from planner.validation.reading_setup import Network
 from simulator.hardware import Hardware
@@ -38,7 +39,7 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
     mesh = read_mesh(row, network, shard, notes)
     usual = typical_batch(network, hardware, kind) if isinstance(network, LayeredNetwork) else None
     micro_batch, micro_batches = read_batches(row, mesh, notes, usual)
-    vpp, stages = read_stages(row, network, mesh.pp, notes)
+    vpp, stages = read_stages(row, network, mesh.pp, micro_batches, notes)
     kept, kept_layers = words.recompute(row, network, mesh.pp, notes)
     ep, expert_tp = _expert_degrees(row, network, mesh, notes)
     overlap_gradients, overlap_parameters, overlap_tensor = words.overlaps(row, used, shard, mesh.tp)
@@ -55,11 +56,8 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
         overlap_tensor=overlap_tensor, gradient_bytes=words.gradient_bytes(row, used, kind),
         offload_optimizer=bool(re.search(r"opt offl=y|cpu.?offload(?!=false)|optimizer.?offload(?!=false)", flags)),
         trained_fraction=words.trained_fraction(row, notes), layers_per_stage=stages,
-        deterministic=bool(
-            re.search(r"deterministic-mode|deterministic settings|allow_nondeterministic_algo=0", f"{flags} {row.text('notes')}".lower())
-        ),
-        reduce_bucket_elements=words.reduce_bucket_elements(row),
-        vocabulary_parallel_loss=words.vocabulary_parallel_loss(row),
+        deterministic=bool(re.search(r"deterministic[- ](mode|settings)|allow_nondeterministic_algo=0", flags)),
+        **memory_settings(row),
         fused_norm=bool(re.search(r"rms kernel|fused[-_ ]?rms ?norm", f"{row.text('attention_impl')} {flags}".lower())),
     )  # fmt: skip
 
@@ -218,12 +216,14 @@ def _derived_micro(row: FileRow, mesh: Mesh, batch: int, accumulated: int | None
     return max(1, micro)
 
 
-def read_stages(row: FileRow, network: Network, pp: int, notes: list[str]) -> tuple[int, tuple[int, ...]]:
+def read_stages(
+    row: FileRow, network: Network, pp: int, micro_batches: int, notes: list[str]
+) -> tuple[int, tuple[int, ...]]:
     """Virtual stages of a device, and the layers of each stage where they are not the same everywhere."""
     if isinstance(network, LayeredNetwork) or pp == 1:
         return 1, ()
     layers = network.layers
-    vpp = row.whole("vpp") or 1
+    vpp = row.whole("vpp") or _usual_virtual_stages(row, layers, pp, micro_batches, notes)
     if pp > layers:
         raise MissingFactError(f"pp {pp} is more than the {layers} layers")
     if pp * vpp > layers + 2:
@@ -240,6 +240,18 @@ def read_stages(row: FileRow, network: Network, pp: int, notes: list[str]) -> tu
     if layers % (pp * vpp) == 0:
         return vpp, ()
     return vpp, _uneven(layers, pp * vpp)
+
+
+def _usual_virtual_stages(row: FileRow, layers: int, pp: int, micro_batches: int, notes: list[str]) -> int:
+    """NVIDIA's recipes interleave wherever layers and micro-batches divide, two layers or one at a time."""
+    framework = f"{row.text('framework')} {row.text('source')}".lower()
+    recipe = re.search(r"nemo|megatron-bridge|dgxc", framework) and "automodel" not in framework
+    each = layers // pp
+    if not recipe or layers % pp or micro_batches % pp or each < 2:
+        return 1
+    vpp = each // 2 if each % 2 == 0 else each
+    notes.append(f"vpp not stated: {vpp}, as the recipes interleave")
+    return vpp
 
 
 def _uneven(layers: int, stages: int) -> tuple[int, ...]:
