@@ -13,6 +13,7 @@ from enum import StrEnum
 from functools import lru_cache
 
 from planner.estimate.memory_traits import (
+    EIGHT_BIT_OPTIMIZERS,
     GATHERED_LOGITS_BYTES,
     LOW_PRECISION_BYTES,
     MOMENTS,
@@ -210,6 +211,9 @@ class _Rank:
         states, shard = _states(parameters, setup, self.traits)
         in_flight = micro_batches_in_flight(setup.schedule, index, setup.pp, setup.vpp, setup.micro_batches)
         activations = self._kept(content) * in_flight
+        if setup.offload_activations:
+            # What one layer keeps is on its way to the host, what another one keeps on its way back.
+            activations = min(activations, 2 * self._kept(content) / content.layers)
         working = self._working(content)
         if content.head:
             ends, loss = self._head(content)
@@ -243,16 +247,18 @@ class _Rank:
         )
         setup = self.setup
         if setup.recompute is not Recompute.FULL:
-            return sum(count * layer.kept(setup.recompute) for count, layer in kinds)
+            return sum(count * layer.kept(setup) for count, layer in kinds)
         share = min(setup.recompute_layers / content.layers, 1.0) if setup.recompute_layers else 1.0
-        return sum(count * (share * layer.input + (1 - share) * layer.saved) for count, layer in kinds)
+        return sum(
+            count * (share * layer.input + (1 - share) * layer.kept_without_full(setup)) for count, layer in kinds
+        )
 
     def _working(self, content: StageContent) -> float:
         """Largest working set of a layer of the stage."""
         kinds = ((content.dense_layers, self.dense), (content.expert_layers, self.expert))
-        working = max((layer.backward_working(self.setup.recompute) for count, layer in kinds if count), default=0.0)
+        working = max((layer.backward_working(self.setup) for count, layer in kinds if count), default=0.0)
         if content.encoder_layers:
-            working = max(working, self.encoder.backward_working(self.setup.recompute))
+            working = max(working, self.encoder.backward_working(self.setup))
         return working
 
     def _head(self, content: StageContent) -> tuple[float, float]:
@@ -272,6 +278,8 @@ class _Rank:
             per_logit = PLAIN_LOSS_BYTES + gathered
         logits = tokens * shape.predicted_positions * columns
         per_logit -= 0 if element == 2 else 2
+        # The logits and their gradient stand whole, what is computed of them in float32 chunk by chunk.
+        per_logit = min(2 * element, per_logit) + max(per_logit - 2 * element, 0.0) / setup.loss_chunks
         heads = 1 + content.multi_token_layers
         return 2 * stream * element * heads, logits * per_logit + tokens * shape.hidden * element
 
@@ -352,17 +360,21 @@ def _states(parameters: RankParameters, setup: TrainingSetup, traits: MemoryTrai
     reduced = (shard if sharding in _SHARDED_GRADIENTS else parameters.total) * trained
     width = low if traits.low_precision_weights or _pure(setup, traits) else 4
     state = 2 if _pure(setup, traits) else 4
+    moment = 1 if setup.optimizer in EIGHT_BIT_OPTIMIZERS else state
+    frozen = setup.frozen_weight_bytes or width
+    has_master = low == 2 and width == 2 and state == 4
+    on_device = 0.0 if setup.offload_optimizer else updated
     return _States(
-        parameters=held * width,
+        parameters=held * (trained * width + (1 - trained) * frozen),
         gradients=reduced * (4 if low == 4 else setup.gradient_bytes),
-        master_weights=0.0 if setup.offload_optimizer or width == 4 or state == 2 else 4 * updated,
-        moments=0.0 if setup.offload_optimizer else MOMENTS[setup.optimizer] * state * updated,
+        master_weights=setup.master_weight_bytes * on_device if has_master else 0.0,
+        moments=MOMENTS[setup.optimizer] * moment * on_device,
     ), updated
 
 
 def _pure(setup: TrainingSetup, traits: MemoryTraits) -> bool:
     """Whether everything is in 16 bits: gradients of two bytes without master weights mean states of two as well."""
-    low = LOW_PRECISION_BYTES[setup.precision] == 2 and setup.gradient_bytes == 2
+    low = LOW_PRECISION_BYTES[setup.precision] == 2 and setup.gradient_bytes <= 2
     return low and not traits.low_precision_weights
 
 
@@ -372,11 +384,11 @@ def _step_bytes(setup: TrainingSetup, traits: MemoryTraits) -> float:
     16-bit gradients are copied to float32; DeepSpeed clones and flattens them before (2 + 2 + 4 bytes,
     ``stage_1_and_2.py``); PyTorch's multi-tensor Adam holds the denominators.
     """
-    if setup.offload_optimizer or LOW_PRECISION_BYTES[setup.precision] == 4:
+    if setup.offload_optimizer or LOW_PRECISION_BYTES[setup.precision] == 4 or _pure(setup, traits):
         return 0.0
     if setup.reduce_bucket_elements:
         return 8.0
-    if setup.gradient_bytes < 4 and not _pure(setup, traits):
+    if setup.gradient_bytes < 4:
         return 4.0
     return traits.step_bytes
 

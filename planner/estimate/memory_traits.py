@@ -135,6 +135,8 @@ MOMENTS = {
     "lion": 1.0,
     "muon": 1.0,
     "adafactor": 0.0,
-    "adamw8bit": 0.5,
+    "adamw8bit": 2.0,
 }
-"""Float32 numbers that an optimizer keeps for every parameter."""
+"""Numbers that an optimizer keeps for every parameter, as wide as the master weights."""
+EIGHT_BIT_OPTIMIZERS = ("adamw8bit",)
+"""Those that keep them in 8 bits."""

@@ -21,23 +21,28 @@ class LayerActivations:
     """Bytes of one layer, one micro-batch, one rank.
 
     ``saved`` stands from forward to backward with nothing recomputed, ``core`` is the part of it that selective
-    recompute drops, ``input`` all that full recompute keeps, ``working`` what the backward of the layer needs besides.
+    recompute drops, ``function`` the output of the activation function, ``input`` all that full recompute keeps,
+    ``working`` what the backward of the layer needs besides.
     """
 
     saved: float
     core: float
+    function: float
     input: float
     working: float
 
-    def kept(self, recompute: Recompute) -> float:
-        """What stands between forward and backward under `recompute`."""
-        if recompute is Recompute.FULL:
-            return self.input
-        return self.saved - (self.core if recompute is Recompute.SELECTIVE else 0.0)
+    def kept(self, setup: TrainingSetup) -> float:
+        """What stands between forward and backward under the recompute of `setup`."""
+        return self.input if setup.recompute is Recompute.FULL else self.kept_without_full(setup)
 
-    def backward_working(self, recompute: Recompute) -> float:
+    def kept_without_full(self, setup: TrainingSetup) -> float:
+        """The same of a layer that is not computed again as a whole."""
+        core = self.core if setup.recompute is Recompute.SELECTIVE else 0.0
+        return self.saved - core - (self.function if setup.recompute_activation_function else 0.0)
+
+    def backward_working(self, setup: TrainingSetup) -> float:
         """What the backward of the layer needs besides `kept`, recomputed values included."""
-        return self.working + self.saved - self.kept(recompute)
+        return self.working + self.saved - self.kept(setup)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +84,12 @@ def layer_activations(
     if shape.encoder_layers and not encoder:
         cross = _attention(shape, setup, traits, sizes, shape.encoder_sequence_length)
         saved, core = saved + cross[0], core + cross[1]
-    feed_forward, widest = _experts(shape, setup, traits, sizes) if experts else _dense(shape, setup, traits, sizes)
+    feed_forward, function, widest = (_experts if experts else _dense)(shape, setup, traits, sizes)
     gradients = 2 * sizes.stream * element + (tokens * shape.hidden * element if setup.sequence_parallel else 0.0)
     return LayerActivations(
         saved=saved + feed_forward,
         core=core,
+        function=function,
         input=sizes.stream * element,
         working=max(working, widest) + gradients,
     )
@@ -155,34 +161,41 @@ def _scores(
     return scores * (softmax + dropout), scores * (2 * element if fused else 2 * element + 4)
 
 
-def _dense(shape: TransformerShape, setup: TrainingSetup, traits: MemoryTraits, sizes: _Sizes) -> tuple[float, float]:
+def _dense(
+    shape: TransformerShape, setup: TrainingSetup, traits: MemoryTraits, sizes: _Sizes
+) -> tuple[float, float, float]:
+    """Saved bytes of the feed-forward network, those of its activation function's output, and working bytes."""
     width = sizes.tokens * shape.feed_forward / setup.tp
-    saved, working = _activation(shape, traits, sizes, width)
-    return sizes.normalised_input + saved + (sizes.stream if shape.dropout else 0.0), working
+    saved, function, working = _activation(shape, traits, sizes, width)
+    mask = sizes.stream if shape.dropout else 0.0
+    return sizes.normalised_input + saved + mask, function, working
 
 
-def _activation(shape: TransformerShape, traits: MemoryTraits, sizes: _Sizes, width: float) -> tuple[float, float]:
-    """Saved and working bytes of the inner products of a feed-forward network of `width` elements."""
+def _activation(
+    shape: TransformerShape, traits: MemoryTraits, sizes: _Sizes, width: float
+) -> tuple[float, float, float]:
+    """Saved bytes of the inner products of a network of `width` elements, their output's, and working bytes."""
     inner = 2 if shape.gated else 1
     kept = inner + (1 if shape.gated and not traits.fused_gate else 0)
-    return width * (kept * sizes.element + sizes.product_input), width * (inner + 1) * sizes.element
+    function = width * sizes.product_input
+    return width * kept * sizes.element + function, function, width * (inner + 1) * sizes.element
 
 
-def _experts(shape: TransformerShape, setup: TrainingSetup, traits: MemoryTraits, sizes: _Sizes) -> tuple[float, float]:
-    """Router, permuted tokens into and out of the experts, the experts' and the shared experts' inner values."""
+def _experts(
+    shape: TransformerShape, setup: TrainingSetup, traits: MemoryTraits, sizes: _Sizes
+) -> tuple[float, float, float]:
+    """The same of router, permuted tokens into and out of the experts, and inner values, shared experts' included."""
     assert shape.experts is not None
-    experts = shape.experts
-    share = setup.expert_tp / setup.tp
-    routed = sizes.tokens * share * experts.per_token
-    if experts.capacity_factor:
-        routed *= experts.capacity_factor
-    saved, working = _activation(shape, traits, sizes, routed * experts.feed_forward / setup.expert_tp)
-    saved += routed * shape.hidden * (sizes.product_input + sizes.element)
-    working += routed * shape.hidden * sizes.element
+    experts, element = shape.experts, sizes.element
+    routed = sizes.tokens * setup.expert_tp / setup.tp * experts.per_token * (experts.capacity_factor or 1.0)
+    saved, function, working = _activation(shape, traits, sizes, routed * experts.feed_forward / setup.expert_tp)
+    saved += routed * shape.hidden * (sizes.product_input + element)
+    working += routed * shape.hidden * element
     if experts.shared_feed_forward:
-        saved += _activation(shape, traits, sizes, sizes.tokens * experts.shared_feed_forward / setup.tp)[0]
-    router = sizes.stream / shape.hidden * experts.count * 8 + sizes.stream * (
-        sizes.element - sizes.product_input if sizes.product_input < sizes.element else 0
-    )
+        shared = _activation(shape, traits, sizes, sizes.tokens * experts.shared_feed_forward / setup.tp)
+        saved, function = saved + shared[0], function + shared[1]
+    # The router computes in float32; where products keep 8 bits it has the 16-bit tokens to itself.
+    router = sizes.stream / shape.hidden * experts.count * 8
+    router += sizes.stream * element if sizes.product_input < element else 0.0
     mask = sizes.stream if shape.dropout else 0.0
-    return sizes.normalised_input + saved + router + mask, working
+    return sizes.normalised_input + saved + router + mask, function, working

@@ -221,6 +221,16 @@ class TrainingSetup:
     """A fused RMSNorm or layer-norm kernel where the stack's default has none."""
     reduce_bucket_elements: float = 0.0
     """Elements of a buffer that gradients are copied to and reduced in (DeepSpeed: 5e8); 0: they are contiguous."""
+    loss_chunks: int = 1
+    """Parts of the tokens whose loss is computed one after the other, in float32."""
+    master_weight_bytes: int = 4
+    """2 where float32 master weights hold the 16-bit parameters in their upper halves (MindSpeed)."""
+    frozen_weight_bytes: float = 0.0
+    """Bytes of a weight that is not trained, 0.5 in 4 bits (QLoRA); 0: as the precision says."""
+    offload_activations: bool = False
+    """What is kept for the backward pass waits in the memory of the host."""
+    recompute_activation_function: bool = False
+    """The output of the feed-forward network's activation function is computed again, whatever else is."""
     vocabulary_parallel_loss: bool = True
     """The logits stay cut over ``tp`` in the loss; otherwise every tensor rank computes it on the whole vocabulary."""
 

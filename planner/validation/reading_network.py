@@ -37,7 +37,7 @@ _CLASSIFIED = 0.01
 """Share of the work of a vocabulary's logits that the few outputs of a span or a class take, rounded up."""
 _INSTRUCTION_LENGTH = 320
 """Tokens of a sample of instruction tuning with its template, on average (Alpaca's 52,000 samples)."""
-_BINNED_SHARE = 0.7
+_BINNED_SHARE = 0.6
 """Mean length of Wikipedia's samples over the longest, in bins of 64 tokens."""
 _WHOLE_STAGES = 0.1
 """Guessed layers are rounded to whole pipeline stages where that changes them by less than this share."""
@@ -247,7 +247,10 @@ def _length(row: FileRow, traits: Traits, notes: Notes) -> int:
     if not length:
         return _assumed_length(row, traits, notes)
     remarks = row.text("notes").lower()
-    if "variable length" in remarks and "derived" not in remarks and "pack" not in row.text("model").lower():
+    unpacked = "cumulative: baseline" in row.text("other_flags").lower()  # the next step of the list packs samples
+    if unpacked or (
+        "variable length" in remarks and "derived" not in remarks and "pack" not in row.text("model").lower()
+    ):
         length = min(length, _INSTRUCTION_LENGTH)
         notes.append(f"samples of variable length: {length} tokens on average, as instructions have")
     elif not traits.causal and _binned(row):
@@ -320,7 +323,11 @@ def _experts(
     if not per_token:
         per_token = 2
         notes.append("experts per token not stated: 2")
-    return Experts(count=count, per_token=min(per_token, count), feed_forward=inner), inner
+    dense = 0
+    if re.search(r"alpa|parax|gshard|switch", f"{row.text('framework')} {row.text('model')}".lower()):
+        dense = layers // 2
+        notes.append("experts in every second layer, as in GShard")
+    return Experts(count=count, per_token=min(per_token, count), feed_forward=inner, dense_layers=dense), inner
 
 
 def _special(row: FileRow, shape: TransformerShape, name: str, notes: Notes) -> TransformerShape:

@@ -13,6 +13,7 @@ from planner.estimate.training_run import (
     TransformerShape,
 )
 from planner.validation.measurement_file import FileRow
+from planner.validation.reading_memory import cumulative
 
 Network = TransformerShape | LayeredNetwork
 FROZEN_TRAINED_FRACTION = 0.005
@@ -106,7 +107,7 @@ def stack(row: FileRow, notes: list[str]) -> Stack:
         r"nvidia/deeplearningexamples", row.text("source").lower()
     ):
         return Stack.CHANNELS_LAST
-    if re.search(r"torch\.compile|\bcompile\b", flags) or _cumulative_compile(flags):
+    if re.search(r"torch\.compile|\bcompile\b", flags) or cumulative(row, "compile"):
         return Stack.COMPILED
     if re.search(r"torchtitan", framework) and "float8" in f"{flags} {row.text('precision')}".lower():
         notes.append("torch.compile with float8, as torchtitan recommends")
@@ -136,11 +137,6 @@ def _megatron_by_date(row: FileRow) -> Stack:
 def _xla(row: FileRow) -> str:
     found = re.search(r"with xla", row.text("source_table").lower())
     return "xla" if found else ""
-
-
-def _cumulative_compile(flags: str) -> bool:
-    """Rows of torchtune's list add one optimisation after the other; all after the second are compiled."""
-    return flags.startswith("cumulative:") and not re.search(r"baseline|packed", flags)
 
 
 def attention(row: FileRow, used: Stack, notes: list[str]) -> AttentionKernel:
@@ -267,7 +263,7 @@ def _default_recompute(row: FileRow, network: Network, notes: list[str]) -> Reco
     old_megatron = (
         re.search(r"megatron", framework) and date and date < "2022" and isinstance(network, TransformerShape)
     )
-    value = Recompute.FULL if old_megatron else Recompute.NONE
+    value = Recompute.FULL if old_megatron or cumulative(row, "activation checkpointing") else Recompute.NONE
     if isinstance(network, TransformerShape):
         notes.append(f"recomputation not stated: {value}")
     return value
@@ -304,6 +300,8 @@ def gradient_bytes(row: FileRow, used: Stack, kind: str) -> int:
     if "fp32 grad" in f"{words} ; {row.text('precision').lower()}":
         # DeepSpeed accumulates in float32 beside the 16-bit gradients.
         return 6 if deepspeed else 4
+    if cumulative(row, "fuse optimizer"):
+        return 0  # each gradient is used up at once
     if re.search(r"mp mode=pure|torchtune", words) and kind in ("fp16", "bf16"):
         return 2
     if kind == "fp16" and used in (Stack.MEGATRON, Stack.DEEPSPEED, Stack.MINDSPORE, Stack.MINDSPEED):
@@ -313,19 +311,6 @@ def gradient_bytes(row: FileRow, used: Stack, kind: str) -> int:
     return 4
 
 
-def reduce_bucket_elements(row: FileRow) -> float:
-    """DeepSpeed's default ``reduce_bucket_size``; 0 for software with contiguous gradients."""
-    return 5e8 if "deepspeed" in row.text("framework").lower() else 0.0
-
-
-def vocabulary_parallel_loss(row: FileRow) -> bool:
-    """Whether the loss is computed on logits that stay cut, as in Megatron.
-
-    AA-Scaling's runs at tp 8 with few layers a device go out of memory, which only whole logits explain.
-    """
-    return "aa-scaling" not in row.text("framework").lower()
-
-
 def optimizer(row: FileRow, network: Network) -> str:
     """The optimizer, by what is trained."""
     words = all_words(row)
@@ -333,6 +318,8 @@ def optimizer(row: FileRow, network: Network) -> str:
         return "momentum" if re.search(r"net|rn50|vgg|yolo|ssd|rcnn", network.name.lower()) else "adamw"
     if "muon" in words:
         return "muon"
+    if cumulative(row, "8-bit adamw"):
+        return "adamw8bit"
     if not network.causal and "pre-training" in words:
         return "lamb"
     return "adamw"
@@ -344,8 +331,6 @@ def trained_fraction(row: FileRow, notes: list[str]) -> float:
     if not re.search(r"\bq?lora\b|_lora|lora_|ptuning|p-tuning|adapter", words):
         return 1.0
     notes.append(f"adapters train {FROZEN_TRAINED_FRACTION:.1%} of the weights")
-    if "qlora" in words:
-        notes.append("frozen weights counted in the precision of training")
     return FROZEN_TRAINED_FRACTION
 
 

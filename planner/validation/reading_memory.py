@@ -1,0 +1,59 @@
+"""From a measurement row to what software keeps in device memory where that is not the stack's habit."""
+
+from __future__ import annotations
+
+import re
+from typing import TypedDict
+
+from planner.validation.measurement_file import FileRow
+
+_FOUR_BITS = 0.5
+_CUMULATIVE = (
+    "baseline", "packed", "compile", "chunked", "activation checkpointing", "fuse optimizer", "activation offloading",
+    "8-bit adamw", "lora",
+)  # fmt: skip
+
+
+class MemorySettings(TypedDict):
+    """Fields of `TrainingSetup`."""
+
+    reduce_bucket_elements: float
+    loss_chunks: int
+    vocabulary_parallel_loss: bool
+    master_weight_bytes: int
+    frozen_weight_bytes: float
+    offload_activations: bool
+    recompute_activation_function: bool
+
+
+def memory_settings(row: FileRow) -> MemorySettings:
+    """What the row's framework and flags say."""
+    framework = row.text("framework").lower()
+    words = f"{row.text('other_flags')} ; {row.text('model')} ; {row.text('recompute')}".lower()
+    return MemorySettings(
+        # DeepSpeed's default ``reduce_bucket_size``.
+        reduce_bucket_elements=5e8 if "deepspeed" in framework else 0.0,
+        # torchtune's default number of output chunks.
+        loss_chunks=8 if cumulative(row, "chunked") else 1,
+        # Of AA-Scaling's runs those with few layers a device at tp 8 go out of memory: only whole logits explain that.
+        vocabulary_parallel_loss="aa-scaling" not in framework,
+        master_weight_bytes=2 if "reuse-fp32-param" in words else 4,
+        frozen_weight_bytes=_FOUR_BITS if "qlora" in words else 0.0,
+        offload_activations=bool(re.search(r"swap-attention|activation offload|fine_grained_offload", words))
+        or cumulative(row, "activation offloading"),
+        recompute_activation_function="activation-function recompute" in words,
+    )
+
+
+def cumulative(row: FileRow, step: str) -> bool:
+    """Whether a row of torchtune's list, which adds one optimisation after the other, is at `step` or beyond.
+
+    >>> row = FileRow(file="", line=1, texts={"other_flags": "cumulative: + Compile"}, numbers={})
+    >>> cumulative(row, "packed"), cumulative(row, "chunked")
+    (True, False)
+    """
+    flags = row.text("other_flags").lower()
+    if not flags.startswith("cumulative:"):
+        return False
+    reached = next((index for index, name in enumerate(_CUMULATIVE) if name in flags), -1)
+    return reached >= _CUMULATIVE.index(step)
