@@ -90,6 +90,8 @@ def collective_time(
     algorithm
         a key of ``ALGORITHMS[collective]``: the formula of this one, whatever the library or a table says.
     """
+    if isinstance(payload_bytes, float) and algorithm is None and not hardware.collective_tables:
+        return _fastest(hardware, collective, payload_bytes, group)
     payload = np.asarray(payload_bytes, dtype=np.float64)
     if group.size == 1:
         seconds = np.zeros_like(payload)
@@ -335,6 +337,15 @@ def _model(hardware: Hardware, collective: Collective, payload: FloatArray, grou
     """Seconds by algorithm, shape ``(algorithms, *payload.shape)``."""
     costs = algorithm_costs(hardware, collective, group).values()
     return np.stack([_pipelined(hardware, cost, payload) for cost in costs])
+
+
+def _fastest(hardware: Hardware, collective: Collective, payload: float, group: GroupShape) -> float:
+    """What the arrays give for one payload, to the last digit, without them."""
+    if len(group.members) == group.members.count(1):
+        return 0.0
+    costs = algorithm_costs(hardware, collective, group).values()
+    roots = [math.sqrt(cost.latency_s) + math.sqrt(payload * cost.seconds_per_byte) for cost in costs]
+    return hardware.collective_overhead_s + min(root * root for root in roots)
 
 
 def _pipelined(hardware: Hardware, cost: Cost, payload: FloatArray) -> FloatArray:
