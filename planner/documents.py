@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from planner.goodput import PlanGoodput, StraggledStep
     from planner.planning import Candidate, PlanResult, Prediction
     from planner.strategy.plan import Certificate, Plan
+    from simulator.calibration.fit_profiles import ProfileFit
     from simulator.hardware import Hardware
 
 Document = dict[str, Any]
@@ -106,6 +107,27 @@ def result_document(result: PlanResult, hardware: Hardware, mode: str, strategy_
             "alternatives": [],
         }
     return {**document, "messages": list(result.messages), "strategy_file": strategy_file}
+
+
+def fitted_document(fit: ProfileFit, path: str) -> Document:
+    """Fits of one profile: rows and relative errors of each, now and with the numbers that it replaces."""
+    fits = []
+    for part in fit.fits:
+        median, tail = part.errors
+        before = part.errors_before
+        fits.append(
+            {
+                "name": part.name,
+                "rows": len(part.ratios),
+                "of": part.what,
+                "numbers": dict(part.numbers),
+                "median_error": median,
+                "p90_error": tail,
+                "median_error_before": before[0] if before else None,
+                "p90_error_before": before[1] if before else None,
+            }
+        )
+    return {"profile": fit.profile, "file": path, "fields": len(fit.fields), "fits": fits}
 
 
 def profile_document(hardware: Hardware) -> Document:

@@ -10,6 +10,7 @@ import typer
 from planner.cli.execute import Device
 from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, natural
 from planner.cli.terminal import Terminal
+from simulator.errors import InputError
 
 
 def calibrate(
@@ -17,27 +18,54 @@ def calibrate(
     processes: Annotated[
         int, typer.Option("--processes", parser=natural, metavar="N", help="Collectives among 2, 4, … up to N.")
     ] = 4,
-    out: Annotated[Path, typer.Option("--out", metavar="PROFILE.yaml", help="The profile to write.")] = Path(
-        "local.yaml"
-    ),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="PROFILE.yaml",
+            help="The profile to write, local.yaml by default; with --from-measurements the folder to write to, by "
+            "default that of the shipped profiles.",
+        ),
+    ] = None,
+    from_measurements: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-measurements",
+            metavar="MEASUREMENTS_DIR",
+            help="Measure nothing: fit shipped profiles to the published timings in MEASUREMENTS_DIR/operators/*.csv.",
+        ),
+    ] = None,
+    hw: Annotated[
+        list[str] | None,
+        typer.Option("--hw", metavar="NAME", help="With --from-measurements: only this profile; may be repeated."),
+    ] = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
 ) -> None:
-    """Measure this machine and write its hardware profile.
+    """Measure this machine and write its hardware profile, or fit the shipped profiles to published measurements.
 
     \b
     Example: measure two processes on this machine's cores, then plan for them
       meshwright calibrate --device cpu --processes 2 --out local.yaml
       meshwright plan zoo:mlp --hw local.yaml --devices 2
     """
+    terminal = Terminal.open(as_json=as_json, quiet=quiet)
+    if from_measurements is not None:
+        _fit(terminal, from_measurements, hw, out)
+        return
+    if hw:
+        raise InputError(f"--hw {hw[0]} names a shipped profile to fit; it needs --from-measurements MEASUREMENTS_DIR")
+    _measure(terminal, device, processes, out or Path("local.yaml"))
+
+
+def _measure(terminal: Terminal, device: Device, processes: int, out: Path) -> None:
     from planner.documents import profile_document
     from simulator.calibration.calibrate import CalibrateOptions
     from simulator.calibration.calibrate import calibrate as measure
     from simulator.profile_file import check_content
     from simulator.whole_file import check_writable
 
-    terminal = Terminal.open(as_json=as_json, quiet=quiet)
     check_writable(out)
     with terminal.filling("measuring") as progress:
         content = measure(CalibrateOptions(device=str(device), processes=processes, out=out), progress)
@@ -51,3 +79,32 @@ def calibrate(
         from planner.cli.tables import calibration_report
 
         terminal.show(*calibration_report(hardware, str(out)))
+
+
+def _fit(terminal: Terminal, measurements: Path, names: list[str] | None, out: Path | None) -> None:
+    """Fit profiles to published measurements and write them."""
+    from planner.documents import fitted_document
+    from simulator.calibration.fit_profiles import fit_profile, fitted_profiles, shipped_folder, write_fitted
+    from simulator.calibration.measurement_files import measurements_folder
+
+    measurements = measurements_folder(measurements)
+    folder = out or shipped_folder()
+    if not folder.is_dir():
+        raise InputError(f"--out {str(folder)!r} is no folder; with --from-measurements give an existing one")
+    chosen = tuple(dict.fromkeys(names)) if names else fitted_profiles()
+    with terminal.counting("fitting", len(chosen)) as done:
+        fits = []
+        for name in chosen:
+            fits.append(fit_profile(measurements, name))
+            done()
+    # All fits are there before the first file changes: a wrong measurement file leaves every profile as it was.
+    written = [(fit, write_fitted(fit, folder)) for fit in fits]
+    if terminal.json:
+        terminal.document({"profiles": [fitted_document(fit, str(path)) for fit, path in written]})
+    elif terminal.quiet:
+        for _, path in written:
+            terminal.line(str(path))
+    else:
+        from planner.cli.tables import fitted_report
+
+        terminal.show(*(part for fit, path in written for part in fitted_report(fit, str(path))))

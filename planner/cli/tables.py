@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from planner.planning import Candidate, PlanResult, Prediction
     from planner.strategy.plan import Plan
     from planner.what_if import WhatIfRow
+    from simulator.calibration.fit_profiles import ProfileFit
     from simulator.hardware import Hardware
     from simulator.program import Program
     from simulator.timeline import Timeline
@@ -265,6 +266,18 @@ def calibration_report(hardware: Hardware, path: str) -> Iterable[RenderableType
             ("written", path),
         ]
     )
+
+
+def fitted_report(fit: ProfileFit, path: str) -> Iterable[RenderableType]:
+    """What `meshwright calibrate --from-measurements` fitted for one profile."""
+    yield Text(f"{fit.profile}: {len(fit.fields)} numbers written to {path}", style="bold")
+    columns = ("fit", ""), ("rows", "right"), ("median error", "right"), ("p90", "right"), ("before", "right")
+    table = _table(*columns)
+    for part in fit.fits:
+        before = " / ".join(percent_text(error) for error in part.errors_before or ())
+        median, tail = part.errors
+        table.add_row(part.name, str(len(part.ratios)), percent_text(median), percent_text(tail), before)
+    yield table
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> Table:

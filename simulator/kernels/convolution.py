@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from simulator.hardware import Hardware
-from simulator.kernels.matmul import ELEMENT_BYTES, matmul_model, padded_outputs, utilisation
+from simulator.kernels.matmul import ELEMENT_BYTES, matmul_model, padded_work, utilisation
 from simulator.kernels.roofline import kernel_time
 from simulator.program import Kernel
 
@@ -45,8 +45,8 @@ def convolution_time(
         return np.asarray(kernel_time(hardware, Kernel.CONVOLUTION, dtype, flops, moved))
     peak = hardware.peak(dtype, Kernel.CONVOLUTION) * model.compute_efficiency * efficiency
     peak = peak * hardware.sustained_matmul_speed
-    compute = 2.0 * padded_outputs(model, hardware.multiprocessors, positions, columns, parts)
-    compute = compute * (depth + model.fill_depth) / (peak * utilisation(model.utilisation, flops))
+    work = padded_work(model, hardware.multiprocessors, positions, columns, depth, parts)
+    compute = work / (peak * utilisation(model.utilisation, work))
     roofline = hardware.kernels[Kernel.CONVOLUTION]
     vector = flops / (
         hardware.peak(dtype, Kernel.CONVOLUTION) * hardware.kernels[Kernel.ELEMENTWISE].compute_efficiency

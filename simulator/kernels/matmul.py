@@ -27,9 +27,9 @@ def matmul_time(
     """Seconds of `batch` products of an ``(m, k)`` by a ``(k, n)`` matrix in one kernel.
 
     The output is cut into tiles that the multiprocessors S work off in waves; the best tile counts:
-    ``compute = min over tiles of 2 * S * waves * tile_m * tile_n / tile_efficiency * (k + fill_depth)
-    / (peak * e_c * utilisation * sustained_speed)``. ``waves`` lies between ``tiles / S`` and its next integer as
-    far as ``wave_share`` says (schedulers that split the last wave are near 0), and goes down to
+    ``compute = W / (peak * e_c * utilisation(W) * sustained_speed)``, with the work ``W = min over tiles of
+    2 * S * waves * tile_m * tile_n / tile_efficiency * (k + fill_depth)``. ``waves`` lies between ``tiles / S`` and
+    its next integer as far as ``wave_share`` says (schedulers that split the last wave are near 0), and goes down to
     ``1 - split_share`` where the tiles do not fill one wave and are split along k.
     ``t = overhead + max(compute, bytes / (bandwidth * e_b))``. The quantisation is that of NVIDIA, "Matrix
     Multiplication Background User's Guide", 2023; the efficiencies are the profile's.
@@ -38,13 +38,13 @@ def matmul_time(
     rows, columns, depth, number = (np.asarray(value, dtype=np.float64) for value in (m, n, k, batch))
     size = ELEMENT_BYTES.get(dtype, 4)
     inputs, outputs = number * (rows + columns) * depth * size, number * rows * columns * max(size, 2)
-    flops = 2.0 * number * rows * columns * depth
     model = matmul_model(hardware, dtype)
     if model is None:
+        flops = 2.0 * number * rows * columns * depth
         return np.asarray(kernel_time(hardware, Kernel.MATMUL, dtype, flops, inputs + outputs))
     peak = hardware.peak(dtype, Kernel.MATMUL) * model.compute_efficiency * hardware.sustained_matmul_speed
-    compute = 2.0 * padded_outputs(model, hardware.multiprocessors, rows, columns, number)
-    compute = compute * (depth + model.fill_depth) / (peak * utilisation(model.utilisation, flops))
+    work = padded_work(model, hardware.multiprocessors, rows, columns, depth, number)
+    compute = work / (peak * utilisation(model.utilisation, work))
     memory = (inputs + outputs) / (hardware.memory_bandwidth * model.bandwidth_efficiency)
     return np.asarray(model.overhead_s + np.maximum(compute, memory))
 
@@ -68,20 +68,20 @@ def matmul_model(hardware: Hardware, dtype: str) -> MatmulModel | None:
     return models.get(counted) or models.get(_ALIKE.get(counted, "")) or next(iter(models.values()))
 
 
-def padded_outputs(
-    model: MatmulModel, multiprocessors: int, m: FloatArray, n: FloatArray, batch: FloatArray
+def padded_work(
+    model: MatmulModel, multiprocessors: int, m: FloatArray, n: FloatArray, k: FloatArray, batch: FloatArray
 ) -> FloatArray:
-    """Outputs that the multiprocessors have time for while they compute `batch` outputs of shape ``(m, n)``."""
+    """FLOPs that the multiprocessors have time for while they compute `batch` products of shape ``(m, n, k)``."""
     dims = max(m.ndim, n.ndim, batch.ndim)
     height, width, cost = _tiles(model.tiles, model.tile_loss, dims)
     share = batch * np.ceil(m / height) * np.ceil(n / width) / multiprocessors
     waves = np.maximum(share, 1.0 - model.split_share + model.split_share * share)
     waves = waves + model.wave_share * (np.ceil(share) - np.maximum(share, 1.0))
-    return np.asarray((waves * cost).min(axis=0) * multiprocessors)
+    return np.asarray(2.0 * multiprocessors * (waves * cost).min(axis=0) * (k + model.fill_depth))
 
 
 def utilisation(points: tuple[tuple[float, float], ...], flops: FloatArray) -> FloatArray | float:
-    """Factor on the rate at a size of `flops`, interpolated log-log between the profile's points."""
+    """Factor on the rate for work of `flops`, padding included, interpolated log-log between the profile's points."""
     if not points:
         return 1.0
     sizes, factors = _logarithms(points)
