@@ -7,7 +7,8 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner.estimate.training_run import LayeredNetwork, TrainingRun, TransformerShape
+from planner.estimate.memory import training_memory
+from planner.estimate.training_run import LayeredNetwork, Recompute, TrainingRun, TransformerShape
 from planner.validation.measurement_file import FileRow, read_rows
 from planner.validation.reading_hardware import hardware_for
 from planner.validation.reading_network import MissingFactError, is_transformer, read_network
@@ -109,7 +110,19 @@ def _run(row: FileRow, notes: list[str]) -> TrainingRun:
     network = read_network(row, notes)
     hardware = hardware_for(row, notes)
     setup = read_setup(row, network, hardware, notes)
-    return TrainingRun(network=network, setup=setup, hardware=hardware, assumed=tuple(dict.fromkeys(notes)))
+    run = TrainingRun(network=network, setup=setup, hardware=hardware, assumed=tuple(dict.fromkeys(notes)))
+    return _recomputing(run) if f"recomputation not stated: {Recompute.NONE}" in notes else run
+
+
+def _recomputing(run: TrainingRun) -> TrainingRun:
+    """`run` with full recomputation where adapters of a frozen network are trained that fits with it alone."""
+    if run.setup.trained_fraction == 1 or training_memory(run).fits:
+        return run
+    other = replace(run, setup=replace(run.setup, recompute=Recompute.FULL))
+    if not training_memory(other).fits:
+        return run
+    kept = (note for note in run.assumed if not note.startswith("recomputation"))
+    return replace(other, assumed=(*kept, "recomputation not stated: full, without which it does not fit"))
 
 
 def workload_key(source: str, run: TrainingRun) -> str:

@@ -244,10 +244,8 @@ def read_stages(
 
 def _usual_virtual_stages(row: FileRow, layers: int, pp: int, micro_batches: int, notes: list[str]) -> int:
     """NVIDIA's recipes interleave wherever layers and micro-batches divide, two layers or one at a time."""
-    framework = f"{row.text('framework')} {row.text('source')}".lower()
-    recipe = re.search(r"nemo|megatron-bridge|dgxc", framework) and "automodel" not in framework
     each = layers // pp
-    if not recipe or layers % pp or micro_batches % pp or each < 2:
+    if not words.is_recipe(row) or layers % pp or micro_batches % pp or each < 2:
         return 1
     vpp = each // 2 if each % 2 == 0 else each
     notes.append(f"vpp not stated: {vpp}, as the recipes interleave")

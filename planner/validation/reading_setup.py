@@ -293,6 +293,12 @@ def overlaps(row: FileRow, used: Stack, shard: OptimizerSharding, tp: int) -> tu
     return True, shard is OptimizerSharding.ZERO3, tensor
 
 
+def is_recipe(row: FileRow) -> bool:
+    """Whether a row ran one of NVIDIA's performance recipes: interleaved stages, gradients reduced in 16 bits."""
+    origin = f"{row.text('framework')} {row.text('source')}".lower()
+    return bool(re.search(r"nemo|megatron-bridge|dgxc", origin)) and "automodel" not in origin
+
+
 def gradient_bytes(row: FileRow, used: Stack, kind: str) -> int:
     """Bytes of a gradient element as it is accumulated and reduced."""
     words = all_words(row)
@@ -300,6 +306,8 @@ def gradient_bytes(row: FileRow, used: Stack, kind: str) -> int:
     if "fp32 grad" in f"{words} ; {row.text('precision').lower()}":
         # DeepSpeed accumulates in float32 beside the 16-bit gradients.
         return 6 if deepspeed else 4
+    if is_recipe(row) and kind != "fp32":
+        return 2
     if cumulative(row, "fuse optimizer"):
         return 0  # each gradient is used up at once
     if re.search(r"mp mode=pure|torchtune", words) and kind in ("fp16", "bf16"):
