@@ -170,11 +170,6 @@ def direct_send(blocks: Sequence[Block], payload: float) -> list[Round]:
 
 
 Pattern = Callable[[Sequence[Block], float], list[Round]]
-PATTERNS: Mapping[str, Pattern] = {
-    "ring": ring_gather,
-    "pairwise": pairwise_all_to_all,
-    "direct": direct_send,
-}
 
 
 def _across(blocks: Sequence[Block], payload: float) -> list[Round]:

@@ -7,7 +7,7 @@ from simulator.topology.fabrics import FabricSpec, cluster_topology
 from simulator.topology.graph import Topology
 from simulator.topology.groups import GroupShape, axis_groups, group_shape, level_of_axis
 from simulator.topology.nodes import NodeSpec, node_topology
-from simulator.topology.sharing import contended, link_use, node_shares, payload_rate, ring_bandwidth
+from simulator.topology.sharing import contended, link_use, node_shares, payload_rate, ring_bandwidth, shared_links
 
 __all__ = [
     "FabricSpec",
@@ -25,6 +25,7 @@ __all__ = [
     "node_topology",
     "payload_rate",
     "ring_bandwidth",
+    "shared_links",
     "topology_graph",
     "unit_spec",
 ]

@@ -63,13 +63,24 @@ def payload_rate(topology: Topology, use: FloatArray) -> float:
     return float(np.min(np.asarray(topology.capacities)[busy] / use[busy], initial=np.inf))
 
 
-def contended(
+class SharedLinks(NamedTuple):
+    """Links that several axes cross: capacities (links,) and, by axis, bytes on each per byte of its payload (links,).
+
+    Links that carry the same in the same measure stand for each other and are one entry.
+    """
+
+    capacities: FloatArray
+    uses: Mapping[str, FloatArray]
+    rates: Mapping[str, float]
+
+
+def shared_links(
     hardware: Hardware,
     devices: int,
     axes: Mapping[str, tuple[int, int]],
     patterns: Mapping[str, Pattern] | None = None,
-) -> dict[str, float]:
-    """Factor by which each axis slows down when the groups of all `axes` communicate at once.
+) -> SharedLinks:
+    """Links that more than one of `axes` cross when all their groups communicate.
 
     Parameters
     ----------
@@ -78,24 +89,42 @@ def contended(
     patterns
         messages of an axis; those of a ring where it has no entry.
 
-    Links are shared max-min fairly among the axes, no axis faster than it is alone.
+    ``rates`` are the bytes of payload a second of each axis alone, infinite for groups of one.
     """
     topology = topology_graph(hardware, devices)
     chosen = patterns or {}
-    uses = [
-        link_use(topology, axis_groups(devices, size, stride), chosen.get(name, ring_gather))
+    uses = {
+        name: link_use(topology, axis_groups(devices, size, stride), chosen.get(name, ring_gather))
         for name, (size, stride) in axes.items()
-    ]
-    alone = np.array([payload_rate(topology, use) for use in uses])
-    moving = np.isfinite(alone)
-    rows = [np.flatnonzero(use) for use in uses]
-    caps = np.where(moving, alone, 0.0)
+    }
+    rates = {name: payload_rate(topology, use) for name, use in uses.items()}
+    capacities = np.asarray(topology.capacities)
+    table = np.array([*uses.values(), capacities]).reshape(len(uses) + 1, -1)
+    shared = np.count_nonzero(table[:-1], axis=0) > 1
+    columns = np.unique(np.round(table[:, shared], 12), axis=1)
+    return SharedLinks(columns[-1], dict(zip(uses, columns[:-1], strict=True)), rates)
+
+
+def contended(
+    hardware: Hardware,
+    devices: int,
+    axes: Mapping[str, tuple[int, int]],
+    patterns: Mapping[str, Pattern] | None = None,
+) -> dict[str, float]:
+    """Factor by which each axis slows down when the groups of all `axes` communicate at once.
+
+    Links are shared max-min fairly among the axes, no axis faster than it is alone; arguments as of `shared_links`.
+    """
+    links = shared_links(hardware, devices, axes, patterns)
+    rows = [np.flatnonzero(use) for use in links.uses.values()]
+    alone = np.array([links.rates[name] for name in axes])
+    caps = np.where(np.isfinite(alone), alone, 0.0)
     together = max_min_rates(
         caps,
         np.array([0, *itertools.accumulate(map(len, rows))]),
-        np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64),
-        np.concatenate([use[row] for use, row in zip(uses, rows, strict=True)]) if rows else np.zeros(0),
-        np.asarray(topology.capacities),
+        np.concatenate([*rows, np.zeros(0, dtype=np.int64)]),
+        np.concatenate([use[row] for use, row in zip(links.uses.values(), rows, strict=True)] or [np.zeros(0)]),
+        links.capacities,
     )
     slowed = np.divide(caps, together, out=np.ones(len(caps)), where=together > 0)
     return dict(zip(axes, map(float, slowed), strict=True))

@@ -33,6 +33,7 @@ from simulator.topology import (
     node_topology,
     payload_rate,
     ring_bandwidth,
+    shared_links,
     topology_graph,
 )
 from simulator.topology.graph import Links
@@ -206,6 +207,16 @@ def test_axes_that_share_nics_slow_each_other() -> None:
     assert contended(hardware, 32, {"tp": (8, 1), "dp": (4, 8)}) == {"tp": 1.0, "dp": 1.0}
     both = contended(hardware, 32, {"cp": (2, 8), "dp": (2, 16)}, {"cp": direct_send, "dp": direct_send})
     assert both["cp"] == both["dp"] == pytest.approx(2.0)
+    assert contended(hardware, 32, {}) == {}
+    assert contended(hardware, 32, {"tp": (1, 1), "dp": (4, 8)}) == {"tp": 1.0, "dp": 1.0}
+
+
+def test_links_that_carry_the_same_are_one() -> None:
+    axes = {"tp": (8, 1), "cp": (2, 8), "dp": (2, 16)}
+    few, many = (shared_links(profile("dgx-a100"), devices, axes) for devices in (32, 128))
+    assert few.uses["tp"].tolist() == [0.0] * len(few.capacities)
+    assert len(few.capacities) == len(many.capacities) > 0
+    assert few.rates["tp"] == many.rates["tp"]
 
 
 def test_groups_of_a_node_have_shares_of_its_links() -> None:
