@@ -186,8 +186,12 @@ def _previous(table: TaskTable) -> IntArray:
 def _obstacle(groups: TaskGroups, stuck: BoolArray, previous: IntArray, task: int) -> tuple[int, int, bool]:
     """What keeps `task` from starting: a member of its meeting, what that waits for, whether it depends on it."""
     table = groups.table
-    meeting = np.flatnonzero(groups.owner == groups.owner[task]).tolist()
-    for member in (task, *meeting):
+    members = [task]
+    following = int(groups.owner[task])
+    while following >= 0:
+        members.append(following)
+        following = int(groups.next_member[following])
+    for member in members:
         row = table.dependencies[table.dependency_offsets[member] : table.dependency_offsets[member + 1]]
         unmet = row[stuck[row]]
         if unmet.size:

@@ -60,7 +60,7 @@ class TaskTable:
     work : (T,) seconds, or bytes of a transfer
     latency_s : (T,) fixed time before the work
     rate_bytes_per_s : (T,) speed of a transfer that is alone; 0 for other tasks
-    meeting : (T,) number of the meeting, -1 for none
+    meeting : (T,) number of the meeting, below 4 T (or M); -1 for none
     dependency_offsets, dependencies : (T + 1,), (D,) task t waits for ``dependencies[offsets[t]:offsets[t + 1]]``
     link_offsets, links, link_weights : (T + 1,), (U,), (U,) links a transfer crosses, bytes on each per byte of work
     link_capacity : (L,) bytes/s
