@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,8 @@ class Columns:
 
     ``tokens`` of one micro-batch on one rank (``micro_batch * sequence / cp``), ``norm_tokens`` those of which the
     norms and residual sums of a rank take care; ``weight_gradients_in_bubble`` counts those of a stage that a schedule
-    puts where others wait; ``moe_layers`` and ``dense_layers`` add up to ``layers``.
+    puts where others wait; ``first_layers``, ``last_layers`` and ``fullest_layers`` are those of the first, the last
+    and the fullest pipeline rank; ``moe_layers`` and ``dense_layers`` add up to ``layers``.
     """
 
     layers: FloatArray
@@ -64,6 +66,9 @@ class Columns:
     multi_token_layers: FloatArray
     predicted_positions: FloatArray
     weight_gradients_in_bubble: FloatArray
+    first_layers: FloatArray
+    last_layers: FloatArray
+    fullest_layers: FloatArray
     devices: FloatArray
     dp: FloatArray
     tp: FloatArray
@@ -173,6 +178,27 @@ _SETUP: dict[str, Callable[[TrainingSetup], Any]] = {
 }  # fmt: skip
 
 
+def stage_layers(network: TransformerShape, stages: int, stated: tuple[int, ...] = ()) -> FloatArray:
+    """Layers of each stage, (stages,): as stated, or as even as whole layers allow, the first stages the fuller ones.
+
+    Encoder layers count by their share of the tokens of a decoder layer.
+    """
+    if len(stated) == stages:
+        return np.array(stated, dtype=np.float64)
+    even, rest = divmod(network.layers + network.multi_token_layers, stages)
+    found = np.full(stages, float(even))
+    found[:rest] += 1
+    encoder = network.encoder_layers * network.encoder_sequence_length / max(network.sequence_length, 1)
+    return np.asarray(found + encoder / stages)
+
+
+@lru_cache(maxsize=4096)
+def _layers_of_ranks(network: TransformerShape, pp: int, vpp: int, stated: tuple[int, ...]) -> tuple[float, ...]:
+    """Layers of the first, the last and the fullest pipeline rank."""
+    ranks = stage_layers(network, pp * vpp, stated).reshape(vpp, pp).sum(axis=0)
+    return float(ranks[0]), float(ranks[-1]), float(ranks.max())
+
+
 def columns_of(runs: Sequence[TrainingRun]) -> Columns:
     """Columns of runs of transformers."""
     shapes = [run.network for run in runs]
@@ -181,4 +207,10 @@ def columns_of(runs: Sequence[TrainingRun]) -> Columns:
         values[name] = np.array([shape_value(shape) for shape in shapes], dtype=np.float64)  # type: ignore[arg-type]
     for name, setup_value in _SETUP.items():
         values[name] = np.array([setup_value(run.setup) for run in runs], dtype=np.float64)
+    ranks = [
+        _layers_of_ranks(run.network, run.setup.pp, run.setup.vpp, run.setup.layers_per_stage)
+        for run in runs
+    ]
+    for place, name in enumerate(("first_layers", "last_layers", "fullest_layers")):
+        values[name] = np.array([rank[place] for rank in ranks])
     return Columns(**values)

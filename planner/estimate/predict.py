@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.estimate.coefficients import gather
-from planner.estimate.columns import FloatArray
+from planner.estimate.columns import FloatArray, stage_layers
 from planner.estimate.layered_work import predict_layered
 from planner.estimate.memory import training_memory
 from planner.estimate.software_file import Software, shipped_software
@@ -159,18 +159,3 @@ def pipeline_costs(
         send_s=one(stage.send) * one(k.pipeline_exposed),
         overlap_sends=False,
     )
-
-
-def stage_layers(network: TransformerShape, stages: int, stated: tuple[int, ...] = ()) -> FloatArray:
-    """Layers of each stage, (stages,): as stated, or as even as whole layers allow, the first stages the fuller ones.
-
-    Encoder layers count by their share of the work of a decoder layer.
-    """
-    if len(stated) == stages:
-        return np.array(stated, dtype=np.float64)
-    layers = network.layers + network.multi_token_layers
-    even, rest = divmod(layers, stages)
-    found = np.full(stages, float(even))
-    found[:rest] += 1
-    encoder = network.encoder_layers * network.encoder_sequence_length / max(network.sequence_length, 1)
-    return found + encoder / stages

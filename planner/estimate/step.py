@@ -185,11 +185,14 @@ def step_times(work: Work, k: Coefficients) -> Step:
     layers = c.layers + c.encoder_layers * c.encoder_sequence / np.maximum(c.sequence, 1.0) + c.multi_token_layers
     per_layer = t.layer_forward + t.layer_backward
     ends_first, ends_last = t.first_forward + t.first_backward, t.last_forward + t.last_backward
-    fullest = np.ceil(layers / (c.pp * c.vpp) - 1e-9) * c.vpp
     busiest = np.where(
-        c.pp > 1, np.maximum(fullest * per_layer, layers / c.pp * per_layer + ends_last),
+        c.pp > 1,
+        np.maximum(
+            c.fullest_layers * per_layer,
+            np.maximum(c.first_layers * per_layer + ends_first, c.last_layers * per_layer + ends_last),
+        ),
         layers * per_layer + ends_first + ends_last,
-    )  # fmt: skip
+    )
     whole = layers * per_layer + ends_first + ends_last
     sends = np.where(c.pp > 1, 2 * t.send * c.vpp, 0.0)
     busiest = busiest + k.micro_batch_overhead_s

@@ -61,8 +61,16 @@ class Folds:
         measured = np.array([row.measured_time_s for row in self._transformers])
         self._steps = StepFit(work_of(runs), runs, measured, [row.source for row in self._transformers])
         self._sane = np.abs(self._steps.predicted_logarithms(self._steps.centres) - np.log(measured)) < _WIDEST_ERROR
-        self._all = self._steps.fit(rows=self._sane)
+        first = self._steps.fit(rows=self._sane)
+        # The closed form is fitted; what the simulated schedules add to it changes little from fit to fit.
+        self._steps.offset = self._simulated(runs, first) - self._steps.predicted_logarithms(first.theta)
+        self._all = self._steps.fit(rows=self._sane, start=first.theta)
         self._all_layered = fit_layered(self._layered).coefficients if self._layered else LayeredCoefficients()
+
+    @staticmethod
+    def _simulated(runs: Sequence[TrainingRun], fit: Fit) -> FloatArray:
+        software = Software(coefficients=fit.software, layered=LayeredCoefficients(), intervals=_EVERYWHERE)
+        return np.log([prediction.step_time_s for prediction in predict_runs(runs, software)])
 
     @property
     def sources(self) -> tuple[str, ...]:

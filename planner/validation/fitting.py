@@ -73,10 +73,14 @@ class Fit:
 
 
 class StepFit:
-    """The rows of a fit: (N,) runs whose `work` is timed, their measured seconds and their sources."""
+    """The rows of a fit: (N,) runs whose `work` is timed, their measured seconds and their sources.
+
+    ``offset`` (N,) is what simulation adds to the logarithm of the closed form, zero until it is set.
+    """
 
     def __init__(self, work: Work, runs: Sequence[TrainingRun], measured_s: FloatArray, sources: Sequence[str]) -> None:
         self.work, self.target = work, np.log(measured_s)
+        self.offset = np.zeros(len(self.target))
         self.sources = np.array(sources)
         self.families, self.family = _codes([family_of(run.hardware.device_name) for run in runs])
         self.stacks, self.stack = _codes([stack_key(run.setup) for run in runs])
@@ -101,8 +105,8 @@ class StepFit:
         return Coefficients(**values)
 
     def predicted_logarithms(self, theta: FloatArray) -> FloatArray:
-        """Logarithms of the predicted seconds, (N,)."""
-        return np.asarray(np.log(step_times(self.work, self.coefficients(theta)).step_time_s))
+        """Logarithms of the predicted seconds, (N,): the closed form, moved by `offset`."""
+        return np.asarray(np.log(step_times(self.work, self.coefficients(theta)).step_time_s) + self.offset)
 
     def fit(self, rows: npt.NDArray[np.bool_] | None = None, start: FloatArray | None = None) -> Fit:
         """Fit on all rows, or on those of a mask; `start` is where the search begins."""
