@@ -8,6 +8,7 @@ from typing import TypedDict
 from planner.validation.measurement_file import FileRow
 
 _FOUR_BITS = 0.5
+_IN_PLACE = 16
 _CUMULATIVE = (
     "baseline", "packed", "compile", "chunked", "activation checkpointing", "fuse optimizer", "activation offloading",
     "8-bit adamw", "lora",
@@ -18,6 +19,7 @@ class MemorySettings(TypedDict):
     """Fields of `TrainingSetup`."""
 
     reduce_bucket_elements: float
+    fixed_workspaces: bool
     loss_chunks: int
     vocabulary_parallel_loss: bool
     master_weight_bytes: int
@@ -33,8 +35,9 @@ def memory_settings(row: FileRow) -> MemorySettings:
     return MemorySettings(
         # DeepSpeed's default ``reduce_bucket_size``.
         reduce_bucket_elements=5e8 if "deepspeed" in framework else 0.0,
-        # torchtune's default number of output chunks.
-        loss_chunks=8 if cumulative(row, "chunked") else 1,
+        # Megatron's ``--deterministic-mode`` insists on ``CUBLAS_WORKSPACE_CONFIG``.
+        fixed_workspaces="deterministic-mode" in words,
+        loss_chunks=_loss_chunks(row, framework),
         # Of AA-Scaling's runs those with few layers a device at tp 8 go out of memory: only whole logits explain that.
         vocabulary_parallel_loss="aa-scaling" not in framework,
         master_weight_bytes=2 if "reuse-fp32-param" in words else 4,
@@ -43,6 +46,13 @@ def memory_settings(row: FileRow) -> MemorySettings:
         or cumulative(row, "activation offloading"),
         recompute_activation_function="activation-function recompute" in words,
     )
+
+
+def _loss_chunks(row: FileRow, framework: str) -> int:
+    """8 is torchtune's default; a fused loss that writes its gradient over the logits comes to many chunks."""
+    if re.search(r"llm-foundry|composer|mosaic|liger", f"{framework} {row.text('other_flags').lower()}"):
+        return _IN_PLACE
+    return 8 if cumulative(row, "chunked") else 1
 
 
 def cumulative(row: FileRow, step: str) -> bool:
