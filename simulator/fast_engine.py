@@ -1,11 +1,12 @@
 """The fast engine: the same times as `simulator.engine`, on arrays.
 
 Where nothing shares a link and nothing is slowed by overlap, times are a recurrence; elsewhere events in the order of
-time. Small tables run as Python: loading compiled code takes longer than they do.
+time. Small tables run as Python: loading compiled code takes longer than they do. Both give the same bits.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import FunctionType, ModuleType
@@ -29,9 +30,12 @@ if TYPE_CHECKING:
 Times = tuple[FloatArray, FloatArray]
 State = TypeVar("State", Recurrence, Fluid)
 
-# Tasks from which loading compiled code, about 0.5 s once in a process, is worth it.
-COMPILED_RECURRENCE = 200_000
-COMPILED_EVENTS = 10_000
+# Smaller tables run as Python always.
+SMALLEST_COMPILED = 2_000
+# Loading compiled code takes a process about 0.5 s, and 10 s once for an installation. It is loaded when Python would
+# have run as many tasks in 0.5 s, so a process never waits for more than twice the best.
+WORTH_COMPILING = {"run_in_order": 500_000, "time_alone": 300_000, "run_streams": 200_000, "run_events": 60_000}
+_tasks_run: Counter[str] = Counter()
 
 
 def simulate(
@@ -86,14 +90,13 @@ def run(table: TaskTable) -> Times:
 
 def _run_checked(table: TaskTable) -> Times:
     groups = group_tasks(table)
-    compiled = table.size >= COMPILED_RECURRENCE
     if groups.overlap_slows:
         times = _run_events(groups)
     elif not table.links.size and (table.meeting < 0).all() and _waits_for_earlier_only(table):
-        times = _run_in_order(groups, compiled=compiled)
+        times = _run_in_order(groups)
     else:
-        seconds = _seconds_alone(groups, compiled=compiled)
-        times = _run_events(groups) if seconds is None else _run_streams(groups, seconds, compiled=compiled)
+        seconds = _seconds_alone(groups)
+        times = _run_events(groups) if seconds is None else _run_streams(groups, seconds)
     if np.isnan(times[1]).any():
         raise deadlock(groups, times[1])
     return times
@@ -104,13 +107,13 @@ def _waits_for_earlier_only(table: TaskTable) -> bool:
     return bool((table.dependencies < tasks).all())
 
 
-def _run_in_order(groups: TaskGroups, *, compiled: bool) -> Times:
+def _run_in_order(groups: TaskGroups) -> Times:
     table = groups.table
     seconds = np.divide(groups.amount, groups.pace, out=np.zeros(table.size), where=groups.amount > 0)
     free = np.zeros(len(table.stream_rank))
     given = (table.stream, table.dependency_offsets, table.dependencies, table.latency_s, seconds, free)
     starts, ends = np.empty(table.size), np.empty(table.size)
-    if compiled:
+    if _worth_compiling("run_in_order", table.size):
         _compiled(fast_recurrence, "run_in_order")(*given, starts, ends)
         return starts, ends
     listed: list[Any] = [values.tolist() for values in (*given, starts, ends)]
@@ -118,7 +121,7 @@ def _run_in_order(groups: TaskGroups, *, compiled: bool) -> Times:
     return np.array(listed[-2], dtype=np.float64), np.array(listed[-1], dtype=np.float64)
 
 
-def _seconds_alone(groups: TaskGroups, *, compiled: bool) -> FloatArray | None:
+def _seconds_alone(groups: TaskGroups) -> FloatArray | None:
     """Seconds (T,) that wholes work, at their owner, if no link can ever be asked for more than it carries."""
     table = groups.table
     _, order = tasks_by_stream(table.stream, len(table.stream_rank))
@@ -127,7 +130,7 @@ def _seconds_alone(groups: TaskGroups, *, compiled: bool) -> FloatArray | None:
     given: list[Any] = [order, table.stream, groups.owner, groups.next_member, table.link_offsets, table.links]
     given += [groups.use_weights, groups.amount, groups.pace, table.link_capacity]
     given += [np.zeros(links), np.full(links, -1, dtype=np.int64), seconds, peak, total]
-    if compiled:
+    if _worth_compiling("time_alone", table.size):
         _compiled(fast_recurrence, "time_alone")(*given)
     else:
         listed = [values.tolist() for values in given]
@@ -137,10 +140,10 @@ def _seconds_alone(groups: TaskGroups, *, compiled: bool) -> FloatArray | None:
     return seconds if ample.all() else None
 
 
-def _run_streams(groups: TaskGroups, seconds: FloatArray, *, compiled: bool) -> Times:
+def _run_streams(groups: TaskGroups, seconds: FloatArray) -> Times:
     values = _queues(groups) | {"latency_s": groups.latency_s, "seconds": seconds}
     values |= {"free": np.zeros(len(groups.table.stream_rank)), "ready": np.zeros(groups.table.size)}
-    return _drive(fast_recurrence, "run_streams", Recurrence(**values), compiled=compiled)
+    return _drive(fast_recurrence, "run_streams", Recurrence(**values))
 
 
 def _queues(groups: TaskGroups) -> dict[str, Any]:
@@ -198,22 +201,29 @@ def _run_events(groups: TaskGroups) -> Times:
     values |= {name: _integers(len(table.links)) for name in ("on_link", "slot", "loosened")}
     values |= {name: np.zeros(links) for name in ("demand", "slack", "rising")}
     values |= {name: _integers(links) for name in ("loads", "tight", "crossed", "link_found", "risers", "full")}
-    return _drive(fast_fluid, "run_events", Fluid(**values), compiled=table.size >= COMPILED_EVENTS)
+    return _drive(fast_fluid, "run_events", Fluid(**values))
 
 
 def _integers(size: int) -> IntArray:
     return np.zeros(size, dtype=np.int64)
 
 
-def _drive(module: ModuleType, name: str, state: State, *, compiled: bool) -> Times:
+def _drive(module: ModuleType, name: str, state: State) -> Times:
     """Run a table compiled on arrays, or as Python on lists, which are faster there."""
-    if compiled:
+    if _worth_compiling(name, len(state.stream)):
         _compiled(module, name)(state)
         done: Any = state
     else:
         done = type(state)(*[np.asarray(values).tolist() for values in state])
         getattr(module, name)(done)
     return np.asarray(done.starts, dtype=np.float64), np.asarray(done.ends, dtype=np.float64)
+
+
+def _worth_compiling(name: str, tasks: int) -> bool:
+    if tasks < SMALLEST_COMPILED:
+        return False
+    _tasks_run[name] += tasks
+    return _tasks_run[name] >= WORTH_COMPILING[name]
 
 
 @cache
