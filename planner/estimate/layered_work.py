@@ -56,8 +56,7 @@ class LayeredParameters:
     kernel_s, launch_s
         Seconds that a kernel takes beyond its work, and that the host takes to launch it.
     unfused
-        Share of the traffic of activations and sums, and of a norm's first pass, that no other kernel does on
-        its way.
+        Share of the traffic of ReLUs and sums, and of a norm's first pass, that no other kernel does on its way.
     casts
         Copies that mixed precision makes around a product, to other types or layouts, as a share of what it moves.
     step_overhead_s
@@ -321,7 +320,7 @@ def _arrays_of(key: _Same) -> _LayerArrays:
         batched = layer.groups if layer.kernel is Kernel.MATMUL else 1
         row = (
             layer.kernel, layer.flops, layer.elements_moved, layer.weights,
-            layer.m * batched, columns, layer.k, grouped,
+            layer.m * batched, columns, layer.k, grouped, layer.kernel in _FUSABLE and not layer.saved,
         )  # fmt: skip
         counts[row] = counts.get(row, 0.0) + layer.count
     rows = list(counts)
@@ -338,7 +337,7 @@ def _arrays_of(key: _Same) -> _LayerArrays:
         grouped=np.array([bool(row[7]) for row in rows]),
         product=np.array([kernel in _PRODUCTS for kernel in kernels]),
         convolution=np.array([kernel is Kernel.CONVOLUTION for kernel in kernels]),
-        fusable=np.array([kernel in _FUSABLE for kernel in kernels]),
+        fusable=np.array([bool(row[8]) for row in rows]),
         norm=np.array([kernel is Kernel.NORMALIZATION for kernel in kernels]),
         backward_moved=np.array([_BACKWARD_MOVED.get(kernel, 1.0) for kernel in kernels]),  # type: ignore[call-overload]
         count=np.array([counts[row] for row in rows]),

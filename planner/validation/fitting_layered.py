@@ -25,7 +25,7 @@ FloatArray = npt.NDArray[np.float64]
 _RESIDUAL_SCALE = 0.12
 _STEP = 1e-3
 _EVALUATIONS = 40
-_PRODUCTS = Prior(centre=0.55, spread=0.4)
+_PRODUCTS = Prior(centre=0.55, spread=0.3)
 DEVICE_PRIORS = {
     "memory": Prior(centre=0.85, spread=0.1),
     "grouped": Prior(centre=0.12, spread=0.8),
@@ -39,7 +39,7 @@ DEVICE_PRIORS = {
 SINK_PRIORS = {"launch": Prior(centre=0.05, spread=0.3), "kernel_s": Prior(centre=3e-5, spread=0.6)}
 """Of Ascend devices, which launch the kernels of a whole graph themselves."""
 STACK_PRIORS = {
-    "products": Prior(centre=1.0, spread=0.2),
+    "products": Prior(centre=1.0, spread=0.12),
     "memory": Prior(centre=1.0, spread=0.15),
     "grouped": Prior(centre=1.0, spread=0.2),
     "kernel_s": Prior(centre=1.0, spread=0.3),
@@ -53,7 +53,11 @@ STACK_PRIORS = {
 STACK_OWN_PRIORS: Mapping[str, Mapping[str, Prior]] = {
     Stack.TENSORFLOW: {"launch_s": Prior(centre=3e-5, spread=0.3)},
     Stack.MINDSPORE: {"launch_s": Prior(centre=8e-5, spread=0.6), "unfused": Prior(centre=0.3, spread=0.5)},
-    Stack.MINDSPORE_TOOLKIT: {"launch_s": Prior(centre=8e-5, spread=0.6), "unfused": Prior(centre=0.3, spread=0.5)},
+    Stack.MINDSPORE_TOOLKIT: {
+        "launch_s": Prior(centre=8e-5, spread=0.6),
+        "unfused": Prior(centre=0.3, spread=0.5),
+        "kernel_s": Prior(centre=2.0, spread=0.3),
+    },
 }
 """TensorFlow schedules operators one by one; MindSpore's graphs run as operators where no device takes them whole."""
 HOST_PRIORS = {

@@ -1,0 +1,199 @@
+"""Networks by name: published counts of parameters and multiplications, and the names they go by."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.estimate.layered import lookup, lookup_by_parameters
+from planner.estimate.layered.builder import NetworkBuilder, divisible
+from planner.estimate.layered.lookup import PUBLISHED, plain_name
+from simulator.program import Kernel
+
+# Millions of parameters as torchvision, timm, Ultralytics or the papers publish them.
+PARAMETERS = {
+    "resnet18": 11.690,
+    "resnet34": 21.798,
+    "resnet50": 25.557,
+    "resnet101": 44.549,
+    "resnet152": 60.193,
+    "resnext50_32x4d": 25.029,
+    "resnext101_64x4d": 83.455,
+    "wide_resnet50_2": 68.883,
+    "se_resnext101_32x4d": 48.955,
+    "seresnet50": 28.088,
+    "resnetv2_50": 25.549,
+    "res2net50": 25.699,
+    "res2net101": 45.207,
+    "resnest50": 27.483,
+    "vgg11": 132.863,
+    "vgg16": 138.358,
+    "vgg19": 143.667,
+    "alexnet": 61.101,
+    "densenet121": 7.979,
+    "densenet169": 14.149,
+    "densenet201": 20.014,
+    "googlenet": 6.999,
+    "inception_v3": 27.161,
+    "inception_v4": 42.680,
+    "xception": 22.856,
+    "dpn92": 37.669,
+    "hrnet_w32": 41.233,
+    "mobilenet_v2_100": 3.505,
+    "mobilenet_v3_small_100": 2.543,
+    "mobilenet_v3_large_100": 5.483,
+    "mnasnet_100": 4.383,
+    "shufflenet_v2_x1_0": 2.279,
+    "shufflenet_v2_x2_0": 7.394,
+    "squeezenet1_0": 1.248,
+    "squeezenet1_1": 1.235,
+    "ghostnet_100": 5.183,
+    "rexnet_10": 4.797,
+    "efficientnet_b0": 5.289,
+    "efficientnet_b4": 19.342,
+    "efficientnet_v2_s": 21.458,
+    "regnet_x_800mf": 7.260,
+    "regnet_y_800mf": 6.264,
+    "regnet_y_1_6gf": 11.202,
+    "repvgg_a0": 9.109,
+    "repvgg_b2": 89.022,
+    "vit_b_16": 86.568,
+    "vit_b_32": 88.224,
+    "vit_l_32": 306.535,
+    "swin_tiny": 28.288,
+    "swinv2_tiny_window8": 28.350,
+    "convnext_tiny": 28.589,
+    "convnext_base": 88.591,
+    "convnextv2_tiny": 28.635,
+    "pvt_tiny": 13.229,
+    "pvt_v2_b0": 3.667,
+    "pvt_v2_b2": 25.363,
+    "pit_ti": 4.847,
+    "pit_b": 73.765,
+    "poolformer_s12": 11.915,
+    "crossvit_9": 8.553,
+    "cait_s24": 46.92,
+    "yolov3": 61.949,
+    "yolov5_s": 7.235,
+    "yolov5_l": 46.564,
+    "yolov8_s": 11.167,
+    "yolov8_m": 25.903,
+    "yolov8_x": 68.230,
+    "yolox_s": 8.968,
+    "yolox_l": 54.209,
+    "mask_rcnn": 44.401,
+    "unet_medical": 31.031,
+    "efficientdet": 3.830,
+}
+# Billions of multiplications and additions of one image.
+MULTIPLICATIONS = {
+    "resnet18": 1.81,
+    "resnet50": 4.09,
+    "resnet152": 11.51,
+    "resnext50_32x4d": 4.23,
+    "vgg16": 15.47,
+    "mobilenet_v2_100": 0.301,
+    "mobilenet_v3_large_100": 0.217,
+    "densenet121": 2.83,
+    "inception_v3": 5.71,
+    "efficientnet_b0": 0.386,
+    "regnet_x_800mf": 0.800,
+    "vit_b_16": 17.56,
+    "swin_tiny": 4.49,
+    "convnext_tiny": 4.46,
+    "yolov5_s": 8.2,
+    "yolov8_s": 14.3,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_network_has_its_published_parameters(name: str) -> None:
+    network = lookup(name)
+    assert network is not None
+    assert network.parameters == pytest.approx(PARAMETERS[name] * 1e6, rel=0.002)
+
+
+@pytest.mark.parametrize("name", MULTIPLICATIONS)
+def test_a_network_has_its_published_multiplications(name: str) -> None:
+    network = lookup(name)
+    assert network is not None
+    products = sum(layer.flops * layer.count for layer in network.layers) / 2
+    assert products == pytest.approx(MULTIPLICATIONS[name] * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Classification/ConvNets/resnet50v1.5", "Classification/RN50v1.5", "RN50v1.5", "resnet50", "ResNet50-v1.5",
+        "ConvNets resnet50", "ResNet-50",
+    ],
+)  # fmt: skip
+def test_one_network_has_many_names(name: str) -> None:
+    network, plain = lookup(name), lookup("resnet50")
+    assert network is not None
+    assert plain is not None
+    assert network.layers == plain.layers
+
+
+@pytest.mark.parametrize("name", ["", "V1", "large", "RetinaFace + Resnet50", "Wide-ResNet-50 C448 W4", "bigtransfer"])
+def test_a_name_that_says_too_little_is_no_network(name: str) -> None:
+    assert lookup(name) is None
+
+
+def test_every_published_name_is_known() -> None:
+    assert [name for name in PUBLISHED if lookup(name) is None] == []
+
+
+def test_a_network_is_known_by_its_parameters() -> None:
+    densenet = lookup_by_parameters(8.06e6)  # with running statistics, which frameworks count as well
+    resnext = lookup_by_parameters(25.03e6)
+    assert densenet is not None
+    assert densenet.name == "densenet121"
+    assert resnext is not None
+    assert resnext.name == "resnext50_32x4d"
+    assert lookup_by_parameters(7.0e6) is None
+    assert lookup_by_parameters(19.9e6) is None
+
+
+def test_larger_images_take_more_work_but_no_more_weights() -> None:
+    small, large = lookup("resnet50", 224), lookup("resnet50", 448)
+    assert small is not None
+    assert large is not None
+    work = [sum(layer.flops for layer in network.layers) for network in (small, large)]
+    assert work[1] == pytest.approx(4 * work[0], rel=0.01)
+    assert large.parameters == small.parameters
+
+
+def test_the_notation_follows_the_size() -> None:
+    net = NetworkBuilder(3, 224, 224).unit(64, 7, 2).pool(3, 2)
+    assert (net.channels, net.size) == (64, (56, 56))
+    with net.branch():
+        net.convolution(256, 1, 2)
+        assert net.size == (28, 28)
+    assert (net.channels, net.size) == (64, (56, 56))
+    net.become(64, 100).convolution(32, 11, 2)
+    assert net.size == (50,)
+    assert NetworkBuilder(1, 8, 8, 8).transposed(4).size == (16, 16, 16)
+
+
+def test_a_tensor_is_kept_once() -> None:
+    net = NetworkBuilder(8, 4, 4)
+    with net.branch():
+        net.convolution(8, 1)
+    net.convolution(8, 1)
+    assert [layer.saved for layer in net.layers] == [128.0, 0.0]
+
+
+def test_a_recurrent_layer_counts_its_weights_once() -> None:
+    net = NetworkBuilder(10, 7).recurrent(20, bidirectional=True)
+    assert (net.channels, net.size) == (40, (7,))
+    assert net.parameters == 2 * 4 * (10 * 20 + 20 * 20 + 2 * 20)
+    assert sum(layer.count for layer in net.layers if layer.kernel is Kernel.MATMUL) == 2 * (1 + 7)
+
+
+def test_names_are_made_plain() -> None:
+    assert plain_name("Classification/ConvNets/SE-ResNeXt101_32x4d") == "se_resnext101_32x4d"
+    assert plain_name("ResNet50-v1.5") == "resnet50_v1_5"
+
+
+def test_channels_are_rounded_to_multiples_of_eight() -> None:
+    assert [divisible(32 * 0.75), divisible(16 * 0.75), divisible(3.0)] == [24, 16, 8]

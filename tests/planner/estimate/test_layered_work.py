@@ -1,0 +1,150 @@
+"""Step times and memory of layered networks: how they answer to batch, devices, precision and the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.estimate.layered import lookup
+from planner.estimate.layered_work import (
+    LayeredCoefficients,
+    LayeredParameters,
+    layered_memory,
+    predict_layered,
+    typical_batch,
+)
+from planner.estimate.training_run import LayeredNetwork, Stack, TrainingRun, TrainingSetup, TransformerShape
+from simulator.errors import InputError
+from simulator.hardware import load_profile
+
+NEUTRAL = LayeredParameters()
+
+
+def network(name: str = "resnet50") -> LayeredNetwork:
+    found = lookup(name)
+    assert found is not None
+    return found
+
+
+def run(
+    devices: int = 8,
+    batch: int = 128,
+    name: str = "resnet50",
+    profile: str = "dgx-a100",
+    precision: str = "fp16",
+    stack: Stack = Stack.EAGER,
+) -> TrainingRun:
+    setup = TrainingSetup(devices=devices, dp=devices, micro_batch=batch, precision=precision, stack=stack)
+    return TrainingRun(network=network(name), setup=setup, hardware=load_profile(profile))
+
+
+def seconds(wanted: TrainingRun, parameters: LayeredParameters = NEUTRAL) -> float:
+    return predict_layered(wanted, parameters).step_time_s
+
+
+def test_the_parts_add_up() -> None:
+    estimate = predict_layered(run(devices=16), NEUTRAL)
+    assert sum(estimate.breakdown.values()) == pytest.approx(estimate.step_time_s)
+    assert all(part >= 0 for part in estimate.breakdown.values())
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    batch=st.integers(1, 256),
+    more=st.integers(1, 64),
+    name=st.sampled_from(["resnet18", "mobilenet_v2_100", "vit_b_16"]),
+)
+def test_larger_batches_take_longer_but_not_more_per_sample(batch: int, more: int, name: str) -> None:
+    small, large = seconds(run(batch=batch, name=name)), seconds(run(batch=batch + more, name=name))
+    assert large >= small
+    assert large / (batch + more) <= small / batch * (1 + 1e-9)
+
+
+def test_more_devices_take_no_less_time_for_the_same_batch_of_each() -> None:
+    times = [seconds(run(devices=devices)) for devices in (1, 8, 64)]
+    assert times == sorted(times)
+
+
+def test_single_precision_is_slower() -> None:
+    half, tf32 = seconds(run(precision="fp16")), seconds(run(precision="tf32"))
+    assert half < tf32
+    assert seconds(run(profile="dgx1-v100", precision="fp32")) > 2 * seconds(run(profile="dgx1-v100"))
+
+
+def test_float32_products_outside_convolutions_run_without_tf32() -> None:
+    assert seconds(run(name="vit_b_16", precision="fp32")) > 2 * seconds(run(name="vit_b_16", precision="tf32"))
+    assert seconds(run(precision="fp32")) < 1.2 * seconds(run(precision="tf32"))
+
+
+def test_a_slow_host_decides() -> None:
+    starved = replace(NEUTRAL, host_s={"image": 0.01})
+    assert seconds(run(batch=128), starved) == pytest.approx(1.28, rel=0.05)
+    assert seconds(run(batch=128, name="vit_b_16"), starved) < 1.0  # its samples are of another kind
+
+
+def test_launches_bind_small_batches_only() -> None:
+    slow = replace(NEUTRAL, launch_s=1e-4)
+    assert seconds(run(batch=2), slow) > 2 * seconds(run(batch=2))
+    assert seconds(run(batch=256), slow) < 1.1 * seconds(run(batch=256))
+
+
+def test_fusion_casts_and_contention_show_in_time() -> None:
+    base = seconds(run())
+    assert seconds(run(), replace(NEUTRAL, unfused=0.3)) < base
+    assert seconds(run(), replace(NEUTRAL, casts=1.0)) > base
+    assert seconds(run(precision="tf32"), replace(NEUTRAL, casts=1.0)) == seconds(run(precision="tf32"))
+    assert seconds(run(), replace(NEUTRAL, contention=0.2)) > base
+
+
+def test_memory_grows_with_the_batch() -> None:
+    small, large = (layered_memory(run(batch=batch), network()) for batch in (32, 64))
+    assert large["activations"] == 2 * small["activations"]
+    assert large["parameters"] == small["parameters"] == 6 * network().parameters
+    # Published peaks of ResNet-50 at 256 images in TF32 are about 28 GB.
+    whole = sum(layered_memory(run(batch=256, precision="tf32"), network()).values())
+    assert 18e9 < whole < 32e9
+
+
+def test_a_usual_batch_fits_and_is_a_power_of_two() -> None:
+    small, large = load_profile("dgx1-v100"), load_profile("dgx-a100")
+    assert typical_batch(network(), large, "fp16") == 256
+    assert typical_batch(network("efficientnet_b4"), small, "fp32") < typical_batch(network(), small, "fp32")
+    assert typical_batch(network("unet_3d_medical"), small, "fp32") >= 1
+
+
+def test_coefficients_of_device_and_stack_are_combined() -> None:
+    coefficients = LayeredCoefficients(
+        devices={"ampere": {"half": 0.5, "tf32": 0.4, "memory": 0.8, "launch": 2.0, "boxes": 3.0}},
+        stacks={
+            "eager": {
+                "products": 0.9,
+                "memory": 0.5,
+                "launch_s": 1e-5,
+                "host_image_s": 1e-4,
+                "host_mosaic_image_s": 1e-3,
+            }
+        },
+    )
+    half, single = coefficients.parameters(run()), coefficients.parameters(run(precision="tf32"))
+    assert half.products == pytest.approx(0.45)
+    assert single.products == pytest.approx(0.36)
+    assert half.memory == pytest.approx(0.4)
+    assert half.launch_s == pytest.approx(2e-5)
+    assert half.host_s == pytest.approx({"image": 1e-4, "mosaic image": 3e-3})
+    assert coefficients.parameters(run(profile="dgx-h100")).products == pytest.approx(0.9 * NEUTRAL.products)
+    assert LayeredCoefficients().parameters(run()) == NEUTRAL
+
+
+def test_only_data_parallel_runs_of_layered_networks_are_predicted() -> None:
+    cut = TrainingSetup(devices=8, dp=4, tp=2, micro_batch=8)
+    with pytest.raises(InputError, match="set tp, pp and cp to 1"):
+        predict_layered(replace(run(), setup=cut), NEUTRAL)
+    shape = TransformerShape(
+        name="gpt", layers=2, hidden=64, heads=4, key_value_heads=4, head_size=16, feed_forward=256,
+        vocabulary=1000, sequence_length=128,
+    )  # fmt: skip
+    with pytest.raises(InputError, match="is a transformer"):
+        predict_layered(replace(run(), network=shape), NEUTRAL)
