@@ -205,7 +205,9 @@ def sharding(row: FileRow, used: Stack, notes: list[str]) -> OptimizerSharding:
     ):
         if re.search(pattern, text):
             return value
-    value = _default_sharding(row.text("framework").lower(), used)
+    value = _default_sharding(f"{row.text('framework')} {row.text('source_table')}".lower(), used)
+    if value is OptimizerSharding.NONE and re.search(r"deepspeed 3d|\bbucket=\d", all_words(row)):
+        value = OptimizerSharding.ZERO1
     if (row.whole("n_accels") or 1) > 1 and not text:
         notes.append(f"sharding of the optimizer not stated: {value}")
     return value
@@ -274,6 +276,8 @@ def sequence_parallel(row: FileRow, used: Stack, tp: int, notes: list[str]) -> b
     stated = (row.text("sequence_parallel") or row.text("sp")).lower()
     if tp == 1:
         return False
+    if "deepspeed" in row.text("framework").lower() and "zero-3" in row.text("framework").lower():
+        return True  # its partitioned activations: what is kept is cut over tp
     if stated:
         return stated in ("true", "yes", "1", "on")
     default = used is Stack.TRANSFORMER_ENGINE or "torchtitan" in row.text("framework").lower()

@@ -161,6 +161,17 @@ def test_one_row_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
     assert "no prediction" in scores[2].reason
 
 
+def test_tuned_run_that_does_not_say_may_recompute(tmp_path: Path) -> None:
+    def full(runs: Sequence[TrainingRun]) -> list[RunPrediction]:
+        return [replace(one, fits=False) for one in predict(runs)]
+
+    tuned = {"framework": "NeMo", "recompute_kind": ""}
+    rows = read_measurements(write_measurements(tmp_path / "m.csv", {}, tuned, {**tuned, "recompute_kind": "none"}))
+    scores = score(rows, full)
+    assert [row.predicted_outcome for row in scores] == ["oom", "ok", "oom"]
+    assert "full recomputation" in scores[1].reason
+
+
 def test_scores_say_how_far_they_are(tmp_path: Path) -> None:
     rows = read_measurements(write_measurements(tmp_path / "m.csv", *ROWS))
     done: list[int] = []
