@@ -30,6 +30,7 @@ from simulator.profile_operators import OperatorsPart, OverlapPart, operator_mod
 from simulator.profile_parts import Count, Dtype, Fraction, Name, NonNegative, Part, Positive, Source, Sourced
 from simulator.profile_topology import TopologyPart
 from simulator.program import Collective, Kernel
+from simulator.topology import check_graph
 from simulator.whole_file import write_whole
 
 VERSION = 1
@@ -235,7 +236,12 @@ def parse_profile(content: bytes, file: str) -> Hardware:
         raise ProfileError(f"profile {file} is not valid YAML: {detail}; {REMEDY}") from None
     if not isinstance(data, dict):
         raise ProfileError(f"profile {file} is empty or no mapping; {REMEDY}")
-    return _hardware(_validate(data, file))
+    hardware = _hardware(_validate(data, file))
+    try:
+        check_graph(hardware)
+    except ProfileError as error:
+        raise ProfileError(f"profile {file}: topology.node: {error}") from None
+    return hardware
 
 
 def check_content(content: Mapping[str, object], file: str) -> tuple[str, Hardware]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simulator.topology.cluster import fabric_spec, topology_graph, unit_spec
+from simulator.topology.cluster import check_graph, fabric_spec, topology_graph, unit_spec
 from simulator.topology.fabrics import FabricSpec, cluster_topology
 from simulator.topology.graph import Topology
 from simulator.topology.groups import GroupShape, axis_groups, group_shape, level_of_axis
@@ -15,6 +15,7 @@ __all__ = [
     "NodeSpec",
     "Topology",
     "axis_groups",
+    "check_graph",
     "cluster_topology",
     "contended",
     "fabric_spec",

@@ -6,7 +6,7 @@ from simulator.errors import ProfileError
 from simulator.hardware import Hardware, Level
 from simulator.topology.fabrics import FabricSpec, cluster_topology
 from simulator.topology.graph import Links, Topology, Vertex
-from simulator.topology.nodes import NodeSpec
+from simulator.topology.nodes import NodeSpec, check_spec, node_topology
 
 
 def topology_graph(hardware: Hardware, devices: int) -> Topology:
@@ -21,6 +21,16 @@ def topology_graph(hardware: Hardware, devices: int) -> Topology:
     spec = unit_spec(hardware)
     nodes = -(-devices // spec.devices)
     return cluster_topology(hardware.name, [spec] * nodes, fabric_spec(hardware), devices)
+
+
+def check_graph(hardware: Hardware) -> None:
+    """Raise ProfileError where the graph of a node cannot be built; only links without latency can make a bad cycle."""
+    if hardware.node is None:
+        return
+    spec = unit_spec(hardware)
+    check_spec(spec)
+    if spec.latency_s == 0 or spec.host_latency_s == 0:
+        node_topology(spec)
 
 
 def unit_spec(hardware: Hardware) -> NodeSpec:

@@ -103,7 +103,7 @@ def node_topology(spec: NodeSpec) -> Topology:
 
 def add_node(links: Links, spec: NodeSpec, *, node: int, first: int) -> list[str]:
     """Add machine `node` with devices from number `first`; returns the names of its NICs."""
-    _check(spec)
+    check_spec(spec)
     place = Place(links, spec, node, first)
     NODES[spec.kind](place)
     nics = [place.name(f"nic{number}") for number in range(spec.nics)]
@@ -231,7 +231,8 @@ def _number(place: Sequence[int], shape: Sequence[int]) -> int:
     return number
 
 
-def _check(spec: NodeSpec) -> None:
+def check_spec(spec: NodeSpec) -> None:
+    """Raise ProfileError where counts, kind and shape do not make a machine."""
     where = f"node of {spec.profile or spec.kind}"
     if spec.kind not in NODES:
         raise ProfileError(f"{where}: kind {spec.kind!r} is not known; use one of {', '.join(NODES)}")

@@ -320,3 +320,29 @@ def test_an_oversubscribed_profile_has_a_leaf_level(tmp_path: Path) -> None:
     data["topology"]["node"]["nics"]["value"] = 3
     with pytest.raises(ProfileError, match="node.nics 3 does not divide devices_per_node 8"):
         write_profile(data, tmp_path / "narrow.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "dgx1-v100",
+            {"levels.0.latency_s": 0.0},
+            "topology.node: .* form a cycle of zero latency, .*; give at least one",
+        ),
+        ("ascend910b-atlas800t-a2", {"levels.0.latency_s": 0.0}, "the links . to ., .* form a cycle of zero latency"),
+        ("dgx-a100", {"node.kind": "torus"}, "topology.node: .*torus shape .. does not hold 8 devices"),
+        ("dgx-a100", {"node.kind": "hccs-quads", "levels.0.latency_s": -1.0}, r"levels\.0\.latency_s\.value: .*-1"),
+    ],
+)
+def test_a_profile_with_a_bad_graph_is_refused(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    data = yaml.safe_load((resources.files("hw_profiles") / f"{name}.yaml").read_text())
+    for place, value in changes.items():
+        target = data["topology"]
+        for key in place.split("."):
+            target = target[int(key) if key.isdigit() else key]
+        target["value"] = value
+    with pytest.raises(ProfileError, match=rf"broken\.yaml: .*{message}"):
+        write_profile(data, tmp_path / "broken.yaml")
