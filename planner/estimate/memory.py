@@ -12,11 +12,13 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import lru_cache
 
+from planner.estimate.device_family import family_of
 from planner.estimate.memory_traits import (
     EIGHT_BIT_OPTIMIZERS,
     GATHERED_LOGITS_BYTES,
     LOW_PRECISION_BYTES,
     MOMENTS,
+    OLDER_WORKSPACE_BYTES,
     PLAIN_LOSS_BYTES,
     MemoryTraits,
     traits_of,
@@ -26,6 +28,7 @@ from planner.estimate.saved_activations import LayerActivations, layer_activatio
 from planner.estimate.stage_parameters import (
     RankParameters,
     StageContent,
+    distinct_stages,
     layer_parameters,
     local_vocabulary,
     stage_contents,
@@ -43,7 +46,6 @@ from simulator.errors import InputError
 from simulator.hardware import Hardware
 
 _SHARDED_GRADIENTS = (OptimizerSharding.ZERO2, OptimizerSharding.ZERO3)
-_EIGHT_BITS = "float8_e4m3fn"
 
 
 class MemoryFigure(StrEnum):
@@ -164,10 +166,7 @@ def reserved_memory_bytes(run: TrainingRun) -> float:
     if isinstance(run.network, LayeredNetwork):
         return _layered(run.network, run.setup, run.hardware).reserved_bytes
     rank = _Rank.of(run.network, run.setup, run.hardware)
-    first_of_kind: dict[StageContent, int] = {}
-    for index, content in enumerate(rank.contents):
-        first_of_kind.setdefault(content, index)
-    return max(rank.stage(index).reserved_bytes for index in first_of_kind.values())
+    return max(rank.stage(index).reserved_bytes for index in distinct_stages(run.network, run.setup))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +231,7 @@ class _Rank:
                 gathered=gathered,
                 communication=self._communication(parameters.total),
                 several_in_flight=in_flight > 1,
+                fixed_workspaces=setup.fixed_workspaces,
             ),
             self.hardware,
             self.context,
@@ -278,8 +278,8 @@ class _Rank:
             per_logit = PLAIN_LOSS_BYTES + gathered
         logits = tokens * shape.predicted_positions * columns
         per_logit -= 0 if element == 2 else 2
-        # The logits and their gradient stand whole, what is computed of them in float32 chunk by chunk.
-        per_logit = min(2 * element, per_logit) + max(per_logit - 2 * element, 0.0) / setup.loss_chunks
+        # The logits stand whole, what is computed of them and goes back chunk by chunk.
+        per_logit = element + (per_logit - element) / setup.loss_chunks
         heads = 1 + content.multi_token_layers
         return 2 * stream * element * heads, logits * per_logit + tokens * shape.hidden * element
 
@@ -402,13 +402,14 @@ class _Moment:
     gathered: float
     communication: float
     several_in_flight: bool = False
+    fixed_workspaces: bool = False
 
 
 def _stage_memory(
     states: _States, traits: MemoryTraits, moment: _Moment, hardware: Hardware, context: float
 ) -> StageMemory:
     moving = moment.activations + moment.working + moment.gathered + moment.communication
-    workspace = traits.newer_workspace_bytes if _EIGHT_BITS in hardware.peak_flops else traits.workspace_bytes
+    workspace = _workspace(traits, hardware, fixed=moment.fixed_workspaces)
     # States are allocated once, in large pieces: only what comes and goes leaves fragments.
     slack = traits.allocator_bytes + traits.reserved_share * moving
     if moment.several_in_flight:
@@ -428,6 +429,15 @@ def _stage_memory(
         allocator_slack=slack,
         context=context,
     )
+
+
+_family_of = lru_cache(maxsize=256)(family_of)
+
+
+def _workspace(traits: MemoryTraits, hardware: Hardware, *, fixed: bool) -> float:
+    family = _family_of(hardware.device_name)
+    own = traits.workspace_bytes.get(family, OLDER_WORKSPACE_BYTES)
+    return own + (traits.fixed_workspace_bytes if fixed and family != "hopper" else 0.0)
 
 
 def _context(setup: TrainingSetup, traits: MemoryTraits, hardware: Hardware) -> float:

@@ -7,7 +7,8 @@ says so. Sources: Megatron-LM (core 0.4 to 0.13), Transformer Engine 1.x, DeepSp
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from planner.estimate.training_run import Stack
 
@@ -20,6 +21,10 @@ PLAIN_LOSS_BYTES = 18.0
 float32 copy and its gradient, the logarithm of the softmax 4 each, and what the view without the last token copies."""
 GATHERED_LOGITS_BYTES = 8.0
 """Bytes a logit besides, where tensor ranks gather them first: the received parts and the whole, both ways. Fitted."""
+
+
+_WORKSPACE_BYTES = {"hopper": 104 * MEBI, "blackwell": 60 * MEBI}
+OLDER_WORKSPACE_BYTES = 28 * MEBI
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +59,12 @@ class MemoryTraits:
         Layers whose parameters are whole at one time under ``zero3``: the one at work and the one prefetched.
     step_bytes
         Bytes a parameter that the optimizer step needs for a moment: multi-tensor Adam holds its denominators.
-    workspace_bytes, newer_workspace_bytes
-        Library workspaces and small tensors inside the allocator, on devices without and with 8-bit products
-        (cuBLAS takes 8 MiB a stream and 32 MiB from Hopper on, Transformer Engine 4 MiB and 32 MiB). Fitted.
+    workspace_bytes
+        Library workspaces and small tensors inside the allocator, by device family: cuBLAS takes 8 MiB a stream, on
+        Hopper 32 MiB; Transformer Engine 4 MiB, from Hopper on 32 MiB. Fitted.
+    fixed_workspace_bytes
+        What they take besides, other than on Hopper, where ``CUBLAS_WORKSPACE_CONFIG`` asks for 32 MiB: once for the
+        forward and once for the backward thread.
     reserved_share, in_flight_share
         What the allocator holds over the bytes that come and go, as a share: cached and fragmented blocks; and besides
         over the activations of a stage that has several micro-batches in flight, which are freed in another order
@@ -81,8 +89,8 @@ class MemoryTraits:
     bucket_elements: float = 0.0
     gathered_layers: float = 2.0
     step_bytes: float = 0.0
-    workspace_bytes: float = 76 * MEBI
-    newer_workspace_bytes: float = 112 * MEBI
+    workspace_bytes: Mapping[str, float] = field(default_factory=lambda: _WORKSPACE_BYTES)
+    fixed_workspace_bytes: float = 48 * MEBI
     reserved_share: float = 0.05
     in_flight_share: float = 0.2
     allocator_bytes: float = 0.3 * GIBI

@@ -95,7 +95,14 @@ def stage_parameters(
     shape: TransformerShape, setup: TrainingSetup, stage: StageContent, padded: bool
 ) -> RankParameters:
     """Parameters of a stage on one rank."""
-    dense, expert, encoder = layer_parameters(shape, setup)
+    return _stage(shape, setup.tp, setup.ep, setup.expert_tp, stage, padded)
+
+
+@lru_cache(maxsize=4096)
+def _stage(
+    shape: TransformerShape, tp: int, ep: int, expert_tp: int, stage: StageContent, padded: bool
+) -> RankParameters:
+    dense, expert, encoder = _layer_counts(shape, tp, ep, expert_tp)
     extra = expert if shape.experts else dense
     counts = (
         (stage.dense_layers, dense),
@@ -104,7 +111,7 @@ def stage_parameters(
         (stage.multi_token_layers, extra),
     )
     return RankParameters(
-        dense=sum(n * layer.dense for n, layer in counts) + end_parameters(shape, stage, setup.tp, padded),
+        dense=sum(n * layer.dense for n, layer in counts) + end_parameters(shape, stage, tp, padded),
         expert=sum(n * layer.expert for n, layer in counts),
     )
 
@@ -151,7 +158,6 @@ def _attention(shape: TransformerShape, tp: int) -> float:
     return weights + (query + 2 * key_value + hidden if shape.biases else 0)
 
 
-@lru_cache(maxsize=4096)
 def stage_contents(shape: TransformerShape, setup: TrainingSetup) -> tuple[StageContent, ...]:
     """What each of the ``pp`` ranks of the pipeline holds.
 
@@ -163,10 +169,29 @@ def stage_contents(shape: TransformerShape, setup: TrainingSetup) -> tuple[Stage
     InputError
         When ``layers_per_stage`` does not add up to the layers, or has not one entry for each chunk.
     """
-    pp, name = setup.pp, schedule_name(setup.schedule)
+    return _contents(shape, setup.pp, setup.vpp, schedule_name(setup.schedule), setup.layers_per_stage)
+
+
+def distinct_stages(shape: TransformerShape, setup: TrainingSetup) -> tuple[int, ...]:
+    """The first stage of each content."""
+    return _first_of_each(stage_contents(shape, setup))
+
+
+@lru_cache(maxsize=4096)
+def _first_of_each(contents: tuple[StageContent, ...]) -> tuple[int, ...]:
+    first: dict[StageContent, int] = {}
+    for index, content in enumerate(contents):
+        first.setdefault(content, index)
+    return tuple(first.values())
+
+
+@lru_cache(maxsize=4096)
+def _contents(
+    shape: TransformerShape, pp: int, vpp: int, name: str, layers_per_stage: tuple[int, ...]
+) -> tuple[StageContent, ...]:
     folded = name in V_SHAPED and pp > 1
-    count = pp * (2 if folded else setup.vpp)
-    chunks = setup.layers_per_stage or even_chunks(shape.layers, count)
+    count = pp * (2 if folded else vpp)
+    chunks = layers_per_stage or even_chunks(shape.layers, count)
     if len(chunks) != count or sum(chunks) != shape.layers:
         raise InputError(
             f"layers_per_stage has {len(chunks)} entries that add up to {sum(chunks)}; pp {pp} in {count // pp} chunks "

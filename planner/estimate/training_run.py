@@ -167,12 +167,16 @@ class LayerWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayeredNetwork:
-    """A network other than a transformer: its operators in order, for one sample; ``parameters`` are all trained."""
+    """A network other than a transformer: its operators in order, for one sample; ``parameters`` are all trained.
+
+    ``units`` are what published rates count of one sample: tokens of a sentence, frames of a clip.
+    """
 
     name: str
     layers: tuple[LayerWork, ...]
     parameters: float
     sample: str = "image"
+    units: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +225,8 @@ class TrainingSetup:
     """A fused RMSNorm or layer-norm kernel where the stack's default has none."""
     reduce_bucket_elements: float = 0.0
     """Elements of a buffer that gradients are copied to and reduced in (DeepSpeed: 5e8); 0: they are contiguous."""
+    fixed_workspaces: bool = False
+    """cuBLAS has workspaces of 32 MiB a stream (``CUBLAS_WORKSPACE_CONFIG=:4096:8``), as reproducible runs ask for."""
     loss_chunks: int = 1
     """Parts of the tokens whose loss is computed one after the other, in float32."""
     master_weight_bytes: int = 4
