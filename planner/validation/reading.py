@@ -153,7 +153,8 @@ def measured_time(row: FileRow, run: TrainingRun) -> tuple[float, str]:
         return batch * length / (tokens * setup.devices), "tokens_per_s_per_gpu"
     samples = row.number("samples_per_s")
     if samples:
-        return batch / samples, "samples_per_s"
+        units = network.units if isinstance(network, LayeredNetwork) else 1.0
+        return batch * units / samples, "samples_per_s"
     rate = row.number("tflops_per_gpu")
     if rate and isinstance(network, TransformerShape) and not network.experts:
         work = _step_flops(row, network, batch)

@@ -46,9 +46,10 @@ class NetworkBuilder:
         """Elements of the current tensor."""
         return self.channels * self.positions
 
-    def finish(self, name: str, sample: str = "image") -> LayeredNetwork:
+    def finish(self, name: str, sample: str = "image", units: float = 1.0) -> LayeredNetwork:
         """The network written so far."""
-        return LayeredNetwork(name=name, layers=tuple(self.layers), parameters=self.parameters, sample=sample)
+        layers = tuple(self.layers)
+        return LayeredNetwork(name=name, layers=layers, parameters=self.parameters, sample=sample, units=units)
 
     @contextmanager
     def branch(self) -> Iterator[NetworkBuilder]:
@@ -136,6 +137,15 @@ class NetworkBuilder:
     def scale(self) -> NetworkBuilder:
         """The product with a broadcast tensor: its backward pass reads and sums as well, hence four passes each way."""
         return self._pointwise(Kernel.ELEMENTWISE, 4, saved=True)
+
+    def softmax(self) -> NetworkBuilder:
+        """Probabilities over all elements and their loss."""
+        return self._pointwise(Kernel.SOFTMAX, 3, saved=True)
+
+    def steps(self, count: int, kernel: Kernel, kernels: int, elements: float) -> NetworkBuilder:
+        """Each of `count` steps that wait for each other runs `kernels` kernels, which move `elements` together."""
+        self._append(kernel, elements_moved=elements / kernels, saved=elements / kernels / 3, count=count * kernels)
+        return self
 
     def concatenate(self, channels: int) -> NetworkBuilder:
         """Branches copied into one tensor of `channels`."""

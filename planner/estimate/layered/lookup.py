@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 
-from planner.estimate.layered import branched, detection, mobile, residual, segmentation, tokens, yolo
+from planner.estimate.layered import branched, detection, mobile, residual, segmentation, sequence, tokens, yolo
 from planner.estimate.layered.residual import ResidualForm
 from planner.estimate.training_run import LayeredNetwork
 from simulator.program import Kernel
@@ -211,6 +211,11 @@ FAMILIES: tuple[tuple[str, int, Family], ...] = (
     ),
     (r"^vgg_?(?P<depth>11|13|16|19)", 224, _vgg),
     (r"^mobilenet_?v(?P<version>[123])(?:_(?:small|large))?(?:_(?P<width>\d[\d_]*))?$", 224, _mobilenet),
+    (r"^jasper", 1, lambda name, *_: sequence.jasper(name)),
+    (r"^quartznet", 1, lambda name, *_: sequence.quartznet(name)),
+    (r"^gnmt", 1, lambda name, *_: sequence.gnmt(name)),
+    (r"^tacotron_?2", 1, lambda name, *_: sequence.tacotron2(name)),
+    (r"^waveglow", 1, lambda name, *_: sequence.waveglow(name)),
     (r"^alexnet", 224, lambda name, _, side: residual.alexnet(name, side)),
     (r"^efficientnet_?(?:v1|(?:v1_?)?(?P<wide>widese_?)?b(?P<size>[0-7]))$", 0, _efficientnet),
     (r"^efficientnet_?v2(?:_?s)?$", 300, lambda name, _, side: mobile.efficientnet_v2_s(name, side)),

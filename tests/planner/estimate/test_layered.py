@@ -83,6 +83,11 @@ PARAMETERS = {
     "mask_rcnn": 44.401,
     "unet_medical": 31.031,
     "efficientdet": 3.830,
+    "jasper": 332.632,
+    "quartznet": 18.924,
+    "gnmt": 159.62,
+    "tacotron2": 27.99,
+    "waveglow": 268.0,
 }
 # Billions of multiplications and additions of one image.
 MULTIPLICATIONS = {
