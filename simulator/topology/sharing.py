@@ -145,7 +145,9 @@ def node_shares(hardware: Hardware, members: int, stride: int) -> Shares:
         groups: list[range] = axis_groups(spec.devices, members, stride)
     else:
         groups = [range(0, (members - 1) * stride + 1, stride)]
-    bandwidth = _ring_bandwidths if spec.kind in MESHES else _shared_ring_bandwidths
+    bandwidth = _shared_ring_bandwidths if spec.kind not in MESHES else _ring_bandwidths
+    if spec.kind == "hybrid-cube-mesh":
+        bandwidth = _brick_ring_bandwidths
     whole = min(bandwidth(topology, [topology.devices]))
     exchange = payload_rate(topology, link_use(topology, groups, pairwise_all_to_all)) * (members - 1) / members
     send = payload_rate(topology, link_use(topology, groups, direct_send))
@@ -202,6 +204,50 @@ def _rate_into(network: nx.DiGraph[Vertex], members: Sequence[int], target: int)
 
 def _ring_bandwidths(topology: Topology, groups: Sequence[Sequence[int]]) -> list[float]:
     return [ring_bandwidth(topology, group, sharing_hosts=len(groups)) for group in groups]
+
+
+def _brick_ring_bandwidths(topology: Topology, groups: Sequence[Sequence[int]]) -> list[float]:
+    """As `ring_bandwidth`, but of whole rings of one NVLink brick each, as NCCL lays them, where one closes."""
+    brick = min(
+        link["capacity_bytes_per_s"] for *_, link in topology.graph.edges(data=True) if link["kind"] == "NVLink"
+    )
+    found = []
+    for group, bound in zip(groups, _ring_bandwidths(topology, groups), strict=True):
+        rings = _most_rings(_closed_rings(topology, list(group)), topology, brick) if len(group) > 2 else 0
+        # Every ring is run through both ways.
+        found.append(min(bound, 2 * rings * brick) if rings else bound)
+    return found
+
+
+def _closed_rings(topology: Topology, group: list[int]) -> list[list[tuple[int, int]]]:
+    """All rings of direct links through `group`, as links; each in one of its two directions."""
+    first, *others = group
+    rings = []
+    for order in itertools.permutations(others):
+        links = list(itertools.pairwise([first, *order, first]))
+        if order[0] < order[-1] and all(topology.graph.has_edge(*link) for link in links):
+            rings.append(links)
+    return rings
+
+
+def _most_rings(rings: Sequence[Sequence[tuple[int, int]]], topology: Topology, brick: float) -> int:
+    """The most rings, each as often as wanted, that bricks are left for."""
+    pairs = {frozenset(link) for ring in rings for link in ring}
+    left = {pair: round(topology.graph.edges[tuple(pair)]["capacity_bytes_per_s"] / brick) for pair in pairs}
+
+    def best(start: int) -> int:
+        most = 0
+        for place in range(start, len(rings)):
+            used = [frozenset(link) for link in rings[place]]
+            if all(left[pair] for pair in used):
+                for pair in used:
+                    left[pair] -= 1
+                most = max(most, 1 + best(place))
+                for pair in used:
+                    left[pair] += 1
+        return most
+
+    return best(0)
 
 
 def _shared_ring_bandwidths(topology: Topology, groups: Sequence[Sequence[int]]) -> list[float]:

@@ -27,7 +27,7 @@ def cluster(kind: str = "nvswitch") -> Hardware:
     """Nodes of 8 at 100 GB/s and 1 us, a NIC a device at 10 GB/s and 5 us."""
     levels = (
         Level(name="node", size=8, bandwidth_bytes_per_s=B0, latency_s=A0, reduction_bandwidth_bytes_per_s=B0),
-        Level(name="fabric", size=4096, bandwidth_bytes_per_s=B1, latency_s=A1),
+        Level(name="fabric", size=4096, bandwidth_bytes_per_s=B1, latency_s=A1, reduction_bandwidth_bytes_per_s=B1),
     )
     node, fabric = NodeGraph(kind=kind, nics=8), FabricGraph(kind="fat-tree")
     return replace(load_profile("dgx-a100"), levels=levels, node=node, fabric=fabric)
@@ -175,6 +175,10 @@ def test_switches_that_add_load_every_link_once_and_a_bit() -> None:
     cost = formula(AR, "switch", 8)
     steps = patterns.switch_all_reduce(range(8), HUGE, "node0/nvswitch")
     assert simulate_rounds(topology(), steps) / HUGE == pytest.approx(cost.seconds_per_byte, rel=1e-9)
+    # In the network: one member of each node, through the leaf switch.
+    across = patterns.switch_all_reduce(range(3, 64, 8), HUGE, "leaf0")
+    cost = formula(AR, "switch", 8, 8)
+    assert simulate_rounds(topology(), across) / HUGE == pytest.approx(cost.seconds_per_byte, rel=1e-9)
 
 
 def test_a_mesh_sends_to_all_at_once() -> None:

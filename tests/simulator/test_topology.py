@@ -219,6 +219,12 @@ def test_links_that_carry_the_same_are_one() -> None:
     assert few.rates["tp"] == many.rates["tp"]
 
 
+@pytest.mark.parametrize(("members", "bricks"), [(2, 1), (3, 2), (4, 4), (5, 2), (6, 2), (7, 4), (8, 6)])
+def test_nccl_lays_whole_rings_of_bricks(members: int, bricks: int) -> None:
+    """Six devices could gather at three bricks by trees, but only one ring of bricks closes, run through both ways."""
+    assert node_shares(profile("dgx1-v100"), members, 1).ring == pytest.approx(bricks / 6)
+
+
 def test_groups_of_a_node_have_shares_of_its_links() -> None:
     assert node_shares(profile("dgx-a100"), 2, 1) == (1.0, 1.0, 1.0)
     mesh = node_shares(profile("ascend910b-atlas800t-a2"), 2, 4)
