@@ -218,7 +218,7 @@ class _Rank:
             ends, loss = self._head(content)
             activations += ends
             working = max(working, loss)
-        gathered = self._gathered(content)
+        gathered = self._gathered(content, parameters.total)
         step = _step_bytes(setup, self.traits) * shard
         if step > activations + working + gathered:
             activations, working, gathered = 0.0, step, 0.0
@@ -283,11 +283,16 @@ class _Rank:
         heads = 1 + content.multi_token_layers
         return 2 * stream * element * heads, logits * per_logit + tokens * shape.hidden * element
 
-    def _gathered(self, content: StageContent) -> float:
-        """Whole parameters, and the gradients before they are scattered, of the layers at work under ``zero3``."""
+    def _gathered(self, content: StageContent, parameters: float) -> float:
+        """Whole parameters, and the gradients before they are scattered, of the layers at work under ``zero3``.
+
+        Between the micro-batches of a pipeline all of a stage stays whole, and so do its gradients until the last one.
+        """
         setup = self.setup
         if setup.optimizer_sharding is not OptimizerSharding.ZERO3 or _shards(setup)[0] == 1:
             return 0.0
+        if setup.pp > 1:
+            return parameters * (LOW_PRECISION_BYTES[setup.precision] + setup.gradient_bytes)
         dense, expert, _ = layer_parameters(self.shape, setup)
         layer = max(dense.total if content.dense_layers else 0.0, expert.total if content.expert_layers else 0.0)
         ends = local_vocabulary(self.shape, setup.tp, self.traits.padded_vocabulary) * self.shape.hidden

@@ -164,6 +164,15 @@ def test_states_are_those_of_mixed_precision_and_zero() -> None:
         assert states == pytest.approx(bytes_per_parameter * parameter_count(LLAMA_7B))
 
 
+def test_fully_sharded_stages_stay_whole_between_micro_batches() -> None:
+    """Without a pipeline two layers are gathered at a time, with one the whole stage and its gradients are."""
+    sharded: dict[str, Any] = {"dp": 8, "optimizer_sharding": OptimizerSharding.ZERO3, "stack": Stack.COMPILED}
+    alone = training_memory(run(LLAMA_7B, **sharded)).fullest
+    staged = training_memory(run(LLAMA_7B, **sharded, pp=2, micro_batches=4)).stages[0]
+    assert alone.gathered_parameters < 0.2 * 2 * parameter_count(LLAMA_7B)
+    assert staged.gathered_parameters == pytest.approx((2 + 4) * 8 * staged.parameters / 4)
+
+
 def test_components_add_up_and_figures_grow() -> None:
     memory = training_memory(run(LLAMA_7B, tp=2, pp=4, dp=2, micro_batches=8))
     figures = memory.figures()
