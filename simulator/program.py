@@ -92,7 +92,8 @@ class Task:
 
     ``after`` holds indices of tasks of the same segment that must end first; tasks of one stream
     also run in the order of their indices. ``allocates`` happens when the task starts,
-    ``releases`` (names of buffers) when it ends.
+    ``releases`` (names of buffers) when it ends. ``matmul`` holds batch, m, n and k of a matrix product, whose
+    time depends on its shape.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Task:
     dtype: str = "float32"
     flops: float = 0.0
     bytes_moved: float = 0.0
+    matmul: tuple[float, float, float, float] | None = None
     collective: Collective | None = None
     axis: str = ""
     payload_bytes: float = 0.0

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from simulator.collectives import collective_time
 from simulator.errors import ProgramError
 from simulator.hardware import Hardware
-from simulator.kernels import kernel_time
+from simulator.kernels import kernel_time, matmul_time
 from simulator.program import Collective, Kernel, Program, Segment
 from simulator.topology import group_shape
 
@@ -32,7 +32,11 @@ def task_times(program: Program, hardware: Hardware) -> list[FloatArray]:
     for segment in program.segments:
         seconds = np.zeros(len(segment.tasks))
         kernels, collectives = _group(segment)
-        for (kernel, dtype), compute in kernels.items():
+        for (kernel, dtype, shaped), compute in kernels.items():
+            if shaped and hardware.matmul_models:
+                batch, m, n, k = np.array([segment.tasks[i].matmul for i in compute]).T
+                seconds[compute] = slowdown * matmul_time(hardware, dtype, m, n, k, batch)
+                continue
             work = np.array([(segment.tasks[i].flops, segment.tasks[i].bytes_moved) for i in compute])
             seconds[compute] = slowdown * kernel_time(hardware, kernel, dtype, work[:, 0], work[:, 1])
         for (collective, axis), messages in collectives.items():
@@ -47,13 +51,15 @@ def task_times(program: Program, hardware: Hardware) -> list[FloatArray]:
     return result
 
 
-def _group(segment: Segment) -> tuple[dict[tuple[Kernel, str], list[int]], dict[tuple[Collective, str], list[int]]]:
-    """Task indices by kernel and dtype, and by collective and axis."""
-    kernels: dict[tuple[Kernel, str], list[int]] = {}
+def _group(
+    segment: Segment,
+) -> tuple[dict[tuple[Kernel, str, bool], list[int]], dict[tuple[Collective, str], list[int]]]:
+    """Task indices by kernel, dtype and whether the shape is known, and by collective and axis."""
+    kernels: dict[tuple[Kernel, str, bool], list[int]] = {}
     collectives: dict[tuple[Collective, str], list[int]] = {}
     for index, task in enumerate(segment.tasks):
         if task.collective is None:
-            kernels.setdefault((task.kernel, task.dtype), []).append(index)
+            kernels.setdefault((task.kernel, task.dtype, task.matmul is not None), []).append(index)
         else:
             collectives.setdefault((task.collective, task.axis), []).append(index)
     return kernels, collectives

@@ -74,6 +74,7 @@ class Body(Writer):
             dtype=node.outputs[0].dtype,
             flops=recipe.flops,
             bytes_moved=recipe.bytes_moved,
+            matmul=recipe.matmul,
         )
         rules = source.rules[index]
         instruction = Compute(node=index, inputs=names, outputs=tuple(outputs), rules=rules)

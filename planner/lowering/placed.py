@@ -11,7 +11,7 @@ from planner.sharding.placement import REPLICATE, Mesh, Placements, placement_na
 from planner.sharding.redistribution import Step, redistribution
 from planner.sharding.rules import Rule
 from planner.strategy.plan import NodeRules
-from planner.work import Optimizer, state_bytes, traffic_bytes
+from planner.work import Optimizer, product_shape, state_bytes, traffic_bytes
 from simulator.errors import StrategyError
 from simulator.program import (
     Buffer,
@@ -44,6 +44,7 @@ class Recipe:
     sizes: tuple[int, ...]
     flops: float
     bytes_moved: float
+    matmul: tuple[float, float, float, float] | None
 
 
 class PlacedGraph:
@@ -85,12 +86,14 @@ class PlacedGraph:
             outputs = tuple(tuple(rule.outputs[o] for rule in rules) for o in range(len(node.outputs)))
             shares = [local_share(placements, self.sizes) for placements in (*inputs, *outputs)]
             split = prod(size for rule, size in zip(rules, self.sizes, strict=True) if rule.splits_work)
+            product = product_shape(self.graph, node, shares, 1.0 / split)
             self._recipes[key] = Recipe(
                 inputs=inputs,
                 outputs=outputs,
                 sizes=tuple(self.local_bytes(spec, p) for spec, p in zip(node.outputs, outputs, strict=True)),
                 flops=node.flops / split,
                 bytes_moved=traffic_bytes(self.graph, node, shares),
+                matmul=product and (float(product[0]), float(product[1]), float(product[2]), float(product[3])),
             )
         return self._recipes[key]
 

@@ -29,8 +29,8 @@ from planner.search.costs import MeshCosts
 from planner.search.variables import Choice, Decisions, Edge, Kind, Variable, masks
 from planner.sharding.placement import REPLICATE
 from planner.sharding.redistribution import placement_index
-from planner.work import Optimizer, state_bytes, traffic_bytes, update_traffic
-from simulator.kernels import kernel_time
+from planner.work import Optimizer, product_shape, state_bytes, traffic_bytes, update_traffic
+from simulator.kernels import kernel_time, matmul_time
 from simulator.program import Collective, Kernel, Phase
 
 FloatArray = NDArray[np.float64]
@@ -212,7 +212,13 @@ class Problem:
         ports += [[c.rules[position].outputs[i] for c in choices] for i in range(len(node.outputs))]
         shares = [self._shares(states, codes) for codes in ports]
         moved = traffic_bytes(self.graph, node, shares)
-        time = kernel_time(hardware, node.kernel, node.outputs[0].dtype, node.flops * work, moved)
+        dtype = node.outputs[0].dtype
+        product = product_shape(self.graph, node, shares, work) if hardware.matmul_models else None
+        if product is None:
+            time = kernel_time(hardware, node.kernel, dtype, node.flops * work, moved)
+        else:
+            batch, m, n, k = product
+            time = matmul_time(hardware, dtype, m, n, k, batch)
         return time * hardware.compute_slowdown(self.setting.costs.mesh.size) + inside
 
     def _station_time(self, states: States) -> FloatArray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 import numpy as np
@@ -16,9 +16,10 @@ from planner.search.solution import Solution
 from planner.search.variables import Choice, Kind
 from planner.sharding.placement import PARTIAL, REPLICATE, Placements
 from planner.sharding.redistribution import redistribution
+from planner.sharding.rule_notation import Rule
 from planner.work import state_bytes, update_traffic
 from simulator.collectives import collective_time
-from simulator.kernels import kernel_time
+from simulator.kernels import kernel_time, matmul_time
 from simulator.program import Collective, Kernel
 from simulator.topology import group_shape
 from tests.planner.search.problems import BUCKET_BYTES, captured, make_mesh, make_problem
@@ -68,7 +69,24 @@ class Recount:
                 moved = 0.0 if node.kernel is Kernel.VIEW else sum(sizes)
                 split = prod(n for r, n in zip(rules, self.mesh.sizes, strict=True) if r.splits_work)
                 dtype = node.outputs[0].dtype
+                if node.op.startswith(("aten.mm.", "aten.addmm.", "aten.bmm.")):
+                    batch, m, n, k = self.product(index, rules)
+                    yield self.slowdown * float(matmul_time(self.costs.hardware, dtype, m, n, k, batch))
+                    continue
                 yield self.slowdown * kernel_time(self.costs.hardware, node.kernel, dtype, node.flops / split, moved)
+
+    def product(self, index: int, rules: Sequence[Rule]) -> tuple[float, float, float, float]:
+        """Batch, m, n and k of a product, from the local sizes of its operands dim by dim."""
+        refs = self.graph.nodes[index].tensor_inputs
+        left, right = (self.local_shape(index, rules, place) for place in (len(refs) - 2, len(refs) - 1))
+        return float(prod(left[:-2])), left[-2], right[-1], left[-1]
+
+    def local_shape(self, index: int, rules: Sequence[Rule], place: int) -> list[float]:
+        shape = self.graph.spec(self.graph.nodes[index].tensor_inputs[place]).shape
+        parts = [
+            [n for r, n in zip(rules, self.mesh.sizes, strict=True) if r.inputs[place] == d] for d in range(len(shape))
+        ]
+        return [size / prod(part) for size, part in zip(shape, parts, strict=True)]
 
     def inner_messages(self) -> Iterator[float]:
         for variable, chosen in zip(self.problem.decisions.variables, self.choices, strict=True):
