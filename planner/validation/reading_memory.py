@@ -43,6 +43,8 @@ def memory_settings(row: FileRow) -> MemorySettings:
         master_weight_bytes=2 if "reuse-fp32-param" in words else 4,
         frozen_weight_bytes=_FOUR_BITS if "qlora" in words else 0.0,
         offload_activations=bool(re.search(r"swap-attention|activation offload|fine_grained_offload", words))
+        # Megatron's runs with ZeRO-3 keep checkpoints in the host's memory (``PA_CPU``) unless they say otherwise.
+        or ("megatron" in framework and "zero-3" in framework and "pa_cpu=n" not in words)
         or cumulative(row, "activation offloading"),
         recompute_activation_function="activation-function recompute" in words,
     )

@@ -16,6 +16,7 @@ from planner.validation.reading_setup import Network
 from simulator.hardware import Hardware
 
 _DATA_PARALLEL = r"fsdp|ddp|horovod|data.?parallel|torchtune|torch dataparallel|deepspeed(?!.*megatron)|mindspore"
+_MANY_SAMPLES = 2048
 _ROUNDING = 0.02
 """Batches that do not divide are taken as the next whole number of micro-batches up to this relative change."""
 
@@ -195,6 +196,9 @@ def _stated_micro(row: FileRow, mesh: Mesh) -> int | None:
     per_device = row.whole("per_accel_batch")
     if not per_device:
         return None
+    accumulated = row.whole("grad_accum") or 1
+    if per_device >= _MANY_SAMPLES and accumulated > 1 and per_device % accumulated == 0 and row.whole("seq_len"):
+        per_device //= accumulated  # the batch of a device and step, not of a pass
     return per_device * mesh.tp if mesh.pp == 1 else None
 
 

@@ -90,13 +90,13 @@ def stack(row: FileRow, notes: list[str]) -> Stack:
         return on_ascend
     if re.search(r"automodel", framework):
         return Stack.TRANSFORMER_ENGINE if re.search(r"\bte\b", flags) else Stack.EAGER
-    if re.search(r"transformer.?engine|nemo|megatron-bridge|megatron.?core", framework):
+    if re.search(r"transformer.?engine|nemo|megatron-bridge|megatron.?core|hai-llm", framework):
         return Stack.TRANSFORMER_ENGINE
     if "mcore" in framework:
         return Stack.MEGATRON if "local" in framework else Stack.TRANSFORMER_ENGINE
     if re.search(r"deepspeed|aa-scaling|sailor|internevo|bmtrain", framework) and "hf trainer" not in framework:
         return Stack.DEEPSPEED
-    if re.search(r"megatron|zero bubble|flagscale|hai-llm", framework):
+    if re.search(r"megatron|zero bubble|flagscale", framework):
         return _megatron_by_date(row)
     if re.search(r"jax|xla|alpa|parax|maxtext|t5x|pathways", f"{framework} {_xla(row)}"):
         return Stack.COMPILED
@@ -189,7 +189,12 @@ def _stated_attention(text: str, row: FileRow, used: Stack, date: str) -> Attent
 
 
 def sharding(row: FileRow, used: Stack, notes: list[str]) -> OptimizerSharding:
-    """What the ranks of the data axis share out."""
+    """What the ranks of the data axis share out; MindSpore's parallel optimizer keeps slices of gradients as well."""
+    value = _stated_sharding(row, used, notes)
+    return OptimizerSharding.ZERO2 if value is OptimizerSharding.ZERO1 and used is Stack.MINDSPORE else value
+
+
+def _stated_sharding(row: FileRow, used: Stack, notes: list[str]) -> OptimizerSharding:
     text, kind = row.text("zero_fsdp").lower(), row.text("optimizer_sharding").lower()
     if re.search(r"shard_grad_op", text):
         return OptimizerSharding.ZERO2
@@ -244,6 +249,9 @@ def recompute(row: FileRow, network: Network, pp: int, notes: list[str]) -> tupl
         counts = [int(part) for part in listed[1].split(",") if part.strip()]
         layers = round(sum(counts) / max(1, len(counts)))
         return (Recompute.SELECTIVE if "select" in text else Recompute.FULL) if layers else Recompute.NONE, layers
+    if re.search(r"\bmoe\b|experts", text) and "full" not in text:
+        notes.append("recomputed experts taken as whole layers")
+        return Recompute.FULL, 0
     if re.search(r"\bnorm, act|layernorm|activation-function", text) and "full" not in text:
         notes.append("recomputed norms and activations are not counted")
         return Recompute.NONE, 0
