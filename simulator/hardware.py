@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -18,6 +19,7 @@ from simulator.errors import ProfileError
 from simulator.program import Collective, Kernel
 
 PROFILE_SUFFIX = ".yaml"
+CLUSTER_FORMAT = re.compile(rb"^format: *meshwright-cluster *$", re.MULTILINE)
 _WIDER_DTYPE = {
     "float8_e4m3fn": "bfloat16",
     "float8_e5m2": "float8_e4m3fn",
@@ -288,7 +290,7 @@ def load_profile(name_or_path: str) -> Hardware:
 
     if is_profile_path(name_or_path):
         path = Path(name_or_path).expanduser()
-        return parse_profile(read_limited(path), str(path))
+        return _parse(read_limited(path), str(path))
     names = profile_names()
     if name_or_path not in names:
         near = difflib.get_close_matches(name_or_path, names, n=3, cutoff=0.5)
@@ -305,9 +307,20 @@ def is_profile_path(text: str) -> bool:
 
 def check_profile(path: str) -> Hardware:
     """Read the profile in file `path`, whatever the file is called; ProfileError says what is wrong."""
-    from simulator.profile_file import parse_profile, read_limited
+    from simulator.profile_file import read_limited
 
-    return parse_profile(read_limited(Path(path).expanduser()), path)
+    return _parse(read_limited(Path(path).expanduser()), path)
+
+
+def _parse(content: bytes, file: str) -> Hardware:
+    """The profile in `content`, or what the slowest parts of the cluster of several device types there make."""
+    if CLUSTER_FORMAT.search(content):
+        from simulator.mixed_cluster import pacing_hardware, parse_cluster
+
+        return pacing_hardware(parse_cluster(content, file))
+    from simulator.profile_file import parse_profile
+
+    return parse_profile(content, file)
 
 
 def write_profile(content: Mapping[str, object], path: str | Path) -> Hardware:

@@ -6,6 +6,7 @@ collectives take the slowest member's links and their kernels the slowest member
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
@@ -22,10 +23,10 @@ from pydantic import Field, ValidationError
 
 from simulator.collectives import collective_time
 from simulator.errors import ProfileError
-from simulator.hardware import Hardware, Level, load_profile
-from simulator.profile_file import load_strictly, read_limited
+from simulator.hardware import Hardware, Level, is_profile_path, load_profile
+from simulator.profile_file import load_strictly, parse_profile, read_limited
 from simulator.profile_parts import Count, NonNegative, Part
-from simulator.program import Collective, Program
+from simulator.program import Collective, Kernel, Program
 from simulator.timing import task_times
 from simulator.topology import FabricSpec, GroupShape, Topology, cluster_topology, fabric_spec, unit_spec
 
@@ -89,17 +90,22 @@ class _ClusterPart(Part):
 
 def load_cluster(path: str) -> MixedCluster:
     """Read the description of a cluster; ProfileError says which field is wrong."""
+    return parse_cluster(read_limited(Path(path).expanduser()), path)
+
+
+def parse_cluster(content: bytes, file: str) -> MixedCluster:
+    """Cluster from the bytes of `file`; paths of profiles in it are relative to it."""
     try:
-        data = load_strictly(read_limited(Path(path).expanduser()))
-        part = _ClusterPart.model_validate_json(json.dumps(data))
+        part = _ClusterPart.model_validate_json(json.dumps(load_strictly(content)))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
-        raise ProfileError(f"cluster {path}: {place}: {first['msg']}; see docs/topology.md for the format") from None
+        raise ProfileError(f"cluster {file}: {place}: {first['msg']}; see docs/topology.md for the format") from None
     except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
         detail = " ".join(str(error).split())
-        raise ProfileError(f"cluster {path} is not valid YAML: {detail}; see docs/topology.md for the format") from None
-    nodes = tuple(hardware for entry in part.nodes for hardware in [load_profile(entry.profile)] * entry.count)
+        raise ProfileError(f"cluster {file} is not valid YAML: {detail}; see docs/topology.md for the format") from None
+    folder = Path(file).expanduser().parent
+    nodes = tuple(hardware for entry in part.nodes for hardware in [_member(entry.profile, folder)] * entry.count)
     fabric = part.fabric
     latency = fabric.latency_s
     if latency is None:
@@ -117,6 +123,54 @@ def load_cluster(path: str) -> MixedCluster:
     )
     cluster.topology()  # checks the fabric
     return cluster
+
+
+def _member(profile: str, folder: Path) -> Hardware:
+    if not is_profile_path(profile):
+        return load_profile(profile)
+    path = folder / Path(profile).expanduser()
+    return parse_profile(read_limited(path), str(path))
+
+
+def pacing_hardware(cluster: MixedCluster) -> Hardware:
+    """The profile of a job whose devices all do the same in step.
+
+    It has the least memory, the slowest links of every level, and the kernels of the type whose matrix products are
+    slowest.
+    """
+    types = list(dict.fromkeys(cluster.nodes))
+    links = slowest_links(cluster, range(len(cluster.nodes)))
+    slowest = min(types, key=_matrix_rate)
+    numbers = repr((cluster.fabric, [hardware.hash for hardware in cluster.nodes]))
+    return replace(
+        with_links(slowest, links),
+        name=cluster.name,
+        hash=hashlib.sha256(numbers.encode()).hexdigest(),
+        description=f"Nodes of {', '.join(hardware.name for hardware in types)}, joined by one fabric, in step.",
+        device_memory_bytes=min(hardware.device_memory_bytes for hardware in types),
+        uncertainty=max((hardware.uncertainty for hardware in types), key=lambda interval: interval.high),
+    )
+
+
+def with_links(hardware: Hardware, links: Hardware) -> Hardware:
+    """`hardware` joined as `links` is."""
+    return replace(
+        hardware,
+        hash=hashlib.sha256(f"{hardware.hash} {links.hash}".encode()).hexdigest(),
+        levels=links.levels,
+        node=links.node,
+        fabric=links.fabric,
+        max_devices=links.max_devices,
+        devices_per_node=links.devices_per_node,
+        node_device_counts=links.node_device_counts,
+        collective_overhead_s=links.collective_overhead_s,
+        collective_algorithms=links.collective_algorithms,
+        collective_tables=links.collective_tables,
+    )
+
+
+def _matrix_rate(hardware: Hardware) -> float:
+    return hardware.peak(hardware.default_precision) * hardware.kernels[Kernel.MATMUL].compute_efficiency
 
 
 def slowest_links(cluster: MixedCluster, nodes: Sequence[int]) -> Hardware:
@@ -199,20 +253,5 @@ def mixed_task_times(program: Program, cluster: MixedCluster) -> list[FloatArray
     nodes = range(cluster.node_of(program.devices - 1) + 1)
     links = slowest_links(cluster, nodes)
     types = dict.fromkeys(cluster.nodes[node] for node in nodes)
-    shared = [
-        replace(
-            hardware,
-            hash=f"{hardware.hash}@{links.hash}",
-            levels=links.levels,
-            node=links.node,
-            fabric=links.fabric,
-            max_devices=links.max_devices,
-            devices_per_node=links.devices_per_node,
-            collective_overhead_s=links.collective_overhead_s,
-            collective_algorithms=links.collective_algorithms,
-            collective_tables=links.collective_tables,
-        )
-        for hardware in types
-    ]
-    per_type = [task_times(program, hardware) for hardware in shared]
+    per_type = [task_times(program, with_links(hardware, links)) for hardware in types]
     return [np.maximum.reduce(segments) for segments in zip(*per_type, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from simulator.collectives import collective_time
 from simulator.errors import ProfileError
-from simulator.hardware import load_profile
+from simulator.hardware import check_profile, load_profile
 from simulator.mixed_cluster import MixedCluster, load_cluster, mixed_collective_time, mixed_task_times, slowest_links
 from simulator.program import Collective
 from simulator.timing import task_times
@@ -75,6 +76,25 @@ def test_a_program_in_step_takes_the_slowest_types_kernels(mixed: MixedCluster) 
     assert slow[0][0] > 2 * alone[0][0]
     with pytest.raises(ProfileError, match="needs 4 devices, cluster none has 0; add nodes"):
         mixed_task_times(work, MixedCluster(name="none", nodes=(), fabric=FabricSpec(latency_s=1e-6)))
+
+
+def test_a_cluster_stands_for_a_profile(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(TEXT)
+    hardware = load_profile(str(path))
+    assert (hardware.name, hardware.max_devices, hardware.devices_per_node) == ("old-and-new", 24, 8)
+    assert hardware.device_name == profile("dgx1-v100").device_name
+    assert hardware.device_memory_bytes == profile("dgx1-v100").device_memory_bytes
+    assert hardware.levels[-1].bandwidth_bytes_per_s == profile("dgx1-v100").levels[-1].bandwidth_bytes_per_s
+    assert check_profile(str(path)) == hardware
+    with pytest.raises(ProfileError, match="25 devices do not fit profile old-and-new.*up to 24 devices; use 24"):
+        hardware.check_devices(25)
+    (tmp_path / "own.yaml").write_text((resources.files("hw_profiles") / "dgx-a100.yaml").read_text())
+    path.write_text(TEXT.replace("profile: dgx-a100", "profile: own.yaml"))
+    assert load_profile(str(path)) == hardware
+    path.write_text(TEXT.replace("profile: dgx-a100", "profile: cluster.yaml"))
+    with pytest.raises(ProfileError, match=r"profile .*cluster.yaml: format: "):
+        load_profile(str(path))
 
 
 def test_nodes_below_different_leaves_share_the_links_to_the_spine(mixed: MixedCluster) -> None:
