@@ -36,6 +36,7 @@ _BACKWARD_MOVED: Mapping[Kernel, float] = {
 _OPTIMIZER_BYTES = 20.0
 """Bytes a parameter of SGD with momentum in float32: gradient, weight and momentum read, the last two written."""
 _SINGLE_BYTES = 4.0
+_SMALL_WINDOW = 9.0
 _WITH_BOXES = ("annotated image", "mosaic image")
 _SMOOTH = 4.0
 """Exponent of the smooth maximum of what runs at the same time."""
@@ -204,8 +205,10 @@ def layered_step_times(
     )
     bandwidth = hardware.memory_bandwidth * parameters.memory
     compute = flops / (rate * np.where(layers.product, shape, 1.0))
+    # Windows wider than 3 x 3 are read again from caches: with the side of the window, by the rows of QuartzNet.
+    window = np.sqrt(np.maximum(layers.depth / _SMALL_WINDOW, 1.0))
     narrow = np.maximum(
-        moved * parameters.memory / (bandwidth * parameters.grouped), flops / (0.5 * hardware.peak("float32"))
+        moved * window / (hardware.memory_bandwidth * parameters.grouped), flops / (0.5 * hardware.peak("float32"))
     )
     products = np.maximum(compute, moved / bandwidth)
     products = np.where(layers.grouped, np.minimum(products, narrow), products)
@@ -239,14 +242,14 @@ def layered_memory(run: TrainingRun, network: LayeredNetwork) -> dict[str, float
 
 
 def typical_batch(network: LayeredNetwork, hardware: Hardware, precision: str) -> int:
-    """Samples a device where a published run states none: a power of two, at most 256 (128 in single precision).
+    """Samples a device where a published run states none.
 
-    The largest whose kept activations fill at most three quarters of the memory.
+    A power of two, at most 256 images in half precision, else 128: the largest whose kept activations fill at most three quarters of the memory.
     """
     half = precision in ("fp16", "bf16")
     room = 0.75 * hardware.device_memory_bytes - 16 * network.parameters
     largest = room / ((2 if half else 4) * max(_arrays(network).saved, 1.0))
-    most = 256 if half else 128
+    most = 256 if half and network.sample.endswith("image") else 128
     return int(2 ** np.clip(np.floor(np.log2(max(largest, 1.0))), 0, np.log2(most)))
 
 

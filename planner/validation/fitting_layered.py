@@ -6,7 +6,7 @@ the logarithm of every coefficient. Coefficients belong to device families and s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +79,24 @@ PYTHON_HOST_PRIORS = {
 _BOUNDS = {"unfused": 1.0, "exposed": 1.0, "half": 1.0, "tf32": 1.0, "single": 1.6, "memory": 1.1, "contention": 0.2}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """Number of rows, mean and median of their absolute relative errors, and mean of the signed ones."""
+
+    rows: int
+    mean: float
+    median: float
+    bias: float
+
+    @classmethod
+    def of(cls, errors: FloatArray) -> Errors:
+        """Figures of relative errors (N,)."""
+        sizes = np.abs(errors)
+        return cls(
+            rows=len(errors), mean=float(sizes.mean()), median=float(np.median(sizes)), bias=float(errors.mean())
+        )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayeredFit:
     """Fitted coefficients, and the logarithm of predicted over measured of the rows."""
@@ -103,6 +121,10 @@ def _usable(run: TrainingRun) -> bool:
     return True
 
 
+def _kind(run: TrainingRun) -> str:
+    return run.network.sample if isinstance(run.network, LayeredNetwork) else ""
+
+
 def priors_of(runs: Sequence[TrainingRun]) -> dict[tuple[str, str, str], Prior]:
     """Coefficients that `runs` depend on, as ``(devices or stacks, group, name)``."""
     found: dict[tuple[str, str, str], Prior] = {}
@@ -113,7 +135,7 @@ def priors_of(runs: Sequence[TrainingRun]) -> dict[tuple[str, str, str], Prior]:
         found |= {("devices", family, name): prior for name, prior in device.items()}
         software = STACK_PRIORS | dict(STACK_OWN_PRIORS.get(stack, {}))
         found |= {("stacks", stack, name): prior for name, prior in software.items()}
-        kind = run.network.sample if isinstance(run.network, LayeredNetwork) else ""
+        kind = _kind(run)
         host = PYTHON_HOST_PRIORS if run.setup.stack is Stack.MINDSPORE_TOOLKIT else HOST_PRIORS
         if kind in host:
             found["stacks", stack, f"host_{kind.replace(' ', '_')}_s"] = host[kind]
@@ -121,11 +143,14 @@ def priors_of(runs: Sequence[TrainingRun]) -> dict[tuple[str, str, str], Prior]:
 
 
 def fit_layered(rows: Sequence[MeasuredRow]) -> LayeredFit:
-    """Coefficients that predict `rows` best; a source counts with the square root of its number of rows."""
+    """Coefficients that predict `rows` best.
+
+    The rows of a source that train on samples of one kind count with the square root of their number.
+    """
     runs = [row.run for row in rows if row.run]
     target = np.log([row.measured_time_s for row in rows])
-    sources = [row.source for row in rows]
-    weights = np.array([1 / np.sqrt(sources.count(source)) for source in sources])
+    kinds = [(row.source, _kind(run)) for row, run in zip(rows, runs, strict=True)]
+    weights = np.array([1 / np.sqrt(kinds.count(kind)) for kind in kinds])
     weights *= np.sqrt(len(rows)) / np.linalg.norm(weights)
     priors = priors_of(runs)
     keys = list(priors)
@@ -198,3 +223,21 @@ def as_section(coefficients: LayeredCoefficients) -> Mapping[str, object]:
         }
         for part, groups in (("devices", coefficients.devices), ("stacks", coefficients.stacks))
     }
+
+
+def errors_by(
+    rows: Sequence[MeasuredRow], residuals: FloatArray, group: Callable[[MeasuredRow], str]
+) -> dict[str, Errors]:
+    """Relative errors of the rows by `group`."""
+    groups: dict[str, list[float]] = {}
+    for row, error in zip(rows, np.expm1(residuals), strict=True):
+        groups.setdefault(group(row), []).append(float(error))
+    return {name: Errors.of(np.array(errors)) for name, errors in sorted(groups.items())}
+
+
+def left_out_errors(rows: Sequence[MeasuredRow], source: str) -> Errors:
+    """Errors on the rows of `source`, predicted with coefficients fitted without them."""
+    rest = [row for row in rows if row.source != source]
+    held = [row for row in rows if row.source == source]
+    predicted = predicted_logarithms([row.run for row in held if row.run], fit_layered(rest).coefficients)
+    return Errors.of(np.expm1(predicted - np.log([row.measured_time_s for row in held])))

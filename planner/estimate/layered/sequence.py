@@ -77,7 +77,7 @@ def tacotron2(name: str) -> LayeredNetwork:
     net.recurrent(256, bidirectional=True)
     net.become(80, CLIP_LONGEST_FRAMES).linear(256, bias=False).relu().linear(256, bias=False).relu()
     net.become(768, CLIP_LONGEST_FRAMES).recurrent(1024)
-    net.steps(CLIP_LONGEST_FRAMES, Kernel.ELEMENTWISE, 12, 4 * CLIP_LETTERS * 128)
+    net.steps(CLIP_LONGEST_FRAMES, Kernel.COPY, 40, 6 * CLIP_LETTERS * 128)
     net.become(1536, CLIP_LONGEST_FRAMES).recurrent(1024).become(1536).linear(80)
     for channels in (512, 512, 512, 512, 80):
         net.unit(channels, 5, activation="smooth")
