@@ -244,7 +244,8 @@ def layered_memory(run: TrainingRun, network: LayeredNetwork) -> dict[str, float
 def typical_batch(network: LayeredNetwork, hardware: Hardware, precision: str) -> int:
     """Samples a device where a published run states none.
 
-    A power of two, at most 256 images in half precision, else 128: the largest whose kept activations fill at most three quarters of the memory.
+    A power of two, at most 256 images in half precision, else 128: the largest whose kept activations fill at most
+    three quarters of the memory.
     """
     half = precision in ("fp16", "bf16")
     room = 0.75 * hardware.device_memory_bytes - 16 * network.parameters
