@@ -135,7 +135,7 @@ def workload_key(source: str, run: TrainingRun) -> str:
         sizes = []
     facts = (
         source, network.name, *sizes, run.hardware.name, run.hardware.hash[:8], setup.devices,
-        setup.global_batch, setup.precision, setup.trained_fraction < 1,
+        setup.global_batch, setup.precision, setup.stack, setup.trained_fraction < 1,
     )  # fmt: skip
     return " | ".join(str(fact) for fact in facts)
 
