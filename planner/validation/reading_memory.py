@@ -54,7 +54,18 @@ def _loss_chunks(row: FileRow, framework: str) -> int:
     """8 is torchtune's default; a fused loss that writes its gradient over the logits comes to many chunks."""
     if re.search(r"llm-foundry|composer|mosaic|liger", f"{framework} {row.text('other_flags').lower()}"):
         return _IN_PLACE
-    return 8 if cumulative(row, "chunked") else 1
+    return 8 if cumulative(row, "chunked") or torchtune_recipe(row) else 1
+
+
+def torchtune_recipe(row: FileRow) -> bool:
+    """Whether a row ran a recipe of torchtune as it comes: checkpointed activations, chunked loss."""
+    return "torchtune" in row.text("framework").lower() and not row.text("other_flags").lower().startswith("cumulative")
+
+
+def whole_on_one_device(row: FileRow) -> bool:
+    """Torchtune's full fine-tuning on one device: gradients used up at once, paged 8-bit AdamW."""
+    flags = f"{row.text('framework')} {row.text('other_flags')}".lower()
+    return torchtune_recipe(row) and row.whole("n_accels") == 1 and bool(re.search(r"full[_ ]finetune", flags))
 
 
 def cumulative(row: FileRow, step: str) -> bool:

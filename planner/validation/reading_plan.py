@@ -10,7 +10,7 @@ from planner.estimate.layered_work import typical_batch
 from planner.estimate.training_run import LayeredNetwork, OptimizerSharding, Stack, TrainingSetup, TransformerShape
 from planner.validation import reading_setup as words
 from planner.validation.measurement_file import FileRow
-from planner.validation.reading_memory import memory_settings
+from planner.validation.reading_memory import memory_settings, whole_on_one_device
 from planner.validation.reading_network import MissingFactError
 from planner.validation.reading_setup import Network
 from simulator.hardware import Hardware
@@ -55,7 +55,8 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
         attention=words.attention(row, used, [] if isinstance(network, LayeredNetwork) else notes),
         stack=used, overlap_gradients=overlap_gradients, overlap_parameters=overlap_parameters,
         overlap_tensor=overlap_tensor, gradient_bytes=words.gradient_bytes(row, used, kind),
-        offload_optimizer=bool(re.search(r"opt offl=y|cpu.?offload(?!=false)|optimizer.?offload(?!=false)", flags)),
+        offload_optimizer=whole_on_one_device(row)
+        or bool(re.search(r"opt offl=y|cpu.?offload(?!=false)|optimizer.?offload(?!=false)", flags)),
         trained_fraction=words.trained_fraction(row, notes), layers_per_stage=stages,
         deterministic=bool(re.search(r"deterministic[- ](mode|settings)|allow_nondeterministic_algo=0", flags)),
         **memory_settings(row),

@@ -13,7 +13,7 @@ from planner.estimate.training_run import (
     TransformerShape,
 )
 from planner.validation.measurement_file import FileRow
-from planner.validation.reading_memory import cumulative
+from planner.validation.reading_memory import cumulative, torchtune_recipe, whole_on_one_device
 
 Network = TransformerShape | LayeredNetwork
 FROZEN_TRAINED_FRACTION = 0.005
@@ -273,7 +273,8 @@ def _default_recompute(row: FileRow, network: Network, notes: list[str]) -> Reco
     old_megatron = (
         re.search(r"megatron", framework) and date and date < "2022" and isinstance(network, TransformerShape)
     )
-    value = Recompute.FULL if old_megatron or cumulative(row, "activation checkpointing") else Recompute.NONE
+    checkpointed = old_megatron or torchtune_recipe(row) or cumulative(row, "activation checkpointing")
+    value = Recompute.FULL if checkpointed else Recompute.NONE
     if isinstance(network, TransformerShape):
         notes.append(f"recomputation not stated: {value}")
     return value
@@ -320,7 +321,7 @@ def gradient_bytes(row: FileRow, used: Stack, kind: str) -> int:
         return 6 if deepspeed else 4
     if is_recipe(row) and kind != "fp32":
         return 2
-    if cumulative(row, "fuse optimizer"):
+    if cumulative(row, "fuse optimizer") or whole_on_one_device(row):
         return 0  # each gradient is used up at once
     if re.search(r"mp mode=pure|torchtune", words) and kind in ("fp16", "bf16"):
         return 2
@@ -338,7 +339,7 @@ def optimizer(row: FileRow, network: Network) -> str:
         return "momentum" if re.search(r"net|rn50|vgg|yolo|ssd|rcnn", network.name.lower()) else "adamw"
     if "muon" in words:
         return "muon"
-    if cumulative(row, "8-bit adamw"):
+    if cumulative(row, "8-bit adamw") or whole_on_one_device(row):
         return "adamw8bit"
     if not network.causal and "pre-training" in words:
         return "lamb"
