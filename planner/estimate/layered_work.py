@@ -59,7 +59,7 @@ class LayeredParameters:
     unfused
         Share of the traffic of ReLUs and sums, and of a norm's first pass, that no other kernel does on its way.
     casts
-        Copies that mixed precision makes around a product, to other types or layouts, as a share of what it moves.
+        Copies that mixed precision makes around a convolution, to another layout, as a share of what it moves.
     step_overhead_s
         Seconds of a step outside kernels.
     exposed
@@ -213,7 +213,7 @@ def layered_step_times(
     products = np.maximum(compute, moved / bandwidth)
     products = np.where(layers.grouped, np.minimum(products, narrow), products)
     if size < _SINGLE_BYTES:
-        products += parameters.casts * moved / bandwidth
+        products += np.where(layers.convolution, parameters.casts * moved / bandwidth, 0.0)
     left = np.where(layers.fusable, parameters.unfused, 1.0)
     # A fused norm sums up what its convolution writes: one of its three passes goes.
     passes = np.where(layers.norm, (2.0 + parameters.unfused) / 3.0, left)

@@ -23,6 +23,9 @@ from simulator.errors import MeshwrightError
 
 FloatArray = npt.NDArray[np.float64]
 _RESIDUAL_SCALE = 0.12
+_BATCH_DECIDES = ("clip", "sound", "sentence")
+_KNOWN_BATCH, _UNKNOWN_BATCH = 1.0, 0.3
+"""Weights: published rates of recurrent networks state no batch, which decides them; they may only settle the rest."""
 _STEP = 1e-3
 _EVALUATIONS = 40
 _PRODUCTS = Prior(centre=0.55, spread=0.3)
@@ -143,14 +146,12 @@ def priors_of(runs: Sequence[TrainingRun]) -> dict[tuple[str, str, str], Prior]:
 
 
 def fit_layered(rows: Sequence[MeasuredRow]) -> LayeredFit:
-    """Coefficients that predict `rows` best.
-
-    The rows of a source that train on samples of one kind count with the square root of their number.
-    """
+    """Coefficients that predict `rows` best; a source counts with the square root of its number of rows."""
     runs = [row.run for row in rows if row.run]
     target = np.log([row.measured_time_s for row in rows])
-    kinds = [(row.source, _kind(run)) for row, run in zip(rows, runs, strict=True)]
-    weights = np.array([1 / np.sqrt(kinds.count(kind)) for kind in kinds])
+    sources = [row.source for row in rows]
+    weights = np.array([1 / np.sqrt(sources.count(source)) for source in sources])
+    weights *= [_KNOWN_BATCH if _kind(run) not in _BATCH_DECIDES else _UNKNOWN_BATCH for run in runs]
     weights *= np.sqrt(len(rows)) / np.linalg.norm(weights)
     priors = priors_of(runs)
     keys = list(priors)
