@@ -90,13 +90,13 @@ def stack(row: FileRow, notes: list[str]) -> Stack:
         return on_ascend
     if re.search(r"automodel", framework):
         return Stack.TRANSFORMER_ENGINE if re.search(r"\bte\b", flags) else Stack.EAGER
-    if re.search(r"transformer.?engine|nemo|megatron-bridge|megatron.?core|hai-llm", framework):
+    if re.search(r"transformer.?engine|nemo|megatron-bridge|megatron.?core", framework):
         return Stack.TRANSFORMER_ENGINE
     if "mcore" in framework:
         return Stack.MEGATRON if "local" in framework else Stack.TRANSFORMER_ENGINE
     if re.search(r"deepspeed|aa-scaling|sailor|internevo|bmtrain", framework) and "hf trainer" not in framework:
         return Stack.DEEPSPEED
-    if re.search(r"megatron|zero bubble|flagscale", framework):
+    if re.search(r"megatron|zero bubble|flagscale|hai-llm", framework):
         return _megatron_by_date(row)
     if re.search(r"jax|xla|alpa|parax|maxtext|t5x|pathways", f"{framework} {_xla(row)}"):
         return Stack.COMPILED
