@@ -8,7 +8,7 @@ not a thousand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,10 @@ from planner.estimate.training_run import TrainingRun
 from planner.estimate.work import Work
 
 _DIFFERENCE = 1e-4
+_ITERATIONS = 60
+_SETTLED = 2e-3  # coefficients are known to a few per cent at best
+_STUCK = 1e9
+_FLAT = 1e-6
 _RESIDUAL_SCALE = 0.05  # relative errors beyond this count linearly instead of squared
 
 
@@ -110,30 +114,23 @@ class StepFit:
 
     def fit(self, rows: npt.NDArray[np.bool_] | None = None, start: FloatArray | None = None) -> Fit:
         """Fit on all rows, or on those of a mask; `start` is where the search begins."""
-        from scipy.optimize import least_squares
-
         used = np.ones(len(self.target), dtype=bool) if rows is None else rows
         names, code = _codes(self.sources[used].tolist())
         weights = np.bincount(code, minlength=len(names))[code] ** -0.25
 
-        def residuals(theta: FloatArray) -> FloatArray:
-            error = (self.predicted_logarithms(theta) - self.target)[used] / _RESIDUAL_SCALE
-            # soft_l1 by hand: the prior must stay quadratic.
-            robust = np.sign(error) * np.sqrt(2 * (np.sqrt(1 + error**2) - 1))
-            return np.concatenate([weights * robust, (theta - self.centres) / self.spreads])
-
-        def jacobian(theta: FloatArray) -> FloatArray:
+        def residuals(theta: FloatArray) -> tuple[FloatArray, FloatArray]:
+            """Residuals whose squares are the soft_l1 loss, and their slopes by the predicted logarithm."""
             error = (self.predicted_logarithms(theta) - self.target)[used] / _RESIDUAL_SCALE
             bend = np.sqrt(1 + error**2)
-            robust = np.sqrt(np.maximum(2 * (bend - 1), 1e-300))
-            # d robust / d error, which tends to 1 at zero.
-            slope = np.where(robust > 1e-6, np.abs(error) / (bend * np.maximum(robust, 1e-6)), 1.0)
-            rows_of_data = (weights * slope / _RESIDUAL_SCALE)[:, None] * self._derivatives(theta)[used]
-            return np.concatenate([rows_of_data, np.diag(1 / self.spreads)])
+            robust = np.sqrt(2 * (bend - 1))
+            slope = np.where(robust > _FLAT, np.abs(error) / (bend * np.maximum(robust, _FLAT)), 1.0)
+            return weights * np.sign(error) * robust, weights * slope / _RESIDUAL_SCALE
 
-        first = self.centres if start is None else start
-        found = least_squares(residuals, first, jacobian, x_scale="jac", max_nfev=60, ftol=1e-5, xtol=1e-4)
-        devices, stacks, attention = self._blocks(np.exp(found.x))
+        def slopes(theta: FloatArray) -> FloatArray:
+            return self._derivatives(theta)[used]
+
+        theta = _minimise(residuals, slopes, self.centres if start is None else start, self.centres, self.spreads)
+        devices, stacks, attention = self._blocks(np.exp(theta))
         return Fit(
             software=SoftwareCoefficients(
                 devices={
@@ -142,8 +139,8 @@ class StepFit:
                 stacks={s: dict(zip(STACK_PRIORS, stacks[i].tolist(), strict=True)) for i, s in enumerate(self.stacks)},
                 attention=dict(zip(self.kernels, attention.tolist(), strict=True)),
             ),
-            theta=found.x,
-            residuals=self.predicted_logarithms(found.x) - self.target,
+            theta=theta,
+            residuals=self.predicted_logarithms(theta) - self.target,
         )
 
     def _derivatives(self, theta: FloatArray) -> FloatArray:
@@ -172,6 +169,42 @@ class StepFit:
         second = first + len(self.stacks) * len(STACK_PRIORS)
         devices = values[:first].reshape(len(self.families), len(DEVICE_PRIORS))
         return devices, values[first:second].reshape(len(self.stacks), len(STACK_PRIORS)), values[second:]
+
+
+def _minimise(
+    residuals: Callable[[FloatArray], tuple[FloatArray, FloatArray]],
+    slopes: Callable[[FloatArray], FloatArray],
+    theta: FloatArray,
+    centres: FloatArray,
+    spreads: FloatArray,
+) -> FloatArray:
+    """Levenberg and Marquardt's method on normal equations, which are small here: rows are many, coefficients few.
+
+    ``residuals`` gives (N,) weighted residuals and what they change by a change of the predicted logarithm,
+    ``slopes`` (N, coefficients) of that logarithm; the prior adds ``((theta - centres) / spreads) ** 2``.
+    """
+
+    def cost(found: FloatArray, at: FloatArray) -> float:
+        return float(found @ found + np.sum(((at - centres) / spreads) ** 2))
+
+    damping = 1e-3
+    found, bend = residuals(theta)
+    for _ in range(_ITERATIONS):
+        matrix = bend[:, None] * slopes(theta)
+        normal = matrix.T @ matrix + np.diag(spreads**-2)
+        gradient = matrix.T @ found + (theta - centres) / spreads**2
+        while True:
+            step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient)
+            trial, trial_bend = residuals(theta + step)
+            if cost(trial, theta + step) <= cost(found, theta) or damping > _STUCK:
+                break
+            damping *= 8
+        if damping > _STUCK:
+            break
+        theta, found, bend, damping = theta + step, trial, trial_bend, damping / 4
+        if np.abs(step).max() < _SETTLED:
+            break
+    return theta
 
 
 def _codes(values: Sequence[str]) -> tuple[list[str], npt.NDArray[np.intp]]:
