@@ -299,6 +299,11 @@ FAMILIES: tuple[tuple[str, int, Family], ...] = (
         lambda name, m, side: tokens.convnext(name, side, m["size"], second=bool(m["second"])),
     ),
     (r"^poolformer_(?P<size>[sm]\d\d)$", 224, lambda name, m, side: tokens.poolformer(name, side, m["size"])),
+    (
+        r"^mobile_?vit_(?P<size>xx_small|x_small|small)$",
+        256,
+        lambda name, m, side: tokens.mobile_transformer(name, side, m["size"]),
+    ),
     (r"^crossvit_9$", 240, lambda name, _, side: tokens.cross_vit_9(name, side or 240)),
     (r"^cait_s24", 224, lambda name, _, side: tokens.class_attention(name, side, 384, 24, 8)),
 )
@@ -338,6 +343,7 @@ PUBLISHED = (
     "vit_b_16_224", "vit_l_32_224", "vit_l_16_224", "convit_tiny", "convit_small", "convit_base", "swin_tiny",
     "swinv2_tiny_window8", "pvt_tiny", "pvt_small", "pvt_v2_b0", "pvt_v2_b1", "pvt_v2_b2", "pit_ti", "pit_xs", "pit_s",
     "pit_b", "poolformer_s12", "poolformer_s24", "crossvit_9", "cait_s24",
+    "mobilevit_xx_small", "mobilevit_x_small", "mobilevit_small",
 )  # fmt: skip
 """Image classifiers that are told apart by their parameters alone."""
 _SAME_COUNT = 0.002

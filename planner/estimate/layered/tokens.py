@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.estimate.layered.builder import NetworkBuilder
+from planner.estimate.layered.mobile import inverted
 from planner.estimate.training_run import LayeredNetwork
 
 CLASSES = 1000
@@ -236,3 +237,33 @@ def class_attention(name: str, side: int, width: int, depth: int, heads: int) ->
         net.parameters += 2 * width
     net.norm().linear(CLASSES)
     return net.finish(name, SAMPLE)
+
+
+MOBILEVIT = {
+    "xx_small": (2, 16, (16, 24, 48, 64, 80), (64, 80, 96), 320),
+    "x_small": (4, 16, (32, 48, 64, 80, 96), (96, 120, 144), 384),
+    "small": (4, 16, (32, 64, 96, 128, 160), (144, 192, 240), 640),
+}
+
+
+def mobile_transformer(name: str, side: int, size: str) -> LayeredNetwork:
+    """MobileViT (arXiv:2110.02178): inverted bottlenecks, and transformers over every fourth pixel."""
+    expansion, first, widths, inner_widths, last = MOBILEVIT[size]
+    net = NetworkBuilder(3, side, side).unit(first, 3, 2, activation="smooth")
+    for stage, width in enumerate(widths):
+        for index in range(3 if stage == 1 else 1):
+            stride = 2 if stage and not index else 1
+            inverted(net, width, expansion * net.channels, 3, stride, activation="smooth")
+        if stage >= 2:
+            _transformer_between(net, inner_widths[stage - 2], (2, 4, 3)[stage - 2])
+    net.unit(last, 1, activation="smooth").global_pool().linear(CLASSES)
+    return net.finish(name, SAMPLE)
+
+
+def _transformer_between(net: NetworkBuilder, inner: int, depth: int) -> None:
+    width = net.channels
+    net.unit(width, 3, activation="smooth").convolution(inner, 1)
+    for _ in range(depth):
+        attend(net, 4, keys=net.positions // 4, windows=4)
+        feed_forward(net, 2)
+    net.norm().unit(width, 1, activation="smooth").concatenate(2 * width).unit(width, 3, activation="smooth")

@@ -72,6 +72,8 @@ PARAMETERS = {
     "poolformer_s12": 11.915,
     "crossvit_9": 8.553,
     "cait_s24": 46.92,
+    "mobilevit_xx_small": 1.272,
+    "mobilevit_small": 5.579,
     "yolov3": 61.949,
     "yolov5_s": 7.235,
     "yolov5_l": 46.564,
