@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import ArrayLike, NDArray
 
 from simulator.hardware import AttentionModel, AttentionPasses, Hardware, MatmulModel, load_profile
 from simulator.kernels import (
@@ -116,7 +118,7 @@ def test_arrays_give_what_single_shapes_give(shapes: list[tuple[int, int, int]])
     assert square.shape == (len(shapes), len(shapes))
     assert square[0, -1] == seconds(machine, m[0], n[-1], 512)
 
-    def attention(rows: object, heads: object) -> np.ndarray:
+    def attention(rows: ArrayLike, heads: ArrayLike) -> NDArray[np.float64]:
         return attention_time(
             machine,
             "bfloat16",
@@ -208,7 +210,7 @@ def test_a_causal_mask_halves_long_attention_and_a_missing_kind_uses_another() -
 
 def test_unfused_attention_costs_more_than_fused() -> None:
     machine = hardware()
-    shape = {"batch": 4, "heads": 32, "queries": 2048, "keys": 2048, "head_size": 128}
+    shape: dict[str, Any] = {"batch": 4, "heads": 32, "queries": 2048, "keys": 2048, "head_size": 128}
     for backward in (False, True):
         fused = attention_time(machine, "bfloat16", **shape, key_value_heads=32, causal=True, backward=backward)
         unfused = unfused_attention_time(machine, "bfloat16", **shape, backward=backward)
