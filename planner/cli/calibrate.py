@@ -49,6 +49,9 @@ def calibrate(
     Example: measure two processes on this machine's cores, then plan for them
       meshwright calibrate --device cpu --processes 2 --out local.yaml
       meshwright plan zoo:mlp --hw local.yaml --devices 2
+    \b
+    Example: fit one shipped profile to published timings, into a folder of your own
+      meshwright calibrate --from-measurements measurements --hw dgx-a100 --out profiles
     """
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     if from_measurements is not None:
