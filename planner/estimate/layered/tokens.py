@@ -26,17 +26,17 @@ def feed_forward(net: NetworkBuilder, ratio: float) -> NetworkBuilder:
 
 
 def vision_transformer(
-    name: str, side: int, patch: int, width: int, depth: int, heads: int, *, class_token: bool = True
+    name: str, side: int, patch: int, width: int, depth: int, heads: int, *, sample: str = SAMPLE
 ) -> LayeredNetwork:
-    """ViT (arXiv:2010.11929) and DeiT: patches as tokens."""
+    """ViT (arXiv:2010.11929) and DeiT: patches as tokens, and a class token."""
     net = NetworkBuilder(3, side, side).convolution(width, patch, patch, bias=True, padding=0)
-    tokens = net.positions + class_token
+    tokens = net.positions + 1
     net.become(width, tokens).add()
-    net.parameters += width * (tokens + class_token)
+    net.parameters += width * (tokens + 1)
     for _ in range(depth):
         feed_forward(attend(net, heads), 4)
     net.norm().become(width, 1).linear(CLASSES)
-    return net.finish(name, SAMPLE)
+    return net.finish(name, sample)
 
 
 def swin(
@@ -257,7 +257,7 @@ def mobile_transformer(name: str, side: int, size: str) -> LayeredNetwork:
         if stage >= 2:
             _transformer_between(net, inner_widths[stage - 2], (2, 4, 3)[stage - 2])
     net.unit(last, 1, activation="smooth").global_pool().linear(CLASSES)
-    return net.finish(name, SAMPLE)
+    return net.finish(name)
 
 
 def _transformer_between(net: NetworkBuilder, inner: int, depth: int) -> None:
