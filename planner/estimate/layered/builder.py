@@ -242,7 +242,7 @@ class NetworkBuilder:
 
         ``m`` of the second product is 1 a sample and ``count`` the number of steps.
         """
-        steps, inputs = self.positions, self.channels
+        steps = self.positions
         directions = 2 if bidirectional else 1
         for _ in range(directions):
             with self.branch():
@@ -263,7 +263,6 @@ class NetworkBuilder:
                 )
                 self.parameters -= n * channels * (steps - 1)
                 self._append(Kernel.ELEMENTWISE, elements_moved=2 * moved, saved=n, count=steps)
-        assert inputs > 0
         return self.become(channels * directions)
 
     def squeeze_excite(self, hidden: int, *, smooth: bool = False, bias: bool = True) -> NetworkBuilder:
