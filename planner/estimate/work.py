@@ -6,6 +6,7 @@ the collective models. What is in a step is decided here; how it overlaps, in `s
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,10 +16,19 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.estimate.columns import Columns, FloatArray, columns_of
-from planner.estimate.parameters import Sizes, sizes_of
 from planner.estimate.training_run import AttentionKernel, TrainingRun
-from planner.estimate.transformer_work import FusedAttention, MatrixProduct, Operator, Part, Pointwise, operators
-from simulator.collectives import algorithm_costs
+from planner.estimate.transformer_work import (
+    FusedAttention,
+    MatrixProduct,
+    Operator,
+    Part,
+    Pointwise,
+    local_key_value_heads,
+    operators,
+    routed_tokens,
+    sent_copies,
+)
+from simulator.collectives import ALGORITHMS, algorithm_costs
 from simulator.hardware import Hardware
 from simulator.kernels import attention_time, grouped_matmul_time, kernel_time, matmul_time
 from simulator.kernels.attention import AttentionKind
@@ -30,7 +40,10 @@ ELEMENT_BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0}
 _DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "bfloat16", "fp16": "float16"}
 _FUSED: dict[AttentionKernel, AttentionKind] = {AttentionKernel.FLASH: "flash", AttentionKernel.FLASH2: "flash2"}
 _ALIGNMENT = 64
+_TENSOR_CORE_ALIGNMENT = 8  # elements of 16 bits; below, products fall back to slower kernels (NVIDIA's GEMM guide)
+_WITHOUT_TENSOR_CORES = 3.0  # assumed: between the vector rate, an eighth, and padded tensor-core kernels
 _TF32_SLOWDOWN = 2.0  # TF32 tensor cores run at half the 16-bit rate (NVIDIA Ampere whitepaper)
+_ALGORITHMS = max(len(algorithms) for algorithms in ALGORITHMS.values())
 _FP4_SPEED = 2.0  # dense FP4 runs at twice the FP8 rate (NVIDIA Blackwell datasheet)
 
 
@@ -58,17 +71,18 @@ class Message(StrEnum):
     """Communication, by what it serves. Seconds are per layer and micro-batch, or per step for whole gradients."""
 
     TENSOR = "tensor"
-    """Two pairs a layer and pass: all-reduces, or gathers and reduce-scatters with sequence parallelism."""
-    TENSOR_ENDS = "tensor_ends"
-    """Of embedding and head, per micro-batch."""
+    """One all-reduce, or a gather and a reduce-scatter with sequence parallelism: around every network of a layer."""
     CONTEXT = "context"
     EXPERT = "expert"
+    """Tokens to experts, or back."""
+    EXPERT_TENSOR = "expert_tensor"
+    """The gather and the reduce-scatter around experts that are cut."""
     PIPELINE = "pipeline"
     """One send of one micro-batch across one stage boundary."""
     GRADIENT_REDUCE = "gradient_reduce"
     PARAMETER_GATHER = "parameter_gather"
     SHARD_GATHER = "shard_gather"
-    """ZeRO-3: the parameters of one layer."""
+    """ZeRO-3: the parameters of one layer, and its part of those of embedding and head."""
     SHARD_REDUCE = "shard_reduce"
 
 
@@ -80,14 +94,14 @@ class Work:
     """Work of (N,) runs: seconds by part, phase and class, of one layer and one micro-batch each.
 
     ``core_seconds`` is the part of the forward seconds that selective recompute repeats; ``kernels`` counts launches.
-    ``messages`` are seconds, split into those inside the innermost level and those that leave it.
+    Messages are seconds, split into those ``inside`` the innermost level and those that leave it. What no run does is
+    left out of ``seconds`` and ``kernels``.
     """
 
     columns: Columns
-    sizes: Sizes
     seconds: dict[Key, FloatArray]
     core_seconds: dict[WorkClass, FloatArray]
-    kernels: dict[tuple[Part, Phase], float]
+    kernels: dict[tuple[Part, Phase], FloatArray]
     inside: dict[Message, FloatArray]
     outside: dict[Message, FloatArray]
     optimizer_s: FloatArray
@@ -101,9 +115,9 @@ def work_of(runs: Sequence[TrainingRun]) -> Work:
     for index, run in enumerate(runs):
         groups.setdefault((run.hardware, run.setup.precision, run.setup.attention), []).append(index)
     count = len(runs)
-    seconds = {(p, f, w): np.zeros(count) for p in Part for f in Phase for w in WorkClass}
+    seconds: dict[Key, FloatArray] = defaultdict(lambda: np.zeros(count))
+    kernels: dict[tuple[Part, Phase], FloatArray] = defaultdict(lambda: np.zeros(count))
     core = {w: np.zeros(count) for w in WorkClass}
-    kernels: dict[tuple[Part, Phase], float] = {}
     inside, outside = ({message: np.zeros(count) for message in Message} for _ in range(2))
     optimizer, element_bytes = np.zeros(count), np.zeros(count)
     for (hardware, precision, attention), members in groups.items():
@@ -117,40 +131,41 @@ def work_of(runs: Sequence[TrainingRun]) -> Work:
             kind = timer.kind(operator)
             poor = _misaligned(operator) if kind is WorkClass.MATMUL else None
             for phase, values in zip(Phase, times, strict=True):
+                if values is None:
+                    continue
+                kernels[operator.part, phase][rows] += _launches(operator, phase) * (values > 0)
                 if poor is None:
                     seconds[operator.part, phase, kind][rows] += values
                     continue
-                seconds[operator.part, phase, kind][rows] += np.where(poor, 0.0, values)
-                seconds[operator.part, phase, WorkClass.MISALIGNED][rows] += np.where(poor, values, 0.0)
+                seconds[operator.part, phase, kind][rows] += np.where(poor[0], 0.0, values)
+                seconds[operator.part, phase, WorkClass.MISALIGNED][rows] += np.where(poor[0], values * poor[1], 0.0)
             if not isinstance(operator, FusedAttention) and operator.core:
                 core[kind][rows] += times[0]
-        sizes = sizes_of(part_columns)
-        for message, (here, there) in _messages(hardware, part_columns, sizes, element).items():
+        for message, (here, there) in _messages(hardware, part_columns, element).items():
             inside[message][rows] += here
             outside[message][rows] += there
-        optimizer[rows] = _optimizer_seconds(hardware, part_columns, sizes, element)
-    for operator in operators(columns.take(np.arange(min(1, count))), 2.0):
-        for phase in Phase:
-            key = (operator.part, phase)
-            kernels[key] = kernels.get(key, 0.0) + _launches(operator, phase)
+        optimizer[rows] = _optimizer_seconds(hardware, part_columns, element)
     return Work(
-        columns=columns, sizes=sizes_of(columns), seconds=seconds, core_seconds=core, kernels=kernels,
+        columns=columns, seconds=dict(seconds), core_seconds=core, kernels=dict(kernels),
         inside=inside, outside=outside, optimizer_s=optimizer, element_bytes=element_bytes,
     )  # fmt: skip
 
 
-def _misaligned(operator: Operator) -> npt.NDArray[np.bool_] | None:
-    if not isinstance(operator, MatrixProduct) or not operator.weight or operator.name == "router":
+def _misaligned(operator: Operator) -> tuple[npt.NDArray[np.bool_], FloatArray] | None:
+    """Where a product has a side of awkward size, and by what its time grows where tensor cores hardly help."""
+    if not isinstance(operator, MatrixProduct) or operator.name == "router":
         return None
-    return np.asarray((np.rint(operator.n) % _ALIGNMENT != 0) | (np.rint(operator.k) % _ALIGNMENT != 0))
+    sides = np.stack(np.broadcast_arrays(np.rint(operator.n), np.rint(operator.k)))
+    slower = np.where(np.any(sides % _TENSOR_CORE_ALIGNMENT != 0, axis=0), _WITHOUT_TENSOR_CORES, 1.0)
+    return np.any(sides % _ALIGNMENT != 0, axis=0), slower
 
 
 def _launches(operator: Operator, phase: Phase) -> float:
     if isinstance(operator, Pointwise):
-        return 0.0 if phase is Phase.WEIGHT_GRADIENT else operator.kernels
-    if isinstance(operator, FusedAttention):
-        return 0.0 if phase is Phase.WEIGHT_GRADIENT else 1.0
-    return 1.0
+        return operator.kernels
+    # Both gradients of a product of two activations count as input gradients.
+    both = isinstance(operator, MatrixProduct) and not operator.weight and phase is Phase.INPUT_GRADIENT
+    return 2.0 if both else 1.0
 
 
 class _Timer:
@@ -172,21 +187,23 @@ class _Timer:
             return WorkClass.ATTENTION if operator.core else WorkClass.MEMORY
         return WorkClass.LOW_PRECISION if self.low and operator.low_precision else WorkClass.MATMUL
 
-    def times(self, operator: Operator, c: Columns) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Seconds forward, of the input gradient and of the weight gradient."""
+    def times(self, operator: Operator, c: Columns) -> tuple[FloatArray, FloatArray, FloatArray | None]:
+        """Seconds forward, of the input gradient and of the weight gradient, where there is one; 0 without work."""
         if isinstance(operator, Pointwise):
-            forward = kernel_time(self.hardware, Kernel.ELEMENTWISE, self.dtype, np.zeros(1), operator.forward_bytes)
-            backward = kernel_time(self.hardware, Kernel.ELEMENTWISE, self.dtype, np.zeros(1), operator.backward_bytes)
-            return forward, backward, np.zeros(1)
+            return self._pass(operator.forward_bytes), self._pass(operator.backward_bytes), None
         if isinstance(operator, FusedAttention):
-            return self._attention(operator, False), self._attention(operator, True), np.zeros(1)
+            return self._attention(operator, False), self._attention(operator, True), None
         forward = self._product(operator, operator.m, operator.n, operator.k)
         by_input = self._product(operator, operator.m, operator.k, operator.n)
         by_weight = self._product(operator, operator.k, operator.n, operator.m, by_weight=True)
         if not operator.weight:
-            return forward, by_input + by_weight, np.zeros(1)
+            return forward, by_input + by_weight, None
         # Frozen weights need no gradient; what trains beside them (LoRA) is small.
         return forward, by_input, by_weight * c.trained_fraction
+
+    def _pass(self, moved: FloatArray) -> FloatArray:
+        seconds = kernel_time(self.hardware, Kernel.ELEMENTWISE, self.dtype, np.zeros(1), moved)
+        return np.where(moved > 0, seconds, 0.0)
 
     def _product(
         self, product: MatrixProduct, m: FloatArray, n: FloatArray, k: FloatArray, *, by_weight: bool = False
@@ -215,16 +232,18 @@ class _Timer:
                     causal=causal, backward=backward, kind=kind,
                 )  # fmt: skip
                 seconds = np.where(a.causal == causal, found, seconds)
-        return np.where(a.batch > 0, seconds, 0.0) * self.slowdown
+        return np.where((a.batch > 0) & (a.queries > 0) & (a.heads > 0), seconds, 0.0) * self.slowdown
 
 
 @lru_cache(maxsize=65536)
 def _lines(hardware: Hardware, collective: Collective, size: int, stride: int) -> tuple[bool, tuple[float, ...]]:
-    """Whether a group leaves the innermost level, and latency and seconds per byte of three algorithms."""
+    """Whether a group leaves the innermost level, and latency and seconds per byte of its algorithms."""
     size = min(size, max(1, (hardware.max_devices - 1) // max(stride, 1) + 1))
+    if size <= 1:
+        return False, (0.0,) * 2 * _ALGORITHMS
     group = group_shape(hardware, size, stride)
     costs = list(algorithm_costs(hardware, collective, group).values())
-    padded = [*costs, *[costs[0]] * 8][:8]
+    padded = [*costs, *[costs[0]] * _ALGORITHMS][:_ALGORITHMS]
     return group.outermost > 0, tuple(value for cost in padded for value in cost)
 
 
@@ -232,72 +251,87 @@ def collective_seconds(
     hardware: Hardware, collective: Collective, payload: FloatArray, size: FloatArray, stride: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
     """Seconds of one collective in each run: inside the innermost level, and beyond it (the other is zero)."""
-    found = [
-        _lines(hardware, collective, int(n), int(d)) if n > 1 else (False, (0.0,) * 16)
-        for n, d in zip(np.rint(size), np.rint(stride), strict=True)
-    ]
-    outer = np.array([crosses for crosses, _ in found])
-    lines = np.array([line for _, line in found]).reshape(len(found), 8, 2)
+    pairs = np.rint(size) + 1j * np.rint(stride)
+    distinct, place = np.unique(pairs, return_inverse=True)
+    found = [_lines(hardware, collective, int(pair.real), int(pair.imag)) for pair in distinct]
+    outer = np.array([crosses for crosses, _ in found], dtype=bool)[place]
+    lines = np.array([line for _, line in found]).reshape(len(found), _ALGORITHMS, 2)[place]
     root = np.sqrt(lines[:, :, 0]) + np.sqrt(np.maximum(payload, 0.0)[:, None] * lines[:, :, 1])
-    seconds = np.where(size > 1, hardware.collective_overhead_s + np.min(root * root, axis=1), 0.0)
-    seconds = np.where(payload > 0, seconds, 0.0)
+    seconds = hardware.collective_overhead_s + np.min(root * root, axis=1)
+    seconds = np.where((pairs.real > 1) & (payload > 0), seconds, 0.0)
     return np.where(outer, 0.0, seconds), np.where(outer, seconds, 0.0)
 
 
 _Pair = tuple[FloatArray, FloatArray]
 
 
-def _messages(hardware: Hardware, c: Columns, sizes: Sizes, element: float) -> dict[Message, _Pair]:
+def _messages(hardware: Hardware, c: Columns, element: float) -> dict[Message, _Pair]:
+    """Seconds of the messages of each run.
+
+    Ranks are numbered tensor first, then context, data and pipeline; experts' tensor ranks first, then the ranks
+    that share the experts out, then their copies (Megatron-Core's order ``tp-cp-ep-dp-pp``).
+    """
+
     def time(kind: Collective, payload: FloatArray, size: FloatArray, stride: FloatArray) -> _Pair:
         return collective_seconds(hardware, kind, payload, size, stride)
 
     one = np.ones_like(c.tp)
-    hidden = c.tokens * c.hidden * element
     gather, reduce = Collective.ALL_GATHER, Collective.REDUCE_SCATTER
+    hidden = c.tokens * c.hidden * element
     whole = time(Collective.ALL_REDUCE, hidden, c.tp, one)
     pair = _add(time(gather, hidden, c.tp, one), time(reduce, hidden, c.tp, one))
-    tensor = _choose(c.sequence_parallel > 0, pair, whole)
-    keys = 2 * c.tokens * c.cp * np.maximum(c.key_value_heads / c.tp, 1.0) * c.head_size * element
-    copies = c.norm_tokens * np.where((c.sequence_parallel == 0) & (c.tp > 1), 1 / c.tp, 1.0) * c.experts_per_token
+    keys = 2 * c.tokens * c.cp * local_key_value_heads(c) * c.head_size * element
+    copies = sent_copies(c) * c.hidden * element
+    # Where every rank has all experts it gathers tokens, not a copy for each expert.
+    met = routed_tokens(c) / np.where(c.ep > 1, 1.0, np.maximum(c.experts_per_token, 1.0)) * c.hidden * element
+    ep, expert_tp = (np.where(c.experts > 0, ranks, 1.0) for ranks in (c.ep, c.expert_tp))
     boundary = hidden / np.where(c.sequence_parallel > 0, c.tp, 1.0)
-    replicas, shards = c.dp * c.cp, c.shard_group * c.cp
-    dense = sizes.dense_stage * c.trained_fraction
-    experts, expert_replicas = (
-        sizes.expert_stage * c.trained_fraction,
-        np.maximum(replicas * c.tp / sizes.expert_ranks, 1),
-    )
-    expert_stride = sizes.expert_ranks
-    stated = c.sharding >= 1
-    gradients, expert_gradients = dense * c.gradient_bytes, experts * c.gradient_bytes
-    reduced = _choose(
-        stated,
-        _add(time(reduce, gradients, replicas, c.tp), time(reduce, expert_gradients, expert_replicas, expert_stride)),
-        _add(
-            time(Collective.ALL_REDUCE, gradients, replicas, c.tp),
-            time(Collective.ALL_REDUCE, expert_gradients, expert_replicas, expert_stride),
-        ),
-    )
-    gathered = _add(
-        time(gather, dense * element * stated, replicas, c.tp),
-        time(gather, experts * element * stated, expert_replicas, expert_stride),
-    )
-    full = (c.sharding == 3).astype(float)
-    layer = sizes.layer * full
-    outer_groups = np.maximum(replicas / shards, 1.0)
-    layer_reduce = time(reduce, layer * c.gradient_bytes, shards, c.tp)
-    layer_reduce = _add(
-        layer_reduce, time(Collective.ALL_REDUCE, layer * c.gradient_bytes / shards, outer_groups, c.tp * shards)
-    )
     return {
-        Message.TENSOR: tensor,
-        Message.TENSOR_ENDS: _times(1.5, tensor),
+        Message.TENSOR: _choose(c.sequence_parallel > 0, pair, whole),
         Message.CONTEXT: time(gather, keys, c.cp, c.tp),
-        Message.EXPERT: time(Collective.ALL_TO_ALL, copies * c.hidden * element, np.where(c.experts > 0, c.ep, 1), one),
+        Message.EXPERT: time(Collective.ALL_TO_ALL, copies, ep, expert_tp),
+        Message.EXPERT_TENSOR: _add(time(gather, met, expert_tp, one), time(reduce, met, expert_tp, one)),
         Message.PIPELINE: time(Collective.SEND, boundary, c.pp, c.tp * c.cp * c.dp),
-        Message.GRADIENT_REDUCE: _times(1 - full, reduced),
-        Message.PARAMETER_GATHER: _times(1 - full, gathered),
-        Message.SHARD_GATHER: time(gather, layer * element, shards, c.tp),
-        Message.SHARD_REDUCE: layer_reduce,
+        **_state_messages(hardware, c, element),
+    }
+
+
+def _state_messages(hardware: Hardware, c: Columns, element: float) -> dict[Message, _Pair]:
+    """Messages of gradients and parameters: of a stage once a step, or with ZeRO-3 of every layer.
+
+    Experts are shared out among ranks, so fewer of them have copies than of the dense parameters.
+    """
+    full, apart = c.sharding == 3, c.sharding >= 1
+    outer = np.maximum(c.dp / c.shard_group, 1.0)
+
+    def among(kind: Collective, wanted: npt.NDArray[np.bool_], bytes_each: FloatArray | float, shard: bool) -> _Pair:
+        """Of all dense parameters and of all experts among their copies, or of a layer's among those of a shard."""
+        parts = c.fullest_layers if shard else 1.0
+        fewer = outer if shard else 1.0
+        dense, experts = (
+            np.where(wanted, parameters * bytes_each / parts, 0.0)
+            for parameters in (c.dense_parameters, c.expert_parameters)
+        )
+        return _add(
+            collective_seconds(hardware, kind, dense, c.replicas / fewer, c.tp),
+            collective_seconds(hardware, kind, experts, np.maximum(c.expert_replicas / fewer, 1.0), c.expert_ranks),
+        )
+
+    gather, reduce, everywhere = Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE
+    gradient = c.gradient_bytes * c.trained_fraction
+    # Copies of the shards (HSDP) add up what they reduced.
+    shards = c.replicas / outer
+    copies = np.where(full, (c.dense_parameters + c.expert_parameters) / c.fullest_layers * gradient / shards, 0.0)
+    return {
+        Message.GRADIENT_REDUCE: _add(
+            among(reduce, apart & ~full, gradient, False), among(everywhere, ~apart, gradient, False)
+        ),
+        Message.PARAMETER_GATHER: among(gather, apart & ~full, element * c.trained_fraction, False),
+        Message.SHARD_GATHER: among(gather, full, element, True),
+        Message.SHARD_REDUCE: _add(
+            among(reduce, full, gradient, True),
+            collective_seconds(hardware, everywhere, copies, outer, c.tp * shards),
+        ),
     }
 
 
@@ -305,20 +339,19 @@ def _add(first: _Pair, second: _Pair) -> _Pair:
     return first[0] + second[0], first[1] + second[1]
 
 
-def _times(factor: FloatArray | float, pair: _Pair) -> _Pair:
-    return factor * pair[0], factor * pair[1]
-
-
 def _choose(condition: npt.NDArray[np.bool_], yes: _Pair, no: _Pair) -> _Pair:
     return np.where(condition, yes[0], no[0]), np.where(condition, yes[1], no[1])
 
 
-def _optimizer_seconds(hardware: Hardware, c: Columns, sizes: Sizes, element: float) -> FloatArray:
+def _optimizer_seconds(hardware: Hardware, c: Columns, element: float) -> FloatArray:
     """Adam in mixed precision: reads gradient, master weight and moments, writes the last three and the parameter.
 
     Before it the gradients are read for their norm and written as zeros afterwards.
     """
-    share = np.where(c.sharding >= 1, np.where(c.sharding == 3, c.shard_group * c.cp, c.dp * c.cp), 1.0)
-    stage = (sizes.dense_stage + sizes.expert_stage) * c.trained_fraction
-    moved = stage / share * (c.gradient_bytes + 24 + element) + stage / np.where(c.sharding >= 2, share, 1.0) * 8
+    outer = np.where(c.sharding == 3, np.maximum(c.dp / c.shard_group, 1.0), 1.0)
+    moved = np.zeros_like(c.tp)
+    for parameters, copies in ((c.dense_parameters, c.replicas), (c.expert_parameters, c.expert_replicas)):
+        share = np.where(c.sharding >= 1, np.maximum(copies / outer, 1.0), 1.0)
+        moved += parameters * c.trained_fraction / share * (c.gradient_bytes + 24 + element)
+        moved += parameters * c.trained_fraction / np.where(c.sharding >= 2, share, 1.0) * 8
     return kernel_time(hardware, Kernel.OPTIMIZER, "float32", np.zeros(1), moved)
