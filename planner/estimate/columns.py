@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from planner.estimate.memory_traits import traits_of
+from planner.estimate.pipeline_residency import schedule_name
+from planner.estimate.stage_parameters import (
+    distinct_stages,
+    even_chunks,
+    local_vocabulary,
+    stage_contents,
+    stage_parameters,
+)
 from planner.estimate.training_run import (
     AttentionKernel,
     OptimizerSharding,
@@ -29,16 +38,16 @@ class Columns:
     ``tokens`` of one micro-batch on one rank (``micro_batch * sequence / cp``), ``norm_tokens`` those of which the
     norms and residual sums of a rank take care; ``weight_gradients_in_bubble`` counts those of a stage that a schedule
     puts where others wait; ``first_layers``, ``last_layers`` and ``fullest_layers`` are those of the first, the last
-    and the fullest pipeline rank; ``moe_layers`` and ``dense_layers`` add up to ``layers``.
+    and the fullest pipeline rank, of every kind; ``moe_layers`` and ``dense_layers`` add up to those of the decoder,
+    ``all_layers`` counts the encoder's as well. ``vocabulary`` are the rows of the embedding, padding included.
+    ``dense_parameters`` and ``expert_parameters`` lie on one rank of the fullest stage.
     """
 
-    layers: FloatArray
     hidden: FloatArray
     heads: FloatArray
     key_value_heads: FloatArray
     head_size: FloatArray
     feed_forward: FloatArray
-    vocabulary: FloatArray
     sequence: FloatArray
     gated: FloatArray
     rms_norm: FloatArray
@@ -53,6 +62,7 @@ class Columns:
     experts_per_token: FloatArray
     expert_feed_forward: FloatArray
     shared_feed_forward: FloatArray
+    capacity_factor: FloatArray
     moe_layers: FloatArray
     dense_layers: FloatArray
     latent: FloatArray
@@ -69,6 +79,9 @@ class Columns:
     first_layers: FloatArray
     last_layers: FloatArray
     fullest_layers: FloatArray
+    vocabulary: FloatArray
+    dense_parameters: FloatArray
+    expert_parameters: FloatArray
     devices: FloatArray
     dp: FloatArray
     tp: FloatArray
@@ -89,7 +102,6 @@ class Columns:
     overlap_gradients: FloatArray
     overlap_parameters: FloatArray
     overlap_tensor: FloatArray
-    offload: FloatArray
     trained_fraction: FloatArray
     fused_attention: FloatArray
     fused_softmax: FloatArray
@@ -106,6 +118,26 @@ class Columns:
         """Tokens whose norms, dropout and residual sums one rank computes."""
         return self.tokens / np.where(self.sequence_parallel > 0, self.tp, 1.0)
 
+    @property
+    def all_layers(self) -> FloatArray:
+        """Layers of decoder and encoder, those that predict further tokens included; at least one."""
+        return np.maximum(self.moe_layers + self.dense_layers + self.encoder_layers, 1.0)
+
+    @property
+    def replicas(self) -> FloatArray:
+        """Ranks that have the same dense parameters and other tokens."""
+        return self.dp * self.cp
+
+    @property
+    def expert_ranks(self) -> FloatArray:
+        """Ranks over which the experts of a layer are spread."""
+        return np.where(self.experts > 0, self.ep * self.expert_tp, 1.0)
+
+    @property
+    def expert_replicas(self) -> FloatArray:
+        """Ranks that have the same experts and other tokens."""
+        return np.maximum(self.replicas * self.tp / self.expert_ranks, 1.0)
+
     def take(self, rows: npt.NDArray[np.intp]) -> Columns:
         """Columns of some rows."""
         return Columns(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
@@ -120,13 +152,11 @@ def _latent(name: str) -> Callable[[TransformerShape], float]:
 
 
 _SHAPE: dict[str, Callable[[TransformerShape], Any]] = {
-    "layers": lambda s: s.layers,
     "hidden": lambda s: s.hidden,
     "heads": lambda s: s.heads,
     "key_value_heads": lambda s: s.key_value_heads,
     "head_size": lambda s: s.head_size,
     "feed_forward": lambda s: s.feed_forward,
-    "vocabulary": lambda s: s.vocabulary,
     "sequence": lambda s: s.sequence_length,
     "gated": lambda s: s.gated,
     "rms_norm": lambda s: s.rms_norm,
@@ -141,8 +171,9 @@ _SHAPE: dict[str, Callable[[TransformerShape], Any]] = {
     "experts_per_token": _experts("per_token"),
     "expert_feed_forward": _experts("feed_forward"),
     "shared_feed_forward": _experts("shared_feed_forward"),
-    "moe_layers": lambda s: s.layers - s.experts.dense_layers if s.experts else 0,
-    "dense_layers": lambda s: s.experts.dense_layers if s.experts else s.layers,
+    "capacity_factor": _experts("capacity_factor"),
+    "moe_layers": lambda s: s.layers - s.experts.dense_layers + s.multi_token_layers if s.experts else 0,
+    "dense_layers": lambda s: s.experts.dense_layers if s.experts else s.layers + s.multi_token_layers,
     "latent": lambda s: s.latent_attention is not None,
     "query_rank": _latent("query_rank"),
     "key_value_rank": _latent("key_value_rank"),
@@ -150,7 +181,7 @@ _SHAPE: dict[str, Callable[[TransformerShape], Any]] = {
     "plain_head": _latent("plain_head"),
     "value_head": _latent("value_head"),
     "encoder_layers": lambda s: s.encoder_layers,
-    "encoder_sequence": lambda s: s.encoder_sequence_length,
+    "encoder_sequence": lambda s: s.encoder_sequence_length if s.encoder_layers else 0,
     "multi_token_layers": lambda s: s.multi_token_layers,
     "predicted_positions": lambda s: s.predicted_positions,
 }
@@ -158,59 +189,75 @@ _SHARDING = {kind: float(index) for index, kind in enumerate(OptimizerSharding)}
 _DELAYED = {"zb_h1": 2.0, "zb_h2": 3.0, "zbv": 3.0, "dualpipe": 3.0, "dualpipe_v": 3.0}
 """Weight gradients that a schedule moves into each stage of the bubble (Qi et al., arXiv:2401.10241, table 2)."""
 _UNFUSED = (AttentionKernel.UNFUSED, AttentionKernel.FUSED_SOFTMAX)
+_STATED = (
+    "devices", "dp", "tp", "pp", "vpp", "cp", "ep", "expert_tp", "micro_batch", "micro_batches",
+    "sequence_parallel", "recompute_layers", "gradient_bytes", "overlap_gradients", "overlap_parameters",
+    "overlap_tensor", "trained_fraction", "fused_norm", "deterministic",
+)  # fmt: skip
+"""Columns that stand in a setup as they are."""
 _SETUP: dict[str, Callable[[TrainingSetup], Any]] = {
-    **{
-        name: (lambda s, name=name: getattr(s, name))  # type: ignore[misc]
-        for name in (
-            "devices", "dp", "tp", "pp", "vpp", "cp", "ep", "expert_tp", "micro_batch", "micro_batches",
-            "sequence_parallel", "recompute_layers", "gradient_bytes", "overlap_gradients", "overlap_parameters",
-            "overlap_tensor", "trained_fraction", "fused_norm", "deterministic",
-        )
-    },
     "recompute_full": lambda s: s.recompute is Recompute.FULL,
     "recompute_selective": lambda s: s.recompute is Recompute.SELECTIVE,
     "sharding": lambda s: _SHARDING[s.optimizer_sharding],
     "shard_group": lambda s: s.shard_group or s.dp,
-    "weight_gradients_in_bubble": lambda s: _DELAYED.get(s.schedule.replace("-", "_"), 0.0),
-    "offload": lambda s: s.offload_optimizer,
+    "weight_gradients_in_bubble": lambda s: _DELAYED.get(schedule_name(s.schedule), 0.0),
     "fused_attention": lambda s: s.attention not in _UNFUSED,
     "fused_softmax": lambda s: s.attention is AttentionKernel.FUSED_SOFTMAX,
-}  # fmt: skip
+}
+_CUT = ("first_layers", "last_layers", "fullest_layers", "vocabulary", "dense_parameters", "expert_parameters")
+_stated = attrgetter(*_STATED)
+_cut = attrgetter("tp", "pp", "vpp", "ep", "expert_tp", "schedule", "stack", "layers_per_stage")
 
 
 def stage_layers(network: TransformerShape, stages: int, stated: tuple[int, ...] = ()) -> FloatArray:
     """Layers of each stage, (stages,): as stated, or as even as whole layers allow, the first stages the fuller ones.
 
-    Encoder layers count by their share of the tokens of a decoder layer.
+    Layers of an encoder, and those that predict further tokens, are shared out evenly where layers are stated.
     """
+    others = network.encoder_layers + network.multi_token_layers
     if len(stated) == stages:
-        return np.array(stated, dtype=np.float64)
-    even, rest = divmod(network.layers + network.multi_token_layers, stages)
-    found = np.full(stages, float(even))
-    found[:rest] += 1
-    encoder = network.encoder_layers * network.encoder_sequence_length / max(network.sequence_length, 1)
-    return np.asarray(found + encoder / stages)
+        return np.array(stated, dtype=np.float64) + others / stages
+    return np.array(even_chunks(network.layers + others, stages), dtype=np.float64)
 
 
-@lru_cache(maxsize=4096)
-def _layers_of_ranks(network: TransformerShape, pp: int, vpp: int, stated: tuple[int, ...]) -> tuple[float, ...]:
-    """Layers of the first, the last and the fullest pipeline rank."""
-    ranks = stage_layers(network, pp * vpp, stated).reshape(vpp, pp).sum(axis=0)
-    return float(ranks[0]), float(ranks[-1]), float(ranks.max())
+def _cut_columns(network: TransformerShape, setup: TrainingSetup) -> tuple[float, ...]:
+    """The columns `_CUT`, which depend on how the network is cut."""
+    layers = stage_layers(network, setup.pp * setup.vpp, setup.layers_per_stage)
+    ranks = layers.reshape(setup.vpp, setup.pp).sum(axis=0)
+    padded = traits_of(setup.stack).padded_vocabulary
+    contents = stage_contents(network, setup)
+    parameters = [
+        stage_parameters(network, setup, contents[stage], padded) for stage in distinct_stages(network, setup)
+    ]
+    fullest = max(parameters, key=lambda stage: stage.total)
+    vocabulary = local_vocabulary(network, setup.tp, padded) * setup.tp
+    return float(ranks[0]), float(ranks[-1]), float(ranks.max()), vocabulary, fullest.dense, fullest.expert
 
 
 def columns_of(runs: Sequence[TrainingRun]) -> Columns:
-    """Columns of runs of transformers."""
-    shapes = [run.network for run in runs]
-    values: dict[str, FloatArray] = {}
-    for name, shape_value in _SHAPE.items():
-        values[name] = np.array([shape_value(shape) for shape in shapes], dtype=np.float64)  # type: ignore[arg-type]
+    """Columns of runs of transformers.
+
+    Each distinct network, and each distinct way to cut one, is looked at once.
+    """
+    shapes: dict[int, int] = {}
+    cuts: dict[tuple[Any, ...], int] = {}
+    shape_values: list[list[float]] = []
+    cut_values: list[tuple[float, ...]] = []
+    places = np.zeros((len(runs), 2), dtype=np.intp)
+    for index, run in enumerate(runs):
+        network = run.network
+        assert isinstance(network, TransformerShape)
+        shape = shapes.setdefault(id(network), len(shapes))
+        if shape == len(shape_values):
+            shape_values.append([float(value(network)) for value in _SHAPE.values()])
+        cut = cuts.setdefault((shape, *_cut(run.setup)), len(cuts))
+        if cut == len(cut_values):
+            cut_values.append(_cut_columns(network, run.setup))
+        places[index] = shape, cut
+    by_shape = np.array(shape_values, dtype=np.float64).reshape(-1, len(_SHAPE))[places[:, 0]]
+    by_cut = np.array(cut_values, dtype=np.float64).reshape(-1, len(_CUT))[places[:, 1]]
+    stated = np.array([_stated(run.setup) for run in runs], dtype=np.float64).reshape(-1, len(_STATED))
+    values = dict(zip((*_SHAPE, *_CUT, *_STATED), (*by_shape.T, *by_cut.T, *stated.T), strict=True))
     for name, setup_value in _SETUP.items():
         values[name] = np.array([setup_value(run.setup) for run in runs], dtype=np.float64)
-    ranks = [
-        _layers_of_ranks(run.network, run.setup.pp, run.setup.vpp, run.setup.layers_per_stage)
-        for run in runs
-    ]
-    for place, name in enumerate(("first_layers", "last_layers", "fullest_layers")):
-        values[name] = np.array([rank[place] for rank in ranks])
-    return Columns(**values)
+    return Columns(**{name: np.ascontiguousarray(column) for name, column in values.items()})

@@ -95,14 +95,19 @@ class Step:
 
 def _class_sum(work: Work, part: Part, phase: Phase, k: Coefficients) -> FloatArray:
     half = np.where(work.element_bytes < 4, k.memory_half, 1.0)
-    scores = np.where(work.columns.fused_attention > 0, 1.0, half)
-    return (
-        work.seconds[part, phase, WorkClass.MATMUL] * k.matmul
-        + work.seconds[part, phase, WorkClass.MISALIGNED] * k.matmul * k.misaligned
-        + work.seconds[part, phase, WorkClass.LOW_PRECISION] * k.low_precision
-        + work.seconds[part, phase, WorkClass.ATTENTION] * k.attention * scores
-        + work.seconds[part, phase, WorkClass.MEMORY] * k.memory * half
-    )
+    factors: dict[WorkClass, FloatArray | float] = {
+        WorkClass.MATMUL: k.matmul,
+        WorkClass.MISALIGNED: k.matmul * k.misaligned,
+        WorkClass.LOW_PRECISION: k.low_precision,
+        WorkClass.ATTENTION: k.attention * np.where(work.columns.fused_attention > 0, 1.0, half),
+        WorkClass.MEMORY: k.memory * half,
+    }
+    seconds = np.zeros_like(work.optimizer_s)
+    for kind, factor in factors.items():
+        found = work.seconds.get((part, phase, kind))
+        if found is not None:
+            seconds = seconds + found * factor
+    return seconds
 
 
 def _soft_maximum(first: FloatArray, second: FloatArray) -> FloatArray:
@@ -112,13 +117,36 @@ def _soft_maximum(first: FloatArray, second: FloatArray) -> FloatArray:
     return np.asarray(high * (1 + ratio**_SHARPNESS) ** (1 / _SHARPNESS))
 
 
+def _shares(c: Columns) -> dict[Part, FloatArray]:
+    """Share of all layers that have a part."""
+    decoder = (c.moe_layers + c.dense_layers) / c.all_layers
+    return {
+        Part.ATTENTION_BLOCK: decoder,
+        Part.DENSE: c.dense_layers / c.all_layers,
+        Part.EXPERTS: c.moe_layers / c.all_layers,
+        Part.CROSS_ATTENTION: np.where(c.encoder_layers > 0, decoder, 0.0),
+        Part.ENCODER: c.encoder_layers / c.all_layers,
+    }
+
+
+def _tensor_messages(c: Columns) -> FloatArray:
+    """Messages of the decoder's size that the tensor ranks of an average layer exchange in a pass.
+
+    One around the attention, one around the feed-forward network; experts are left to their own messages.
+    """
+    share = _shares(c)
+    shared_experts = np.where(c.shared_feed_forward > 0, share[Part.EXPERTS], 0.0)
+    decoder = share[Part.ATTENTION_BLOCK] + share[Part.CROSS_ATTENTION] + share[Part.DENSE] + shared_experts
+    return decoder + 2 * share[Part.ENCODER] * c.encoder_sequence / np.maximum(c.sequence, 1.0)
+
+
 def _device(work: Work, parts: tuple[Part, ...], phases: tuple[Phase, ...], k: Coefficients) -> FloatArray:
     """Seconds of parts of one layer: the device's, or the host's where launching takes longer."""
     c = work.columns
-    share = {Part.DENSE: c.dense_layers / c.layers, Part.EXPERTS: c.moe_layers / c.layers}
+    share = _shares(c)
     factor = {Part.EXPERTS: k.experts}
-    device = np.zeros_like(c.layers)
-    launches = np.zeros_like(c.layers)
+    device = np.zeros_like(c.tp)
+    launches = np.zeros_like(c.tp)
     for part in parts:
         for phase in phases:
             device = device + _class_sum(work, part, phase, k) * share.get(part, 1.0) * factor.get(part, 1.0)
@@ -129,14 +157,14 @@ def _device(work: Work, parts: tuple[Part, ...], phases: tuple[Phase, ...], k: C
 def stage_times(work: Work, k: Coefficients) -> StageTimes:
     """Times of one layer, of the ends and of the step's rest."""
     c = work.columns
-    layer = (Part.ATTENTION_BLOCK, Part.DENSE, Part.EXPERTS)
+    layer = (Part.ATTENTION_BLOCK, Part.DENSE, Part.EXPERTS, Part.CROSS_ATTENTION, Part.ENCODER)
 
     def message(name: Message) -> FloatArray:
         return work.inside[name] * k.inside + work.outside[name] * k.outside
 
-    tensor = 2 * message(Message.TENSOR) * np.where(c.overlap_tensor > 0, k.tensor_exposed, 1.0)
+    tensor = _tensor_messages(c) * message(Message.TENSOR) * np.where(c.overlap_tensor > 0, k.tensor_exposed, 1.0)
     context = message(Message.CONTEXT) * k.context_exposed
-    expert = 2 * k.experts * message(Message.EXPERT) * c.moe_layers / c.layers
+    expert = k.experts * (2 * message(Message.EXPERT) + message(Message.EXPERT_TENSOR)) * _shares(c)[Part.EXPERTS]
     communication = tensor + context + expert
     forward = _device(work, layer, (Phase.FORWARD,), k)
     backward = _device(work, layer, (Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT), k)
@@ -153,15 +181,18 @@ def stage_times(work: Work, k: Coefficients) -> StageTimes:
     layer_forward = forward + communication + behind(gather, forward)
     back = backward + recompute
     layer_backward = back + communication + context + behind(gather + reduce, back)
-    ends = message(Message.TENSOR_ENDS)
+    # Ends cut over the vocabulary: the embedding is added up forward, the gradient of the head's input backward; with
+    # sequence parallelism the head gathers its input, and once more for the gradient of its weights.
+    ends = message(Message.TENSOR)
+    gathered = np.where(c.sequence_parallel > 0, 0.5, 0.0)
     return StageTimes(
         layer_forward=layer_forward,
         layer_backward=layer_backward,
         layer_weight_gradient=weight,
-        first_forward=_device(work, (Part.EMBEDDING,), (Phase.FORWARD,), k) + ends / 3,
+        first_forward=_device(work, (Part.EMBEDDING,), (Phase.FORWARD,), k) + ends * (1 - gathered),
         first_backward=_device(work, (Part.EMBEDDING,), (Phase.INPUT_GRADIENT,), k),
-        last_forward=_device(work, (Part.HEAD,), (Phase.FORWARD,), k) + ends / 3,
-        last_backward=_device(work, (Part.HEAD,), (Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT), k) + ends / 3,
+        last_forward=_device(work, (Part.HEAD,), (Phase.FORWARD,), k) + ends * gathered,
+        last_backward=_device(work, (Part.HEAD,), (Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT), k) + ends,
         send=message(Message.PIPELINE),
         gradient_reduce=message(Message.GRADIENT_REDUCE),
         parameter_gather=message(Message.PARAMETER_GATHER),
@@ -171,7 +202,7 @@ def stage_times(work: Work, k: Coefficients) -> StageTimes:
 
 
 def _recomputed_share(c: Columns) -> FloatArray:
-    of_stage = np.maximum(c.layers / c.pp, 1.0)
+    of_stage = np.maximum(c.all_layers / c.pp, 1.0)
     return np.where(c.recompute_layers > 0, np.minimum(c.recompute_layers / of_stage, 1.0), 1.0)
 
 
@@ -182,7 +213,7 @@ def step_times(work: Work, k: Coefficients) -> Step:
     ``m max t_i + (sum t_i - max t_i) / v`` (Narayanan et al., arXiv:2104.04473, section 2.2, for unequal stages).
     """
     c, t = work.columns, stage_times(work, k)
-    layers = c.layers + c.encoder_layers * c.encoder_sequence / np.maximum(c.sequence, 1.0) + c.multi_token_layers
+    layers = c.moe_layers + c.dense_layers + c.encoder_layers
     per_layer = t.layer_forward + t.layer_backward
     ends_first, ends_last = t.first_forward + t.first_backward, t.last_forward + t.last_backward
     busiest = np.where(

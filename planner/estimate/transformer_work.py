@@ -7,7 +7,7 @@ parallelism (Korthikanti et al., arXiv:2205.05198), experts over ``ep`` ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -26,6 +26,10 @@ class Part(StrEnum):
     """The feed-forward network of dense layers."""
     EXPERTS = "experts"
     """The feed-forward network of layers with experts."""
+    CROSS_ATTENTION = "cross_attention"
+    """What the layers of a decoder look up in the encoder."""
+    ENCODER = "encoder"
+    """Every layer of the encoder of an encoder-decoder."""
     EMBEDDING = "embedding"
     HEAD = "head"
 
@@ -85,15 +89,18 @@ Operator = MatrixProduct | FusedAttention | Pointwise
 def operators(c: Columns, element: float) -> list[Operator]:
     """All operators of one micro-batch; those of a layer stand once.
 
+    An operator that a run does not have works on nothing in it.
+
     Parameters
     ----------
     element
         Bytes of an activation element.
     """
     return [
-        *_attention_block(c, element),
-        *_dense_network(c, element),
+        *_attention_block(c, element, Part.ATTENTION_BLOCK),
+        *_dense_network(c, element, Part.DENSE),
         *_expert_network(c, element),
+        *_encoder_decoder(c, element),
         *_embedding(c, element),
         *_head(c, element),
     ]
@@ -110,8 +117,13 @@ def local_key_value_heads(c: Columns) -> FloatArray:
 
 
 def routed_tokens(c: Columns) -> FloatArray:
-    """Token copies that the experts of one rank receive when routing is balanced."""
-    return c.tokens / c.tp * c.experts_per_token * c.expert_tp
+    """Token copies that the experts of one rank receive when routing is balanced, or every expert is filled."""
+    return sent_copies(c) * c.expert_tp
+
+
+def sent_copies(c: Columns) -> FloatArray:
+    """Token copies that one rank sends to experts; tensor ranks share the tokens out."""
+    return c.tokens / c.tp * c.experts_per_token * np.where(c.capacity_factor > 0, c.capacity_factor, 1.0)
 
 
 def _norm_bytes(c: Columns, element: float) -> tuple[FloatArray, FloatArray]:
@@ -126,31 +138,52 @@ def _norm_bytes(c: Columns, element: float) -> tuple[FloatArray, FloatArray]:
     return size * per_element, size * np.where(unfused, 16 * element + 40, 5 * element)
 
 
-def _attention_block(c: Columns, element: float) -> list[Operator]:
-    part, tokens, sums = Part.ATTENTION_BLOCK, c.tokens, c.norm_tokens * c.hidden * element
-    norm, norm_back = _norm_bytes(c, element)
-    drop = 1 + c.dropout / 3
-    width = (attention_width(c) + local_key_value_heads(c) * c.head_size) * tokens * element
+def _attention_block(c: Columns, element: float, part: Part) -> list[Operator]:
+    width = (attention_width(c) + local_key_value_heads(c) * c.head_size) * c.tokens * element
     return [
-        Pointwise(name="norms", part=part, forward_bytes=2 * norm, backward_bytes=2 * norm_back, kernels=2),
-        *_projections(c),
+        *_norms_and_sums(c, element, part, 2),
+        *_projections(c, part),
         Pointwise(
             name="rotary", part=part, forward_bytes=2 * width * c.rotary, backward_bytes=2 * width * c.rotary,
             kernels=2,
         ),
-        *_attention_core(c, element),
-        MatrixProduct(
-            name="attention output", part=part, m=tokens, n=c.hidden,
-            k=np.where(c.latent > 0, c.heads * c.value_head / c.tp, attention_width(c)),
+        *_attention_core(c, element, part, _seen_keys(c)),
+        _attention_output(c, part),
+    ]  # fmt: skip
+
+
+def _norms_and_sums(c: Columns, element: float, part: Part, count: int) -> list[Operator]:
+    """`count` pairs of a norm and the residual sum behind it."""
+    norm, norm_back = _norm_bytes(c, element)
+    sums = c.norm_tokens * c.hidden * element * (1 + c.dropout / 3)
+    return [
+        Pointwise(
+            name="norms", part=part, forward_bytes=count * norm, backward_bytes=count * norm_back, kernels=count
         ),
         Pointwise(
-            name="residual sums", part=part, forward_bytes=6 * sums * drop, backward_bytes=4 * sums * drop, kernels=2
+            name="residual sums", part=part, forward_bytes=3 * count * sums, backward_bytes=2 * count * sums,
+            kernels=count,
         ),
     ]  # fmt: skip
 
 
-def _projections(c: Columns) -> list[Operator]:
-    part, tokens = Part.ATTENTION_BLOCK, c.tokens
+def _attention_output(c: Columns, part: Part) -> MatrixProduct:
+    depth = np.where(c.latent > 0, c.heads * c.value_head / c.tp, attention_width(c))
+    return MatrixProduct(name="attention output", part=part, m=c.tokens, n=c.hidden, k=depth)
+
+
+def _seen_keys(c: Columns) -> FloatArray:
+    """Keys that fused attention walks over for every query, twice as many as it sees where the mask is causal.
+
+    A causal window of ``w`` tokens leaves ``w - w^2 / 2s`` of ``s`` keys to a query on average.
+    """
+    window = np.minimum(c.window, c.sequence)
+    causal = window * (2 - window / np.maximum(c.sequence, 1.0))
+    return np.where(c.window > 0, np.where(c.causal > 0, causal, window), c.sequence)
+
+
+def _projections(c: Columns, part: Part) -> list[Operator]:
+    tokens = c.tokens
     plain = attention_width(c) + 2 * local_key_value_heads(c) * c.head_size
     query_in = np.where(c.query_rank > 0, c.query_rank, c.hidden)
     latent = c.latent > 0
@@ -169,18 +202,17 @@ def _projections(c: Columns) -> list[Operator]:
     ]
 
 
-def _attention_core(c: Columns, element: float) -> list[Operator]:
+def _attention_core(c: Columns, element: float, part: Part, keys: FloatArray) -> list[Operator]:
     """Fused attention, or scores and softmax in memory; each run has one of the two.
 
     Unfused passes over the scores: the softmax alone reads and writes; without a fused kernel come scale, mask
     and the casts to float32 and back. Backward reads the output and its gradient and writes.
     """
-    part = Part.ATTENTION_BLOCK
     queries = c.sequence / c.cp
-    keys = np.where(c.window > 0, np.minimum(c.window, c.sequence), c.sequence)
+    every_key = np.where(c.window > 0, c.sequence, keys)  # masks of windows hide scores, they do not spare them
     fused, scores_kept = c.fused_attention > 0, 1 - c.fused_attention
     heads = np.maximum(c.heads / c.tp, 1.0)
-    scores = c.micro_batch * heads * queries * keys * scores_kept
+    scores = c.micro_batch * heads * queries * every_key * scores_kept
     drop = c.dropout * (2 * element + 1)
     softmax = np.where(c.fused_softmax > 0, 2 * element, 10 * element + 12)
     softmax_back = np.where(c.fused_softmax > 0, 3 * element, 10 * element + 12)
@@ -190,10 +222,10 @@ def _attention_core(c: Columns, element: float) -> list[Operator]:
         FusedAttention(
             name="attention", part=part, batch=np.where(fused, c.micro_batch, 0.0), heads=heads,
             key_value_heads=local_key_value_heads(c), queries=queries, keys=keys,
-            head_size=(c.head_size + value) / 2, causal=c.causal * (c.window == 0),
+            head_size=(c.head_size + value) / 2, causal=c.causal,
         ),
         MatrixProduct(
-            name="scores", part=part, m=queries, n=keys, k=c.head_size, batch=batch, weight=False,
+            name="scores", part=part, m=queries, n=every_key, k=c.head_size, batch=batch, weight=False,
             low_precision=False, core=True,
         ),
         Pointwise(
@@ -201,14 +233,14 @@ def _attention_core(c: Columns, element: float) -> list[Operator]:
             backward_bytes=scores * (softmax_back + drop), kernels=2, core=True,
         ),
         MatrixProduct(
-            name="weighted values", part=part, m=queries, n=value, k=keys, batch=batch, weight=False,
+            name="weighted values", part=part, m=queries, n=value, k=every_key, batch=batch, weight=False,
             low_precision=False, core=True,
         ),
     ]  # fmt: skip
 
 
-def _dense_network(c: Columns, element: float) -> list[Operator]:
-    part, tokens = Part.DENSE, c.tokens
+def _dense_network(c: Columns, element: float, part: Part) -> list[Operator]:
+    tokens = c.tokens
     inner = c.feed_forward / c.tp
     wide = tokens * inner * element
     return [
@@ -247,6 +279,25 @@ def _expert_network(c: Columns, element: float) -> list[Operator]:
     ]  # fmt: skip
 
 
+def _encoder_decoder(c: Columns, element: float) -> list[Operator]:
+    """A layer of the encoder, which sees all its tokens, and the attention of a decoder layer to what it found."""
+    if not c.encoder_layers.any():
+        return []
+    none = np.zeros_like(c.tp)
+    encoder = replace(c, sequence=c.encoder_sequence, causal=none, window=none)
+    decoder = replace(c, sequence=np.where(c.encoder_layers > 0, c.sequence, 0.0), causal=none, window=none)
+    part, keys = Part.CROSS_ATTENTION, local_key_value_heads(c) * c.head_size
+    return [
+        *_attention_block(encoder, element, Part.ENCODER),
+        *_dense_network(encoder, element, Part.ENCODER),
+        *_norms_and_sums(decoder, element, part, 1),
+        MatrixProduct(name="query", part=part, m=decoder.tokens, n=attention_width(c), k=c.hidden),
+        MatrixProduct(name="key, value", part=part, m=encoder.tokens, n=2 * keys, k=c.hidden),
+        *_attention_core(decoder, element, part, c.encoder_sequence),
+        _attention_output(decoder, part),
+    ]
+
+
 def _embedding(c: Columns, element: float) -> list[Operator]:
     size = c.tokens * c.hidden * element
     return [
@@ -258,12 +309,21 @@ def _embedding(c: Columns, element: float) -> list[Operator]:
 
 
 def _head(c: Columns, element: float) -> list[Operator]:
-    """Last norm, logits and the loss: logits are cast to float32 and read for maximum, exponents and gradient."""
+    """Last norm, logits and the loss: logits are cast to float32 and read for maximum, exponents and gradient.
+
+    Each layer that predicts a token further ahead joins the embedding of the token before it, and has the same head
+    (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+    """
     norm, norm_back = _norm_bytes(c, element)
-    predicted = c.tokens * c.predicted_positions
+    heads = 1 + c.multi_token_layers
+    predicted = c.tokens * c.predicted_positions * heads
     logits = predicted * c.vocabulary / c.tp
     return [
-        Pointwise(name="last norm", part=Part.HEAD, forward_bytes=norm, backward_bytes=norm_back),
+        Pointwise(name="last norm", part=Part.HEAD, forward_bytes=norm * heads, backward_bytes=norm_back * heads),
+        MatrixProduct(
+            name="joined embedding", part=Part.HEAD, m=c.tokens * c.multi_token_layers, n=c.hidden / c.tp,
+            k=2 * c.hidden,
+        ),
         MatrixProduct(name="logits", part=Part.HEAD, m=predicted, n=c.vocabulary / c.tp, k=c.hidden,
                       low_precision=False),
         Pointwise(name="cross entropy", part=Part.HEAD, forward_bytes=logits * (element + 20),
