@@ -263,12 +263,17 @@ def _validate(data: dict[str, Any], file: str) -> ProfilePart:
     try:
         return ProfilePart.model_validate_json(json.dumps(data))
     except ValidationError as error:
-        problems = [_problem(detail) for detail in error.errors(include_url=False)]
+        found = validation_problems(error)
     except (TypeError, ValueError) as error:
-        problems = [f"holds a value that is no text, number, list or mapping ({error})"]
-    shown = "; ".join(problems[:MAX_ERRORS_SHOWN])
-    more = f"; and {len(problems) - MAX_ERRORS_SHOWN} more" if len(problems) > MAX_ERRORS_SHOWN else ""
-    raise ProfileError(f"profile {file}: {shown}{more}; {REMEDY}")
+        found = f"holds a value that is no text, number, list or mapping ({error})"
+    raise ProfileError(f"profile {file}: {found}; {REMEDY}")
+
+
+def validation_problems(error: ValidationError) -> str:
+    """The first few problems of a file, each with its field."""
+    problems = [_problem(detail) for detail in error.errors(include_url=False)]
+    more = [f"and {len(problems) - MAX_ERRORS_SHOWN} more"] if len(problems) > MAX_ERRORS_SHOWN else []
+    return "; ".join([*problems[:MAX_ERRORS_SHOWN], *more])
 
 
 def _problem(detail: Any) -> str:

@@ -6,6 +6,7 @@ import datetime as dt
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,8 +71,9 @@ def validate(
 
 def _predictor() -> Predictor:
     from planner.estimate.predict import predict_runs
+    from planner.estimate.software_file import shipped_software
 
-    return predict_runs
+    return partial(predict_runs, software=shipped_software())
 
 
 def _steps(advance: Callable[[], None]) -> Callable[[int], None]:

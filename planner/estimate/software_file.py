@@ -5,27 +5,47 @@ One YAML, shipped as ``hw_profiles/software/training.yaml``; every coefficient s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
-from planner.estimate.coefficients import SoftwareCoefficients, stack_key
+from planner.estimate.coefficients import STACK_COEFFICIENTS, SoftwareCoefficients, stack_key
 from planner.estimate.device_family import family_of
-from planner.estimate.layered_work import LayeredCoefficients
-from planner.estimate.training_run import TrainingRun, TransformerShape
+from planner.estimate.layered_work import LayeredCoefficients, LayeredParameters
+from planner.estimate.training_run import AttentionKernel, Stack, TrainingRun, TransformerShape
 from simulator.errors import ProfileError
+from simulator.profile_file import REMEDY, load_strictly, validation_problems
 from simulator.profile_parts import Count, NonNegative, Part, Positive, Source, Sourced
 from simulator.whole_file import write_whole
 
 SHIPPED = "training.yaml"
 ANY = "*"
 """Stands for every device family, or every stack."""
+
+
+def _one_of(names: Collection[str]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in names:
+            raise ValueError(f"no such name; choose one of {', '.join(names)}")
+        return name
+
+    return AfterValidator(check)
+
+
+_STACKS = [f"{stack}{kind}" for stack in Stack for kind in ("", "_deterministic")]
+_LAYERED = [field.name for field in fields(LayeredParameters) if field.name != "host_s"]
+StackName = Annotated[str, _one_of(_STACKS)]
+Coefficient = Annotated[str, _one_of(STACK_COEFFICIENTS)]
+AttentionName = Annotated[str, _one_of([str(kernel) for kernel in AttentionKernel])]
+LayeredDevice = Annotated[str, _one_of(["half", "tf32", "single", "launch", "boxes", *_LAYERED])]
+LayeredStack = Annotated[str, Field(pattern=rf"^({'|'.join(_LAYERED)}|host_[a-z_]+_s)$")]
 
 
 class IntervalPart(Part):
@@ -42,12 +62,19 @@ class IntervalPart(Part):
     rows: Count
 
 
+def _one_for_every_network(intervals: list[IntervalPart]) -> list[IntervalPart]:
+    everywhere = {interval.network for interval in intervals if (interval.family, interval.stack) == (ANY, ANY)}
+    if everywhere != {"transformer", "layered"}:
+        raise ValueError(f"there must be one of family and stack '{ANY}' for transformer and one for layered networks")
+    return intervals
+
+
 class LayeredPart(Part):
     """Coefficients of networks described layer by layer, by device family and by stack."""
 
     source: Source
-    devices: dict[str, dict[str, NonNegative]]
-    stacks: dict[str, dict[str, NonNegative]]
+    devices: dict[str, dict[LayeredDevice, NonNegative]]
+    stacks: dict[StackName, dict[LayeredStack, NonNegative]]
 
 
 class SoftwarePart(Part):
@@ -55,10 +82,10 @@ class SoftwarePart(Part):
 
     format: Literal["meshwright-software"]
     version: Literal[1]
-    stacks: dict[str, dict[str, Sourced[NonNegative]]]
-    attention: dict[str, Sourced[NonNegative]]
+    stacks: dict[StackName, dict[Coefficient, Sourced[NonNegative]]]
+    attention: dict[AttentionName, Sourced[NonNegative]]
     layered: LayeredPart
-    intervals: list[IntervalPart]
+    intervals: Annotated[list[IntervalPart], AfterValidator(_one_for_every_network)]
     intervals_source: Source
 
 
@@ -103,9 +130,12 @@ def kind_of(run: TrainingRun) -> str:
 def parse_software(text: str, name: str) -> Software:
     """Validate the text of a software file; ProfileError names file and field."""
     try:
-        part = SoftwarePart.model_validate(yaml.safe_load(text))
-    except (ValidationError, yaml.YAMLError) as error:
-        raise ProfileError(f"software file {name}: {error}; see docs/profiles.md for the format") from error
+        part = SoftwarePart.model_validate(load_strictly(text.encode()))
+    except ValidationError as error:
+        raise ProfileError(f"software file {name}: {validation_problems(error)}; {REMEDY}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        detail = " ".join(str(error).split())
+        raise ProfileError(f"software file {name} is not valid YAML: {detail}; {REMEDY}") from None
     return Software(
         coefficients=SoftwareCoefficients(
             stacks={stack: _values(entries) for stack, entries in part.stacks.items()},
@@ -125,14 +155,29 @@ def _values(entries: Mapping[str, Sourced[float]]) -> dict[str, float]:
 
 @lru_cache(maxsize=1)
 def shipped_software() -> Software:
-    """The software file that comes with the package."""
+    """The software file that comes with the package.
+
+    Raises
+    ------
+    ProfileError
+        When the package lacks it.
+    """
+    name = f"hw_profiles/software/{SHIPPED}"
     resource = resources.files("hw_profiles") / "software" / SHIPPED
-    return parse_software(resource.read_text(encoding="utf-8"), f"hw_profiles/software/{SHIPPED}")
+    try:
+        text = resource.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ProfileError(
+            f"software file {name} is missing, and without its coefficients no step can be predicted; install the "
+            "package again"
+        ) from error
+    return parse_software(text, name)
 
 
 def write_software(content: Mapping[str, Any], path: Path) -> Software:
     """Validate `content` and write it to `path`, whole or not at all."""
-    text = yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True, width=120)
+    plain = json.loads(json.dumps(dict(content)))  # no object twice: the dumper would write aliases
+    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
     software = parse_software(text, str(path))
     write_whole(path, text)
     return software
