@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import simpy
 
+from simulator.contention import Transfers, segment_transfers
 from simulator.program import Program
 from simulator.reference_flows import Flows
 from simulator.table_check import check_table, deadlock
@@ -26,22 +27,22 @@ if TYPE_CHECKING:
     from simulator.hardware import Hardware
 
 
-def simulate(
-    program: Program, hardware: Hardware, *, compute_speed: float = 1.0, transfer_speed: float = 1.0
-) -> Timeline:
-    """Simulate one step of `program` on `hardware` as discrete events.
+def simulate(program: Program, hardware: Hardware, *, times: Sequence[FloatArray] | None = None) -> Timeline:
+    """Simulate one step of `program` on `hardware` as discrete events; `times` stand in for `task_times`.
 
     Raises
     ------
     ProgramError
         When the program cannot run to its end: the message names the tasks that wait for each other.
     """
+    alone = task_times(program, hardware) if times is None else times
     return replay(
         program,
-        task_times(program, hardware),
+        alone,
         overlaps_communication=hardware.overlaps_communication,
-        compute_speed=compute_speed,
-        transfer_speed=transfer_speed,
+        transfers=segment_transfers(program, hardware, alone),
+        compute_speed=hardware.overlap_compute_speed,
+        transfer_speed=hardware.overlap_transfer_speed,
     )
 
 
@@ -50,19 +51,22 @@ def replay(
     times: Sequence[FloatArray],
     *,
     overlaps_communication: bool = True,
+    transfers: Sequence[Transfers | None] = (),
     compute_speed: float = 1.0,
     transfer_speed: float = 1.0,
 ) -> Timeline:
     """Simulate one step whose tasks take `times`: one array (tasks,) of seconds for each segment.
 
     Segments run one after the other, so each begins and ends with the device idle; a repeated
-    segment is simulated once. The speeds are those of a `TaskTable`.
+    segment is simulated once. `transfers` are those of each segment, none: messages take their time whatever else
+    runs. The speeds are those of a `TaskTable`.
     """
     return simulate_segments(
         program,
         times,
         _run_checked,
         overlaps_communication=overlaps_communication,
+        transfers=transfers,
         compute_speed=compute_speed,
         transfer_speed=transfer_speed,
     )

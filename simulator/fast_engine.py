@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from simulator import fast_fluid, fast_recurrence
+from simulator.contention import Transfers, segment_transfers
 from simulator.fast_fluid import Fluid
 from simulator.fast_recurrence import Recurrence
 from simulator.program import Program
@@ -38,22 +39,22 @@ WORTH_COMPILING = {"run_in_order": 500_000, "time_alone": 300_000, "run_streams"
 _tasks_run: Counter[str] = Counter()
 
 
-def simulate(
-    program: Program, hardware: Hardware, *, compute_speed: float = 1.0, transfer_speed: float = 1.0
-) -> Timeline:
-    """Simulate one step of `program` on `hardware`.
+def simulate(program: Program, hardware: Hardware, *, times: Sequence[FloatArray] | None = None) -> Timeline:
+    """Simulate one step of `program` on `hardware`; `times` stand in for `task_times`.
 
     Raises
     ------
     ProgramError
         When the program cannot run to its end.
     """
+    alone = task_times(program, hardware) if times is None else times
     return replay(
         program,
-        task_times(program, hardware),
+        alone,
         overlaps_communication=hardware.overlaps_communication,
-        compute_speed=compute_speed,
-        transfer_speed=transfer_speed,
+        transfers=segment_transfers(program, hardware, alone),
+        compute_speed=hardware.overlap_compute_speed,
+        transfer_speed=hardware.overlap_transfer_speed,
     )
 
 
@@ -62,6 +63,7 @@ def replay(
     times: Sequence[FloatArray],
     *,
     overlaps_communication: bool = True,
+    transfers: Sequence[Transfers | None] = (),
     compute_speed: float = 1.0,
     transfer_speed: float = 1.0,
 ) -> Timeline:
@@ -71,6 +73,7 @@ def replay(
         times,
         _run_checked,
         overlaps_communication=overlaps_communication,
+        transfers=transfers,
         compute_speed=compute_speed,
         transfer_speed=transfer_speed,
     )

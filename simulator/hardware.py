@@ -255,10 +255,10 @@ class Hardware:
 
     def check_devices(self, devices: int) -> None:
         """Raise ProfileError unless a job of `devices` devices fills whole units of the topology."""
-        if self._holds(devices):
+        if self.holds(devices):
             return
-        below = next((n for n in range(min(devices, self.max_devices), 0, -1) if self._holds(n)), None)
-        above = next((n for n in range(max(devices, 1), self.max_devices + 1) if self._holds(n)), None)
+        below = next((n for n in range(min(devices, self.max_devices), 0, -1) if self.holds(n)), None)
+        above = next((n for n in range(max(devices, 1), self.max_devices + 1) if self.holds(n)), None)
         near = " or ".join(str(n) for n in (below, above) if n is not None)
         inside = ", ".join(str(n) for n in self.node_device_counts)
         raise ProfileError(
@@ -266,7 +266,8 @@ class Hardware:
             f"nodes of {self.devices_per_node}, up to {self.max_devices} devices; use {near}"
         )
 
-    def _holds(self, devices: int) -> bool:
+    def holds(self, devices: int) -> bool:
+        """Whether a job of `devices` devices fills whole units of the topology."""
         if not 1 <= devices <= self.max_devices:
             return False
         return devices in self.node_device_counts or (

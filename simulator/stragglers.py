@@ -94,11 +94,11 @@ def straggling_step(program: Program, hardware: Hardware, factors: FloatArray) -
 
     No rank is later than if all computed as slowly as the slowest one, and that one is as late: it meets the
     others in collectives, but none of them keeps it waiting. So the step is that of the largest factor on all
-    ranks, exactly; communication is not slowed.
+    ranks: exactly where axes share no links, nearly where they do. Communication is not slowed.
     """
     slowest = float(np.max(factors))
     times = task_times(program, hardware)
     for segment, seconds in zip(program.segments, times, strict=True):
         computes = np.fromiter((task.collective is None for task in segment.tasks), bool, len(segment.tasks))
         seconds[computes] *= slowest
-    return fast_engine.replay(program, times, overlaps_communication=hardware.overlaps_communication)
+    return fast_engine.simulate(program, hardware, times=times)

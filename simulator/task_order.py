@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from simulator.contention import Transfers
 from simulator.errors import ProgramError
 from simulator.program import COMPUTE_STREAM, Program, Segment
 from simulator.task_table import StreamKind, TaskTable
@@ -65,10 +67,16 @@ def streams_of(segment: Segment, *, overlaps_communication: bool) -> Streams:
 
 
 def segment_table(
-    segment: Segment, seconds: FloatArray, streams: Streams, *, compute_speed: float, transfer_speed: float
+    segment: Segment,
+    seconds: FloatArray,
+    streams: Streams,
+    *,
+    transfers: Transfers | None,
+    compute_speed: float,
+    transfer_speed: float,
 ) -> TaskTable:
     """A segment of known times as the task table of one rank; what is not on the compute stream communicates."""
-    size, none = len(segment.tasks), np.zeros(0, dtype=np.int64)
+    size = len(segment.tasks)
     stream = np.zeros(size, dtype=np.int64)
     for number, tasks in enumerate(streams.values()):
         stream[np.asarray(tasks, dtype=np.int64)] = number
@@ -79,16 +87,10 @@ def segment_table(
         stream=stream,
         stream_rank=np.zeros(len(streams), dtype=np.int64),
         stream_kind=np.fromiter(kinds, dtype=np.int64, count=len(streams)),
-        work=seconds,
-        latency_s=np.zeros(size),
-        rate_bytes_per_s=np.zeros(size),
+        **_work(seconds, transfers),
         meeting=np.full(size, -1, dtype=np.int64),
         dependency_offsets=offsets,
         dependencies=np.array([before for task in segment.tasks for before in task.after], dtype=np.int64),
-        link_offsets=np.zeros(size + 1, dtype=np.int64),
-        links=none,
-        link_weights=np.zeros(0),
-        link_capacity=np.zeros(0),
         compute_speed=compute_speed,
         transfer_speed=transfer_speed,
         label=np.arange(size),
@@ -96,6 +98,30 @@ def segment_table(
         stream_names=tuple(streams),
         name=f"segment {segment.name!r}",
     )
+
+
+def _work(seconds: FloatArray, transfers: Transfers | None) -> dict[str, Any]:
+    """Work of the tasks and links that they share, as fields of a `TaskTable`."""
+    size = len(seconds)
+    work, latency, rate = seconds, np.zeros(size), np.zeros(size)
+    offsets = np.zeros(size + 1, dtype=np.int64)
+    links, weights, capacity = np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0)
+    if transfers is not None:
+        tasks, links, weights = transfers.tasks, transfers.links, transfers.link_weights
+        capacity = transfers.link_capacity
+        latency[tasks], rate[tasks] = transfers.latency_s, transfers.rate_bytes_per_s
+        work = (seconds - latency) * np.where(rate > 0, rate, 1.0)
+        offsets[tasks + 1] = transfers.link_counts
+        np.cumsum(offsets, out=offsets)
+    return {
+        "work": work,
+        "latency_s": latency,
+        "rate_bytes_per_s": rate,
+        "link_offsets": offsets,
+        "links": links,
+        "link_weights": weights,
+        "link_capacity": capacity,
+    }
 
 
 def execution_order(segment: Segment, streams: Streams) -> Sequence[int]:

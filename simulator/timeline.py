@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from simulator.contention import Transfers, overloads, without_links
 from simulator.memory import MemoryTimeline, SegmentSpan, memory_timeline
 from simulator.program import BufferKind, Collective, Phase, Program, Segment
 from simulator.task_order import check_program, execution_order, segment_table, streams_of
@@ -98,10 +99,11 @@ def simulate_segments(
     run: Engine,
     *,
     overlaps_communication: bool,
+    transfers: Sequence[Transfers | None],
     compute_speed: float,
     transfer_speed: float,
 ) -> Timeline:
-    """The timeline of a program whose tasks take `times`, each segment run by `run` as the table of one rank.
+    """The timeline of a program whose tasks take `times` alone, each segment run by `run` as the table of one rank.
 
     A segment starts in an idle device and ends in one, so its repetitions are equal: it is run once,
     and `count` of them take `count` times as long, exactly.
@@ -110,10 +112,13 @@ def simulate_segments(
     segments: list[SegmentTimeline] = []
     spans: list[SegmentSpan] = []
     offset = 0.0
-    for segment, seconds in zip(program.segments, times, strict=True):
+    sharing = transfers or [None] * len(program.segments)
+    for segment, seconds, shared in zip(program.segments, times, sharing, strict=True):
         streams = streams_of(segment, overlaps_communication=overlaps_communication)
-        table = segment_table(segment, seconds, streams, compute_speed=compute_speed, transfer_speed=transfer_speed)
-        starts, ends = run(table)
+        table = segment_table(
+            segment, seconds, streams, transfers=shared, compute_speed=compute_speed, transfer_speed=transfer_speed
+        )
+        starts, ends = _run(table, run)
         starts.setflags(write=False)
         ends.setflags(write=False)
         segments.append(
@@ -136,6 +141,14 @@ def simulate_segments(
         collectives=_collective_totals(program, segments),
         memory=memory_timeline(program, spans),
     )
+
+
+def _run(table: TaskTable, run: Engine) -> tuple[FloatArray, FloatArray]:
+    """Run a table as if no link were shared, which is quick, and again if that asks too much of one."""
+    if not table.links.size:
+        return run(table)
+    alone = run(without_links(table))
+    return run(table) if overloads(table, *alone) else alone
 
 
 def _span(segment: SegmentTimeline, order: Sequence[int]) -> SegmentSpan:

@@ -10,7 +10,7 @@ from simulator.errors import ProgramError
 from simulator.hardware import Hardware
 from simulator.kernels import kernel_time, matmul_time
 from simulator.program import Collective, Kernel, Program, Segment
-from simulator.topology import group_shape
+from simulator.topology import GroupShape, group_shape
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -27,11 +27,11 @@ def task_times(program: Program, hardware: Hardware) -> list[FloatArray]:
         When a collective names an axis the program does not have.
     """
     slowdown = hardware.compute_slowdown(program.devices)
-    shapes = {axis.name: group_shape(hardware, axis.size, axis.stride) for axis in program.axes}
+    shapes = group_shapes(program, hardware)
     result: list[FloatArray] = []
     for segment in program.segments:
         seconds = np.zeros(len(segment.tasks))
-        kernels, collectives = _group(segment)
+        kernels, collectives = tasks_by_work(segment)
         for (kernel, dtype, shaped), compute in kernels.items():
             if shaped and hardware.matmul_models:
                 batch, m, n, k = np.array([segment.tasks[i].matmul for i in compute]).T
@@ -51,7 +51,12 @@ def task_times(program: Program, hardware: Hardware) -> list[FloatArray]:
     return result
 
 
-def _group(
+def group_shapes(program: Program, hardware: Hardware) -> dict[str, GroupShape]:
+    """Where the groups of every axis lie."""
+    return {axis.name: group_shape(hardware, axis.size, axis.stride) for axis in program.axes}
+
+
+def tasks_by_work(
     segment: Segment,
 ) -> tuple[dict[tuple[Kernel, str, bool], list[int]], dict[tuple[Collective, str], list[int]]]:
     """Task indices by kernel, dtype and whether the shape is known, and by collective and axis."""

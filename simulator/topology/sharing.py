@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -66,12 +67,22 @@ def payload_rate(topology: Topology, use: FloatArray) -> float:
 class SharedLinks(NamedTuple):
     """Links that several axes cross: capacities (links,) and, by axis, bytes on each per byte of its payload (links,).
 
-    Links that carry the same in the same measure stand for each other and are one entry.
+    Links that carry the same in the same measure stand for each other and are one entry. ``rates`` are the bytes of
+    payload a second of each axis alone, ``widths`` the capacities of the links that set them; infinite for groups of
+    one.
     """
 
     capacities: FloatArray
     uses: Mapping[str, FloatArray]
     rates: Mapping[str, float]
+    widths: Mapping[str, float]
+
+    def weights(self, axis: str) -> FloatArray:
+        """Bytes on each link (links,) per byte that `axis` sends over its fullest link, shared or not."""
+        if not np.isfinite(self.widths[axis]):
+            return np.zeros(len(self.capacities))
+        weights: FloatArray = self.uses[axis] * (self.rates[axis] / self.widths[axis])
+        return weights
 
 
 def shared_links(
@@ -88,8 +99,6 @@ def shared_links(
         size and stride of each mesh axis.
     patterns
         messages of an axis; those of a ring where it has no entry.
-
-    ``rates`` are the bytes of payload a second of each axis alone, infinite for groups of one.
     """
     topology = topology_graph(hardware, devices)
     chosen = patterns or {}
@@ -99,10 +108,17 @@ def shared_links(
     }
     rates = {name: payload_rate(topology, use) for name, use in uses.items()}
     capacities = np.asarray(topology.capacities)
+    widths = {name: _width(capacities, use) for name, use in uses.items()}
     table = np.array([*uses.values(), capacities]).reshape(len(uses) + 1, -1)
     shared = np.count_nonzero(table[:-1], axis=0) > 1
     columns = np.unique(np.round(table[:, shared], 12), axis=1)
-    return SharedLinks(columns[-1], dict(zip(uses, columns[:-1], strict=True)), rates)
+    return SharedLinks(columns[-1], dict(zip(uses, columns[:-1], strict=True)), rates, widths)
+
+
+def _width(capacities: FloatArray, use: FloatArray) -> float:
+    """Capacity of the link that is full first."""
+    busy = np.flatnonzero(use)
+    return float(capacities[busy[np.argmax(use[busy] / capacities[busy])]]) if busy.size else math.inf
 
 
 def contended(
@@ -113,17 +129,19 @@ def contended(
 ) -> dict[str, float]:
     """Factor by which each axis slows down when the groups of all `axes` communicate at once.
 
-    Links are shared max-min fairly among the axes, no axis faster than it is alone; arguments as of `shared_links`.
+    Links are shared max-min fairly among the axes by the bytes that each sends over its own fullest link, no axis
+    faster than it is alone; arguments as of `shared_links`.
     """
     links = shared_links(hardware, devices, axes, patterns)
-    rows = [np.flatnonzero(use) for use in links.uses.values()]
-    alone = np.array([links.rates[name] for name in axes])
+    weights = [links.weights(name) for name in axes]
+    rows = [np.flatnonzero(weight) for weight in weights]
+    alone = np.array([links.widths[name] for name in axes])
     caps = np.where(np.isfinite(alone), alone, 0.0)
     together = max_min_rates(
         caps,
         np.array([0, *itertools.accumulate(map(len, rows))]),
         np.concatenate([*rows, np.zeros(0, dtype=np.int64)]),
-        np.concatenate([use[row] for use, row in zip(links.uses.values(), rows, strict=True)] or [np.zeros(0)]),
+        np.concatenate([weight[row] for weight, row in zip(weights, rows, strict=True)] or [np.zeros(0)]),
         links.capacities,
     )
     slowed = np.divide(caps, together, out=np.ones(len(caps)), where=together > 0)

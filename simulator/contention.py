@@ -1,0 +1,202 @@
+"""Messages of several mesh axes on the links that they share.
+
+A collective alone takes the time of `simulator.collectives`. Where groups of several axes cross the same links, its
+messages are a transfer on these links: for all but the latency of its time it sends bytes over its own narrowest link,
+and over every shared link in proportion; together they load a link as the messages of all devices do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from simulator.collective_patterns import Pattern, direct_send, pairwise_all_to_all, ring_gather
+from simulator.collectives import collective_time
+from simulator.hardware import Hardware
+from simulator.program import Collective, Program, ProgramAxis, Segment
+from simulator.task_table import FloatArray, IntArray, TaskTable
+from simulator.timing import group_shapes, tasks_by_work
+from simulator.topology import group_shape, shared_links
+
+PATTERNS: Mapping[Collective, Pattern] = {Collective.ALL_TO_ALL: pairwise_all_to_all, Collective.SEND: direct_send}
+"""Where messages go, other than around a ring."""
+LARGE_BYTES = 1e15
+OVERLOADED = 1 + 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Transfers:
+    """Messages (M,) of a segment.
+
+    Attributes
+    ----------
+    tasks, latency_s : (M,) their tasks, and the part of their time that moves nothing
+    rate_bytes_per_s : (M,) bytes over the narrowest link, alone; 0 where no shared link is crossed
+    link_counts, links, link_weights : (M,), (U,), (U,) shared links crossed, bytes on each per byte of the transfer
+    link_capacity : (L,) bytes/s
+    """
+
+    tasks: IntArray
+    latency_s: FloatArray
+    rate_bytes_per_s: FloatArray
+    link_counts: IntArray
+    links: IntArray
+    link_weights: FloatArray
+    link_capacity: FloatArray
+
+
+class _Shared(NamedTuple):
+    """Links that several axes cross: capacities, and by axis and collective weights (L,) and the narrowest link's."""
+
+    capacity: FloatArray
+    weights: Mapping[tuple[str, Collective], FloatArray]
+    widths: Mapping[tuple[str, Collective], float]
+
+
+def segment_transfers(
+    program: Program, hardware: Hardware, times: Sequence[FloatArray]
+) -> tuple[Transfers | None, ...]:
+    """Transfers of every segment whose tasks take `times`; None where it is enough to know how long messages take.
+
+    That is where nothing overlaps, and where axes have links of their own and overlap slows nothing.
+    """
+    if not hardware.overlaps_communication:
+        return (None,) * len(program.segments)
+    return tuple(
+        _transfers(program, hardware, segment, seconds)
+        for segment, seconds in zip(program.segments, times, strict=True)
+    )
+
+
+def _transfers(program: Program, hardware: Hardware, segment: Segment, seconds: FloatArray) -> Transfers | None:
+    _, messages = tasks_by_work(segment)
+    streams = {segment.tasks[i].stream for tasks in messages.values() for i in tasks}
+    flows = tuple(sorted((axis, collective) for collective, axis in messages)) if len(streams) > 1 else ()
+    shared = _shared(hardware, program.devices, program.axes, flows)
+    slows = hardware.overlap_compute_speed != 1 or hardware.overlap_transfer_speed != 1
+    if not messages or not (shared.capacity.size or slows):
+        return None
+    shapes = group_shapes(program, hardware)
+    latency, rate = np.zeros(len(seconds)), np.zeros(len(seconds))
+    weights = np.zeros((len(seconds), len(shared.capacity)))
+    for (collective, axis), tasks in messages.items():
+        payload = np.array([segment.tasks[i].payload_bytes for i in tasks])
+        fixed, large = collective_time(hardware, collective, np.array([0.0, LARGE_BYTES]), shapes[axis])
+        latency[tasks] = np.minimum(fixed, seconds[tasks])
+        weight = shared.weights.get((axis, collective))
+        if weight is not None and weight.any():
+            moving = seconds[tasks] - latency[tasks]
+            # Short messages leave links idle between their pieces.
+            full = np.divide(payload * (large / LARGE_BYTES), moving, out=np.zeros(len(tasks)), where=moving > 0)
+            rate[tasks] = np.minimum(full, 1.0) * shared.widths[axis, collective]
+            weights[tasks] = weight
+    found = np.array(sorted(i for tasks in messages.values() for i in tasks))
+    crossed = (weights > 0) & (rate > 0)[:, None]
+    return Transfers(
+        tasks=found,
+        latency_s=latency[found],
+        rate_bytes_per_s=rate[found],
+        link_counts=np.count_nonzero(crossed[found], axis=1),
+        links=np.nonzero(crossed)[1],
+        link_weights=weights[crossed],
+        link_capacity=shared.capacity,
+    )
+
+
+@lru_cache(maxsize=256)
+def _shared(
+    hardware: Hardware, devices: int, axes: tuple[ProgramAxis, ...], flows: tuple[tuple[str, Collective], ...]
+) -> _Shared:
+    """Links that `flows` of several axes cross, all groups of the axes at once."""
+    if len({axis for axis, _ in flows}) < 2:
+        return _Shared(np.zeros(0), {}, {})
+    names = {f"{axis} {collective}": (axis, collective) for axis, collective in flows}
+    places = representative_axes(hardware, devices, axes)
+    links = shared_links(
+        _filled(hardware, devices),
+        max(devices if places is axes else 1, int(np.prod([axis.size for axis in places]))),
+        {name: next((a.size, a.stride) for a in places if a.name == axis) for name, (axis, _) in names.items()},
+        {name: PATTERNS.get(collective, ring_gather) for name, (_, collective) in names.items()},
+    )
+    weights = {flow: links.weights(name) for name, flow in names.items()}
+    by_axis = [
+        np.any([weight > 0 for (axis, _), weight in weights.items() if axis == one], axis=0)
+        for one in {axis for axis, _ in flows}
+    ]
+    kept = np.count_nonzero(by_axis, axis=0) > 1
+    return _Shared(
+        links.capacities[kept],
+        {flow: weight[kept] for flow, weight in weights.items()},
+        {flow: links.widths[name] for name, flow in names.items()},
+    )
+
+
+def representative_axes(hardware: Hardware, devices: int, axes: tuple[ProgramAxis, ...]) -> tuple[ProgramAxis, ...]:
+    """The axes of a smaller mesh whose groups load links of every level as those of `axes` do.
+
+    Rings and neighbours load each unit of a level alike, however many units there are, so two units of the outermost
+    level that a group crosses stand for all. An exchange sends less inside a unit the more units there are; two make
+    it the most.
+    """
+    order = sorted(axes, key=lambda axis: axis.stride)
+    strides = np.cumprod([1, *(axis.size for axis in order)])
+    if [axis.stride for axis in order] != strides[:-1].tolist() or strides[-1] != devices:
+        return axes
+    shapes = {axis.name: group_shape(hardware, axis.size, axis.stride) for axis in axes}
+    most = max((shape.members[shape.outermost] for shape in shapes.values()), default=1)
+    for units in range(2, most):
+        found: list[ProgramAxis] = []
+        stride = 1
+        for axis in order:
+            shape = shapes[axis.name]
+            level = shape.outermost
+            kept = min(shape.members[level], units) if level else shape.members[level]
+            found.append(ProgramAxis(name=axis.name, size=shape.within(level - 1) * kept, stride=stride))
+            stride *= found[-1].size
+        if hardware.holds(stride) and all(_alike(hardware, shapes[axis.name].members, axis) for axis in found):
+            return tuple(found)
+    return axes
+
+
+def _filled(hardware: Hardware, devices: int) -> Hardware:
+    """The cluster with units of as many devices as a job of `devices` takes of each, 64 of a rack of 72."""
+    whole = group_shape(hardware, devices, 1)
+    levels = [
+        replace(level, size=whole.within(place)) if level.size < devices else level
+        for place, level in enumerate(hardware.levels)
+    ]
+    return replace(hardware, levels=tuple(levels))
+
+
+def _alike(hardware: Hardware, members: tuple[int, ...], axis: ProgramAxis) -> bool:
+    """Whether the groups of an axis lie in the levels as `members` do, but for fewer units of the outermost."""
+    now = group_shape(hardware, axis.size, axis.stride)
+    level = now.outermost
+    return now.members[:level] == members[:level] and now.members[level + 1 :] == members[level + 1 :]
+
+
+def without_links(table: TaskTable) -> TaskTable:
+    """The table of tasks that have all links to themselves."""
+    return replace(
+        table,
+        link_offsets=np.zeros_like(table.link_offsets),
+        links=table.links[:0],
+        link_weights=table.link_weights[:0],
+        link_capacity=table.link_capacity[:0],
+    )
+
+
+def overloads(table: TaskTable, starts: FloatArray, ends: FloatArray) -> bool:
+    """Whether transfers that run from `starts` to `ends` (T,) at full rate ask more of a link than it carries."""
+    task = np.repeat(np.arange(table.size), np.diff(table.link_offsets))
+    load = table.link_weights * table.rate_bytes_per_s[task] / table.link_capacity[table.links]
+    begin, end = (starts + table.latency_s)[task], ends[task]
+    kept = end > begin
+    change = np.concatenate([-load[kept], load[kept]])
+    # What ends leaves its links before another begins at the same time.
+    order = np.lexsort((change > 0, np.concatenate([end[kept], begin[kept]]), np.tile(table.links[kept], 2)))
+    return bool(np.max(np.cumsum(change[order]), initial=0.0) > OVERLOADED)
