@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.estimate.memory_traits import traits_of
-from planner.estimate.pipeline_residency import schedule_name
+from planner.estimate.pipeline_residency import BOTH_DIRECTIONS, V_SHAPED, schedule_name
 from planner.estimate.stage_parameters import (
     distinct_stages,
     even_chunks,
@@ -37,9 +37,10 @@ class Columns:
 
     ``tokens`` of one micro-batch on one rank (``micro_batch * sequence / cp``), ``norm_tokens`` those of which the
     norms and residual sums of a rank take care; ``weight_gradients_in_bubble`` counts those of a stage that a schedule
-    puts where others wait; ``first_layers``, ``last_layers`` and ``fullest_layers`` are those of the first, the last
-    and the fullest pipeline rank, of every kind; ``moe_layers`` and ``dense_layers`` add up to those of the decoder,
-    ``all_layers`` counts the encoder's as well. ``vocabulary`` are the rows of the embedding, padding included.
+    puts where others wait; ``first_layers``, ``last_layers`` and ``fullest_layers`` are those, of every kind, of the
+    pipeline rank with the embedding, of that with the head, and of the fullest. ``ends_together`` is 1 where one rank
+    has both ends, and 0.5 where two have half of both (DualPipe). ``moe_layers`` and ``dense_layers`` add up to the
+    layers of the decoder. ``vocabulary`` are the rows of the embedding, padding included.
     ``dense_parameters`` and ``expert_parameters`` lie on one rank of the fullest stage.
     """
 
@@ -79,6 +80,7 @@ class Columns:
     first_layers: FloatArray
     last_layers: FloatArray
     fullest_layers: FloatArray
+    ends_together: FloatArray
     vocabulary: FloatArray
     dense_parameters: FloatArray
     expert_parameters: FloatArray
@@ -204,7 +206,10 @@ _SETUP: dict[str, Callable[[TrainingSetup], Any]] = {
     "fused_attention": lambda s: s.attention not in _UNFUSED,
     "fused_softmax": lambda s: s.attention is AttentionKernel.FUSED_SOFTMAX,
 }
-_CUT = ("first_layers", "last_layers", "fullest_layers", "vocabulary", "dense_parameters", "expert_parameters")
+_CUT = (
+    "first_layers", "last_layers", "fullest_layers", "ends_together", "vocabulary", "dense_parameters",
+    "expert_parameters",
+)  # fmt: skip
 _stated = attrgetter(*_STATED)
 _cut = attrgetter("tp", "pp", "vpp", "ep", "expert_tp", "schedule", "stack", "layers_per_stage")
 
@@ -222,8 +227,7 @@ def stage_layers(network: TransformerShape, stages: int, stated: tuple[int, ...]
 
 def _cut_columns(network: TransformerShape, setup: TrainingSetup) -> tuple[float, ...]:
     """The columns `_CUT`, which depend on how the network is cut."""
-    layers = stage_layers(network, setup.pp * setup.vpp, setup.layers_per_stage)
-    ranks = layers.reshape(setup.vpp, setup.pp).sum(axis=0)
+    ranks, together = _layers_of_ranks(network, setup)
     padded = traits_of(setup.stack).padded_vocabulary
     contents = stage_contents(network, setup)
     parameters = [
@@ -231,7 +235,23 @@ def _cut_columns(network: TransformerShape, setup: TrainingSetup) -> tuple[float
     ]
     fullest = max(parameters, key=lambda stage: stage.total)
     vocabulary = local_vocabulary(network, setup.tp, padded) * setup.tp
-    return float(ranks[0]), float(ranks[-1]), float(ranks.max()), vocabulary, fullest.dense, fullest.expert
+    return (*ranks, together, vocabulary, fullest.dense, fullest.expert)
+
+
+def _layers_of_ranks(network: TransformerShape, setup: TrainingSetup) -> tuple[tuple[float, float, float], float]:
+    """Layers of the ranks with the embedding and with the head, of the fullest, and what of the other end they have."""
+    name, pp = schedule_name(setup.schedule), setup.pp
+    if pp == 1:
+        layers = float(stage_layers(network, 1).sum())
+        return (layers, layers, layers), 1.0
+    if name in V_SHAPED:
+        down, up = stage_layers(network, 2 * pp, setup.layers_per_stage).reshape(2, pp)
+        ranks = down + up[::-1]
+        return (float(ranks[0]), float(ranks[0]), float(ranks.max())), 1.0
+    ranks = stage_layers(network, pp * setup.vpp, setup.layers_per_stage).reshape(setup.vpp, pp).sum(axis=0)
+    if name == BOTH_DIRECTIONS:
+        ranks = (ranks + ranks[::-1]) / 2
+    return (float(ranks[0]), float(ranks[-1]), float(ranks.max())), 0.5 if name == BOTH_DIRECTIONS else 0.0
 
 
 def columns_of(runs: Sequence[TrainingRun]) -> Columns:

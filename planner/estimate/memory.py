@@ -212,7 +212,7 @@ class _Rank:
         activations = self._kept(content) * in_flight
         if setup.offload_activations:
             # What one layer keeps is on its way to the host, what another one keeps on its way back.
-            activations = min(activations, 2 * self._kept(content) / content.layers)
+            activations = min(activations, 2 * self._kept(content) / max(content.layers, 1.0))
         working = self._working(content)
         if content.head:
             ends, loss = self._head(content)
@@ -248,7 +248,7 @@ class _Rank:
         setup = self.setup
         if setup.recompute is not Recompute.FULL:
             return sum(count * layer.kept(setup) for count, layer in kinds)
-        share = min(setup.recompute_layers / content.layers, 1.0) if setup.recompute_layers else 1.0
+        share = min(setup.recompute_layers / max(content.layers, 1.0), 1.0) if setup.recompute_layers else 1.0
         return sum(
             count * (share * layer.input + (1 - share) * layer.kept_without_full(setup)) for count, layer in kinds
         )

@@ -129,7 +129,7 @@ def traits_of(stack: Stack) -> MemoryTraits:
     return _TRAITS.get(stack, _EAGER)
 
 
-LOW_PRECISION_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2, "fp4": 2}
+LOW_PRECISION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2, "fp4": 2}
 """Bytes of an activation or a low-precision parameter; 8- and 4-bit products take 16-bit tensors in and out."""
 
 MOMENTS = {

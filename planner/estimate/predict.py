@@ -100,6 +100,10 @@ def _times(
         total += (simulated - passes) * slower
     compute, exposed = float(step.compute_s[index]), float(step.exposed_communication_s[index])
     optimizer = float(step.optimizer_s[index])
+    if bubble < 0:
+        # The simulation found less waiting than the closed form has in what it calls exposed.
+        shrunk = 1 + bubble / (compute + exposed)
+        compute, exposed, bubble = compute * shrunk, exposed * shrunk, 0.0
     return _Times(
         step_time_s=total,
         breakdown={

@@ -216,13 +216,13 @@ def step_times(work: Work, k: Coefficients) -> Step:
     layers = c.moe_layers + c.dense_layers + c.encoder_layers
     per_layer = t.layer_forward + t.layer_backward
     ends_first, ends_last = t.first_forward + t.first_backward, t.last_forward + t.last_backward
-    busiest = np.where(
-        c.pp > 1,
+    own = np.where(c.ends_together > 0, c.ends_together, 1.0)
+    busiest = np.maximum(
+        c.fullest_layers * per_layer,
         np.maximum(
-            c.fullest_layers * per_layer,
-            np.maximum(c.first_layers * per_layer + ends_first, c.last_layers * per_layer + ends_last),
+            c.first_layers * per_layer + own * ends_first + c.ends_together * ends_last,
+            c.last_layers * per_layer + own * ends_last + c.ends_together * ends_first,
         ),
-        layers * per_layer + ends_first + ends_last,
     )
     whole = layers * per_layer + ends_first + ends_last
     sends = np.where(c.pp > 1, 2 * t.send * c.vpp, 0.0)

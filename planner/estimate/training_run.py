@@ -12,6 +12,15 @@ from simulator.errors import InputError
 from simulator.hardware import Hardware
 from simulator.program import Kernel
 
+PRECISIONS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
+
+
+def _check_counts(owner: object, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value < 1:
+            raise InputError(f"{name} is {value}; it must be at least 1: correct it")
+
 
 class Recompute(StrEnum):
     """What the backward pass computes again instead of keeping it."""
@@ -142,6 +151,17 @@ class TransformerShape:
     predicted_positions: float = 1.0
     """Share of the positions for which logits are computed: masked language models predict some 15 %."""
 
+    def __post_init__(self) -> None:
+        _check_counts(self, ("layers", "hidden", "heads", "key_value_heads", "head_size", "sequence_length"))
+        if self.encoder_layers:
+            _check_counts(self, ("encoder_sequence_length",))
+        if self.experts:
+            _check_counts(self.experts, ("count", "per_token"))
+            if self.experts.dense_layers > self.layers:
+                raise InputError(
+                    f"{self.experts.dense_layers} dense layers are more than the {self.layers} layers: correct one"
+                )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
@@ -179,6 +199,9 @@ class LayeredNetwork:
     units: float = 1.0
 
 
+_DEGREES = ("devices", "dp", "tp", "pp", "vpp", "cp", "ep", "expert_tp", "micro_batch", "micro_batches")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
     """How a network is trained: degrees of parallelism, batch, what is kept, precision and software.
@@ -186,7 +209,7 @@ class TrainingSetup:
     ``dp`` counts replicas of the dense part (``devices / (tp * pp * cp)``); experts are spread over ``ep`` ranks,
     each expert cut over ``expert_tp``. ``micro_batch`` is in samples per replica and forward pass,
     ``micro_batches`` how many of them make a step. ``shard_group`` ranks share sharded state (0: all of ``dp``;
-    fewer is HSDP). ``precision`` is what matrices are multiplied in (``fp32 tf32 fp16 bf16 fp8 fp4``).
+    fewer is HSDP). ``precision`` is what matrices are multiplied in (`PRECISIONS`).
     ``trained_fraction`` below 1 freezes weights (LoRA): no weight gradients for the frozen ones.
     ``layers_per_stage``, where given, has ``pp * vpp`` entries in the order of the network.
     """
@@ -241,6 +264,9 @@ class TrainingSetup:
     """The logits stay cut over ``tp`` in the loss; otherwise every tensor rank computes it on the whole vocabulary."""
 
     def __post_init__(self) -> None:
+        _check_counts(self, _DEGREES)
+        if self.precision not in PRECISIONS:
+            raise InputError(f"precision {self.precision!r} is unknown: choose one of {', '.join(PRECISIONS)}")
         product = self.dp * self.tp * self.pp * self.cp
         if product != self.devices:
             raise InputError(

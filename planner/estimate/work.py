@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.estimate.columns import Columns, FloatArray, columns_of
+from planner.estimate.memory_traits import LOW_PRECISION_BYTES
 from planner.estimate.training_run import AttentionKernel, TrainingRun
 from planner.estimate.transformer_work import (
     FusedAttention,
@@ -35,8 +36,6 @@ from simulator.kernels.attention import AttentionKind
 from simulator.program import Collective, Kernel
 from simulator.topology import group_shape
 
-ELEMENT_BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0}
-"""Bytes of an activation element; 2 for every lower precision, which multiplies only."""
 _DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "bfloat16", "fp16": "float16"}
 _FUSED: dict[AttentionKernel, AttentionKind] = {AttentionKernel.FLASH: "flash", AttentionKernel.FLASH2: "flash2"}
 _ALIGNMENT = 64
@@ -123,7 +122,7 @@ def work_of(runs: Sequence[TrainingRun]) -> Work:
     for (hardware, precision, attention), members in groups.items():
         rows = np.array(members)
         part_columns = columns.take(rows)
-        element = ELEMENT_BYTES.get(precision, 2.0)
+        element = float(LOW_PRECISION_BYTES[precision])
         element_bytes[rows] = element
         timer = _Timer(hardware, precision, attention)
         for operator in operators(part_columns, element):
