@@ -24,7 +24,7 @@ from simulator.topology import group_shape, shared_links
 
 PATTERNS: Mapping[Collective, Pattern] = {Collective.ALL_TO_ALL: pairwise_all_to_all, Collective.SEND: direct_send}
 """Where messages go, other than around a ring."""
-LARGE_BYTES = 1e15
+LARGE_BYTES = 1e30
 OVERLOADED = 1 + 1e-9
 
 
