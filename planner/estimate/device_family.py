@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 _FAMILIES = (
     (r"V100|P40|T4", "volta"),
@@ -14,6 +15,7 @@ _FAMILIES = (
 )
 
 
+@lru_cache(maxsize=256)
 def family_of(device_name: str) -> str:
     """Device family by the name of the device: the generation whose kernels and clocks behave alike.
 

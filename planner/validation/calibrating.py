@@ -28,6 +28,7 @@ INSIDE = 0.9
 _ROWS_FOR_INTERVAL = 12
 _QUANTILES = ((1 - INSIDE) / 2, (1 + INSIDE) / 2)
 _WIDEST_ERROR = math.log(8)  # beyond, a row describes something else than it says
+_TRIMMED = 0.4  # rows whose time is missed by more than half are listed, not learned from
 Advance = Callable[[], None]
 
 
@@ -64,7 +65,9 @@ class Folds:
         first = self._steps.fit(rows=self._sane)
         # The closed form is fitted; what the simulated schedules add to it changes little from fit to fit.
         self._steps.offset = self._simulated(runs, first) - self._steps.predicted_logarithms(first.theta)
-        self._all = self._steps.fit(rows=self._sane, start=first.theta)
+        second = self._steps.fit(rows=self._sane, start=first.theta)
+        self._sane &= (np.abs(second.residuals) < _TRIMMED) | (self._steps.trust < 1)
+        self._all = self._steps.fit(rows=self._sane, start=second.theta)
         self._all_layered = fit_layered(self._layered).coefficients if self._layered else LayeredCoefficients()
 
     @staticmethod
@@ -88,7 +91,8 @@ class Folds:
             others = self._sane & np.array([row.source != source for row in self._transformers])
             steps = self._steps.fit(rows=others, start=self._all.theta)
         if any(row.source == source for row in self._layered):
-            layered = fit_layered([row for row in self._layered if row.source != source]).coefficients
+            others_layered = [row for row in self._layered if row.source != source]
+            layered = fit_layered(others_layered, near=self._all_layered).coefficients
         return self._software(steps, layered)
 
     @staticmethod

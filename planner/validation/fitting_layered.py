@@ -6,6 +6,7 @@ the logarithm of every coefficient. Coefficients belong to device families and s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,8 +146,11 @@ def priors_of(runs: Sequence[TrainingRun]) -> dict[tuple[str, str, str], Prior]:
     return found
 
 
-def fit_layered(rows: Sequence[MeasuredRow]) -> LayeredFit:
-    """Coefficients that predict `rows` best; a source counts with the square root of its number of rows."""
+def fit_layered(rows: Sequence[MeasuredRow], near: LayeredCoefficients | None = None) -> LayeredFit:
+    """Coefficients that predict `rows` best; a source counts with the square root of its number of rows.
+
+    ``near`` is where the search begins, a fit on nearly the same rows; by default it begins at the priors.
+    """
     runs = [row.run for row in rows if row.run]
     target = np.log([row.measured_time_s for row in rows])
     sources = [row.source for row in rows]
@@ -183,8 +187,11 @@ def fit_layered(rows: Sequence[MeasuredRow]) -> LayeredFit:
             slopes[len(runs) + column, column] = 1 / spreads[column]
         return slopes
 
-    start = np.minimum(centres, upper - 1e-3)
-    solution = least_squares(residuals, start, jacobian, bounds=(-np.inf, upper), max_nfev=_EVALUATIONS)
+    start = centres if near is None else _logarithms(keys, near, centres)
+    solution = least_squares(
+        residuals, np.minimum(start, upper - 1e-3), jacobian, bounds=(-np.inf, upper), max_nfev=_EVALUATIONS,
+        ftol=1e-5, xtol=1e-4,
+    )  # fmt: skip
     coefficients = _coefficients(keys, solution.x)
     return LayeredFit(coefficients=coefficients, residuals=predicted_logarithms(runs, coefficients) - target)
 
@@ -207,6 +214,15 @@ def predicted_logarithms(runs: Sequence[TrainingRun], coefficients: LayeredCoeff
         if key not in known:
             known[key] = predict_layered(run, coefficients.parameters(run)).step_time_s
     return np.log([known[id(run.network), run.hardware.hash, run.setup] for run in runs])
+
+
+def _logarithms(keys: Sequence[tuple[str, str, str]], known: LayeredCoefficients, centres: FloatArray) -> FloatArray:
+    groups = {"devices": known.devices, "stacks": known.stacks}
+    values = [
+        groups[part].get(group, {}).get(name, math.exp(centre))
+        for (part, group, name), centre in zip(keys, centres.tolist(), strict=True)
+    ]
+    return np.log(values)
 
 
 def _coefficients(keys: Sequence[tuple[str, str, str]], theta: FloatArray) -> LayeredCoefficients:
