@@ -6,6 +6,8 @@ events, its start and its end.
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import pytest
 
 from benchmarks.large_tables import pipeline_table
 from simulator import engine, fast_engine
-from simulator.hardware import load_profile
+from simulator.contention import forget_links
+from simulator.hardware import Hardware, load_profile
 from simulator.program import Buffer, BufferKind, Collective, Kernel, Phase, Program, ProgramAxis, Segment, Task
 from simulator.task_table import TaskTable
 from simulator.timing import task_times
@@ -23,10 +26,10 @@ TASKS = 10_000
 PER_BLOCK = 20
 
 
-def training_like_program() -> Program:
+def training_like_program(*, devices: int = 64, tensor: int = 8) -> Program:
     """Blocks of operators that wait for the two before them; in each, a waited-for and a free-running collective.
 
-    Forward activations stand until the mirrored backward task.
+    Forward activations stand until the mirrored backward task. With `tensor` beyond a node both axes leave it.
     """
     half = TASKS // 2
     tasks: list[Task] = []
@@ -52,9 +55,12 @@ def training_like_program() -> Program:
         else:
             fields |= {"allocates": (Buffer(name=f"activation{index}", size_bytes=10**6, kind=BufferKind.ACTIVATION),)}
         tasks.append(Task(**fields))
-    axes = (ProgramAxis(name="data", size=8, stride=8), ProgramAxis(name="tensor", size=8, stride=1))
+    axes = (
+        ProgramAxis(name="data", size=devices // tensor, stride=tensor),
+        ProgramAxis(name="tensor", size=tensor, stride=1),
+    )
     return Program(
-        name="benchmark", devices=64, axes=axes, segments=(Segment(name="step", tasks=tuple(tasks), count=8),)
+        name="benchmark", devices=devices, axes=axes, segments=(Segment(name="step", tasks=tuple(tasks), count=8),)
     )
 
 
@@ -65,6 +71,33 @@ def test_simulate(benchmark: Any, module: Any) -> None:
     assert timeline.step_time_s > 0
     if benchmark.stats:
         benchmark.extra_info["tasks_per_second"] = TASKS / benchmark.stats.stats.median
+
+
+def cluster(devices: int) -> Hardware:
+    """DGX-A100 nodes, as many as it takes."""
+    hardware = load_profile("dgx-a100")
+    levels = (*hardware.levels[:-1], replace(hardware.levels[-1], size=devices))
+    return replace(hardware, levels=levels, max_devices=devices)
+
+
+@pytest.mark.parametrize("tensor", [8, 16], ids=["own-links", "shared-cards"])
+def test_cost_grows_with_behaviour_not_with_devices(benchmark: Any, tensor: int) -> None:
+    """The same tasks on 1,024 and on 65,536 devices, in turn; nothing about links is remembered between them."""
+    hardware = cluster(65_536)
+    programs = {devices: training_like_program(devices=devices, tensor=tensor) for devices in (1_024, 65_536)}
+    seconds: dict[int, list[float]] = {devices: [] for devices in programs}
+
+    def both() -> None:
+        for devices, program in programs.items():
+            forget_links()
+            begin = time.perf_counter()
+            fast_engine.simulate(program, hardware)
+            seconds[devices].append(time.perf_counter() - begin)
+
+    benchmark.pedantic(both, rounds=7, warmup_rounds=1)
+    few, many = (min(found) for found in seconds.values())
+    benchmark.extra_info["65,536 / 1,024 devices"] = round(many / few, 3)
+    assert many <= 1.5 * few
 
 
 def test_task_times(benchmark: Any) -> None:
