@@ -37,11 +37,12 @@ class Columns:
 
     ``tokens`` of one micro-batch on one rank (``micro_batch * sequence / cp``), ``norm_tokens`` those of which the
     norms and residual sums of a rank take care; ``weight_gradients_in_bubble`` counts those of a stage that a schedule
-    puts where others wait; ``first_layers``, ``last_layers`` and ``fullest_layers`` are those, of every kind, of the
-    pipeline rank with the embedding, of that with the head, and of the fullest. ``ends_together`` is 1 where one rank
-    has both ends, and 0.5 where two have half of both (DualPipe). ``moe_layers`` and ``dense_layers`` add up to the
-    layers of the decoder. ``vocabulary`` are the rows of the embedding, padding included.
-    ``dense_parameters`` and ``expert_parameters`` lie on one rank of the fullest stage.
+    puts where others wait, ``passes_in_bubble`` for how many micro-batches they wait. ``first_layers``,
+    ``last_layers`` and ``fullest_layers`` are those, of every kind, of the pipeline rank with the embedding, of that
+    with the head, and of the fullest; ``ends_together`` is 1 where one rank has both ends, and 0.5 where two have half
+    of both (DualPipe). ``moe_layers`` and ``dense_layers`` add up to the layers of the decoder. ``vocabulary`` are the
+    rows of the embedding, padding included; ``dense_parameters`` and ``expert_parameters`` lie on one rank of the
+    fullest stage.
     """
 
     hidden: FloatArray
@@ -77,6 +78,7 @@ class Columns:
     multi_token_layers: FloatArray
     predicted_positions: FloatArray
     weight_gradients_in_bubble: FloatArray
+    passes_in_bubble: FloatArray
     first_layers: FloatArray
     last_layers: FloatArray
     fullest_layers: FloatArray
@@ -203,6 +205,7 @@ _SETUP: dict[str, Callable[[TrainingSetup], Any]] = {
     "sharding": lambda s: _SHARDING[s.optimizer_sharding],
     "shard_group": lambda s: s.shard_group or s.dp,
     "weight_gradients_in_bubble": lambda s: _DELAYED.get(schedule_name(s.schedule), 0.0),
+    "passes_in_bubble": lambda s: 2.0 if schedule_name(s.schedule) == "multi_copy" else 1.0,
     "fused_attention": lambda s: s.attention not in _UNFUSED,
     "fused_softmax": lambda s: s.attention is AttentionKernel.FUSED_SOFTMAX,
 }

@@ -87,7 +87,7 @@ def end_parameters(shape: TransformerShape, stage: StageContent, tp: int, padded
     if stage.embedding:
         total += shape.learned_positions * shape.hidden
     if stage.head:
-        total += _norm(shape)
+        total += _norm(shape) * (2 if shape.encoder_layers else 1)
     return total + stage.multi_token_layers * multi_token_projection(shape) / tp
 
 

@@ -229,7 +229,8 @@ def step_times(work: Work, k: Coefficients) -> Step:
     busiest = busiest + k.micro_batch_overhead_s
     steady = c.micro_batches * busiest
     delayed = c.weight_gradients_in_bubble * (c.pp - 1) * layers / c.pp * t.layer_weight_gradient
-    bubble = np.maximum(whole - busiest - delayed, 0.0) / c.vpp + np.where(c.pp > 1, 2 * (c.pp - 1) * t.send, 0.0)
+    waiting = c.passes_in_bubble * np.maximum(whole - busiest - delayed, 0.0) / c.vpp
+    bubble = waiting + np.where(c.pp > 1, 2 * (c.pp - 1) * t.send, 0.0)
     exposed_sends = k.pipeline_exposed * sends * (c.micro_batches - 1)
     window = layers / c.pp * t.layer_backward
     reduce = np.where(
