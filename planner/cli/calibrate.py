@@ -32,7 +32,8 @@ def calibrate(
         typer.Option(
             "--from-measurements",
             metavar="MEASUREMENTS_DIR",
-            help="Measure nothing: fit shipped profiles to the published timings in MEASUREMENTS_DIR/operators/*.csv.",
+            help="Measure nothing: fit shipped profiles to the published timings in MEASUREMENTS_DIR/operators/*.csv, "
+            "and, without --hw, what whole training steps leave open to MEASUREMENTS_DIR/*.csv (minutes).",
         ),
     ] = None,
     hw: Annotated[
@@ -102,12 +103,31 @@ def _fit(terminal: Terminal, measurements: Path, names: list[str] | None, out: P
             done()
     # All fits are there before the first file changes: a wrong measurement file leaves every profile as it was.
     written = [(fit, write_fitted(fit, folder)) for fit in fits]
+    steps = [] if names else _fit_steps(terminal, measurements, folder)
     if terminal.json:
-        terminal.document({"profiles": [fitted_document(fit, str(path)) for fit, path in written]})
+        profiles = [fitted_document(fit, str(path)) for fit, path in written]
+        terminal.document({"profiles": profiles, "whole_steps": [str(path) for path in steps]})
     elif terminal.quiet:
-        for _, path in written:
+        for path in dict.fromkeys([*(path for _, path in written), *steps]):
             terminal.line(str(path))
     else:
         from planner.cli.tables import fitted_report
 
         terminal.show(*(part for fit, path in written for part in fitted_report(fit, str(path))))
+        if steps:
+            terminal.line(f"whole steps: {steps[0]}, and the corrections in {len(steps) - 1} profiles")
+
+
+def _fit_steps(terminal: Terminal, measurements: Path, folder: Path) -> list[Path]:
+    """Fit what whole training steps leave open, where `measurements` holds any, to profiles as they now stand."""
+    from planner.validation.calibrating import calibrate_steps
+    from planner.validation.calibration_files import write_calibration
+    from planner.validation.reading import read_measurements
+
+    rows = [row for path in sorted(measurements.glob("*.csv")) for row in read_measurements(path)]
+    if not rows:
+        return []
+    sources = {row.source for row in rows if row.run is not None}
+    with terminal.counting("fitting whole steps", len(sources)) as advance:
+        calibration = calibrate_steps(rows, advance)
+    return write_calibration(calibration, folder)

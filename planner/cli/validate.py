@@ -30,6 +30,13 @@ def validate(
     report: Annotated[
         Path | None, typer.Option("--report", metavar="DIR", help="A page of figures and pictures, in this folder.")
     ] = None,
+    leave_one_source_out: Annotated[
+        bool,
+        typer.Option(
+            "--leave-one-source-out",
+            help="Fit anew without each source, too, and predict it by that fit: what strangers can expect. Minutes.",
+        ),
+    ] = False,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
@@ -40,7 +47,7 @@ def validate(
     Example:
       meshwright validate runs.csv --out predictions.csv
     The accuracy report: index.html, its figures as metrics.json, and predictions.csv
-      meshwright validate measurements/*.csv --report accuracy
+      meshwright validate measurements/*.csv --leave-one-source-out --report accuracy
 
     Every row gets a status: ok, skipped (the reason says which fact is missing) or error (the row is wrong: the
     reason names file, line and column).
@@ -63,7 +70,8 @@ def validate(
     if out is not None:
         write_whole(out, prediction_lines(scored))
     _report_faults(terminal, rows)
-    result = AccuracyResult(fitted=accuracy_of(scored))
+    left_out = accuracy_of(_left_out(terminal, rows)) if leave_one_source_out else None
+    result = AccuracyResult(fitted=accuracy_of(scored), left_out=left_out)
     if report is not None:
         _write_report(terminal, report, result, measurements)
     _show(terminal, result, out, report)
@@ -74,6 +82,18 @@ def _predictor() -> Predictor:
     from planner.estimate.software_file import shipped_software
 
     return partial(predict_runs, software=shipped_software())
+
+
+def _left_out(terminal: Terminal, rows: list[MeasuredRow]) -> list[ScoredRow]:
+    """Every row predicted by the fit without its source."""
+    from planner.estimate.software_file import shipped_software
+    from planner.validation.calibrating import held_out_predictions
+    from planner.validation.predictions import score
+
+    sources = {row.source for row in rows if row.run is not None}
+    with terminal.counting("fitting without a source", len(sources)) as advance:
+        known = {id(run): prediction for run, prediction in held_out_predictions(rows, shipped_software(), advance)}
+    return score(rows, lambda runs: [known[id(run)] for run in runs])
 
 
 def _steps(advance: Callable[[], None]) -> Callable[[int], None]:
@@ -102,17 +122,19 @@ def _write_report(terminal: Terminal, folder: Path, result: AccuracyResult, meas
 
     date = dt.datetime.now(tz=dt.UTC).date().isoformat()
     with terminal.working("drawing the report"):
-        write_accuracy_report(folder, result, command=_command(measurements, folder), date=date)
+        command = _command(measurements, folder, left_out=result.left_out is not None)
+        write_accuracy_report(folder, result, command=command, date=date)
 
 
-def _command(measurements: list[Path], folder: Path) -> str:
+def _command(measurements: list[Path], folder: Path, *, left_out: bool) -> str:
     """The command that makes a report; a folder whose CSV files are all named is written with a star."""
     names: list[str] = []
     for parent in dict.fromkeys(path.parent for path in measurements):
         inside = [path for path in measurements if path.parent == parent]
         whole = len(inside) > 1 and {path.name for path in inside} == {path.name for path in parent.glob("*.csv")}
         names += [shlex.quote(str(parent)) + "/*.csv"] if whole else [shlex.quote(str(path)) for path in inside]
-    return f"meshwright validate {' '.join(names)} --report {shlex.quote(str(folder))}"
+    option = " --leave-one-source-out" if left_out else ""
+    return f"meshwright validate {' '.join(names)}{option} --report {shlex.quote(str(folder))}"
 
 
 def _report_faults(terminal: Terminal, rows: list[MeasuredRow]) -> None:

@@ -25,6 +25,7 @@ from simulator.profile_file import REMEDY, load_strictly, validation_problems
 from simulator.profile_parts import Count, NonNegative, Part, Positive, Source, Sourced
 from simulator.whole_file import write_whole
 
+SOFTWARE_FOLDER = "software"
 SHIPPED = "training.yaml"
 ANY = "*"
 """Stands for every device family, or every stack."""
@@ -163,7 +164,7 @@ def shipped_software() -> Software:
         When the package lacks it.
     """
     name = f"hw_profiles/software/{SHIPPED}"
-    resource = resources.files("hw_profiles") / "software" / SHIPPED
+    resource = resources.files("hw_profiles") / SOFTWARE_FOLDER / SHIPPED
     try:
         text = resource.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError) as error:

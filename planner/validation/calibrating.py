@@ -6,6 +6,7 @@ residuals of both: the one says how well runs like the fitted ones are predicted
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from planner.estimate.work import work_of
 from planner.validation.fitting import Fit, StepFit
 from planner.validation.fitting_layered import fit_layered
 from planner.validation.reading import MeasuredRow
+from simulator.errors import MeshwrightError
 
 INSIDE = 0.9
 _ROWS_FOR_INTERVAL = 12
@@ -119,14 +121,19 @@ def calibrate_steps(rows: Sequence[MeasuredRow], advance: Advance | None = None)
 
 def held_out_predictions(
     rows: Sequence[MeasuredRow], shipped: Software, advance: Advance | None = None
-) -> Iterator[tuple[str, list[RunPrediction]]]:
-    """For each source, predictions of all its rows that have a run, by the fit without it."""
+) -> Iterator[tuple[TrainingRun, RunPrediction]]:
+    """Every run of `rows`, source by source, with its prediction by the fit without that source.
+
+    Runs that cannot be predicted are left out. The intervals are those of the shipped software.
+    """
     folds = Folds(rows)
     for source in sorted({row.source for row in rows if row.run is not None}):
-        runs = [_run(row) for row in rows if row.source == source and row.run is not None]
-        known = source in folds.sources
-        software = folds.without(source) if known else folds.everything()
-        yield source, predict_runs(runs, replace(software, intervals=shipped.intervals))
+        software = folds.without(source) if source in folds.sources else folds.everything()
+        software = replace(software, intervals=shipped.intervals)
+        for row in rows:
+            if row.source == source and row.run is not None:
+                with contextlib.suppress(MeshwrightError):
+                    yield row.run, predict_runs([row.run], software)[0]
         if advance is not None:
             advance()
 

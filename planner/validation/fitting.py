@@ -130,8 +130,8 @@ class StepFit:
             """Residuals whose squares are the soft_l1 loss, and their slopes by the predicted logarithm."""
             error = (self.predicted_logarithms(theta) - self.target)[used] / _RESIDUAL_SCALE
             bend = np.sqrt(1 + error**2)
-            robust = np.sqrt(2 * (bend - 1))
-            slope = np.where(robust > _FLAT, np.abs(error) / (bend * np.maximum(robust, _FLAT)), 1.0)
+            robust: FloatArray = np.sqrt(2 * (bend - 1))
+            slope: FloatArray = np.where(robust > _FLAT, np.abs(error) / (bend * np.maximum(robust, _FLAT)), 1.0)
             return weights * np.sign(error) * robust, weights * slope / _RESIDUAL_SCALE
 
         def slopes(theta: FloatArray) -> FloatArray:
