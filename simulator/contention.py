@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from simulator.collective_patterns import Pattern, direct_send, pairwise_all_to_all, ring_gather
-from simulator.collectives import collective_time
+from simulator.corrections import message_time
 from simulator.hardware import Hardware
 from simulator.program import Collective, Program, ProgramAxis, Segment
 from simulator.task_table import FloatArray, IntArray, TaskTable
@@ -85,7 +85,7 @@ def _transfers(program: Program, hardware: Hardware, segment: Segment, seconds: 
     weights = np.zeros((len(seconds), len(shared.capacity)))
     for (collective, axis), tasks in messages.items():
         payload = np.array([segment.tasks[i].payload_bytes for i in tasks])
-        fixed, large = collective_time(hardware, collective, np.array([0.0, LARGE_BYTES]), shapes[axis])
+        fixed, large = message_time(hardware, collective, np.array([0.0, LARGE_BYTES]), shapes[axis])
         latency[tasks] = np.minimum(fixed, seconds[tasks])
         weight = shared.weights.get((axis, collective))
         if weight is not None and weight.any():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from simulator.collectives import collective_time
+from simulator.corrections import kernel_factor, message_time
 from simulator.errors import ProgramError
 from simulator.hardware import Hardware
 from simulator.kernels import kernel_time, matmul_time
@@ -18,21 +18,20 @@ FloatArray = npt.NDArray[np.float64]
 def task_times(program: Program, hardware: Hardware) -> list[FloatArray]:
     """Seconds of every task: one array (tasks,) for each segment.
 
-    Tasks that share an efficiency are timed together. Computation is slowed by the processes that
-    share the device's cores.
+    Tasks that share an efficiency are timed together; `simulator.corrections` says what slows them.
 
     Raises
     ------
     ProgramError
         When a collective names an axis the program does not have.
     """
-    slowdown = hardware.compute_slowdown(program.devices)
     shapes = group_shapes(program, hardware)
     result: list[FloatArray] = []
     for segment in program.segments:
         seconds = np.zeros(len(segment.tasks))
         kernels, collectives = tasks_by_work(segment)
         for (kernel, dtype, shaped), compute in kernels.items():
+            slowdown = kernel_factor(hardware, kernel, dtype, program.devices)
             if shaped and hardware.matmul_models:
                 batch, m, n, k = np.array([segment.tasks[i].matmul for i in compute]).T
                 seconds[compute] = slowdown * matmul_time(hardware, dtype, m, n, k, batch)
@@ -46,7 +45,7 @@ def task_times(program: Program, hardware: Hardware) -> list[FloatArray]:
                     f"{sorted(shapes)}: add the axis or correct the task"
                 )
             payload = np.array([segment.tasks[i].payload_bytes for i in messages])
-            seconds[messages] = collective_time(hardware, collective, payload, shapes[axis])
+            seconds[messages] = message_time(hardware, collective, payload, shapes[axis])
         result.append(seconds)
     return result
 

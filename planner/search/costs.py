@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from planner.sharding.placement import PARTIAL, REPLICATE, Mesh
 from planner.sharding.redistribution import placements_of_rank, step_table
-from simulator.collectives import collective_time
+from simulator.corrections import message_time
 from simulator.hardware import Hardware
 from simulator.program import Collective
 from simulator.topology import group_shape
@@ -34,7 +34,7 @@ class MeshCosts:
     ) -> NDArray[np.float64]:
         """Seconds of one collective of each payload on mesh axis `axis`, arrays of shape (n,)."""
         sent = np.maximum(payload_bytes, self.bucket_bytes) if fused else payload_bytes
-        seconds = collective_time(self.hardware, collective, sent, self._groups[axis])
+        seconds = message_time(self.hardware, collective, sent, self._groups[axis])
         return seconds * (payload_bytes / sent) if fused else seconds
 
     def prepare(self, keys: Iterable[tuple[int, int, bool]]) -> None:

@@ -10,8 +10,9 @@ The objective is additive. For one optimizer step with M micro-batches it adds u
 
 On the data axis an operator may take any strategy; on the tensor axis it shards anything but the batch,
 so that the degrees mean what they say. Nothing is overlapped; the simulator, which re-scores the best
-plans, knows overlap. Memory adds up the stored parameters with their optimizer states, gathered copies,
-gradient accumulators and what the forward pass saves for the backward one.
+plans, knows overlap, and what messages of two axes cost each other on links that they share: its step may
+be longer than the objective. Memory adds up the stored parameters with their optimizer states, gathered
+copies, gradient accumulators and what the forward pass saves for the backward one.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from planner.search.variables import Choice, Decisions, Edge, Kind, Variable, ma
 from planner.sharding.placement import REPLICATE
 from planner.sharding.redistribution import placement_index
 from planner.work import Optimizer, product_shape, state_bytes, traffic_bytes, update_traffic
+from simulator.corrections import kernel_factor
 from simulator.kernels import kernel_time, matmul_time
 from simulator.program import Collective, Kernel, Phase
 
@@ -192,8 +194,8 @@ class Problem:
             held * update.flops,
             held * update_traffic(update, spec.dtype),
         )
-        slowdown = self.setting.costs.hardware.compute_slowdown(self.setting.costs.mesh.size)
-        return Cost(time * slowdown, held * (DTYPE_BYTES[spec.dtype] + state_bytes(update, spec.dtype)))
+        factor = self._factor(Kernel.OPTIMIZER, spec.dtype)
+        return Cost(time * factor, held * (DTYPE_BYTES[spec.dtype] + state_bytes(update, spec.dtype)))
 
     def _node_time(self, states: States, position: int, node: Node) -> FloatArray:
         """Seconds of one node in each state, with the collectives inside it."""
@@ -219,7 +221,10 @@ class Problem:
         else:
             batch, m, n, k = product
             time = matmul_time(hardware, dtype, m, n, k, batch)
-        return time * hardware.compute_slowdown(self.setting.costs.mesh.size) + inside
+        return time * self._factor(node.kernel, dtype) + inside
+
+    def _factor(self, kernel: Kernel, dtype: str) -> float:
+        return kernel_factor(self.setting.costs.hardware, kernel, dtype, self.setting.costs.mesh.size)
 
     def _station_time(self, states: States) -> FloatArray:
         """Seconds of turning the summed gradient into the placement it is handed back in."""

@@ -27,7 +27,7 @@ from simulator.topology import axis_groups, contended, link_use, topology_graph
 from simulator.trace import write_trace
 from tests.simulator.programs import communication, program, segment, segments, task
 
-DGX = load_profile("dgx-a100")
+DGX = replace(load_profile("dgx-a100"), training={})
 Simulate = Callable[..., Timeline]
 ENGINES = pytest.mark.parametrize("simulate", [engine.simulate, fast_engine.simulate], ids=["reference", "fast"])
 NODES: tuple[ProgramAxis, ...] = (

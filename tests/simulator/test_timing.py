@@ -11,12 +11,12 @@ from simulator.collectives import collective_time
 from simulator.errors import ProgramError
 from simulator.hardware import load_profile
 from simulator.kernels import kernel_time
-from simulator.program import Collective, Kernel, Program, Task
+from simulator.program import Collective, Kernel, Program, ProgramAxis, Task
 from simulator.timing import task_times
 from simulator.topology import group_shape
 from tests.simulator.programs import communication, program, segment, task
 
-HARDWARE = dataclasses.replace(load_profile("dgx-a100"), slowdown_table=((1, 1.0), (4, 2.5)))
+HARDWARE = dataclasses.replace(load_profile("dgx-a100"), slowdown_table=((1, 1.0), (4, 2.5)), training={})
 
 
 def many_tasks() -> list[Task]:
@@ -49,6 +49,26 @@ def test_tasks_take_the_time_each_takes_alone() -> None:
     assert [t.shape for t in times] == [(25,), (35,)]
     np.testing.assert_allclose(np.concatenate(times), [alone(found, one) for one in tasks], rtol=1e-12)
     assert (np.concatenate(times) >= 0).all()
+
+
+def test_corrections_of_whole_steps_multiply_what_they_name() -> None:
+    training = {"matmul": 1.25, "attention": 1.5, "memory": 0.75, "inside": 2.0, "low_precision": 4.0}
+    plain = dataclasses.replace(load_profile("dgx-h100"), training={})
+    corrected = dataclasses.replace(plain, training=training)
+    kernels = [task(kernel.value, kernel=kernel, dtype="bfloat16", flops=1e12, bytes_moved=1e9) for kernel in Kernel]
+    kernels.append(task("product", dtype="bfloat16", matmul=(1.0, 4096.0, 4096.0, 4096.0)))
+    kernels.append(task("eight bits", dtype="float8_e4m3fn", flops=1e12))
+    found = program(segment(*kernels, communication("c")))
+    with_them, without = task_times(found, corrected)[0], task_times(found, plain)[0]
+    others = {"matmul": 1.25, "attention": 1.5, "convolution": 1.0, "optimizer": 1.0, "view": 1.0}
+    factors = [others.get(kernel.value, 0.75) for kernel in Kernel]
+    np.testing.assert_allclose(with_them, without * [*factors, 1.25, 4.0, 2.0], rtol=1e-12)
+    wide = dataclasses.replace(
+        found, axes=(ProgramAxis(name="data", size=2, stride=8), ProgramAxis(name="tensor", size=8, stride=1))
+    )
+    outside = dataclasses.replace(corrected, training={"outside": 3.0})
+    expected = 3.0 * task_times(wide, plain)[0][-1]
+    assert task_times(wide, outside)[0][-1] == pytest.approx(expected)
 
 
 def test_computation_slows_down_with_processes_and_messages_do_not() -> None:

@@ -15,7 +15,7 @@ from planner.search.problem import Problem, Setting
 from planner.search.variables import decisions
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.work import optimizer
-from simulator.hardware import load_profile
+from simulator.hardware import Hardware, load_profile
 from tests.planner.graph.conftest import small_network
 
 BUCKET_BYTES = 2**18
@@ -50,7 +50,7 @@ def make_problem(
     *,
     batch: int = 8,
     micro_batches: int = 1,
-    hardware: str = "dgx-a100",
+    hardware: str | Hardware = "dgx-a100",
     storage: ParameterStorage = "free",
     unfolded: bool = False,
 ) -> Problem:
@@ -59,7 +59,7 @@ def make_problem(
     if unfolded:
         graph = unfold(graph)
     setting = Setting(
-        costs=MeshCosts(load_profile(hardware), mesh, BUCKET_BYTES),
+        costs=MeshCosts(load_profile(hardware) if isinstance(hardware, str) else hardware, mesh, BUCKET_BYTES),
         micro_batches=micro_batches,
         optimizer=optimizer("adamw"),
         storage=storage,

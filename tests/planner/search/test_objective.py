@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -19,6 +20,7 @@ from planner.sharding.redistribution import redistribution
 from planner.sharding.rule_notation import Rule
 from planner.work import state_bytes, update_traffic
 from simulator.collectives import collective_time
+from simulator.hardware import load_profile
 from simulator.kernels import kernel_time, matmul_time
 from simulator.program import Collective, Kernel
 from simulator.topology import group_shape
@@ -36,7 +38,6 @@ class Recount:
         self.costs = problem.setting.costs
         self.mesh = self.costs.mesh
         self.choices = [choices_of(problem, v, solution.assignment[v]) for v in range(len(problem.states))]
-        self.slowdown = self.costs.hardware.compute_slowdown(self.mesh.size)
 
     def total(self) -> float:
         each = sum(self.kernels()) + sum(self.inner_messages()) + sum(self.moves(parameters=False))
@@ -71,9 +72,17 @@ class Recount:
                 dtype = node.outputs[0].dtype
                 if node.op.startswith(("aten.mm.", "aten.addmm.", "aten.bmm.")):
                     batch, m, n, k = self.product(index, rules)
-                    yield self.slowdown * float(matmul_time(self.costs.hardware, dtype, m, n, k, batch))
+                    yield self.factor(node.kernel) * float(matmul_time(self.costs.hardware, dtype, m, n, k, batch))
                     continue
-                yield self.slowdown * kernel_time(self.costs.hardware, node.kernel, dtype, node.flops / split, moved)
+                seconds = kernel_time(self.costs.hardware, node.kernel, dtype, node.flops / split, moved)
+                yield self.factor(node.kernel) * seconds
+
+    def factor(self, kernel: Kernel) -> float:
+        """Slow-down by other processes and the correction of whole steps."""
+        name = kernel.value if kernel in (Kernel.MATMUL, Kernel.ATTENTION) else "memory"
+        corrected = kernel not in (Kernel.OPTIMIZER, Kernel.CONVOLUTION)
+        correction = self.costs.hardware.training.get(name, 1.0) if corrected else 1.0
+        return self.costs.hardware.compute_slowdown(self.mesh.size) * correction
 
     def product(self, index: int, rules: Sequence[Rule]) -> tuple[float, float, float, float]:
         """Batch, m, n and k of a product, from the local sizes of its operands dim by dim."""
@@ -99,7 +108,8 @@ class Recount:
 
     def message(self, collective: Collective, axis: int, payload: float) -> float:
         group = group_shape(self.costs.hardware, self.mesh.axes[axis].size, self.mesh.stride(axis))
-        return collective_time(self.costs.hardware, collective, payload, group)
+        correction = self.costs.hardware.training.get("inside" if group.members[0] == group.size else "outside", 1.0)
+        return correction * collective_time(self.costs.hardware, collective, payload, group)
 
     def moves(self, *, parameters: bool) -> Iterator[float]:
         """Redistributions on every edge, and inside stations from the summed gradient to the one handed back."""
@@ -138,7 +148,7 @@ class Recount:
             chosen = self.choices[self.problem.decisions.of_node[parameter.node]]
             held = spec.elements * self.share(tuple(c.writes[ref] for c in chosen))
             moved = held * update_traffic(update, spec.dtype)
-            yield self.slowdown * kernel_time(
+            yield self.factor(Kernel.OPTIMIZER) * kernel_time(
                 self.costs.hardware, Kernel.OPTIMIZER, spec.dtype, held * update.flops, moved
             )
 
@@ -168,6 +178,18 @@ def test_the_objective_is_the_sum_of_its_terms(
         solution = search(problem)
         assert Recount(problem, solution).total() == pytest.approx(solution.objective_s, rel=1e-9)
         assert solution.memory_bytes >= Recount(problem, solution).stored_bytes()
+
+
+@pytest.mark.parametrize("axes", [{"data": 2, "tensor": 2}, {"data": 4, "tensor": 4}])
+def test_corrections_of_whole_steps_count_in_the_objective(axes: Mapping[str, int]) -> None:
+    training = {"matmul": 1.25, "attention": 1.5, "memory": 0.75, "inside": 2.0, "outside": 3.0}
+    corrected = replace(load_profile("dgx-a100"), training=training)
+    problem = make_problem(captured("gpt2-tiny", 2), make_mesh(**axes), hardware=corrected, unfolded=True)
+    free = replace(corrected, training={})
+    plain = make_problem(captured("gpt2-tiny", 2), make_mesh(**axes), hardware=free, unfolded=True)
+    solution = fastest(problem)
+    assert Recount(problem, solution).total() == pytest.approx(solution.objective_s, rel=1e-9)
+    assert solution.objective_s > fastest(plain).objective_s
 
 
 @pytest.mark.parametrize("seed", range(6))
