@@ -37,12 +37,12 @@ class Columns:
 
     ``tokens`` of one micro-batch on one rank (``micro_batch * sequence / cp``), ``norm_tokens`` those of which the
     norms and residual sums of a rank take care; ``weight_gradients_in_bubble`` counts those of a stage that a schedule
-    puts where others wait, ``passes_in_bubble`` for how many micro-batches they wait. ``first_layers``,
-    ``last_layers`` and ``fullest_layers`` are those, of every kind, of the pipeline rank with the embedding, of that
-    with the head, and of the fullest; ``ends_together`` is 1 where one rank has both ends, and 0.5 where two have half
-    of both (DualPipe). ``moe_layers`` and ``dense_layers`` add up to the layers of the decoder. ``vocabulary`` are the
-    rows of the embedding, padding included; ``dense_parameters`` and ``expert_parameters`` lie on one rank of the
-    fullest stage.
+    puts where others wait, ``passes_in_bubble`` for how many micro-batches they wait; ``paired_passes`` says that
+    messages of one pass hide behind the computation of another. ``first_layers``, ``last_layers`` and
+    ``fullest_layers`` are those, of every kind, of the pipeline rank with the embedding, of that with the head, and of
+    the fullest; ``ends_together`` is 1 where one rank has both ends, and 0.5 where two have half of both (DualPipe).
+    ``moe_layers`` and ``dense_layers`` add up to the layers of the decoder. ``vocabulary`` are the rows of the
+    embedding, padding included; ``dense_parameters`` and ``expert_parameters`` lie on one rank of the fullest stage.
     """
 
     hidden: FloatArray
@@ -79,6 +79,7 @@ class Columns:
     predicted_positions: FloatArray
     weight_gradients_in_bubble: FloatArray
     passes_in_bubble: FloatArray
+    paired_passes: FloatArray
     first_layers: FloatArray
     last_layers: FloatArray
     fullest_layers: FloatArray
@@ -192,6 +193,7 @@ _SHAPE: dict[str, Callable[[TransformerShape], Any]] = {
 _SHARDING = {kind: float(index) for index, kind in enumerate(OptimizerSharding)}
 _DELAYED = {"zb_h1": 2.0, "zb_h2": 3.0, "zbv": 3.0, "dualpipe": 3.0, "dualpipe_v": 3.0}
 """Weight gradients that a schedule moves into each stage of the bubble (Qi et al., arXiv:2401.10241, table 2)."""
+_PAIRED = ("multi_copy", "dualpipe", "dualpipe_v")
 _UNFUSED = (AttentionKernel.UNFUSED, AttentionKernel.FUSED_SOFTMAX)
 _STATED = (
     "devices", "dp", "tp", "pp", "vpp", "cp", "ep", "expert_tp", "micro_batch", "micro_batches",
@@ -205,6 +207,7 @@ _SETUP: dict[str, Callable[[TrainingSetup], Any]] = {
     "sharding": lambda s: _SHARDING[s.optimizer_sharding],
     "shard_group": lambda s: s.shard_group or s.dp,
     "weight_gradients_in_bubble": lambda s: _DELAYED.get(schedule_name(s.schedule), 0.0),
+    "paired_passes": lambda s: schedule_name(s.schedule) in _PAIRED,
     "passes_in_bubble": lambda s: 2.0 if schedule_name(s.schedule) == "multi_copy" else 1.0,
     "fused_attention": lambda s: s.attention not in _UNFUSED,
     "fused_softmax": lambda s: s.attention is AttentionKernel.FUSED_SOFTMAX,

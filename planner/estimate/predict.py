@@ -155,11 +155,14 @@ def pipeline_costs(
     forward[-1] += one(stage.last_forward)
     backward[-1] += one(stage.last_backward)
     weight = layers * one(stage.layer_weight_gradient)
+    communication = np.tile(layers * one(stage.layer_communication), copies)
     return PipelineCosts(
         forward_s=np.tile(forward, copies),
         backward_s=np.tile(backward, copies),
         input_gradient_s=np.tile(backward - weight, copies),
         weight_gradient_s=np.tile(weight, copies),
+        forward_communication_s=communication,
+        backward_communication_s=communication,
         send_s=one(stage.send) * one(k.pipeline_exposed),
         overlap_sends=False,
     )

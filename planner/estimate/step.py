@@ -11,9 +11,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from planner.estimate.columns import Columns, FloatArray
-from planner.estimate.transformer_work import Part
+from planner.estimate.transformer_work import Part, part_shares, tensor_messages
 from planner.estimate.work import Message, Phase, Work, WorkClass
 
+_LAUNCHES_OF_A_CALL = 2.0  # kernels that take the host as long as one collective: events on two streams go with it
 _SHARPNESS = 6.0  # of the soft maximum of device and host time
 
 
@@ -117,33 +118,21 @@ def _soft_maximum(first: FloatArray, second: FloatArray) -> FloatArray:
     return np.asarray(high * (1 + ratio**_SHARPNESS) ** (1 / _SHARPNESS))
 
 
-def _shares(c: Columns) -> dict[Part, FloatArray]:
-    """Share of all layers that have a part."""
-    decoder = (c.moe_layers + c.dense_layers) / c.all_layers
-    return {
-        Part.ATTENTION_BLOCK: decoder,
-        Part.DENSE: c.dense_layers / c.all_layers,
-        Part.EXPERTS: c.moe_layers / c.all_layers,
-        Part.CROSS_ATTENTION: np.where(c.encoder_layers > 0, decoder, 0.0),
-        Part.ENCODER: c.encoder_layers / c.all_layers,
-    }
+def _device(
+    work: Work,
+    parts: tuple[Part, ...],
+    phases: tuple[Phase, ...],
+    k: Coefficients,
+    communication: FloatArray | float = 0.0,
+    calls: FloatArray | float = 0.0,
+) -> FloatArray:
+    """Seconds of parts of one layer: the device's, or the host's where launching takes longer.
 
-
-def _tensor_messages(c: Columns) -> FloatArray:
-    """Messages of the decoder's size that the tensor ranks of an average layer exchange in a pass.
-
-    One around the attention, one around the feed-forward network; experts are left to their own messages.
+    The device computes and exchanges messages in turn (`communication` seconds), the host launches both (`calls`
+    messages).
     """
-    share = _shares(c)
-    shared_experts = np.where(c.shared_feed_forward > 0, share[Part.EXPERTS], 0.0)
-    decoder = share[Part.ATTENTION_BLOCK] + share[Part.CROSS_ATTENTION] + share[Part.DENSE] + shared_experts
-    return decoder + 2 * share[Part.ENCODER] * c.encoder_sequence / np.maximum(c.sequence, 1.0)
-
-
-def _device(work: Work, parts: tuple[Part, ...], phases: tuple[Phase, ...], k: Coefficients) -> FloatArray:
-    """Seconds of parts of one layer: the device's, or the host's where launching takes longer."""
     c = work.columns
-    share = _shares(c)
+    share = part_shares(c)
     factor = {Part.EXPERTS: k.experts}
     device = np.zeros_like(c.tp)
     launches = np.zeros_like(c.tp)
@@ -151,7 +140,7 @@ def _device(work: Work, parts: tuple[Part, ...], phases: tuple[Phase, ...], k: C
         for phase in phases:
             device = device + _class_sum(work, part, phase, k) * share.get(part, 1.0) * factor.get(part, 1.0)
             launches = launches + work.kernels.get((part, phase), 0.0) * share.get(part, 1.0)
-    return _soft_maximum(device, launches * k.launch_s)
+    return _soft_maximum(device + communication, (launches + _LAUNCHES_OF_A_CALL * calls) * k.launch_s)
 
 
 def stage_times(work: Work, k: Coefficients) -> StageTimes:
@@ -162,25 +151,28 @@ def stage_times(work: Work, k: Coefficients) -> StageTimes:
     def message(name: Message) -> FloatArray:
         return work.inside[name] * k.inside + work.outside[name] * k.outside
 
-    tensor = _tensor_messages(c) * message(Message.TENSOR) * np.where(c.overlap_tensor > 0, k.tensor_exposed, 1.0)
+    tensor = tensor_messages(c)[0] * message(Message.TENSOR) * np.where(c.overlap_tensor > 0, k.tensor_exposed, 1.0)
     context = message(Message.CONTEXT) * k.context_exposed
-    expert = k.experts * (2 * message(Message.EXPERT) + message(Message.EXPERT_TENSOR)) * _shares(c)[Part.EXPERTS]
+    expert = k.experts * (2 * message(Message.EXPERT) + message(Message.EXPERT_TENSOR)) * part_shares(c)[Part.EXPERTS]
     communication = tensor + context + expert
-    forward = _device(work, layer, (Phase.FORWARD,), k)
-    backward = _device(work, layer, (Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT), k)
+    calls = np.where(c.tp > 1, tensor_messages(c)[0] * (1 + c.sequence_parallel), 0.0)
+    calls = calls + np.where(c.ep > 1, 2 * part_shares(c)[Part.EXPERTS], 0.0)
+    both = (Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)
+    forward = _device(work, layer, (Phase.FORWARD,), k, communication, calls)
+    backward = _device(work, layer, both, k, communication + context, calls)
     weight = _device(work, layer, (Phase.WEIGHT_GRADIENT,), k)
     again = np.where(c.recompute_full > 0, _recomputed_share(c), 0.0)
     core = sum(work.core_seconds[w] * getattr(k, w.value) for w in WorkClass)
-    recompute = again * (forward * k.recompute + communication) + c.recompute_selective * core
+    recompute = again * forward * k.recompute + c.recompute_selective * core
     gather = message(Message.SHARD_GATHER)
     reduce = message(Message.SHARD_REDUCE)
 
     def behind(transfer: FloatArray, computation: FloatArray) -> FloatArray:
         return np.maximum(transfer - computation, 0.0) + k.shard_exposed * np.minimum(transfer, computation)
 
-    layer_forward = forward + communication + behind(gather, forward)
+    layer_forward = forward + behind(gather, forward)
     back = backward + recompute
-    layer_backward = back + communication + context + behind(gather + reduce, back)
+    layer_backward = back + behind(gather + reduce, back)
     # Ends cut over the vocabulary: the embedding is added up forward, the gradient of the head's input backward; with
     # sequence parallelism the head gathers its input, and once more for the gradient of its weights.
     ends = message(Message.TENSOR)
@@ -215,6 +207,8 @@ def step_times(work: Work, k: Coefficients) -> Step:
     c, t = work.columns, stage_times(work, k)
     layers = c.moe_layers + c.dense_layers + c.encoder_layers
     per_layer = t.layer_forward + t.layer_backward
+    hidden = c.paired_passes * np.minimum(2 * t.layer_communication, per_layer - 2 * t.layer_communication)
+    per_layer = per_layer - hidden
     ends_first, ends_last = t.first_forward + t.first_backward, t.last_forward + t.last_backward
     own = np.where(c.ends_together > 0, c.ends_together, 1.0)
     busiest = np.maximum(
@@ -244,7 +238,7 @@ def step_times(work: Work, k: Coefficients) -> Step:
         np.maximum(t.parameter_gather - ahead, 0.0) + k.gradient_exposed * np.minimum(t.parameter_gather, ahead),
         t.parameter_gather,
     )
-    communication = layers / c.pp * t.layer_communication * 2 * c.micro_batches
+    communication = layers / c.pp * (2 * t.layer_communication - hidden) * c.micro_batches
     nodes = np.maximum(c.devices / 8, 1.0)
     slower = 1 + k.jitter * np.log2(nodes)
     rest = reduce + gather + t.optimizer + k.step_overhead_s

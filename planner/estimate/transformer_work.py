@@ -86,6 +86,31 @@ class Pointwise:
 Operator = MatrixProduct | FusedAttention | Pointwise
 
 
+def part_shares(c: Columns) -> dict[Part, FloatArray]:
+    """Share of all layers that have a part, for the parts of layers."""
+    decoder = (c.moe_layers + c.dense_layers) / c.all_layers
+    return {
+        Part.ATTENTION_BLOCK: decoder,
+        Part.DENSE: c.dense_layers / c.all_layers,
+        Part.EXPERTS: c.moe_layers / c.all_layers,
+        Part.CROSS_ATTENTION: np.where(c.encoder_layers > 0, decoder, 0.0),
+        Part.ENCODER: c.encoder_layers / c.all_layers,
+    }
+
+
+def tensor_messages(c: Columns) -> tuple[FloatArray, FloatArray]:
+    """How many messages tensor ranks exchange in an average layer and pass, and the tokens of each on average.
+
+    One around every attention, one around the feed-forward network; experts are left to their own messages.
+    """
+    share = part_shares(c)
+    shared_experts = np.where(c.shared_feed_forward > 0, share[Part.EXPERTS], 0.0)
+    decoder = share[Part.ATTENTION_BLOCK] + share[Part.CROSS_ATTENTION] + share[Part.DENSE] + shared_experts
+    encoder = 2 * share[Part.ENCODER]
+    tokens = c.micro_batch / c.cp * (decoder * c.sequence + encoder * c.encoder_sequence)
+    return decoder + encoder, tokens / (decoder + encoder)
+
+
 def operators(c: Columns, element: float) -> list[Operator]:
     """All operators of one micro-batch; those of a layer stand once.
 

@@ -28,6 +28,7 @@ from planner.estimate.transformer_work import (
     operators,
     routed_tokens,
     sent_copies,
+    tensor_messages,
 )
 from simulator.collectives import ALGORITHMS, algorithm_costs
 from simulator.hardware import Hardware
@@ -277,8 +278,9 @@ def _messages(hardware: Hardware, c: Columns, element: float) -> dict[Message, _
     one = np.ones_like(c.tp)
     gather, reduce = Collective.ALL_GATHER, Collective.REDUCE_SCATTER
     hidden = c.tokens * c.hidden * element
-    whole = time(Collective.ALL_REDUCE, hidden, c.tp, one)
-    pair = _add(time(gather, hidden, c.tp, one), time(reduce, hidden, c.tp, one))
+    around = tensor_messages(c)[1] * c.hidden * element
+    whole = time(Collective.ALL_REDUCE, around, c.tp, one)
+    pair = _add(time(gather, around, c.tp, one), time(reduce, around, c.tp, one))
     keys = 2 * c.tokens * c.cp * local_key_value_heads(c) * c.head_size * element
     copies = sent_copies(c) * c.hidden * element
     # Where every rank has all experts it gathers tokens, not a copy for each expert.
