@@ -14,7 +14,7 @@ from planner.estimate.columns import Columns, FloatArray
 from planner.estimate.transformer_work import Part, part_shares, tensor_messages
 from planner.estimate.work import Message, Phase, Work, WorkClass
 
-_LAUNCHES_OF_A_CALL = 2.0  # kernels that take the host as long as one collective: events on two streams go with it
+_LAUNCHES_OF_A_CALL = 1.0  # a collective is launched like a kernel
 _SHARPNESS = 6.0  # of the soft maximum of device and host time
 
 
