@@ -85,7 +85,8 @@ class Fit:
 class StepFit:
     """The rows of a fit: (N,) runs whose `work` is timed, their measured seconds and their sources.
 
-    ``offset`` (N,) is what simulation adds to the logarithm of the closed form, zero until it is set.
+    ``offset`` (N,) is what simulation adds to the logarithm of the closed form, zero until it is set. ``names`` says
+    of every coefficient whose it is and which.
     """
 
     def __init__(self, work: Work, runs: Sequence[TrainingRun], measured_s: FloatArray, sources: Sequence[str]) -> None:
@@ -97,11 +98,12 @@ class StepFit:
         self.families, self.family = _codes([family_of(run.hardware.device_name) for run in runs])
         self.stacks, self.stack = _codes([stack_key(run.setup) for run in runs])
         self.kernels, self.kernel = _codes([str(run.setup.attention) for run in runs])
-        entries = [(prior, name) for _ in self.families for name, prior in DEVICE_PRIORS.items()]
-        entries += [(_stack_prior(stack, name), name) for stack in self.stacks for name in STACK_PRIORS]
-        entries += [(ATTENTION_PRIOR, kernel) for kernel in self.kernels]
-        self.centres: FloatArray = np.log([prior.centre for prior, _ in entries])
-        self.spreads: FloatArray = np.array([prior.spread for prior, _ in entries])
+        entries = [(family, name, prior) for family in self.families for name, prior in DEVICE_PRIORS.items()]
+        entries += [(stack, name, _stack_prior(stack, name)) for stack in self.stacks for name in STACK_PRIORS]
+        entries += [(kernel, "attention", ATTENTION_PRIOR) for kernel in self.kernels]
+        self.names = [(owner, name) for owner, name, _ in entries]
+        self.centres: FloatArray = np.log([prior.centre for _, _, prior in entries])
+        self.spreads: FloatArray = np.array([prior.spread for _, _, prior in entries])
 
     def coefficients(self, theta: FloatArray) -> Coefficients:
         """Coefficients (N,) of the rows."""
@@ -135,7 +137,7 @@ class StepFit:
             return weights * np.sign(error) * robust, weights * slope / _RESIDUAL_SCALE
 
         def slopes(theta: FloatArray) -> FloatArray:
-            return self._derivatives(theta)[used]
+            return self.derivatives(theta)[used]
 
         theta = _minimise(residuals, slopes, self.centres if start is None else start, self.centres, self.spreads)
         devices, stacks, attention = self._blocks(np.exp(theta))
@@ -151,7 +153,7 @@ class StepFit:
             residuals=self.predicted_logarithms(theta) - self.target,
         )
 
-    def _derivatives(self, theta: FloatArray) -> FloatArray:
+    def derivatives(self, theta: FloatArray) -> FloatArray:
         """Derivatives of the predicted logarithms, (N, coefficients), by differences.
 
         A row depends on one device, one stack and one kernel, so coefficients of the same name are moved together:
@@ -215,7 +217,7 @@ def _minimise(
         if damping > _STUCK:
             break
         theta, found, bend, damping = theta + step, trial, trial_bend, damping / 4
-        if np.abs(step).max() < _SETTLED:
+        if np.abs(step).max(initial=0.0) < _SETTLED:
             break
     return theta
 
