@@ -8,6 +8,7 @@ when it would have to reserve more than the profile says a job can use (the prof
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import lru_cache
@@ -149,20 +150,31 @@ class MemoryEstimate:
 
 def training_memory(run: TrainingRun) -> MemoryEstimate:
     """Memory of every stage of `run`."""
-    if isinstance(run.network, LayeredNetwork):
-        stages = [_layered(run.network, run.setup, run.hardware)]
-    else:
-        rank = _Rank.of(run.network, run.setup, run.hardware)
-        stages = [rank.stage(index) for index in range(run.setup.pp)]
-    return MemoryEstimate(stages=tuple(stages), limit_bytes=run.hardware.device_memory_bytes)
+    return _memory(run, range(run.setup.pp))
 
 
-def reserved_memory_bytes(run: TrainingRun) -> float:
-    """Peak of the allocator, from the stages that can be the fullest: the scalar that decides whether a run fits.
+def peak_memory(run: TrainingRun) -> MemoryEstimate:
+    """Memory of the stages that can be the fullest, and of the last: the figures are those of `training_memory`.
 
     Under every schedule the micro-batches in flight do not grow along the pipeline; so among stages of equal content
     the first is the fullest.
     """
+    if isinstance(run.network, LayeredNetwork):
+        return training_memory(run)
+    return _memory(run, sorted({*distinct_stages(run.network, run.setup), run.setup.pp - 1}))
+
+
+def _memory(run: TrainingRun, indices: Iterable[int]) -> MemoryEstimate:
+    if isinstance(run.network, LayeredNetwork):
+        stages = [_layered(run.network, run.setup, run.hardware)]
+    else:
+        rank = _Rank.of(run.network, run.setup, run.hardware)
+        stages = [rank.stage(index) for index in indices]
+    return MemoryEstimate(stages=tuple(stages), limit_bytes=run.hardware.device_memory_bytes)
+
+
+def reserved_memory_bytes(run: TrainingRun) -> float:
+    """Peak of the allocator, from the stages that can be the fullest: the scalar that decides whether a run fits."""
     if isinstance(run.network, LayeredNetwork):
         return _layered(run.network, run.setup, run.hardware).reserved_bytes
     rank = _Rank.of(run.network, run.setup, run.hardware)

@@ -14,7 +14,7 @@ import numpy as np
 from planner.estimate.coefficients import gather
 from planner.estimate.columns import FloatArray, stage_layers
 from planner.estimate.layered_work import predict_layered
-from planner.estimate.memory import training_memory
+from planner.estimate.memory import peak_memory
 from planner.estimate.software_file import Software, shipped_software
 from planner.estimate.step import Coefficients, StageTimes, Step, stage_times, step_times
 from planner.estimate.training_run import LayeredNetwork, RunPrediction, TrainingRun, TransformerShape
@@ -61,7 +61,7 @@ def predict_runs(
 
 def _prediction(run: TrainingRun, times: _Times, software: Software) -> RunPrediction:
     interval, label = software.interval(run)
-    memory = training_memory(run)
+    memory = peak_memory(run)
     return RunPrediction(
         step_time_s=times.step_time_s,
         interval_s=(times.step_time_s * interval.low, times.step_time_s * interval.high),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from planner.estimate.layered import lookup
-from planner.estimate.memory import training_memory
+from planner.estimate.memory import peak_memory, training_memory
 from planner.estimate.predict import pipeline_schedule, predict_runs
 from planner.estimate.software_file import ANY, Interval
 from planner.estimate.training_run import TrainingRun, TrainingSetup
@@ -32,6 +32,16 @@ def test_runs_are_predicted_in_order_as_each_alone() -> None:
         assert found.step_time_s == pytest.approx(alone.step_time_s)
         assert found.peak_memory_bytes == alone.peak_memory_bytes == training_memory(wanted).reserved_bytes
         assert found.fits == training_memory(wanted).fits
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zbv", "dualpipe", "zb_h1"])
+def test_memory_is_that_of_all_stages(schedule: str) -> None:
+    for layers in ((), (4, 9, 6, 5), (7, 6, 6, 5)):
+        stated = () if schedule == "zbv" else layers
+        wanted = run(GPT, pp=4, micro_batches=8, schedule=schedule, layers_per_stage=stated)
+        found, every = peak_memory(wanted), training_memory(wanted)
+        assert found.figures() == every.figures()
+        assert found.fullest == every.fullest
 
 
 @pytest.mark.parametrize("simulate", [True, False])
