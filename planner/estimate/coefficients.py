@@ -14,7 +14,7 @@ import numpy as np
 from planner.estimate.columns import FloatArray
 from planner.estimate.device_family import family_of
 from planner.estimate.step import Coefficients
-from planner.estimate.training_run import TrainingRun, TrainingSetup
+from planner.estimate.training_run import Stack, TrainingRun
 
 DEVICE_COEFFICIENTS = ("matmul", "low_precision", "attention", "memory", "inside", "outside", "launch", "jitter")
 """Of a device: factors on kernels, messages and the host's time for a launch; the delay for each doubling of nodes."""
@@ -41,16 +41,22 @@ class SoftwareCoefficients:
     devices: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
-def stack_key(setup: TrainingSetup) -> str:
-    """Name under which the coefficients of a setup's stack stand; deterministic kernels have their own."""
-    return f"{setup.stack}_deterministic" if setup.deterministic else str(setup.stack)
+def stack_key(run: TrainingRun) -> str:
+    """Name under which the coefficients of a run's stack stand.
+
+    Deterministic kernels have their own, and so has MindSpore away from the devices it is made for.
+    """
+    stack = run.setup.stack
+    if stack is Stack.MINDSPORE and not family_of(run.hardware.device_name).startswith("ascend"):
+        return f"{stack}_gpu"
+    return f"{stack}_deterministic" if run.setup.deterministic else str(stack)
 
 
 def gather(software: SoftwareCoefficients, runs: Sequence[TrainingRun]) -> Coefficients:
     """Coefficients (N,) of runs."""
     return combine(
         [software.devices.get(family_of(run.hardware.device_name), run.hardware.training) for run in runs],
-        [software.stacks.get(stack_key(run.setup), {}) for run in runs],
+        [software.stacks.get(stack_key(run), {}) for run in runs],
         [software.attention.get(run.setup.attention, 1.0) for run in runs],
     )
 

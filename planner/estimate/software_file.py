@@ -113,7 +113,7 @@ class Software:
         ``calibrated`` where rows of its device family and stack were fitted, ``interpolated`` where both were, but not
         together, ``extrapolated`` else. The wider of the intervals that may apply is taken.
         """
-        kind, family, stack = kind_of(run), family_of(run.hardware.device_name), stack_key(run.setup)
+        kind, family, stack = kind_of(run), family_of(run.hardware.device_name), stack_key(run)
         both = self.intervals.get((kind, family, stack))
         if both is not None:
             return both, "calibrated"

@@ -145,7 +145,7 @@ def intervals(
     groups: dict[tuple[str, str, str], list[int]] = {}
     for index, row in enumerate(rows):
         run = _run(row)
-        kind, family, stack = kind_of(run), family_of(run.hardware.device_name), stack_key(run.setup)
+        kind, family, stack = kind_of(run), family_of(run.hardware.device_name), stack_key(run)
         for key in ((kind, family, stack), (kind, family, ANY), (kind, ANY, stack), (kind, ANY, ANY)):
             groups.setdefault(key, []).append(index)
     found = {}
@@ -165,7 +165,7 @@ def rows_by_device(calibration: Calibration) -> Mapping[str, FloatArray]:
 
 def rows_by_stack(calibration: Calibration) -> Mapping[str, FloatArray]:
     """Residuals of the rows of each stack."""
-    return _grouped(calibration, lambda run: stack_key(run.setup))
+    return _grouped(calibration, stack_key)
 
 
 def _grouped(calibration: Calibration, name: Callable[[TrainingRun], str]) -> Mapping[str, FloatArray]:

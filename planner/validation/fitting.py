@@ -96,7 +96,7 @@ class StepFit:
         # Functional tests train tiny networks: their times say little of anything else.
         self.trust = np.where([run.setup.deterministic for run in runs], 0.3, 1.0)
         self.families, self.family = _codes([family_of(run.hardware.device_name) for run in runs])
-        self.stacks, self.stack = _codes([stack_key(run.setup) for run in runs])
+        self.stacks, self.stack = _codes([stack_key(run) for run in runs])
         self.kernels, self.kernel = _codes([str(run.setup.attention) for run in runs])
         entries = [(family, name, prior) for family in self.families for name, prior in DEVICE_PRIORS.items()]
         entries += [(stack, name, _stack_prior(stack, name)) for stack in self.stacks for name in STACK_PRIORS]

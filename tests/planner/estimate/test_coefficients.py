@@ -56,7 +56,7 @@ def test_the_profile_speaks_for_the_device_unless_the_fit_does() -> None:
 
 
 def test_deterministic_kernels_have_a_stack_of_their_own() -> None:
-    assert [stack_key(run(deterministic=flag).setup) for flag in (False, True)] == [
+    assert [stack_key(run(deterministic=flag)) for flag in (False, True)] == [
         "megatron", "megatron_deterministic",
     ]  # fmt: skip
 
