@@ -40,7 +40,7 @@ def _one_of(names: Collection[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-_STACKS = [f"{stack}{kind}" for stack in Stack for kind in ("", "_deterministic")]
+_STACKS = [f"{stack}{kind}" for stack in Stack for kind in ("", "_deterministic")] + [f"{Stack.MINDSPORE}_gpu"]
 _LAYERED = [field.name for field in fields(LayeredParameters) if field.name != "host_s"]
 StackName = Annotated[str, _one_of(_STACKS)]
 Coefficient = Annotated[str, _one_of(STACK_COEFFICIENTS)]
