@@ -198,7 +198,7 @@ _UNFUSED = (AttentionKernel.UNFUSED, AttentionKernel.FUSED_SOFTMAX)
 _STATED = (
     "devices", "dp", "tp", "pp", "vpp", "cp", "ep", "expert_tp", "micro_batch", "micro_batches",
     "sequence_parallel", "recompute_layers", "gradient_bytes", "overlap_gradients", "overlap_parameters",
-    "overlap_tensor", "trained_fraction", "fused_norm", "deterministic",
+    "overlap_tensor", "trained_fraction", "deterministic",
 )  # fmt: skip
 """Columns that stand in a setup as they are."""
 _SETUP: dict[str, Callable[[TrainingSetup], Any]] = {
@@ -209,6 +209,7 @@ _SETUP: dict[str, Callable[[TrainingSetup], Any]] = {
     "weight_gradients_in_bubble": lambda s: _DELAYED.get(schedule_name(s.schedule), 0.0),
     "paired_passes": lambda s: schedule_name(s.schedule) in _PAIRED,
     "passes_in_bubble": lambda s: 2.0 if schedule_name(s.schedule) == "multi_copy" else 1.0,
+    "fused_norm": lambda s: s.fused_norm or traits_of(s.stack).fused_rms_norm,
     "fused_attention": lambda s: s.attention not in _UNFUSED,
     "fused_softmax": lambda s: s.attention is AttentionKernel.FUSED_SOFTMAX,
 }
