@@ -111,6 +111,7 @@ class Columns:
     fused_attention: FloatArray
     fused_softmax: FloatArray
     fused_norm: FloatArray
+    fused_gate: FloatArray
     deterministic: FloatArray
 
     @property
@@ -210,6 +211,7 @@ _SETUP: dict[str, Callable[[TrainingSetup], Any]] = {
     "paired_passes": lambda s: schedule_name(s.schedule) in _PAIRED,
     "passes_in_bubble": lambda s: 2.0 if schedule_name(s.schedule) == "multi_copy" else 1.0,
     "fused_norm": lambda s: s.fused_norm or traits_of(s.stack).fused_rms_norm,
+    "fused_gate": lambda s: traits_of(s.stack).fused_gate,
     "fused_attention": lambda s: s.attention not in _UNFUSED,
     "fused_softmax": lambda s: s.attention is AttentionKernel.FUSED_SOFTMAX,
 }

@@ -270,11 +270,18 @@ def _dense_network(c: Columns, element: float, part: Part) -> list[Operator]:
     wide = tokens * inner * element
     return [
         MatrixProduct(name="feed-forward in", part=part, m=tokens, n=inner * (1 + c.gated), k=c.hidden),
-        Pointwise(
-            name="activation", part=part, forward_bytes=wide * (2 + c.gated), backward_bytes=wide * (3 + 2 * c.gated)
-        ),
+        _activation(c, "activation", part, wide),
         MatrixProduct(name="feed-forward out", part=part, m=tokens, n=c.hidden, k=inner),
     ]
+
+
+def _activation(c: Columns, name: str, part: Part, wide: FloatArray) -> Pointwise:
+    """The activation function on `wide` bytes; a gate is multiplied in the same kernel, or in one of its own."""
+    apart = c.gated * (1 - c.fused_gate)
+    return Pointwise(
+        name=name, part=part, forward_bytes=wide * (2 + c.gated + 2 * apart),
+        backward_bytes=wide * (3 + 2 * c.gated + 3 * apart),
+    )  # fmt: skip
 
 
 def _expert_network(c: Columns, element: float) -> list[Operator]:
@@ -294,12 +301,10 @@ def _expert_network(c: Columns, element: float) -> list[Operator]:
         MatrixProduct(
             name="experts in", part=part, m=routed, n=inner * (1 + c.gated), k=c.hidden, groups=local, grouped=True
         ),
-        Pointwise(
-            name="expert activation", part=part, forward_bytes=wide * (2 + c.gated),
-            backward_bytes=wide * (3 + 2 * c.gated),
-        ),
+        _activation(c, "expert activation", part, wide),
         MatrixProduct(name="experts out", part=part, m=routed, n=c.hidden, k=inner, groups=local, grouped=True),
         MatrixProduct(name="shared expert in", part=part, m=c.tokens, n=shared * (1 + c.gated), k=c.hidden),
+        _activation(c, "shared expert activation", part, c.tokens * shared * element),
         MatrixProduct(name="shared expert out", part=part, m=c.tokens, n=c.hidden, k=shared),
     ]  # fmt: skip
 
