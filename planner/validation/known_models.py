@@ -322,7 +322,7 @@ def billions(name: str) -> float | None:
     found = _SIZE.search(plain_name(name))
     if found is None:
         return None
-    return float(found[1].replace("point", ".")) * {"b": 1.0, "m": 1e-3, "t": 1e3}[found[2]]
+    return float(found[1].replace("point", ".")) / {"b": 1.0, "m": 1e3, "t": 1e-3}[found[2]]
 
 
 @lru_cache(maxsize=4096)
