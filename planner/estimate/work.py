@@ -281,7 +281,8 @@ def _messages(hardware: Hardware, c: Columns, element: float) -> dict[Message, _
     around = tensor_messages(c)[1] * c.hidden * element
     whole = time(Collective.ALL_REDUCE, around, c.tp, one)
     pair = _add(time(gather, around, c.tp, one), time(reduce, around, c.tp, one))
-    keys = 2 * c.tokens * c.cp * local_key_value_heads(c) * c.head_size * element
+    width = c.head_size + np.where(c.latent > 0, c.value_head, c.head_size)
+    keys = c.tokens * c.cp * local_key_value_heads(c) * width * element
     copies = sent_copies(c) * c.hidden * element
     # Where every rank has all experts it gathers tokens, not a copy for each expert.
     met = routed_tokens(c) / np.where(c.ep > 1, 1.0, np.maximum(c.experts_per_token, 1.0)) * c.hidden * element

@@ -111,6 +111,16 @@ def test_shards_within_nodes_leave_them_for_their_part_of_the_gradients_alone() 
     )
 
 
+@pytest.mark.parametrize(
+    ("shape", "width"), [(LLAMA, 2 * 8 * 128), (DEEPSEEK, 128 * (192 + 128))], ids=["grouped", "latent"]
+)
+def test_context_ranks_see_the_keys_and_values_of_all(shape: TransformerShape, width: int) -> None:
+    seen = expected(Collective.ALL_GATHER, 2.0 * shape.sequence_length * width, 4, 1)
+    assert message(Message.CONTEXT, shape=shape, cp=4)[0] == pytest.approx(seen)
+    halved = expected(Collective.ALL_GATHER, shape.sequence_length * width, 4, 2)
+    assert message(Message.CONTEXT, shape=shape, cp=4, tp=2)[0] == pytest.approx(halved)
+
+
 def test_tokens_travel_to_experts_once_for_each_that_they_visit() -> None:
     copies = MIXTRAL.sequence_length * MIXTRAL.hidden * 2.0 * 2
     sent = message(Message.EXPERT, shape=MIXTRAL, dp=8, ep=8)
