@@ -156,14 +156,14 @@ class _LayerArrays:
 
 def predict_layered(run: TrainingRun, parameters: LayeredParameters) -> LayeredEstimate:
     """Time and memory of one step of `run`, whose network is a `LayeredNetwork`."""
-    network, setup = run.network, run.setup
-    if not isinstance(network, LayeredNetwork):
-        raise InputError(f"{network.name} is a transformer, not a network of layers: predict it by its shape")
-    if setup.dp != setup.devices:
-        raise InputError(
-            f"{network.name} on {setup.devices} devices with dp {setup.dp}: only data parallel runs of layered "
-            "networks are predicted; set tp, pp and cp to 1"
-        )
+    breakdown = layered_breakdown(run, parameters)
+    memory = layered_memory(run, _data_parallel_network(run))
+    return LayeredEstimate(step_time_s=sum(breakdown.values()), breakdown=breakdown, memory=memory)
+
+
+def layered_breakdown(run: TrainingRun, parameters: LayeredParameters) -> dict[str, float]:
+    """Seconds of the parts of one step, which follow one another."""
+    network, setup = _data_parallel_network(run), run.setup
     forward, backward, kernels = layered_step_times(network, setup.micro_batch, run, parameters)
     device = (forward + backward) * setup.micro_batches
     contended = device * parameters.contention if setup.devices > 1 else 0.0
@@ -175,7 +175,7 @@ def predict_layered(run: TrainingRun, parameters: LayeredParameters) -> LayeredE
     hidden = device * backward / (forward + backward) / setup.micro_batches * (1 - 1 / 4)
     exposed = max(parameters.exposed * reduction, reduction - hidden)
     update = network.parameters * _OPTIMIZER_BYTES / (run.hardware.memory_bandwidth * parameters.memory)
-    breakdown = {
+    return {
         "forward": forward * setup.micro_batches,
         "backward": backward * setup.micro_batches,
         "contention": contended,
@@ -184,9 +184,18 @@ def predict_layered(run: TrainingRun, parameters: LayeredParameters) -> LayeredE
         "optimizer": update,
         "overhead": parameters.step_overhead_s,
     }
-    return LayeredEstimate(
-        step_time_s=sum(breakdown.values()), breakdown=breakdown, memory=layered_memory(run, network)
-    )
+
+
+def _data_parallel_network(run: TrainingRun) -> LayeredNetwork:
+    network, setup = run.network, run.setup
+    if not isinstance(network, LayeredNetwork):
+        raise InputError(f"{network.name} is a transformer, not a network of layers: predict it by its shape")
+    if setup.dp != setup.devices:
+        raise InputError(
+            f"{network.name} on {setup.devices} devices with dp {setup.dp}: only data parallel runs of layered "
+            "networks are predicted; set tp, pp and cp to 1"
+        )
+    return network
 
 
 def layered_step_times(

@@ -16,7 +16,13 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from planner.estimate.device_family import family_of
-from planner.estimate.layered_work import LayeredCoefficients, LayeredParameters, predict_layered, product_kind
+from planner.estimate.layered_work import (
+    LayeredCoefficients,
+    LayeredParameters,
+    layered_breakdown,
+    predict_layered,
+    product_kind,
+)
 from planner.estimate.training_run import LayeredNetwork, Stack, TrainingRun, TrainingSetup
 from planner.validation.fitting import Prior
 from planner.validation.reading import MeasuredRow, read_measurements
@@ -209,11 +215,18 @@ def _concerned(key: tuple[str, str, str], runs: Sequence[TrainingRun]) -> list[i
 def predicted_logarithms(runs: Sequence[TrainingRun], coefficients: LayeredCoefficients) -> FloatArray:
     """Logarithm of the predicted seconds of every run; equal runs are predicted once."""
     known: dict[tuple[int, str, TrainingSetup], float] = {}
+    parameters: dict[tuple[str, str, str], LayeredParameters] = {}
+    found = []
     for run in runs:
         key = id(run.network), run.hardware.hash, run.setup
-        if key not in known:
-            known[key] = predict_layered(run, coefficients.parameters(run)).step_time_s
-    return np.log([known[id(run.network), run.hardware.hash, run.setup] for run in runs])
+        seconds = known.get(key)
+        if seconds is None:
+            group = family_of(run.hardware.device_name), str(run.setup.stack), product_kind(run)
+            if group not in parameters:
+                parameters[group] = coefficients.parameters(run)
+            seconds = known[key] = sum(layered_breakdown(run, parameters[group]).values())
+        found.append(seconds)
+    return np.log(found)
 
 
 def _logarithms(keys: Sequence[tuple[str, str, str]], known: LayeredCoefficients, centres: FloatArray) -> FloatArray:
