@@ -6,10 +6,10 @@ residuals of both: the one says how well runs like the fitted ones are predicted
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -23,8 +23,8 @@ from planner.estimate.training_run import LayeredNetwork, RunPrediction, Trainin
 from planner.estimate.work import work_of
 from planner.validation.fitting import Fit, StepFit
 from planner.validation.fitting_layered import fit_layered
+from planner.validation.predictions import predict_each
 from planner.validation.reading import MeasuredRow
-from simulator.errors import MeshwrightError
 
 INSIDE = 0.9
 _ROWS_FOR_INTERVAL = 12
@@ -130,10 +130,10 @@ def held_out_predictions(
     for source in sorted({row.source for row in rows if row.run is not None}):
         software = folds.without(source) if source in folds.sources else folds.everything()
         software = replace(software, intervals=shipped.intervals)
-        for row in rows:
-            if row.source == source and row.run is not None:
-                with contextlib.suppress(MeshwrightError):
-                    yield row.run, predict_runs([row.run], software)[0]
+        runs = [row.run for row in rows if row.source == source and row.run is not None]
+        for run, outcome in zip(runs, predict_each(runs, partial(predict_runs, software=software)), strict=True):
+            if isinstance(outcome, RunPrediction):
+                yield run, outcome
         if advance is not None:
             advance()
 

@@ -35,14 +35,14 @@ def score(
     scored: list[ScoredRow] = []
     for start in range(0, len(rows), _CHUNK):
         chunk = rows[start : start + _CHUNK]
-        outcomes = iter(_predicted([row.run for row in chunk if row.run is not None], predict))
+        outcomes = iter(predict_each([row.run for row in chunk if row.run is not None], predict))
         scored.extend(_scored(row, next(outcomes) if row.run is not None else None) for row in chunk)
         if advance is not None:
             advance(len(chunk))
     return scored
 
 
-def _predicted(runs: Sequence[TrainingRun], predict: Predictor) -> list[RunPrediction | Exception]:
+def predict_each(runs: Sequence[TrainingRun], predict: Predictor) -> list[RunPrediction | Exception]:
     """A prediction of each run, or why it has none; a run that fails does not take the others with it."""
     if not runs:
         return []
@@ -52,7 +52,7 @@ def _predicted(runs: Sequence[TrainingRun], predict: Predictor) -> list[RunPredi
         if len(runs) == 1:
             return [error]
         middle = len(runs) // 2
-        return [*_predicted(runs[:middle], predict), *_predicted(runs[middle:], predict)]
+        return [*predict_each(runs[:middle], predict), *predict_each(runs[middle:], predict)]
 
 
 def _finite(prediction: RunPrediction) -> RunPrediction:
