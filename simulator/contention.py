@@ -25,6 +25,8 @@ from simulator.topology import group_shape, shared_links
 PATTERNS: Mapping[Collective, Pattern] = {Collective.ALL_TO_ALL: pairwise_all_to_all, Collective.SEND: direct_send}
 """Where messages go, other than around a ring."""
 LARGE_BYTES = 1e30
+MOST_DEVICES = 256
+"""Larger meshes that no smaller one stands for would take seconds to route."""
 OVERLOADED = 1 + 1e-9
 
 
@@ -112,13 +114,14 @@ def _shared(
     hardware: Hardware, devices: int, axes: tuple[ProgramAxis, ...], flows: tuple[tuple[str, Collective], ...]
 ) -> _Shared:
     """Links that `flows` of several axes cross, all groups of the axes at once."""
-    if len({axis for axis, _ in flows}) < 2:
+    places = representative_axes(hardware, devices, axes) if len({axis for axis, _ in flows}) > 1 else ()
+    count = devices if places is axes else int(np.prod([axis.size for axis in places], dtype=np.int64))
+    if not places or count > MOST_DEVICES:
         return _Shared(np.zeros(0), {}, {})
     names = {f"{axis} {collective}": (axis, collective) for axis, collective in flows}
-    places = representative_axes(hardware, devices, axes)
     links = shared_links(
         _filled(hardware, devices),
-        max(devices if places is axes else 1, int(np.prod([axis.size for axis in places]))),
+        count,
         {name: next((a.size, a.stride) for a in places if a.name == axis) for name, (axis, _) in names.items()},
         {name: PATTERNS.get(collective, ring_gather) for name, (_, collective) in names.items()},
     )
@@ -145,7 +148,7 @@ def representative_axes(hardware: Hardware, devices: int, axes: tuple[ProgramAxi
 
     Rings and neighbours load each unit of a level alike, however many units there are, so two units of the outermost
     level that a group crosses stand for all. An exchange sends less inside a unit the more units there are; two make
-    it the most.
+    it the most. Where no smaller mesh does, the axes are returned as they are.
     """
     order = sorted(axes, key=lambda axis: axis.stride)
     strides = np.cumprod([1, *(axis.size for axis in order)])
@@ -168,13 +171,19 @@ def representative_axes(hardware: Hardware, devices: int, axes: tuple[ProgramAxi
 
 
 def _filled(hardware: Hardware, devices: int) -> Hardware:
-    """The cluster with units of as many devices as a job of `devices` takes of each, 64 of a rack of 72."""
+    """The cluster with units of as many devices as a job of `devices` takes of each, 64 of a rack of 72.
+
+    Beyond the nodes a graph has leaves and a spine; a cluster of more levels is a tree of switches.
+    """
     whole = group_shape(hardware, devices, 1)
-    levels = [
-        replace(level, size=whole.within(place)) if level.size < devices else level
-        for place, level in enumerate(hardware.levels)
-    ]
-    return replace(hardware, levels=tuple(levels))
+    taken = [whole.within(place) for place in range(len(hardware.levels))]
+    levels = tuple(
+        replace(level, size=size) if level.size < devices and size % hardware.devices_per_node == 0 else level
+        for level, size in zip(hardware.levels, taken, strict=True)
+    )
+    unit = max(hardware.devices_per_node, levels[0].size)
+    deep = sum(level.size > unit for level in levels) > 2
+    return replace(hardware, levels=levels, node=None if deep else hardware.node)
 
 
 def _alike(hardware: Hardware, members: tuple[int, ...], axis: ProgramAxis) -> bool:

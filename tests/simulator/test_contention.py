@@ -163,6 +163,33 @@ def test_an_irregular_mesh_is_left_as_it_is() -> None:
     assert [axis.size for axis in representative_axes(DGX, 48, axes)] == [3, 8]
 
 
+@pytest.mark.parametrize(
+    ("name", "devices", "tensor", "links"),
+    [
+        ("gb200-nvl72", 76, 4, True),
+        ("gb200-nvl72", 128, 8, True),
+        ("cloudmatrix384", 1024, 8, False),
+        ("deep", 256, 16, True),
+    ],
+)
+def test_racks_and_deep_clusters(name: str, devices: int, tensor: int, links: bool) -> None:
+    """Jobs that fill no rack, meshes that nothing small stands for, and more levels than a leaf and a spine."""
+    if name == "deep":
+        switch, fabric = DGX.levels
+        outer = [replace(fabric, name=f"{size}", size=size) for size in (64, 256, 16_384)]
+        hardware = replace(DGX, levels=(switch, *outer))
+    else:
+        hardware = load_profile(name)
+    axes = (
+        ProgramAxis(name="data", size=devices // tensor, stride=tensor),
+        ProgramAxis(name="tensor", size=tensor, stride=1),
+    )
+    subject = on_nodes(communication("a"), communication("b", "tensor"), axes=axes, devices=devices)
+    (found,) = segment_transfers(subject, hardware, task_times(subject, hardware))
+    assert (found is not None) == links
+    assert fast_engine.simulate(subject, hardware).step_time_s >= alone(subject, hardware).step_time_s
+
+
 def every_rank(subject: Program, hardware: Hardware, part: Segment) -> TaskTable:
     """All ranks with the messages of each on the links of the graph, groups meeting; only rings, and long messages."""
     (seconds,) = task_times(subject, hardware)
