@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.estimate.columns import Columns, FloatArray, columns_of
+from planner.estimate.device_family import family_of
 from planner.estimate.memory_traits import LOW_PRECISION_BYTES
 from planner.estimate.training_run import AttentionKernel, TrainingRun
 from planner.estimate.transformer_work import (
@@ -38,6 +39,7 @@ from simulator.program import Collective, Kernel
 from simulator.topology import group_shape
 
 _DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "bfloat16", "fp16": "float16"}
+_EIGHT_BITS = "float8_e4m3fn"
 _FUSED: dict[AttentionKernel, AttentionKind] = {AttentionKernel.FLASH: "flash", AttentionKernel.FLASH2: "flash2"}
 _ALIGNMENT = 64
 _TENSOR_CORE_ALIGNMENT = 8  # elements of 16 bits; below, products fall back to slower kernels (NVIDIA's GEMM guide)
@@ -173,10 +175,13 @@ class _Timer:
 
     def __init__(self, hardware: Hardware, precision: str, attention: AttentionKernel) -> None:
         self.hardware = hardware
-        self.dtype = _DTYPES.get(precision, "bfloat16")
-        self.low = precision in ("fp8", "fp4")
-        self.slowdown = _TF32_SLOWDOWN if precision == "tf32" else 1.0
-        self.low_speed = _FP4_SPEED if precision == "fp4" else 1.0
+        # A device that lacks a precision computes in the next wider one.
+        tf32 = precision == "tf32" and hardware.peak_dtype("bfloat16") == "bfloat16"
+        self.dtype = "float32" if precision == "tf32" and not tf32 else _DTYPES.get(precision, "bfloat16")
+        self.low = precision in ("fp8", "fp4") and hardware.peak_dtype(_EIGHT_BITS) == _EIGHT_BITS
+        self.slowdown = _TF32_SLOWDOWN if tf32 else 1.0
+        four = precision == "fp4" and family_of(hardware.device_name) == "blackwell"
+        self.low_speed = _FP4_SPEED if four else 1.0
         self.attention = attention
 
     def kind(self, operator: Operator) -> WorkClass:
@@ -209,7 +214,7 @@ class _Timer:
         self, product: MatrixProduct, m: FloatArray, n: FloatArray, k: FloatArray, *, by_weight: bool = False
     ) -> FloatArray:
         low = self.low and product.low_precision
-        dtype = "float8_e4m3fn" if low else self.dtype
+        dtype = _EIGHT_BITS if low else self.dtype
         runs = np.asarray((product.m > 0) & (product.n > 0) & (product.k > 0) & (np.asarray(product.batch) > 0))
         rows, columns, depth = np.maximum(m, 1.0), np.maximum(n, 1.0), np.maximum(k, 1.0)
         if product.grouped:

@@ -148,6 +148,27 @@ def test_collectives_beside_the_engine() -> None:
     assert outside.tolist() == [0, 0, 0, pytest.approx(expected(Collective.ALL_REDUCE, 1e8, 16, 8))]
 
 
+def products_s(hardware: str, precision: str) -> float:
+    work = work_of([run(replace(GPT, hidden=4096, feed_forward=16384), hardware, precision=precision, micro_batch=8)])
+    key = (Part.DENSE, Phase.FORWARD)
+    return sum(float(work.seconds.get((*key, kind), np.zeros(1))[0]) for kind in WorkClass if kind != WorkClass.MEMORY)
+
+
+def test_devices_compute_in_the_next_wider_precision_they_have() -> None:
+    for hardware, wanted, instead in (
+        ("dgx-a100", "fp8", "bf16"), ("dgx-h100", "fp4", "fp8"), ("dgx1-v100", "tf32", "fp32"),
+    ):  # fmt: skip
+        assert products_s(hardware, wanted) == pytest.approx(products_s(hardware, instead)), hardware
+    assert products_s("dgx-a100", "tf32") == pytest.approx(2 * products_s("dgx-a100", "bf16"), rel=0.01)
+    assert products_s("dgx-h100", "fp8") < 0.7 * products_s("dgx-h100", "bf16")
+    assert products_s("dgx-b200", "fp4") == pytest.approx(products_s("dgx-b200", "fp8") / 2)
+    assert (
+        work_of([run(precision="fp8")])
+        .seconds.keys()
+        .isdisjoint({(part, phase, WorkClass.LOW_PRECISION) for part in Part for phase in Phase})
+    )
+
+
 shapes = st.builds(
     replace,
     st.sampled_from([GPT, LLAMA, MIXTRAL, DEEPSEEK, T5]),
