@@ -69,6 +69,11 @@ PYTORCH_PRIORS = {
     "step_overhead_s": Prior(centre=0.01, spread=0.4),
 }
 """Of stacks that launch PyTorch operators one by one: an operator of ours is some four kernels of about 10 us."""
+DETERMINISTIC_PRIORS = {
+    "launch_s": Prior(centre=1e-4, spread=0.5),
+    "step_overhead_s": Prior(centre=0.05, spread=1.0),
+}
+"""Of functional tests: tiny networks under checks and logs, bound by the host alone."""
 _ONE_BY_ONE = ("eager", "deepspeed", "megatron", "mindspeed")
 ATTENTION_PRIOR = Prior(centre=1.0, spread=0.2)
 
@@ -182,8 +187,8 @@ class StepFit:
 
 
 def _stack_prior(stack: str, name: str) -> Prior:
-    known = PYTORCH_PRIORS if stack.removesuffix("_deterministic") in _ONE_BY_ONE else {}
-    return known.get(name, STACK_PRIORS[name])
+    own = DETERMINISTIC_PRIORS if stack.endswith("_deterministic") else PYTORCH_PRIORS if stack in _ONE_BY_ONE else {}
+    return own.get(name, STACK_PRIORS[name])
 
 
 def _minimise(
