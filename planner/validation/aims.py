@@ -17,6 +17,7 @@ CONVOLUTIONAL = "vision networks and others"
 FSDP = "fully sharded (FSDP, ZeRO-3)"
 IN_PART = "transformers on A100 and H100, stated in part"
 ELSEWHERE = "transformers on other devices"
+FUNCTIONAL = "functional tests: tiny networks, deterministic kernels"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,8 @@ AIMS = (
 def group_of(run: TrainingRun, *, complete: bool = True) -> str:
     """The group whose aim a run falls under; `complete` says that its source states shape and plan in full."""
     family = family_of(run.hardware.device_name)
+    if run.setup.deterministic:
+        return FUNCTIONAL
     if family.startswith("ascend"):
         return ASCEND
     if isinstance(run.network, LayeredNetwork):

@@ -65,7 +65,7 @@ STACK_PRIORS = {
     "context_exposed": Prior(centre=0.3, spread=0.5),
 }
 PYTORCH_PRIORS = {
-    "launch_s": Prior(centre=4e-5, spread=0.3),
+    "launch_s": Prior(centre=4e-5, spread=0.1),
     "step_overhead_s": Prior(centre=0.01, spread=0.4),
 }
 """Of stacks that launch PyTorch operators one by one: an operator of ours is some four kernels of about 10 us."""
