@@ -66,6 +66,8 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
 
 def read_mesh(row: FileRow, network: Network, shard: OptimizerSharding, notes: list[str]) -> Mesh:
     """Degrees that multiply to the device count."""
+    if re.search(r"auto[-_ ]?sharding", row.text("framework").lower()):
+        raise MissingFactError("the plan is not stated: the compiler chose it")
     devices = _devices(row, notes)
     stated = {name: row.whole(name) for name in ("tp", "pp", "cp", "dp")}
     stated.update({k: v for k, v in _written_layout(row).items() if stated.get(k) is None})
