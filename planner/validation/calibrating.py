@@ -115,7 +115,7 @@ def calibrate_steps(rows: Sequence[MeasuredRow], advance: Advance | None = None)
         held_out[members] = _logarithms(chosen, folds.without(source)) - target[members]
         if advance is not None:
             advance()
-    software = replace(software, intervals=intervals(folds.rows, residuals, held_out))
+    software = replace(software, intervals=_EVERYWHERE | intervals(folds.rows, residuals, held_out))
     return Calibration(software=software, rows=folds.rows, residuals=residuals, held_out=held_out)
 
 
@@ -185,4 +185,5 @@ def _run(row: MeasuredRow) -> TrainingRun:
     return row.run
 
 
+# Where no row tells: from half to twice the prediction.
 _EVERYWHERE = {(kind, ANY, ANY): Interval(low=0.5, high=2.0, rows=1) for kind in ("transformer", "layered")}

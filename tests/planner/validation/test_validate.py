@@ -12,12 +12,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+import hw_profiles
 import planner.cli.validate
 from planner.cli.app import app
+from planner.estimate.software_file import parse_software
 from planner.estimate.training_run import RunPrediction, TrainingRun
+from planner.validation.calibrating import calibrate_steps
+from planner.validation.calibration_files import write_calibration
 from planner.validation.predictions import COLUMNS, prediction_lines, score
 from planner.validation.reading import read_measurements
 from simulator.errors import ProfileError
+from simulator.hardware import check_profile
 from tests.measurements import write_measurements
 
 GIB = 2**30
@@ -180,3 +185,35 @@ def test_scores_say_how_far_they_are(tmp_path: Path) -> None:
     assert scores[0].measured_step_time_s == 2.5
     assert scores[4].measured_step_time_s is None
     assert len(list(prediction_lines(scores))) == len(rows) + 1
+
+
+def test_each_source_may_be_left_out(tmp_path: Path) -> None:
+    """The source that is slower than all others is predicted as they ran, and drags the fit along when it counts."""
+    rows = [{"tp": tp, "source": "slow", "step_time_s": "9"} for tp in ("1", "2")]
+    rows += [{"tp": tp, "source": name, "step_time_s": "3"} for tp in ("1", "2") for name in ("fast", "quick")]
+    write_measurements(tmp_path / "m.csv", *rows)
+    result = run("m.csv", "--leave-one-source-out", "--json")
+    assert result.exit_code == 0, result.output
+    left_out = json.loads(result.stdout)["leave_one_source_out"]
+    assert left_out["all"]["predicted"] == 6
+    assert set(left_out["by_source"]) == {"slow", "fast", "quick"}
+    assert left_out["by_source"]["slow"]["time_bias"] < -0.4
+    assert left_out["by_source"]["fast"]["time_bias"] > left_out["by_source"]["slow"]["time_bias"]
+
+
+def test_calibration_writes_software_and_profiles(tmp_path: Path) -> None:
+    shipped = Path(hw_profiles.__file__).parent / "dgx-a100.yaml"
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles" / "dgx-a100.yaml").write_bytes(shipped.read_bytes())
+    write_measurements(tmp_path / "m.csv", *({"tp": tp, "source": name} for tp in ("1", "2") for name in ("a", "b")))
+    calibration = calibrate_steps(read_measurements(tmp_path / "m.csv"))
+    written = write_calibration(calibration, tmp_path / "profiles")
+    assert [path.name for path in written] == ["training.yaml", "dgx-a100.yaml"]
+    software = parse_software(written[0].read_text(encoding="utf-8"), "training.yaml")
+    found = calibration.software.coefficients
+    assert {name: dict(values) for name, values in software.coefficients.stacks.items()} == {
+        name: pytest.approx(dict(values), rel=1e-3) for name, values in found.stacks.items()
+    }
+    hardware = check_profile(str(written[1]))
+    assert dict(hardware.training) == pytest.approx(dict(found.devices["ampere"]), rel=1e-3)
+    assert any("4 rows of whole training steps" in row.source for row in hardware.rows)
