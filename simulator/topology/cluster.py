@@ -24,13 +24,17 @@ def topology_graph(hardware: Hardware, devices: int) -> Topology:
 
 
 def check_graph(hardware: Hardware) -> None:
-    """Raise ProfileError where the graph of a node cannot be built; only links without latency can make a bad cycle."""
+    """Raise ProfileError where no graph can be built: a wrong node, or links without latency that make a cycle."""
     if hardware.node is None:
         return
     spec = unit_spec(hardware)
     check_spec(spec)
+    fabric = fabric_spec(hardware)
     if spec.latency_s == 0 or spec.host_latency_s == 0:
         node_topology(spec)
+    if spec.nics and fabric.latency_s == 0:
+        # Two machines close every kind of cycle that runs through the fabric.
+        cluster_topology(hardware.name, [spec] * 2, fabric)
 
 
 def unit_spec(hardware: Hardware) -> NodeSpec:

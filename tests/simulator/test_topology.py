@@ -337,6 +337,11 @@ def test_an_oversubscribed_profile_has_a_leaf_level(tmp_path: Path) -> None:
             "topology.node: .* form a cycle of zero latency, .*; give at least one",
         ),
         ("ascend910b-atlas800t-a2", {"levels.0.latency_s": 0.0}, "the links . to ., .* form a cycle of zero latency"),
+        (
+            "dgx-a100",
+            {"levels.0.latency_s": 0.0, "levels.1.latency_s": 0.0},
+            "leaf0/rail. to node1/nic., .* form a cycle of zero latency",
+        ),
         ("dgx-a100", {"node.kind": "torus"}, "topology.node: .*torus shape .. does not hold 8 devices"),
         ("dgx-a100", {"node.kind": "hccs-quads", "levels.0.latency_s": -1.0}, r"levels\.0\.latency_s\.value: .*-1"),
     ],
