@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli.options import DebugFlag, JsonFlag, Precision, QuietFlag, natural, natural_or_zero, rate, seconds
+from planner.cli.options import (
+    DebugFlag,
+    JsonFlag,
+    Precision,
+    QuietFlag,
+    check_apart,
+    natural,
+    natural_or_zero,
+    rate,
+    seconds,
+)
 from planner.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -74,6 +84,7 @@ def execute(
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     if out is not None:
+        check_apart("--out", out, (strategy,))
         check_writable(out)
     options = ExecuteOptions(
         strategy=strategy,

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Iterable
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -134,6 +135,13 @@ _WORDS = {
 }
 _NUMBERS = ("dp", "tp", "pp", "vpp", "cp", "ep", "micro_batch")
 PIN_KEYS = (*_NUMBERS, *_WORDS, "schedule")
+
+
+def check_apart(option: str, out: str | Path, read: Iterable[str | Path | None]) -> None:
+    """Refuse to write over a file that the command reads."""
+    target = Path(out).resolve()
+    if target.exists() and any(path is not None and Path(path).resolve() == target for path in read):
+        raise InputError(f"{option} {str(out)!r} is a file that this command reads; choose another name")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

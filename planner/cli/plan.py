@@ -18,6 +18,7 @@ from planner.cli.options import (
     QuietFlag,
     SearchMode,
     SequenceLength,
+    check_apart,
     natural,
 )
 from planner.cli.terminal import Terminal
@@ -94,15 +95,16 @@ def plan(
         out=None if out is None else str(out),
     )
     settings = merged(given, read_config(config)) if config is not None else given
-    _run(terminal, settings)
+    _run(terminal, settings, config)
 
 
-def _run(terminal: Terminal, settings: PlanSettings) -> None:
+def _run(terminal: Terminal, settings: PlanSettings, config: Path | None) -> None:
     from planner.planning import plan_network
     from simulator.whole_file import check_writable
 
     request = _request(settings)
     path = settings.out or "strategy.json"
+    check_apart("--out", path, (settings.hw, config))
     check_writable(path)
     with terminal.working(f"planning {request.network} for {request.devices} devices"):
         result = plan_network(request)

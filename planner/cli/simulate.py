@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, natural_or_zero, rate, read_shares
+from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, check_apart, natural_or_zero, rate, read_shares
 from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
@@ -104,7 +104,7 @@ def simulate(
       meshwright simulate strategy.json --goodput --days 30 --seed 1
     What is not given of failures and storage comes from the profile.
     """
-    from planner.planning import precision_dtype, predict
+    from planner.planning import precision_dtype
     from planner.prediction import precision_notes
     from planner.strategy.file import read_plan
     from planner.strategy.loading import lower_strategy
@@ -120,11 +120,11 @@ def simulate(
         **({"snapshot_bandwidth_bytes_per_s": snapshot_bandwidth} if asynchronous else {}),
     }
     job = _JobOptions(given=given, interval_s=checkpoint_interval, asynchronous=asynchronous, days=days, seed=seed)
-    if not goodput and (asynchronous or checkpoint_interval is not None or any(v is not None for v in given.values())):
-        raise InputError("options of failures and checkpoints were given without --goodput; add it")
+    _check_job(job, goodput=goodput)
     if snapshot_bandwidth is not None and not asynchronous:
         raise InputError("--snapshot-bandwidth was given without --async-checkpoint; add it")
     if trace is not None:
+        check_apart("--trace", trace, (strategy, hardware))
         check_writable(trace)
     plan = read_plan(strategy)
     profile = _profile(terminal, strategy, plan, hardware)
@@ -132,13 +132,7 @@ def simulate(
         terminal.note(note)
     with terminal.working(f"simulating {plan.network} on {plan.mesh.size} devices"):
         lowered = lower_strategy(plan, strategy)
-        prediction, timeline = predict(plan, lowered, profile)
-        if engine is Engine.REFERENCE:
-            from planner.prediction import prediction_of
-            from simulator import engine as reference
-
-            timeline = reference.simulate(lowered.program, profile)
-            prediction = prediction_of(plan, lowered.graph, profile, timeline)
+        prediction, timeline = _predicted(engine, plan, lowered, profile)
         if trace is not None:
             write_trace(timeline, lowered.program, trace, hardware=profile)
         straggled = _straggled(lowered, profile, stragglers, slowdown, links, seed)
@@ -167,6 +161,24 @@ class _JobOptions:
     asynchronous: bool
     days: float
     seed: int
+
+
+def _predicted(engine: Engine, plan: Plan, lowered: LoweredPlan, hardware: Hardware) -> tuple[Prediction, Timeline]:
+    if engine is Engine.FAST:
+        from planner.planning import predict
+
+        return predict(plan, lowered, hardware)
+    from planner.prediction import prediction_of
+    from simulator import engine as reference
+
+    timeline = reference.simulate(lowered.program, hardware)
+    return prediction_of(plan, lowered.graph, hardware, timeline), timeline
+
+
+def _check_job(job: _JobOptions, *, goodput: bool) -> None:
+    given = job.asynchronous or job.interval_s is not None or any(value is not None for value in job.given.values())
+    if given and not goodput:
+        raise InputError("options of failures and checkpoints were given without --goodput; add it")
 
 
 def _straggled(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli.options import DebugFlag, JsonFlag, QuietFlag
+from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, check_apart
 from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
@@ -60,10 +60,11 @@ def validate(
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     if out is not None:
-        _check_apart(out, measurements)
+        check_apart("--out", out, measurements)
         check_writable(out)
     rows = [row for path in measurements for row in read_measurements(path)]
     if report is not None:
+        check_apart("--report", report / "predictions.csv", measurements)
         _check_folder(report)
     with terminal.counting("predicting", len(rows)) as advance:
         scored = score(rows, _predictor(), _steps(advance))
@@ -102,11 +103,6 @@ def _steps(advance: Callable[[], None]) -> Callable[[int], None]:
             advance()
 
     return steps
-
-
-def _check_apart(out: Path, measurements: list[Path]) -> None:
-    if any(out.resolve() == path.resolve() for path in measurements):
-        raise InputError(f"--out {str(out)!r} is one of the measurement files; choose another name")
 
 
 def _check_folder(folder: Path) -> None:

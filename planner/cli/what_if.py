@@ -19,6 +19,7 @@ from planner.cli.options import (
     QuietFlag,
     SearchMode,
     SequenceLength,
+    check_apart,
     natural,
     read_device_counts,
     read_pins,
@@ -82,6 +83,7 @@ def what_if(
         pins=read_pins(pins or ()),
     )
     if out is not None:
+        check_apart("--out", out, names)
         check_writable(out)
     rows = _rows(terminal, options, processes or os.cpu_count() or 1)
     _finish(terminal, options, rows, out)

@@ -204,6 +204,25 @@ def test_a_broken_strategy_file_gives_exit_code_2(command: str, text: str) -> No
     assert "broken.json" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "zoo:mlp", "--hw", "read.yaml", "--devices", "8", "--out", "read.yaml"],
+        ["plan", "--config", "read.yaml", "--out", "./read.yaml"],
+        ["simulate", "read.yaml", "--trace", "read.yaml"],
+        ["execute", "read.yaml", "--out", "read.yaml"],
+        ["what-if", "zoo:mlp", "--hw", "dgx-a100,read.yaml", "--devices", "8", "--out", "read.yaml"],
+    ],
+    ids=" ".join,
+)
+def test_no_command_writes_over_what_it_reads(arguments: list[str]) -> None:
+    Path("read.yaml").write_text("{network: 'zoo:mlp', hw: dgx-a100, devices: 8}", encoding="utf-8")
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "is a file that this command reads" in result.stderr
+    assert Path("read.yaml").read_text(encoding="utf-8").startswith("{network")
+
+
 def test_a_strategy_for_another_network_gives_exit_code_2() -> None:
     write_plan(make_plan(network="zoo:mlp", sequence_length=None), "other.json")
     result = run("simulate", "other.json")
