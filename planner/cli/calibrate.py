@@ -88,6 +88,7 @@ def _measure(terminal: Terminal, device: Device, processes: int, out: Path) -> N
 def _fit(terminal: Terminal, measurements: Path, names: list[str] | None, out: Path | None) -> None:
     """Fit profiles to published measurements and write them."""
     from planner.documents import fitted_document
+    from planner.validation.measurement_file import read_rows
     from simulator.calibration.fit_profiles import fit_profile, fitted_profiles, shipped_folder, write_fitted
     from simulator.calibration.measurement_files import measurements_folder
 
@@ -95,15 +96,18 @@ def _fit(terminal: Terminal, measurements: Path, names: list[str] | None, out: P
     folder = out or shipped_folder()
     if not folder.is_dir():
         raise InputError(f"--out {str(folder)!r} is no folder; with --from-measurements give an existing one")
+    step_files = [] if names else sorted(measurements.glob("*.csv"))
+    for file in step_files:
+        read_rows(file)
     chosen = tuple(dict.fromkeys(names)) if names else fitted_profiles()
     with terminal.counting("fitting", len(chosen)) as done:
         fits = []
         for name in chosen:
             fits.append(fit_profile(measurements, name))
             done()
-    # All fits are there before the first file changes: a wrong measurement file leaves every profile as it was.
+    # All is read and fitted before the first file changes: a wrong measurement file leaves every profile as it was.
     written = [(fit, write_fitted(fit, folder)) for fit in fits]
-    steps = [] if names else _fit_steps(terminal, measurements, folder)
+    steps = _fit_steps(terminal, step_files, folder) if step_files else []
     if terminal.json:
         profiles = [fitted_document(fit, str(path)) for fit, path in written]
         terminal.document({"profiles": profiles, "whole_steps": [str(path) for path in steps]})
@@ -118,15 +122,13 @@ def _fit(terminal: Terminal, measurements: Path, names: list[str] | None, out: P
             terminal.line(f"whole steps: {steps[0]}, and the corrections in {len(steps) - 1} profiles")
 
 
-def _fit_steps(terminal: Terminal, measurements: Path, folder: Path) -> list[Path]:
-    """Fit what whole training steps leave open, where `measurements` holds any, to profiles as they now stand."""
+def _fit_steps(terminal: Terminal, files: list[Path], folder: Path) -> list[Path]:
+    """Fit what whole training steps leave open to profiles as they now stand."""
     from planner.validation.calibrating import calibrate_steps
     from planner.validation.calibration_files import write_calibration
     from planner.validation.reading import read_measurements
 
-    rows = [row for path in sorted(measurements.glob("*.csv")) for row in read_measurements(path)]
-    if not rows:
-        return []
+    rows = [row for file in files for row in read_measurements(file)]
     sources = {row.source for row in rows if row.run is not None}
     with terminal.counting("fitting whole steps", len(sources)) as advance:
         calibration = calibrate_steps(rows, advance)

@@ -25,6 +25,7 @@ from planner.validation.fitting import Fit, StepFit
 from planner.validation.fitting_layered import fit_layered
 from planner.validation.predictions import predict_each
 from planner.validation.reading import MeasuredRow
+from simulator.errors import InputError
 
 INSIDE = 0.9
 _ROWS_FOR_INTERVAL = 12
@@ -105,6 +106,8 @@ class Folds:
 def calibrate_steps(rows: Sequence[MeasuredRow], advance: Advance | None = None) -> Calibration:
     """Fit everything on `rows`; `advance` is called after each fold."""
     folds = Folds(rows)
+    if not folds.rows:
+        raise InputError("no row states both a configuration and a time; give measurements of whole training steps")
     software = folds.everything()
     target = np.log([row.measured_time_s for row in folds.rows])
     residuals = _logarithms(folds.rows, software) - target

@@ -68,6 +68,8 @@ def read_rows(path: Path) -> list[FileRow]:
     reader = csv.reader(io.StringIO(_content(path), newline=""), strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]
+        if not header:
+            raise InputError(f"{path} is empty; name a file that holds measurements")
         _check_header(path, header)
         filled = (cells for cells in reader if any(cell.strip() for cell in cells))
         rows = [_row(path, reader.line_num, header, cells) for cells in filled]
@@ -99,9 +101,10 @@ def _check_header(path: Path, header: list[str]) -> None:
         missing += speeds
     if missing:
         named = ", ".join(repr(name) for name in missing)
+        what = f"column {named} is" if len(missing) == 1 else f"columns {named} are"
         raise InputError(
-            f"{path}, line 1: column {named} is missing; a measurement file has the columns {', '.join(_CONFIGURATION)}"
-            f" and, where speeds were measured, {', '.join(_SPEED)} (leave unknown cells empty)"
+            f"{path}, line 1: {what} missing; add what is missing and leave unknown cells empty "
+            "(docs/measurements.md lists the columns)"
         )
 
 

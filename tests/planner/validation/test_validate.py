@@ -129,6 +129,7 @@ def test_the_report_holds_what_made_it(tmp_path: Path) -> None:
         (["bad.csv"], ["bad.csv", "line 1", "'n_accels'"]),
         (["wrong.csv"], ["no row", "wrong.csv", "line 2", "column tp", "'0'"]),
         (["good.csv", "--out", "nowhere/p.csv"], ["nowhere"]),
+        (["empty.csv"], ["empty.csv is empty"]),
         (["good.csv", "--out", "good.csv"], ["good.csv", "another name"]),
         ([], ["MEASUREMENTS"]),
     ],
@@ -136,6 +137,7 @@ def test_the_report_holds_what_made_it(tmp_path: Path) -> None:
 def test_bad_input(tmp_path: Path, arguments: list[str], words: list[str]) -> None:
     write_measurements(tmp_path / "good.csv", {})
     write_measurements(tmp_path / "wrong.csv", {"tp": "0"})
+    (tmp_path / "empty.csv").touch()
     (tmp_path / "bad.csv").write_text("row_id,source\nT-1,x\n", encoding="utf-8")
     before = (tmp_path / "good.csv").read_bytes()
     result = run(*arguments)
