@@ -7,9 +7,8 @@ the logarithm of every coefficient. Coefficients belong to device families and s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +19,11 @@ from planner.estimate.layered_work import (
     LayeredCoefficients,
     LayeredParameters,
     layered_breakdown,
-    predict_layered,
     product_kind,
 )
 from planner.estimate.training_run import LayeredNetwork, Stack, TrainingRun, TrainingSetup
 from planner.validation.fitting import Prior
-from planner.validation.reading import MeasuredRow, read_measurements
-from simulator.errors import MeshwrightError
+from planner.validation.reading import MeasuredRow
 
 FloatArray = npt.NDArray[np.float64]
 _RESIDUAL_SCALE = 0.12
@@ -89,46 +86,12 @@ PYTHON_HOST_PRIORS = {
 _BOUNDS = {"unfused": 1.0, "exposed": 1.0, "half": 1.0, "tf32": 1.0, "single": 1.6, "memory": 1.1, "contention": 0.2}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Errors:
-    """Number of rows, mean and median of their absolute relative errors, and mean of the signed ones."""
-
-    rows: int
-    mean: float
-    median: float
-    bias: float
-
-    @classmethod
-    def of(cls, errors: FloatArray) -> Errors:
-        """Figures of relative errors (N,)."""
-        sizes = np.abs(errors)
-        return cls(
-            rows=len(errors), mean=float(sizes.mean()), median=float(np.median(sizes)), bias=float(errors.mean())
-        )
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayeredFit:
     """Fitted coefficients, and the logarithm of predicted over measured of the rows."""
 
     coefficients: LayeredCoefficients
     residuals: FloatArray
-
-
-def layered_rows(paths: Sequence[Path]) -> list[MeasuredRow]:
-    """Rows of the files that train a layered network data parallel and have a time."""
-    rows = [row for path in paths for row in read_measurements(path)]
-    return [row for row in rows if row.run and np.isfinite(row.measured_time_s) and _usable(row.run)]
-
-
-def _usable(run: TrainingRun) -> bool:
-    if not isinstance(run.network, LayeredNetwork) or run.setup.dp != run.setup.devices:
-        return False
-    try:
-        predict_layered(run, LayeredParameters())
-    except MeshwrightError:
-        return False
-    return True
 
 
 def _kind(run: TrainingRun) -> str:
@@ -243,31 +206,3 @@ def _coefficients(keys: Sequence[tuple[str, str, str]], theta: FloatArray) -> La
     for (part, group, name), value in zip(keys, np.exp(theta), strict=True):
         groups[part].setdefault(group, {})[name] = float(value)
     return LayeredCoefficients(**groups)
-
-
-def as_section(coefficients: LayeredCoefficients) -> Mapping[str, object]:
-    """The fitted values as plain data, four digits each."""
-    return {
-        part: {
-            group: {name: float(f"{value:.4g}") for name, value in values.items()} for group, values in groups.items()
-        }
-        for part, groups in (("devices", coefficients.devices), ("stacks", coefficients.stacks))
-    }
-
-
-def errors_by(
-    rows: Sequence[MeasuredRow], residuals: FloatArray, group: Callable[[MeasuredRow], str]
-) -> dict[str, Errors]:
-    """Relative errors of the rows by `group`."""
-    groups: dict[str, list[float]] = {}
-    for row, error in zip(rows, np.expm1(residuals), strict=True):
-        groups.setdefault(group(row), []).append(float(error))
-    return {name: Errors.of(np.array(errors)) for name, errors in sorted(groups.items())}
-
-
-def left_out_errors(rows: Sequence[MeasuredRow], source: str) -> Errors:
-    """Errors on the rows of `source`, predicted with coefficients fitted without them."""
-    rest = [row for row in rows if row.source != source]
-    held = [row for row in rows if row.source == source]
-    predicted = predicted_logarithms([row.run for row in held if row.run], fit_layered(rest).coefficients)
-    return Errors.of(np.expm1(predicted - np.log([row.measured_time_s for row in held])))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from simulator.errors import ProfileError
@@ -118,7 +118,6 @@ def _torus(links: Links, nics: Sequence[_Nic], fabric: FabricSpec, nodes: int) -
 
 
 _FABRICS = {"fat-tree": _fat_tree, "rail-optimised": _rails, "torus": _torus}
-FABRIC_KINDS: Mapping[str, object] = _FABRICS
 
 
 def _known(name: str, fabric: FabricSpec) -> str:

@@ -196,16 +196,6 @@ def efficientnet_v2_s(name: str, side: int) -> LayeredNetwork:
     return net.finish(name, "augmented image")
 
 
-MNASNET = (
-    (24, 3, 2, 3, 3),
-    (40, 5, 2, 3, 3),
-    (80, 5, 2, 6, 3),
-    (96, 3, 1, 6, 2),
-    (192, 5, 2, 6, 4),
-    (320, 3, 1, 6, 1),
-)
-
-
 def mnasnet(name: str, side: int, width: float) -> LayeredNetwork:
     """MnasNet-B1 (arXiv:1807.11626)."""
     net = NetworkBuilder(3, side, side).unit(divisible(32 * width), 3, 2)
