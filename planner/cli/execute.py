@@ -14,7 +14,7 @@ from planner.cli.options import (
     JsonFlag,
     Precision,
     QuietFlag,
-    check_apart,
+    check_out,
     natural,
     natural_or_zero,
     rate,
@@ -80,12 +80,11 @@ def execute(
     """
     from planner.execution.run import DEFAULT_TIMEOUT_S, ExecuteOptions
     from planner.execution.run import execute as run
-    from simulator.whole_file import check_writable, write_whole
+    from simulator.whole_file import write_whole
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     if out is not None:
-        check_apart("--out", out, (strategy,))
-        check_writable(out)
+        check_out("--out", out, (strategy,))
     options = ExecuteOptions(
         strategy=strategy,
         processes=processes,

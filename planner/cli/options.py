@@ -137,11 +137,14 @@ _NUMBERS = ("dp", "tp", "pp", "vpp", "cp", "ep", "micro_batch")
 PIN_KEYS = (*_NUMBERS, *_WORDS, "schedule")
 
 
-def check_apart(option: str, out: str | Path, read: Iterable[str | Path | None]) -> None:
-    """Refuse to write over a file that the command reads."""
+def check_out(option: str, out: str | Path, read: Iterable[str | Path | None] = ()) -> None:
+    """Say before the work begins that `out` cannot be written, or is among the files that the command reads."""
+    from simulator.whole_file import check_writable
+
     target = Path(out).resolve()
     if target.exists() and any(path is not None and Path(path).resolve() == target for path in read):
         raise InputError(f"{option} {str(out)!r} is a file that this command reads; choose another name")
+    check_writable(out)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

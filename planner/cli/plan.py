@@ -18,7 +18,7 @@ from planner.cli.options import (
     QuietFlag,
     SearchMode,
     SequenceLength,
-    check_apart,
+    check_out,
     natural,
 )
 from planner.cli.terminal import Terminal
@@ -100,12 +100,10 @@ def plan(
 
 def _run(terminal: Terminal, settings: PlanSettings, config: Path | None) -> None:
     from planner.planning import plan_network
-    from simulator.whole_file import check_writable
 
     request = _request(settings)
     path = settings.out or "strategy.json"
-    check_apart("--out", path, (settings.hw, config))
-    check_writable(path)
+    check_out("--out", path, (settings.hw, config))
     with terminal.working(f"planning {request.network} for {request.devices} devices"):
         result = plan_network(request)
     _finish(terminal, request, result, path)

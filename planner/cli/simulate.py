@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, check_apart, natural_or_zero, rate, read_shares
+from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, check_out, natural_or_zero, rate, read_shares
 from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
@@ -109,7 +109,6 @@ def simulate(
     from planner.strategy.file import read_plan
     from planner.strategy.loading import lower_strategy
     from simulator.trace import write_trace
-    from simulator.whole_file import check_writable
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     links = read_shares(slow_link or [])
@@ -124,8 +123,7 @@ def simulate(
     if snapshot_bandwidth is not None and not asynchronous:
         raise InputError("--snapshot-bandwidth was given without --async-checkpoint; add it")
     if trace is not None:
-        check_apart("--trace", trace, (strategy, hardware))
-        check_writable(trace)
+        check_out("--trace", trace, (strategy, hardware))
     plan = read_plan(strategy)
     profile = _profile(terminal, strategy, plan, hardware)
     for note in precision_notes(profile, precision_dtype(plan.precision)):

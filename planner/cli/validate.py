@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, check_apart
+from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, check_out
 from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
@@ -56,16 +56,15 @@ def validate(
     from planner.validation.predictions import prediction_lines, score
     from planner.validation.reading import read_measurements
     from planner.validation.results import AccuracyResult
-    from simulator.whole_file import check_writable, write_whole
+    from simulator.whole_file import write_whole
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     if out is not None:
-        check_apart("--out", out, measurements)
-        check_writable(out)
+        check_out("--out", out, measurements)
     rows = [row for path in measurements for row in read_measurements(path)]
     if report is not None:
-        check_apart("--report", report / "predictions.csv", measurements)
         _check_folder(report)
+        check_out("--report", report / "predictions.csv", measurements)
     with terminal.counting("predicting", len(rows)) as advance:
         scored = score(rows, _predictor(), _steps(advance))
     if out is not None:

@@ -19,7 +19,7 @@ from planner.cli.options import (
     QuietFlag,
     SearchMode,
     SequenceLength,
-    check_apart,
+    check_out,
     natural,
     read_device_counts,
     read_pins,
@@ -64,7 +64,6 @@ def what_if(
     Exit code 3: no plan fits at any count.
     """
     from planner.what_if import WhatIfOptions
-    from simulator.whole_file import check_writable
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     names = tuple(name.strip() for name in hardware.split(","))
@@ -83,8 +82,7 @@ def what_if(
         pins=read_pins(pins or ()),
     )
     if out is not None:
-        check_apart("--out", out, names)
-        check_writable(out)
+        check_out("--out", out, names)
     rows = _rows(terminal, options, processes or os.cpu_count() or 1)
     _finish(terminal, options, rows, out)
 
