@@ -130,6 +130,10 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console(width=180)
     table, skipped = compare(arguments.measurements)
+    if table.empty:
+        parser.error(
+            f"{str(arguments.measurements)!r} holds no whole steps that can be planned; name a folder of *.csv"
+        )
     if arguments.rows:
         console.print(
             table.drop(columns="run")
