@@ -128,6 +128,8 @@ def main() -> None:
     parser.add_argument("measurements", type=Path)
     parser.add_argument("--rows", action="store_true", help="print every run")
     arguments = parser.parse_args()
+    if not any(arguments.measurements.glob("*.csv")):
+        parser.error(f"{str(arguments.measurements)!r} holds no *.csv; name a folder of measurements")
     console = Console(width=180)
     table, skipped = compare(arguments.measurements)
     if table.empty:
