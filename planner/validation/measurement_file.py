@@ -69,7 +69,7 @@ def read_rows(path: Path) -> list[FileRow]:
     try:
         header = [name.strip() for name in next(reader, [])]
         if not header:
-            raise InputError(f"{path} is empty; name a file that holds measurements")
+            raise InputError(f"{path}: line 1 is empty; begin with the names of the columns (docs/measurements.md)")
         _check_header(path, header)
         filled = (cells for cells in reader if any(cell.strip() for cell in cells))
         rows = [_row(path, reader.line_num, header, cells) for cells in filled]

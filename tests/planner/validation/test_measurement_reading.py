@@ -252,7 +252,7 @@ def test_wrong_cell_is_named(tmp_path: Path, column: str, value: str, rule: str)
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", ["missing", "row_id"]),
+        (b"", ["line 1 is empty", "names of the columns"]),
         (b"row_id,model\nT-1,GPT\n", ["line 1", "'n_accels'"]),
         (",".join(COLUMNS).encode(), ["no row"]),
         (",".join([*COLUMNS, "model"]).encode(), ["twice", "model"]),

@@ -129,7 +129,7 @@ def test_the_report_holds_what_made_it(tmp_path: Path) -> None:
         (["bad.csv"], ["bad.csv", "line 1", "'n_accels'"]),
         (["wrong.csv"], ["no row", "wrong.csv", "line 2", "column tp", "'0'"]),
         (["good.csv", "--out", "nowhere/p.csv"], ["nowhere"]),
-        (["empty.csv"], ["empty.csv is empty"]),
+        (["empty.csv"], ["empty.csv: line 1 is empty"]),
         (["good.csv", "--out", "good.csv"], ["good.csv", "another name"]),
         ([], ["MEASUREMENTS"]),
     ],
