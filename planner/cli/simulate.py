@@ -31,12 +31,14 @@ class Engine(StrEnum):
     REFERENCE = "reference"
 
 
+_DAYS, _SLOWDOWN = 30.0, 1.5
 Stragglers = Annotated[
     int | None,
     typer.Option("--stragglers", parser=natural_or_zero, metavar="K", help="Also the step with K slow ranks, drawn."),
 ]
 Slowdown = Annotated[
-    float, typer.Option("--slowdown", parser=rate, metavar="FACTOR", help="How much longer a slow rank computes.")
+    float | None,
+    typer.Option("--slowdown", parser=rate, metavar="FACTOR", help="How much longer a slow rank computes [1.5]."),
 ]
 SlowLinks = Annotated[
     list[str] | None,
@@ -62,7 +64,9 @@ SnapshotBandwidth = Annotated[
     float | None,
     typer.Option("--snapshot-bandwidth", parser=rate, metavar="BYTES/S", help="From a device to its host."),
 ]
-Days = Annotated[float, typer.Option("--days", parser=rate, metavar="N", help="Length of the simulated jobs.")]
+Days = Annotated[
+    float | None, typer.Option("--days", parser=rate, metavar="N", help="Length of the simulated jobs [30].")
+]
 Seed = Annotated[int, typer.Option("--seed", parser=natural_or_zero, metavar="N", help="Of slow ranks and failures.")]
 
 
@@ -76,7 +80,7 @@ def simulate(
         Path | None, typer.Option("--trace", metavar="FILE", help="Write the step for Perfetto or Chrome.")
     ] = None,
     stragglers: Stragglers = None,
-    slowdown: Slowdown = 1.5,
+    slowdown: Slowdown = None,
     slow_link: SlowLinks = None,
     goodput: GoodputFlag = False,
     checkpoint_interval: CheckpointInterval = None,
@@ -85,7 +89,7 @@ def simulate(
     restart: Restart = None,
     storage_bandwidth: StorageBandwidth = None,
     snapshot_bandwidth: SnapshotBandwidth = None,
-    days: Days = 30.0,
+    days: Days = None,
     seed: Seed = 0,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -120,6 +124,8 @@ def simulate(
     }
     job = _JobOptions(given=given, interval_s=checkpoint_interval, asynchronous=asynchronous, days=days, seed=seed)
     _check_job(job, goodput=goodput)
+    if slowdown is not None and stragglers is None:
+        raise InputError("--slowdown was given without --stragglers; add it")
     if snapshot_bandwidth is not None and not asynchronous:
         raise InputError("--snapshot-bandwidth was given without --async-checkpoint; add it")
     if trace is not None:
@@ -157,7 +163,7 @@ class _JobOptions:
     given: Mapping[str, float | None]
     interval_s: float | None
     asynchronous: bool
-    days: float
+    days: float | None
     seed: int
 
 
@@ -174,8 +180,8 @@ def _predicted(engine: Engine, plan: Plan, lowered: LoweredPlan, hardware: Hardw
 
 
 def _check_job(job: _JobOptions, *, goodput: bool) -> None:
-    given = job.asynchronous or job.interval_s is not None or any(value is not None for value in job.given.values())
-    if given and not goodput:
+    values = (job.interval_s, job.days, *job.given.values())
+    if (job.asynchronous or any(value is not None for value in values)) and not goodput:
         raise InputError("options of failures and checkpoints were given without --goodput; add it")
 
 
@@ -183,7 +189,7 @@ def _straggled(
     lowered: LoweredPlan,
     hardware: Hardware,
     slow_ranks: int | None,
-    slowdown: float,
+    slowdown: float | None,
     links: Mapping[str, float],
     seed: int,
 ) -> StraggledStep | None:
@@ -191,6 +197,7 @@ def _straggled(
 
     if slow_ranks is None and not links:
         return None
+    slowdown = _SLOWDOWN if slowdown is None else slowdown
     return straggle(lowered, hardware, slow_ranks=slow_ranks or 0, slowdown=slowdown, slow_links=links, seed=seed)
 
 
@@ -204,7 +211,7 @@ def _goodput(lowered: LoweredPlan, hardware: Hardware, step_time_s: float, job: 
         step_time_s=step_time_s,
         interval_s=job.interval_s,
         asynchronous=job.asynchronous,
-        days=job.days,
+        days=_DAYS if job.days is None else job.days,
         seed=job.seed,
     )
 

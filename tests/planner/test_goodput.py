@@ -115,6 +115,8 @@ def test_asynchronous_checkpoints_leave_more(strategies: dict[str, Path]) -> Non
     ("options", "words"),
     [
         (["--async-checkpoint"], "without --goodput"),
+        (["--days", "3"], "without --goodput"),
+        (["--slowdown", "2"], "without --stragglers"),
         (["--goodput", "--snapshot-bandwidth", "1e9"], "without --async-checkpoint"),
         (["--goodput", "--hw", "dgx1-v100"], "--device-mtbf and --restart and --storage-bandwidth"),
         (["--stragglers", "9"], "9 slow ranks of 8"),
