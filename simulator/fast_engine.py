@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from simulator import fast_fluid, fast_recurrence
-from simulator.contention import Transfers, segment_transfers
+from simulator.contention import Transfers
 from simulator.fast_fluid import Fluid
 from simulator.fast_recurrence import Recurrence
 from simulator.program import Program
 from simulator.table_check import check_table, deadlock
 from simulator.task_groups import TaskGroups, group_tasks, tasks_by_stream
 from simulator.task_table import FloatArray, IntArray, TaskTable
-from simulator.timeline import Timeline, simulate_segments
-from simulator.timing import task_times
+from simulator.timeline import Timeline, simulate_program, simulate_segments
 
 if TYPE_CHECKING:
     from simulator.hardware import Hardware
@@ -47,15 +46,7 @@ def simulate(program: Program, hardware: Hardware, *, times: Sequence[FloatArray
     ProgramError
         When the program cannot run to its end.
     """
-    alone = task_times(program, hardware) if times is None else times
-    return replay(
-        program,
-        alone,
-        overlaps_communication=hardware.overlaps_communication,
-        transfers=segment_transfers(program, hardware, alone),
-        compute_speed=hardware.overlap_compute_speed,
-        transfer_speed=hardware.overlap_transfer_speed,
-    )
+    return simulate_program(program, hardware, _run_checked, times)
 
 
 def replay(

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from simulator.contention import Transfers, overloads, without_links
+from simulator.contention import Transfers, overloads, segment_transfers, without_links
+from simulator.hardware import Hardware
 from simulator.memory import MemoryTimeline, SegmentSpan, memory_timeline
 from simulator.program import BufferKind, Collective, Phase, Program, Segment
 from simulator.task_order import check_program, execution_order, segment_table, streams_of
 from simulator.task_table import TaskTable
+from simulator.timing import task_times
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -91,6 +93,22 @@ class Timeline:
 
 Engine = Callable[[TaskTable], tuple[FloatArray, FloatArray]]
 """Runs a table: when its tasks start and end, arrays (tasks,) of seconds."""
+
+
+def simulate_program(
+    program: Program, hardware: Hardware, run: Engine, times: Sequence[FloatArray] | None = None
+) -> Timeline:
+    """The timeline of `program` on `hardware`, by `run`; `times` stand in for `task_times`."""
+    alone = task_times(program, hardware) if times is None else times
+    return simulate_segments(
+        program,
+        alone,
+        run,
+        overlaps_communication=hardware.overlaps_communication,
+        transfers=segment_transfers(program, hardware, alone),
+        compute_speed=hardware.overlap_compute_speed,
+        transfer_speed=hardware.overlap_transfer_speed,
+    )
 
 
 def simulate_segments(

@@ -18,7 +18,7 @@ from planner.estimate.memory import peak_memory
 from planner.estimate.software_file import Software, shipped_software
 from planner.estimate.step import Coefficients, StageTimes, Step, stage_times, step_times
 from planner.estimate.training_run import LayeredNetwork, RunPrediction, TrainingRun, TransformerShape
-from planner.estimate.work import Work, work_of
+from planner.estimate.work import work_of
 from simulator.errors import InputError, ProgramError
 from simulator.pipeline import PipelineCosts, simulate_pipeline
 from simulator.schedules import SCHEDULES, Schedule, make_schedule
@@ -82,18 +82,15 @@ def transformer_times(runs: Sequence[TrainingRun], software: Software, *, simula
     coefficients = gather(software.coefficients, runs)
     step = step_times(work, coefficients)
     stage = stage_times(work, coefficients)
-    return [_times(index, run, work, step, stage, coefficients, simulate=simulate) for index, run in enumerate(runs)]
+    return [_times(index, run, step, stage, coefficients, simulate=simulate) for index, run in enumerate(runs)]
 
 
-def _times(
-    index: int, run: TrainingRun, work: Work, step: Step, stage: StageTimes, k: Coefficients, *, simulate: bool
-) -> _Times:
+def _times(index: int, run: TrainingRun, step: Step, stage: StageTimes, k: Coefficients, *, simulate: bool) -> _Times:
     total = float(step.step_time_s[index])
     bubble = float(step.bubble_s[index])
     schedule = pipeline_schedule(run) if simulate else None
     if schedule is not None:
-        doublings = float(np.log2(max(run.setup.devices / 8, 1.0)))
-        slower = 1 + doublings * float(np.broadcast_to(k.jitter, step.step_time_s.shape)[index])
+        slower = float(step.slower[index])
         passes = total / slower - float(step.rest_s[index])
         simulated = simulate_pipeline(schedule, pipeline_costs(index, run, schedule, stage, k)).step_time_s
         bubble += simulated - passes

@@ -6,7 +6,7 @@ simulator, which runs the schedule itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -52,11 +52,6 @@ class Coefficients:
     context_exposed: FloatArray | float = 0.3
     jitter: FloatArray | float = 0.0
 
-    def take(self, rows: np.ndarray[tuple[int], np.dtype[np.intp]]) -> Coefficients:
-        """Coefficients of some rows."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Coefficients(**{name: v[rows] if isinstance(v, np.ndarray) else v for name, v in values.items()})
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageTimes:
@@ -92,6 +87,8 @@ class Step:
     overhead_s: FloatArray
     rest_s: FloatArray
     """What follows the passes over micro-batches: gradients, parameters, optimizer, fixed costs."""
+    slower: FloatArray
+    """Factor on all of it that the number of nodes brings."""
 
 
 def _class_sum(work: Work, part: Part, phase: Phase, k: Coefficients) -> FloatArray:
@@ -240,7 +237,7 @@ def step_times(work: Work, k: Coefficients) -> Step:
     )
     communication = layers / c.pp * (2 * t.layer_communication - hidden) * c.micro_batches
     nodes = np.maximum(c.devices / 8, 1.0)
-    slower = 1 + k.jitter * np.log2(nodes)
+    slower = np.asarray(1 + k.jitter * np.log2(nodes))
     rest = reduce + gather + t.optimizer + k.step_overhead_s
     total = (steady + bubble + exposed_sends + rest) * slower
     return Step(
@@ -250,5 +247,6 @@ def step_times(work: Work, k: Coefficients) -> Step:
         bubble_s=bubble,
         optimizer_s=t.optimizer,
         rest_s=np.asarray(rest),
+        slower=slower,
         overhead_s=total - (steady + bubble + exposed_sends + reduce + gather + t.optimizer),
     )

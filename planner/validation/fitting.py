@@ -68,7 +68,11 @@ PYTORCH_PRIORS = {
     "launch_s": Prior(centre=4e-5, spread=0.1),
     "step_overhead_s": Prior(centre=0.01, spread=0.4),
 }
-"""Of stacks that launch PyTorch operators one by one: an operator of ours is some four kernels of about 10 us."""
+"""Of stacks that launch PyTorch operators one by one: an operator of ours is some four kernels of about 10 us.
+
+Chosen with the published rows in view and held tight: without it the few rows of other sources decide how long the
+host of small networks takes.
+"""
 DETERMINISTIC_PRIORS = {
     "launch_s": Prior(centre=1e-4, spread=0.5),
     "step_overhead_s": Prior(centre=0.05, spread=1.0),

@@ -61,12 +61,6 @@ def test_deterministic_kernels_have_a_stack_of_their_own() -> None:
     ]  # fmt: skip
 
 
-def test_take_keeps_scalars() -> None:
-    taken = Coefficients(matmul=np.array([1.0, 2.0, 3.0])).take(np.array([2, 0]))
-    assert np.asarray(taken.matmul).tolist() == [3.0, 1.0]
-    assert taken.memory == 1.0
-
-
 def test_every_shipped_device_has_a_family() -> None:
     families = {name: family_of(profile(name).device_name) for name in profile_names()}
     assert "other" not in families.values(), families
