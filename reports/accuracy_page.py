@@ -55,7 +55,7 @@ def write_accuracy_report(folder: str | Path, result: AccuracyResult, *, command
     target.mkdir(parents=True, exist_ok=True)
     document = json.dumps(accuracy_document(result, command=command, date=date), indent=2, ensure_ascii=False)
     write_whole(target / "metrics.json", document + "\n")
-    write_whole(target / "predictions.csv", "".join(prediction_lines(_fits(result)[0][1].rows)))
+    write_whole(target / "predictions.csv", "".join(prediction_lines(result.fitted.rows)))
     return write_whole(target / "index.html", accuracy_page(result, command=command, date=date))
 
 
@@ -118,7 +118,7 @@ def accuracy_page(result: AccuracyResult, *, command: str, date: str) -> str:
         page.paragraph(
             f"On {date}. The measurements themselves are not part of this page: figures of groups, relative errors "
             "and pictures are. Beside it, metrics.json holds the figures for other programs and predictions.csv what "
-            f"was predicted for each row ({fits[0][0]})."
+            "`meshwright validate --out` writes: what the shipped coefficients predict for each row."
         ),
     ]
     return page.page(
