@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from planner.graph.operator_graph import Argument, BatchSize, Node, OperatorGraph, TensorRef, TensorSpec
 from planner.sharding.placement import PARTIAL, REPLICATE, Placement
+from simulator.program import Collective
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 FIXED = "."
@@ -22,18 +23,39 @@ _FLOATING = frozenset(("float64", "float32", "float16", "bfloat16"))
 
 
 @dataclass(frozen=True, slots=True)
+class InnerMessage:
+    """A collective that an operator runs inside itself, among the ranks of its rule's axis.
+
+    The payload is ``elements`` numbers of the dtype of the operator's first output, or the local pieces of
+    ``tensors``, which are numbered as ``Node.tensor_inputs`` with ``Node.outputs`` after them, divided by
+    ``divisor``: the number of heads in a row that are copies of one. A ``circulating`` message is sent size − 1
+    times, one after the other, until every rank has seen every piece; an ``overlapped`` one travels while the
+    operator works on the piece before. `planner.sharding.inner_messages` counts and times them.
+    """
+
+    collective: Collective
+    elements: int = 0
+    tensors: tuple[int, ...] = ()
+    divisor: int = 1
+    circulating: bool = False
+    overlapped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """One strategy of an operator along one mesh axis.
 
     ``inputs`` are aligned with ``Node.tensor_inputs``, ``outputs`` with ``Node.outputs``.
     ``splits_work`` says that each rank does 1/size of the operator's work. ``reduced_elements`` is
-    the number of elements that are all-reduced inside the operator (synchronised batch norm).
+    the number of elements that are all-reduced inside the operator (synchronised batch norm), and
+    ``messages`` are its other inner collectives, in order: ``inner_messages(rule)`` lists all of them.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     splits_work: bool
     reduced_elements: int = 0
+    messages: tuple[InnerMessage, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from planner.graph.operator_graph import Node, OperatorGraph, Role
 from planner.sharding.placement import REPLICATE
-from planner.sharding.rule_notation import Rule, call_of, replicated, rules_of
+from planner.sharding.rule_notation import InnerMessage, Rule, call_of, replicated, rules_of
 from planner.sharding.rule_table import TABLE
 
-__all__ = ["Rule", "has_rule", "rules_for"]
+__all__ = ["InnerMessage", "Rule", "has_rule", "rules_for"]
 
 
 def rules_for(graph: OperatorGraph, node: Node) -> tuple[Rule, ...]:

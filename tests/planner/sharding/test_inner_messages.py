@@ -1,0 +1,55 @@
+"""What is sent inside operators, and how long operators wait for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.sharding.inner_messages import inner_messages, message_bytes, message_count, waiting_time
+from planner.sharding.rules import InnerMessage, Rule
+from simulator.program import Collective
+from tests.planner.sharding.single_nodes import Given, one_node
+
+KEYS = InnerMessage(Collective.SEND, tensors=(1, 2), circulating=True, overlapped=True)
+seconds = st.floats(0.0, 10.0)
+
+
+def test_reduced_elements_are_one_of_the_messages() -> None:
+    exchange = InnerMessage(Collective.ALL_TO_ALL, tensors=(0,))
+    reduced = InnerMessage(Collective.ALL_REDUCE, elements=16)
+    assert inner_messages(Rule((0,), (0,), True)) == ()
+    assert inner_messages(Rule((0,), (0,), True, 16)) == (reduced,)
+    assert inner_messages(Rule((0,), (0,), True, 16, (exchange,))) == (reduced, exchange)
+
+
+def test_payload_follows_what_is_local() -> None:
+    heads = Given((2, 8, 16, 4), "float32")
+    graph, node = one_node("aten._scaled_dot_product_flash_attention_for_cpu.default", heads, heads, heads, 0.0, True)
+    whole = 2 * 8 * 16 * 4 * 4
+    assert message_bytes(graph, node, KEYS, [0.5, 0.25, 0.25, 0.5, 0.5]) == 2 * whole / 4
+    shared = InnerMessage(Collective.SEND, tensors=(1, 2), divisor=4)
+    assert message_bytes(graph, node, shared, [1.0] * 5) == 2 * whole / 4
+    states = [np.array([1.0, 0.5])] * 5
+    np.testing.assert_allclose(message_bytes(graph, node, KEYS, states), [2 * whole, whole])
+    fixed = InnerMessage(Collective.ALL_REDUCE, elements=10)
+    np.testing.assert_allclose(message_bytes(graph, node, fixed, states), [40.0, 40.0])
+
+
+@given(st.integers(1, 16), seconds, seconds)
+def test_a_ring_takes_as_long_as_its_turns(size: int, sent: float, work: float) -> None:
+    """Turn by turn: a rank works on a piece while the next one travels, and waits for whichever is later."""
+    clock = 0.0
+    for turn in range(size):
+        travels = sent if turn < size - 1 else 0.0
+        clock += max(work / size, travels)
+    assert work + waiting_time(KEYS, size, sent, work) == pytest.approx(clock)
+    assert message_count(KEYS, size) == size - 1
+
+
+@given(st.integers(2, 16), seconds, seconds)
+def test_what_is_not_overlapped_is_waited_for(size: int, sent: float, work: float) -> None:
+    assert waiting_time(InnerMessage(Collective.ALL_TO_ALL, tensors=(0,)), size, sent, work) == sent
+    beside = InnerMessage(Collective.ALL_TO_ALL, tensors=(0,), overlapped=True)
+    assert waiting_time(beside, size, sent, work) == pytest.approx(max(sent - work, 0.0))
