@@ -57,9 +57,14 @@ class MeshAxis:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """An ordered tuple of axes; ranks are numbered row-major, so the last axis has neighbouring ranks."""
+    """An ordered tuple of axes.
+
+    Ranks are numbered row-major, so the last axis has neighbouring ranks, unless ``strides`` say for each axis how
+    far apart in rank its neighbours are: a mesh of which a larger cluster holds several, as pipelines do.
+    """
 
     axes: tuple[MeshAxis, ...]
+    strides: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:
@@ -73,7 +78,20 @@ class Mesh:
 
     def stride(self, axis: int) -> int:
         """Distance in rank between neighbours along `axis`."""
+        if self.strides is not None:
+            return self.strides[axis]
         return prod(a.size for a in self.axes[axis + 1 :])
+
+    def ranks(self) -> list[int]:
+        """Ranks of the mesh that holds rank 0, in order.
+
+        >>> Mesh((MeshAxis("data", 2), MeshAxis("tensor", 2)), strides=(8, 1)).ranks()
+        [0, 1, 8, 9]
+        """
+        found = [0]
+        for i, axis in enumerate(self.axes):
+            found = [rank + place * self.stride(i) for rank in found for place in range(axis.size)]
+        return sorted(found)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Position of a rank along each axis.
@@ -90,7 +108,7 @@ class Mesh:
         [[0, 2], [1, 3]]
         """
         stride, size = self.stride(axis), self.axes[axis].size
-        heads = [r for r in range(self.size) if r // stride % size == 0]
+        heads = [r for r in self.ranks() if r // stride % size == 0]
         return [[head + i * stride for i in range(size)] for head in heads]
 
 

@@ -58,12 +58,48 @@ class LayerRules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Consecutive units, the first and the last by name, that one pipeline rank holds."""
+
+    rank: int
+    first: str
+    last: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeRange:
+    """Consecutive units, the first and the last by name, that compute again in the backward pass.
+
+    ``mode`` is ``"full"`` (only the input of each unit is kept) or ``"selective"`` (what is cheap is computed again).
+    """
+
+    first: str
+    last: str
+    mode: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How one network is trained on one cluster.
 
-    ``rules`` hold every node outside runs of equal blocks by name, ``layers`` the nodes inside.
-    A parameter's rule says how it is stored between steps (value, gradient and optimizer state).
-    ``micro_batch`` is per data-parallel rank.
+    ``mesh`` is that of one pipeline stage; its axes are called data, context, expert and tensor. ``rules`` hold every
+    node outside runs of equal blocks by name, ``layers`` the nodes inside. A parameter's rule says how it is stored
+    between steps (value, gradient and optimizer state). ``micro_batch`` is per data-parallel rank.
+
+    Attributes
+    ----------
+    pipeline, pipeline_stride : pipeline ranks, and how far apart in rank neighbours are (0 with one)
+    virtual : chunks a pipeline rank holds
+    chunks : pipeline × virtual of them in model order, none with one stage; DualPipe lists its two copies one after
+        the other, the second on the ranks from last to first
+    schedule : ``"none"`` with one stage, else a name of `simulator.schedules`
+    recompute : the strongest mode in ``recompute_ranges``; units outside them keep everything
+    optimizer_sharding : ``"zero1"`` shards optimizer states along the data axis, ``"zero2"`` accumulated gradients as
+        well, ``"zero3"`` parameters too: they are gathered unit by unit, in the forward and in the backward pass
+    shard_size : ranks of the data axis that share one copy of the states, which the others repeat; 0 for all
+    sharding_threshold_bytes : smaller parameters stay whole
+    offload_optimizer : optimizer states live in the memory of the host
+    context_algorithm : ``"none"``, ``"ring"`` or ``"all_to_all"``
     """
 
     network: str
@@ -87,6 +123,20 @@ class Plan:
     recompute: str = "none"
     schedule: str = "none"
     sequence_parallel: bool = False
+    pipeline: int = 1
+    pipeline_stride: int = 0
+    virtual: int = 1
+    chunks: tuple[Chunk, ...] = ()
+    recompute_ranges: tuple[RecomputeRange, ...] = ()
+    shard_size: int = 0
+    sharding_threshold_bytes: int = 0
+    offload_optimizer: bool = False
+    context_algorithm: str = "none"
+
+    @property
+    def devices(self) -> int:
+        """Devices of all pipeline stages."""
+        return self.mesh.size * self.pipeline
 
     def degree(self, axis: str) -> int:
         """Size of the mesh axis called `axis`, 1 where the mesh has none."""
