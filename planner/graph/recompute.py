@@ -19,9 +19,9 @@ def recomputed(graph: OperatorGraph, nodes: Iterable[int], mode: str) -> tuple[i
     """Forward operators of a unit that run again before its backward operators, in order.
 
     They are what the unit's backward operators read, and what that is made of, back to what the mode keeps: in both
-    modes everything from outside the unit (its input, parameters, batch, constants); in ``"selective"`` also the results
-    of dear operators: products with parameters, convolutions, lookups and fused attention. Products of two activations
-    (the scores of attention and what they weigh) are computed again, as in Korthikanti et al., arXiv:2205.05198.
+    modes everything from outside the unit (its input, parameters, batch, constants); in ``"selective"`` also the
+    results of dear operators: products with parameters, convolutions, lookups and fused attention. Products of two
+    activations (scores of attention and what they weigh) run again, as in Korthikanti et al., arXiv:2205.05198.
 
     Parameters
     ----------
