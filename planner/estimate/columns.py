@@ -104,6 +104,10 @@ class Columns:
     sharding: FloatArray
     shard_group: FloatArray
     gradient_bytes: FloatArray
+    sent_gradient_bytes: FloatArray
+    scattered_gradients: FloatArray
+    separate_gate: FloatArray
+    vocabulary_parallel_loss: FloatArray
     overlap_gradients: FloatArray
     overlap_parameters: FloatArray
     overlap_tensor: FloatArray
@@ -199,12 +203,14 @@ _UNFUSED = (AttentionKernel.UNFUSED, AttentionKernel.FUSED_SOFTMAX)
 _STATED = (
     "devices", "dp", "tp", "pp", "vpp", "cp", "ep", "expert_tp", "micro_batch", "micro_batches",
     "sequence_parallel", "recompute_layers", "gradient_bytes", "overlap_gradients", "overlap_parameters",
-    "overlap_tensor", "trained_fraction", "deterministic",
+    "overlap_tensor", "trained_fraction", "deterministic", "scattered_gradients", "separate_gate",
+    "vocabulary_parallel_loss",
 )  # fmt: skip
 """Columns that stand in a setup as they are."""
 _SETUP: dict[str, Callable[[TrainingSetup], Any]] = {
     "recompute_full": lambda s: s.recompute is Recompute.FULL,
     "recompute_selective": lambda s: s.recompute is Recompute.SELECTIVE,
+    "sent_gradient_bytes": lambda s: s.sent_gradient_bytes or s.gradient_bytes,
     "sharding": lambda s: _SHARDING[s.optimizer_sharding],
     "shard_group": lambda s: s.shard_group or s.dp,
     "weight_gradients_in_bubble": lambda s: _DELAYED.get(schedule_name(s.schedule), 0.0),

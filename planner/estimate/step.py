@@ -149,6 +149,9 @@ def stage_times(work: Work, k: Coefficients) -> StageTimes:
         return work.inside[name] * k.inside + work.outside[name] * k.outside
 
     tensor = tensor_messages(c)[0] * message(Message.TENSOR) * np.where(c.overlap_tensor > 0, k.tensor_exposed, 1.0)
+    # Where the gate is a product apart its input gradient is summed apart; the sequence ranks' gather is shared.
+    again_gate = c.separate_gate * c.gated * (1 - c.sequence_parallel) * part_shares(c)[Part.DENSE]
+    gate = again_gate * tensor / np.maximum(tensor_messages(c)[0], 1e-30)
     context = message(Message.CONTEXT) * k.context_exposed
     expert = k.experts * (2 * message(Message.EXPERT) + message(Message.EXPERT_TENSOR)) * part_shares(c)[Part.EXPERTS]
     communication = tensor + context + expert
@@ -156,7 +159,7 @@ def stage_times(work: Work, k: Coefficients) -> StageTimes:
     calls = calls + np.where(c.ep > 1, 2 * part_shares(c)[Part.EXPERTS], 0.0)
     both = (Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)
     forward = _device(work, layer, (Phase.FORWARD,), k, communication, calls)
-    backward = _device(work, layer, both, k, communication + context, calls)
+    backward = _device(work, layer, both, k, communication + context + gate, calls)
     weight = _device(work, layer, (Phase.WEIGHT_GRADIENT,), k)
     again = np.where(c.recompute_full > 0, _recomputed_share(c), 0.0)
     core = sum(work.core_seconds[w] * getattr(k, w.value) for w in WorkClass)
@@ -180,7 +183,7 @@ def stage_times(work: Work, k: Coefficients) -> StageTimes:
         layer_weight_gradient=weight,
         first_forward=_device(work, (Part.EMBEDDING,), (Phase.FORWARD,), k) + ends * (1 - gathered),
         first_backward=_device(work, (Part.EMBEDDING,), (Phase.INPUT_GRADIENT,), k),
-        last_forward=_device(work, (Part.HEAD,), (Phase.FORWARD,), k) + ends * gathered,
+        last_forward=_device(work, (Part.HEAD,), (Phase.FORWARD,), k) + ends * gathered + message(Message.LOGITS),
         last_backward=_device(work, (Part.HEAD,), (Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT), k) + ends,
         send=message(Message.PIPELINE),
         gradient_reduce=message(Message.GRADIENT_REDUCE),

@@ -262,6 +262,13 @@ class TrainingSetup:
     """The output of the feed-forward network's activation function is computed again, whatever else is."""
     vocabulary_parallel_loss: bool = True
     """The logits stay cut over ``tp`` in the loss; otherwise every tensor rank computes it on the whole vocabulary."""
+    scattered_gradients: bool = True
+    """Sharded optimizers get their share of the gradients by a reduce-scatter; otherwise all of them are all-reduced."""
+    sent_gradient_bytes: int = 0
+    """Bytes of a gradient element on its way between replicas; 0: as it is accumulated."""
+    separate_gate: bool = False
+    """Gate and inner values of a gated network are products apart, each with its own sum of input gradients over
+    ``tp``."""
 
     def __post_init__(self) -> None:
         _check_counts(self, _DEGREES)

@@ -341,13 +341,17 @@ def _embedding(c: Columns, element: float) -> list[Operator]:
 def _head(c: Columns, element: float) -> list[Operator]:
     """Last norm, logits and the loss: logits are cast to float32 and read for maximum, exponents and gradient.
 
+    Where the loss takes the whole vocabulary the logits of all tensor ranks are received, put together and looked
+    through once more for the accuracy, and their gradient is written before it is filled.
+
     Each layer that predicts a token further ahead joins the embedding of the token before it, and has the same head
     (DeepSeek-V3, arXiv:2412.19437, section 2.2).
     """
     norm, norm_back = _norm_bytes(c, element)
     heads = 1 + c.multi_token_layers
     predicted = c.tokens * c.predicted_positions * heads
-    logits = predicted * c.vocabulary / c.tp
+    whole = (c.vocabulary_parallel_loss == 0) & (c.tp > 1)
+    logits = predicted * c.vocabulary / np.where(whole, 1.0, c.tp)
     return [
         Pointwise(name="last norm", part=Part.HEAD, forward_bytes=norm * heads, backward_bytes=norm_back * heads),
         MatrixProduct(
@@ -356,6 +360,6 @@ def _head(c: Columns, element: float) -> list[Operator]:
         ),
         MatrixProduct(name="logits", part=Part.HEAD, m=predicted, n=c.vocabulary / c.tp, k=c.hidden,
                       low_precision=False),
-        Pointwise(name="cross entropy", part=Part.HEAD, forward_bytes=logits * (element + 20),
-                  backward_bytes=logits * (element + 12), kernels=8),
+        Pointwise(name="cross entropy", part=Part.HEAD, forward_bytes=logits * (element + 20 + whole * (3 * element + 4)),
+                  backward_bytes=logits * (element + 12 + whole * 8), kernels=8),
     ]  # fmt: skip

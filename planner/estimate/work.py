@@ -86,6 +86,8 @@ class Message(StrEnum):
     SHARD_GATHER = "shard_gather"
     """ZeRO-3: the parameters of one layer, and its part of those of embedding and head."""
     SHARD_REDUCE = "shard_reduce"
+    LOGITS = "logits"
+    """The gather of the logits of one micro-batch where the loss takes the whole vocabulary."""
 
 
 Key = tuple[Part, Phase, WorkClass]
@@ -292,12 +294,15 @@ def _messages(hardware: Hardware, c: Columns, element: float) -> dict[Message, _
     # Where every rank has all experts it gathers tokens, not a copy for each expert.
     met = routed_tokens(c) / np.where(c.ep > 1, 1.0, np.maximum(c.experts_per_token, 1.0)) * c.hidden * element
     ep, expert_tp = (np.where(c.experts > 0, ranks, 1.0) for ranks in (c.ep, c.expert_tp))
+    whole_loss = np.where(c.vocabulary_parallel_loss > 0, 0.0, 1.0)
+    logits = whole_loss * c.tokens * c.predicted_positions * c.vocabulary * element
     boundary = hidden / np.where(c.sequence_parallel > 0, c.tp, 1.0)
     return {
         Message.TENSOR: _choose(c.sequence_parallel > 0, pair, whole),
         Message.CONTEXT: time(gather, keys, c.cp, c.tp),
         Message.EXPERT: time(Collective.ALL_TO_ALL, copies, ep, expert_tp),
         Message.EXPERT_TENSOR: _add(time(gather, met, expert_tp, one), time(reduce, met, expert_tp, one)),
+        Message.LOGITS: time(gather, logits, c.tp, one),
         Message.PIPELINE: time(Collective.SEND, boundary, c.pp, c.tp * c.cp * c.dp),
         **_state_messages(hardware, c, element),
     }
@@ -325,13 +330,14 @@ def _state_messages(hardware: Hardware, c: Columns, element: float) -> dict[Mess
         )
 
     gather, reduce, everywhere = Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE
-    gradient = c.gradient_bytes * c.trained_fraction
+    gradient = c.sent_gradient_bytes * c.trained_fraction
+    scattered = apart & (c.scattered_gradients > 0)
     # Copies of the shards (HSDP) add up what they reduced.
     shards = c.replicas / outer
     copies = np.where(full, (c.dense_parameters + c.expert_parameters) / c.fullest_layers * gradient / shards, 0.0)
     return {
         Message.GRADIENT_REDUCE: _add(
-            among(reduce, apart & ~full, gradient, False), among(everywhere, ~apart, gradient, False)
+            among(reduce, scattered & ~full, gradient, False), among(everywhere, ~scattered & ~full, gradient, False)
         ),
         Message.PARAMETER_GATHER: among(gather, apart & ~full, element * c.trained_fraction, False),
         Message.SHARD_GATHER: among(gather, full, element, True),

@@ -59,6 +59,8 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
         or bool(re.search(r"opt offl=y|cpu.?offload(?!=false)|optimizer.?offload(?!=false)", flags)),
         trained_fraction=words.trained_fraction(row, notes), layers_per_stage=stages,
         deterministic=bool(re.search(r"deterministic[- ](mode|settings)|allow_nondeterministic_algo=0", flags)),
+        scattered_gradients=not words.is_scaling(row), sent_gradient_bytes=4 * words.is_scaling(row),
+        separate_gate=words.is_scaling(row),
         **memory_settings(row),
         fused_norm=bool(re.search(r"rms kernel|fused[-_ ]?rms ?norm", f"{row.text('attention_impl')} {flags}".lower())),
     )  # fmt: skip
@@ -244,6 +246,8 @@ def read_stages(
             stages[-1] -= 1
         if len(stages) == pp and sum(stages) == layers and min(stages) >= 0:
             return vpp, tuple(stages)
+    if vpp == 1 and words.is_scaling(row):
+        return vpp, _by_items(layers, pp)
     if layers % (pp * vpp) == 0:
         return vpp, ()
     return vpp, _uneven(layers, pp * vpp)
@@ -270,6 +274,20 @@ def _uneven(layers: int, stages: int) -> tuple[int, ...]:
     order = sorted(range(stages), key=lambda stage: (abs(stage - middle + 0.5), stage))
     rich = set(order[:more])
     return tuple(least + (stage in rich) for stage in range(stages))
+
+
+def _by_items(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers where embedding, last norm and head count as items like them, and the first stages get the items left over.
+
+    Aleph Alpha's Scaling, ``pipeline_partitioning.py``: ``pipe_partition_uniform``, its default.
+
+    >>> _by_items(40, 4), _by_items(60, 2)
+    ((10, 11, 11, 8), (31, 29))
+    """
+    items = [(layers + 3) // stages + (index < (layers + 3) % stages) for index in range(stages)]
+    items[0] -= 1
+    items[-1] -= 2
+    return tuple(items) if min(items) >= 0 else ()
 
 
 def _expert_degrees(row: FileRow, network: Network, mesh: Mesh, notes: list[str]) -> tuple[int, int]:

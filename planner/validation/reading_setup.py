@@ -312,6 +312,16 @@ def is_recipe(row: FileRow) -> bool:
     return bool(re.search(r"nemo|megatron-bridge|dgxc", origin)) and "automodel" not in origin
 
 
+def is_scaling(row: FileRow) -> bool:
+    """Whether a row ran Aleph Alpha's Scaling.
+
+    Its source (github.com/Aleph-Alpha/scaling) says: data-parallel ranks all-reduce all gradients as float32
+    (``optimizer/allreduce.py``), the two inner products of a SwiGLU network are column-parallel layers of their own
+    (``nn/mlp.py``), and every tensor rank takes the loss of the gathered logits (``lm_head.py``).
+    """
+    return "aa-scaling" in row.text("framework").lower()
+
+
 def gradient_bytes(row: FileRow, used: Stack, kind: str) -> int:
     """Bytes of a gradient element as it is accumulated and reduced."""
     words = all_words(row)
