@@ -10,6 +10,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -227,6 +228,7 @@ def load_strictly(content: bytes) -> object:
     return data
 
 
+@lru_cache(maxsize=32)
 def parse_profile(content: bytes, file: str) -> Hardware:
     """Hardware from the bytes of a profile; ProfileError names `file` and the field that is wrong."""
     try:
