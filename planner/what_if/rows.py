@@ -1,0 +1,118 @@
+"""The rows of a sweep: one point planned, and what is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from planner.documents import Document, candidate_document, search_document
+from planner.strategy.plan import Status
+from planner.what_if.options import point_name
+from simulator.errors import InputError, MeshwrightError, UnsupportedError
+from simulator.hardware import load_profile
+
+if TYPE_CHECKING:
+    from planner.graph.operator_graph import OperatorGraph
+    from planner.planning import Candidate, PlanRequest, PlanResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIfRow:
+    """The best plan of one cluster, or why there is none.
+
+    ``scaling_efficiency`` is the throughput per device over that of the baseline: the smallest device
+    count of the same profile for which a plan exists; None where there is no plan. ``refused`` says that
+    the request was wrong for this cluster (a device count that it cannot hold) and nothing was searched.
+    """
+
+    hardware: str
+    devices: int
+    global_batch: int
+    result: PlanResult
+    search_mode: str
+    refused: bool = False
+    scaling_efficiency: float | None = None
+
+    @property
+    def best(self) -> Candidate | None:
+        """The plan to take."""
+        return self.result.candidates[0] if self.result.candidates else None
+
+    @property
+    def reason(self) -> str:
+        """Why there is no plan."""
+        return self.result.infeasible
+
+
+def plan_point(request: PlanRequest, graph: OperatorGraph) -> WhatIfRow:
+    """Plan one point; what is wrong for this cluster alone is the reason of a row without a plan.
+
+    Raises
+    ------
+    UnsupportedError
+        No search covers what was asked, at this point or any other.
+    RuntimeError
+        A defect; the message names the point.
+    """
+    from planner.planning import plan_network
+
+    try:
+        return row_of(request, plan_network(request, graph=graph))
+    except UnsupportedError:
+        raise
+    except InputError as error:
+        return row_of(request, _refusal(str(error)), refused=True)
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"planning {point_name(request)}: {type(error).__name__}: {error}") from error
+
+
+def row_of(request: PlanRequest, result: PlanResult, *, refused: bool = False) -> WhatIfRow:
+    """The row of a request and what was found for it."""
+    return WhatIfRow(
+        hardware=request.hardware,
+        devices=request.devices,
+        global_batch=request.global_batch or 0,
+        result=result,
+        search_mode=request.search_mode,
+        refused=refused,
+    )
+
+
+def _refusal(reason: str) -> PlanResult:
+    from planner.planning import PlanResult
+
+    return PlanResult(
+        status=Status.INFEASIBLE, candidates=(), elapsed_s=0.0, capture_s=0.0, messages=(), infeasible=reason
+    )
+
+
+def finish_rows(rows: Sequence[WhatIfRow]) -> tuple[WhatIfRow, ...]:
+    """Fill in the scaling efficiencies; raise what was wrong if it was wrong for every row."""
+    if rows and all(row.refused for row in rows):
+        raise InputError(rows[0].reason)
+    base: dict[str, tuple[int, float]] = {}
+    for row in rows:
+        if row.best is not None:
+            per_device = row.best.prediction.samples_per_s / row.devices
+            base[row.hardware] = min(base.get(row.hardware, (row.devices, per_device)), (row.devices, per_device))
+    return tuple(
+        replace(row, scaling_efficiency=row.best.prediction.samples_per_s / row.devices / base[row.hardware][1])
+        if row.best is not None
+        else row
+        for row in rows
+    )
+
+
+def row_document(row: WhatIfRow) -> Document:
+    """One element of ``rows`` of ``meshwright what-if --json``."""
+    common: dict[str, Any] = {"hw": row.hardware, "devices": row.devices, "global_batch": row.global_batch}
+    if row.best is None:
+        search = search_document(row.result, row.search_mode, None)
+        found: Document = {"status": str(row.result.status), "search": search, "prediction": None, "plan": None}
+        found["reason"] = row.reason
+    else:
+        found = candidate_document(row.best, row.result, load_profile(row.hardware))
+    return {**common, **found, "scaling_efficiency": row.scaling_efficiency}

@@ -1,0 +1,30 @@
+"""What a process beside this one is sent: a point, and the captured network as text."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from planner.graph.serialization import graph_from_json, graph_to_json
+from planner.what_if.rows import WhatIfRow, plan_point
+
+if TYPE_CHECKING:
+    from planner.graph.operator_graph import OperatorGraph
+    from planner.planning import PlanRequest
+
+
+def graph_text(graph: OperatorGraph) -> str:
+    """Write the graph so that a process that has neither torch nor the capture cache can read it."""
+    return json.dumps(graph_to_json(graph), separators=(",", ":"))
+
+
+@lru_cache(maxsize=2)
+def graph_of(text: str) -> OperatorGraph:
+    """Read the graph; a process reads it once, and what it keeps by graph serves all its points."""
+    return graph_from_json(json.loads(text))
+
+
+def plan_numbered(number: int, request: PlanRequest, text: str) -> tuple[int, WhatIfRow]:
+    """Plan point `number`; rows come back in any order."""
+    return number, plan_point(request, graph_of(text))
