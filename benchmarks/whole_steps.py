@@ -6,8 +6,7 @@ Taken are the runs that the search space covers: data and tensor parallelism, no
 networks. The plan is the row's. What a source leaves out, or the space has not, is approximated:
 
 - ``zero1``, ``zero2`` and ``zero3`` are one sharded storage, gathered once a step;
-- an unstated precision is the profile's own, an unstated vocabulary 32,000 (Llama-like) or 50,257 (GPT);
-- ResNet-50 without a batch size takes 128 images a device (only its images/s are compared);
+- what a row does not state is what `planner.validation` takes for it;
 - the optimizer is AdamW (momentum for ResNet-50); memory limits are lifted, so that only time is compared;
 - runs that differ only in framework or repetition count once, with their median; ``rows inside`` counts each.
 """
@@ -27,12 +26,13 @@ from rich.table import Table
 from benchmarks.published_runs import NotCoveredError, Run, read_run, require
 from planner.graph.operator_graph import OperatorGraph
 from planner.planning import PlanRequest, capture_for, plan_network
+from planner.validation.reading import read_measurements
 from simulator.errors import MeshwrightError
 from simulator.hardware import load_profile
 
 PROFILES = Path(__file__).parents[1] / "hw_profiles"
-FILES = ("B", "C", "D", "E", "E2", "H", "I", "J", "M", "N", "O")
-"""Not A (its rows state no micro-batch) and L (tiny deterministic tests, bound by the host)."""
+LEFT_OUT = ("L",)
+"""Tiny deterministic tests, bound by the host."""
 
 
 class Predictor:
@@ -46,13 +46,10 @@ class Predictor:
     def seconds(self, run: Run) -> float:
         """Step time of a run, whatever memory it takes."""
         if run not in self.known:
-            pins = {"dp": str(run.devices // run.tp), "tp": str(run.tp), "micro_batch": str(run.micro_batch)}
-            if run.devices > run.tp:
-                pins["optimizer_sharding"] = "zero2" if run.sharded else "none"
             request = PlanRequest(
                 network=self._spec(run.network), hardware=self._profile(run.hardware), devices=run.devices,
                 global_batch=run.global_batch, sequence_length=run.sequence_length, precision=run.precision,
-                pins=pins, top=1,
+                pins=dict(run.pins), top=1,
             )  # fmt: skip
             key = (request.network, run.sequence_length)
             if key not in self.graphs:
@@ -83,21 +80,21 @@ def compare(measurements: Path) -> tuple[pd.DataFrame, dict[tuple[str, str], int
     lines, skipped = [], dict[tuple[str, str], int]()
     with tempfile.TemporaryDirectory() as folder:
         predictor = Predictor(Path(folder))
-        for path in [path for letter in FILES for path in measurements.glob(f"{letter}_*.csv")]:
+        for path in sorted(measurements.glob("*.csv")):
             name = path.name.split("_")[0]
-            for _, row in pd.read_csv(path, low_memory=False).iterrows():
+            for row in read_measurements(path) if name not in LEFT_OUT else ():
                 try:
-                    run, seconds = read_run(row)
+                    run = read_run(row)
                     predicted = predictor.seconds(run)
                 except (NotCoveredError, MeshwrightError) as error:
                     key = (name, str(error).split(";")[0])
                     skipped[key] = skipped.get(key, 0) + 1
                     continue
-                model = f"{row['model']} {run.sequence_length or ''}".strip()
-                lines.append({"profile": run.hardware, "file": name, "row": row["row_id"],
-                              "model": model, "by": str(row["framework"])[:24], "devices": run.devices, "tp": run.tp,
-                              "micro": run.micro_batch, "precision": run.precision or "", "predicted": predicted,
-                              "measured": seconds, "run": run})  # fmt: skip
+                assert row.run is not None
+                lines.append({"profile": run.hardware, "file": name, "row": row.row_id, "model": row.run.network.name,
+                              "by": str(row.run.setup.stack), "devices": run.devices, "pins": " ".join(
+                                  f"{k}={v}" for k, v in run.pins), "precision": run.precision,
+                              "predicted": predicted, "measured": row.measured_time_s, "run": run})  # fmt: skip
     table = pd.DataFrame(lines)
     return table.assign(ratio=table.predicted / table.measured), skipped
 
