@@ -1,0 +1,154 @@
+"""Fragments: the Pareto-optimal ways to run some consecutive units of a network on one pipeline rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+FILL, STEADY, QUEUE, BACKLOG, ACTIVATION, RESIDENT, TRANSIENT = range(7)
+"""Columns of `Fragments.values`."""
+COLUMNS = 7
+WIDTH = 32
+"""Most ways that are kept of one fragment between two boundary states; beyond it they are thinned."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fragments:
+    """Ways to run some units, (n,) of them.
+
+    Attributes
+    ----------
+    values : (n, 7) seconds that the pipeline's fill pays once, seconds that the rank itself pays, what gradient
+        synchronisation has left to do after the last backward pass, by how much it falls behind the backward pass,
+        bytes of one micro-batch's activations, resident bytes, bytes that stand while one unit goes backward
+    entry, exit : (n,) boundary states
+    labels : (n, units) label of every unit
+    exact : whether no way was left out that none of the others dominates
+    """
+
+    values: FloatArray
+    entry: IntArray
+    exit: IntArray
+    labels: IntArray
+    exact: bool = True
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def busy(self) -> FloatArray:
+        """(n,) what one rank adds to the step: its own passes and what synchronisation leaves exposed."""
+        return self.values[:, STEADY] + np.maximum(self.values[:, QUEUE], 0.0)
+
+    def memory(self, in_flight: float) -> FloatArray:
+        """(n,) bytes with `in_flight` micro-batches between forward and backward."""
+        v = self.values
+        return in_flight * v[:, ACTIVATION] + v[:, RESIDENT] + v[:, TRANSIENT]
+
+    def take(self, rows: IntArray, *, exact: bool | None = None) -> Fragments:
+        """Some of the ways."""
+        kept = self.exact if exact is None else exact
+        return Fragments(self.values[rows], self.entry[rows], self.exit[rows], self.labels[rows], kept)
+
+
+def joined(left: Fragments, right: Fragments, width: int = WIDTH) -> Fragments:
+    """Every way of `left` followed by every way of `right` that begins in the state where it ends.
+
+    Gradients are summed behind the backward pass, last unit first, one message after the other. With e what is left
+    when the backward pass has ended and d by how much messages take longer than the passes that hide them, units
+    after one another give ``e = max(e_left, d_left + e_right)`` and ``d = d_left + d_right``.
+    """
+    a, b = np.nonzero(left.exit[:, None] == right.entry[None, :])
+    values = left.values[a] + right.values[b]
+    queue = left.values[a, BACKLOG] + right.values[b, QUEUE]
+    values[:, QUEUE] = np.maximum(left.values[a, QUEUE], queue)
+    values[:, TRANSIENT] = np.maximum(left.values[a, TRANSIENT], right.values[b, TRANSIENT])
+    entry, leave = left.entry[a], right.exit[b]
+    keep, exact = _frontier(values, entry, leave, width)
+    a, b = a[keep], b[keep]
+    labels = np.concatenate([left.labels[a], right.labels[b]], axis=1)
+    return Fragments(values[keep], entry[keep], leave[keep], labels, left.exact and right.exact and exact)
+
+
+def pruned(ways: Fragments, width: int = WIDTH) -> Fragments:
+    """Only the ways that no other one dominates, at most `width` between two states."""
+    keep, exact = _frontier(ways.values, ways.entry, ways.exit, width)
+    return ways.take(keep, exact=ways.exact and exact)
+
+
+def repeated(unit: Fragments, count: int, known: dict[int, Fragments], width: int = WIDTH) -> Fragments:
+    """`unit` `count` times in a row, by doubling; `known` holds counts that were made before."""
+    known.setdefault(1, unit)
+    if count not in known:
+        half = count // 2
+        known[count] = joined(repeated(unit, count - half, known, width), repeated(unit, half, known, width), width)
+    return known[count]
+
+
+def in_a_row(parts: Sequence[Fragments], width: int = WIDTH) -> Fragments:
+    """Several fragments after one another."""
+    return reduce(lambda left, right: joined(left, right, width), parts)
+
+
+def _frontier(values: FloatArray, entry: IntArray, leave: IntArray, width: int) -> tuple[IntArray, bool]:
+    """Rows that none dominates between the same states, in a fixed order, thinned to `width` of them."""
+    found, exact = [], True
+    keys = entry * (int(leave.max(initial=0)) + 2) + leave
+    for key in np.unique(keys):
+        rows = np.flatnonzero(keys == key)
+        rows = rows[np.lexsort(values[rows].T[::-1])]
+        rows = rows[~_dominated(values[rows])]
+        if len(rows) > width:
+            rows, exact = rows[_spread(values[rows], width)], False
+        found.append(rows)
+    return (np.concatenate(found) if found else np.zeros(0, dtype=np.int64)), exact
+
+
+def _dominated(values: FloatArray) -> NDArray[np.bool_]:
+    """(n,) rows that another one, or an equal one before them, makes needless; rows are in lexical order."""
+    distinct = [c for c in range(values.shape[1]) if np.ptp(values[:, c]) > 0] if len(values) else []
+    if not distinct:
+        return np.arange(len(values)) > 0
+    columns = values[:, distinct]
+    if len(columns) > 512:
+        return _dominated_in_turn(columns)
+    below = np.ones((len(columns), len(columns)), dtype=np.bool_)
+    for column in columns.T:
+        np.logical_and(below, column[:, None] <= column[None, :], out=below)
+    np.fill_diagonal(below, False)
+    # Of equal rows the first stays.
+    equal = below & below.T
+    later = np.tri(len(columns), k=-1, dtype=np.bool_)
+    result: NDArray[np.bool_] = np.any(below & ~(equal & later), axis=0)
+    return result
+
+
+def _dominated_in_turn(columns: FloatArray) -> NDArray[np.bool_]:
+    """As `_dominated` with memory for one row at a time: in lexical order only earlier rows dominate."""
+    result = np.zeros(len(columns), dtype=np.bool_)
+    kept = np.zeros(0, dtype=np.int64)
+    for row in range(len(columns)):
+        if len(kept) and bool(np.any(np.all(columns[kept] <= columns[row], axis=1))):
+            result[row] = True
+        else:
+            kept = np.append(kept, row)
+    return result
+
+
+def _spread(values: FloatArray, width: int) -> IntArray:
+    """At most `width` rows along the trade of time against memory, both ends among them."""
+    time = values[:, FILL] + values[:, STEADY] + np.maximum(values[:, QUEUE], 0.0)
+    memory = values[:, ACTIVATION] / max(values[:, ACTIVATION].max(), 1.0)
+    memory = memory + values[:, RESIDENT] / max(values[:, RESIDENT].max(), 1.0)
+    order = np.lexsort((memory, time))
+    lowest = np.minimum.accumulate(memory[order])
+    front = order[np.concatenate(([True], lowest[1:] < lowest[:-1]))]
+    picked = front[np.unique(np.linspace(0, len(front) - 1, width).round().astype(np.int64))]
+    return np.sort(picked)

@@ -1,0 +1,146 @@
+"""The stage partition against brute force over all cuts and labels."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.search import cutting
+from planner.search.fragments import ACTIVATION, BACKLOG, FILL, QUEUE, RESIDENT, STEADY, TRANSIENT, Fragments
+from planner.search.pipeline import Partition, PartitionTask, partition
+
+
+@st.composite
+def kinds(draw: st.DrawFn, count: int, last: bool, entry: list[int], turn: int) -> tuple[Fragments, list[int]]:
+    """Ways of one kind of unit; several units in a row may follow each other."""
+    size = draw(st.integers(1, 3))
+    entries = [draw(st.sampled_from(entry)) for _ in range(size)]
+    exits = [draw(st.integers(0, 1)) if not last else -1 for _ in range(size)]
+    if count > 1:
+        entries = [e if e >= 0 else 0 for e in entries]
+        exits = [draw(st.integers(0, 1)) for _ in range(size)]
+    numbers = st.integers(0, 6)
+    values = np.zeros((size, 7))
+    for row in values:
+        row[FILL], row[STEADY] = 1 + draw(numbers), 1 + draw(numbers)
+        row[QUEUE] = draw(numbers)
+        row[BACKLOG] = row[QUEUE] - draw(numbers)
+        row[ACTIVATION], row[RESIDENT], row[TRANSIENT] = draw(numbers), draw(numbers), draw(numbers)
+    labels = np.arange(size)[:, None]
+    return Fragments(values, np.array(entries), np.array(exits), labels), sorted(set(exits))
+
+
+@st.composite
+def tasks(draw: st.DrawFn, chunks: int = 1) -> PartitionTask:
+    pieces = draw(st.integers(1, 3))
+    counts = [1, *draw(st.lists(st.integers(1, 3), min_size=0, max_size=2)), 1]
+    found, states = [], [-1]
+    for number, count in enumerate(counts):
+        kind, states = draw(kinds(count, number == len(counts) - 1, states, number))
+        found.append(kind)
+    units = sum(counts)
+    between = [draw(st.integers(0, 2)) for _ in counts]
+    sends = [float(between[k]) for k, count in enumerate(counts) for _ in range(count)][:-1]
+    ranks = draw(st.integers(1, 3)) if chunks == 1 else pieces
+    return PartitionTask(
+        kinds=tuple(found),
+        counts=tuple(counts),
+        sends_s=np.array(sends[: units - 1]),
+        fill_sends=1.0,
+        steady_sends=2.0,
+        ranks=ranks,
+        chunks=chunks,
+        rank_of=np.tile(np.arange(ranks), chunks),
+        in_flight=np.tile(np.arange(ranks, 0, -1.0), chunks),
+        limit_bytes=float(draw(st.sampled_from([8, 15, 25, 40, 1000]))),
+    )
+
+
+def brute_force(task: PartitionTask) -> float:
+    """Least objective of all cuts and labels that fit, infinite where none does."""
+    kind_of = [kind for kind, count in zip(task.kinds, task.counts, strict=True) for _ in range(count)]
+    best = np.inf
+    for labels in product(*(range(len(kind)) for kind in kind_of)):
+        rows = np.array([kind.values[label] for kind, label in zip(kind_of, labels, strict=True)])
+        ends = [(int(k.entry[label]), int(k.exit[label])) for k, label in zip(kind_of, labels, strict=True)]
+        if ends[0][0] != -1 or ends[-1][1] != -1 or any(a[1] != b[0] for a, b in zip(ends, ends[1:], strict=False)):
+            continue
+        for cuts in combinations(range(1, task.units), task.pieces - 1):
+            best = min(best, value(task, rows, (0, *cuts, task.units)))
+    return best
+
+
+def value(task: PartitionTask, rows: np.ndarray, cuts: tuple[int, ...]) -> float:
+    fill = np.zeros(task.pieces)
+    busy = np.zeros(task.pieces)
+    standing, transient = np.zeros(task.ranks), np.zeros(task.ranks)
+    for chunk, (begin, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        part = rows[begin:end]
+        send = task.sends_s[begin - 1] if begin else 0.0
+        fill[chunk] = part[:, FILL].sum() + task.fill_sends * send
+        # What is left of the messages when the backward pass ends, message by message.
+        clock = free = 0.0
+        for row in part[::-1]:
+            clock += row[QUEUE] - row[BACKLOG]
+            free = max(free, clock) + row[QUEUE]
+        busy[chunk] = part[:, STEADY].sum() + task.steady_sends * send + max(free - clock, 0.0)
+        rank = task.rank_of[chunk]
+        standing[rank] += task.in_flight[chunk] * part[:, ACTIVATION].sum() + part[:, RESIDENT].sum()
+        transient[rank] = max(transient[rank], part[:, TRANSIENT].max())
+    if np.any(standing + transient > task.limit_bytes):
+        return np.inf
+    return float(fill.sum() + busy.reshape(task.chunks, task.ranks).max(axis=1).sum())
+
+
+def check(task: PartitionTask, found: Partition) -> None:
+    """What a partition says of itself is so."""
+    kind_of = [kind for kind, count in zip(task.kinds, task.counts, strict=True) for _ in range(count)]
+    rows = np.array([kind.values[label] for kind, label in zip(kind_of, found.labels, strict=True)])
+    assert found.objective_s == pytest.approx(value(task, rows, (0, *found.ends)))
+    assert np.all(found.memory_bytes <= task.limit_bytes)
+
+
+@given(tasks())
+def test_one_chunk_a_rank_equals_brute_force(task: PartitionTask) -> None:
+    found, best = partition(task, width=10_000), brute_force(task)
+    assert (found is None) == (best == np.inf)
+    if found is not None:
+        assert found.objective_s == pytest.approx(best)
+        assert found.lower_bound_s == pytest.approx(best)
+        check(task, found)
+
+
+@given(tasks())
+def test_thinned_fragments_keep_a_true_bound(task: PartitionTask) -> None:
+    found, best = partition(task, width=2), brute_force(task)
+    if found is not None:
+        assert found.lower_bound_s <= best * (1 + 1e-9) <= found.objective_s * (1 + 2e-9)
+        check(task, found)
+
+
+@given(tasks(chunks=2))
+def test_several_chunks_a_rank_are_bounded(task: PartitionTask) -> None:
+    found, best = partition(task, width=10_000), brute_force(task)
+    if found is not None:
+        assert found.lower_bound_s <= best * (1 + 1e-9) <= found.objective_s * (1 + 2e-9)
+        check(task, found)
+    if task.limit_bytes == 1000:
+        assert (found is None) == (best == np.inf)
+
+
+@given(tasks())
+def test_compiled_and_plain_recurrence_agree(task: PartitionTask) -> None:
+    plain = partition(task, width=100)
+    before = cutting._steps[0]
+    cutting._steps[0] = cutting.WORTH_COMPILING
+    try:
+        compiled = partition(task, width=100)
+    finally:
+        cutting._steps[0] = before
+    assert (plain is None) == (compiled is None)
+    if plain is not None and compiled is not None:
+        assert (plain.ends, plain.labels) == (compiled.ends, compiled.labels)
