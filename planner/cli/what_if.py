@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,28 +38,44 @@ def what_if(
         str, typer.Option("--devices", metavar="8,16,...,4096", help="Device counts; an ellipsis continues them.")
     ],
     global_batch: GlobalBatch = None,
+    batch_per_device: Annotated[
+        int | None,
+        typer.Option("--batch-per-device", parser=natural, metavar="N", help="Samples of one step for each device."),
+    ] = None,
     sequence_length: SequenceLength = None,
     precision: PrecisionOption = None,
     optimizer: OptimizerOption = None,
     search_mode: Annotated[SearchMode, typer.Option("--search-mode")] = SearchMode.DYNAMIC_PROGRAMMING,
     parallel_mode: Annotated[ParallelMode, typer.Option("--parallel-mode")] = ParallelMode.AUTO_PARALLEL,
     pins: Pins = None,
-    processes: Annotated[
+    jobs: Annotated[
         int | None,
-        typer.Option("--processes", parser=natural, metavar="N", help="Plans made side by side; all cores by default."),
+        typer.Option(
+            "--jobs", "-j", parser=natural, metavar="N", help="Plans made side by side; all cores by default."
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", metavar="dask://HOST:PORT", help="Plan on the workers of a Dask scheduler."),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="Write a page with pictures.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Plan anew what an interrupted run has left.")] = False,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
 ) -> None:
     """Find the best plan at each device count.
 
-    With --global-batch every count trains the same batch; without, the batch grows with the devices.
+    With --global-batch every count trains the same batch (strong scaling); else the batch grows with the
+    devices (weak scaling), by --batch-per-device. Scaling efficiency is throughput per device against the
+    smallest count that has a plan, on the same profile.
 
     \b
     Example: one network on two clusters, from one node to 512
       meshwright what-if zoo:llama2-7b --hw dgx-a100,dgx-h100 --devices 8,16,...,4096 --out report.html
+
+    With --out, points are kept in FILE.html.partial.jsonl until the page is written: after an
+    interruption the same command goes on from there.
 
     Exit code 3: no plan fits at any count.
     """
@@ -74,6 +90,7 @@ def what_if(
         hardware=names,
         device_counts=read_device_counts(devices),
         global_batch=global_batch,
+        batch_per_device=batch_per_device,
         sequence_length=sequence_length,
         precision=None if precision is None else str(precision),
         optimizer=None if optimizer is None else str(optimizer),
@@ -81,21 +98,54 @@ def what_if(
         parallel_mode=str(parallel_mode),
         pins=read_pins(pins or ()),
     )
+    if jobs is not None and cluster is not None:
+        raise InputError(f"--jobs {jobs} and --cluster {cluster!r}: a cluster plans on all of its workers; give one")
     if out is not None:
         check_out("--out", out, names)
-    rows = _rows(terminal, options, processes or os.cpu_count() or 1)
+    elif fresh:
+        raise InputError("--fresh forgets what is kept beside the report; name the report with --out FILE.html")
+    rows = _rows(terminal, options, _Place(jobs=jobs, cluster=cluster, out=out, fresh=fresh))
     _finish(terminal, options, rows, out)
 
 
-def _rows(terminal: Terminal, options: WhatIfOptions, processes: int) -> tuple[WhatIfRow, ...]:
-    from planner.what_if import finish_rows, plan_rows
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where the points are planned and kept."""
 
-    found = []
-    with terminal.counting("planning", len(options.hardware) * len(options.device_counts)) as advance:
-        for row in plan_rows(options, processes=processes):
-            found.append(row)
-            advance()
-    return finish_rows(found)
+    jobs: int | None
+    cluster: str | None
+    out: Path | None
+    fresh: bool
+
+
+def _rows(terminal: Terminal, options: WhatIfOptions, place: _Place) -> tuple[WhatIfRow, ...]:
+    from planner.what_if import prepare, run
+    from planner.what_if.journal import journal_of
+    from planner.what_if.processes import usable_cores
+
+    journal = None if place.out is None else journal_of(place.out)
+    sweep = prepare(options, journal=journal, fresh=place.fresh)
+    for text in sweep.notes:
+        terminal.note(text)
+    done: list[None] = []
+    notes: list[str] = []
+    try:
+        with terminal.counting("planning", len(sweep.requests)) as advance:
+
+            def count() -> None:
+                done.append(None)
+                advance()
+
+            jobs = place.jobs or usable_cores()
+            return run(sweep, jobs=jobs, cluster=place.cluster, advance=count, note=notes.append)
+    except KeyboardInterrupt:
+        if journal is not None:
+            kept = f"{len(done)} of {len(sweep.requests)} points"
+            terminal.note(f"{kept} are kept in {journal}; the same command goes on from there")
+        raise
+    finally:
+        for text in notes:
+            terminal.note(text)
 
 
 def _finish(terminal: Terminal, options: WhatIfOptions, rows: tuple[WhatIfRow, ...], out: Path | None) -> None:
@@ -103,9 +153,13 @@ def _finish(terminal: Terminal, options: WhatIfOptions, rows: tuple[WhatIfRow, .
 
     rule, _ = batch_rule(options)
     if out is not None:
+        from planner.what_if.journal import discard, journal_of
         from reports.what_if import write_what_if_page
 
         write_what_if_page(rows, network=options.network, batch_rule=rule, path=out)
+        journal = journal_of(out)
+        if journal is not None:
+            discard(journal)
     report = None if out is None else str(out)
     if terminal.json:
         terminal.document(

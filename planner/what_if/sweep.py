@@ -101,7 +101,10 @@ def run(
     for _ in rows:
         advance()
     waiting = {number: request for number, request in _in_turn(sweep.requests) if number not in rows}
-    with closing(_planned(sweep.graph, waiting, jobs, cluster, note)) as planned, journals.writer(sweep.journal) as write:
+    with (
+        closing(_planned(sweep.graph, waiting, jobs, cluster, note)) as planned,
+        journals.writer(sweep.journal) as write,
+    ):
         for number, row in planned:
             write(sweep.requests[number], sweep.graph, row)
             rows[number] = row
