@@ -12,7 +12,7 @@ from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch, at_precision
 from planner.instructions import LoweredPlan
-from planner.lowering import LoweringOptions, lower_graph
+from planner.lowering import lower_graph, lowering_options
 from planner.networks import Network, load_network
 from planner.prediction import Prediction, precision_notes, predict
 from planner.quantities import bytes_text
@@ -222,7 +222,7 @@ class _Scorer:
         if batch not in self.unfolded:
             self.unfolded[batch] = unfold(at_batch(self.space.graph, batch))
         graph = self.unfolded[batch]
-        lowered = lower_graph(graph, _expanded_rules(plan), _lowering_options(plan))
+        lowered = lower_graph(graph, _expanded_rules(plan), lowering_options(plan, graph))
         return predict(plan, lowered, self.space.hardware)[0]
 
 
@@ -406,16 +406,7 @@ def lower(plan: Plan, graph: OperatorGraph | None = None, *, precision: str | No
     graph = at_precision(at_batch(graph, plan.micro_batch * plan.degree("data")), dtype)
     unfolded = unfold(graph)
     rules = _checked_rules(plan, graph, unfolded)
-    return lower_graph(unfolded, rules, _lowering_options(plan))
-
-
-def _lowering_options(plan: Plan) -> LoweringOptions:
-    return LoweringOptions(
-        mesh=plan.mesh,
-        micro_batches=plan.micro_batches,
-        optimizer=optimizer(plan.optimizer),
-        bucket_bytes=plan.bucket_bytes,
-    )
+    return lower_graph(unfolded, rules, lowering_options(plan, graph))
 
 
 def _expanded_rules(plan: Plan) -> dict[str, NodeRules]:

@@ -42,7 +42,7 @@ def recomputed(graph: OperatorGraph, nodes: Iterable[int], mode: str) -> tuple[i
     if mode == "none":
         return ()
     inside = sorted(set(nodes))
-    again = {i for i in inside if _repeatable(graph.nodes[i])}
+    again = _trained_forward(graph, inside)
     if mode == "selective":
         made_of_parameters = _made_of_parameters(graph, inside)
         again = {i for i in again if not _is_dear(graph.nodes[i], made_of_parameters)}
@@ -56,8 +56,18 @@ def recomputed(graph: OperatorGraph, nodes: Iterable[int], mode: str) -> tuple[i
     return tuple(sorted(found))
 
 
-def _repeatable(node: Node) -> bool:
-    return node.role is Role.OPERATOR and node.phase is Phase.FORWARD
+def _trained_forward(graph: OperatorGraph, inside: list[int]) -> set[int]:
+    """Forward operators that depend on parameters or on the unit's input: what is made of the batch alone is kept."""
+    members, depends, found = set(inside), set[int](), set[int]()
+    for index in inside:
+        node = graph.nodes[index]
+        if node.role is Role.PARAMETER:
+            depends.add(index)
+        elif node.role is Role.OPERATOR and node.phase is Phase.FORWARD:
+            if any(ref.node in depends or ref.node not in members for ref in node.tensor_inputs):
+                depends.add(index)
+                found.add(index)
+    return found
 
 
 def _made_of_parameters(graph: OperatorGraph, inside: Iterable[int]) -> set[int]:

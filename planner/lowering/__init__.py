@@ -5,7 +5,8 @@ micro-batch each: the first gathers parameters that are stored sharded, the last
 accumulated gradients in fused messages beside the backward pass and updates the stored shards.
 """
 
+from planner.lowering.options import lowering_options
 from planner.lowering.placed import LoweringOptions
 from planner.lowering.program import lower_graph
 
-__all__ = ["LoweringOptions", "lower_graph"]
+__all__ = ["LoweringOptions", "lower_graph", "lowering_options"]

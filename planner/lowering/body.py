@@ -2,92 +2,263 @@
 
 from __future__ import annotations
 
-from planner.graph.operator_graph import DTYPE_BYTES, Node, Role, TensorRef
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from planner.graph.operator_graph import Node, Role, TensorRef
 from planner.instructions import (
     Communicate,
     Compute,
 )
 from planner.lowering.placed import PlacedGraph
+from planner.lowering.units import NOWHERE
 from planner.lowering.writer import Draft, Writer
-from planner.strategy.plan import NodeRules
+from planner.sharding.inner_messages import inner_messages, message_bytes, message_count
+from planner.sharding.placement import PARTIAL, Placements
+from planner.sharding.rules import InnerMessage
 from simulator.program import (
     Buffer,
     BufferKind,
-    Collective,
     Kernel,
     Phase,
     Task,
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Where a unit's parameters have to be there: ``values`` are (parameter, placements, name they get)."""
+
+    unit: int
+    phase: Phase
+    values: tuple[tuple[TensorRef, Placements, str], ...]
+
+
+Item = Draft | TensorRef | Gather
+"""What a body is made of: drafts, complete gradients of parameters, and where a pass needs parameters."""
+
+
 class Body(Writer):
     """The forward and backward operators of one micro-batch, the same in every segment.
 
-    ``items`` are drafts, and the gradients of parameters where they are complete.
+    Parameters
+    ----------
+    source : PlacedGraph
+    nodes : iterable of int, optional
+        Those to run; everything by default.
+    given : mapping, optional
+        Names of tensors that other nodes have computed, each in the placement its node writes.
     """
 
-    def __init__(self, source: PlacedGraph) -> None:
+    def __init__(
+        self,
+        source: PlacedGraph,
+        nodes: Iterable[int] | None = None,
+        given: Mapping[TensorRef, str] | None = None,
+    ) -> None:
         super().__init__(source)
-        self.items: list[Draft | TensorRef] = []
+        self.items: list[Item] = []
+        self.gone_back: set[int] = set()
+        self.gone_forward: set[int] = set()
+        for ref, name in (given or {}).items():
+            self.versions[ref] = {source.output_placements(ref): name}
         for parameter in self.graph.parameters:
-            ref = TensorRef(parameter.node)
-            for wanted in source.gathered(parameter.node):
-                self.versions[ref][wanted] = source.value_name(ref, wanted)
-        for index, node in enumerate(self.graph.nodes):
-            if node.role in (Role.PARAMETER, Role.INPUT):
-                continue
-            self._compute(index, node)
+            if parameter.node not in source.by_unit:
+                ref = TensorRef(parameter.node)
+                for wanted in source.gathered(parameter.node):
+                    self.versions[ref][wanted] = source.value_name(ref, wanted)
+        self.nodes = range(len(self.graph.nodes)) if nodes is None else sorted(nodes)
+        self.readers = self._unit_nodes()
+        for index in self.nodes:
+            self._node(index, self.graph.nodes[index])
+        self._collect()
+
+    def _unit_nodes(self) -> list[list[int]]:
+        """Nodes of each unit, where units matter."""
+        units = self.source.units
+        found: list[list[int]] = [[] for _ in units.names]
+        if len(found) > 1 or self.source.by_unit:
+            for index in self.nodes:
+                if units.of_node[index] != NOWHERE:
+                    found[units.of_node[index]].append(index)
+        return found
+
+    def _node(self, index: int, node: Node) -> None:
+        if node.role in (Role.PARAMETER, Role.INPUT):
+            return
+        self._enter(index, node)
+        self._compute(index, node, node.phase)
+        for output in range(len(node.outputs)):
+            ref = TensorRef(index, output)
+            if ref == self.graph.loss:
+                self._fetch(ref, self.source.replicated, Phase.FORWARD)
+            if ref in self.source.gradient_of:
+                self._collect()
+                self.items.append(ref)
+
+    def _enter(self, index: int, node: Node) -> None:
+        """Before the first operator of a unit in a pass: its parameters, and on the way back what runs again."""
+        unit = self.source.units.of_node[index]
+        if unit == NOWHERE:
+            return
+        self.unit = unit
+        if node.phase is Phase.FORWARD and unit not in self.gone_forward:
+            self.gone_forward.add(unit)
+            self._gather(unit, Phase.FORWARD)
+        elif node.phase is Phase.BACKWARD and unit not in self.gone_back:
+            self.gone_back.add(unit)
+            self._gather(unit, Phase.BACKWARD)
+            self._run_again(unit)
+
+    def _gather(self, unit: int, phase: Phase) -> None:
+        source = self.source
+        if not source.by_unit:
+            return
+        again = source.units.again[unit] if phase is Phase.BACKWARD else ()
+        users = [i for i in self.readers[unit] if self.graph.nodes[i].phase is phase]
+        place = source.units.names[unit]
+        values: dict[tuple[TensorRef, Placements], str] = {}
+        for index in (*again, *users):
+            for ref, wanted in zip(self.graph.nodes[index].tensor_inputs, source.recipe(index).inputs, strict=True):
+                if ref.node in source.by_unit and wanted in source.gathered(ref.node):
+                    name = f"{source.value_name(ref, wanted)} {'in' if phase is Phase.FORWARD else 'back in'} {place}"
+                    values[ref, wanted] = name
+        for ref, _ in values:
+            self.versions[ref] = {source.stored[ref.node]: self.graph.nodes[ref.node].name}
+        for (ref, wanted), name in values.items():
+            self.versions[ref][wanted] = name
+        if values:
+            self._collect()
+            self.items.append(Gather(unit, phase, tuple((ref, wanted, n) for (ref, wanted), n in values.items())))
+
+    def _run_again(self, unit: int) -> None:
+        again = self.source.units.again[unit]
+        if not again:
+            return
+        rerun = set(again)
+        if self.source.units.mode[unit] != "none":
+            for index in (*again, *self.readers[unit]):
+                for ref in self.graph.nodes[index].tensor_inputs:
+                    if ref.node not in rerun and ref.node not in self.source.stored and ref in self.versions:
+                        self.versions[ref] = self._kept(ref)
+        for index in again:
+            node = self.graph.nodes[index]
             for output in range(len(node.outputs)):
                 ref = TensorRef(index, output)
-                if ref == self.graph.loss:
-                    self._fetch(ref, source.replicated, Phase.FORWARD)
-                if ref in source.gradient_of:
-                    self._collect()
-                    self.items.append(ref)
-        self._collect()
+                self.renamed[ref] = f"{self.source.written_name(ref)} again"
+            self._compute(index, node, Phase.BACKWARD)
+
+    def _kept(self, ref: TensorRef) -> dict[Placements, str]:
+        """The version of a forward tensor that waits for the backward pass: as written, or once summed up."""
+        versions = self.versions[ref]
+        if self.graph.nodes[ref.node].phase is not Phase.FORWARD:
+            return versions
+        written = self.source.output_placements(ref)
+        whole = {p: name for p, name in versions.items() if PARTIAL not in p}
+        if written in whole:
+            return {written: whole[written]}
+        return whole or versions
 
     def _collect(self) -> None:
         self.items += self.drafts
         self.drafts = []
 
-    def _compute(self, index: int, node: Node) -> None:
+    def _compute(self, index: int, node: Node, phase: Phase) -> None:
         source, recipe = self.source, self.source.recipe(index)
         names = tuple(
-            self._fetch(ref, wanted, node.phase) for ref, wanted in zip(node.tensor_inputs, recipe.inputs, strict=True)
+            self._fetch(ref, wanted, phase) for ref, wanted in zip(node.tensor_inputs, recipe.inputs, strict=True)
         )
         outputs, writes, owners = [], [], {}
         view = node.kernel is Kernel.VIEW and bool(names)
         for output, placements in enumerate(recipe.outputs):
             ref = TensorRef(index, output)
-            name = source.written_name(ref) if ref in source.read else ""
+            name = self._value_name(ref, placements) if ref in source.read else ""
             outputs.append(name)
             if name:
-                kind = BufferKind.GRADIENT if ref in source.gradient_of else BufferKind.ACTIVATION
-                writes.append(Buffer(name=name, size_bytes=0 if view else recipe.sizes[output], kind=kind))
+                writes.append(Buffer(name=name, size_bytes=0 if view else recipe.sizes[output], kind=self._kind(ref)))
                 self.versions[ref] = {placements: name}
                 if view:
                     owners[name] = names[0]
+        rules = source.rules[index]
+        name = node.name if phase is node.phase else f"recompute {node.name}"
+        beside = self._messages_beside(index, node, phase, names) if any(rule.messages for rule in rules) else ()
+        part = beside[0] if beside else 1.0
         task = Task(
-            name=node.name,
-            phase=node.phase,
+            name=name,
+            phase=phase,
             kernel=node.kernel,
             dtype=node.outputs[0].dtype,
-            flops=recipe.flops,
-            bytes_moved=recipe.bytes_moved,
+            flops=recipe.flops * part,
+            bytes_moved=recipe.bytes_moved * part,
             matmul=recipe.matmul,
         )
-        rules = source.rules[index]
         instruction = Compute(node=index, inputs=names, outputs=tuple(outputs), rules=rules)
-        self._add(task, instruction, names, tuple(writes), owners)
-        if any(rule.reduced_elements for rule in rules):
-            self._inner_reductions(node, rules, tuple(name for name in outputs if name))
+        self._add(task, instruction, (*names, *beside[1:]), tuple(writes), owners)
+        if any(rule.reduced_elements or rule.messages for rule in rules):
+            self._messages_behind(index, node, phase, tuple(name for name in outputs if name))
 
-    def _inner_reductions(self, node: Node, rules: NodeRules, outputs: tuple[str, ...]) -> None:
+    def _kind(self, ref: TensorRef) -> BufferKind:
+        if ref in self.source.gradient_of:
+            return BufferKind.GRADIENT
+        return BufferKind.RECOMPUTED if ref in self.renamed else BufferKind.ACTIVATION
+
+    def _messages_behind(self, index: int, node: Node, phase: Phase, outputs: tuple[str, ...]) -> None:
         """Time the collectives inside an operator right after it; the operator's instruction runs them."""
-        for axis, rule in enumerate(rules):
-            if rule.reduced_elements:
-                payload = rule.reduced_elements * DTYPE_BYTES[node.outputs[0].dtype]
-                inner = Communicate(
-                    collective=Collective.ALL_REDUCE, axis=axis, sources=(), targets=(), gather_dims=(), split_dims=()
-                )
-                self._message(f"all_reduce inside {node.name}", node.phase, inner, payload, completes=outputs)
+        for axis, message in self._inner(index):
+            if not message.overlapped:
+                self._inner_message(index, node, phase, axis, message, completes=outputs)
+
+    def _messages_beside(
+        self, index: int, node: Node, phase: Phase, inputs: tuple[str, ...]
+    ) -> tuple[float, str] | tuple[()]:
+        """Time the messages that travel while an operator works on the pieces it has.
+
+        All but the last piece of the work runs beside them. Returns the part of the work that is left for the last
+        piece and the value it waits for; nothing where no message is overlapped.
+        """
+        found = [(axis, message) for axis, message in self._inner(index) if message.overlapped]
+        if not found:
+            return ()
+        recipe = self.source.recipe(index)
+        pieces = max(message_count(message, self.source.sizes[axis]) for axis, message in found) + 1
+        task = Task(
+            name=f"{node.name}, all but the last piece",
+            phase=phase,
+            kernel=node.kernel,
+            dtype=node.outputs[0].dtype,
+            flops=recipe.flops * (1 - 1 / pieces),
+            bytes_moved=recipe.bytes_moved * (1 - 1 / pieces),
+        )
+        nothing = Communicate(
+            collective=found[0][1].collective, axis=found[0][0], sources=(), targets=(), gather_dims=(), split_dims=()
+        )
+        self._add(task, nothing, inputs, ())
+        arrived = f"pieces of {self._value_name(TensorRef(index), recipe.outputs[0])}"
+        for axis, message in found:
+            self._inner_message(index, node, phase, axis, message, waits_for=inputs)
+        last = self.drafts[-1]
+        last.writes = (Buffer(name=arrived, size_bytes=0, kind=BufferKind.COMMUNICATION),)
+        return 1 / pieces, arrived
+
+    def _inner(self, index: int) -> list[tuple[int, InnerMessage]]:
+        return [(axis, m) for axis, rule in enumerate(self.source.rules[index]) for m in inner_messages(rule)]
+
+    def _inner_message(
+        self,
+        index: int,
+        node: Node,
+        phase: Phase,
+        axis: int,
+        message: InnerMessage,
+        *,
+        completes: tuple[str, ...] = (),
+        waits_for: tuple[str, ...] = (),
+    ) -> None:
+        payload = message_bytes(self.graph, node, message, self.source.shares(index))
+        inner = Communicate(
+            collective=message.collective, axis=axis, sources=(), targets=(), gather_dims=(), split_dims=()
+        )
+        for _ in range(message_count(message, self.source.sizes[axis])):
+            name = f"{message.collective} inside {node.name}"
+            self._message(name, phase, inner, payload, completes=completes)
+            self.drafts[-1].reads = waits_for

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
+from planner.graph.chain import Chain
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, Role, TensorRef, TensorSpec
+from planner.lowering.units import no_units, units_of
 from planner.sharding.placement import REPLICATE, Mesh, Placements, placement_name
 from planner.sharding.redistribution import Step, redistribution
 from planner.sharding.rules import Rule
@@ -22,12 +24,20 @@ from simulator.program import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoweringOptions:
-    """What a plan says beside the strategies."""
+    """What a plan says beside the strategies.
+
+    ``recompute`` holds the mode of the units that compute again, by name; ``shard_size`` the ranks of the data axis
+    over which stored shards are spread, 0 for all.
+    """
 
     mesh: Mesh
     micro_batches: int
     optimizer: Optimizer
     bucket_bytes: int
+    optimizer_sharding: str = "zero1"
+    recompute: Mapping[str, str] = field(default_factory=dict)
+    shard_size: int = 0
+    offload_optimizer: bool = False
 
 
 def local_share(placements: Placements, sizes: tuple[int, ...]) -> float:
@@ -50,13 +60,21 @@ class Recipe:
 class PlacedGraph:
     """The graph with its strategies, and what follows from them for every segment."""
 
-    def __init__(self, graph: OperatorGraph, rules: Mapping[str, NodeRules], options: LoweringOptions) -> None:
+    def __init__(
+        self,
+        graph: OperatorGraph,
+        rules: Mapping[str, NodeRules],
+        options: LoweringOptions,
+        units: Chain | None = None,
+    ) -> None:
         self.graph = graph
         self.options = options
         self.sizes = options.mesh.sizes
         axes = len(self.sizes)
         self.replicated: Placements = (REPLICATE,) * axes
         self._recipes: dict[tuple[int, int, str], Recipe] = {}
+        self._gradient_paths: dict[int, tuple[tuple[Step, ...], tuple[Step, ...]]] = {}
+        self._gradient_refs = {p.node: p.gradient for p in graph.parameters if p.gradient is not None}
         self.gradient_of = {p.gradient: p.node for p in graph.parameters if p.gradient is not None}
         self.rules: list[NodeRules] = []
         for node in graph.nodes:
@@ -72,6 +90,11 @@ class PlacedGraph:
             for i, node in enumerate(graph.nodes)
             if node.role in (Role.PARAMETER, Role.INPUT)
         }
+        self.by_unit = frozenset(
+            p.node for p in graph.parameters if options.optimizer_sharding == "zero3" and self.gathered(p.node)
+        )
+        plain = not self.by_unit and set(options.recompute.values()) <= {"none"}
+        self.units = no_units(graph) if plain else units_of(graph, options.recompute, self.by_unit, units)
         self.read = {*graph.consumers, graph.loss, *(p.gradient for p in graph.parameters if p.gradient)}
         self.loss_value = self.value_name(graph.loss, self.replicated)
 
@@ -96,6 +119,11 @@ class PlacedGraph:
                 matmul=product and (float(product[0]), float(product[1]), float(product[2]), float(product[3])),
             )
         return self._recipes[key]
+
+    def shares(self, index: int) -> list[float]:
+        """Part of each tensor input, then of each output of a node that is local."""
+        recipe = self.recipe(index)
+        return [local_share(placements, self.sizes) for placements in (*recipe.inputs, *recipe.outputs)]
 
     def output_placements(self, ref: TensorRef) -> Placements:
         """Placements in which a tensor's node writes it."""
@@ -138,6 +166,23 @@ class PlacedGraph:
             )
         return steps
 
+    def gradient_ref(self, parameter: int) -> TensorRef:
+        """Gradient of a trained parameter, by its node."""
+        return self._gradient_refs[parameter]
+
+    def gradient_path(self, parameter: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        """Steps from a gradient as it is written to the stored placement: every micro-batch, and once a step.
+
+        Where accumulated gradients are sharded, everything up to the last reduce-scatter is done every micro-batch.
+        """
+        if parameter not in self._gradient_paths:
+            ref = self.gradient_ref(parameter)
+            steps = self.path(self.output_placements(ref), self.stored[parameter])
+            scattered = [i for i, step in enumerate(steps) if step.operation is Collective.REDUCE_SCATTER]
+            at = scattered[-1] + 1 if scattered and self.options.optimizer_sharding in ("zero2", "zero3") else 0
+            self._gradient_paths[parameter] = (steps[:at], steps[at:])
+        return self._gradient_paths[parameter]
+
     def volume(self, steps: tuple[Step, ...]) -> float:
         """Share of a tensor that a path puts on the wire."""
         return sum(
@@ -156,7 +201,7 @@ class PlacedGraph:
             kind = BufferKind.PARAMETER if node.role is Role.PARAMETER else BufferKind.ACTIVATION
             buffers.append(Buffer(name=node.name, size_bytes=size, kind=kind))
             states = state_bytes(self.options.optimizer, spec.dtype) * size // DTYPE_BYTES[spec.dtype]
-            if node.role is Role.PARAMETER and states:
+            if node.role is Role.PARAMETER and states and not self.options.offload_optimizer:
                 name = f"{node.name}.states"
                 buffers.append(Buffer(name=name, size_bytes=states, kind=BufferKind.OPTIMIZER_STATE))
         return buffers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.instructions import (
@@ -12,6 +13,7 @@ from planner.instructions import (
 )
 from planner.lowering.body import Body
 from planner.lowering.placed import LoweringOptions, PlacedGraph
+from planner.lowering.replicas import data_axis, replicated_rules, with_replicas
 from planner.lowering.segment import SegmentWriter
 from planner.strategy.plan import NodeRules
 from simulator.program import (
@@ -21,12 +23,24 @@ from simulator.program import (
 )
 
 
+def spread(
+    graph: OperatorGraph, rules: Mapping[str, NodeRules], options: LoweringOptions
+) -> tuple[LoweringOptions, Mapping[str, NodeRules]]:
+    """Options and rules with the data axis split where only a part of it shares shards."""
+    place = data_axis(options.mesh)
+    if not options.shard_size or (place is not None and options.mesh.axes[place].size == options.shard_size):
+        return options, rules
+    mesh = with_replicas(options.mesh, options.shard_size)
+    return replace(options, mesh=mesh, shard_size=0), replicated_rules(graph, rules, options.mesh)
+
+
 def lower_graph(graph: OperatorGraph, rules: Mapping[str, NodeRules], options: LoweringOptions) -> LoweredPlan:
     """Lower an unfolded graph with the strategies of its nodes, by name.
 
     Every tensor is redistributed at most once to each placement, from the version at hand that is
     cheapest to start from.
     """
+    options, rules = spread(graph, rules, options)
     source = PlacedGraph(graph, rules, options)
     count = options.micro_batches
     kinds = [(True, True, 1)] if count == 1 else [(True, False, 1), (False, False, count - 2), (False, True, 1)]

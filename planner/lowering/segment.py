@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -12,13 +13,14 @@ from planner.instructions import (
     Instruction,
     Update,
 )
-from planner.lowering.body import Body
+from planner.lowering.body import Body, Gather
 from planner.lowering.placed import PlacedGraph, local_share
 from planner.lowering.writer import Writer, finished
 from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step
 from planner.work import update_traffic
 from simulator.program import (
+    COMPUTE_STREAM,
     Buffer,
     BufferKind,
     Collective,
@@ -27,12 +29,15 @@ from simulator.program import (
     Task,
 )
 
+Then = Callable[[int, str], None]
+"""Takes a parameter and the value that its gradient has become."""
+
 
 @dataclass(slots=True)
 class _Pending:
     """Gradients waiting to travel together."""
 
-    entries: list[tuple[int, str, tuple[Step, ...]]] = field(default_factory=list)
+    entries: list[tuple[int, str, tuple[Step, ...], Then]] = field(default_factory=list)
     size_bytes: int = 0
 
 
@@ -51,61 +56,104 @@ class SegmentWriter(Writer):
     def write(self) -> tuple[tuple[Task, ...], tuple[Instruction, ...]]:
         """Return the segment's tasks, with dependencies and releases, and their instructions."""
         self._gather_parameters()
+        gathers = [item for item in self.body.items if isinstance(item, Gather)]
+        passed = 0
         for item in self.body.items:
             if isinstance(item, TensorRef):
                 self._gradient(item, self.source.gradient_of[item])
+            elif isinstance(item, Gather):
+                self._gather_units(gathers, passed)
+                passed += 1
             else:
                 self.drafts.append(item)
+        while self.pending:
+            self._flush(next(iter(self.pending)))
         if self.last:
-            self._finish()
+            self._update()
         return self._resolve()
 
     # Parameters and gradients
 
     def _gather_parameters(self) -> None:
         """Fetch stored shards once a step, in fused messages ahead of their use."""
-        pending: dict[tuple[str, int, Placements, Placements, str], list[tuple[TensorRef, str, str]]] = {}
-        size: dict[object, int] = {}
+        values = []
         for parameter in self.graph.parameters:
+            if parameter.node in self.source.by_unit:
+                continue
             ref = TensorRef(parameter.node)
             for wanted in self.source.gathered(parameter.node):
-                steps = self.source.path(self.source.stored[parameter.node], wanted)
-                self.persistent.add(self.source.value_name(ref, wanted))
-                if not self.first:
-                    self.versions[ref][wanted] = self.source.value_name(ref, wanted)
-                elif len(steps) > 1:
-                    self._gather_in_steps(ref, wanted, steps)
+                name = self.source.value_name(ref, wanted)
+                self.persistent.add(name)
+                if self.first:
+                    values.append((ref, wanted, name))
                 else:
-                    step = steps[0]
-                    target = self.source.value_name(ref, wanted)
-                    self.versions[ref][wanted] = target
-                    spec = self.graph.spec(ref)
-                    place = (str(step.operation), step.axis, step.before, step.after, spec.dtype)
-                    pending.setdefault(place, []).append((ref, self.graph.nodes[ref.node].name, target))
-                    size[place] = size.get(place, 0) + self.source.local_bytes(spec, step.after)
-                    if size[place] >= self.source.options.bucket_bytes:
-                        self._step(pending.pop(place), step, Phase.FORWARD, asynchronous=True)
-                        size[place] = 0
+                    self.versions[ref][wanted] = name
+        self._gather(values, Phase.FORWARD)
+
+    def _gather(self, values: Sequence[tuple[TensorRef, Placements, str]], phase: Phase) -> None:
+        """Fetch the given parameters in fused messages."""
+        pending: dict[tuple[str, int, Placements, Placements, str], list[tuple[TensorRef, str, str]]] = {}
+        size: dict[object, int] = {}
+        for ref, wanted, target in values:
+            steps = self.source.path(self.source.stored[ref.node], wanted)
+            if len(steps) > 1:
+                self._gather_in_steps(ref, wanted, target, steps, phase)
+                continue
+            step = steps[0]
+            self.versions[ref][wanted] = target
+            spec = self.graph.spec(ref)
+            place = (str(step.operation), step.axis, step.before, step.after, spec.dtype)
+            pending.setdefault(place, []).append((ref, self.graph.nodes[ref.node].name, target))
+            size[place] = size.get(place, 0) + self.source.local_bytes(spec, step.after)
+            if size[place] >= self.source.options.bucket_bytes:
+                self._step(pending.pop(place), step, phase, asynchronous=True)
+                size[place] = 0
         for key, items in pending.items():
             step = self.source.path(key[2], key[3])[0]
-            self._step(items, step, Phase.FORWARD, asynchronous=True)
+            self._step(items, step, phase, asynchronous=True)
 
-    def _gather_in_steps(self, ref: TensorRef, wanted: Placements, steps: tuple[Step, ...]) -> None:
-        value, goal = self.graph.nodes[ref.node].name, self.source.value_name(ref, wanted)
+    def _gather_in_steps(
+        self, ref: TensorRef, wanted: Placements, goal: str, steps: tuple[Step, ...], phase: Phase
+    ) -> None:
+        value = self.graph.nodes[ref.node].name
         for number, step in enumerate(steps, 1):
             target = goal if number == len(steps) else f"{goal}.step{number}"
-            self._step([(ref, value, target)], step, Phase.FORWARD, asynchronous=True)
+            self._step([(ref, value, target)], step, phase, asynchronous=True)
             value = target
         self.versions[ref][wanted] = goal
 
+    def _gather_units(self, gathers: Sequence[Gather], position: int) -> None:
+        """At the first operator of a unit, gather what the next one needs, and its own where none was before."""
+        here = gathers[position]
+        starts = position == 0 or gathers[position - 1].phase is not here.phase
+        wanted = [here] if starts else []
+        if position + 1 < len(gathers) and gathers[position + 1].phase is here.phase:
+            wanted.append(gathers[position + 1])
+        for gather in wanted:
+            before = len(self.drafts)
+            self.unit = gather.unit
+            self._gather(gather.values, gather.phase)
+            for draft in self.drafts[before:]:
+                draft.beside = True
+
+    # Gradients
+
     def _gradient(self, ref: TensorRef, parameter: int) -> None:
-        placements = self.source.output_placements(ref)
-        value = self.source.value_name(ref, placements)
+        """Hand a complete gradient on: to its accumulator, or first to the rank that accumulates its part."""
+        value = self.source.value_name(ref, self.source.output_placements(ref))
+        ahead, _ = self.source.gradient_path(parameter)
+        self._synchronise(parameter, value, ahead, self._accumulate)
+
+    def _accumulate(self, parameter: int, value: str) -> None:
+        source = self.source
+        ahead, behind = source.gradient_path(parameter)
+        ref = source.gradient_ref(parameter)
         spec = self.graph.spec(ref)
-        if self.source.options.micro_batches > 1:
+        placements = ahead[-1].after if ahead else source.output_placements(ref)
+        if source.options.micro_batches > 1:
             accumulator = f"{self.graph.nodes[parameter].name}.accumulated"
             self.persistent.add(accumulator)
-            size = self.source.local_bytes(spec, placements)
+            size = source.local_bytes(spec, placements)
             moved = 0.0 if self.first else 3.0 * size
             task = Task(
                 name=f"accumulate {self.graph.nodes[parameter].name}",
@@ -120,24 +168,27 @@ class SegmentWriter(Writer):
             self.drafts[-1].completes = (accumulator,)
             value = accumulator
         if self.last:
-            self._synchronise(parameter, value, self.source.path(placements, self.source.stored[parameter]))
+            self._synchronise(parameter, value, behind, self._synchronised)
 
-    def _synchronise(self, parameter: int, value: str, steps: tuple[Step, ...]) -> None:
-        """Queue a gradient's next message; full buckets travel at once."""
+    def _synchronised(self, parameter: int, value: str) -> None:
+        self.synchronised.append((parameter, value))
+
+    def _synchronise(self, parameter: int, value: str, steps: tuple[Step, ...], then: Then) -> None:
+        """Queue a gradient's next message; full buckets travel at once, and `then` takes what arrives."""
         if not steps:
-            self.synchronised.append((parameter, value))
+            then(parameter, value)
             return
         step = steps[0]
-        ref = next(p.gradient for p in self.graph.parameters if p.node == parameter and p.gradient)
+        ref = self.source.gradient_ref(parameter)
         if not isinstance(step.operation, Collective):
             target = self._synchronised_name(parameter, step)
             self._step([(ref, value, target)], step, Phase.BACKWARD, asynchronous=False)
-            self._synchronise(parameter, target, steps[1:])
+            self._synchronise(parameter, target, steps[1:], then)
             return
         spec = self.graph.spec(ref)
         key = (step.operation, step.axis, spec.dtype)
         bucket = self.pending.setdefault(key, _Pending())
-        bucket.entries.append((parameter, value, steps))
+        bucket.entries.append((parameter, value, steps, then))
         bucket.size_bytes += int(spec.size_bytes / prod(self.source.sizes[a] for a in step.sharded_axes))
         if bucket.size_bytes >= self.source.options.bucket_bytes:
             self._flush(key)
@@ -147,11 +198,9 @@ class SegmentWriter(Writer):
 
     def _flush(self, key: tuple[Collective, int, str]) -> None:
         bucket = self.pending.pop(key)
-        gradients = {p.node: p.gradient for p in self.graph.parameters}
         items, dims, payload, writes, after = [], [], 0.0, [], []
-        for parameter, value, steps in bucket.entries:
-            step, ref = steps[0], gradients[parameter]
-            assert ref is not None  # only parameters with a gradient are queued
+        for parameter, value, steps, then in bucket.entries:
+            step, ref = steps[0], self.source.gradient_ref(parameter)
             target = self._synchronised_name(parameter, step)
             spec = self.graph.spec(ref)
             items.append((value, target))
@@ -159,7 +208,7 @@ class SegmentWriter(Writer):
             payload += spec.size_bytes / prod(self.source.sizes[a] for a in step.sharded_axes)
             size = self.source.local_bytes(spec, step.after)
             writes.append(Buffer(name=target, size_bytes=size, kind=BufferKind.GRADIENT))
-            after.append((parameter, target, steps[1:]))
+            after.append((parameter, target, steps[1:], then))
         message = Communicate(
             collective=key[0],
             axis=key[1],
@@ -173,13 +222,10 @@ class SegmentWriter(Writer):
         if len(items) > 1:
             name += f" and {len(items) - 1} more"
         self._message(name, Phase.BACKWARD, message, payload, writes=tuple(writes), dtype=key[2])
-        for parameter, target, steps in after:
-            self._synchronise(parameter, target, steps)
+        for parameter, target, steps, then in after:
+            self._synchronise(parameter, target, steps, then)
 
-    def _finish(self) -> None:
-        """Send what still waits, then update every parameter."""
-        while self.pending:
-            self._flush(next(iter(self.pending)))
+    def _update(self) -> None:
         update = self.source.options.optimizer
         for parameter, value in self.synchronised:
             node = self.graph.nodes[parameter]
@@ -203,9 +249,14 @@ class SegmentWriter(Writer):
         owners: dict[str, str] = {}
         after: list[tuple[int, ...]] = []
         streams = [draft.task.stream for draft in self.drafts]
+        computed = -1
         for index, draft in enumerate(self.drafts):
             stream = streams[index]
             needs = {n for v in draft.reads if (n := producer.get(v)) is not None and streams[n] != stream}
+            if draft.beside and computed >= 0:
+                needs.add(computed)
+            if stream == COMPUTE_STREAM:
+                computed = index
             if draft.completes:
                 if draft.task.collective is not None:
                     needs.add(index - 1)

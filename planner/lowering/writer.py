@@ -13,7 +13,7 @@ from planner.instructions import (
     Slice,
 )
 from planner.lowering.placed import PlacedGraph
-from planner.sharding.placement import Placements
+from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step, redistribution
 from simulator.program import (
     Buffer,
@@ -36,6 +36,10 @@ class Draft:
     owners: dict[str, str] = field(default_factory=dict)
     completes: tuple[str, ...] = ()
     """Values that are ready only after this task although an earlier one writes them."""
+    beside: bool = False
+    """Not before the computation that comes earlier in the order has ended: for messages that wait for no value."""
+    unit: int = 0
+    """The unit whose pass this is in."""
 
 
 def finished(task: Task, after: tuple[int, ...], allocates: tuple[Buffer, ...], releases: tuple[str, ...]) -> Task:
@@ -68,6 +72,18 @@ class Writer:
         self.versions: dict[TensorRef, dict[Placements, str]] = {
             TensorRef(index): {placements: self.graph.nodes[index].name} for index, placements in source.stored.items()
         }
+        self.renamed: dict[TensorRef, str] = {}
+        """Names of tensors that are computed again."""
+        self.unit = 0
+
+    def _value_name(self, ref: TensorRef, placements: Placements) -> str:
+        """Name of a tensor in one placement, as it stands now."""
+        name = self.renamed.get(ref)
+        if name is None:
+            return self.source.value_name(ref, placements)
+        if placements == self.source.output_placements(ref):
+            return name
+        return f"{name}@{','.join(map(placement_name, placements))}"
 
     def _fetch(self, ref: TensorRef, wanted: Placements, phase: Phase) -> str:
         versions = self.versions[ref]
@@ -80,7 +96,7 @@ class Writer:
         return versions[wanted]
 
     def _move(self, ref: TensorRef, value: str, step: Step, phase: Phase, *, asynchronous: bool = False) -> str:
-        target = self.source.value_name(ref, step.after)
+        target = self._value_name(ref, step.after)
         self._step([(ref, value, target)], step, phase, asynchronous)
         return target
 
@@ -156,4 +172,4 @@ class Writer:
         writes: tuple[Buffer, ...],
         owners: dict[str, str] | None = None,
     ) -> None:
-        self.drafts.append(Draft(task, instruction, reads, writes, owners or {}))
+        self.drafts.append(Draft(task, instruction, reads, writes, owners or {}, unit=self.unit))

@@ -1,0 +1,60 @@
+"""What a plan says beside the strategies, as lowering wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.graph.chain import chain
+from planner.graph.operator_graph import OperatorGraph
+from planner.lowering.placed import LoweringOptions
+from planner.strategy.plan import Plan
+from planner.work import optimizer
+from simulator.errors import StrategyError
+
+
+def lowering_options(plan: Plan, graph: OperatorGraph) -> LoweringOptions:
+    """Options of a plan for its network, folded or not.
+
+    Raises
+    ------
+    StrategyError
+        A recompute range names units that the network has not, or ranges overlap.
+    """
+    names = chain(graph).names() if plan.recompute_ranges else ()
+    return LoweringOptions(
+        mesh=plan.mesh,
+        micro_batches=plan.micro_batches,
+        optimizer=optimizer(plan.optimizer),
+        bucket_bytes=plan.bucket_bytes,
+        optimizer_sharding=plan.optimizer_sharding,
+        recompute=recompute_modes(plan, names),
+        shard_size=plan.shard_size,
+        offload_optimizer=plan.offload_optimizer,
+    )
+
+
+def recompute_modes(plan: Plan, names: Sequence[str]) -> dict[str, str]:
+    """Mode of each unit that computes again, by name, given the names of all units in model order."""
+    place = {name: i for i, name in enumerate(names)}
+    found: dict[str, str] = {}
+    for number, part in enumerate(plan.recompute_ranges):
+        for name in (part.first, part.last):
+            if name not in place:
+                raise StrategyError(
+                    f"recompute.ranges.{number}: {name!r} is no unit of {plan.network}; "
+                    f"its units are {shortened(names)}"
+                )
+        members = names[place[part.first] : place[part.last] + 1]
+        if not members:
+            raise StrategyError(f"recompute.ranges.{number}: {part.first!r} comes after {part.last!r}; swap them")
+        twice = next((name for name in members if name in found), None)
+        if twice is not None:
+            raise StrategyError(f"recompute.ranges.{number}: unit {twice!r} is in another range as well; keep one")
+        found.update(dict.fromkeys(members, part.mode))
+    return found
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Some names for a message."""
+    shown = names if len(names) <= 8 else (*names[:4], "…", *names[-3:])
+    return ", ".join(shown)
