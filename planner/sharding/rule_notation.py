@@ -151,7 +151,7 @@ def call_of(graph: OperatorGraph, node: Node) -> Call:
 
 def rules_of(call: Call, layout: Layout) -> tuple[Rule, ...]:
     """Derive the rules: replicated, one for each letter, partial pass-through, extra ones."""
-    inputs = list(_inputs(call, layout))
+    inputs = list(labelled_inputs(call, layout))
     outputs = list(zip(layout.outputs, call.outputs, strict=False))
     found = {replicated(len(inputs), len(call.outputs)): None}
     labels = [label for _, _, label in inputs] + [label.partition("|")[0] for label, _ in outputs if label]
@@ -180,7 +180,7 @@ def _operand(spec: TensorSpec) -> Operand:
     return Operand(extents, spec.dtype)
 
 
-def _inputs(call: Call, layout: Layout) -> Iterator[_Input]:
+def labelled_inputs(call: Call, layout: Layout) -> Iterator[_Input]:
     """Position of the argument, operand and letters of every tensor, in the order of ``Node.tensor_inputs``."""
     for position, argument in enumerate(call.args):
         label = layout.arguments[position] if position < len(layout.arguments) else ""
