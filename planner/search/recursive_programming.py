@@ -1,0 +1,126 @@
+"""Fast search by double recursion: over the operators by weight, over the devices by halves.
+
+The device set is halved along the mesh axes, the outermost (slowest links) first; an axis whose size is no power of
+two is cut by its prime factors. Every cut brings a round over the operators, heaviest first (seconds of unsplit
+work, all layers together): each takes the placement along that axis which costs least, communication and the work
+that stays counted, given what is decided. All pieces of an axis share one placement, so the rounds of one axis
+are chances to revise it: the first two decide, one with light operators folded between the heavy ones and one
+without, the later ones see all neighbours and never make the plan worse.
+
+A round is linear in the number of operators, and the number of rounds is logarithmic in the devices. Blocks of a run
+are decided once, whatever the depth. The tables are those of the exact search, so pins, restrictions and
+indivisible dims are honoured. Nothing is proven: the bound is that of the exact search, on demand.
+
+Memory is bought at a price that is raised and lowered a bounded number of times; where no such plan fits, the plan
+of least memory is the answer, so a plan is found wherever there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from planner.search import dynamic_programming
+from planner.search.layered_tables import LayeredTables
+from planner.search.memory_price import within_limit
+from planner.search.problem import Problem
+from planner.search.sequential import Descent
+from planner.search.solution import Solution
+from planner.sharding.placement import REPLICATE
+
+SWEEPS = 3
+
+
+def solve(problem: Problem, memory_limit_bytes: float, *, bound: bool = False) -> Solution | None:
+    """Find a good plan whose memory fits; None where even the smallest plan does not.
+
+    Parameters
+    ----------
+    problem : Problem
+    memory_limit_bytes : float
+        Infinite for no limit.
+    bound : bool
+        Whether to take the lower bound from the exact search; else it is 0.
+    """
+    tables = LayeredTables(problem)
+    order = by_weight(tables)
+    cuts = [len(prime_factors(axis.size)) for axis in problem.setting.costs.mesh.axes]
+
+    def at_price(price: float, start: Sequence[int] | None) -> list[int]:
+        descent = Descent(tables, price)
+        states = _opening(descent, order) if start is None else start
+        return descent.settle(states, order, cuts, SWEEPS if start is None else 1)
+
+    found = within_limit(tables, memory_limit_bytes, at_price, partial(dynamic_programming.smallest, problem))
+    if found is None:
+        return None
+    return with_bound(problem, found, memory_limit_bytes) if bound else replace(found, lower_bound_s=0.0, width=0)
+
+
+def with_bound(problem: Problem, solution: Solution, memory_limit_bytes: float) -> Solution:
+    """The solution with the lower bound and the width that the exact search proves."""
+    exact = dynamic_programming.solve(problem, memory_limit_bytes)
+    proven = 0.0 if exact is None else min(exact.lower_bound_s, solution.objective_s)
+    return replace(solution, lower_bound_s=proven, width=0 if exact is None else exact.width)
+
+
+def gap_to_exact(problem: Problem, solution: Solution, memory_limit_bytes: float = np.inf) -> float:
+    """Part of the solution's objective that the exact optimum under the same limit saves.
+
+    Negative where the exact search stopped early, at a plan that is worse.
+    """
+    exact = dynamic_programming.solve(problem, memory_limit_bytes)
+    if exact is None or solution.objective_s <= 0:
+        return 0.0
+    return 1.0 - exact.objective_s / solution.objective_s
+
+
+def prime_factors(number: int) -> list[int]:
+    """Prime factors in ascending order.
+
+    >>> prime_factors(96), prime_factors(1), prime_factors(4093)
+    ([2, 2, 2, 2, 2, 3], [], [4093])
+    """
+    factors = []
+    divisor = 2
+    while divisor * divisor <= number:
+        while number % divisor == 0:
+            factors.append(divisor)
+            number //= divisor
+        divisor += 1
+    return factors + [number] * (number > 1)
+
+
+def by_weight(tables: LayeredTables) -> list[int]:
+    """Instances, those with the most seconds of unsplit work first, ties by number."""
+    weights = tables.weights()
+    return [int(i) for i in np.argsort(-weights, kind="stable")]
+
+
+def _opening(descent: Descent, order: Sequence[int]) -> list[int]:
+    """Decide every axis from nothing split, outermost axis first, with light operators folded and then without."""
+    states = _unsplit(descent.tables)
+    total = descent.total(states)
+    for late in ((), order):
+        for axis in range(len(descent.tables.problem.setting.costs.mesh.axes)):
+            found, _ = descent.round(states, order, late, axis)
+            now = descent.total(found)
+            if now < total or not np.isfinite(total):
+                states, total = found, now
+    return states
+
+
+def _unsplit(tables: LayeredTables) -> list[int]:
+    """For each instance the state that replicates along the most axes."""
+    known: dict[int, int] = {}
+    for instance in tables.instances:
+        if instance.variable not in known:
+            states = tables.problem.states[instance.variable]
+            whole = np.array(
+                [all(p == REPLICATE for p in (*c.reads.values(), *c.writes.values())) for c in states.variable.choices]
+            )
+            known[instance.variable] = int(whole[states.choice].sum(axis=0).argmax())
+    return [known[instance.variable] for instance in tables.instances]

@@ -1,0 +1,230 @@
+"""Deciding variables one after the other: what recursive programming and sharding propagation share.
+
+A *round* decides the placements along one mesh axis while those along the others stay. The variables that a round
+may pass over are folded into tables between their neighbours (min-plus elimination of variables with at
+most two neighbours, which is exact); the others are decided in a given order, each at least cost to what is decided
+already, with the best that every undecided neighbour could answer. A round is linear in the number of tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.layered_tables import LayeredTables
+
+Table = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+MOST_ENTRIES = 4_000_000
+"""Entries a table between three variables may have; larger ones are left to be decided in order."""
+
+PROGRESS = 1e-9
+"""Part of the total that a round has to save to count as help."""
+
+PATIENCE = 2
+"""Rounds in a row without help that end those of an axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """A variable that was folded: its best state for each state of its neighbours in `around`."""
+
+    variable: int
+    around: tuple[int, ...]
+    best: Indices
+
+
+class Round:
+    """Variables with a few candidates each, and tables between those candidates."""
+
+    def __init__(self, unary: Mapping[int, Table], pairs: Mapping[tuple[int, int], Table]) -> None:
+        self.unary = dict(unary)
+        self.tables: dict[int, dict[int, Table]] = {v: {} for v in unary}
+        for (i, j), table in pairs.items():
+            self.tables[i][j] = table
+            self.tables[j][i] = table.T
+        self.decided: dict[int, int] = {}
+        self.in_order: list[int] = []
+        self._passed: list[_Passed] = []
+
+    def decide(
+        self, order: Sequence[int], late: Collection[int], kept: Mapping[int, int] | None = None
+    ) -> dict[int, int]:
+        """Candidates chosen, by variable, in `order`; those in `late` may not be folded before their turn.
+
+        With `kept`, candidates that the variables have, what cannot be folded keeps its own: everything else is
+        then best for it, so no round makes the total worse.
+        """
+        waiting = set(late)
+        queue = [v for v in self.unary if v not in waiting]
+        self._fold(queue, waiting)
+        for variable in order:
+            if variable not in self.unary:
+                continue
+            waiting.discard(variable)
+            neighbours = self._fix(variable, self._best(variable) if kept is None else kept[variable])
+            self._fold([n for n in neighbours if n not in waiting], waiting)
+        for step in reversed(self._passed):
+            at = tuple(self.decided[n] for n in step.around)
+            self.decided[step.variable] = int(step.best[at])
+        return self.decided
+
+    def _best(self, variable: int) -> int:
+        cost = self.unary[variable].copy()
+        for other, table in self.tables[variable].items():
+            cost += (table + self.unary[other]).min(axis=1)
+        return int(cost.argmin())
+
+    def _fix(self, variable: int, candidate: int) -> list[int]:
+        """Decide a variable: its tables become costs of its neighbours alone."""
+        self.decided[variable] = candidate
+        self.in_order.append(variable)
+        del self.unary[variable]
+        neighbours = self.tables.pop(variable)
+        for other, table in neighbours.items():
+            del self.tables[other][variable]
+            self.unary[other] = self.unary[other] + table[candidate]
+        return list(neighbours)
+
+    def _fold(self, queue: list[int], waiting: Collection[int]) -> None:
+        """Eliminate variables with at most two neighbours, as long as there are any."""
+        while queue:
+            v = queue.pop()
+            if v not in self.unary or len(self.tables[v]) > 2:
+                continue
+            around = tuple(self.tables[v])
+            sizes = [len(self.unary[n]) for n in (v, *around)]
+            if np.prod(sizes, dtype=np.float64) > MOST_ENTRIES:
+                continue
+            self._eliminate(v, around)
+            queue += [n for n in around if n not in waiting]
+
+    def _eliminate(self, v: int, around: tuple[int, ...]) -> None:
+        own = self.unary.pop(v)
+        tables = [self.tables[n].pop(v) for n in around]
+        del self.tables[v]
+        if not around:
+            self._passed.append(_Passed(v, around, np.array(own.argmin())))
+            return
+        total = tables[0] + own
+        if len(around) == 1:
+            best = total.argmin(axis=1)
+            self.unary[around[0]] = self.unary[around[0]] + total[np.arange(len(total)), best]
+        else:
+            joint = total[:, None, :] + tables[1][None, :, :]
+            best = joint.argmin(axis=2)
+            made = np.take_along_axis(joint, best[:, :, None], axis=2)[:, :, 0]
+            one, two = around
+            if two in self.tables[one]:
+                made = made + self.tables[one][two]
+            self.tables[one][two] = made
+            self.tables[two][one] = made.T
+        self._passed.append(_Passed(v, around, best))
+
+
+class Descent:
+    """States of all instances of a problem, improved round by round at one price of memory.
+
+    Parameters
+    ----------
+    tables : LayeredTables
+    price : float
+        Seconds per byte.
+    allowed : mapping of int to array of bool, optional
+        States that an instance may take, shape (states,), for those that are restricted.
+    """
+
+    def __init__(
+        self, tables: LayeredTables, price: float = 0.0, allowed: Mapping[int, NDArray[np.bool_]] | None = None
+    ) -> None:
+        self.tables = tables
+        self.price = price
+        self.allowed = allowed or {}
+        self.unary = [c.time + price * c.memory for c in tables.unary]
+        for i, mask in self.allowed.items():
+            self.unary[i] = np.where(mask, self.unary[i], np.inf)
+        self.pairs = {k: c.time if price == 0 else c.time + price * c.memory for k, c in tables.pairs.items()}
+        self._groups: dict[tuple[int, int], list[Indices]] = {}
+
+    def total(self, states: Sequence[int]) -> float:
+        """Price of a state for every instance: seconds, and bytes at their price."""
+        own = sum(float(table[s]) for table, s in zip(self.unary, states, strict=True))
+        return own + sum(float(table[states[i], states[j]]) for (i, j), table in self.pairs.items())
+
+    def candidates(self, instance: int, axis: int, state: int) -> Indices:
+        """States of an instance that differ from `state` along mesh axis `axis` alone, itself included."""
+        variable = self.tables.instances[instance].variable
+        key = (variable, axis)
+        if key not in self._groups:
+            choice = self.tables.problem.states[variable].choice
+            others = np.delete(choice, axis, axis=0)
+            _, inverse = np.unique(others, axis=1, return_inverse=True)
+            inverse = inverse.reshape(-1)
+            groups = [np.flatnonzero(inverse == g) for g in range(int(inverse.max(initial=-1)) + 1)]
+            self._groups[key] = [groups[g] for g in inverse]
+        found = self._groups[key][state]
+        return found if instance not in self.allowed else found[self.allowed[instance][found] | (found == state)]
+
+    def round(
+        self, states: Sequence[int], order: Sequence[int], late: Collection[int], axis: int | None, keep: bool = False
+    ) -> tuple[list[int], list[int]]:
+        """One round along `axis`, or along all at once where it is None.
+
+        Returns
+        -------
+        states : list of int
+            New states of all instances.
+        decided : list of int
+            Instances that could not be folded.
+        """
+        chosen = [self._open(i, axis, s) for i, s in enumerate(states)]
+        free = {i for i, c in enumerate(chosen) if len(c) > 1}
+        unary = {i: self.unary[i][chosen[i]] for i in free}
+        pairs = {}
+        for (i, j), table in self.pairs.items():
+            if i in free and j in free:
+                pairs[i, j] = table[chosen[i][:, None], chosen[j]]
+            elif i in free:
+                unary[i] = unary[i] + table[chosen[i], states[j]]
+            elif j in free:
+                unary[j] = unary[j] + table[states[i], chosen[j]]
+        kept = {i: int(np.flatnonzero(chosen[i] == states[i])[0]) for i in free} if keep else None
+        work = Round(unary, pairs)
+        decided = work.decide([v for v in order if v in free], [v for v in late if v in free], kept)
+        return [int(chosen[i][decided[i]]) if i in free else s for i, s in enumerate(states)], work.in_order
+
+    def settle(self, states: Sequence[int], order: Sequence[int], rounds: Sequence[int], sweeps: int) -> list[int]:
+        """Rounds that keep what cannot be folded, ``rounds[a]`` along mesh axis a at most, until none helps.
+
+        What was kept least often is kept next, so every variable gets its turn to be folded; the total never rises.
+        """
+        best, total = list(states), self.total(states)
+        times = dict.fromkeys(order, 0)
+        place = {v: n for n, v in enumerate(order)}
+        for _ in range(sweeps):
+            before = total
+            for axis, count in enumerate(rounds):
+                idle = 0
+                for _ in range(count):
+                    turn = sorted(order, key=lambda v: (times[v], place[v]))
+                    found, kept = self.round(best, turn, (), axis, keep=True)
+                    times.update((v, times[v] + 1) for v in kept)
+                    now = self.total(found)
+                    idle = 0 if now < total * (1 - PROGRESS) else idle + 1
+                    if now < total:
+                        best, total = found, now
+                    if idle == PATIENCE:
+                        break
+            if total >= before * (1 - PROGRESS):
+                break
+        return best
+
+    def _open(self, instance: int, axis: int | None, state: int) -> Indices:
+        if axis is not None:
+            return self.candidates(instance, axis, state)
+        mask = self.allowed.get(instance)
+        return np.arange(self.tables.size(instance)) if mask is None else np.flatnonzero(mask)

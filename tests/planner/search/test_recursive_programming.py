@@ -1,0 +1,157 @@
+"""Recursive programming: always a plan where there is one, near the optimum, whatever the device count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.search import dynamic_programming
+from planner.search.problem import Problem
+from planner.search.recursive_programming import gap_to_exact, prime_factors, solve
+from tests.oracles.brute_force import TableProblem, exhaustive, random_cost
+from tests.planner.search.problems import captured, captured_small, make_mesh, make_problem
+from tests.planner.search.test_exactness import chains_of_blocks
+
+
+@dataclass(frozen=True)
+class OneAxis(TableProblem):
+    """A problem of tables whose states are the choices along one axis of `devices`."""
+
+    devices: int = 6
+
+    @property
+    def states(self) -> list[range]:
+        return cast("list[range]", [_States(size) for size in self.sizes])
+
+    @property
+    def setting(self) -> SimpleNamespace:
+        return SimpleNamespace(costs=SimpleNamespace(mesh=make_mesh(data=self.devices)))
+
+
+class _States:
+    def __init__(self, size: int) -> None:
+        self.choice = np.arange(size).reshape(1, size)
+        self.variable = SimpleNamespace(choices=[SimpleNamespace(reads={}, writes={})] * size)
+
+    def __len__(self) -> int:
+        return self.choice.shape[1]
+
+
+def one_axis(problem: TableProblem) -> OneAxis:
+    return OneAxis(problem.sizes, problem.unary, problem.pairs, problem.block, problem.count)
+
+
+@st.composite
+def wide_graphs(draw: st.DrawFn) -> OneAxis:
+    """Up to seven variables, densely connected: most cannot be folded."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    count = draw(st.integers(1, 7))
+    sizes = tuple(int(s) for s in random.integers(1, 4, count))
+    pairs = {
+        (a, b): random_cost(random, (sizes[a], sizes[b]), forbidden=0.2)
+        for a in range(count)
+        for b in range(a + 1, count)
+        if random.random() < 0.7
+    }
+    return OneAxis(sizes, tuple(random_cost(random, (s,)) for s in sizes), pairs, {})
+
+
+def check(problem: OneAxis, limit: float) -> None:
+    expected = exhaustive(problem, limit)
+    found = solve(cast("Problem", problem), limit, bound=True)
+    assert (found is None) == (expected is None)
+    if found is None or expected is None:
+        return
+    assert found.memory_bytes <= limit
+    assert found.objective_s >= expected[0] - 1e-9
+    assert found.lower_bound_s <= expected[0] + 1e-9
+    states = tuple(found.assignment[v] for v in range(len(problem.sizes)))
+    if not problem.block:
+        time = sum(c.time[s] for c, s in zip(problem.unary, states, strict=True))
+        time += sum(c.time[states[a], states[b]] for (a, b), c in problem.pairs.items())
+        assert found.objective_s == pytest.approx(time, abs=1e-9)
+
+
+@settings(max_examples=150, deadline=None)
+@given(wide_graphs(), st.one_of(st.just(np.inf), st.integers(0, 40)))
+def test_finds_a_plan_wherever_there_is_one(problem: OneAxis, limit: float) -> None:
+    check(problem, limit)
+
+
+@settings(max_examples=100, deadline=None)
+@given(chains_of_blocks())
+def test_finds_a_plan_of_folded_blocks(problem: TableProblem) -> None:
+    check(one_axis(problem), np.inf)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 8))
+def test_trees_are_solved_exactly(seed: int, count: int) -> None:
+    """Nothing but light operators between heavy ones: all of a tree can be folded."""
+    random = np.random.default_rng(seed)
+    sizes = tuple(int(s) for s in random.integers(1, 4, count))
+    pairs = {(int(random.integers(0, b)), b): None for b in range(1, count)}
+    tables = {(a, b): random_cost(random, (sizes[a], sizes[b]), forbidden=0.0) for a, b in pairs}
+    problem = OneAxis(sizes, tuple(random_cost(random, (s,)) for s in sizes), tables, {})
+    found, expected = solve(cast("Problem", problem), np.inf), exhaustive(problem, np.inf)
+    assert found is not None
+    assert expected is not None
+    assert found.objective_s == expected[0]
+
+
+@pytest.mark.parametrize("axes", [{"data": 8}, {"tensor": 4}, {"data": 2, "tensor": 4}, {"data": 6, "tensor": 2}])
+@pytest.mark.parametrize("name", ["gpt2-tiny", pytest.param("bert", marks=pytest.mark.slow)])
+def test_is_near_the_optimum(name: str, axes: Mapping[str, int]) -> None:
+    graph = captured_small(name, 4) if name == "bert" else captured(name, 4)
+    problem = make_problem(graph, make_mesh(**axes), batch=24, micro_batches=2)
+    found = solve(problem, np.inf)
+    assert found is not None
+    assert found.lower_bound_s == 0.0
+    assert -1e-9 <= gap_to_exact(problem, found) <= 0.03
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_keeps_the_memory_limit(share: float) -> None:
+    problem = make_problem(captured("gpt2-tiny", 4), make_mesh(data=4, tensor=2))
+    low = dynamic_programming.smallest(problem).memory_bytes
+    limit = low + share * (dynamic_programming.fastest(problem).memory_bytes - low)
+    found = solve(problem, limit, bound=True)
+    assert found is not None
+    assert found.memory_bytes <= limit
+    assert 0 < found.lower_bound_s <= found.objective_s
+    assert gap_to_exact(problem, found, limit) <= 0.1
+    assert solve(problem, 0.999 * low) is None
+
+
+@pytest.mark.parametrize("devices", [3, 24, 2048, 4096, 4093])
+def test_any_number_of_devices(devices: int) -> None:
+    """A prime, a batch below the device count, thousands of devices: dims that do not divide stay whole."""
+    problem = make_problem(captured("gpt2-tiny", 4), make_mesh(data=devices), batch=8)
+    found = solve(problem, np.inf)
+    assert found is not None
+    assert gap_to_exact(problem, found) <= 0.03
+
+
+def test_restrictions_hold() -> None:
+    """Parameters pinned to sharded storage are stored so; the exact search under the same pins bounds the plan."""
+    problem = make_problem(captured("gpt2-tiny", 4), make_mesh(data=4), storage="sharded")
+    found = solve(problem, np.inf)
+    assert found is not None
+    for number, states in enumerate(problem.states):
+        if states.variable.kind == "parameter":
+            (choice,) = states.choice[:, found.assignment[number]]
+            assert all(p >= 0 for p in states.variable.choices[choice].writes.values())
+
+
+@given(st.integers(1, 5000))
+def test_prime_factors_multiply_back(number: int) -> None:
+    factors = prime_factors(number)
+    assert int(np.prod(factors, dtype=np.int64)) == number
+    assert all(len(prime_factors(f)) == 1 for f in factors)
