@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from planner.what_if.journal import code_digest
 from planner.what_if.options import point_name
 from planner.what_if.rows import WhatIfRow
-from planner.what_if.work import graph_text, plan_numbered
+from planner.what_if.work import Work, graph_text, plan_numbered
 from simulator.errors import InputError, MeshwrightError
 
 if TYPE_CHECKING:
@@ -32,7 +32,12 @@ _POLL_S = 1.0
 
 
 def on_cluster(
-    graph: OperatorGraph, waiting: Mapping[int, PlanRequest], address: str, *, lost_s: float = LOST_S
+    graph: OperatorGraph,
+    waiting: Mapping[int, PlanRequest],
+    address: str,
+    *,
+    lost_s: float = LOST_S,
+    work: Work = plan_numbered,
 ) -> Generator[tuple[int, WhatIfRow], None, None]:
     """Plan points on the workers of a Dask cluster; closing the generator takes back what has not begun.
 
@@ -46,6 +51,8 @@ def on_cluster(
         ``dask://HOST:PORT`` of the scheduler.
     lost_s
         Seconds to wait for a cluster that went away.
+    work
+        Plans one point on a worker.
 
     Yields
     ------
@@ -61,7 +68,7 @@ def on_cluster(
     """
     with _client(address) as client:
         _check_workers(client, address)
-        done = _Feed(client, graph, waiting)
+        done = _Feed(client, graph, waiting, work)
         quiet_s = 0.0
         for _ in waiting:
             while (item := done.next(_POLL_S)) is None:
@@ -150,9 +157,10 @@ class _Feed:
     (its workers died) unanswered: such an error comes through `report`.
     """
 
-    def __init__(self, client: Client, graph: OperatorGraph, waiting: Mapping[int, PlanRequest]) -> None:
+    def __init__(self, client: Client, graph: OperatorGraph, waiting: Mapping[int, PlanRequest], work: Work) -> None:
         self.items: queue.SimpleQueue[tuple[int, WhatIfRow] | Exception] = queue.SimpleQueue()
         self.waiting = waiting
+        self.work = work
         text = graph_text(graph)
         tasks = [(number, request, text) for number, request in waiting.items()]
         threading.Thread(target=self._fill, args=(client, tasks), daemon=True).start()
@@ -195,7 +203,7 @@ class _Feed:
                 pre_dispatch="all",
                 return_as="generator_unordered",
             )
-            for item in parallel(delayed(plan_numbered)(*task) for task in tasks):
+            for item in parallel(delayed(self.work)(*task) for task in tasks):
                 self.items.put(item)
         except Exception as error:  # noqa: BLE001 (raised where the rows are awaited)
             self.items.put(error)

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -130,17 +130,9 @@ def _ends_a_line(number: int) -> bool:
 def point_key(request: PlanRequest, graph: OperatorGraph) -> str:
     """Digest of everything that the result of a point depends on."""
     facts = {
-        "network": request.network,
-        "fingerprint": graph.fingerprint,
-        "sequence_length": request.sequence_length,
-        "hardware": [request.hardware, load_profile(request.hardware).hash],
-        "devices": request.devices,
-        "global_batch": request.global_batch,
-        "precision": request.precision,
-        "optimizer": request.optimizer,
-        "search_mode": request.search_mode,
-        "parallel_mode": request.parallel_mode,
-        "pins": sorted(request.pins.items()),
+        "request": asdict(request),
+        "network": graph.fingerprint,
+        "profile": load_profile(request.hardware).hash,
         "code": code_digest(),
     }
     return _digest(json.dumps(facts, sort_keys=True))

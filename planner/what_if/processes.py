@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.what_if.options import point_name
 from planner.what_if.rows import WhatIfRow
-from planner.what_if.work import graph_text, plan_numbered
+from planner.what_if.work import Work, graph_text, plan_numbered
 from simulator.errors import MeshwrightError
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from planner.planning import PlanRequest
 
 Numbered = Generator[tuple[int, WhatIfRow], None, None]
-Work = Callable[[int, "PlanRequest", str], tuple[int, WhatIfRow]]
 
 
 def usable_cores() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from planner.what_if.rows import WhatIfRow, plan_point
 if TYPE_CHECKING:
     from planner.graph.operator_graph import OperatorGraph
     from planner.planning import PlanRequest
+
+Work = Callable[[int, "PlanRequest", str], tuple[int, WhatIfRow]]
 
 
 def graph_text(graph: OperatorGraph) -> str:

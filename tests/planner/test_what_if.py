@@ -60,6 +60,14 @@ def test_the_batch_grows_with_the_devices_unless_it_is_given(requests: list[Plan
     assert batch_rule(fixed)[0] == "strong scaling: a global batch of 96 at every device count"
 
 
+def test_the_batch_of_a_device_may_be_given(requests: list[PlanRequest]) -> None:
+    options = replace(OPTIONS, batch_per_device=3)
+    assert [row.global_batch for row in what_if(options)][:3] == [24, 48, 96]
+    assert batch_rule(options)[0] == "weak scaling: the global batch is 3 × devices"
+    with pytest.raises(InputError, match=r"--global-batch 96 and --batch-per-device 3.*give one"):
+        batch_rule(replace(options, global_batch=96))
+
+
 def test_documents_have_the_promised_keys(requests: list[PlanRequest]) -> None:
     rows = what_if(OPTIONS)
     for row in rows:
@@ -94,13 +102,3 @@ def test_an_unknown_profile_is_an_error_before_anything_is_planned(requests: lis
     with pytest.raises(ProfileError, match="'none'"):
         what_if(replace(OPTIONS, hardware=("dgx-a100", "none")))
     assert requests == []
-
-
-@pytest.mark.slow
-def test_processes_do_not_change_the_result() -> None:
-    options = replace(OPTIONS, hardware=("dgx-a100",))
-    found = [[row_document(row) for row in what_if(options, processes=processes)] for processes in (1, 2)]
-    for document in (*found[0], *found[1]):
-        for time in ("elapsed_s", "capture_s", "simulation_s"):
-            del document["search"][time]
-    assert found[0] == found[1]
