@@ -34,7 +34,8 @@ class PartitionTask:
     Attributes
     ----------
     kinds, counts : ways to run a unit of each kind, and how many of them stand in a row, in the order of the network
-    sends_s : (units - 1,) seconds of the messages over a cut behind each unit, both directions, one micro-batch
+    sends_s : (units - 1, states) seconds of the messages over a cut behind each unit in each boundary state, both
+        directions, one micro-batch
     fill_sends, steady_sends : how often the fill and the rank behind the cut pay for them
     ranks, chunks : pipeline ranks, and chunks of each
     rank_of : (ranks * chunks,) rank of each chunk in the order of the network
@@ -86,7 +87,7 @@ class _Kind:
     starts: range
     length: int
     ways: Fragments
-    send_s: float
+    send_s: FloatArray
 
 
 class Segments:
@@ -140,8 +141,9 @@ class Segments:
             for entry, leave in dict.fromkeys(zip(ways.entry.tolist(), ways.exit.tolist(), strict=True)):
                 rows = np.flatnonzero((ways.entry == entry) & (ways.exit == leave))
                 table = ways.values[rows].copy()
-                table[:, FILL] += self.task.fill_sends * kind.send_s
-                table[:, STEADY] += self.task.steady_sends * kind.send_s
+                send_s = float(kind.send_s[entry]) if entry >= 0 and len(kind.send_s) else 0.0
+                table[:, FILL] += self.task.fill_sends * send_s
+                table[:, STEADY] += self.task.steady_sends * send_s
                 ends = (self.states[entry], self.states[leave])
                 self.groups.append(Group(kind.starts, kind.length, *ends, size, size + len(rows), ways, rows))
                 tables.append(table)
@@ -214,10 +216,11 @@ class Segments:
 
     def _placed(self, starts: range, length: int, ways: Fragments) -> Iterator[_Kind]:
         """Split where the message before the segment differs; there is none before the network."""
-        sends = [0.0 if start == 0 else float(self.task.sends_s[start - 1]) for start in starts]
+        nothing = np.zeros(0)
+        sends = [nothing if start == 0 else self.task.sends_s[start - 1] for start in starts]
         begin = 0
         for place in range(1, len(starts) + 1):
-            if place == len(starts) or sends[place] != sends[begin]:
+            if place == len(starts) or not np.array_equal(sends[place], sends[begin]):
                 if len(ways):
                     yield _Kind(starts[begin:place], length, ways, sends[begin])
                 begin = place

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -43,13 +43,13 @@ def tasks(draw: st.DrawFn, chunks: int = 1) -> PartitionTask:
         kind, states = draw(kinds(count, number == len(counts) - 1, states, number))
         found.append(kind)
     units = sum(counts)
-    between = [draw(st.integers(0, 2)) for _ in counts]
-    sends = [float(between[k]) for k, count in enumerate(counts) for _ in range(count)][:-1]
+    between = [[float(draw(st.integers(0, 2))) for _ in range(2)] for _ in counts]
+    sends = [between[k] for k, count in enumerate(counts) for _ in range(count)][:-1]
     ranks = draw(st.integers(1, 3)) if chunks == 1 else pieces
     return PartitionTask(
         kinds=tuple(found),
         counts=tuple(counts),
-        sends_s=np.array(sends[: units - 1]),
+        sends_s=np.array(sends).reshape(units - 1, 2),
         fill_sends=1.0,
         steady_sends=2.0,
         ranks=ranks,
@@ -67,20 +67,20 @@ def brute_force(task: PartitionTask) -> float:
     for labels in product(*(range(len(kind)) for kind in kind_of)):
         rows = np.array([kind.values[label] for kind, label in zip(kind_of, labels, strict=True)])
         ends = [(int(k.entry[label]), int(k.exit[label])) for k, label in zip(kind_of, labels, strict=True)]
-        if ends[0][0] != -1 or ends[-1][1] != -1 or any(a[1] != b[0] for a, b in zip(ends, ends[1:], strict=False)):
+        if ends[0][0] != -1 or ends[-1][1] != -1 or any(a[1] != b[0] for a, b in pairwise(ends)):
             continue
         for cuts in combinations(range(1, task.units), task.pieces - 1):
-            best = min(best, value(task, rows, (0, *cuts, task.units)))
+            best = min(best, value(task, rows, [e for e, _ in ends], (0, *cuts, task.units)))
     return best
 
 
-def value(task: PartitionTask, rows: np.ndarray, cuts: tuple[int, ...]) -> float:
+def value(task: PartitionTask, rows: np.ndarray, entries: list[int], cuts: tuple[int, ...]) -> float:
     fill = np.zeros(task.pieces)
     busy = np.zeros(task.pieces)
     standing, transient = np.zeros(task.ranks), np.zeros(task.ranks)
-    for chunk, (begin, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for chunk, (begin, end) in enumerate(pairwise(cuts)):
         part = rows[begin:end]
-        send = task.sends_s[begin - 1] if begin else 0.0
+        send = task.sends_s[begin - 1, entries[begin]] if begin else 0.0
         fill[chunk] = part[:, FILL].sum() + task.fill_sends * send
         # What is left of the messages when the backward pass ends, message by message.
         clock = free = 0.0
@@ -100,7 +100,8 @@ def check(task: PartitionTask, found: Partition) -> None:
     """What a partition says of itself is so."""
     kind_of = [kind for kind, count in zip(task.kinds, task.counts, strict=True) for _ in range(count)]
     rows = np.array([kind.values[label] for kind, label in zip(kind_of, found.labels, strict=True)])
-    assert found.objective_s == pytest.approx(value(task, rows, (0, *found.ends)))
+    entries = [int(kind.entry[label]) for kind, label in zip(kind_of, found.labels, strict=True)]
+    assert found.objective_s == pytest.approx(value(task, rows, entries, (0, *found.ends)))
     assert np.all(found.memory_bytes <= task.limit_bytes)
 
 
