@@ -1,23 +1,26 @@
 """Pipelines operator by operator: what each pass of a stage runs on the two streams of a rank, as a task table.
 
-The same pass of the same stage runs for every micro-batch, so its operators are described once.
-`simulator.pipeline_passes` gives the same times without writing them out.
+The same pass of the same stage runs for every micro-batch, so its operators are described once; the first and the last
+micro-batch may run others besides. `simulator.pipeline_passes` gives the same times without writing them out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from simulator.errors import InputError
 from simulator.pipeline import Numbers, exchanges, per_rank, plain_table, send_links, send_times
 from simulator.schedules import ActionKind, Schedule
-from simulator.task_table import FloatArray, IntArray, StreamKind, TaskTable
+from simulator.task_table import BoolArray, FloatArray, IntArray, StreamKind, TaskTable
 
-LABELS = ("computation", "communication", "send", "prologue", "epilogue")
-SEND, PROLOGUE, EPILOGUE = range(2, len(LABELS))
+LABELS = ("computation", "communication", "communication beside", "send", "prologue", "epilogue", "shared gradients")
+SEND, PROLOGUE, EPILOGUE, MEETING = range(3, len(LABELS))
+STREAMS = 3
+"""Streams of a rank: kernels, collectives that passes wait for, collectives that run beside (data parallelism)."""
+PLAIN, FIRST, LAST = range(3)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,8 +30,9 @@ class Operators:
     Attributes
     ----------
     seconds : (n,)
-    communication : (n,) runs on the stream of collectives, not on that of kernels
+    communication : (n,) stream it runs on: 0 for kernels, 1 and 2 for collectives
     dependency_offsets, dependencies : (n + 1,), (D,) operator i waits for earlier ones; without any for the input
+    ahead : (n,) needs no input, so that it may run before the pass begins; empty for none
 
     The last operator yields the output.
     """
@@ -37,13 +41,16 @@ class Operators:
     communication: IntArray
     dependency_offsets: IntArray
     dependencies: IntArray
+    ahead: BoolArray = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
 
     def __post_init__(self) -> None:
         count = len(self.seconds)
         if not count or not (np.isfinite(self.seconds) & (self.seconds >= 0)).all():
             raise InputError("A pass needs operators, all with a finite time of at least 0: correct their seconds")
-        if len(self.communication) != count or not np.isin(self.communication, (0, 1)).all():
-            raise InputError(f"Of {count} operators each is communication (1) or not (0), not {self.communication}")
+        if len(self.communication) != count or not np.isin(self.communication, range(STREAMS)).all():
+            raise InputError(f"Of {count} operators each runs on stream 0, 1 or 2, not on {self.communication}")
+        if len(self.ahead) not in (0, count):
+            raise InputError(f"{len(self.ahead)} flags say which of {count} operators need no input: give one for each")
         rows = np.repeat(np.arange(count), np.diff(self.dependency_offsets))
         wrong = np.flatnonzero((self.dependencies >= rows) | (self.dependencies < 0))
         if len(wrong):
@@ -51,6 +58,12 @@ class Operators:
                 f"Operator {rows[wrong[0]]} waits for operator {self.dependencies[wrong[0]]}, which is not before it: "
                 "list operators in an order in which they can run"
             )
+
+    @property
+    def entries(self) -> IntArray:
+        """Operators that wait for the input of the pass."""
+        free = np.diff(self.dependency_offsets) == 0
+        return np.flatnonzero(free & ~self.ahead if len(self.ahead) else free)
 
     @staticmethod
     def chain(seconds: FloatArray, communication: IntArray) -> Operators:
@@ -70,9 +83,15 @@ class OperatorCosts:
     """What every pass of every stage runs, and what frames it, as in `PipelineCosts`.
 
     ``passes`` holds for each kind of action of the schedule one `Operators` a stage; stages that are alike share one.
+    ``first`` and ``last`` stand in for them in the first forward pass of a stage and in the first and the last pass
+    that makes gradients of its parameters (the last where both are one). ``meetings`` are messages behind the last
+    action: the ranks that take part, and the seconds; a rank takes part in its meetings in their order.
     """
 
     passes: Mapping[ActionKind, Sequence[Operators]]
+    first: Mapping[ActionKind, Sequence[Operators]] = field(default_factory=dict)
+    last: Mapping[ActionKind, Sequence[Operators]] = field(default_factory=dict)
+    meetings: Sequence[tuple[tuple[int, ...], float]] = ()
     send_s: Numbers = 0.0
     prologue_s: Numbers = 0.0
     epilogue_s: Numbers = 0.0
@@ -117,18 +136,19 @@ class OperatorPlan:
 def operator_table(schedule: Schedule, costs: OperatorCosts) -> TaskTable:
     """One step with every operator of every pass as a task, numbered so that none waits for a later one.
 
-    A rank has a stream of kernels and one of collectives; its epilogue waits for both.
+    A rank has a stream of kernels and two of collectives; its epilogue waits for all.
     """
     plan = plan_operators(schedule, costs)
-    tasks = _number_tasks(schedule, plan)
+    tasks = _number_tasks(schedule, plan, costs)
     ranks, size = schedule.ranks, tasks.size
     work, count = np.zeros(size), np.zeros(size, dtype=np.int64)
     stream, label = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+    meeting = np.full(size, -1, dtype=np.int64)
     prologue, epilogue = np.arange(ranks), np.arange(size - ranks, size)
     work[prologue], work[epilogue] = per_rank(schedule, costs.prologue_s), per_rank(schedule, costs.epilogue_s)
     label[prologue], label[epilogue], stream[prologue], stream[epilogue] = PROLOGUE, EPILOGUE, prologue, prologue
     work[tasks.send], label[tasks.send], count[tasks.send] = plan.send_s, SEND, 1
-    stream[tasks.send] = 2 * ranks + plan.link if costs.overlap_sends else schedule.action_rank[plan.sender]
+    stream[tasks.send] = STREAMS * ranks + plan.link if costs.overlap_sends else schedule.action_rank[plan.sender]
     members = [np.flatnonzero(plan.which == number) for number in range(len(plan.groups))]
     for group, chosen in zip(plan.groups, members, strict=True):
         own = tasks.begin[chosen][:, None] + np.arange(len(group.operators.seconds))
@@ -137,17 +157,28 @@ def operator_table(schedule: Schedule, costs: OperatorCosts) -> TaskTable:
         count[own] = np.diff(group.operators.dependency_offsets)
         for entry, action in zip(group.entries, (plan.first, plan.second), strict=False):
             count[own[:, entry]] = (tasks.awaited[action[chosen]] >= 0)[:, None]
-    count[epilogue] = tasks.last_message >= 0
+    for number, (rows, (taking, seconds)) in enumerate(zip(tasks.meetings, costs.meetings, strict=True)):
+        work[rows], label[rows], meeting[rows] = seconds, MEETING, number
+        stream[rows], count[rows] = np.array(taking) + ranks * (STREAMS - 1), 2
+    talks = tasks.last_message >= 0
+    count[epilogue] = talks.sum(axis=0)
     offsets = np.concatenate(([0], np.cumsum(count)))
     dependencies = np.empty(offsets[-1], dtype=np.int64)
     dependencies[offsets[tasks.send]] = tasks.output[plan.sender]
-    dependencies[offsets[epilogue[tasks.last_message >= 0]]] = tasks.last_message[tasks.last_message >= 0]
+    for rank in range(ranks):
+        last = tasks.last_message[:, rank]
+        dependencies[offsets[epilogue[rank]] :][: talks[:, rank].sum()] = last[talks[:, rank]]
+    for rows, (taking, _) in zip(tasks.meetings, costs.meetings, strict=True):
+        for place in range(2):
+            dependencies[offsets[rows] + place] = tasks.last_action[place, list(taking)]
     for group, chosen in zip(plan.groups, members, strict=True):
         _write_dependencies(dependencies, offsets, plan, tasks, group, chosen)
-    return plain_table(
+    table = plain_table(
         stream=stream,
-        stream_rank=np.concatenate([prologue, prologue, plan.link_rank]),
-        stream_kind=np.repeat([StreamKind.COMPUTE, StreamKind.COMMUNICATION], [ranks, ranks + len(plan.link_rank)]),
+        stream_rank=np.concatenate([np.tile(prologue, STREAMS), plan.link_rank]),
+        stream_kind=np.repeat(
+            [StreamKind.COMPUTE, StreamKind.COMMUNICATION], [ranks, (STREAMS - 1) * ranks + len(plan.link_rank)]
+        ),
         dependency_offsets=offsets,
         dependencies=dependencies,
         work=work,
@@ -155,18 +186,21 @@ def operator_table(schedule: Schedule, costs: OperatorCosts) -> TaskTable:
         labels=LABELS,
         name=f"the operators of schedule {schedule.name}",
     )
+    return replace(table, meeting=meeting) if costs.meetings else table
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Tasks:
-    """Numbers of tasks: prologues, groups with their sends in an order in which they can run, epilogues.
+    """Numbers of tasks: prologues, groups with their sends in an order in which they can run, meetings, epilogues.
 
     Attributes
     ----------
     begin : (G,) first operator of a group
     send : (X,)
     output, awaited : (A,) operator that yields an action's output; task that brings its input, -1 for none
-    last_message : (ranks,) last operator on the stream of collectives, -1 for none
+    meetings : tasks of each meeting, one a rank that takes part
+    last_message : (STREAMS - 1, ranks) last task on each stream of collectives, -1 for none
+    last_action : (2, ranks) last kernel, and last collective of the passes, or again the kernel where there is none
     """
 
     size: int
@@ -174,10 +208,12 @@ class _Tasks:
     send: IntArray
     output: IntArray
     awaited: IntArray
+    meetings: list[IntArray]
     last_message: IntArray
+    last_action: IntArray
 
 
-def _number_tasks(schedule: Schedule, plan: OperatorPlan) -> _Tasks:
+def _number_tasks(schedule: Schedule, plan: OperatorPlan, costs: OperatorCosts) -> _Tasks:
     paired = np.flatnonzero(plan.second >= 0)
     group_of = np.zeros(schedule.size, dtype=np.int64)
     group_of[plan.first] = np.arange(len(plan.first))
@@ -195,18 +231,32 @@ def _number_tasks(schedule: Schedule, plan: OperatorPlan) -> _Tasks:
     ready[plan.sender] = send
     local = schedule.action_rank[schedule.source] == schedule.action_rank
     awaited = np.where(local, output[schedule.source], ready[schedule.source])
-    messages = [np.flatnonzero(group.operators.communication) for group in plan.groups]
-    last = np.array([found[-1] if len(found) else -1 for found in messages])[plan.which]
-    last_message = np.full(schedule.ranks, -1, dtype=np.int64)
-    talks = np.flatnonzero(last >= 0)
-    np.maximum.at(last_message, schedule.action_rank[plan.first[talks]], begin[talks] + last[talks])
+    last = np.full((STREAMS, schedule.ranks), -1, dtype=np.int64)
+    last[0] = np.arange(schedule.ranks)
+    rank = schedule.action_rank[plan.first]
+    for stream in range(STREAMS):
+        found = [np.flatnonzero(group.operators.communication == stream) for group in plan.groups]
+        place = np.array([used[-1] if len(used) else -1 for used in found])[plan.which]
+        talks = np.flatnonzero(place >= 0)
+        np.maximum.at(last[stream], rank[talks], begin[talks] + place[talks])
+    if not costs.overlap_sends:
+        np.maximum.at(last[0], schedule.action_rank[plan.sender], send)
+    last_action = np.stack([last[0], np.where(last[1] >= 0, last[1], last[0])])
+    end = int(begin[-1] + taken[-1])
+    meetings = []
+    for taking, _ in costs.meetings:
+        meetings.append(np.arange(end, end + len(taking)))
+        last[STREAMS - 1, list(taking)] = meetings[-1]
+        end += len(taking)
     return _Tasks(
-        size=int(begin[-1] + taken[-1]) + schedule.ranks,
+        size=end + schedule.ranks,
         begin=begin,
         send=send,
         output=output,
         awaited=np.where(schedule.source >= 0, awaited, -1),
-        last_message=last_message,
+        meetings=meetings,
+        last_message=last[1:],
+        last_action=last_action,
     )
 
 
@@ -234,24 +284,25 @@ def plan_operators(schedule: Schedule, costs: OperatorCosts) -> OperatorPlan:
     order = schedule.execution_order
     first = schedule.leaders[order]
     second = np.where(schedule.paired[first], first + 1, -1)
-    ids: dict[int, int] = {}
-    distinct: list[Operators] = []
-    of_action = np.zeros((len(ActionKind), schedule.stages), dtype=np.int64)
+    distinct: dict[int, tuple[int, Operators]] = {}
+    of_action = np.zeros((LAST + 1, len(ActionKind), schedule.stages), dtype=np.int64)
     for kind in sorted(set(schedule.kind.tolist())):
-        given = costs.passes.get(ActionKind(kind), ())
-        if len(given) != schedule.stages:
-            raise InputError(
-                f"{schedule.name} has {schedule.stages} stages, but there are {len(given)} lists of operators of kind "
-                f"{ActionKind(kind).name.lower()}: give one for each stage"
-            )
-        for stage, operators in enumerate(given):
-            if id(operators) not in ids:
-                ids[id(operators)] = len(distinct)
-                distinct.append(operators)
-            of_action[kind, stage] = ids[id(operators)]
-    passes = np.append(of_action[schedule.kind, schedule.stage], -1)
-    pairs, which = np.unique((len(distinct) + 1) * passes[first] + passes[second] + 1, return_inverse=True)
-    groups = [_grouped(distinct, *divmod(int(pair), len(distinct) + 1)) for pair in pairs]
+        for variant, passes in enumerate((costs.passes, costs.first, costs.last)):
+            given = passes.get(ActionKind(kind), ())
+            if not given and variant != PLAIN:
+                of_action[variant, kind] = of_action[PLAIN, kind]
+                continue
+            if len(given) != schedule.stages:
+                raise InputError(
+                    f"{schedule.name} has {schedule.stages} stages, but there are {len(given)} lists of operators of "
+                    f"kind {ActionKind(kind).name.lower()}: give one for each stage"
+                )
+            for stage, operators in enumerate(given):
+                of_action[variant, kind, stage] = distinct.setdefault(id(operators), (len(distinct), operators))[0]
+    listed = [operators for _, operators in distinct.values()]
+    passes_of = np.append(of_action[_variants(schedule), schedule.kind, schedule.stage], -1)
+    pairs, which = np.unique((len(listed) + 1) * passes_of[first] + passes_of[second] + 1, return_inverse=True)
+    groups = [_grouped(listed, *divmod(int(pair), len(listed) + 1)) for pair in pairs]
     sender = exchanges(schedule)[0] if np.any(costs.send_s) else np.zeros(0, dtype=np.int64)
     link, link_rank = send_links(schedule, sender)
     return OperatorPlan(
@@ -264,6 +315,19 @@ def plan_operators(schedule: Schedule, costs: OperatorCosts) -> OperatorPlan:
         link_rank=link_rank,
         send_s=send_times(schedule, sender, costs.send_s),
     )
+
+
+def _variants(schedule: Schedule) -> IntArray:
+    """(A,) whether an action is the first or the last of its kind on its stage: forward, or making gradients."""
+    variant = np.full(schedule.size, PLAIN, dtype=np.int64)
+    forward = np.flatnonzero(schedule.kind == ActionKind.FORWARD)
+    variant[forward[np.unique(schedule.stage[forward], return_index=True)[1]]] = FIRST
+    trains = (schedule.kind == ActionKind.BACKWARD) | (schedule.kind == ActionKind.WEIGHT_GRADIENT)
+    gradient = np.flatnonzero(trains)
+    variant[gradient[np.unique(schedule.stage[gradient], return_index=True)[1]]] = FIRST
+    backwards = gradient[::-1]
+    variant[backwards[np.unique(schedule.stage[backwards], return_index=True)[1]]] = LAST
+    return variant
 
 
 def _grouped(distinct: list[Operators], first: int, second: int) -> OperatorGroup:
@@ -286,9 +350,6 @@ def _grouped(distinct: list[Operators], first: int, second: int) -> OperatorGrou
         dependency_offsets=np.concatenate(([0], np.cumsum(counts))),
         dependencies=values[sorted_rows],
     )
-    entries = tuple(
-        np.sort(place[shift + np.flatnonzero(np.diff(one.dependency_offsets) == 0)])
-        for shift, one in zip(shifts, members, strict=False)
-    )
+    entries = tuple(np.sort(place[shift + one.entries]) for shift, one in zip(shifts, members, strict=False))
     outputs = tuple(int(place[shift + len(one.seconds) - 1]) for shift, one in zip(shifts, members, strict=False))
     return OperatorGroup(operators=merged, entries=entries, outputs=outputs)

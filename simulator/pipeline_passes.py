@@ -1,6 +1,6 @@
 """Pipelines of operators, pass by pass: the times of `operator_table` in an engine without writing it out.
 
-From the moments at which the two streams of a rank are free and the inputs of a pass are there, every later moment is
+From the moments at which the streams of a rank are free and the inputs of a pass are there, every later moment is
 ``max_i(moment_i + delay_i)``: a linear map in max-plus algebra (Baccelli et al., "Synchronization and Linearity",
 1992). A pass is one small matrix, the same for every micro-batch, and a step costs as much as its passes, not as its
 operators.
@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from simulator.pipeline import per_rank
-from simulator.pipeline_operators import OperatorCosts, OperatorGroup, OperatorPlan, plan_operators
+from simulator.pipeline_operators import STREAMS, OperatorCosts, OperatorGroup, OperatorPlan, plan_operators
 from simulator.schedules import Schedule
 from simulator.task_table import FloatArray
 
-COMPUTE, COMMUNICATION, FIRST_INPUT = range(3)
-"""Moments that decide all later ones: both streams free, then the inputs of the one or two actions there."""
+COMPUTE, COMMUNICATION, BESIDE, FIRST_INPUT = range(STREAMS + 1)
+"""Moments that decide all later ones: all streams free, then the inputs of the one or two actions there."""
+MOMENTS = FIRST_INPUT + 2
 COMPILED_GROUPS = 150_000
 """Groups from which loading compiled code, about 0.5 s once in a process, is worth it."""
 
@@ -34,11 +35,14 @@ class OperatorResult:
     ----------
     ends_s : (A,) when the output of each action is there
     bubble_s : (ranks,) time within the step in which no kernel runs and no send blocks the rank
+    computed_s, ready_s : (ranks,) when the last action has computed, and when the epilogue begins
     """
 
     step_time_s: float
     ends_s: FloatArray
     bubble_s: FloatArray
+    computed_s: FloatArray
+    ready_s: FloatArray
 
 
 def simulate_operators(schedule: Schedule, costs: OperatorCosts) -> OperatorResult:
@@ -58,24 +62,42 @@ def simulate_operators(schedule: Schedule, costs: OperatorCosts) -> OperatorResu
     needed = np.append(np.where(schedule.source < 0, 2 * size, schedule.source + size * sent), 2 * size)
     moments = np.zeros(2 * size + 1)
     compute, communication = per_rank(schedule, costs.prologue_s).copy(), np.zeros(schedule.ranks)
+    beside = np.zeros(schedule.ranks)
     link_free = np.zeros(len(plan.link_rank))
+    runs_beside = np.array([(group.operators.communication == BESIDE).any() for group in plan.groups])
     matrices = np.stack([matrix(group).ravel() for group in plan.groups])
     given: list[Any] = [plan.which, plan.first, plan.second, schedule.action_rank[plan.first], needed, link, send_s]
-    given += [matrices.ravel(), costs.overlap_sends, compute, communication, link_free, moments]
+    given += [matrices.ravel(), runs_beside, costs.overlap_sends, compute, communication, beside, link_free, moments]
     if len(plan.first) >= COMPILED_GROUPS:
         _compiled()(*given)
     else:
         listed: list[Any] = [value if isinstance(value, bool) else value.tolist() for value in given]
         run_groups(*listed)
-        compute, communication, link_free, moments = (np.array(values) for values in listed[-4:])
-    ends = np.maximum(compute, communication) + per_rank(schedule, costs.epilogue_s)
+        compute, communication, beside, link_free, moments = (np.array(values) for values in listed[-5:])
+    ready = np.maximum(np.maximum(compute, communication), _after_meetings(costs, compute, communication, beside))
+    ends = ready + per_rank(schedule, costs.epilogue_s)
     step = float(max(ends.max(), link_free.max(initial=0.0)))
     return OperatorResult(
-        step_time_s=step, ends_s=moments[:size], bubble_s=np.subtract(step, _busy(schedule, costs, plan))
+        step_time_s=step,
+        ends_s=moments[:size],
+        bubble_s=np.subtract(step, _busy(schedule, costs, plan)),
+        computed_s=compute,
+        ready_s=ready,
     )
 
 
-def run_groups(
+def _after_meetings(
+    costs: OperatorCosts, compute: FloatArray, communication: FloatArray, beside: FloatArray
+) -> FloatArray:
+    """(ranks,) moments at which what runs beside is done, the meetings included."""
+    free = beside.copy()
+    for ranks, seconds in costs.meetings:
+        taking = list(ranks)
+        free[taking] = max(free[taking].max(), compute[taking].max(), communication[taking].max()) + seconds
+    return free
+
+
+def run_groups(  # noqa: C901 - calls cost more than what they would tidy
     which: Sequence[int],
     first: Sequence[int],
     second: Sequence[int],
@@ -84,35 +106,45 @@ def run_groups(
     link: Sequence[int],
     send_s: Sequence[float],
     matrices: Sequence[float],
+    runs_beside: Sequence[bool],
     overlap_sends: bool,
     compute: MutableSequence[float],
     communication: MutableSequence[float],
+    beside: MutableSequence[float],
     link_free: MutableSequence[float],
     moments: MutableSequence[float],
 ) -> None:
     """Fill ``moments`` (2A + 1,) of outputs and arrivals; Python runs it on lists, numba compiles it for arrays."""
     for group in range(len(which)):
-        here, at, one, two = rank[group], 16 * which[group], first[group], second[group]
-        kernels, messages = compute[here], communication[here]
+        here, at, one, two = rank[group], 25 * which[group], first[group], second[group]
+        kernels, messages, others = compute[here], communication[here], beside[here]
         input_one, input_two = moments[needed[one]], moments[needed[two]]
-        for row in range(3 if two < 0 else 4):
+        for row in range(4 if two < 0 else 5):
+            if row == 2 and not runs_beside[which[group]]:
+                at += 5
+                continue
             # Comparisons in place of max(): most of the time goes here, and calls take three times as long.
             moment = kernels + matrices[at]
             other = messages + matrices[at + 1]
             if other > moment:
                 moment = other
-            other = input_one + matrices[at + 2]
+            other = others + matrices[at + 2]
             if other > moment:
                 moment = other
-            other = input_two + matrices[at + 3]
+            other = input_one + matrices[at + 3]
             if other > moment:
                 moment = other
-            at += 4
+            other = input_two + matrices[at + 4]
+            if other > moment:
+                moment = other
+            at += 5
             if row == 0:
                 compute[here] = moment
             elif row == 1:
                 communication[here] = moment
             elif row == 2:
+                beside[here] = moment
+            elif row == 3:
                 moments[one] = moment
             else:
                 moments[two] = moment
@@ -147,27 +179,35 @@ def _busy(schedule: Schedule, costs: OperatorCosts, plan: OperatorPlan) -> Float
 
 
 def delays(group: OperatorGroup) -> FloatArray:
-    """(n, 4) least time from each deciding moment to the end of each operator, ``-inf`` where it does not wait."""
+    """(n, 5) least time from each deciding moment to the end of each operator, ``-inf`` where it does not wait."""
     given = group.operators
-    ends = np.full((len(given.seconds), 4), -np.inf)
-    streams = np.full((2, 4), -np.inf)
-    streams[[0, 1], [0, 1]] = 0.0
-    for index, seconds in enumerate(given.seconds):
-        earlier = given.dependencies[given.dependency_offsets[index] : given.dependency_offsets[index + 1]]
-        start = streams[given.communication[index]].copy()
-        for before in earlier:
-            np.maximum(start, ends[before], out=start)
-        for number, entry in enumerate(group.entries):
-            if index in entry:
-                start[FIRST_INPUT + number] = max(start[FIRST_INPUT + number], 0.0)
-        ends[index] = streams[given.communication[index]] = start + seconds
-    return ends
+    none = -np.inf
+    streams: list[list[float]] = [
+        [0.0 if moment == stream else none for moment in range(MOMENTS)] for stream in range(STREAMS)
+    ]
+    waits: dict[int, list[int]] = {}
+    for number, entry in enumerate(group.entries):
+        for index in entry.tolist():
+            waits.setdefault(index, []).append(FIRST_INPUT + number)
+    offsets, dependencies = given.dependency_offsets.tolist(), given.dependencies.tolist()
+    ends: list[list[float]] = []
+    for index, (seconds, stream) in enumerate(zip(given.seconds.tolist(), given.communication.tolist(), strict=True)):
+        start = streams[stream]
+        for before in dependencies[offsets[index] : offsets[index + 1]]:
+            start = list(map(max, start, ends[before]))
+        if index in waits:
+            start = list(start)
+            for moment in waits[index]:
+                start[moment] = max(start[moment], 0.0)
+        streams[stream] = [moment + seconds for moment in start]
+        ends.append(streams[stream])
+    return np.array(ends)
 
 
 def matrix(group: OperatorGroup) -> FloatArray:
-    """(4, 4) delays from the deciding moments to both streams free again and the outputs there."""
-    found, ends = np.full((4, 4), -np.inf), delays(group)
-    for stream in (COMPUTE, COMMUNICATION):
+    """(5, 5) delays from the deciding moments to all streams free again and the outputs there."""
+    found, ends = np.full((MOMENTS, MOMENTS), -np.inf), delays(group)
+    for stream in range(STREAMS):
         used = np.flatnonzero(group.operators.communication == stream)
         found[stream, stream] = 0.0
         if len(used):

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from simulator import engine, fast_engine, pipeline_passes
 from simulator.errors import InputError
 from simulator.pipeline import PipelineCosts, simulate_pipeline
-from simulator.pipeline_operators import LABELS, OperatorCosts, Operators, operator_table
+from simulator.pipeline_operators import (
+    LABELS,
+    STREAMS,
+    OperatorCosts,
+    Operators,
+    operator_table,
+    plan_operators,
+)
 from simulator.pipeline_passes import simulate_operators
 from simulator.schedules import ActionKind, Schedule, make_schedule
 from tests.simulator.test_schedules import EVERY, shapes
@@ -21,17 +28,29 @@ def random_operators(random: np.random.Generator) -> Operators:
     rows = [np.flatnonzero(random.random(index) < 0.5) for index in range(count)]
     return Operators(
         seconds=random.uniform(0, 2, count),
-        communication=random.integers(0, 2, count),
+        communication=random.integers(0, 3, count),
         dependency_offsets=np.concatenate(([0], np.cumsum([len(row) for row in rows]))),
         dependencies=np.concatenate(rows),
+        ahead=random.random(count if random.random() < 0.5 else 0) < 0.5,
     )
 
 
 def random_costs(schedule: Schedule, seed: int, *, overlap: bool) -> OperatorCosts:
     random = np.random.default_rng(seed)
     shared = [random_operators(random) for _ in range(3)]
+
+    def some(share: float) -> dict[ActionKind, list[Operators]]:
+        kinds = [kind for kind in ActionKind if random.random() < share]
+        return {kind: random.choice(np.array(shared, dtype=object), schedule.stages).tolist() for kind in kinds}
+
+    def meeting() -> tuple[int, ...]:
+        return tuple(random.permutation(schedule.ranks)[: random.integers(1, schedule.ranks + 1)].tolist())
+
     return OperatorCosts(
-        passes={kind: random.choice(np.array(shared, dtype=object), schedule.stages).tolist() for kind in ActionKind},
+        passes=some(1.0),
+        first=some(0.5),
+        last=some(0.5),
+        meetings=[(meeting(), random.uniform(0, 1)) for _ in range(random.integers(0, 3))],
         send_s=random.uniform(0, 1, schedule.stages) if random.random() < 0.7 else 0.0,
         prologue_s=random.uniform(0, 1, schedule.ranks),
         epilogue_s=random.uniform(0, 1, schedule.ranks),
@@ -55,10 +74,9 @@ def test_passes_and_operators_take_the_same_time(name: str, data: st.DataObject)
     assert passes.step_time_s == pytest.approx(ends.max(), rel=1e-12)
     kernels = np.bincount(table.stream, table.work)[: schedule.ranks]
     np.testing.assert_allclose(passes.bubble_s, ends.max() - kernels, rtol=1e-9, atol=1e-9)
-    operators = sum(
-        len(costs.passes[ActionKind(k)][s].seconds) for k, s in zip(schedule.kind, schedule.stage, strict=True)
-    )
-    assert np.count_nonzero(table.label < 2) == operators
+    plan = plan_operators(schedule, costs)
+    operators = sum(len(plan.groups[which].operators.seconds) for which in plan.which)
+    assert np.count_nonzero(table.label < STREAMS) == operators
     everything = np.sort(ends[table.label < LABELS.index("prologue")])
     found = np.searchsorted(everything, passes.ends_s)
     near = np.minimum(
@@ -133,3 +151,42 @@ def test_wrong_operators_are_refused() -> None:
     one = Operators.chain(np.ones(1), np.zeros(1, dtype=np.int64))
     with pytest.raises(InputError, match="has 2 stages, but there are 1 lists of operators of kind forward"):
         simulate_operators(make_schedule("1f1b", 2, 2), OperatorCosts(passes={ActionKind.FORWARD: [one]}))
+
+
+def test_first_and_last_micro_batch_run_their_own_operators_and_meetings_wait_for_all() -> None:
+    schedule = make_schedule("1f1b", 2, 3)
+
+    def one(seconds: float) -> list[Operators]:
+        return [Operators.chain(np.array([seconds]), np.zeros(1, dtype=np.int64))] * schedule.stages
+
+    passes = {ActionKind.FORWARD: one(1.0), ActionKind.BACKWARD: one(2.0)}
+    plain = OperatorCosts(passes=passes)
+    first = {ActionKind.FORWARD: one(10.0)}
+    costs = OperatorCosts(
+        passes=passes, first=first, last={ActionKind.BACKWARD: one(5.0)}, meetings=[((0, 1), 7.0)], epilogue_s=0.5
+    )
+    found, usual = simulate_operators(schedule, costs), simulate_operators(schedule, plain)
+    kernels = np.subtract(found.step_time_s, found.bubble_s)
+    np.testing.assert_allclose(kernels, 10 + 2 * 1 + 2 * 2 + 5 + 0.5)
+    assert usual.step_time_s == pytest.approx((3 + 1) * 3)
+    np.testing.assert_allclose(found.ready_s, found.computed_s.max() + 7.0)
+
+
+def test_operators_that_need_no_input_run_before_the_pass_begins() -> None:
+    schedule = make_schedule("gpipe", 2, 1)
+    kernel = Operators.chain(np.array([1.0]), np.zeros(1, dtype=np.int64))
+
+    def gathering(ahead: bool) -> Operators:
+        return Operators(
+            seconds=np.array([1.0, 1.0]),
+            communication=np.array([2, 0]),
+            dependency_offsets=np.array([0, 0, 1]),
+            dependencies=np.array([0]),
+            ahead=np.array([ahead, False]),
+        )
+
+    def step(ahead: bool) -> float:
+        passes = {ActionKind.FORWARD: [kernel, gathering(ahead)], ActionKind.BACKWARD: [kernel, kernel]}
+        return simulate_operators(schedule, OperatorCosts(passes=passes)).step_time_s
+
+    assert (step(True), step(False)) == (4.0, 5.0)
