@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from planner.graph.chain import Boundary
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
 from planner.search.gradients import GradientFlow, alike, gradient_flows, owner_of
 from planner.sharding.placement import PARTIAL, REPLICATE, Placement
@@ -68,14 +69,18 @@ class Decisions:
     of_node: tuple[int, ...]
 
 
-def decisions(graph: OperatorGraph) -> Decisions:
+def decisions(graph: OperatorGraph, boundaries: Sequence[Boundary] = ()) -> Decisions:
     """List the variables of `graph` with their choices along one mesh axis, and the edges between them.
 
-    Choices that some neighbour can never meet are dropped (arc consistency).
+    The tensors of `boundaries` are handed on by stations whoever reads them. Choices that some neighbour can
+    never meet are dropped (arc consistency).
     """
     flows = gradient_flows(graph)
     of_node = [owner_of(graph, i) for i in range(len(graph.nodes))]
     stations = _stations(graph, flows, of_node)
+    for boundary in boundaries:
+        crossing = GradientFlow(boundary.gradient) if boundary.gradient else None
+        stations.setdefault(boundary.forward, flows.get(boundary.forward, crossing))
     for tensor, flow in stations.items():
         for index in flow.sums if flow else ():
             of_node[index] = len(graph.nodes) + tensor.node * 64 + tensor.output
