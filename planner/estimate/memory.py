@@ -16,6 +16,7 @@ from functools import lru_cache
 from planner.estimate.device_family import family_of
 from planner.estimate.memory_traits import (
     EIGHT_BIT_OPTIMIZERS,
+    FUSED_LOSS_BYTES,
     GATHERED_LOGITS_BYTES,
     LOW_PRECISION_BYTES,
     MOMENTS,
@@ -282,7 +283,7 @@ class _Rank:
         if setup.vocabulary_parallel_loss:
             columns, per_logit = (
                 local_vocabulary(shape, setup.tp, self.traits.padded_vocabulary),
-                self.traits.loss_bytes,
+                self.traits.loss_bytes + (FUSED_LOSS_BYTES if setup.fused_loss else 0.0),
             )
         else:
             gathered = GATHERED_LOGITS_BYTES if setup.tp > 1 else 0.0
@@ -293,7 +294,9 @@ class _Rank:
         # The logits stand whole, what is computed of them and goes back chunk by chunk.
         per_logit = element + (per_logit - element) / setup.loss_chunks
         heads = 1 + content.multi_token_layers
-        return 2 * stream * element * heads, logits * per_logit + tokens * shape.hidden * element
+        kept = 2 * stream * element * heads
+        kept += min(setup.deferred_head_batches, setup.micro_batches) * (logits + tokens * shape.hidden) * element
+        return kept, logits * per_logit + tokens * shape.hidden * element
 
     def _gathered(self, content: StageContent, parameters: float) -> float:
         """Whole parameters, and the gradients before they are scattered, of the layers at work under ``zero3``.

@@ -23,6 +23,11 @@ GATHERED_LOGITS_BYTES = 8.0
 """Bytes a logit besides, where tensor ranks gather them first: the received parts and the whole, both ways. Fitted."""
 
 
+FUSED_LOSS_BYTES = 4.0
+"""Bytes a logit that Megatron's compiled loss takes besides: what it changes in place Inductor writes anew in float32
+(note in ``megatron/core/fusions/fused_cross_entropy.py``)."""
+
+
 _WORKSPACE_BYTES = {"hopper": 104 * MEBI, "blackwell": 60 * MEBI}
 OLDER_WORKSPACE_BYTES = 28 * MEBI
 

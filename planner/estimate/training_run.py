@@ -262,6 +262,11 @@ class TrainingSetup:
     """The output of the feed-forward network's activation function is computed again, whatever else is."""
     vocabulary_parallel_loss: bool = True
     """The logits stay cut over ``tp`` in the loss; otherwise every tensor rank computes it on the whole vocabulary."""
+    fused_loss: bool = False
+    """The vocabulary-parallel loss is compiled (Megatron's ``--cross-entropy-loss-fusion``)."""
+    deferred_head_batches: int = 0
+    """Micro-batches whose gradients of the logits wait until the pipeline drains for the head's weight gradient
+    (Megatron's ``--defer-embedding-wgrad-compute`` with its limit)."""
     scattered_gradients: bool = True
     """Sharded optimizers get their share of the gradients by a reduce-scatter; otherwise all of them are all-reduced."""
     sent_gradient_bytes: int = 0

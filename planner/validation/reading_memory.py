@@ -8,6 +8,8 @@ from typing import TypedDict
 from planner.validation.measurement_file import FileRow
 
 _FOUR_BITS = 0.5
+_DEFERRED = 2
+"""``--wgrad-deferral-limit`` of Megatron-LM's functional tests of it."""
 _IN_PLACE = 16
 _CUMULATIVE = (
     "baseline", "packed", "compile", "chunked", "activation checkpointing", "fuse optimizer", "activation offloading",
@@ -26,6 +28,8 @@ class MemorySettings(TypedDict):
     frozen_weight_bytes: float
     offload_activations: bool
     recompute_activation_function: bool
+    fused_loss: bool
+    deferred_head_batches: int
 
 
 def memory_settings(row: FileRow) -> MemorySettings:
@@ -47,6 +51,8 @@ def memory_settings(row: FileRow) -> MemorySettings:
         or ("megatron" in framework and "zero-3" in framework and "pa_cpu=n" not in words)
         or cumulative(row, "activation offloading"),
         recompute_activation_function="activation-function recompute" in words,
+        fused_loss=bool(re.search(r"cross[-_]entropy[-_](?:loss[-_])?fusion", words)),
+        deferred_head_batches=_DEFERRED * bool(re.search(r"defer[-_]embedding[-_]wgrad", words)),
     )
 
 

@@ -248,8 +248,9 @@ def _length(row: FileRow, traits: Traits, notes: Notes) -> int:
         return _assumed_length(row, traits, notes)
     remarks = row.text("notes").lower()
     unpacked = "cumulative: baseline" in row.text("other_flags").lower()  # the next step of the list packs samples
+    pairs = re.search(r"(?:^|_)(?:orm|prm|reward)_", row.text("model").lower())  # reward models see whole answers
     if unpacked or (
-        "variable length" in remarks and "derived" not in remarks and "pack" not in row.text("model").lower()
+        ("variable length" in remarks or pairs) and "derived" not in remarks and "pack" not in row.text("model").lower()
     ):
         length = min(length, _INSTRUCTION_LENGTH)
         notes.append(f"samples of variable length: {length} tokens on average, as instructions have")

@@ -148,6 +148,8 @@ def attention(row: FileRow, used: Stack, notes: list[str]) -> AttentionKernel:
     if is_ascend(row):
         recent = date >= "2024" and used in (Stack.MINDSPEED, Stack.MINDSPORE)
         kernel = AttentionKernel.VENDOR if recent else AttentionKernel.FUSED_SOFTMAX
+    elif used is Stack.TRANSFORMER_ENGINE and _without_flash(row):
+        kernel = AttentionKernel.FUSED_SOFTMAX
     elif used is Stack.TRANSFORMER_ENGINE:
         hopper = re.search(r"h[128]00|[bg]b?[23]00|h20", row.text("accelerator").lower())
         kernel = AttentionKernel.VENDOR if hopper else AttentionKernel.FLASH2
@@ -163,6 +165,16 @@ def attention(row: FileRow, used: Stack, notes: list[str]) -> AttentionKernel:
         kernel = AttentionKernel.UNFUSED
     notes.append(f"attention kernel not stated: {kernel}")
     return kernel
+
+
+def _without_flash(row: FileRow) -> bool:
+    """Whether reproducible kernels are asked of a container that has no reproducible flash attention.
+
+    Megatron-LM's functional tests name the cluster ``dgxa100`` in results of the long-term-support container
+    (``golden_values_lts_dgxa100_dracooci.json``), ``dgx_a100`` in later ones. Transformer Engine then falls back to
+    single operators (``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``; flash attention is reproducible from 2.4.1 on).
+    """
+    return row.text("hw").lower() == "dgxa100" and "nvte_allow_nondeterministic_algo=0" in all_words(row)
 
 
 def _stated_attention(text: str, row: FileRow, used: Stack, date: str) -> AttentionKernel:
@@ -234,6 +246,8 @@ def shard_group(row: FileRow, dp: int, cp: int) -> int:
     if re.search(r"dp\*cp", row.text("zero_fsdp").lower()):
         return dp * cp
     group = int(found[1]) if found else 0
+    if "multi_dist_optimizer_instances" in row.text("model"):
+        group = dp * cp // 2  # ``--num-distributed-optimizer-instances 2``, as Megatron-LM's tests of it have
     return group if 1 < group < dp and dp % group == 0 else 0
 
 
@@ -287,6 +301,8 @@ def sequence_parallel(row: FileRow, used: Stack, tp: int, notes: list[str]) -> b
         return False
     if "deepspeed" in row.text("framework").lower() and "zero-3" in row.text("framework").lower():
         return True  # its partitioned activations: what is kept is cut over tp
+    if re.search(r"tp_?2d", row.text("model").lower()):
+        return True  # two-dimensional tensor parallelism cuts the residual stream over both dimensions (MindSpeed)
     if stated:
         return stated in ("true", "yes", "1", "on")
     default = used is Stack.TRANSFORMER_ENGINE or "torchtitan" in row.text("framework").lower()
