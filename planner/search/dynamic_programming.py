@@ -1,436 +1,316 @@
 """Exact search by dynamic programming: min-plus elimination, with repeated blocks as matrix powers.
 
-Every variable of the graph is eliminated in an order that keeps tables small. A run of L equal blocks
-is not unrolled: one block, reduced to a table between its entrance and its exit, is raised to the
-(L − 1)-th min-plus power, which lets every layer choose for itself and costs log L.
-
-The memory limit is relaxed with a price λ per byte (Lagrange): for every λ ≥ 0,
-``min_x [time(x) + λ memory(x)] − λ limit`` is a lower bound on the best feasible plan.
+Every variable of the graph is eliminated in an order that keeps tables small (`planner.search.folded`). The memory
+limit is relaxed with a price λ per byte (Lagrange): for every λ ≥ 0, ``min_x [time(x) + λ memory(x)] − λ limit`` is a
+lower bound on the best feasible plan. What gap is left is closed by Pareto labels (`planner.search.pareto`) over the
+states and entries that a plan better than the best known one may take.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
+from time import perf_counter
 
 import numpy as np
 
-from planner.graph.operator_graph import Run
-from planner.search.elimination import (
-    Factor,
-    Power,
-    Reduced,
-    combine,
-    eliminate,
-    elimination_order,
-    min_plus_power,
-    recover,
-)
+from planner.search.blocks import Block, Variables
+from planner.search.elimination import TooWideError
+from planner.search.folded import Eliminated, FoldedElimination, Layers, Weights, flat
+from planner.search.marginals import affordable, marginals
+from planner.search.model import Model, model_of, possible, undominated
+from planner.search.pareto import Limits, ParetoSearch, TooManyLabelsError
 from planner.search.problem import Problem
 from planner.search.solution import Assignment, Solution
-from simulator.errors import UnsupportedError
 
-PRICE_STEPS = 12
-BRANCH_STEPS = 6
-BRANCH_WORK = 40_000
+PRICE_STEPS = 24
 PROOF = 1e-9
+SHARES = (1 / 64, 1 / 16, 1 / 4, 1.0)
+"""Parts of the gap that labels are given in turn: fewer labels are looked at where the optimum is near the bound."""
+
+FAST = Weights(1.0, 0.0)
+SMALL = Weights(0.0, 1.0)
+
+Stop = Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """A run's second block as variables: entrance (in the first block), exit, inside, and shared ones.
+class Plan:
+    """A plan in the problem's numbers of states, and what it costs."""
 
-    ``met`` are the stations of the entrance: what they cost depends on the block that reads them.
-    ``left`` are those of the exit, read by what follows the run.
-    """
-
-    entrance: tuple[int, ...]
-    exit: tuple[int, ...]
-    inside: tuple[int, ...]
-    shared: tuple[int, ...]
-    count: int
-    order: tuple[int, ...]
-    met: frozenset[int] = frozenset()
-    left: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class _Powered:
-    block: _Block
-    reduced: Reduced
-    power: Power
+    assignment: Assignment
+    layers: Layers
+    seconds: float
+    bytes: float
 
 
 class DynamicProgramming:
-    """The exact solver of one problem; tables are built once, prices of memory vary."""
+    """The exact solver of one problem; the order of elimination is made once, prices of memory vary.
+
+    Raises
+    ------
+    TooWideError
+        Where the graph is too densely connected for exact elimination.
+    """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.sizes = [len(s) for s in problem.states]
-        self.blocks = [_block(problem, run, self.sizes) for run in problem.graph.runs]
-        self._split()
+        self.whole = model_of(problem)
+        self.model = possible(self.whole)
+        self.folded = _elimination(self.model)
+        self.model = self.folded.model
 
-    def _split(self) -> None:
-        """Assign every table to a block or to the rest, and fix the order of elimination."""
-        owner: dict[int, int] = {}
-        for number, block in enumerate(self.blocks):
-            owner.update(dict.fromkeys((*block.inside, *block.exit), number))
-        self.in_block: list[list[tuple[int, ...]]] = [[] for _ in self.blocks]
-        self.outside: list[tuple[int, ...]] = []
-        scopes = [(v,) for v in range(len(self.sizes))] + list(self.problem.pairs)
-        for scope in scopes:
-            home = self._home(scope, owner)
-            (self.outside if home is None else self.in_block[home]).append(scope)
-        for number, block in enumerate(self.blocks):
-            order = elimination_order(self.in_block[number], self.sizes, block.inside)
-            self.blocks[number] = replace(block, order=order)
-        inside = {v for block in self.blocks for v in block.inside}
-        spans = [(*b.shared, *b.entrance, *b.exit) for b in self.blocks]
-        rest = [v for v in range(len(self.sizes)) if v not in inside]
-        self.order = elimination_order([*self.outside, *spans], self.sizes, rest)
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Runs of the graph as variables."""
+        return self.whole.layout.blocks
 
-    def _home(self, scope: tuple[int, ...], owner: Mapping[int, int]) -> int | None:
-        """Number of the block whose table counts in every layer but the first, None where it counts once."""
-        if len(scope) == 1:
-            met = next((number for number, block in enumerate(self.blocks) if scope[0] in block.met), None)
-            left = any(scope[0] in block.left for block in self.blocks)
-            return met if met is not None else None if left else owner.get(scope[0])
-        homes = {owner[v] for v in scope if v in owner}
-        for number in homes:
-            block = self.blocks[number]
-            if all(v in block.inside or v in block.exit or v in block.entrance or v in block.shared for v in scope):
-                return number
-        return None
+    @property
+    def outside(self) -> tuple[Variables, ...]:
+        """Scopes of the tables that count once."""
+        return self.whole.layout.outside
 
-    @cached_property
+    @property
+    def in_block(self) -> tuple[tuple[Variables, ...], ...]:
+        """Scopes of the tables of each block."""
+        return self.whole.layout.in_block
+
+    @property
     def time_scale(self) -> float:
         """More seconds than any choice can save."""
-        tables = (c.time for c in (*self.problem.unary, *self.problem.pairs.values()))
-        return 1.0 + float(sum(t[np.isfinite(t)].max(initial=0.0) for t in tables))
+        return 1.0 + float(sum(t[np.isfinite(t)].max(initial=0.0) for t in self.model.time.values()))
 
-    def minimise(self, price: float, fixed: Mapping[int, int] | None = None) -> tuple[float, Solution]:
-        """Minimise ``time + price × memory`` exactly; returns that minimum and the plan that attains it.
+    def minimise(self, price: float) -> tuple[float, Solution]:
+        """Minimise ``time + price × memory`` exactly; returns that minimum and the plan that attains it."""
+        total, plan, _ = self.priced(Weights(1.0, price))
+        return total, self.solution(plan, plan.seconds if price == 0 else 0.0)
 
-        ``fixed`` gives states of variables outside runs.
-        """
-        powered = [self._power(number, price) for number in range(len(self.blocks))]
-        factors = [self._factor(scope, price) for scope in self.outside]
-        for variable, state in (fixed or {}).items():
-            table = np.full(self.sizes[variable], np.inf)
-            table[state] = 0.0
-            factors.append(Factor((variable,), table))
-        for item in powered:
-            block = item.block
-            shape = tuple(self.sizes[v] for v in (*block.shared, *block.entrance, *block.exit))
-            factors.append(Factor((*block.shared, *block.entrance, *block.exit), item.power.table.reshape(shape)))
-        reduced = eliminate(factors, self.sizes, self.order)
-        total = float(sum(f.table.item() for f in reduced.factors))
-        assignment = recover(reduced, {})
-        width = max([reduced.width, *(item.reduced.width for item in powered)])
-        layers = tuple(self._layers(item, self._path(item, assignment), assignment) for item in powered)
-        for item, states in zip(powered, layers, strict=True):
-            last = states[-1]
-            assignment.update({v: last[v] for v in (*item.block.inside, *item.block.exit)})
-        time, memory = self._evaluate(assignment, layers)
-        solution = Solution(
-            assignment=assignment,
-            layers=layers,
-            objective_s=time,
-            memory_bytes=memory,
-            lower_bound_s=time if price == 0 else 0.0,
-            width=width,
-        )
-        return total, solution
+    def priced(self, weights: Weights) -> tuple[float, Plan, Eliminated]:
+        """Minimise ``weights.seconds × time + weights.bytes × memory``; the minimum, a plan, and the tables."""
+        done = self.folded.run(weights)
+        assignment, layers = self.folded.plan(done)
+        return done.total, self.plan(assignment, layers), done
 
-    def _factor(self, scope: tuple[int, ...], price: float) -> Factor:
-        cost = self.problem.unary[scope[0]] if len(scope) == 1 else self.problem.pairs[scope[0], scope[1]]
-        return Factor(scope, cost.time if price == 0 else cost.time + price * cost.memory)
+    def plan(self, assignment: Mapping[int, int], layers: Layers, model: Model | None = None) -> Plan:
+        """Price states given by their numbers in `model`."""
+        states = (model or self.model).states
+        named = {v: int(states[v][s]) for v, s in assignment.items()}
+        named_layers = tuple(tuple({v: int(states[v][s]) for v, s in one.items()} for one in row) for row in layers)
+        return self.costed(named, named_layers)
 
-    def _power(self, number: int, price: float) -> _Powered:
-        block = self.blocks[number]
-        factors = [self._factor(scope, price) for scope in self.in_block[number]]
-        reduced = eliminate(factors, self.sizes, block.order)
-        scope = (*block.shared, *block.entrance, *block.exit)
-        table = combine(reduced.factors, scope, self.sizes)
-        states = int(np.prod([self.sizes[v] for v in block.exit], dtype=np.int64))
-        return _Powered(block, reduced, min_plus_power(table.reshape(-1, states, states), block.count))
+    def costed(self, assignment: Assignment, layers: Layers) -> Plan:
+        """Price states given by their numbers in the problem."""
+        seconds, bytes_ = self._sum(self.outside, assignment)
+        for scopes, row in zip(self.in_block, layers, strict=True):
+            counted: dict[tuple[tuple[int, int], ...], tuple[float, float]] = {}
+            for states in row:
+                key = tuple(sorted(states.items()))
+                if key not in counted:
+                    counted[key] = self._sum(scopes, {**assignment, **states})
+                seconds += counted[key][0]
+                bytes_ += counted[key][1]
+        return Plan(assignment, layers, seconds, bytes_)
 
-    def _path(self, item: _Powered, assignment: Mapping[int, int]) -> list[int]:
-        """States between the blocks on the best way from entrance to exit."""
-        block = item.block
-        return item.power.path(
-            _flat(assignment, block.shared, self.sizes),
-            _flat(assignment, block.entrance, self.sizes),
-            _flat(assignment, block.exit, self.sizes),
+    def _sum(self, scopes: tuple[Variables, ...], states: Mapping[int, int]) -> tuple[float, float]:
+        seconds = bytes_ = 0.0
+        for scope in scopes:
+            index = tuple(states[v] for v in scope)
+            seconds += float(self.whole.time[scope][index])
+            if scope in self.whole.memory:
+                bytes_ += float(self.whole.memory[scope][index])
+        return seconds, bytes_
+
+    def solution(self, plan: Plan, bound: float) -> Solution:
+        """Write a plan with a proven bound."""
+        return Solution(
+            assignment=plan.assignment,
+            layers=plan.layers,
+            objective_s=plan.seconds,
+            memory_bytes=plan.bytes,
+            lower_bound_s=min(bound, plan.seconds),
+            width=self.folded.width,
+            states=sum(self.whole.sizes),
+            states_left=sum(self.model.sizes),
+            largest_table=self.folded.largest,
         )
 
-    def _layers(self, item: _Powered, path: list[int], assignment: Mapping[int, int]) -> tuple[Assignment, ...]:
-        """States of the block in each layer along a path."""
-        block = item.block
-        decoded: dict[tuple[int, int], Assignment] = {}
-        for pair in pairwise(path):
-            if pair not in decoded:
-                known = {v: assignment[v] for v in block.shared}
-                known.update(_unflat(pair[0], block.entrance, self.sizes))
-                known.update(_unflat(pair[1], block.exit, self.sizes))
-                states = recover(item.reduced, known)
-                decoded[pair] = {v: states[v] for v in (*block.entrance, *block.inside, *block.exit)}
-        return tuple(decoded[pair] for pair in pairwise(path))
-
-    def splice(self, over: Solution, fits: Solution, limit: float, price: float) -> Solution:
+    def splice(self, over: Plan, fits: Plan, limit: float, done: Eliminated) -> Plan:
         """Give as many layers as the limit allows the strategies of a faster plan that does not fit as a whole.
 
         The price of memory makes all equal layers switch at once; the best plan may lie in between.
         """
         best = fits
         for number in range(len(self.blocks)):
-            item = self._power(number, price)
             there = [self._exits(number, plan) for plan in (over, best)]
-            ways = [list(pairwise(exits)) for exits in there]
-            low, high = 0, len(ways[0])
-            base = best
+            base, low, high = best, 0, len(there[0]) - 1
             while low < high:
                 middle = (low + high + 1) // 2
-                # What surrounds the run is that of the plan that fits, so both ends are its own too.
-                path = [there[1][0], *there[0][1 : middle + 1], *there[1][middle + 1 :]]
-                path[-1] = there[1][-1]
-                states = tuple(
-                    plan.layers[number][i] if pair == exits[i] else made
-                    for i, (pair, made) in enumerate(
-                        zip(pairwise(path), self._layers(item, path, base.assignment), strict=True)
-                    )
-                    for plan, exits in ((over, ways[0]) if i < middle else (fits, ways[1]),)
-                )
-                layers = (*base.layers[:number], states, *base.layers[number + 1 :])
-                time, memory = self._evaluate(base.assignment, layers)
-                if np.isfinite(time) and memory <= limit:
+                plan = self._mixed(number, base, over, there, middle, done)
+                if np.isfinite(plan.seconds) and plan.bytes <= limit:
                     low = middle
-                    if time < best.objective_s:
-                        best = replace(base, layers=layers, objective_s=time, memory_bytes=memory)
+                    best = plan if plan.seconds < best.seconds else best
                 else:
                     high = middle - 1
         return best
 
-    def _exits(self, number: int, plan: Solution) -> list[int]:
-        block = self.blocks[number]
-        first = _flat(plan.layers[number][0], block.entrance, self.sizes)
-        return [first, *(_flat(states, block.exit, self.sizes) for states in plan.layers[number])]
+    def _mixed(self, number: int, base: Plan, over: Plan, there: list[list[int]], count: int, done: Eliminated) -> Plan:
+        """`base` with the first `count` layers of a run as in `over`; its ends stay, as what surrounds the run does."""
+        path = [there[1][0], *there[0][1 : count + 1], *there[1][count + 1 :]]
+        path[-1] = there[1][-1]
+        ways = [list(pairwise(exits)) for exits in there]
+        model = self.model
+        known = {v: int(np.searchsorted(model.states[v], s)) for v, s in base.assignment.items()}
+        made = self.folded.along(number, done, path, known)
+        row = []
+        for i, (pair, states) in enumerate(zip(pairwise(path), made, strict=True)):
+            plan, way = (over, ways[0]) if i < count else (base, ways[1])
+            fresh = {v: int(model.states[v][s]) for v, s in states.items()}
+            row.append(plan.layers[number][i] if pair == way[i] else fresh)
+        return self.costed(base.assignment, (*base.layers[:number], tuple(row), *base.layers[number + 1 :]))
 
-    def _evaluate(
-        self, assignment: Mapping[int, int], layers: tuple[tuple[Assignment, ...], ...]
-    ) -> tuple[float, float]:
-        time = memory = 0.0
-        counted: dict[tuple[object, ...], tuple[float, float]] = {}
+    def _exits(self, number: int, plan: Plan) -> list[int]:
+        block, states = self.blocks[number], self.model.states
 
-        def add(scopes: list[tuple[int, ...]], states: Mapping[int, int]) -> None:
-            nonlocal time, memory
-            for scope in scopes:
-                cost = self.problem.unary[scope[0]] if len(scope) == 1 else self.problem.pairs[scope[0], scope[1]]
-                index = tuple(states[v] for v in scope)
-                time += float(cost.time[index])
-                memory += float(cost.memory[index])
+        def joint(variables: Variables, chosen: Assignment) -> int:
+            here = {v: int(np.searchsorted(states[v], chosen[v])) for v in variables}
+            return flat(here, variables, self.model.sizes)
 
-        add(self.outside, assignment)
-        for number, states in enumerate(layers):
-            for state in states:
-                key = (number, *sorted((v, s) for v, s in state.items()))
-                if key not in counted:
-                    before = (time, memory)
-                    add(self.in_block[number], {**assignment, **state})
-                    counted[key] = (time - before[0], memory - before[1])
-                else:
-                    time += counted[key][0]
-                    memory += counted[key][1]
-        return time, memory
+        first = joint(block.entrance, plan.layers[number][0])
+        return [first, *(joint(block.exit, states) for states in plan.layers[number])]
 
 
-def _flat(assignment: Mapping[int, int], variables: tuple[int, ...], sizes: list[int]) -> int:
-    index = 0
-    for v in variables:
-        index = index * sizes[v] + assignment[v]
-    return index
+def _elimination(model: Model) -> FoldedElimination:
+    """Plan the elimination, after dropping dominated states where that decides whether it can be done."""
+    try:
+        return FoldedElimination(model)
+    except TooWideError:
+        return FoldedElimination(undominated(model))
 
 
-def _unflat(index: int, variables: tuple[int, ...], sizes: list[int]) -> dict[int, int]:
-    states = {}
-    for v in reversed(variables):
-        index, states[v] = divmod(index, sizes[v])
-    return states
-
-
-def _block(problem: Problem, run: Run, sizes: list[int]) -> _Block:
-    """Find the variables of a run's second block and how they hang together with the rest."""
-    decisions = problem.decisions
-    first = _variables_of(problem, run.first)
-    second = _variables_of(problem, run.second)
-    back = _aligned(problem, run)
-    members = set(second)
-    neighbours: dict[int, set[int]] = {}
-    for a, b in problem.pairs:
-        neighbours.setdefault(a, set()).add(b)
-        neighbours.setdefault(b, set()).add(a)
-    around = {n for v in members for n in neighbours.get(v, ())} - members
-    exits = sorted(v for v in members if back[v] in around)
-    entrance = tuple(back[v] for v in exits)
-    others = around - set(first)
-    inside = tuple(v for v in sorted(members) if v not in exits)
-    shared = {n for n in others if any(n in neighbours.get(v, ()) for v in inside)}
-    shared |= {n for n in others for v in exits if n in neighbours[v] & neighbours.get(back[v], set())}
-    if any(sizes[back[v]] != sizes[v] for v in exits):
-        raise _unaligned(run)
-    left = frozenset(v for v in exits if decisions.variables[v].tensor is not None)
-    met = frozenset(back[v] for v in left)
-    return _Block(entrance, tuple(exits), inside, tuple(sorted(shared)), run.count - 1, (), met, left)
-
-
-def _variables_of(problem: Problem, nodes: tuple[int, ...]) -> tuple[int, ...]:
-    """Variables that decide `nodes`, and the stations of what those make."""
-    decisions = problem.decisions
-    group = set(nodes)
-    made = {n for n, v in enumerate(decisions.variables) if v.tensor is not None and v.tensor.node in group}
-    followed = {decisions.of_node[i] for i in nodes} - {-1}
-    return tuple(sorted(made | {n for n in followed if decisions.variables[n].tensor is None}))
-
-
-def _unaligned(run: Run) -> UnsupportedError:
-    return UnsupportedError(
-        f"the blocks of {run.prefix!r} look alike but offer different strategies, which the folded search does not "
-        "support yet; make the first and the last of them different modules, or report the network"
-    )
-
-
-def _aligned(problem: Problem, run: Run) -> dict[int, int]:
-    """Variable of the first block that stands where each variable of the second block stands."""
-    decisions = problem.decisions
-    position = dict(zip(run.second, run.first, strict=True))
-    stations = {(v.tensor.node, v.tensor.output): n for n, v in enumerate(decisions.variables) if v.tensor is not None}
-    result = {}
-    for n in _variables_of(problem, run.second):
-        variable = decisions.variables[n]
-        if variable.tensor is not None:
-            twin = stations.get((position[variable.tensor.node], variable.tensor.output))
-            if twin is None:
-                raise _unaligned(run)
-            result[n] = twin
-        else:
-            result[n] = decisions.of_node[position[variable.nodes[0]]]
-    return result
-
-
-def solve(problem: Problem, memory_limit_bytes: float) -> Solution | None:
+def solve(
+    problem: Problem, memory_limit_bytes: float, *, deadline_s: float | None = None, stop: Stop | None = None
+) -> Solution | None:
     """Find the fastest plan whose memory fits; None where even the smallest plan does not.
 
-    Without a binding limit the result is exactly optimal. With one, the price λ of memory is moved to where
-    the fastest plan that does not fit and the best that does cost the same, until it stays; the bound is the
-    best Lagrangian value seen. Layers of a run may then go different ways (`DynamicProgramming.splice`), and
-    what gap is left is closed by branching on the states of variables where there are few.
+    Parameters
+    ----------
+    deadline_s
+        Seconds after which no new step of the search is begun: the best plan so far is returned with its bound.
+    stop
+        Asked between steps whether to end likewise, for example after an interrupt.
+
+    Returns
+    -------
+    Solution
+        Optimal where ``lower_bound_s`` is ``objective_s``. Without a binding limit it always is. With one, the price λ
+        of memory is moved to where the bound peaks; layers of a run may go different ways (`splice`); and labels
+        look for anything better until nothing can be.
     """
-    solver = DynamicProgramming(problem)
-    root = _priced(solver, memory_limit_bytes, {}, PRICE_STEPS)
-    if root.best is None:
-        return None
-    best, bound = root.best, root.bound
-    nodes = BRANCH_WORK // len(solver.sizes) ** 2
-    if _open(best, bound) and nodes:
-        best, bound = _branch(solver, memory_limit_bytes, root, nodes)
-    return replace(best, lower_bound_s=min(bound, best.objective_s))
+    started = perf_counter()
+
+    def over() -> bool:
+        return (deadline_s is not None and perf_counter() - started > deadline_s) or (stop is not None and stop())
+
+    return _Limited(DynamicProgramming(problem), memory_limit_bytes, over).solve()
 
 
-def _open(best: Solution | None, bound: float) -> bool:
-    return best is None or best.objective_s - bound > PROOF * abs(best.objective_s)
+class _Limited:
+    """One search under a memory limit: the best plan so far, and what is proven."""
 
+    def __init__(self, solver: DynamicProgramming, limit: float, stop: Stop) -> None:
+        self.solver = solver
+        self.limit = limit
+        self.stop = stop
+        self.best: Plan | None = None
+        self.bound = -np.inf
+        self.price = 0.0
 
-@dataclass(frozen=True, slots=True)
-class _Priced:
-    """What pricing memory found: a bound, the best plan that fits, and the best guess of one that does not."""
+    def solve(self) -> Solution | None:
+        total, fastest, _ = self.solver.priced(FAST)
+        if not np.isfinite(total):
+            return None
+        self.bound = fastest.seconds
+        if fastest.bytes <= self.limit:
+            return self.solver.solution(fastest, fastest.seconds)
+        least = least_memory(self.solver)
+        if least.bytes > self.limit:
+            return None
+        self.best = least
+        self._search_price(fastest, least)
+        if self._open():
+            self._search_labels()
+        return self.solver.solution(self.best, self.bound)
 
-    bound: float
-    best: Solution | None
-    over: Solution | None
+    def _open(self) -> bool:
+        assert self.best is not None  # a search begins with the smallest plan
+        return self.best.seconds - self.bound > PROOF * abs(self.best.seconds)
 
+    def _offer(self, plan: Plan) -> None:
+        if plan.bytes <= self.limit and (self.best is None or plan.seconds < self.best.seconds):
+            self.best = plan
 
-def _priced(solver: DynamicProgramming, limit: float, fixed: Mapping[int, int], steps: int) -> _Priced:
-    """Search the price of memory at which the bound peaks, with some variables fixed.
+    def _search_price(self, over: Plan, fits: Plan) -> None:
+        """Search the price at which the bound, concave in the price, peaks.
 
-    The highest price buys the least memory at any time, whole bytes assumed.
-    """
-    total, plan = solver.minimise(0.0, fixed)
-    if not np.isfinite(total):
-        return _Priced(np.inf, None, None)
-    if plan.memory_bytes <= limit:
-        return _Priced(plan.objective_s, plan, None)
-    bound, over = plan.objective_s, plan
-    low, high = 0.0, solver.time_scale
-    total, best = solver.minimise(high, fixed)
-    if best.memory_bytes > limit:
-        return _Priced(np.inf, None, over)
-    bound = max(bound, total - high * limit)
-    for _ in range(steps):
-        if not _open(best, bound) or high <= low * 1.0001:
-            break
-        # The price at which the two plans cost the same: where the bound, concave in the price, may peak.
-        middle = (over.objective_s - best.objective_s) / (best.memory_bytes - over.memory_bytes)
-        middle = min(max(middle, low), high)
-        total, plan = solver.minimise(middle, fixed)
-        bound = max(bound, total - middle * limit)
-        if plan.memory_bytes <= limit:
-            stuck = high == middle
-            high = middle
-            best = plan if plan.objective_s < best.objective_s else best
-        else:
-            stuck = low == middle
-            low, over = middle, plan
-        same = total >= over.objective_s + middle * over.memory_bytes - PROOF * abs(total)
-        if stuck or (same and total >= best.objective_s + middle * best.memory_bytes - PROOF * abs(total)):
-            break
-    if _open(best, bound) and solver.blocks and not fixed:
-        best = solver.splice(over, best, limit, high)
-    return _Priced(bound, best, over)
+        The next price is that at which the plans on both sides cost the same; where it gives nothing new, it is the
+        price of the peak.
+        """
+        done: Eliminated | None = None
+        for _ in range(PRICE_STEPS):
+            if not self._open() or self.stop():
+                break
+            price = (fits.seconds - over.seconds) / (over.bytes - fits.bytes)
+            if price <= 0:
+                break
+            total, plan, done = self.solver.priced(Weights(1.0, price))
+            if total - price * self.limit > self.bound:
+                self.bound, self.price = total - price * self.limit, price
+            self._offer(plan)
+            if plan.seconds + price * plan.bytes >= over.seconds + price * over.bytes - PROOF * abs(total):
+                break
+            if plan.bytes <= self.limit:
+                fits = plan
+            else:
+                over = plan
+        if done is not None and self.best is not None and self._open():
+            self._offer(self.solver.splice(over, fits, self.limit, done))
 
+    def _search_labels(self) -> None:
+        """Look for plans a part of the gap above the bound, then for all better ones."""
+        assert self.best is not None  # a search begins with the smallest plan
+        folded = self.solver.folded
+        prices = [FAST, SMALL, *([Weights(1.0, self.price)] if self.price else [])]
+        if not affordable(folded):
+            return
+        rests = [(w, marginals(folded, folded.run(w))) for w in prices]
+        low, gap = self.bound, self.best.seconds - self.bound
+        for share in SHARES:
+            limits = Limits(min(low + share * gap, self.best.seconds), self.limit, self.stop)
+            keep = [np.ones(size, dtype=np.bool_) for size in folded.sizes]
+            for weights, rest in rests:
+                keep = [k & b for k, b in zip(keep, rest.below(limits.threshold(weights)), strict=True)]
+            if all(k.any() for k in keep):
+                try:
+                    found = self._labelled(self.solver.model.restricted(keep), prices, limits)
+                except TooManyLabelsError:
+                    return
+                if found is not None:
+                    self._offer(found)
+            # Nothing at most as slow as the limit is left out, so what is not found is slower.
+            self.bound = max(self.bound, min(limits.seconds, self.best.seconds))
+            if not self._open():
+                return
 
-def _branch(solver: DynamicProgramming, limit: float, root: _Priced, nodes: int) -> tuple[Solution, float]:
-    """Best-first branch and bound on variables outside runs; returns the best plan and a proven bound."""
-    assert root.best is not None  # only called with a plan at hand
-    best, serial = root.best, 0
-    heap: list[tuple[float, int, dict[int, int], _Priced]] = [(root.bound, 0, {}, root)]
-    while heap and nodes > 0:
-        bound, _, fixed, priced = heapq.heappop(heap)
-        if not _open(best, bound):
-            return best, bound
-        variable = _undecided(solver, fixed, priced)
-        if variable is None or solver.sizes[variable] > nodes:
-            heapq.heappush(heap, (bound, serial, fixed, priced))
-            break
-        for state in range(solver.sizes[variable]):
-            child = {**fixed, variable: state}
-            inner = _priced(solver, limit, child, BRANCH_STEPS)
-            nodes -= 1
-            if inner.best is not None and inner.best.objective_s < best.objective_s:
-                best = inner.best
-            if inner.best is not None and _open(best, inner.bound):
-                serial += 1
-                heapq.heappush(heap, (max(bound, inner.bound), serial, child, inner))
-    return best, min([best.objective_s, *(item[0] for item in heap)])
-
-
-def _undecided(solver: DynamicProgramming, fixed: Mapping[int, int], priced: _Priced) -> int | None:
-    """The variable on which the plan that fits and the one that does not disagree most in memory."""
-    folded = {v for block in solver.blocks for v in (*block.inside, *block.exit)}
-    free = [v for v in range(len(solver.sizes)) if v not in fixed and v not in folded and solver.sizes[v] > 1]
-    if not free:
-        return None
-    if priced.best is None or priced.over is None:
-        return free[0]
-    one, other = priced.best.assignment, priced.over.assignment
-
-    def difference(v: int) -> float:
-        memory = solver.problem.unary[v].memory
-        return (one[v] != other[v]) * (1.0 + abs(float(memory[one[v]] - memory[other[v]])))
-
-    return max(free, key=lambda v: (difference(v), -v))
+    def _labelled(self, model: Model, prices: list[Weights], limits: Limits) -> Plan | None:
+        folded = FoldedElimination(model)
+        rests = []
+        for weights in prices:
+            done = folded.run(weights)
+            if not done.total <= limits.threshold(weights):
+                return None
+            rests.append((weights, marginals(folded, done)))
+        found = ParetoSearch(folded, rests, limits).fastest()
+        return None if found is None else self.solver.plan(*found, model)
 
 
 def fastest(problem: Problem) -> Solution:
@@ -439,6 +319,13 @@ def fastest(problem: Problem) -> Solution:
 
 
 def smallest(problem: Problem) -> Solution:
-    """The plan that needs least memory, however slow: what an infeasible search reports."""
+    """The plan that needs least memory, however slow, and the fastest of those: what an infeasible search reports."""
     solver = DynamicProgramming(problem)
-    return solver.minimise(solver.time_scale)[1]
+    return solver.solution(least_memory(solver), 0.0)
+
+
+def least_memory(solver: DynamicProgramming) -> Plan:
+    """The plan of least memory, the fastest of those where bytes are whole numbers."""
+    least = solver.priced(SMALL)
+    quick = solver.priced(Weights(1.0, solver.time_scale))
+    return quick[1] if quick[1].bytes <= least[1].bytes else least[1]

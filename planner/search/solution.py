@@ -19,7 +19,8 @@ class Solution:
     """States that minimise the objective under the memory limit.
 
     ``assignment`` holds every variable once; ``layers[r][i]`` are the states of run r's second block
-    in layer i + 1, for the variables that belong to it.
+    in layer i + 1, for the variables that belong to it. ``states`` counts those of all variables, ``states_left``
+    those after reductions; ``width`` neighbours and ``largest_table`` entries are the most of one elimination step.
     """
 
     assignment: Assignment
@@ -28,6 +29,9 @@ class Solution:
     memory_bytes: float
     lower_bound_s: float
     width: int
+    states: int = 0
+    states_left: int = 0
+    largest_table: int = 0
 
     @property
     def gap(self) -> float:
