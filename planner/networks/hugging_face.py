@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.networks.decoder.known import hugging_face_decoder
 from planner.networks.network import Network
-from planner.networks.zoo.table import language_inputs
+from planner.networks.zoo.table import EXPERTS_NOTE, language_inputs
 from simulator.errors import InputError, NetworkError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def load_config(place: str, sequence_length: int | None) -> Network:
     _check_window(path, settings, length)
     notes: tuple[str, ...] = (f"dropout is left out ({', '.join(dropout)} of the config)",) if dropout else ()
     if kind == "mixtral":
-        notes += ("experts take at most 1.25 times their even share of a sequence's tokens; the rest skip them",)
+        notes += (EXPERTS_NOTE,)
     content = json.dumps({"hf": kind, **settings}, sort_keys=True)
     return Network(
         name=path.parent.name if path.name == "config.json" and path.parent.name else path.stem,

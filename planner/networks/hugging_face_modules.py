@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig
@@ -17,12 +16,11 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
 from planner.networks.losses import mean_cross_entropy
+from planner.networks.zoo.experts import choose_experts, mix_experts
 from planner.networks.zoo.llama import RootMeanSquareNorm, rotary_table
 from simulator.errors import NetworkError, UnsupportedError
 
 IMPLEMENTATION = "meshwright"
-CAPACITY = 1.25
-"""Tokens an expert takes, as a multiple of its even share."""
 
 
 class LanguageModel(nn.Module):
@@ -144,8 +142,8 @@ class Router(nn.Module):
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits ``(tokens, experts)``, weights and expert numbers ``(tokens, top_k)``."""
         logits = F.linear(hidden_states.flatten(0, -2), self.weight)
-        best, index = torch.topk(F.softmax(logits, dim=-1), self.top_k, dim=-1)
-        return logits, best / best.sum(-1, keepdim=True), index
+        weights, index = choose_experts(logits, self.top_k)
+        return logits, weights, index
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
@@ -183,40 +181,13 @@ def _repeat_heads(x: Tensor, groups: int) -> Tensor:
 
 
 def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Mix experts with static shapes: each takes a fixed number of each sequence's tokens, in order.
-
-    Lepikhin et al., arXiv:2006.16668: a token beyond an expert's capacity skips it. Routing looks at one
-    sequence at a time, so that samples stay independent and the batch can be sharded.
-    """
-    length, experts, chosen = module.sequence_length, module.num_experts, top_k_index.shape[-1]
-    hidden = hidden_states.shape[-1]
-    capacity = min(length, math.ceil(CAPACITY * chosen * length / experts))
-    x = hidden_states.view(-1, length, hidden)
-    index = top_k_index.view(-1, length * chosen)
-    slot, kept = _slots(index, experts, capacity)
-    token = _tokens_of_slots(slot, chosen, experts * capacity)
-    padded = F.pad(x, (0, 0, 0, 1))
-    taken = padded.gather(1, token.unsqueeze(-1).expand(-1, -1, hidden))
-    by_expert = taken.view(-1, experts, capacity, hidden).transpose(0, 1).flatten(1, 2)
-    gate, up = torch.bmm(by_expert, module.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)
-    out = torch.bmm(module.act_fn(gate) * up, module.down_proj.transpose(1, 2))
-    out = out.view(experts, -1, capacity, hidden).transpose(0, 1).flatten(1, 2)
-    returned = out.gather(1, slot.clamp(max=experts * capacity - 1).unsqueeze(-1).expand(-1, -1, hidden))
-    weighted = returned * (top_k_weights.view(-1, length * chosen) * kept).unsqueeze(-1)
-    return weighted.view(-1, chosen, hidden).sum(1)
-
-
-def _slots(index: Tensor, experts: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """Place of each choice ``(batch, choices)`` in its expert's buffer, or behind all; and whether it has one."""
-    mine = (index.unsqueeze(-1) == torch.arange(experts, device=index.device)).to(index.dtype)
-    position = ((mine.cumsum(1) - 1) * mine).sum(-1)
-    kept = position < capacity
-    return torch.where(kept, index * capacity + position, experts * capacity), kept
-
-
-def _tokens_of_slots(slot: Tensor, chosen: int, slots: int) -> Tensor:
-    """Token in each buffer place ``(batch, slots)``; empty places take the padding token."""
-    choices = slot.shape[1]
-    tokens = (torch.arange(choices, device=slot.device) // chosen).expand(slot.shape[0], choices)
-    empty = slot.new_full((slot.shape[0], slots + 1), choices // chosen)
-    return empty.scatter(1, slot, tokens)[:, :slots]
+    """Mix the experts of a module of transformers."""
+    return mix_experts(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        gate_up=module.gate_up_proj,
+        down=module.down_proj,
+        length=module.sequence_length,
+        activation=module.act_fn,
+    )

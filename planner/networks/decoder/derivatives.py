@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from planner.networks.decoder.experts import bmm
 from planner.networks.decoder.operators import (
     ATTENTION,
     attention_backward,
@@ -17,6 +18,7 @@ from planner.networks.decoder.operators import (
     sum_to,
     t,
     transpose,
+    unsqueeze,
     untransposed,
     view,
 )
@@ -43,8 +45,61 @@ def _mul(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
 
 
 def _div(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
-    x, count = call.args
-    yield x, tape.call("div.Tensor", gradients[0], count, dims=x.dims)
+    x, y = call.args
+    if not isinstance(y, Value):
+        yield x, tape.call("div.Tensor", gradients[0], y, dims=x.dims)
+        return
+    ratio = elementwise(tape, "div.Tensor", elementwise(tape, "div.Tensor", x, y), y)
+    product = elementwise(tape, "mul.Tensor", elementwise(tape, "neg.default", gradients[0]), ratio)
+    yield x, elementwise(tape, "div.Tensor", gradients[0], y)
+    yield y, sum_to(tape, product, y.dims)
+
+
+def _sum(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    """A sum that drops its dim gets it back as the innermost one in memory."""
+    (x, (dim,), *keeps), gradient = call.args, gradients[0]
+    if keeps:
+        yield x, expand(tape, gradient, x.dims)
+        return
+    others = [d for d in range(len(x.dims)) if d != dim]
+    yield x, expand(tape, unsqueeze(tape, gradient, dim), x.dims, order=(*others, dim))
+
+
+def _softmax(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    x, dim, _ = call.args
+    args = (gradients[0], call.outputs[0], dim, "torch.float32")
+    yield x, tape.call("_softmax_backward_data.default", *args, dims=x.dims, kernel=Kernel.SOFTMAX)
+
+
+def _topk(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    x, gradient = call.args[0], gradients[0]
+    zeros = _zeros(tape, gradient, x)
+    args = (zeros, -1, call.outputs[1], gradient)
+    yield x, tape.call("scatter.src", *args, dims=x.dims, kernel=Kernel.EMBEDDING)
+
+
+def _gather(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    x, dim, index = call.args
+    args = (_zeros(tape, gradients[0], x), dim, index, gradients[0])
+    yield x, tape.call("scatter_add.default", *args, dims=x.dims, kernel=Kernel.EMBEDDING)
+
+
+def _zeros(tape: Tape, like: Value, x: Value) -> Value:
+    return tape.call("new_zeros.default", like, x.dims, dims=x.dims, kernel=Kernel.COPY)
+
+
+def _pad(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    x, amounts, _ = call.args
+    back = tuple(-amount for amount in amounts)
+    yield x, tape.call("constant_pad_nd.default", gradients[0], back, dims=x.dims, kernel=Kernel.COPY)
+
+
+def _bmm(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
+    x, y = call.args
+    of_y = bmm(tape, transpose(tape, x, 1, 2), gradients[0])
+    of_x = bmm(tape, gradients[0], transpose(tape, y, 1, 2))
+    yield y, of_y
+    yield x, of_x
 
 
 def _neg(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
@@ -175,7 +230,13 @@ def _nll(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
 
 
 DERIVATIVES: dict[str, Derivative] = {
+    "_softmax": _softmax,
     "add": _add,
+    "bmm": _bmm,
+    "constant_pad_nd": _pad,
+    "gather": _gather,
+    "sum": _sum,
+    "topk": _topk,
     "mul": _mul,
     "div": _div,
     "neg": _neg,

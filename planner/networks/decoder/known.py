@@ -8,7 +8,8 @@ from typing import Any
 from planner.networks.decoder.gpt import HuggingFaceGPT2, ZooGPT
 from planner.networks.decoder.graph import Decoder
 from planner.networks.decoder.llama import HuggingFaceLlama, ZooLlama
-from planner.networks.zoo.configs import BertConfig, GPTConfig, LlamaConfig
+from planner.networks.decoder.mixtral import HuggingFaceMixtral, ZooMixtral
+from planner.networks.zoo.configs import BertConfig, GPTConfig, LlamaConfig, MixtralConfig
 
 _READ: dict[str, dict[str, Any]] = {
     "gpt2": {
@@ -36,6 +37,23 @@ _READ: dict[str, dict[str, Any]] = {
         "rope_theta": None,
         "rope_parameters": None,
     },
+    "mixtral": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": None,
+        "max_position_embeddings": 4096 * 32,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "pad_token_id": None,
+        "rope_theta": None,
+        "rope_parameters": None,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
 }
 """Keys of a config that its graph depends on, with their values when left out."""
 _FIXED: dict[str, dict[str, Any]] = {
@@ -57,6 +75,12 @@ _FIXED: dict[str, dict[str, Any]] = {
         "pretraining_tp": 1,
         "rope_scaling": None,
     },
+    "mixtral": {
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "router_jitter_noise": 0.0,
+        "output_router_logits": False,
+    },
 }
 """Keys with the only value whose graph is known."""
 _TOKENS: dict[str, tuple[type, ...]] = {"bos_token_id": (int, type(None)), "eos_token_id": (int, type(None))}
@@ -74,9 +98,16 @@ _FREE: dict[str, dict[str, tuple[type, ...]]] = {
         "initializer_range": (float,),
     },
     "llama": {**_TOKENS, "eos_token_id": (int, list, type(None)), "initializer_range": (float,)},
+    "mixtral": {
+        **_TOKENS,
+        "eos_token_id": (int, list, type(None)),
+        "initializer_range": (float,),
+        "router_aux_loss_coef": (float,),
+        "sliding_window": (int, type(None)),
+    },
 }
 """Keys that no graph depends on, with the types that transformers takes."""
-_ROPE_BASE = 10000.0
+_ROPE_BASE = {"llama": 10000.0, "mixtral": 1000000.0}
 _ROPE_LIMIT = 1e300
 
 
@@ -84,6 +115,8 @@ def zoo_decoder(config: GPTConfig | LlamaConfig | BertConfig) -> Decoder | None:
     """Recognise the config of a built-in language network."""
     if isinstance(config, GPTConfig):
         return ZooGPT(config=config)
+    if isinstance(config, MixtralConfig):
+        return ZooMixtral(config=config)
     return ZooLlama(config=config) if isinstance(config, LlamaConfig) else None
 
 
@@ -96,7 +129,7 @@ def hugging_face_decoder(kind: str, settings: Mapping[str, Any]) -> Decoder | No
     if kind not in _READ or not all(_understood(kind, key, value) for key, value in settings.items()):
         return None
     values = {**_READ[kind], **settings}
-    return _gpt2(values) if kind == "gpt2" else _llama(values)
+    return _gpt2(values) if kind == "gpt2" else _llama(kind, values)
 
 
 def _understood(kind: str, key: str, value: Any) -> bool:
@@ -129,29 +162,33 @@ def _gpt2(values: Mapping[str, Any]) -> Decoder | None:
     )
 
 
-def _llama(values: Mapping[str, Any]) -> Decoder | None:
+def _llama(kind: str, values: Mapping[str, Any]) -> Decoder | None:
     hidden, heads, padding = values["hidden_size"], values["num_attention_heads"], values["pad_token_id"]
     key_value_heads, head = values["num_key_value_heads"] or heads, values["head_dim"] or hidden // heads
-    base = _rope_base(values["rope_theta"], values["rope_parameters"])
+    base = _rope_base(kind, values["rope_theta"], values["rope_parameters"])
     divides = hidden % heads == 0 and heads % key_value_heads == 0 and head % 2 == 0
     padded = padding is None or (type(padding) is int and 0 <= padding < values["vocab_size"])
     if not divides or not padded or base is None:
         return None
-    return HuggingFaceLlama(
-        vocabulary=values["vocab_size"],
-        hidden=hidden,
-        intermediate=values["intermediate_size"],
-        heads=heads,
-        key_value_heads=key_value_heads,
-        head=head,
-        epsilon=values["rms_norm_eps"],
-        rope_base=base,
-        tied_embedding=values["tie_word_embeddings"],
-        padding=padding,
-    )
+    sizes: dict[str, Any] = {
+        "vocabulary": values["vocab_size"],
+        "hidden": hidden,
+        "intermediate": values["intermediate_size"],
+        "heads": heads,
+        "key_value_heads": key_value_heads,
+        "head": head,
+        "epsilon": values["rms_norm_eps"],
+        "rope_base": base,
+        "tied_embedding": values["tie_word_embeddings"],
+        "padding": padding,
+    }
+    if kind == "llama":
+        return HuggingFaceLlama(**sizes)
+    experts, chosen = values["num_local_experts"], values["num_experts_per_tok"]
+    return HuggingFaceMixtral(**sizes, experts=experts, chosen_experts=chosen) if chosen <= experts else None
 
 
-def _rope_base(theta: Any, parameters: Any) -> float | None:
+def _rope_base(kind: str, theta: Any, parameters: Any) -> float | None:
     """Base of plain rotary positions, given in one of two ways; ``None`` for any other kind."""
     if parameters is not None:
         plain = isinstance(parameters, dict) and parameters.get("rope_type") == "default"
@@ -159,6 +196,6 @@ def _rope_base(theta: Any, parameters: Any) -> float | None:
             return None
         theta = parameters.get("rope_theta")
     if theta is None:
-        return _ROPE_BASE
+        return _ROPE_BASE[kind]
     number = isinstance(theta, (int, float)) and not isinstance(theta, bool)
     return float(theta) if number and 0 < theta < _ROPE_LIMIT else None

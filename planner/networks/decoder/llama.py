@@ -37,11 +37,16 @@ class ZooLlama:
             yield f"{path}.attention.value.weight", (keys, hidden)
             yield f"{path}.attention.output.weight", (hidden, queries)
             yield f"{path}.feed_forward_norm.weight", (hidden,)
-            yield f"{path}.gate.weight", (config.intermediate, hidden)
-            yield f"{path}.up.weight", (config.intermediate, hidden)
-            yield f"{path}.down.weight", (hidden, config.intermediate)
+            yield from self.feed_forward_parameters(path)
         yield "norm.weight", (hidden,)
         yield "head.weight", (config.vocabulary, hidden)
+
+    def feed_forward_parameters(self, path: str) -> Iterator[tuple[str, Dims]]:
+        """Names and dims of one block's feed-forward layer."""
+        hidden, inner = self.config.hidden, self.config.intermediate
+        yield f"{path}.gate.weight", (inner, hidden)
+        yield f"{path}.up.weight", (inner, hidden)
+        yield f"{path}.down.weight", (hidden, inner)
 
     def logits(self, tape: Tape, tokens: Value, blocks: int) -> Value:
         """Write the forward pass of tokens ``(batch, length)``."""
@@ -65,9 +70,12 @@ class ZooLlama:
             mixed = write.linear(tape, "output", write.attend(tape, query, key, value))
         x = write.add(tape, x, mixed)
         normed = write.root_mean_square_norm(tape, "feed_forward_norm", x, config.epsilon)
-        gate = write.silu(tape, write.linear(tape, "gate", normed))
-        gated = write.multiply(tape, gate, write.linear(tape, "up", normed))
-        return write.add(tape, x, write.linear(tape, "down", gated))
+        return write.add(tape, x, self.feed_forward(tape, normed))
+
+    def feed_forward(self, tape: Tape, x: Value) -> Value:
+        """Write one block's feed-forward layer."""
+        gate = write.silu(tape, write.linear(tape, "gate", x))
+        return write.linear(tape, "down", write.multiply(tape, gate, write.linear(tape, "up", x)))
 
     @staticmethod
     def _rotate(tape: Tape, x: Value, table: Table) -> Value:
@@ -101,7 +109,7 @@ class HuggingFaceLlama:
 
     def parameters(self, blocks: int) -> Iterator[tuple[str, Dims]]:
         """Names and dims, in the module's order."""
-        root, hidden, inner = "model.model", self.hidden, self.intermediate
+        root, hidden = "model.model", self.hidden
         queries, keys = self.heads * self.head, self.key_value_heads * self.head
         yield f"{root}.embed_tokens.weight", (self.vocabulary, hidden)
         for block in range(blocks):
@@ -110,14 +118,18 @@ class HuggingFaceLlama:
             yield f"{path}.self_attn.k_proj.weight", (keys, hidden)
             yield f"{path}.self_attn.v_proj.weight", (keys, hidden)
             yield f"{path}.self_attn.o_proj.weight", (hidden, queries)
-            yield f"{path}.mlp.gate_proj.weight", (inner, hidden)
-            yield f"{path}.mlp.up_proj.weight", (inner, hidden)
-            yield f"{path}.mlp.down_proj.weight", (hidden, inner)
+            yield from self.feed_forward_parameters(f"{path}.mlp")
             yield f"{path}.input_layernorm.weight", (hidden,)
             yield f"{path}.post_attention_layernorm.weight", (hidden,)
         yield f"{root}.norm.weight", (hidden,)
         if not self.tied_embedding:
             yield "model.lm_head.weight", (self.vocabulary, hidden)
+
+    def feed_forward_parameters(self, path: str) -> Iterator[tuple[str, Dims]]:
+        """Names and dims of one block's feed-forward layer."""
+        yield f"{path}.gate_proj.weight", (self.intermediate, self.hidden)
+        yield f"{path}.up_proj.weight", (self.intermediate, self.hidden)
+        yield f"{path}.down_proj.weight", (self.hidden, self.intermediate)
 
     def logits(self, tape: Tape, tokens: Value, blocks: int) -> Value:
         """Write the forward pass of tokens ``(batch, length)``."""
@@ -146,12 +158,15 @@ class HuggingFaceLlama:
         x = write.add(tape, x, mixed)
         normed = write.root_mean_square_norm(tape, "post_attention_layernorm", x, self.epsilon)
         with tape.inside("mlp"):
-            gate = write.linear(tape, "gate_proj", normed)
-            with tape.inside("act_fn"):
-                gate = write.silu(tape, gate)
-            gated = write.multiply(tape, gate, write.linear(tape, "up_proj", normed))
-            narrowed = write.linear(tape, "down_proj", gated)
+            narrowed = self.feed_forward(tape, normed)
         return write.add(tape, x, narrowed)
+
+    def feed_forward(self, tape: Tape, x: Value) -> Value:
+        """Write one block's feed-forward layer."""
+        gate = write.linear(tape, "gate_proj", x)
+        with tape.inside("act_fn"):
+            gate = write.silu(tape, gate)
+        return write.linear(tape, "down_proj", write.multiply(tape, gate, write.linear(tape, "up_proj", x)))
 
     def _rotate(self, tape: Tape, x: Value, table: Table) -> Value:
         cosine, sine = table

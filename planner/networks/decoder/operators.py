@@ -6,7 +6,7 @@ is only summed, so its order is left as row-major.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from planner.graph.operator_graph import Argument, BatchSize, TensorRef
 from planner.networks.decoder.tape import Dim, Dims, Shape, Tape, Value, elements, size
@@ -16,13 +16,15 @@ ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 HEADS_INSIDE = (0, 2, 1, 3)
 """Memory order of attention's results ``(batch, heads, length, dim)``: a token's heads lie together."""
 _BACKWARD_RATIO = 2.5
+_BATCH = 1_000_003
+"""Stands for the batch where dims are told apart: a prime larger than any."""
 
 
 def view(tape: Tape, x: Value, dims: Dims) -> Value:
     """Reshape; merging dims of a transposed tensor copies it first."""
     if dims == x.dims:
         return x
-    if not _row_major(x) and len(dims) < len(x.dims):
+    if not _row_major(x) and (len(dims) < len(x.dims) or _merges(x.dims, dims)):
         x = clone(tape, x)
     return tape.call("view.default", x, dims, dims=dims, dtype=x.dtype, kernel=Kernel.VIEW)
 
@@ -41,6 +43,19 @@ def to_float32(tape: Tape, x: Value) -> Value:
 def _row_major(x: Value) -> bool:
     long = [dim for dim in x.order if x.dims[dim] != 1]
     return long == sorted(long)
+
+
+def _merges(before: Dims, after: Dims) -> bool:
+    """Whether a reshape joins dims that were apart."""
+    return not set(_boundaries(before)) <= set(_boundaries(after))
+
+
+def _boundaries(dims: Dims) -> Iterator[int]:
+    """Elements behind each place between two dims."""
+    behind = 1
+    for dim in reversed(dims[1:]):
+        behind *= size(dim) * (_BATCH if isinstance(dim, BatchSize) else 1)
+        yield behind
 
 
 def t(tape: Tape, x: Value) -> Value:
@@ -69,20 +84,22 @@ def transpose(tape: Tape, x: Value, first: int, second: int) -> Value:
 
 def unsqueeze(tape: Tape, x: Value, place: int) -> Value:
     """Add a dim of size 1."""
-    dims = (*x.dims[:place], 1, *x.dims[place:])
+    at = place % (len(x.dims) + 1)
+    dims = (*x.dims[:at], 1, *x.dims[at:])
     return tape.call("unsqueeze.default", x, place, dims=dims, dtype=x.dtype, kernel=Kernel.VIEW)
 
 
 def squeeze(tape: Tape, x: Value, place: int) -> Value:
     """Remove a dim of size 1."""
-    return tape.call("squeeze.dim", x, place, dims=(*x.dims[:place], *x.dims[place + 1 :]), kernel=Kernel.VIEW)
+    at = place % len(x.dims)
+    return tape.call("squeeze.dim", x, place, dims=(*x.dims[:at], *x.dims[at + 1 :]), kernel=Kernel.VIEW)
 
 
-def expand(tape: Tape, x: Value, dims: Dims) -> Value:
-    """Repeat along dims of size 1."""
+def expand(tape: Tape, x: Value, dims: Dims, *, order: tuple[int, ...] | None = None) -> Value:
+    """Repeat along dims of size 1; `order` is the memory order if an operator's form depends on it."""
     if dims == x.dims:
         return x
-    return tape.call("expand.default", x, dims, dims=dims, kernel=Kernel.VIEW)
+    return tape.call("expand.default", x, dims, dims=dims, dtype=x.dtype, order=order, kernel=Kernel.VIEW)
 
 
 def slice_last(tape: Tape, x: Value, start: int, end: int, *, last: int | None = None) -> Value:

@@ -31,7 +31,7 @@ class Value:
 
     ``order`` lists its dims by falling stride, as far as an operator's form depends on it: whether a view
     must copy, and which factor of a product is transposed. ``varies``: it depends on parameters or on the
-    batch; ``trained``: it has a gradient.
+    batch; ``trained``: it has a gradient, which whole numbers never have.
     """
 
     ref: TensorRef
@@ -246,7 +246,7 @@ class Tape:
                 dtype=shape.dtype,
                 order=shape.order or tuple(range(len(shape.dims))),
                 varies=varies,
-                trained=trained,
+                trained=trained and shape.dtype.startswith("float"),
             )
             for output, shape in enumerate(shapes)
         )

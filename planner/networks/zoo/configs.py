@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+CAPACITY = 1.25
+"""Tokens an expert takes, as a multiple of its even share."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
@@ -40,10 +43,29 @@ class LlamaConfig:
     @property
     def parameters(self) -> int:
         """Trained numbers."""
-        key_value = self.hidden // self.heads * self.key_value_heads
-        attention = 2 * self.hidden**2 + 2 * self.hidden * key_value
-        block = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return 2 * self.vocabulary * self.hidden + self.layers * block + self.hidden
+        return _dense_parameters(self)
+
+
+def _dense_parameters(config: LlamaConfig) -> int:
+    """Trained numbers with one feed-forward layer a block."""
+    hidden = config.hidden
+    attention = 2 * hidden**2 + 2 * hidden * (hidden // config.heads * config.key_value_heads)
+    block = attention + 3 * hidden * config.intermediate + 2 * hidden
+    return 2 * config.vocabulary * hidden + config.layers * block + hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtralConfig(LlamaConfig):
+    """Sizes of a Mixtral: a Llama in which every token takes `chosen_experts` of `experts` feed-forward layers."""
+
+    experts: int
+    chosen_experts: int
+
+    @property
+    def parameters(self) -> int:
+        """Trained numbers, all experts counted."""
+        more = 3 * self.hidden * self.intermediate * (self.experts - 1) + self.experts * self.hidden
+        return _dense_parameters(self) + self.layers * more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

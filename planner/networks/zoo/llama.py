@@ -97,12 +97,16 @@ class Llama(nn.Module):
         super().__init__()
         self.head_dim, self.rope_base = config.hidden // config.heads, config.rope_base
         self.token_embedding = nn.Embedding(config.vocabulary, config.hidden)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(self.block(config) for _ in range(config.layers))
         self.norm = RootMeanSquareNorm(config.hidden, config.epsilon)
         self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
+
+    def block(self, config: LlamaConfig) -> nn.Module:
+        """Make one block."""
+        return Block(config)
 
     def forward(self, tokens: Tensor, next_tokens: Tensor) -> Tensor:
         """Loss of tokens and next tokens, both ``(batch, length)``."""

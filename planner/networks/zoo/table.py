@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from planner.networks.network import Family, InputSpec
-from planner.networks.zoo.configs import BertConfig, GPTConfig, LlamaConfig, perceptron_parameters
+from planner.networks.zoo.configs import (
+    CAPACITY,
+    BertConfig,
+    GPTConfig,
+    LlamaConfig,
+    MixtralConfig,
+    perceptron_parameters,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,6 +59,10 @@ def make_language_module(config: Config, layers: int | None) -> nn.Module:
         from planner.networks.zoo.gpt import GPT
 
         return GPT(config)
+    if isinstance(config, MixtralConfig):
+        from planner.networks.zoo.mixtral import Mixtral
+
+        return Mixtral(config)
     if isinstance(config, LlamaConfig):
         from planner.networks.zoo.llama import Llama
 
@@ -73,6 +84,9 @@ def _make_resnet50() -> nn.Module:
     return ResNet((3, 4, 6, 3), classes=1000)
 
 
+EXPERTS_NOTE = f"experts take at most {CAPACITY} times their even share of a sequence's tokens; the rest skip them"
+
+
 def _language(name: str, description: str, config: Config, *, batch: int, sequence: int | None = None) -> ZooEntry:
     return ZooEntry(
         name=name,
@@ -83,6 +97,7 @@ def _language(name: str, description: str, config: Config, *, batch: int, sequen
         default_optimizer="adamw",
         config=config,
         default_sequence_length=sequence or config.positions,
+        notes=(EXPERTS_NOTE,) if isinstance(config, MixtralConfig) else (),
     )
 
 
@@ -160,6 +175,24 @@ _ENTRIES = (
             rope_base=500000.0,
         ),
         batch=1024,
+    ),
+    _language(
+        "mixtral-8x7b",
+        "Mixtral 8x7B: 32 layers of 4096, 2 of 8 experts a token, 8 key-value heads",
+        MixtralConfig(
+            vocabulary=32000,
+            hidden=4096,
+            layers=32,
+            heads=32,
+            key_value_heads=8,
+            intermediate=14336,
+            positions=32768,
+            rope_base=1e6,
+            experts=8,
+            chosen_experts=2,
+        ),
+        batch=1024,
+        sequence=4096,
     ),
     _language(
         "bert-large",

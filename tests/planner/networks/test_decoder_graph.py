@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,24 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.graph.serialization import graph_to_json
 from planner.networks import Network, load_network
 from planner.networks.decoder.known import zoo_decoder
-from planner.networks.zoo.configs import GPTConfig, LlamaConfig
+from planner.networks.zoo.configs import GPTConfig, LlamaConfig, MixtralConfig
 from planner.networks.zoo.table import language_inputs, make_language_module
 from simulator.errors import NetworkError
 
 ROOT = Path(__file__).parents[3]
 GPT = GPTConfig(vocabulary=61, hidden=32, layers=3, heads=4, positions=16)
 LLAMA = LlamaConfig(vocabulary=61, hidden=32, layers=3, heads=4, key_value_heads=4, intermediate=44, positions=16)
+MIXTRAL = MixtralConfig(
+    vocabulary=61,
+    hidden=32,
+    layers=3,
+    heads=4,
+    key_value_heads=2,
+    intermediate=44,
+    positions=16,
+    experts=4,
+    chosen_experts=2,
+)
 GPT2_KEYS: dict[str, Any] = {"vocab_size": 61, "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 16}
 LLAMA_KEYS: dict[str, Any] = {
     "vocab_size": 61,
@@ -68,6 +79,30 @@ PUBLISHED_LLAMA: dict[str, Any] = {
     "use_cache": True,
 }
 
+MIXTRAL_KEYS: dict[str, Any] = {
+    **LLAMA_KEYS,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+}
+PUBLISHED_MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "num_experts_per_tok": 2,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
+KEYS = {"gpt2": GPT2_KEYS, "mixtral": MIXTRAL_KEYS}
+
 
 @pytest.fixture(autouse=True)
 def _no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +127,7 @@ def zoo_network(config: GPTConfig | LlamaConfig, length: int) -> Network:
 
 
 def config_network(folder: Path, kind: str, keys: dict[str, Any], length: int = 12) -> Network:
-    own = GPT2_KEYS if kind == "gpt2" else LLAMA_KEYS
+    own = KEYS.get(kind, LLAMA_KEYS)
     (folder / "config.json").write_text(json.dumps({"model_type": kind, **own, **keys}))
     return load_network(f"hf:{folder}", sequence_length=length)
 
@@ -120,6 +155,10 @@ def assert_written_is_captured(network: Network) -> OperatorGraph:
         (replace(LLAMA, key_value_heads=2, layers=4, intermediate=100), 7),
         (replace(LLAMA, key_value_heads=1, layers=2, hidden=48, rope_base=5e5, epsilon=1e-6), 16),
         (replace(LLAMA, key_value_heads=2, layers=1), 1),
+        (MIXTRAL, 12),
+        (replace(MIXTRAL, layers=1, key_value_heads=4, chosen_experts=1), 8),
+        (replace(MIXTRAL, layers=1, experts=3, chosen_experts=3), 5),
+        (replace(MIXTRAL, layers=1, experts=1, chosen_experts=1), 5),
     ],
 )
 def test_zoo_decoders_equal_their_capture(config: GPTConfig | LlamaConfig, length: int) -> None:
@@ -136,9 +175,11 @@ def test_zoo_decoders_equal_their_capture(config: GPTConfig | LlamaConfig, lengt
     intermediate=st.integers(1, 40),
     vocabulary=st.integers(1, 30),
     length=st.integers(1, 9),
+    experts=st.integers(1, 5),
+    chosen=st.integers(1, 3),
 )
 def test_sizes_of_any_kind(
-    heads: int, groups: int, half_head: int, intermediate: int, vocabulary: int, length: int
+    heads: int, groups: int, half_head: int, intermediate: int, vocabulary: int, length: int, experts: int, chosen: int
 ) -> None:
     hidden = heads * groups * half_head * 2
     llama = LlamaConfig(
@@ -150,14 +191,16 @@ def test_sizes_of_any_kind(
         intermediate=intermediate,
         positions=16,
     )
+    mixtral = MixtralConfig(**asdict(llama), experts=experts, chosen_experts=min(chosen, experts))
     gpt = GPTConfig(vocabulary=vocabulary, hidden=hidden, layers=2, heads=heads, positions=length)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SWITCH, "off")
         assert_written_is_captured(zoo_network(llama, length))
+        assert_written_is_captured(zoo_network(mixtral, length))
         assert_written_is_captured(zoo_network(gpt, length))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt2-tiny", "gpt3-175b", "llama2-7b", "llama3-70b"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-tiny", "gpt3-175b", "llama2-7b", "llama3-70b", "mixtral-8x7b"])
 def test_built_in_decoders_equal_their_capture(name: str) -> None:
     assert_written_is_captured(load_network(f"zoo:{name}"))
 
@@ -171,6 +214,9 @@ def test_built_in_decoders_equal_their_capture(name: str) -> None:
         ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True, "pad_token_id": 0, "num_hidden_layers": 2}),
         ("llama", {"head_dim": 10, "num_key_value_heads": 1, "attention_dropout": 0.1}),
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 7.5}, "num_hidden_layers": 1}),
+        ("mixtral", PUBLISHED_MIXTRAL),
+        ("mixtral", {"num_experts_per_tok": 1, "num_hidden_layers": 1, "pad_token_id": 0}),
+        ("mixtral", {"rope_parameters": {"rope_type": "default"}, "num_hidden_layers": 1, "sliding_window": 64}),
     ],
 )
 def test_configs_of_transformers_equal_their_capture(kind: str, keys: dict[str, Any], tmp_path: Path) -> None:
@@ -201,6 +247,9 @@ def test_configs_of_transformers_equal_their_capture(kind: str, keys: dict[str, 
         ("llama", {"rope_parameters": {"rope_type": "default"}, "rope_theta": 1e4}),
         ("llama", {"rope_theta": True}),
         ("llama", {"rope_theta": 10**400}),
+        ("mixtral", {"num_experts_per_tok": 5}),
+        ("mixtral", {"output_router_logits": True}),
+        ("mixtral", {"qkv_bias": True}),
         ("bert", {}),
     ],
 )
@@ -222,7 +271,8 @@ def test_planning_a_known_decoder_imports_no_torch(tmp_path: Path) -> None:
     config_network(tmp_path, "llama", {})
     script = (
         "import sys; from planner.networks import load_network\n"
-        f"for spec in ('zoo:gpt3-175b', 'zoo:llama3-70b', 'hf:{tmp_path}'): load_network(spec).capture()\n"
+        f"for spec in ('zoo:gpt3-175b', 'zoo:llama3-70b', 'zoo:mixtral-8x7b', 'hf:{tmp_path}'):\n"
+        "    load_network(spec).capture()\n"
         "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
     assert _python(script) == "False False"

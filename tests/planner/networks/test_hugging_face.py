@@ -85,9 +85,9 @@ def original(kind: str, **changes: Any) -> torch.nn.Module:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_the_loss_is_the_original_models(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import planner.networks.hugging_face_modules as modules
+    import planner.networks.zoo.experts as experts
 
-    monkeypatch.setattr(modules, "CAPACITY", CONFIGS[kind].get("num_local_experts", 1))
+    monkeypatch.setattr(experts, "CAPACITY", CONFIGS[kind].get("num_local_experts", 1))
     ours = load(tmp_path, kind).build(seed=0)
     reference = original(kind)
     state = {name.removeprefix("model."): value for name, value in ours.state_dict().items()}
@@ -106,7 +106,7 @@ def test_the_loss_is_the_original_models(kind: str, tmp_path: Path, monkeypatch:
 
 
 def test_experts_skip_tokens_beyond_their_capacity(tmp_path: Path) -> None:
-    from planner.networks.hugging_face_modules import CAPACITY
+    from planner.networks.zoo.configs import CAPACITY
 
     network = load(tmp_path, "mixtral", length=16)
     products = [n for n in network.capture().nodes if n.op == "aten.bmm.default"]
