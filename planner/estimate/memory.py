@@ -259,6 +259,8 @@ class _Rank:
             (content.multi_token_layers, self.expert if self.shape.experts else self.dense),
         )
         setup = self.setup
+        if setup.every_second_product:
+            return sum(count * layer.alternate for count, layer in kinds)
         if setup.recompute is not Recompute.FULL:
             return sum(count * layer.kept(setup) for count, layer in kinds)
         share = min(setup.recompute_layers / max(content.layers, 1.0), 1.0) if setup.recompute_layers else 1.0

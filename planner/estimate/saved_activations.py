@@ -22,13 +22,15 @@ class LayerActivations:
 
     ``saved`` stands from forward to backward with nothing recomputed, ``core`` is the part of it that selective
     recompute drops, ``function`` the output of the activation function, ``input`` all that full recompute keeps,
-    ``working`` what the backward of the layer needs besides.
+    ``alternate`` what is kept where every second product is computed again, ``working`` what the backward of the
+    layer needs besides.
     """
 
     saved: float
     core: float
     function: float
     input: float
+    alternate: float
     working: float
 
     def kept(self, setup: TrainingSetup) -> float:
@@ -42,6 +44,8 @@ class LayerActivations:
 
     def backward_working(self, setup: TrainingSetup) -> float:
         """What the backward of the layer needs besides `kept`, recomputed values included."""
+        if setup.every_second_product:
+            return self.working + self.saved - self.alternate
         return self.working + self.saved - self.kept(setup)
 
 
@@ -91,8 +95,24 @@ def layer_activations(
         core=core,
         function=function,
         input=sizes.stream * element,
+        alternate=_alternate(shape, setup, sizes, experts=experts),
         working=max(working, widest) + gradients,
     )
+
+
+def _alternate(shape: TransformerShape, setup: TrainingSetup, sizes: _Sizes, *, experts: bool) -> float:
+    """What torchtitan keeps: outputs of attention and of the first, third, fifth ... product, and the layer's input.
+
+    The products are queries, keys, values, output, gate (or inner values), inner values, output: kept are queries,
+    values, the gate and the output (``torchtitan/distributed/activation_checkpoint.py``). Of experts all is computed
+    again but their input.
+    """
+    query, key_value, output = _widths(shape, setup)
+    attention = sizes.tokens * (query + key_value / 2 + output)
+    if experts:
+        return (2 * sizes.stream + attention) * sizes.element
+    inner = sizes.tokens * shape.feed_forward / setup.tp
+    return (2 * sizes.stream + attention + inner) * sizes.element
 
 
 def _attention(

@@ -262,6 +262,9 @@ class TrainingSetup:
     """The output of the feed-forward network's activation function is computed again, whatever else is."""
     vocabulary_parallel_loss: bool = True
     """The logits stay cut over ``tp`` in the loss; otherwise every tensor rank computes it on the whole vocabulary."""
+    every_second_product: bool = False
+    """Checkpoints keep attention and every second matrix product of a layer, the rest is computed again
+    (torchtitan's selective checkpointing by operator)."""
     fused_loss: bool = False
     """The vocabulary-parallel loss is compiled (Megatron's ``--cross-entropy-loss-fusion``)."""
     deferred_head_batches: int = 0

@@ -28,6 +28,7 @@ class MemorySettings(TypedDict):
     frozen_weight_bytes: float
     offload_activations: bool
     recompute_activation_function: bool
+    every_second_product: bool
     fused_loss: bool
     deferred_head_batches: int
 
@@ -51,6 +52,8 @@ def memory_settings(row: FileRow) -> MemorySettings:
         or ("megatron" in framework and "zero-3" in framework and "pa_cpu=n" not in words)
         or cumulative(row, "activation offloading"),
         recompute_activation_function="activation-function recompute" in words,
+        every_second_product="torchtitan" in framework
+        and bool(re.search(r"select\w*(?: \(?op\b| \(config)", row.text("recompute").lower())),
         fused_loss=bool(re.search(r"cross[-_]entropy[-_](?:loss[-_])?fusion", words)),
         deferred_head_batches=_DEFERRED * bool(re.search(r"defer[-_]embedding[-_]wgrad", words)),
     )
