@@ -1,0 +1,86 @@
+"""A known truth: experts are split over devices where their weights are heavy, and attention stays data parallel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from planner.graph.operator_graph import OperatorGraph, Role
+from planner.graph.scaling import at_batch, at_precision
+from planner.networks.decoder.graph import decoder_graph
+from planner.networks.decoder.mixtral import ZooMixtral
+from planner.networks.zoo.configs import MixtralConfig
+from planner.networks.zoo.table import language_inputs
+from planner.search.costs import MeshCosts
+from planner.search.dynamic_programming import fastest
+from planner.search.problem import Problem, Setting
+from planner.search.solution import node_rules
+from planner.search.variables import decisions
+from planner.sharding.placement import REPLICATE, Mesh, MeshAxis
+from planner.strategy.plan import NodeRules
+from planner.work import optimizer
+from simulator.hardware import load_profile
+from simulator.program import Kernel
+
+HEAVY = MixtralConfig(
+    vocabulary=1024,
+    hidden=1024,
+    layers=2,
+    heads=16,
+    key_value_heads=8,
+    intermediate=4096,
+    positions=512,
+    experts=8,
+    chosen_experts=2,
+)
+LIGHT = replace(HEAVY, intermediate=16, chosen_experts=4)
+LENGTH = 256
+
+
+@cache
+def network(config: MixtralConfig) -> OperatorGraph:
+    inputs = language_inputs(config.vocabulary, LENGTH, masked=False)
+    graph = decoder_graph(ZooMixtral(config=config), config.layers, inputs, name="experts", notes=())
+    return at_precision(graph, "bfloat16")
+
+
+def best(config: MixtralConfig, axes: tuple[MeshAxis, ...], samples: int) -> tuple[OperatorGraph, dict[str, NodeRules]]:
+    """Rules of the fastest strategy, by node."""
+    graph = network(config)
+    costs = MeshCosts(load_profile("dgx-a100"), Mesh(axes), bucket_bytes=25 << 20)
+    setting = Setting(costs=costs, micro_batches=1, optimizer=optimizer("adamw"))
+    problem = Problem(at_batch(graph, samples), decisions(graph), setting)
+    return graph, node_rules(problem, fastest(problem))[0]
+
+
+@pytest.mark.parametrize("devices", [4, 8])
+def test_experts_are_split_over_devices(devices: int) -> None:
+    graph, rules = best(HEAVY, (MeshAxis("data", devices),), samples=8)
+    products = [node for node in graph.nodes if node.op == "aten.bmm.default"]
+    assert len(products) == 2 * 6
+    for node in products:
+        (rule,) = rules[node.name]
+        assert (rule.inputs, rule.outputs) == ((0, 0), (0,)), node.name
+    for node in graph.nodes:
+        if node.kernel is Kernel.ATTENTION:
+            assert set(rules[node.name][0].inputs) == {0}, node.name
+        if node.role is Role.PARAMETER and len(node.outputs[0].shape) == 3:
+            assert rules[node.name][0].outputs == (0,)
+
+
+def test_experts_are_split_along_an_axis_of_their_own() -> None:
+    graph, rules = best(HEAVY, (MeshAxis("data", 2), MeshAxis("expert", 4)), samples=8)
+    for node in graph.nodes:
+        if node.op == "aten.bmm.default":
+            assert rules[node.name][1].inputs == (0, 0), node.name
+        if node.kernel is Kernel.ATTENTION:
+            assert all(set(rule.inputs) == {0} for rule in rules[node.name]), node.name
+
+
+def test_light_experts_stay_data_parallel() -> None:
+    graph, rules = best(LIGHT, (MeshAxis("data", 8),), samples=64)
+    for node in graph.nodes:
+        if node.op == "aten.bmm.default" and node.phase == "forward":
+            assert rules[node.name][0].inputs == (1, REPLICATE), node.name
