@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -97,7 +97,7 @@ def _client(address: str) -> Iterator[Client]:
     # What it logs of lost connections would only repeat the message that the user gets.
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     try:
-        client = Client(target, timeout=CONNECT_S, set_as_default=False)
+        client = _in_time(lambda: Client(target, timeout=CONNECT_S, set_as_default=False))
     except (OSError, ValueError, TimeoutError) as error:
         raise InputError(
             f"--cluster {address!r}: no Dask scheduler answers there within {CONNECT_S:.0f} s; start one with "
@@ -107,6 +107,20 @@ def _client(address: str) -> Iterator[Client]:
         yield client
     finally:
         client.close(timeout=_POLL_S)
+
+
+def _in_time(connect: Callable[[], Client]) -> Client:
+    """Connect, or TimeoutError: Dask's own limit does not hold where something listens and stays silent."""
+    answer: Future[Client] = Future()
+
+    def answered() -> None:
+        try:
+            answer.set_result(connect())
+        except Exception as error:  # noqa: BLE001 (raised where the answer is awaited)
+            answer.set_exception(error)
+
+    threading.Thread(target=answered, daemon=True).start()
+    return answer.result(timeout=CONNECT_S + 1.0)
 
 
 def _target(address: str) -> str:

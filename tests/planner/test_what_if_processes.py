@@ -1,0 +1,161 @@
+"""Sweeps in local processes: same rows, dead workers, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from planner.graph.operator_graph import OperatorGraph
+from planner.planning import PlanRequest, capture_for
+from planner.what_if import WhatIfOptions, row_document, what_if
+from planner.what_if.options import requests_of
+from planner.what_if.processes import in_processes, usable_cores
+from planner.what_if.rows import WhatIfRow, row_of
+from planner.what_if.work import graph_of, graph_text
+from simulator.errors import MeshwrightError, UnsupportedError
+from tests.results import infeasible_result
+
+OPTIONS = WhatIfOptions(network="zoo:gpt2", hardware=("dgx-a100",), device_counts=(8, 16, 24, 32))
+TIMES = ("elapsed_s", "capture_s", "simulation_s")
+
+
+@pytest.fixture(scope="module")
+def graph() -> OperatorGraph:
+    return capture_for(requests_of(OPTIONS)[0])
+
+
+# What the processes do instead of planning
+
+
+def answer(number: int, request: PlanRequest, text: str) -> tuple[int, WhatIfRow]:
+    assert graph_of(text).fingerprint
+    return number, row_of(request, infeasible_result())
+
+
+def die_at_24(number: int, request: PlanRequest, text: str) -> tuple[int, WhatIfRow]:
+    if request.devices == 24:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return answer(number, request, text)
+
+
+def die_once(number: int, request: PlanRequest, text: str) -> tuple[int, WhatIfRow]:
+    try:
+        Path(os.environ["DIED_ONCE"]).touch(exist_ok=False)
+    except FileExistsError:
+        return answer(number, request, text)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return answer(number, request, text)
+
+
+def refuse(number: int, request: PlanRequest, text: str) -> tuple[int, WhatIfRow]:
+    raise UnsupportedError("pp is not supported yet")
+
+
+def requests() -> dict[int, PlanRequest]:
+    return dict(enumerate(requests_of(OPTIONS)))
+
+
+def test_every_point_is_planned_once(graph: OperatorGraph) -> None:
+    rows = dict(in_processes(graph, requests(), 2, pytest.fail, answer))
+    assert {number: row.devices for number, row in rows.items()} == {0: 8, 1: 16, 2: 24, 3: 32}
+
+
+def test_a_point_at_which_processes_die_is_named(graph: OperatorGraph) -> None:
+    notes: list[str] = []
+    done = []
+    with pytest.raises(MeshwrightError, match="zoo:gpt2 on 24 devices of dgx-a100: .* died, twice .*SIGKILL"):
+        done.extend(in_processes(graph, requests(), 2, notes.append, die_at_24))
+    assert len(notes) == 1
+    assert "SIGKILL" in notes[0]
+
+
+def test_a_process_that_dies_once_stops_nothing(
+    graph: OperatorGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIED_ONCE", str(tmp_path / "died"))
+    notes: list[str] = []
+    rows = dict(in_processes(graph, requests(), 2, notes.append, die_once))
+    assert sorted(rows) == [0, 1, 2, 3]
+    assert len(notes) == 1
+
+
+def test_errors_of_processes_arrive_as_they_were(graph: OperatorGraph) -> None:
+    with pytest.raises(UnsupportedError, match="pp is not supported yet"):
+        list(in_processes(graph, requests(), 2, pytest.fail, refuse))
+
+
+def test_a_process_reads_the_network_once(graph: OperatorGraph) -> None:
+    text = graph_text(graph)
+    assert graph_of(text) == graph
+    assert graph_of(text) is graph_of(str(text.encode(), "utf-8"))
+
+
+def test_cores_that_may_be_used_are_those_of_the_affinity() -> None:
+    assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
+
+
+@pytest.mark.slow
+def test_jobs_do_not_change_the_result() -> None:
+    found = [[row_document(row) for row in what_if(OPTIONS, jobs=jobs)] for jobs in (1, 2)]
+    for document in (*found[0], *found[1]):
+        for name in TIMES:
+            del document["search"][name]
+    assert json.dumps(found[0]) == json.dumps(found[1])
+
+
+def session_members(session: int) -> list[int]:
+    """Processes of a session that still run, the dead that wait for their parent left out."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, member_of = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(member_of) == session and state != "Z":
+            found.append(int(folder.name))
+    return found
+
+
+def wait_until(condition: object, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.parametrize("to_all", [False, True], ids=["this process", "all processes of the terminal"])
+def test_ctrl_c_ends_every_process_and_the_next_run_goes_on(to_all: bool, tmp_path: Path) -> None:
+    report, journal = tmp_path / "report.html", tmp_path / "report.html.partial.jsonl"
+    command = [sys.executable, "-m", "planner.cli", "what-if", "zoo:gpt2", "--hw", "dgx-a100"]
+    command += ["--devices", "8,16,…,128", "--jobs", "2", "--out", str(report), "--json"]
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_until(lambda: journal.exists() and b"\n" in journal.read_bytes())
+    assert len(session_members(running.pid)) > 2
+    (os.killpg if to_all else os.kill)(running.pid, signal.SIGINT)
+    _, errors = running.communicate(timeout=30)
+    assert running.returncode == 130
+    points = len(journal.read_bytes().splitlines())
+    assert errors.splitlines()[-2:] == [
+        f"{points} of 5 points are kept in {journal}; the same command goes on from there",
+        "meshwright: interrupted",
+    ]
+    assert "Traceback" not in errors
+    wait_until(lambda: not session_members(running.pid), 10)
+    assert not report.exists()
+
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    assert "of 5 points from the interrupted run" in done.stderr
+    assert len(json.loads(done.stdout)["rows"]) == 5
+    assert report.exists()
+    assert not journal.exists()
