@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from simulator.errors import InputError, UnsupportedError
@@ -12,15 +12,18 @@ from simulator.errors import InputError, UnsupportedError
 PRECISIONS: Mapping[str, str] = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 SEARCH_MODES = ("dynamic_programming", "recursive_programming", "sharding_propagation")
 PARALLEL_MODES = ("stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel", "auto_parallel")
-DEGREES = ("dp", "tp", "pp", "vpp", "cp", "ep", "micro_batch")
-NEUTRAL: Mapping[str, tuple[str, ...]] = {
-    "sequence_parallel": ("false",),
-    "recompute": ("none",),
-    "schedule": ("none",),
+DEGREES = ("dp", "tp", "pp", "vpp", "cp", "ep", "micro_batch", "shard_size")
+WORDS: Mapping[str, tuple[str, ...]] = {
+    "recompute": ("none", "selective", "full"),
+    "optimizer_sharding": ("none", "zero1", "zero2", "zero3"),
+    "schedule": ("none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipe", "dualpipe_v"),
+    "context_algorithm": ("none", "ring", "all_to_all"),
 }
-OPTIMIZER_SHARDINGS = ("none", "zero2")
+FLAGS = ("sequence_parallel", "offload")
+PIN_NAMES = (*DEGREES, *WORDS, *FLAGS)
 
 ParameterStorage = Literal["free", "replicated", "sharded"]
+_STORAGE: Mapping[str | None, ParameterStorage] = {None: "free", "none": "replicated", "zero2": "sharded"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,35 +48,82 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pins:
-    """The pins of a request, read: None is free."""
+    """The pins of a request, read: None is free.
+
+    ``batch_only`` shards nothing but the batch (pure data parallelism). ``shard_size`` is the number of data-parallel
+    ranks that optimizer states are sharded over, ``offload`` whether they live in host memory.
+    """
 
     dp: int | None = None
     tp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
     micro_batch: int | None = None
-    storage: ParameterStorage = "free"
+    shard_size: int | None = None
+    recompute: str | None = None
+    optimizer_sharding: str | None = None
+    schedule: str | None = None
+    context_algorithm: str | None = None
+    sequence_parallel: bool | None = None
+    offload: bool | None = None
     batch_only: bool = False
 
+    @property
+    def storage(self) -> ParameterStorage:
+        """How parameters may lie along the data axis where operators are searched one by one."""
+        return _STORAGE.get(self.optimizer_sharding, "free")
 
-def _one_of(value: str, known: tuple[str, ...], what: str) -> str:
-    if value not in known:
-        near = difflib.get_close_matches(value, known, 1)
+    @property
+    def one_stage(self) -> bool:
+        """Whether plans without pipeline, context and expert axes, recomputation and offload are allowed."""
+        degrees = all(value in (None, 1) for value in (self.pp, self.vpp, self.cp, self.ep))
+        words = self.recompute in (None, "none") and self.schedule in (None, "none")
+        stored = self.optimizer_sharding in _STORAGE and self.shard_size is None and not self.offload
+        return degrees and words and stored and self.context_algorithm in (None, "none") and not self.sequence_parallel
+
+    def named(self) -> dict[str, str]:
+        """What is pinned, by name, as it would be written."""
+        values = {name: getattr(self, name) for name in PIN_NAMES}
+        return {name: str(value).lower() for name, value in values.items() if value is not None}
+
+
+def one_of(value: str, known: Iterable[str], what: str) -> str:
+    """Return `value` if it is known, else raise InputError with the known ones and the nearest."""
+    names = tuple(known)
+    if value not in names:
+        near = difflib.get_close_matches(value, names, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InputError(f"{what} {value!r} is not one of {', '.join(known)}{hint}")
+        raise InputError(f"{what} {value!r} is not one of {', '.join(names)}{hint}")
     return value
 
 
 def _degree(name: str, text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or not text.isascii() or int(text) < 1:
         raise InputError(f"pin {name}={text}: {name} must be a positive integer, for example --pin {name}=2")
     return int(text)
 
 
+def _value(name: str, text: str) -> int | str | bool:
+    one_of(name, PIN_NAMES, "pin")
+    if name in DEGREES:
+        return _degree(name, text)
+    if name in FLAGS:
+        return one_of(text.lower(), ("true", "false"), name) == "true"
+    return one_of(text, WORDS[name], name)
+
+
 def read_pins(request: PlanRequest) -> Pins:
-    """Check modes and pins; UnsupportedError for what no search covers yet."""
-    _one_of(request.search_mode, SEARCH_MODES, "search mode")
-    _one_of(request.parallel_mode, PARALLEL_MODES, "parallel mode")
-    if request.search_mode != "dynamic_programming":
-        raise UnsupportedError(f"search mode {request.search_mode!r} is not supported yet; use dynamic_programming")
+    """Check modes and pins; UnsupportedError for what no search covers yet.
+
+    Raises
+    ------
+    InputError
+        If a name or a value is unknown, or pins contradict the mode, the devices or each other.
+    """
+    one_of(request.search_mode, SEARCH_MODES, "search mode")
+    one_of(request.parallel_mode, PARALLEL_MODES, "parallel mode")
     if request.parallel_mode in ("hybrid_parallel", "semi_auto_parallel"):
         raise UnsupportedError(
             f"parallel mode {request.parallel_mode!r} is not supported yet; use auto_parallel with --pin, "
@@ -81,35 +131,16 @@ def read_pins(request: PlanRequest) -> Pins:
         )
     if request.parallel_mode == "stand_alone" and request.devices != 1:
         raise InputError(f"parallel mode stand_alone runs on one device, not {request.devices}; use --devices 1")
-    degrees: dict[str, int] = {}
-    storage: ParameterStorage = "free"
-    for name, text in request.pins.items():
-        if name in DEGREES:
-            degrees[name] = _degree(name, text)
-        elif name == "optimizer_sharding":
-            storage = _storage(text)
-        elif name in NEUTRAL:
-            _neutral(name, text)
-        else:
-            _one_of(name, (*DEGREES, *NEUTRAL, "optimizer_sharding"), "pin")
-    for name in ("pp", "vpp", "cp", "ep"):
-        if degrees.get(name, 1) > 1:
-            raise UnsupportedError(f"pin {name}={degrees[name]}: only {name}=1 is supported yet; leave the pin out")
+    pins = Pins(**{name: _value(name, text) for name, text in request.pins.items()})  # type: ignore[arg-type]
     if request.parallel_mode == "data_parallel":
-        if degrees.get("tp", 1) > 1:
-            raise InputError(f"pin tp={degrees['tp']} contradicts parallel mode data_parallel; leave one of them out")
-        return Pins(dp=degrees.get("dp"), tp=1, micro_batch=degrees.get("micro_batch"), storage="replicated",
-                    batch_only=True)  # fmt: skip
-    return Pins(dp=degrees.get("dp"), tp=degrees.get("tp"), micro_batch=degrees.get("micro_batch"), storage=storage)
-
-
-def _storage(text: str) -> ParameterStorage:
-    if text in ("zero1", "zero3"):
-        raise UnsupportedError(f"pin optimizer_sharding={text} is not supported yet; use none or zero2")
-    _one_of(text, OPTIMIZER_SHARDINGS, "optimizer_sharding")
-    return "replicated" if text == "none" else "sharded"
-
-
-def _neutral(name: str, text: str) -> None:
-    if text.lower() not in NEUTRAL[name]:
-        raise UnsupportedError(f"pin {name}={text} is not supported yet; leave the pin out ({name}={NEUTRAL[name][0]})")
+        for name in ("tp", "pp", "vpp", "cp", "ep"):
+            if (getattr(pins, name) or 1) > 1:
+                value = getattr(pins, name)
+                raise InputError(f"pin {name}={value} contradicts parallel mode data_parallel; leave one of them out")
+        if pins.optimizer_sharding not in (None, "none"):
+            raise InputError(
+                f"pin optimizer_sharding={pins.optimizer_sharding} contradicts parallel mode data_parallel, which "
+                "replicates parameters; use --parallel-mode auto_parallel --pin tp=1"
+            )
+        pins = replace(pins, tp=1, pp=1, cp=1, ep=1, optimizer_sharding="none", batch_only=True)
+    return pins

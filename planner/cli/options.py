@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from planner.cli.terminal import DEBUG_KEY
+from planner.request import DEGREES, FLAGS, PIN_NAMES, WORDS
 from simulator.errors import InputError
 
 MAX_DEVICES = 2**20
@@ -128,13 +129,9 @@ Pins = Annotated[
     typer.Option("--pin", metavar="KEY=VALUE", help="Fix a dimension, such as tp=8; may be given several times."),
 ]
 
-_WORDS = {
-    "sequence_parallel": ("true", "false"),
-    "recompute": ("none", "selective", "full"),
-    "optimizer_sharding": ("none", "zero1", "zero2", "zero3"),
-}
-_NUMBERS = ("dp", "tp", "pp", "vpp", "cp", "ep", "micro_batch")
-PIN_KEYS = (*_NUMBERS, *_WORDS, "schedule")
+_NUMBERS = DEGREES
+_WORDS = {**dict.fromkeys(FLAGS, ("true", "false")), **WORDS}
+PIN_KEYS = PIN_NAMES
 
 
 def check_out(option: str, out: str | Path, read: Iterable[str | Path | None] = ()) -> None:

@@ -17,6 +17,7 @@ FILL, STEADY, QUEUE, BACKLOG, ACTIVATION, RESIDENT, TRANSIENT = range(7)
 COLUMNS = 7
 WIDTH = 32
 """Most ways that are kept of one fragment between two boundary states; beyond it they are thinned."""
+_FLIGHTS = (1.0, 8.0, 64.0, 1e6)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,7 +144,7 @@ def _dominated_in_turn(columns: FloatArray) -> NDArray[np.bool_]:
 
 
 def _spread(values: FloatArray, width: int) -> IntArray:
-    """At most `width` rows along the trade of time against memory, both ends among them."""
+    """About `width` rows along the trade of time against memory, and those of least memory."""
     time = values[:, FILL] + values[:, STEADY] + np.maximum(values[:, QUEUE], 0.0)
     memory = values[:, ACTIVATION] / max(values[:, ACTIVATION].max(), 1.0)
     memory = memory + values[:, RESIDENT] / max(values[:, RESIDENT].max(), 1.0)
@@ -151,4 +152,6 @@ def _spread(values: FloatArray, width: int) -> IntArray:
     lowest = np.minimum.accumulate(memory[order])
     front = order[np.concatenate(([True], lowest[1:] < lowest[:-1]))]
     picked = front[np.unique(np.linspace(0, len(front) - 1, width).round().astype(np.int64))]
-    return np.sort(picked)
+    standing = values[:, RESIDENT] + values[:, TRANSIENT]
+    small = [int(np.argmin(flight * values[:, ACTIVATION] + standing)) for flight in _FLIGHTS]
+    return np.unique(np.concatenate([picked, small]))

@@ -1,0 +1,324 @@
+"""Branch and bound over configurations: the best plans of the whole space, with a proof of how good they are.
+
+Nodes are opened in the order of their bounds, from degrees and micro-batches (bounded by the work alone) over orders
+of the axes (bounded by the tables of labels) to storages (bounded with the memory limit), whose stages are then
+partitioned. The search ends when no bound lies under the best objective found and enough plans are there to choose
+from, or after `SOLVES` partitions.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+
+import numpy as np
+
+from planner.search.bounds import even_bound, task_bound
+from planner.search.fragments import WIDTH
+from planner.search.labels import StageTables
+from planner.search.pipeline import Partition, partition
+from planner.search.segments import PartitionTask
+from planner.search.space import Extent, bases, orders, storages
+from planner.search.step_model import Configuration, StepModel
+from simulator.errors import InputError
+
+TablesOf = Callable[[Configuration], StageTables]
+"""Makes the tables of a configuration's stage mesh and micro-batch; InputError where the network cannot take them."""
+
+SOLVES = 96
+"""Most partitions of one search."""
+TABLES = 160
+"""Most tables of one search."""
+PER_SHAPE = 2
+"""Most plans with the same data, tensor and pipeline degrees."""
+NEAR = 1.5
+"""Alternatives are looked for up to so many times the best objective."""
+PROOF = 1e-6
+WIDEST = WIDTH * 64
+"""Most ways of a fragment where fewer do not prove a partition."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Placed:
+    """A solved configuration."""
+
+    configuration: Configuration
+    tables: StageTables
+    task: PartitionTask
+    partition: Partition
+
+    @property
+    def objective_s(self) -> float:
+        """Seconds of a step by the closed form."""
+        return self.partition.objective_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfit:
+    """A configuration that does not fit: the least bytes of its fullest rank, and which rank that is."""
+
+    configuration: Configuration
+    rank: int
+    needed_bytes: float
+
+
+@dataclass(kw_only=True)
+class Explored:
+    """What a search found: plans, best first, a bound over the whole space, and how it went.
+
+    ``interrupted`` says that the user stopped it; the bound holds all the same.
+    """
+
+    found: list[Placed] = field(default_factory=list)
+    unfit: list[Unfit] = field(default_factory=list)
+    lower_bound_s: float = np.inf
+    opened: int = 0
+    solved: int = 0
+    tables: int = 0
+    refused: str = ""
+    interrupted: bool = False
+    timings: dict[str, float] = field(default_factory=lambda: {"cost_tables": 0.0, "bounds": 0.0, "partition": 0.0})
+
+    @property
+    def gap(self) -> float:
+        """Relative distance of the best plan to the bound."""
+        if not self.found or self.found[0].objective_s <= 0:
+            return 0.0
+        return max(0.0, 1.0 - self.lower_bound_s / self.found[0].objective_s)
+
+
+class _Stage(IntEnum):
+    BASE = 0
+    ORDER = 1
+    STORAGE = 2
+    BOUNDED = 3
+    SOLVED = 4
+
+
+@dataclass(slots=True)
+class _Node:
+    stage: _Stage
+    configuration: Configuration
+    task: PartitionTask | None = None
+    placed: Placed | None = None
+    width: int = WIDTH
+
+
+def explore(
+    extent: Extent,
+    model: StepModel,
+    tables_of: TablesOf,
+    *,
+    sample_s: float = 0.0,
+    wanted: int = 1,
+    solves: int = SOLVES,
+) -> Explored:
+    """Search the space.
+
+    Parameters
+    ----------
+    sample_s : float
+        Bound on the device seconds of one sample (`planner.search.bounds.work_bound`).
+    wanted : int
+        Plans to find, counted with at most `PER_SHAPE` of one shape.
+    """
+    return _Search(extent, model, tables_of, sample_s, wanted, solves).run()
+
+
+class _Search:
+    def __init__(
+        self, extent: Extent, model: StepModel, tables_of: TablesOf, sample_s: float, wanted: int, solves: int
+    ) -> None:
+        self.extent, self.model, self.tables_of = extent, model, tables_of
+        self.sample_s, self.wanted, self.solves = sample_s, wanted, solves
+        self.result = Explored()
+        self.heap: list[tuple[float, int, int, _Node]] = []
+        self.made: dict[tuple[object, ...], StageTables | None] = {}
+        self.least: dict[tuple[object, ...], tuple[float, float]] = {}
+        self.serial = 0
+        self.best = np.inf
+        self.unproven: list[float] = []
+        self.shapes: Counter[tuple[int, int, int]] = Counter()
+
+    def run(self) -> Explored:
+        for base in bases(self.extent):
+            # The work of a sample is shared by all ranks but those of the data axis.
+            each = self.sample_s * base.micro_batch / (base.tensor * base.context)
+            self._push(even_bound(self.model, base, each / 3, 2 * each / 3), _Node(_Stage.BASE, base))
+        try:
+            while self.heap and not self._done():
+                bound, _, _, node = heapq.heappop(self.heap)
+                if self._needless(bound, node):
+                    continue
+                try:
+                    self._open(bound, node)
+                except KeyboardInterrupt:
+                    self._push(bound, node)
+                    raise
+        except KeyboardInterrupt:
+            self.result.interrupted = True
+        self.result.found.sort(key=lambda placed: placed.objective_s)
+        self.result.lower_bound_s = min([self.best, *self.unproven, *(entry[0] for entry in self.heap)])
+        return self.result
+
+    def _done(self) -> bool:
+        bound = self.heap[0][0]
+        if bound < self.best * (1 - PROOF) and self.result.solved < self.solves and self.result.tables < TABLES:
+            return False
+        spent = self.result.solved >= self.solves or self.result.tables >= TABLES
+        return spent or bound > self.best * NEAR or self._enough(bound)
+
+    def _needless(self, bound: float, node: _Node) -> bool:
+        """Whether a node cannot be the best, and enough alternatives of its shape are found."""
+        return bound >= self.best * (1 - PROOF) and self.shapes[shape_of(node.configuration)] >= PER_SHAPE
+
+    def _enough(self, bound: float) -> bool:
+        better = Counter(shape_of(p.configuration) for p in self.result.found if p.objective_s <= bound)
+        return sum(min(count, PER_SHAPE) for count in better.values()) >= self.wanted
+
+    def _push(self, bound: float, node: _Node) -> None:
+        self.serial += 1
+        heapq.heappush(self.heap, (bound, -int(node.stage), self.serial, node))
+
+    def _open(self, bound: float, node: _Node) -> None:
+        self.result.opened += 1
+        if node.stage is _Stage.BASE:
+            for placed in orders(self.extent, node.configuration):
+                self._push(bound, _Node(_Stage.ORDER, placed))
+        elif node.stage is _Stage.ORDER:
+            self._open_order(bound, node.configuration)
+        elif node.stage is _Stage.STORAGE:
+            self._bound(bound, node.configuration)
+        else:
+            self._solve(bound, node)
+
+    def _open_order(self, bound: float, placed: Configuration) -> None:
+        key = placed.table_key
+        if key not in self.made:
+            self.made[key] = self._tables(placed)
+        tables = self.made[key]
+        if tables is None:
+            return
+        if key not in self.least:
+            self.least[key] = _least_passes(tables)
+        bound = max(bound, even_bound(self.model, placed, *self.least[key]))
+        for stored in storages(self.extent, placed):
+            self._push(bound, _Node(_Stage.STORAGE, stored))
+
+    def _tables(self, placed: Configuration) -> StageTables | None:
+        began = time.perf_counter()
+        try:
+            self.result.tables += 1
+            return self.tables_of(placed)
+        except InputError as error:
+            self.result.refused = self.result.refused or str(error)
+            return None
+        finally:
+            self.result.timings["cost_tables"] += time.perf_counter() - began
+
+    def _bound(self, bound: float, stored: Configuration) -> None:
+        began = time.perf_counter()
+        tables = self.made[stored.table_key]
+        assert tables is not None  # its order was opened
+        task = self.model.task(tables, stored)
+        bound = max(bound, task_bound(task))
+        self.result.timings["bounds"] += time.perf_counter() - began
+        if np.isinf(bound):
+            self._misfit(stored, task)
+        else:
+            self._push(bound, _Node(_Stage.BOUNDED, stored, task))
+
+    def _solve(self, bound: float, node: _Node) -> None:
+        """Partition a configuration, or partition it again with more ways where its proof was too weak."""
+        began = time.perf_counter()
+        tables, task = self.made[node.configuration.table_key], node.task
+        assert tables is not None
+        assert task is not None
+        self.result.solved += 1
+        found = partition(task, width=node.width)
+        self.result.timings["partition"] += time.perf_counter() - began
+        if found is None:
+            if node.placed is None:
+                self._misfit(node.configuration, task)
+                # Shares of a rank's memory are a heuristic: what they refuse is not proven to fail.
+                self.unproven.append(bound if task.chunks > 1 else np.inf)
+            return
+        found = replace(found, lower_bound_s=min(max(bound, found.lower_bound_s), found.objective_s))
+        placed = Placed(configuration=node.configuration, tables=tables, task=task, partition=found)
+        if node.placed is None:
+            self.shapes[shape_of(node.configuration)] += 1
+        else:
+            self.result.found.remove(node.placed)
+            if node.placed.objective_s < placed.objective_s:
+                better = replace(node.placed.partition, lower_bound_s=found.lower_bound_s)
+                placed = replace(placed, partition=better)
+        self.result.found.append(placed)
+        self.best = min(self.best, placed.objective_s)
+        if placed.partition.lower_bound_s < placed.objective_s * (1 - PROOF):
+            if task.chunks == 1 and node.width < WIDEST:
+                again = _Node(_Stage.SOLVED, node.configuration, task, placed, node.width * 8)
+                self._push(placed.partition.lower_bound_s, again)
+            else:
+                self.unproven.append(placed.partition.lower_bound_s)
+
+    def _misfit(self, configuration: Configuration, task: PartitionTask) -> None:
+        rank, needed = least_memory(task)
+        self.result.unfit.append(Unfit(configuration=configuration, rank=rank, needed_bytes=needed))
+
+
+def shape_of(configuration: Configuration) -> tuple[int, int, int]:
+    """Data-parallel, tensor and pipeline degrees."""
+    return configuration.data_parallel, configuration.tensor, configuration.pipeline
+
+
+def _least_passes(tables: StageTables) -> tuple[float, float]:
+    """Seconds of a forward and a backward pass of the whole network with the fastest labels."""
+    forward = backward = 0.0
+    for unit, labels in zip(tables.chain.units, tables.units, strict=True):
+        place = int(np.argmin(labels.forward_s + labels.backward_s))
+        forward += unit.count * float(labels.forward_s[place])
+        backward += unit.count * float(labels.backward_s[place])
+    return forward, backward
+
+
+def least_memory(task: PartitionTask) -> tuple[int, float]:
+    """The rank that cannot do with less than the most memory, and the bytes it needs; units shared out evenly."""
+    flight = np.full(task.ranks, np.inf)
+    np.minimum.at(flight, task.rank_of, task.in_flight)
+    units = np.repeat(np.arange(len(task.counts)), task.counts)
+    needed = np.zeros(task.ranks)
+    for rank, part in enumerate(np.array_split(units, task.ranks)):
+        for kind in part.tolist():
+            ways = task.kinds[kind]
+            needed[rank] += float((flight[rank] * ways.values[:, 4] + ways.values[:, 5]).min())
+        needed[rank] += max((float(task.kinds[k].values[:, 6].min()) for k in part.tolist()), default=0.0)
+    fullest = int(np.argmax(needed))
+    return fullest, float(needed[fullest])
+
+
+def diverse(found: list[Placed], count: int) -> Iterator[Placed]:
+    """The best plans, at most `PER_SHAPE` of one shape and none that behaves like one before it."""
+    shapes: Counter[tuple[int, int, int]] = Counter()
+    seen: set[tuple[object, ...]] = set()
+    given = 0
+    for placed in sorted(found, key=lambda p: p.objective_s):
+        behaviour = _behaviour(placed)
+        shape = shape_of(placed.configuration)
+        if given < count and behaviour not in seen and shapes[shape] < PER_SHAPE:
+            seen.add(behaviour)
+            shapes[shape] += 1
+            given += 1
+            yield placed
+
+
+def _behaviour(placed: Placed) -> tuple[object, ...]:
+    c = placed.configuration
+    storage = (c.optimizer_sharding, c.shard_size, c.offload) if c.data > 1 else ()
+    return (
+        c.mesh(), c.pipeline, c.stride("pipeline"), c.virtual, c.schedule, c.micro_batch, storage,
+        placed.partition.ends, placed.partition.labels,
+    )  # fmt: skip

@@ -1,0 +1,82 @@
+"""Tables of labels made up for tests: a few blocks between two ends, without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+
+from planner.graph.chain import Boundary, Chain, Unit
+from planner.graph.operator_graph import TensorRef
+from planner.search.labels import BoundaryStates, StageTables, UnitLabels
+from planner.search.problem import Problem
+from planner.search.step_model import Configuration
+from simulator.corrections import message_time
+from simulator.hardware import Hardware
+from simulator.program import Collective
+from simulator.topology import group_shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeUnit:
+    """One unit: seconds of its passes on one device for one sample, bytes, elements, and how often it stands."""
+
+    forward_s: float
+    activation_bytes: float
+    elements: float
+    count: int = 1
+
+
+def labels(unit: MadeUnit, samples: float, message_s: float, first: bool, last: bool) -> UnitLabels:
+    """Three labels: everything kept, a part computed again, all of it computed again."""
+    passes = (unit.forward_s * samples + message_s) * np.ones(3)
+    again = np.array([0.0, 0.1, 1.0]) * passes
+    kept = unit.activation_bytes * samples * np.array([1.0, 0.5, 0.1])
+    nothing = np.zeros(3)
+    return UnitLabels(
+        forward_s=passes,
+        backward_s=2 * passes + again,
+        forward_communication_s=nothing,
+        backward_communication_s=nothing,
+        activation_bytes=kept,
+        transient_bytes=unit.activation_bytes * samples - kept,
+        step_s=nothing,
+        parameter_elements=np.full(3, unit.elements),
+        expert_elements=nothing,
+        recompute=np.arange(3),
+        entry=np.full(3, -1 if first else 0),
+        exit=np.full(3, -1 if last else 0),
+        sequence_parallel=np.zeros(3, dtype=np.bool_),
+        assignments=({}, {}, {}),
+    )
+
+
+def made_tables(
+    units: Sequence[MadeUnit], configuration: Configuration, hardware: Hardware, boundary_bytes: float = 1e7
+) -> StageTables:
+    """Tables of a mesh on which the tensor axis splits everything evenly and sums every unit's result twice."""
+    tensor, samples = configuration.tensor, configuration.micro_batch / configuration.tensor
+    group = group_shape(hardware, tensor, configuration.stride("tensor"))
+    payload = np.array([boundary_bytes * configuration.micro_batch])
+    message = float(message_time(hardware, Collective.ALL_REDUCE, payload, group)[0]) if tensor > 1 else 0.0
+    split = [replace(u, elements=u.elements / tensor) for u in units]
+    named = tuple(
+        Unit(name=f"unit{n}", nodes=(), run=0 if u.count > 1 else None, count=u.count) for n, u in enumerate(units)
+    )
+    crossing = BoundaryStates(
+        forward=((),),
+        backward=((),),
+        forward_bytes=np.array([boundary_bytes * configuration.micro_batch]),
+        backward_bytes=np.array([boundary_bytes * configuration.micro_batch]),
+    )
+    between = tuple(Boundary(forward=TensorRef(0), gradient=TensorRef(0)) for _ in named[1:])
+    return StageTables(
+        chain=Chain(units=named, boundaries=between, heads=(("blocks", 0),)),
+        problem=cast(Problem, None),
+        units=tuple(labels(u, samples, 2 * message, n == 0, n == len(split) - 1) for n, u in enumerate(split)),
+        boundary_bytes=tuple(boundary_bytes * configuration.micro_batch for _ in between),
+        boundaries=tuple(crossing for _ in between),
+        tied=(),
+    )

@@ -1,0 +1,153 @@
+"""The search over configurations: equal to trying everything, and it finds what is known to be right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.request import Pins
+from planner.search.configurations import Explored, diverse, explore, shape_of
+from planner.search.space import Extent, configurations
+from planner.search.step_model import Configuration, StepModel
+from planner.work import optimizer
+from simulator.hardware import Hardware, load_profile
+from tests.planner.search.made_tables import MadeUnit, made_tables
+from tests.planner.search.test_pipeline_partition import brute_force
+
+GIB = 2.0**30
+A100 = load_profile("dgx-a100")
+
+
+def model(limit_gib: float, hardware: Hardware = A100) -> StepModel:
+    return StepModel(
+        hardware=hardware,
+        optimizer=optimizer("adamw"),
+        dtype="bfloat16",
+        limit_bytes=limit_gib * GIB,
+        bucket_bytes=25 * 2**20,
+    )
+
+
+def network(blocks: int = 8, seconds: float = 5e-3, elements: float = 1e8, gib: float = 0.5) -> list[MadeUnit]:
+    """An embedding, equal blocks and a head."""
+    return [
+        MadeUnit(forward_s=seconds / 10, activation_bytes=gib * GIB / 20, elements=elements / 2),
+        MadeUnit(forward_s=seconds, activation_bytes=gib * GIB, elements=elements, count=blocks),
+        MadeUnit(forward_s=seconds / 3, activation_bytes=gib * GIB / 4, elements=elements / 2),
+    ]
+
+
+def search(
+    units: list[MadeUnit], devices: int, batch: int, limit_gib: float, pins: Pins | None = None, wanted: int = 1,
+    hardware: Hardware = A100,
+) -> Explored:  # fmt: skip
+    extent = Extent(
+        hardware=hardware,
+        devices=devices,
+        global_batch=batch,
+        pins=pins or Pins(),
+        units=sum(u.count for u in units),
+    )
+    return explore(extent, model(limit_gib, hardware), lambda c: made_tables(units, c, hardware), wanted=wanted)
+
+
+@settings(max_examples=10)
+@given(
+    blocks=st.integers(1, 2),
+    devices=st.sampled_from([1, 2, 4]),
+    batch=st.sampled_from([2, 6]),
+    limit=st.sampled_from([1.0, 2.0, 4.0, 40.0]),
+    elements=st.sampled_from([1e6, 1e8]),
+    gib=st.sampled_from([0.01, 0.4]),
+)
+def test_the_search_equals_trying_everything(
+    blocks: int, devices: int, batch: int, limit: float, elements: float, gib: float
+) -> None:
+    units = network(blocks, elements=elements, gib=gib)
+    pins = Pins(vpp=1)
+    found = search(units, devices, batch, limit, pins)
+    extent = Extent(hardware=A100, devices=devices, global_batch=batch, pins=pins, units=blocks + 2)
+    step = model(limit)
+    best = min((brute_force(step.task(made_tables(units, c, A100), c)) for c in configurations(extent)), default=np.inf)
+    assert bool(found.found) == np.isfinite(best)
+    if found.found:
+        assert found.found[0].objective_s == pytest.approx(best)
+        assert found.gap <= 1e-6
+
+
+def test_plans_are_different_and_few_of_one_shape() -> None:
+    found = search(network(16), 16, 64, 40.0, wanted=6)
+    chosen = list(diverse(found.found, 6))
+    assert len(chosen) == 6
+    shapes = [shape_of(placed.configuration) for placed in chosen]
+    assert max(shapes.count(shape) for shape in shapes) <= 2
+    assert [p.objective_s for p in chosen] == sorted(p.objective_s for p in chosen)
+
+
+def modes(found: Explored) -> tuple[set[int], str]:
+    best = found.found[0]
+    kinds = [kind for kind, count in zip(best.task.kinds, best.task.counts, strict=True) for _ in range(count)]
+    return set(best.partition.labels), best.configuration.optimizer_sharding if kinds else ""
+
+
+def test_less_memory_turns_on_recomputation_then_sharding_of_states() -> None:
+    units = network(8, elements=1e8, gib=0.2)
+    pins = Pins(pp=1, tp=1, micro_batch=8)
+    roomy = search(units, 8, 64, 60.0, replace(pins, optimizer_sharding="none"))
+    tight = search(units, 8, 64, 18.0, replace(pins, optimizer_sharding="none"))
+    assert modes(roomy)[0] == {0}
+    assert max(modes(tight)[0]) > 0
+    assert tight.found[0].objective_s > roomy.found[0].objective_s
+    tightest = search(units, 8, 64, 10.0, pins)
+    assert modes(tightest)[1] in ("zero1", "zero2", "zero3")
+    assert not search(units, 8, 64, 10.0, replace(pins, optimizer_sharding="none")).found
+
+
+def test_a_slow_network_between_nodes_keeps_tensor_parallelism_inside() -> None:
+    best = search(network(16, elements=4e8), 64, 64, 30.0).found[0].configuration
+    assert best.tensor * best.stride("tensor") <= 8
+    assert best.pipeline > 1
+
+
+def test_uneven_stages_make_up_for_a_heavy_head() -> None:
+    units = [*network(10)[:2], MadeUnit(forward_s=15e-3, activation_bytes=GIB / 4, elements=5e7)]
+    best = search(units, 4, 64, 60.0, Pins(pp=4, schedule="1f1b")).found[0]
+    sizes = np.diff((0, *best.partition.ends))
+    assert sizes[-1] < sizes[1]
+
+
+def test_nothing_fits_names_the_fullest_rank() -> None:
+    found = search(network(8, elements=4e9), 4, 16, 10.0)
+    assert not found.found
+    assert found.unfit
+    least = min(found.unfit, key=lambda u: u.needed_bytes)
+    assert least.needed_bytes > 10 * GIB
+    assert 0 <= least.rank < least.configuration.pipeline
+
+
+def test_an_interrupted_search_keeps_the_best_plan_and_a_true_bound() -> None:
+    units, calls = network(8), []
+
+    def tables(configuration: Configuration) -> object:
+        calls.append(configuration)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return made_tables(units, configuration, A100)
+
+    extent = Extent(hardware=A100, devices=16, global_batch=64, pins=Pins(), units=10)
+    stopped = explore(extent, model(40.0), tables)  # type: ignore[arg-type]
+    whole = search(units, 16, 64, 40.0)
+    assert stopped.interrupted
+    assert stopped.lower_bound_s <= whole.found[0].objective_s * (1 + 1e-9)
+    if stopped.found:
+        assert stopped.gap >= 0
+
+
+def test_non_powers_of_two_and_pins() -> None:
+    found = search(network(9), 24, 48, 40.0, Pins(pp=3))
+    assert {p.configuration.pipeline for p in found.found} == {3}
+    assert all(p.configuration.devices == 24 for p in found.found)
