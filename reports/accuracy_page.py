@@ -12,6 +12,7 @@ from planner.quantities import percent_text
 from planner.validation.aims import AIMS, ASCEND, CONVOLUTIONAL, ELSEWHERE, FSDP, IN_PART, TRANSFORMERS, Aim, metrics_of
 from planner.validation.metrics import metrics_of_rows
 from planner.validation.outliers import outliers
+from planner.validation.memory_doubts import DOUBTS
 from planner.validation.predictions import prediction_lines
 from planner.validation.results import Accuracy, AccuracyResult, Metrics, ScoredRow
 from reports import accuracy_plots, page
@@ -31,7 +32,7 @@ HEADINGS = (
         "step time: absolute errors, bias, share inside the interval",
         ("n", "mean", "median", "p90", "max", "bias", "inside"),
     ),
-    ("memory error", ("n", "mean")),
+    ("memory error", ("n", "mean", "median")),
     ("out of memory", ("n", "recall", "precision")),
     ("choosing a plan", ("n", "τ", "regret")),
 )
@@ -223,7 +224,26 @@ def _other_pictures(judged: Accuracy) -> Iterator[Html]:
         title="Peak memory of a device",
         caption="One mark a row whose memory was measured. Line: predicted = measured.",
     )
+    yield _memory_doubts(judged)
     yield _outcomes(judged)
+
+
+def _memory_doubts(judged: Accuracy) -> Html:
+    """Memory with and without the rows that leave in doubt what was measured."""
+    measured = [row for row in judged.rows if row.memory_error is not None]
+    parts = [("all rows", measured), ("of these: described in full", [row for row in measured if not row.memory_doubt])]
+    parts += [(doubt, [row for row in measured if row.memory_doubt == doubt]) for doubt in DOUBTS]
+    lines: list[list[Cell]] = []
+    for name, rows in parts:
+        metrics = metrics_of_rows(rows)
+        figures = (_figure(metrics, one) for one in ("memory_rows", "memory_mean", "memory_median", "memory_bias"))
+        lines.append([name, *figures])
+    return page.table(
+        ["rows", "n", "mean error", "median", "bias"],
+        lines,
+        caption="Peak memory by what the row says of it; every row counts in the figures above",
+        numbers=(1, 2, 3, 4),
+    )
 
 
 def _outcomes(judged: Accuracy) -> Html:
@@ -319,7 +339,7 @@ def _line(name: str, metrics: Sequence[Metrics], rows: Callable[[Metrics], str],
     cells = [f'<th scope="row">{page.escape(name)}</th>', f'<td class="number">{rows(metrics[0])}</td>']
     for title, figures in (
         ("t", ("timed", "time_mean", "time_median", "time_p90", "time_max", "time_bias", "inside_interval")),
-        ("m", ("memory_rows", "memory_mean")),
+        ("m", ("memory_rows", "memory_mean", "memory_median")),
         ("o", ("oom_rows", "oom_recall", "oom_precision")),
         ("c", ("workloads", "kendall_tau", "regret")),
     ):

@@ -39,6 +39,7 @@ def metrics_of_rows(rows: Sequence[ScoredRow]) -> Metrics:
     predicted = [row for row in rows if row.status == "ok"]
     errors = _array(row.time_error for row in predicted)
     memory = _array(row.memory_error for row in predicted)
+    clear = _array(row.memory_error for row in predicted if not row.memory_doubt)
     inside = _array(row.inside_interval for row in predicted)
     recall, precision, oom_rows = _outcomes(predicted)
     tau, regret, workloads = _choices(predicted)
@@ -54,6 +55,9 @@ def metrics_of_rows(rows: Sequence[ScoredRow]) -> Metrics:
         inside_interval=_figure(np.mean, inside),
         memory_rows=memory.size,
         memory_mean=_figure(np.mean, np.abs(memory)),
+        memory_median=_figure(np.median, np.abs(memory)),
+        memory_clear_rows=clear.size,
+        memory_clear_mean=_figure(np.mean, np.abs(clear)),
         memory_bias=_figure(np.mean, memory),
         oom_rows=oom_rows,
         oom_recall=recall,

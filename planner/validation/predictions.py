@@ -11,6 +11,7 @@ from dataclasses import replace
 from planner.estimate.memory import MemoryEstimate, training_memory
 from planner.estimate.training_run import Recompute, RunPrediction, Stack, TrainingRun, TransformerShape
 from planner.validation.aims import group_of
+from planner.validation.memory_doubts import memory_doubt
 from planner.validation.memory_kinds import figure_of
 from planner.validation.reading import MeasuredRow
 from planner.validation.results import ScoredRow
@@ -102,6 +103,7 @@ def _scored(row: MeasuredRow, outcome: RunPrediction | Exception | None) -> Scor
         predicted_outcome="ok" if fits else "oom",
         measured_outcome=row.outcome,
         transformer=row.transformer,
+        memory_doubt=memory_doubt(row) if row.outcome in ("", "ok") else "",
     )
 
 

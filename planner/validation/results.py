@@ -31,6 +31,8 @@ class ScoredRow:
         Whether the network is one, also where there is no prediction.
     predicted_outcome, measured_outcome
         ``ok`` or ``oom``; empty where unknown.
+    memory_doubt
+        Why the measured memory tells little, one of `planner.validation.memory_doubts.DOUBTS`; empty where it is plain.
     likely_cause
         Why the prediction is off, where the comparison can tell.
     """
@@ -54,6 +56,7 @@ class ScoredRow:
     predicted_outcome: str = ""
     measured_outcome: str = ""
     likely_cause: str = ""
+    memory_doubt: str = ""
 
     @property
     def time_error(self) -> float | None:
@@ -90,8 +93,10 @@ class Metrics:
         mean of the signed errors.
     inside_interval
         Share of the measured times inside the predicted intervals.
-    memory_rows, memory_mean, memory_bias
+    memory_rows, memory_mean, memory_median, memory_bias
         The same of peak memory.
+    memory_clear_rows, memory_clear_mean
+        The same of the rows that do not leave in doubt what was measured, and of what run (``memory_doubt``).
     oom_rows, oom_recall, oom_precision
         Rows measured out of memory among those whose outcome was predicted; share of them predicted so;
         share of the rows predicted out of memory that were.
@@ -111,6 +116,9 @@ class Metrics:
     inside_interval: float | None = None
     memory_rows: int = 0
     memory_mean: float | None = None
+    memory_median: float | None = None
+    memory_clear_rows: int = 0
+    memory_clear_mean: float | None = None
     memory_bias: float | None = None
     oom_rows: int = 0
     oom_recall: float | None = None

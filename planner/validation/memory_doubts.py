@@ -1,0 +1,52 @@
+"""Measurements of memory that their own row leaves in doubt: what they measured, of what run."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from planner.estimate.memory import MemoryFigure, StageMemory, training_memory
+from planner.estimate.training_run import TrainingRun, TransformerShape
+from planner.validation.memory_kinds import figure_of
+from planner.validation.reading import MeasuredRow
+
+UNKNOWN_FIGURE = "the source does not say which memory it shows"
+MISSING_FACT = "recomputation, batch or size of the network not stated"
+CONTRADICTION = "less measured than parameters, gradients and optimizer states of what is described take"
+DOUBTS = (UNKNOWN_FIGURE, MISSING_FACT, CONTRADICTION)
+_GIB = 2**30
+_UNSAID = re.compile(r"as printed")
+_DECIDING = re.compile(r"(?:recomputation|batch|n_layers|hidden|seq_len) not stated(?!.* as published)")
+"""Facts without which memory cannot be known; the default that stands in is a guess."""
+
+
+def memory_doubt(row: MeasuredRow) -> str:
+    """Why the row's memory tells little of the estimate; nothing where it is described in full.
+
+    Three reasons: the source does not say which of the figures of `MemoryFigure` it shows, a fact is missing that
+    decides, or the row contradicts itself: less was measured than parameters, gradients and optimizer states take
+    that it describes.
+    """
+    if row.run is None or math.isnan(row.memory_gib):
+        return ""
+    if _UNSAID.search(row.memory_kind.lower()):
+        return UNKNOWN_FIGURE
+    if any(_DECIDING.match(note) for note in row.run.assumed):
+        return MISSING_FACT
+    states = _state_bytes(row.run, figure_of(row.memory_kind))
+    if states > row.memory_gib * _GIB:
+        return CONTRADICTION
+    return ""
+
+
+def _state_bytes(run: TrainingRun, figure: MemoryFigure) -> float:
+    if not isinstance(run.network, TransformerShape):
+        return 0.0
+    stages = training_memory(run).stages
+    if figure is MemoryFigure.LAST_STAGE_ALLOCATED:
+        return _states(stages[-1])
+    return max(_states(stage) for stage in stages)
+
+
+def _states(stage: StageMemory) -> float:
+    return stage.parameters + stage.gradients + stage.master_weights + stage.moments
