@@ -6,115 +6,151 @@ not depend on the data and pipeline degrees: one table serves all plans with the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.graph.chain import Chain
+from planner.graph.operator_graph import OperatorGraph
+from planner.search.elimination import min_plus_power
+from planner.search.parts import Parts, Setting
 from planner.search.problem import Problem
-from planner.sharding.placement import Placements
+from planner.search.units_records import (
+    RECOMPUTE,
+    BoundaryStates,
+    Minimum,
+    TiedParameter,
+    UnitLabels,
+    Weights,
+)
+from planner.search.units_rules import rules_of
+from planner.search.units_stage import Stage, StageDecisions, StageOptions, stage_decisions
+from planner.search.units_sweep import unit_labels
+from planner.sharding.placement import Mesh
+from planner.work import Optimizer
+from simulator.errors import InputError
+from simulator.hardware import Hardware
+
+__all__ = [
+    "RECOMPUTE",
+    "BoundaryStates",
+    "Minimum",
+    "StageDecisions",
+    "StageTables",
+    "TiedParameter",
+    "UnitLabels",
+    "Weights",
+    "rules_of",
+    "stage_decisions",
+    "stage_tables",
+]
 
 FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
-
-RECOMPUTE = ("none", "selective", "full")
-"""Modes of recomputation in the order of their codes."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class UnitLabels:
-    """The labels of one unit, arrays of shape (labels,): per device and micro-batch unless said otherwise.
-
-    ``forward_s`` and ``backward_s`` are computation and the collectives inside the stage mesh, of which
-    ``forward_communication_s`` and ``backward_communication_s`` are communication; backward includes
-    recomputation. ``activation_bytes`` are kept from forward to backward, ``transient_bytes`` stand only while the
-    unit goes backward. ``step_s`` is spent once a step, beside data parallelism and the optimizer's update.
-    ``parameter_elements`` are local trained elements without those that the expert axis shards,
-    ``expert_elements``. ``recompute`` are codes of `RECOMPUTE`. ``entry`` and ``exit`` are numbers of boundary
-    states, −1 at the ends of the network. ``sequence_parallel`` says whether an activation is sharded along the
-    sequence on the tensor axis. ``assignments`` give the state of each of the unit's variables in ``problem``.
-    """
-
-    forward_s: FloatArray
-    backward_s: FloatArray
-    forward_communication_s: FloatArray
-    backward_communication_s: FloatArray
-    activation_bytes: FloatArray
-    transient_bytes: FloatArray
-    step_s: FloatArray
-    parameter_elements: FloatArray
-    expert_elements: FloatArray
-    recompute: IntArray
-    entry: IntArray
-    exit: IntArray
-    sequence_parallel: NDArray[np.bool_]
-    assignments: tuple[Mapping[int, int], ...]
-
-    def __len__(self) -> int:
-        return len(self.forward_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    """What a second of each kind, a byte and an element cost; all non-negative."""
-
-    forward: float = 1.0
-    backward: float = 1.0
-    step: float = 0.0
-    activation_byte: float = 0.0
-    parameter_element: float = 0.0
-    expert_element: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundaryStates:
-    """Placements in which a boundary tensor and its gradient may cross, and the bytes one rank then sends.
-
-    ``forward`` and ``backward`` hold the placements of each state; bytes are arrays of shape (states,).
-    """
-
-    forward: tuple[Placements, ...]
-    backward: tuple[Placements, ...]
-    forward_bytes: FloatArray
-    backward_bytes: FloatArray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Minimum:
-    """The least weighted sum over a whole network, and the label that each unrolled unit would take.
-
-    ``entries`` and ``exits`` are the boundary states of each unrolled unit, ``assignments`` its strategy.
-    """
-
-    value: float
-    entries: tuple[int, ...]
-    exits: tuple[int, ...]
-    recompute: tuple[int, ...]
-    assignments: tuple[Mapping[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TiedParameter:
-    """A parameter that several units read: each counts its elements; one stage that has both stores it once."""
-
-    node: int
-    units: tuple[int, ...]
-    elements: float
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
 class StageTables:
     """Labels of every unit of a folded graph on one stage mesh at one micro-batch size.
 
     ``units[u]`` are the labels of ``chain.units[u]``; ``boundary_bytes[b]`` the bytes one rank sends over
-    boundary b forward if nothing is sharded, ``boundaries[b]`` the states with their bytes.
+    boundary b forward if nothing is sharded, ``boundaries[b]`` the states with their bytes. ``tied`` are the
+    parameters that several units read, in the one placement that all labels share.
     """
 
-    chain: Chain
-    problem: Problem
-    units: tuple[UnitLabels, ...]
-    boundary_bytes: tuple[float, ...]
-    boundaries: tuple[BoundaryStates, ...]
-    tied: tuple[TiedParameter, ...]
+    def __init__(self, decisions: StageDecisions, parts: Parts, options: StageOptions) -> None:
+        self.decisions = decisions
+        self.chain = decisions.chain
+        self.parts = parts
+        self._stage = Stage(decisions, parts, options)
+        self.boundaries = self._stage.boundaries
+        self.boundary_bytes = tuple(float(parts.graph.spec(b.forward).size_bytes) for b in self.chain.boundaries)
+        self._shared = self._stage.best_shared()
+        self.tied = tuple(self._tied())
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The whole graph on the stage mesh: its states are those that assignments number."""
+        return Problem(self.parts.graph, self.decisions.decisions, self.parts.setting)
+
+    @cached_property
+    def units(self) -> tuple[UnitLabels, ...]:
+        """Labels of each unit."""
+        return tuple(unit_labels(self._stage, number, self._shared) for number in range(len(self.chain.units)))
+
+    def matrices(self, weights: Weights, mode: int | None = None) -> tuple[FloatArray, ...]:
+        """Least weighted sum of each folded unit between its boundary states, shapes (entries, exits).
+
+        Exact over all strategies, of every allowed recompute mode or of the one given by its code; what the tied
+        parameters cost is as in the labels.
+        """
+        return self._stage.matrices(weights, mode, self._shared)
+
+    def minimum(self, weights: Weights) -> Minimum:
+        """Minimise the weighted sum over the whole network: no plan with this stage mesh and micro-batch is cheaper.
+
+        Exact over all strategies, recompute modes, boundary states and placements of tied parameters, whose elements
+        count once.
+        """
+        return self._stage.minimum(weights)
+
+    def run_minimum(self, weights: Weights, run: int, lengths: Sequence[int]) -> FloatArray:
+        """Least weighted cost of so many consecutive blocks of a run with free ends, shape (len(lengths),).
+
+        The blocks are those after the first, of which labels may differ from the first's.
+        """
+        number = next(i for i, u in enumerate(self.chain.units) if u.run == run and u.count > 1)
+        matrix = self._stage.matrices(weights, None, None)[number]
+        return np.array([min_plus_power(matrix[None], length).table.min() for length in lengths])
+
+    def _tied(self) -> Iterator[TiedParameter]:
+        stage = self._stage
+        for station in stage.shared:
+            tensor = self.decisions.decisions.variables[station].tensor
+            assert tensor is not None  # a station of a parameter
+            owners = tuple(n for n, m in enumerate(self.decisions.models) if station in m.shared)
+            elements = stage.tied_elements(station, self._shared)
+            yield TiedParameter(node=tensor.node, units=owners, elements=elements)
+
+
+def stage_tables(
+    graph: OperatorGraph,
+    decisions: StageDecisions,
+    hardware: Hardware,
+    mesh: Mesh,
+    *,
+    optimizer: Optimizer,
+    bucket_bytes: int,
+    recompute: Sequence[str] = RECOMPUTE,
+    sequence_parallel: bool | None = None,
+) -> StageTables:
+    """Tabulate the ways to run each unit on one pipeline stage.
+
+    Parameters
+    ----------
+    graph : OperatorGraph
+        Folded, its batch the micro-batch of one data-parallel rank.
+    decisions : StageDecisions
+        `stage_decisions` of the same graph at any batch.
+    mesh : Mesh
+        The stage's axes other than data.
+    recompute : sequence of str
+        Modes that are allowed.
+    sequence_parallel : bool, optional
+        True: boundary tensors are sharded along the sequence on the tensor axis; False: no activation is.
+
+    Raises
+    ------
+    InputError
+        The mesh has a data axis, a mode is unknown, or the sequence cannot be sharded as asked.
+    """
+    if any(axis.name == "data" for axis in mesh.axes):
+        raise InputError("a stage mesh has no data axis: a table serves every data degree; leave it out")
+    unknown = [mode for mode in recompute if mode not in RECOMPUTE]
+    if unknown or not recompute:
+        raise InputError(f"recompute modes {list(recompute)} are not some of {', '.join(RECOMPUTE)}; correct them")
+    costs = decisions.costs(hardware, mesh, bucket_bytes)
+    setting = Setting(costs=costs, micro_batches=1, optimizer=optimizer)
+    options = StageOptions(
+        modes=tuple(sorted({RECOMPUTE.index(mode) for mode in recompute})), sequence_parallel=sequence_parallel
+    )
+    return StageTables(decisions, Parts(graph, decisions.decisions, setting), options)

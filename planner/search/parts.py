@@ -280,7 +280,7 @@ class Parts:
     @cached_property
     def station_of(self) -> Mapping[TensorRef, int]:
         """Variables that are stations, by their tensor."""
-        return {v.tensor: i for i, v in enumerate(self.decisions.variables) if v.tensor is not None}
+        return stations_of(self.decisions)
 
     def saved_charges(
         self, tensor: TensorRef, readers: Collection[int], owner: int | None
@@ -305,23 +305,34 @@ class Parts:
 
     @cached_property
     def saved(self) -> Mapping[TensorRef, set[int]]:
-        """Forward tensors that backward operators read, with the variables of those; views count as their base."""
-        nodes = self.graph.nodes
-        found: dict[TensorRef, set[int]] = {}
-        for ref, users in self.graph.consumers.items():
-            kept = nodes[ref.node].role is Role.OPERATOR and nodes[ref.node].phase is Phase.FORWARD
-            readers = {self.decisions.of_node[u] for u in users if nodes[u].phase is Phase.BACKWARD} - {-1}
-            if kept and readers:
-                found[ref] = readers
-        return {ref: readers for ref, readers in found.items() if not self._is_view_of(ref, found)}
+        """Forward tensors that backward operators read, with the variables of those."""
+        return saved_tensors(self.graph, self.decisions)
 
-    def _is_view_of(self, ref: TensorRef, saved: Mapping[TensorRef, set[int]]) -> bool:
-        """Whether `ref` only views a tensor that is kept anyway: another saved one, a parameter or an input."""
-        while self.graph.nodes[ref.node].kernel is Kernel.VIEW and self.graph.nodes[ref.node].role is Role.OPERATOR:
-            ref = self.graph.nodes[ref.node].tensor_inputs[0]
-            if ref in saved or self.graph.nodes[ref.node].role is not Role.OPERATOR:
-                return True
-        return False
+
+def stations_of(decisions: Decisions) -> dict[TensorRef, int]:
+    """Variables that are stations, by their tensor."""
+    return {v.tensor: i for i, v in enumerate(decisions.variables) if v.tensor is not None}
+
+
+def saved_tensors(graph: OperatorGraph, decisions: Decisions) -> dict[TensorRef, set[int]]:
+    """Forward tensors that backward operators read, with the variables of those; views count as their base."""
+    nodes = graph.nodes
+    found: dict[TensorRef, set[int]] = {}
+    for ref, users in graph.consumers.items():
+        kept = nodes[ref.node].role is Role.OPERATOR and nodes[ref.node].phase is Phase.FORWARD
+        readers = {decisions.of_node[u] for u in users if nodes[u].phase is Phase.BACKWARD} - {-1}
+        if kept and readers:
+            found[ref] = readers
+    return {ref: readers for ref, readers in found.items() if not _is_view_of(graph, ref, found)}
+
+
+def _is_view_of(graph: OperatorGraph, ref: TensorRef, saved: Mapping[TensorRef, set[int]]) -> bool:
+    """Whether `ref` only views a tensor that is kept anyway: another saved one, a parameter or an input."""
+    while graph.nodes[ref.node].kernel is Kernel.VIEW and graph.nodes[ref.node].role is Role.OPERATOR:
+        ref = graph.nodes[ref.node].tensor_inputs[0]
+        if ref in saved or graph.nodes[ref.node].role is not Role.OPERATOR:
+            return True
+    return False
 
 
 def _tensors(variable: Variable) -> Iterator[tuple[TensorRef, bool]]:

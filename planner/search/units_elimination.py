@@ -1,0 +1,132 @@
+"""Min-plus elimination of many weightings of one problem at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+Scope = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """A table that takes part in an elimination, with the order and shape that align it to the others."""
+
+    number: int
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    variable: int
+    scope: Scope
+    terms: tuple[_Term, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Elimination:
+    """An order in which variables are eliminated, worked out once: ``steps`` and the sum of what is left."""
+
+    steps: tuple[_Step, ...]
+    rest: tuple[_Term, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Minima:
+    """Minima over all eliminated variables, and the best states to read a solution from.
+
+    ``table`` has shape (weightings, states of each kept variable …).
+    """
+
+    table: FloatArray
+    best: tuple[tuple[int, Scope, NDArray[np.intp]], ...]
+
+    def assignments(
+        self, weighting: NDArray[np.int64], kept: Mapping[int, NDArray[np.int64]]
+    ) -> dict[int, NDArray[np.int64]]:
+        """States of all variables in the best solutions, arrays like `weighting`.
+
+        ``weighting`` are numbers of weightings and ``kept`` states of the kept variables, arrays of one shape.
+        """
+        states = dict(kept)
+        for variable, scope, best in reversed(self.best):
+            states[variable] = best[(weighting, *(states[v] for v in scope))]
+        return states
+
+
+@cache
+def elimination(scopes: tuple[Scope, ...], sizes: tuple[tuple[int, int], ...], kept: Scope) -> Elimination:
+    """Order the variables that are not `kept`: next the one that makes the smallest table, ties by number.
+
+    Parameters
+    ----------
+    scopes : tuple
+        Variables of each table, in the order of its dims.
+    sizes : tuple of (variable, states)
+    kept : tuple of int
+        Variables that stay, in the order of the result's dims.
+    """
+    size = dict(sizes)
+    pool: dict[int, Scope] = dict(enumerate(scopes))
+    open_variables = set(size) - set(kept)
+    steps = []
+    around = {v: {u for s in scopes if v in s for u in s} | {v} for v in size}
+    weight = {v: prod(size[u] for u in around[v]) for v in open_variables}
+    while open_variables:
+        variable = min(open_variables, key=lambda v: (weight[v], v))
+        open_variables.discard(variable)
+        touching = [number for number, scope in pool.items() if variable in scope]
+        scope = tuple(sorted(around[variable] - {variable}))
+        full = (*scope, variable)
+        steps.append(_Step(variable, scope, tuple(_term(n, pool.pop(n), full, size) for n in touching)))
+        pool[len(scopes) + len(steps) - 1] = scope
+        for other in scope:
+            around[other] |= set(scope)
+            around[other].discard(variable)
+            if other in open_variables:
+                weight[other] = prod(size[u] for u in around[other])
+    return Elimination(tuple(steps), tuple(_term(n, scope, kept, size) for n, scope in pool.items()))
+
+
+def _term(number: int, scope: Scope, full: Scope, size: Mapping[int, int]) -> _Term:
+    place = {v: i for i, v in enumerate(full)}
+    order = sorted(range(len(scope)), key=lambda i: place[scope[i]])
+    shape = tuple(size[v] if v in scope else 1 for v in full)
+    return _Term(number, (0, *(i + 1 for i in order)), shape)
+
+
+def minima(plan: Elimination, tables: Sequence[FloatArray], shape: tuple[int, ...]) -> Minima:
+    """Minimise the sum of `tables` over all eliminated variables (bucket elimination: Dechter, 1999).
+
+    Parameters
+    ----------
+    tables : sequence of arrays, shape (weightings, states of each variable of the scope …)
+    shape : tuple of int
+        States of the kept variables.
+    """
+    count = tables[0].shape[0]
+    pool = dict(enumerate(tables))
+    best = []
+    for step in plan.steps:
+        total = _sum(step.terms, pool, count)
+        chosen = total.argmin(axis=-1)
+        best.append((step.variable, step.scope, chosen))
+        pool[len(tables) + len(best) - 1] = np.take_along_axis(total, chosen[..., None], axis=-1)[..., 0]
+    rest = _sum(plan.rest, pool, count) if plan.rest else np.zeros((count, *(1 for _ in shape)))
+    return Minima(np.broadcast_to(rest, (count, *shape)), tuple(best))
+
+
+def _sum(terms: Sequence[_Term], pool: dict[int, FloatArray], count: int) -> FloatArray:
+    total: FloatArray | None = None
+    for term in terms:
+        table = pool.pop(term.number).transpose(term.order).reshape(count, *term.shape)
+        total = table if total is None else total + table
+    assert total is not None  # every variable has a table of its own
+    return total

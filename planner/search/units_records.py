@@ -1,0 +1,98 @@
+"""Records of what is known about the units of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.sharding.placement import Placements
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+RECOMPUTE = ("none", "selective", "full")
+"""Modes of recomputation in the order of their codes."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class UnitLabels:
+    """The labels of one unit, arrays of shape (labels,): per device and micro-batch unless said otherwise.
+
+    ``forward_s`` and ``backward_s`` are computation and the collectives inside the stage mesh, of which
+    ``forward_communication_s`` and ``backward_communication_s`` are communication; backward includes
+    recomputation. ``activation_bytes`` are kept from forward to backward, ``transient_bytes`` stand only while the
+    unit goes backward. ``step_s`` is spent once a step, beside data parallelism and the optimizer's update.
+    ``parameter_elements`` are local trained elements without those that the expert axis shards,
+    ``expert_elements``. ``recompute`` are codes of `RECOMPUTE`. ``entry`` and ``exit`` are numbers of boundary
+    states, −1 at the ends of the network. ``sequence_parallel`` says whether an activation is sharded along the
+    sequence on the tensor axis. ``assignments`` give the state of each of the unit's variables in ``problem``.
+    """
+
+    forward_s: FloatArray
+    backward_s: FloatArray
+    forward_communication_s: FloatArray
+    backward_communication_s: FloatArray
+    activation_bytes: FloatArray
+    transient_bytes: FloatArray
+    step_s: FloatArray
+    parameter_elements: FloatArray
+    expert_elements: FloatArray
+    recompute: IntArray
+    entry: IntArray
+    exit: IntArray
+    sequence_parallel: NDArray[np.bool_]
+    assignments: tuple[Mapping[int, int], ...]
+
+    def __len__(self) -> int:
+        return len(self.forward_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """What a second of each kind, a byte and an element cost; all non-negative."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+    step: float = 0.0
+    activation_byte: float = 0.0
+    parameter_element: float = 0.0
+    expert_element: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundaryStates:
+    """Placements in which a boundary tensor and its gradient may cross, and the bytes one rank then sends.
+
+    ``forward`` and ``backward`` hold the placements of each state; bytes are arrays of shape (states,).
+    """
+
+    forward: tuple[Placements, ...]
+    backward: tuple[Placements, ...]
+    forward_bytes: FloatArray
+    backward_bytes: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Minimum:
+    """The least weighted sum over a whole network, and the label that each unrolled unit would take.
+
+    ``entries`` and ``exits`` are the boundary states of each unrolled unit, ``assignments`` its strategy.
+    """
+
+    value: float
+    entries: tuple[int, ...]
+    exits: tuple[int, ...]
+    recompute: tuple[int, ...]
+    assignments: tuple[Mapping[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiedParameter:
+    """A parameter that several units read: each counts its elements; one stage that has both stores it once."""
+
+    node: int
+    units: tuple[int, ...]
+    elements: float
