@@ -10,9 +10,9 @@ from pathlib import Path
 
 from planner.quantities import percent_text
 from planner.validation.aims import AIMS, ASCEND, CONVOLUTIONAL, ELSEWHERE, FSDP, IN_PART, TRANSFORMERS, Aim, metrics_of
+from planner.validation.memory_doubts import DOUBTS
 from planner.validation.metrics import metrics_of_rows
 from planner.validation.outliers import outliers
-from planner.validation.memory_doubts import DOUBTS
 from planner.validation.predictions import prediction_lines
 from planner.validation.results import Accuracy, AccuracyResult, Metrics, ScoredRow
 from reports import accuracy_plots, page

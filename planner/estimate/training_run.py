@@ -271,7 +271,7 @@ class TrainingSetup:
     """Micro-batches whose gradients of the logits wait until the pipeline drains for the head's weight gradient
     (Megatron's ``--defer-embedding-wgrad-compute`` with its limit)."""
     scattered_gradients: bool = True
-    """Sharded optimizers get their share of the gradients by a reduce-scatter; otherwise all of them are all-reduced."""
+    """Sharded optimizers get their share of the gradients by a reduce-scatter; otherwise all are all-reduced."""
     sent_gradient_bytes: int = 0
     """Bytes of a gradient element on its way between replicas; 0: as it is accumulated."""
     separate_gate: bool = False

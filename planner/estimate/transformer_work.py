@@ -360,6 +360,7 @@ def _head(c: Columns, element: float) -> list[Operator]:
         ),
         MatrixProduct(name="logits", part=Part.HEAD, m=predicted, n=c.vocabulary / c.tp, k=c.hidden,
                       low_precision=False),
-        Pointwise(name="cross entropy", part=Part.HEAD, forward_bytes=logits * (element + 20 + whole * (3 * element + 4)),
+        Pointwise(name="cross entropy", part=Part.HEAD,
+                  forward_bytes=logits * (element + 20 + whole * (3 * element + 4)),
                   backward_bytes=logits * (element + 12 + whole * 8), kernels=8),
     ]  # fmt: skip

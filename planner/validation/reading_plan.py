@@ -277,7 +277,7 @@ def _uneven(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _by_items(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers where embedding, last norm and head count as items like them, and the first stages get the items left over.
+    """Layers where embedding, last norm and head count as items like them; the first stages get what is left over.
 
     Aleph Alpha's Scaling, ``pipeline_partitioning.py``: ``pipe_partition_uniform``, its default.
 
