@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from planner.planning import Prediction
+    from planner.strategy.plan import Plan
 
 PARTS = {
     "compute_s": "compute",
@@ -139,7 +140,7 @@ def _charts(rows: Sequence[WhatIfRow], found: Sequence[WhatIfRow]) -> list[Html]
             scaling,
             identity="efficiency",
             title="Scaling efficiency",
-            caption="Throughput per device against the smallest cluster of the same kind.",
+            caption=f"Throughput per device against that of {_baselines(found)}.",
         ),
         page.chart(
             memory,
@@ -148,6 +149,12 @@ def _charts(rows: Sequence[WhatIfRow], found: Sequence[WhatIfRow]) -> list[Html]
             caption="Thin lines: memory a job can use on the device.",
         ),
     ]
+
+
+def _baselines(found: Sequence[WhatIfRow]) -> str:
+    """The cluster of each profile that scaling is measured against: the smallest with a plan."""
+    least = [min(row.devices for row in found if row.hardware == profile) for profile in _profiles(found)]
+    return ", ".join(f"{profile} × {devices}" for profile, devices in zip(_profiles(found), least, strict=True))
 
 
 def _rate_tick(value: float) -> str:
@@ -266,26 +273,46 @@ def _time_chart(rows: Sequence[WhatIfRow]) -> go.Figure:
 
 
 def _plans(rows: Sequence[WhatIfRow]) -> Html:
+    plans = [row.best.plan for row in rows if row.best is not None]
+    optional = {
+        name: text
+        for name, (text, unused) in {
+            "schedule": (_schedule, "none"),
+            "recompute": (lambda plan: plan.recompute, "none"),
+        }.items()
+        if any(text(plan) != unused for plan in plans)
+    }
     lines: list[list[page.Cell]] = []
     for row in rows:
         line: list[page.Cell] = [row.hardware, str(row.devices), str(row.global_batch)]
         if row.best is None:
-            lines.append([*line, Html(f'<span class="bad wrap">{page.escape(row.reason)}</span>'), "", "", ""])
+            reason = Html(f'<span class="bad wrap">{page.escape(row.reason)}</span>')
+            lines.append([*line, reason, "", *("" for _ in optional), "", ""])
             continue
         plan = row.best.plan
-        mesh = " × ".join(f"{axis.name} {axis.size}" for axis in plan.mesh.axes) or "one device"
-        gap = percent_text(plan.certificate.gap)
+        certificate = f"{plan.certificate.status}, gap {percent_text(plan.certificate.gap)}"
         lines.append(
             [
                 *line,
-                mesh,
+                _mesh(plan),
                 f"{plan.micro_batch} × {plan.micro_batches}",
+                *(text(plan) for text in optional.values()),
                 "whole" if plan.optimizer_sharding == "none" else plan.optimizer_sharding,
-                f"{plan.certificate.status}, gap {gap}",
+                certificate,
             ]
         )
-    columns = ["profile", "devices", "global batch", "mesh", "micro-batch", "optimizer state", "certificate"]
+    columns = ["profile", "devices", "global batch", "mesh", "micro-batch", *optional, "optimizer state", "certificate"]
     return page.table(columns, lines, caption="The best plan of each cluster", numbers=(1, 2))
+
+
+def _mesh(plan: Plan) -> str:
+    stages = [f"pipeline {plan.pipeline}"] if plan.pipeline > 1 else []
+    return " × ".join([*stages, *(f"{axis.name} {axis.size}" for axis in plan.mesh.axes)]) or "one device"
+
+
+def _schedule(plan: Plan) -> str:
+    name = plan.schedule.replace("_", " ")
+    return f"{name}, {plan.virtual} chunks a rank" if plan.virtual > 1 else name
 
 
 def _breakdown_text(prediction: Prediction) -> str:
