@@ -115,21 +115,22 @@ def _twins(made: Decisions, one: UnitModel, other: UnitModel) -> dict[int, int] 
         else:
             twin = made.of_node[place.get(variable.nodes[0], variable.nodes[0])]
         found[number] = twin
-    ends = ((one.entry, other.entry), (one.exit, other.exit))
-    for here, there in ends:
+    for here, there in ((one.entry, other.entry), (one.exit, other.exit)):
         if (here is None) != (there is None):
             return None
         if here is not None and there is not None:
             found[here] = there
-    equal = all(
-        twin >= 0
-        and len(made.variables[number].nodes) == len(made.variables[twin].nodes)
-        and [c.rules for c in made.variables[number].choices] == [c.rules for c in made.variables[twin].choices]
-        and [tuple(c.reads.values()) for c in made.variables[number].choices]
-        == [tuple(c.reads.values()) for c in made.variables[twin].choices]
-        for number, twin in found.items()
-    )
-    return found if equal and set(found.values()) >= set(other.variables) and one.shared == other.shared else None
+    covers = set(found.values()) >= set(other.variables) and one.shared == other.shared
+    same = (_offers(made, n, n == one.exit) == _offers(made, t, n == one.exit) for n, t in found.items() if t >= 0)
+    return found if covers and min(found.values()) >= 0 and all(same) else None
+
+
+def _offers(made: Decisions, number: int, leaves: bool) -> list[tuple[object, ...]]:
+    """Choices of a variable without what its nodes are called; of the station a unit leaves by, what it hands on."""
+    return [
+        tuple(c.writes.values()) if leaves else (c.rules, tuple(c.reads.values()), tuple(c.writes.values()))
+        for c in made.variables[number].choices
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,6 +173,7 @@ class Stage:
         self.boundaries = tuple(self._boundary(b) for b in range(len(stations)))
         self.barred = self._barred()
         self._units: dict[int, Tabled] = {}
+        self._sequence_sharded: dict[int, NDArray[np.bool_]] = {}
 
     def unit(self, number: int) -> Tabled:
         """Tables of a unit; the first block of a run has the second's where they are equal."""
@@ -262,7 +264,9 @@ class Stage:
         backward = tuple(b for _, b in self.classes[number][0])
 
         def sent(ref: TensorRef, placed: Sequence[Placements]) -> FloatArray:
-            return self.parts.local_bytes(ref, np.array(placed, dtype=np.int64).T.reshape(len(self.parts.sizes), -1))
+            return self.parts.local_bytes(
+                ref, np.array(placed, dtype=np.int64).T.reshape(len(self.parts.sizes), len(placed))
+            )
 
         nothing = np.zeros(len(forward))
         back = sent(crossing.gradient, backward) if crossing.gradient and backward else nothing
@@ -274,6 +278,11 @@ class Stage:
 
     def sequence_sharded(self, number: int) -> NDArray[np.bool_]:
         """States of a variable in which a forward activation is sharded along the sequence on the tensor axis."""
+        if number not in self._sequence_sharded:
+            self._sequence_sharded[number] = self._find_sequence_sharded(number)
+        return self._sequence_sharded[number]
+
+    def _find_sequence_sharded(self, number: int) -> NDArray[np.bool_]:
         states = self.parts.states(number)
         found = np.zeros(len(states), dtype=np.bool_)
         axis = self._tensor_axis
@@ -361,20 +370,25 @@ class Stage:
         exits.reverse()
         shared = dict(zip(self.shared, np.unravel_index(common, shape), strict=True)) if shape else {}
         chosen = [int(modes[n][common, e, x]) for n, e, x in zip(self.chain.positions, entries, exits, strict=True)]
+        made: dict[tuple[int, int, int, int], Mapping[int, int]] = {}
+        states = {v: int(s) for v, s in shared.items()}
+        keys = list(zip(self.chain.positions, chosen, entries, exits, strict=True))
+        for key in keys:
+            if key not in made:
+                made[key] = self._assignment(key, found, states)
         return Minimum(
             value=float(value[common, 0]),
             entries=tuple(entries),
             exits=tuple(exits),
             recompute=tuple(self.options.modes[row] for row in chosen),
-            assignments=tuple(
-                self._assignment(n, found, row, e, x, {v: int(s) for v, s in shared.items()})
-                for n, row, e, x in zip(self.chain.positions, chosen, entries, exits, strict=True)
-            ),
+            assignments=tuple(made[key] for key in keys),
         )
 
     def _assignment(
-        self, number: int, found: Mapping[int, Minima], row: int, entry: int, leave: int, shared: Mapping[int, int]
+        self, key: tuple[int, int, int, int], found: Mapping[int, Minima], shared: Mapping[int, int]
     ) -> Mapping[int, int]:
+        """States of a unit's variables, for its number, the row of weights, its entry and its exit."""
+        number, row, entry, leave = key
         unit = self.unit(number)
         kept = {v: np.array([{ENTRY: entry, EXIT: leave, **shared}[v]]) for v in unit.kept}
         states = found[unit.model.number].assignments(np.array([row]), kept)
