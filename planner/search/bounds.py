@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from planner.graph.operator_graph import Node, OperatorGraph
-from planner.search.fragments import ACTIVATION, FILL, RESIDENT, STEADY, TRANSIENT, FloatArray
+from planner.search.fragments import ACTIVATION, FILL, RESIDENT, STEADY, TRANSIENT, FloatArray, IntArray
 from planner.search.segments import PartitionTask
 from planner.search.step_model import Configuration, StepModel
 from planner.work import traffic_bytes
@@ -55,17 +55,16 @@ def _best_efficiency(hardware: Hardware, dtype: str) -> float:
     return float(model.compute_efficiency) * hardware.sustained_matmul_speed * factor / loss
 
 
-def even_bound(model: StepModel, configuration: Configuration, forward_s: float, backward_s: float) -> float:
+def even_bound(model: StepModel, configuration: Configuration, passes_s: float) -> float:
     """Bound by the least time of all passes of one micro-batch, shared out evenly over the ranks.
 
-    The objective is at least the fill of all chunks and a p-th of what all ranks do besides.
+    The objective is at least the fill of all chunks and a p-th of what all ranks do besides. Where the fill is the
+    longer of a forward and half a backward pass, it is at least a third of both passes.
     """
     shape = model.shape(configuration)
     ranks, count = configuration.pipeline, configuration.micro_batches
-    # Of a unit's two passes the longer half is at least the mean of both halves.
-    total = (forward_s + backward_s / 2) / 2 if shape.split else forward_s + backward_s
-    fill = shape.fill_share * total
-    return count * (forward_s + backward_s) / ranks + fill * (1 - 1 / ranks)
+    fill = shape.fill_share * passes_s * (1 / 3 if shape.split else 1)
+    return count * passes_s / ranks + fill * (1 - 1 / ranks)
 
 
 def task_bound(task: PartitionTask) -> float:
@@ -90,14 +89,16 @@ def _mixed(task: PartitionTask, kind: int) -> float:
     values, count = task.kinds[kind].values, float(task.counts[kind])
     flight = np.full(task.ranks, np.inf)
     np.minimum.at(flight, task.rank_of, task.in_flight)
-    memory = flight[:, None] * values[:, ACTIVATION] + values[:, RESIDENT]
+    # What differs little between ways counts as the least: only time and activations are traded.
+    rows = _staircase(values[:, STEADY], values[:, ACTIVATION])
+    memory = flight[:, None] * values[rows, ACTIVATION] + values[:, RESIDENT].min()
     room = task.limit_bytes - values[:, TRANSIENT].min()
     if room <= 0:
         return np.inf
     memory = np.maximum(memory, 1e-30)
     if float((room / memory.min(axis=1)).sum()) < count * (1 - _MARGIN):
         return np.inf
-    time = values[:, STEADY]
+    time = values[rows, STEADY]
     high, count = float(time.max()) * count, count * (1 - _MARGIN)
     low = 0.0
     if _capacity(time, memory, room, float(time.min()) * count / task.ranks) >= count:
@@ -109,6 +110,13 @@ def _mixed(task: PartitionTask, kind: int) -> float:
         else:
             low = middle
     return low
+
+
+def _staircase(time: FloatArray, kept: FloatArray) -> IntArray:
+    """Places that none beats in both, fastest first."""
+    order = np.lexsort((kept, time))
+    lowest = np.minimum.accumulate(kept[order])
+    return order[np.concatenate(([True], lowest[1:] < lowest[:-1]))]
 
 
 def _capacity(time: FloatArray, memory: FloatArray, room: float, limit_s: float) -> float:

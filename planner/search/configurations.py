@@ -19,9 +19,9 @@ import numpy as np
 
 from planner.search.bounds import even_bound, task_bound
 from planner.search.fragments import WIDTH
-from planner.search.labels import StageTables
+from planner.search.labels import StageTables, Weights
 from planner.search.pipeline import Partition, partition
-from planner.search.segments import PartitionTask
+from planner.search.segments import PartitionTask, simplified
 from planner.search.space import Extent, bases, orders, storages
 from planner.search.step_model import Configuration, StepModel
 from simulator.errors import InputError
@@ -138,7 +138,7 @@ class _Search:
         self.result = Explored()
         self.heap: list[tuple[float, int, int, _Node]] = []
         self.made: dict[tuple[object, ...], StageTables | None] = {}
-        self.least: dict[tuple[object, ...], tuple[float, float]] = {}
+        self.least: dict[tuple[object, ...], float] = {}
         self.serial = 0
         self.best = np.inf
         self.unproven: list[float] = []
@@ -148,7 +148,7 @@ class _Search:
         for base in bases(self.extent):
             # The work of a sample is shared by all ranks but those of the data axis.
             each = self.sample_s * base.micro_batch / (base.tensor * base.context)
-            self._push(even_bound(self.model, base, each / 3, 2 * each / 3), _Node(_Stage.BASE, base))
+            self._push(even_bound(self.model, base, each), _Node(_Stage.BASE, base))
         try:
             while self.heap and not self._done():
                 bound, _, _, node = heapq.heappop(self.heap)
@@ -204,8 +204,8 @@ class _Search:
         if tables is None:
             return
         if key not in self.least:
-            self.least[key] = _least_passes(tables)
-        bound = max(bound, even_bound(self.model, placed, *self.least[key]))
+            self.least[key] = tables.minimum(Weights()).value
+        bound = max(bound, even_bound(self.model, placed, self.least[key]))
         for stored in storages(self.extent, placed):
             self._push(bound, _Node(_Stage.STORAGE, stored))
 
@@ -239,7 +239,7 @@ class _Search:
         assert tables is not None
         assert task is not None
         self.result.solved += 1
-        found = partition(task, width=node.width)
+        found = partition(task if node.width > WIDTH else simplified(task), width=node.width)
         self.result.timings["partition"] += time.perf_counter() - began
         if found is None:
             if node.placed is None:
@@ -273,16 +273,6 @@ class _Search:
 def shape_of(configuration: Configuration) -> tuple[int, int, int]:
     """Data-parallel, tensor and pipeline degrees."""
     return configuration.data_parallel, configuration.tensor, configuration.pipeline
-
-
-def _least_passes(tables: StageTables) -> tuple[float, float]:
-    """Seconds of a forward and a backward pass of the whole network with the fastest labels."""
-    forward = backward = 0.0
-    for unit, labels in zip(tables.chain.units, tables.units, strict=True):
-        place = int(np.argmin(labels.forward_s + labels.backward_s))
-        forward += unit.count * float(labels.forward_s[place])
-        backward += unit.count * float(labels.backward_s[place])
-    return forward, backward
 
 
 def least_memory(task: PartitionTask) -> tuple[int, float]:

@@ -84,6 +84,13 @@ def pruned(ways: Fragments, width: int = WIDTH) -> Fragments:
     return ways.take(keep, exact=ways.exact and exact)
 
 
+def thinned(ways: Fragments, states: frozenset[int], width: int) -> Fragments:
+    """At most about `width` ways between any two of the given boundary states (and the network's ends)."""
+    inside = np.isin(ways.entry, [*states, -1]) & np.isin(ways.exit, [*states, -1])
+    few = pruned(ways.take(np.flatnonzero(inside)), width)
+    return Fragments(few.values, few.entry, few.exit, few.labels, len(few) == len(ways) and ways.exact)
+
+
 def repeated(unit: Fragments, count: int, known: dict[int, Fragments], width: int = WIDTH) -> Fragments:
     """`unit` `count` times in a row, by doubling; `known` holds counts that were made before."""
     known.setdefault(1, unit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from planner.search.fragments import (
     IntArray,
     joined,
     repeated,
+    thinned,
 )
 
 BoolArray = NDArray[np.bool_]
@@ -63,6 +64,32 @@ class PartitionTask:
     def pieces(self) -> int:
         """Chunks of all ranks."""
         return self.ranks * self.chunks
+
+
+MANY = 16
+"""Ways of a unit up to which all of them are tried."""
+FEW = 5
+"""Ways between two boundary states that are tried otherwise."""
+
+
+def simplified(task: PartitionTask) -> PartitionTask:
+    """The same with few ways of each unit, in the boundary states that serve the most frequent unit best.
+
+    These are the state in which it is fastest and the one in which it keeps least from forward to backward.
+    """
+    most = int(np.argmax(task.counts))
+    if max(len(kind) for kind in task.kinds) <= MANY:
+        return task
+    block = task.kinds[most]
+    same = np.flatnonzero(block.entry == block.exit) if task.counts[most] > 1 else np.arange(len(block))
+    states = {int(block.exit[rows[0]]) for rows in _orders(block, same)} if len(same) else set(block.exit.tolist())
+    kinds = tuple(thinned(kind, frozenset(states), FEW) for kind in task.kinds)
+    return replace(task, kinds=kinds) if all(len(kind) for kind in kinds) else task
+
+
+def _orders(block: Fragments, rows: IntArray) -> tuple[IntArray, IntArray]:
+    time, kept = block.busy[rows], block.values[rows, ACTIVATION]
+    return rows[np.lexsort((kept, time))], rows[np.lexsort((time, kept))]
 
 
 @dataclass(frozen=True, slots=True)

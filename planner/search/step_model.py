@@ -25,7 +25,7 @@ the micro-batches in flight; what stands while one unit goes backward, gathered 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -128,7 +128,8 @@ class StepModel:
     def task(self, tables: StageTables, configuration: Configuration) -> PartitionTask:
         """The partition task of a configuration."""
         shape = self.shape(configuration)
-        kinds = [self.fragments(unit, configuration, shape) for unit in tables.units]
+        units = _stored_once(tables) if configuration.pipeline == 1 else tables.units
+        kinds = [self.fragments(unit, configuration, shape) for unit in units]
         counts = [unit.count for unit in tables.chain.units]
         sends = self.sends_s(tables, configuration)
         kinds, counts = _merged(kinds, counts)
@@ -278,6 +279,16 @@ def host_bandwidth(hardware: Hardware) -> float:
     node = hardware.node
     direct = node.host_bandwidth_bytes_per_s if node is not None else 0.0
     return direct or hardware.reliability.snapshot_bandwidth_bytes_per_s
+
+
+def _stored_once(tables: StageTables) -> tuple[UnitLabels, ...]:
+    """Labels of a single stage: the first unit that reads a tied parameter stores it for all."""
+    units = list(tables.units)
+    for tied in tables.tied:
+        for number in tied.units[1:]:
+            elements = np.maximum(units[number].parameter_elements - tied.elements, 0.0)
+            units[number] = replace(units[number], parameter_elements=elements)
+    return tuple(units)
 
 
 def _states(states: IntArray, count: int) -> IntArray:

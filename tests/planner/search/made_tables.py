@@ -10,8 +10,7 @@ import numpy as np
 
 from planner.graph.chain import Boundary, Chain, Unit
 from planner.graph.operator_graph import TensorRef
-from planner.search.labels import BoundaryStates, StageTables, UnitLabels
-from planner.search.problem import Problem
+from planner.search.labels import BoundaryStates, StageTables, TiedParameter, UnitLabels, Weights
 from planner.search.step_model import Configuration
 from simulator.corrections import message_time
 from simulator.hardware import Hardware
@@ -27,6 +26,29 @@ class MadeUnit:
     activation_bytes: float
     elements: float
     count: int = 1
+
+
+@dataclass(frozen=True)
+class Least:
+    """What a minimum says of its value."""
+
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MadeTables:
+    """What the search reads of `StageTables`."""
+
+    chain: Chain
+    units: tuple[UnitLabels, ...]
+    boundary_bytes: tuple[float, ...]
+    boundaries: tuple[BoundaryStates, ...]
+    tied: tuple[TiedParameter, ...]
+
+    def minimum(self, weights: Weights) -> Least:
+        """Every unit at its least: all of them share one boundary state."""
+        passes = [weights.forward * u.forward_s + weights.backward * u.backward_s for u in self.units]
+        return Least(sum(p.min() * unit.count for p, unit in zip(passes, self.chain.units, strict=True)))
 
 
 def labels(unit: MadeUnit, samples: float, message_s: float, first: bool, last: bool) -> UnitLabels:
@@ -72,11 +94,11 @@ def made_tables(
         backward_bytes=np.array([boundary_bytes * configuration.micro_batch]),
     )
     between = tuple(Boundary(forward=TensorRef(0), gradient=TensorRef(0)) for _ in named[1:])
-    return StageTables(
+    made = MadeTables(
         chain=Chain(units=named, boundaries=between, heads=(("blocks", 0),)),
-        problem=cast(Problem, None),
         units=tuple(labels(u, samples, 2 * message, n == 0, n == len(split) - 1) for n, u in enumerate(split)),
         boundary_bytes=tuple(boundary_bytes * configuration.micro_batch for _ in between),
         boundaries=tuple(crossing for _ in between),
         tied=(),
     )
+    return cast(StageTables, made)
