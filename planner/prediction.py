@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph, Role
+from planner.graph.scaling import at_batch
 from planner.instructions import LoweredPlan
+from planner.lowering import lower_graph, lowering_options
 from planner.request import PRECISIONS
-from planner.strategy.plan import Plan
+from planner.strategy.plan import Plan, expanded_rules
 from simulator import fast_engine
 from simulator.hardware import Hardware
 from simulator.timeline import Timeline
@@ -19,7 +22,8 @@ class Prediction:
     """Predicted time, throughput and memory of one optimizer step.
 
     ``mfu`` is the share of the devices' peak that the network's own floating point operations reach;
-    ``breakdown`` adds up to the step time; ``memory_at_peak`` to the peak.
+    ``breakdown`` adds up to the step time (the mean of all pipeline ranks); ``memory_at_peak`` to the peak, which is
+    that of pipeline rank ``peak_rank``.
     """
 
     step_time_s: float
@@ -32,6 +36,7 @@ class Prediction:
     device_memory_bytes: int
     memory_at_peak: Mapping[str, int]
     breakdown: Mapping[str, float]
+    peak_rank: int = 0
 
 
 def precision_notes(hardware: Hardware, dtype: str) -> tuple[str, ...]:
@@ -51,21 +56,68 @@ def predict(plan: Plan, lowered: LoweredPlan, hardware: Hardware) -> tuple[Predi
 
 def prediction_of(plan: Plan, graph: OperatorGraph, hardware: Hardware, timeline: Timeline) -> Prediction:
     """Figures of a simulated step; `graph` is the unfolded graph of one micro-batch."""
-    seconds = timeline.step_time_s
-    flops = sum(node.flops for node in graph.nodes if node.role is Role.OPERATOR) * plan.micro_batches
-    dtype = next((n.outputs[0].dtype for n in graph.nodes if n.role is Role.PARAMETER), "float32")
-    peak = hardware.peak(dtype) * plan.mesh.size
-    samples = plan.global_batch / seconds
+    return figures(
+        plan,
+        hardware,
+        step_time_s=timeline.step_time_s,
+        flops=sum(node.flops for node in graph.nodes if node.role is Role.OPERATOR),
+        dtype=trained_dtype(graph),
+        memory={str(kind): float(size) for kind, size in timeline.memory_at_peak.items()},
+        breakdown=timeline.breakdown,
+    )
+
+
+def trained_dtype(graph: OperatorGraph) -> str:
+    """Type of the parameters' numbers."""
+    return next((n.outputs[0].dtype for n in graph.nodes if n.role is Role.PARAMETER), "float32")
+
+
+def figures(
+    plan: Plan,
+    hardware: Hardware,
+    *,
+    step_time_s: float,
+    flops: float,
+    dtype: str,
+    memory: Mapping[str, float],
+    breakdown: Mapping[str, float],
+    peak_rank: int = 0,
+) -> Prediction:
+    """A prediction from what was simulated; `flops` are those of one micro-batch on all data-parallel ranks."""
     uncertainty = hardware.uncertainty
+    samples = plan.global_batch / step_time_s
     return Prediction(
-        step_time_s=seconds,
-        interval_s=(seconds * (1 - uncertainty.low), seconds * (1 + uncertainty.high)),
+        step_time_s=step_time_s,
+        interval_s=(step_time_s * (1 - uncertainty.low), step_time_s * (1 + uncertainty.high)),
         label=uncertainty.label,
         samples_per_s=samples,
         tokens_per_s=None if plan.sequence_length is None else samples * plan.sequence_length,
-        mfu=flops / (seconds * peak),
-        peak_memory_bytes=int(timeline.peak_memory_bytes),
+        mfu=flops * plan.micro_batches / (step_time_s * hardware.peak(dtype) * plan.devices),
+        peak_memory_bytes=int(sum(memory.values())),
         device_memory_bytes=int(hardware.device_memory_bytes),
-        memory_at_peak={str(kind): int(size) for kind, size in timeline.memory_at_peak.items()},
-        breakdown=dict(timeline.breakdown),
+        memory_at_peak={kind: int(size) for kind, size in memory.items()},
+        breakdown=dict(breakdown),
+        peak_rank=peak_rank,
     )
+
+
+def predict_plan(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> Prediction:
+    """Predict any plan.
+
+    Parameters
+    ----------
+    graph : OperatorGraph
+        The network, folded, at the plan's precision and any batch.
+
+    Raises
+    ------
+    StrategyError
+        The plan says something its network or schedule makes impossible.
+    """
+    if plan.pipeline * plan.virtual > 1:
+        from planner.pipeline_prediction import predict_pipeline
+
+        return predict_pipeline(plan, graph, hardware).prediction
+    unfolded = unfold(at_batch(graph, plan.micro_batch * plan.degree("data")))
+    lowered = lower_graph(unfolded, expanded_rules(plan), lowering_options(plan, graph))
+    return predict(plan, lowered, hardware)[0]

@@ -28,6 +28,7 @@ class PipelineBytes:
     activations : (stages,) kept from the forward to the backward pass of a micro-batch
     weight_activations : (stages,) the part of them that only the weight gradient releases; by default all
     recomputed : (stages,) stand while a backward pass runs: recomputed values, gradients of the layer at work
+    forward : (stages,) stand besides while a forward pass runs: what it needs at once beyond what it keeps
     loss : (stages,) stand from the end of a forward pass to the end of its backward pass: logits and loss
     resident : by kind, (ranks,), through the whole step
     """
@@ -35,6 +36,7 @@ class PipelineBytes:
     activations: Numbers
     weight_activations: Numbers | None = None
     recomputed: Numbers = 0.0
+    forward: Numbers = 0.0
     loss: Numbers = 0.0
     resident: Mapping[BufferKind, Numbers] = field(default_factory=dict)
 
@@ -112,6 +114,7 @@ def _changes(
         return np.broadcast_to(np.asarray(values, dtype=np.float64), schedule.stages)[schedule.stage]
 
     kept, recomputed, loss = of_stage(sizes.activations), of_stage(sizes.recomputed), of_stage(sizes.loss)
+    extra = of_stage(sizes.forward)
     weight = kept if sizes.weight_activations is None else of_stage(sizes.weight_activations)
     forward = schedule.kind == ActionKind.FORWARD
     whole = schedule.kind == ActionKind.BACKWARD
@@ -120,6 +123,8 @@ def _changes(
     backward = whole | inputs
     rows = (
         (forward, False, _ACTIVATION, kept),
+        (forward, False, _ACTIVATION, extra),
+        (forward, True, _ACTIVATION, -extra),
         (whole, True, _ACTIVATION, -kept),
         (inputs, True, _ACTIVATION, weight - kept),
         (weights, True, _ACTIVATION, -weight),

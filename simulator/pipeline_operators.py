@@ -33,8 +33,7 @@ class Operators:
     communication : (n,) stream it runs on: 0 for kernels, 1 and 2 for collectives
     dependency_offsets, dependencies : (n + 1,), (D,) operator i waits for earlier ones; without any for the input
     ahead : (n,) needs no input, so that it may run before the pass begins; empty for none
-
-    The last operator yields the output.
+    output : operator that yields the output; the last by default
     """
 
     seconds: FloatArray
@@ -42,6 +41,7 @@ class Operators:
     dependency_offsets: IntArray
     dependencies: IntArray
     ahead: BoolArray = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    output: int = -1
 
     def __post_init__(self) -> None:
         count = len(self.seconds)
@@ -351,5 +351,7 @@ def _grouped(distinct: list[Operators], first: int, second: int) -> OperatorGrou
         dependencies=values[sorted_rows],
     )
     entries = tuple(np.sort(place[shift + one.entries]) for shift, one in zip(shifts, members, strict=False))
-    outputs = tuple(int(place[shift + len(one.seconds) - 1]) for shift, one in zip(shifts, members, strict=False))
+    outputs = tuple(
+        int(place[shift + one.output % len(one.seconds)]) for shift, one in zip(shifts, members, strict=False)
+    )
     return OperatorGroup(operators=merged, entries=entries, outputs=outputs)

@@ -35,13 +35,18 @@ class OperatorResult:
     ----------
     ends_s : (A,) when the output of each action is there
     bubble_s : (ranks,) time within the step in which no kernel runs and no send blocks the rank
-    computed_s, ready_s : (ranks,) when the last action has computed, and when the epilogue begins
+    compute_s, stall_s : (ranks,) kernels of all passes, and time in which they wait for messages of their own pass
+    computed_s, drained_s, ready_s : (ranks,) when the last action has computed, when its messages have arrived, and
+        when the epilogue begins
     """
 
     step_time_s: float
     ends_s: FloatArray
     bubble_s: FloatArray
+    compute_s: FloatArray
+    stall_s: FloatArray
     computed_s: FloatArray
+    drained_s: FloatArray
     ready_s: FloatArray
 
 
@@ -66,6 +71,11 @@ def simulate_operators(schedule: Schedule, costs: OperatorCosts) -> OperatorResu
     link_free = np.zeros(len(plan.link_rank))
     runs_beside = np.array([(group.operators.communication == BESIDE).any() for group in plan.groups])
     matrices = np.stack([matrix(group).ravel() for group in plan.groups])
+    kernels = np.array([(g.operators.seconds * (g.operators.communication == COMPUTE)).sum() for g in plan.groups])
+    waits = np.maximum(matrices[:, :MOMENTS].max(axis=1) - kernels, 0.0)
+    computing, stalls = (
+        np.bincount(schedule.action_rank[plan.first], values[plan.which], schedule.ranks) for values in (kernels, waits)
+    )
     given: list[Any] = [plan.which, plan.first, plan.second, schedule.action_rank[plan.first], needed, link, send_s]
     given += [matrices.ravel(), runs_beside, costs.overlap_sends, compute, communication, beside, link_free, moments]
     if len(plan.first) >= COMPILED_GROUPS:
@@ -80,8 +90,11 @@ def simulate_operators(schedule: Schedule, costs: OperatorCosts) -> OperatorResu
     return OperatorResult(
         step_time_s=step,
         ends_s=moments[:size],
-        bubble_s=np.subtract(step, _busy(schedule, costs, plan)),
+        bubble_s=np.subtract(step, _busy(schedule, costs, plan, computing)),
+        compute_s=computing,
+        stall_s=stalls,
         computed_s=compute,
+        drained_s=np.maximum(np.maximum(compute, communication), beside),
         ready_s=ready,
     )
 
@@ -169,9 +182,7 @@ def _compiled() -> Any:
     return njit(cache=True, nogil=True)(run_groups)
 
 
-def _busy(schedule: Schedule, costs: OperatorCosts, plan: OperatorPlan) -> FloatArray:
-    seconds = np.array([(g.operators.seconds * (g.operators.communication == COMPUTE)).sum() for g in plan.groups])
-    computing = np.bincount(schedule.action_rank[plan.first], seconds[plan.which], schedule.ranks)
+def _busy(schedule: Schedule, costs: OperatorCosts, plan: OperatorPlan, computing: FloatArray) -> FloatArray:
     busy = computing + per_rank(schedule, costs.prologue_s) + per_rank(schedule, costs.epilogue_s)
     if not costs.overlap_sends:
         busy = busy + np.bincount(schedule.action_rank[plan.sender], plan.send_s, schedule.ranks)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 COMPUTE_STREAM = "compute"
+HOST = "host"
+"""Axis of copies between a device and its host."""
 
 
 class Phase(StrEnum):

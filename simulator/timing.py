@@ -9,10 +9,17 @@ from simulator.corrections import kernel_factor, message_time
 from simulator.errors import ProgramError
 from simulator.hardware import Hardware
 from simulator.kernels import kernel_time, matmul_time
-from simulator.program import Collective, Kernel, Program, Segment
+from simulator.program import HOST, Collective, Kernel, Program, Segment
 from simulator.topology import GroupShape, group_shape
 
 FloatArray = npt.NDArray[np.float64]
+
+
+def host_time(hardware: Hardware, size_bytes: float) -> float:
+    """Seconds of a transfer between a device and its host; 0 where the profile does not say how fast it is."""
+    through_node = hardware.node.host_bandwidth_bytes_per_s if hardware.node else 0.0
+    bandwidth = hardware.reliability.snapshot_bandwidth_bytes_per_s or through_node
+    return size_bytes / bandwidth if bandwidth else 0.0
 
 
 def task_times(program: Program, hardware: Hardware) -> list[FloatArray]:
@@ -38,6 +45,9 @@ def task_times(program: Program, hardware: Hardware) -> list[FloatArray]:
                 continue
             work = np.array([(segment.tasks[i].flops, segment.tasks[i].bytes_moved) for i in compute])
             seconds[compute] = slowdown * kernel_time(hardware, kernel, dtype, work[:, 0], work[:, 1])
+            for i in compute if kernel is Kernel.COPY else ():
+                if segment.tasks[i].axis == HOST:
+                    seconds[i] = host_time(hardware, segment.tasks[i].bytes_moved)
         for (collective, axis), messages in collectives.items():
             if axis not in shapes:
                 raise ProgramError(

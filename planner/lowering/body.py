@@ -46,22 +46,26 @@ class Body(Writer):
     source : PlacedGraph
     nodes : iterable of int, optional
         Those to run; everything by default.
-    given : mapping, optional
-        Names of tensors that other nodes have computed, each in the placement its node writes.
+    given : iterable of TensorRef, optional
+        Tensors that other nodes have computed, there in the placement that these write.
+    gradients : mapping of TensorRef to int, optional
+        Gradients and the parameters they belong to; those of the graph by default.
     """
 
     def __init__(
         self,
         source: PlacedGraph,
         nodes: Iterable[int] | None = None,
-        given: Mapping[TensorRef, str] | None = None,
+        given: Iterable[TensorRef] = (),
+        gradients: Mapping[TensorRef, int] | None = None,
     ) -> None:
         super().__init__(source)
         self.items: list[Item] = []
         self.gone_back: set[int] = set()
         self.gone_forward: set[int] = set()
-        for ref, name in (given or {}).items():
-            self.versions[ref] = {source.output_placements(ref): name}
+        self.gradients = source.gradient_of if gradients is None else gradients
+        for ref in given:
+            self.versions[ref] = {source.output_placements(ref): source.written_name(ref)}
         for parameter in self.graph.parameters:
             if parameter.node not in source.by_unit:
                 ref = TensorRef(parameter.node)
@@ -92,7 +96,7 @@ class Body(Writer):
             ref = TensorRef(index, output)
             if ref == self.graph.loss:
                 self._fetch(ref, self.source.replicated, Phase.FORWARD)
-            if ref in self.source.gradient_of:
+            if ref in self.gradients:
                 self._collect()
                 self.items.append(ref)
 
@@ -198,7 +202,7 @@ class Body(Writer):
             self._messages_behind(index, node, phase, tuple(name for name in outputs if name))
 
     def _kind(self, ref: TensorRef) -> BufferKind:
-        if ref in self.source.gradient_of:
+        if ref in self.gradients:
             return BufferKind.GRADIENT
         return BufferKind.RECOMPUTED if ref in self.renamed else BufferKind.ACTIVATION
 

@@ -73,7 +73,7 @@ class PlacedGraph:
         axes = len(self.sizes)
         self.replicated: Placements = (REPLICATE,) * axes
         self._recipes: dict[tuple[int, int, str], Recipe] = {}
-        self._gradient_paths: dict[int, tuple[tuple[Step, ...], tuple[Step, ...]]] = {}
+        self._gradient_paths: dict[TensorRef, tuple[tuple[Step, ...], tuple[Step, ...]]] = {}
         self._gradient_refs = {p.node: p.gradient for p in graph.parameters if p.gradient is not None}
         self.gradient_of = {p.gradient: p.node for p in graph.parameters if p.gradient is not None}
         self.rules: list[NodeRules] = []
@@ -166,6 +166,10 @@ class PlacedGraph:
             )
         return steps
 
+    def is_trained(self, parameter: int) -> bool:
+        """Whether a parameter, by its node, has a gradient."""
+        return parameter in self._gradient_refs
+
     def gradient_ref(self, parameter: int) -> TensorRef:
         """Gradient of a trained parameter, by its node."""
         return self._gradient_refs[parameter]
@@ -175,13 +179,16 @@ class PlacedGraph:
 
         Where accumulated gradients are sharded, everything up to the last reduce-scatter is done every micro-batch.
         """
-        if parameter not in self._gradient_paths:
-            ref = self.gradient_ref(parameter)
+        return self.path_of_gradient(self.gradient_ref(parameter), parameter)
+
+    def path_of_gradient(self, ref: TensorRef, parameter: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        """The same for one term of a parameter's gradient."""
+        if ref not in self._gradient_paths:
             steps = self.path(self.output_placements(ref), self.stored[parameter])
             scattered = [i for i, step in enumerate(steps) if step.operation is Collective.REDUCE_SCATTER]
             at = scattered[-1] + 1 if scattered and self.options.optimizer_sharding in ("zero2", "zero3") else 0
-            self._gradient_paths[parameter] = (steps[:at], steps[at:])
-        return self._gradient_paths[parameter]
+            self._gradient_paths[ref] = (steps[:at], steps[at:])
+        return self._gradient_paths[ref]
 
     def volume(self, steps: tuple[Step, ...]) -> float:
         """Share of a tensor that a path puts on the wire."""

@@ -21,6 +21,7 @@ from planner.sharding.redistribution import Step
 from planner.work import update_traffic
 from simulator.program import (
     COMPUTE_STREAM,
+    HOST,
     Buffer,
     BufferKind,
     Collective,
@@ -39,6 +40,17 @@ class _Pending:
 
     entries: list[tuple[int, str, tuple[Step, ...], Then]] = field(default_factory=list)
     size_bytes: int = 0
+
+
+def host_copy(size_bytes: float) -> Task:
+    """A task that moves bytes between a device and its host."""
+    return Task(
+        name="optimizer states in host memory",
+        phase=Phase.UPDATE,
+        kernel=Kernel.COPY,
+        axis=HOST,
+        bytes_moved=size_bytes,
+    )
 
 
 class SegmentWriter(Writer):
@@ -227,6 +239,8 @@ class SegmentWriter(Writer):
 
     def _update(self) -> None:
         update = self.source.options.optimizer
+        if self.source.options.offload_optimizer:
+            self._through_host()
         for parameter, value in self.synchronised:
             node = self.graph.nodes[parameter]
             spec = node.outputs[0]
@@ -241,6 +255,13 @@ class SegmentWriter(Writer):
             )
             instruction = Update(parameter=node.name, gradient=value, divisor=self.source.options.micro_batches)
             self._add(task, instruction, (node.name, value), ())
+
+    def _through_host(self) -> None:
+        """Gradients go to the host, whose memory holds the states, and parameters come back, before any update."""
+        source = self.source
+        sizes = [source.local_bytes(self.graph.nodes[p].outputs[0], source.stored[p]) for p, _ in self.synchronised]
+        nothing = Communicate(collective=Collective.SEND, axis=0, sources=(), targets=(), gather_dims=(), split_dims=())
+        self._add(host_copy(2.0 * sum(sizes)), nothing, tuple(value for _, value in self.synchronised), ())
 
     def _resolve(self) -> tuple[tuple[Task, ...], tuple[Instruction, ...]]:
         """Turn values into dependencies and releases: a value goes when its last reader, or that of a view, is done."""

@@ -143,15 +143,27 @@ class Plan:
         return next((a.size for a in self.mesh.axes if a.name == axis), 1)
 
 
+def expanded_rules(plan: Plan) -> dict[str, NodeRules]:
+    """Strategies by name for every node of the unfolded graph."""
+    result = dict(plan.rules)
+    for part in plan.layers:
+        start = len(part.prefix) + 2
+        for number in range(part.first, part.last + 1):
+            head = f"{part.prefix}.{number}"
+            result.update((head + name[start:], rules) for name, rules in part.rules.items())
+    return result
+
+
 def optimizer_sharding(mesh: Mesh, parameters: Iterable[tuple[int, Placements]]) -> str:
     """Name how parameters are stored, each given by its elements and placements.
 
-    ``zero2`` where most optimizer state is sharded along the data axis, else ``none``.
+    ``zero1`` where most optimizer state is sharded along the data axis, else ``none``; whether accumulated gradients
+    and parameters at work are sharded as well does not show here.
 
     >>> from planner.sharding.placement import MeshAxis
     >>> mesh = Mesh((MeshAxis("data", 4), MeshAxis("tensor", 2)))
     >>> optimizer_sharding(mesh, [(100, (0, -1)), (10, (-1, 0))])
-    'zero2'
+    'zero1'
     """
     axis = next((i for i, a in enumerate(mesh.axes) if a.name == "data"), None)
     if axis is None:
@@ -160,4 +172,4 @@ def optimizer_sharding(mesh: Mesh, parameters: Iterable[tuple[int, Placements]])
     for elements, placements in parameters:
         total += elements
         sharded += elements * (placements[axis] >= 0)
-    return "zero2" if 2 * sharded > total else "none"
+    return "zero1" if 2 * sharded > total else "none"

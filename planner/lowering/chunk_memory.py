@@ -1,0 +1,120 @@
+"""Bytes of a chunk in its passes, and of a pipeline rank through the whole step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.graph.operator_graph import DTYPE_BYTES
+from planner.lowering.placed import PlacedGraph
+from planner.lowering.unit_work import UnitWork
+from planner.work import state_bytes
+from simulator.program import BufferKind, Phase
+from simulator.task_table import FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkBytes:
+    """Bytes of one micro-batch: kept for the backward pass, deferred by its first part, and needed at once beyond."""
+
+    kept: int
+    deferred: int
+    forward: int
+    backward: int
+
+
+def chunk_bytes(units: Sequence[UnitWork]) -> ChunkBytes:
+    """Add up the units of a chunk: what one keeps stands while another works."""
+    kept = []
+    for number, unit in enumerate(units):
+        memory = unit.memory
+        own_input = memory.keeps_input and not (number and units[number - 1].memory.keeps_output)
+        kept.append(memory.kept + (memory.input if own_input else 0))
+    total = sum(kept)
+    forward = max(sum(kept[:n]) + unit.memory.forward for n, unit in enumerate(units))
+    backward = max(unit.memory.backward - sum(kept[n + 1 :]) for n, unit in enumerate(units))
+    return ChunkBytes(
+        kept=total,
+        deferred=sum(unit.memory.deferred for unit in units),
+        forward=max(0, forward - total),
+        backward=max(0, backward),
+    )
+
+
+def rank_bytes(
+    source: PlacedGraph, units: Sequence[UnitWork], held: Sequence[Sequence[Sequence[int]]], micro_batches: int
+) -> Mapping[BufferKind, FloatArray]:
+    """(ranks,) bytes by kind that stand all the time.
+
+    Parameters
+    ----------
+    held : for each rank, for each of its chunks, the numbers of its units
+    """
+    found: dict[BufferKind, FloatArray] = {}
+    for rank, chunks in enumerate(held):
+        for kind, size in _resident(source, units, chunks).items():
+            found.setdefault(kind, np.zeros(len(held)))[rank] += size
+    return found
+
+
+def _resident(
+    source: PlacedGraph, units: Sequence[UnitWork], chunks: Sequence[Sequence[int]]
+) -> dict[BufferKind, float]:
+    found = dict.fromkeys(
+        (
+            BufferKind.PARAMETER,
+            BufferKind.GRADIENT,
+            BufferKind.OPTIMIZER_STATE,
+            BufferKind.GATHERED_PARAMETER,
+        ),
+        0.0,
+    )
+    users = Counter(index for unit in units for index in unit.parameters)
+    counted: set[int] = set()
+    for number, times in Counter(n for chunk in chunks for n in chunk).items():
+        for index in units[number].parameters:
+            if users[index] > 1 and index in counted:
+                continue
+            counted.add(index)
+            for kind, size in _parameter_bytes(source, index).items():
+                found[kind] += size if users[index] > 1 else times * size
+    found[BufferKind.GATHERED_PARAMETER] += max((_gathered(source, units, chunk) for chunk in chunks), default=0)
+    return found
+
+
+def _parameter_bytes(source: PlacedGraph, index: int) -> dict[BufferKind, int]:
+    """Bytes of one parameter between passes: itself, its states, its accumulated gradient, and gathered for a step."""
+    spec = source.graph.nodes[index].outputs[0]
+    size = source.local_bytes(spec, source.stored[index])
+    found = {BufferKind.PARAMETER: size}
+    if not source.options.offload_optimizer:
+        states = state_bytes(source.options.optimizer, spec.dtype)
+        found[BufferKind.OPTIMIZER_STATE] = states * size // DTYPE_BYTES[spec.dtype]
+    if source.is_trained(index):
+        ref = source.gradient_ref(index)
+        ahead, _ = source.gradient_path(index)
+        placements = ahead[-1].after if ahead else source.output_placements(ref)
+        found[BufferKind.GRADIENT] = source.local_bytes(source.graph.spec(ref), placements)
+    if index not in source.by_unit:
+        gathered = (source.local_bytes(spec, wanted) for wanted in source.gathered(index))
+        found[BufferKind.GATHERED_PARAMETER] = sum(gathered)
+    return found
+
+
+def _gathered(source: PlacedGraph, units: Sequence[UnitWork], chunk: Sequence[int]) -> int:
+    """Most bytes of parameters gathered unit by unit that stand at once: a unit's, and those of the next."""
+    if not source.by_unit:
+        return 0
+    sizes = [
+        max(
+            sum(
+                source.local_bytes(source.graph.spec(ref), wanted) for ref, wanted, _ in units[n].gathers.get(phase, ())
+            )
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+        )
+        for n in chunk
+    ]
+    return max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))

@@ -1,0 +1,304 @@
+"""The passes of a chunk: its units' operators in a row, parameters gathered before, gradients synchronised behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from planner.graph.operator_graph import TensorRef
+from planner.lowering.placed import PlacedGraph
+from planner.lowering.unit_work import BESIDE, KERNELS, Mark, Part, UnitWork
+from planner.sharding.placement import Placements
+from planner.sharding.redistribution import Step
+from simulator.program import Collective, Kernel, Phase, Task
+
+
+@dataclass(slots=True)
+class Draft:
+    """Operators of a pass being written, their times still to come: ``tasks[i]`` are the numbers of operator i."""
+
+    tasks: list[list[int]] = field(default_factory=list)
+    stream: list[int] = field(default_factory=list)
+    after: list[list[int]] = field(default_factory=list)
+    ahead: list[bool] = field(default_factory=list)
+    output: int = -1
+
+
+Then = Callable[["Value"], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A gradient on its way: whose it is, its placement, and the operator that makes it ready."""
+
+    mark: Mark
+    placements: Placements
+    operator: int
+
+
+@dataclass(slots=True)
+class _Bucket:
+    entries: list[tuple[Value, tuple[Step, ...], Then]] = field(default_factory=list)
+    size_bytes: int = 0
+
+
+class PassWriter:
+    """Writes one pass of a chunk.
+
+    Parameters
+    ----------
+    source : PlacedGraph
+    tasks : list of Task
+        All tasks; those of messages and accumulations are appended.
+    units : sequence of UnitWork
+        In the order of the pass.
+    parts : sequence of Part
+        What each of them does in it.
+    phase : Phase
+    accumulations : dict
+        Tasks of accumulations made so far.
+    first, last : bool
+        The first micro-batch gathers parameters that stay and starts accumulators; the last synchronises gradients.
+    """
+
+    def __init__(
+        self,
+        source: PlacedGraph,
+        tasks: list[Task],
+        units: Sequence[UnitWork],
+        parts: Sequence[Part],
+        phase: Phase,
+        accumulations: dict[tuple[Mark, bool], list[int]],
+        *,
+        first: bool,
+        last: bool,
+    ) -> None:
+        self.source, self.tasks, self.units, self.parts = source, tasks, units, parts
+        self.phase, self.first, self.last = phase, first, last
+        self.accumulations = accumulations
+        self.draft = Draft()
+        self.arrivals: list[dict[str, int]] = [{} for _ in units]
+        self.pending: dict[tuple[Collective, int, str], _Bucket] = {}
+        self.kernel = -1
+        self.shared_done: set[int] = set()
+        self.terms: dict[object, list[Value]] = {}
+        self.counts = {id(part): Counter(m.parameter for o in part.operators for m in o.marks) for part in parts}
+        distinct = {id(unit): unit for unit in units}.values()
+        holders = Counter(parameter for unit in distinct for parameter in unit.parameters)
+        self.tied = {
+            parameter: sum(self.counts[id(part)][parameter] for part in parts)
+            for parameter, count in holders.items()
+            if count > 1
+        }
+        """Parameters that several units of the chunk share, and how many terms their gradient has."""
+
+    def write(self) -> Draft:
+        """Return the operators of the pass."""
+        if self.source.by_unit:
+            self._add([], KERNELS, [])
+        elif self.first and self.phase is Phase.FORWARD:
+            self._gather_ahead()
+        outputs = -1
+        for number, part in enumerate(self.parts):
+            self._gather_units(number)
+            outputs = self._unit(number, part, outputs)
+        while self.pending:
+            self._flush(next(iter(self.pending)))
+        if self.kernel < 0:
+            self._add([], KERNELS, [])
+        self.draft.output = outputs if outputs >= 0 else self.kernel
+        return self.draft
+
+    def _add(self, tasks: list[int], stream: int, after: list[int], ahead: bool = False) -> int:
+        self.draft.tasks.append(tasks)
+        self.draft.stream.append(stream)
+        self.draft.after.append(after)
+        self.draft.ahead.append(ahead)
+        number = len(self.draft.tasks) - 1
+        if stream == KERNELS:
+            self.kernel = number
+        return number
+
+    def _task(self, task: Task) -> list[int]:
+        self.tasks.append(task)
+        return [len(self.tasks) - 1]
+
+    def _unit(self, number: int, part: Part, given: int) -> int:
+        """Append a unit's operators; returns the operator that yields what it hands on."""
+        place: dict[int, int] = {}
+        for index, operator in enumerate(part.operators):
+            if operator.shared >= 0 and operator.shared in self.shared_done:
+                place[index] = self.kernel
+                continue
+            after = {place[n] for n in operator.after if place[n] >= 0}
+            if operator.reads_input and given >= 0 and self.draft.stream[given] != operator.stream:
+                after.add(given)
+            after.update(self.arrivals[number][name] for name in operator.gathered if name in self.arrivals[number])
+            place[index] = self._add(operator.tasks, operator.stream, sorted(after))
+            for mark in operator.marks:
+                self._gradient(number, mark, place[index])
+        self.shared_done.update(operator.shared for operator in part.operators)
+        return place[part.output] if part.output >= 0 else -1
+
+    # Parameters
+
+    def _gather_ahead(self) -> None:
+        """Parameters that stay for the step, in fused messages, before the pass has its input."""
+        values = [(n, *value) for n, unit in enumerate(self.units) for value in unit.gathers.get(Phase.FORWARD, ())]
+        self._gather(values, [], ahead=True)
+
+    def _gather_units(self, number: int) -> None:
+        """When a unit begins, gather what the next one needs; the first gathers its own as well."""
+        if not self.source.by_unit or not self._gathers():
+            return
+        after = [self.kernel]
+        for other in (number, number + 1) if number == 0 else (number + 1,):
+            if other < len(self.units):
+                self._gather([(other, *value) for value in self.units[other].gathers.get(self.phase, ())], after)
+
+    def _gathers(self) -> bool:
+        return any(operator.gathered for part in self.parts for operator in part.operators)
+
+    def _gather(
+        self, values: Sequence[tuple[int, TensorRef, Placements, str]], after: list[int], *, ahead: bool = False
+    ) -> None:
+        pending: dict[object, list[tuple[int, TensorRef, Step, str]]] = {}
+        size: dict[object, int] = {}
+
+        def send(key: object) -> None:
+            items = pending.pop(key)
+            size.pop(key)
+            at = self._message([ref for _, ref, _, _ in items], items[0][2], list(after), ahead)
+            for unit, _, _, name in items:
+                self.arrivals[unit][name] = at
+
+        for unit, ref, wanted, name in values:
+            steps = self.source.path(self.source.stored[ref.node], wanted)
+            for step in steps[:-1]:
+                self._message([ref], step, list(after), ahead)
+            step = steps[-1]
+            key = (str(step.operation), step.axis, step.before, step.after, self.source.graph.spec(ref).dtype)
+            pending.setdefault(key, []).append((unit, ref, step, name))
+            size[key] = size.get(key, 0) + self.source.local_bytes(self.source.graph.spec(ref), step.after)
+            if size[key] >= self.source.options.bucket_bytes:
+                send(key)
+        for left in list(pending):
+            send(left)
+
+    def _message(self, refs: Sequence[TensorRef], step: Step, after: list[int], ahead: bool = False) -> int:
+        specs = [self.source.graph.spec(ref) for ref in refs]
+        if not isinstance(step.operation, Collective):
+            size = sum(self.source.local_bytes(spec, step.after) for spec in specs)
+            task = Task(
+                name=f"{step.operation} {self.source.written_name(refs[0])}",
+                phase=self.phase,
+                kernel=Kernel.COPY,
+                dtype=specs[0].dtype,
+                bytes_moved=2.0 * size,
+            )
+            return self._add(self._task(task), KERNELS, after, ahead)
+        axis = self.source.options.mesh.axes[step.axis].name
+        payload = sum(spec.size_bytes for spec in specs) / prod(self.source.sizes[a] for a in step.sharded_axes)
+        task = Task(
+            name=f"{step.operation} of {len(refs)} from {self.source.written_name(refs[0])}",
+            phase=self.phase,
+            stream=f"communication:{axis}",
+            dtype=specs[0].dtype,
+            collective=step.operation,
+            axis=axis,
+            payload_bytes=payload,
+        )
+        return self._add(self._task(task), BESIDE, after, ahead)
+
+    # Gradients
+
+    def _gradient(self, number: int, mark: Mark, operator: int) -> None:
+        """Hand a complete gradient on, once every unit of the chunk that shares its parameter has sent its term."""
+        value = Value(mark, self.source.output_placements(mark.gradient), operator)
+        tied = mark.parameter in self.tied
+        expected = self.tied[mark.parameter] if tied else self.counts[id(self.parts[number])][mark.parameter]
+        if expected > 1:
+            terms = self.terms.setdefault(mark.parameter if tied else (number, mark.parameter), [])
+            terms.append(value)
+            if len(terms) < expected:
+                return
+            size = self.source.local_bytes(self.source.graph.spec(mark.gradient), value.placements)
+            for _ in terms[1:]:
+                add = Task(
+                    name=f"add gradients of {self.source.graph.nodes[mark.parameter].name}",
+                    phase=Phase.BACKWARD,
+                    kernel=Kernel.ELEMENTWISE,
+                    dtype=self.source.graph.spec(mark.gradient).dtype,
+                    bytes_moved=3.0 * size,
+                )
+                value = Value(mark, value.placements, self._add(self._task(add), KERNELS, []))
+        self._synchronise(value, self._path(mark)[0], self._accumulate)
+
+    def _path(self, mark: Mark) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        return self.source.path_of_gradient(mark.gradient, mark.parameter)
+
+    def _accumulate(self, value: Value) -> None:
+        mark, source = value.mark, self.source
+        behind = self._path(mark)[1]
+        if source.options.micro_batches > 1:
+            after = [value.operator] if self.draft.stream[value.operator] != KERNELS else []
+            value = Value(mark, value.placements, self._add(self._accumulation(value), KERNELS, after))
+        if self.last:
+            self._synchronise(value, behind, lambda arrived: None)
+
+    def _accumulation(self, value: Value) -> list[int]:
+        """The task that adds a gradient to its accumulator; every layer like this one has the same."""
+        key = value.mark, self.first
+        if key not in self.accumulations:
+            spec = self.source.graph.spec(value.mark.gradient)
+            size = self.source.local_bytes(spec, value.placements)
+            task = Task(
+                name=f"accumulate {self.source.graph.nodes[value.mark.parameter].name}",
+                phase=Phase.BACKWARD,
+                kernel=Kernel.VIEW if self.first else Kernel.ELEMENTWISE,
+                dtype=spec.dtype,
+                bytes_moved=0.0 if self.first else 3.0 * size,
+            )
+            self.accumulations[key] = self._task(task)
+        return self.accumulations[key]
+
+    def _synchronise(self, value: Value, steps: tuple[Step, ...], then: Then) -> None:
+        if not steps:
+            then(value)
+            return
+        step = steps[0]
+        if not isinstance(step.operation, Collective):
+            waits = [value.operator] if self.draft.stream[value.operator] != KERNELS else []
+            at = self._message([value.mark.gradient], step, waits)
+            self._synchronise(Value(value.mark, step.after, at), steps[1:], then)
+            return
+        spec = self.source.graph.spec(value.mark.gradient)
+        key = (step.operation, step.axis, spec.dtype)
+        bucket = self.pending.setdefault(key, _Bucket())
+        bucket.entries.append((value, steps, then))
+        bucket.size_bytes += int(spec.size_bytes / prod(self.source.sizes[a] for a in step.sharded_axes))
+        if bucket.size_bytes >= self.source.options.bucket_bytes:
+            self._flush(key)
+
+    def _flush(self, key: tuple[Collective, int, str]) -> None:
+        bucket = self.pending.pop(key)
+        waits = {v.operator for v, _, _ in bucket.entries if self.draft.stream[v.operator] != BESIDE}
+        payload = 0.0
+        for value, steps, _ in bucket.entries:
+            spec = self.source.graph.spec(value.mark.gradient)
+            payload += spec.size_bytes / prod(self.source.sizes[a] for a in steps[0].sharded_axes)
+        axis = self.source.options.mesh.axes[key[1]].name
+        task = Task(
+            name=f"{key[0]} of {len(bucket.entries)} gradients",
+            phase=Phase.BACKWARD,
+            stream=f"communication:{axis}",
+            dtype=key[2],
+            collective=key[0],
+            axis=axis,
+            payload_bytes=payload,
+        )
+        at = self._add(self._task(task), BESIDE, sorted(waits))
+        for value, steps, then in bucket.entries:
+            self._synchronise(Value(value.mark, steps[0].after, at), steps[1:], then)

@@ -1,0 +1,348 @@
+"""A plan with several pipeline stages: its schedule, what every pass of every chunk runs, and the memory it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+
+from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, Role
+from planner.lowering.chunk_memory import chunk_bytes, rank_bytes
+from planner.lowering.chunk_passes import Draft, PassWriter
+from planner.lowering.placed import PlacedGraph, local_share
+from planner.lowering.representatives import Representatives, representatives
+from planner.lowering.segment import host_copy
+from planner.lowering.unit_work import Mark, Part, UnitWork, units_work
+from planner.strategy.plan import Plan
+from planner.work import update_traffic
+from simulator.corrections import message_time
+from simulator.errors import StrategyError
+from simulator.hardware import Hardware
+from simulator.pipeline_memory import PipelineBytes
+from simulator.pipeline_operators import OperatorCosts, Operators
+from simulator.program import Collective, Kernel, Phase, Program, ProgramAxis, Segment, Task
+from simulator.schedules import ActionKind, Schedule, make_schedule
+from simulator.task_table import FloatArray
+from simulator.timing import task_times
+from simulator.topology import GroupShape
+
+FORWARD, BACKWARD, INPUT, WEIGHT = ActionKind
+PLAIN, FIRST, LAST = range(3)
+Key = tuple[int, ...]
+"""Units of a chunk, by those that stand for them: equal chunks have equal keys."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoweredPipeline:
+    """One step of a pipeline.
+
+    ``flops`` are those of the network on one micro-batch of the whole stage mesh.
+    """
+
+    schedule: Schedule
+    costs: OperatorCosts
+    sizes: PipelineBytes
+    flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lowering:
+    """What all chunks share; ``chunks`` are their units in model order, ``keys`` those that stand for them."""
+
+    plan: Plan
+    hardware: Hardware
+    schedule: Schedule
+    found: Representatives
+    units: tuple[UnitWork, ...]
+    keys: tuple[Key, ...]
+    tasks: list[Task]
+    accumulations: dict[tuple[Mark, bool], list[int]] = field(default_factory=dict)
+
+    @property
+    def source(self) -> PlacedGraph:
+        return self.found.source
+
+
+def lower_pipeline(
+    plan: Plan, graph: OperatorGraph, hardware: Hardware, schedule: Schedule | None = None
+) -> LoweredPipeline:
+    """Lower a plan with chunks, on a folded graph at the plan's precision; `schedule` stands in for the plan's.
+
+    Raises
+    ------
+    StrategyError
+        The chunks do not cover the network in order, or lie on other ranks than the schedule runs them.
+    """
+    found = representatives(plan, graph)
+    schedule = plan_schedule(plan) if schedule is None else schedule
+    tasks: list[Task] = []
+    units = units_work(found.source, found.chain, tasks)
+    keys = tuple(tuple(found.of_unit[i] for i in members) for members in chunk_units(plan, found.names, schedule))
+    lowering = _Lowering(
+        plan=plan, hardware=hardware, schedule=schedule, found=found, units=units, keys=keys, tasks=tasks
+    )
+    drafts = {key: _chunk_drafts(lowering, key) for key in dict.fromkeys(keys)}
+    updates = [_updates(lowering, rank) for rank in range(schedule.ranks)]
+    seconds = _seconds(lowering)
+    made = {
+        key: {place: _operators(draft, tasks, seconds, hardware) for place, draft in passes.items()}
+        for key, passes in drafts.items()
+    }
+    kinds = {ActionKind(int(kind)) for kind in np.unique(schedule.kind)}
+    costs = OperatorCosts(
+        passes={kind: [made[key][kind, PLAIN] for key in keys] for kind in kinds},
+        first={kind: [made[key][kind, FIRST] for key in keys] for kind in kinds if kind is not INPUT},
+        last={kind: [made[key][kind, LAST] for key in keys] for kind in kinds if kind in (BACKWARD, WEIGHT)},
+        send_s=_send_times(lowering),
+        epilogue_s=np.array([sum(times * float(seconds[number]) for number, times in rank) for rank in updates]),
+        meetings=_meetings(lowering),
+        overlap_sends=hardware.overlaps_communication,
+    )
+    chunk = {key: chunk_bytes([units[n] for n in key]) for key in dict.fromkeys(keys)}
+    sizes = PipelineBytes(
+        activations=np.array([chunk[key].kept for key in keys]),
+        weight_activations=np.array([chunk[key].deferred for key in keys]),
+        recomputed=np.array([chunk[key].backward for key in keys]),
+        forward=np.array([chunk[key].forward for key in keys]),
+        resident=rank_bytes(
+            found.source, units, [[keys[s] for s in stages] for stages in _stages_of(schedule)], plan.micro_batches
+        ),
+    )
+    return LoweredPipeline(schedule=schedule, costs=costs, sizes=sizes, flops=_flops(lowering))
+
+
+def plan_schedule(plan: Plan) -> Schedule:
+    """The schedule of a plan."""
+    return make_schedule(plan.schedule, plan.pipeline, plan.micro_batches, plan.virtual)
+
+
+def chunk_units(plan: Plan, names: Sequence[str], schedule: Schedule) -> tuple[range, ...]:
+    """Places in `names` of the units of every chunk, one chunk a stage of the schedule.
+
+    Raises
+    ------
+    StrategyError
+        As `lower_pipeline`.
+    """
+    if len(plan.chunks) != schedule.stages:
+        raise StrategyError(
+            f"stages: the plan has {len(plan.chunks)} chunks, but schedule {schedule.name} with {schedule.ranks} "
+            f"pipeline ranks runs {schedule.stages}; give one for each"
+        )
+    place = {name: i for i, name in enumerate(names)}
+    found: list[range] = []
+    expected = 0
+    for number, chunk in enumerate(plan.chunks):
+        if number % schedule.chain_stages == 0:
+            expected = 0
+        for name in (chunk.first, chunk.last):
+            if name not in place:
+                raise StrategyError(
+                    f"stages.{number}: {name!r} is no unit of {plan.network}; its units go from {names[0]!r} to "
+                    f"{names[-1]!r}: plan it again"
+                )
+        first, last = place[chunk.first], place[chunk.last]
+        if first != expected or last < first:
+            raise StrategyError(
+                f"stages.{number}: chunk {chunk.first!r} to {chunk.last!r} does not follow the one before, which "
+                f"ends in front of {names[min(expected, len(names) - 1)]!r}; chunks cover the units in order"
+            )
+        if chunk.rank != schedule.stage_rank[number]:
+            raise StrategyError(
+                f"stages.{number}: chunk {number} is on pipeline rank {chunk.rank}, but schedule {schedule.name} runs "
+                f"it on rank {schedule.stage_rank[number]}; correct the rank or the schedule"
+            )
+        expected = last + 1
+        if (number + 1) % schedule.chain_stages == 0 and expected != len(names):
+            raise StrategyError(
+                f"stages.{number}: the last chunk ends with {chunk.last!r}, but the network goes on to {names[-1]!r}; "
+                "chunks cover all units"
+            )
+        found.append(range(first, last + 1))
+    return tuple(found)
+
+
+def _stages_of(schedule: Schedule) -> list[list[int]]:
+    return [np.flatnonzero(schedule.stage_rank == rank).tolist() for rank in range(schedule.ranks)]
+
+
+# Passes
+
+
+def _chunk_drafts(lowering: _Lowering, key: Key) -> dict[tuple[ActionKind, int], Draft]:
+    """Every pass of a chunk, plain and of the first and the last micro-batch."""
+    units = [lowering.units[n] for n in key]
+    kinds = set(np.unique(lowering.schedule.kind).tolist())
+    alone = lowering.plan.micro_batches // lowering.schedule.chains == 1
+
+    def passes(
+        kind: ActionKind, order: Sequence[UnitWork], parts: Sequence[Part], phase: Phase, variants: Sequence[int]
+    ) -> None:
+        if int(kind) not in kinds:
+            return
+        for variant in variants:
+            first = variant == FIRST or (variant == LAST and alone)
+            writer = PassWriter(
+                lowering.source,
+                lowering.tasks,
+                order,
+                parts,
+                phase,
+                lowering.accumulations,
+                first=first,
+                last=variant == LAST,
+            )
+            made[kind, variant] = writer.write()
+
+    made: dict[tuple[ActionKind, int], Draft] = {}
+    back = units[::-1]
+    passes(FORWARD, units, [unit.forward for unit in units], Phase.FORWARD, (PLAIN, FIRST))
+    passes(BACKWARD, back, [unit.backward for unit in back], Phase.BACKWARD, (PLAIN, FIRST, LAST))
+    passes(INPUT, back, [unit.inputs for unit in back], Phase.BACKWARD, (PLAIN,))
+    passes(WEIGHT, back, [unit.weights for unit in back], Phase.BACKWARD, (PLAIN, FIRST, LAST))
+    return made
+
+
+def _operators(draft: Draft, tasks: Sequence[Task], seconds: FloatArray, hardware: Hardware) -> Operators:
+    rows = [len(after) for after in draft.after]
+    streams = draft.stream if hardware.overlaps_communication else [0] * len(draft.stream)
+    return Operators(
+        seconds=np.array([float(sum(seconds[n] for n in numbers)) for numbers in draft.tasks]),
+        communication=np.array(streams, dtype=np.int64),
+        dependency_offsets=np.concatenate(([0], np.cumsum(rows))).astype(np.int64),
+        dependencies=np.array([n for after in draft.after for n in after], dtype=np.int64),
+        ahead=np.array(draft.ahead),
+        output=draft.output,
+    )
+
+
+def _seconds(lowering: _Lowering) -> FloatArray:
+    """(tasks,) seconds of all tasks."""
+    mesh = lowering.source.options.mesh
+    program = Program(
+        name=lowering.plan.network,
+        devices=lowering.plan.devices,
+        axes=tuple(
+            ProgramAxis(name=axis.name, size=axis.size, stride=mesh.stride(i)) for i, axis in enumerate(mesh.axes)
+        ),
+        segments=(Segment(name="everything", tasks=tuple(lowering.tasks)),),
+    )
+    return task_times(program, lowering.hardware)[0]
+
+
+def _updates(lowering: _Lowering, rank: int) -> list[tuple[int, int]]:
+    """Append the optimizer's tasks of a rank; returns their numbers and how many of each there are."""
+    source = lowering.source
+    update = source.options.optimizer
+    found, moved = [], 0.0
+    for index, times in _rank_parameters(lowering, rank).items():
+        node = source.graph.nodes[index]
+        elements = node.outputs[0].elements * local_share(source.stored[index], source.sizes)
+        moved += 2.0 * times * elements * DTYPE_BYTES[node.outputs[0].dtype]
+        found.append((len(lowering.tasks), times))
+        lowering.tasks.append(
+            Task(
+                name=f"update {node.name}",
+                phase=Phase.UPDATE,
+                kernel=Kernel.OPTIMIZER,
+                dtype=node.outputs[0].dtype,
+                flops=elements * update.flops,
+                bytes_moved=elements * update_traffic(update, node.outputs[0].dtype),
+            )
+        )
+    if source.options.offload_optimizer:
+        found.append((len(lowering.tasks), 1))
+        lowering.tasks.append(host_copy(moved))
+    return found
+
+
+def _rank_parameters(lowering: _Lowering, rank: int) -> dict[int, int]:
+    """Trained parameters of a rank by node, each with the number of units like its own that the rank holds."""
+    keys = [lowering.keys[stage] for stage in _stages_of(lowering.schedule)[rank]]
+    trained = {p.node for p in lowering.source.graph.parameters if p.gradient is not None}
+    found: dict[int, int] = {}
+    for key in keys:
+        for number in dict.fromkeys(key):
+            for index in lowering.units[number].parameters:
+                if index in trained:
+                    tied = _tied(lowering, index)
+                    found[index] = 1 if tied else found.get(index, 0) + key.count(number)
+    return found
+
+
+def _tied(lowering: _Lowering, index: int) -> bool:
+    return sum(index in unit.parameters for unit in lowering.units) > 1
+
+
+# Between stages
+
+
+def _pair_shape(lowering: _Lowering, one: int, other: int) -> GroupShape:
+    """Where two pipeline ranks lie: beside each other on the innermost level that holds both."""
+    hardware, stride = lowering.hardware, max(lowering.plan.pipeline_stride, 1)
+    low, high = sorted((one * stride, other * stride))
+    levels = [level.size for level in hardware.levels]
+    crossed = next((i for i, size in enumerate(levels[:-1]) if low // size == high // size), len(levels) - 1)
+    members = tuple(2 if i == crossed else 1 for i in range(len(levels)))
+    return GroupShape(members=members, stride=high - low)
+
+
+def _send_times(lowering: _Lowering) -> FloatArray:
+    """(stages,) seconds from each stage to the next, of the tensor as it is written."""
+    schedule, source, chain = lowering.schedule, lowering.source, lowering.found.chain
+    seconds = np.zeros(schedule.stages)
+    for stage, (key, following) in enumerate(pairwise(lowering.keys)):
+        here, there = int(schedule.stage_rank[stage]), int(schedule.stage_rank[stage + 1])
+        if (stage + 1) % schedule.chain_stages == 0 or here == there:
+            continue
+        assert following  # chunks hold at least one unit
+        ref = chain.boundaries[key[-1]].forward
+        payload = source.local_bytes(source.graph.spec(ref), source.output_placements(ref))
+        shape = _pair_shape(lowering, here, there)
+        seconds[stage] = message_time(lowering.hardware, Collective.SEND, np.array([float(payload)]), shape)[0]
+    return seconds
+
+
+def _meetings(lowering: _Lowering) -> list[tuple[tuple[int, ...], float]]:
+    """Gradients of parameters that several ranks hold, summed among them once a step."""
+    source, found = lowering.source, []
+    shared: dict[tuple[int, ...], float] = {}
+    for index in dict.fromkeys(i for unit in lowering.units for i in unit.parameters):
+        holders = _holders(lowering, index)
+        for ranks in holders:
+            spec = source.graph.nodes[index].outputs[0]
+            shared[ranks] = shared.get(ranks, 0.0) + source.local_bytes(spec, source.stored[index])
+    for ranks, payload in sorted(shared.items()):
+        pair = _pair_shape(lowering, ranks[0], ranks[-1])
+        members = tuple(len(ranks) if count > 1 else 1 for count in pair.members)
+        shape = replace(pair, members=members)
+        seconds = message_time(lowering.hardware, Collective.ALL_REDUCE, np.array([payload]), shape)[0]
+        found.append((ranks, float(seconds)))
+    return found
+
+
+def _holders(lowering: _Lowering, index: int) -> list[tuple[int, ...]]:
+    """Groups of two or more ranks that train one parameter together: tied ones, and copies of the whole network."""
+    schedule = lowering.schedule
+    per_chain = schedule.chain_stages
+    users = [n for n, unit in enumerate(lowering.units) if index in unit.parameters]
+    ranks_of_unit: dict[int, list[int]] = {}
+    for stage, key in enumerate(lowering.keys):
+        start = sum(len(k) for k in lowering.keys[stage - stage % per_chain : stage])
+        for offset, number in enumerate(key):
+            if number in users:
+                ranks_of_unit.setdefault(start + offset, []).append(int(schedule.stage_rank[stage]))
+    if len(users) > 1:  # tied: all units that use it share one
+        ranks_of_unit = {0: [rank for ranks in ranks_of_unit.values() for rank in ranks]}
+    groups = (tuple(sorted(set(ranks))) for ranks in ranks_of_unit.values())
+    return [ranks for ranks in groups if len(ranks) > 1]
+
+
+def _flops(lowering: _Lowering) -> float:
+    """Floating point operations of one micro-batch of the whole network."""
+    graph, total = lowering.source.graph, 0.0
+    for unit in (lowering.found.chain.units[n] for n in lowering.found.of_unit):
+        total += sum(graph.nodes[i].flops for i in unit.nodes if graph.nodes[i].role is Role.OPERATOR)
+    return total

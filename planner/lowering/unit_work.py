@@ -1,0 +1,253 @@
+"""What one unit of a pipeline does in a micro-batch: its tasks in few operators, and the memory it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from planner.graph.chain import Chain
+from planner.graph.operator_graph import Role, TensorRef
+from planner.lowering.body import Body, Gather
+from planner.lowering.placed import PlacedGraph
+from planner.lowering.unit_memory import UnitMemory, unit_memory
+from planner.lowering.writer import Draft
+from planner.sharding.placement import Placements
+from simulator.program import COMPUTE_STREAM, Phase, Task
+
+KERNELS, MESSAGES, BESIDE = range(3)
+"""Streams of a rank, as in `simulator.pipeline_operators`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A complete gradient, or a term of one that several units share."""
+
+    gradient: TensorRef
+    parameter: int
+
+
+@dataclass(slots=True)
+class Operator:
+    """Tasks of one stream that nothing outside waits for one by one.
+
+    ``tasks`` are their numbers; ``after`` operators of the same part on other streams; ``gathered`` parameters that it
+    reads first; ``marks`` gradients that are complete with it.
+    """
+
+    stream: int
+    tasks: list[int]
+    after: list[int] = field(default_factory=list)
+    gathered: list[str] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    shared: int = -1
+    """Node whose work units share, -1 for none: only the first of a chunk does it."""
+    reads_input: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Operators of a unit in one pass; ``output`` yields what it hands on, -1 for nothing."""
+
+    operators: tuple[Operator, ...]
+    output: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitWork:
+    """One unit.
+
+    ``inputs`` and ``weights`` are the parts of ``backward`` that lead to the gradient of the unit's input, and to those
+    of parameters alone. ``gathers`` are the parameters wanted in the forward and in the backward pass.
+    """
+
+    forward: Part
+    backward: Part
+    inputs: Part
+    weights: Part
+    gathers: Mapping[Phase, tuple[tuple[TensorRef, Placements, str], ...]]
+    parameters: tuple[int, ...]
+    memory: UnitMemory
+
+
+def units_work(source: PlacedGraph, found: Chain, tasks: list[Task]) -> tuple[UnitWork, ...]:
+    """Lower every unit of a chain; their tasks are appended to `tasks`."""
+    seen: dict[int, int] = {}
+    for unit in found.units:
+        for index in unit.nodes:
+            seen[index] = seen.get(index, 0) + 1
+    shared = frozenset(
+        i for i, n in seen.items() if n > 1 and source.graph.nodes[i].role not in (Role.PARAMETER, Role.INPUT)
+    )
+    terms, sums = gradient_terms(source)
+    return tuple(_unit_work(source, found, number, tasks, shared, terms, sums) for number in range(len(found.units)))
+
+
+def gradient_terms(source: PlacedGraph) -> tuple[dict[TensorRef, int], frozenset[int]]:
+    """Gradients as operators yield them, with the parameter of each, and the sums of those with several uses."""
+    terms: dict[TensorRef, int] = {}
+    sums: set[int] = set()
+    for ref, parameter in source.gradient_of.items():
+        waiting = [ref]
+        while waiting:
+            one = waiting.pop()
+            if source.graph.nodes[one.node].role is Role.GRADIENT_SUM:
+                sums.add(one.node)
+                waiting += source.graph.nodes[one.node].tensor_inputs
+            else:
+                terms[one] = parameter
+    return terms, frozenset(sums)
+
+
+def _unit_work(
+    source: PlacedGraph,
+    found: Chain,
+    number: int,
+    tasks: list[Task],
+    shared: frozenset[int],
+    terms: Mapping[TensorRef, int],
+    sums: frozenset[int],
+) -> UnitWork:
+    unit = found.units[number]
+    before = found.boundaries[number - 1] if number else None
+    behind = found.boundaries[number] if number < len(found.boundaries) else None
+    arrives, returns = before.forward if before else None, behind.gradient if behind else None
+    given = [ref for ref in (arrives, returns) if ref is not None]
+    body = Body(source, [i for i in unit.nodes if i not in sums], given, terms)
+    drafts = [item for item in body.items if isinstance(item, Draft)]
+    names = {source.value_name(ref, source.output_placements(ref)): Mark(ref, p) for ref, p in terms.items()}
+    names = {name: mark for name, mark in names.items() if mark.gradient in body.items}
+    gathers = {item.phase: item.values for item in body.items if isinstance(item, Gather)}
+    gathered = {name for values in gathers.values() for *_, name in values}
+    if not source.by_unit:
+        values = tuple(
+            (TensorRef(i), wanted, source.value_name(TensorRef(i), wanted))
+            for i in unit.nodes
+            if source.graph.nodes[i].role is Role.PARAMETER
+            for wanted in source.gathered(i)
+        )
+        gathers, gathered = {Phase.FORWARD: values}, {name for *_, name in values}
+    forward = [draft for draft in drafts if draft.task.phase is Phase.FORWARD]
+    backward = [draft for draft in drafts if draft.task.phase is Phase.BACKWARD]
+    sent_back = source.written_name(before.gradient) if before and before.gradient else ""
+    sent_on = source.written_name(behind.forward) if behind else ""
+    leads = _leads_to(backward, sent_back)
+    inputs = [draft for draft, leads_there in zip(backward, leads, strict=True) if leads_there]
+    weights = [draft for draft, leads_there in zip(backward, leads, strict=True) if not leads_there]
+    builder = _Builder(tasks, frozenset(source.written_name(ref) for ref in given), gathered, names, shared, source)
+    numbers = {id(draft): len(tasks) + i for i, draft in enumerate(drafts)}
+    tasks += [draft.task for draft in drafts]
+    ends = [name for draft in drafts for name in (b.name for b in draft.writes) if name in names]
+    early, late = _marked_late(builder.part(inputs, numbers, sent_back), builder.part(weights, numbers, ""))
+    return UnitWork(
+        forward=builder.part(forward, numbers, sent_on),
+        backward=builder.part(backward, numbers, sent_back),
+        inputs=early,
+        weights=late,
+        gathers=gathers,
+        parameters=tuple(i for i in unit.nodes if source.graph.nodes[i].role is Role.PARAMETER),
+        memory=unit_memory(
+            source,
+            forward=forward,
+            inputs=inputs,
+            weights=weights,
+            backward=backward,
+            arrives=arrives,
+            returns=returns,
+            leaves=(sent_on, sent_back),
+            gradients=frozenset(ends),
+        ),
+    )
+
+
+def _marked_late(inputs: Part, weights: Part) -> tuple[Part, Part]:
+    """Let gradients of parameters that come with that of the input count as made by the other part."""
+    marks = [mark for operator in inputs.operators for mark in operator.marks]
+    for operator in inputs.operators:
+        operator.marks = []
+    if not marks:
+        return inputs, weights
+    moved = [replace(operator, after=[n + 1 for n in operator.after]) for operator in weights.operators]
+    return inputs, Part((Operator(KERNELS, [], marks=marks), *moved), -1)
+
+
+def _leads_to(drafts: Sequence[Draft], goal: str) -> list[bool]:
+    """Whether each draft is needed for a value; all of them are needed for none if there is no goal."""
+    wanted = {goal} if goal else set()
+    found = [False] * len(drafts)
+    for index in range(len(drafts) - 1, -1, -1):
+        draft = drafts[index]
+        makes = {b.name for b in draft.writes} | set(draft.completes)
+        if makes & wanted:
+            found[index] = True
+            wanted.update(draft.reads)
+            wanted.update(draft.completes)
+    return found
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """Joins drafts to operators."""
+
+    tasks: list[Task]
+    given: frozenset[str]
+    gathered: set[str]
+    marks: Mapping[str, Mark]
+    shared: frozenset[int]
+    source: PlacedGraph
+
+    def part(self, drafts: Sequence[Draft], numbers: Mapping[int, int], output: str) -> Part:
+        after, maker = _dependencies(drafts)
+        streams = [KERNELS if draft.task.stream == COMPUTE_STREAM else MESSAGES for draft in drafts]
+        closes = {n for i, needs in enumerate(after) if streams[i] != KERNELS for n in needs}
+        closes |= {maker[name] for name in (*self.marks, output) if name in maker}
+        operators: list[Operator] = []
+        place: dict[int, int] = {}
+        read: set[str] = set()
+        waited, is_open = -1, False
+        for index, draft in enumerate(drafts):
+            needs = [place[n] for n in after[index] if streams[n] != streams[index] or streams[index] != KERNELS]
+            if streams[index] == KERNELS:
+                needs = [n for n in needs if n > waited]
+            new = [name for name in draft.reads if name in self.gathered and name not in read]
+            read.update(new)
+            owner = self._shared_node(draft)
+            joins = is_open and streams[index] == KERNELS and not needs and not new and operators[-1].shared == owner
+            joins = joins and operators[-1].stream == KERNELS
+            if joins:
+                operators[-1].tasks.append(numbers[id(draft)])
+            else:
+                operators.append(
+                    Operator(streams[index], [numbers[id(draft)]], sorted(set(needs)), list(new), shared=owner)
+                )
+            operators[-1].reads_input |= any(name in self.given for name in draft.reads)
+            place[index] = len(operators) - 1
+            if streams[index] == KERNELS:
+                waited = max([waited, *needs])
+                is_open = index not in closes
+        for name, mark in self.marks.items():
+            if name in maker:
+                operators[place[maker[name]]].marks.append(mark)
+        return Part(tuple(operators), place[maker[output]] if output in maker else -1)
+
+    def _shared_node(self, draft: Draft) -> int:
+        node = getattr(draft.instruction, "node", -1)
+        return node if node in self.shared else -1
+
+
+def _dependencies(drafts: Sequence[Draft]) -> tuple[list[list[int]], dict[str, int]]:
+    """Drafts that each waits for, and the draft that makes each value ready."""
+    maker: dict[str, int] = {}
+    after = []
+    for index, draft in enumerate(drafts):
+        needs = {maker[name] for name in draft.reads if name in maker}
+        if draft.completes and draft.task.collective is not None:
+            needs.add(index - 1)
+        after.append(sorted(needs))
+        for name in _made(draft):
+            maker[name] = index
+    return after, maker
+
+
+def _made(draft: Draft) -> Iterable[str]:
+    yield from (buffer.name for buffer in draft.writes)
+    yield from draft.completes

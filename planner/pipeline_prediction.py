@@ -1,0 +1,84 @@
+"""What a plan with pipeline stages is predicted to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.graph.operator_graph import OperatorGraph
+from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
+from planner.prediction import Prediction, figures, trained_dtype
+from planner.strategy.plan import Plan
+from simulator.hardware import Hardware
+from simulator.pipeline_memory import RankMemory, pipeline_memory
+from simulator.pipeline_passes import OperatorResult, simulate_operators
+from simulator.schedules import Schedule
+from simulator.task_table import FloatArray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PipelinePrediction:
+    """A prediction with what was simulated for it; ``memory`` is that of each pipeline rank."""
+
+    prediction: Prediction
+    lowered: LoweredPipeline
+    result: OperatorResult
+    memory: tuple[RankMemory, ...]
+
+
+def predict_pipeline(
+    plan: Plan, graph: OperatorGraph, hardware: Hardware, schedule: Schedule | None = None
+) -> PipelinePrediction:
+    """Simulate a plan pass by pass; `schedule` stands in for the plan's.
+
+    Parameters
+    ----------
+    graph : OperatorGraph
+        The network, folded, at the plan's precision and any batch.
+    """
+    lowered = lower_pipeline(plan, graph, hardware, schedule)
+    result = simulate_operators(lowered.schedule, lowered.costs)
+    memory = rank_memory(lowered)
+    peak = int(np.argmax([rank.peak_bytes for rank in memory]))
+    prediction = figures(
+        plan,
+        hardware,
+        step_time_s=result.step_time_s,
+        flops=lowered.flops,
+        dtype=trained_dtype(graph),
+        memory={str(kind): size for kind, size in memory[peak].at_peak.items()},
+        breakdown=breakdown(lowered, result),
+        peak_rank=peak,
+    )
+    return PipelinePrediction(prediction=prediction, lowered=lowered, result=result, memory=memory)
+
+
+def rank_memory(lowered: LoweredPipeline) -> tuple[RankMemory, ...]:
+    """Memory of every rank; the order of its actions alone decides, so they are taken to last equally long."""
+    schedule = lowered.schedule
+    turn = (np.arange(schedule.size) - schedule.offsets[schedule.action_rank]).astype(np.float64)
+    second = np.flatnonzero(schedule.paired) + 1
+    starts, ends = turn.copy(), turn + 1.0
+    starts[second], ends[second - 1] = turn[second] - 1.0, turn[second] + 1.0
+    return pipeline_memory(schedule, starts, ends, lowered.sizes)
+
+
+def breakdown(lowered: LoweredPipeline, result: OperatorResult) -> dict[str, float]:
+    """Seconds of a step by what ranks do, their mean: computation, communication that nothing hides, waiting, update.
+
+    Communication counts as exposed where the kernels of a pass wait for it, and after the last action.
+    """
+    schedule, costs, compute = lowered.schedule, lowered.costs, result.compute_s
+    exposed: FloatArray = result.stall_s + result.drained_s - result.computed_s
+    for ranks, seconds in costs.meetings:
+        exposed[list(ranks)] += seconds
+    optimizer = np.broadcast_to(np.asarray(costs.epilogue_s, dtype=np.float64), schedule.ranks)
+    idle: FloatArray = result.step_time_s - compute - optimizer
+    exposed = np.minimum(exposed, idle)
+    return {
+        "compute_s": float(compute.mean()),
+        "exposed_communication_s": float(exposed.mean()),
+        "bubble_s": float(result.step_time_s - compute.mean() - exposed.mean() - optimizer.mean()),
+        "optimizer_s": float(optimizer.mean()),
+    }
