@@ -23,7 +23,15 @@ from planner.search.variables import decisions
 from planner.sharding.placement import Placements
 from planner.sharding.rules import has_rule, rules_for
 from planner.shortening import shallow_versions
-from planner.strategy.plan import Certificate, LayerRules, NodeRules, Plan, Status, optimizer_sharding
+from planner.strategy.plan import (
+    Certificate,
+    LayerRules,
+    NodeRules,
+    Plan,
+    Status,
+    expanded_rules,
+    optimizer_sharding,
+)
 from planner.work import optimizer
 from simulator.errors import InputError, StrategyError, UnsupportedError
 from simulator.hardware import Hardware, load_profile
@@ -222,7 +230,7 @@ class _Scorer:
         if batch not in self.unfolded:
             self.unfolded[batch] = unfold(at_batch(self.space.graph, batch))
         graph = self.unfolded[batch]
-        lowered = lower_graph(graph, _expanded_rules(plan), lowering_options(plan, graph))
+        lowered = lower_graph(graph, expanded_rules(plan), lowering_options(plan, graph))
         return predict(plan, lowered, self.space.hardware)[0]
 
 
@@ -258,7 +266,7 @@ def _make_plan(space: Space, base: Mapping[str, object], item: Found) -> Plan:
         mesh=item.mesh,
         rules=rules,
         layers=layers,
-        optimizer_sharding=optimizer_sharding(item.mesh, _stored(space.graph, rules, layers)),
+        optimizer_sharding=_sharding(space, item, rules, layers),
         certificate=Certificate(
             status=status,
             objective_s=item.solution.objective_s,
@@ -272,6 +280,12 @@ def _make_plan(space: Space, base: Mapping[str, object], item: Found) -> Plan:
             distinct_blocks=len(space.graph.runs),
         ),
     )
+
+
+def _sharding(space: Space, item: Found, rules: Mapping[str, NodeRules], layers: tuple[LayerRules, ...]) -> str:
+    """What stored shards are called: the name that is pinned, or the one that needs no more messages."""
+    found = optimizer_sharding(item.mesh, _stored(space.graph, rules, layers))
+    return space.pins.optimizer_sharding or found if found != "none" else found
 
 
 def _stored(
@@ -409,14 +423,6 @@ def lower(plan: Plan, graph: OperatorGraph | None = None, *, precision: str | No
     return lower_graph(unfolded, rules, lowering_options(plan, graph))
 
 
-def _expanded_rules(plan: Plan) -> dict[str, NodeRules]:
-    """Strategies by name for every node of the unfolded graph."""
-    result = dict(plan.rules)
-    for part in plan.layers:
-        result.update(_expanded(part))
-    return result
-
-
 def _checked_rules(plan: Plan, graph: OperatorGraph, unfolded: OperatorGraph) -> dict[str, NodeRules]:
     """Strategies by name for every node of the unfolded graph, once each is known to fit its operator."""
     inside: dict[str, int] = {}
@@ -439,20 +445,11 @@ def _checked_rules(plan: Plan, graph: OperatorGraph, unfolded: OperatorGraph) ->
         if name not in everywhere:
             raise StrategyError(f"operators: {name!r} is no operator of {plan.network}; plan it again")
         _check_node(plan, graph, everywhere[name], rules)
-    result = _expanded_rules(plan)
+    result = expanded_rules(plan)
     missing = [n.name for n in unfolded.nodes if n.role is not Role.CONSTANT and n.name not in result]
     if missing:
         raise StrategyError(f"operators: {missing[0]!r} has no strategy; plan the network again")
     return result
-
-
-def _expanded(part: LayerRules) -> dict[str, NodeRules]:
-    start = len(part.prefix) + 2
-    return {
-        f"{part.prefix}.{number}{name[start:]}": rules
-        for number in range(part.first, part.last + 1)
-        for name, rules in part.rules.items()
-    }
 
 
 def _check_node(plan: Plan, graph: OperatorGraph, index: int, rules: NodeRules) -> None:

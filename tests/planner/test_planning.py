@@ -140,7 +140,7 @@ def test_the_same_request_twice_gives_the_same_bytes(change: Mapping[str, object
     assert read_plan(tmp_path / "strategy.json") == plan
 
 
-@pytest.mark.parametrize(("sharded", "name"), [(1, "none"), (3, "zero2")])
+@pytest.mark.parametrize(("sharded", "name"), [(1, "none"), (3, "zero1")])
 def test_the_name_of_the_storage_counts_every_range_of_layers(plan: Plan, sharded: int, name: str) -> None:
     graph = captured("gpt2-tiny")
     (layers,) = plan.layers
