@@ -58,7 +58,8 @@ def what_if_page(rows: Sequence[WhatIfRow], *, network: str, batch_rule: str) ->
     ]
     if found:
         parts += [page.heading("Pictures"), page.grid(*_charts(rows, found)), *_time_charts(found)]
-    parts += [page.heading("Plans"), _plans(rows), page.heading("Time and memory"), _predictions(found)]
+    parts += [page.heading("Plans"), *_by_profile(_plans, rows)]
+    parts += [page.heading("Time and memory"), *_by_profile(_predictions, found)]
     return page.page(
         f"What if: {network}",
         parts,
@@ -272,7 +273,11 @@ def _time_chart(rows: Sequence[WhatIfRow]) -> go.Figure:
     return figure
 
 
-def _plans(rows: Sequence[WhatIfRow]) -> Html:
+def _by_profile(table: Callable[[str, Sequence[WhatIfRow]], Html], rows: Sequence[WhatIfRow]) -> list[Html]:
+    return [table(profile, [row for row in rows if row.hardware == profile]) for profile in _profiles(rows)]
+
+
+def _plans(profile: str, rows: Sequence[WhatIfRow]) -> Html:
     plans = [row.best.plan for row in rows if row.best is not None]
     optional = {
         name: text
@@ -284,13 +289,13 @@ def _plans(rows: Sequence[WhatIfRow]) -> Html:
     }
     lines: list[list[page.Cell]] = []
     for row in rows:
-        line: list[page.Cell] = [row.hardware, str(row.devices), str(row.global_batch)]
+        line: list[page.Cell] = [str(row.devices), str(row.global_batch)]
         if row.best is None:
-            reason = Html(f'<span class="bad wrap">{page.escape(row.reason)}</span>')
-            lines.append([*line, reason, "", *("" for _ in optional), "", ""])
+            lines.append([*line, Html('<span class="bad">no plan</span>'), "", *("" for _ in optional), "", ""])
             continue
         plan = row.best.plan
-        certificate = f"{plan.certificate.status}, gap {percent_text(plan.certificate.gap)}"
+        certificate = plan.certificate
+        gap = "" if certificate.status == "optimal" else f", gap {percent_text(certificate.gap)}"
         lines.append(
             [
                 *line,
@@ -298,11 +303,17 @@ def _plans(rows: Sequence[WhatIfRow]) -> Html:
                 f"{plan.micro_batch} × {plan.micro_batches}",
                 *(text(plan) for text in optional.values()),
                 "whole" if plan.optimizer_sharding == "none" else plan.optimizer_sharding,
-                certificate,
+                f"{certificate.status}{gap}",
             ]
         )
-    columns = ["profile", "devices", "global batch", "mesh", "micro-batch", *optional, "optimizer state", "certificate"]
-    return page.table(columns, lines, caption="The best plan of each cluster", numbers=(1, 2))
+    columns = ["devices", "global batch", "mesh", "micro-batch", *optional, "optimizer state", "certificate"]
+    table = page.table(columns, lines, caption=f"{profile}: the best plan of each cluster", numbers=(0, 1))
+    return Html(table.text + "".join(_reason(row) for row in rows if row.best is None))
+
+
+def _reason(row: WhatIfRow) -> str:
+    words = f"{row.hardware} × {row.devices}: {row.reason}"
+    return f'<p><span class="bad">{page.escape(words)}</span></p>'
 
 
 def _mesh(plan: Plan) -> str:
@@ -312,7 +323,7 @@ def _mesh(plan: Plan) -> str:
 
 def _schedule(plan: Plan) -> str:
     name = plan.schedule.replace("_", " ")
-    return f"{name}, {plan.virtual} chunks a rank" if plan.virtual > 1 else name
+    return f"{name}, {plan.virtual} chunks" if plan.virtual > 1 else name
 
 
 def _breakdown_text(prediction: Prediction) -> str:
@@ -322,13 +333,12 @@ def _breakdown_text(prediction: Prediction) -> str:
     )
 
 
-def _predictions(found: Sequence[WhatIfRow]) -> Html:
+def _predictions(profile: str, found: Sequence[WhatIfRow]) -> Html:
     lines: list[list[page.Cell]] = []
     for row in found:
         prediction = _prediction(row)
         lines.append(
             [
-                row.hardware,
                 str(row.devices),
                 seconds_text(prediction.step_time_s),
                 interval_text(*prediction.interval_s),
@@ -340,10 +350,10 @@ def _predictions(found: Sequence[WhatIfRow]) -> Html:
                 Html(f'<span class="wrap">{page.escape(_breakdown_text(prediction))}</span>'),
             ]
         )
-    columns = ["profile", "devices", "step time", "interval", "label", "throughput", "efficiency", "MFU", "peak memory"]
+    columns = ["devices", "step time", "interval", "label", "throughput", "efficiency", "MFU", "peak memory"]
     return page.table(
         [*columns, "where the time goes"],
         lines,
-        caption="Predicted time and memory of these plans",
-        numbers=(1, 2, 3, 5, 6, 7, 8),
+        caption=f"{profile}: predicted time and memory of these plans",
+        numbers=(0, 1, 2, 4, 5, 6, 7),
     )

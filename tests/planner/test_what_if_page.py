@@ -33,7 +33,7 @@ def test_pipelines_and_recomputation_are_told() -> None:
     for words in (
         ">schedule<",
         ">recompute<",
-        "interleaved 1f1b, 2 chunks a rank",
+        "interleaved 1f1b, 2 chunks",
         ">selective<",
         "pipeline 4 × data ",
     ):
