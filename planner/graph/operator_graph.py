@@ -131,8 +131,8 @@ class Parameter:
 class NetworkInput:
     """A batch tensor.
 
-    ``kind`` is ``"image"``, ``"features"``, ``"tokens"``, ``"label"``, ``"target"`` or ``"next_tokens"``;
-    ``high`` bounds integer inputs (vocabulary or number of classes).
+    ``kind`` is ``"image"``, ``"features"``, ``"categories"``, ``"tokens"``, ``"label"``, ``"target"`` or
+    ``"next_tokens"``; ``high`` bounds integer inputs (vocabulary or number of classes).
     """
 
     name: str

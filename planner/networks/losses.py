@@ -15,3 +15,8 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 def mean_absolute_error(outputs: Tensor, targets: Tensor) -> Tensor:
     """Mean absolute difference of two tensors of one shape."""
     return (outputs - targets).abs().sum() / targets.numel()
+
+
+def mean_binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    r"""Mean of :math:`\log(1 + e^z) - y z` over logits z and labels y of 0 and 1, both of one shape."""
+    return (F.softplus(logits) - labels.to(logits.dtype) * logits).sum() / labels.numel()

@@ -116,7 +116,7 @@ def _index_bound(graph: OperatorGraph, node: Node) -> int:
         return specs[1].shape[-1]
     if name == "max_pool2d_with_indices_backward":
         return specs[1].shape[-1] * specs[1].shape[-2]
-    if name in ("embedding", "index", "index_put", "index_select"):
+    if name in ("embedding", "index", "index_put", "index_select", "_unsafe_index", "_unsafe_index_put"):
         return min(specs[0].shape) if name != "embedding" else specs[0].shape[0]
     return 5
 

@@ -72,6 +72,24 @@ def _local_groups(call: LocalCall, source: int, groups: int) -> int:
     return groups * call.input_shape(source)[1] // call.inputs[source].shape[1]
 
 
+def group_norm(call: LocalCall) -> LocalOperator:
+    """Group norm of this rank's samples and groups."""
+    return invoke(call, _local_norm(call, 0, 3))
+
+
+def group_norm_backward(call: LocalCall) -> LocalOperator:
+    """Gradient of `group_norm`."""
+    return invoke(call, _local_norm(call, 1, 5))
+
+
+def _local_norm(call: LocalCall, source: int, place: int) -> tuple[Any, ...]:
+    """Arguments with this rank's samples, channels, and groups, which are numbers in a row from `place` on."""
+    samples, channels, *image = call.input_shape(source)
+    whole, groups = call.arguments[place + 1], call.arguments[place + 3]
+    local = (samples, channels, elements(image, range(len(image))), groups * channels // whole)
+    return (*call.arguments[:place], *local, *call.arguments[place + 4 :])
+
+
 def embedding(call: LocalCall) -> LocalOperator:
     """Look-up; with a part of the vocabulary, zeros for the words of others."""
     start, length = call.span(call.input_placements(0), 0, call.inputs[0].shape[0])

@@ -41,6 +41,8 @@ _SPECIAL: dict[str, Callable[[LocalCall], LocalOperator]] = {
     "aten.baddbmm.default": layers.biased_product,
     "aten.convolution.default": layers.convolution,
     "aten.convolution_backward.default": layers.convolution_backward,
+    "aten.native_group_norm.default": layers.group_norm,
+    "aten.native_group_norm_backward.default": layers.group_norm_backward,
     "aten.embedding.default": layers.embedding,
     "aten.embedding_dense_backward.default": layers.embedding_backward,
     "aten.gather.default": layers.gather,

@@ -84,7 +84,7 @@ def batch_norm(training: int | None) -> Family:
         return Layout(
             arguments=(values,) + ("c",) * (len(call.args) - 1),
             outputs=(values, *outputs),
-            extra=(extra,) if synchronised else (),
+            extra=(extra,) if synchronised and source.extents[0] > 1 else (),
         )
 
     return layout
@@ -101,7 +101,7 @@ def batch_norm_backward(call: Call) -> Layout:
         arguments=(values, values, "c", "c", "c", "c", "c"),
         outputs=_masked((values, "c", "c"), call.argument(9, "output_mask")),
         linear=((0,),),
-        extra=(extra,) if training else (),
+        extra=(extra,) if training and source.extents[0] > 1 else (),
     )
 
 
@@ -129,6 +129,19 @@ def _normalized(call: Call, source: int, shape: int) -> tuple[str, str]:
     value = call.args[shape]
     count = len(value) if isinstance(value, tuple) else 1
     return LETTERS[: rank - count] + FIXED * count, FIXED * count
+
+
+def group_norm(call: Call) -> Layout:
+    """By sample, or by channel in whole groups."""
+    values = "nc" + FIXED * (call.tensor(0).rank - 2)
+    return Layout(arguments=(values, "c", "c"), outputs=(values, "nc", "nc"))
+
+
+def group_norm_backward(call: Call) -> Layout:
+    """As `group_norm`; by sample the parameters' gradients are partial."""
+    values = "nc" + FIXED * (call.tensor(0).rank - 2)
+    outputs = _masked((values, "c", "c"), call.argument(9, "output_mask"))
+    return Layout(arguments=(values, values, "nc", "nc", "c"), outputs=outputs, linear=((0,),))
 
 
 def embedding(call: Call) -> Layout:
@@ -188,17 +201,23 @@ def index(call: Call) -> Layout:
     label = LETTERS[:first] + FIXED * len(chosen) + LETTERS[after : source.rank]
     result = LETTERS[:first] + positions + LETTERS[after : source.rank]
     if len({t.rank for t in tensors}) > 1:
-        return Layout(arguments=(label, ""), outputs=(result.replace(positions, FIXED * len(positions)),))
+        fixed = result.replace(positions, FIXED * len(positions))
+        return Layout(arguments=(label, ""), outputs=(fixed,), linear=((0,),))
     return Layout(arguments=(label, positions), outputs=(result,), linear=((0,),))
 
 
 def index_put(call: Call) -> Layout:
-    """Write rows at index tensors: by the trailing dims that no index touches."""
+    """Write at index tensors in neighbouring dims: by the dims that no index touches, linear where it adds."""
     target, indices, values = call.tensor(0), call.args[1], call.tensor(2)
-    count = len(indices) if isinstance(indices, tuple) else 0
-    trailing = LETTERS[count : target.rank]
-    label = FIXED * (target.rank - len(trailing)) + trailing
-    aligned = (FIXED * values.rank + trailing)[-values.rank :] if values.rank else ""
+    chosen = [d for d, value in enumerate(indices) if isinstance(value, Operand)] if isinstance(indices, tuple) else []
+    tensors = [v for v in indices if isinstance(v, Operand)] if isinstance(indices, tuple) else []
+    if not chosen or chosen[-1] - chosen[0] + 1 != len(chosen) or any(t.dtype in ("bool", "uint8") for t in tensors):
+        return Layout(arguments=("",) * len(call.args), outputs=(None,))
+    before, after = LETTERS[: chosen[0]], LETTERS[chosen[-1] + 1 : target.rank]
+    label = before + FIXED * len(chosen) + after
+    written = before + FIXED * max(t.rank for t in tensors) + after
+    # Values that are broadcast to what is written lack dims in front.
+    aligned = written[max(len(written) - values.rank, 0) :]
     adds = bool(call.argument(3, "accumulate", False))
     return Layout(arguments=(label, "", aligned), outputs=(label,), linear=((0, 2),) if adds else ())
 

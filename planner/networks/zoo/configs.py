@@ -91,6 +91,27 @@ class BertConfig:
         return embedding + self.layers * (attention + feed_forward) + head
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WideDeepConfig:
+    """Sizes of a wide and deep network: hashed `rows` of `categories` features, `numbers`, and hidden layers."""
+
+    rows: int
+    categories: int
+    numbers: int
+    width: int
+    hidden: tuple[int, ...]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Widths of the perceptron, its input first."""
+        return (self.categories * self.width + self.numbers, *self.hidden)
+
+    @property
+    def parameters(self) -> int:
+        """Trained numbers."""
+        return self.rows * (self.width + 1) + self.numbers + 1 + perceptron_parameters((*self.widths, 1))
+
+
 def perceptron_parameters(widths: tuple[int, ...]) -> int:
     """Trained numbers of linear layers of these widths.
 

@@ -13,6 +13,7 @@ from planner.networks.zoo.configs import (
     GPTConfig,
     LlamaConfig,
     MixtralConfig,
+    WideDeepConfig,
     perceptron_parameters,
 )
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 Config = GPTConfig | LlamaConfig | BertConfig
 PERCEPTRON_WIDTHS = (784, 512, 512, 1)
+WIDE_DEEP = WideDeepConfig(rows=10_000_000, categories=26, numbers=13, width=64, hidden=(1024, 512, 256))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,12 @@ def _make_perceptron() -> nn.Module:
     return MultilayerPerceptron(PERCEPTRON_WIDTHS)
 
 
+def _make_wide_deep() -> nn.Module:
+    from planner.networks.zoo.wide_deep import WideAndDeep
+
+    return WideAndDeep(WIDE_DEEP)
+
+
 def _make_resnet50() -> nn.Module:
     from planner.networks.zoo.resnet import ResNet
 
@@ -128,6 +136,23 @@ _ENTRIES = (
         ),
         make=_make_resnet50,
         notes=("batch norm keeps no running statistics: training uses those of the batch",),
+    ),
+    ZooEntry(
+        name="widedeep",
+        family="features",
+        description="wide and deep: 26 categories hashed to 10 million rows of 64, 13 numbers, 1024-512-256",
+        parameters=WIDE_DEEP.parameters,
+        default_global_batch=16384,
+        default_optimizer="adam",
+        inputs=(
+            InputSpec(name="numbers", kind="features", shape=(WIDE_DEEP.numbers,)),
+            InputSpec(
+                name="categories", kind="categories", shape=(WIDE_DEEP.categories,), dtype="int64", high=WIDE_DEEP.rows
+            ),
+            InputSpec(name="label", kind="label", shape=(), dtype="int64", high=2),
+        ),
+        make=_make_wide_deep,
+        notes=("gradients of embedding tables are dense: rows that no sample names are updated too",),
     ),
     _language(
         "gpt2-tiny",

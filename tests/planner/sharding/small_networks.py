@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from planner.graph.capture import capture_module
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch, at_precision
+from planner.networks.zoo.configs import WideDeepConfig
+from planner.networks.zoo.wide_deep import WideAndDeep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +142,29 @@ class Bert(nn.Module):
         return F.cross_entropy(self.head(torch.tanh(self.pool(x[:, 0]))), label)
 
 
+class UShape(nn.Module):
+    """Down and up again: group and instance norms, transposed convolution, resizing of both kinds, joined levels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.first_norm = nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(4, 8)
+        self.down, self.down_norm = nn.Conv2d(8, 8, 3, padding=1), nn.InstanceNorm2d(8)
+        self.up, self.joined = nn.ConvTranspose2d(8, 8, 2, stride=2), nn.Conv2d(16, 8, 3, padding=1)
+        self.last = nn.Conv2d(16, 4, 1)
+
+    def forward(self, image: Tensor, target: Tensor) -> Tensor:
+        x = F.relu(self.first_norm(self.first(image)))
+        y = F.silu(self.down_norm(self.down(F.max_pool2d(x, 2))))
+        z = self.joined(torch.cat((self.up(F.avg_pool2d(y, 2)), y), 1))
+        z = z + F.interpolate(F.avg_pool2d(z, 2), size=z.shape[2:], mode="bilinear", align_corners=False)
+        z = self.last(torch.cat((F.interpolate(z, scale_factor=2, mode="nearest"), x), 1))
+        return (z - target).abs().sum() / target.numel()
+
+
+def wide_and_deep() -> nn.Module:
+    return WideAndDeep(WideDeepConfig(rows=16, categories=4, numbers=4, width=8, hidden=(16, 8)))
+
+
 _LABEL = BatchTensor(name="label", kind="label", dtype="int64", high=2)
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[BatchTensor, ...]]] = {
     "mlp": (
@@ -154,6 +179,21 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[BatchTensor, ...]]] = {
         (
             BatchTensor(name="image", kind="image", shape=(4, 32, 32)),
             BatchTensor(name="label", kind="label", dtype="int64", high=12),
+        ),
+    ),
+    "u_shape": (
+        UShape,
+        (
+            BatchTensor(name="image", kind="image", shape=(4, 16, 16)),
+            BatchTensor(name="target", kind="target", shape=(4, 16, 16)),
+        ),
+    ),
+    "wide_deep": (
+        wide_and_deep,
+        (
+            BatchTensor(name="numbers", kind="features", shape=(4,)),
+            BatchTensor(name="categories", kind="categories", shape=(4,), dtype="int64", high=16),
+            _LABEL,
         ),
     ),
     "gpt": (Gpt, tokens(8, 24)),

@@ -37,6 +37,7 @@ ONLY_OURS = {
     "aten.convolution_backward.default": "by channel; DTensor splits the batch only",
     "aten._native_batch_norm_legit.no_stats": "by batch, synchronised; DTensor splits channels only",
     "aten.native_batch_norm_backward.default": "by batch, synchronised, and linear in the gradient",
+    "aten.native_group_norm.default": "by channel in whole groups; DTensor splits the batch only",
     "aten.native_layer_norm_backward.default": "linear in the gradient",
     "aten.gelu_backward.default": "linear in the gradient",
     "aten.sigmoid_backward.default": "linear in the gradient",
@@ -49,6 +50,7 @@ ONLY_OURS = {
     "aten.where.self": "linear in both values",
 }
 ONLY_THEIRS = {
+    "aten._to_copy.default": "partial sums stop where the dtype changes: their terms would be rounded",
     "aten.mm.default": "partial sums stop at matrix products: the product would be done in full on every rank",
     "aten.addmm.default": "as mm; and the partial bias",
     "aten.embedding.default": "the indices of a masked look-up are replicated; DTensor writes them as partial",

@@ -1,0 +1,55 @@
+"""Networks that are no transformers: embedding tables are split by rows, U-shapes are planned as they are."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.graph.operator_graph import OperatorGraph, Role
+from planner.graph.scaling import at_batch
+from planner.networks import load_network
+from planner.search.costs import MeshCosts
+from planner.search.dynamic_programming import fastest
+from planner.search.problem import Problem, Setting
+from planner.search.solution import node_rules
+from planner.search.variables import decisions
+from planner.sharding.placement import PARTIAL, REPLICATE, Mesh, MeshAxis
+from planner.sharding.rules import has_rule, rules_for
+from planner.strategy.plan import NodeRules
+from planner.work import optimizer
+from simulator.hardware import load_profile
+from tests.planner.sharding.small_networks import graph
+
+
+def best(network: OperatorGraph, samples: int, *, batch_only: bool = False) -> tuple[dict[str, NodeRules], float]:
+    """Rules of the fastest strategy on eight devices, by node, and its seconds."""
+    costs = MeshCosts(load_profile("dgx-a100"), Mesh((MeshAxis("data", 8),)), bucket_bytes=25 << 20)
+    setting = Setting(costs=costs, micro_batches=1, optimizer=optimizer("adam"), batch_only=batch_only)
+    problem = Problem(at_batch(network, samples), decisions(network), setting)
+    solution = fastest(problem)
+    return node_rules(problem, solution)[0], solution.objective_s
+
+
+def test_embedding_tables_are_split_and_the_perceptron_works_by_samples() -> None:
+    """The wide table by rows, having no columns to split; the deep one by columns, which sends half as much."""
+    network = load_network("zoo:widedeep").capture()
+    rules, seconds = best(network, 16384)
+    held = {p.name: rules[network.nodes[p.node].name][0].outputs for p in network.parameters}
+    assert held["wide.weight"] == (0,)
+    assert held["embedding.weight"] == (1,)
+    lookups = {node.module: node for node in network.nodes if node.op == "aten.embedding.default"}
+    by_rows = ((0, REPLICATE), (PARTIAL,))
+    (chosen,) = rules[lookups["wide"].name]
+    assert (chosen.inputs, chosen.outputs) == by_rows
+    assert by_rows in {(rule.inputs, rule.outputs) for rule in rules_for(network, lookups["embedding"])}
+    products = [node for node in network.nodes if node.op == "aten.addmm.default"]
+    assert {rules[node.name][0].outputs for node in products} == {(0,)}
+    assert seconds < 0.2 * best(network, 16384, batch_only=True)[1]
+
+
+@pytest.mark.parametrize("samples", [8, 64])
+def test_u_shapes_are_planned(samples: int) -> None:
+    network = graph("u_shape")
+    assert all(has_rule(node.op) for node in network.nodes)
+    rules, seconds = best(network, samples)
+    assert seconds <= best(network, samples, batch_only=True)[1]
+    assert {node.name for node in network.nodes if node.role is not Role.CONSTANT} == rules.keys()
