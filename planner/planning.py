@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch, at_precision
-from planner.instructions import LoweredPlan
 from planner.lowering import lower_graph, lowering_options
+from planner.lowering.checked import lower, precision_dtype
 from planner.networks import Network, load_network
 from planner.prediction import Prediction, precision_notes, predict
 from planner.quantities import bytes_text
 from planner.request import PRECISIONS, PlanRequest, read_pins
 from planner.search.candidates import ROOMY, Found, Misfit, Space, explore
-from planner.search.solution import block_index, node_rules, template_name
+from planner.search.solution import node_rules, template_name
 from planner.search.variables import decisions
 from planner.sharding.placement import Placements
-from planner.sharding.rules import has_rule, rules_for
+from planner.sharding.rules import has_rule
 from planner.shortening import shallow_versions
 from planner.strategy.plan import (
     Certificate,
@@ -33,7 +33,7 @@ from planner.strategy.plan import (
     optimizer_sharding,
 )
 from planner.work import optimizer
-from simulator.errors import InputError, StrategyError, UnsupportedError
+from simulator.errors import InputError
 from simulator.hardware import Hardware, load_profile
 
 __all__ = [
@@ -82,15 +82,6 @@ class PlanResult:
 def capture_for(request: PlanRequest) -> OperatorGraph:
     """Capture the network of a request at batch 1; the same graph serves any devices and batch."""
     return load_network(request.network, sequence_length=request.sequence_length).capture()
-
-
-def precision_dtype(name: str) -> str:
-    """Translate ``fp32`` and the like; raises InputError or UnsupportedError."""
-    if name == "fp8":
-        raise UnsupportedError("precision 'fp8' is not supported yet; use bf16, fp16, fp32 or fp64")
-    if name not in PRECISIONS:
-        raise InputError(f"precision {name!r} is not one of {', '.join(PRECISIONS)}")
-    return PRECISIONS[name]
 
 
 @contextmanager
@@ -365,7 +356,7 @@ def _why_infeasible(space: Space, misfits: Iterable[Misfit]) -> str:
         f"device memory binds: the smallest plan ({shape}, {least.micro_batches} micro-batches) needs "
         f"{bytes_text(least.memory_bytes)} of {bytes_text(limit)}, {bytes_text(least.memory_bytes - limit)} too much"
     )
-    free = replace(space.pins, dp=None, tp=None, micro_batch=None, storage="free", batch_only=False)
+    free = replace(space.pins, dp=None, tp=None, micro_batch=None, optimizer_sharding=None, batch_only=False)
     for pins, condition in ((space.pins, ""), (free, " without the pins")):
         enough = _enough_devices(replace(space, pins=pins))
         if enough:
@@ -388,84 +379,3 @@ def _enough_devices(space: Space) -> int | None:
             pass
         devices *= 2
     return None
-
-
-# Lowering a plan
-
-
-def lower(plan: Plan, graph: OperatorGraph | None = None, *, precision: str | None = None) -> LoweredPlan:
-    """Lower a plan to the program that is simulated and the instructions that are executed.
-
-    Parameters
-    ----------
-    graph : OperatorGraph, optional
-        The network's graph at any batch; captured where it is not given.
-    precision : str, optional
-        Another precision than the plan's (``"fp64"`` to check equality with one process).
-
-    Raises
-    ------
-    StrategyError
-        If the plan is of another network, or a strategy in it is not one its operator can take.
-    """
-    if graph is None:
-        graph = load_network(plan.network, sequence_length=plan.sequence_length).capture()
-    if graph.fingerprint != plan.fingerprint:
-        length = "" if plan.sequence_length is None else f" with sequence length {plan.sequence_length}"
-        raise StrategyError(
-            f"the strategy is for another network: its fingerprint is {plan.fingerprint[:12]}…, that of {plan.network}"
-            f"{length} is {graph.fingerprint[:12]}…; the network changed or the file was edited: plan it again"
-        )
-    dtype = precision_dtype(precision or plan.precision)
-    graph = at_precision(at_batch(graph, plan.micro_batch * plan.degree("data")), dtype)
-    unfolded = unfold(graph)
-    rules = _checked_rules(plan, graph, unfolded)
-    return lower_graph(unfolded, rules, lowering_options(plan, graph))
-
-
-def _checked_rules(plan: Plan, graph: OperatorGraph, unfolded: OperatorGraph) -> dict[str, NodeRules]:
-    """Strategies by name for every node of the unfolded graph, once each is known to fit its operator."""
-    inside: dict[str, int] = {}
-    for run in graph.runs:
-        offset = block_index(graph.nodes[run.first[0]].name, run.prefix)
-        inside.update({template_name(graph.nodes[i].name, run.prefix): i for i in run.first})
-        covered = [n for part in plan.layers if part.prefix == run.prefix for n in range(part.first, part.last + 1)]
-        if sorted(covered) != list(range(offset, offset + run.count)):
-            raise StrategyError(
-                f"layers: those of {run.prefix!r} cover {len(covered)} blocks, but the network has "
-                f"{run.prefix}.{offset} to {run.prefix}.{offset + run.count - 1}; plan it again"
-            )
-    for part in plan.layers:
-        for name, rules in part.rules.items():
-            if name not in inside:
-                raise StrategyError(f"layers: {name!r} is no operator of {plan.network}; plan it again")
-            _check_node(plan, graph, inside[name], rules)
-    everywhere = {n.name: i for i, n in enumerate(graph.nodes)}
-    for name, rules in plan.rules.items():
-        if name not in everywhere:
-            raise StrategyError(f"operators: {name!r} is no operator of {plan.network}; plan it again")
-        _check_node(plan, graph, everywhere[name], rules)
-    result = expanded_rules(plan)
-    missing = [n.name for n in unfolded.nodes if n.role is not Role.CONSTANT and n.name not in result]
-    if missing:
-        raise StrategyError(f"operators: {missing[0]!r} has no strategy; plan the network again")
-    return result
-
-
-def _check_node(plan: Plan, graph: OperatorGraph, index: int, rules: NodeRules) -> None:
-    """Check that every rule is in the table and that every sharded dim divides."""
-    node = graph.nodes[index]
-    known = rules_for(graph, node)
-    if len(rules) != len(plan.mesh.axes) or any(rule not in known for rule in rules):
-        raise StrategyError(f"{node.name!r}: the strategy is not one that {node.op} can take; plan the network again")
-    specs = [*(graph.spec(ref) for ref in node.tensor_inputs), *node.outputs]
-    for position, spec in enumerate(specs):
-        ways = [1] * len(spec.shape)
-        for rule, size in zip(rules, plan.mesh.sizes, strict=True):
-            placement = (*rule.inputs, *rule.outputs)[position]
-            if placement >= 0:
-                ways[placement] *= size
-        if any(dim % way for dim, way in zip(spec.shape, ways, strict=True)):
-            raise StrategyError(
-                f"{node.name!r}: shape {spec.shape} does not divide by {tuple(ways)}; use another device count or batch"
-            )

@@ -74,7 +74,8 @@ def simulate_operators(schedule: Schedule, costs: OperatorCosts) -> OperatorResu
     kernels = np.array([(g.operators.seconds * (g.operators.communication == COMPUTE)).sum() for g in plan.groups])
     waits = np.maximum(matrices[:, :MOMENTS].max(axis=1) - kernels, 0.0)
     computing, stalls = (
-        np.bincount(schedule.action_rank[plan.first], values[plan.which], schedule.ranks) for values in (kernels, waits)
+        np.bincount(schedule.action_rank[plan.first], values[plan.which], schedule.ranks).astype(np.float64)
+        for values in (kernels, waits)
     )
     given: list[Any] = [plan.which, plan.first, plan.second, schedule.action_rank[plan.first], needed, link, send_s]
     given += [matrices.ravel(), runs_beside, costs.overlap_sends, compute, communication, beside, link_free, moments]

@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 
-from planner.sharding.placement import Mesh, MeshAxis, parse_placement, placement_name
-from planner.sharding.rules import Rule
-from planner.strategy.plan import Certificate, LayerRules, NodeRules, Plan, Status
-from planner.strategy.schema import FORMAT, VERSION, PlacementsModel, StrategyModel, validate
+from planner.sharding.placement import Mesh, MeshAxis
+from planner.strategy.consistency import check_consistent, data_sharding
+from planner.strategy.plan import Certificate, Chunk, LayerRules, NodeRules, Plan, RecomputeRange, Status
+from planner.strategy.rule_text import rule_from_text, rule_to_text
+from planner.strategy.schema import FORMAT, VERSION, PlacementsModel, validate
 from simulator.errors import InputError, StrategyError
 from simulator.hardware import is_profile_path
 from simulator.whole_file import write_whole
 
 MAX_FILE_BYTES = 256 * 1024 * 1024
-_ARROW = " -> "
-_NOTHING = "()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,14 +125,26 @@ def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> 
         "hardware": {"profile": plan.hardware, "hash": plan.hardware_hash},
         "precision": plan.precision,
         "optimizer": plan.optimizer,
-        "mesh": [{"axis": axis.name, "size": axis.size} for axis in plan.mesh.axes],
+        "mesh": [
+            {"axis": axis.name, "size": axis.size}
+            | ({} if plan.mesh.strides is None else {"stride": plan.mesh.strides[i]})
+            for i, axis in enumerate(plan.mesh.axes)
+        ],
+        "pipeline": {"ranks": plan.pipeline, "stride": plan.pipeline_stride, "virtual": plan.virtual},
         "batch": {"global": plan.global_batch, "micro": plan.micro_batch, "micro_batches": plan.micro_batches},
         "data_sharding": data_sharding(plan.mesh),
-        "stages": [{"stage": 0, "devices": plan.mesh.size, "layers": "all"}],
+        "stages": _stages(plan),
         "parallel_mode": plan.parallel_mode,
         "search_mode": plan.search_mode,
-        "recompute": {"mode": plan.recompute, "operators": []},
+        "recompute": {
+            "mode": plan.recompute,
+            "ranges": [{"first": part.first, "last": part.last, "mode": part.mode} for part in plan.recompute_ranges],
+        },
         "optimizer_sharding": plan.optimizer_sharding,
+        "shard_size": plan.shard_size,
+        "sharding_threshold_bytes": plan.sharding_threshold_bytes,
+        "offload_optimizer": plan.offload_optimizer,
+        "context_algorithm": plan.context_algorithm,
         "sequence_parallel": plan.sequence_parallel,
         "schedule": plan.schedule,
         "fusion": {"bucket_bytes": plan.bucket_bytes},
@@ -160,8 +169,9 @@ def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> 
 def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
     """Read the text of a strategy file; `source` names it in errors."""
     model = validate(_parse_json(text, source), source)
-    mesh = Mesh(tuple(MeshAxis(axis.axis, axis.size) for axis in model.mesh))
-    _check_consistent(model, mesh, source)
+    strides = tuple(axis.stride for axis in model.mesh if axis.stride is not None)
+    mesh = Mesh(tuple(MeshAxis(axis.axis, axis.size) for axis in model.mesh), strides or None)
+    check_consistent(model, mesh, source)
     plan = Plan(
         network=model.network.spec,
         fingerprint=model.network.fingerprint,
@@ -199,61 +209,28 @@ def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
         recompute=model.recompute.mode,
         schedule=model.schedule,
         sequence_parallel=model.sequence_parallel,
+        pipeline=model.pipeline.ranks,
+        pipeline_stride=model.pipeline.stride,
+        virtual=model.pipeline.virtual,
+        chunks=tuple(Chunk(rank=s.rank, first=s.first, last=s.last) for s in model.stages if s.first and s.last),
+        recompute_ranges=tuple(
+            RecomputeRange(first=part.first, last=part.last, mode=part.mode) for part in model.recompute.ranges
+        ),
+        shard_size=model.shard_size,
+        sharding_threshold_bytes=model.sharding_threshold_bytes,
+        offload_optimizer=model.offload_optimizer,
+        context_algorithm=model.context_algorithm,
     )
     return StrategyFile(plan=plan, prediction=model.prediction.model_dump() if model.prediction else None)
 
 
-def data_sharding(mesh: Mesh) -> dict[str, str]:
-    """How batch tensors lie on each mesh axis: split by sample on ``data``, whole elsewhere.
-
-    >>> data_sharding(Mesh((MeshAxis("data", 4), MeshAxis("tensor", 2))))
-    {'data': 'S(0)', 'tensor': 'R'}
-    """
-    return {axis.name: "S(0)" if axis.name == "data" else "R" for axis in mesh.axes}
-
-
-def rule_to_text(rule: Rule) -> str:
-    """Write a rule as one line.
-
-    >>> rule_to_text(Rule((0, -1), (0,), splits_work=True))
-    'S(0), R -> S(0)'
-    >>> rule_to_text(Rule((0, -1), (0, -1), splits_work=True, reduced_elements=128))
-    'S(0), R -> S(0), R; reduces 128'
-    """
-    text = _side(rule.inputs) + _ARROW + _side(rule.outputs) if rule.inputs else _side(rule.outputs)
-    if rule.splits_work != _splits_by_default(rule.inputs, rule.outputs):
-        text += "; split work" if rule.splits_work else "; whole work"
-    if rule.reduced_elements:
-        text += f"; reduces {rule.reduced_elements}"
-    return text
-
-
-@lru_cache(maxsize=65536)
-def rule_from_text(text: str) -> Rule:
-    """Read what `rule_to_text` wrote.
-
-    >>> rule_from_text("S(0), R -> S(0); reduces 128")
-    Rule(inputs=(0, -1), outputs=(0,), splits_work=True, reduced_elements=128)
-    """
-    match = re.fullmatch(r"(?:([^;>]+) -> )?([^;>]+?)(; (?:split|whole) work)?(?:; reduces ([1-9][0-9]{0,15}))?", text)
-    if match is None:
-        raise InputError(f"rule {text!r} does not read like 'S(0), R -> S(0)'; correct it")
-    inputs, outputs = _placements_of(match[1] or _NOTHING), _placements_of(match[2])
-    default = _splits_by_default(inputs, outputs)
-    splits = default if match[3] is None else match[3] == "; split work"
-    return Rule(inputs, outputs, splits_work=splits, reduced_elements=int(match[4] or 0))
-
-
-def _side(placements: Iterable[int]) -> str:
-    return ", ".join(placement_name(p) for p in placements) or _NOTHING
-
-
-def _placements_of(side: str) -> tuple[int, ...]:
-    return () if side == _NOTHING else tuple(parse_placement(item) for item in side.split(", "))
-
-
-def _splits_by_default(inputs: tuple[int, ...], outputs: tuple[int, ...]) -> bool:
-    return bool(inputs) and any(p >= 0 for p in (*inputs, *outputs))
+def _stages(plan: Plan) -> list[dict[str, object]]:
+    if not plan.chunks:
+        return [{"stage": 0, "rank": 0, "devices": plan.mesh.size, "layers": "all"}]
+    return [
+        {"stage": i, "rank": chunk.rank, "devices": plan.mesh.size, "first": chunk.first, "last": chunk.last}
+        for i, chunk in enumerate(plan.chunks)
+    ]
 
 
 def _placements(rules: Mapping[str, NodeRules]) -> dict[str, dict[str, list[str]]]:
@@ -282,41 +259,6 @@ def _rules(texts: PlacementsModel, axes: int, where: str) -> dict[str, NodeRules
         if len({(len(rule.inputs), len(rule.outputs)) for rule in found[name]}) > 1:
             raise StrategyError(f"{where}: the rules of {name!r} differ in their number of tensors; they must agree")
     return found
-
-
-def _check_consistent(model: StrategyModel, mesh: Mesh, source: str) -> None:
-    names = [axis.name for axis in mesh.axes]
-    if len(set(names)) < len(names):
-        raise StrategyError(f"{source}: mesh: axis names {names} repeat; give each axis a name of its own")
-    if model.data_sharding != data_sharding(mesh):
-        raise StrategyError(
-            f"{source}: data_sharding: {model.data_sharding} is not {data_sharding(mesh)}, "
-            "which this mesh asks for; correct it"
-        )
-    if [stage.devices for stage in model.stages] != [mesh.size]:
-        raise StrategyError(f"{source}: stages: only one stage of all {mesh.size} devices is supported yet; correct it")
-    shards = next((axis.size for axis in mesh.axes if axis.name == "data"), 1)
-    batch = model.batch
-    if batch.global_ != batch.micro * batch.micro_batches * shards:
-        raise StrategyError(
-            f"{source}: batch.global: {batch.global_} is not micro {batch.micro} × micro_batches {batch.micro_batches} "
-            f"× data-parallel size {shards}; make the product equal"
-        )
-    if model.prediction is not None:
-        low, high = model.prediction.interval_s
-        if not low <= model.prediction.step_time_s <= high:
-            raise StrategyError(
-                f"{source}: prediction.interval_s: {[low, high]} does not hold step_time_s "
-                f"{model.prediction.step_time_s}; correct it or plan again with `meshwright plan`"
-            )
-    taken: dict[str, int] = {}
-    for index, run in enumerate(model.layers):
-        if run.first > run.last or run.first < taken.get(run.prefix, 0):
-            raise StrategyError(
-                f"{source}: layers.{index}: layers {run.first} to {run.last} of {run.prefix!r} must follow "
-                "the ranges before them; write ranges in order and without overlap"
-            )
-        taken[run.prefix] = run.last + 1
 
 
 def _parse_json(text: str, source: str) -> object:

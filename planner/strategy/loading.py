@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from planner.instructions import LoweredPlan
+from planner.lowering.checked import checked_graph, lower
 from planner.networks import load_network
-from planner.planning import lower
+from planner.pipeline_prediction import PipelinePrediction, predict_pipeline
 from planner.strategy.plan import Plan, optimizer_sharding
-from simulator.errors import InputError, StrategyError
+from simulator.errors import InputError, StrategyError, UnsupportedError
+from simulator.hardware import Hardware
+from simulator.schedules import Schedule
 
 
 @contextmanager
@@ -23,7 +26,7 @@ def naming(source: str | Path) -> Iterator[None]:
 
 
 def lower_strategy(plan: Plan, source: str | Path, *, precision: str | None = None) -> LoweredPlan:
-    """Lower a plan that stands in the strategy file `source`.
+    """Lower a plan on one stage that stands in the strategy file `source`.
 
     Parameters
     ----------
@@ -34,12 +37,39 @@ def lower_strategy(plan: Plan, source: str | Path, *, precision: str | None = No
     ------
     StrategyError
         The plan is of another network, or says something that is impossible or untrue; names the file.
+    UnsupportedError
+        The plan has pipeline stages.
     """
+    if plan.pipeline * plan.virtual > 1:
+        raise UnsupportedError(
+            f"{source}: a pipeline ({plan.pipeline} ranks, schedule {plan.schedule}) can be simulated but not run task "
+            "by task on every rank yet; use `meshwright simulate`, or plan with --pin pp=1"
+        )
     with naming(source):
         _check_sequence_length(plan)
         lowered = lower(plan, precision=precision)
         _check_storage(plan, lowered)
     return lowered
+
+
+def predict_pipeline_strategy(
+    plan: Plan, source: str | Path, hardware: Hardware, schedule: Schedule | None = None
+) -> PipelinePrediction:
+    """Simulate a plan with pipeline stages that stands in the strategy file `source`.
+
+    Parameters
+    ----------
+    schedule : Schedule, optional
+        Another order of the passes than the plan's schedule has.
+
+    Raises
+    ------
+    StrategyError
+        As `lower_strategy`.
+    """
+    with naming(source):
+        _check_sequence_length(plan)
+        return predict_pipeline(plan, checked_graph(plan), hardware, schedule)
 
 
 def _check_sequence_length(plan: Plan) -> None:
@@ -58,9 +88,20 @@ def _check_storage(plan: Plan, lowered: LoweredPlan) -> None:
     graph = lowered.graph
     nodes = {parameter.name: parameter.node for parameter in graph.parameters}
     stored = {nodes[parameter.name]: parameter.placements for parameter in lowered.parameters}
-    found = optimizer_sharding(plan.mesh, ((graph.nodes[i].outputs[0].elements, p) for i, p in stored.items()))
-    if plan.optimizer_sharding != found:
+    specs = {i: graph.nodes[i].outputs[0] for i in stored}
+    found = optimizer_sharding(lowered.mesh, ((specs[i].elements, p) for i, p in stored.items()))
+    if (plan.optimizer_sharding == "none") != (found == "none"):
+        placed = "whole on the data axis" if found == "none" else "sharded along the data axis"
         raise StrategyError(
-            f"optimizer_sharding: {plan.optimizer_sharding!r} is wrong: the parameters are placed as {found!r} says; "
+            f"optimizer_sharding: {plan.optimizer_sharding!r} is wrong: most parameters are placed {placed}; "
             f"correct it, or plan again with --pin optimizer_sharding={plan.optimizer_sharding}"
         )
+    for index, placements in stored.items():
+        size = specs[index].size_bytes
+        data = [p for p, axis in zip(placements, lowered.mesh.axes, strict=True) if axis.name == "data"]
+        if size < plan.sharding_threshold_bytes and any(p >= 0 for p in data):
+            raise StrategyError(
+                f"sharding_threshold_bytes: {graph.nodes[index].name!r} has {size} bytes, less than "
+                f"{plan.sharding_threshold_bytes}, but is sharded along the data axis; store it whole or "
+                "lower the threshold"
+            )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from simulator.errors import StrategyError
 
 FORMAT = "meshwright-strategy"
-VERSION = 1
+VERSION = 2
 
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -24,7 +24,7 @@ CHOICES = {
     "parallel_mode",
     "search_mode",
     "optimizer_sharding",
-    "sequence_parallel",
+    "context_algorithm",
     "schedule",
 }
 """Fields whose allowed values are what is supported today."""
@@ -52,10 +52,19 @@ class HardwareModel(_Strict):
 
 
 class AxisModel(_Strict):
-    """A mesh axis; an axis of one device is left out."""
+    """A mesh axis; an axis of one device is left out. Without strides the last axis has neighbouring ranks."""
 
-    axis: Literal["data", "tensor"]
+    axis: Literal["data", "context", "expert", "tensor"]
     size: Annotated[int, Field(ge=2, le=2**20)]
+    stride: Annotated[int, Field(ge=1, le=2**20)] | None = None
+
+
+class PipelineModel(_Strict):
+    """Pipeline ranks, how far apart neighbours are (0 with one), and chunks a rank."""
+
+    ranks: Annotated[int, Field(ge=1, le=2**20)]
+    stride: Annotated[int, Field(ge=0, le=2**20)]
+    virtual: Annotated[int, Field(ge=1, le=2**20)]
 
 
 class BatchModel(_Strict):
@@ -67,18 +76,29 @@ class BatchModel(_Strict):
 
 
 class StageModel(_Strict):
-    """A pipeline stage."""
+    """A chunk of the network on a pipeline rank: all layers, or the units from first to last."""
 
-    stage: Literal[0]
+    stage: Count
+    rank: Count
     devices: Positive
-    layers: Literal["all"]
+    layers: Literal["all"] | None = None
+    first: Text | None = None
+    last: Text | None = None
+
+
+class RecomputeRangeModel(_Strict):
+    """Units, from first to last, that compute again in the backward pass."""
+
+    first: Text
+    last: Text
+    mode: Literal["selective", "full"]
 
 
 class RecomputeModel(_Strict):
     """What is computed again in the backward pass."""
 
-    mode: Literal["none"]
-    operators: Annotated[list[Text], Field(max_length=0)]
+    mode: Literal["none", "selective", "full"]
+    ranges: list[RecomputeRangeModel]
 
 
 class FusionModel(_Strict):
@@ -133,21 +153,26 @@ class StrategyModel(_Strict):
     """A whole strategy file."""
 
     format: Literal["meshwright-strategy"]
-    version: Literal[1]
+    version: Literal[2]
     network: NetworkModel
     hardware: HardwareModel
     precision: Literal["fp64", "fp32", "fp16", "bf16"]
     optimizer: Literal["adamw", "adam", "momentum", "sgd", "lamb"]
     mesh: Annotated[list[AxisModel], Field(max_length=8)]
+    pipeline: PipelineModel
     batch: BatchModel
     data_sharding: dict[Text, Text]
     stages: Annotated[list[StageModel], Field(min_length=1)]
     parallel_mode: Literal["stand_alone", "data_parallel", "auto_parallel"]
-    search_mode: Literal["dynamic_programming"]
+    search_mode: Literal["dynamic_programming", "recursive_programming", "sharding_propagation"]
     recompute: RecomputeModel
-    optimizer_sharding: Literal["none", "zero2"]
-    sequence_parallel: Literal[False]
-    schedule: Literal["none"]
+    optimizer_sharding: Literal["none", "zero1", "zero2", "zero3"]
+    shard_size: Annotated[int, Field(ge=0, le=2**20)]
+    sharding_threshold_bytes: Count
+    offload_optimizer: bool
+    context_algorithm: Literal["none", "ring", "all_to_all"]
+    sequence_parallel: bool
+    schedule: Literal["none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipe", "dualpipe_v"]
     fusion: FusionModel
     certificate: CertificateModel
     prediction: PredictionModel | None
@@ -168,6 +193,7 @@ def validate(document: object, source: str) -> StrategyModel:
             f'{source}: not a strategy file: it must be a JSON object with "format": "{FORMAT}"; '
             "write one with `meshwright plan`"
         )
+    document = _upgraded(document)
     version = document.get("version")
     if version != VERSION or isinstance(version, bool):
         raise StrategyError(
@@ -183,6 +209,26 @@ def validate(document: object, source: str) -> StrategyModel:
         allowed = str(first.get("ctx", {}).get("expected", ""))
         text = _describe(first["loc"], first["msg"], first["input"], first["type"], allowed)
         raise StrategyError(f"{source}: {text}{others}") from error
+
+
+def _upgraded(document: dict[str, Any]) -> dict[str, Any]:
+    """A file of version 1 as version 2 writes it.
+
+    Version 1 had one stage, no recomputation, and one way to shard states, which it called zero2 though gradients were
+    accumulated whole.
+    """
+    version, recompute, stages = (document.get(key) for key in ("version", "recompute", "stages"))
+    if version != 1 or isinstance(version, bool):
+        return document
+    found = {**document, "version": VERSION, "pipeline": {"ranks": 1, "stride": 0, "virtual": 1}}
+    found |= {"shard_size": 0, "sharding_threshold_bytes": 0, "offload_optimizer": False, "context_algorithm": "none"}
+    if isinstance(recompute, dict) and recompute.get("operators") == []:
+        found["recompute"] = {"ranges": [], **{k: v for k, v in recompute.items() if k != "operators"}}
+    if isinstance(stages, list):
+        found["stages"] = [{"rank": 0, **stage} if isinstance(stage, dict) else stage for stage in stages]
+    if document.get("optimizer_sharding") == "zero2":
+        found["optimizer_sharding"] = "zero1"
+    return found
 
 
 def _describe(location: tuple[int | str, ...], message: str, value: object, kind: str, allowed: str) -> str:

@@ -5,21 +5,38 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.graph.recompute import MODES
 from planner.sharding.placement import Mesh, MeshAxis
-from planner.sharding.rules import Rule
+from planner.sharding.rules import InnerMessage, Rule
 from planner.strategy.file import plan_from_text, plan_to_text, read_plan, read_strategy, write_plan
-from planner.strategy.plan import Certificate, LayerRules, NodeRules, Plan, Status
+from planner.strategy.plan import Certificate, Chunk, LayerRules, NodeRules, Plan, RecomputeRange, Status
 from simulator.errors import InputError, StrategyError
+from simulator.program import Collective
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=12)
 COUNTS = st.integers(1, 1000)
 SECONDS = st.floats(0, 1e6, allow_nan=False)
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> InnerMessage:
+    """A collective inside an operator: of tensors, of numbers, or both."""
+    tensors = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+    return InnerMessage(
+        draw(st.sampled_from(Collective)),
+        elements=draw(st.integers(0 if tensors else 1, 10**6)),
+        tensors=tensors,
+        divisor=draw(st.integers(1, 64)),
+        circulating=draw(st.booleans()),
+        overlapped=draw(st.booleans()),
+    )
 
 
 @st.composite
@@ -34,17 +51,37 @@ def node_rules(draw: st.DrawFn, axes: int) -> NodeRules:
             tuple(draw(placement) for _ in range(outputs)),
             splits_work=draw(st.booleans()),
             reduced_elements=draw(st.integers(0, 10**6)),
+            messages=tuple(draw(st.lists(messages(), max_size=2))),
         )
 
     return tuple(rule() for _ in range(axes))
 
 
+PIPELINES = [("none", 1, 1), ("gpipe", 2, 1), ("1f1b", 4, 1), ("interleaved_1f1b", 2, 3), ("zbv", 3, 2)]
+"""Schedules with the ranks and the chunks a rank that they are tried with."""
+
+
+@st.composite
+def numbered(draw: st.DrawFn, names: list[str], sizes: list[int], pipeline: int) -> tuple[Mesh, int]:
+    """A mesh and the stride of the pipeline: in its order without strides, or each axis anywhere."""
+    axes = tuple(MeshAxis(name, size) for name, size in zip(names, sizes, strict=True))
+    if draw(st.booleans()) or not axes:
+        return Mesh(axes), prod(sizes) if pipeline > 1 else 0
+    strides = [0] * (len(sizes) + 1)
+    step = 1
+    for place in draw(st.permutations(range(len(strides)))):
+        strides[place] = step
+        step *= [*sizes, pipeline][place]
+    return Mesh(axes, tuple(strides[:-1])), strides[-1] if pipeline > 1 else 0
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     """Any plan a file may hold."""
-    sizes = draw(st.lists(st.integers(2, 16), max_size=2))
-    names = draw(st.permutations(["data", "tensor"]))
-    mesh = Mesh(tuple(MeshAxis(name, size) for name, size in zip(names, sizes, strict=False)))
+    names = draw(st.lists(st.sampled_from(["data", "context", "expert", "tensor"]), max_size=4, unique=True))
+    sizes = [draw(st.integers(2, 16)) for _ in names]
+    schedule, pipeline, virtual = draw(st.sampled_from(PIPELINES))
+    mesh, stride = draw(numbered(names, sizes, pipeline))
     shards = next((axis.size for axis in mesh.axes if axis.name == "data"), 1)
     micro_batch, micro_batches = draw(COUNTS), draw(COUNTS)
     rules = st.dictionaries(NAMES, node_rules(len(sizes)), max_size=6)
@@ -53,6 +90,15 @@ def plans(draw: st.DrawFn) -> Plan:
     layers = tuple(
         LayerRules(prefix="blocks", first=first, last=last, rules=draw(rules))
         for first, last in zip(starts, ends[: len(starts)], strict=True)
+    )
+    sharding = draw(st.sampled_from(["none", "zero1", "zero2", "zero3"]))
+    modes = st.sampled_from(["selective", "full"])
+    ranges = tuple(
+        RecomputeRange(first=draw(NAMES), last=draw(NAMES), mode=draw(modes)) for _ in range(draw(st.integers(0, 3)))
+    )
+    chunks = tuple(
+        Chunk(rank=draw(st.integers(0, pipeline - 1)), first=draw(NAMES), last=draw(NAMES))
+        for _ in range(pipeline * virtual)
     )
     return Plan(
         network=draw(NAMES),
@@ -68,8 +114,20 @@ def plans(draw: st.DrawFn) -> Plan:
         mesh=mesh,
         rules=draw(rules),
         layers=layers,
-        optimizer_sharding=draw(st.sampled_from(["none", "zero2"])),
+        optimizer_sharding=sharding,
         bucket_bytes=draw(st.integers(0, 10**9)),
+        recompute=max((part.mode for part in ranges), key=MODES.index, default="none"),
+        recompute_ranges=ranges,
+        schedule=schedule,
+        pipeline=pipeline,
+        pipeline_stride=stride,
+        virtual=virtual,
+        chunks=chunks if len(chunks) > 1 else (),
+        shard_size=shards if sharding != "none" and draw(st.booleans()) else 0,
+        sharding_threshold_bytes=draw(st.integers(0, 10**9)) if sharding != "none" else 0,
+        offload_optimizer=draw(st.booleans()),
+        sequence_parallel=draw(st.booleans()),
+        context_algorithm=draw(st.sampled_from(["ring", "all_to_all"])) if "context" in names else "none",
         certificate=Certificate(
             status=draw(st.sampled_from([Status.OPTIMAL, Status.BOUNDED, Status.HEURISTIC])),
             objective_s=draw(SECONDS),
@@ -197,7 +255,7 @@ def assign(path: str, value: object) -> object:
     ("path", "value", "words"),
     [
         ("format", "other", ["not a strategy file", "meshwright-strategy"]),
-        ("version", 2, ["version 2", "meshwright plan"]),
+        ("version", 3, ["version 3", "meshwright plan"]),
         ("version", True, ["version True"]),
         ("precision", 7, ["precision", "7"]),
         ("surprise", 1, ["surprise", "remove"]),
@@ -210,15 +268,28 @@ def assign(path: str, value: object) -> object:
         ("stages.0.devices", 4, ["stages", "8"]),
         ("data_sharding.data", "R", ["data_sharding"]),
         ("fusion.bucket_bytes", -1, ["fusion.bucket_bytes", "-1"]),
-        ("recompute.mode", "full", ["recompute.mode", "'full'", "not supported yet", "plan again"]),
-        ("optimizer_sharding", "zero3", ["optimizer_sharding", "'zero3'", "not supported yet"]),
-        ("schedule", "1f1b", ["schedule", "'1f1b'", "not supported yet"]),
-        ("sequence_parallel", True, ["sequence_parallel", "True", "not supported yet"]),
+        ("recompute.mode", "full", ["recompute.mode", "'full'", "strongest of its ranges, 'none'"]),
+        ("recompute.mode", "some", ["recompute.mode", "'some'", "'selective'"]),
+        ("optimizer_sharding", "zero4", ["optimizer_sharding", "'zero4'", "'zero3'"]),
+        ("schedule", "1f1b", ["schedule", "'1f1b'", "1 chunks"]),
+        ("schedule", "2f2b", ["schedule", "'2f2b'", "'dualpipe_v'"]),
+        ("sequence_parallel", 1, ["sequence_parallel", "1"]),
+        ("pipeline.ranks", 2, ["schedule", "'none'", "2 chunks"]),
+        ("pipeline.stride", 8, ["pipeline.stride", "8", "use 0"]),
+        ("pipeline.virtual", 0, ["pipeline.virtual", "0"]),
+        ("stages.0.rank", 1, ["stages.0.rank", "1", "0 to 0"]),
+        ("stages.0.first", "blocks.0", ["stages.0", "all"]),
+        ("mesh.0.stride", 4, ["mesh", "all or none"]),
+        ("shard_size", 2, ["shard_size", "2", "'none'"]),
+        ("sharding_threshold_bytes", 5, ["sharding_threshold_bytes", "5"]),
+        ("offload_optimizer", 1, ["offload_optimizer", "1"]),
+        ("context_algorithm", "ring", ["context_algorithm", "'ring'", "without"]),
         ("parallel_mode", "magic", ["parallel_mode", "'magic'", "'auto_parallel'"]),
         ("search_mode", "guess", ["search_mode", "'guess'", "'dynamic_programming'"]),
         ("precision", "fp8", ["precision", "'fp8'", "'bf16'"]),
         ("optimizer", "adamx", ["optimizer", "'adamx'", "'adamw'"]),
-        ("mesh.1.axis", "expert", ["mesh.1.axis", "'expert'", "not supported yet"]),
+        ("mesh.1.axis", "pipeline", ["mesh.1.axis", "'pipeline'", "not supported yet"]),
+        ("mesh.1.axis", "context", ["data_sharding"]),
         ("certificate.status", "infeasible", ["certificate.status", "infeasible"]),
         ("certificate.objective_s", None, ["certificate.objective_s"]),
         ("prediction.step_time_s", -0.5, ["prediction.step_time_s", "-0.5"]),
@@ -334,3 +405,52 @@ def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("here")
     with pytest.raises(InputError, match="cannot write"):
         write_plan(small_plan(), tmp_path / "file" / "strategy.json")
+
+
+def test_a_file_of_version_1_is_read_and_its_sharding_called_by_its_name() -> None:
+    document = json.loads(plan_to_text(small_plan(), PREDICTION))
+    for key in ("pipeline", "shard_size", "sharding_threshold_bytes", "offload_optimizer", "context_algorithm"):
+        del document[key]
+    document |= {"version": 1, "optimizer_sharding": "zero2", "recompute": {"mode": "none", "operators": []}}
+    document["stages"] = [{"stage": 0, "devices": 8, "layers": "all"}]
+    plan = plan_from_text(json.dumps(document)).plan
+    assert plan == replace(small_plan(), optimizer_sharding="zero1")
+
+
+def pipelined() -> Plan:
+    """The hand-made plan on two pipeline ranks between its mesh axes."""
+    return replace(
+        small_plan(),
+        mesh=Mesh((MeshAxis("data", 2), MeshAxis("tensor", 4)), strides=(8, 1)),
+        pipeline=2,
+        pipeline_stride=4,
+        schedule="1f1b",
+        chunks=(Chunk(rank=0, first="embedding", last="blocks.5"), Chunk(rank=1, first="blocks.6", last="head")),
+        recompute="full",
+        recompute_ranges=(RecomputeRange(first="blocks.0", last="blocks.5", mode="full"),),
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("pipeline.stride", 8, ["stride", "8 ranks apart"]),
+        ("pipeline.virtual", 2, ["stages", "2 are listed"]),
+        ("schedule", "zbv", ["pipeline.virtual", "zbv runs 2 chunks"]),
+        ("stages.1.stage", 0, ["stages.1.stage", "0 is not 1"]),
+        ("stages.1.rank", 2, ["stages.1.rank", "2", "0 to 1"]),
+        ("stages.1.devices", 16, ["stages.1.devices", "16"]),
+        ("stages.0.layers", "all", ["stages.0", "first and last unit"]),
+        ("stages.0.first", None, ["stages.0", "first and last unit"]),
+        ("mesh.1.stride", 2, ["mesh.1.stride", "2"]),
+        ("recompute.ranges.0.mode", "none", ["recompute.ranges.0.mode", "'none'"]),
+    ],
+)
+def test_contradictions_of_a_pipeline_name_their_field(path: str, value: object, words: list[str]) -> None:
+    document = json.loads(plan_to_text(pipelined()))
+    assert plan_from_text(json.dumps(document)).plan == pipelined()
+    assign(path, value)(document)
+    with pytest.raises(StrategyError) as caught:
+        plan_from_text(json.dumps(document), "my.json")
+    for word in ["my.json", *words]:
+        assert word in str(caught.value)

@@ -1,0 +1,128 @@
+"""Plans from outside: checked against the network they are for, then lowered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.graph.folding import unfold
+from planner.graph.operator_graph import OperatorGraph, Role
+from planner.graph.scaling import at_batch, at_precision
+from planner.instructions import LoweredPlan
+from planner.lowering import lower_graph, lowering_options
+from planner.networks import load_network
+from planner.request import PRECISIONS
+from planner.search.solution import block_index, template_name
+from planner.sharding.rules import rules_for
+from planner.strategy.plan import NodeRules, Plan, expanded_rules
+from simulator.errors import InputError, StrategyError, UnsupportedError
+
+
+def precision_dtype(name: str) -> str:
+    """Translate ``fp32`` and the like; raises InputError or UnsupportedError."""
+    if name == "fp8":
+        raise UnsupportedError("precision 'fp8' is not supported yet; use bf16, fp16, fp32 or fp64")
+    if name not in PRECISIONS:
+        raise InputError(f"precision {name!r} is not one of {', '.join(PRECISIONS)}")
+    return PRECISIONS[name]
+
+
+def captured(plan: Plan, graph: OperatorGraph | None = None) -> OperatorGraph:
+    """The plan's network, captured at batch 1 where `graph` is not given; StrategyError where it is another one."""
+    if graph is None:
+        graph = load_network(plan.network, sequence_length=plan.sequence_length).capture()
+    if graph.fingerprint != plan.fingerprint:
+        length = "" if plan.sequence_length is None else f" with sequence length {plan.sequence_length}"
+        raise StrategyError(
+            f"the strategy is for another network: its fingerprint is {plan.fingerprint[:12]}…, that of {plan.network}"
+            f"{length} is {graph.fingerprint[:12]}…; the network changed or the file was edited: plan it again"
+        )
+    return graph
+
+
+def checked_graph(plan: Plan, graph: OperatorGraph | None = None, *, precision: str | None = None) -> OperatorGraph:
+    """The plan's network, folded, at its precision and micro-batch, once every strategy is known to fit."""
+    dtype = precision_dtype(precision or plan.precision)
+    found = at_precision(at_batch(captured(plan, graph), plan.micro_batch * plan.degree("data")), dtype)
+    check_rules(plan, found)
+    return found
+
+
+def lower(plan: Plan, graph: OperatorGraph | None = None, *, precision: str | None = None) -> LoweredPlan:
+    """Lower a plan on one stage to the program that is simulated and the instructions that are executed.
+
+    Parameters
+    ----------
+    graph : OperatorGraph, optional
+        The network's graph at any batch; captured where it is not given.
+    precision : str, optional
+        Another precision than the plan's (``"fp64"`` to check equality with one process).
+
+    Raises
+    ------
+    StrategyError
+        If the plan is of another network, or a strategy in it is not one its operator can take.
+    """
+    found = checked_graph(plan, graph, precision=precision)
+    return lower_graph(unfold(found), expanded_rules(plan), lowering_options(plan, found))
+
+
+def check_rules(plan: Plan, graph: OperatorGraph) -> None:
+    """Check that every node of a folded graph has a strategy, and one that fits; StrategyError where not."""
+    inside: dict[str, int] = {}
+    for run in graph.runs:
+        offset = block_index(graph.nodes[run.first[0]].name, run.prefix)
+        inside.update({template_name(graph.nodes[i].name, run.prefix): i for i in run.first})
+        covered = [n for part in plan.layers if part.prefix == run.prefix for n in range(part.first, part.last + 1)]
+        if sorted(covered) != list(range(offset, offset + run.count)):
+            raise StrategyError(
+                f"layers: those of {run.prefix!r} cover {len(covered)} blocks, but the network has "
+                f"{run.prefix}.{offset} to {run.prefix}.{offset + run.count - 1}; plan it again"
+            )
+    for part in plan.layers:
+        for name, rules in part.rules.items():
+            if name not in inside:
+                raise StrategyError(f"layers: {name!r} is no operator of {plan.network}; plan it again")
+            _check_node(plan, graph, inside[name], rules)
+    everywhere = {n.name: i for i, n in enumerate(graph.nodes)}
+    for name, rules in plan.rules.items():
+        if name not in everywhere:
+            raise StrategyError(f"operators: {name!r} is no operator of {plan.network}; plan it again")
+        _check_node(plan, graph, everywhere[name], rules)
+    missing = next(_missing(plan, graph), None)
+    if missing is not None:
+        raise StrategyError(f"operators: {missing!r} has no strategy; plan the network again")
+
+
+def _missing(plan: Plan, graph: OperatorGraph) -> Iterator[str]:
+    """Names of nodes without a strategy."""
+    blocks = {i for run in graph.runs for i in (*run.first, *run.second)}
+    for index, node in enumerate(graph.nodes):
+        if index not in blocks and node.role is not Role.CONSTANT and node.name not in plan.rules:
+            yield node.name
+    for run in graph.runs:
+        for index in run.first:
+            name = graph.nodes[index].name
+            template = template_name(name, run.prefix)
+            parts = (part for part in plan.layers if part.prefix == run.prefix)
+            if graph.nodes[index].role is not Role.CONSTANT:
+                given = name in plan.rules
+                yield from (template for part in parts if template not in part.rules and not given)
+
+
+def _check_node(plan: Plan, graph: OperatorGraph, index: int, rules: NodeRules) -> None:
+    """Check that every rule is in the table and that every sharded dim divides."""
+    node = graph.nodes[index]
+    known = rules_for(graph, node)
+    if len(rules) != len(plan.mesh.axes) or any(rule not in known for rule in rules):
+        raise StrategyError(f"{node.name!r}: the strategy is not one that {node.op} can take; plan the network again")
+    specs = [*(graph.spec(ref) for ref in node.tensor_inputs), *node.outputs]
+    for position, spec in enumerate(specs):
+        ways = [1] * len(spec.shape)
+        for rule, size in zip(rules, plan.mesh.sizes, strict=True):
+            placement = (*rule.inputs, *rule.outputs)[position]
+            if placement >= 0:
+                ways[placement] *= size
+        if any(dim % way for dim, way in zip(spec.shape, ways, strict=True)):
+            raise StrategyError(
+                f"{node.name!r}: shape {spec.shape} does not divide by {tuple(ways)}; use another device count or batch"
+            )
