@@ -43,12 +43,13 @@ class LayeredTables:
         self.problem = problem
         parts = layout(problem)
         self._blocks = parts.blocks
-        starts = starts or [()] * len(self._blocks)
+        self.starts = [frozenset(s) for s in starts] or [frozenset[int]()] * len(self._blocks)
+        self.lengths = [block.count for block in self._blocks]
         repeated = parts.repeated()
         single = [v for v in range(len(problem.states)) if v not in repeated]
         self.instances = [Instance(v) for v in single]
         self._alone = {v: i for i, v in enumerate(single)}
-        self._segments = [self._make_segments(r, starts[r]) for r in range(len(self._blocks))]
+        self._segments = [self._make_segments(r, self.starts[r]) for r in range(len(self._blocks))]
         self.unary = [Cost(np.zeros(n), np.zeros(n)) for n in map(self.size, range(len(self.instances)))]
         self.pairs: dict[tuple[int, int], Cost] = {}
         final = {v: i for segments in self._segments for v, i in segments[-1].items()}

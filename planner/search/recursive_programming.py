@@ -4,8 +4,8 @@ The device set is halved along the mesh axes, the outermost (slowest links) firs
 two is cut by its prime factors. Every cut brings a round over the operators, heaviest first (seconds of unsplit
 work, all layers together): each takes the placement along that axis which costs least, communication and the work
 that stays counted, given what is decided. All pieces of an axis share one placement, so the rounds of one axis
-are chances to revise it: the first two decide, one with light operators folded between the heavy ones and one
-without, the later ones see all neighbours and never make the plan worse.
+are chances to revise it: the first decide, the later ones see all neighbours and never make the plan worse. A second
+and a third start decide in the order of the graph instead, from its inputs on; the best of the three is kept.
 
 A round is linear in the number of operators, and the number of rounds is logarithmic in the devices. Blocks of a run
 are decided once, whatever the depth. The tables are those of the exact search, so pins, restrictions and
@@ -27,11 +27,8 @@ from planner.search import dynamic_programming
 from planner.search.layered_tables import LayeredTables
 from planner.search.memory_price import within_limit
 from planner.search.problem import Problem
-from planner.search.sequential import Descent
+from planner.search.sequential import Descent, by_distance, by_weight
 from planner.search.solution import Solution
-from planner.sharding.placement import REPLICATE
-
-SWEEPS = 3
 
 
 def solve(problem: Problem, memory_limit_bytes: float, *, bound: bool = False) -> Solution | None:
@@ -46,13 +43,11 @@ def solve(problem: Problem, memory_limit_bytes: float, *, bound: bool = False) -
         Whether to take the lower bound from the exact search; else it is 0.
     """
     tables = LayeredTables(problem)
-    order = by_weight(tables)
-    cuts = [len(prime_factors(axis.size)) for axis in problem.setting.costs.mesh.axes]
+    weights, distances = by_weight(tables), by_distance(tables, ())
 
     def at_price(price: float, start: Sequence[int] | None) -> list[int]:
         descent = Descent(tables, price)
-        states = _opening(descent, order) if start is None else start
-        return descent.settle(states, order, cuts, SWEEPS if start is None else 1)
+        return descent.search(weights, distances, ()) if start is None else descent.settle(start, weights, 1)
 
     found = within_limit(tables, memory_limit_bytes, at_price, partial(dynamic_programming.smallest, problem))
     if found is None:
@@ -76,51 +71,3 @@ def gap_to_exact(problem: Problem, solution: Solution, memory_limit_bytes: float
     if exact is None or solution.objective_s <= 0:
         return 0.0
     return 1.0 - exact.objective_s / solution.objective_s
-
-
-def prime_factors(number: int) -> list[int]:
-    """Prime factors in ascending order.
-
-    >>> prime_factors(96), prime_factors(1), prime_factors(4093)
-    ([2, 2, 2, 2, 2, 3], [], [4093])
-    """
-    factors = []
-    divisor = 2
-    while divisor * divisor <= number:
-        while number % divisor == 0:
-            factors.append(divisor)
-            number //= divisor
-        divisor += 1
-    return factors + [number] * (number > 1)
-
-
-def by_weight(tables: LayeredTables) -> list[int]:
-    """Instances, those with the most seconds of unsplit work first, ties by number."""
-    weights = tables.weights()
-    return [int(i) for i in np.argsort(-weights, kind="stable")]
-
-
-def _opening(descent: Descent, order: Sequence[int]) -> list[int]:
-    """Decide every axis from nothing split, outermost axis first, with light operators folded and then without."""
-    states = _unsplit(descent.tables)
-    total = descent.total(states)
-    for late in ((), order):
-        for axis in range(len(descent.tables.problem.setting.costs.mesh.axes)):
-            found, _ = descent.round(states, order, late, axis)
-            now = descent.total(found)
-            if now < total or not np.isfinite(total):
-                states, total = found, now
-    return states
-
-
-def _unsplit(tables: LayeredTables) -> list[int]:
-    """For each instance the state that replicates along the most axes."""
-    known: dict[int, int] = {}
-    for instance in tables.instances:
-        if instance.variable not in known:
-            states = tables.problem.states[instance.variable]
-            whole = np.array(
-                [all(p == REPLICATE for p in (*c.reads.values(), *c.writes.values())) for c in states.variable.choices]
-            )
-            known[instance.variable] = int(whole[states.choice].sum(axis=0).argmax())
-    return [known[instance.variable] for instance in tables.instances]

@@ -8,13 +8,16 @@ already, with the best that every undecided neighbour could answer. A round is l
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.search.layered_tables import LayeredTables
+from planner.search.variables import Kind
+from planner.sharding.placement import REPLICATE
 
 Table = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -24,6 +27,9 @@ MOST_ENTRIES = 4_000_000
 
 PROGRESS = 1e-9
 """Part of the total that a round has to save to count as help."""
+
+SWEEPS = 3
+"""Times that the rounds along all axes are gone through."""
 
 PATIENCE = 2
 """Rounds in a row without help that end those of an axis."""
@@ -197,17 +203,18 @@ class Descent:
         decided = work.decide([v for v in order if v in free], [v for v in late if v in free], kept)
         return [int(chosen[i][decided[i]]) if i in free else s for i, s in enumerate(states)], work.in_order
 
-    def settle(self, states: Sequence[int], order: Sequence[int], rounds: Sequence[int], sweeps: int) -> list[int]:
-        """Rounds that keep what cannot be folded, ``rounds[a]`` along mesh axis a at most, until none helps.
+    def settle(self, states: Sequence[int], order: Sequence[int], sweeps: int) -> list[int]:
+        """Rounds that keep what cannot be folded, until none helps: along each axis, then along all together.
 
-        What was kept least often is kept next, so every variable gets its turn to be folded; the total never rises.
+        An axis has as many as its size has prime factors. What was kept least often is kept next, so every variable
+        gets its turn to be folded; the total never rises.
         """
         best, total = list(states), self.total(states)
         times = dict.fromkeys(order, 0)
         place = {v: n for n, v in enumerate(order)}
         for _ in range(sweeps):
             before = total
-            for axis, count in enumerate(rounds):
+            for axis, count in self._rounds():
                 idle = 0
                 for _ in range(count):
                     turn = sorted(order, key=lambda v: (times[v], place[v]))
@@ -223,8 +230,88 @@ class Descent:
                 break
         return best
 
+    def _rounds(self) -> list[tuple[int | None, int]]:
+        axes = self.tables.problem.setting.costs.mesh.axes
+        rounds: list[tuple[int | None, int]] = [(a, len(prime_factors(x.size))) for a, x in enumerate(axes)]
+        return [*rounds, (None, max(count for _, count in rounds))] if len(axes) > 1 else rounds
+
+    def search(self, by_weight: Sequence[int], by_distance: Sequence[int], late: Collection[int]) -> list[int]:
+        """The best of three openings, each settled.
+
+        Along one axis after the other, heaviest first; and along all axes at once in the order of `by_distance`, with
+        everything decided in its turn, and with only `late` not folded before its turn.
+        """
+        start = unsplit(self.tables)
+        openings = [self._axis_by_axis(start, by_weight)]
+        openings += [self.round(start, by_distance, waiting, None)[0] for waiting in (by_distance, late)]
+        settled = [self.settle(states, by_weight, 1) for states in openings]
+        return self.settle(min(settled, key=self.total), by_weight, SWEEPS)
+
+    def _axis_by_axis(self, start: Sequence[int], order: Sequence[int]) -> list[int]:
+        """Decide every axis, outermost first, with light operators folded and then without."""
+        states, total = list(start), self.total(start)
+        for late in ((), order):
+            for axis in range(len(self.tables.problem.setting.costs.mesh.axes)):
+                found, _ = self.round(states, order, late, axis)
+                now = self.total(found)
+                if now < total or not np.isfinite(total):
+                    states, total = found, now
+        return states
+
     def _open(self, instance: int, axis: int | None, state: int) -> Indices:
         if axis is not None:
             return self.candidates(instance, axis, state)
         mask = self.allowed.get(instance)
         return np.arange(self.tables.size(instance)) if mask is None else np.flatnonzero(mask)
+
+
+def prime_factors(number: int) -> list[int]:
+    """Prime factors in ascending order.
+
+    >>> prime_factors(96), prime_factors(1), prime_factors(4093)
+    ([2, 2, 2, 2, 2, 3], [], [4093])
+    """
+    factors = []
+    divisor = 2
+    while divisor * divisor <= number:
+        while number % divisor == 0:
+            factors.append(divisor)
+            number //= divisor
+        divisor += 1
+    return factors + [number] * (number > 1)
+
+
+def by_weight(tables: LayeredTables) -> list[int]:
+    """Instances, those with the most seconds of unsplit work first, ties by number."""
+    weights = tables.weights()
+    return [int(i) for i in np.argsort(-weights, kind="stable")]
+
+
+def by_distance(tables: LayeredTables, seeds: Iterable[int]) -> list[int]:
+    """Instances by their distance from the seeds and the inputs of the network, then by weight; seeds first."""
+    kinds = [tables.problem.states[instance.variable].variable.kind for instance in tables.instances]
+    first = dict.fromkeys(seeds)
+    distance = dict.fromkeys([*first, *(i for i, kind in enumerate(kinds) if kind is Kind.INPUT)], 0)
+    queue = deque(distance)
+    while queue:
+        here = queue.popleft()
+        for other in tables.neighbours[here]:
+            if other not in distance:
+                distance[other] = distance[here] + 1
+                queue.append(other)
+    place = {v: n for n, v in enumerate(by_weight(tables))}
+    far = len(kinds)
+    return sorted(range(len(kinds)), key=lambda i: (i not in first, distance.get(i, far), place[i]))
+
+
+def unsplit(tables: LayeredTables) -> list[int]:
+    """For each instance the state that replicates along the most axes."""
+    known: dict[int, int] = {}
+    for instance in tables.instances:
+        if instance.variable not in known:
+            states = tables.problem.states[instance.variable]
+            whole = np.array(
+                [all(p == REPLICATE for p in (*c.reads.values(), *c.writes.values())) for c in states.variable.choices]
+            )
+            known[instance.variable] = int(whole[states.choice].sum(axis=0).argmax())
+    return [known[instance.variable] for instance in tables.instances]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -14,53 +12,12 @@ from hypothesis import strategies as st
 
 from planner.search import dynamic_programming
 from planner.search.problem import Problem
-from planner.search.recursive_programming import gap_to_exact, prime_factors, solve
+from planner.search.recursive_programming import gap_to_exact, solve
+from planner.search.sequential import prime_factors
 from tests.oracles.brute_force import TableProblem, exhaustive, random_cost
+from tests.planner.search.one_axis import OneAxis, one_axis, wide_graphs
 from tests.planner.search.problems import captured, captured_small, make_mesh, make_problem
 from tests.planner.search.test_exactness import chains_of_blocks
-
-
-@dataclass(frozen=True)
-class OneAxis(TableProblem):
-    """A problem of tables whose states are the choices along one axis of `devices`."""
-
-    devices: int = 6
-
-    @property
-    def states(self) -> list[range]:
-        return cast("list[range]", [_States(size) for size in self.sizes])
-
-    @property
-    def setting(self) -> SimpleNamespace:
-        return SimpleNamespace(costs=SimpleNamespace(mesh=make_mesh(data=self.devices)))
-
-
-class _States:
-    def __init__(self, size: int) -> None:
-        self.choice = np.arange(size).reshape(1, size)
-        self.variable = SimpleNamespace(choices=[SimpleNamespace(reads={}, writes={})] * size)
-
-    def __len__(self) -> int:
-        return self.choice.shape[1]
-
-
-def one_axis(problem: TableProblem) -> OneAxis:
-    return OneAxis(problem.sizes, problem.unary, problem.pairs, problem.block, problem.count)
-
-
-@st.composite
-def wide_graphs(draw: st.DrawFn) -> OneAxis:
-    """Up to seven variables, densely connected: most cannot be folded."""
-    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    count = draw(st.integers(1, 7))
-    sizes = tuple(int(s) for s in random.integers(1, 4, count))
-    pairs = {
-        (a, b): random_cost(random, (sizes[a], sizes[b]), forbidden=0.2)
-        for a in range(count)
-        for b in range(a + 1, count)
-        if random.random() < 0.7
-    }
-    return OneAxis(sizes, tuple(random_cost(random, (s,)) for s in sizes), pairs, {})
 
 
 def check(problem: OneAxis, limit: float) -> None:
