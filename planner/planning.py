@@ -128,6 +128,8 @@ def plan_network(request: PlanRequest, *, graph: OperatorGraph | None = None) ->
         optimizer=update,
         pins=pins,
         bucket_bytes=BUCKET_BYTES,
+        search_mode=request.search_mode,
+        hints=request.hints,
     )
     base = _base_plan(request, network, graph, hardware, precision, update.name, batch)
     explored = list(explore(space, hardware.device_memory_bytes))
@@ -143,7 +145,7 @@ def plan_network(request: PlanRequest, *, graph: OperatorGraph | None = None) ->
         candidates=_with_reasons(scored),
         elapsed_s=elapsed,
         capture_s=captured - started,
-        messages=(*notes, *_idle_axes(scored)),
+        messages=(*notes, *_idle_axes(scored), *dict.fromkeys(m for item in found for m in item.messages)),
         simulation_s=simulation,
         infeasible="" if scored else _why_infeasible(space, misfits),
     )
@@ -250,6 +252,8 @@ def _make_plan(space: Space, base: Mapping[str, object], item: Found) -> Plan:
     rules, layers = node_rules(item.problem, item.solution)
     data = next((a.size for a in item.mesh.axes if a.name == "data"), 1)
     status = Status.OPTIMAL if item.solution.gap <= PROOF_TOLERANCE else Status.BOUNDED
+    if space.search_mode != "dynamic_programming":
+        status = Status.HEURISTIC
     return Plan(
         **base,  # type: ignore[arg-type]
         micro_batch=space.global_batch // (data * item.micro_batches),

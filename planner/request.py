@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from simulator.errors import InputError, UnsupportedError
+
+if TYPE_CHECKING:
+    from planner.search.hints import Hint
 
 PRECISIONS: Mapping[str, str] = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 SEARCH_MODES = ("dynamic_programming", "recursive_programming", "sharding_propagation")
@@ -30,7 +33,7 @@ _STORAGE: Mapping[str | None, ParameterStorage] = {None: "free", "none": "replic
 class PlanRequest:
     """One network, one cluster, and what the user fixed; None leaves a choice to the defaults.
 
-    ``pins`` fix dimensions of the search by name, as text (``{"tp": "8"}``).
+    ``pins`` fix dimensions of the search by name, as text (``{"tp": "8"}``); ``hints`` fix placements of operators.
     """
 
     network: str
@@ -43,6 +46,7 @@ class PlanRequest:
     search_mode: str = "dynamic_programming"
     parallel_mode: str = "auto_parallel"
     pins: Mapping[str, str] = field(default_factory=dict)
+    hints: tuple[Hint, ...] = ()
     top: int = 5
 
 

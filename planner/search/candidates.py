@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.request import Pins
+from planner.search import dynamic_programming, recursive_programming, sharding_propagation
 from planner.search.costs import MeshCosts
-from planner.search.dynamic_programming import fastest, smallest, solve
+from planner.search.dynamic_programming import fastest, smallest
+from planner.search.hints import Hint, constrained
 from planner.search.problem import Problem, Setting
 from planner.search.solution import Solution
 from planner.search.variables import Decisions
@@ -37,6 +39,20 @@ class Space:
     optimizer: Optimizer
     pins: Pins
     bucket_bytes: int
+    search_mode: str = "dynamic_programming"
+    hints: tuple[Hint, ...] = ()
+
+    def solve(self, problem: Problem, limit_bytes: float) -> tuple[Solution | None, tuple[str, ...]]:
+        """Search one problem in the space's mode; messages are those about hints."""
+        if self.search_mode == "sharding_propagation":
+            done = sharding_propagation.propagate(problem, limit_bytes, self.hints)
+            return done.solution, done.messages
+        mode = recursive_programming if self.search_mode == "recursive_programming" else dynamic_programming
+        return mode.solve(problem, limit_bytes), ()
+
+    def fastest(self, problem: Problem) -> Solution | None:
+        """The plan of one problem without a memory limit."""
+        return fastest(problem) if self.search_mode == "dynamic_programming" else self.solve(problem, float("inf"))[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +63,7 @@ class Found:
     micro_batches: int
     problem: Problem
     solution: Solution
+    messages: tuple[str, ...] = field(default=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +127,9 @@ def explore(space: Space, limit_bytes: float, *, only: tuple[int, int, int] | No
             costs = MeshCosts(space.hardware, make_mesh(data, tensor), space.bucket_bytes)
             counts = [only[2]] if only else _micro_batch_counts(space, data)
             problems: dict[int, Problem] = {}
-            free = fastest(_problem(space, costs, counts[0], problems))
-            bounded.append((free.objective_s, tensor, costs, counts, problems, free))
+            free = space.fastest(_problem(space, costs, counts[0], problems))
+            if free is not None:
+                bounded.append((free.objective_s, tensor, costs, counts, problems, free))
     best = float("inf")
     for bound, _, costs, counts, problems, free in sorted(bounded, key=lambda item: item[:2]):
         if bound > HOPELESS * best:
@@ -124,10 +142,10 @@ def explore(space: Space, limit_bytes: float, *, only: tuple[int, int, int] | No
             continue
         for count in counts[first : first + 2]:
             problem = _problem(space, costs, count, problems)
-            solution = solve(problem, limit_bytes)
+            solution, messages = space.solve(problem, limit_bytes)
             if solution is not None:
                 best = min(best, solution.objective_s)
-                yield Found(mesh=costs.mesh, micro_batches=count, problem=problem, solution=solution)
+                yield Found(mesh=costs.mesh, micro_batches=count, problem=problem, solution=solution, messages=messages)
                 if solution.memory_bytes < ROOMY * limit_bytes:
                     break
 
@@ -154,7 +172,10 @@ def _problem(space: Space, costs: MeshCosts, count: int, made: dict[int, Problem
         storage=space.pins.storage,
         batch_only=space.pins.batch_only,
     )
-    made[count] = Problem(at_batch(space.graph, space.global_batch // count), space.decisions, setting)
+    problem = Problem(at_batch(space.graph, space.global_batch // count), space.decisions, setting)
+    # Propagation settles contradictions between hints itself.
+    free = not space.hints or space.search_mode == "sharding_propagation"
+    made[count] = problem if free else constrained(problem, space.hints)
     return made[count]
 
 
