@@ -106,7 +106,8 @@ class UnitModel:
         self.graph, self.decisions = graph, decisions
         self.chain, self.number = chain, number
         self.nodes = frozenset(chain.units[number].nodes)
-        stations = stations_of(decisions)
+        self.stations = stations = stations_of(decisions)
+        self.copies: list[tuple[TensorRef, TensorRef, int, int]] = []
         before = chain.boundaries[number - 1] if number else None
         behind = chain.boundaries[number] if number < len(chain.boundaries) else None
         self.entry_tensor = before.forward if before else None
@@ -178,7 +179,53 @@ class UnitModel:
             mine = frozenset(own.intersection(readers))
             if mine and (ref == self.entry_tensor or ref.node in self.nodes):
                 found[ref] = mine
+        found = self._shared_bases(found)
+        self._copies_of_views(found)
         return found
+
+    def _shared_bases(self, saved: dict[TensorRef, frozenset[int]]) -> dict[TensorRef, frozenset[int]]:
+        """Let several views of one tensor be kept as that tensor."""
+        views: dict[TensorRef, list[TensorRef]] = {}
+        for ref in saved:
+            base, hops = self._viewed(ref, saved)
+            if hops and base not in saved and base in self.stations:
+                views.setdefault(base, []).append(ref)
+        dropped = {ref for refs in views.values() if len(refs) > 1 for ref in refs}
+        found = {ref: readers for ref, readers in saved.items() if ref not in dropped}
+        found.update({base: frozenset() for base, refs in views.items() if len(refs) > 1})
+        return found
+
+    def _copies_of_views(self, saved: Mapping[TensorRef, frozenset[int]]) -> None:
+        """List where views of kept tensors that backward operators read may be moved to another placement."""
+        for index in sorted(self.nodes):
+            node = self.graph.nodes[index]
+            if node.kernel is not Kernel.VIEW or node.phase is Phase.BACKWARD or TensorRef(index) in saved:
+                continue
+            users = (u for u in self.graph.consumers.get(TensorRef(index), ()) if u in self.nodes)
+            readers = {self.decisions.of_node[u] for u in users if self.graph.nodes[u].phase is Phase.BACKWARD}
+            base, hops = self._viewed(TensorRef(index), saved)
+            if base in saved and hops:
+                for reader in sorted(readers - {-1}):
+                    path = (*hops, (TensorRef(index), reader))
+                    self.copies.extend((base, ref, self._writer(ref), number) for ref, number in path)
+
+    def _viewed(
+        self, ref: TensorRef, saved: Mapping[TensorRef, object]
+    ) -> tuple[TensorRef, list[tuple[TensorRef, int]]]:
+        """What a view is of, back to a kept tensor, and the tensors on the way with the views that read them."""
+        hops: list[tuple[TensorRef, int]] = []
+        while ref.node in self.nodes and self.graph.nodes[ref.node].kernel is Kernel.VIEW:
+            source = self.graph.nodes[ref.node]
+            if source.role is not Role.OPERATOR or not source.tensor_inputs:
+                break
+            hops.insert(0, (source.tensor_inputs[0], self.decisions.of_node[ref.node]))
+            ref = source.tensor_inputs[0]
+            if ref in saved:
+                break
+        return ref, hops
+
+    def _writer(self, ref: TensorRef) -> int:
+        return self.stations.get(ref, self.decisions.of_node[ref.node])
 
     def kept(self, mode: str) -> Iterator[TensorRef]:
         """Forward tensors that wait for the backward pass where the unit computes again."""
@@ -347,13 +394,24 @@ class _Builder:
                 size = self.parts.written_bytes(ref, owner)
                 charges = [((owner, model.exit), (here[:, None] != there[None, :]) * size[:, None])]
             for scope, size in charges:
-                self._charge(Part.KEPT, scope, size)
-                for mode in (1, 2):
-                    if ref.node in model.again[MODES[mode]].nodes and ref != model.entry_tensor:
-                        self._charge(Part.TRANSIENT + mode, scope, size)
+                self._keep(ref, scope, size)
+        for base, ref, writer, reader in dict.fromkeys(model.copies):
+            if writer not in self.sizes or reader not in self.sizes or writer == reader:
+                continue
+            # A view that is moved again after it was taken stands beside what it views.
+            here, there = self._numbers(ref, writer), self._numbers(ref, reader, reads=True)
+            size = (here[:, None] != there[None, :]) * self.parts.read_bytes(ref, reader)[None, :]
+            self._keep(base, (writer, reader), size)
 
-    def _numbers(self, ref: TensorRef, number: int) -> NDArray[np.int64]:
-        placed = self.parts.states(number).placements(ref, reads=False)
+    def _keep(self, ref: TensorRef, scope: Scope, size: FloatArray) -> None:
+        """Charge bytes of a tensor that is kept, and that stands for a while where it is computed again instead."""
+        self._charge(Part.KEPT, scope, size)
+        for mode in (1, 2):
+            if ref.node in self.model.again[MODES[mode]].nodes and ref != self.model.entry_tensor:
+                self._charge(Part.TRANSIENT + mode, scope, size)
+
+    def _numbers(self, ref: TensorRef, number: int, *, reads: bool = False) -> NDArray[np.int64]:
+        placed = self.parts.states(number).placements(ref, reads=reads)
         return placement_index(placed, len(self.model.graph.spec(ref).shape))
 
     def _keep_some(self, mode: int) -> None:
