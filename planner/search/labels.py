@@ -27,6 +27,7 @@ from planner.search.units_records import (
 from planner.search.units_rules import rules_of
 from planner.search.units_stage import Stage, StageDecisions, StageOptions, stage_decisions
 from planner.search.units_sweep import unit_labels
+from planner.sharding.context import Algorithm
 from planner.sharding.placement import Mesh
 from planner.work import Optimizer
 from simulator.errors import InputError
@@ -122,6 +123,7 @@ def stage_tables(
     bucket_bytes: int,
     recompute: Sequence[str] = RECOMPUTE,
     sequence_parallel: bool | None = None,
+    context_algorithm: Algorithm = "ring",
 ) -> StageTables:
     """Tabulate the ways to run each unit on one pipeline stage.
 
@@ -137,11 +139,15 @@ def stage_tables(
         Modes that are allowed.
     sequence_parallel : bool, optional
         True: boundary tensors are sharded along the sequence on the tensor axis; False: no activation is.
+    context_algorithm : str
+        How attention runs on a context axis, ``ring`` or ``all_to_all``.
 
     Raises
     ------
     InputError
         The mesh has a data axis, a mode is unknown, or the sequence cannot be sharded as asked.
+    UnsupportedError
+        The mesh has a context axis and an operator cannot work on part of the sequence.
     """
     if any(axis.name == "data" for axis in mesh.axes):
         raise InputError("a stage mesh has no data axis: a table serves every data degree; leave it out")
@@ -149,7 +155,8 @@ def stage_tables(
     if unknown or not recompute:
         raise InputError(f"recompute modes {list(recompute)} are not some of {', '.join(RECOMPUTE)}; correct them")
     costs = decisions.costs(hardware, mesh, bucket_bytes)
-    setting = Setting(costs=costs, micro_batches=1, optimizer=optimizer)
+    context = decisions.context(mesh, context_algorithm)
+    setting = Setting(costs=costs, micro_batches=1, optimizer=optimizer, context=context)
     options = StageOptions(
         modes=tuple(sorted({RECOMPUTE.index(mode) for mode in recompute})), sequence_parallel=sequence_parallel
     )

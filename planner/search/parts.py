@@ -7,7 +7,7 @@ labels of pipeline units another (`planner.search.labels`).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -27,6 +27,7 @@ from simulator.program import Kernel, Phase
 
 FloatArray = NDArray[np.float64]
 Scope = tuple[int, ...]
+CONTEXT = "context"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,8 @@ class Setting:
 
     ``storage`` says how parameters lie along the data axis between steps; ``batch_only`` allows nothing
     but batch dims to be sharded, and shards those wherever it can (pure data parallelism); ``batch_axes`` are
-    the mesh axes, by name, for which the same holds alone.
+    the mesh axes, by name, for which the same holds alone. ``context`` is the one choice of each variable on an
+    axis named ``context``, where the mesh has one.
     """
 
     costs: MeshCosts
@@ -44,6 +46,7 @@ class Setting:
     storage: ParameterStorage = "free"
     batch_only: bool = False
     batch_axes: frozenset[str] = field(default=frozenset())
+    context: tuple[Choice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,10 @@ class Parts:
     def states(self, number: int) -> States:
         """States of one variable: a choice along each axis, as far as every dim divides."""
         if number not in self._made:
-            self._made[number] = self._states(self.decisions.variables[number])
+            variable = self.decisions.variables[number]
+            if self.setting.context:
+                variable = replace(variable, choices=(*variable.choices, self.setting.context[number]))
+            self._made[number] = self._states(variable)
         return self._made[number]
 
     def _states(self, variable: Variable) -> States:
@@ -110,6 +116,9 @@ class Parts:
     def _fits(self, variable: Variable, axis: int) -> NDArray[np.bool_]:
         """Choices in which every dim divides along one axis alone, and is one that the axis may shard."""
         fits = np.ones(len(variable.choices), dtype=np.bool_)
+        if self.setting.context:
+            # The last choice is for the context axis, and no other choice is.
+            fits[-1], fits[:-1] = self.names[axis] == CONTEXT, self.names[axis] != CONTEXT
         size, tensor_axis = self.sizes[axis], self.names[axis] == "tensor"
         for tensor, reads in _tensors(variable):
             spec = self.graph.spec(tensor)
@@ -125,6 +134,8 @@ class Parts:
         """Choices that the axis and the setting ask for, where there are such."""
         name, kind, choices = self.names[axis], variable.kind, variable.choices
         keep = np.ones(len(choices), dtype=np.bool_)
+        if name == CONTEXT and self.setting.context:
+            return keep
         if kind in (Kind.INPUT, Kind.PARAMETER):
             placed = np.array([c.writes[TensorRef(variable.nodes[0])] for c in choices])
             if kind is Kind.INPUT:

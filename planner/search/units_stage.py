@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 
 from planner.graph.chain import Chain, chain
 from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
+from planner.search.context_choices import context_choices
 from planner.search.costs import MeshCosts
-from planner.search.parts import Parts, has_partial, saved_tensors
+from planner.search.parts import CONTEXT, Parts, has_partial, saved_tensors
 from planner.search.units_elimination import Elimination, Minima, elimination, minima
 from planner.search.units_factors import PARTS, Part, UnitFactors, UnitModel, unit_factors
 from planner.search.units_records import BoundaryStates, Minimum, Weights
-from planner.search.variables import Decisions, decisions
+from planner.search.variables import Choice, Decisions, decisions
+from planner.sharding.context import Algorithm, ContextAxis, context_axis
 from planner.sharding.placement import Mesh, Placements
 from planner.sharding.sequence import sequence_dims
 from simulator.errors import InputError, UnsupportedError
@@ -47,6 +49,7 @@ class StageDecisions:
         _check_runs(graph, self.chain)
         self.decisions: Decisions = decisions(graph, self.chain.boundaries)
         self._costs: dict[tuple[int, Mesh, int], MeshCosts] = {}
+        self._contexts: dict[Algorithm, ContextAxis] = {}
 
     @cached_property
     def models(self) -> tuple[UnitModel, ...]:
@@ -72,6 +75,27 @@ class StageDecisions:
                 if same is not None:
                     found[number] = same
         return found
+
+    def context(self, mesh: Mesh, algorithm: Algorithm) -> tuple[Choice, ...]:
+        """Each variable's choice on the context axis of a mesh; none without such an axis.
+
+        Raises
+        ------
+        InputError
+            The axis does not divide the sequence or the heads.
+        UnsupportedError
+            An operator cannot work on part of the sequence.
+        """
+        sizes = {axis.name: axis.size for axis in mesh.axes}
+        if CONTEXT not in sizes:
+            return ()
+        if algorithm not in self._contexts:
+            self._contexts[algorithm] = context_axis(self.graph, algorithm)
+        axis = self._contexts[algorithm]
+        obstacle = axis.obstacle(sizes[CONTEXT], sizes.get("tensor", 1))
+        if obstacle is not None:
+            raise InputError(obstacle)
+        return context_choices(self.decisions, axis)
 
     def costs(self, hardware: Hardware, mesh: Mesh, bucket_bytes: int) -> MeshCosts:
         """Times of messages on a mesh, made once."""
