@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+import numpy as np
+
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch
 from planner.prediction import Prediction, predict_plan
@@ -103,7 +105,7 @@ class Configured:
 
     def explore(
         self, pins: Pins, *, wanted: int = 1, devices: int | None = None, limit_bytes: float | None = None,
-        solves: int | None = None,
+        solves: int | None = None, incumbent_s: float = np.inf, until_found: bool = False,
     ) -> Explored:  # fmt: skip
         """Search the space that pins leave, on other devices or with other memory if so asked."""
         extent = self.extent(pins, devices)
@@ -111,7 +113,16 @@ class Configured:
         sample_s = work_bound(self.graph, self.hardware, self.dtype, extent.devices)
         options = {} if solves is None else {"solves": solves}
         model = self.model(limit_bytes=limit_bytes)
-        return explore(extent, model, lambda c: self.tables(pins, c), sample_s=sample_s, wanted=wanted, **options)
+        return explore(
+            extent,
+            model,
+            lambda c: self.tables(pins, c),
+            sample_s=sample_s,
+            wanted=wanted,
+            incumbent_s=incumbent_s,
+            until_found=until_found,
+            **options,
+        )
 
     # Plans
 

@@ -26,7 +26,12 @@ FLAGS = ("sequence_parallel", "offload")
 PIN_NAMES = (*DEGREES, *WORDS, *FLAGS)
 
 ParameterStorage = Literal["free", "replicated", "sharded"]
-_STORAGE: Mapping[str | None, ParameterStorage] = {None: "free", "none": "replicated", "zero2": "sharded"}
+_STORAGE: Mapping[str | None, ParameterStorage] = {
+    None: "free",
+    "none": "replicated",
+    "zero1": "sharded",
+    "zero2": "sharded",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from planner.graph.operator_graph import Node, OperatorGraph
-from planner.search.fragments import ACTIVATION, FILL, RESIDENT, STEADY, TRANSIENT, FloatArray, IntArray
+from planner.search.fragments import ACTIVATION, BACKLOG, FILL, RESIDENT, STEADY, TRANSIENT, FloatArray, IntArray
 from planner.search.segments import PartitionTask
 from planner.search.step_model import Configuration, StepModel
 from planner.work import traffic_bytes
@@ -74,12 +74,14 @@ def task_bound(task: PartitionTask) -> float:
     each rank mixes as its time and memory allow (a linear program with two rows a rank, whose optimum mixes two ways).
     """
     counts = np.array(task.counts, dtype=np.float64)
+    # What is left of the synchronisation is at least what messages take longer than the passes that hide them.
+    behind = np.array([(kind.values[:, STEADY] + kind.values[:, BACKLOG]).min() for kind in task.kinds])
     least = np.array([kind.values[:, STEADY].min() for kind in task.kinds])
     fills = np.array([kind.values[:, FILL].min() for kind in task.kinds])
     most = int(np.argmax(counts))
-    even = max(
-        float(least @ counts) / task.ranks, float(least.max()), -(-int(counts[most]) // task.ranks) * least[most]
-    )
+    together = -(-int(counts[most]) // task.ranks)
+    shares = [float(least @ counts) / task.ranks, float(behind @ counts) / task.ranks]
+    even = max(*shares, float(least.max()), together * float(least[most]))
     bound: float = float(fills @ counts) + max(even, _mixed(task, most))
     return bound
 

@@ -116,6 +116,8 @@ def explore(
     sample_s: float = 0.0,
     wanted: int = 1,
     solves: int = SOLVES,
+    incumbent_s: float = np.inf,
+    until_found: bool = False,
 ) -> Explored:
     """Search the space.
 
@@ -125,8 +127,14 @@ def explore(
         Bound on the device seconds of one sample (`planner.search.bounds.work_bound`).
     wanted : int
         Plans to find, counted with at most `PER_SHAPE` of one shape.
+    incumbent_s : float
+        Seconds of a plan that is known already: what cannot beat it need not be solved.
+    until_found : bool
+        Any plan will do.
     """
-    return _Search(extent, model, tables_of, sample_s, wanted, solves).run()
+    search = _Search(extent, model, tables_of, sample_s, wanted, solves)
+    search.best, search.until_found = incumbent_s, until_found
+    return search.run()
 
 
 class _Search:
@@ -141,6 +149,7 @@ class _Search:
         self.least: dict[tuple[object, ...], float] = {}
         self.serial = 0
         self.best = np.inf
+        self.until_found = False
         self.unproven: list[float] = []
         self.shapes: Counter[tuple[int, int, int]] = Counter()
 
@@ -167,6 +176,8 @@ class _Search:
 
     def _done(self) -> bool:
         bound = self.heap[0][0]
+        if self.until_found and self.result.found:
+            return True
         if bound < self.best * (1 - PROOF) and self.result.solved < self.solves and self.result.tables < TABLES:
             return False
         spent = self.result.solved >= self.solves or self.result.tables >= TABLES

@@ -11,7 +11,7 @@ import numpy as np
 from planner.search.fragments import FloatArray, IntArray
 from planner.search.segments import Segments
 
-WORTH_COMPILING = 2_000_000
+WORTH_COMPILING = 20_000_000
 """Steps of the recurrence after which machine code pays for its loading."""
 _steps = [0]
 
@@ -35,7 +35,9 @@ def cut(segments: Segments, costs: FloatArray, which: IntArray) -> list[int] | N
     best[0] = 0.0
     made = np.full(chunks * size, -1, dtype=np.int64)
     shape = segments.shape_arrays
-    _steps[0] += chunks * int((shape[1] - shape[0]).sum())
+    longest = int(shape[2].max())
+    room = min(segments.task.units - chunks, chunks * longest - segments.task.units) + 1
+    _steps[0] += chunks * int(np.minimum(shape[1] - shape[0], room).sum())
     if _steps[0] > WORTH_COMPILING:
         _compiled()(costs.ravel(), which, *shape, width, size, best, made)
     else:
@@ -71,13 +73,19 @@ def run_cuts(
 ) -> None:
     """Fill ``best`` ((chunks + 1) * size,) and ``made`` (chunks * size,); Python runs it on lists, numba on arrays."""
     groups = len(starts)
-    for chunk in range(len(which)):
+    chunks, units, longest = len(which), size // width - 1, 1
+    for group in range(groups):
+        longest = max(longest, lengths[group])
+    for chunk in range(chunks):
         before, after, row = chunk * size, (chunk + 1) * size, which[chunk] * groups
+        # Chunks before and behind hold at least one unit each and at most the longest segment.
+        low = max(chunk, units - (chunks - chunk) * longest)
+        high = min(chunk * longest, units - (chunks - chunk)) + 1
         for group in range(groups):
             cost = costs[row + group]
             if cost == np.inf:
                 continue
-            for start in range(starts[group], stops[group]):
+            for start in range(max(starts[group], low), min(stops[group], high)):
                 total = best[before + start * width + entries[group]] + cost
                 to = (start + lengths[group]) * width + exits[group]
                 if total < best[after + to]:

@@ -75,7 +75,7 @@ def partition(task: PartitionTask, *, width: int = WIDTH) -> Partition | None:
             break
         # A longer segment than any here keeps its rank busy for so long.
         bound = min(bound, segments.longest_s + segments.least_fill_s)
-        if best is not None and segments.longest_s + segments.least_fill_s >= best.objective_s:
+        if best is not None and (task.chunks > 1 or segments.longest_s + segments.least_fill_s >= best.objective_s):
             break
     return best and replace(best, lower_bound_s=min(bound, best.objective_s))
 

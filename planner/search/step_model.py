@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES
-from planner.search.fragments import FloatArray, Fragments, IntArray, pruned
-from planner.search.pipeline import PartitionTask
+from planner.search.fragments import FloatArray, Fragments, pruned
 from planner.search.schedule_shapes import ONE_STAGE, ScheduleShape, schedule_shape
+from planner.search.segments import MANY, PartitionTask
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.work import Optimizer, state_bytes, update_traffic
 from simulator.corrections import kernel_factor, message_time
@@ -129,7 +129,10 @@ class StepModel:
         """The partition task of a configuration."""
         shape = self.shape(configuration)
         units = _stored_once(tables) if configuration.pipeline == 1 else tables.units
-        kinds = [self.fragments(unit, configuration, shape) for unit in units]
+        kinds: list[Fragments] = []
+        for number, unit in enumerate(units):
+            again = number > 0 and _equal(units[number - 1], unit)
+            kinds.append(kinds[-1] if again else self.fragments(unit, configuration, shape))
         counts = [unit.count for unit in tables.chain.units]
         sends = self.sends_s(tables, configuration)
         kinds, counts = _merged(kinds, counts)
@@ -176,8 +179,9 @@ class StepModel:
             axis=1,
         )
         count = len(forward_s)
-        ways = Fragments(values, _states(labels.entry, count), _states(labels.exit, count), np.arange(count)[:, None])
-        return pruned(ways, width=count)
+        entry, leave = (np.asarray(states, dtype=np.int64) for states in (labels.entry, labels.exit))
+        ways = Fragments(values, entry, leave, np.arange(count)[:, None])
+        return pruned(ways, width=count) if count <= MANY else ways
 
     def sends_s(self, tables: StageTables, configuration: Configuration) -> FloatArray:
         """(units - 1, states) seconds of an activation and of its gradient over a cut behind each unit."""
@@ -291,8 +295,10 @@ def _stored_once(tables: StageTables) -> tuple[UnitLabels, ...]:
     return tuple(units)
 
 
-def _states(states: IntArray, count: int) -> IntArray:
-    return np.broadcast_to(np.asarray(states, dtype=np.int64), (count,)).copy()
+def _equal(one: UnitLabels, other: UnitLabels) -> bool:
+    times = ("forward_s", "backward_s", "step_s", "recompute", "entry", "exit")
+    sizes = ("activation_bytes", "transient_bytes", "parameter_elements", "expert_elements")
+    return one is other or all(np.array_equal(getattr(one, n), getattr(other, n)) for n in (*times, *sizes))
 
 
 def _merged(kinds: list[Fragments], counts: list[int]) -> tuple[list[Fragments], list[int]]:
@@ -300,7 +306,7 @@ def _merged(kinds: list[Fragments], counts: list[int]) -> tuple[list[Fragments],
     merged: list[Fragments] = []
     together: list[int] = []
     for kind, count in zip(kinds, counts, strict=True):
-        if merged and _alike(merged[-1], kind):
+        if merged and (merged[-1] is kind or _alike(merged[-1], kind)):
             together[-1] += count
         else:
             merged.append(kind)

@@ -1,0 +1,245 @@
+"""Why plans lost, what pins cost, what memory and links are worth, and what would make a network fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from planner.configured import Configured, Scored
+from planner.prediction import Prediction
+from planner.quantities import GIB, bytes_text, seconds_text
+from planner.request import Pins
+from planner.search.configurations import Explored, Placed, Unfit
+from planner.search.fragments import STEADY
+from planner.search.pipeline import partition
+from planner.search.segments import simplified
+from planner.search.space import divisors
+from planner.search.step_model import Configuration, host_bandwidth
+from simulator.errors import InputError
+from simulator.hardware import Hardware
+from simulator.topology import level_of_axis
+
+MORE_BANDWIDTH = 1.1
+FEW_SOLVES = 12
+"""Partitions of a search that answers a question beside the plan."""
+CONSIDERED = 6
+"""Plans that are partitioned again with more memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShadowPrices:
+    """Seconds of step time that more of a resource saves: one GiB of device memory, 10 % of each level's bandwidth."""
+
+    memory_gib_s: float = 0.0
+    links_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def describe(configuration: Configuration) -> str:
+    """A configuration in a few words."""
+    c = configuration
+    parts = [f"dp={c.data_parallel} tp={c.tensor} pp={c.pipeline}"]
+    parts += [f"{name}={size}" for name, size in (("vpp", c.virtual), ("cp", c.context), ("ep", c.expert)) if size > 1]
+    parts += [f"micro_batch={c.micro_batch}"]
+    parts += [c.schedule] if c.pipeline > 1 else []
+    parts += [c.optimizer_sharding] if c.optimizer_sharding != "none" else []
+    return " ".join(parts)
+
+
+# Why plans lost
+
+
+def reason(best: Prediction, other: Prediction, best_of: Scored | None, of: Scored | None, hardware: Hardware) -> str:
+    """The part of the step that made a plan lose, with the links where it is communication."""
+    more = {part: seconds - best.breakdown.get(part, 0.0) for part, seconds in other.breakdown.items()}
+    part = max(more, key=lambda p: more[p])
+    text = f"{seconds_text(more[part])} more {part.removesuffix('_s').replace('_', ' ')}"
+    if part == "exposed_communication_s" and of is not None:
+        mine, theirs = exposures(of.placed, hardware), exposures(best_of.placed, hardware) if best_of else {}
+        place = max(mine, key=lambda key: mine[key] - theirs.get(key, 0.0), default=None)
+        if place is not None and mine[place] > theirs.get(place, 0.0):
+            text += f", most of it {place[0]} on the {place[1]} links"
+    return text
+
+
+def exposures(placed: Placed, hardware: Hardware) -> dict[tuple[str, str], float]:
+    """Seconds of communication of the mean rank by what it is and the topology level that it crosses."""
+    c, chosen, tables = placed.configuration, placed.partition, placed.tables
+    labels = [tables.units[unit] for unit in tables.chain.positions]
+    picked = list(zip(labels, chosen.labels, strict=True))
+    inside = sum(float(u.forward_communication_s[i] + u.backward_communication_s[i]) for u, i in picked)
+    queues = _queues(placed)
+    found: dict[tuple[str, str], float] = {}
+    for axis in ("tensor", "context", "expert"):
+        if getattr(c, axis) > 1:
+            found["collectives inside stages", _level(hardware, c, axis)] = inside * c.micro_batches / c.pipeline
+            break
+    if c.data > 1:
+        found["sums of gradients", _level(hardware, c, "data")] = queues / c.pipeline
+    if c.pipeline > 1:
+        sends = float(placed.task.sends_s[[end - 1 for end in chosen.ends[:-1]]].min(axis=1).sum())
+        level = hardware.levels[_pair_level(hardware, c)].name
+        found["messages between stages", level] = sends * (
+            placed.task.fill_sends + placed.task.steady_sends / c.pipeline
+        )
+    return found
+
+
+def _queues(placed: Placed) -> float:
+    kinds = [kind for kind, count in zip(placed.task.kinds, placed.task.counts, strict=True) for _ in range(count)]
+    rows = np.array(
+        [
+            kind.values[int(np.flatnonzero(kind.labels[:, 0] == label)[0])]
+            for kind, label in zip(kinds, placed.partition.labels, strict=True)
+        ]
+    )
+    begin, total = 0, 0.0
+    for end, busy in zip(placed.partition.ends, placed.partition.busy_s.tolist(), strict=True):
+        total += max(0.0, busy - float(rows[begin:end, STEADY].sum()))
+        begin = end
+    return total
+
+
+def _level(hardware: Hardware, c: Configuration, axis: str) -> str:
+    return level_of_axis(hardware, getattr(c, axis), c.stride(axis))
+
+
+def _pair_level(hardware: Hardware, c: Configuration) -> int:
+    stride = c.stride("pipeline")
+    return next((n for n, level in enumerate(hardware.levels) if 2 * stride <= level.size), len(hardware.levels) - 1)
+
+
+# What pins cost
+
+
+def pin_costs(search: Configured, pins: Pins, best: Placed) -> Iterator[tuple[str, float, str]]:
+    """For each pin: its text, the seconds it costs by the closed form, and the configuration without it."""
+    for name, text in pins.named().items():
+        try:
+            free = search.explore(without(pins, name), solves=FEW_SOLVES)
+        except InputError:
+            continue
+        if free.found:
+            other = min(free.found, key=lambda placed: placed.objective_s)
+            saved = max(0.0, best.objective_s - other.objective_s)
+            yield f"{name}={text}", saved, describe(other.configuration)
+
+
+def without(pins: Pins, name: str) -> Pins:
+    """The pins but one."""
+    left: dict[str, Any] = {name: None}
+    return replace(pins, **left)
+
+
+def pin_messages(costs: list[tuple[str, float, str]]) -> tuple[str, ...]:
+    """What pins cost, in words."""
+    return tuple(
+        f"pin {pin} costs {seconds_text(seconds)}: without it {other}" if seconds > 0 else f"pin {pin} costs nothing"
+        for pin, seconds, other in costs
+    )
+
+
+# Shadow prices
+
+
+def shadow_prices(search: Configured, pins: Pins, explored: Explored, best: Placed) -> ShadowPrices:
+    """Step time saved by one more GiB on every device, and by a tenth more bandwidth on each level.
+
+    Memory: the best plans are partitioned again with more of it. Links: the best plan's tables are made again with
+    faster ones, and its stages partitioned.
+    """
+    near = sorted(explored.found, key=lambda placed: placed.objective_s)[:CONSIDERED]
+    roomier = [partition(simplified(replace(p.task, limit_bytes=p.task.limit_bytes + GIB))) for p in near]
+    with_more = min([best.objective_s, *(p.objective_s for p in roomier if p is not None)])
+    links = {}
+    for number, level in enumerate(search.hardware.levels):
+        faster = replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * MORE_BANDWIDTH)
+        levels = (*search.hardware.levels[:number], faster, *search.hardware.levels[number + 1 :])
+        hardware = replace(search.hardware, levels=levels, collective_tables=())
+        tables = search.tables(pins, best.configuration, hardware)
+        task = search.model(hardware, best.task.limit_bytes).task(tables, best.configuration)
+        found = partition(simplified(task))
+        links[level.name] = 0.0 if found is None else max(0.0, best.objective_s - found.objective_s)
+    return ShadowPrices(memory_gib_s=best.objective_s - with_more, links_s=links)
+
+
+def shadow_messages(prices: ShadowPrices) -> tuple[str, ...]:
+    """Shadow prices in words."""
+    found = [f"1 GiB more device memory saves {seconds_text(prices.memory_gib_s)} a step"]
+    found += [f"10 % more bandwidth on {name} saves {seconds_text(s)}" for name, s in prices.links_s.items()]
+    return tuple(found)
+
+
+# Infeasible
+
+
+def why_infeasible(search: Configured, pins: Pins, explored: Explored) -> str:
+    """Which limit binds on which stage, by how much, and the nearest change with which a plan was found."""
+    limit = search.hardware.device_memory_bytes
+    least = min(explored.unfit, key=lambda unfit: unfit.needed_bytes, default=None)
+    if least is None:
+        return explored.refused or "no configuration of the space can be planned; leave out pins or use other devices"
+    text = f"device memory binds{_where(least)}: {describe(least.configuration)} needs " + (
+        f"{bytes_text(least.needed_bytes)} of {bytes_text(limit)}, {bytes_text(least.needed_bytes - limit)} too much"
+        if least.needed_bytes > limit
+        else f"more than the {bytes_text(limit)} of a device, however its stages are cut"
+    )
+    change = next(_changes(search, pins), None)
+    if change is None:
+        return f"{text}; use devices with more memory, a smaller network or a shorter --seq-len"
+    return f"{text}; it would fit {change}"
+
+
+def _where(unfit: Unfit) -> str:
+    pipeline = unfit.configuration.pipeline
+    return f" on stage {unfit.rank} of {pipeline}" if pipeline > 1 else ""
+
+
+def _changes(search: Configured, pins: Pins) -> Iterator[str]:
+    """Changes, the nearest first, with which a plan is found."""
+    softer = [
+        ("recompute", "without the pin recompute"),
+        ("optimizer_sharding", "without the pin optimizer_sharding"),
+        ("micro_batch", "without the pin micro_batch"),
+    ]
+    for name, words in softer:
+        if getattr(pins, name) is not None and _fits(search, without(pins, name)):
+            yield words
+    if not pins.offload and host_bandwidth(search.hardware) and _fits(search, replace(pins, offload=True)):
+        yield "with --pin offload=true"
+    free = Pins(batch_only=pins.batch_only)
+    if pins.named() and _fits(search, free):
+        yield "without the pins"
+    for wanted, words in ((pins, ""), (free, " without the pins")):
+        devices = next(_devices(search, wanted), None)
+        if devices is not None:
+            yield f"on {devices} devices{words}"
+        if wanted == free:
+            break
+    for batch in reversed(divisors(search.global_batch)[:-1]):
+        if _fits(replace_batch(search, batch), pins):
+            yield f"with --global-batch {batch}"
+
+
+def replace_batch(search: Configured, batch: int) -> Configured:
+    """The same search with another global batch; tables are shared."""
+    other = replace(search, global_batch=batch)
+    other._decisions, other._tables = search._decisions, search._tables
+    return other
+
+
+def _devices(search: Configured, pins: Pins) -> Iterator[int]:
+    devices = 2 * search.devices
+    while devices <= search.hardware.max_devices:
+        if search.hardware.holds(devices) and _fits(search, pins, devices):
+            yield devices
+        devices *= 2
+
+
+def _fits(search: Configured, pins: Pins, devices: int | None = None) -> bool:
+    try:
+        return bool(search.explore(pins, devices=devices, solves=FEW_SOLVES, until_found=True).found)
+    except InputError:
+        return False
