@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from planner.what_if.options import point_name
@@ -86,9 +91,36 @@ def _parallel(work: Work, tasks: Iterable[tuple[Any, ...]], jobs: int) -> Number
 
     # One point a task: each is kept as soon as it is done.
     parallel = Parallel(n_jobs=jobs, backend="loky", batch_size=1, return_as="generator_unordered")
-    rows = parallel(delayed(work)(*task) for task in tasks)
+    with _interrupts_held():
+        rows = parallel(delayed(_attached)(os.getpid(), work, *task) for task in tasks)
     with _ended(rows):
         yield from rows
+
+
+@contextmanager
+def _interrupts_held() -> Generator[None, None, None]:
+    """Hold Ctrl-C until processes are started, which inherit that it is held: this process alone answers it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _attached(parent: int, work: Work, *task: Any) -> tuple[int, WhatIfRow]:
+    """Work in a process that ends with the one that wants the result, even where that was killed."""
+    _end_with(parent)
+    return work(*task)
+
+
+@lru_cache(maxsize=1)
+def _end_with(parent: int) -> None:
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager

@@ -123,39 +123,61 @@ def session_members(session: int) -> list[int]:
     return found
 
 
-def wait_until(condition: object, seconds: float = 60.0) -> None:
+def wait_until(condition: object, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < end, "it did not come to pass"
         time.sleep(0.05)
 
 
+def sweep_command(report: Path) -> list[str]:
+    command = [sys.executable, "-m", "planner.cli", "what-if", "zoo:gpt2", "--hw", "dgx-a100"]
+    return [*command, "--devices", "8,16,32", "--jobs", "2", "--out", str(report), "--json"]
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+reads_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@reads_proc
 @pytest.mark.parametrize("to_all", [False, True], ids=["this process", "all processes of the terminal"])
 def test_ctrl_c_ends_every_process_and_the_next_run_goes_on(to_all: bool, tmp_path: Path) -> None:
     report, journal = tmp_path / "report.html", tmp_path / "report.html.partial.jsonl"
-    command = [sys.executable, "-m", "planner.cli", "what-if", "zoo:gpt2", "--hw", "dgx-a100"]
-    command += ["--devices", "8,16,…,128", "--jobs", "2", "--out", str(report), "--json"]
-    running = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    command = sweep_command(report)
+    running = start(command)
     wait_until(lambda: journal.exists() and b"\n" in journal.read_bytes())
     assert len(session_members(running.pid)) > 2
     (os.killpg if to_all else os.kill)(running.pid, signal.SIGINT)
-    _, errors = running.communicate(timeout=30)
+    _, errors = running.communicate(timeout=60)
     assert running.returncode == 130
     points = len(journal.read_bytes().splitlines())
     assert errors.splitlines()[-2:] == [
-        f"{points} of 5 points are kept in {journal}; the same command goes on from there",
+        f"{points} of 3 points are kept in {journal}; the same command goes on from there",
         "meshwright: interrupted",
     ]
     assert "Traceback" not in errors
     wait_until(lambda: not session_members(running.pid), 10)
     assert not report.exists()
 
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
-    assert "of 5 points from the interrupted run" in done.stderr
-    assert len(json.loads(done.stdout)["rows"]) == 5
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert "of 3 points from the interrupted run" in done.stderr
+    assert len(json.loads(done.stdout)["rows"]) == 3
     assert report.exists()
     assert not journal.exists()
+
+
+@pytest.mark.slow
+@reads_proc
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_one_that_was_killed(number: signal.Signals, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    running = start(sweep_command(report))
+    wait_until(lambda: Path(f"{report}.partial.jsonl").exists() and len(session_members(running.pid)) > 3)
+    time.sleep(3)  # the processes import what they need before they watch
+    os.kill(running.pid, number)
+    running.communicate(timeout=60)
+    wait_until(lambda: not session_members(running.pid), 20)
