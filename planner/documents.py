@@ -36,7 +36,7 @@ def plan_document(plan: Plan, hardware: Hardware) -> Document:
 
     mesh = plan.mesh
     return {
-        "devices": mesh.size,
+        "devices": plan.devices,
         "mesh": [
             {
                 "axis": axis.name,
@@ -47,16 +47,19 @@ def plan_document(plan: Plan, hardware: Hardware) -> Document:
         ],
         "dp": plan.degree("data"),
         "tp": plan.degree("tensor"),
-        "pp": 1,
-        "vpp": 1,
-        "cp": 1,
-        "ep": 1,
+        "pp": plan.pipeline,
+        "vpp": plan.virtual,
+        "cp": plan.degree("context"),
+        "ep": plan.degree("expert"),
         "global_batch": plan.global_batch,
         "micro_batch": plan.micro_batch,
         "micro_batches": plan.micro_batches,
         "sequence_parallel": plan.sequence_parallel,
         "recompute": plan.recompute,
         "optimizer_sharding": plan.optimizer_sharding,
+        "shard_size": plan.shard_size,
+        "offload_optimizer": plan.offload_optimizer,
+        "context_algorithm": plan.context_algorithm,
         "schedule": plan.schedule,
         "precision": plan.precision,
         "optimizer": plan.optimizer,

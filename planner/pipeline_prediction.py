@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -10,11 +11,15 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
 from planner.prediction import Prediction, figures, trained_dtype
 from planner.strategy.plan import Plan
+from simulator import fast_engine
 from simulator.hardware import Hardware
 from simulator.pipeline_memory import RankMemory, pipeline_memory
+from simulator.pipeline_operators import operator_table, task_actions
 from simulator.pipeline_passes import OperatorResult, simulate_operators
+from simulator.pipeline_trace import action_times, write_pipeline_trace
 from simulator.schedules import Schedule
 from simulator.task_table import FloatArray
+from simulator.timeline import Engine
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,7 +33,11 @@ class PipelinePrediction:
 
 
 def predict_pipeline(
-    plan: Plan, graph: OperatorGraph, hardware: Hardware, schedule: Schedule | None = None
+    plan: Plan,
+    graph: OperatorGraph,
+    hardware: Hardware,
+    schedule: Schedule | None = None,
+    engine: Engine | None = None,
 ) -> PipelinePrediction:
     """Simulate a plan pass by pass; `schedule` stands in for the plan's.
 
@@ -36,9 +45,14 @@ def predict_pipeline(
     ----------
     graph : OperatorGraph
         The network, folded, at the plan's precision and any batch.
+    engine : Engine, optional
+        Runs the step operator by operator instead, to the same times.
     """
     lowered = lower_pipeline(plan, graph, hardware, schedule)
     result = simulate_operators(lowered.schedule, lowered.costs)
+    if engine is not None:
+        _, ends = engine(operator_table(lowered.schedule, lowered.costs))
+        result = replace(result, step_time_s=float(ends.max()))
     memory = rank_memory(lowered)
     peak = int(np.argmax([rank.peak_bytes for rank in memory]))
     prediction = figures(
@@ -52,6 +66,25 @@ def predict_pipeline(
         peak_rank=peak,
     )
     return PipelinePrediction(prediction=prediction, lowered=lowered, result=result, memory=memory)
+
+
+def write_trace(found: PipelinePrediction, plan: Plan, path: str | Path) -> Path:
+    """Write the step of every pipeline rank for Perfetto or Chrome."""
+    schedule, costs = found.lowered.schedule, found.lowered.costs
+    table, actions = operator_table(schedule, costs), task_actions(schedule, costs)
+    times = fast_engine.run(table)
+    memory = pipeline_memory(schedule, *action_times(schedule, table, times, actions), found.lowered.sizes)
+    description = {
+        "program": plan.network,
+        "schedule": schedule.name,
+        "step_time_s": found.prediction.step_time_s,
+        "breakdown": dict(found.prediction.breakdown),
+        "peak_memory_bytes": found.prediction.peak_memory_bytes,
+        "devices": plan.devices,
+        "ranks_drawn": schedule.ranks,
+        "note": "one process for each pipeline rank; the devices of its stage run alike",
+    }
+    return write_pipeline_trace(path, schedule, table, times, actions, memory, description=description)
 
 
 def rank_memory(lowered: LoweredPipeline) -> tuple[RankMemory, ...]:

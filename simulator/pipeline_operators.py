@@ -189,6 +189,18 @@ def operator_table(schedule: Schedule, costs: OperatorCosts) -> TaskTable:
     return replace(table, meeting=meeting) if costs.meetings else table
 
 
+def task_actions(schedule: Schedule, costs: OperatorCosts) -> IntArray:
+    """(T,) action that each task of `operator_table` belongs to, the first one of a pair; -1 for none."""
+    plan = plan_operators(schedule, costs)
+    tasks = _number_tasks(schedule, plan, costs)
+    sizes = np.array([len(group.operators.seconds) for group in plan.groups])[plan.which]
+    found = np.full(tasks.size, -1, dtype=np.int64)
+    ends = np.cumsum(sizes)
+    found[np.repeat(tasks.begin - (ends - sizes), sizes) + np.arange(ends[-1])] = np.repeat(plan.first, sizes)
+    found[tasks.send] = plan.sender
+    return found
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Tasks:
     """Numbers of tasks: prologues, groups with their sends in an order in which they can run, meetings, epilogues.
@@ -300,7 +312,7 @@ def plan_operators(schedule: Schedule, costs: OperatorCosts) -> OperatorPlan:
             for stage, operators in enumerate(given):
                 of_action[variant, kind, stage] = distinct.setdefault(id(operators), (len(distinct), operators))[0]
     listed = [operators for _, operators in distinct.values()]
-    passes_of = np.append(of_action[_variants(schedule), schedule.kind, schedule.stage], -1)
+    passes_of = np.append(of_action[action_variants(schedule), schedule.kind, schedule.stage], -1)
     pairs, which = np.unique((len(listed) + 1) * passes_of[first] + passes_of[second] + 1, return_inverse=True)
     groups = [_grouped(listed, *divmod(int(pair), len(listed) + 1)) for pair in pairs]
     sender = exchanges(schedule)[0] if np.any(costs.send_s) else np.zeros(0, dtype=np.int64)
@@ -317,7 +329,7 @@ def plan_operators(schedule: Schedule, costs: OperatorCosts) -> OperatorPlan:
     )
 
 
-def _variants(schedule: Schedule) -> IntArray:
+def action_variants(schedule: Schedule) -> IntArray:
     """(A,) whether an action is the first or the last of its kind on its stage: forward, or making gradients."""
     variant = np.full(schedule.size, PLAIN, dtype=np.int64)
     forward = np.flatnonzero(schedule.kind == ActionKind.FORWARD)

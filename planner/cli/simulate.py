@@ -79,6 +79,9 @@ def simulate(
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Write the step for Perfetto or Chrome.")
     ] = None,
+    schedule_file: Annotated[
+        Path | None, typer.Option("--schedule-file", metavar="CSV", help="Order of passes, as PyTorch writes it.")
+    ] = None,
     stragglers: Stragglers = None,
     slowdown: Slowdown = None,
     slow_link: SlowLinks = None,
@@ -108,7 +111,7 @@ def simulate(
       meshwright simulate strategy.json --goodput --days 30 --seed 1
     What is not given of failures and storage comes from the profile.
     """
-    from planner.planning import precision_dtype
+    from planner.lowering.checked import precision_dtype
     from planner.prediction import precision_notes
     from planner.strategy.file import read_plan
     from planner.strategy.loading import lower_strategy
@@ -134,7 +137,15 @@ def simulate(
     profile = _profile(terminal, strategy, plan, hardware)
     for note in precision_notes(profile, precision_dtype(plan.precision)):
         terminal.note(note)
-    with terminal.working(f"simulating {plan.network} on {plan.mesh.size} devices"):
+    if plan.pipeline * plan.virtual > 1:
+        from planner.cli.simulate_pipeline import simulate_pipeline_plan
+
+        refused = {"--goodput": goodput, "--stragglers": stragglers is not None, "--slow-link": bool(links)}
+        simulate_pipeline_plan(terminal, strategy, plan, profile, str(engine), trace, schedule_file, refused, seed)
+        return
+    if schedule_file is not None:
+        raise InputError("--schedule-file orders the passes of a pipeline, but the plan has one stage; leave it out")
+    with terminal.working(f"simulating {plan.network} on {plan.devices} devices"):
         lowered = lower_strategy(plan, strategy)
         prediction, timeline = _predicted(engine, plan, lowered, profile)
         if trace is not None:

@@ -61,7 +61,14 @@ def lower(plan: Plan, graph: OperatorGraph | None = None, *, precision: str | No
     ------
     StrategyError
         If the plan is of another network, or a strategy in it is not one its operator can take.
+    UnsupportedError
+        If the plan has pipeline stages.
     """
+    if plan.pipeline * plan.virtual > 1:
+        raise UnsupportedError(
+            f"{plan.network}: a plan with {plan.pipeline} pipeline ranks has no single program; simulate it with "
+            "`meshwright simulate`, or plan with --pin pp=1"
+        )
     found = checked_graph(plan, graph, precision=precision)
     return lower_graph(unfold(found), expanded_rules(plan), lowering_options(plan, found))
 

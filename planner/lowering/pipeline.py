@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -18,10 +18,10 @@ from planner.lowering.unit_work import Mark, Part, UnitWork, units_work
 from planner.strategy.plan import Plan
 from planner.work import update_traffic
 from simulator.corrections import message_time
-from simulator.errors import StrategyError
+from simulator.errors import InputError, StrategyError
 from simulator.hardware import Hardware
 from simulator.pipeline_memory import PipelineBytes
-from simulator.pipeline_operators import OperatorCosts, Operators
+from simulator.pipeline_operators import FIRST, LAST, PLAIN, OperatorCosts, Operators, action_variants
 from simulator.program import Collective, Kernel, Phase, Program, ProgramAxis, Segment, Task
 from simulator.schedules import ActionKind, Schedule, make_schedule
 from simulator.task_table import FloatArray
@@ -29,7 +29,6 @@ from simulator.timing import task_times
 from simulator.topology import GroupShape
 
 FORWARD, BACKWARD, INPUT, WEIGHT = ActionKind
-PLAIN, FIRST, LAST = range(3)
 Key = tuple[int, ...]
 """Units of a chunk, by those that stand for them: equal chunks have equal keys."""
 
@@ -45,6 +44,31 @@ class LoweredPipeline:
     costs: OperatorCosts
     sizes: PipelineBytes
     flops: float
+    work: PassTasks
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PassTasks:
+    """Every task with its seconds, and those of each pass: ``passes[stage][kind, variant]`` are numbers of tasks."""
+
+    tasks: Sequence[Task]
+    seconds: FloatArray
+    passes: Sequence[Mapping[tuple[ActionKind, int], Sequence[int]]]
+    updates: Sequence[Sequence[tuple[int, int]]]
+
+    def counts(self, schedule: Schedule) -> FloatArray:
+        """(tasks,) how often each runs in a step, on all pipeline ranks together."""
+        found = np.zeros(len(self.tasks))
+        which = action_variants(schedule)
+        rows = np.stack([schedule.kind, schedule.stage, which], axis=1)
+        for (kind, stage, variant), times in zip(*np.unique(rows, axis=0, return_counts=True), strict=True):
+            passes = self.passes[stage]
+            key = ActionKind(int(kind)), int(variant)
+            np.add.at(found, list(passes.get(key, passes[key[0], PLAIN])), float(times))
+        for rank in self.updates:
+            for number, times in rank:
+                found[number] += times
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +101,11 @@ def lower_pipeline(
     """
     found = representatives(plan, graph)
     schedule = plan_schedule(plan) if schedule is None else schedule
+    if schedule.micro_batches != plan.micro_batches:
+        raise InputError(
+            f"schedule {schedule.name} has {schedule.micro_batches} micro-batches, the plan {plan.micro_batches}; "
+            "use a schedule of as many"
+        )
     tasks: list[Task] = []
     units = units_work(found.source, found.chain, tasks)
     keys = tuple(tuple(found.of_unit[i] for i in members) for members in chunk_units(plan, found.names, schedule))
@@ -110,7 +139,12 @@ def lower_pipeline(
             found.source, units, [[keys[s] for s in stages] for stages in _stages_of(schedule)], plan.micro_batches
         ),
     )
-    return LoweredPipeline(schedule=schedule, costs=costs, sizes=sizes, flops=_flops(lowering))
+    numbers = {
+        key: {place: [n for operator in draft.tasks for n in operator] for place, draft in passes.items()}
+        for key, passes in drafts.items()
+    }
+    work = PassTasks(tasks=tasks, seconds=seconds, passes=[numbers[key] for key in keys], updates=updates)
+    return LoweredPipeline(schedule=schedule, costs=costs, sizes=sizes, flops=_flops(lowering), work=work)
 
 
 def plan_schedule(plan: Plan) -> Schedule:

@@ -14,6 +14,7 @@ from planner.strategy.plan import Plan, optimizer_sharding
 from simulator.errors import InputError, StrategyError, UnsupportedError
 from simulator.hardware import Hardware
 from simulator.schedules import Schedule
+from simulator.timeline import Engine
 
 
 @contextmanager
@@ -53,7 +54,11 @@ def lower_strategy(plan: Plan, source: str | Path, *, precision: str | None = No
 
 
 def predict_pipeline_strategy(
-    plan: Plan, source: str | Path, hardware: Hardware, schedule: Schedule | None = None
+    plan: Plan,
+    source: str | Path,
+    hardware: Hardware,
+    schedule: Schedule | None = None,
+    engine: Engine | None = None,
 ) -> PipelinePrediction:
     """Simulate a plan with pipeline stages that stands in the strategy file `source`.
 
@@ -61,6 +66,8 @@ def predict_pipeline_strategy(
     ----------
     schedule : Schedule, optional
         Another order of the passes than the plan's schedule has.
+    engine : Engine, optional
+        Runs the step operator by operator instead of pass by pass.
 
     Raises
     ------
@@ -69,7 +76,7 @@ def predict_pipeline_strategy(
     """
     with naming(source):
         _check_sequence_length(plan)
-        return predict_pipeline(plan, checked_graph(plan), hardware, schedule)
+        return predict_pipeline(plan, checked_graph(plan), hardware, schedule, engine)
 
 
 def _check_sequence_length(plan: Plan) -> None:

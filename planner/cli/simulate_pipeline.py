@@ -1,0 +1,180 @@
+"""`meshwright simulate` on a plan with pipeline stages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planner.cli.terminal import Terminal
+from simulator.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from planner.lowering.pipeline import PassTasks
+    from planner.pipeline_prediction import PipelinePrediction
+    from planner.strategy.plan import Plan
+    from simulator.hardware import Hardware
+
+_SHOWN = 10
+
+
+def simulate_pipeline_plan(
+    terminal: Terminal,
+    strategy: Path,
+    plan: Plan,
+    hardware: Hardware,
+    engine: str,
+    trace: Path | None,
+    schedule_file: Path | None,
+    refused: Mapping[str, bool],
+    seed: int,
+) -> None:
+    """Simulate one step of a pipeline and print what it does.
+
+    Parameters
+    ----------
+    refused : mapping of str to bool
+        Options that pipelines do not have yet, and whether each was given.
+    """
+    from planner.pipeline_prediction import write_trace
+    from planner.strategy.loading import predict_pipeline_strategy
+    from simulator import engine as reference
+    from simulator.schedules.exchange import parse_schedule_csv
+
+    given = [name for name, is_given in refused.items() if is_given]
+    if given:
+        raise UnsupportedError(f"{given[0]} is not supported for plans with pipeline stages yet; leave it out")
+    schedule = None if schedule_file is None else parse_schedule_csv(schedule_file)
+    with terminal.working(f"simulating {plan.network} on {plan.devices} devices"):
+        run = reference.run if engine == "reference" else None
+        found = predict_pipeline_strategy(plan, strategy, hardware, schedule, run)
+        if trace is not None:
+            write_trace(found, plan, trace)
+    if terminal.json:
+        terminal.document(_document(strategy, plan, hardware, engine, found, trace, seed))
+    elif terminal.quiet:
+        terminal.line(f"{found.prediction.step_time_s!r}")
+    else:
+        terminal.show(*_report(plan, hardware, found, trace))
+
+
+def _operators(work: PassTasks, counts: Any) -> list[dict[str, Any]]:
+    """Calls and seconds of operators on all pipeline ranks, most seconds first; layers count together."""
+    totals: dict[tuple[str, str], list[float]] = {}
+    for task, times, seconds in zip(work.tasks, counts.tolist(), work.seconds.tolist(), strict=True):
+        if times and task.collective is None:
+            key = re.sub(r"(?<=\.)\d+(?=\.)", "*", task.name), task.kernel.value
+            total = totals.setdefault(key, [0.0, 0.0])
+            total[0] += times
+            total[1] += times * seconds
+    ranked = sorted(totals.items(), key=lambda item: (-item[1][1], item[0]))[:_SHOWN]
+    return [
+        {"name": name, "kernel": kernel, "calls": round(calls), "seconds": seconds}
+        for (name, kernel), (calls, seconds) in ranked
+    ]
+
+
+def _collectives(work: PassTasks, counts: Any) -> list[dict[str, Any]]:
+    totals: dict[tuple[str, str], list[float]] = {}
+    for task, times, seconds in zip(work.tasks, counts.tolist(), work.seconds.tolist(), strict=True):
+        if times and task.collective is not None:
+            total = totals.setdefault((task.axis, task.collective.value), [0.0, 0.0, 0.0])
+            total[0] += times
+            total[1] += times * task.payload_bytes
+            total[2] += times * seconds
+    return [
+        {"collective": name, "axis": axis, "calls": round(calls), "payload_bytes": payload, "seconds": seconds}
+        for (axis, name), (calls, payload, seconds) in sorted(totals.items())
+    ]
+
+
+def _document(
+    strategy: Path,
+    plan: Plan,
+    hardware: Hardware,
+    engine: str,
+    found: PipelinePrediction,
+    trace: Path | None,
+    seed: int,
+) -> dict[str, Any]:
+    from planner.documents import plan_document, prediction_document
+
+    work = found.lowered.work
+    counts = work.counts(found.lowered.schedule)
+    return {
+        "strategy_file": str(strategy),
+        "network": plan.network,
+        "hw": hardware.name,
+        "engine": engine,
+        "step_time_s": found.prediction.step_time_s,
+        "prediction": prediction_document(found.prediction),
+        "plan": plan_document(plan, hardware),
+        "ranks": [
+            {
+                "rank": rank,
+                "peak_memory_bytes": int(memory.peak_bytes),
+                "compute_s": float(found.result.compute_s[rank]),
+                "idle_s": float(found.result.bubble_s[rank]),
+            }
+            for rank, memory in enumerate(found.memory)
+        ],
+        "collectives": _collectives(work, counts),
+        "operators": _operators(work, counts),
+        "trace": None if trace is None else str(trace),
+        "seed": seed,
+        "stragglers": None,
+        "goodput": None,
+    }
+
+
+def _report(plan: Plan, hardware: Hardware, found: PipelinePrediction, trace: Path | None) -> Iterable[RenderableType]:
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    from planner.cli.tables import (
+        batch_text,
+        breakdown_text,
+        facts,
+        memory_kinds_text,
+        memory_text,
+        mesh_text,
+        throughput,
+    )
+    from planner.quantities import bytes_text, interval_text, percent_text, rate_text, seconds_text
+
+    prediction, schedule = found.prediction, found.lowered.schedule
+    yield Text(f"{plan.network} on {plan.devices} × {hardware.device_name} ({hardware.name})", style="bold")
+    chunks = f", {plan.virtual} chunks each" if plan.virtual > 1 else ""
+    yield facts(
+        [
+            ("plan", f"data {mesh_text(plan)} tensor, micro-batch {batch_text(plan)}"),
+            ("pipeline", f"{plan.pipeline} ranks{chunks}, {schedule.name}"),
+            (
+                "step time",
+                f"{seconds_text(prediction.step_time_s)} ({interval_text(*prediction.interval_s)}, {prediction.label})",
+            ),
+            ("throughput", f"{rate_text(*throughput(prediction))}, MFU {percent_text(prediction.mfu)}"),
+            ("time", breakdown_text(prediction.breakdown, prediction.step_time_s)),
+            ("peak memory", f"{memory_text(prediction)}, on pipeline rank {prediction.peak_rank}"),
+            ("memory", memory_kinds_text(prediction.memory_at_peak)),
+        ]
+    )
+    ranks = Table(box=None, pad_edge=False)
+    for name in ("rank", "units", "computes", "idle", "peak memory"):
+        ranks.add_column(name, justify="right" if name != "units" else "left")
+    for rank, memory in enumerate(found.memory):
+        held = (f"{c.first} … {c.last}" if c.first != c.last else c.first for c in plan.chunks if c.rank == rank)
+        ranks.add_row(
+            str(rank),
+            Text(", ".join(held)),
+            seconds_text(float(found.result.compute_s[rank])),
+            percent_text(float(found.result.bubble_s[rank]) / prediction.step_time_s),
+            bytes_text(memory.peak_bytes),
+        )
+    yield Padding(ranks, (1, 0, 0, 0))
+    if trace is not None:
+        yield Padding(facts([("written", str(trace))]), (1, 0, 0, 0))
