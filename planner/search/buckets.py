@@ -20,8 +20,10 @@ from planner.search.elimination import Table, TooWideError
 Index = NDArray[np.intp]
 
 MAX_TABLE = 60_000_000
-MAX_WORK = 6_000_000_000
+MAX_WORK = 30_000_000_000
 CHUNK = 1 << 17
+WORTH_COMPILING = 300_000_000
+"""Entries of one step from which the compiled loop is loaded, which takes a process about 0.4 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,24 +276,69 @@ def part_table(part: Part, made: Sequence[Table]) -> Table:
 
 def _minimum(arrays: Sequence[Table], shape: tuple[int, ...]) -> Table:
     """Minimise the broadcast sum of `arrays` over the last dim; `shape` is that of the result."""
+    states = max(a.shape[-1] for a in arrays)
+    if prod(shape) * states >= WORTH_COMPILING:
+        groups = _apart(arrays, len(shape))
+        if groups is not None:
+            return _products(arrays, shape, states, groups)
     out = np.empty(shape)
-    _fill(list(arrays), out, max(a.shape[-1] for a in arrays))
+    _fill(list(arrays), out, states)
     return out
 
 
 def _fill(arrays: list[Table], out: Table, states: int) -> None:
-    if out.size * states <= CHUNK or out.ndim < 2:
-        total = arrays[0]
-        for table in sorted(arrays[1:], key=lambda t: t.size):
-            total = total + table
-        np.minimum.reduce(np.broadcast_to(total, (*out.shape, total.shape[-1])), axis=-1, out=out)
+    if out.ndim < 2 or out.size * states <= CHUNK:
+        np.minimum.reduce(np.broadcast_to(_sum(arrays), (*out.shape, states)), axis=-1, out=out)
         return
     fixed = [a[0] for a in arrays if a.shape[0] == 1]
     moving = [a for a in arrays if a.shape[0] > 1]
-    if len(fixed) > 1:
-        total = fixed[0]
-        for table in sorted(fixed[1:], key=lambda t: t.size):
-            total = total + table
-        fixed = [total]
+    fixed = [_sum(fixed)] if fixed else []
     for row in range(out.shape[0]):
         _fill([*fixed, *(a[row] for a in moving)], out[row, ...], states)
+
+
+Dims = tuple[int, ...]
+
+
+def _apart(arrays: Sequence[Table], count: int) -> tuple[Dims, Dims, Dims] | None:
+    """Split dims so that, given the first group, each array depends on the second or on the third alone."""
+    spans = [{d for d in range(count) if a.shape[d] > 1} for a in arrays]
+    for given in [(), *((d,) for d in range(count))]:
+        rest = [d for d in range(count) if d not in given]
+        together = {rest[0]} if rest else set()
+        while True:
+            near = {d for span in spans if span & together for d in span} - set(given)
+            if near <= together:
+                break
+            together |= near
+        others = tuple(d for d in rest if d not in together)
+        if together and others:
+            return given, tuple(sorted(together)), others
+    return None
+
+
+def _products(arrays: Sequence[Table], shape: tuple[int, ...], states: int, groups: tuple[Dims, Dims, Dims]) -> Table:
+    """Min-plus products of matrices, one for each entry of the first group of dims."""
+    from planner.search.compiled import min_plus_into
+
+    given, first, second = groups
+    order = (*given, *first, *second)
+    moved = [a.transpose((*order, a.ndim - 1)) for a in arrays]
+    sizes = [tuple(shape[d] for d in group) for group in groups]
+    lead, middle = len(given), len(given) + len(first)
+    out = np.empty([shape[d] for d in order])
+    for index in np.ndindex(*sizes[0]):
+        here = [a[tuple(i if a.shape[d] > 1 else 0 for d, i in enumerate(index))] for a in moved]
+        left = [a for a in here if prod(a.shape[middle - lead : -1]) == 1]
+        right = [a for a in here if prod(a.shape[middle - lead : -1]) > 1]
+        rows = np.broadcast_to(_sum(left), (*sizes[1], *(1 for _ in second), states)).reshape(-1, states)
+        columns = np.broadcast_to(_sum(right), (*(1 for _ in first), *sizes[2], states)).reshape(-1, states)
+        min_plus_into(rows, np.ascontiguousarray(columns.T), out[index].reshape(len(rows), len(columns)))
+    return np.ascontiguousarray(out.transpose(np.argsort(order)))
+
+
+def _sum(arrays: Sequence[Table]) -> Table:
+    total, *others = sorted(arrays, key=lambda table: table.size)
+    for table in others:
+        total = total + table
+    return total

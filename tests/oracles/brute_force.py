@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
@@ -94,6 +95,13 @@ def exhaustive(problem: TableProblem, memory_limit: float) -> tuple[float, tuple
         if np.isfinite(time) and (best is None or time < best[0]):
             best = (float(time), states)
     return best
+
+
+def total(problem: TableProblem, states: Mapping[int, int]) -> tuple[float, float]:
+    """Time and memory of one assignment of a problem without runs."""
+    tables = [(c, (states[v],)) for v, c in enumerate(problem.unary)]
+    tables += [(c, (states[a], states[b])) for (a, b), c in problem.pairs.items()]
+    return float(sum(c.time[i] for c, i in tables)), float(sum(c.memory[i] for c, i in tables))
 
 
 def random_cost(random: np.random.Generator, shape: tuple[int, ...], forbidden: float = 0.1) -> Cost:
