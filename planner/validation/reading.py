@@ -13,6 +13,7 @@ from planner.validation.measurement_file import FileRow, read_rows
 from planner.validation.reading_hardware import hardware_for
 from planner.validation.reading_network import MissingFactError, is_transformer, read_network
 from planner.validation.reading_plan import read_setup
+from planner.validation.reading_setup import release
 from simulator.errors import MeshwrightError
 
 
@@ -102,7 +103,7 @@ def measured_row(row: FileRow) -> MeasuredRow:
         time_column=column,
         memory_gib=memory or math.nan,
         memory_kind=row.text("mem_kind"),
-        workload=workload_key(row.text("source"), run),
+        workload=workload_key(row.text("source"), run, release(row)),
     )
 
 
@@ -125,8 +126,8 @@ def _recomputing(run: TrainingRun) -> TrainingRun:
     return replace(other, assumed=(*kept, "recomputation not stated: full, without which it does not fit"))
 
 
-def workload_key(source: str, run: TrainingRun) -> str:
-    """What stays the same when only the plan changes."""
+def workload_key(source: str, run: TrainingRun, released: float = 0.0) -> str:
+    """What stays the same when only the plan changes; runs of two software releases are no choice between plans."""
     network, setup = run.network, run.setup
     if isinstance(network, TransformerShape):
         sizes = [network.layers, network.hidden, network.heads, network.vocabulary, network.sequence_length]
@@ -134,7 +135,7 @@ def workload_key(source: str, run: TrainingRun) -> str:
     else:
         sizes = []
     facts = (
-        source, network.name, *sizes, run.hardware.name, run.hardware.hash[:8], setup.devices,
+        source, f"{released:.2f}", network.name, *sizes, run.hardware.name, run.hardware.hash[:8], setup.devices,
         setup.global_batch, setup.precision, setup.stack, setup.trained_fraction < 1,
     )  # fmt: skip
     return " | ".join(str(fact) for fact in facts)

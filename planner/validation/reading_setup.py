@@ -41,6 +41,22 @@ def year_month(row: FileRow) -> str:
     return f"{found[1]}-{found[2] or '06'}" if found else ""
 
 
+def release(row: FileRow) -> float:
+    """When the software was released, as a year with its part, 0 where nothing tells.
+
+    A stated version counts before the date of the measurement: NVIDIA names containers by year and month.
+
+    >>> from planner.validation.measurement_file import FileRow
+    >>> release(FileRow(file="", line=1, texts={"measured_date": "2025-06-09 (v24.11.1)"}, numbers={}))
+    2024.8333333333333
+    """
+    version = re.search(r"(?:\(v|^)(2\d)\.(0\d|1[0-2])\b", row.text("measured_date"))
+    if version:
+        return 2000 + int(version[1]) + (int(version[2]) - 1) / 12
+    year, _, month = year_month(row).partition("-")
+    return int(year) + (int(month) - 1) / 12 if year else 0.0
+
+
 def is_ascend(row: FileRow) -> bool:
     """Whether the row ran on Ascend devices."""
     return "ascend" in f"{row.text('accelerator')} {row.text('hw')}".lower()
