@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -62,6 +63,15 @@ def test_memory_and_outcomes_by_hand() -> None:
     assert figures.memory_bias == pytest.approx(0.05)
     assert figures.oom_recall == pytest.approx(2 / 3)
     assert figures.oom_precision == pytest.approx(2 / 3)
+
+
+def test_memory_with_and_without_doubt() -> None:
+    rows = [scored(memory=(9.0, 10.0)), scored(memory=(12.0, 10.0)), scored(memory=(20.0, 10.0))]
+    figures = metrics_of_rows([*rows[:2], replace(rows[2], memory_doubt="what was measured is not stated")])
+    assert (figures.memory_rows, figures.memory_clear_rows) == (3, 2)
+    assert figures.memory_mean == pytest.approx(1.3 / 3)
+    assert figures.memory_median == pytest.approx(0.2)
+    assert figures.memory_clear_mean == pytest.approx(0.15)
 
 
 def test_choice_by_hand() -> None:

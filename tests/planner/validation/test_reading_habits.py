@@ -1,0 +1,100 @@
+"""What rows say of software that does otherwise than its stack, and rows that leave memory in doubt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.estimate.training_run import AttentionKernel, TrainingSetup
+from planner.validation.memory_doubts import CONTRADICTION, MISSING_FACT, UNKNOWN_FIGURE, memory_doubt
+from planner.validation.reading import MeasuredRow, read_measurements
+from tests.measurements import write_measurements
+
+DETERMINISTIC = "deterministic-mode; NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
+
+
+def read_one(tmp_path: Path, **changes: str) -> MeasuredRow:
+    row = read_measurements(write_measurements(tmp_path / "m.csv", changes))[0]
+    assert row.run is not None, row.reason
+    return row
+
+
+def setup_of(tmp_path: Path, **changes: str) -> TrainingSetup:
+    run = read_one(tmp_path, **changes).run
+    assert run is not None
+    return run.setup
+
+
+def test_scaling_of_aleph_alpha(tmp_path: Path) -> None:
+    setup = setup_of(tmp_path, framework="AA-Scaling (Megatron-like, 1F1B)")
+    assert not setup.scattered_gradients
+    assert (setup.sent_gradient_bytes, setup.separate_gate) == (4, True)
+    # 24 layers and embedding, norm and head: 14 and 13 items
+    assert setup.layers_per_stage == (13, 11)
+    assert not setup.vocabulary_parallel_loss
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value"),
+    [
+        ({"framework": "Megatron-LM"}, "scattered_gradients", True),
+        ({"framework": "Megatron-LM"}, "layers_per_stage", ()),
+        ({"model": "gpt3_tp2_cross_entropy_loss_fusion"}, "fused_loss", True),
+        ({"model": "gpt3_tp2_defer_embedding_wgrad_compute"}, "deferred_head_batches", 2),
+        ({"model": "gpt3_multi_dist_optimizer_instances", "tp": "1", "pp": "1", "dp": "16"}, "shard_group", 8),
+        ({"model": "llama2_tp4_tp2d", "sequence_parallel": "false", "sp": ""}, "sequence_parallel", True),
+        ({"framework": "torchtitan", "recompute": "selective (op SAC)"}, "every_second_product", True),
+        ({"framework": "torchtitan", "recompute": "selective (config default)"}, "every_second_product", True),
+        ({"framework": "torchtitan", "recompute": "full"}, "every_second_product", False),
+        ({"framework": "Megatron-LM", "recompute": "selective (op SAC)"}, "every_second_product", False),
+    ],
+)
+def test_words_of_single_stacks(tmp_path: Path, changes: dict[str, str], field: str, value: object) -> None:
+    assert getattr(setup_of(tmp_path, **changes), field) == value
+
+
+@pytest.mark.parametrize(
+    ("cluster", "flags", "kernel"),
+    [
+        ("dgxa100", DETERMINISTIC, AttentionKernel.FUSED_SOFTMAX),
+        ("dgxa100", "", AttentionKernel.FLASH2),
+        ("dgx_a100", DETERMINISTIC, AttentionKernel.FLASH2),
+    ],
+)
+def test_containers_without_reproducible_flash_attention(
+    tmp_path: Path, cluster: str, flags: str, kernel: AttentionKernel
+) -> None:
+    framework = "Megatron-LM (mcore) transformer_engine"
+    setup = setup_of(tmp_path, hw=cluster, other_flags=flags, framework=framework, attention_impl="")
+    assert setup.attention is kernel
+
+
+def test_reward_models_see_answers_of_variable_length(tmp_path: Path) -> None:
+    assert "variable length" in read_one(tmp_path, model="reward_chatglm3_tp2", notes="").reason
+    assert "variable length" not in read_one(tmp_path, model="performance_chatglm3", notes="").reason
+
+
+def test_releases_are_no_plans(tmp_path: Path) -> None:
+    first, second, third = (
+        read_one(tmp_path, measured_date=date).workload
+        for date in ("2025-06-09 (v24.11.1)", "2025-06-09 (v25.04)", "2025-06-10 (v25.04)")
+    )
+    assert first != second == third
+
+
+@pytest.mark.parametrize(
+    ("changes", "doubt"),
+    [
+        ({"mem_gib_per_gpu": "60", "mem_kind": "nvidia-smi GB"}, ""),
+        ({"mem_gib_per_gpu": "", "mem_kind": "GB as printed"}, ""),
+        ({"mem_gib_per_gpu": "60", "mem_kind": "GB as printed"}, UNKNOWN_FIGURE),
+        ({"mem_gib_per_gpu": "0.5", "mem_kind": "nvidia-smi GB"}, CONTRADICTION),
+        (
+            {"mem_gib_per_gpu": "60", "mem_kind": "nvidia-smi GB", "recompute": "", "recompute_kind": ""},
+            MISSING_FACT,
+        ),
+    ],
+)
+def test_doubts_about_memory(tmp_path: Path, changes: dict[str, str], doubt: str) -> None:
+    assert memory_doubt(read_one(tmp_path, **changes)) == doubt
