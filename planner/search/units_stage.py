@@ -76,6 +76,12 @@ class StageDecisions:
                     found[number] = same
         return found
 
+    def context_axis(self, algorithm: Algorithm) -> ContextAxis:
+        """What the network does on a context axis; raises UnsupportedError where an operator forbids one."""
+        if algorithm not in self._contexts:
+            self._contexts[algorithm] = context_axis(self.graph, algorithm)
+        return self._contexts[algorithm]
+
     def context(self, mesh: Mesh, algorithm: Algorithm) -> tuple[Choice, ...]:
         """Each variable's choice on the context axis of a mesh; none without such an axis.
 
@@ -89,9 +95,7 @@ class StageDecisions:
         sizes = {axis.name: axis.size for axis in mesh.axes}
         if CONTEXT not in sizes:
             return ()
-        if algorithm not in self._contexts:
-            self._contexts[algorithm] = context_axis(self.graph, algorithm)
-        axis = self._contexts[algorithm]
+        axis = self.context_axis(algorithm)
         obstacle = axis.obstacle(sizes[CONTEXT], sizes.get("tensor", 1))
         if obstacle is not None:
             raise InputError(obstacle)
@@ -189,6 +193,7 @@ class Stage:
 
     def __init__(self, source: StageDecisions, parts: Parts, options: StageOptions) -> None:
         self.source, self.parts, self.options = source, parts, options
+        self._sequence_sharded: dict[int, NDArray[np.bool_]] = {}
         self.chain = source.chain
         stations = [parts.station_of[b.forward] for b in self.chain.boundaries]
         self.stations = tuple(stations)
@@ -197,7 +202,6 @@ class Stage:
         self.boundaries = tuple(self._boundary(b) for b in range(len(stations)))
         self.barred = self._barred()
         self._units: dict[int, Tabled] = {}
-        self._sequence_sharded: dict[int, NDArray[np.bool_]] = {}
 
     def unit(self, number: int) -> Tabled:
         """Tables of a unit; the first block of a run has the second's where they are equal."""

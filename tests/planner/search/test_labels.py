@@ -1,0 +1,276 @@
+"""Labels and minima of a stage: exact, the same count as the whole objective, Megatron's plan found."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.graph.folding import unfold
+from planner.graph.operator_graph import TensorRef
+from planner.graph.scaling import at_batch, at_precision
+from planner.networks import load_network
+from planner.search.dynamic_programming import fastest
+from planner.search.labels import StageDecisions, StageTables, Weights, rules_of, stage_decisions, stage_tables
+from planner.search.problem import Problem
+from planner.search.units_factors import PARTS, Part, UnitFactors
+from planner.search.units_stage import ENTRY, EXIT
+from planner.search.variables import Kind
+from planner.sharding.placement import Mesh
+from planner.work import optimizer
+from simulator.errors import InputError
+from simulator.hardware import load_profile
+from tests.planner.search.problems import BUCKET_BYTES, captured, captured_small, make_mesh
+
+WEIGHTS = st.builds(
+    Weights,
+    forward=st.floats(0.1, 2),
+    backward=st.floats(0.1, 2),
+    step=st.floats(0, 1),
+    activation_byte=st.sampled_from((0.0, 1e-10, 1e-9, 1e-7)),
+    parameter_element=st.sampled_from((0.0, 1e-10, 1e-8)),
+)
+
+
+@cache
+def prepared(name: str, unfolded: bool = False) -> StageDecisions:
+    if name == "gpt3-175b":
+        return stage_decisions(at_precision(load_network("zoo:gpt3-175b").capture(), "bfloat16"))
+    graph = captured("mlp") if name == "mlp" else captured_small(name, 3)
+    return stage_decisions(unfold(graph) if unfolded else graph)
+
+
+@cache
+def tables_of(name: str, mesh: Mesh, sequence_parallel: bool | None = None, *, unfolded: bool = False) -> StageTables:
+    source = prepared(name, unfolded)
+    return stage_tables(
+        at_batch(source.graph, 1 if name == "gpt3-175b" else 8),
+        source,
+        load_profile("dgx-a100"),
+        mesh,
+        optimizer=optimizer("adamw"),
+        bucket_bytes=BUCKET_BYTES,
+        sequence_parallel=sequence_parallel,
+    )
+
+
+def block_rules(tables: StageTables, place: int) -> dict[str, tuple[int, ...]]:
+    """Placements of outputs, or of a parameter, on the only axis in the best plan: by node of one block."""
+    best = tables.minimum(Weights(step=1 / 64))
+    number = tables.chain.positions[place]
+    decisions, graph = tables.decisions.decisions, tables.parts.graph
+    found = {}
+    for index in tables.chain.units[number].nodes:
+        variable = decisions.of_node[index]
+        if variable in best.assignments[place]:
+            states = tables.problem.states[variable]
+            chosen = states.variable.choices[states.choice[0, best.assignments[place][variable]]]
+            rule = chosen.rules[decisions.variables[variable].nodes.index(index)]
+            found[graph.nodes[index].name.removeprefix(tables.chain.units[number].name)[1:]] = rule.outputs
+    return found
+
+
+def test_megatrons_plan_is_found_for_gpt3_within_a_node() -> None:
+    tables = tables_of("gpt3-175b", make_mesh(tensor=8))
+    rules = block_rules(tables, 40)
+    for name in ("attention.query", "attention.key", "attention.value", "expand"):
+        assert rules[f"{name}.weight"] == (0,), name  # columns of the product
+    for name in ("attention.output", "contract"):
+        assert rules[f"{name}.weight"] == (1,), name  # rows
+    heads = 1
+    assert rules["attention/_scaled_dot_product_flash_attention_for_cpu"][0] == heads
+    sequence = 1
+    for name in ("attention_norm", "feed_forward_norm"):
+        assert rules[f"{name}/native_layer_norm"][0] == sequence
+
+
+def test_without_sequence_parallelism_norms_are_whole_and_slower() -> None:
+    free, without, pinned = (tables_of("gpt3-175b", make_mesh(tensor=8), asked) for asked in (None, False, True))
+    weights = Weights(step=1 / 64)
+    best = free.minimum(weights).value
+    assert best == pytest.approx(pinned.minimum(weights).value, rel=0.01)
+    assert without.minimum(weights).value > best * 1.001
+    assert not any(labels.sequence_parallel.any() for labels in without.units)
+    assert all(labels.sequence_parallel.all() for labels in pinned.units[1:3])
+    assert [state.forward for state in pinned.boundaries] == [((1,),)] * 3
+
+
+def test_a_sequence_that_does_not_divide_cannot_be_sharded() -> None:
+    with pytest.raises(InputError, match=r"cannot be sharded along the sequence over 5 ranks"):
+        tables_of("gpt", make_mesh(tensor=5), True)
+    assert tables_of("gpt", make_mesh(tensor=5)).minimum(Weights()).value > 0
+
+
+def test_the_blocks_of_a_run_share_one_table() -> None:
+    tables = tables_of("gpt3-175b", make_mesh(tensor=8))
+    first, second = tables.units[1:3]
+    assert np.array_equal(first.backward_s, second.backward_s)
+    decisions = tables.decisions.decisions
+    for labels, unit in ((first, tables.chain.units[1]), (second, tables.chain.units[2])):
+        decided = {decisions.of_node[i] for i in unit.nodes} - {-1}
+        assert all(decided <= set(states) for states in labels.assignments)
+
+
+MESHES = (make_mesh(), make_mesh(tensor=2), make_mesh(tensor=2, expert=2))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=["one", "tensor", "two-axes"])
+@pytest.mark.parametrize("name", ["mlp", "gpt", pytest.param("bert", marks=pytest.mark.slow)])
+def test_the_minimum_is_that_of_the_whole_objective(name: str, mesh: Mesh) -> None:
+    """Over the unfolded network, parameter updates aside, which labels leave to data parallelism."""
+    tables = tables_of(name, mesh, unfolded=True)
+    best = tables.minimum(Weights(step=1.0))
+    problem = tables.problem
+    states: dict[int, int] = {}
+    for assignment in best.assignments:
+        states.update(assignment)
+    updates = 0.0
+    for number, variable in enumerate(tables.decisions.decisions.variables):
+        if variable.kind is Kind.PARAMETER:
+            updates += float(tables.parts.update_seconds(problem.states[number])[states[number]])
+    assert objective(problem, states) == pytest.approx(updates + modeless(tables, best.assignments), rel=1e-9)
+    if set(best.recompute) == {0}:
+        assert best.value == pytest.approx(modeless(tables, best.assignments), rel=1e-9)
+        exact = fastest(problem).objective_s
+        assert best.value <= exact * (1 + 1e-9)
+        assert exact <= best.value + updates + 1e-12
+
+
+def objective(problem: Problem, states: dict[int, int]) -> float:
+    time = sum(float(cost.time[states[v]]) for v, cost in enumerate(problem.unary))
+    return time + sum(float(cost.time[states[a], states[b]]) for (a, b), cost in problem.pairs.items())
+
+
+def modeless(tables: StageTables, assignments: tuple[object, ...]) -> float:
+    """Seconds of both passes and the step without recomputation, from the units' tables."""
+    total = 0.0
+    for number, states in zip(tables.chain.positions, assignments, strict=True):
+        parts = tables._stage.unit(number).factors.evaluate({v: np.array([s]) for v, s in states.items()})  # type: ignore[attr-defined]
+        total += float(parts[[Part.FORWARD, Part.BACKWARD, Part.STEP]].sum())
+    return total
+
+
+@settings(max_examples=15)
+@given(weights=WEIGHTS)
+@pytest.mark.parametrize(
+    "mesh", [MESHES[1], pytest.param(MESHES[2], marks=pytest.mark.slow)], ids=["tensor", "two-axes"]
+)
+def test_no_choice_of_labels_is_cheaper_than_the_minimum(mesh: Mesh, weights: Weights) -> None:
+    tables = tables_of("gpt", mesh)
+    exact = tables.minimum(weights)
+    best = {-1: 0.0}
+    for number in tables.chain.positions:
+        labels = tables.units[number]
+        cost = weights.forward * labels.forward_s + weights.backward * labels.backward_s + weights.step * labels.step_s
+        cost = cost + weights.activation_byte * labels.activation_bytes
+        cost = cost + weights.parameter_element * labels.parameter_elements
+        after: dict[int, float] = {}
+        for entry, leave, own in zip(labels.entry, labels.exit, cost, strict=True):
+            if entry in best:
+                after[leave] = min(after.get(leave, np.inf), best[entry] + float(own))
+        best = after
+    assert exact.value <= best[-1] * (1 + 1e-9)
+    assert exact.value >= best[-1] * 0.9
+
+
+@given(weights=WEIGHTS)
+@settings(max_examples=15)
+def test_consecutive_blocks_cost_what_their_matrix_products_say(weights: Weights) -> None:
+    tables = tables_of("gpt", make_mesh(tensor=2))
+    block = tables.matrices(weights)[2]
+    lengths = (1, 2, 3)
+    expected = []
+    for length in lengths:
+        ways = product(range(len(block)), repeat=length + 1)
+        expected.append(min(sum(block[a, b] for a, b in pairwise(way)) for way in ways))
+    assert tables.run_minimum(weights, 0, lengths) == pytest.approx(np.array(expected))
+
+
+def brute_force(factors: UnitFactors, tables: StageTables, number: int, row: np.ndarray) -> np.ndarray:
+    """Least weighted sum of a unit between its boundary states, by trying every assignment."""
+    unit = tables._stage.unit(number)
+    variables = list(factors.sizes)
+    states = np.indices([factors.sizes[v] for v in variables]).reshape(len(variables), -1)
+    by_variable = dict(zip(variables, states, strict=True))
+    total = np.zeros(states.shape[1])
+    for scope, table in zip(factors.scopes, factors.weighted(row[None]), strict=True):
+        total += table[0][tuple(by_variable[v] for v in scope)]
+    ends = []
+    for station, boundary in ((unit.model.entry, number - 1), (unit.model.exit, number)):
+        none = np.zeros(states.shape[1], dtype=np.int64)
+        ends.append(none if station is None else tables._stage.classes[boundary][1][by_variable[station]])
+    found = np.full([unit.sizes.get(end, 1) for end in (ENTRY, EXIT)], np.inf)
+    inside = np.array([e < n for e, n in zip(ends, found.shape, strict=True)]).all(axis=0)
+    np.minimum.at(found, (ends[0][inside], ends[1][inside]), total[inside])
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("number", [0, 1])
+def test_elimination_is_exact(number: int, seed: int) -> None:
+    tables = tables_of("mlp", make_mesh(tensor=2))
+    random = np.random.default_rng(seed)
+    scale = np.array([1.0] * 5 + [1e-9] * 2 + [1.0] * 6 + [1e-9] * 6)
+    row = random.uniform(0, 1, PARTS) * scale
+    unit = tables._stage.unit(number)
+    found = unit.spread(unit.minima(row[None]).table, ())[0]
+    assert found == pytest.approx(brute_force(unit.factors, tables, number, row))
+
+
+def test_no_label_is_beaten_by_another_between_the_same_states() -> None:
+    for labels in tables_of("gpt", make_mesh(tensor=2)).units:
+        seconds = labels.forward_s + labels.backward_s
+        columns = (seconds, labels.activation_bytes, labels.parameter_elements, labels.step_s)
+        for i, j in product(range(len(labels)), repeat=2):
+            same = (labels.entry[i], labels.exit[i], labels.recompute[i])
+            if i != j and same == (labels.entry[j], labels.exit[j], labels.recompute[j]):
+                assert any(column[i] > column[j] for column in columns)
+
+
+def test_recomputation_trades_seconds_for_bytes() -> None:
+    labels = tables_of("gpt3-175b", make_mesh(tensor=8)).units[2]
+    fastest_of = {}
+    for mode in range(3):
+        own = np.flatnonzero(labels.recompute == mode)
+        fastest_of[mode] = own[(labels.forward_s + labels.backward_s)[own].argmin()]
+    kept = [labels.activation_bytes[fastest_of[mode]] for mode in range(3)]
+    seconds = [labels.backward_s[fastest_of[mode]] for mode in range(3)]
+    assert kept[0] > kept[1] > kept[2] > 0
+    assert seconds[0] < seconds[1] < seconds[2]
+    # The forward operators run again but for the last product, whose result nobody needs.
+    forward = labels.forward_s[fastest_of[2]]
+    assert 0.5 * forward < seconds[2] - seconds[0] < forward
+
+
+def test_tied_parameters_lie_the_same_way_in_every_unit() -> None:
+    tables = tables_of("gpt", make_mesh(tensor=2))
+    (tied,) = tables.tied
+    node = tables.parts.graph.nodes[tied.node]
+    assert (node.name, tied.units) == ("token_embedding.weight", (0, 3))
+    station = tables.parts.station_of[TensorRef(tied.node)]
+    chosen = {states[station] for number in tied.units for states in tables.units[number].assignments}
+    assert len(chosen) == 1
+
+
+def test_modes_and_axes_are_checked() -> None:
+    source = prepared("gpt")
+    hardware, update = load_profile("dgx-a100"), optimizer("adamw")
+    with pytest.raises(InputError, match="has no data axis"):
+        stage_tables(source.graph, source, hardware, make_mesh(data=2), optimizer=update, bucket_bytes=1)
+    with pytest.raises(InputError, match="recompute modes"):
+        stage_tables(source.graph, source, hardware, make_mesh(), optimizer=update, bucket_bytes=1, recompute=("some",))
+
+
+def test_layers_with_equal_labels_are_one_range() -> None:
+    tables = tables_of("gpt3-175b", make_mesh(tensor=8))
+    full = [
+        int(np.flatnonzero((ls.recompute == 0) & (ls.entry < 2) & (ls.exit == -1 if n == 3 else ls.exit == 1))[0])
+        for n, ls in enumerate(tables.units)
+    ]
+    choices = [full[number] for number in tables.chain.positions]
+    _, layers = rules_of(tables, choices, 16, sharded=True)
+    assert [(layer.first, layer.last) for layer in layers] in ([(0, 95)], [(0, 0), (1, 95)])
