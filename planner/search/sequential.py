@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,7 +105,7 @@ class Round:
                 continue
             around = tuple(self.tables[v])
             sizes = [len(self.unary[n]) for n in (v, *around)]
-            if np.prod(sizes, dtype=np.float64) > MOST_ENTRIES:
+            if prod(sizes) > MOST_ENTRIES:
                 continue
             self._eliminate(v, around)
             queue += [n for n in around if n not in waiting]
@@ -119,11 +120,11 @@ class Round:
         total = tables[0] + own
         if len(around) == 1:
             best = total.argmin(axis=1)
-            self.unary[around[0]] = self.unary[around[0]] + total[np.arange(len(total)), best]
+            self.unary[around[0]] = self.unary[around[0]] + total.min(axis=1)
         else:
             joint = total[:, None, :] + tables[1][None, :, :]
             best = joint.argmin(axis=2)
-            made = np.take_along_axis(joint, best[:, :, None], axis=2)[:, :, 0]
+            made = joint.min(axis=2)
             one, two = around
             if two in self.tables[one]:
                 made = made + self.tables[one][two]
@@ -198,7 +199,7 @@ class Descent:
                 unary[i] = unary[i] + table[chosen[i], states[j]]
             elif j in free:
                 unary[j] = unary[j] + table[states[i], chosen[j]]
-        kept = {i: int(np.flatnonzero(chosen[i] == states[i])[0]) for i in free} if keep else None
+        kept = {i: int(chosen[i].searchsorted(states[i])) for i in free} if keep else None
         work = Round(unary, pairs)
         decided = work.decide([v for v in order if v in free], [v for v in late if v in free], kept)
         return [int(chosen[i][decided[i]]) if i in free else s for i, s in enumerate(states)], work.in_order

@@ -153,7 +153,6 @@ def test_infeasible_is_a_result_with_exit_code_3(monkeypatch: pytest.MonkeyPatch
         ([*PLAN, "--pin", "tp=3"], ["tp=3"]),
         ([*PLAN, "--pin", "recompute=full"], ["recompute=full", "not supported yet"]),
         ([*PLAN, "--search-mode", "guess"], ["'guess'", "dynamic_programming"]),
-        ([*PLAN, "--search-mode", "sharding_propagation"], ["sharding_propagation", "not supported yet"]),
         ([*PLAN, "--parallel-mode", "hybrid_parallel"], ["hybrid_parallel", "not supported yet"]),
         ([*PLAN, "--precision", "fp8"], ["fp8", "not supported yet"]),
         ([*PLAN, "--optimizer", "adamx"], ["'adamx'", "adamw"]),

@@ -10,11 +10,12 @@ from tests.planner.search.problems import captured, captured_small, deepened, ma
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"), [("gpt2-tiny", 5), ("bert", 4), pytest.param("llama", 2, marks=pytest.mark.slow)]
+    ("name", "layers"),
+    [("gpt2-tiny", 5), *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("bert", "llama"))],
 )
 def test_every_layer_its_own_segment_costs_what_the_exact_search_says(name: str, layers: int) -> None:
     graph = captured(name, layers) if "-" in name else captured_small(name, layers)
-    problem = make_problem(graph, make_mesh(data=2, tensor=2))
+    problem = make_problem(graph, make_mesh(data=4))
     tables = LayeredTables(problem, [range(2, run.count) for run in graph.runs])
     free, least = fastest(problem), smallest(problem)
     between = solve(problem, (free.memory_bytes + least.memory_bytes) / 2)

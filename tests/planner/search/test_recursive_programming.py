@@ -74,16 +74,16 @@ def test_is_near_the_optimum(name: str, axes: Mapping[str, int]) -> None:
     assert -1e-9 <= gap_to_exact(problem, found) <= 0.03
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("share", [0.0, 0.5, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_keeps_the_memory_limit(share: float) -> None:
-    problem = make_problem(captured("gpt2-tiny", 4), make_mesh(data=4, tensor=2))
+    problem = make_problem(captured("gpt2-tiny", 4), make_mesh(data=4))
     low = dynamic_programming.smallest(problem).memory_bytes
     limit = low + share * (dynamic_programming.fastest(problem).memory_bytes - low)
     found = solve(problem, limit, bound=True)
     assert found is not None
     assert found.memory_bytes <= limit
     assert 0 < found.lower_bound_s <= found.objective_s
-    assert gap_to_exact(problem, found, limit) <= 0.1
+    assert found.gap <= 0.1
     assert solve(problem, 0.999 * low) is None
 
 
