@@ -91,30 +91,22 @@ def _parallel(work: Work, tasks: Iterable[tuple[Any, ...]], jobs: int) -> Number
 
     # One point a task: each is kept as soon as it is done.
     parallel = Parallel(n_jobs=jobs, backend="loky", batch_size=1, return_as="generator_unordered")
-    with _interrupts_held():
-        rows = parallel(delayed(_attached)(os.getpid(), work, *task) for task in tasks)
+    rows = parallel(delayed(_attached)(os.getpid(), work, *task) for task in tasks)
     with _ended(rows):
         yield from rows
 
 
-@contextmanager
-def _interrupts_held() -> Generator[None, None, None]:
-    """Hold Ctrl-C until processes are started, which inherit that it is held: this process alone answers it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _attached(parent: int, work: Work, *task: Any) -> tuple[int, WhatIfRow]:
-    """Work in a process that ends with the one that wants the result, even where that was killed."""
+    """Work in a process that leaves Ctrl-C to its parent and ends with it, even where that is killed."""
     _end_with(parent)
     return work(*task)
 
 
 @lru_cache(maxsize=1)
 def _end_with(parent: int) -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
