@@ -1,0 +1,38 @@
+"""Plans that compute again or shard what they store run as one process does, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from planner.execution.run import ExecuteOptions, execute_plan
+from tests.planner.lowering.plans import one_stage, recomputing
+from tests.planner.search.problems import captured
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("axes", "mode", "changes"),
+    [
+        ({"data": 2, "tensor": 2}, "full", {"optimizer_sharding": "zero3"}),
+        pytest.param({"data": 2}, "none", {}, marks=slow),
+        pytest.param({"data": 2}, "none", {"optimizer_sharding": "zero2"}, marks=slow),
+        pytest.param({"data": 4}, "none", {"optimizer_sharding": "zero3"}, marks=slow),
+        pytest.param({"data": 4}, "none", {"optimizer_sharding": "zero3", "shard_size": 2}, marks=slow),
+        pytest.param({"data": 4}, "selective", {"optimizer_sharding": "zero2", "shard_size": 2}, marks=slow),
+        pytest.param({"tensor": 2}, "full", {}, marks=slow),
+        pytest.param({"tensor": 2}, "selective", {}, marks=slow),
+        pytest.param({"data": 2}, "none", {"offload_optimizer": True}, marks=slow),
+    ],
+)
+def test_losses_are_those_of_one_process(axes: dict[str, int], mode: str, changes: dict[str, Any]) -> None:
+    storage = "sharded" if "data" in axes else "replicated"
+    plan = one_stage(axes=tuple(axes.items()), micro_batches=2, micro_batch=1, storage=storage)
+    plan = replace(recomputing(plan, captured("gpt2-tiny"), mode) if mode != "none" else plan, **changes)
+    report = execute_plan(plan, ExecuteOptions(strategy="unused", steps=3, verify=True, precision="fp64"))
+    assert report.max_loss_difference is not None
+    assert report.max_loss_difference < 1e-10
+    assert report.losses[0] != report.losses[-1]

@@ -1,0 +1,87 @@
+"""Plans made by hand: operators as the search places them on one mesh, everything around them as asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from planner.graph.chain import chain
+from planner.graph.operator_graph import OperatorGraph
+from planner.networks import load_network
+from planner.request import ParameterStorage
+from planner.search.dynamic_programming import fastest
+from planner.search.solution import node_rules
+from planner.strategy.plan import Certificate, Chunk, Plan, RecomputeRange, Status
+from simulator.hardware import load_profile
+from simulator.schedules import make_schedule
+from tests.planner.search.problems import captured, make_mesh, make_problem
+
+CERTIFICATE = Certificate(
+    status=Status.HEURISTIC, objective_s=1.0, lower_bound_s=0.0, elimination_width=1, operators=1, distinct_blocks=1
+)
+HARDWARE = "dgx-a100"
+
+
+@cache
+def one_stage(
+    network: str = "gpt2-tiny",
+    layers: int | None = None,
+    axes: tuple[tuple[str, int], ...] = (),
+    *,
+    micro_batches: int = 4,
+    micro_batch: int = 2,
+    storage: ParameterStorage = "replicated",
+) -> Plan:
+    """The fastest strategies of a network on one stage."""
+    graph = captured(network, layers)
+    data = dict(axes).get("data", 1)
+    problem = make_problem(
+        graph, make_mesh(**dict(axes)), batch=micro_batch * data, micro_batches=micro_batches, storage=storage
+    )
+    rules, ranges = node_rules(problem, fastest(problem))
+    loaded = load_network(f"zoo:{network}")
+    return Plan(
+        network=loaded.spec,
+        fingerprint=graph.fingerprint,
+        sequence_length=loaded.sequence_length,
+        hardware=HARDWARE,
+        hardware_hash=load_profile(HARDWARE).hash,
+        precision="fp32",
+        optimizer="adamw",
+        global_batch=micro_batch * data * micro_batches,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        mesh=problem.setting.costs.mesh,
+        rules=rules,
+        layers=ranges,
+        optimizer_sharding="zero1" if storage == "sharded" else "none",
+        bucket_bytes=25 * 2**20,
+        certificate=CERTIFICATE,
+    )
+
+
+def pipelined(
+    plan: Plan, graph: OperatorGraph, ranks: int, schedule: str, virtual: int = 1, cuts: Sequence[int] | None = None
+) -> Plan:
+    """The plan on `ranks` pipeline ranks; `cuts` are the units, from the first to the one behind the last, of chunks."""
+    names = chain(graph).names()
+    shape = make_schedule(schedule, ranks, plan.micro_batches, virtual)
+    count = shape.chain_stages
+    bounds = cuts or [round(i * len(names) / count) for i in range(count + 1)]
+    once = list(zip(bounds, bounds[1:], strict=False)) * shape.chains
+    chunks = tuple(
+        Chunk(rank=int(rank), first=names[first], last=names[last - 1])
+        for rank, (first, last) in zip(shape.stage_rank, once, strict=True)
+    )
+    return replace(
+        plan, pipeline=ranks, virtual=virtual, schedule=schedule, chunks=chunks, pipeline_stride=plan.mesh.size
+    )
+
+
+def recomputing(plan: Plan, graph: OperatorGraph, mode: str, **changes: Any) -> Plan:
+    """The plan with every unit computing again."""
+    names = chain(graph).names()
+    ranges = (RecomputeRange(first=names[0], last=names[-1], mode=mode),)
+    return replace(plan, recompute=mode, recompute_ranges=ranges, **changes)
