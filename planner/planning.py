@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from planner.graph.folding import unfold
+from planner.configured import Configured
+from planner.explanations import ShadowPrices, pin_costs, pin_messages, reason, shadow_prices, why_infeasible
 from planner.graph.operator_graph import OperatorGraph, Role
-from planner.graph.scaling import at_batch, at_precision
-from planner.lowering import lower_graph, lowering_options
+from planner.graph.scaling import at_precision
 from planner.lowering.checked import lower, precision_dtype
 from planner.networks import Network, load_network
+from planner.one_stage import RESCORED, Candidate, OneStage, search_one_stage
+from planner.one_stage import why_infeasible as why_one_stage_does_not_fit
 from planner.prediction import Prediction, precision_notes, predict
-from planner.quantities import bytes_text
-from planner.request import PRECISIONS, PlanRequest, read_pins
-from planner.search.candidates import ROOMY, Found, Misfit, Space, explore
-from planner.search.solution import node_rules, template_name
+from planner.quantities import percent_text
+from planner.request import PRECISIONS, Pins, PlanRequest, read_pins
+from planner.search.candidates import Space
+from planner.search.space import check_pins
 from planner.search.variables import decisions
-from planner.sharding.placement import Placements
 from planner.sharding.rules import has_rule
-from planner.shortening import shallow_versions
 from planner.strategy.plan import (
-    Certificate,
-    LayerRules,
-    NodeRules,
-    Plan,
     Status,
-    expanded_rules,
-    optimizer_sharding,
 )
 from planner.work import optimizer
-from simulator.errors import InputError
+from simulator.errors import InputError, UnsupportedError
 from simulator.hardware import Hardware, load_profile
 
 __all__ = [
@@ -48,26 +42,15 @@ __all__ = [
 ]
 
 BUCKET_BYTES = 25 * 2**20
-PROOF_TOLERANCE = 1e-6
-RESCORED = 3
-"""The simulator ranks at least this many of the best plans by the additive objective."""
-_RETRIES = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A plan, what it is predicted to do, and why it lost to the first ("" for the first)."""
-
-    plan: Plan
-    prediction: Prediction
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
     """Plans, best first by simulated step time; none when nothing fits, and then `infeasible` says why.
 
-    ``elapsed_s`` is everything but the capture; ``simulation_s`` the part of it that lowers and simulates.
+    ``elapsed_s`` is everything but the capture; ``simulation_s`` the part of it that lowers and simulates;
+    ``timings`` are the seconds of each phase. ``shadow_prices`` and ``pin_costs`` (pin, seconds that it costs,
+    configuration without it) are those of the closed form, where configurations were searched.
     """
 
     status: Status
@@ -77,6 +60,10 @@ class PlanResult:
     messages: tuple[str, ...]
     infeasible: str = ""
     simulation_s: float = 0.0
+    timings: Mapping[str, float] = field(default_factory=dict)
+    shadow_prices: ShadowPrices | None = None
+    pin_costs: tuple[tuple[str, float, str], ...] = ()
+    interrupted: bool = False
 
 
 def capture_for(request: PlanRequest) -> OperatorGraph:
@@ -102,8 +89,11 @@ def plan_network(request: PlanRequest, *, graph: OperatorGraph | None = None) ->
 
     On each mesh of data × tensor parallelism the strategies of all operators are searched exactly, at the
     largest micro-batch that fits and at the next smaller one; meshes that cannot come near the best are left
-    out (`planner.search.candidates.explore`). The best by the additive objective are lowered, simulated and
-    ranked by simulated step time.
+    out (`planner.search.candidates.explore`). Pipelines, micro-batches, recomputation, shardings of optimizer
+    states and orders of the axes are searched with the closed form of `planner.search.step_model`
+    (`planner.search.configurations`). The best of both are lowered, simulated and ranked by simulated step time.
+
+    A KeyboardInterrupt during the search ends it with the best plan so far, and is raised where there is none.
     """
     pins = read_pins(request)
     hardware = load_profile(request.hardware)
@@ -132,22 +122,111 @@ def plan_network(request: PlanRequest, *, graph: OperatorGraph | None = None) ->
         hints=request.hints,
     )
     base = _base_plan(request, network, graph, hardware, precision, update.name, batch)
-    explored = list(explore(space, hardware.device_memory_bytes))
-    found = [item for item in explored if isinstance(item, Found)]
-    misfits = [item for item in explored if isinstance(item, Misfit)]
+    ruled = time.perf_counter()
+    search = Configured(
+        graph=graph,
+        hardware=hardware,
+        devices=request.devices,
+        global_batch=batch,
+        optimizer=update,
+        dtype=dtype,
+        bucket_bytes=BUCKET_BYTES,
+        sequence=network.sequence_length or 0,
+        base=base,
+    )
+    wide = _searches_configurations(request, pins, search)
+    one = search_one_stage(space, base, pins, request, refusable=wide)
     searched = time.perf_counter()
-    scored = _Scorer(space, base).score(found, max(request.top, RESCORED))[: max(request.top, 1)]
-    simulation = time.perf_counter() - searched
-    notes = (*graph.notes, *_without_rules(graph), *precision_notes(hardware, dtype))
-    elapsed = time.perf_counter() - captured
+    found = _Configurations(search, pins, request, one) if wide else None
+    ranked = _ranked(one, found)[: max(request.top, 1)]
+    messages = (*graph.notes, *_without_rules(graph), *precision_notes(hardware, dtype), *_idle_axes(ranked))
+    timings = {"capture": captured - started, "rules": ruled - captured, "operators": searched - ruled}
+    if found is not None:
+        timings.update(found.timings)
     return PlanResult(
-        status=scored[0].plan.certificate.status if scored else Status.INFEASIBLE,
-        candidates=_with_reasons(scored),
-        elapsed_s=elapsed,
+        status=ranked[0].plan.certificate.status if ranked else Status.INFEASIBLE,
+        candidates=_with_reasons(ranked, found, hardware),
+        elapsed_s=time.perf_counter() - captured,
         capture_s=captured - started,
-        messages=(*notes, *_idle_axes(scored), *dict.fromkeys(m for item in found for m in item.messages)),
-        simulation_s=simulation,
-        infeasible="" if scored else _why_infeasible(space, misfits),
+        messages=(*messages, *one.messages, *(found.messages if found else ())),
+        simulation_s=one.simulation_s + (found.timings["rescoring"] if found else 0.0),
+        infeasible="" if ranked else _no_plan(space, one, found),
+        timings=timings,
+        shadow_prices=found.prices if found else None,
+        pin_costs=found.costs if found else (),
+        interrupted=one.interrupted or (found is not None and found.explored.interrupted),
+    )
+
+
+def _searches_configurations(request: PlanRequest, pins: Pins, search: Configured) -> bool:
+    """Whether pipelines, recomputation and the like are searched; UnsupportedError where they are asked for but not."""
+    unusual = request.search_mode != "dynamic_programming" or bool(request.hints) or pins.batch_only
+    refusal: UnsupportedError | None = None
+    if unusual:
+        named = " ".join(f"{name}={value}" for name, value in pins.named().items())
+        refusal = UnsupportedError(
+            f"pins {named} are not supported yet with search mode {request.search_mode!r}, parallel mode "
+            f"{request.parallel_mode!r} and hints; use dynamic_programming and auto_parallel without hints"
+        )
+    else:
+        try:
+            check_pins(search.extent(pins))
+        except UnsupportedError as error:
+            refusal = error
+    if refusal is not None and not pins.one_stage:
+        raise refusal
+    return refusal is None
+
+
+class _Configurations:
+    """What the search over configurations found, and what it says of pins, memory and links."""
+
+    def __init__(self, search: Configured, pins: Pins, request: PlanRequest, one: OneStage) -> None:
+        self.search, self.pins, self.one = search, pins, one
+        known = min((c.prediction.step_time_s for c in one.scored), default=float("inf"))
+        count = max(request.top, RESCORED)
+        self.explored = search.explore(pins, wanted=count, incumbent_s=known)
+        began = time.perf_counter()
+        self.scored = search.scored(self.explored, 1 if self.explored.interrupted else count)
+        self.timings = {**self.explored.timings, "rescoring": time.perf_counter() - began}
+        if self.explored.interrupted and not self.scored and not one.scored:
+            raise KeyboardInterrupt
+        began = time.perf_counter()
+        best = min(self.explored.found, key=lambda placed: placed.objective_s, default=None)
+        self.prices: ShadowPrices | None = None
+        self.costs: tuple[tuple[str, float, str], ...] = ()
+        if best is not None and not self.explored.interrupted:
+            self.prices = shadow_prices(search, pins, self.explored, best)
+            self.costs = tuple(pin_costs(search, pins, best))
+        self.timings["sensitivity"] = time.perf_counter() - began
+
+    @property
+    def messages(self) -> tuple[str, ...]:
+        """What a user should know beside the plans."""
+        said = pin_messages(list(self.costs))
+        if self.explored.interrupted:
+            gap = percent_text(self.explored.gap)
+            said = (*said, f"the search was interrupted: this is the best plan so far, at most {gap} from the best")
+        return said
+
+
+def _ranked(one: OneStage, found: _Configurations | None) -> list[Candidate]:
+    """All plans by simulated step time; of plans that say the same only the faster one, operators first."""
+    wide = () if found is None else (Candidate(plan=s.plan, prediction=s.prediction, reason="") for s in found.scored)
+    ranked: dict[tuple[object, ...], Candidate] = {}
+    for candidate in sorted((*one.scored, *wide), key=lambda c: c.prediction.step_time_s):
+        plan = candidate.plan
+        degrees = tuple((axis.name, axis.size) for axis in plan.mesh.axes)
+        key = (degrees, plan.pipeline, plan.virtual, plan.schedule, plan.micro_batch, plan.recompute)
+        ranked.setdefault((*key, plan.optimizer_sharding, plan.shard_size, plan.offload_optimizer), candidate)
+    return list(ranked.values())
+
+
+def _no_plan(space: Space, one: OneStage, found: _Configurations | None) -> str:
+    return (
+        why_one_stage_does_not_fit(space, one.misfits)
+        if found is None
+        else why_infeasible(found.search, found.pins, found.explored)
     )
 
 
@@ -175,147 +254,20 @@ def _base_plan(
     }
 
 
-# Scoring
-
-
-class _Scorer:
-    """Simulates solved meshes of one request; graphs at the same batch are unfolded once."""
-
-    def __init__(self, space: Space, base: Mapping[str, object]) -> None:
-        self.space = space
-        self.base = base
-        self.unfolded: dict[int, OperatorGraph] = {}
-
-    def score(self, found: list[Found], top: int) -> list[Candidate]:
-        """Simulate the best by objective, with a tighter limit where the simulated peak does not fit."""
-        scored: list[Candidate] = []
-        for item in sorted(found, key=lambda f: f.solution.objective_s):
-            if len(scored) == top:
-                break
-            plan = self._fitting(item)
-            prediction = plan and self._whole(plan)
-            if plan and prediction and prediction.peak_memory_bytes <= self.space.hardware.device_memory_bytes:
-                scored.append(Candidate(plan=plan, prediction=prediction, reason=""))
-        return sorted(scored, key=lambda c: c.prediction.step_time_s)
-
-    def _fitting(self, item: Found) -> Plan | None:
-        """The item's plan, solved again with less memory until its simulated peak fits; None where it never does."""
-        space = self.space
-        limit = space.hardware.device_memory_bytes
-        plan, allowed = _make_plan(space, self.base, item), float(limit)
-        for _ in range(_RETRIES if item.solution.memory_bytes > ROOMY * limit else 0):
-            over = quick_peak(plan, space.graph, space.hardware) - limit
-            if over <= 0:
-                break
-            allowed -= over + 0.01 * limit
-            again = _again(space, item, allowed)
-            if again is None:
-                return None
-            # The bound of the tighter limit does not hold for the device's own; that of the first search does.
-            bound = min(item.solution.lower_bound_s, again.solution.lower_bound_s)
-            again = replace(again, solution=replace(again.solution, lower_bound_s=bound))
-            plan = _make_plan(space, self.base, again)
-        return plan
-
-    def _whole(self, plan: Plan) -> Prediction:
-        """Predict the whole network; the strategies come from the rule table and need no second check."""
-        batch = plan.micro_batch * plan.degree("data")
-        if batch not in self.unfolded:
-            self.unfolded[batch] = unfold(at_batch(self.space.graph, batch))
-        graph = self.unfolded[batch]
-        lowered = lower_graph(graph, expanded_rules(plan), lowering_options(plan, graph))
-        return predict(plan, lowered, self.space.hardware)[0]
-
-
-def _again(space: Space, item: Found, allowed: float) -> Found | None:
-    data = next((a.size for a in item.mesh.axes if a.name == "data"), 1)
-    tensor = item.mesh.size // data
-    explored = explore(space, allowed, only=(data, tensor, item.micro_batches))
-    return next((other for other in explored if isinstance(other, Found)), None)
-
-
-def quick_peak(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> int:
-    """Peak memory of a plan in bytes, at a cost that does not grow with depth.
-
-    Where many equal layers have equal strategies, two or more shallow networks are simulated, and the
-    line through their peaks is continued; elsewhere the whole network is.
-    """
-    versions = shallow_versions(graph, plan)
-    if not versions:
-        return predict(plan, lower(plan, graph), hardware)[0].peak_memory_bytes
-    base, *others = (predict(v.plan, lower(v.plan, v.graph), hardware)[0].peak_memory_bytes for v in versions)
-    steps = (v.steps for v in versions[1:])
-    return round(base + sum(step * (base - other) for other, step in zip(others, steps, strict=True)))
-
-
-def _make_plan(space: Space, base: Mapping[str, object], item: Found) -> Plan:
-    rules, layers = node_rules(item.problem, item.solution)
-    data = next((a.size for a in item.mesh.axes if a.name == "data"), 1)
-    status = Status.OPTIMAL if item.solution.gap <= PROOF_TOLERANCE else Status.BOUNDED
-    if space.search_mode != "dynamic_programming":
-        status = Status.HEURISTIC
-    return Plan(
-        **base,  # type: ignore[arg-type]
-        micro_batch=space.global_batch // (data * item.micro_batches),
-        micro_batches=item.micro_batches,
-        mesh=item.mesh,
-        rules=rules,
-        layers=layers,
-        optimizer_sharding=_sharding(space, item, rules, layers),
-        certificate=Certificate(
-            status=status,
-            objective_s=item.solution.objective_s,
-            lower_bound_s=item.solution.lower_bound_s,
-            elimination_width=item.solution.width,
-            operators=sum(
-                times
-                for node, times in zip(space.graph.nodes, space.graph.multiplicity, strict=True)
-                if node.role is Role.OPERATOR
-            ),
-            distinct_blocks=len(space.graph.runs),
+def _with_reasons(ranked: list[Candidate], found: _Configurations | None, hardware: Hardware) -> tuple[Candidate, ...]:
+    """Say of every plan but the first which part of the step made it lose."""
+    if not ranked:
+        return ()
+    of = {} if found is None else {id(item.plan): item for item in found.scored}
+    best, *others = ranked
+    source = of.get(id(best.plan))
+    return (
+        best,
+        *(
+            replace(c, reason=reason(best.prediction, c.prediction, source, of.get(id(c.plan)), hardware))
+            for c in others
         ),
     )
-
-
-def _sharding(space: Space, item: Found, rules: Mapping[str, NodeRules], layers: tuple[LayerRules, ...]) -> str:
-    """What stored shards are called: the name that is pinned, or the one that needs no more messages."""
-    found = optimizer_sharding(item.mesh, _stored(space.graph, rules, layers))
-    return space.pins.optimizer_sharding or found if found != "none" else found
-
-
-def _stored(
-    graph: OperatorGraph, rules: Mapping[str, NodeRules], layers: Iterable[LayerRules]
-) -> Iterator[tuple[int, Placements]]:
-    """Elements and placements of the parameters; equal layers may store theirs in different ways."""
-    nodes = {parameter.node for parameter in graph.parameters}
-    elements = {graph.nodes[i].name: graph.nodes[i].outputs[0].elements for i in nodes}
-    for run in graph.runs:
-        for name in [graph.nodes[i].name for i in run.first if i in nodes]:
-            elements[template_name(name, run.prefix)] = elements[name]
-    parts = [(1, rules), *((part.last - part.first + 1, part.rules) for part in layers)]
-    for times, part_rules in parts:
-        for name in part_rules.keys() & elements.keys():
-            yield times * elements[name], tuple(rule.outputs[0] for rule in part_rules[name])
-
-
-def _with_reasons(scored: list[Candidate]) -> tuple[Candidate, ...]:
-    """Say of every plan but the first which part of the step made it lose."""
-    if not scored:
-        return ()
-    best = scored[0].prediction
-    result = [scored[0]]
-    for candidate in scored[1:]:
-        more = {
-            part: seconds - best.breakdown.get(part, 0.0) for part, seconds in candidate.prediction.breakdown.items()
-        }
-        part = max(more, key=lambda p: more[p])
-        what = part.removesuffix("_s").replace("_", " ")
-        result.append(replace(candidate, reason=f"{_seconds(more[part])} more {what}"))
-    return tuple(result)
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms"
 
 
 # Messages
@@ -345,41 +297,3 @@ def _idle_axes(candidates: list[Candidate]) -> tuple[str, ...]:
         for i, axis in enumerate(plan.mesh.axes)
         if not any(rules[i].splits_work for rules in everything)
     )
-
-
-def _why_infeasible(space: Space, misfits: Iterable[Misfit]) -> str:
-    limit = space.hardware.device_memory_bytes
-    least = min(misfits, key=lambda m: m.memory_bytes, default=None)
-    if least is None:
-        return (
-            f"no plan stays under the {bytes_text(limit)} of device memory once simulated; use more devices, a smaller "
-            "--global-batch or a smaller pinned micro_batch"
-        )
-    shape = " × ".join(f"{a.name} {a.size}" for a in least.mesh.axes) or "one device"
-    text = (
-        f"device memory binds: the smallest plan ({shape}, {least.micro_batches} micro-batches) needs "
-        f"{bytes_text(least.memory_bytes)} of {bytes_text(limit)}, {bytes_text(least.memory_bytes - limit)} too much"
-    )
-    free = replace(space.pins, dp=None, tp=None, micro_batch=None, optimizer_sharding=None, batch_only=False)
-    for pins, condition in ((space.pins, ""), (free, " without the pins")):
-        enough = _enough_devices(replace(space, pins=pins))
-        if enough:
-            return f"{text}; it would fit on {enough} devices{condition}"
-        if pins == free:
-            break
-    return f"{text}; use devices with more memory, a smaller network or a shorter --seq-len"
-
-
-def _enough_devices(space: Space) -> int | None:
-    """The device count itself or the smallest doubling of it on which something fits, the pins kept."""
-    devices = space.devices
-    while devices <= space.hardware.max_devices:
-        try:
-            space.hardware.check_devices(devices)
-            wider = replace(space, devices=devices)
-            if any(isinstance(item, Found) for item in explore(wider, space.hardware.device_memory_bytes)):
-                return devices
-        except InputError:
-            pass
-        devices *= 2
-    return None

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planner import planning
-from planner.planning import PlanRequest, PlanResult, _stored, capture_for, lower, plan_network, predict
+from planner import one_stage
+from planner.one_stage import _stored
+from planner.planning import PlanRequest, PlanResult, capture_for, lower, plan_network, predict
 from planner.search.candidates import explore
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.rules import Rule
@@ -290,7 +291,7 @@ def test_pinned_optimizer_sharding_holds_for_every_plan() -> None:
 def test_a_plan_solved_again_keeps_the_bound_of_the_whole_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tighter limit than the device's proves nothing about plans between the two."""
     bounds: list[float] = []
-    solved = planning._again
+    solved = one_stage._again
 
     def again(*args: object) -> object:
         bounds.append(args[1].solution.lower_bound_s)  # type: ignore[attr-defined]
@@ -300,12 +301,12 @@ def test_a_plan_solved_again_keeps_the_bound_of_the_whole_limit(monkeypatch: pyt
         return replace(found, solution=replace(slower, objective_s=2 * slower.objective_s))
 
     peaks = iter([2**60, 0])
-    monkeypatch.setattr(planning, "ROOMY", 0.0)
-    monkeypatch.setattr(planning, "_RETRIES", 2)
-    monkeypatch.setattr(planning, "quick_peak", lambda *_: next(peaks, 0))
-    monkeypatch.setattr(planning, "_again", again)
+    monkeypatch.setattr(one_stage, "ROOMY", 0.0)
+    monkeypatch.setattr(one_stage, "_RETRIES", 2)
+    monkeypatch.setattr(one_stage, "quick_peak", lambda *_: next(peaks, 0))
+    monkeypatch.setattr(one_stage, "_again", again)
     space_limit = load_profile("dgx-a100").device_memory_bytes
-    monkeypatch.setattr(planning, "explore", lambda space, limit, only=None: explore(space, space_limit, only=only))
+    monkeypatch.setattr(one_stage, "explore", lambda space, limit, only=None: explore(space, space_limit, only=only))
     request = PlanRequest(network="zoo:mlp", hardware="dgx-a100", devices=2, pins={"dp": "2"})
     found = plan_network(request).candidates[0].plan.certificate
     assert found.lower_bound_s == bounds[0]

@@ -1,0 +1,244 @@
+"""Plans of one stage: operators searched one by one on every mesh of data × tensor parallelism, and simulated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from planner.graph.folding import unfold
+from planner.graph.operator_graph import OperatorGraph, Role
+from planner.graph.scaling import at_batch
+from planner.lowering import lower_graph, lowering_options
+from planner.lowering.checked import lower
+from planner.prediction import Prediction, predict
+from planner.quantities import bytes_text
+from planner.request import Pins, PlanRequest
+from planner.search.candidates import ROOMY, Found, Misfit, Space, explore
+from planner.search.solution import node_rules, template_name
+from planner.sharding.placement import Placements
+from planner.shortening import shallow_versions
+from planner.strategy.plan import (
+    Certificate,
+    LayerRules,
+    NodeRules,
+    Plan,
+    Status,
+    expanded_rules,
+    optimizer_sharding,
+)
+from simulator.errors import InputError
+from simulator.hardware import Hardware
+
+PROOF_TOLERANCE = 1e-6
+RESCORED = 3
+"""The simulator ranks at least this many of the best plans by the additive objective."""
+_RETRIES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan, what it is predicted to do, and why it lost to the first ("" for the first)."""
+
+    plan: Plan
+    prediction: Prediction
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneStage:
+    """What the search of operators on data × tensor meshes found."""
+
+    scored: tuple[Candidate, ...] = ()
+    misfits: tuple[Misfit, ...] = ()
+    messages: tuple[str, ...] = ()
+    simulation_s: float = 0.0
+    interrupted: bool = False
+
+
+def search_one_stage(
+    space: Space, base: Mapping[str, object], pins: Pins, request: PlanRequest, *, refusable: bool
+) -> OneStage:
+    """Search the operators of each mesh; `refusable`: meshes that cannot be are left to other configurations."""
+    if not pins.one_stage:
+        return OneStage()
+    explored: list[Found | Misfit] = []
+    interrupted = False
+    try:
+        explored.extend(explore(space, space.hardware.device_memory_bytes))
+    except InputError:
+        if not refusable:
+            raise
+    except KeyboardInterrupt:
+        if not any(isinstance(item, Found) for item in explored):
+            raise
+        interrupted = True
+    found = [item for item in explored if isinstance(item, Found)]
+    searched = time.perf_counter()
+    scored = _Scorer(space, base).score(found, max(request.top, RESCORED))
+    return OneStage(
+        scored=tuple(scored),
+        misfits=tuple(item for item in explored if isinstance(item, Misfit)),
+        messages=tuple(dict.fromkeys(m for item in found for m in item.messages)),
+        simulation_s=time.perf_counter() - searched,
+        interrupted=interrupted,
+    )
+
+
+class _Scorer:
+    """Simulates solved meshes of one request; graphs at the same batch are unfolded once."""
+
+    def __init__(self, space: Space, base: Mapping[str, object]) -> None:
+        self.space = space
+        self.base = base
+        self.unfolded: dict[int, OperatorGraph] = {}
+
+    def score(self, found: list[Found], top: int) -> list[Candidate]:
+        """Simulate the best by objective, with a tighter limit where the simulated peak does not fit."""
+        scored: list[Candidate] = []
+        for item in sorted(found, key=lambda f: f.solution.objective_s):
+            if len(scored) == top:
+                break
+            plan = self._fitting(item)
+            prediction = plan and self._whole(plan)
+            if plan and prediction and prediction.peak_memory_bytes <= self.space.hardware.device_memory_bytes:
+                scored.append(Candidate(plan=plan, prediction=prediction, reason=""))
+        return sorted(scored, key=lambda c: c.prediction.step_time_s)
+
+    def _fitting(self, item: Found) -> Plan | None:
+        """The item's plan, solved again with less memory until its simulated peak fits; None where it never does."""
+        space = self.space
+        limit = space.hardware.device_memory_bytes
+        plan, allowed = _make_plan(space, self.base, item), float(limit)
+        for _ in range(_RETRIES if item.solution.memory_bytes > ROOMY * limit else 0):
+            over = quick_peak(plan, space.graph, space.hardware) - limit
+            if over <= 0:
+                break
+            allowed -= over + 0.01 * limit
+            again = _again(space, item, allowed)
+            if again is None:
+                return None
+            # The bound of the tighter limit does not hold for the device's own; that of the first search does.
+            bound = min(item.solution.lower_bound_s, again.solution.lower_bound_s)
+            again = replace(again, solution=replace(again.solution, lower_bound_s=bound))
+            plan = _make_plan(space, self.base, again)
+        return plan
+
+    def _whole(self, plan: Plan) -> Prediction:
+        """Predict the whole network; the strategies come from the rule table and need no second check."""
+        batch = plan.micro_batch * plan.degree("data")
+        if batch not in self.unfolded:
+            self.unfolded[batch] = unfold(at_batch(self.space.graph, batch))
+        graph = self.unfolded[batch]
+        lowered = lower_graph(graph, expanded_rules(plan), lowering_options(plan, graph))
+        return predict(plan, lowered, self.space.hardware)[0]
+
+
+def _again(space: Space, item: Found, allowed: float) -> Found | None:
+    data = next((a.size for a in item.mesh.axes if a.name == "data"), 1)
+    tensor = item.mesh.size // data
+    explored = explore(space, allowed, only=(data, tensor, item.micro_batches))
+    return next((other for other in explored if isinstance(other, Found)), None)
+
+
+def quick_peak(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> int:
+    """Peak memory of a plan in bytes, at a cost that does not grow with depth.
+
+    Where many equal layers have equal strategies, two or more shallow networks are simulated, and the
+    line through their peaks is continued; elsewhere the whole network is.
+    """
+    versions = shallow_versions(graph, plan)
+    if not versions:
+        return predict(plan, lower(plan, graph), hardware)[0].peak_memory_bytes
+    base, *others = (predict(v.plan, lower(v.plan, v.graph), hardware)[0].peak_memory_bytes for v in versions)
+    steps = (v.steps for v in versions[1:])
+    return round(base + sum(step * (base - other) for other, step in zip(others, steps, strict=True)))
+
+
+def _make_plan(space: Space, base: Mapping[str, object], item: Found) -> Plan:
+    rules, layers = node_rules(item.problem, item.solution)
+    data = next((a.size for a in item.mesh.axes if a.name == "data"), 1)
+    status = Status.OPTIMAL if item.solution.gap <= PROOF_TOLERANCE else Status.BOUNDED
+    if space.search_mode != "dynamic_programming":
+        status = Status.HEURISTIC
+    return Plan(
+        **base,  # type: ignore[arg-type]
+        micro_batch=space.global_batch // (data * item.micro_batches),
+        micro_batches=item.micro_batches,
+        mesh=item.mesh,
+        rules=rules,
+        layers=layers,
+        optimizer_sharding=_sharding(space, item, rules, layers),
+        certificate=Certificate(
+            status=status,
+            objective_s=item.solution.objective_s,
+            lower_bound_s=item.solution.lower_bound_s,
+            elimination_width=item.solution.width,
+            operators=sum(
+                times
+                for node, times in zip(space.graph.nodes, space.graph.multiplicity, strict=True)
+                if node.role is Role.OPERATOR
+            ),
+            distinct_blocks=len(space.graph.runs),
+        ),
+    )
+
+
+def _sharding(space: Space, item: Found, rules: Mapping[str, NodeRules], layers: tuple[LayerRules, ...]) -> str:
+    """What stored shards are called: the name that is pinned, or the one that needs no more messages."""
+    found = optimizer_sharding(item.mesh, _stored(space.graph, rules, layers))
+    return space.pins.optimizer_sharding or found if found != "none" else found
+
+
+def _stored(
+    graph: OperatorGraph, rules: Mapping[str, NodeRules], layers: Iterable[LayerRules]
+) -> Iterator[tuple[int, Placements]]:
+    """Elements and placements of the parameters; equal layers may store theirs in different ways."""
+    nodes = {parameter.node for parameter in graph.parameters}
+    elements = {graph.nodes[i].name: graph.nodes[i].outputs[0].elements for i in nodes}
+    for run in graph.runs:
+        for name in [graph.nodes[i].name for i in run.first if i in nodes]:
+            elements[template_name(name, run.prefix)] = elements[name]
+    parts = [(1, rules), *((part.last - part.first + 1, part.rules) for part in layers)]
+    for times, part_rules in parts:
+        for name in part_rules.keys() & elements.keys():
+            yield times * elements[name], tuple(rule.outputs[0] for rule in part_rules[name])
+
+
+def why_infeasible(space: Space, misfits: Iterable[Misfit]) -> str:
+    """Which limit binds, by how much, and on how many devices it would fit."""
+    limit = space.hardware.device_memory_bytes
+    least = min(misfits, key=lambda m: m.memory_bytes, default=None)
+    if least is None:
+        return (
+            f"no plan stays under the {bytes_text(limit)} of device memory once simulated; use more devices, a smaller "
+            "--global-batch or a smaller pinned micro_batch"
+        )
+    shape = " × ".join(f"{a.name} {a.size}" for a in least.mesh.axes) or "one device"
+    text = (
+        f"device memory binds: the smallest plan ({shape}, {least.micro_batches} micro-batches) needs "
+        f"{bytes_text(least.memory_bytes)} of {bytes_text(limit)}, {bytes_text(least.memory_bytes - limit)} too much"
+    )
+    free = replace(space.pins, dp=None, tp=None, micro_batch=None, optimizer_sharding=None, batch_only=False)
+    for pins, condition in ((space.pins, ""), (free, " without the pins")):
+        enough = _enough_devices(replace(space, pins=pins))
+        if enough:
+            return f"{text}; it would fit on {enough} devices{condition}"
+        if pins == free:
+            break
+    return f"{text}; use devices with more memory, a smaller network or a shorter --seq-len"
+
+
+def _enough_devices(space: Space) -> int | None:
+    """The device count itself or the smallest doubling of it on which something fits, the pins kept."""
+    devices = space.devices
+    while devices <= space.hardware.max_devices:
+        try:
+            space.hardware.check_devices(devices)
+            wider = replace(space, devices=devices)
+            if any(isinstance(item, Found) for item in explore(wider, space.hardware.device_memory_bytes)):
+                return devices
+        except InputError:
+            pass
+        devices *= 2
+    return None
