@@ -17,10 +17,12 @@ from planner.search.configurations import PROOF, Explored, Placed, diverse, expl
 from planner.search.labels import RECOMPUTE, StageDecisions, StageTables, rules_of, stage_decisions, stage_tables
 from planner.search.pipeline import partition
 from planner.search.segments import simplified
-from planner.search.space import Extent, check_pins
+from planner.search.space import LONG_SEQUENCE, Extent, check_pins
 from planner.search.step_model import Configuration, StepModel
+from planner.sharding.context import Algorithm, ContextAxis
 from planner.strategy.plan import Certificate, Chunk, Plan, RecomputeRange, Status
 from planner.work import Optimizer
+from simulator.errors import UnsupportedError
 from simulator.hardware import Hardware
 from simulator.program import Kernel
 
@@ -64,16 +66,29 @@ class Configured:
         return self._decisions
 
     def extent(self, pins: Pins, devices: int | None = None) -> Extent:
-        """The space that pins leave."""
+        """The space that pins leave; raises UnsupportedError for a pinned context axis that the network forbids."""
+        context = self._context(pins)
         return Extent(
             hardware=self.hardware,
             devices=devices or self.devices,
             global_batch=self.global_batch,
             pins=pins,
             units=sum(unit.count for unit in self.decisions.chain.units),
-            sequence=self.sequence,
+            sequence=self.sequence if context or pins.cp else 0,
+            context=context,
             experts=experts_of(self.graph),
         )
+
+    def _context(self, pins: Pins) -> ContextAxis | None:
+        """What the network does on a context axis, where one is searched and possible."""
+        if pins.cp == 1 or (pins.cp is None and self.sequence < LONG_SEQUENCE):
+            return None
+        try:
+            return self.decisions.context_axis(_algorithm(pins))
+        except UnsupportedError:
+            if pins.cp is None:
+                return None
+            raise
 
     def model(self, hardware: Hardware | None = None, limit_bytes: float | None = None) -> StepModel:
         """The closed form, perhaps of other hardware or with other memory."""
@@ -89,7 +104,7 @@ class Configured:
     def tables(self, pins: Pins, configuration: Configuration, hardware: Hardware | None = None) -> StageTables:
         """Tables of a configuration's stage mesh at its micro-batch."""
         hardware = hardware or self.hardware
-        key = (hardware, configuration.table_key, pins.recompute, pins.sequence_parallel)
+        key = (hardware, configuration.table_key, pins.recompute, pins.sequence_parallel, _algorithm(pins))
         if key not in self._tables:
             self._tables[key] = stage_tables(
                 at_batch(self.graph, configuration.micro_batch * configuration.expert),
@@ -100,6 +115,7 @@ class Configured:
                 bucket_bytes=self.bucket_bytes,
                 recompute=RECOMPUTE if pins.recompute is None else (pins.recompute,),
                 sequence_parallel=pins.sequence_parallel,
+                context_algorithm=_algorithm(pins),
             )
         return self._tables[key]
 
@@ -155,7 +171,7 @@ class Configured:
             chunks=_chunks(names, placed) if c.pipeline > 1 else (),
             shard_size=c.shard_size,
             offload_optimizer=c.offload,
-            context_algorithm=_context_algorithm(c),
+            context_algorithm=tables.context_algorithm if c.context > 1 else "none",
         )
 
     def certificate(self, explored: Explored, placed: Placed) -> Certificate:
@@ -213,8 +229,9 @@ def experts_of(graph: OperatorGraph) -> int:
     return max(found, default=0)
 
 
-def _context_algorithm(configuration: Configuration) -> str:
-    return "none" if configuration.context == 1 else "ring"
+def _algorithm(pins: Pins) -> Algorithm:
+    """How attention runs on a context axis, if there is one."""
+    return "all_to_all" if pins.context_algorithm == "all_to_all" else "ring"
 
 
 def _chunks(names: Sequence[str], placed: Placed) -> tuple[Chunk, ...]:

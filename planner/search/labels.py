@@ -55,11 +55,15 @@ class StageTables:
 
     ``units[u]`` are the labels of ``chain.units[u]``; ``boundary_bytes[b]`` the bytes one rank sends over
     boundary b forward if nothing is sharded, ``boundaries[b]`` the states with their bytes. ``tied`` are the
-    parameters that several units read, in the one placement that all labels share.
+    parameters that several units read, in the one placement that all labels share. ``context_algorithm`` is how
+    attention runs on the context axis, ``none`` without one.
     """
 
-    def __init__(self, decisions: StageDecisions, parts: Parts, options: StageOptions) -> None:
+    def __init__(
+        self, decisions: StageDecisions, parts: Parts, options: StageOptions, context_algorithm: str = "none"
+    ) -> None:
         self.decisions = decisions
+        self.context_algorithm = context_algorithm
         self.chain = decisions.chain
         self.parts = parts
         self._stage = Stage(decisions, parts, options)
@@ -71,7 +75,7 @@ class StageTables:
     @cached_property
     def problem(self) -> Problem:
         """The whole graph on the stage mesh: its states are those that assignments number."""
-        return Problem(self.parts.graph, self.decisions.decisions, self.parts.setting)
+        return Problem(self.parts.graph, self.parts.decisions, self.parts.setting)
 
     @cached_property
     def units(self) -> tuple[UnitLabels, ...]:
@@ -130,7 +134,7 @@ def stage_tables(
     Parameters
     ----------
     graph : OperatorGraph
-        Folded, its batch the micro-batch of one data-parallel rank.
+        Folded, its batch the micro-batch of one data-parallel rank; on an expert axis the batch is sharded.
     decisions : StageDecisions
         `stage_decisions` of the same graph at any batch.
     mesh : Mesh
@@ -160,4 +164,5 @@ def stage_tables(
     options = StageOptions(
         modes=tuple(sorted({RECOMPUTE.index(mode) for mode in recompute})), sequence_parallel=sequence_parallel
     )
-    return StageTables(decisions, Parts(graph, decisions.decisions, setting), options)
+    algorithm = context_algorithm if context else "none"
+    return StageTables(decisions, Parts(graph, decisions.decisions, setting), options, algorithm)

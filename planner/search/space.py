@@ -16,6 +16,7 @@ from itertools import permutations
 from planner.request import Pins
 from planner.search.schedule_shapes import ONE_STAGE, SEARCHED, fits_schedule
 from planner.search.step_model import AXES, Configuration, host_bandwidth
+from planner.sharding.context import ContextAxis
 from simulator.errors import InputError, UnsupportedError
 from simulator.hardware import Hardware
 from simulator.topology import group_shape
@@ -31,7 +32,7 @@ class Extent:
     """What bounds the space: cluster, batch, pins and what the network offers.
 
     ``units`` is the number of pieces the network may be cut into, ``sequence`` the tokens of a sample (0: none),
-    ``experts`` those of the largest layer.
+    ``experts`` those of the largest layer; ``context`` says which context axes are possible, where it is known.
     """
 
     hardware: Hardware
@@ -41,6 +42,7 @@ class Extent:
     units: int
     sequence: int = 0
     experts: int = 0
+    context: ContextAxis | None = None
 
 
 def bases(extent: Extent) -> Iterator[Configuration]:
@@ -91,7 +93,7 @@ def _degrees(extent: Extent) -> Iterator[tuple[int, int, int, int, int]]:
         for pipeline in _pinned(pins.pp, divisors(devices)):
             for context in _pinned(pins.cp, _contexts(extent)):
                 inner = tensor * pipeline * context
-                if devices % inner or pipeline > extent.units or (context > 1 and extent.sequence % context):
+                if devices % inner or pipeline > extent.units or _context_obstacle(extent, context, tensor):
                     continue
                 data_parallel = devices // inner
                 if pins.dp not in (None, data_parallel):
@@ -99,6 +101,15 @@ def _degrees(extent: Extent) -> Iterator[tuple[int, int, int, int, int]]:
                 for expert in _pinned(pins.ep, [e for e in divisors(data_parallel) if e <= max(extent.experts, 1)]):
                     if data_parallel % expert == 0 and (expert == 1 or extent.experts % expert == 0):
                         yield pipeline, data_parallel, context, expert, tensor
+
+
+def _context_obstacle(extent: Extent, size: int, tensor: int) -> str | None:
+    """Why a context axis is impossible beside a tensor axis, or None."""
+    if size == 1:
+        return None
+    if extent.context is not None:
+        return extent.context.obstacle(size, tensor)
+    return f"it must divide the {extent.sequence} tokens of a sequence" if extent.sequence % size else None
 
 
 def _contexts(extent: Extent) -> list[int]:
@@ -227,6 +238,9 @@ def check_pins(extent: Extent) -> None:
     if pins.cp is not None and pins.cp > 1 and (not extent.sequence or extent.sequence % pins.cp):
         near = _nearest(pins.cp, divisors(extent.sequence) if extent.sequence else [1])
         raise InputError(f"pin cp={pins.cp}: it must divide the {extent.sequence} tokens of a sequence; use cp={near}")
+    obstacle = _context_obstacle(extent, pins.cp or 1, pins.tp or 1)
+    if obstacle is not None:
+        raise InputError(f"pin cp={pins.cp}: {obstacle}")
     _check_schedule(extent)
 
 
