@@ -25,6 +25,8 @@ from simulator.topology import level_of_axis
 MORE_BANDWIDTH = 1.1
 FEW_SOLVES = 12
 """Partitions of a search that answers a question beside the plan."""
+DOUBLINGS = 6
+"""How often the devices are doubled in search of a plan that fits."""
 CONSIDERED = 6
 """Plans that are partitioned again with more memory."""
 
@@ -232,7 +234,9 @@ def replace_batch(search: Configured, batch: int) -> Configured:
 
 def _devices(search: Configured, pins: Pins) -> Iterator[int]:
     devices = 2 * search.devices
-    while devices <= search.hardware.max_devices:
+    for _ in range(DOUBLINGS):
+        if devices > search.hardware.max_devices:
+            return
         if search.hardware.holds(devices) and _fits(search, pins, devices):
             yield devices
         devices *= 2

@@ -33,6 +33,8 @@ SOLVES = 96
 """Most partitions of one search."""
 TABLES = 160
 """Most tables of one search."""
+NODES = 40_000
+"""Most nodes that are opened in one search."""
 PER_SHAPE = 2
 """Most plans with the same data, tensor and pipeline degrees."""
 NEAR = 1.5
@@ -129,6 +131,8 @@ def explore(
         Plans to find, counted with at most `PER_SHAPE` of one shape.
     incumbent_s : float
         Seconds of a plan that is known already: what cannot beat it need not be solved.
+    solves : int
+        Most partitions; tables and nodes are limited in proportion.
     until_found : bool
         Any plan will do.
     """
@@ -178,10 +182,13 @@ class _Search:
         bound = self.heap[0][0]
         if self.until_found and self.result.found:
             return True
-        if bound < self.best * (1 - PROOF) and self.result.solved < self.solves and self.result.tables < TABLES:
+        if bound < self.best * (1 - PROOF) and not self._spent():
             return False
-        spent = self.result.solved >= self.solves or self.result.tables >= TABLES
-        return spent or bound > self.best * NEAR or self._enough(bound)
+        return self._spent() or bound > self.best * NEAR or self._enough(bound)
+
+    def _spent(self) -> bool:
+        result, share = self.result, self.solves / SOLVES
+        return result.solved >= self.solves or result.tables >= TABLES * share or result.opened >= NODES * share
 
     def _needless(self, bound: float, node: _Node) -> bool:
         """Whether a node cannot be the best, and enough alternatives of its shape are found."""
