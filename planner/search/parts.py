@@ -139,7 +139,7 @@ class Parts:
         if kind in (Kind.INPUT, Kind.PARAMETER):
             placed = np.array([c.writes[TensorRef(variable.nodes[0])] for c in choices])
             if kind is Kind.INPUT:
-                keep &= placed == (0 if name == "data" else REPLICATE)
+                keep &= placed == (0 if name in ("data", "expert") else REPLICATE)
             elif self.setting.storage != "free" and name == "data":
                 keep &= (placed == REPLICATE) == (self.setting.storage == "replicated")
         if (self.setting.batch_only and name == "data") or name in self.setting.batch_axes:
