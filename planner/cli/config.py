@@ -38,6 +38,7 @@ class PlanSettings(BaseModel):
     search_mode: SearchMode | None = None
     parallel_mode: ParallelMode | None = None
     pin: Annotated[tuple[str, ...], BeforeValidator(_pin_texts)] = ()
+    hints: str | None = None
     top: Annotated[int, Field(strict=True, ge=1, le=100)] | None = None
     out: str | None = None
 

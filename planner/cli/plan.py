@@ -53,6 +53,10 @@ def plan(
         typer.Option("--config", metavar="FILE.yaml", help="Take these options from a file; the command line wins."),
     ] = None,
     pins: Pins = None,
+    hints: Annotated[
+        Path | None,
+        typer.Option("--hints", metavar="FILE.yaml", help="Placements of operators by pattern; see docs/search.md."),
+    ] = None,
     top: Annotated[
         int | None, typer.Option("--top", parser=natural, metavar="N", help="How many plans to show [5].")
     ] = None,
@@ -91,6 +95,7 @@ def plan(
         search_mode=search_mode,
         parallel_mode=parallel_mode,
         pin=tuple(pins or ()),
+        hints=None if hints is None else str(hints),
         top=top,
         out=None if out is None else str(out),
     )
@@ -103,7 +108,7 @@ def _run(terminal: Terminal, settings: PlanSettings, config: Path | None) -> Non
 
     request = _request(settings)
     path = settings.out or "strategy.json"
-    check_out("--out", path, (settings.hw, config))
+    check_out("--out", path, (settings.hw, settings.hints, config))
     with terminal.working(f"planning {request.network} for {request.devices} devices"):
         result = plan_network(request)
     _finish(terminal, request, result, path)
@@ -113,6 +118,7 @@ def _request(settings: PlanSettings) -> PlanRequest:
     from planner.cli.config import require
     from planner.cli.options import read_pins
     from planner.planning import PlanRequest
+    from planner.search.hints import load_hints
 
     return PlanRequest(
         network=require(settings.network, "NETWORK", "zoo:gpt2"),
@@ -125,6 +131,7 @@ def _request(settings: PlanSettings) -> PlanRequest:
         search_mode=str(settings.search_mode or SearchMode.DYNAMIC_PROGRAMMING),
         parallel_mode=str(settings.parallel_mode or ParallelMode.AUTO_PARALLEL),
         pins=read_pins(settings.pin),
+        hints=() if settings.hints is None else load_hints(settings.hints),
         top=settings.top or 5,
     )
 

@@ -267,8 +267,11 @@ def _check_layers(
     run = next((run for run in problem.graph.runs if nodes and nodes[0] in run.second), None)
     if run is None or (len(layers) == run.count - 1 and len(set(layers.values())) == 1):
         return
-    some = hints[next(iter(layers.values()))[0].hint]
+    given = [{target.hint for target in targets} for targets in layers.values()]
+    number = next(h for h in sorted(set().union(*given)) if sum(h in said for said in given) < run.count - 1)
+    times = sum(number in said for said in given)
     raise UnsupportedError(
-        f"hint {some} is for {len(layers)} of the equal layers of {run.prefix!r}: the exact search folds layers 1 to "
-        f"{run.count - 1}; use sharding_propagation, or a pattern such as {run.prefix}.*"
+        f"hint {hints[number]} is for {times} of the layers of {run.prefix!r}: the exact search has hints "
+        f"for the first layer and for all {run.count - 1} others; use --search-mode "
+        f"sharding_propagation, or a pattern such as {run.prefix}.*"
     )

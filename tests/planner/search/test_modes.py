@@ -1,0 +1,60 @@
+"""The search modes from a request to a plan, and hints from a file to a plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from planner.cli.app import app
+from planner.planning import PlanRequest, lower, plan_network
+from planner.request import SEARCH_MODES
+from planner.search.hints import hint
+from planner.strategy.plan import Status
+from tests.planner.search.problems import captured
+
+REQUEST = PlanRequest(network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, global_batch=64)
+NOTHING = (hint("blocks.*.expand", "context", outputs=["R"]),)
+"""Hints along an axis that no mesh here has: all modes then search data and tensor parallelism."""
+
+
+@pytest.mark.parametrize("mode", SEARCH_MODES)
+def test_every_mode_makes_a_plan_that_is_close_to_the_exact_one(mode: str) -> None:
+    graph = captured("gpt2-tiny")
+    best, exact = (
+        plan_network(PlanRequest(**{**vars(REQUEST), "search_mode": name, "hints": NOTHING}), graph=graph).candidates[0]
+        for name in (mode, "dynamic_programming")
+    )
+    proven = mode == "dynamic_programming"
+    assert (best.plan.search_mode, best.plan.certificate.status == Status.HEURISTIC) == (mode, not proven)
+    assert best.prediction.step_time_s <= 1.05 * exact.prediction.step_time_s
+    lower(best.plan, graph)
+
+
+@pytest.mark.parametrize("mode", SEARCH_MODES)
+def test_every_mode_keeps_hints(mode: str) -> None:
+    graph = captured("gpt2-tiny")
+    fields = {
+        **vars(REQUEST),
+        "search_mode": mode,
+        "pins": {"tp": "4"},
+        "hints": (hint("blocks.*.expand", "tensor", outputs=["P"]),),
+    }
+    plan = plan_network(PlanRequest(**fields), graph=graph).candidates[0].plan
+    for layers in plan.layers:
+        assert [rule.outputs for rule in layers.rules["blocks.*.expand/addmm"]] == [(-2,)]
+
+
+def test_hints_come_from_a_file(tmp_path: Path) -> None:
+    hints = tmp_path / "hints.yaml"
+    hints.write_text("- {operators: blocks.2.expand, axis: tensor, outputs: [P]}\n")
+    command = ["plan", "zoo:gpt2-tiny", "--hw", "dgx-a100", "--devices", "2", "--global-batch", "8", "--pin", "tp=2"]
+    command += ["--hints", str(hints), "--json", "--out", str(tmp_path / "plan.json")]
+    done = CliRunner().invoke(app, [*command, "--search-mode", "sharding_propagation"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["search"]["mode"] == "sharding_propagation"
+    failed = CliRunner().invoke(app, command)
+    assert failed.exit_code == 2
+    assert "use --search-mode sharding_propagation" in " ".join(failed.stderr.split())
