@@ -15,6 +15,7 @@ from planner.prediction import Prediction, predict
 from planner.quantities import bytes_text
 from planner.request import Pins, PlanRequest
 from planner.search.candidates import ROOMY, Found, Misfit, Space, explore
+from planner.search.recursive_programming import with_free_bound
 from planner.search.solution import node_rules, template_name
 from planner.sharding.placement import Placements
 from planner.shortening import shallow_versions
@@ -108,6 +109,8 @@ class _Scorer:
     def _fitting(self, item: Found) -> Plan | None:
         """The item's plan, solved again with less memory until its simulated peak fits; None where it never does."""
         space = self.space
+        if space.search_mode != "dynamic_programming":
+            item = replace(item, solution=with_free_bound(item.problem, item.solution))
         limit = space.hardware.device_memory_bytes
         plan, allowed = _make_plan(space, self.base, item), float(limit)
         for _ in range(_RETRIES if item.solution.memory_bytes > ROOMY * limit else 0):

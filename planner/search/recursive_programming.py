@@ -24,6 +24,7 @@ from functools import partial
 import numpy as np
 
 from planner.search import dynamic_programming
+from planner.search.elimination import TooWideError
 from planner.search.layered_tables import LayeredTables
 from planner.search.memory_price import within_limit
 from planner.search.problem import Problem
@@ -60,6 +61,15 @@ def with_bound(problem: Problem, solution: Solution, memory_limit_bytes: float) 
     exact = dynamic_programming.solve(problem, memory_limit_bytes)
     proven = 0.0 if exact is None else min(exact.lower_bound_s, solution.objective_s)
     return replace(solution, lower_bound_s=proven, width=0 if exact is None else exact.width)
+
+
+def with_free_bound(problem: Problem, solution: Solution) -> Solution:
+    """The solution with the exact optimum without a memory limit as its lower bound: weaker, but soon found."""
+    try:
+        free = dynamic_programming.fastest(problem)
+    except TooWideError:
+        return solution
+    return replace(solution, lower_bound_s=min(free.lower_bound_s, solution.objective_s), width=free.width)
 
 
 def gap_to_exact(problem: Problem, solution: Solution, memory_limit_bytes: float = np.inf) -> float:

@@ -29,6 +29,8 @@ def test_every_mode_makes_a_plan_that_is_close_to_the_exact_one(mode: str) -> No
     )
     proven = mode == "dynamic_programming"
     assert (best.plan.search_mode, best.plan.certificate.status == Status.HEURISTIC) == (mode, not proven)
+    assert 0 < best.plan.certificate.lower_bound_s <= best.plan.certificate.objective_s
+    assert best.plan.certificate.gap <= 0.05
     assert best.prediction.step_time_s <= 1.05 * exact.prediction.step_time_s
     lower(best.plan, graph)
 
