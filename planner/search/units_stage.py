@@ -82,12 +82,6 @@ class StageDecisions:
             self._contexts[algorithm] = context_axis(self.graph, algorithm)
         return self._contexts[algorithm]
 
-    def context_axis(self, algorithm: Algorithm) -> ContextAxis:
-        """What the network does on a context axis; raises UnsupportedError where an operator forbids one."""
-        if algorithm not in self._contexts:
-            self._contexts[algorithm] = context_axis(self.graph, algorithm)
-        return self._contexts[algorithm]
-
     def context(self, mesh: Mesh, algorithm: Algorithm) -> tuple[Choice, ...]:
         """Each variable's choice on the context axis of a mesh; none without such an axis.
 
