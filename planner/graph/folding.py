@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.graph.operator_graph import Argument, Node, OperatorGraph, Run, TensorRef
-from planner.graph.unfolding import renumber_argument, run_start, unfold
+from planner.graph.unfolding import renumber_argument, run_start, unfold, unfold_run
 from simulator.errors import NetworkError
 
-__all__ = ["fold", "repeat", "run_start", "unfold"]
+__all__ = ["fold", "repeat", "run_start", "unfold", "without_ends"]
 
 MINIMUM_REPEATS = 3
 _LEVELS = 3
@@ -200,3 +200,22 @@ def _ordered(node: Node, index: int) -> bool:
     """Whether everything a node refers to exists and comes before it."""
     references = [ref.node for ref in node.tensor_inputs] + ([] if node.forward is None else [node.forward])
     return all(0 <= reference < index for reference in references)
+
+
+def without_ends(graph: OperatorGraph, number: int, front: int, back: int) -> OperatorGraph | None:
+    """Write out the first `front` and the last `back` blocks of one run; None where the others do not fold alone.
+
+    Where fewer than two blocks would be left, all are written out.
+    """
+    run = graph.runs[number]
+    whole = unfold_run(graph, number)
+    first, last = run_start(graph, run) + front, run_start(graph, run) + run.count - 1 - back
+    if last - first < 1:
+        return whole
+    for level in range(1, _LEVELS + 1):
+        row = [b for b in _blocks(whole, level) if b.prefix == run.prefix and first <= b.index <= last]
+        if len(row) == last - first + 1:
+            folded = _fold_row(whole, row)
+            if folded is not None and _same(unfold(folded), unfold(graph)):
+                return folded
+    return None

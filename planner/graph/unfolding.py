@@ -23,6 +23,12 @@ def unfold(graph: OperatorGraph) -> OperatorGraph:
     return replace(graph, runs=())
 
 
+def unfold_run(graph: OperatorGraph, number: int) -> OperatorGraph:
+    """Repeat the blocks of one run, which is then none; the others stay."""
+    graph = _Unfolding(graph, number).graph()
+    return replace(graph, runs=(*graph.runs[:number], *graph.runs[number + 1 :]))
+
+
 def run_start(graph: OperatorGraph, run: Run) -> int:
     """Index that the names of a run's first block carry."""
     return int(graph.nodes[run.first[0]].module[len(run.prefix) + 1 :].partition(".")[0])

@@ -94,25 +94,28 @@ class Limited:
             keep = [np.ones(size, dtype=np.bool_) for size in folded.sizes]
             for weights, rest in rests:
                 keep = [k & b for k, b in zip(keep, rest.below(limits.threshold(weights)), strict=True)]
+            # Nothing at most as slow as the limit is left out but what had no room, so what is not found is slower.
+            proven = limits.seconds
             if all(k.any() for k in keep):
                 try:
-                    found = self._labelled(self.solver.model.restricted(keep), prices, limits)
+                    proven = min(proven, self._label(self.solver.model.restricted(keep), prices, limits))
                 except TooManyLabelsError:
                     return
-                if found is not None:
-                    self._offer(found)
-            # Nothing at most as slow as the limit is left out, so what is not found is slower.
-            self.bound = max(self.bound, min(limits.seconds, self.best.seconds))
-            if not self._open():
+            self.bound = max(self.bound, min(proven, self.best.seconds))
+            if not self._open() or proven < limits.seconds:
                 return
 
-    def _labelled(self, model: Model, prices: list[Weights], limits: Limits) -> Plan | None:
+    def _label(self, model: Model, prices: list[Weights], limits: Limits) -> float:
+        """Look for plans within the limits; returns the least seconds of what was left out for want of room."""
         folded = FoldedElimination(model)
         rests = []
         for weights in prices:
             done = folded.run(weights)
             if not done.total <= limits.threshold(weights):
-                return None
+                return np.inf
             rests.append((weights, marginals(folded, done)))
-        found = ParetoSearch(folded, rests, limits).fastest()
-        return None if found is None else self.solver.costing.plan(*found, model)
+        search = ParetoSearch(folded, rests, limits)
+        found = search.fastest()
+        if found is not None:
+            self._offer(self.solver.costing.plan(*found, model))
+        return search.dropped

@@ -21,7 +21,9 @@ from planner.search.folded import FoldedElimination, Layers, Weights
 from planner.search.marginals import Marginals
 from planner.search.model import Mask
 
-MAX_LABELS = 3_000_000
+MAX_LABELS = 1_000_000
+KEPT = 20_000
+"""Labels of one step that are kept, those of the least bound; what the others may lead to limits what is proven."""
 ROUNDING = 1e-11
 
 
@@ -95,9 +97,10 @@ class _Price:
     rest: Marginals
     threshold: float
 
-    def fits(self, labels: Labels, rest: Table) -> Mask:
-        cost = self.weights.seconds * labels.seconds + self.weights.bytes * labels.bytes + rest
-        return cost <= self.threshold
+    def cost(self, labels: Labels, rest: Table) -> Table:
+        """What the best plan that a label leads to costs."""
+        whole: Table = self.weights.seconds * labels.seconds + self.weights.bytes * labels.bytes + rest
+        return whole
 
 
 class ParetoSearch:
@@ -116,6 +119,8 @@ class ParetoSearch:
         self.model = folded.model
         self.limits = limits
         self.prices = [_Price(w, rest, limits.threshold(w)) for w, rest in rests]
+        self.dropped = np.inf
+        """No plan that was left out for want of room takes fewer seconds."""
 
     def fastest(self) -> tuple[dict[int, int], Layers] | None:
         """The fastest plan within the limits, None without one.
@@ -158,8 +163,27 @@ class ParetoSearch:
         """The labels that can be completed, given the least cost of the rest for each at every price."""
         keep = np.ones(len(labels), dtype=np.bool_)
         for price, rest in zip(self.prices, rests, strict=True):
-            keep &= price.fits(labels, rest)
+            keep &= price.cost(labels, rest) <= price.threshold
         return labels if keep.all() else labels.picked(keep)
+
+    def _completable(self, labels: Labels, rests: Sequence[Table]) -> Labels:
+        """Of the labels that can be completed the best: no other is as good, and they promise most."""
+        costs = [price.cost(labels, rest) for price, rest in zip(self.prices, rests, strict=True)]
+        keep = np.ones(len(labels), dtype=np.bool_)
+        for price, cost in zip(self.prices, costs, strict=True):
+            keep &= cost <= price.threshold
+        alive = np.flatnonzero(keep)
+        alive = alive[_pareto(labels.states[alive], labels.seconds[alive], labels.bytes[alive])]
+        if len(alive) > KEPT:
+            bound = np.zeros(len(alive))
+            for price, cost in zip(self.prices, costs, strict=True):
+                if price.weights.seconds:
+                    paid = price.weights.bytes * self.limits.bytes if price.weights.bytes else 0.0
+                    bound = np.maximum(bound, (cost[alive] - paid) / price.weights.seconds)
+            order = np.argsort(bound, kind="stable")
+            self.dropped = min(self.dropped, float(bound[order[KEPT]]))
+            alive = alive[order[:KEPT]]
+        return labels.picked(alive)
 
     def _eliminated(self, buckets: Buckets, given: Sequence[Labels], rests: Sequence[Sequence[Table]]) -> Labels:
         """Labels over what no step eliminates."""
@@ -170,8 +194,8 @@ class ParetoSearch:
                 rows[labels.states[:, labels.variables.index(v)]]
                 for v, rows in zip(step.scope.variables, step.scope.rows, strict=True)
             )
-            labels = self._within(labels, [rest[len(made)][at] for rest in rests])
-            made.append(_pareto(labels.linked().over(step.scope.variables)))
+            labels = self._completable(labels.linked().over(step.scope.variables), [r[len(made)][at] for r in rests])
+            made.append(labels)
         return self._joined([made[n] for n in buckets.left])
 
     def _joined(self, parts: Sequence[Labels]) -> Labels:
@@ -215,7 +239,7 @@ class ParetoSearch:
     def _reached(self, labels: Labels, number: int, layer: int) -> Labels:
         """The labels of so many layers that can be completed."""
         at = tuple(labels.states.T)
-        return _pareto(self._within(labels, [p.rest.rows[number].after[layer][at] for p in self.prices]))
+        return self._completable(labels, [p.rest.rows[number].after[layer][at] for p in self.prices])
 
 
 _SHARED, _FIRST, _HERE, _NEXT = -1, -2, -3, -4
@@ -282,17 +306,17 @@ def _join(left: Labels, right: Labels) -> Labels:
     )
 
 
-def _pareto(labels: Labels) -> Labels:
-    """For equal states the labels that no other is at least as good as in seconds and bytes."""
-    if len(labels) == 0:
-        return labels
-    group = np.zeros(len(labels), dtype=np.int64)
-    for column in labels.states.T:
+def _pareto(states: NDArray[np.int32], seconds: Table, bytes_: Table) -> Index:
+    """Numbers of the labels that no other of equal states is at least as good as in seconds and bytes."""
+    if len(seconds) == 0:
+        return np.zeros(0, dtype=np.intp)
+    group = np.zeros(len(seconds), dtype=np.int64)
+    for column in states.T:
         group = group * (int(column.max()) + 1) + column
-    order = np.lexsort((labels.bytes, labels.seconds, group))
-    _, rank = np.unique(labels.bytes, return_inverse=True)
+    order = np.lexsort((bytes_, seconds, group))
+    _, rank = np.unique(bytes_, return_inverse=True)
     _, number = np.unique(group[order], return_inverse=True)
     # Every group's ranks lie below those of the group before, so that the running minimum starts anew in each.
-    height = rank[order] - number * (len(labels) + 1)
+    height = rank[order] - number * (len(seconds) + 1)
     least = np.minimum.accumulate(height)
-    return labels.picked(order[np.concatenate(([True], height[1:] < least[:-1]))])
+    return order[np.concatenate(([True], height[1:] < least[:-1]))]
