@@ -103,7 +103,7 @@ def measured_row(row: FileRow) -> MeasuredRow:
         time_column=column,
         memory_gib=memory or math.nan,
         memory_kind=row.text("mem_kind"),
-        workload=workload_key(row.text("source"), run, release(row)),
+        workload=workload_key(f"{row.text('source')} | {row.text('hw')}", run, release(row)),
     )
 
 
@@ -126,8 +126,11 @@ def _recomputing(run: TrainingRun) -> TrainingRun:
     return replace(other, assumed=(*kept, "recomputation not stated: full, without which it does not fit"))
 
 
-def workload_key(source: str, run: TrainingRun, released: float = 0.0) -> str:
-    """What stays the same when only the plan changes; runs of two software releases are no choice between plans."""
+def workload_key(origin: str, run: TrainingRun, released: float = 0.0) -> str:
+    """What stays the same when only the plan changes; runs of two software releases are no choice between plans.
+
+    ``origin`` is the source, and the cluster as it names it.
+    """
     network, setup = run.network, run.setup
     if isinstance(network, TransformerShape):
         sizes = [network.layers, network.hidden, network.heads, network.vocabulary, network.sequence_length]
@@ -135,7 +138,7 @@ def workload_key(source: str, run: TrainingRun, released: float = 0.0) -> str:
     else:
         sizes = []
     facts = (
-        source, f"{released:.2f}", network.name, *sizes, run.hardware.name, run.hardware.hash[:8], setup.devices,
+        origin, f"{released:.2f}", network.name, *sizes, run.hardware.name, run.hardware.hash[:8], setup.devices,
         setup.global_batch, setup.precision, setup.stack, setup.trained_fraction < 1,
     )  # fmt: skip
     return " | ".join(str(fact) for fact in facts)
