@@ -36,7 +36,8 @@ class Setting:
 
     ``storage`` says how parameters lie along the data axis between steps; ``batch_only`` allows nothing
     but batch dims to be sharded, and shards those wherever it can (pure data parallelism); ``batch_axes`` are
-    the mesh axes, by name, for which the same holds alone. ``context`` is the one choice of each variable on an
+    the mesh axes, by name, for which the same holds alone. On an axis named ``expert`` it holds but for what experts
+    hold and work on, which may be sharded by expert. ``context`` is the one choice of each variable on an
     axis named ``context``, where the mesh has one.
     """
 
@@ -148,7 +149,30 @@ class Parts:
                 placed = np.array([(c.reads if reads else c.writes)[tensor] for c in choices])
                 stored = kind is Kind.PARAMETER and not reads
                 keep &= np.isin(placed, batch) if batch else (placed < 0) | stored | self.setting.batch_only
+        if name == "expert":
+            for tensor, reads in _tensors(variable):
+                spec = self.graph.spec(tensor)
+                batch = [dim for dim, grows in enumerate(spec.batch_dims) if grows]
+                others = [dim for dim, extent in enumerate(spec.shape) if extent in self._experts and dim not in batch]
+                placed = np.array([(c.reads if reads else c.writes)[tensor] for c in choices])
+                keep &= np.isin(placed, [*batch, *others]) | ((placed < 0) & (not batch))
         return keep
+
+    @cached_property
+    def _experts(self) -> frozenset[int]:
+        """Numbers of experts: how many products with matrices of their own an operator does at once."""
+        nodes, made = self.graph.nodes, set[int]()
+        found: set[int] = set()
+        for index, node in enumerate(nodes):
+            refs = node.tensor_inputs
+            if node.role is Role.PARAMETER or (
+                node.role is Role.OPERATOR and refs and all(ref.node in made for ref in refs)
+            ):
+                made.add(index)
+            elif node.kernel is Kernel.MATMUL and node.phase is Phase.FORWARD and refs[-1].node in made:
+                shape = self.graph.spec(refs[-1]).shape
+                found |= {shape[0]} if len(shape) == 3 else set()
+        return frozenset(found)
 
     def _divides(self, tensor: TensorRef, placements: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether every dim divides by all the axes that shard it together."""
