@@ -12,7 +12,7 @@ from planner.graph.operator_graph import DTYPE_BYTES
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.unit_work import UnitWork
 from planner.work import state_bytes
-from simulator.program import BufferKind, Phase
+from simulator.program import BufferKind, Collective, Phase
 from simulator.task_table import FloatArray
 
 
@@ -26,8 +26,9 @@ class ChunkBytes:
     backward: int
 
 
-def chunk_bytes(units: Sequence[UnitWork]) -> ChunkBytes:
+def chunk_bytes(source: PlacedGraph, units: Sequence[UnitWork]) -> ChunkBytes:
     """Add up the units of a chunk: what one keeps stands while another works."""
+    pending = _pending(source, units)
     kept = []
     for number, unit in enumerate(units):
         memory = unit.memory
@@ -35,7 +36,7 @@ def chunk_bytes(units: Sequence[UnitWork]) -> ChunkBytes:
         kept.append(memory.kept + (memory.input if own_input else 0))
     total = sum(kept)
     forward = max(sum(kept[:n]) + unit.memory.forward for n, unit in enumerate(units))
-    backward = max(unit.memory.backward - sum(kept[n + 1 :]) for n, unit in enumerate(units))
+    backward = max(unit.memory.backward + pending[n] - sum(kept[n + 1 :]) for n, unit in enumerate(units))
     return ChunkBytes(
         kept=total,
         deferred=sum(unit.memory.deferred for unit in units),
@@ -101,6 +102,24 @@ def _parameter_bytes(source: PlacedGraph, index: int) -> dict[BufferKind, int]:
     if index not in source.by_unit:
         gathered = (source.local_bytes(spec, wanted) for wanted in source.gathered(index))
         found[BufferKind.GATHERED_PARAMETER] = sum(gathered)
+    return found
+
+
+def _pending(source: PlacedGraph, units: Sequence[UnitWork]) -> list[int]:
+    """Most bytes of whole gradients that wait for a full bucket while each unit goes back.
+
+    They do where gradients travel every micro-batch; elsewhere each is added to its accumulator at once.
+    """
+    waiting, found = 0, [0] * len(units)
+    for number in range(len(units) - 1, -1, -1):
+        for index in units[number].parameters:
+            steps = source.gradient_path(index)[0] if source.is_trained(index) else ()
+            sent = next((step for step in steps if isinstance(step.operation, Collective)), None)
+            if sent is not None:
+                waiting += source.local_bytes(source.graph.spec(source.gradient_ref(index)), sent.before)
+                found[number] = max(found[number], waiting)
+                waiting = 0 if waiting >= source.options.bucket_bytes else waiting
+        found[number] = max(found[number], waiting)
     return found
 
 

@@ -129,7 +129,7 @@ def lower_pipeline(
         meetings=_meetings(lowering),
         overlap_sends=hardware.overlaps_communication,
     )
-    chunk = {key: chunk_bytes([units[n] for n in key]) for key in dict.fromkeys(keys)}
+    chunk = {key: chunk_bytes(found.source, [units[n] for n in key]) for key in dict.fromkeys(keys)}
     sizes = PipelineBytes(
         activations=np.array([chunk[key].kept for key in keys]),
         weight_activations=np.array([chunk[key].deferred for key in keys]),

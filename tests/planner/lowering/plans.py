@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from planner.graph.chain import chain
@@ -65,12 +66,12 @@ def one_stage(
 def pipelined(
     plan: Plan, graph: OperatorGraph, ranks: int, schedule: str, virtual: int = 1, cuts: Sequence[int] | None = None
 ) -> Plan:
-    """The plan on `ranks` pipeline ranks; `cuts` are the units, from the first to the one behind the last, of chunks."""
+    """The plan on `ranks` pipeline ranks; `cuts` are the first units of chunks, and the one behind the last."""
     names = chain(graph).names()
     shape = make_schedule(schedule, ranks, plan.micro_batches, virtual)
     count = shape.chain_stages
     bounds = cuts or [round(i * len(names) / count) for i in range(count + 1)]
-    once = list(zip(bounds, bounds[1:], strict=False)) * shape.chains
+    once = list(pairwise(bounds)) * shape.chains
     chunks = tuple(
         Chunk(rank=int(rank), first=names[first], last=names[last - 1])
         for rank, (first, last) in zip(shape.stage_rank, once, strict=True)

@@ -1,0 +1,257 @@
+"""Plans with pipeline stages: the work, the memory and the time that follow from their chunks and their schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.graph.chain import chain
+from planner.lowering import representatives
+from planner.lowering.pipeline import lower_pipeline
+from planner.pipeline_prediction import predict_pipeline, write_trace
+from planner.prediction import predict_plan
+from planner.strategy.plan import Chunk, Plan
+from simulator import engine, fast_engine
+from simulator.errors import InputError, StrategyError
+from simulator.hardware import load_profile
+from simulator.pipeline_operators import operator_table
+from simulator.pipeline_passes import simulate_operators
+from simulator.program import BufferKind
+from simulator.schedules import ActionKind, make_schedule
+from tests.planner.lowering.plans import one_stage, pipelined, recomputing
+from tests.planner.search.problems import captured
+
+HARDWARE = load_profile("dgx-a100")
+LAYERS = 6
+GRAPH = captured("gpt2-tiny", LAYERS)
+UNITS = LAYERS + 2
+SCHEDULES = [
+    ("gpipe", 2, 1), ("1f1b", 2, 1), ("1f1b", 4, 1), ("zb_h1", 2, 1), ("interleaved_1f1b", 2, 2), ("zbv", 2, 2),
+    ("dualpipe_v", 2, 2), ("dualpipe", 2, 2),
+]  # fmt: skip
+schedules = pytest.mark.parametrize(("schedule", "ranks", "virtual"), SCHEDULES)
+
+
+def alone(plan: Plan) -> Plan:
+    """The plan as a pipeline of one rank."""
+    names = chain(GRAPH).names()
+    return replace(plan, schedule="gradient_accumulation", chunks=(Chunk(rank=0, first=names[0], last=names[-1]),))
+
+
+USUAL = [({}, "full", "zero1"), ({"data": 2, "tensor": 2}, "full", "zero3"), ({"data": 2}, "selective", "zero2")]
+EVERY = [
+    pytest.param(axes, mode, level, marks=() if (axes, mode, level) in USUAL else pytest.mark.slow)
+    for axes in ({}, {"data": 2}, {"data": 2, "tensor": 2})
+    for mode in ("none", "selective", "full")
+    for level in (("zero1", "zero2", "zero3") if axes else ("zero1",))
+]
+
+
+@pytest.mark.parametrize(("axes", "mode", "level"), EVERY)
+def test_a_pipeline_of_one_stage_is_the_plain_step(axes: dict[str, int], mode: str, level: str) -> None:
+    storage = "sharded" if "data" in axes else "replicated"
+    plan = one_stage("gpt2-tiny", LAYERS, tuple(axes.items()), storage=storage)
+    plan = replace(plan, optimizer_sharding=level) if storage == "sharded" else plan
+    plan = plan if mode == "none" else recomputing(plan, GRAPH, mode)
+    plain, found = predict_plan(plan, GRAPH, HARDWARE), predict_pipeline(alone(plan), GRAPH, HARDWARE).prediction
+    assert found.breakdown["compute_s"] == pytest.approx(plain.breakdown["compute_s"], rel=1e-9)
+    assert found.breakdown["optimizer_s"] == pytest.approx(plain.breakdown["optimizer_s"], rel=1e-9)
+    # Updates of early buckets run beside the last messages in the plain step, and only after them in a pipeline.
+    assert found.step_time_s == pytest.approx(plain.step_time_s, rel=1e-9 if not axes else 0.03)
+    # Parameters gathered unit by unit are counted at their most, whenever that is.
+    assert found.peak_memory_bytes == pytest.approx(plain.peak_memory_bytes, rel=0.2 if level == "zero3" else 0.06)
+    assert found.mfu == pytest.approx(plain.mfu * plain.step_time_s / found.step_time_s)
+
+
+@schedules
+def test_ranks_share_the_work_of_one_and_the_parts_of_a_step_add_up(schedule: str, ranks: int, virtual: int) -> None:
+    plan = one_stage("gpt2-tiny", LAYERS, (("data", 2), ("tensor", 2)))
+    plain = predict_plan(plan, GRAPH, HARDWARE)
+    found = predict_pipeline(pipelined(plan, GRAPH, ranks, schedule, virtual), GRAPH, HARDWARE)
+    # Terms of a tied gradient are added once a step where the chunks lie apart, not every micro-batch; and each copy
+    # of DualPipe starts its own accumulators.
+    less = plain.breakdown["compute_s"] - found.result.compute_s.sum()
+    assert 0 <= less < (0.05 if schedule == "dualpipe" else 1e-3) * plain.breakdown["compute_s"]
+    assert sum(found.prediction.breakdown.values()) == pytest.approx(found.prediction.step_time_s)
+    assert all(seconds >= -1e-12 for seconds in found.prediction.breakdown.values())
+    assert found.prediction.step_time_s > plain.breakdown["compute_s"] / ranks
+    assert found.prediction.mfu * found.prediction.step_time_s * ranks == pytest.approx(plain.mfu * plain.step_time_s)
+
+
+@schedules
+def test_both_engines_run_the_step_to_the_same_time(schedule: str, ranks: int, virtual: int) -> None:
+    plan = pipelined(one_stage("gpt2-tiny", LAYERS, (("data", 2),), storage="sharded"), GRAPH, ranks, schedule, virtual)
+    lowered = lower_pipeline(plan, GRAPH, HARDWARE)
+    table = operator_table(lowered.schedule, lowered.costs)
+    seconds = simulate_operators(lowered.schedule, lowered.costs).step_time_s
+    assert fast_engine.run(table)[1].max() == pytest.approx(seconds, rel=1e-12)
+    assert engine.run(table)[1].max() == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (3, 5), (4, 4)])
+def test_equal_stages_and_free_sends_have_the_bubble_of_the_formula(ranks: int, micro_batches: int) -> None:
+    plan = pipelined(one_stage("gpt2-tiny", LAYERS, micro_batches=micro_batches), GRAPH, ranks, "1f1b")
+    lowered = lower_pipeline(plan, GRAPH, HARDWARE)
+    kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
+    costs = replace(
+        lowered.costs,
+        passes={kind: [lowered.costs.passes[kind][0]] * ranks for kind in kinds},
+        first={},
+        last={},
+        meetings=(),
+        send_s=0.0,
+        epilogue_s=0.0,
+    )
+    forward, backward = (costs.passes[kind][0].seconds.sum() for kind in kinds)
+    result = simulate_operators(lowered.schedule, costs)
+    assert result.step_time_s == pytest.approx((micro_batches + ranks - 1) * (forward + backward))
+    np.testing.assert_allclose(result.bubble_s, (ranks - 1) * (forward + backward))
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_1f1b_holds_activations_of_the_micro_batches_under_way(mode: str) -> None:
+    plan = one_stage("gpt2-tiny", LAYERS, micro_batches=6)
+    plan = plan if mode == "none" else recomputing(plan, GRAPH, mode)
+    found = predict_pipeline(pipelined(plan, GRAPH, 4, "1f1b"), GRAPH, HARDWARE)
+    sizes = found.lowered.sizes
+    for rank, memory in enumerate(found.memory):
+        under_way = 4 - rank
+        kept = under_way * sizes.activations[rank]  # type: ignore[index]
+        # The peak is in a backward pass, or in a forward pass that needs more at once than it keeps.
+        most = max(sizes.recomputed[rank], sizes.forward[rank])  # type: ignore[index]
+        resident = sum(float(values[rank]) for values in sizes.resident.values())  # type: ignore[index]
+        assert memory.peak_bytes == pytest.approx(resident + kept + most)
+    peaks = [memory.peak_bytes for memory in found.memory]
+    assert found.prediction.peak_memory_bytes == int(max(peaks))
+    assert found.prediction.peak_rank == int(np.argmax(peaks))
+
+
+def test_gpipe_holds_all_micro_batches_and_recomputation_only_inputs() -> None:
+    plan = one_stage("gpt2-tiny", LAYERS, micro_batches=8)
+    gpipe = predict_pipeline(pipelined(plan, GRAPH, 2, "gpipe"), GRAPH, HARDWARE)
+    again = predict_pipeline(pipelined(recomputing(plan, GRAPH, "full"), GRAPH, 2, "gpipe"), GRAPH, HARDWARE)
+    sizes, kept = gpipe.lowered.sizes, again.lowered.sizes
+    assert gpipe.memory[1].at_peak[BufferKind.ACTIVATION] >= 8 * sizes.activations[1]  # type: ignore[index]
+    boundary = GRAPH.spec(chain(GRAPH).boundaries[0].forward).size_bytes * plan.micro_batch
+    # One input for each of the units: blocks and the end of the network.
+    assert kept.activations[1] == pytest.approx(4 * boundary, rel=0.05)  # type: ignore[index]
+
+
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_any_cuts_keep_the_work_and_bound_the_step(data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(2, 4))
+    inner = data.draw(st.lists(st.integers(1, UNITS - 1), min_size=ranks - 1, max_size=ranks - 1, unique=True))
+    schedule = data.draw(st.sampled_from(["gpipe", "1f1b", "zb_h1"]))
+    plan = one_stage("gpt2-tiny", LAYERS, (("tensor", 2),))
+    cut = pipelined(plan, GRAPH, ranks, schedule, cuts=[0, *sorted(inner), UNITS])
+    found = predict_pipeline(cut, GRAPH, HARDWARE)
+    plain = predict_plan(plan, GRAPH, HARDWARE)
+    assert found.result.compute_s.sum() == pytest.approx(plain.breakdown["compute_s"], rel=1e-3)
+    assert found.prediction.step_time_s >= found.result.compute_s.max()
+    sends = np.sum(found.lowered.costs.send_s) * 2 * plan.micro_batches
+    meetings = sum(seconds for _, seconds in found.lowered.costs.meetings)
+    assert found.prediction.step_time_s <= 1.1 * plain.step_time_s + sends + meetings
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_layers_in_a_row_are_lowered_once_and_count_as_often_as_they_are_there(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = captured("gpt2-tiny", 16)
+    plan = one_stage("gpt2-tiny", 16, (("data", 2),), storage="sharded")
+    plan = pipelined(plan if mode == "none" else recomputing(plan, graph, mode), graph, 2, "1f1b")
+    short = predict_pipeline(plan, graph, HARDWARE).prediction
+    monkeypatch.setattr(representatives, "KEPT", 100)
+    whole = predict_pipeline(plan, graph, HARDWARE).prediction
+    assert short.step_time_s == pytest.approx(whole.step_time_s, rel=1e-9)
+    assert short.peak_memory_bytes == whole.peak_memory_bytes
+    assert short.memory_at_peak == whole.memory_at_peak
+
+
+def test_ranks_that_share_a_parameter_sum_its_gradient_and_others_do_not_meet() -> None:
+    plan = one_stage("gpt2-tiny", LAYERS)
+    apart = lower_pipeline(pipelined(plan, GRAPH, 3, "1f1b"), GRAPH, HARDWARE)
+    assert [ranks for ranks, _ in apart.costs.meetings] == [(0, 2)]
+    assert apart.costs.meetings[0][1] > 0
+    together = lower_pipeline(pipelined(plan, GRAPH, 2, "zbv", 2), GRAPH, HARDWARE)
+    assert not together.costs.meetings
+    copies = lower_pipeline(pipelined(plan, GRAPH, 2, "dualpipe", 2), GRAPH, HARDWARE)
+    assert [ranks for ranks, _ in copies.costs.meetings] == [(0, 1)]
+    tied = sum(float(v.sum()) for v in (apart.sizes.resident[BufferKind.PARAMETER],))  # type: ignore[union-attr]
+    assert tied > sum(p.size_bytes for p in (GRAPH.nodes[p.node].outputs[0] for p in GRAPH.parameters))
+
+
+def test_a_zero_bubble_schedule_waits_less_and_splits_the_backward_work() -> None:
+    plan = one_stage("gpt2-tiny", LAYERS, micro_batches=8)
+    whole = predict_pipeline(pipelined(plan, GRAPH, 4, "1f1b"), GRAPH, HARDWARE)
+    split = predict_pipeline(pipelined(plan, GRAPH, 4, "zb_h1"), GRAPH, HARDWARE)
+    assert split.prediction.breakdown["bubble_s"] < whole.prediction.breakdown["bubble_s"]
+    backward = whole.lowered.costs.passes[ActionKind.BACKWARD][1].seconds.sum()
+    parts = [split.lowered.costs.passes[kind][1].seconds.sum() for kind in list(ActionKind)[2:]]
+    assert sum(parts) == pytest.approx(backward)
+    assert min(parts) > 0.2 * backward
+
+
+def test_a_schedule_from_elsewhere_orders_the_passes() -> None:
+    plan = pipelined(one_stage("gpt2-tiny", LAYERS), GRAPH, 2, "1f1b")
+    own, other = (make_schedule(name, 2, plan.micro_batches) for name in ("1f1b", "gpipe"))
+    usual, given_own, all_forward = (
+        predict_pipeline(plan, GRAPH, HARDWARE, schedule).prediction for schedule in (None, own, other)
+    )
+    assert given_own == usual
+    assert all_forward.peak_memory_bytes > usual.peak_memory_bytes
+    with pytest.raises(InputError, match="has 3 micro-batches, the plan 4"):
+        predict_pipeline(plan, GRAPH, HARDWARE, make_schedule("1f1b", 2, 3))
+
+
+def test_a_trace_has_every_rank_and_pass(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    import json
+
+    plan = pipelined(one_stage("gpt2-tiny", LAYERS), GRAPH, 2, "1f1b")
+    found = predict_pipeline(plan, GRAPH, HARDWARE)
+    write_trace(found, plan, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    drawn = {(e["pid"], e["name"]) for e in events if e["ph"] == "X" and e["tid"] == 0}
+    passes = {(r, str(a)) for r in range(2) for a in found.lowered.schedule.actions(r)}
+    assert passes <= drawn
+    assert {rank for rank, name in drawn if name == "update"} == {0, 1}
+    ends = max(e["ts"] + e["dur"] for e in events if e["ph"] == "X")
+    assert ends == pytest.approx(found.prediction.step_time_s * 1e6)
+    level = [e["args"]["bytes"] for e in events if e["ph"] == "C"]
+    assert max(level) == pytest.approx(found.prediction.peak_memory_bytes)
+
+
+NAMES = chain(GRAPH).names()
+
+
+@pytest.mark.parametrize(
+    ("chunks", "words"),
+    [
+        ([(0, 0, 3), (1, 5, UNITS - 1)], "does not follow"),
+        ([(0, 0, 3), (1, 4, UNITS - 2)], "goes on to"),
+        ([(1, 0, 3), (0, 4, UNITS - 1)], "chunk 0 is on pipeline rank 1"),
+        ([(0, 0, UNITS - 1)], "has 1 chunks"),
+    ],
+)
+def test_chunks_that_do_not_cover_the_network_are_refused(chunks: list[tuple[int, int, int]], words: str) -> None:
+    plan = pipelined(one_stage("gpt2-tiny", LAYERS), GRAPH, 2, "1f1b")
+    listed = tuple(Chunk(rank=rank, first=NAMES[a], last=NAMES[b]) for rank, a, b in chunks)
+    with pytest.raises(StrategyError, match=words):
+        lower_pipeline(replace(plan, chunks=listed), GRAPH, HARDWARE)
+
+
+def test_units_that_the_network_has_not_are_named() -> None:
+    plan = pipelined(one_stage("gpt2-tiny", LAYERS), GRAPH, 2, "1f1b")
+    wrong = (replace(plan.chunks[0], last="blocks.77"), plan.chunks[1])
+    with pytest.raises(StrategyError, match=r"stages\.0: 'blocks\.77' is no unit"):
+        lower_pipeline(replace(plan, chunks=wrong), GRAPH, HARDWARE)
+    ranges = recomputing(plan, GRAPH, "full").recompute_ranges
+    with pytest.raises(StrategyError, match=r"recompute\.ranges\.0: 'nothing' is no unit"):
+        lower_pipeline(replace(plan, recompute_ranges=(replace(ranges[0], last="nothing"),)), GRAPH, HARDWARE)
+    with pytest.raises(StrategyError, match="is in another range as well"):
+        lower_pipeline(replace(plan, recompute_ranges=(*ranges, *ranges)), GRAPH, HARDWARE)
