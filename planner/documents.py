@@ -45,7 +45,7 @@ def plan_document(plan: Plan, hardware: Hardware) -> Document:
             }
             for index, axis in enumerate(mesh.axes)
         ],
-        "dp": plan.degree("data"),
+        "dp": plan.degree("data") * plan.degree("expert"),
         "tp": plan.degree("tensor"),
         "pp": plan.pipeline,
         "vpp": plan.virtual,
@@ -73,6 +73,7 @@ def search_document(result: PlanResult, mode: str, certificate: Certificate | No
         "elapsed_s": result.elapsed_s,
         "simulation_s": result.simulation_s,
         "capture_s": result.capture_s,
+        "timings": dict(result.timings),
         "objective_s": certificate and certificate.objective_s,
         "lower_bound_s": certificate and certificate.lower_bound_s,
         "gap": certificate and certificate.gap,
@@ -109,6 +110,14 @@ def result_document(result: PlanResult, hardware: Hardware, mode: str, strategy_
             "reason": result.infeasible,
             "alternatives": [],
         }
+    prices = result.shadow_prices
+    document["pin_costs"] = [
+        {"pin": pin, "cost_s": seconds, "without": other} for pin, seconds, other in result.pin_costs
+    ]
+    document["shadow_prices"] = prices and {
+        "memory_gib_s": prices.memory_gib_s,
+        "bandwidth_10_percent_s": dict(prices.links_s),
+    }
     return {**document, "messages": list(result.messages), "strategy_file": strategy_file}
 
 

@@ -79,7 +79,8 @@ def plan(
     With options from a file (keys are the names of the options)
       meshwright plan --config gpt2.yaml
 
-    With --quiet only the name of the strategy file is printed. Exit code 3: no plan fits.
+    With --quiet only the name of the strategy file is printed; --debug says where the time went. Exit code 3: no plan
+    fits. Ctrl-C ends the search: the best plan so far is written, with its gap (exit code 0), if there is one.
     """
     from planner.cli.config import PlanSettings, merged, read_config
 
@@ -100,17 +101,20 @@ def plan(
         out=None if out is None else str(out),
     )
     settings = merged(given, read_config(config)) if config is not None else given
-    _run(terminal, settings, config)
+    _run(terminal, settings, config, debug=debug)
 
 
-def _run(terminal: Terminal, settings: PlanSettings, config: Path | None) -> None:
+def _run(terminal: Terminal, settings: PlanSettings, config: Path | None, *, debug: bool) -> None:
     from planner.planning import plan_network
+    from planner.quantities import seconds_text
 
     request = _request(settings)
     path = settings.out or "strategy.json"
     check_out("--out", path, (settings.hw, settings.hints, config))
     with terminal.working(f"planning {request.network} for {request.devices} devices"):
         result = plan_network(request)
+    if debug:
+        terminal.note("; ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in result.timings.items()))
     _finish(terminal, request, result, path)
 
 

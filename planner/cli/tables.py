@@ -34,8 +34,25 @@ BREAKDOWN_NAMES = {
 
 
 def mesh_text(plan: Plan) -> str:
-    """Sizes of the data and the tensor axis."""
-    return f"{plan.degree('data')} × {plan.degree('tensor')}"
+    """Sizes of the data and the tensor axis, and the pipeline stages where there are several."""
+    stages = f" × {plan.pipeline}" if plan.pipeline > 1 else ""
+    return f"{plan.degree('data')} × {plan.degree('tensor')}{stages}"
+
+
+def stages_text(plan: Plan) -> str:
+    """Pipeline, recomputation and context of a plan in words; empty where it has none."""
+    parts = []
+    if plan.pipeline > 1:
+        chunks = f" × {plan.virtual} chunks" if plan.virtual > 1 else ""
+        parts.append(f"{plan.pipeline} stages{chunks}, {plan.schedule}")
+    if plan.recompute != "none":
+        parts.append(f"recomputation {plan.recompute}")
+    parts += [f"{name} {plan.degree(name)}" for name in ("context", "expert") if plan.degree(name) > 1]
+    if plan.shard_size:
+        parts.append(f"states shared by {plan.shard_size} ranks")
+    if plan.offload_optimizer:
+        parts.append("states in host memory")
+    return ", ".join(parts)
 
 
 def batch_text(plan: Plan) -> str:
@@ -59,7 +76,7 @@ def plan_report(result: PlanResult, hardware: Hardware, strategy_file: str) -> I
     """Everything `meshwright plan` says about a result with at least one plan."""
     plan = result.candidates[0].plan
     yield Text(
-        f"{plan.network} on {plan.mesh.size} × {hardware.device_name} ({hardware.name}), global batch "
+        f"{plan.network} on {plan.devices} × {hardware.device_name} ({hardware.name}), global batch "
         f"{plan.global_batch}{_length(plan)}, {plan.precision}, {plan.optimizer}",
         style="bold",
     )
@@ -122,11 +139,14 @@ def _facts(result: PlanResult, hardware: Hardware, strategy_file: str) -> Iterab
         f"{axis.name} over {level_of_axis(hardware, axis.size, plan.mesh.stride(index))}"
         for index, axis in enumerate(plan.mesh.axes)
     )
+    # The operators of a mesh are eliminated; configurations are proven over the whole space.
+    space = " on its mesh" if certificate.elimination_width else ""
+    yield "stages", stages_text(plan)
     yield "topology", levels
     yield "memory", memory_kinds_text(best.prediction.memory_at_peak)
     yield (
         "certificate",
-        f"{result.status} on its mesh: objective {seconds_text(certificate.objective_s)}, lower bound "
+        f"{result.status}{space}: objective {seconds_text(certificate.objective_s)}, lower bound "
         f"{seconds_text(certificate.lower_bound_s)}, gap {percent_text(certificate.gap)}, "
         f"elimination width {certificate.elimination_width}, {certificate.operators} operators, "
         f"{certificate.distinct_blocks} distinct block{'s' * (certificate.distinct_blocks != 1)}",
@@ -139,6 +159,10 @@ def _facts(result: PlanResult, hardware: Hardware, strategy_file: str) -> Iterab
             f"capture {seconds_text(result.capture_s)}"
         ),
     )
+    if result.shadow_prices is not None:
+        from planner.explanations import shadow_messages
+
+        yield "worth", "; ".join(shadow_messages(result.shadow_prices))
     for message in result.messages:
         yield "note", message
     yield "written", strategy_file
@@ -309,7 +333,7 @@ def simulation_report(
     """Everything `meshwright simulate` prints."""
     from simulator.timeline import top_operators
 
-    yield Text(f"{plan.network} on {plan.mesh.size} × {hardware.device_name} ({hardware.name})", style="bold")
+    yield Text(f"{plan.network} on {plan.devices} × {hardware.device_name} ({hardware.name})", style="bold")
     yield facts(
         [
             ("plan", f"data {mesh_text(plan)} tensor, micro-batch {batch_text(plan)}"),
