@@ -10,10 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.graph.folding import repeat as repeated
 from planner.graph.folding import unfold
 from planner.graph.operator_graph import TensorRef
 from planner.graph.scaling import at_batch, at_precision
 from planner.networks import load_network
+from planner.networks.decoder.graph import decoder_graph
+from planner.networks.decoder.mixtral import ZooMixtral
+from planner.networks.zoo.configs import MixtralConfig
+from planner.networks.zoo.table import language_inputs
 from planner.search.dynamic_programming import fastest
 from planner.search.labels import StageDecisions, StageTables, Weights, rules_of, stage_decisions, stage_tables
 from planner.search.problem import Problem
@@ -174,7 +179,7 @@ def test_no_choice_of_labels_is_cheaper_than_the_minimum(mesh: Mesh, weights: We
                 after[leave] = min(after.get(leave, np.inf), best[entry] + float(own))
         best = after
     assert exact.value <= best[-1] * (1 + 1e-9)
-    assert exact.value >= best[-1] * 0.9
+    assert exact.value >= best[-1] * 0.95
 
 
 @given(weights=WEIGHTS)
@@ -254,6 +259,37 @@ def test_tied_parameters_lie_the_same_way_in_every_unit() -> None:
     station = tables.parts.station_of[TensorRef(tied.node)]
     chosen = {states[station] for number in tied.units for states in tables.units[number].assignments}
     assert len(chosen) == 1
+
+
+def test_an_expert_axis_shards_experts_and_the_batch() -> None:
+    config = MixtralConfig(
+        vocabulary=512,
+        hidden=512,
+        layers=3,
+        heads=16,
+        key_value_heads=4,
+        intermediate=2048,
+        positions=256,
+        experts=8,
+        chosen_experts=2,
+    )
+    inputs = language_inputs(config.vocabulary, 128, masked=False)
+    graph = repeated(decoder_graph(ZooMixtral(config=config), 2, inputs, name="experts", notes=()), 3)
+    source = stage_decisions(at_precision(graph, "bfloat16"))
+    tables = stage_tables(
+        at_batch(source.graph, 8),
+        source,
+        load_profile("dgx-a100"),
+        make_mesh(expert=4),
+        optimizer=optimizer("adamw"),
+        bucket_bytes=BUCKET_BYTES,
+    )
+    embedding, first, _, head = tables.units
+    assert not embedding.expert_elements.any()
+    assert not head.expert_elements.any()
+    experts = 3 * config.experts * config.hidden * config.intermediate
+    assert experts / 4 in first.expert_elements
+    assert all(states.forward == ((0,),) for states in tables.boundaries)
 
 
 def test_modes_and_axes_are_checked() -> None:
