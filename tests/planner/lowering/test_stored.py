@@ -98,7 +98,7 @@ def test_each_level_holds_less_and_parts_of_the_data_axis_hold_more() -> None:
     peaks = [held[level].peak_memory_bytes for level in ("zero1", "zero2", "zero3")]
     assert peaks == sorted(peaks, reverse=True)
     assert len(set(peaks)) == 3
-    whole = sum(p.size_bytes for p in (GRAPH.nodes[p.node].outputs[0] for p in GRAPH.parameters))
+    whole = 4 * GRAPH.parameter_count
     gathered = held["zero3"].memory_at_peak[BufferKind.GATHERED_PARAMETER]
     assert gathered < 0.6 * whole, "at most two units at once"
     halves = lowered_of(sharded(shard_size=2)).program
@@ -119,7 +119,8 @@ def test_offloaded_states_are_not_in_device_memory_and_pass_the_host_link() -> N
     parameters = sum(b.size_bytes for b in plain.program.resident if b.kind is BufferKind.PARAMETER)
     more = [fast_engine.simulate(one.program, HARDWARE).step_time_s for one in (plain, offloaded)]
     seconds = 2 * parameters / HARDWARE.reliability.snapshot_bandwidth_bytes_per_s
-    assert more[1] - more[0] == pytest.approx(seconds, rel=0.05)
+    # All gradients are there before any goes to the host, so the last messages hide behind no update.
+    assert seconds <= more[1] - more[0] < seconds + 1e-4
 
 
 def test_full_recomputation_costs_the_forward_pass_and_selective_the_cheap_part_of_it() -> None:
