@@ -40,7 +40,7 @@ PER_SHAPE = 2
 NEAR = 1.5
 """Alternatives are looked for up to so many times the best objective."""
 PROOF = 1e-6
-WIDEST = WIDTH * 64
+WIDEST = WIDTH * 8
 """Most ways of a fragment where fewer do not prove a partition."""
 
 
@@ -188,7 +188,7 @@ class _Search:
 
     def _spent(self) -> bool:
         result, share = self.result, self.solves / SOLVES
-        return result.solved >= self.solves or result.tables >= TABLES * share or result.opened >= NODES * share
+        return result.solved >= self.solves or result.tables >= TABLES * max(share, 0.4) or result.opened >= NODES * share
 
     def _needless(self, bound: float, node: _Node) -> bool:
         """Whether a node cannot be the best, and enough alternatives of its shape are found."""
@@ -277,7 +277,7 @@ class _Search:
         self.result.found.append(placed)
         self.best = min(self.best, placed.objective_s)
         if placed.partition.lower_bound_s < placed.objective_s * (1 - PROOF):
-            if task.chunks == 1 and node.width < WIDEST:
+            if task.chunks == 1 and node.width < WIDEST and simplified(task) is task:
                 again = _Node(_Stage.SOLVED, node.configuration, task, placed, node.width * 8)
                 self._push(placed.partition.lower_bound_s, again)
             else:

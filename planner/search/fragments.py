@@ -17,6 +17,8 @@ FILL, STEADY, QUEUE, BACKLOG, ACTIVATION, RESIDENT, TRANSIENT = range(7)
 COLUMNS = 7
 WIDTH = 32
 """Most ways that are kept of one fragment between two boundary states; beyond it they are thinned."""
+_AT_ONCE = 512
+"""Ways that are compared with each other at once."""
 _FLIGHTS = (1.0, 8.0, 64.0, 1e6)
 
 
@@ -111,6 +113,8 @@ def _frontier(values: FloatArray, entry: IntArray, leave: IntArray, width: int) 
     keys = entry * (int(leave.max(initial=0)) + 2) + leave
     for key in np.unique(keys):
         rows = np.flatnonzero(keys == key)
+        if len(rows) > max(width, _AT_ONCE):
+            rows, exact = rows[_spread(values[rows], _AT_ONCE // 2)], False
         rows = rows[np.lexsort(values[rows].T[::-1])]
         rows = rows[~_dominated(values[rows])]
         if len(rows) > width:
@@ -125,7 +129,7 @@ def _dominated(values: FloatArray) -> NDArray[np.bool_]:
     if not distinct:
         return np.arange(len(values)) > 0
     columns = values[:, distinct]
-    if len(columns) > 512:
+    if len(columns) > _AT_ONCE:
         return _dominated_in_turn(columns)
     below = np.ones((len(columns), len(columns)), dtype=np.bool_)
     for column in columns.T:
