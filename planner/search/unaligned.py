@@ -6,10 +6,14 @@ that only meet each other. Such a block is taken out of its run, so that what re
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from planner.graph.folding import without_ends
 from planner.graph.operator_graph import OperatorGraph, Run
-from planner.graph.unfolding import unfold_run
+from planner.graph.unfolding import run_start, unfold_run
+from planner.search.solution import block_index, template_name
 from planner.search.variables import Decisions, Variable, decisions
+from planner.strategy.plan import LayerRules, NodeRules
 
 ENDS = ((0, 1), (1, 0), (1, 1), (0, 2), (2, 0))
 """Blocks taken out at the front and at the back, in the order of trying."""
@@ -36,6 +40,25 @@ def _shortened(graph: OperatorGraph, number: int) -> tuple[OperatorGraph, Decisi
                 return shorter, made
     whole = unfold_run(graph, number)
     return whole, decisions(whole)
+
+
+def in_runs(
+    graph: OperatorGraph, rules: Mapping[str, NodeRules], layers: Sequence[LayerRules]
+) -> tuple[dict[str, NodeRules], tuple[LayerRules, ...]]:
+    """Name rules of a shortened graph by the runs of `graph`, which it was: a block taken out is a range of its own."""
+    outside, parts = dict(rules), list(layers)
+    for run in graph.runs:
+        head, start = f"{run.prefix}.", run_start(graph, run)
+        alone: dict[int, dict[str, NodeRules]] = {}
+        for name, chosen in rules.items():
+            if name.startswith(head) and name[len(head)].isdigit():
+                index = block_index(name, run.prefix)
+                if start <= index < start + run.count:
+                    alone.setdefault(index, {})[template_name(name, run.prefix)] = chosen
+                    del outside[name]
+        parts += [LayerRules(prefix=run.prefix, first=i, last=i, rules=own) for i, own in alone.items()]
+    order = {run.prefix: n for n, run in enumerate(graph.runs)}
+    return outside, tuple(sorted(parts, key=lambda part: (order[part.prefix], part.first)))
 
 
 def _alike(made: Decisions, run: Run) -> bool:

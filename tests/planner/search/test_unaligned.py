@@ -13,7 +13,8 @@ from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks import load_network
 from planner.search.dynamic_programming import fastest, smallest, solve
-from planner.search.unaligned import aligned
+from planner.search.solution import node_rules
+from planner.search.unaligned import aligned, in_runs
 from simulator.errors import UnsupportedError
 from tests.planner.search.problems import captured, make_mesh, make_problem
 
@@ -65,6 +66,10 @@ def test_the_odd_block_is_taken_out(block: type[nn.Module], monkeypatch: pytest.
         one, other = search(folded), search(whole)
         assert one.objective_s == pytest.approx(other.objective_s, rel=1e-10)
         assert one.memory_bytes == other.memory_bytes
+    rules, layers = in_runs(graph, *node_rules(folded, fastest(folded)))
+    assert [n for part in layers for n in range(part.first, part.last + 1)] == list(range(5))
+    assert len({tuple(sorted(part.rules)) for part in layers}) == 1
+    assert not any(name.startswith(f"{run.prefix}.") for name in rules)
     limit = 0.5 * (smallest(folded).memory_bytes + fastest(folded).memory_bytes)
     found, expected = solve(folded, limit), solve(whole, limit)
     assert found is not None

@@ -1,0 +1,134 @@
+"""How long the exact search takes, cost tables included and capture excluded: `make bench`.
+
+Goals, on two cores: Llama-3 8B on meshes of 4 × 8 and of 32 × 8, any placement on both axes, in 1 s; ResNet-50 on 64
+devices in 1 s; a perceptron of three layers on 1,024 devices, every factorisation, in 0.2 s; 96 layers of a GPT in at
+most 1.2 times what 12 take.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from planner.graph.operator_graph import OperatorGraph
+from planner.graph.scaling import at_batch, at_precision
+from planner.networks import load_network
+from planner.planning import PlanRequest, capture_for, plan_network
+from planner.search.costs import MeshCosts
+from planner.search.dynamic_programming import fastest, smallest, solve
+from planner.search.problem import Problem, Setting
+from planner.search.variables import decisions
+from planner.sharding.placement import Mesh, MeshAxis
+from planner.work import optimizer
+from simulator.hardware import load_profile
+
+LLAMA3_8B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+"""https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/config.json"""
+
+FREE = "context"
+"""An axis that may shard anything, the batch as well; the tensor axis leaves the batch alone."""
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> OperatorGraph:
+    folder = tmp_path_factory.mktemp("llama3-8b")
+    Path(folder, "config.json").write_text(json.dumps(LLAMA3_8B))
+    return at_precision(load_network(f"hf:{folder}", sequence_length=2048).capture(), "bfloat16")
+
+
+def problem_of(graph: OperatorGraph, *axes: tuple[str, int]) -> Problem:
+    mesh = Mesh(tuple(MeshAxis(name, size) for name, size in axes))
+    graph = at_batch(graph, mesh.size)
+    setting = Setting(
+        costs=MeshCosts(load_profile("dgx-a100"), mesh, 25 * 2**20), micro_batches=1, optimizer=optimizer("adamw")
+    )
+    return Problem(graph, decisions(graph), setting)
+
+
+@pytest.mark.parametrize("data", [4, 32])
+def test_llama3_8b_any_placement(benchmark: BenchmarkFixture, llama: OperatorGraph, data: int) -> None:
+    """Decisions, cost tables and elimination."""
+    solution = benchmark.pedantic(
+        lambda: fastest(problem_of(llama, ("data", data), (FREE, 8))), rounds=5, warmup_rounds=1
+    )
+    benchmark.extra_info["gap"] = solution.gap
+    benchmark.extra_info["states"] = f"{solution.states}, {solution.states_left} after reductions"
+    benchmark.extra_info["width"] = solution.width
+
+
+@pytest.mark.parametrize("part", ["tables", "elimination"])
+def test_llama3_8b_by_part(benchmark: BenchmarkFixture, llama: OperatorGraph, part: str) -> None:
+    axes = (("data", 4), (FREE, 8))
+    problem = problem_of(llama, *axes)
+    if part == "tables":
+        benchmark.pedantic(problem_of, args=(llama, *axes), rounds=5, warmup_rounds=1)
+    else:
+        benchmark.pedantic(fastest, args=(problem,), rounds=5)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.1])
+def test_llama3_8b_under_a_memory_limit(benchmark: BenchmarkFixture, llama: OperatorGraph, share: float) -> None:
+    """`share` of the way from the least memory to that of the fastest plan."""
+    problem = problem_of(llama, ("data", 4), ("tensor", 8))
+    low, high = smallest(problem).memory_bytes, fastest(problem).memory_bytes
+    found = benchmark.pedantic(solve, args=(problem, low + share * (high - low)), rounds=1)
+    benchmark.extra_info["gap"] = found.gap
+
+
+def test_llama3_8b_on_three_axes(benchmark: BenchmarkFixture, llama: OperatorGraph) -> None:
+    """Elimination alone, compiled loop loaded."""
+    problem = problem_of(llama, ("data", 2), ("context", 2), ("tensor", 2))
+    solution = benchmark.pedantic(fastest, args=(problem,), rounds=1, warmup_rounds=1)
+    benchmark.extra_info["largest table"] = solution.largest_table
+
+
+def test_perceptron_on_1024_devices(benchmark: BenchmarkFixture) -> None:
+    """The whole plan but for its simulation: every data × tensor mesh."""
+    request = PlanRequest(network="zoo:mlp", hardware="dgx-a100", devices=1024, global_batch=4096)
+    graph = capture_for(request)
+    search: list[float] = []
+
+    def plan() -> None:
+        result = plan_network(request, graph=graph)
+        search.append(result.elapsed_s - result.simulation_s)
+
+    benchmark.pedantic(plan, rounds=5, warmup_rounds=1)
+    benchmark.extra_info["search_s"] = round(statistics.median(search[1:]), 3)
+
+
+def test_eight_times_the_depth(benchmark: BenchmarkFixture) -> None:
+    """Pairs of searches, 96 layers beside 12, on one mesh; `extra_info` holds the median ratio."""
+    shallow = at_precision(load_network("zoo:gpt2").capture(), "bfloat16")
+    deep = replace(shallow, runs=tuple(replace(run, count=run.count * 8) for run in shallow.runs))
+    once: list[float] = []
+    eight: list[float] = []
+
+    def pair() -> None:
+        for graph, taken in ((shallow, once), (deep, eight)):
+            started = perf_counter()
+            fastest(problem_of(graph, ("data", 8), ("tensor", 4)))
+            taken.append(perf_counter() - started)
+
+    benchmark.pedantic(pair, rounds=7, warmup_rounds=1)
+    ratios = [b / a for a, b in zip(once[1:], eight[1:], strict=True)]
+    benchmark.extra_info["96 layers / 12"] = round(statistics.median(ratios), 3)
