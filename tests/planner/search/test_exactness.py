@@ -85,6 +85,13 @@ def test_folded_blocks_equal_the_unrolled_graph_under_a_memory_limit(problem: Ta
     check(problem, float(limit))
 
 
+@pytest.mark.slow
+@settings(max_examples=2500, deadline=None)
+@given(st.one_of(graphs(), chains_of_blocks()), st.one_of(st.just(np.inf), st.integers(0, 60).map(float)))
+def test_thousands_of_graphs_equal_exhaustive_search(problem: TableProblem, limit: float) -> None:
+    check(problem, limit)
+
+
 @given(st.integers(0, 2**32 - 1), st.integers(1, 9))
 def test_min_plus_power_equals_repeated_products(seed: int, count: int) -> None:
     table = np.random.default_rng(seed).integers(0, 50, (2, 4, 4)).astype(float)
