@@ -76,7 +76,7 @@ def test_experts_are_split_along_an_axis_of_their_own() -> None:
         if node.op == "aten.bmm.default":
             assert rules[node.name][1].inputs == (0, 0), node.name
         if node.kernel is Kernel.ATTENTION:
-            assert all(set(rule.inputs) == {0} for rule in rules[node.name]), node.name
+            assert set(rules[node.name][1].inputs) == {0}, node.name
 
 
 def test_light_experts_stay_data_parallel() -> None:
