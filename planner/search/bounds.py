@@ -6,8 +6,9 @@ import numpy as np
 
 from planner.graph.operator_graph import Node, OperatorGraph
 from planner.search.fragments import ACTIVATION, BACKLOG, FILL, RESIDENT, STEADY, TRANSIENT, FloatArray, IntArray
+from planner.search.schedule_shapes import SPLIT
 from planner.search.segments import PartitionTask
-from planner.search.step_model import Configuration, StepModel
+from planner.search.step_model import Configuration
 from planner.work import traffic_bytes
 from simulator.corrections import kernel_factor
 from simulator.hardware import Hardware
@@ -55,15 +56,15 @@ def _best_efficiency(hardware: Hardware, dtype: str) -> float:
     return float(model.compute_efficiency) * hardware.sustained_matmul_speed * factor / loss
 
 
-def even_bound(model: StepModel, configuration: Configuration, passes_s: float) -> float:
+def even_bound(configuration: Configuration, passes_s: float) -> float:
     """Bound by the least time of all passes of one micro-batch, shared out evenly over the ranks.
 
     The objective is at least the fill of all chunks and a p-th of what all ranks do besides. Where the fill is the
     longer of a forward and half a backward pass, it is at least a third of both passes.
     """
-    shape = model.shape(configuration)
     ranks, count = configuration.pipeline, configuration.micro_batches
-    fill = shape.fill_share * passes_s * (1 / 3 if shape.split else 1)
+    share = 0.0 if ranks == 1 else 1.0 / configuration.virtual
+    fill = share * passes_s * (1 / 3 if configuration.schedule in SPLIT else 1)
     return count * passes_s / ranks + fill * (1 - 1 / ranks)
 
 

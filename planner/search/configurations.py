@@ -101,6 +101,10 @@ class _Stage(IntEnum):
     SOLVED = 4
 
 
+_OPTIMISM = {_Stage.BASE: 1.3, _Stage.ORDER: 1.25, _Stage.STORAGE: 1.05, _Stage.BOUNDED: 1.0, _Stage.SOLVED: 1.0}
+"""How far bounds of each stage usually lie below the objective: whose bound times this is least is opened first."""
+
+
 @dataclass(slots=True)
 class _Node:
     stage: _Stage
@@ -108,6 +112,7 @@ class _Node:
     task: PartitionTask | None = None
     placed: Placed | None = None
     width: int = WIDTH
+    others: tuple[Configuration, ...] = ()
 
 
 def explore(
@@ -148,7 +153,7 @@ class _Search:
         self.extent, self.model, self.tables_of = extent, model, tables_of
         self.sample_s, self.wanted, self.solves = sample_s, wanted, solves
         self.result = Explored()
-        self.heap: list[tuple[float, int, int, _Node]] = []
+        self.heap: list[tuple[float, int, float, _Node]] = []
         self.made: dict[tuple[object, ...], StageTables | None] = {}
         self.least: dict[tuple[object, ...], float] = {}
         self.serial = 0
@@ -161,10 +166,10 @@ class _Search:
         for base in bases(self.extent):
             # The work of a sample is shared by all ranks but those of the data axis.
             each = self.sample_s * base.micro_batch / (base.tensor * base.context)
-            self._push(even_bound(self.model, base, each), _Node(_Stage.BASE, base))
+            self._push(even_bound(base, each), _Node(_Stage.BASE, base))
         try:
             while self.heap and not self._done():
-                bound, _, _, node = heapq.heappop(self.heap)
+                _, _, bound, node = heapq.heappop(self.heap)
                 if self._needless(bound, node):
                     continue
                 try:
@@ -175,20 +180,27 @@ class _Search:
         except KeyboardInterrupt:
             self.result.interrupted = True
         self.result.found.sort(key=lambda placed: placed.objective_s)
-        self.result.lower_bound_s = min([self.best, *self.unproven, *(entry[0] for entry in self.heap)])
+        self.result.lower_bound_s = min([self.best, *self.unproven, *(entry[2] for entry in self.heap)])
         return self.result
 
     def _done(self) -> bool:
-        bound = self.heap[0][0]
+        bound = self.heap[0][2]
         if self.until_found and self.result.found:
             return True
-        if bound < self.best * (1 - PROOF) and not self._spent():
+        if self._spent():
+            return True
+        if bound < self.best * (1 - PROOF):
             return False
-        return self._spent() or bound > self.best * NEAR or self._enough(bound)
+        # The order of opening is not that of the bounds: something lower may wait behind.
+        if any(entry[2] < self.best * (1 - PROOF) for entry in self.heap):
+            return False
+        return bound > self.best * NEAR or self._enough(bound)
 
     def _spent(self) -> bool:
         result, share = self.result, self.solves / SOLVES
-        return result.solved >= self.solves or result.tables >= TABLES * max(share, 0.4) or result.opened >= NODES * share
+        return (
+            result.solved >= self.solves or result.tables >= TABLES * max(share, 0.4) or result.opened >= NODES * share
+        )
 
     def _needless(self, bound: float, node: _Node) -> bool:
         """Whether a node cannot be the best, and enough alternatives of its shape are found."""
@@ -200,21 +212,23 @@ class _Search:
 
     def _push(self, bound: float, node: _Node) -> None:
         self.serial += 1
-        heapq.heappush(self.heap, (bound, -int(node.stage), self.serial, node))
+        heapq.heappush(self.heap, (bound * _OPTIMISM[node.stage], self.serial, bound, node))
 
     def _open(self, bound: float, node: _Node) -> None:
         self.result.opened += 1
         if node.stage is _Stage.BASE:
-            for placed in orders(self.extent, node.configuration):
-                self._push(bound, _Node(_Stage.ORDER, placed))
+            # The usual order has the axes of a stage innermost: no other makes messages inside stages faster.
+            usual, *others = orders(self.extent, node.configuration)
+            self._push(bound, _Node(_Stage.ORDER, usual, others=tuple(others)))
         elif node.stage is _Stage.ORDER:
-            self._open_order(bound, node.configuration)
+            self._open_order(bound, node)
         elif node.stage is _Stage.STORAGE:
             self._bound(bound, node.configuration)
         else:
             self._solve(bound, node)
 
-    def _open_order(self, bound: float, placed: Configuration) -> None:
+    def _open_order(self, bound: float, node: _Node) -> None:
+        placed = node.configuration
         key = placed.table_key
         if key not in self.made:
             self.made[key] = self._tables(placed)
@@ -223,7 +237,9 @@ class _Search:
             return
         if key not in self.least:
             self.least[key] = tables.minimum(Weights()).value
-        bound = max(bound, even_bound(self.model, placed, self.least[key]))
+        bound = max(bound, even_bound(placed, self.least[key]))
+        for other in node.others:
+            self._push(bound, _Node(_Stage.ORDER, other))
         for stored in storages(self.extent, placed):
             self._push(bound, _Node(_Stage.STORAGE, stored))
 

@@ -28,6 +28,7 @@ class ScheduleShape:
     fill_share : part of a chunk's passes that the fill pays
     split : the fill pays for the longer of a forward and half a backward pass instead of both passes
     fill_sends, steady_sends : how often the fill and a rank pay for the messages over a cut
+    hidden_share : part of a rank's own time behind which its messages hide
     """
 
     rank_of: IntArray
@@ -36,6 +37,7 @@ class ScheduleShape:
     split: bool
     fill_sends: float
     steady_sends: float
+    hidden_share: float = 0.0
 
     def fill_s(self, forward_s: FloatArray, backward_s: FloatArray) -> FloatArray:
         """Seconds that passes add to the fill of the pipeline."""
@@ -52,7 +54,9 @@ def schedule_shape(name: str, ranks: int, chunks: int, micro_batches: int) -> Sc
     for 1F1B and GPipe, that over v for v interleaved chunks, (p - 1) max(F, B / 2) for ZB-H1 and half of that for ZBV,
     whose backward passes are split in two halves (`simulator.schedules.formulas` has the sources). 1F1B and ZB-H1 have
     as many micro-batches in flight as there are ranks behind a rank: 1F1B then waits for the messages of every one of
-    them, (p - 1)/p times on average; the other schedules have more in flight and wait in the fill only.
+    them, (p - 1)/p times on average. Interleaved, the first rank has p v + p - 1 passes in flight, p - 1 more than a
+    micro-batch's way through all chunks and back takes: behind those messages hide. The other schedules have more in
+    flight and wait in the fill only.
     """
     if name == ONE_STAGE:
         one = np.ones(1)
@@ -61,7 +65,10 @@ def schedule_shape(name: str, ranks: int, chunks: int, micro_batches: int) -> Sc
             steady_sends=0.0,
         )  # fmt: skip
     schedule = make_schedule(name, ranks, _enough(name, ranks, micro_batches), chunks)
-    waits = (micro_batches - 1) * (ranks - 1) / ranks if name == "1f1b" else 0.0
+    waits, hidden = (micro_batches - 1) * (ranks - 1) / ranks if name == "1f1b" else 0.0, 0.0
+    if name == "interleaved_1f1b":
+        around, passes = ranks * chunks, ranks * chunks + ranks - 1
+        waits, hidden = micro_batches * (around - 1) / passes, (ranks - 1) / passes
     return ScheduleShape(
         rank_of=schedule.stage_rank.astype(np.int64),
         in_flight=_in_flight(name, ranks, chunks, micro_batches),
@@ -69,6 +76,7 @@ def schedule_shape(name: str, ranks: int, chunks: int, micro_batches: int) -> Sc
         split=name in SPLIT,
         fill_sends=1.0,
         steady_sends=waits,
+        hidden_share=hidden,
     )
 
 

@@ -38,6 +38,7 @@ class PartitionTask:
     sends_s : (units - 1, states) seconds of the messages over a cut behind each unit in each boundary state, both
         directions, one micro-batch
     fill_sends, steady_sends : how often the fill and the rank behind the cut pay for them
+    hidden_share : part of a rank's own time behind which messages of later micro-batches hide
     ranks, chunks : pipeline ranks, and chunks of each
     rank_of : (ranks * chunks,) rank of each chunk in the order of the network
     in_flight : (ranks * chunks,) micro-batches whose activations a chunk keeps at most
@@ -54,6 +55,7 @@ class PartitionTask:
     rank_of: IntArray
     in_flight: FloatArray
     limit_bytes: float
+    hidden_share: float = 0.0
 
     @property
     def units(self) -> int:
@@ -170,7 +172,8 @@ class Segments:
                 table = ways.values[rows].copy()
                 send_s = float(kind.send_s[entry]) if entry >= 0 and len(kind.send_s) else 0.0
                 table[:, FILL] += self.task.fill_sends * send_s
-                table[:, STEADY] += self.task.steady_sends * send_s
+                waits = self.task.steady_sends * send_s - self.task.hidden_share * table[:, STEADY]
+                table[:, STEADY] += np.maximum(waits, 0.0)
                 ends = (self.states[entry], self.states[leave])
                 self.groups.append(Group(kind.starts, kind.length, *ends, size, size + len(rows), ways, rows))
                 tables.append(table)

@@ -147,6 +147,7 @@ class StepModel:
             rank_of=shape.rank_of,
             in_flight=shape.in_flight,
             limit_bytes=self.limit_bytes,
+            hidden_share=shape.hidden_share,
         )
 
     def shape(self, configuration: Configuration) -> ScheduleShape:
