@@ -12,7 +12,8 @@ from planner.lowering import lower_graph, lowering_options
 from planner.networks import load_network
 from planner.request import PRECISIONS
 from planner.search.solution import block_index, template_name
-from planner.sharding.rules import rules_for
+from planner.sharding.context import context_rules
+from planner.sharding.rules import Rule, rules_for
 from planner.strategy.plan import NodeRules, Plan, expanded_rules
 from simulator.errors import InputError, StrategyError, UnsupportedError
 
@@ -75,6 +76,7 @@ def lower(plan: Plan, graph: OperatorGraph | None = None, *, precision: str | No
 
 def check_rules(plan: Plan, graph: OperatorGraph) -> None:
     """Check that every node of a folded graph has a strategy, and one that fits; StrategyError where not."""
+    known = _Known(plan, graph)
     inside: dict[str, int] = {}
     for run in graph.runs:
         offset = block_index(graph.nodes[run.first[0]].name, run.prefix)
@@ -89,12 +91,12 @@ def check_rules(plan: Plan, graph: OperatorGraph) -> None:
         for name, rules in part.rules.items():
             if name not in inside:
                 raise StrategyError(f"layers: {name!r} is no operator of {plan.network}; plan it again")
-            _check_node(plan, graph, inside[name], rules)
+            known.check(inside[name], rules)
     everywhere = {n.name: i for i, n in enumerate(graph.nodes)}
     for name, rules in plan.rules.items():
         if name not in everywhere:
             raise StrategyError(f"operators: {name!r} is no operator of {plan.network}; plan it again")
-        _check_node(plan, graph, everywhere[name], rules)
+        known.check(everywhere[name], rules)
     missing = next(_missing(plan, graph), None)
     if missing is not None:
         raise StrategyError(f"operators: {missing!r} has no strategy; plan the network again")
@@ -116,20 +118,36 @@ def _missing(plan: Plan, graph: OperatorGraph) -> Iterator[str]:
                 yield from (template for part in parts if template not in part.rules and not given)
 
 
-def _check_node(plan: Plan, graph: OperatorGraph, index: int, rules: NodeRules) -> None:
-    """Check that every rule is in the table and that every sharded dim divides."""
-    node = graph.nodes[index]
-    known = rules_for(graph, node)
-    if len(rules) != len(plan.mesh.axes) or any(rule not in known for rule in rules):
-        raise StrategyError(f"{node.name!r}: the strategy is not one that {node.op} can take; plan the network again")
-    specs = [*(graph.spec(ref) for ref in node.tensor_inputs), *node.outputs]
-    for position, spec in enumerate(specs):
-        ways = [1] * len(spec.shape)
-        for rule, size in zip(rules, plan.mesh.sizes, strict=True):
-            placement = (*rule.inputs, *rule.outputs)[position]
-            if placement >= 0:
-                ways[placement] *= size
-        if any(dim % way for dim, way in zip(spec.shape, ways, strict=True)):
+class _Known:
+    """The rules that each node may take; on a context axis also the one with which the sequence is sharded there."""
+
+    def __init__(self, plan: Plan, graph: OperatorGraph) -> None:
+        self.plan, self.graph = plan, graph
+        self.context: tuple[Rule, ...] = ()
+        if plan.degree("context") > 1:
+            self.context = context_rules(graph, "all_to_all" if plan.context_algorithm == "all_to_all" else "ring")
+
+    def check(self, index: int, rules: NodeRules) -> None:
+        """Check that every rule is known and that every sharded dim divides; StrategyError where not."""
+        node, axes = self.graph.nodes[index], self.plan.mesh.axes
+        known = rules_for(self.graph, node)
+        fits = len(rules) == len(axes) and all(
+            rule in known or (axis.name == "context" and rule == self.context[index])
+            for rule, axis in zip(rules, axes, strict=True)
+        )
+        if not fits:
             raise StrategyError(
-                f"{node.name!r}: shape {spec.shape} does not divide by {tuple(ways)}; use another device count or batch"
+                f"{node.name!r}: the strategy is not one that {node.op} can take; plan the network again"
             )
+        specs = [*(self.graph.spec(ref) for ref in node.tensor_inputs), *node.outputs]
+        for position, spec in enumerate(specs):
+            ways = [1] * len(spec.shape)
+            for rule, axis in zip(rules, axes, strict=True):
+                placement = (*rule.inputs, *rule.outputs)[position]
+                if placement >= 0:
+                    ways[placement] *= axis.size
+            if any(dim % way for dim, way in zip(spec.shape, ways, strict=True)):
+                raise StrategyError(
+                    f"{node.name!r}: shape {spec.shape} does not divide by {tuple(ways)}; use another device count or "
+                    "batch"
+                )

@@ -8,14 +8,17 @@ from planner.strategy.schema import StageModel, StrategyModel
 from simulator.errors import StrategyError
 from simulator.schedules.generators import TWO_CHUNKS
 
+_SPLIT = {"data": "S(0)", "expert": "S(0)", "context": "S(1)"}
+
 
 def data_sharding(mesh: Mesh) -> dict[str, str]:
-    """How batch tensors lie on each mesh axis: split by sample on ``data``, whole elsewhere.
+    """How batch tensors lie on each mesh axis: split by sample, on ``context`` along the sequence, else whole.
 
+    >>> from planner.sharding.placement import MeshAxis
     >>> data_sharding(Mesh((MeshAxis("data", 4), MeshAxis("tensor", 2))))
     {'data': 'S(0)', 'tensor': 'R'}
     """
-    return {axis.name: "S(0)" if axis.name == "data" else "R" for axis in mesh.axes}
+    return {axis.name: _SPLIT.get(axis.name, "R") for axis in mesh.axes}
 
 
 def check_consistent(model: StrategyModel, mesh: Mesh, source: str) -> None:
