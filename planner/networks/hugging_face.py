@@ -123,7 +123,7 @@ def load_config(place: str, sequence_length: int | None) -> Network:
         depth=layers,
         content=content,
         notes=notes,
-        decoder=hugging_face_decoder(kind, settings),
+        decoder=hugging_face_decoder(kind, settings) if length > 1 or kind != "mixtral" else None,
     )
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from planner.networks.decoder.known import zoo_decoder
 from planner.networks.network import Family, Network
-from planner.networks.zoo.configs import BertConfig
+from planner.networks.zoo.configs import BertConfig, MixtralConfig
 from planner.networks.zoo.table import ZOO, ZooEntry, language_inputs, make_language_module
 from simulator.errors import InputError, NetworkError, UnsupportedError
 
@@ -128,5 +128,5 @@ def _language_network(entry: ZooEntry, sequence_length: int | None) -> Network:
         depth=config.layers,
         content=f"zoo:{entry.name} {config!r}",
         notes=entry.notes,
-        decoder=zoo_decoder(config),
+        decoder=zoo_decoder(config) if length > 1 or not isinstance(config, MixtralConfig) else None,
     )
