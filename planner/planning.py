@@ -42,6 +42,8 @@ __all__ = [
 ]
 
 BUCKET_BYTES = 25 * 2**20
+NEAR_ENOUGH = 1.25
+"""Operators are searched one by one where plans of one stage cost up to so many times the best."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +137,15 @@ def plan_network(request: PlanRequest, *, graph: OperatorGraph | None = None) ->
         base=base,
     )
     wide = _searches_configurations(request, pins, search)
-    one = search_one_stage(space, base, pins, request, refusable=wide)
-    searched = time.perf_counter()
-    found = _Configurations(search, pins, request, one) if wide else None
+    found = _Configurations(search, pins, request) if wide else None
+    configured = time.perf_counter()
+    one = OneStage()
+    if found is None or found.leaves_operators:
+        one = search_one_stage(space, base, pins, request, refusable=wide)
     ranked = _ranked(one, found)[: max(request.top, 1)]
     messages = (*graph.notes, *_without_rules(graph), *precision_notes(hardware, dtype), *_idle_axes(ranked))
-    timings = {"capture": captured - started, "rules": ruled - captured, "operators": searched - ruled}
+    operators = time.perf_counter() - configured - one.simulation_s
+    timings = {"capture": captured - started, "rules": ruled - captured, "operators": operators}
     if found is not None:
         timings.update(found.timings)
     return PlanResult(
@@ -181,15 +186,14 @@ def _searches_configurations(request: PlanRequest, pins: Pins, search: Configure
 class _Configurations:
     """What the search over configurations found, and what it says of pins, memory and links."""
 
-    def __init__(self, search: Configured, pins: Pins, request: PlanRequest, one: OneStage) -> None:
-        self.search, self.pins, self.one = search, pins, one
-        known = min((c.prediction.step_time_s for c in one.scored), default=float("inf"))
+    def __init__(self, search: Configured, pins: Pins, request: PlanRequest) -> None:
+        self.search, self.pins = search, pins
         count = max(request.top, RESCORED)
-        self.explored = search.explore(pins, wanted=count, incumbent_s=known)
+        self.explored = search.explore(pins, wanted=count)
         began = time.perf_counter()
         self.scored = search.scored(self.explored, 1 if self.explored.interrupted else count)
         self.timings = {**self.explored.timings, "rescoring": time.perf_counter() - began}
-        if self.explored.interrupted and not self.scored and not one.scored:
+        if self.explored.interrupted and not self.scored:
             raise KeyboardInterrupt
         began = time.perf_counter()
         best = min(self.explored.found, key=lambda placed: placed.objective_s, default=None)
@@ -199,6 +203,22 @@ class _Configurations:
             self.prices = shadow_prices(search, pins, self.explored, best)
             self.costs = tuple(pin_costs(search, pins, best))
         self.timings["sensitivity"] = time.perf_counter() - began
+
+    @property
+    def leaves_operators(self) -> bool:
+        """Whether plans of one stage that keep everything come near the best: their operators may be free as well."""
+        if not self.explored.found:
+            return not self.explored.interrupted
+        best = min(placed.objective_s for placed in self.explored.found)
+        return not self.explored.interrupted and any(
+            placed.configuration.pipeline == 1
+            and placed.objective_s <= NEAR_ENOUGH * best
+            and not any(
+                bool(placed.tables.units[unit].recompute[pick])
+                for unit, pick in zip(placed.tables.chain.positions, placed.partition.labels, strict=True)
+            )
+            for placed in self.explored.found
+        )
 
     @property
     def messages(self) -> tuple[str, ...]:

