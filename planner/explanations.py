@@ -58,6 +58,8 @@ def reason(best: Prediction, other: Prediction, best_of: Scored | None, of: Scor
     more = {part: seconds - best.breakdown.get(part, 0.0) for part, seconds in other.breakdown.items()}
     part = max(more, key=lambda p: more[p])
     text = f"{seconds_text(more[part])} more {part.removesuffix('_s').replace('_', ' ')}"
+    if part == "exposed_communication_s" and of is not None and of.plan.optimizer_sharding == "zero3":
+        return f"{text}: parameters are gathered on the {_level(hardware, of.placed.configuration, 'data')} links"
     if part == "exposed_communication_s" and of is not None:
         mine, theirs = exposures(of.placed, hardware), exposures(best_of.placed, hardware) if best_of else {}
         place = max(mine, key=lambda key: mine[key] - theirs.get(key, 0.0), default=None)
