@@ -140,7 +140,7 @@ def plan_network(request: PlanRequest, *, graph: OperatorGraph | None = None) ->
     found = _Configurations(search, pins, request) if wide else None
     configured = time.perf_counter()
     one = OneStage()
-    if found is None or found.leaves_operators:
+    if found is None or not found.scored or found.leaves_operators:
         one = search_one_stage(space, base, pins, request, refusable=wide)
     ranked = _ranked(one, found)[: max(request.top, 1)]
     messages = (*graph.notes, *_without_rules(graph), *precision_notes(hardware, dtype), *_idle_axes(ranked))
