@@ -53,8 +53,9 @@ def require(holds: object, why: str) -> None:
 def read_run(row: MeasuredRow, *, stages: bool = False, any_attention: bool = False) -> Run:
     """Translate a row; NotCoveredError says why it is not compared.
 
-    ``stages`` covers pipelines and recomputation as well, ``any_attention`` also rows whose attention is not
-    fused: their times are too short, but the order of their plans may still hold.
+    ``stages`` covers pipelines and recomputation as well: which layers a stage has is left to the planner.
+    ``any_attention`` covers also rows whose attention is not fused: their times are too short, but the order of
+    their plans may still hold.
     """
     require(row.run is not None, "misses facts")
     require(row.outcome == "ok" and row.measured_time_s > 0, "did not run, or no time")
@@ -65,7 +66,7 @@ def read_run(row: MeasuredRow, *, stages: bool = False, any_attention: bool = Fa
     require(setup.trained_fraction == 1, "trains a part only")
     require((setup.cp, setup.ep) == (1, 1), "context or experts")
     require(stages or (setup.pp, setup.recompute) == (1, Recompute.NONE), "pipeline or recomputation")
-    require(not setup.recompute_layers and not setup.layers_per_stage, "recomputes or cuts some layers only")
+    require(not setup.recompute_layers, "recomputes some layers only")
     require(not setup.offload_optimizer and not setup.offload_activations, "offload")
     precision = "fp32" if setup.precision == "tf32" and network == "zoo:resnet50" else setup.precision
     require(precision in ("fp32", "fp16", "bf16"), f"precision {precision}")
