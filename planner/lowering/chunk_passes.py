@@ -187,7 +187,10 @@ class PassWriter:
         for left in list(pending):
             send(left)
 
-    def _message(self, refs: Sequence[TensorRef], step: Step, after: list[int], ahead: bool = False) -> int:
+    def _message(
+        self, refs: Sequence[TensorRef], step: Step, after: list[int], ahead: bool = False, stream: int = BESIDE
+    ) -> int:
+        """Append a step on the way to a placement; `stream` is where it runs if it is no message."""
         specs = [self.source.graph.spec(ref) for ref in refs]
         if not isinstance(step.operation, Collective):
             size = sum(self.source.local_bytes(spec, step.after) for spec in specs)
@@ -198,7 +201,7 @@ class PassWriter:
                 dtype=specs[0].dtype,
                 bytes_moved=2.0 * size,
             )
-            return self._add(self._task(task), KERNELS, after, ahead)
+            return self._add(self._task(task), stream, after, ahead)
         axis = self.source.options.mesh.axes[step.axis].name
         payload = sum(spec.size_bytes for spec in specs) / prod(self.source.sizes[a] for a in step.sharded_axes)
         task = Task(
@@ -243,8 +246,8 @@ class PassWriter:
         mark, source = value.mark, self.source
         behind = self._path(mark)[1]
         if source.options.micro_batches > 1:
-            after = [value.operator] if self.draft.stream[value.operator] != KERNELS else []
-            value = Value(mark, value.placements, self._add(self._accumulation(value), KERNELS, after))
+            stream, after = self._behind(value)
+            value = Value(mark, value.placements, self._add(self._accumulation(value), stream, after))
         if self.last:
             self._synchronise(value, behind, lambda arrived: None)
 
@@ -264,14 +267,19 @@ class PassWriter:
             self.accumulations[key] = self._task(task)
         return self.accumulations[key]
 
+    def _behind(self, value: Value) -> tuple[int, list[int]]:
+        """Stream of the local work on a gradient, and what that waits for: kernels in order wait for no message."""
+        stream = KERNELS if self.draft.stream[value.operator] == KERNELS else BESIDE
+        return stream, [] if self.draft.stream[value.operator] == stream else [value.operator]
+
     def _synchronise(self, value: Value, steps: tuple[Step, ...], then: Then) -> None:
         if not steps:
             then(value)
             return
         step = steps[0]
         if not isinstance(step.operation, Collective):
-            waits = [value.operator] if self.draft.stream[value.operator] != KERNELS else []
-            at = self._message([value.mark.gradient], step, waits)
+            stream, waits = self._behind(value)
+            at = self._message([value.mark.gradient], step, waits, stream=stream)
             self._synchronise(Value(value.mark, step.after, at), steps[1:], then)
             return
         spec = self.source.graph.spec(value.mark.gradient)
