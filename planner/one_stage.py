@@ -17,6 +17,7 @@ from planner.request import Pins, PlanRequest
 from planner.search.candidates import ROOMY, Found, Misfit, Space, explore
 from planner.search.recursive_programming import with_free_bound
 from planner.search.solution import node_rules, template_name
+from planner.search.unaligned import in_runs
 from planner.sharding.placement import Placements
 from planner.shortening import shallow_versions
 from planner.strategy.plan import (
@@ -58,9 +59,18 @@ class OneStage:
 
 
 def search_one_stage(
-    space: Space, base: Mapping[str, object], pins: Pins, request: PlanRequest, *, refusable: bool
+    space: Space,
+    graph: OperatorGraph,
+    base: Mapping[str, object],
+    pins: Pins,
+    request: PlanRequest,
+    *,
+    refusable: bool,
 ) -> OneStage:
-    """Search the operators of each mesh; `refusable`: meshes that cannot be are left to other configurations."""
+    """Search the operators of each mesh, and write plans of `graph`, whose runs may be shorter in the space.
+
+    ``refusable``: meshes that cannot be are left to other configurations.
+    """
     if not pins.one_stage:
         return OneStage()
     explored: list[Found | Misfit] = []
@@ -76,7 +86,7 @@ def search_one_stage(
         interrupted = True
     found = [item for item in explored if isinstance(item, Found)]
     searched = time.perf_counter()
-    scored = _Scorer(space, base).score(found, max(request.top, RESCORED))
+    scored = _Scorer(space, graph, base).score(found, max(request.top, RESCORED))
     return OneStage(
         scored=tuple(scored),
         misfits=tuple(item for item in explored if isinstance(item, Misfit)),
@@ -89,8 +99,9 @@ def search_one_stage(
 class _Scorer:
     """Simulates solved meshes of one request; graphs at the same batch are unfolded once."""
 
-    def __init__(self, space: Space, base: Mapping[str, object]) -> None:
+    def __init__(self, space: Space, graph: OperatorGraph, base: Mapping[str, object]) -> None:
         self.space = space
+        self.graph = graph
         self.base = base
         self.unfolded: dict[int, OperatorGraph] = {}
 
@@ -112,9 +123,9 @@ class _Scorer:
         if space.search_mode != "dynamic_programming":
             item = replace(item, solution=with_free_bound(item.problem, item.solution))
         limit = space.hardware.device_memory_bytes
-        plan, allowed = _make_plan(space, self.base, item), float(limit)
+        plan, allowed = _make_plan(space, self.graph, self.base, item), float(limit)
         for _ in range(_RETRIES if item.solution.memory_bytes > ROOMY * limit else 0):
-            over = quick_peak(plan, space.graph, space.hardware) - limit
+            over = quick_peak(plan, self.graph, space.hardware) - limit
             if over <= 0:
                 break
             allowed -= over + 0.01 * limit
@@ -124,14 +135,14 @@ class _Scorer:
             # The bound of the tighter limit does not hold for the device's own; that of the first search does.
             bound = min(item.solution.lower_bound_s, again.solution.lower_bound_s)
             again = replace(again, solution=replace(again.solution, lower_bound_s=bound))
-            plan = _make_plan(space, self.base, again)
+            plan = _make_plan(space, self.graph, self.base, again)
         return plan
 
     def _whole(self, plan: Plan) -> Prediction:
         """Predict the whole network; the strategies come from the rule table and need no second check."""
         batch = plan.micro_batch * plan.degree("data")
         if batch not in self.unfolded:
-            self.unfolded[batch] = unfold(at_batch(self.space.graph, batch))
+            self.unfolded[batch] = unfold(at_batch(self.graph, batch))
         graph = self.unfolded[batch]
         lowered = lower_graph(graph, expanded_rules(plan), lowering_options(plan, graph))
         return predict(plan, lowered, self.space.hardware)[0]
@@ -158,8 +169,8 @@ def quick_peak(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> int:
     return round(base + sum(step * (base - other) for other, step in zip(others, steps, strict=True)))
 
 
-def _make_plan(space: Space, base: Mapping[str, object], item: Found) -> Plan:
-    rules, layers = node_rules(item.problem, item.solution)
+def _make_plan(space: Space, graph: OperatorGraph, base: Mapping[str, object], item: Found) -> Plan:
+    rules, layers = in_runs(graph, *node_rules(item.problem, item.solution))
     data = next((a.size for a in item.mesh.axes if a.name == "data"), 1)
     status = Status.OPTIMAL if item.solution.gap <= PROOF_TOLERANCE else Status.BOUNDED
     if space.search_mode != "dynamic_programming":
@@ -171,25 +182,25 @@ def _make_plan(space: Space, base: Mapping[str, object], item: Found) -> Plan:
         mesh=item.mesh,
         rules=rules,
         layers=layers,
-        optimizer_sharding=_sharding(space, item, rules, layers),
+        optimizer_sharding=_sharding(space, graph, item, rules, layers),
         certificate=Certificate(
             status=status,
             objective_s=item.solution.objective_s,
             lower_bound_s=item.solution.lower_bound_s,
             elimination_width=item.solution.width,
             operators=sum(
-                times
-                for node, times in zip(space.graph.nodes, space.graph.multiplicity, strict=True)
-                if node.role is Role.OPERATOR
+                times for node, times in zip(graph.nodes, graph.multiplicity, strict=True) if node.role is Role.OPERATOR
             ),
-            distinct_blocks=len(space.graph.runs),
+            distinct_blocks=len(graph.runs),
         ),
     )
 
 
-def _sharding(space: Space, item: Found, rules: Mapping[str, NodeRules], layers: tuple[LayerRules, ...]) -> str:
+def _sharding(
+    space: Space, graph: OperatorGraph, item: Found, rules: Mapping[str, NodeRules], layers: tuple[LayerRules, ...]
+) -> str:
     """What stored shards are called: the name that is pinned, or the one that needs no more messages."""
-    found = optimizer_sharding(item.mesh, _stored(space.graph, rules, layers))
+    found = optimizer_sharding(item.mesh, _stored(graph, rules, layers))
     return space.pins.optimizer_sharding or found if found != "none" else found
 
 

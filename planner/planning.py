@@ -21,7 +21,7 @@ from planner.quantities import percent_text
 from planner.request import PRECISIONS, Pins, PlanRequest, read_pins
 from planner.search.candidates import Space
 from planner.search.space import check_pins
-from planner.search.variables import decisions
+from planner.search.unaligned import aligned
 from planner.sharding.rules import has_rule
 from planner.strategy.plan import (
     Status,
@@ -111,9 +111,10 @@ def plan_network(request: PlanRequest, *, graph: OperatorGraph | None = None) ->
     graph = network.capture() if graph is None else graph
     captured = time.perf_counter()
     graph = at_precision(graph, dtype)
+    even, choices = aligned(graph)
     space = Space(
-        graph=graph,
-        decisions=decisions(graph),
+        graph=even,
+        decisions=choices,
         hardware=hardware,
         devices=request.devices,
         global_batch=batch,
@@ -141,7 +142,7 @@ def plan_network(request: PlanRequest, *, graph: OperatorGraph | None = None) ->
     configured = time.perf_counter()
     one = OneStage()
     if found is None or not found.scored or found.leaves_operators:
-        one = search_one_stage(space, base, pins, request, refusable=wide)
+        one = search_one_stage(space, graph, base, pins, request, refusable=wide)
     ranked = _ranked(one, found)[: max(request.top, 1)]
     messages = (*graph.notes, *_without_rules(graph), *precision_notes(hardware, dtype), *_idle_axes(ranked))
     operators = time.perf_counter() - configured - one.simulation_s

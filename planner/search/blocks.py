@@ -53,7 +53,7 @@ def layout(problem: Problem) -> Layout:
     Raises
     ------
     UnsupportedError
-        Where the two blocks of a run offer different states (`planner.search.unaligned` unfolds such runs).
+        Where the two blocks of a run offer different states (`planner.search.unaligned` shortens such runs).
     """
     sizes = [len(s) for s in problem.states]
     blocks = tuple(_block(problem, run, sizes) for run in problem.graph.runs)
@@ -117,8 +117,8 @@ def _variables_of(problem: Problem, nodes: tuple[int, ...]) -> tuple[int, ...]:
 
 def _unaligned(run: Run) -> UnsupportedError:
     return UnsupportedError(
-        f"the blocks of {run.prefix!r} look alike but offer different strategies, which the folded search does not "
-        "support yet; make the first and the last of them different modules, or report the network"
+        f"the blocks of {run.prefix!r} look alike but offer different strategies, so that they are no run for the "
+        "folded search; take the graph and the decisions that planner.search.unaligned.aligned returns"
     )
 
 

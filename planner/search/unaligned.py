@@ -7,6 +7,7 @@ that only meet each other. Such a block is taken out of its run, so that what re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from planner.graph.folding import without_ends
 from planner.graph.operator_graph import OperatorGraph, Run
@@ -58,7 +59,17 @@ def in_runs(
                     del outside[name]
         parts += [LayerRules(prefix=run.prefix, first=i, last=i, rules=own) for i, own in alone.items()]
     order = {run.prefix: n for n, run in enumerate(graph.runs)}
-    return outside, tuple(sorted(parts, key=lambda part: (order[part.prefix], part.first)))
+    return outside, _joined(sorted(parts, key=lambda part: (order[part.prefix], part.first)))
+
+
+def _joined(parts: Sequence[LayerRules]) -> tuple[LayerRules, ...]:
+    """Neighbouring ranges of equal rules as one."""
+    joined: list[LayerRules] = []
+    for part in parts:
+        if joined and (joined[-1].prefix, joined[-1].rules) == (part.prefix, part.rules):
+            part = replace(joined.pop(), last=part.last)
+        joined.append(part)
+    return tuple(joined)
 
 
 def _alike(made: Decisions, run: Run) -> bool:

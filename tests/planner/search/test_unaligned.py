@@ -12,10 +12,13 @@ from torch import nn
 from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks import load_network
+from planner.planning import PlanRequest, lower, plan_network, predict
+from planner.request import SEARCH_MODES
 from planner.search.dynamic_programming import fastest, smallest, solve
 from planner.search.solution import node_rules
 from planner.search.unaligned import aligned, in_runs
 from simulator.errors import UnsupportedError
+from simulator.hardware import load_profile
 from tests.planner.search.problems import captured, make_mesh, make_problem
 
 
@@ -75,6 +78,27 @@ def test_the_odd_block_is_taken_out(block: type[nn.Module], monkeypatch: pytest.
     assert found is not None
     assert expected is not None
     assert found.objective_s == pytest.approx(expected.objective_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("mode", SEARCH_MODES)
+def test_every_mode_plans_such_a_network(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graph_of(Negated, monkeypatch)
+    request = PlanRequest(
+        network="py:made_of_blocks:make",
+        hardware="dgx-h100",
+        devices=4,
+        global_batch=8,
+        search_mode=mode,
+        pins={"pp": "1", "micro_batch": "2"},
+    )
+    result = plan_network(request, graph=graph)
+    for candidate in result.candidates:
+        lowered = lower(candidate.plan, graph)
+        prediction, _ = predict(candidate.plan, lowered, load_profile("dgx-h100"))
+        assert prediction.step_time_s == candidate.prediction.step_time_s
+        layers = [number for part in candidate.plan.layers for number in range(part.first, part.last + 1)]
+        assert layers == list(range(5))
+    assert result.candidates
 
 
 def test_without_it_such_a_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
