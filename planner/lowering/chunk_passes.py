@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 
 from planner.graph.operator_graph import TensorRef
 from planner.lowering.placed import PlacedGraph
@@ -104,6 +104,7 @@ class PassWriter:
         for number, part in enumerate(self.parts):
             self._gather_units(number)
             outputs = self._unit(number, part, outputs)
+            self._flush_units()
         while self.pending:
             self._flush(next(iter(self.pending)))
         if self.kernel < 0:
@@ -164,51 +165,55 @@ class PassWriter:
     def _gather(
         self, values: Sequence[tuple[int, TensorRef, Placements, str]], after: list[int], *, ahead: bool = False
     ) -> None:
-        pending: dict[object, list[tuple[int, TensorRef, Step, str]]] = {}
-        size: dict[object, int] = {}
+        """Append messages for ``(unit, parameter, placements, name)``; by unit a single one of each kind."""
+        pending: dict[tuple[str, int, str], list[tuple[int, TensorRef, Step, str]]] = {}
+        size: dict[tuple[str, int, str], int] = {}
+        limit = inf if self.source.by_unit else self.source.options.bucket_bytes
 
-        def send(key: object) -> None:
+        def send(key: tuple[str, int, str]) -> None:
             items = pending.pop(key)
             size.pop(key)
-            at = self._message([ref for _, ref, _, _ in items], items[0][2], list(after), ahead)
+            at = self._message([(ref, step) for _, ref, step, _ in items], list(after), ahead)
             for unit, _, _, name in items:
                 self.arrivals[unit][name] = at
 
         for unit, ref, wanted, name in values:
             steps = self.source.path(self.source.stored[ref.node], wanted)
             for step in steps[:-1]:
-                self._message([ref], step, list(after), ahead)
-            step = steps[-1]
-            key = (str(step.operation), step.axis, step.before, step.after, self.source.graph.spec(ref).dtype)
+                self._message([(ref, step)], list(after), ahead)
+            step, spec = steps[-1], self.source.graph.spec(ref)
+            key = (str(step.operation), step.axis, spec.dtype)
             pending.setdefault(key, []).append((unit, ref, step, name))
-            size[key] = size.get(key, 0) + self.source.local_bytes(self.source.graph.spec(ref), step.after)
-            if size[key] >= self.source.options.bucket_bytes:
+            size[key] = size.get(key, 0) + self.source.local_bytes(spec, step.after)
+            if size[key] >= limit:
                 send(key)
         for left in list(pending):
             send(left)
 
     def _message(
-        self, refs: Sequence[TensorRef], step: Step, after: list[int], ahead: bool = False, stream: int = BESIDE
+        self, moved: Sequence[tuple[TensorRef, Step]], after: list[int], ahead: bool = False, stream: int = BESIDE
     ) -> int:
         """Append a step on the way to a placement; `stream` is where it runs if it is no message."""
-        specs = [self.source.graph.spec(ref) for ref in refs]
+        (ref, step), graph = moved[0], self.source.graph
         if not isinstance(step.operation, Collective):
-            size = sum(self.source.local_bytes(spec, step.after) for spec in specs)
+            size = sum(self.source.local_bytes(graph.spec(one), way.after) for one, way in moved)
             task = Task(
-                name=f"{step.operation} {self.source.written_name(refs[0])}",
+                name=f"{step.operation} {self.source.written_name(ref)}",
                 phase=self.phase,
                 kernel=Kernel.COPY,
-                dtype=specs[0].dtype,
+                dtype=graph.spec(ref).dtype,
                 bytes_moved=2.0 * size,
             )
             return self._add(self._task(task), stream, after, ahead)
         axis = self.source.options.mesh.axes[step.axis].name
-        payload = sum(spec.size_bytes for spec in specs) / prod(self.source.sizes[a] for a in step.sharded_axes)
+        payload = sum(
+            graph.spec(one).size_bytes / prod(self.source.sizes[a] for a in way.sharded_axes) for one, way in moved
+        )
         task = Task(
-            name=f"{step.operation} of {len(refs)} from {self.source.written_name(refs[0])}",
+            name=f"{step.operation} of {len(moved)} from {self.source.written_name(ref)}",
             phase=self.phase,
             stream=f"communication:{axis}",
-            dtype=specs[0].dtype,
+            dtype=graph.spec(ref).dtype,
             collective=step.operation,
             axis=axis,
             payload_bytes=payload,
@@ -279,7 +284,7 @@ class PassWriter:
         step = steps[0]
         if not isinstance(step.operation, Collective):
             stream, waits = self._behind(value)
-            at = self._message([value.mark.gradient], step, waits, stream=stream)
+            at = self._message([(value.mark.gradient, step)], waits, stream=stream)
             self._synchronise(Value(value.mark, step.after, at), steps[1:], then)
             return
         spec = self.source.graph.spec(value.mark.gradient)
@@ -287,7 +292,15 @@ class PassWriter:
         bucket = self.pending.setdefault(key, _Bucket())
         bucket.entries.append((value, steps, then))
         bucket.size_bytes += int(spec.size_bytes / prod(self.source.sizes[a] for a in step.sharded_axes))
-        if bucket.size_bytes >= self.source.options.bucket_bytes:
+        if bucket.size_bytes >= self.source.options.bucket_bytes and not self._by_unit(step.operation):
+            self._flush(key)
+
+    def _by_unit(self, collective: Collective) -> bool:
+        """Whether gradients travel unit by unit, as the parameters do."""
+        return bool(self.source.by_unit) and collective is Collective.REDUCE_SCATTER
+
+    def _flush_units(self) -> None:
+        for key in [key for key in self.pending if self._by_unit(key[0])]:
             self._flush(key)
 
     def _flush(self, key: tuple[Collective, int, str]) -> None:

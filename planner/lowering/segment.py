@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 
 from planner.graph.operator_graph import TensorRef
 from planner.instructions import (
@@ -15,7 +15,7 @@ from planner.instructions import (
 )
 from planner.lowering.body import Body, Gather
 from planner.lowering.placed import PlacedGraph, local_share
-from planner.lowering.writer import Writer, finished
+from planner.lowering.writer import Moved, Writer, finished
 from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step
 from planner.work import update_traffic
@@ -100,12 +100,14 @@ class SegmentWriter(Writer):
                     values.append((ref, wanted, name))
                 else:
                     self.versions[ref][wanted] = name
-        self._gather(values, Phase.FORWARD)
+        self._gather(values, Phase.FORWARD, self.source.options.bucket_bytes)
 
-    def _gather(self, values: Sequence[tuple[TensorRef, Placements, str]], phase: Phase) -> None:
-        """Fetch the given parameters in fused messages."""
-        pending: dict[tuple[str, int, Placements, Placements, str], list[tuple[TensorRef, str, str]]] = {}
-        size: dict[object, int] = {}
+    def _gather(
+        self, values: Sequence[tuple[TensorRef, Placements, str]], phase: Phase, limit_bytes: float = inf
+    ) -> None:
+        """Fetch the given parameters in messages that are full at `limit_bytes`."""
+        pending: dict[tuple[str, int, str], list[Moved]] = {}
+        size: dict[tuple[str, int, str], int] = {}
         for ref, wanted, target in values:
             steps = self.source.path(self.source.stored[ref.node], wanted)
             if len(steps) > 1:
@@ -114,15 +116,14 @@ class SegmentWriter(Writer):
             step = steps[0]
             self.versions[ref][wanted] = target
             spec = self.graph.spec(ref)
-            place = (str(step.operation), step.axis, step.before, step.after, spec.dtype)
-            pending.setdefault(place, []).append((ref, self.graph.nodes[ref.node].name, target))
-            size[place] = size.get(place, 0) + self.source.local_bytes(spec, step.after)
-            if size[place] >= self.source.options.bucket_bytes:
-                self._step(pending.pop(place), step, phase, asynchronous=True)
-                size[place] = 0
-        for key, items in pending.items():
-            step = self.source.path(key[2], key[3])[0]
-            self._step(items, step, phase, asynchronous=True)
+            key = (str(step.operation), step.axis, spec.dtype)
+            pending.setdefault(key, []).append((ref, self.graph.nodes[ref.node].name, target, step))
+            size[key] = size.get(key, 0) + self.source.local_bytes(spec, step.after)
+            if size[key] >= limit_bytes:
+                self._step(pending.pop(key), phase, asynchronous=True)
+                size[key] = 0
+        for items in pending.values():
+            self._step(items, phase, asynchronous=True)
 
     def _gather_in_steps(
         self, ref: TensorRef, wanted: Placements, goal: str, steps: tuple[Step, ...], phase: Phase
@@ -130,12 +131,16 @@ class SegmentWriter(Writer):
         value = self.graph.nodes[ref.node].name
         for number, step in enumerate(steps, 1):
             target = goal if number == len(steps) else f"{goal}.step{number}"
-            self._step([(ref, value, target)], step, phase, asynchronous=True)
+            self._step([(ref, value, target, step)], phase, asynchronous=True)
             value = target
         self.versions[ref][wanted] = goal
 
     def _gather_units(self, gathers: Sequence[Gather], position: int) -> None:
-        """At the first operator of a unit, gather what the next one needs, and its own where none was before."""
+        """At the first operator of a unit, gather what the next one needs, and its own where none was before.
+
+        A unit's parameters travel in one message, and so do the gradients of the unit before.
+        """
+        self._flush_units()
         here = gathers[position]
         starts = position == 0 or gathers[position - 1].phase is not here.phase
         wanted = [here] if starts else []
@@ -194,7 +199,7 @@ class SegmentWriter(Writer):
         ref = self.source.gradient_ref(parameter)
         if not isinstance(step.operation, Collective):
             target = self._synchronised_name(parameter, step)
-            self._step([(ref, value, target)], step, Phase.BACKWARD, asynchronous=False)
+            self._step([(ref, value, target, step)], Phase.BACKWARD, asynchronous=False)
             self._synchronise(parameter, target, steps[1:], then)
             return
         spec = self.graph.spec(ref)
@@ -202,7 +207,15 @@ class SegmentWriter(Writer):
         bucket = self.pending.setdefault(key, _Pending())
         bucket.entries.append((parameter, value, steps, then))
         bucket.size_bytes += int(spec.size_bytes / prod(self.source.sizes[a] for a in step.sharded_axes))
-        if bucket.size_bytes >= self.source.options.bucket_bytes:
+        if bucket.size_bytes >= self.source.options.bucket_bytes and not self._by_unit(key[0]):
+            self._flush(key)
+
+    def _by_unit(self, collective: Collective) -> bool:
+        """Whether gradients travel unit by unit, as the parameters do."""
+        return bool(self.source.by_unit) and collective is Collective.REDUCE_SCATTER
+
+    def _flush_units(self) -> None:
+        for key in [key for key in self.pending if self._by_unit(key[0])]:
             self._flush(key)
 
     def _synchronised_name(self, parameter: int, step: Step) -> str:

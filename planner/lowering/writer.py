@@ -24,6 +24,9 @@ from simulator.program import (
     Task,
 )
 
+Moved = tuple[TensorRef, str, str, Step]
+"""A tensor on the move: the value that it is, the name it gets, and the step."""
+
 
 @dataclass(slots=True)
 class Draft:
@@ -97,21 +100,21 @@ class Writer:
 
     def _move(self, ref: TensorRef, value: str, step: Step, phase: Phase, *, asynchronous: bool = False) -> str:
         target = self._value_name(ref, step.after)
-        self._step([(ref, value, target)], step, phase, asynchronous)
+        self._step([(ref, value, target, step)], phase, asynchronous)
         return target
 
-    def _step(self, items: list[tuple[TensorRef, str, str]], step: Step, phase: Phase, asynchronous: bool) -> None:
-        """One move of one or several tensors along one axis."""
-        source = self.source
-        specs = [self.graph.spec(ref) for ref, _, _ in items]
-        sizes = [source.local_bytes(spec, step.after) for spec in specs]
-        kinds = [self._moved_kind(ref) for ref, _, _ in items]
+    def _step(self, items: list[Moved], phase: Phase, asynchronous: bool) -> None:
+        """One move along one axis, of several tensors in one message if it is a collective."""
+        source, step = self.source, items[0][3]
+        specs = [self.graph.spec(ref) for ref, *_ in items]
+        sizes = [source.local_bytes(spec, one.after) for spec, (*_, one) in zip(specs, items, strict=True)]
+        kinds = [self._moved_kind(ref) for ref, *_ in items]
         writes = tuple(
             Buffer(name=t, size_bytes=size, kind=kind)
-            for (_, _, t), size, kind in zip(items, sizes, kinds, strict=True)
+            for (_, _, t, _), size, kind in zip(items, sizes, kinds, strict=True)
         )
         if not isinstance(step.operation, Collective):
-            (_, value, target), size = items[0], sizes[0]
+            (_, value, target, _), size = items[0], sizes[0]
             kernel = {"kernel": Kernel.COPY, "bytes_moved": 2.0 * size, "dtype": specs[0].dtype}
             task = Task(name=f"{step.operation} {value}", phase=phase, **kernel)  # type: ignore[arg-type]
             instruction: Instruction = (
@@ -121,14 +124,17 @@ class Writer:
             )
             self._add(task, instruction, (value,), writes)
             return
-        payload = sum(spec.size_bytes for spec in specs) / prod(source.sizes[a] for a in step.sharded_axes)
+        payload = sum(
+            spec.size_bytes / prod(source.sizes[a] for a in one.sharded_axes)
+            for spec, (*_, one) in zip(specs, items, strict=True)
+        )
         message = Communicate(
             collective=step.operation,
             axis=step.axis,
-            sources=tuple(value for _, value, _ in items),
-            targets=tuple(target for _, _, target in items),
-            gather_dims=(step.gather_dim,) * len(items),
-            split_dims=(step.split_dim,) * len(items),
+            sources=tuple(value for _, value, *_ in items),
+            targets=tuple(target for _, _, target, _ in items),
+            gather_dims=tuple(one.gather_dim for *_, one in items),
+            split_dims=tuple(one.split_dim for *_, one in items),
             asynchronous=asynchronous,
         )
         what = items[0][1] if len(items) == 1 else f"{len(items)} tensors from {items[0][1]}"
