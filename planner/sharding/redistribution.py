@@ -164,22 +164,39 @@ class StepTable:
 @cache
 def step_table(rank: int, axes: int) -> StepTable:
     """Tabulate `redistribution` for tensors with `rank` dims; slices and masks cost no message."""
-    states = placements_of_rank(rank, axes)
+    states = np.array(placements_of_rank(rank, axes), dtype=np.int64).reshape((rank + 2) ** axes, axes)
+    count = len(states)
+    pairs = np.hstack((np.repeat(states, count, axis=0), np.tile(states, (count, 1))))
+    patterns, which = _patterns(pairs)
     kinds: dict[tuple[Collective, int, tuple[int, ...]], int] = {}
-    rows: dict[tuple[int, int], list[int]] = {}
-    possible = np.ones((len(states), len(states)), dtype=np.bool_)
-    for (p, source), (q, target) in product(enumerate(states), repeat=2):
-        path = redistribution(source, target)
+    rows: list[list[int] | None] = []
+    for pattern in patterns:
+        path = redistribution(pattern[:axes], pattern[axes:])
         if path is None:
-            possible[p, q] = False
+            rows.append(None)
             continue
-        rows[p, q] = [
-            kinds.setdefault((step.operation, step.axis, step.sharded_axes), len(kinds))
-            for step in path
-            if isinstance(step.operation, Collective)
-        ]
-    longest = max((len(row) for row in rows.values()), default=0)
-    steps = np.full((len(states), len(states), max(longest, 1)), len(kinds), dtype=np.int64)
-    for (p, q), row in rows.items():
-        steps[p, q, : len(row)] = row
-    return StepTable(tuple(kinds), steps, possible)
+        moves = [(s.operation, s.axis, s.sharded_axes) for s in path if isinstance(s.operation, Collective)]
+        rows.append([kinds.setdefault(move, len(kinds)) for move in moves])
+    longest = max((len(row) for row in rows if row is not None), default=0)
+    steps = np.full((len(rows), max(longest, 1)), len(kinds), dtype=np.int64)
+    for number, row in enumerate(rows):
+        steps[number, : len(row or ())] = row or ()
+    possible = np.array([row is not None for row in rows])
+    return StepTable(tuple(kinds), steps[which].reshape(count, count, -1), possible[which].reshape(count, count))
+
+
+def _patterns(pairs: NDArray[np.int64]) -> tuple[list[Placements], NDArray[np.intp]]:
+    """Pairs of placements that differ in the names of dims alone: one of each, and which each pair is like.
+
+    The way from one placement to another only asks which axes cut the same dim. A pattern names a dim by the first
+    place at which it stands; `pairs` has shape ``(pairs, places)``.
+    """
+    named = pairs.copy()
+    for place in range(pairs.shape[1] - 1, -1, -1):
+        same = (pairs == pairs[:, place : place + 1]) & (pairs >= 0)
+        named[same] = place
+    code = np.zeros(len(named), dtype=np.int64)
+    for column in named.T:
+        code = code * (pairs.shape[1] + 2) + (column - PARTIAL)
+    _, first, which = np.unique(code, return_index=True, return_inverse=True)
+    return [tuple(int(p) for p in named[i]) for i in first], which
