@@ -18,7 +18,7 @@ from simulator.pipeline_operators import operator_table, task_actions
 from simulator.pipeline_passes import OperatorResult, simulate_operators
 from simulator.pipeline_trace import action_times, write_pipeline_trace
 from simulator.schedules import Schedule
-from simulator.task_table import FloatArray
+from simulator.task_table import FloatArray, IntArray, TaskTable
 from simulator.timeline import Engine
 
 
@@ -68,12 +68,28 @@ def predict_pipeline(
     return PipelinePrediction(prediction=prediction, lowered=lowered, result=result, memory=memory)
 
 
-def write_trace(found: PipelinePrediction, plan: Plan, path: str | Path) -> Path:
-    """Write the step of every pipeline rank for Perfetto or Chrome."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OperatorRun:
+    """A step operator by operator: tasks (T), their starts and ends in seconds, the action of each, memory of ranks."""
+
+    table: TaskTable
+    times: tuple[FloatArray, FloatArray]
+    actions: IntArray
+    memory: tuple[RankMemory, ...]
+
+
+def operator_run(found: PipelinePrediction) -> OperatorRun:
+    """Run the step of a prediction once more, for when each task starts and ends."""
     schedule, costs = found.lowered.schedule, found.lowered.costs
     table, actions = operator_table(schedule, costs), task_actions(schedule, costs)
     times = fast_engine.run(table)
     memory = pipeline_memory(schedule, *action_times(schedule, table, times, actions), found.lowered.sizes)
+    return OperatorRun(table=table, times=times, actions=actions, memory=memory)
+
+
+def write_trace(found: PipelinePrediction, plan: Plan, path: str | Path) -> Path:
+    """Write the step of every pipeline rank for Perfetto or Chrome."""
+    schedule, run = found.lowered.schedule, operator_run(found)
     description = {
         "program": plan.network,
         "schedule": schedule.name,
@@ -84,7 +100,7 @@ def write_trace(found: PipelinePrediction, plan: Plan, path: str | Path) -> Path
         "ranks_drawn": schedule.ranks,
         "note": "one process for each pipeline rank; the devices of its stage run alike",
     }
-    return write_pipeline_trace(path, schedule, table, times, actions, memory, description=description)
+    return write_pipeline_trace(path, schedule, run.table, run.times, run.actions, run.memory, description=description)
 
 
 def rank_memory(lowered: LoweredPipeline) -> tuple[RankMemory, ...]:

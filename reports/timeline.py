@@ -1,4 +1,4 @@
-"""A picture of one simulated step: what runs on each stream, and memory beneath it.
+"""A picture of one simulated step: what runs on each stream or pipeline rank, and memory beneath it.
 
 ``python -m reports.timeline strategy.json step.svg`` draws the step of a strategy file.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import io
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,9 +27,12 @@ from simulator.whole_file import write_whole
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from planner.strategy.plan import Plan
     from simulator.timeline import Timeline
 
 FloatArray = npt.NDArray[np.float64]
+Bar = tuple[str, str, float, float]
+"""Lane, kind, start and end in seconds."""
 
 COLORS = {
     Phase.FORWARD.value: "#5b8def",
@@ -40,9 +45,32 @@ MERGE_FRACTION = 1 / 1500
 MEMORY_POINTS = 1500
 
 
-def timeline_svg(timeline: Timeline, program: Program, *, title: str) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """What is drawn: lanes with bars (lane, kind, start, end), and memory as curves (seconds, bytes)."""
+
+    title: str
+    step_time_s: float
+    lanes: Sequence[str]
+    bars: Iterable[Bar]
+    curves: Sequence[tuple[FloatArray, FloatArray]]
+
+
+def step_picture(timeline: Timeline, program: Program, *, title: str) -> Picture:
+    """Picture of a step of one stage, a lane for each stream."""
+    used = (task.stream for segment in program.segments for task in segment.tasks)
+    return Picture(
+        title=title,
+        step_time_s=timeline.step_time_s,
+        lanes=list(dict.fromkeys((COMPUTE_STREAM, *used))),
+        bars=_bars(timeline, program),
+        curves=[_memory(timeline)],
+    )
+
+
+def picture_svg(picture: Picture) -> str:
     """Draw a step as SVG text; equal input gives equal text."""
-    figure = _draw(timeline, program, title)
+    figure = _draw(picture)
     target = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": "meshwright", "svg.fonttype": "none"}):
         FigureCanvasSVG(figure).print_svg(target, metadata={"Date": None, "Creator": None})  # type: ignore[no-untyped-call]
@@ -50,32 +78,34 @@ def timeline_svg(timeline: Timeline, program: Program, *, title: str) -> str:
     return text[text.index("<svg") :]
 
 
-def write_timeline_picture(timeline: Timeline, program: Program, path: str | Path, *, title: str) -> Path:
+def timeline_svg(timeline: Timeline, program: Program, *, title: str) -> str:
+    """Draw a step of one stage as SVG text."""
+    return picture_svg(step_picture(timeline, program, title=title))
+
+
+def write_picture(picture: Picture, path: str | Path) -> Path:
     """Write the picture as SVG or PNG, by the ending of `path`."""
     if Path(path).suffix.lower() == ".svg":
-        return write_whole(path, timeline_svg(timeline, program, title=title))
+        return write_whole(path, picture_svg(picture))
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     target = io.BytesIO()
-    FigureCanvasAgg(_draw(timeline, program, title)).print_png(  # type: ignore[no-untyped-call]
-        target, metadata={"Software": None}
-    )
+    FigureCanvasAgg(_draw(picture)).print_png(target, metadata={"Software": None})  # type: ignore[no-untyped-call]
     return write_whole(path, target.getvalue())
 
 
-def _draw(timeline: Timeline, program: Program, title: str) -> Figure:
-    used = (task.stream for segment in program.segments for task in segment.tasks)
-    streams = list(dict.fromkeys((COMPUTE_STREAM, *used)))
-    figure = Figure(figsize=(11, 1.9 + 0.55 * len(streams)), layout="constrained", dpi=150)
-    lanes, memory = figure.subplots(2, 1, sharex=True, height_ratios=[max(1.0, 0.55 * len(streams)), 1.0])
-    unit, scale = _time_unit(timeline.step_time_s)
-    _draw_lanes(lanes, timeline, program, streams, scale)
-    _draw_memory(memory, timeline, scale)
-    lanes.set_title(title, loc="left", fontsize=11)
+def _draw(picture: Picture) -> Figure:
+    lanes = picture.lanes
+    figure = Figure(figsize=(11, 1.9 + 0.55 * len(lanes)), layout="constrained", dpi=150)
+    upper, memory = figure.subplots(2, 1, sharex=True, height_ratios=[max(1.0, 0.55 * len(lanes)), 1.0])
+    unit, scale = _time_unit(picture.step_time_s)
+    _draw_lanes(upper, picture, scale)
+    _draw_memory(memory, picture.curves, scale)
+    upper.set_title(picture.title, loc="left", fontsize=11)
     memory.set_xlabel(f"{unit} from the start of the step")
-    for axes in (lanes, memory):
+    for axes in (upper, memory):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlim(0, timeline.step_time_s * scale or 1)
+        axes.set_xlim(0, picture.step_time_s * scale or 1)
     return figure
 
 
@@ -86,11 +116,12 @@ def _time_unit(seconds: float) -> tuple[str, float]:
     )
 
 
-def _draw_lanes(axes: Axes, timeline: Timeline, program: Program, streams: list[str], scale: float) -> None:
+def _draw_lanes(axes: Axes, picture: Picture, scale: float) -> None:
     bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
-    shortest = timeline.step_time_s * MERGE_FRACTION
-    for stream, kind, start, end in _bars(timeline, program):
-        lane = bars.setdefault((streams.index(stream), kind), [])
+    shortest = picture.step_time_s * MERGE_FRACTION
+    numbers = {name: number for number, name in enumerate(picture.lanes)}
+    for name, kind, start, end in picture.bars:
+        lane = bars.setdefault((numbers[name], kind), [])
         if lane and start - sum(lane[-1]) < shortest:
             lane[-1] = (lane[-1][0], end - lane[-1][0])
         else:
@@ -98,13 +129,13 @@ def _draw_lanes(axes: Axes, timeline: Timeline, program: Program, streams: list[
     for (lane_number, kind), spans in sorted(bars.items()):
         scaled = [(start * scale, length * scale) for start, length in spans]
         axes.broken_barh(scaled, (lane_number - 0.38, 0.76), facecolors=COLORS[kind], linewidth=0)
-    axes.set_yticks(range(len(streams)), streams)
-    axes.set_ylim(len(streams) - 0.4, -0.6)
+    axes.set_yticks(range(len(numbers)), picture.lanes)
+    axes.set_ylim(len(numbers) - 0.4, -0.6)
     handles = [Patch(color=color, label=kind) for kind, color in COLORS.items()]
     axes.legend(handles=handles, ncols=4, fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
 
 
-def _bars(timeline: Timeline, program: Program) -> Iterator[tuple[str, str, float, float]]:
+def _bars(timeline: Timeline, program: Program) -> Iterator[Bar]:
     """Stream, kind, start and end of every task, in order; long repetitions are drawn once."""
     for segment, times in zip(program.segments, timeline.segments, strict=True):
         starts, ends = times.starts_s.tolist(), times.ends_s.tolist()
@@ -121,11 +152,11 @@ def _kind(task: Task) -> str:
     return "communication" if task.collective is not None else task.phase.value
 
 
-def _draw_memory(axes: Axes, timeline: Timeline, scale: float) -> None:
-    times, sizes = _memory(timeline)
-    unit, size = ("GiB", GIB) if timeline.peak_memory_bytes >= GIB else ("MiB", 2**20)
-    axes.fill_between(times * scale, sizes / size, step="post", color="#b9c6e4", linewidth=0)
-    axes.plot(times * scale, sizes / size, drawstyle="steps-post", color="#2f4f9e", linewidth=0.8)
+def _draw_memory(axes: Axes, curves: Sequence[tuple[FloatArray, FloatArray]], scale: float) -> None:
+    unit, size = ("GiB", GIB) if max(sizes.max() for _, sizes in curves) >= GIB else ("MiB", 2**20)
+    for times, sizes in curves:
+        axes.fill_between(times * scale, sizes / size, step="post", color="#b9c6e4", linewidth=0, alpha=1 / len(curves))
+        axes.plot(times * scale, sizes / size, drawstyle="steps-post", color="#2f4f9e", linewidth=0.8)
     axes.set_ylabel(f"memory, {unit}")
     axes.set_ylim(bottom=0)
 
@@ -147,21 +178,38 @@ def _memory(timeline: Timeline) -> tuple[FloatArray, FloatArray]:
     return np.append(moments[starts], timeline.step_time_s), np.append(peaks, levels[-1])
 
 
+def plan_picture(plan: Plan, source: Path) -> Picture:
+    """Picture of the simulated step of the plan in the strategy file `source`."""
+    from planner.planning import predict
+    from planner.strategy.loading import lower_strategy, predict_pipeline_strategy
+    from simulator.hardware import load_profile
+
+    hardware = load_profile(plan.hardware)
+    head = f"{plan.network} on {plan.devices} × {plan.hardware}"
+    if plan.pipeline * plan.virtual > 1:
+        from reports.pipeline_timeline import pipeline_picture
+
+        found = predict_pipeline_strategy(plan, source, hardware)
+        return pipeline_picture(found, title=f"{head}: {seconds_text(found.prediction.step_time_s)}")
+    lowered = lower_strategy(plan, source)
+    prediction, timeline = predict(plan, lowered, hardware)
+    return step_picture(timeline, lowered.program, title=f"{head}: {seconds_text(prediction.step_time_s)}")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw the step of a strategy file."""
-    from planner.planning import lower, predict
     from planner.strategy.file import read_plan
-    from simulator.hardware import load_profile
+    from simulator.errors import MeshwrightError
 
     parser = argparse.ArgumentParser(prog="python -m reports.timeline", description=main.__doc__)
     parser.add_argument("strategy", type=Path, help="a strategy file")
     parser.add_argument("picture", type=Path, help="the picture to write, .svg or .png")
     given = parser.parse_args(arguments)
-    plan = read_plan(given.strategy)
-    lowered = lower(plan)
-    prediction, timeline = predict(plan, lowered, load_profile(plan.hardware))
-    title = f"{plan.network} on {plan.mesh.size} × {plan.hardware}: {seconds_text(prediction.step_time_s)}"
-    write_timeline_picture(timeline, lowered.program, given.picture, title=title)
+    try:
+        write_picture(plan_picture(read_plan(given.strategy), given.strategy), given.picture)
+    except MeshwrightError as error:
+        sys.stderr.write(f"python -m reports.timeline: {error}\n")
+        raise SystemExit(error.exit_code) from error
 
 
 if __name__ == "__main__":

@@ -63,10 +63,13 @@ def _trained_forward(graph: OperatorGraph, inside: list[int]) -> set[int]:
         node = graph.nodes[index]
         if node.role is Role.PARAMETER:
             depends.add(index)
-        elif node.role is Role.OPERATOR and node.phase is Phase.FORWARD:
-            if any(ref.node in depends or ref.node not in members for ref in node.tensor_inputs):
-                depends.add(index)
-                found.add(index)
+        elif (
+            node.role is Role.OPERATOR
+            and node.phase is Phase.FORWARD
+            and any(ref.node in depends or ref.node not in members for ref in node.tensor_inputs)
+        ):
+            depends.add(index)
+            found.add(index)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from reports.timeline import timeline_svg, write_timeline_picture
+from reports.timeline import step_picture, timeline_svg, write_picture
 from simulator.engine import replay
 from simulator.program import Phase, Program
 from simulator.timeline import Timeline
@@ -42,8 +42,8 @@ def test_the_picture_is_the_same_every_time_and_names_its_lanes() -> None:
 
 def test_pictures_are_written_by_their_ending(tmp_path: Path) -> None:
     timeline, made = step()
-    svg = write_timeline_picture(timeline, made, tmp_path / "step.svg", title="one step")
-    png = write_timeline_picture(timeline, made, tmp_path / "step.png", title="one step")
+    svg = write_picture(step_picture(timeline, made, title="one step"), tmp_path / "step.svg")
+    png = write_picture(step_picture(timeline, made, title="one step"), tmp_path / "step.png")
     assert svg.read_text().startswith("<svg")
     assert png.read_bytes().startswith(b"\x89PNG")
 
