@@ -189,6 +189,8 @@ class Configured:
                 if node.role is Role.OPERATOR
             ),
             distinct_blocks=len(self.graph.runs),
+            configurations=explored.opened,
+            partitions=explored.solved,
         )
 
     def scored(self, explored: Explored, count: int) -> list[Scored]:

@@ -80,6 +80,11 @@ def search_document(result: PlanResult, mode: str, certificate: Certificate | No
         "elimination_width": certificate and certificate.elimination_width,
         "operators": certificate and certificate.operators,
         "distinct_blocks": certificate and certificate.distinct_blocks,
+        "states": certificate and certificate.states,
+        "states_left": certificate and certificate.states_left,
+        "largest_table": certificate and certificate.largest_table,
+        "configurations": certificate and certificate.configurations,
+        "partitions": certificate and certificate.partitions,
     }
 
 

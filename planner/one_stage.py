@@ -192,6 +192,9 @@ def _make_plan(space: Space, graph: OperatorGraph, base: Mapping[str, object], i
                 times for node, times in zip(graph.nodes, graph.multiplicity, strict=True) if node.role is Role.OPERATOR
             ),
             distinct_blocks=len(graph.runs),
+            states=item.solution.states,
+            states_left=item.solution.states_left,
+            largest_table=item.solution.largest_table,
         ),
     )
 

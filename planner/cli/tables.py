@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from planner.execution.run import ExecutionReport
     from planner.networks import NetworkSummary
     from planner.planning import Candidate, PlanResult, Prediction
-    from planner.strategy.plan import Plan
+    from planner.strategy.plan import Certificate, Plan
     from planner.what_if import WhatIfRow
     from simulator.calibration.fit_profiles import ProfileFit
     from simulator.hardware import Hardware
@@ -132,6 +132,23 @@ def _shares(prediction: Prediction, parts: Sequence[str]) -> list[str]:
     return [percent_text(prediction.breakdown.get(part, 0.0) / whole) for part in parts]
 
 
+def _certificate_text(certificate: Certificate) -> str:
+    blocks = certificate.distinct_blocks
+    if certificate.of_mesh:
+        space = " on its mesh"
+        size = f"{certificate.states:,} states, {certificate.states_left:,} after reductions, elimination width " + (
+            f"{certificate.elimination_width}, largest table {certificate.largest_table:,} entries"
+        )
+    else:
+        space = " over all configurations"
+        size = f"{certificate.configurations:,} configurations bounded, {certificate.partitions:,} cut into stages"
+    return (
+        f"{certificate.status}{space}: objective {seconds_text(certificate.objective_s)}, lower bound "
+        f"{seconds_text(certificate.lower_bound_s)}, gap {percent_text(certificate.gap)}; {size}; "
+        f"{certificate.operators:,} operators, {blocks} distinct block{'s' * (blocks != 1)}"
+    )
+
+
 def _facts(result: PlanResult, hardware: Hardware, strategy_file: str) -> Iterable[tuple[str, str]]:
     best = result.candidates[0]
     plan, certificate = best.plan, best.plan.certificate
@@ -139,18 +156,10 @@ def _facts(result: PlanResult, hardware: Hardware, strategy_file: str) -> Iterab
         f"{axis.name} over {level_of_axis(hardware, axis.size, plan.mesh.stride(index))}"
         for index, axis in enumerate(plan.mesh.axes)
     )
-    # The operators of a mesh are eliminated; configurations are proven over the whole space.
-    space = " on its mesh" if certificate.elimination_width else ""
     yield "stages", stages_text(plan)
     yield "topology", levels
     yield "memory", memory_kinds_text(best.prediction.memory_at_peak)
-    yield (
-        "certificate",
-        f"{result.status}{space}: objective {seconds_text(certificate.objective_s)}, lower bound "
-        f"{seconds_text(certificate.lower_bound_s)}, gap {percent_text(certificate.gap)}, "
-        f"elimination width {certificate.elimination_width}, {certificate.operators} operators, "
-        f"{certificate.distinct_blocks} distinct block{'s' * (certificate.distinct_blocks != 1)}",
-    )
+    yield "certificate", _certificate_text(certificate)
     yield "prediction", f"{best.prediction.label} ({hardware.uncertainty.source})"
     yield (
         "search",

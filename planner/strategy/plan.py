@@ -24,11 +24,18 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What the search proved: the objective of the plan and a bound that no plan of its mesh can beat.
+    """What the search proved: the objective of the plan, and a bound that no plan of what was searched can beat.
 
-    The bound holds for the same mesh, micro-batches and memory limit; other meshes are compared by
-    simulation. The objective is the additive cost the search minimises; its terms are stated in
-    `planner.search.problem`.
+    Where operators were searched one by one on a mesh, the objective is that of `planner.search.problem` and the bound
+    holds for the same mesh, micro-batches and memory limit; else the objective is that of `planner.search.step_model`
+    and the bound holds for every configuration that the pins leave.
+
+    Attributes
+    ----------
+    elimination_width, largest_table : neighbours and entries, the most of one step of the elimination; 0 without one
+    states, states_left : states of all variables on the mesh, and those left once dominated ones are out
+    configurations, partitions : configurations that were bounded, and those whose stages were cut; 0 for one mesh
+    operators, distinct_blocks : operators of the network, and runs of equal blocks
     """
 
     status: Status
@@ -37,6 +44,16 @@ class Certificate:
     elimination_width: int
     operators: int
     distinct_blocks: int
+    states: int = 0
+    states_left: int = 0
+    largest_table: int = 0
+    configurations: int = 0
+    partitions: int = 0
+
+    @property
+    def of_mesh(self) -> bool:
+        """Whether the bound holds for the plan's mesh alone."""
+        return not self.configurations
 
     @property
     def gap(self) -> float:

@@ -116,6 +116,11 @@ class CertificateModel(_Strict):
     elimination_width: Count
     operators: Count
     distinct_blocks: Count
+    states: Count = 0
+    states_left: Count = 0
+    largest_table: Count = 0
+    configurations: Count = 0
+    partitions: Count = 0
 
 
 class PredictionModel(_Strict):

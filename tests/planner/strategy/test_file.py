@@ -135,6 +135,11 @@ def plans(draw: st.DrawFn) -> Plan:
             elimination_width=draw(COUNTS),
             operators=draw(COUNTS),
             distinct_blocks=draw(COUNTS),
+            states=draw(COUNTS),
+            states_left=draw(COUNTS),
+            largest_table=draw(COUNTS),
+            configurations=draw(COUNTS),
+            partitions=draw(COUNTS),
         ),
     )
 
