@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -106,11 +107,12 @@ def _parameter_bytes(source: PlacedGraph, index: int) -> dict[BufferKind, int]:
 
 
 def _pending(source: PlacedGraph, units: Sequence[UnitWork]) -> list[int]:
-    """Most bytes of whole gradients that wait for a full bucket while each unit goes back.
+    """Most bytes of whole gradients that wait for a full message, or the end of their unit, while each unit goes back.
 
     They do where gradients travel every micro-batch; elsewhere each is added to its accumulator at once.
     """
     waiting, found = 0, [0] * len(units)
+    limit = inf if source.by_unit else source.options.bucket_bytes
     for number in range(len(units) - 1, -1, -1):
         for index in units[number].parameters:
             steps = source.gradient_path(index)[0] if source.is_trained(index) else ()
@@ -118,8 +120,9 @@ def _pending(source: PlacedGraph, units: Sequence[UnitWork]) -> list[int]:
             if sent is not None:
                 waiting += source.local_bytes(source.graph.spec(source.gradient_ref(index)), sent.before)
                 found[number] = max(found[number], waiting)
-                waiting = 0 if waiting >= source.options.bucket_bytes else waiting
+                waiting = 0 if waiting >= limit else waiting
         found[number] = max(found[number], waiting)
+        waiting = 0 if source.by_unit else waiting
     return found
 
 

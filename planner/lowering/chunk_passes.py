@@ -9,6 +9,7 @@ from math import inf, prod
 
 from planner.graph.operator_graph import TensorRef
 from planner.lowering.placed import PlacedGraph
+from planner.lowering.together import together
 from planner.lowering.unit_work import BESIDE, KERNELS, Mark, Part, UnitWork
 from planner.sharding.placement import Placements
 from planner.sharding.redistribution import Step
@@ -166,29 +167,19 @@ class PassWriter:
         self, values: Sequence[tuple[int, TensorRef, Placements, str]], after: list[int], *, ahead: bool = False
     ) -> None:
         """Append messages for ``(unit, parameter, placements, name)``; by unit a single one of each kind."""
-        pending: dict[tuple[str, int, str], list[tuple[int, TensorRef, Step, str]]] = {}
-        size: dict[tuple[str, int, str], int] = {}
-        limit = inf if self.source.by_unit else self.source.options.bucket_bytes
+        source = self.source
+        specs = [source.graph.spec(ref) for _, ref, *_ in values]
+        ways = [source.path(source.stored[ref.node], wanted) for _, ref, wanted, _ in values]
+        limit = inf if source.by_unit else source.options.bucket_bytes
 
-        def send(key: tuple[str, int, str]) -> None:
-            items = pending.pop(key)
-            size.pop(key)
-            at = self._message([(ref, step) for _, ref, step, _ in items], list(after), ahead)
-            for unit, _, _, name in items:
+        def size_bytes(number: int, step: Step) -> float:
+            return source.local_bytes(specs[number], step.after)
+
+        for moves in together(ways, [spec.dtype for spec in specs], size_bytes, limit):
+            at = self._message([(values[number][1], step) for number, step in moves], list(after), ahead)
+            for number, _ in moves:
+                unit, *_, name = values[number]
                 self.arrivals[unit][name] = at
-
-        for unit, ref, wanted, name in values:
-            steps = self.source.path(self.source.stored[ref.node], wanted)
-            for step in steps[:-1]:
-                self._message([(ref, step)], list(after), ahead)
-            step, spec = steps[-1], self.source.graph.spec(ref)
-            key = (str(step.operation), step.axis, spec.dtype)
-            pending.setdefault(key, []).append((unit, ref, step, name))
-            size[key] = size.get(key, 0) + self.source.local_bytes(spec, step.after)
-            if size[key] >= limit:
-                send(key)
-        for left in list(pending):
-            send(left)
 
     def _message(
         self, moved: Sequence[tuple[TensorRef, Step]], after: list[int], ahead: bool = False, stream: int = BESIDE

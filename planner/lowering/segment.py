@@ -15,6 +15,7 @@ from planner.instructions import (
 )
 from planner.lowering.body import Body, Gather
 from planner.lowering.placed import PlacedGraph, local_share
+from planner.lowering.together import together
 from planner.lowering.writer import Moved, Writer, finished
 from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step
@@ -106,34 +107,25 @@ class SegmentWriter(Writer):
         self, values: Sequence[tuple[TensorRef, Placements, str]], phase: Phase, limit_bytes: float = inf
     ) -> None:
         """Fetch the given parameters in messages that are full at `limit_bytes`."""
-        pending: dict[tuple[str, int, str], list[Moved]] = {}
-        size: dict[tuple[str, int, str], int] = {}
-        for ref, wanted, target in values:
-            steps = self.source.path(self.source.stored[ref.node], wanted)
-            if len(steps) > 1:
-                self._gather_in_steps(ref, wanted, target, steps, phase)
-                continue
-            step = steps[0]
-            self.versions[ref][wanted] = target
-            spec = self.graph.spec(ref)
-            key = (str(step.operation), step.axis, spec.dtype)
-            pending.setdefault(key, []).append((ref, self.graph.nodes[ref.node].name, target, step))
-            size[key] = size.get(key, 0) + self.source.local_bytes(spec, step.after)
-            if size[key] >= limit_bytes:
-                self._step(pending.pop(key), phase, asynchronous=True)
-                size[key] = 0
-        for items in pending.values():
-            self._step(items, phase, asynchronous=True)
+        specs = [self.graph.spec(ref) for ref, *_ in values]
+        ways = [self.source.path(self.source.stored[ref.node], wanted) for ref, wanted, _ in values]
+        names = [self.graph.nodes[ref.node].name for ref, *_ in values]
+        done = [0] * len(values)
 
-    def _gather_in_steps(
-        self, ref: TensorRef, wanted: Placements, goal: str, steps: tuple[Step, ...], phase: Phase
-    ) -> None:
-        value = self.graph.nodes[ref.node].name
-        for number, step in enumerate(steps, 1):
-            target = goal if number == len(steps) else f"{goal}.step{number}"
-            self._step([(ref, value, target, step)], phase, asynchronous=True)
-            value = target
-        self.versions[ref][wanted] = goal
+        def size_bytes(number: int, step: Step) -> float:
+            return self.source.local_bytes(specs[number], step.after)
+
+        for moves in together(ways, [spec.dtype for spec in specs], size_bytes, limit_bytes):
+            items: list[Moved] = []
+            for number, step in moves:
+                ref, _, goal = values[number]
+                done[number] += 1
+                target = goal if done[number] == len(ways[number]) else f"{goal}.step{done[number]}"
+                items.append((ref, names[number], target, step))
+                names[number] = target
+            self._step(items, phase, asynchronous=True)
+        for ref, wanted, goal in values:
+            self.versions[ref][wanted] = goal
 
     def _gather_units(self, gathers: Sequence[Gather], position: int) -> None:
         """At the first operator of a unit, gather what the next one needs, and its own where none was before.
@@ -175,6 +167,7 @@ class SegmentWriter(Writer):
             task = Task(
                 name=f"accumulate {self.graph.nodes[parameter].name}",
                 phase=Phase.BACKWARD,
+                stream=self.came.get(value, COMPUTE_STREAM),
                 kernel=Kernel.VIEW if self.first else Kernel.ELEMENTWISE,
                 dtype=spec.dtype,
                 bytes_moved=moved,

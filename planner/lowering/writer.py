@@ -16,6 +16,7 @@ from planner.lowering.placed import PlacedGraph
 from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step, redistribution
 from simulator.program import (
+    COMPUTE_STREAM,
     Buffer,
     BufferKind,
     Collective,
@@ -78,6 +79,10 @@ class Writer:
         self.renamed: dict[TensorRef, str] = {}
         """Names of tensors that are computed again."""
         self.unit = 0
+        self.moved: set[str] = set()
+        """Values that moves have made."""
+        self.came: dict[str, str] = {}
+        """Streams of the messages beside the passes that bring values: local work on these follows there."""
 
     def _value_name(self, ref: TensorRef, placements: Placements) -> str:
         """Name of a tensor in one placement, as it stands now."""
@@ -100,6 +105,9 @@ class Writer:
 
     def _move(self, ref: TensorRef, value: str, step: Step, phase: Phase, *, asynchronous: bool = False) -> str:
         target = self._value_name(ref, step.after)
+        if target in self.moved:  # units that compute again move it once more while an earlier copy may stand
+            target = f"{target} again in {self.source.units.names[self.unit]}"
+        self.moved.add(target)
         self._step([(ref, value, target, step)], phase, asynchronous)
         return target
 
@@ -115,8 +123,16 @@ class Writer:
         )
         if not isinstance(step.operation, Collective):
             (_, value, target, _), size = items[0], sizes[0]
-            kernel = {"kernel": Kernel.COPY, "bytes_moved": 2.0 * size, "dtype": specs[0].dtype}
-            task = Task(name=f"{step.operation} {value}", phase=phase, **kernel)  # type: ignore[arg-type]
+            task = Task(
+                name=f"{step.operation} {value}",
+                phase=phase,
+                stream=self.came.get(value, COMPUTE_STREAM),
+                kernel=Kernel.COPY,
+                bytes_moved=2.0 * size,
+                dtype=specs[0].dtype,
+            )
+            if value in self.came:
+                self.came[target] = self.came[value]
             instruction: Instruction = (
                 Slice(source=value, target=target, axis=step.axis, dim=step.split_dim)
                 if step.operation == "slice"
@@ -158,10 +174,13 @@ class Writer:
         completes: tuple[str, ...] = (),
     ) -> None:
         axis = self.source.options.mesh.axes[message.axis].name
+        stream = f"communication:{axis}"
+        if message.asynchronous:
+            self.came.update(dict.fromkeys(message.targets, stream))
         task = Task(
             name=name,
             phase=phase,
-            stream=f"communication:{axis}",
+            stream=stream,
             dtype=dtype,
             collective=message.collective,
             axis=axis,

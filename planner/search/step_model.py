@@ -224,7 +224,14 @@ class StepModel:
             return self._fused_s(Collective.ALL_REDUCE, elements, c.data, stride)
         shards = self.shards(c)
         scatter = self._fused_s(Collective.REDUCE_SCATTER, elements, shards, stride)
+        if self._scatters_each(c):
+            scatter = np.zeros_like(scatter)
         return scatter + self._fused_s(Collective.ALL_REDUCE, elements / shards, c.data // shards, stride * shards)
+
+    @staticmethod
+    def _scatters_each(c: Configuration) -> bool:
+        """Whether every micro-batch's gradients are reduce-scattered."""
+        return c.optimizer_sharding == "zero3" or (c.optimizer_sharding == "zero2" and c.micro_batches > 1)
 
     def _passes(
         self, forward_s: FloatArray, backward_s: FloatArray, elements: FloatArray, c: Configuration
@@ -233,18 +240,28 @@ class StepModel:
         size = elements * DTYPE_BYTES[self.dtype]
         shards, stride = self.shards(c), c.stride("data")
         exposed = np.zeros_like(forward_s)
-        if c.optimizer_sharding == "zero2" and c.micro_batches > 1:
+        accumulation = self._accumulation_s(elements, c)
+        if c.optimizer_sharding in ("none", "zero1"):
+            backward_s = backward_s + accumulation
+        if c.optimizer_sharding == "zero2" and self._scatters_each(c):
             scatter = self._fused_s(Collective.REDUCE_SCATTER, elements, shards, stride)
-            backward_s, exposed = self._beside(backward_s, scatter), size
+            backward_s, exposed = self._beside(backward_s, scatter + accumulation), size
         if c.optimizer_sharding == "zero3":
-            gather = self._fused_s(Collective.ALL_GATHER, elements, shards, stride)
-            scatter = self._fused_s(Collective.REDUCE_SCATTER, elements, shards, stride)
-            scatter = scatter if c.micro_batches > 1 else np.zeros_like(scatter)
+            gather = np.where(size > 0, self.message_s(Collective.ALL_GATHER, size, shards, stride), 0.0)
+            scatter = np.where(size > 0, self.message_s(Collective.REDUCE_SCATTER, size, shards, stride), 0.0)
             forward_s = self._beside(forward_s, gather)
-            backward_s = self._beside(backward_s, gather + scatter)
+            backward_s = self._beside(backward_s, gather + scatter + accumulation)
             # A unit's parameters and gradients, and the parameters of the next one.
             exposed = 3.0 * size
         return forward_s, backward_s, exposed
+
+    def _accumulation_s(self, elements: FloatArray, c: Configuration) -> FloatArray:
+        """Seconds in which a micro-batch's gradients are added to those before: two are read and one is written."""
+        held = elements / (self.shards(c) if c.optimizer_sharding in ("zero2", "zero3") else 1)
+        moved = 3.0 * held * DTYPE_BYTES[self.dtype]
+        seconds = kernel_time(self.hardware, Kernel.ELEMENTWISE, self.dtype, np.zeros_like(moved), moved)
+        seconds = seconds * kernel_factor(self.hardware, Kernel.ELEMENTWISE, self.dtype, c.devices)
+        return np.where((elements > 0) & (c.micro_batches > 1), seconds, 0.0)
 
     def _beside(self, work_s: FloatArray, messages_s: FloatArray) -> FloatArray:
         if not self.hardware.overlaps_communication:

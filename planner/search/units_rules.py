@@ -142,19 +142,24 @@ def _beside(tables: StageTables, along: UnitRules, rules: UnitRules, ways: int, 
 def _stored(
     graph: OperatorGraph, sizes: Sequence[int], index: int, rules: NodeRules, ways: int, threshold_bytes: int
 ) -> int:
-    """Largest dim of the local parameter that divides, ties to the first; replicated where none does."""
+    """Largest dim of the local parameter that divides, ties to the first; replicated where none does.
+
+    Dims that no other axis shards come first: of a dim that two axes shard, parts can only be gathered all at once.
+    """
     spec = graph.nodes[index].outputs[0]
     local = list(spec.shape)
+    taken: set[int] = set()
     for size, rule in zip(sizes, rules, strict=True):
         if rule.outputs[0] >= 0:
             local[rule.outputs[0]] //= size
+            taken.add(rule.outputs[0])
     elements = 1
     for extent in local:
         elements *= extent
     if elements * DTYPE_BYTES[spec.dtype] < threshold_bytes:
         return REPLICATE
     fitting = [dim for dim, extent in enumerate(local) if extent % ways == 0]
-    return max(fitting, key=lambda dim: (local[dim], -dim), default=REPLICATE)
+    return max(fitting, key=lambda dim: (dim not in taken, local[dim], -dim), default=REPLICATE)
 
 
 def _by_name(tables: StageTables, units: Sequence[UnitRules]) -> tuple[dict[str, NodeRules], tuple[LayerRules, ...]]:

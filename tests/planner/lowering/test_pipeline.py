@@ -58,10 +58,15 @@ def test_a_pipeline_of_one_stage_is_the_plain_step(axes: dict[str, int], mode: s
     plan = replace(plan, optimizer_sharding=level) if storage == "sharded" else plan
     plan = plan if mode == "none" else recomputing(plan, GRAPH, mode)
     plain, found = predict_plan(plan, GRAPH, HARDWARE), predict_pipeline(alone(plan), GRAPH, HARDWARE).prediction
-    assert found.breakdown["compute_s"] == pytest.approx(plain.breakdown["compute_s"], rel=1e-9)
-    assert found.breakdown["optimizer_s"] == pytest.approx(plain.breakdown["optimizer_s"], rel=1e-9)
-    # Updates of early buckets run beside the last messages in the plain step, and only after them in a pipeline.
-    assert found.step_time_s == pytest.approx(plain.step_time_s, rel=1e-9 if not axes else 0.03)
+    # Local work on gradients that a message brought runs beside: computation of the plain step, which counts whatever
+    # runs, and communication of the pipeline's, which counts streams.
+    for part in ("compute_s", "optimizer_s") if level == "zero1" else ():
+        assert found.breakdown[part] == pytest.approx(plain.breakdown[part], rel=1e-9)
+    ours, theirs = (p.breakdown["compute_s"] + p.breakdown["optimizer_s"] for p in (found, plain))
+    assert ours == pytest.approx(theirs, rel=0.1)
+    # Updates of early buckets run beside the last messages in the plain step, and only after them in a pipeline; but
+    # there a micro-batch does not wait for the messages of the one before.
+    assert found.step_time_s == pytest.approx(plain.step_time_s, rel=1e-9 if not axes else 0.05)
     # Parameters gathered unit by unit are counted at their most, whenever that is.
     assert found.peak_memory_bytes == pytest.approx(plain.peak_memory_bytes, rel=0.2 if level == "zero3" else 0.06)
     assert found.mfu == pytest.approx(plain.mfu * plain.step_time_s / found.step_time_s)
