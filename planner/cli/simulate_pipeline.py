@@ -136,12 +136,12 @@ def _report(plan: Plan, hardware: Hardware, found: PipelinePrediction, trace: Pa
     from rich.text import Text
 
     from planner.cli.tables import (
+        axes_text,
         batch_text,
         breakdown_text,
         facts,
         memory_kinds_text,
         memory_text,
-        mesh_text,
         throughput,
     )
     from planner.quantities import bytes_text, interval_text, percent_text, rate_text, seconds_text
@@ -151,7 +151,7 @@ def _report(plan: Plan, hardware: Hardware, found: PipelinePrediction, trace: Pa
     chunks = f", {plan.virtual} chunks each" if plan.virtual > 1 else ""
     yield facts(
         [
-            ("plan", f"data {mesh_text(plan)} tensor, micro-batch {batch_text(plan)}"),
+            ("plan", f"{axes_text(plan)}, micro-batch {batch_text(plan)}"),
             ("pipeline", f"{plan.pipeline} ranks{chunks}, {schedule.name}"),
             (
                 "step time",

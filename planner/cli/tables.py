@@ -34,9 +34,20 @@ BREAKDOWN_NAMES = {
 
 
 def mesh_text(plan: Plan) -> str:
-    """Sizes of the data and the tensor axis, and the pipeline stages where there are several."""
+    """Ranks with batches of their own, size of the tensor axis, and pipeline stages where there are several."""
     stages = f" × {plan.pipeline}" if plan.pipeline > 1 else ""
-    return f"{plan.degree('data')} × {plan.degree('tensor')}{stages}"
+    return f"{plan.degree('data') * plan.degree('expert')} × {plan.degree('tensor')}{stages}"
+
+
+def mesh_header(plans: Iterable[Plan]) -> str:
+    """What the numbers of `mesh_text` are, as the head of a column."""
+    return "data × tensor\n× stages" if any(plan.pipeline > 1 for plan in plans) else "data ×\ntensor"
+
+
+def axes_text(plan: Plan) -> str:
+    """The axes of one plan in words."""
+    stages = f" × stages {plan.pipeline}" if plan.pipeline > 1 else ""
+    return f"data {plan.degree('data') * plan.degree('expert')} × tensor {plan.degree('tensor')}{stages}"
 
 
 def stages_text(plan: Plan) -> str:
@@ -90,7 +101,7 @@ def candidate_table(candidates: Sequence[Candidate]) -> Table:
     first = candidates[0].prediction
     table = _table(
         ("", ""),
-        ("data ×\ntensor", ""),
+        (mesh_header(c.plan for c in candidates), ""),
         ("micro-\nbatch", ""),
         ("optimizer\nstate", ""),
         ("step\ntime", "right"),
@@ -202,7 +213,7 @@ def _what_if_table(rows: Sequence[WhatIfRow]) -> Table:
     table = _table(
         ("\ndevices", "right"),
         ("global\nbatch", "right"),
-        ("data ×\ntensor", ""),
+        (mesh_header(row.best.plan for row in rows if row.best is not None), ""),
         ("micro-\nbatch", ""),
         ("step\ntime", "right"),
         (f"{throughput(first)[1] if first else 'samples'}\nper s", "right"),
@@ -345,7 +356,7 @@ def simulation_report(
     yield Text(f"{plan.network} on {plan.devices} × {hardware.device_name} ({hardware.name})", style="bold")
     yield facts(
         [
-            ("plan", f"data {mesh_text(plan)} tensor, micro-batch {batch_text(plan)}"),
+            ("plan", f"{axes_text(plan)}, micro-batch {batch_text(plan)}"),
             (
                 "step time",
                 f"{seconds_text(timeline.step_time_s)} ({interval_text(*prediction.interval_s)}, {prediction.label})",
