@@ -5,7 +5,8 @@ partition minimises ::
 
     sum over chunks x  +  sum over turns max over ranks y
 
-under the memory limit of every rank. A turn is one chunk of each rank; with one chunk a rank the second term is the
+and, with several chunks a rank, what turns of unequal length cost (`planner.search.schedule_shapes.uneven_s`), under
+the memory limit of every rank. A turn is one chunk of each rank; with one chunk a rank the second term is the
 busiest rank's time. The least first term for given limits on y follows by dynamic programming over the cuts
 (Narayanan et al., PipeDream, SOSP 2019; Zheng et al., Alpa, OSDI 2022); the limits are moved over the values of y.
 """
@@ -169,8 +170,12 @@ def _fill(segments: Segments, picks: Picks) -> float:
 
 
 def _objective(segments: Segments, picks: Picks) -> float:
-    busy = segments.busy[picks].reshape(segments.task.chunks, segments.task.ranks)
-    return _fill(segments, picks) + float(busy.max(axis=1).sum())
+    task = segments.task
+    busy = segments.busy[picks].reshape(task.chunks, task.ranks)
+    even = _fill(segments, picks) + float(busy.max(axis=1).sum())
+    return (
+        even if task.uneven_s is None else even + task.uneven_s(segments.values[picks][:, [FILL, STEADY]].sum(axis=1))
+    )
 
 
 def _search_turns(segments: Segments) -> Partition | None:

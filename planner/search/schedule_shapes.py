@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from planner.search.fragments import FloatArray, IntArray
+from simulator.pipeline import PipelineCosts, simulate_pipeline
 from simulator.schedules import ActionKind, make_schedule
 
 ONE_STAGE = "none"
@@ -78,6 +79,41 @@ def schedule_shape(name: str, ranks: int, chunks: int, micro_batches: int) -> Sc
         steady_sends=waits,
         hidden_share=hidden,
     )
+
+
+def uneven_s(name: str, ranks: int, chunks: int, micro_batches: int, seconds: FloatArray) -> float:
+    """Seconds by which a step with several chunks a rank takes longer than fill and turns say, less than 0 if shorter.
+
+    Turns follow one another without a wait only where they are equally long; otherwise ranks that are at different
+    turns wait for one another. There is no closed form for that: the passes of few micro-batches are simulated, and
+    more of them go on at the same pace.
+
+    Parameters
+    ----------
+    seconds : (ranks * chunks,) both passes of a micro-batch, taken to be a third forward
+    """
+    scaled = np.round(seconds / max(float(seconds.max()), 1e-30), 3)
+    return float(seconds.max()) * _uneven(name, ranks, chunks, micro_batches, tuple(scaled.tolist()))
+
+
+@lru_cache(maxsize=4096)
+def _uneven(name: str, ranks: int, chunks: int, micro_batches: int, seconds: tuple[float, ...]) -> float:
+    both = np.array(seconds)
+    forward, backward = both / 3, both * 2 / 3
+    costs = PipelineCosts(forward_s=forward, backward_s=backward)
+
+    def step_s(count: int) -> float:
+        return simulate_pipeline(make_schedule(name, ranks, count, chunks), costs).step_time_s
+
+    few = 3 * ranks
+    if micro_batches <= few:
+        made = step_s(micro_batches)
+    else:
+        made = step_s(few)
+        made += (made - step_s(few - ranks)) / ranks * (micro_batches - few)
+    fill = schedule_shape(name, ranks, chunks, micro_batches).fill_s(forward, backward)
+    turns = (micro_batches * both - fill).reshape(chunks, ranks)
+    return made - float(fill.sum() + turns.max(axis=1).sum())
 
 
 def fits_schedule(name: str, ranks: int, chunks: int, micro_batches: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,6 +43,8 @@ class PartitionTask:
     rank_of : (ranks * chunks,) rank of each chunk in the order of the network
     in_flight : (ranks * chunks,) micro-batches whose activations a chunk keeps at most
     limit_bytes : memory of one rank
+    uneven_s : what turns of unequal length add to the step, from the seconds (ranks * chunks,) of all passes of each
+        chunk; None where a rank has one chunk
     """
 
     kinds: tuple[Fragments, ...]
@@ -56,6 +58,7 @@ class PartitionTask:
     in_flight: FloatArray
     limit_bytes: float
     hidden_share: float = 0.0
+    uneven_s: Callable[[FloatArray], float] | None = None
 
     @property
     def units(self) -> int:

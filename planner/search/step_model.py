@@ -26,6 +26,7 @@ the micro-batches in flight; what stands while one unit goes backward, gathered 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES
 from planner.search.fragments import FloatArray, Fragments, pruned
-from planner.search.schedule_shapes import ONE_STAGE, ScheduleShape, schedule_shape
+from planner.search.schedule_shapes import ONE_STAGE, ScheduleShape, schedule_shape, uneven_s
 from planner.search.segments import MANY, PartitionTask
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.work import Optimizer, state_bytes, update_traffic
@@ -148,6 +149,7 @@ class StepModel:
             in_flight=shape.in_flight,
             limit_bytes=self.limit_bytes,
             hidden_share=shape.hidden_share,
+            uneven_s=partial(_uneven_s, configuration) if configuration.virtual > 1 else None,
         )
 
     def shape(self, configuration: Configuration) -> ScheduleShape:
@@ -294,6 +296,11 @@ class StepModel:
         state = 0.0 if c.offload else state_bytes(self.optimizer, self.dtype) / shards
         resident: FloatArray = elements * (parameter + gradient + state)
         return resident
+
+
+def _uneven_s(configuration: Configuration, passes_s: FloatArray) -> float:
+    c = configuration
+    return uneven_s(c.schedule, c.pipeline, c.virtual, c.micro_batches, passes_s / c.micro_batches)
 
 
 def host_bandwidth(hardware: Hardware) -> float:
