@@ -131,9 +131,10 @@ class StepModel:
         shape = self.shape(configuration)
         units = _stored_once(tables) if configuration.pipeline == 1 else tables.units
         kinds: list[Fragments] = []
+        trained = _trained(tables)
         for number, unit in enumerate(units):
-            again = number > 0 and _equal(units[number - 1], unit)
-            kinds.append(kinds[-1] if again else self.fragments(unit, configuration, shape))
+            again = number > 0 and _equal(units[number - 1], unit) and trained[number - 1] == trained[number]
+            kinds.append(kinds[-1] if again else self.fragments(unit, configuration, shape, trained[number]))
         counts = [unit.count for unit in tables.chain.units]
         sends = self.sends_s(tables, configuration)
         kinds, counts = _merged(kinds, counts)
@@ -157,16 +158,18 @@ class StepModel:
         c = configuration
         return schedule_shape(c.schedule, c.pipeline, c.virtual, c.micro_batches)
 
-    def fragments(self, labels: UnitLabels, configuration: Configuration, shape: ScheduleShape) -> Fragments:
-        """Ways of one unit: what no other way beats at once in time and memory."""
+    def fragments(
+        self, labels: UnitLabels, configuration: Configuration, shape: ScheduleShape, trained: int = 1
+    ) -> Fragments:
+        """Ways of one unit of `trained` parameters: what no other way beats at once in time and memory."""
         c = configuration
         elements = labels.parameter_elements + labels.expert_elements
-        forward_s, backward_s, exposed = self._passes(labels.forward_s, labels.backward_s, elements, c)
+        forward_s, backward_s, exposed = self._passes(labels, elements, c, trained)
         sync_s = self._synchronisation_s(elements, c)
         size = np.maximum(elements * DTYPE_BYTES[self.dtype], 1.0)
         fill = shape.fill_s(forward_s, backward_s)
         steady = c.micro_batches * (forward_s + backward_s) - fill + labels.step_s
-        steady = steady + self._once_s(elements, forward_s, c)
+        steady = steady + self._once_s(elements, forward_s, c, trained)
         hidden = backward_s if self.hardware.overlaps_communication else np.zeros_like(backward_s)
         last = sync_s * np.minimum(1.0, self.bucket_bytes / size)
         values = np.stack(
@@ -236,13 +239,14 @@ class StepModel:
         return c.optimizer_sharding == "zero3" or (c.optimizer_sharding == "zero2" and c.micro_batches > 1)
 
     def _passes(
-        self, forward_s: FloatArray, backward_s: FloatArray, elements: FloatArray, c: Configuration
+        self, labels: UnitLabels, elements: FloatArray, c: Configuration, trained: int
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Passes with the messages that go along with every micro-batch, and bytes that stand during one."""
+        forward_s, backward_s = labels.forward_s, labels.backward_s
         size = elements * DTYPE_BYTES[self.dtype]
         shards, stride = self.shards(c), c.stride("data")
         exposed = np.zeros_like(forward_s)
-        accumulation = self._accumulation_s(elements, c)
+        accumulation = self._accumulation_s(elements, c, trained)
         if c.optimizer_sharding in ("none", "zero1"):
             backward_s = backward_s + accumulation
         if c.optimizer_sharding == "zero2" and self._scatters_each(c):
@@ -257,27 +261,33 @@ class StepModel:
             exposed = 3.0 * size
         return forward_s, backward_s, exposed
 
-    def _accumulation_s(self, elements: FloatArray, c: Configuration) -> FloatArray:
+    def _accumulation_s(self, elements: FloatArray, c: Configuration, trained: int) -> FloatArray:
         """Seconds in which a micro-batch's gradients are added to those before: two are read and one is written."""
+        if c.micro_batches == 1:
+            return np.zeros_like(elements)
         held = elements / (self.shards(c) if c.optimizer_sharding in ("zero2", "zero3") else 1)
         moved = 3.0 * held * DTYPE_BYTES[self.dtype]
-        seconds = kernel_time(self.hardware, Kernel.ELEMENTWISE, self.dtype, np.zeros_like(moved), moved)
-        seconds = seconds * kernel_factor(self.hardware, Kernel.ELEMENTWISE, self.dtype, c.devices)
-        return np.where((elements > 0) & (c.micro_batches > 1), seconds, 0.0)
+        return self._kernels_s(Kernel.ELEMENTWISE, np.zeros_like(moved), moved, c, trained)
+
+    def _kernels_s(
+        self, kernel: Kernel, flops: FloatArray, moved: FloatArray, c: Configuration, count: int
+    ) -> FloatArray:
+        """Seconds (n,) of work that `count` kernels share."""
+        seconds = count * kernel_time(self.hardware, kernel, self.dtype, flops / count, moved / count)
+        return np.where(moved > 0, seconds * kernel_factor(self.hardware, kernel, self.dtype, c.devices), 0.0)
 
     def _beside(self, work_s: FloatArray, messages_s: FloatArray) -> FloatArray:
         if not self.hardware.overlaps_communication:
             return work_s + messages_s
         return np.maximum(work_s, messages_s)
 
-    def _once_s(self, elements: FloatArray, forward_s: FloatArray, c: Configuration) -> FloatArray:
+    def _once_s(self, elements: FloatArray, forward_s: FloatArray, c: Configuration, trained: int) -> FloatArray:
         """Seconds of the update, of states that come from the host and go, and what gathering parameters exposes."""
         shards = self.shards(c)
         held = elements / shards
         update, hardware = self.optimizer, self.hardware
         traffic = held * update_traffic(update, self.dtype)
-        seconds = kernel_time(hardware, Kernel.OPTIMIZER, self.dtype, held * update.flops, traffic)
-        seconds = seconds * kernel_factor(hardware, Kernel.OPTIMIZER, self.dtype, c.devices)
+        seconds = self._kernels_s(Kernel.OPTIMIZER, held * update.flops, traffic, c, trained)
         if c.optimizer_sharding in ("zero1", "zero2"):
             gather = self._fused_s(Collective.ALL_GATHER, elements, shards, c.stride("data"))
             hidden = forward_s if hardware.overlaps_communication else 0.0
@@ -318,6 +328,12 @@ def _stored_once(tables: StageTables) -> tuple[UnitLabels, ...]:
             elements = np.maximum(units[number].parameter_elements - tied.elements, 0.0)
             units[number] = replace(units[number], parameter_elements=elements)
     return tuple(units)
+
+
+def _trained(tables: StageTables) -> list[int]:
+    """Trained parameters of every unit, at least 1."""
+    trained = {parameter.node for parameter in tables.parts.graph.parameters if parameter.gradient is not None}
+    return [max(1, len(trained.intersection(unit.nodes))) for unit in tables.chain.units]
 
 
 def _equal(one: UnitLabels, other: UnitLabels) -> bool:
