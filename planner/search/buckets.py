@@ -22,6 +22,8 @@ Index = NDArray[np.intp]
 MAX_TABLE = 60_000_000
 MAX_WORK = 30_000_000_000
 CHUNK = 1 << 17
+SPARSE = 64
+"""Joint classes are sorted rather than tabulated where they may be so many times more than states."""
 WORTH_COMPILING = 300_000_000
 """Entries of one step from which the compiled loop is loaded, which takes a process about 0.4 s."""
 
@@ -69,10 +71,22 @@ def join(maps: Sequence[Index]) -> tuple[Index, Index]:
     (array([0, 1, 2]), array([0, 1, 2]))
     """
     code = maps[0]
+    entries = int(code.max(initial=-1)) + 1
     for other in maps[1:]:
-        code = code * (int(other.max(initial=0)) + 1) + other
-    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
-    return inverse.astype(np.intp), first
+        if other is not code:
+            size = int(other.max(initial=-1)) + 1
+            code = code * size + other
+            entries *= size
+    if entries > SPARSE * len(code):
+        _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+        return inverse.astype(np.intp), first
+    # Codes are few: a table of them says what a sort would.
+    at = np.full(entries, -1, dtype=np.intp)
+    at[code[::-1]] = np.arange(len(code) - 1, -1, -1)
+    there = at >= 0
+    if there.all():
+        return code, at
+    return (there.cumsum() - 1)[code], at[there]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
 from planner.request import ParameterStorage
 from planner.search.costs import MeshCosts
-from planner.search.variables import Choice, Decisions, Edge, Kind, Variable, masks
+from planner.search.variables import Choice, Decisions, Edge, Kind, Variable, masks, unnamed
 from planner.sharding.inner_messages import inner_messages, message_bytes, waiting_time
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.redistribution import placement_index
@@ -52,18 +53,40 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The states of a variable: ``choice[a, s]`` is the choice along mesh axis a in state s."""
+    """The states of a variable: ``choice[a, s]`` is the choice along mesh axis a in state s.
+
+    ``known`` is what was worked out of them, by name; variables that are alike (number ``kind``) share it.
+    """
 
     variable: Variable
     choice: NDArray[np.int64]
+    kind: int = -1
+    known: dict[tuple[str | bool | int, ...], Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __len__(self) -> int:
         return int(self.choice.shape[1])
 
     def placements(self, tensor: TensorRef, *, reads: bool) -> NDArray[np.int64]:
         """Placements of a tensor in every state, shape (axes, states)."""
-        codes = np.array([(c.reads if reads else c.writes)[tensor] for c in self.variable.choices], dtype=np.int64)
-        return codes[self.choice]
+        key = ("placements", reads, self.place(tensor, reads=reads))
+        if key not in self.known:
+            codes = np.array([(c.reads if reads else c.writes)[tensor] for c in self.variable.choices], dtype=np.int64)
+            self.known[key] = codes[self.choice]
+        found: NDArray[np.int64] = self.known[key]
+        return found
+
+    def numbers(self, tensor: TensorRef, rank: int, *, reads: bool) -> NDArray[np.int64]:
+        """Numbers of the placements of a tensor with `rank` dims, by state (`placement_index`)."""
+        key = ("numbers", reads, self.place(tensor, reads=reads))
+        if key not in self.known:
+            self.known[key] = placement_index(self.placements(tensor, reads=reads), rank)
+        found: NDArray[np.int64] = self.known[key]
+        return found
+
+    def place(self, tensor: TensorRef, *, reads: bool) -> int:
+        """Which of the tensors that the variable reads or writes this is."""
+        first = self.variable.choices[0]
+        return [*(first.reads if reads else first.writes)].index(tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +107,8 @@ class Parts:
         self.sizes = setting.costs.mesh.sizes
         self.names = tuple(axis.name for axis in setting.costs.mesh.axes)
         self._made: dict[int, States] = {}
+        self._first: dict[tuple[object, ...], States] = {}
+        self._moves: dict[tuple[int | bool, ...], FloatArray] = {}
 
     # States
 
@@ -91,9 +116,14 @@ class Parts:
         """States of one variable: a choice along each axis, as far as every dim divides."""
         if number not in self._made:
             variable = self.decisions.variables[number]
+            key: tuple[object, ...] = (self.decisions.alike[number],)
             if self.setting.context:
-                variable = replace(variable, choices=(*variable.choices, self.setting.context[number]))
-            self._made[number] = self._states(variable)
+                choice = self.setting.context[number]
+                key = (*key, unnamed(choice, variable.choices[0]))
+                variable = replace(variable, choices=(*variable.choices, choice))
+            if key not in self._first:
+                self._first[key] = replace(self._states(variable), kind=number)
+            self._made[number] = replace(self._first[key], variable=variable)
         return self._made[number]
 
     def _states(self, variable: Variable) -> States:
@@ -209,6 +239,13 @@ class Parts:
 
     def node_seconds(self, states: States, position: int) -> Seconds:
         """Seconds of the `position`-th node of a variable in each state, with the collectives inside it."""
+        key = ("seconds", position)
+        if key not in states.known:
+            states.known[key] = self._node_seconds(states, position)
+        found: Seconds = states.known[key]
+        return found
+
+    def _node_seconds(self, states: States, position: int) -> Seconds:
         node = self.graph.nodes[states.variable.nodes[position]]
         hardware, choices = self.setting.costs.hardware, states.variable.choices
         work = np.ones(len(states))
@@ -281,19 +318,24 @@ class Parts:
 
     def move_seconds(self, edge: Edge) -> FloatArray:
         """Seconds of moving a tensor from each state of its writer to each of its reader, infinite where impossible."""
-        spec = self.graph.spec(edge.tensor)
-        table = self.setting.costs.redistribution(
-            len(spec.shape), spec.size_bytes, fused=self.fused(edge), masks=masks(self.decisions.variables, edge)
-        )
-        rows, columns = self.ends(edge)
-        return table[rows[:, None], columns[None, :]]
+        source, target = self.states(edge.source), self.states(edge.target)
+        fused, masked = self.fused(edge), masks(self.decisions.variables, edge)
+        ends = (source.place(edge.tensor, reads=False), target.place(edge.tensor, reads=True))
+        key = (source.kind, target.kind, *ends, fused, masked)
+        if key not in self._moves:
+            spec = self.graph.spec(edge.tensor)
+            table = self.setting.costs.redistribution(len(spec.shape), spec.size_bytes, fused=fused, masks=masked)
+            rows, columns = self.ends(edge)
+            self._moves[key] = table[rows[:, None], columns[None, :]]
+        return self._moves[key]
 
     def ends(self, edge: Edge) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Numbers of the placements in which an edge's tensor is written and read, by state."""
         rank = len(self.graph.spec(edge.tensor).shape)
-        written = self.states(edge.source).placements(edge.tensor, reads=False)
-        read = self.states(edge.target).placements(edge.tensor, reads=True)
-        return placement_index(written, rank), placement_index(read, rank)
+        return (
+            self.states(edge.source).numbers(edge.tensor, rank, reads=False),
+            self.states(edge.target).numbers(edge.tensor, rank, reads=True),
+        )
 
     # Bytes
 
@@ -334,8 +376,8 @@ class Parts:
                 yield (reader,), size
             else:
                 rank = len(self.graph.spec(tensor).shape)
-                kept = placement_index(self.states(keeper).placements(tensor, reads=False), rank)
-                read = placement_index(self.states(reader).placements(tensor, reads=True), rank)
+                kept = self.states(keeper).numbers(tensor, rank, reads=False)
+                read = self.states(reader).numbers(tensor, rank, reads=True)
                 yield (keeper, reader), (kept[:, None] != read[None, :]) * size[None, :]
 
     @cached_property

@@ -51,7 +51,9 @@ class Problem:
         self.sizes = self.parts.sizes
         self.states = tuple(self.parts.states(number) for number in range(len(decisions.variables)))
         self.parts.prepare(decisions.edges)
-        self.unary = tuple(self._unary(s) for s in self.states)
+        alike = {s.kind: s for s in self.states}
+        unary = {kind: self._unary(states) for kind, states in alike.items()}
+        self.unary = tuple(unary[s.kind] for s in self.states)
         self.pairs = self._pairs()
         self._add_saved()
 

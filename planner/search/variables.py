@@ -61,12 +61,15 @@ class Edge:
 class Decisions:
     """All variables of a graph, and the tensors between them.
 
-    ``of_node[i]`` is the variable node i follows, −1 for constants.
+    ``of_node[i]`` is the variable node i follows, −1 for constants. ``alike[v]`` is the first variable whose
+    choices, operators and tensors are those of variable v but for their names: the two have the same states, which
+    cost the same, at any batch and precision.
     """
 
     variables: tuple[Variable, ...]
     edges: tuple[Edge, ...]
     of_node: tuple[int, ...]
+    alike: tuple[int, ...]
 
 
 def decisions(graph: OperatorGraph, boundaries: Sequence[Boundary] = ()) -> Decisions:
@@ -105,7 +108,38 @@ def decisions(graph: OperatorGraph, boundaries: Sequence[Boundary] = ()) -> Deci
         -1 if node.role is Role.CONSTANT else number[of_node[index]] for index, node in enumerate(graph.nodes)
     )
     edges = tuple(_edges(graph, variables, numbers, station_number))
-    return Decisions(variables=_consistent(variables, edges), edges=edges, of_node=numbers)
+    made = _consistent(variables, edges)
+    return Decisions(variables=made, edges=edges, of_node=numbers, alike=_alike(graph, made))
+
+
+def unnamed(choice: Choice, tensors: Choice) -> tuple[object, ...]:
+    """A choice without the names of its tensors, which are listed as in `tensors`."""
+    reads, writes = (choice.reads[t] for t in tensors.reads), (choice.writes[t] for t in tensors.writes)
+    return (choice.rules, *reads, None, *writes)
+
+
+def _alike(graph: OperatorGraph, variables: Sequence[Variable]) -> tuple[int, ...]:
+    seen: dict[object, int] = {}
+    numbers: dict[object, int] = {}
+
+    def number(item: object) -> int:
+        # What is equal gets a number once, so that keys are made of few objects.
+        return numbers.setdefault(item, len(numbers))
+
+    specs = [tuple(number(spec) for spec in node.outputs) for node in graph.nodes]
+    found = []
+    for position, variable in enumerate(variables):
+        first = variable.choices[0] if variable.choices else Choice(rules=(), reads={}, writes={})
+        operators = []
+        for index in variable.nodes:
+            node = graph.nodes[index]
+            read = tuple(specs[ref.node][ref.output] for ref in node.tensor_inputs)
+            operators.append((node.op, node.role, node.phase, node.kernel, node.flops, read, specs[index]))
+        tensors = tuple(specs[ref.node][ref.output] for ref in (*first.reads, *first.writes))
+        choices = tuple(number(unnamed(choice, first)) for choice in variable.choices)
+        key = (variable.kind, tuple(operators), tensors, len(first.reads), choices)
+        found.append(seen.setdefault(key, position))
+    return tuple(found)
 
 
 def _stations(
