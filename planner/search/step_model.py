@@ -34,7 +34,7 @@ import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES
 from planner.search.fragments import FloatArray, Fragments, pruned
-from planner.search.schedule_shapes import ONE_STAGE, ScheduleShape, schedule_shape, uneven_s
+from planner.search.schedule_shapes import ONE_STAGE, SPLIT, ScheduleShape, schedule_shape, uneven_s
 from planner.search.segments import MANY, PartitionTask
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.work import Optimizer, state_bytes, update_traffic
@@ -129,7 +129,7 @@ class StepModel:
     def task(self, tables: StageTables, configuration: Configuration) -> PartitionTask:
         """The partition task of a configuration."""
         shape = self.shape(configuration)
-        units = _stored_once(tables) if configuration.pipeline == 1 else tables.units
+        units = _stored(tables, shape)
         kinds: list[Fragments] = []
         trained = _trained(tables)
         for number, unit in enumerate(units):
@@ -256,7 +256,11 @@ class StepModel:
             gather = np.where(size > 0, self.message_s(Collective.ALL_GATHER, size, shards, stride), 0.0)
             scatter = np.where(size > 0, self.message_s(Collective.REDUCE_SCATTER, size, shards, stride), 0.0)
             forward_s = self._beside(forward_s, gather)
-            backward_s = self._beside(backward_s, gather + scatter + accumulation)
+            if c.schedule in SPLIT:
+                half = backward_s / 2
+                backward_s = self._beside(half, gather) + self._beside(half, scatter + accumulation)
+            else:
+                backward_s = self._beside(backward_s, gather + scatter + accumulation)
             # A unit's parameters and gradients, and the parameters of the next one.
             exposed = 3.0 * size
         return forward_s, backward_s, exposed
@@ -320,13 +324,14 @@ def host_bandwidth(hardware: Hardware) -> float:
     return direct or hardware.reliability.snapshot_bandwidth_bytes_per_s
 
 
-def _stored_once(tables: StageTables) -> tuple[UnitLabels, ...]:
-    """Labels of a single stage: the first unit that reads a tied parameter stores it for all."""
+def _stored(tables: StageTables, shape: ScheduleShape) -> tuple[UnitLabels, ...]:
+    """Labels with tied parameters stored on every rank that reads them: they count in the first unit that does."""
     units = list(tables.units)
-    for tied in tables.tied:
-        for number in tied.units[1:]:
-            elements = np.maximum(units[number].parameter_elements - tied.elements, 0.0)
-            units[number] = replace(units[number], parameter_elements=elements)
+    if shape.rank_of[0] != shape.rank_of[-1]:
+        for tied in tables.tied:
+            for number in tied.units[1:]:
+                elements = units[number].parameter_elements + tied.elements
+                units[number] = replace(units[number], parameter_elements=elements)
     return tuple(units)
 
 

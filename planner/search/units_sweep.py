@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from planner.search.units_factors import Part
 from planner.search.units_records import UnitLabels, Weights
 from planner.search.units_stage import ENTRY, EXIT, Stage, Tabled
+from planner.search.units_transient import gradients_in_flight
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -102,6 +103,7 @@ def _labels(
     best = np.flatnonzero(_undominated(criteria, groups))
     best = best[np.lexsort((kept[best], seconds[best], mode[best], leave[best], entry[best]))]
     unit = stage.unit(number)
+    gradients = gradients_in_flight(unit.model, stage.parts, {v: s[best] for v, s in states.items()})
     ends = {end: end in unit.kept for end in (ENTRY, EXIT)}
     sequence = np.zeros(len(best), dtype=np.bool_)
     for variable, chosen in states.items():
@@ -112,7 +114,7 @@ def _labels(
         forward_communication_s=parts[Part.FORWARD_COMMUNICATION, best],
         backward_communication_s=(parts[Part.BACKWARD_COMMUNICATION] + again_communication)[best],
         activation_bytes=kept[best],
-        transient_bytes=transient[best],
+        transient_bytes=transient[best] + gradients,
         step_s=parts[Part.STEP, best],
         parameter_elements=parts[Part.ELEMENTS, best],
         expert_elements=parts[Part.EXPERT_ELEMENTS, best],
