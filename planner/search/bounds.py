@@ -5,19 +5,22 @@ from __future__ import annotations
 import numpy as np
 
 from planner.graph.operator_graph import Node, OperatorGraph
-from planner.search.fragments import ACTIVATION, BACKLOG, FILL, RESIDENT, STEADY, TRANSIENT, FloatArray, IntArray
+from planner.search.fragments import BACKLOG, FILL, QUEUE, STEADY, FloatArray
+from planner.search.labels import StageTables, Weights
+from planner.search.rank_memory import least_busiest
 from planner.search.schedule_shapes import SPLIT
 from planner.search.segments import PartitionTask
 from planner.search.step_model import Configuration
+from planner.search.whole_units import chunk_times, least_turns, longer
 from planner.work import traffic_bytes
 from simulator.corrections import kernel_factor
 from simulator.hardware import Hardware
 from simulator.kernels.matmul import matmul_model
 from simulator.program import Kernel
 
-_HALVINGS = 40
 _STREAMING = frozenset((Kernel.ELEMENTWISE, Kernel.ACTIVATION, Kernel.SOFTMAX, Kernel.NORMALIZATION, Kernel.REDUCTION))
-_MARGIN = 1e-9
+
+_BUSY = ([STEADY], [STEADY, BACKLOG])
 
 
 def work_bound(graph: OperatorGraph, hardware: Hardware, dtype: str, devices: int) -> float:
@@ -57,80 +60,65 @@ def _best_efficiency(hardware: Hardware, dtype: str) -> float:
 
 
 def even_bound(configuration: Configuration, passes_s: float) -> float:
-    """Bound by the least time of all passes of one micro-batch, shared out evenly over the ranks.
+    """Bound by the least time of all passes of one micro-batch, shared out evenly over the ranks."""
+    ranks, fill = configuration.pipeline, _filled(configuration) * passes_s
+    return configuration.micro_batches * passes_s / ranks + fill * (1 - 1 / ranks)
 
-    The objective is at least the fill of all chunks and a p-th of what all ranks do besides. Where the fill is the
-    longer of a forward and half a backward pass, it is at least a third of both passes.
+
+def least_passes(tables: StageTables) -> FloatArray:
+    """(units,) least seconds of both passes of each unit of the folded chain, all strategies considered."""
+    return np.array([float(table.min()) for table in tables.matrices(Weights())])
+
+
+def passes_bound(configuration: Configuration, passes_s: FloatArray, counts: list[int]) -> float:
+    """Bound by the least time of each unit's passes of one micro-batch, units shared out whole.
+
+    What a rank's own passes add to the fill they take from its busy time, so that the least fill of all units counts.
     """
-    ranks, count = configuration.pipeline, configuration.micro_batches
-    share = 0.0 if ranks == 1 else 1.0 / configuration.virtual
-    fill = share * passes_s * (1 / 3 if configuration.schedule in SPLIT else 1)
-    return count * passes_s / ranks + fill * (1 - 1 / ranks)
+    c, share = configuration, _filled(configuration)
+    times = chunk_times(((c.micro_batches - share) * passes_s).tolist(), counts)
+    return share * float(passes_s @ np.array(counts)) + least_turns(times, c.pipeline, c.virtual)
+
+
+def _filled(configuration: Configuration) -> float:
+    """Least part of a unit's passes that the fill pays.
+
+    Where that is the longer of a forward and half a backward pass, it is at least a third of both passes.
+    """
+    share = 0.0 if configuration.pipeline == 1 else 1.0 / configuration.virtual
+    return share / 3 if configuration.schedule in SPLIT else share
 
 
 def task_bound(task: PartitionTask) -> float:
-    """Bound of a partition task, infinite where no share of the most frequent unit over the ranks fits their memory.
+    """Bound of a partition task, its memory limit aside: units shared out whole, each at its fastest.
 
-    Two relaxations: time alone, shared out evenly; and the most frequent unit alone, in parts of any size, whose ways
-    each rank mixes as its time and memory allow (a linear program with two rows a rank, whose optimum mixes two ways).
+    What synchronisation leaves to do is at least what it leaves of the first unit of a chunk, and at least what
+    messages take longer than the passes that hide them.
     """
+    values = [kind.values for kind in task.kinds]
+    sends = np.sort(task.sends_s.min(axis=1)) if task.units > 1 else np.zeros(0)
+    options = {"sends_s": task.steady_sends * float(sends[0]) if len(sends) else 0.0, "hidden": task.hidden_share}
+    tail = min(max(0.0, float(v[:, QUEUE].min())) for v in values)
+    alone = chunk_times([float(v[:, STEADY].min()) for v in values], task.counts, tail_s=tail, **options)
+    behind = [float((v[:, STEADY] + v[:, BACKLOG]).min()) for v in values]
+    times = longer(alone, chunk_times(behind, task.counts, **options))
+    return least_fill(task) + max(_even(task, values), least_turns(times, task.ranks, task.chunks))
+
+
+def _even(task: PartitionTask, values: list[FloatArray]) -> float:
+    """All units' least times shared out evenly."""
     counts = np.array(task.counts, dtype=np.float64)
-    # What is left of the synchronisation is at least what messages take longer than the passes that hide them.
-    behind = np.array([(kind.values[:, STEADY] + kind.values[:, BACKLOG]).min() for kind in task.kinds])
-    least = np.array([kind.values[:, STEADY].min() for kind in task.kinds])
-    fills = np.array([kind.values[:, FILL].min() for kind in task.kinds])
-    most = int(np.argmax(counts))
-    together = -(-int(counts[most]) // task.ranks)
-    shares = [float(least @ counts) / task.ranks, float(behind @ counts) / task.ranks]
-    even = max(*shares, float(least.max()), together * float(least[most]))
-    bound: float = float(fills @ counts) + max(even, _mixed(task, most))
-    return bound
+    sums = [np.array([float(v[:, columns].sum(axis=1).min()) for v in values]) for columns in _BUSY]
+    return max(float(least @ counts) / task.ranks for least in sums)
 
 
-def _mixed(task: PartitionTask, kind: int) -> float:
-    """Least time of the busiest rank so that all ranks together hold every unit of one kind."""
-    values, count = task.kinds[kind].values, float(task.counts[kind])
-    flight = np.full(task.ranks, np.inf)
-    np.minimum.at(flight, task.rank_of, task.in_flight)
-    # What differs little between ways counts as the least: only time and activations are traded.
-    rows = _staircase(values[:, STEADY], values[:, ACTIVATION])
-    memory = flight[:, None] * values[rows, ACTIVATION] + values[:, RESIDENT].min()
-    room = task.limit_bytes - values[:, TRANSIENT].min()
-    if room <= 0:
-        return np.inf
-    memory = np.maximum(memory, 1e-30)
-    if float((room / memory.min(axis=1)).sum()) < count * (1 - _MARGIN):
-        return np.inf
-    time = values[rows, STEADY]
-    high, count = float(time.max()) * count, count * (1 - _MARGIN)
-    low = 0.0
-    if _capacity(time, memory, room, float(time.min()) * count / task.ranks) >= count:
-        return float(time.min()) * count / task.ranks
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        if _capacity(time, memory, room, middle) >= count:
-            high = middle
-        else:
-            low = middle
-    return low
+def least_fill(task: PartitionTask) -> float:
+    """Least seconds of the fill: all units' and the cheapest messages'."""
+    fills = np.array([float(kind.values[:, FILL].min()) for kind in task.kinds])
+    sends = np.sort(task.sends_s.min(axis=1))[: task.pieces - 1].sum() if task.units > 1 else 0.0
+    return float(fills @ np.array(task.counts)) + task.fill_sends * float(sends)
 
 
-def _staircase(time: FloatArray, kept: FloatArray) -> IntArray:
-    """Places that none beats in both, fastest first."""
-    order = np.lexsort((kept, time))
-    lowest = np.minimum.accumulate(kept[order])
-    return order[np.concatenate(([True], lowest[1:] < lowest[:-1]))]
-
-
-def _capacity(time: FloatArray, memory: FloatArray, room: float, limit_s: float) -> float:
-    """Units that all ranks hold at most, each within `limit_s` seconds and `room` bytes; memory is (ranks, ways)."""
-    alone = np.minimum(limit_s / time, room / memory)
-    best = alone.max(axis=1)
-    a, b = memory[:, :, None], memory[:, None, :]
-    fast, slow = time[None, :, None], time[None, None, :]
-    determinant = fast * b - slow * a
-    meets = determinant != 0
-    safe = np.where(meets, determinant, 1.0)
-    of_fast, of_slow = (limit_s * b - slow * room) / safe, (fast * room - limit_s * a) / safe
-    mixed = np.where(meets & (of_fast >= 0) & (of_slow >= 0), of_fast + of_slow, 0.0)
-    return float(np.maximum(best, mixed.max(axis=(1, 2))).sum())
+def memory_bound(task: PartitionTask) -> float:
+    """Bound of a partition task with its memory limit; infinite where what is tabled proves that none fits."""
+    return least_fill(task) + least_busiest(task)

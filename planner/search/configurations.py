@@ -17,9 +17,9 @@ from enum import IntEnum
 
 import numpy as np
 
-from planner.search.bounds import even_bound, task_bound
-from planner.search.fragments import WIDTH
-from planner.search.labels import StageTables, Weights
+from planner.search.bounds import even_bound, least_passes, memory_bound, passes_bound, task_bound
+from planner.search.fragments import WIDTH, FloatArray
+from planner.search.labels import StageTables
 from planner.search.pipeline import Partition, partition
 from planner.search.segments import PartitionTask, simplified
 from planner.search.space import Extent, bases, orders, storages
@@ -37,7 +37,7 @@ NODES = 40_000
 """Most nodes that are opened in one search."""
 PER_SHAPE = 2
 """Most plans with the same data, tensor and pipeline degrees."""
-NEAR = 1.5
+NEAR = 1.3
 """Alternatives are looked for up to so many times the best objective."""
 PROOF = 1e-6
 WIDEST = WIDTH * 8
@@ -97,11 +97,19 @@ class _Stage(IntEnum):
     BASE = 0
     ORDER = 1
     STORAGE = 2
-    BOUNDED = 3
-    SOLVED = 4
+    TIMED = 3
+    BOUNDED = 4
+    SOLVED = 5
 
 
-_OPTIMISM = {_Stage.BASE: 1.3, _Stage.ORDER: 1.25, _Stage.STORAGE: 1.05, _Stage.BOUNDED: 1.0, _Stage.SOLVED: 1.0}
+_OPTIMISM = {
+    _Stage.BASE: 1.3,
+    _Stage.ORDER: 1.25,
+    _Stage.STORAGE: 1.05,
+    _Stage.TIMED: 1.0,
+    _Stage.BOUNDED: 1.0,
+    _Stage.SOLVED: 1.0,
+}
 """How far bounds of each stage usually lie below the objective: whose bound times this is least is opened first."""
 
 
@@ -154,8 +162,9 @@ class _Search:
         self.sample_s, self.wanted, self.solves = sample_s, wanted, solves
         self.result = Explored()
         self.heap: list[tuple[float, int, float, _Node]] = []
+        self.later: list[tuple[float, int, float, _Node]] = []
         self.made: dict[tuple[object, ...], StageTables | None] = {}
-        self.least: dict[tuple[object, ...], float] = {}
+        self.least: dict[tuple[object, ...], FloatArray] = {}
         self.serial = 0
         self.best = np.inf
         self.until_found = False
@@ -168,33 +177,36 @@ class _Search:
             each = self.sample_s * base.micro_batch / (base.tensor * base.context)
             self._push(even_bound(base, each), _Node(_Stage.BASE, base))
         try:
-            while self.heap and not self._done():
-                _, _, bound, node = heapq.heappop(self.heap)
-                if self._needless(bound, node):
-                    continue
+            while not self._spent() and (entry := self._next()) is not None:
                 try:
-                    self._open(bound, node)
+                    self._open(*entry)
                 except KeyboardInterrupt:
-                    self._push(bound, node)
+                    self._push(*entry)
                     raise
         except KeyboardInterrupt:
             self.result.interrupted = True
         self.result.found.sort(key=lambda placed: placed.objective_s)
-        self.result.lower_bound_s = min([self.best, *self.unproven, *(entry[2] for entry in self.heap)])
+        waiting = (entry[2] for entry in (*self.heap, *self.later))
+        self.result.lower_bound_s = min([self.best, *self.unproven, *waiting])
         return self.result
 
-    def _done(self) -> bool:
-        bound = self.heap[0][2]
+    def _next(self) -> tuple[float, _Node] | None:
+        """What is opened next: all that may beat the best, then alternatives that come near while there are too few."""
         if self.until_found and self.result.found:
-            return True
-        if self._spent():
-            return True
-        if bound < self.best * (1 - PROOF):
-            return False
-        # The order of opening is not that of the bounds: something lower may wait behind.
-        if any(entry[2] < self.best * (1 - PROOF) for entry in self.heap):
-            return False
-        return bound > self.best * NEAR or self._enough(bound)
+            return None
+        while self.heap:
+            _, serial, bound, node = heapq.heappop(self.heap)
+            if bound < self.best * (1 - PROOF):
+                return bound, node
+            heapq.heappush(self.later, (bound, serial, bound, node))
+        while self.later and not self._enough():
+            _, _, bound, node = heapq.heappop(self.later)
+            if bound > self.best * NEAR:
+                heapq.heappush(self.later, (bound, 0, bound, node))
+                return None
+            if self.shapes[shape_of(node.configuration)] < PER_SHAPE:
+                return bound, node
+        return None
 
     def _spent(self) -> bool:
         result, share = self.result, self.solves / SOLVES
@@ -202,13 +214,9 @@ class _Search:
             result.solved >= self.solves or result.tables >= TABLES * max(share, 0.4) or result.opened >= NODES * share
         )
 
-    def _needless(self, bound: float, node: _Node) -> bool:
-        """Whether a node cannot be the best, and enough alternatives of its shape are found."""
-        return bound >= self.best * (1 - PROOF) and self.shapes[shape_of(node.configuration)] >= PER_SHAPE
-
-    def _enough(self, bound: float) -> bool:
-        better = Counter(shape_of(p.configuration) for p in self.result.found if p.objective_s <= bound)
-        return sum(min(count, PER_SHAPE) for count in better.values()) >= self.wanted
+    def _enough(self) -> bool:
+        near = Counter(shape_of(p.configuration) for p in self.result.found if p.objective_s <= self.best * NEAR)
+        return sum(min(count, PER_SHAPE) for count in near.values()) >= self.wanted
 
     def _push(self, bound: float, node: _Node) -> None:
         self.serial += 1
@@ -223,7 +231,9 @@ class _Search:
         elif node.stage is _Stage.ORDER:
             self._open_order(bound, node)
         elif node.stage is _Stage.STORAGE:
-            self._bound(bound, node.configuration)
+            self._time(bound, node.configuration)
+        elif node.stage is _Stage.TIMED:
+            self._bound(bound, node)
         else:
             self._solve(bound, node)
 
@@ -236,8 +246,9 @@ class _Search:
         if tables is None:
             return
         if key not in self.least:
-            self.least[key] = tables.minimum(Weights()).value
-        bound = max(bound, even_bound(placed, self.least[key]))
+            self.least[key] = least_passes(tables)
+        counts = [unit.count for unit in tables.chain.units]
+        bound = max(bound, passes_bound(placed, self.least[key], counts))
         for other in node.others:
             self._push(bound, _Node(_Stage.ORDER, other))
         for stored in storages(self.extent, placed):
@@ -254,17 +265,25 @@ class _Search:
         finally:
             self.result.timings["cost_tables"] += time.perf_counter() - began
 
-    def _bound(self, bound: float, stored: Configuration) -> None:
+    def _time(self, bound: float, stored: Configuration) -> None:
+        """Bound a storage by time alone."""
         began = time.perf_counter()
         tables = self.made[stored.table_key]
         assert tables is not None  # its order was opened
         task = self.model.task(tables, stored)
-        bound = max(bound, task_bound(task))
+        self._push(max(bound, task_bound(task)), _Node(_Stage.TIMED, stored, task))
+        self.result.timings["bounds"] += time.perf_counter() - began
+
+    def _bound(self, bound: float, node: _Node) -> None:
+        """Bound it with the memory limit."""
+        began = time.perf_counter()
+        assert node.task is not None  # timed nodes have one
+        bound = max(bound, memory_bound(node.task))
         self.result.timings["bounds"] += time.perf_counter() - began
         if np.isinf(bound):
-            self._misfit(stored, task)
+            self._misfit(node.configuration, node.task)
         else:
-            self._push(bound, _Node(_Stage.BOUNDED, stored, task))
+            self._push(bound, _Node(_Stage.BOUNDED, node.configuration, node.task))
 
     def _solve(self, bound: float, node: _Node) -> None:
         """Partition a configuration, or partition it again with more ways where its proof was too weak."""

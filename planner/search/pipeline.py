@@ -173,9 +173,10 @@ def _objective(segments: Segments, picks: Picks) -> float:
     task = segments.task
     busy = segments.busy[picks].reshape(task.chunks, task.ranks)
     even = _fill(segments, picks) + float(busy.max(axis=1).sum())
-    return (
-        even if task.uneven_s is None else even + task.uneven_s(segments.values[picks][:, [FILL, STEADY]].sum(axis=1))
-    )
+    if task.uneven_s is None:
+        return even
+    # A step that turns out shorter than its turns is not counted on: bounds rest on the turns.
+    return even + max(0.0, task.uneven_s(segments.values[picks][:, [FILL, STEADY]].sum(axis=1)))
 
 
 def _search_turns(segments: Segments) -> Partition | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -28,13 +29,6 @@ class MadeUnit:
     count: int = 1
 
 
-@dataclass(frozen=True)
-class Least:
-    """What a minimum says of its value."""
-
-    value: float
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MadeTables:
     """What the search reads of `StageTables`."""
@@ -44,11 +38,14 @@ class MadeTables:
     boundary_bytes: tuple[float, ...]
     boundaries: tuple[BoundaryStates, ...]
     tied: tuple[TiedParameter, ...]
+    parts: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(graph=SimpleNamespace(parameters=())))
 
-    def minimum(self, weights: Weights) -> Least:
-        """Every unit at its least: all of them share one boundary state."""
-        passes = [weights.forward * u.forward_s + weights.backward * u.backward_s for u in self.units]
-        return Least(sum(p.min() * unit.count for p, unit in zip(passes, self.chain.units, strict=True)))
+    def matrices(self, weights: Weights) -> tuple[np.ndarray, ...]:
+        """Least passes of every unit: all of them share one boundary state."""
+        return tuple(
+            (weights.forward * u.forward_s + weights.backward * u.backward_s).min(keepdims=True)[None]
+            for u in self.units
+        )
 
 
 def labels(unit: MadeUnit, samples: float, message_s: float, first: bool, last: bool) -> UnitLabels:
