@@ -16,7 +16,7 @@ from simulator.calibration.launch import is_peer_failure, run_workers
 from simulator.errors import ExecutionError
 
 ROOT = Path(__file__).parents[3]
-SOON_S = 15
+SOON_S = 60
 
 
 def _join(folder):
