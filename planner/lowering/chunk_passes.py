@@ -152,13 +152,19 @@ class PassWriter:
         self._gather(values, [], ahead=True)
 
     def _gather_units(self, number: int) -> None:
-        """When a unit begins, gather what the next one needs; the first gathers its own as well."""
+        """When a unit begins, gather what the next one needs; the first unit's own come before the pass has its input.
+
+        Parameters depend on no pass, so that a rank gathers them while it waits or finishes the pass before.
+        """
         if not self.source.by_unit or not self._gathers():
             return
-        after = [self.kernel]
-        for other in (number, number + 1) if number == 0 else (number + 1,):
-            if other < len(self.units):
-                self._gather([(other, *value) for value in self.units[other].gathers.get(self.phase, ())], after)
+        if number == 0:
+            self._gather(self._wanted(0), [], ahead=True)
+        if number + 1 < len(self.units):
+            self._gather(self._wanted(number + 1), [self.kernel])
+
+    def _wanted(self, number: int) -> list[tuple[int, TensorRef, Placements, str]]:
+        return [(number, *value) for value in self.units[number].gathers.get(self.phase, ())]
 
     def _gathers(self) -> bool:
         return any(operator.gathered for part in self.parts for operator in part.operators)

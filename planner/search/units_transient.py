@@ -17,9 +17,9 @@ IntArray = NDArray[np.int64]
 
 
 def gradients_in_flight(model: UnitModel, parts: Parts, states: Mapping[int, IntArray]) -> FloatArray:
-    """Most bytes of gradients of activations that stand at once, for each of n assignments.
+    """Most bytes of gradients of activations that stand at once, less what was kept and is released by then.
 
-    Each stands from the operator that writes it to the last one that reads it, or a view of it; what another unit
+    A gradient stands from the operator that writes it to the last one that reads it, or a view of it; what another unit
     reads stands to the end, and what the unit behind sends back from the start. Gradients of parameters are counted
     where they are stored, and copies in other placements only while an operator reads them.
 
@@ -34,9 +34,9 @@ def gradients_in_flight(model: UnitModel, parts: Parts, states: Mapping[int, Int
     """
     graph = model.graph
     count = len(next(iter(states.values()), np.zeros(1, dtype=np.int64)))
+    owner = _views(model)
     order = [i for i in sorted(model.nodes) if _goes_back(model, i)]
-    final = {parameter.gradient for parameter in graph.parameters}
-    owner: dict[TensorRef, TensorRef] = {}
+    final = _of_parameters(model)
     last: dict[TensorRef, int] = {}
     for place, index in enumerate(order):
         node = graph.nodes[index]
@@ -44,8 +44,6 @@ def gradients_in_flight(model: UnitModel, parts: Parts, states: Mapping[int, Int
             last[_base(owner, ref)] = place
         for output in range(len(node.outputs)):
             ref = TensorRef(index, output)
-            if node.kernel is Kernel.VIEW and node.tensor_inputs:
-                owner[ref] = node.tensor_inputs[0]
             outside = any(user not in model.nodes for user in graph.consumers.get(ref, ()))
             last[_base(owner, ref)] = len(order) if outside and ref not in final else place
     change = np.zeros((len(order) + 2, count))
@@ -67,9 +65,37 @@ def gradients_in_flight(model: UnitModel, parts: Parts, states: Mapping[int, Int
         for ref in dict.fromkeys(node.tensor_inputs):
             if ref.node in made and ref not in owner:
                 brief[place] += _moved(parts, states, ref, model.decisions.of_node[ref.node], variable, count)
+    for ref in {_base(owner, saved) for saved in model.saved}:
+        if ref in last and (ref == model.entry_tensor or ref.node in model.nodes):
+            writer = model.entry if ref == model.entry_tensor else model.decisions.of_node[ref.node]
+            change[last[ref] + 1] -= _bytes(parts, states, ref, writer, count)
     level: FloatArray = np.cumsum(change, axis=0)[: len(order) + 1] + brief
     peak: FloatArray = level.max(axis=0)
     return peak
+
+
+def _of_parameters(model: UnitModel) -> set[TensorRef]:
+    """Gradients of parameters, and the terms of those with several uses."""
+    graph = model.graph
+    found: set[TensorRef] = set()
+    waiting = [parameter.gradient for parameter in graph.parameters if parameter.gradient is not None]
+    while waiting:
+        ref = waiting.pop()
+        found.add(ref)
+        if graph.nodes[ref.node].role is Role.GRADIENT_SUM:
+            waiting += graph.nodes[ref.node].tensor_inputs
+    return found
+
+
+def _views(model: UnitModel) -> dict[TensorRef, TensorRef]:
+    """What each view of the unit, forward and backward, is a view of."""
+    nodes = ((i, model.graph.nodes[i]) for i in sorted(model.nodes))
+    return {
+        TensorRef(index, output): node.tensor_inputs[0]
+        for index, node in nodes
+        if node.role is Role.OPERATOR and node.kernel is Kernel.VIEW and node.tensor_inputs
+        for output in range(len(node.outputs))
+    }
 
 
 def _goes_back(model: UnitModel, index: int) -> bool:
