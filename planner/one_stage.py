@@ -66,17 +66,23 @@ def search_one_stage(
     request: PlanRequest,
     *,
     refusable: bool,
+    incumbent_s: float = float("inf"),
 ) -> OneStage:
     """Search the operators of each mesh, and write plans of `graph`, whose runs may be shorter in the space.
 
-    ``refusable``: meshes that cannot be are left to other configurations.
+    Parameters
+    ----------
+    refusable
+        Whether meshes that cannot be are left to other configurations.
+    incumbent_s
+        The step of the best of those: meshes that cannot come near it are left out.
     """
     if not pins.one_stage:
         return OneStage()
     explored: list[Found | Misfit] = []
     interrupted = False
     try:
-        explored.extend(explore(space, space.hardware.device_memory_bytes))
+        explored.extend(explore(space, space.hardware.device_memory_bytes, incumbent_s=incumbent_s))
     except InputError:
         if not refusable:
             raise

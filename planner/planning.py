@@ -142,7 +142,8 @@ def plan_network(request: PlanRequest, *, graph: OperatorGraph | None = None) ->
     configured = time.perf_counter()
     one = OneStage()
     if found is None or not found.scored or found.leaves_operators:
-        one = search_one_stage(space, graph, base, pins, request, refusable=wide)
+        incumbent = found.best_s if found is not None and found.scored else float("inf")
+        one = search_one_stage(space, graph, base, pins, request, refusable=wide, incumbent_s=incumbent)
     ranked = _ranked(one, found)[: max(request.top, 1)]
     messages = (*graph.notes, *_without_rules(graph), *precision_notes(hardware, dtype), *_idle_axes(ranked))
     operators = time.perf_counter() - configured - one.simulation_s
@@ -204,6 +205,11 @@ class _Configurations:
             self.prices = shadow_prices(search, pins, self.explored, best)
             self.costs = tuple(pin_costs(search, pins, best))
         self.timings["sensitivity"] = time.perf_counter() - began
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the best configuration's step, by the closed form."""
+        return min((placed.objective_s for placed in self.explored.found), default=float("inf"))
 
     @property
     def leaves_operators(self) -> bool:

@@ -23,6 +23,9 @@ from simulator.hardware import Hardware
 ROOMY = 0.5
 """A plan that takes less of the limit than this gains nothing from smaller micro-batches."""
 
+NEAR_ENOUGH = 1.25
+"""A mesh on which the work alone takes this many times a known plan's step is no alternative."""
+
 HOPELESS = 3.0
 """A mesh whose bound is this many times the best plan is no alternative worth solving."""
 
@@ -114,12 +117,16 @@ def meshes(space: Space) -> list[tuple[int, int]]:
     return fitting
 
 
-def explore(space: Space, limit_bytes: float, *, only: tuple[int, int, int] | None = None) -> Iterator[Found | Misfit]:
+def explore(
+    space: Space, limit_bytes: float, *, only: tuple[int, int, int] | None = None, incumbent_s: float = float("inf")
+) -> Iterator[Found | Misfit]:
     """Solve the meshes, best bound first, at the largest micro-batch that fits and at the next smaller one.
 
     A mesh's bound is its fastest plan without a memory limit, in one micro-batch: more micro-batches
     or less memory never make the objective smaller. Meshes whose bound is over `HOPELESS` times the best
-    plan are left out. ``only`` restricts the exploration to one ``(data, tensor, micro_batches)``.
+    plan are left out. ``only`` restricts the exploration to one ``(data, tensor, micro_batches)``. ``incumbent_s``
+    is the step of a plan found elsewhere: meshes whose operators alone take `NEAR_ENOUGH` times that are left out.
+    Messages do not count there, for a plan may hide them behind work.
     """
     bounded = []
     for data, tensor in meshes(space):
@@ -127,7 +134,10 @@ def explore(space: Space, limit_bytes: float, *, only: tuple[int, int, int] | No
             costs = MeshCosts(space.hardware, make_mesh(data, tensor), space.bucket_bytes)
             counts = [only[2]] if only else _micro_batch_counts(space, data)
             problems: dict[int, Problem] = {}
-            free = space.fastest(_problem(space, costs, counts[0], problems))
+            problem = _problem(space, costs, counts[0], problems)
+            if problem.least_work_s > NEAR_ENOUGH * incumbent_s:
+                continue
+            free = space.fastest(problem)
             if free is not None:
                 bounded.append((free.objective_s, tensor, costs, counts, problems, free))
     best = float("inf")

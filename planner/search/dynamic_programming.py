@@ -10,6 +10,7 @@ beam and bounded by dual decomposition (`planner.search.wide`).
 from __future__ import annotations
 
 from time import perf_counter
+from weakref import finalize
 
 import numpy as np
 
@@ -54,8 +55,20 @@ class DynamicProgramming(Exact):
 
     def minimise(self, price: float) -> tuple[float, Solution]:
         """Minimise ``time + price × memory`` exactly; returns that minimum and the plan that attains it."""
-        total, plan, _ = self.priced(Weights(1.0, price))
+        total, plan = self.fastest() if price == 0 else self.priced(Weights(1.0, price))[:2]
         return total, self.solution(plan, plan.seconds if price == 0 else 0.0)
+
+
+_SOLVERS: dict[int, DynamicProgramming] = {}
+
+
+def _solver(problem: Problem) -> DynamicProgramming:
+    """The solver of a problem, made once for all that is asked of it and kept as long as the problem is."""
+    key = id(problem)
+    if key not in _SOLVERS:
+        _SOLVERS[key] = DynamicProgramming(problem)
+        finalize(problem, _SOLVERS.pop, key, None)
+    return _SOLVERS[key]
 
 
 def solve(
@@ -87,7 +100,7 @@ def solve(
         return (deadline_s is not None and perf_counter() - started > deadline_s) or (stop is not None and stop())
 
     try:
-        solver = DynamicProgramming(problem)
+        solver = _solver(problem)
     except TooWideError:
         return _wide(problem, memory_limit_bytes, over)
     return Limited(solver, memory_limit_bytes, over).solve()
@@ -96,7 +109,7 @@ def solve(
 def fastest(problem: Problem) -> Solution:
     """The best plan without a memory limit."""
     try:
-        return DynamicProgramming(problem).minimise(0.0)[1]
+        return _solver(problem).minimise(0.0)[1]
     except TooWideError:
         found = _wide(problem, np.inf, lambda: False)
         if found is None:
@@ -106,7 +119,7 @@ def fastest(problem: Problem) -> Solution:
 
 def smallest(problem: Problem) -> Solution:
     """The plan that needs least memory, however slow, and the fastest of those: what an infeasible search reports."""
-    solver = DynamicProgramming(problem)
+    solver = _solver(problem)
     return solver.solution(solver.least_memory(), 0.0)
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from planner.search.blocks import Block, Variables
-from planner.search.costing import SMALL, Costing, Plan
+from planner.search.costing import FAST, SMALL, Costing, Plan
 from planner.search.folded import Eliminated, FoldedElimination, Weights, flat
 from planner.search.model import Model
 from planner.search.solution import Assignment, Solution
@@ -26,6 +26,7 @@ class Exact:
         self.costing = costing
         self.model = model
         self.folded = FoldedElimination(model)
+        self._fastest: tuple[float, Plan] | None = None
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -37,6 +38,12 @@ class Exact:
         done = self.folded.run(weights)
         assignment, layers = self.folded.plan(done)
         return done.total, self.costing.plan(assignment, layers, self.model), done
+
+    def fastest(self) -> tuple[float, Plan]:
+        """The least seconds without a limit of memory, and a plan that takes them."""
+        if self._fastest is None:
+            self._fastest = self.priced(FAST)[:2]
+        return self._fastest
 
     def least_memory(self) -> Plan:
         """The plan of least memory, the fastest of those where bytes are whole numbers."""

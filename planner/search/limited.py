@@ -30,7 +30,7 @@ class Limited:
 
     def solve(self) -> Solution | None:
         """The best plan, with its bound; None where none of this model's fits."""
-        total, fastest, _ = self.solver.priced(FAST)
+        total, fastest = self.solver.fastest()
         if not np.isfinite(total):
             return None
         self.bound = fastest.seconds

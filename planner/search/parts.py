@@ -38,8 +38,8 @@ class Setting:
     ``storage`` says how parameters lie along the data axis between steps; ``batch_only`` allows nothing
     but batch dims to be sharded, and shards those wherever it can (pure data parallelism); ``batch_axes`` are
     the mesh axes, by name, for which the same holds alone. On an axis named ``expert`` it holds but for what experts
-    hold and work on, which may be sharded by expert. ``context`` is the one choice of each variable on an
-    axis named ``context``, where the mesh has one.
+    hold and work on, which may be sharded by expert. ``free_axes`` may shard the batch even where they are named
+    ``tensor``. ``context`` is the one choice of each variable on an axis named ``context``, where the mesh has one.
     """
 
     costs: MeshCosts
@@ -48,6 +48,7 @@ class Setting:
     storage: ParameterStorage = "free"
     batch_only: bool = False
     batch_axes: frozenset[str] = field(default=frozenset())
+    free_axes: frozenset[str] = field(default=frozenset())
     context: tuple[Choice, ...] = ()
 
 
@@ -150,7 +151,8 @@ class Parts:
         if self.setting.context:
             # The last choice is for the context axis, and no other choice is.
             fits[-1], fits[:-1] = self.names[axis] == CONTEXT, self.names[axis] != CONTEXT
-        size, tensor_axis = self.sizes[axis], self.names[axis] == "tensor"
+        size, name = self.sizes[axis], self.names[axis]
+        tensor_axis = name == "tensor" and name not in self.setting.free_axes
         for tensor, reads in _tensors(variable):
             spec = self.graph.spec(tensor)
             allowed = np.ones(len(spec.shape) + 2, dtype=np.bool_)

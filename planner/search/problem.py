@@ -18,6 +18,7 @@ copies, gradient accumulators and what the forward pass saves for the backward o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,12 +51,36 @@ class Problem:
         self.parts = Parts(graph, decisions, setting)
         self.sizes = self.parts.sizes
         self.states = tuple(self.parts.states(number) for number in range(len(decisions.variables)))
-        self.parts.prepare(decisions.edges)
         alike = {s.kind: s for s in self.states}
         unary = {kind: self._unary(states) for kind, states in alike.items()}
-        self.unary = tuple(unary[s.kind] for s in self.states)
-        self.pairs = self._pairs()
-        self._add_saved()
+        self._alone = tuple(unary[s.kind] for s in self.states)
+
+    @property
+    def least_work_s(self) -> float:
+        """Seconds that no plan is faster than: each operator in its fastest state, and nothing sent between them."""
+        times, variables = self.graph.multiplicity, self.decisions.variables
+        return float(
+            sum(
+                cost.time.min() * (times[variable.nodes[0]] if variable.nodes else 1)
+                for cost, variable in zip(self._alone, variables, strict=True)
+            )
+        )
+
+    @cached_property
+    def unary(self) -> tuple[Cost, ...]:
+        """Costs of each variable by its own states."""
+        return self._tables[0]
+
+    @cached_property
+    def pairs(self) -> dict[tuple[int, int], Cost]:
+        """Costs of pairs of variables, the lower number first, by the states of both."""
+        return self._tables[1]
+
+    @cached_property
+    def _tables(self) -> tuple[tuple[Cost, ...], dict[tuple[int, int], Cost]]:
+        self.parts.prepare(self.decisions.edges)
+        pairs = self._pairs()
+        return self._with_saved(pairs), pairs
 
     def _unary(self, states: States) -> Cost:
         time = np.zeros(len(states))
@@ -96,19 +121,19 @@ class Problem:
             memory += self.parts.written_bytes(edge.tensor, edge.source)[:, None]
         return Cost(time, memory)
 
-    def _add_saved(self) -> None:
-        """Charge each saved tensor once per placement it is kept in."""
-        unary = [c.memory.copy() for c in self.unary]
+    def _with_saved(self, pairs: dict[tuple[int, int], Cost]) -> tuple[Cost, ...]:
+        """Charge each saved tensor once per placement it is kept in: to the pairs, and to the variables returned."""
+        memory = [c.memory.copy() for c in self._alone]
         for tensor, readers in self.parts.saved.items():
             owner = self.decisions.of_node[tensor.node]
             for scope, size in self.parts.saved_charges(tensor, readers, owner):
                 key = (min(scope), max(scope))
                 if len(scope) == 1:
-                    unary[scope[0]] += size
-                elif key in self.pairs:
-                    pair = self.pairs[key]
-                    self.pairs[key] = Cost(pair.time, pair.memory + (size if key == scope else size.T))
-        self.unary = tuple(Cost(c.time, m) for c, m in zip(self.unary, unary, strict=True))
+                    memory[scope[0]] += size
+                elif key in pairs:
+                    pair = pairs[key]
+                    pairs[key] = Cost(pair.time, pair.memory + (size if key == scope else size.T))
+        return tuple(Cost(c.time, m) for c, m in zip(self._alone, memory, strict=True))
 
 
 def choices_of(problem: Problem, variable: int, state: int) -> tuple[Choice, ...]:
