@@ -147,9 +147,12 @@ def _certificate_text(certificate: Certificate) -> str:
     blocks = certificate.distinct_blocks
     if certificate.of_mesh:
         space = " on its mesh"
-        size = f"{certificate.states:,} states, {certificate.states_left:,} after reductions, elimination width " + (
-            f"{certificate.elimination_width}, largest table {certificate.largest_table:,} entries"
-        )
+        size = f"elimination width {certificate.elimination_width}"
+        if certificate.states:
+            size += (
+                f", {certificate.states:,} states, {certificate.states_left:,} after reductions, largest table "
+                f"{certificate.largest_table:,} entries"
+            )
     else:
         space = " over all configurations"
         size = f"{certificate.configurations:,} configurations bounded, {certificate.partitions:,} cut into stages"

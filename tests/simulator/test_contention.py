@@ -187,7 +187,8 @@ def test_racks_and_deep_clusters(name: str, devices: int, tensor: int, links: bo
     subject = on_nodes(communication("a"), communication("b", "tensor"), axes=axes, devices=devices)
     (found,) = segment_transfers(subject, hardware, task_times(subject, hardware))
     assert (found is not None) == links
-    assert fast_engine.simulate(subject, hardware).step_time_s >= alone(subject, hardware).step_time_s
+    shared, alone_s = fast_engine.simulate(subject, hardware).step_time_s, alone(subject, hardware).step_time_s
+    assert shared >= alone_s * (1 - 1e-12)
 
 
 def every_rank(subject: Program, hardware: Hardware, part: Segment) -> TaskTable:
