@@ -31,6 +31,10 @@ SCANS = 64
 """Most limits on the busiest rank that are tried before a partition is only bounded."""
 _SLACK = (1.15, 1.6, np.inf)
 _SHARES = (1.0, 0.96, 0.9, 0.8)
+_WAYS = 4
+"""Most ways of a unit by which ranks share their memory out."""
+_LESS = 0.8
+"""How much less than the one before each of them keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -180,31 +184,47 @@ def _objective(segments: Segments, picks: Picks) -> float:
 
 
 def _search_turns(segments: Segments) -> Partition | None:
-    """Several chunks a rank: limits on each turn, lowered one set of turns after the other while that pays."""
+    """Several chunks a rank: limits on each turn, lowered one set of turns after the other while that pays.
+
+    Chunks share the memory of their rank by what some usual way to run the most frequent unit takes in each; the best
+    of several usual ways counts.
+    """
     task = segments.task
-    for share in _SHARES:
-        cutter = _Cutter(segments, _shares(task) * share)
-        picks = _lowered(cutter) if len(cutter.limits) else None
-        if picks is None:
-            return None
-        if np.all(_memory(segments, picks) <= task.limit_bytes * (1 + ROUNDING)):
-            return _made(segments, picks, _unlimited(segments))
-    return None
+    best: Picks | None = None
+    for usual in _usual(task):
+        for share in _SHARES:
+            cutter = _Cutter(segments, _shares(task, usual, share))
+            picks = _lowered(cutter) if len(cutter.limits) else None
+            if picks is None:
+                break
+            if np.all(_memory(segments, picks) <= task.limit_bytes * (1 + ROUNDING)):
+                if best is None or _objective(segments, picks) < _objective(segments, best):
+                    best = picks
+                break
+    return None if best is None else _made(segments, best, _unlimited(segments))
 
 
-def _shares(task: PartitionTask) -> FloatArray:
+def _usual(task: PartitionTask) -> list[FloatArray]:
+    """Ways (values) of the most frequent unit by which memory is shared out: the fastest, and some that keep less."""
+    block = task.kinds[int(np.argmax(task.counts))].values
+    order = np.lexsort((block[:, ACTIVATION], block[:, STEADY]))
+    lowest = np.minimum.accumulate(block[order, ACTIVATION])
+    front = order[np.concatenate(([True], lowest[1:] < _LESS * lowest[:-1]))]
+    return [block[way] for way in front[:_WAYS]]
+
+
+def _shares(task: PartitionTask, usual: FloatArray, share: float) -> FloatArray:
     """(chunks,) bytes of its rank's memory that a chunk may take: single units at both ends come first."""
     most = int(np.argmax(task.counts))
-    block = task.kinds[most].values
-    usual = block[int(np.argmin(block[:, STEADY]))]
     weight = task.in_flight * usual[ACTIVATION] + usual[RESIDENT]
     reserved = np.zeros(task.pieces)
     reserved[0] = sum(float(kind.values[:, RESIDENT].min()) for kind in task.kinds[:most])
     reserved[-1] = sum(float(kind.values[:, RESIDENT].min()) for kind in task.kinds[most + 1 :])
     taken = np.bincount(task.rank_of, reserved, task.ranks)
     whole = np.bincount(task.rank_of, weight, task.ranks)
-    room = np.maximum(task.limit_bytes - taken, 0.0)
-    shares: FloatArray = reserved + room[task.rank_of] * weight / np.maximum(whole[task.rank_of], 1e-30)
+    room = np.maximum(share * task.limit_bytes - taken - usual[TRANSIENT], 0.0)
+    parts = room[task.rank_of] * weight / np.maximum(whole[task.rank_of], 1e-30)
+    shares: FloatArray = reserved + parts + usual[TRANSIENT]
     return shares
 
 
