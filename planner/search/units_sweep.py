@@ -103,7 +103,7 @@ def _labels(
     best = np.flatnonzero(_undominated(criteria, groups))
     best = best[np.lexsort((kept[best], seconds[best], mode[best], leave[best], entry[best]))]
     unit = stage.unit(number)
-    gradients = gradients_in_flight(unit.model, stage.parts, {v: s[best] for v, s in states.items()})
+    gradients = gradients_in_flight(unit.model, stage.parts, {v: s[best] for v, s in states.items()}, mode[best])
     ends = {end: end in unit.kept for end in (ENTRY, EXIT)}
     sequence = np.zeros(len(best), dtype=np.bool_)
     for variable, chosen in states.items():

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.graph.operator_graph import Role, TensorRef
+from planner.graph.recompute import MODES
 from planner.search.parts import Parts
 from planner.search.units_factors import UnitModel
 from simulator.program import Kernel, Phase
@@ -16,7 +17,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 
-def gradients_in_flight(model: UnitModel, parts: Parts, states: Mapping[int, IntArray]) -> FloatArray:
+def gradients_in_flight(model: UnitModel, parts: Parts, states: Mapping[int, IntArray], mode: IntArray) -> FloatArray:
     """Most bytes of gradients of activations that stand at once, less what was kept and is released by then.
 
     A gradient stands from the operator that writes it to the last one that reads it, or a view of it; what another unit
@@ -27,6 +28,8 @@ def gradients_in_flight(model: UnitModel, parts: Parts, states: Mapping[int, Int
     ----------
     states : mapping of int to array, shape (n,)
         State of each variable of the unit in every assignment.
+    mode : array, shape (n,)
+        Codes of their recompute modes: what only operators that run again read is released before any gradient.
 
     Returns
     -------
@@ -69,8 +72,12 @@ def gradients_in_flight(model: UnitModel, parts: Parts, states: Mapping[int, Int
         if ref in last and (ref == model.entry_tensor or ref.node in model.nodes):
             writer = model.entry if ref == model.entry_tensor else model.decisions.of_node[ref.node]
             change[last[ref] + 1] -= _bytes(parts, states, ref, writer, count)
+    for code in (1, 2):
+        for ref in {_base(owner, kept) for kept in model.kept(MODES[code])} - last.keys():
+            size = _bytes(parts, states, ref, model.decisions.of_node[ref.node], count)
+            change[0] -= np.where(mode == code, size, 0.0)
     level: FloatArray = np.cumsum(change, axis=0)[: len(order) + 1] + brief
-    peak: FloatArray = level.max(axis=0)
+    peak: FloatArray = np.maximum(level.max(axis=0), 0.0)
     return peak
 
 
