@@ -21,7 +21,7 @@ DEVICE_COEFFICIENTS = ("matmul", "low_precision", "attention", "memory", "inside
 STACK_COEFFICIENTS = (
     "matmul", "misaligned", "memory", "memory_half", "experts", "recompute", "optimizer", "launch_s",
     "step_overhead_s", "micro_batch_overhead_s", "tensor_exposed", "pipeline_exposed", "gradient_exposed",
-    "shard_exposed", "context_exposed",
+    "shard_exposed", "shard_apart", "context_exposed",
 )  # fmt: skip
 """Of a software stack: factors, seconds, and shares of messages that stay visible."""
 NEUTRAL = Coefficients()

@@ -169,7 +169,7 @@ def layered_breakdown(run: TrainingRun, parameters: LayeredParameters) -> dict[s
     contended = device * parameters.contention if setup.devices > 1 else 0.0
     device += contended
     launches = kernels * parameters.launch_s * setup.micro_batches
-    samples = setup.micro_batch * setup.micro_batches * parameters.host_s.get(network.sample, 0.0)
+    samples = setup.micro_batch * setup.micro_batches * parameters.host_s.get(network.sample, 0.0) * network.area
     busy = _smooth_maximum(device, launches, samples)
     reduction = _all_reduce_s(run, network)
     hidden = device * backward / (forward + backward) / setup.micro_batches * (1 - 1 / 4)

@@ -27,8 +27,9 @@ class Coefficients:
     ``memory_half`` those of memory-bound kernels below 32 bits (casts of automatic mixed precision), ``recompute``
     those of a forward pass that is repeated (which may stop before what nothing needs). ``launch_s`` is the host's
     time for one kernel, ``step_overhead_s`` and ``micro_batch_overhead_s`` fixed costs. The ``exposed`` shares stay
-    visible where a message may hide behind computation. ``jitter`` is the relative delay for each doubling of the
-    nodes.
+    visible where a message may hide behind computation. ``shard_apart`` multiplies the seconds of sharded parameters'
+    messages where they travel one parameter at a time and nothing runs meanwhile. ``jitter`` is the relative delay for
+    each doubling of the nodes.
     """
 
     matmul: FloatArray | float = 1.0
@@ -49,6 +50,7 @@ class Coefficients:
     pipeline_exposed: FloatArray | float = 1.0
     gradient_exposed: FloatArray | float = 0.1
     shard_exposed: FloatArray | float = 0.1
+    shard_apart: FloatArray | float = 1.0
     context_exposed: FloatArray | float = 0.3
     jitter: FloatArray | float = 0.0
 
@@ -164,11 +166,14 @@ def stage_times(work: Work, k: Coefficients) -> StageTimes:
     again = np.where(c.recompute_full > 0, _recomputed_share(c), 0.0)
     core = sum(work.core_seconds[w] * getattr(k, w.value) for w in WorkClass)
     recompute = again * forward * k.recompute + c.recompute_selective * core
-    gather = message(Message.SHARD_GATHER)
-    reduce = message(Message.SHARD_REDUCE)
+    ahead = c.overlap_parameters > 0
+    gather, reduce = (
+        message(name) * np.where(ahead, 1.0, k.shard_apart) for name in (Message.SHARD_GATHER, Message.SHARD_REDUCE)
+    )
+    exposed = np.where(ahead, k.shard_exposed, 1.0)
 
     def behind(transfer: FloatArray, computation: FloatArray) -> FloatArray:
-        return np.maximum(transfer - computation, 0.0) + k.shard_exposed * np.minimum(transfer, computation)
+        return np.asarray(np.maximum(transfer - computation, 0.0) + exposed * np.minimum(transfer, computation))
 
     layer_forward = forward + behind(gather, forward)
     back = backward + recompute

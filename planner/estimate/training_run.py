@@ -189,7 +189,8 @@ class LayerWork:
 class LayeredNetwork:
     """A network other than a transformer: its operators in order, for one sample; ``parameters`` are all trained.
 
-    ``units`` are what published rates count of one sample: tokens of a sentence, frames of a clip.
+    ``units`` are what published rates count of one sample: tokens of a sentence, frames of a clip; ``area`` is the
+    sample's size over that of its kind's usual one, which the host's work on it follows.
     """
 
     name: str
@@ -197,6 +198,7 @@ class LayeredNetwork:
     parameters: float
     sample: str = "image"
     units: float = 1.0
+    area: float = 1.0
 
 
 _DEGREES = ("devices", "dp", "tp", "pp", "vpp", "cp", "ep", "expert_tp", "micro_batch", "micro_batches")

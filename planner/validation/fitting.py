@@ -62,6 +62,7 @@ STACK_PRIORS = {
     "pipeline_exposed": Prior(centre=0.7, spread=0.4),
     "gradient_exposed": Prior(centre=0.2, spread=0.5),
     "shard_exposed": Prior(centre=0.15, spread=0.4),
+    "shard_apart": Prior(centre=5.0, spread=0.7),
     "context_exposed": Prior(centre=0.3, spread=0.5),
 }
 PYTORCH_PRIORS = {

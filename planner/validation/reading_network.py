@@ -72,7 +72,10 @@ def read_network(row: FileRow, notes: Notes) -> TransformerShape | LayeredNetwor
 
 def _layered(row: FileRow, notes: Notes) -> LayeredNetwork:
     name = row.text("model")
-    side = row.whole("image_size") or _image_side(row.text("notes"))
+    mindspore = "mindspore" in row.text("framework").lower()
+    if "COCO" in row.text("notes") and re.match(r"resnet", name.lower()):
+        raise MissingFactError(f"{name} on a detection dataset is the backbone of a network that is not stated")
+    side = row.whole("image_size") or _image_side(row.text("notes"), enlarged=mindspore)
     try:
         found = lookup(name, side) if name else None
     except ZeroDivisionError:
@@ -89,11 +92,15 @@ def _layered(row: FileRow, notes: Notes) -> LayeredNetwork:
     return found
 
 
-def _image_side(notes: str) -> int | None:
+def _image_side(notes: str, *, enlarged: bool = False) -> int | None:
+    """Side of the images; ``enlarged`` where small ones are resized to the network's own size.
+
+    MindSpore's networks do so with CIFAR (``Resize((224, 224))`` in ``create_dataset1`` of its ``dataset.py``).
+    """
     found = re.search(r"image_size:\s*(\d+)", notes)
     if found:
         return int(found[1])
-    return 32 if "CIFAR" in notes else None
+    return 32 if "CIFAR" in notes and not enlarged else None
 
 
 def _transformer(row: FileRow, known: KnownModel | None, notes: Notes) -> TransformerShape:
@@ -248,10 +255,11 @@ def _length(row: FileRow, traits: Traits, notes: Notes) -> int:
         return _assumed_length(row, traits, notes)
     remarks = row.text("notes").lower()
     unpacked = "cumulative: baseline" in row.text("other_flags").lower()  # the next step of the list packs samples
+    # Pipeline stages and context ranks exchange tensors of one size: there every sample is padded to the longest.
+    padded = (row.whole("pp") or 1) > 1 or (row.whole("cp") or 1) > 1
     pairs = re.search(r"(?:^|_)(?:orm|prm|reward)_", row.text("model").lower())  # reward models see whole answers
-    if unpacked or (
-        ("variable length" in remarks or pairs) and "derived" not in remarks and "pack" not in row.text("model").lower()
-    ):
+    varying = ("variable length" in remarks and not padded) or pairs
+    if unpacked or (varying and "derived" not in remarks and "pack" not in row.text("model").lower()):
         length = min(length, _INSTRUCTION_LENGTH)
         notes.append(f"samples of variable length: {length} tokens on average, as instructions have")
     elif not traits.causal and _binned(row):

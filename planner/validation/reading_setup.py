@@ -14,6 +14,7 @@ from planner.estimate.training_run import (
 )
 from planner.validation.measurement_file import FileRow
 from planner.validation.reading_memory import cumulative, torchtune_recipe, whole_on_one_device
+from planner.validation.reading_suites import mixed_precision_ignored
 
 Network = TransformerShape | LayeredNetwork
 FROZEN_TRAINED_FRACTION = 0.005
@@ -65,6 +66,8 @@ def is_ascend(row: FileRow) -> bool:
 def precision(row: FileRow, notes: list[str]) -> str:
     """What matrices are multiplied in."""
     text, kind = row.text("precision").lower(), row.text("precision_kind").lower()
+    if mixed_precision_ignored(row):
+        return _full_precision(row, notes)
     for pattern, word in ((r"fp4|float4", "fp4"), (r"fp8|float8|\bf8", "fp8"), (r"tf32", "tf32")):
         if re.search(pattern, text):
             return word
@@ -110,7 +113,8 @@ def stack(row: FileRow, notes: list[str]) -> Stack:
         return Stack.TRANSFORMER_ENGINE
     if "mcore" in framework:
         return Stack.MEGATRON if "local" in framework else Stack.TRANSFORMER_ENGINE
-    if re.search(r"deepspeed|aa-scaling|sailor|internevo|bmtrain", framework) and "hf trainer" not in framework:
+    trainer = "hf trainer" in framework and not gathers_apart(row)
+    if re.search(r"deepspeed|aa-scaling|sailor|internevo|bmtrain", framework) and not trainer:
         return Stack.DEEPSPEED
     if re.search(r"megatron|zero bubble|flagscale|hai-llm", framework):
         return _megatron_by_date(row)
@@ -159,6 +163,9 @@ def attention(row: FileRow, used: Stack, notes: list[str]) -> AttentionKernel:
     """How the attention core runs."""
     text, framework = row.text("attention_impl").lower(), row.text("framework").lower()
     date = year_month(row)
+    if _triton_by_default(text, framework, date):
+        notes.append("attention kernel not stated: flash, in Triton")
+        return AttentionKernel.FLASH
     if text:
         return _stated_attention(text, row, used, date)
     if is_ascend(row):
@@ -169,7 +176,7 @@ def attention(row: FileRow, used: Stack, notes: list[str]) -> AttentionKernel:
     elif used is Stack.TRANSFORMER_ENGINE:
         hopper = re.search(r"h[128]00|[bg]b?[23]00|h20", row.text("accelerator").lower())
         kernel = AttentionKernel.VENDOR if hopper else AttentionKernel.FLASH2
-    elif used in (Stack.MEGATRON, Stack.DEEPSPEED):
+    elif used in (Stack.MEGATRON, Stack.DEEPSPEED) and "hf trainer" not in framework:
         # Megatron-DeepSpeed takes flash attention only when asked to.
         newer = used is Stack.MEGATRON and date >= "2024"
         kernel = AttentionKernel.FLASH2 if newer else AttentionKernel.FUSED_SOFTMAX
@@ -181,6 +188,14 @@ def attention(row: FileRow, used: Stack, notes: list[str]) -> AttentionKernel:
         kernel = AttentionKernel.UNFUSED
     notes.append(f"attention kernel not stated: {kernel}")
     return kernel
+
+
+def _triton_by_default(text: str, framework: str, date: str) -> bool:
+    """Whether a run takes FlashAttention 1 as Triton has it.
+
+    That is ``attn_impl: triton``, the default of LLM Foundry until it went (pull request 1041 of March 2024).
+    """
+    return "llm-foundry" in framework and date < "2024-03" and (not text or "default" in text)
 
 
 def _without_flash(row: FileRow) -> bool:
@@ -333,9 +348,19 @@ def overlaps(row: FileRow, used: Stack, shard: OptimizerSharding, tp: int) -> tu
     if re.search(r"nemo|bridge|megatron-core|dgxc", f"{framework} {row.text('source').lower()}"):
         return True, True, tp > 1
     if "megatron" in framework or used in (Stack.MINDSPEED, Stack.MEGATRON, Stack.DEEPSPEED):
-        zero3 = shard is OptimizerSharding.ZERO3
+        zero3 = shard is OptimizerSharding.ZERO3 and not gathers_apart(row)
         return "overlap-grad" in flags or zero3, "overlap-param" in flags or zero3, tensor
     return True, shard is OptimizerSharding.ZERO3, tensor
+
+
+def gathers_apart(row: FileRow) -> bool:
+    """Whether sharded parameters are gathered one at a time while nothing else runs.
+
+    So did DeepSpeed's ZeRO-3 of 2021: an all-gather for each parameter, the device synchronised before the next (its
+    issue 1069, pull request 1188).
+    """
+    words = f"{row.text('framework')} {row.text('zero_fsdp')} {row.text('source_table')}".lower()
+    return bool(re.search(r"zero[- ]?(?:stage[- ]?)?3", words)) and "" < year_month(row) < "2022"
 
 
 def is_recipe(row: FileRow) -> bool:

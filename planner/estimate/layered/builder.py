@@ -46,10 +46,12 @@ class NetworkBuilder:
         """Elements of the current tensor."""
         return self.channels * self.positions
 
-    def finish(self, name: str, sample: str = "image", units: float = 1.0) -> LayeredNetwork:
+    def finish(self, name: str, sample: str = "image", units: float = 1.0, area: float = 1.0) -> LayeredNetwork:
         """The network written so far."""
         layers = tuple(self.layers)
-        return LayeredNetwork(name=name, layers=layers, parameters=self.parameters, sample=sample, units=units)
+        return LayeredNetwork(
+            name=name, layers=layers, parameters=self.parameters, sample=sample, units=units, area=area
+        )
 
     @contextmanager
     def branch(self) -> Iterator[NetworkBuilder]:

@@ -67,8 +67,10 @@ def _mobilenet(name: str, match: Match, side: int) -> LayeredNetwork:
     return mobile.mobilenet_v3(name, side, width, large="small" not in name)
 
 
-def _efficientnet(name: str, match: Match, side: int) -> LayeredNetwork:
-    width, depth, own_side = mobile.EFFICIENTNET_SCALES[int(match["size"] or 0)]
+def _efficientnet(name: str, match: Match, side: int) -> LayeredNetwork | None:
+    if match["size"] is None:
+        return None  # B0 to B7 differ by a factor of 90
+    width, depth, own_side = mobile.EFFICIENTNET_SCALES[int(match["size"])]
     return mobile.efficientnet(name, side or own_side, width, depth, wide_squeeze=bool(match["wide"]))
 
 
@@ -329,9 +331,10 @@ def lookup(model_name: str, image_size: int | None = None) -> LayeredNetwork | N
 PUBLISHED = (
     "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnetv2_101", "resnext50_32x4d", "resnext101_32x4d",
     "resnext101_64x4d", "resnext152_64x4d", "seresnet18", "seresnet34", "seresnet50", "skresnet18", "skresnet34",
-    "skresnet50", "res2net50", "res2net101", "res2net152", "resnest50", "resnest101", "bit_resnet101", "dpn92",
-    "vgg11", "vgg13", "vgg16", "vgg19", "densenet121", "densenet161", "densenet169", "densenet201", "googlenet",
-    "inception_v3", "inception_v4", "xception", "mobilenet_v1_025", "mobilenet_v1_050", "mobilenet_v1_075",
+    "skresnet50", "res2net50", "res2net101", "res2net152", "resnest50", "resnest101", "bit_resnet50", "bit_resnet101",
+    "resnetv2_50", "dpn92", "vgg11", "vgg13", "vgg16", "vgg19", "densenet121", "densenet161", "densenet169",
+    "densenet201", "googlenet", "inception_v3", "inception_v4", "xception", "mobilenet_v1_025", "mobilenet_v1_050",
+    "mobilenet_v1_075",
     "mobilenet_v1_100", "mobilenet_v2_075", "mobilenet_v2_100", "mobilenet_v2_140", "mobilenet_v3_small_100",
     "mobilenet_v3_large_100", "mnasnet_050", "mnasnet_075", "mnasnet_100", "mnasnet_140", "shufflenet_v1_g3_05",
     "shufflenet_v1_g3_10", "shufflenet_v2_x0_5", "shufflenet_v2_x1_0", "shufflenet_v2_x1_5", "shufflenet_v2_x2_0",
@@ -365,7 +368,9 @@ def lookup_by_parameters(parameters: float, image_size: int | None = None) -> La
 
 
 def running_statistics(network: LayeredNetwork) -> float:
-    """Mean and variance of every channel of the norms that follow convolutions."""
+    """Mean and variance of every channel of the norms that follow convolutions; norms over groups keep none."""
+    if network.name.startswith("bit_"):
+        return 0.0
     total, positions = 0.0, 0.0
     for layer in network.layers:
         if layer.kernel is Kernel.CONVOLUTION:

@@ -8,6 +8,7 @@ from planner.estimate.layered.builder import NetworkBuilder
 from planner.estimate.training_run import LayeredNetwork
 
 SAMPLE = "mosaic image"
+USUAL_SIDE = 640
 CLASSES = 80
 SCALES = {
     "n": (0.25, 1 / 3),
@@ -44,7 +45,7 @@ def darknet53(name: str, side: int) -> LayeredNetwork:
         if level < 2:
             unit(net, channels // 2, 1).upsample()
             carried = channels // 2
-    return net.finish(name, SAMPLE)
+    return net.finish(name, SAMPLE, area=(side / USUAL_SIDE) ** 2)
 
 
 def _darknet_backbone(net: NetworkBuilder) -> list[tuple[int, tuple[int, ...]]]:
@@ -112,7 +113,7 @@ def aggregated(
     count = max(1, round(3 * depth))
     _neck(net, features, count, second=second)
     _heads(net, features, width, version)
-    return net.finish(name, SAMPLE)
+    return net.finish(name, SAMPLE, area=(side / USUAL_SIDE) ** 2)
 
 
 def _even(channels: float) -> int:

@@ -157,6 +157,11 @@ def test_a_network_is_known_by_its_parameters() -> None:
     assert densenet.name == "densenet121"
     assert resnext is not None
     assert resnext.name == "resnext50_32x4d"
+    group_normed, batch_normed = lookup_by_parameters(25.55e6), lookup_by_parameters(25.60e6)
+    assert group_normed is not None
+    assert group_normed.name == "bit_resnet50"  # its norms keep no statistics
+    assert batch_normed is not None
+    assert batch_normed.name == "resnetv2_50"
     assert lookup_by_parameters(7.0e6) is None
     assert lookup_by_parameters(19.9e6) is None
 

@@ -1,0 +1,61 @@
+"""What benchmark suites state in their scripts and not in their tables: batches, and flags that nothing reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from planner.validation.measurement_file import FileRow
+
+_MEMORIES_GB = (16, 24, 40, 48, 80)
+_HALF: Mapping[str, tuple[int, ...]] = {
+    "ssd": (96, 140, 224, 256, 448),
+    "bert_base": (48, 96, 160, 192, 320),
+    "bert_large": (16, 28, 48, 64, 112),
+    "gnmt": (256, 464, 800, 968, 1520),
+    "resnet50": (256, 448, 720, 928, 1280),
+    "tacotron2": (48, 88, 144, 148, 256),
+    "waveglow": (8, 18, 24, 32, 48),
+}
+_SINGLE: Mapping[str, tuple[int, ...]] = {
+    "ssd": (48, 80, 128, 144, 256),
+    "bert_base": (24, 48, 80, 96, 172),
+    "bert_large": (8, 16, 28, 32, 64),
+    "gnmt": (128, 288, 512, 576, 1024),
+    "resnet50": (128, 224, 360, 496, 640),
+    "tacotron2": (48, 88, 144, 136, 256),
+    "waveglow": (8, 18, 24, 32, 32),
+}
+"""Samples a device in Lambda's suite by the device's memory: its configurations are chosen by memory
+(github.com/lambdal/deeplearning-benchmark, ``pytorch/pytorch-train-bs-fp16.csv`` and ``-fp32.csv``)."""
+
+
+def is_lambda(row: FileRow) -> bool:
+    """Whether a row is of Lambda's suite, which runs NVIDIA's examples."""
+    return "lambdal/" in row.text("source").lower()
+
+
+def suite_batch(row: FileRow, memory_bytes: float) -> int | None:
+    """Samples a device that the suite's configuration for a device with so much memory takes; None where none says.
+
+    Parameters
+    ----------
+    memory_bytes
+        Memory of the device; the configuration is the one for the nearest size.
+    """
+    if not is_lambda(row):
+        return None
+    batches = _HALF if "16" in row.text("precision") else _SINGLE
+    model = row.text("model").lower()
+    known = next((known for name, known in batches.items() if model.startswith(name)), None)
+    nearest = min(range(len(_MEMORIES_GB)), key=lambda place: abs(_MEMORIES_GB[place] * 1e9 - memory_bytes))
+    return known[nearest] if known else None
+
+
+def mixed_precision_ignored(row: FileRow) -> bool:
+    """Whether a run that asks for mixed precision does without.
+
+    Lambda's configurations of Tacotron 2 and WaveGlow say ``--amp-run``. NVIDIA's script has renamed that to ``--amp``
+    and ignores what it does not know (``parse_known_args``): both are trained in single precision.
+    """
+    return is_lambda(row) and bool(re.match(r"tacotron2|waveglow", row.text("model").lower()))

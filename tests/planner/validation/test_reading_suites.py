@@ -1,0 +1,120 @@
+"""Facts that benchmark suites and networks' own scripts state where tables do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from planner.estimate.training_run import AttentionKernel, LayeredNetwork, Stack
+from planner.validation.reading import MeasuredRow, read_measurements
+from tests.measurements import write_measurements
+
+LAMBDA = {
+    "source": "lambdal/deeplearning-benchmark", "framework": "PyTorch (NVIDIA DeepLearningExamples)", "arch": "",
+    "n_layers": "", "hidden": "", "n_heads": "", "vocab": "", "seq_len": "", "global_batch": "", "micro_batch": "",
+    "tp": "", "pp": "", "n_accels": "1", "optimizer_sharding": "", "recompute_kind": "", "step_time_s": "",
+    "samples_per_s": "1000", "attention_impl": "", "sequence_parallel": "",
+}  # fmt: skip
+
+
+def read_one(tmp_path: Path, **changes: str) -> MeasuredRow:
+    return read_measurements(write_measurements(tmp_path / "m.csv", changes))[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "device", "memory", "batch"),
+    [
+        ("gnmt", "fp16 AMP", "A100 80GB SXM4", "80", 1520),
+        ("gnmt", "fp32", "A100 80GB SXM4", "80", 1024),
+        ("gnmt", "fp16 AMP", "LambdaCloud V100 16GB", "", 256),
+        ("bert_large_squad", "fp16 AMP", "A100 40GB PCIe", "40", 48),
+    ],
+)
+def test_a_suite_chooses_batches_by_memory(
+    tmp_path: Path, model: str, precision: str, device: str, memory: str, batch: int
+) -> None:
+    row = {**LAMBDA, "model": model, "precision": precision, "accelerator": device}
+    row["precision_kind"] = precision[:4]
+    run = read_one(tmp_path, **row, accel_mem_gb=memory).run
+    assert run is not None
+    assert (run.setup.micro_batch, run.setup.micro_batches) == (batch, 1)
+    assert any("batch not stated" in note for note in run.assumed)
+
+
+@pytest.mark.parametrize(("model", "kind"), [("waveglow", "tf32"), ("tacotron2", "tf32"), ("resnet50", "fp16")])
+def test_a_flag_that_nothing_reads_changes_no_precision(tmp_path: Path, model: str, kind: str) -> None:
+    row = {**LAMBDA, "model": model, "precision": "fp16 AMP", "precision_kind": "fp16", "accelerator": "A100 80GB SXM4"}
+    run = read_one(tmp_path, **row).run
+    assert run is not None
+    assert run.setup.precision == kind
+
+
+@pytest.mark.parametrize(
+    ("date", "text", "kernel"),
+    [
+        ("2023-07-21", "flash (attn_impl default; not stated per row)", AttentionKernel.FLASH),
+        ("2024-01-06", "flash (attn_impl default; not stated per row)", AttentionKernel.FLASH),
+        ("2024-06-01", "flash (attn_impl default; not stated per row)", AttentionKernel.FLASH2),
+        ("2024-01-06", "flash_attention2", AttentionKernel.FLASH2),
+    ],
+)
+def test_llm_foundry_takes_flash_attention_in_triton_unless_told(
+    tmp_path: Path, date: str, text: str, kernel: AttentionKernel
+) -> None:
+    changes = {"framework": "llm-foundry/Composer PyTorch FSDP", "measured_date": date, "attention_impl": text}
+    run = read_one(tmp_path, **changes).run
+    assert run is not None
+    assert run.setup.attention is kernel
+
+
+@pytest.mark.parametrize(
+    ("framework", "date", "stack", "ahead"),
+    [
+        ("Megatron + DeepSpeed ZeRO-3", "2021-05", Stack.DEEPSPEED, False),
+        ("HF Trainer + DeepSpeed ZeRO-3", "2021-05", Stack.DEEPSPEED, False),
+        ("Megatron + DeepSpeed ZeRO-3", "2023-05", Stack.DEEPSPEED, True),
+        ("HF Trainer + DeepSpeed ZeRO-3", "2023-05", Stack.EAGER, True),
+    ],
+)
+def test_early_deepspeed_gathers_parameters_one_at_a_time(
+    tmp_path: Path, framework: str, date: str, stack: Stack, ahead: bool
+) -> None:
+    changes = {"framework": framework, "measured_date": date, "optimizer_sharding": "zero3", "tp": "1", "pp": "1"}
+    run = read_one(tmp_path, **changes, sequence_parallel="false").run
+    assert run is not None
+    assert (run.setup.stack, run.setup.overlap_parameters) == (stack, ahead)
+
+
+VISION = {**LAMBDA, "source": "made", "per_accel_batch": "32", "accelerator": "Ascend 910", "accel_mem_gb": "32"}
+
+
+def _flops(run: MeasuredRow) -> float:
+    assert run.run is not None
+    assert isinstance(run.run.network, LayeredNetwork)
+    return sum(layer.flops * layer.count for layer in run.run.network.layers)
+
+
+def test_mindspore_enlarges_small_images(tmp_path: Path) -> None:
+    notes = "dataset CIFAR-10"
+    enlarged = read_one(tmp_path, **VISION | {"model": "resnet50", "notes": notes, "framework": "MindSpore 1.3.0"})
+    small = read_one(tmp_path, **VISION | {"model": "resnet50", "notes": notes, "framework": "PyTorch"})
+    assert _flops(enlarged) > 20 * _flops(small)
+
+
+@pytest.mark.parametrize(
+    ("model", "notes", "missing"),
+    [("ResNet_V1_101", "dataset COCO2017", "backbone"), ("efficientnet_v1", "", "no description")],
+)
+def test_a_name_that_leaves_the_network_open_is_a_missing_fact(
+    tmp_path: Path, model: str, notes: str, missing: str
+) -> None:
+    row = read_one(tmp_path, **VISION | {"model": model, "notes": notes, "framework": "MindSpore 1.3.0"})
+    assert row.run is None
+    assert missing in row.reason
+
+
+@pytest.mark.parametrize(("pp", "padded"), [("1", False), ("2", True)])
+def test_samples_of_variable_length_are_padded_between_stages(tmp_path: Path, pp: str, padded: bool) -> None:
+    row = read_one(tmp_path, pp=pp, notes="fine-tuning run: samples of variable length, seq_len is only the maximum")
+    assert ("variable length" not in row.reason) == padded
