@@ -81,8 +81,8 @@ class Misfit:
 def make_mesh(data: int, tensor: int) -> Mesh:
     """Data axis outermost, tensor axis on neighbouring ranks; axes of one rank are left out.
 
-    >>> make_mesh(4, 1)
-    Mesh(axes=(MeshAxis(name='data', size=4),))
+    >>> make_mesh(4, 1).axes
+    (MeshAxis(name='data', size=4),)
     """
     return Mesh(tuple(MeshAxis(n, s) for n, s in (("data", data), ("tensor", tensor)) if s > 1))
 

@@ -8,7 +8,8 @@ from functools import cache
 
 import pytest
 
-from planner.planning import PlanRequest, lower, plan_network, predict, quick_peak
+from planner.one_stage import quick_peak
+from planner.planning import PlanRequest, lower, plan_network, predict
 from planner.shortening import LONG, SHORT, WORTHWHILE, shallow_versions
 from planner.strategy.plan import Plan
 from simulator.hardware import load_profile
