@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from planner.graph.operator_graph import Node, OperatorGraph
 from planner.search.fragments import BACKLOG, FILL, QUEUE, STEADY, FloatArray
 from planner.search.labels import StageTables, Weights
 from planner.search.rank_memory import least_busiest
-from planner.search.schedule_shapes import SPLIT
+from planner.search.schedule_shapes import SPLIT, ScheduleShape
 from planner.search.segments import PartitionTask
-from planner.search.step_model import Configuration
+from planner.search.step_model import AXES, Configuration
 from planner.search.whole_units import chunk_times, least_turns, longer
 from planner.work import traffic_bytes
-from simulator.corrections import kernel_factor
+from simulator.corrections import kernel_factor, message_time
 from simulator.hardware import Hardware
 from simulator.kernels.matmul import matmul_model
-from simulator.program import Kernel
+from simulator.program import Collective, Kernel
+from simulator.topology import group_shape
 
 _STREAMING = frozenset((Kernel.ELEMENTWISE, Kernel.ACTIVATION, Kernel.SOFTMAX, Kernel.NORMALIZATION, Kernel.REDUCTION))
 
+_ROUNDING = 1e-9
+_PAYLOADS = 2.0 ** np.arange(41)
+_INSIDE = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
 _BUSY = ([STEADY], [STEADY, BACKLOG])
 
 
@@ -70,14 +76,25 @@ def least_passes(tables: StageTables) -> FloatArray:
     return np.array([float(table.min()) for table in tables.matrices(Weights())])
 
 
-def passes_bound(configuration: Configuration, passes_s: FloatArray, counts: list[int]) -> float:
+def passes_bound(
+    configuration: Configuration, passes_s: FloatArray, counts: list[int], shape: ScheduleShape, sends_s: FloatArray
+) -> float:
     """Bound by the least time of each unit's passes of one micro-batch, units shared out whole.
 
     What a rank's own passes add to the fill they take from its busy time, so that the least fill of all units counts.
+    ``sends_s`` are the least seconds of the messages over each cut, ascending.
     """
     c, share = configuration, _filled(configuration)
-    times = chunk_times(((c.micro_batches - share) * passes_s).tolist(), counts)
-    return share * float(passes_s @ np.array(counts)) + least_turns(times, c.pipeline, c.virtual)
+    least = float(sends_s[0]) if len(sends_s) else 0.0
+    times = chunk_times(
+        ((c.micro_batches - share) * passes_s).tolist(),
+        counts,
+        sends_s=shape.steady_sends * least,
+        hidden=shape.hidden_share,
+    )
+    fill = share * float(passes_s @ np.array(counts))
+    fill += shape.fill_sends * float(sends_s[: c.pipeline * c.virtual - 1].sum())
+    return fill + least_turns(times, c.pipeline, c.virtual)
 
 
 def _filled(configuration: Configuration) -> float:
@@ -87,6 +104,21 @@ def _filled(configuration: Configuration) -> float:
     """
     share = 0.0 if configuration.pipeline == 1 else 1.0 / configuration.virtual
     return share / 3 if configuration.schedule in SPLIT else share
+
+
+@lru_cache(maxsize=4096)
+def never_faster(hardware: Hardware, usual: Configuration, other: Configuration) -> bool:
+    """Whether no message inside a stage is faster in another order of the same axes, at any payload of `_PAYLOADS`."""
+    for axis in AXES[2:]:
+        size = usual.degrees[axis]
+        if size == 1 or usual.stride(axis) == other.stride(axis):
+            continue
+        groups = [group_shape(hardware, size, c.stride(axis)) for c in (usual, other)]
+        for collective in _INSIDE:
+            here, there = (message_time(hardware, collective, _PAYLOADS, group) for group in groups)
+            if np.any(there < here * (1 - _ROUNDING)):
+                return False
+    return True
 
 
 def task_bound(task: PartitionTask) -> float:

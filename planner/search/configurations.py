@@ -17,10 +17,10 @@ from enum import IntEnum
 
 import numpy as np
 
-from planner.search.bounds import even_bound, least_passes, memory_bound, passes_bound, task_bound
+from planner.search.bounds import even_bound, least_passes, memory_bound, never_faster, passes_bound, task_bound
 from planner.search.fragments import WIDTH, FloatArray
 from planner.search.labels import StageTables
-from planner.search.pipeline import Partition, partition
+from planner.search.pipeline import Partition, partition, proves_misfit
 from planner.search.segments import PartitionTask, simplified
 from planner.search.space import Extent, bases, orders, storages
 from planner.search.step_model import Configuration, StepModel
@@ -31,8 +31,12 @@ TablesOf = Callable[[Configuration], StageTables]
 
 SOLVES = 96
 """Most partitions of one search."""
-TABLES = 160
-"""Most tables of one search."""
+TABLES = 96
+"""Most tables of one search, those of a stage mesh with one axis counting once."""
+DIVE = 6
+"""After so many tables each, the search goes for a plan before it makes more."""
+TABLE_AXIS = 3
+"""How many times as much a table counts for each further axis of its stage mesh."""
 NODES = 40_000
 """Most nodes that are opened in one search."""
 PER_SHAPE = 2
@@ -165,6 +169,8 @@ class _Search:
         self.later: list[tuple[float, int, float, _Node]] = []
         self.made: dict[tuple[object, ...], StageTables | None] = {}
         self.least: dict[tuple[object, ...], FloatArray] = {}
+        self.sends: dict[tuple[object, ...], FloatArray] = {}
+        self.table_work = self.dives = 0
         self.serial = 0
         self.best = np.inf
         self.until_found = False
@@ -194,6 +200,8 @@ class _Search:
         """What is opened next: all that may beat the best, then alternatives that come near while there are too few."""
         if self.until_found and self.result.found:
             return None
+        if self.result.tables >= DIVE * (self.dives + 1) and (deepest := self._deepest()) is not None:
+            return deepest
         while self.heap:
             _, serial, bound, node = heapq.heappop(self.heap)
             if bound < self.best * (1 - PROOF):
@@ -208,24 +216,37 @@ class _Search:
                 return bound, node
         return None
 
+    def _deepest(self) -> tuple[float, _Node] | None:
+        """The node nearest to a plan, so that a good one is known before all tables are made."""
+        near = [e for e in self.heap if e[2] < self.best * (1 - PROOF) and e[3].stage >= _Stage.STORAGE]
+        if not near:
+            self.dives = self.result.tables // DIVE
+            return None
+        entry = max(near, key=lambda e: (e[3].stage, -e[0], -e[1]))
+        self.heap.remove(entry)
+        heapq.heapify(self.heap)
+        self.dives += entry[3].stage is _Stage.BOUNDED
+        return entry[2], entry[3]
+
     def _spent(self) -> bool:
         result, share = self.result, self.solves / SOLVES
         return (
-            result.solved >= self.solves or result.tables >= TABLES * max(share, 0.4) or result.opened >= NODES * share
+            result.solved >= self.solves
+            or self.table_work >= TABLES * max(share, 0.4)
+            or result.opened >= NODES * share
         )
 
     def _enough(self) -> bool:
         near = Counter(shape_of(p.configuration) for p in self.result.found if p.objective_s <= self.best * NEAR)
         return sum(min(count, PER_SHAPE) for count in near.values()) >= self.wanted
 
-    def _push(self, bound: float, node: _Node) -> None:
+    def _push(self, bound: float, node: _Node, hoped_s: float = 0.0) -> None:
         self.serial += 1
-        heapq.heappush(self.heap, (bound * _OPTIMISM[node.stage], self.serial, bound, node))
+        heapq.heappush(self.heap, (max(bound, hoped_s) * _OPTIMISM[node.stage], self.serial, bound, node))
 
     def _open(self, bound: float, node: _Node) -> None:
         self.result.opened += 1
         if node.stage is _Stage.BASE:
-            # The usual order has the axes of a stage innermost: no other makes messages inside stages faster.
             usual, *others = orders(self.extent, node.configuration)
             self._push(bound, _Node(_Stage.ORDER, usual, others=tuple(others)))
         elif node.stage is _Stage.ORDER:
@@ -245,19 +266,29 @@ class _Search:
         tables = self.made[key]
         if tables is None:
             return
+        least = max(bound, self._passes_bound(placed, tables))
+        for other in node.others:
+            slower = never_faster(self.extent.hardware, bare(placed), bare(other))
+            self._push(least if slower else bound, _Node(_Stage.ORDER, other), hoped_s=least)
+        for stored in storages(self.extent, placed):
+            self._push(least, _Node(_Stage.STORAGE, stored))
+
+    def _passes_bound(self, placed: Configuration, tables: StageTables) -> float:
+        key = placed.table_key
         if key not in self.least:
             self.least[key] = least_passes(tables)
+        way = (key, placed.pipeline > 1, placed.stride("pipeline"))
+        if way not in self.sends:
+            sends = self.model.sends_s(tables, placed)
+            self.sends[way] = np.sort(sends.min(axis=1)) if len(sends) else np.zeros(0)
         counts = [unit.count for unit in tables.chain.units]
-        bound = max(bound, passes_bound(placed, self.least[key], counts))
-        for other in node.others:
-            self._push(bound, _Node(_Stage.ORDER, other))
-        for stored in storages(self.extent, placed):
-            self._push(bound, _Node(_Stage.STORAGE, stored))
+        return passes_bound(placed, self.least[key], counts, self.model.shape(placed), self.sends[way])
 
     def _tables(self, placed: Configuration) -> StageTables | None:
         began = time.perf_counter()
         try:
             self.result.tables += 1
+            self.table_work += TABLE_AXIS ** max(0, len(placed.inner_mesh().axes) - 1)
             return self.tables_of(placed)
         except InputError as error:
             self.result.refused = self.result.refused or str(error)
@@ -298,8 +329,8 @@ class _Search:
         if found is None:
             if node.placed is None:
                 self._misfit(node.configuration, task)
-                # Shares of a rank's memory are a heuristic: what they refuse is not proven to fail.
-                self.unproven.append(bound if task.chunks > 1 else np.inf)
+                if not proves_misfit(task, simplified(task), node.width):
+                    self.unproven.append(bound)
             return
         # What holds for few ways of each unit says nothing of those that were left out.
         proven = found.lower_bound_s if few is task else 0.0
@@ -324,6 +355,11 @@ class _Search:
     def _misfit(self, configuration: Configuration, task: PartitionTask) -> None:
         rank, needed = least_memory(task)
         self.result.unfit.append(Unfit(configuration=configuration, rank=rank, needed_bytes=needed))
+
+
+def bare(configuration: Configuration) -> Configuration:
+    """Degrees and order alone."""
+    return Configuration(order=configuration.order, **configuration.degrees)
 
 
 def shape_of(configuration: Configuration) -> tuple[int, int, int]:

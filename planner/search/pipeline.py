@@ -85,6 +85,16 @@ def partition(task: PartitionTask, *, width: int = WIDTH) -> Partition | None:
     return best and replace(best, lower_bound_s=min(bound, best.objective_s))
 
 
+def proves_misfit(task: PartitionTask, tried: PartitionTask, width: int) -> bool:
+    """Whether that no partition of `tried` was found proves that none of `task` fits.
+
+    Not where ways were left out before, where fragments were thinned, or where ranks share memory by rule of thumb.
+    """
+    if task.units < task.pieces:
+        return True
+    return tried is task and task.chunks == 1 and Segments(task, np.inf, width).exact
+
+
 class _Cutter:
     """Cuts of one table of segments under changing limits."""
 
