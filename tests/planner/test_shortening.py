@@ -20,7 +20,8 @@ DEPTH = 32
 
 @cache
 def plans(hardware: str, devices: int, pins: tuple[tuple[str, str], ...], depth: int = DEPTH) -> tuple[Plan, ...]:
-    request = PlanRequest(network="zoo:gpt2-tiny", hardware=hardware, devices=devices, global_batch=32, pins=dict(pins))
+    pinned = {"pp": "1", "recompute": "none", **dict(pins)}
+    request = PlanRequest(network="zoo:gpt2-tiny", hardware=hardware, devices=devices, global_batch=32, pins=pinned)
     return tuple(c.plan for c in plan_network(request, graph=captured("gpt2-tiny", depth)).candidates)
 
 
