@@ -8,6 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
+from planner.analytic import analytic_breakdown
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch
 from planner.prediction import Prediction, predict_plan
@@ -210,6 +211,7 @@ class Configured:
             prediction = predict_plan(plan, self.graph, self.hardware)
             over = prediction.peak_memory_bytes - limit
             if over <= 0:
+                prediction = replace(prediction, analytic=analytic_breakdown(placed, prediction))
                 return Scored(placed=placed, plan=plan, prediction=prediction)
             allowed -= over + 0.01 * limit
             again = partition(simplified(replace(placed.task, limit_bytes=allowed)))

@@ -15,9 +15,18 @@ Document = dict[str, Any]
 
 
 def prediction_document(prediction: Prediction) -> Document:
-    """The prediction of one step; ``tokens_per_s`` is null for networks that read no tokens."""
+    """The prediction of one step; ``tokens_per_s`` is null for networks that read no tokens.
+
+    ``objective_s`` is the closed form's step time, null where no configurations were searched, and ``differing_term``
+    the part of the breakdown that tells it from the simulated one, null where both agree within 5 %.
+    """
+    from planner.analytic import differing_term
+
     return {
         "step_time_s": prediction.step_time_s,
+        "objective_s": sum(prediction.analytic.values()) if prediction.analytic else None,
+        "differing_term": differing_term(prediction.analytic, prediction) or None,
+        "analytic_breakdown": dict(prediction.analytic),
         "interval_s": list(prediction.interval_s),
         "label": str(prediction.label),
         "samples_per_s": prediction.samples_per_s,

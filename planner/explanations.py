@@ -13,7 +13,7 @@ from planner.prediction import Prediction
 from planner.quantities import GIB, bytes_text, seconds_text
 from planner.request import Pins
 from planner.search.configurations import Explored, Placed, Unfit
-from planner.search.fragments import STEADY
+from planner.search.fragments import FILL, STEADY, FloatArray
 from planner.search.pipeline import partition
 from planner.search.segments import simplified
 from planner.search.space import divisors
@@ -58,8 +58,6 @@ def reason(best: Prediction, other: Prediction, best_of: Scored | None, of: Scor
     more = {part: seconds - best.breakdown.get(part, 0.0) for part, seconds in other.breakdown.items()}
     part = max(more, key=lambda p: more[p])
     text = f"{seconds_text(more[part])} more {part.removesuffix('_s').replace('_', ' ')}"
-    if part == "exposed_communication_s" and of is not None and of.plan.optimizer_sharding == "zero3":
-        return f"{text}: parameters are gathered on the {_level(hardware, of.placed.configuration, 'data')} links"
     if part == "exposed_communication_s" and of is not None:
         mine, theirs = exposures(of.placed, hardware), exposures(best_of.placed, hardware) if best_of else {}
         place = max(mine, key=lambda key: mine[key] - theirs.get(key, 0.0), default=None)
@@ -74,7 +72,8 @@ def exposures(placed: Placed, hardware: Hardware) -> dict[tuple[str, str], float
     labels = [tables.units[unit] for unit in tables.chain.positions]
     picked = list(zip(labels, chosen.labels, strict=True))
     inside = sum(float(u.forward_communication_s[i] + u.backward_communication_s[i]) for u, i in picked)
-    queues = _queues(placed)
+    rows = _rows(placed)
+    queues = _queues(placed, rows)
     found: dict[tuple[str, str], float] = {}
     for axis in ("tensor", "context", "expert"):
         if getattr(c, axis) > 1:
@@ -82,6 +81,10 @@ def exposures(placed: Placed, hardware: Hardware) -> dict[tuple[str, str], float
             break
     if c.data > 1:
         found["sums of gradients", _level(hardware, c, "data")] = queues / c.pipeline
+    if c.optimizer_sharding == "zero3" and c.data > 1:
+        passes = sum(float(u.forward_s[i] + u.backward_s[i]) for u, i in picked) * c.micro_batches
+        longer = max(0.0, float(rows[:, [FILL, STEADY]].sum()) - passes) / c.pipeline
+        found["gathers of parameters", _level(hardware, c, "data")] = longer
     if c.pipeline > 1:
         sends = float(placed.task.sends_s[[end - 1 for end in chosen.ends[:-1]]].min(axis=1).sum())
         level = hardware.levels[_pair_level(hardware, c)].name
@@ -91,14 +94,18 @@ def exposures(placed: Placed, hardware: Hardware) -> dict[tuple[str, str], float
     return found
 
 
-def _queues(placed: Placed) -> float:
+def _rows(placed: Placed) -> FloatArray:
+    """(units, 7) values of the way of every unit."""
     kinds = [kind for kind, count in zip(placed.task.kinds, placed.task.counts, strict=True) for _ in range(count)]
-    rows = np.array(
+    return np.array(
         [
             kind.values[int(np.flatnonzero(kind.labels[:, 0] == label)[0])]
             for kind, label in zip(kinds, placed.partition.labels, strict=True)
         ]
     )
+
+
+def _queues(placed: Placed, rows: FloatArray) -> float:
     begin, total = 0, 0.0
     for end, busy in zip(placed.partition.ends, placed.partition.busy_s.tolist(), strict=True):
         total += max(0.0, busy - float(rows[begin:end, STEADY].sum()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph, Role
@@ -23,7 +23,8 @@ class Prediction:
 
     ``mfu`` is the share of the devices' peak that the network's own floating point operations reach;
     ``breakdown`` adds up to the step time (the mean of all pipeline ranks); ``memory_at_peak`` to the peak, which is
-    that of pipeline rank ``peak_rank``.
+    that of pipeline rank ``peak_rank``. ``analytic`` are the parts of the closed form that the search minimised, where
+    it did.
     """
 
     step_time_s: float
@@ -37,6 +38,7 @@ class Prediction:
     memory_at_peak: Mapping[str, int]
     breakdown: Mapping[str, float]
     peak_rank: int = 0
+    analytic: Mapping[str, float] = field(default_factory=dict)
 
 
 def precision_notes(hardware: Hardware, dtype: str) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ def agreed_memory(pins: Pins) -> float:
     if pins.tp == 2 or pins.optimizer_sharding in ("zero2", "zero3"):
         # Parameters stored in shards on the tensor axis and gathered for a step; the message buffers of both levels.
         return 0.2
-    return 0.05
+    return 0.1
 
 
 def check(search: Configured, pins: Pins) -> None:
