@@ -14,7 +14,7 @@ from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_precision
 from planner.lowering.checked import lower, precision_dtype
 from planner.networks import Network, load_network
-from planner.one_stage import RESCORED, Candidate, OneStage, search_one_stage
+from planner.one_stage import Candidate, OneStage, search_one_stage
 from planner.one_stage import why_infeasible as why_one_stage_does_not_fit
 from planner.prediction import Prediction, precision_notes, predict
 from planner.quantities import percent_text
@@ -42,6 +42,8 @@ __all__ = [
 ]
 
 BUCKET_BYTES = 25 * 2**20
+RESCORED = 5
+"""So many of the best plans by the closed form are simulated, however few are asked for: the best is the same."""
 NEAR_ENOUGH = 1.25
 """Operators are searched one by one where plans of one stage cost up to so many times the best."""
 
@@ -138,12 +140,13 @@ def plan_network(request: PlanRequest, *, graph: OperatorGraph | None = None) ->
         base=base,
     )
     wide = _searches_configurations(request, pins, search)
-    found = _Configurations(search, pins, request) if wide else None
+    scored = replace(request, top=max(request.top, RESCORED))
+    found = _Configurations(search, pins, scored) if wide else None
     configured = time.perf_counter()
     one = OneStage()
     if found is None or not found.scored or found.leaves_operators:
         incumbent = found.best_s if found is not None and found.scored else float("inf")
-        one = search_one_stage(space, graph, base, pins, request, refusable=wide, incumbent_s=incumbent)
+        one = search_one_stage(space, graph, base, pins, scored, refusable=wide, incumbent_s=incumbent)
     ranked = _ranked(one, found)[: max(request.top, 1)]
     messages = (*graph.notes, *_without_rules(graph), *precision_notes(hardware, dtype), *_idle_axes(ranked))
     operators = time.perf_counter() - configured - one.simulation_s
@@ -190,7 +193,7 @@ class _Configurations:
 
     def __init__(self, search: Configured, pins: Pins, request: PlanRequest) -> None:
         self.search, self.pins = search, pins
-        count = max(request.top, RESCORED)
+        count = request.top
         self.explored = search.explore(pins, wanted=count)
         began = time.perf_counter()
         self.scored = search.scored(self.explored, 1 if self.explored.interrupted else count)

@@ -304,9 +304,9 @@ def test_a_plan_solved_again_keeps_the_bound_of_the_whole_limit(monkeypatch: pyt
     bounds: list[float] = []
     solved = one_stage._again
 
-    def again(*args: object) -> object:
-        bounds.append(args[1].solution.lower_bound_s)  # type: ignore[attr-defined]
-        found = solved(*args)  # type: ignore[arg-type]
+    def again(space: Space, item: Found, allowed: float) -> object:
+        bounds.append(item.solution.lower_bound_s)
+        found = solved(space, item, space.hardware.device_memory_bytes)
         assert found is not None
         slower = replace(found.solution, lower_bound_s=2 * found.solution.lower_bound_s)
         return replace(found, solution=replace(slower, objective_s=2 * slower.objective_s))
@@ -317,8 +317,6 @@ def test_a_plan_solved_again_keeps_the_bound_of_the_whole_limit(monkeypatch: pyt
     monkeypatch.setattr(one_stage, "_RETRIES", 2)
     monkeypatch.setattr(one_stage, "quick_peak", lambda *_: next(peaks, 0))
     monkeypatch.setattr(one_stage, "_again", again)
-    space_limit = load_profile("dgx-a100").device_memory_bytes
-    monkeypatch.setattr(one_stage, "explore", lambda space, limit, **more: explore(space, space_limit, **more))
     request = PlanRequest(network="zoo:mlp", hardware="dgx-a100", devices=2, pins={"dp": "2"})
     found = plan_network(request).candidates[0].plan.certificate
     assert found.lower_bound_s == bounds[0]
