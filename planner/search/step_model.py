@@ -15,12 +15,13 @@ once a step:
 * what the data-parallel sum of gradients leaves exposed: messages start behind the backward pass of their unit in
   the last micro-batch, one after the other.
 
-ZeRO-2 reduce-scatters every micro-batch's gradients, ZeRO-3 gathers every unit's parameters before its forward and
-its backward pass as well: a pass of a unit takes as long as the longer of its own work and its messages.
-Nothing else overlaps, and links are shared as `simulator.topology` has it for groups of one kind.
+With several micro-batches every one adds its gradients to those before, a kernel for each parameter. ZeRO-2
+reduce-scatters every micro-batch's gradients in buckets, ZeRO-3 those of a unit in one message, and gathers a unit's
+parameters in one before its forward and its backward pass: a pass of a unit takes as long as the longer of its own work
+and its messages. Nothing else overlaps, and links are shared as `simulator.topology` has it for groups of one kind.
 
 Memory of a rank: parameters, gradients and optimizer states, each whole or sharded by the ZeRO level; activations of
-the micro-batches in flight; what stands while one unit goes backward, gathered parameters included.
+the micro-batches in flight; what stands while one unit goes backward: gradients on their way, gathered parameters.
 """
 
 from __future__ import annotations
