@@ -14,7 +14,7 @@ from planner.lowering.checked import lower
 from planner.prediction import Prediction, predict
 from planner.quantities import bytes_text
 from planner.request import Pins, PlanRequest
-from planner.search.candidates import ROOMY, Found, Misfit, Space, explore
+from planner.search.candidates import NEAR_ENOUGH, ROOMY, Found, Misfit, Space, explore
 from planner.search.recursive_programming import with_free_bound
 from planner.search.solution import node_rules, template_name
 from planner.search.unaligned import in_runs
@@ -117,23 +117,26 @@ class _Scorer:
         for item in sorted(found, key=lambda f: f.solution.objective_s):
             if len(scored) == top:
                 break
-            plan = self._fitting(item)
+            best = min((c.prediction.step_time_s for c in scored), default=float("inf"))
+            plan = self._fitting(item, retries=_RETRIES if item.solution.objective_s <= NEAR_ENOUGH * best else 0)
             prediction = plan and self._whole(plan)
             if plan and prediction and prediction.peak_memory_bytes <= self.space.hardware.device_memory_bytes:
                 scored.append(Candidate(plan=plan, prediction=prediction, reason=""))
         return sorted(scored, key=lambda c: c.prediction.step_time_s)
 
-    def _fitting(self, item: Found) -> Plan | None:
+    def _fitting(self, item: Found, *, retries: int) -> Plan | None:
         """The item's plan, solved again with less memory until its simulated peak fits; None where it never does."""
         space = self.space
         if space.search_mode != "dynamic_programming":
             item = replace(item, solution=with_free_bound(item.problem, item.solution))
         limit = space.hardware.device_memory_bytes
         plan, allowed = _make_plan(space, self.graph, self.base, item), float(limit)
-        for _ in range(_RETRIES if item.solution.memory_bytes > ROOMY * limit else 0):
+        for _ in range(max(retries, 1) if item.solution.memory_bytes > ROOMY * limit else 0):
             over = quick_peak(plan, self.graph, space.hardware) - limit
             if over <= 0:
                 break
+            if not retries:
+                return None
             allowed -= over + 0.01 * limit
             again = _again(space, item, allowed)
             if again is None:
@@ -155,10 +158,9 @@ class _Scorer:
 
 
 def _again(space: Space, item: Found, allowed: float) -> Found | None:
-    data = next((a.size for a in item.mesh.axes if a.name == "data"), 1)
-    tensor = item.mesh.size // data
-    explored = explore(space, allowed, only=(data, tensor, item.micro_batches))
-    return next((other for other in explored if isinstance(other, Found)), None)
+    """The same mesh with less memory; None where nothing fits."""
+    solution, messages = space.solve(item.problem, allowed)
+    return None if solution is None else replace(item, solution=solution, messages=messages)
 
 
 def quick_peak(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> int:

@@ -117,30 +117,26 @@ def meshes(space: Space) -> list[tuple[int, int]]:
     return fitting
 
 
-def explore(
-    space: Space, limit_bytes: float, *, only: tuple[int, int, int] | None = None, incumbent_s: float = float("inf")
-) -> Iterator[Found | Misfit]:
+def explore(space: Space, limit_bytes: float, *, incumbent_s: float = float("inf")) -> Iterator[Found | Misfit]:
     """Solve the meshes, best bound first, at the largest micro-batch that fits and at the next smaller one.
 
     A mesh's bound is its fastest plan without a memory limit, in one micro-batch: more micro-batches
     or less memory never make the objective smaller. Meshes whose bound is over `HOPELESS` times the best
-    plan are left out. ``only`` restricts the exploration to one ``(data, tensor, micro_batches)``. ``incumbent_s``
-    is the step of a plan found elsewhere: meshes whose operators alone take `NEAR_ENOUGH` times that are left out.
-    Messages do not count there, for a plan may hide them behind work.
+    known plan are left out. ``incumbent_s`` is the step of a plan found elsewhere: meshes whose operators alone take
+    `NEAR_ENOUGH` times that are left out before their messages are timed, which a plan may hide behind work.
     """
     bounded = []
     for data, tensor in meshes(space):
-        if only is None or (data, tensor) == only[:2]:
-            costs = MeshCosts(space.hardware, make_mesh(data, tensor), space.bucket_bytes)
-            counts = [only[2]] if only else _micro_batch_counts(space, data)
-            problems: dict[int, Problem] = {}
-            problem = _problem(space, costs, counts[0], problems)
-            if problem.least_work_s > NEAR_ENOUGH * incumbent_s:
-                continue
-            free = space.fastest(problem)
-            if free is not None:
-                bounded.append((free.objective_s, tensor, costs, counts, problems, free))
-    best = float("inf")
+        costs = MeshCosts(space.hardware, make_mesh(data, tensor), space.bucket_bytes)
+        counts = _micro_batch_counts(space, data)
+        problems: dict[int, Problem] = {}
+        problem = _problem(space, costs, counts[0], problems)
+        if problem.least_work_s > NEAR_ENOUGH * incumbent_s:
+            continue
+        free = space.fastest(problem)
+        if free is not None:
+            bounded.append((free.objective_s, tensor, costs, counts, problems, free))
+    best = incumbent_s
     for bound, _, costs, counts, problems, free in sorted(bounded, key=lambda item: item[:2]):
         if bound > HOPELESS * best:
             break
@@ -181,6 +177,7 @@ def _problem(space: Space, costs: MeshCosts, count: int, made: dict[int, Problem
         optimizer=space.optimizer,
         storage=space.pins.storage,
         batch_only=space.pins.batch_only,
+        sharded_gradients=space.pins.optimizer_sharding == "zero2",
     )
     problem = Problem(at_batch(space.graph, space.global_batch // count), space.decisions, setting)
     # Propagation settles contradictions between hints itself.

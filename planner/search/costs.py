@@ -28,6 +28,7 @@ class MeshCosts:
         self.bucket_bytes = bucket_bytes
         self._groups = [group_shape(hardware, a.size, mesh.stride(i)) for i, a in enumerate(mesh.axes)]
         self._tables: dict[tuple[int, int, bool], NDArray[np.float64]] = {}
+        self._seconds: dict[tuple[int, int, bool], NDArray[np.float64]] = {}
 
     def message_time(
         self, collective: Collective, axis: int, payload_bytes: NDArray[np.float64], fused: bool = False
@@ -56,6 +57,7 @@ class MeshCosts:
             matrix = times[table.steps].sum(axis=-1)
             matrix[~table.possible] = np.inf
             self._tables[key] = matrix
+            self._seconds[key] = times
 
     def redistribution(self, rank: int, size_bytes: int, *, fused: bool, masks: bool) -> NDArray[np.float64]:
         """Seconds from each placement to each other of a tensor, shape (placements, placements).
@@ -67,6 +69,19 @@ class MeshCosts:
             self.prepare([key])
         matrix = self._tables[key]
         return matrix if masks else np.where(_needs_mask(rank, len(self.mesh.axes)), np.inf, matrix)
+
+    def scattering(self, rank: int, size_bytes: int) -> NDArray[np.float64]:
+        """Seconds of the part of each way of a gradient that ends with its last reduce-scatter, 0 where there is none.
+
+        Shape (placements, placements), as `redistribution` of a fused tensor. Where gradients are accumulated in
+        shards, this part is sent every micro-batch.
+        """
+        key = (rank, size_bytes, True)
+        self.prepare([key])
+        table = step_table(rank, len(self.mesh.axes))
+        scatters = np.array([*(kind[0] is Collective.REDUCE_SCATTER for kind in table.kinds), False])[table.steps]
+        before = np.flip(np.logical_or.accumulate(np.flip(scatters, -1), axis=-1), -1)
+        return np.asarray((self._seconds[key][table.steps] * before).sum(axis=-1))
 
 
 _MASKS: dict[tuple[int, int], NDArray[np.bool_]] = {}

@@ -40,6 +40,7 @@ class Setting:
     the mesh axes, by name, for which the same holds alone. On an axis named ``expert`` it holds but for what experts
     hold and work on, which may be sharded by expert. ``free_axes`` may shard the batch even where they are named
     ``tensor``. ``context`` is the one choice of each variable on an axis named ``context``, where the mesh has one.
+    ``sharded_gradients`` are scattered every micro-batch and accumulated in shards (ZeRO-2).
     """
 
     costs: MeshCosts
@@ -50,6 +51,7 @@ class Setting:
     batch_axes: frozenset[str] = field(default=frozenset())
     free_axes: frozenset[str] = field(default=frozenset())
     context: tuple[Choice, ...] = ()
+    sharded_gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +332,12 @@ class Parts:
             rows, columns = self.ends(edge)
             self._moves[key] = table[rows[:, None], columns[None, :]]
         return self._moves[key]
+
+    def scatter_seconds(self, edge: Edge) -> FloatArray:
+        """Seconds of a gradient's way to its shards up to its last reduce-scatter, by states as `move_seconds`."""
+        spec = self.graph.spec(edge.tensor)
+        rows, columns = self.ends(edge)
+        return self.setting.costs.scattering(len(spec.shape), spec.size_bytes)[rows[:, None], columns[None, :]]
 
     def ends(self, edge: Edge) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Numbers of the placements in which an edge's tensor is written and read, by state."""

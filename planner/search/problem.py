@@ -5,7 +5,8 @@ The objective is additive. For one optimizer step with M micro-batches it adds u
 * M × kernel time of every operator on its local tensors, forward and backward;
 * M × the collectives inside operators (synchronised batch norm);
 * M × the redistribution of every tensor between the placement it is written in and those it is read in;
-* once, the redistribution of parameters before use and of gradients after (in fused messages);
+* once, the redistribution of parameters before use and of gradients after (in fused messages); where gradients are
+  accumulated in shards, M × the part of their way that scatters them;
 * once, the optimizer's update of the stored shard.
 
 On the data axis an operator may take any strategy; on the tensor axis it shards anything but the batch,
@@ -119,6 +120,10 @@ class Problem:
             memory += moved * self.parts.read_bytes(edge.tensor, edge.target)[None, :]
         elif self.setting.micro_batches > 1:
             memory += self.parts.written_bytes(edge.tensor, edge.source)[:, None]
+            if self.setting.sharded_gradients:
+                scattered = self.parts.scatter_seconds(edge)
+                time = time + (self.setting.micro_batches - 1) * scattered
+                memory = np.where(scattered > 0, self.parts.read_bytes(edge.tensor, edge.target)[None, :], memory)
         return Cost(time, memory)
 
     def _with_saved(self, pairs: dict[tuple[int, int], Cost]) -> tuple[Cost, ...]:

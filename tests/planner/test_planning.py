@@ -14,7 +14,7 @@ import yaml
 from planner import one_stage, planning
 from planner.one_stage import _stored
 from planner.planning import PlanRequest, PlanResult, capture_for, lower, plan_network, predict
-from planner.search.candidates import explore
+from planner.search.candidates import Found, Space
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.rules import Rule
 from planner.strategy.file import plan_to_text, read_plan, write_plan

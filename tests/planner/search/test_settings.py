@@ -1,0 +1,88 @@
+"""What a setting changes in the tables of a problem, and what variables that are alike share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from planner.graph.operator_graph import OperatorGraph
+from planner.graph.scaling import at_batch
+from planner.networks import load_network
+from planner.search.costs import MeshCosts
+from planner.search.dynamic_programming import fastest
+from planner.search.problem import Problem, Setting
+from planner.search.variables import Decisions, Kind, decisions
+from planner.sharding.placement import Mesh, MeshAxis
+from planner.work import optimizer
+from simulator.hardware import load_profile
+
+
+@pytest.fixture(scope="module")
+def gpt() -> tuple[OperatorGraph, Decisions]:
+    graph = load_network("zoo:gpt2-tiny").capture()
+    return graph, decisions(graph)
+
+
+def setting(micro_batches: int = 1) -> Setting:
+    mesh = Mesh((MeshAxis("data", 2), MeshAxis("tensor", 2)))
+    costs = MeshCosts(load_profile("dgx-a100"), mesh, 25 * 2**20)
+    return Setting(costs=costs, micro_batches=micro_batches, optimizer=optimizer("adamw"))
+
+
+def test_variables_that_are_alike_cost_what_they_would_alone(gpt: tuple[OperatorGraph, Decisions]) -> None:
+    graph, shared = gpt
+    alone = replace(shared, alike=tuple(range(len(shared.variables))))
+    assert len(set(shared.alike)) < len(shared.alike)
+    graph = at_batch(graph, 8)
+    found, expected = (Problem(graph, made, setting(2)) for made in (shared, alone))
+    for mine, theirs in zip(found.unary, expected.unary, strict=True):
+        assert np.array_equal(mine.time, theirs.time)
+        assert np.array_equal(mine.memory, theirs.memory)
+    assert found.pairs.keys() == expected.pairs.keys()
+    for key, cost in expected.pairs.items():
+        assert np.array_equal(found.pairs[key].time, cost.time)
+        assert np.array_equal(found.pairs[key].memory, cost.memory)
+
+
+def test_the_work_alone_is_less_than_the_fastest_plan(gpt: tuple[OperatorGraph, Decisions]) -> None:
+    problem = Problem(at_batch(gpt[0], 8), gpt[1], setting())
+    assert 0 < problem.least_work_s <= fastest(problem).objective_s
+
+
+def test_a_free_axis_may_shard_the_batch(gpt: tuple[OperatorGraph, Decisions]) -> None:
+    graph = at_batch(gpt[0], 8)
+    bound = Problem(graph, gpt[1], setting())
+    free = Problem(graph, gpt[1], replace(setting(), free_axes=frozenset({"tensor"})))
+    assert all(len(more) >= len(fewer) for more, fewer in zip(free.states, bound.states, strict=True))
+    assert sum(map(len, free.states)) > sum(map(len, bound.states))
+    assert fastest(free).objective_s <= fastest(bound).objective_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_sharded_gradients_are_scattered_every_micro_batch(
+    gpt: tuple[OperatorGraph, Decisions], micro_batches: int
+) -> None:
+    """On the way from partial sums to shards the scattering counts M times, and a shard is what accumulates."""
+    graph, made = gpt
+    graph = at_batch(graph, 8)
+    once, each = (
+        Problem(graph, made, replace(setting(micro_batches), storage="sharded", sharded_gradients=said))
+        for said in (False, True)
+    )
+    grown = 0
+    for edge in made.edges:
+        if made.variables[edge.target].kind is not Kind.PARAMETER:
+            continue
+        key = (min(edge.source, edge.target), max(edge.source, edge.target))
+        scattered = each.parts.scatter_seconds(edge)
+        whole = each.parts.move_seconds(edge)
+        assert (scattered <= whole + 1e-15).all()
+        added = scattered if key == (edge.source, edge.target) else scattered.T
+        expected = once.pairs[key].time + (micro_batches - 1) * added
+        assert np.allclose(each.pairs[key].time, expected, rtol=1e-12, atol=0.0)
+        less = each.pairs[key].memory <= once.pairs[key].memory
+        assert less[added > 0].all()
+        grown += int((added > 0).sum())
+    assert grown > 0
