@@ -24,7 +24,7 @@ from simulator.topology import group_shape
 _STREAMING = frozenset((Kernel.ELEMENTWISE, Kernel.ACTIVATION, Kernel.SOFTMAX, Kernel.NORMALIZATION, Kernel.REDUCTION))
 
 _ROUNDING = 1e-9
-_PAYLOADS = 2.0 ** np.arange(41)
+_PAYLOADS: FloatArray = np.exp2(np.arange(41, dtype=np.float64))
 _INSIDE = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
 _BUSY = ([STEADY], [STEADY, BACKLOG])
 

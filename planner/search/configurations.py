@@ -359,7 +359,10 @@ class _Search:
 
 def bare(configuration: Configuration) -> Configuration:
     """Degrees and order alone."""
-    return Configuration(order=configuration.order, **configuration.degrees)
+    c = configuration
+    return Configuration(
+        pipeline=c.pipeline, data=c.data, context=c.context, expert=c.expert, tensor=c.tensor, order=c.order
+    )
 
 
 def shape_of(configuration: Configuration) -> tuple[int, int, int]:

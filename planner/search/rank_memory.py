@@ -110,10 +110,10 @@ def _table(block: Fragments, highest: int, prices: FloatArray, seconds: FloatArr
     values = seconds + prices[:, None] * block.values[:, ACTIVATION]
     values = np.vstack([values, block.values[:, ACTIVATION]])
     width = len(states)
-    step = np.full((len(values), width * width), np.inf)
+    pairs = np.full((len(values), width * width), np.inf)
     for way, key in enumerate((entry * width + leave).tolist()):
-        np.minimum(step[:, key], values[:, way], out=step[:, key])
-    step = step.reshape(len(values), width, width)
+        np.minimum(pairs[:, key], values[:, way], out=pairs[:, key])
+    step = pairs.reshape(len(values), width, width)
     row: FloatArray = np.zeros((len(values), width))
     found = [row.min(axis=1)]
     for _ in range(highest):
@@ -126,8 +126,10 @@ def _priced(table: FloatArray, prices: FloatArray, wanted: FloatArray) -> FloatA
     """(wanted, highest + 1) at prices in between: the least sum is concave in the price, so that chords bound it."""
     place = np.clip(np.searchsorted(prices, wanted), 1, len(prices) - 1)
     share = np.clip((wanted - prices[place - 1]) / (prices[place] - prices[place - 1]), 0.0, 1.0)[:, None]
-    priced: FloatArray = (1 - share) * table[place - 1] + share * table[place]
-    return priced
+    known = np.where(np.isfinite(table), table, 0.0)
+    between = (1 - share) * known[place - 1] + share * known[place]
+    # Blocks that cannot follow one another cannot at any price.
+    return np.where(np.isfinite(table[:1]), between, np.inf)
 
 
 def _shared(parts: list[FloatArray]) -> FloatArray:

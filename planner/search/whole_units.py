@@ -53,7 +53,7 @@ def chunk_times(
     whole = int(np.asarray(counts)[times >= block * (1 - _EQUAL)].sum())
     first, last = float(times[0]), float(times[-1]) if sum(counts) > 1 else 0.0
     left = max(0, whole - sum(end >= block * (1 - _EQUAL) for end in (first, last)))
-    own = np.arange(left + 1) * block
+    own: FloatArray = np.arange(left + 1, dtype=np.float64) * block
 
     def behind(units_s: FloatArray) -> FloatArray:
         waited: FloatArray = units_s + np.maximum(0.0, sends_s - hidden * units_s) + tail_s

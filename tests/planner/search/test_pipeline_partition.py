@@ -6,12 +6,14 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from planner.search import cutting
+from planner.search.bounds import memory_bound, task_bound
 from planner.search.fragments import ACTIVATION, BACKLOG, FILL, QUEUE, RESIDENT, STEADY, TRANSIENT, Fragments
 from planner.search.pipeline import Partition, PartitionTask, partition
+from planner.search.whole_units import chunk_times, least_turns
 
 
 @st.composite
@@ -131,6 +133,33 @@ def test_several_chunks_a_rank_are_bounded(task: PartitionTask) -> None:
         check(task, found)
     if task.limit_bytes == 1000:
         assert (found is None) == (best == np.inf)
+
+
+@given(st.one_of(tasks(), tasks(chunks=2)))
+def test_bounds_hold(task: PartitionTask) -> None:
+    best = brute_force(task)
+    assert task_bound(task) <= best * (1 + 1e-9)
+    assert memory_bound(task) <= best * (1 + 1e-9)
+
+
+@given(
+    blocks=st.integers(1, 9), ends=st.tuples(st.integers(0, 5), st.integers(0, 5)), block=st.integers(1, 3),
+    ranks=st.integers(1, 3), chunks=st.integers(1, 3), send=st.integers(0, 2),
+)  # fmt: skip
+def test_whole_units_are_shared_out_as_well_as_can_be(
+    blocks: int, ends: tuple[int, int], block: int, ranks: int, chunks: int, send: int
+) -> None:
+    """An embedding, equal blocks and a head: no shares are better than brute force, and one turn's are as good."""
+    seconds, pieces = [ends[0], *[block] * blocks, ends[1]], ranks * chunks
+    assume(pieces <= len(seconds) and (ranks > 1 or chunks == 1))
+    best = np.inf
+    for cuts in combinations(range(1, len(seconds)), pieces - 1):
+        parts = [sum(seconds[a:b]) + (send if a else 0) for a, b in pairwise((0, *cuts, len(seconds)))]
+        best = min(best, sum(max(parts[turn * ranks : (turn + 1) * ranks]) for turn in range(chunks)))
+    times = chunk_times([ends[0], block, ends[1]], [1, blocks, 1], sends_s=send)
+    assert least_turns(times, ranks, chunks) <= best * (1 + 1e-9)
+    if chunks == 1 and blocks > 1 and max(ends) < block and blocks >= ranks:
+        assert least_turns(times, ranks, chunks) == pytest.approx(best)
 
 
 @given(tasks())
