@@ -18,7 +18,7 @@ from planner.estimate.coefficients import SoftwareCoefficients, stack_key
 from planner.estimate.columns import FloatArray
 from planner.estimate.device_family import family_of
 from planner.estimate.step import Coefficients, step_times
-from planner.estimate.training_run import TrainingRun
+from planner.estimate.training_run import OptimizerSharding, TrainingRun
 from planner.estimate.work import Work
 
 _DIFFERENCE = 1e-4
@@ -104,7 +104,9 @@ class StepFit:
         self.offset = np.zeros(len(self.target))
         self.sources = np.array(sources)
         # Functional tests train tiny networks: their times say little of anything else.
-        self.trust = np.where([run.setup.deterministic for run in runs], 0.3, 1.0)
+        # Where parameters are gathered apart the network between nodes decides, which differs from day to day.
+        doubtful = [run.setup.deterministic or _gathers_apart(run) for run in runs]
+        self.trust = np.where(doubtful, 0.3, 1.0)
         self.families, self.family = _codes([family_of(run.hardware.device_name) for run in runs])
         self.stacks, self.stack = _codes([stack_key(run) for run in runs])
         self.kernels, self.kernel = _codes([str(run.setup.attention) for run in runs])
@@ -189,6 +191,10 @@ class StepFit:
         second = first + len(self.stacks) * len(STACK_PRIORS)
         devices = values[:first].reshape(len(self.families), len(DEVICE_PRIORS))
         return devices, values[first:second].reshape(len(self.stacks), len(STACK_PRIORS)), values[second:]
+
+
+def _gathers_apart(run: TrainingRun) -> bool:
+    return run.setup.optimizer_sharding is OptimizerSharding.ZERO3 and not run.setup.overlap_parameters
 
 
 def _stack_prior(stack: str, name: str) -> Prior:

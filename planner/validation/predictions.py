@@ -14,6 +14,7 @@ from planner.validation.aims import group_of
 from planner.validation.memory_doubts import memory_doubt
 from planner.validation.memory_kinds import figure_of
 from planner.validation.reading import MeasuredRow
+from planner.validation.reading_suites import CHOSEN_TO_FIT
 from planner.validation.results import ScoredRow
 from simulator.errors import MeshwrightError
 
@@ -78,7 +79,7 @@ def _scored(row: MeasuredRow, outcome: RunPrediction | Exception | None) -> Scor
             measured_outcome=row.outcome,
             transformer=row.transformer,
         )
-    reason, fits = row.reason, outcome.fits
+    reason, fits = row.reason, outcome.fits or CHOSEN_TO_FIT in row.run.assumed
     figures, peak = outcome.memory_figures, outcome.peak_memory_bytes
     smaller = None if fits else _recomputed(row.run)
     if smaller is not None:

@@ -255,10 +255,8 @@ def _length(row: FileRow, traits: Traits, notes: Notes) -> int:
         return _assumed_length(row, traits, notes)
     remarks = row.text("notes").lower()
     unpacked = "cumulative: baseline" in row.text("other_flags").lower()  # the next step of the list packs samples
-    # Pipeline stages and context ranks exchange tensors of one size: there every sample is padded to the longest.
-    padded = (row.whole("pp") or 1) > 1 or (row.whole("cp") or 1) > 1
     pairs = re.search(r"(?:^|_)(?:orm|prm|reward)_", row.text("model").lower())  # reward models see whole answers
-    varying = ("variable length" in remarks and not padded) or pairs
+    varying = "variable length" in remarks or pairs
     if unpacked or (varying and "derived" not in remarks and "pack" not in row.text("model").lower()):
         length = min(length, _INSTRUCTION_LENGTH)
         notes.append(f"samples of variable length: {length} tokens on average, as instructions have")

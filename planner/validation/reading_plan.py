@@ -13,7 +13,7 @@ from planner.validation.measurement_file import FileRow
 from planner.validation.reading_memory import memory_settings, whole_on_one_device
 from planner.validation.reading_network import MissingFactError
 from planner.validation.reading_setup import Network
-from planner.validation.reading_suites import suite_batch
+from planner.validation.reading_suites import CHOSEN_TO_FIT, suite_batch
 from simulator.hardware import Hardware
 
 _DATA_PARALLEL = r"fsdp|ddp|horovod|data.?parallel|torchtune|torch dataparallel|deepspeed(?!.*megatron)|mindspore"
@@ -39,10 +39,11 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
     used = words.stack(row, notes)
     shard = words.sharding(row, used, notes)
     mesh = read_mesh(row, network, shard, notes)
-    usual = suite_batch(row, hardware.device_memory_bytes)
-    if usual is None and isinstance(network, LayeredNetwork):
-        usual = typical_batch(network, hardware, kind)
+    chosen = suite_batch(row, hardware.device_memory_bytes)
+    usual = chosen or (typical_batch(network, hardware, kind) if isinstance(network, LayeredNetwork) else None)
     micro_batch, micro_batches = read_batches(row, mesh, notes, usual)
+    if chosen and any(note.startswith("batch not stated") for note in notes):
+        notes.append(CHOSEN_TO_FIT)
     vpp, stages = read_stages(row, network, mesh.pp, micro_batches, notes)
     kept, kept_layers = words.recompute(row, network, mesh.pp, notes)
     ep, expert_tp = _expert_degrees(row, network, mesh, notes)

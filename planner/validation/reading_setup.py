@@ -113,8 +113,7 @@ def stack(row: FileRow, notes: list[str]) -> Stack:
         return Stack.TRANSFORMER_ENGINE
     if "mcore" in framework:
         return Stack.MEGATRON if "local" in framework else Stack.TRANSFORMER_ENGINE
-    trainer = "hf trainer" in framework and not gathers_apart(row)
-    if re.search(r"deepspeed|aa-scaling|sailor|internevo|bmtrain", framework) and not trainer:
+    if re.search(r"deepspeed|aa-scaling|sailor|internevo|bmtrain", framework) and "hf trainer" not in framework:
         return Stack.DEEPSPEED
     if re.search(r"megatron|zero bubble|flagscale|hai-llm", framework):
         return _megatron_by_date(row)
@@ -176,7 +175,7 @@ def attention(row: FileRow, used: Stack, notes: list[str]) -> AttentionKernel:
     elif used is Stack.TRANSFORMER_ENGINE:
         hopper = re.search(r"h[128]00|[bg]b?[23]00|h20", row.text("accelerator").lower())
         kernel = AttentionKernel.VENDOR if hopper else AttentionKernel.FLASH2
-    elif used in (Stack.MEGATRON, Stack.DEEPSPEED) and "hf trainer" not in framework:
+    elif used in (Stack.MEGATRON, Stack.DEEPSPEED):
         # Megatron-DeepSpeed takes flash attention only when asked to.
         newer = used is Stack.MEGATRON and date >= "2024"
         kernel = AttentionKernel.FLASH2 if newer else AttentionKernel.FUSED_SOFTMAX
@@ -350,7 +349,7 @@ def overlaps(row: FileRow, used: Stack, shard: OptimizerSharding, tp: int) -> tu
     if "megatron" in framework or used in (Stack.MINDSPEED, Stack.MEGATRON, Stack.DEEPSPEED):
         zero3 = shard is OptimizerSharding.ZERO3 and not gathers_apart(row)
         return "overlap-grad" in flags or zero3, "overlap-param" in flags or zero3, tensor
-    return True, shard is OptimizerSharding.ZERO3, tensor
+    return True, shard is OptimizerSharding.ZERO3 and not gathers_apart(row), tensor
 
 
 def gathers_apart(row: FileRow) -> bool:

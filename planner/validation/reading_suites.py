@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from planner.validation.measurement_file import FileRow
 
+CHOSEN_TO_FIT = "the suite chose its batches so that they fit"
+"""Note on a run whose batch was taken from its suite: it did not run out of memory, whatever is predicted."""
 _MEMORIES_GB = (16, 24, 40, 48, 80)
 _HALF: Mapping[str, tuple[int, ...]] = {
     "ssd": (96, 140, 224, 256, 448),
