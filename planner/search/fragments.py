@@ -116,14 +116,14 @@ def _frontier(values: FloatArray, entry: IntArray, leave: IntArray, width: int) 
         if len(rows) > max(width, _AT_ONCE):
             rows, exact = rows[_spread(values[rows], _AT_ONCE // 2)], False
         rows = rows[np.lexsort(values[rows].T[::-1])]
-        rows = rows[~_dominated(values[rows])]
+        rows = rows[~dominated(values[rows])]
         if len(rows) > width:
             rows, exact = rows[_spread(values[rows], width)], False
         found.append(rows)
     return (np.concatenate(found) if found else np.zeros(0, dtype=np.int64)), exact
 
 
-def _dominated(values: FloatArray) -> NDArray[np.bool_]:
+def dominated(values: FloatArray) -> NDArray[np.bool_]:
     """(n,) rows that another one, or an equal one before them, makes needless; rows are in lexical order."""
     distinct = [c for c in range(values.shape[1]) if np.ptp(values[:, c]) > 0] if len(values) else []
     if not distinct:
@@ -143,7 +143,7 @@ def _dominated(values: FloatArray) -> NDArray[np.bool_]:
 
 
 def _dominated_in_turn(columns: FloatArray) -> NDArray[np.bool_]:
-    """As `_dominated` with memory for one row at a time: in lexical order only earlier rows dominate."""
+    """As `dominated` with memory for one row at a time: in lexical order only earlier rows dominate."""
     result = np.zeros(len(columns), dtype=np.bool_)
     kept = np.zeros(0, dtype=np.int64)
     for row in range(len(columns)):

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.search.cutting import cut
+from planner.search.exact_turns import SHORT, exact_turns
 from planner.search.fragments import ACTIVATION, FILL, RESIDENT, STEADY, TRANSIENT, WIDTH, FloatArray
 from planner.search.segments import ROUNDING, BoolArray, PartitionTask, Segments
 
@@ -68,6 +69,10 @@ def partition(task: PartitionTask, *, width: int = WIDTH) -> Partition | None:
     """
     if task.units < task.pieces:
         return None
+    if task.chunks > 1 and task.units <= SHORT:
+        settled, found = _settled(task, width)
+        if settled:
+            return found
     best: Partition | None = None
     bound = np.inf
     for slack in _SLACK:
@@ -92,7 +97,23 @@ def proves_misfit(task: PartitionTask, tried: PartitionTask, width: int) -> bool
     """
     if task.units < task.pieces:
         return True
-    return tried is task and task.chunks == 1 and Segments(task, np.inf, width).exact
+    if tried is not task:
+        return False
+    if task.chunks == 1:
+        return Segments(task, np.inf, width).exact
+    return task.units <= SHORT and _settled(task, width)[0]
+
+
+def _settled(task: PartitionTask, width: int) -> tuple[bool, Partition | None]:
+    """Whether a short chain was partitioned exactly, and the partition, None where none fits.
+
+    The bound is that of the turns, without what unequal ones cost.
+    """
+    segments = Segments(task, np.inf, width)
+    picks, sure = exact_turns(segments)
+    if not (sure and segments.exact):
+        return False, None
+    return True, None if picks is None else _made(segments, picks, _turns(segments, picks))
 
 
 class _Cutter:
@@ -183,14 +204,19 @@ def _fill(segments: Segments, picks: Picks) -> float:
     return float(segments.fill[picks].sum())
 
 
-def _objective(segments: Segments, picks: Picks) -> float:
+def _turns(segments: Segments, picks: Picks) -> float:
     task = segments.task
     busy = segments.busy[picks].reshape(task.chunks, task.ranks)
-    even = _fill(segments, picks) + float(busy.max(axis=1).sum())
-    if task.uneven_s is None:
-        return even
+    return _fill(segments, picks) + float(busy.max(axis=1).sum())
+
+
+def _objective(segments: Segments, picks: Picks) -> float:
+    uneven_s = segments.task.uneven_s
+    if uneven_s is None:
+        return _turns(segments, picks)
     # A step that turns out shorter than its turns is not counted on: bounds rest on the turns.
-    return even + max(0.0, task.uneven_s(segments.values[picks][:, [FILL, STEADY]].sum(axis=1)))
+    passes = segments.values[picks][:, [FILL, STEADY]].sum(axis=1)
+    return _turns(segments, picks) + max(0.0, uneven_s(passes))
 
 
 def _search_turns(segments: Segments) -> Partition | None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from planner.search import cutting
+from planner.search import cutting, pipeline
 from planner.search.bounds import memory_bound, task_bound
 from planner.search.fragments import ACTIVATION, BACKLOG, FILL, QUEUE, RESIDENT, STEADY, TRANSIENT, Fragments
 from planner.search.pipeline import Partition, PartitionTask, partition
@@ -126,8 +126,20 @@ def test_thinned_fragments_keep_a_true_bound(task: PartitionTask) -> None:
 
 
 @given(tasks(chunks=2))
-def test_several_chunks_a_rank_are_bounded(task: PartitionTask) -> None:
+def test_several_chunks_a_rank_equal_brute_force_on_short_chains(task: PartitionTask) -> None:
     found, best = partition(task, width=10_000), brute_force(task)
+    assert (found is None) == (best == np.inf)
+    if found is not None:
+        assert found.objective_s == pytest.approx(best)
+        assert found.lower_bound_s == pytest.approx(best)
+        check(task, found)
+
+
+@given(tasks(chunks=2))
+def test_several_chunks_a_rank_are_bounded(task: PartitionTask) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "SHORT", 0)
+        found, best = partition(task, width=10_000), brute_force(task)
     if found is not None:
         assert found.lower_bound_s <= best * (1 + 1e-9) <= found.objective_s * (1 + 2e-9)
         check(task, found)
