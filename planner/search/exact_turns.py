@@ -26,8 +26,8 @@ class _Partial:
 
     Attributes
     ----------
-    values : (n, 2 + 2 ranks) seconds but for the turn under way, seconds of its longest chunk, bytes that stand on every
-        rank, bytes that stand there while a unit goes backward
+    values : (n, 2 + 2 ranks) seconds but for the turn under way, seconds of its longest chunk, bytes that stand on
+        every rank, bytes that stand there while a unit goes backward
     picks : (n, chunks) rows picked so far
     """
 
