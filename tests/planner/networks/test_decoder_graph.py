@@ -167,7 +167,7 @@ def test_zoo_decoders_equal_their_capture(config: GPTConfig | LlamaConfig, lengt
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     heads=st.integers(1, 4),
     groups=st.integers(1, 3),
