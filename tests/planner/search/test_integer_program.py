@@ -71,7 +71,7 @@ def test_transformer_of_two_layers(axes: Mapping[str, int], micro_batches: int, 
         pytest.param("llama", {"data": 2, "tensor": 2}, 1.0, marks=pytest.mark.slow),
         pytest.param("llama", {"tensor": 2}, 0.4, marks=pytest.mark.slow),
         pytest.param("gpt", {"data": 2, "tensor": 2}, 1.0, marks=pytest.mark.slow),
-        pytest.param("resnet50", {"data": 2}, 0.5, marks=pytest.mark.slow),
+        pytest.param("resnet50", {"data": 2}, 1.0, marks=pytest.mark.slow),
     ],
 )
 def test_other_networks_and_three_axes(name: str, axes: Mapping[str, int], share: float) -> None:
