@@ -27,7 +27,7 @@ from simulator.errors import UnsupportedError
 from simulator.hardware import Hardware
 from simulator.program import Kernel
 
-TIGHTER = 3
+TIGHTER = 2
 """How often a plan whose simulated peak does not fit is partitioned again with less memory."""
 
 

@@ -175,6 +175,7 @@ class _Search:
         self.best = np.inf
         self.until_found = False
         self.unproven: list[float] = []
+        self.held: list[float] = []
         self.shapes: Counter[tuple[int, int, int]] = Counter()
 
     def run(self) -> Explored:
@@ -193,7 +194,7 @@ class _Search:
             self.result.interrupted = True
         self.result.found.sort(key=lambda placed: placed.objective_s)
         waiting = (entry[2] for entry in (*self.heap, *self.later))
-        self.result.lower_bound_s = min([self.best, *self.unproven, *waiting])
+        self.result.lower_bound_s = min([self.best, *self.unproven, *self.held, *waiting])
         return self.result
 
     def _next(self) -> tuple[float, _Node] | None:
@@ -204,17 +205,28 @@ class _Search:
             return deepest
         while self.heap:
             _, serial, bound, node = heapq.heappop(self.heap)
-            if bound < self.best * (1 - PROOF):
+            if self._needs_table(node):
+                self.held.append(bound)
+            elif bound < self.best * (1 - PROOF):
                 return bound, node
-            heapq.heappush(self.later, (bound, serial, bound, node))
+            else:
+                heapq.heappush(self.later, (bound, serial, bound, node))
         while self.later and not self._enough():
             _, _, bound, node = heapq.heappop(self.later)
             if bound > self.best * NEAR:
                 heapq.heappush(self.later, (bound, 0, bound, node))
                 return None
-            if self.shapes[shape_of(node.configuration)] < PER_SHAPE:
-                return bound, node
+            if self._needs_table(node) or self.shapes[shape_of(node.configuration)] >= PER_SHAPE:
+                self.held.append(bound)
+                continue
+            return bound, node
         return None
+
+    def _needs_table(self, node: _Node) -> bool:
+        """Whether a node waits for a table when there are to be no more of them."""
+        share = max(self.solves / SOLVES, 0.4)
+        made = node.stage > _Stage.ORDER or (node.stage is _Stage.ORDER and node.configuration.table_key in self.made)
+        return not made and self.table_work >= TABLES * share
 
     def _deepest(self) -> tuple[float, _Node] | None:
         """The node nearest to a plan, so that a good one is known before all tables are made."""
