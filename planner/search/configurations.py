@@ -35,6 +35,8 @@ TABLES = 96
 """Most tables of one search, those of a stage mesh with one axis counting once."""
 DIVE = 6
 """After so many tables each, the search goes for a plan before it makes more."""
+BY_TURNS = 1e-3
+"""By how much the bound of one more base of a stage mesh counts as higher when bases are opened."""
 TABLE_AXIS = 3
 """How many times as much a table counts for each further axis of its stage mesh."""
 NODES = 40_000
@@ -179,10 +181,15 @@ class _Search:
         self.shapes: Counter[tuple[int, int, int]] = Counter()
 
     def run(self) -> Explored:
+        turns: Counter[tuple[int, int, int]] = Counter()
         for base in bases(self.extent):
+            # Of equal bounds those of different stage meshes come by turns.
+            mesh = (base.context, base.expert, base.tensor)
+            turns[mesh] += 1
             # The work of a sample is shared by all ranks but those of the data axis.
             each = self.sample_s * base.micro_batch / (base.tensor * base.context)
-            self._push(even_bound(base, each), _Node(_Stage.BASE, base))
+            bound = even_bound(base, each)
+            self._push(bound, _Node(_Stage.BASE, base), hoped_s=bound * (1 + BY_TURNS * turns[mesh]))
         try:
             while not self._spent() and (entry := self._next()) is not None:
                 try:
