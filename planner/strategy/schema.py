@@ -136,6 +136,9 @@ class PredictionModel(_Strict):
     device_memory_bytes: Count
     memory_at_peak: dict[Text, Count]
     breakdown: dict[Text, Seconds]
+    objective_s: Seconds | None = None
+    differing_term: Text | None = None
+    analytic_breakdown: dict[Text, Seconds] = Field(default_factory=dict)
 
 
 class PlacementsModel(_Strict):
