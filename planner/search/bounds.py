@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from planner.graph.operator_graph import Node, OperatorGraph
-from planner.search.fragments import BACKLOG, FILL, QUEUE, STEADY, FloatArray
+from planner.search.fragments import BACKLOG, FILL, QUEUE, RESIDENT, STEADY, FloatArray
 from planner.search.labels import StageTables, Weights
 from planner.search.rank_memory import least_busiest
 from planner.search.schedule_shapes import SPLIT, ScheduleShape
@@ -153,4 +153,9 @@ def least_fill(task: PartitionTask) -> float:
 
 def memory_bound(task: PartitionTask) -> float:
     """Bound of a partition task with its memory limit; infinite where what is tabled proves that none fits."""
+    resident = sum(
+        count * float(kind.values[:, RESIDENT].min()) for kind, count in zip(task.kinds, task.counts, strict=True)
+    )
+    if resident > task.ranks * task.limit_bytes:
+        return np.inf
     return least_fill(task) + least_busiest(task)
