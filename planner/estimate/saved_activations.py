@@ -133,8 +133,8 @@ def _attention(
     else:
         core = 4 * heads * tokens
         result = tokens * output * element
-        if setup.attention is AttentionKernel.FLASH:
-            # FlashAttention 1 packs queries, keys and values into one tensor.
+        if setup.attention is AttentionKernel.FLASH and setup.packed_attention:
+            # FlashAttention 1 in CUDA packs queries, keys and values into one tensor.
             core += (tokens * query + key_tokens * key_value) * element + result
         elif sizes.product_input < element or (
             traits.attention_output_copy and setup.attention is AttentionKernel.FLASH2

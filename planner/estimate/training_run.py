@@ -272,6 +272,8 @@ class TrainingSetup:
     deferred_head_batches: int = 0
     """Micro-batches whose gradients of the logits wait until the pipeline drains for the head's weight gradient
     (Megatron's ``--defer-embedding-wgrad-compute`` with its limit)."""
+    packed_attention: bool = True
+    """FlashAttention 1 gets queries, keys and values in one tensor, as its CUDA kernel wants them, not Triton's."""
     scattered_gradients: bool = True
     """Sharded optimizers get their share of the gradients by a reduce-scatter; otherwise all are all-reduced."""
     sent_gradient_bytes: int = 0

@@ -31,6 +31,7 @@ class MemorySettings(TypedDict):
     every_second_product: bool
     fused_loss: bool
     deferred_head_batches: int
+    packed_attention: bool
 
 
 def memory_settings(row: FileRow) -> MemorySettings:
@@ -56,6 +57,7 @@ def memory_settings(row: FileRow) -> MemorySettings:
         and bool(re.search(r"select\w*(?: \(?op\b| \(config)", row.text("recompute").lower())),
         fused_loss=bool(re.search(r"cross[-_]entropy[-_](?:loss[-_])?fusion", words)),
         deferred_head_batches=_DEFERRED * bool(re.search(r"defer[-_]embedding[-_]wgrad", words)),
+        packed_attention="llm-foundry" not in framework,
     )
 
 

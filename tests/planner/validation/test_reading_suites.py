@@ -68,6 +68,7 @@ def test_llm_foundry_takes_flash_attention_in_triton_unless_told(
     run = read_one(tmp_path, **changes).run
     assert run is not None
     assert run.setup.attention is kernel
+    assert not run.setup.packed_attention
 
 
 @pytest.mark.parametrize(
