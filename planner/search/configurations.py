@@ -295,7 +295,10 @@ class _Search:
     def _passes_bound(self, placed: Configuration, tables: StageTables) -> float:
         key = placed.table_key
         if key not in self.least:
+            # Tables are filled when they are first asked.
+            began = time.perf_counter()
             self.least[key] = least_passes(tables)
+            self.result.timings["cost_tables"] += time.perf_counter() - began
         way = (key, placed.pipeline > 1, placed.stride("pipeline"))
         if way not in self.sends:
             sends = self.model.sends_s(tables, placed)
