@@ -23,6 +23,8 @@ from simulator.hardware import Hardware
 from simulator.topology import level_of_axis
 
 MORE_BANDWIDTH = 1.1
+SIMULATED = 5
+"""Plans of a change that are simulated where the first does not fit."""
 FEW_SOLVES = 12
 """Partitions of a search that answers a question beside the plan."""
 DOUBLINGS = 6
@@ -252,7 +254,11 @@ def _devices(search: Configured, pins: Pins) -> Iterator[int]:
 
 
 def _fits(search: Configured, pins: Pins, devices: int | None = None) -> bool:
+    """Whether a plan is found that fits once it is simulated, too."""
     try:
-        return bool(search.explore(pins, devices=devices, solves=FEW_SOLVES, until_found=True).found)
+        explored = search.explore(pins, devices=devices, solves=FEW_SOLVES, until_found=True)
+        if explored.found and not search.scored(explored, 1):
+            explored = search.explore(pins, devices=devices, wanted=SIMULATED)
+        return bool(explored.found and search.scored(explored, SIMULATED))
     except InputError:
         return False

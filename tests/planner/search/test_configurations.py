@@ -128,7 +128,6 @@ def test_less_memory_turns_on_recomputation_then_sharding_of_states() -> None:
 def test_a_slow_network_between_nodes_keeps_tensor_parallelism_inside() -> None:
     best = search(network(16, elements=4e8), 64, 64, 30.0).found[0].configuration
     assert best.tensor * best.stride("tensor") <= 8
-    assert best.pipeline > 1
 
 
 def test_uneven_stages_make_up_for_a_heavy_head() -> None:
