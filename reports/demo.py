@@ -13,12 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.quantities import bytes_text, interval_text, seconds_text
-from planner.strategy.file import read_plan, read_strategy
+from planner.strategy.file import read_strategy
 from planner.strategy.plan import Plan
 from reports import page
 from reports.page import PALETTE, Html
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     profile = folder / "local.yaml"
     commands = [_run("calibrate", "--processes", str(PROCESSES), "--out", str(profile))]
     commands += [_plan(folder, spec, CLUSTER, CLUSTER_DEVICES) for spec in NETWORKS]
-    commands += [_plan(folder, spec, str(profile), PROCESSES) for spec in NETWORKS]
+    commands += [_plan(folder, spec, str(profile), PROCESSES, "--pin", "pp=1") for spec in NETWORKS]
     for spec in NETWORKS:
         strategy, result = _strategy(folder, spec, PROCESSES), _result(folder, spec)
         options = ("--processes", str(PROCESSES), "--steps", str(STEPS), "--verify", "--out", str(result))
@@ -78,9 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _say(f"\nwritten {out}")
 
 
-def _plan(folder: Path, spec: str, profile: str, devices: int) -> Command:
+def _plan(folder: Path, spec: str, profile: str, devices: int, *pins: str) -> Command:
     out = _strategy(folder, spec, devices)
-    return _run("plan", spec, "--hw", profile, "--devices", str(devices), "--out", str(out))
+    return _run("plan", spec, "--hw", profile, "--devices", str(devices), *pins, "--out", str(out))
 
 
 def _strategy(folder: Path, spec: str, devices: int) -> Path:
@@ -122,20 +122,19 @@ def _comparison(folder: Path, spec: str) -> Comparison:
 
 
 def _timeline(folder: Path, spec: str, devices: int) -> Html:
-    from planner.planning import lower, predict
-    from reports.timeline import timeline_svg
-    from simulator.hardware import load_profile
+    from reports.timeline import picture_svg, plan_picture
 
-    plan = read_plan(_strategy(folder, spec, devices))
-    hardware = load_profile(plan.hardware)
-    lowered = lower(plan)
-    _, timeline = predict(plan, lowered, hardware)
-    where = hardware.name if devices == CLUSTER_DEVICES else "processes of this machine"
+    path = _strategy(folder, spec, devices)
+    found = read_strategy(path)
+    plan = found.plan
+    where = CLUSTER if devices == CLUSTER_DEVICES else "processes of this machine"
     title = f"One step of the {NETWORKS[spec]} on {devices} × {where}"
-    svg = timeline_svg(timeline, lowered.program, title="")
+    svg = picture_svg(replace(plan_picture(plan, path), title=""))
     mesh = f"data {plan.degree('data')} × tensor {plan.degree('tensor')}"
-    caption = f"Simulated: {seconds_text(timeline.step_time_s)}, {mesh}. Below, the memory of one device."
-    return page.drawing(svg, title=title, caption=caption)
+    mesh += f" × {plan.pipeline} stages" if plan.pipeline > 1 else ""
+    prediction: Mapping[str, Any] = found.prediction or {}
+    step = seconds_text(prediction["step_time_s"])
+    return page.drawing(svg, title=title, caption=f"Simulated: {step}, {mesh}. Below, the memory of one device.")
 
 
 def comparison_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
