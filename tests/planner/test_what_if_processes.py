@@ -23,7 +23,7 @@ from simulator.errors import MeshwrightError, UnsupportedError
 from tests.results import infeasible_result
 
 OPTIONS = WhatIfOptions(network="zoo:gpt2", hardware=("dgx-a100",), device_counts=(8, 16, 24, 32))
-TIMES = ("elapsed_s", "capture_s", "simulation_s")
+TIMES = ("elapsed_s", "capture_s", "simulation_s", "timings")
 
 
 @pytest.fixture(scope="module")
