@@ -18,11 +18,11 @@ from planner.graph.scaling import at_batch, at_precision
 from planner.networks import load_network
 from planner.planning import BUCKET_BYTES
 from planner.search import recursive_programming, sharding_propagation
-from planner.search.costs import MeshCosts
-from planner.search.hints import Hint, constrained, hint
-from planner.search.problem import Problem, Setting
-from planner.search.solution import Solution
-from planner.search.variables import decisions
+from planner.search.problem.costs import MeshCosts
+from planner.search.problem.hints import Hint, constrained, hint
+from planner.search.problem.problem import Problem, Setting
+from planner.search.problem.solution import Solution
+from planner.search.problem.variables import decisions
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.work import optimizer
 from simulator.hardware import load_profile

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from planner.prediction import Prediction
-from planner.search.configurations import Placed
+from planner.search.configurations.branch_and_bound import Placed
 
 AGREES = 0.05
 """Relative difference up to which both times are the same for a plan's purposes."""

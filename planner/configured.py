@@ -13,13 +13,13 @@ from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch
 from planner.prediction import Prediction, predict_plan
 from planner.request import Pins
-from planner.search.bounds import work_bound
-from planner.search.configurations import PROOF, Explored, Placed, diverse, explore
-from planner.search.labels import RECOMPUTE, StageDecisions, StageTables, rules_of, stage_decisions, stage_tables
-from planner.search.pipeline import partition
-from planner.search.segments import simplified
-from planner.search.space import LONG_SEQUENCE, Extent, check_pins
-from planner.search.step_model import Configuration, StepModel
+from planner.search.configurations.bounds import work_bound
+from planner.search.configurations.branch_and_bound import PROOF, Explored, Placed, diverse, explore
+from planner.search.configurations.space import LONG_SEQUENCE, Extent, check_pins
+from planner.search.configurations.step_model import Configuration, StepModel
+from planner.search.stages.partition import partition
+from planner.search.stages.segments import simplified
+from planner.search.units.labels import RECOMPUTE, StageDecisions, StageTables, rules_of, stage_decisions, stage_tables
 from planner.sharding.context import Algorithm, ContextAxis
 from planner.strategy.plan import Certificate, Chunk, Plan, RecomputeRange, Status
 from planner.work import Optimizer

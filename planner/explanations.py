@@ -12,12 +12,12 @@ from planner.configured import Configured, Scored
 from planner.prediction import Prediction
 from planner.quantities import GIB, bytes_text, seconds_text
 from planner.request import Pins
-from planner.search.configurations import Explored, Placed, Unfit
-from planner.search.fragments import FILL, STEADY, FloatArray
-from planner.search.pipeline import partition
-from planner.search.segments import simplified
-from planner.search.space import divisors
-from planner.search.step_model import Configuration, host_bandwidth
+from planner.search.configurations.branch_and_bound import Explored, Placed, Unfit
+from planner.search.configurations.space import divisors
+from planner.search.configurations.step_model import Configuration, host_bandwidth
+from planner.search.stages.fragments import FILL, STEADY, FloatArray
+from planner.search.stages.partition import partition
+from planner.search.stages.segments import simplified
 from simulator.errors import InputError
 from simulator.hardware import Hardware
 from simulator.topology import level_of_axis

@@ -15,9 +15,9 @@ from planner.prediction import Prediction, predict
 from planner.quantities import bytes_text
 from planner.request import Pins, PlanRequest
 from planner.search.candidates import NEAR_ENOUGH, ROOMY, Found, Misfit, Space, explore
+from planner.search.problem.solution import node_rules, template_name
+from planner.search.problem.unaligned import in_runs
 from planner.search.recursive_programming import with_free_bound
-from planner.search.solution import node_rules, template_name
-from planner.search.unaligned import in_runs
 from planner.sharding.placement import Placements
 from planner.shortening import shallow_versions
 from planner.strategy.plan import (

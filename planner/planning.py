@@ -20,8 +20,8 @@ from planner.prediction import Prediction, precision_notes, predict
 from planner.quantities import percent_text
 from planner.request import PRECISIONS, Pins, PlanRequest, read_pins
 from planner.search.candidates import Space
-from planner.search.space import check_pins
-from planner.search.unaligned import aligned
+from planner.search.configurations.space import check_pins
+from planner.search.problem.unaligned import aligned
 from planner.sharding.rules import has_rule
 from planner.strategy.plan import (
     Status,
@@ -91,11 +91,12 @@ def _collection_paused() -> Iterator[None]:
 def plan_network(request: PlanRequest, *, graph: OperatorGraph | None = None) -> PlanResult:
     """Search the best plans of a request.
 
-    On each mesh of data × tensor parallelism the strategies of all operators are searched exactly, at the
-    largest micro-batch that fits and at the next smaller one; meshes that cannot come near the best are left
-    out (`planner.search.candidates.explore`). Pipelines, micro-batches, recomputation, shardings of optimizer
-    states and orders of the axes are searched with the closed form of `planner.search.step_model`
-    (`planner.search.configurations`). The best of both are lowered, simulated and ranked by simulated step time.
+    On each mesh of data × tensor parallelism the strategies of all operators are searched exactly, at the largest
+    micro-batch that fits and at the next smaller one; meshes that cannot come near the best are left out
+    (`planner.search.candidates.explore`). Pipelines, micro-batches, recomputation, shardings of optimizer states and
+    orders of the axes are searched with the closed form of `planner.search.configurations.step_model`
+    (`planner.search.configurations.branch_and_bound`). The best of both are lowered, simulated and ranked by
+    simulated step time.
 
     A KeyboardInterrupt during the search ends it with the best plan so far, and is raised where there is none.
     """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from simulator.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
-    from planner.search.hints import Hint
+    from planner.search.problem.hints import Hint
 
 PRECISIONS: Mapping[str, str] = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 SEARCH_MODES = ("dynamic_programming", "recursive_programming", "sharding_propagation")

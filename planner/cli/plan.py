@@ -122,7 +122,7 @@ def _request(settings: PlanSettings) -> PlanRequest:
     from planner.cli.config import require
     from planner.cli.options import read_pins
     from planner.planning import PlanRequest
-    from planner.search.hints import load_hints
+    from planner.search.problem.hints import load_hints
 
     return PlanRequest(
         network=require(settings.network, "NETWORK", "zoo:gpt2"),

@@ -11,7 +11,7 @@ from planner.instructions import LoweredPlan
 from planner.lowering import lower_graph, lowering_options
 from planner.networks import load_network
 from planner.request import PRECISIONS
-from planner.search.solution import block_index, template_name
+from planner.search.problem.solution import block_index, template_name
 from planner.sharding.context import context_rules
 from planner.sharding.rules import Rule, rules_for
 from planner.strategy.plan import NodeRules, Plan, expanded_rules

@@ -9,12 +9,12 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.request import Pins
 from planner.search import dynamic_programming, recursive_programming, sharding_propagation
-from planner.search.costs import MeshCosts
 from planner.search.dynamic_programming import fastest, smallest
-from planner.search.hints import Hint, constrained
-from planner.search.problem import Problem, Setting
-from planner.search.solution import Solution
-from planner.search.variables import Decisions
+from planner.search.problem.costs import MeshCosts
+from planner.search.problem.hints import Hint, constrained
+from planner.search.problem.problem import Problem, Setting
+from planner.search.problem.solution import Solution
+from planner.search.problem.variables import Decisions
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.work import Optimizer
 from simulator.errors import InputError

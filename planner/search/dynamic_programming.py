@@ -1,10 +1,10 @@
 """Exact search by dynamic programming: min-plus elimination, with repeated blocks as matrix powers.
 
-Every variable of the graph is eliminated in an order that keeps tables small (`planner.search.folded`). The memory
-limit is relaxed with a price λ per byte (Lagrange): for every λ ≥ 0, ``min_x [time(x) + λ memory(x)] − λ limit`` is a
-lower bound on the best feasible plan. What gap is left is closed by Pareto labels (`planner.search.limited`) over the
-states and entries that a plan better than the best known one may take. Graphs too wide for that are searched with a
-beam and bounded by dual decomposition (`planner.search.wide`).
+Every variable of the graph is eliminated in an order that keeps tables small (`planner.search.exact.folded`). The
+memory limit is relaxed with a price λ per byte (Lagrange): for every λ ≥ 0, ``min_x [time(x) + λ memory(x)] − λ
+limit`` is a lower bound on the best feasible plan. What gap is left is closed by Pareto labels
+(`planner.search.exact.limited`) over the states and entries that a plan better than the best known one may take.
+Graphs too wide for that are searched with a beam and bounded by dual decomposition (`planner.search.exact.wide`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from weakref import finalize
 
 import numpy as np
 
-from planner.search.blocks import Variables
-from planner.search.costing import Costing, Stop
-from planner.search.elimination import TooWideError
-from planner.search.exact import Exact
-from planner.search.folded import Weights
-from planner.search.limited import Limited
-from planner.search.model import model_of, possible, undominated
-from planner.search.problem import Problem
-from planner.search.solution import Solution
-from planner.search.wide import WideSearch
+from planner.search.exact.blocks import Variables
+from planner.search.exact.certified import Exact
+from planner.search.exact.costing import Costing, Stop
+from planner.search.exact.elimination import TooWideError
+from planner.search.exact.folded import Weights
+from planner.search.exact.limited import Limited
+from planner.search.exact.model import model_of, possible, undominated
+from planner.search.exact.wide import WideSearch
+from planner.search.problem.problem import Problem
+from planner.search.problem.solution import Solution
 
 
 class DynamicProgramming(Exact):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from planner.search.layered_tables import LayeredTables
-from planner.search.solution import Solution
+from planner.search.problem.layered_tables import LayeredTables
+from planner.search.problem.solution import Solution
 
 PRICE_PASSES = 6
 

@@ -24,12 +24,12 @@ from functools import partial
 import numpy as np
 
 from planner.search import dynamic_programming
-from planner.search.elimination import TooWideError
-from planner.search.layered_tables import LayeredTables
+from planner.search.exact.elimination import TooWideError
 from planner.search.memory_price import within_limit
-from planner.search.problem import Problem
+from planner.search.problem.layered_tables import LayeredTables
+from planner.search.problem.problem import Problem
+from planner.search.problem.solution import Solution
 from planner.search.sequential import Descent, by_distance, by_weight
-from planner.search.solution import Solution
 
 
 def solve(problem: Problem, memory_limit_bytes: float, *, bound: bool = False) -> Solution | None:

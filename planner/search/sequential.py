@@ -16,8 +16,8 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.layered_tables import LayeredTables
-from planner.search.variables import Kind
+from planner.search.problem.layered_tables import LayeredTables
+from planner.search.problem.variables import Kind
 from planner.sharding.placement import REPLICATE
 
 Table = NDArray[np.float64]

@@ -1,12 +1,12 @@
 """Search by propagation: strategies spread from configured operators to all others.
 
-Hints (`planner.search.hints`) fix what they say of an operator; the inputs of the network are seeds too (on the data
-axis the batch, so that without hints everything follows the batch). From the seeds waves go along the graph, forward
-and backward alike; an operator takes what costs least beside the neighbours the wave has reached, and what those not
-reached yet could answer: seconds of redistribution, and of its own work, which it has to divide well where
-redistribution leaves the choice. Then later waves revise what the first decided with fewer neighbours in view,
-and never make the sum worse. What no wave reaches takes the strategy of least cost; nothing is replicated because
-it is far away.
+Hints (`planner.search.problem.hints`) fix what they say of an operator; the inputs of the network are seeds too (on
+the data axis the batch, so that without hints everything follows the batch). From the seeds waves go along the graph,
+forward and backward alike; an operator takes what costs least beside the neighbours the wave has reached, and what
+those not reached yet could answer: seconds of redistribution, and of its own work, which it has to divide well where
+redistribution leaves the choice. Then later waves revise what the first decided with fewer neighbours in view, and
+never make the sum worse. What no wave reaches takes the strategy of least cost; nothing is replicated because it is
+far away.
 
 Hints may differ between layers: layers of a run with equal hints are decided as one. Of hints that contradict each
 other the one with the more specific pattern holds; of equally specific ones the cheaper. Every such decision, and
@@ -25,14 +25,14 @@ from numpy.typing import NDArray
 
 from planner.graph.operator_graph import TensorRef
 from planner.search import dynamic_programming
-from planner.search.elimination import TooWideError
-from planner.search.hints import Hint, Target, Targets, constrained, mask_of, targets
-from planner.search.layered_tables import LayeredTables
+from planner.search.exact.elimination import TooWideError
 from planner.search.memory_price import within_limit
-from planner.search.problem import Problem, choices_of
+from planner.search.problem.hints import Hint, Target, Targets, constrained, mask_of, targets
+from planner.search.problem.layered_tables import LayeredTables
+from planner.search.problem.problem import Problem, choices_of
+from planner.search.problem.solution import Solution
+from planner.search.problem.variables import Kind
 from planner.search.sequential import Descent, by_distance, by_weight
-from planner.search.solution import Solution
-from planner.search.variables import Kind
 from planner.sharding.placement import placement_name
 from simulator.errors import InputError, UnsupportedError
 

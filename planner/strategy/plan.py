@@ -26,9 +26,9 @@ class Status(StrEnum):
 class Certificate:
     """What the search proved: the objective of the plan, and a bound that no plan of what was searched can beat.
 
-    Where operators were searched one by one on a mesh, the objective is that of `planner.search.problem` and the bound
-    holds for the same mesh, micro-batches and memory limit; else the objective is that of `planner.search.step_model`
-    and the bound holds for every configuration that the pins leave.
+    Where operators were searched one by one on a mesh, the objective is that of `planner.search.problem.problem` and
+    the bound holds for the same mesh, micro-batches and memory limit; else the objective is that of
+    `planner.search.configurations.step_model` and the bound holds for every configuration that the pins leave.
 
     Attributes
     ----------

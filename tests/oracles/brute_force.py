@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.problem import Cost
+from planner.search.problem.problem import Cost
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from planner.search.problem import Problem
+    from planner.search.problem.problem import Problem
 
 SECONDS = 1e6
 """Times are handed over in microseconds and memory in MiB, where HiGHS's absolute tolerances are small."""

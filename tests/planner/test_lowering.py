@@ -16,8 +16,8 @@ from planner.instructions import Accumulate, Communicate, Compute, Instruction, 
 from planner.lowering import LoweringOptions, lower_graph
 from planner.request import ParameterStorage
 from planner.search.dynamic_programming import fastest
-from planner.search.problem import Cost, Problem
-from planner.search.solution import node_rules
+from planner.search.problem.problem import Cost, Problem
+from planner.search.problem.solution import node_rules
 from planner.sharding.placement import PARTIAL, REPLICATE, Placements
 from planner.work import optimizer
 from simulator import engine, fast_engine

@@ -13,7 +13,7 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.networks import load_network
 from planner.request import ParameterStorage
 from planner.search.dynamic_programming import fastest
-from planner.search.solution import node_rules
+from planner.search.problem.solution import node_rules
 from planner.strategy.plan import Certificate, Chunk, Plan, RecomputeRange, Status
 from simulator.hardware import load_profile
 from simulator.schedules import make_schedule

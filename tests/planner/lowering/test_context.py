@@ -11,7 +11,7 @@ from planner.graph.operator_graph import Role
 from planner.graph.scaling import at_batch
 from planner.lowering.checked import check_rules, lower
 from planner.prediction import predict_plan
-from planner.search.solution import template_name
+from planner.search.problem.solution import template_name
 from planner.sharding.context import Algorithm, context_rules
 from planner.sharding.inner_messages import inner_messages
 from planner.sharding.placement import Mesh, MeshAxis

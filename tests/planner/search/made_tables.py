@@ -11,8 +11,8 @@ import numpy as np
 
 from planner.graph.chain import Boundary, Chain, Unit
 from planner.graph.operator_graph import TensorRef
-from planner.search.labels import BoundaryStates, StageTables, TiedParameter, UnitLabels, Weights
-from planner.search.step_model import Configuration
+from planner.search.configurations.step_model import Configuration
+from planner.search.units.labels import BoundaryStates, StageTables, TiedParameter, UnitLabels, Weights
 from simulator.corrections import message_time
 from simulator.hardware import Hardware
 from simulator.program import Collective

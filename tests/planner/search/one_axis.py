@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 from hypothesis import strategies as st
 
-from planner.search.variables import Kind
+from planner.search.problem.variables import Kind
 from tests.oracles.brute_force import TableProblem, random_cost
 from tests.planner.search.problems import make_mesh
 

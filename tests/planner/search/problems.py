@@ -10,9 +10,9 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.networks import load_network
 from planner.request import ParameterStorage
-from planner.search.costs import MeshCosts
-from planner.search.problem import Problem, Setting
-from planner.search.variables import decisions
+from planner.search.problem.costs import MeshCosts
+from planner.search.problem.problem import Problem, Setting
+from planner.search.problem.variables import decisions
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.work import optimizer
 from simulator.hardware import Hardware, load_profile

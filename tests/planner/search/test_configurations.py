@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.request import Pins
-from planner.search.configurations import Explored, diverse, explore, shape_of
-from planner.search.labels import StageTables
-from planner.search.segments import PartitionTask
-from planner.search.space import Extent, configurations
-from planner.search.step_model import Configuration, StepModel
+from planner.search.configurations.branch_and_bound import Explored, diverse, explore, shape_of
+from planner.search.configurations.space import Extent, configurations
+from planner.search.configurations.step_model import Configuration, StepModel
+from planner.search.stages.segments import PartitionTask
+from planner.search.units.labels import StageTables
 from planner.work import optimizer
 from simulator.hardware import Hardware, load_profile
 from tests.planner.search.made_tables import MadeUnit, made_tables

@@ -6,8 +6,8 @@ import pytest
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks import load_network
-from planner.search.context_choices import context_choices
-from planner.search.variables import Kind, decisions
+from planner.search.problem.context_choices import context_choices
+from planner.search.problem.variables import Kind, decisions
 from planner.sharding.context import ALGORITHMS, Algorithm, context_axis
 from planner.sharding.placement import PARTIAL, REPLICATE
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.search.dynamic_programming import solve
-from planner.search.elimination import min_plus_power
-from planner.search.problem import Cost, Problem
+from planner.search.exact.elimination import min_plus_power
+from planner.search.problem.problem import Cost, Problem
 from tests.oracles.brute_force import TableProblem, exhaustive, random_cost
 
 

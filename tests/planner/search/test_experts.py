@@ -13,11 +13,11 @@ from planner.networks.decoder.graph import decoder_graph
 from planner.networks.decoder.mixtral import ZooMixtral
 from planner.networks.zoo.configs import MixtralConfig
 from planner.networks.zoo.table import language_inputs
-from planner.search.costs import MeshCosts
 from planner.search.dynamic_programming import fastest
-from planner.search.problem import Problem, Setting
-from planner.search.solution import node_rules
-from planner.search.variables import decisions
+from planner.search.problem.costs import MeshCosts
+from planner.search.problem.problem import Problem, Setting
+from planner.search.problem.solution import node_rules
+from planner.search.problem.variables import decisions
 from planner.sharding.placement import REPLICATE, Mesh, MeshAxis
 from planner.strategy.plan import NodeRules
 from planner.work import optimizer

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from planner.search.dynamic_programming import fastest
-from planner.search.hints import constrained, hint, load_hints, targets
-from planner.search.problem import Problem
+from planner.search.problem.hints import constrained, hint, load_hints, targets
+from planner.search.problem.problem import Problem
 from simulator.errors import InputError, UnsupportedError
 from tests.planner.search.problems import captured, make_mesh, make_problem
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from planner.search.dynamic_programming import fastest, smallest, solve
-from planner.search.problem import Problem
+from planner.search.problem.problem import Problem
 from tests.oracles.milp import solve_with_highs
 from tests.planner.search.problems import captured, captured_small, make_mesh, make_problem
 

@@ -20,11 +20,11 @@ from planner.networks.decoder.mixtral import ZooMixtral
 from planner.networks.zoo.configs import MixtralConfig
 from planner.networks.zoo.table import language_inputs
 from planner.search.dynamic_programming import fastest
-from planner.search.labels import StageDecisions, StageTables, Weights, rules_of, stage_decisions, stage_tables
-from planner.search.problem import Problem
-from planner.search.units_factors import PARTS, Part, UnitFactors
-from planner.search.units_stage import ENTRY, EXIT
-from planner.search.variables import Kind
+from planner.search.problem.problem import Problem
+from planner.search.problem.variables import Kind
+from planner.search.units.factors import PARTS, Part, UnitFactors
+from planner.search.units.labels import StageDecisions, StageTables, Weights, rules_of, stage_decisions, stage_tables
+from planner.search.units.stage_tables import ENTRY, EXIT
 from planner.sharding.placement import Mesh
 from planner.work import optimizer
 from simulator.errors import InputError

@@ -12,7 +12,7 @@ from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch
 from planner.lowering import LoweringOptions, lower_graph
-from planner.search.labels import RECOMPUTE, StageTables, rules_of, stage_decisions, stage_tables
+from planner.search.units.labels import RECOMPUTE, StageTables, rules_of, stage_decisions, stage_tables
 from planner.sharding.placement import Mesh
 from planner.strategy.plan import LayerRules, NodeRules
 from planner.work import optimizer

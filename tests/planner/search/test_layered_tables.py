@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.search.dynamic_programming import fastest, smallest, solve
-from planner.search.layered_tables import LayeredTables
+from planner.search.problem.layered_tables import LayeredTables
 from tests.planner.search.problems import captured, captured_small, deepened, make_mesh, make_problem
 
 

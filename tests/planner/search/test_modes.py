@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from planner.cli.app import app
 from planner.planning import PlanRequest, lower, plan_network
 from planner.request import SEARCH_MODES
-from planner.search.hints import hint
+from planner.search.problem.hints import hint
 from planner.strategy.plan import Status
 from tests.planner.search.problems import captured
 

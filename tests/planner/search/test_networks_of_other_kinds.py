@@ -7,11 +7,11 @@ import pytest
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch
 from planner.networks import load_network
-from planner.search.costs import MeshCosts
 from planner.search.dynamic_programming import fastest
-from planner.search.problem import Problem, Setting
-from planner.search.solution import node_rules
-from planner.search.variables import decisions
+from planner.search.problem.costs import MeshCosts
+from planner.search.problem.problem import Problem, Setting
+from planner.search.problem.solution import node_rules
+from planner.search.problem.variables import decisions
 from planner.sharding.placement import PARTIAL, REPLICATE, Mesh, MeshAxis
 from planner.sharding.rules import has_rule, rules_for
 from planner.strategy.plan import NodeRules

@@ -12,9 +12,9 @@ import pytest
 from planner.graph.operator_graph import DTYPE_BYTES, Role, TensorRef
 from planner.request import ParameterStorage
 from planner.search.dynamic_programming import fastest, smallest
-from planner.search.problem import Cost, Problem, choices_of
-from planner.search.solution import Solution
-from planner.search.variables import Choice, Kind
+from planner.search.problem.problem import Cost, Problem, choices_of
+from planner.search.problem.solution import Solution
+from planner.search.problem.variables import Choice, Kind
 from planner.sharding.placement import PARTIAL, REPLICATE, Placements
 from planner.sharding.redistribution import redistribution
 from planner.sharding.rule_notation import Rule

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from planner.search import cutting, pipeline
-from planner.search.bounds import memory_bound, task_bound
-from planner.search.fragments import ACTIVATION, BACKLOG, FILL, QUEUE, RESIDENT, STEADY, TRANSIENT, Fragments
-from planner.search.pipeline import Partition, PartitionTask, partition
-from planner.search.whole_units import chunk_times, least_turns
+from planner.search.configurations.bounds import memory_bound, task_bound
+from planner.search.configurations.whole_units import chunk_times, least_turns
+from planner.search.stages import cutting
+from planner.search.stages import partition as pipeline
+from planner.search.stages.fragments import ACTIVATION, BACKLOG, FILL, QUEUE, RESIDENT, STEADY, TRANSIENT, Fragments
+from planner.search.stages.partition import Partition, PartitionTask, partition
 
 
 @st.composite

@@ -10,10 +10,10 @@ import pytest
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.networks import load_network
-from planner.search.costs import MeshCosts
 from planner.search.dynamic_programming import fastest
-from planner.search.problem import Problem, Setting
-from planner.search.variables import Decisions, Kind, decisions
+from planner.search.problem.costs import MeshCosts
+from planner.search.problem.problem import Problem, Setting
+from planner.search.problem.variables import Decisions, Kind, decisions
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.work import optimizer
 from simulator.hardware import load_profile

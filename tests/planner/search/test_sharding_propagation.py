@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.search.dynamic_programming import fastest, smallest
-from planner.search.hints import Hint, constrained, hint
-from planner.search.layered_tables import LayeredTables
-from planner.search.problem import Problem, choices_of
+from planner.search.problem.hints import Hint, constrained, hint
+from planner.search.problem.layered_tables import LayeredTables
+from planner.search.problem.problem import Problem, choices_of
+from planner.search.problem.solution import Solution
 from planner.search.sharding_propagation import propagate
-from planner.search.solution import Solution
 from planner.sharding.placement import PARTIAL
 from simulator.errors import InputError
 from tests.oracles.brute_force import TableProblem, exhaustive

@@ -15,8 +15,8 @@ from planner.networks import load_network
 from planner.planning import PlanRequest, lower, plan_network, predict
 from planner.request import SEARCH_MODES
 from planner.search.dynamic_programming import fastest, smallest, solve
-from planner.search.solution import node_rules
-from planner.search.unaligned import aligned, in_runs
+from planner.search.problem.solution import node_rules
+from planner.search.problem.unaligned import aligned, in_runs
 from simulator.errors import UnsupportedError
 from simulator.hardware import load_profile
 from tests.planner.search.problems import captured, make_mesh, make_problem

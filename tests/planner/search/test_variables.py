@@ -7,8 +7,8 @@ import pytest
 from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
 from planner.graph.scaling import at_batch
-from planner.search.gradients import gradient_flows
-from planner.search.variables import Kind, Variable, decisions
+from planner.search.problem.gradients import gradient_flows
+from planner.search.problem.variables import Kind, Variable, decisions
 from planner.sharding.placement import PARTIAL, REPLICATE
 from simulator.program import Phase
 from tests.planner.search.problems import captured

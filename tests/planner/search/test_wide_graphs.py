@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.search import buckets, dynamic_programming
-from planner.search.buckets import Buckets, plain
-from planner.search.costing import FAST
-from planner.search.dual import Dual
+from planner.search import dynamic_programming
 from planner.search.dynamic_programming import solve
-from planner.search.elimination import TooWideError
-from planner.search.model import model_of, possible
-from planner.search.problem import Problem
-from planner.search.solution import Solution
-from planner.search.unrolling import unrolled
+from planner.search.exact import buckets
+from planner.search.exact.buckets import Buckets, plain
+from planner.search.exact.costing import FAST
+from planner.search.exact.dual import Dual
+from planner.search.exact.elimination import TooWideError
+from planner.search.exact.model import model_of, possible
+from planner.search.exact.unrolling import unrolled
+from planner.search.problem.problem import Problem
+from planner.search.problem.solution import Solution
 from tests.oracles.brute_force import TableProblem, exhaustive, random_cost, total
 from tests.oracles.milp import solve_with_highs
 from tests.planner.search.test_exactness import chains_of_blocks, graphs

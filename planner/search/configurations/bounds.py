@@ -1,0 +1,161 @@
+"""Lower bounds of a configuration: cheap enough to leave most of the space unsolved."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from planner.graph.operator_graph import Node, OperatorGraph
+from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape
+from planner.search.configurations.step_model import AXES, Configuration
+from planner.search.configurations.whole_units import chunk_times, least_turns, longer
+from planner.search.stages.fragments import BACKLOG, FILL, QUEUE, RESIDENT, STEADY, FloatArray
+from planner.search.stages.rank_memory import least_busiest
+from planner.search.stages.segments import PartitionTask
+from planner.search.units.labels import StageTables, Weights
+from planner.work import traffic_bytes
+from simulator.corrections import kernel_factor, message_time
+from simulator.hardware import Hardware
+from simulator.kernels.matmul import matmul_model
+from simulator.program import Collective, Kernel
+from simulator.topology import group_shape
+
+_STREAMING = frozenset((Kernel.ELEMENTWISE, Kernel.ACTIVATION, Kernel.SOFTMAX, Kernel.NORMALIZATION, Kernel.REDUCTION))
+
+_ROUNDING = 1e-9
+_PAYLOADS: FloatArray = np.exp2(np.arange(41, dtype=np.float64))
+_INSIDE = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
+_BUSY = ([STEADY], [STEADY, BACKLOG])
+
+
+def work_bound(graph: OperatorGraph, hardware: Hardware, dtype: str, devices: int) -> float:
+    """Seconds that one sample takes on one device at best, however the work is split.
+
+    `graph` is at batch 1. Every kernel takes at least what its operations and the bytes of tensors that grow with the
+    batch take at the profile's highest efficiency, without overhead; messages cost nothing.
+    """
+    seconds = 0.0
+    for node, times in zip(graph.nodes, graph.multiplicity, strict=True):
+        if node.kernel is not Kernel.VIEW and node.kernel is not Kernel.OPTIMIZER:
+            factor = kernel_factor(hardware, node.kernel, dtype, devices)
+            seconds += times * factor * _least(graph, node, hardware, dtype)
+    return seconds
+
+
+def _least(graph: OperatorGraph, node: Node, hardware: Hardware, dtype: str) -> float:
+    if node.kernel is Kernel.MATMUL:
+        return node.flops / (hardware.peak(dtype) * _best_efficiency(hardware, dtype))
+    if node.kernel not in _STREAMING:
+        return 0.0
+    kernel = hardware.kernels[node.kernel]
+    shares = [float(any(graph.spec(ref).batch_dims)) for ref in node.tensor_inputs]
+    shares += [float(any(spec.batch_dims)) for spec in node.outputs]
+    moved = traffic_bytes(graph, node, shares) if shares else 0.0
+    return moved / (hardware.memory_bandwidth * kernel.bandwidth_efficiency)
+
+
+def _best_efficiency(hardware: Hardware, dtype: str) -> float:
+    """Largest part of the peak that `simulator.kernels.matmul_time` gives any product."""
+    model = matmul_model(hardware, dtype)
+    if model is None:
+        return hardware.kernels[Kernel.MATMUL].compute_efficiency
+    loss = min(1.0 + model.tile_loss * 64.0 * (1.0 / rows + 1.0 / columns) for rows, columns in model.tiles)
+    factor = max([factor for _, factor in model.utilisation] or [1.0])
+    return float(model.compute_efficiency) * hardware.sustained_matmul_speed * factor / loss
+
+
+def even_bound(configuration: Configuration, passes_s: float) -> float:
+    """Bound by the least time of all passes of one micro-batch, shared out evenly over the ranks."""
+    ranks, fill = configuration.pipeline, _filled(configuration) * passes_s
+    return configuration.micro_batches * passes_s / ranks + fill * (1 - 1 / ranks)
+
+
+def least_passes(tables: StageTables) -> FloatArray:
+    """(units,) least seconds of both passes of each unit of the folded chain, all strategies considered."""
+    return np.array([float(table.min()) for table in tables.matrices(Weights())])
+
+
+def passes_bound(
+    configuration: Configuration, passes_s: FloatArray, counts: list[int], shape: ScheduleShape, sends_s: FloatArray
+) -> float:
+    """Bound by the least time of each unit's passes of one micro-batch, units shared out whole.
+
+    What a rank's own passes add to the fill they take from its busy time, so that the least fill of all units counts.
+    ``sends_s`` are the least seconds of the messages over each cut, ascending.
+    """
+    c, share = configuration, _filled(configuration)
+    least = float(sends_s[0]) if len(sends_s) else 0.0
+    times = chunk_times(
+        ((c.micro_batches - share) * passes_s).tolist(),
+        counts,
+        sends_s=shape.steady_sends * least,
+        hidden=shape.hidden_share,
+    )
+    fill = share * float(passes_s @ np.array(counts))
+    fill += shape.fill_sends * float(sends_s[: c.pipeline * c.virtual - 1].sum())
+    return fill + least_turns(times, c.pipeline, c.virtual)
+
+
+def _filled(configuration: Configuration) -> float:
+    """Least part of a unit's passes that the fill pays.
+
+    Where that is the longer of a forward and half a backward pass, it is at least a third of both passes.
+    """
+    share = 0.0 if configuration.pipeline == 1 else 1.0 / configuration.virtual
+    return share / 3 if configuration.schedule in SPLIT else share
+
+
+@lru_cache(maxsize=4096)
+def never_faster(hardware: Hardware, usual: Configuration, other: Configuration) -> bool:
+    """Whether no message inside a stage is faster in another order of the same axes, at any payload of `_PAYLOADS`."""
+    for axis in AXES[2:]:
+        size = usual.degrees[axis]
+        if size == 1 or usual.stride(axis) == other.stride(axis):
+            continue
+        groups = [group_shape(hardware, size, c.stride(axis)) for c in (usual, other)]
+        for collective in _INSIDE:
+            here, there = (message_time(hardware, collective, _PAYLOADS, group) for group in groups)
+            if np.any(there < here * (1 - _ROUNDING)):
+                return False
+    return True
+
+
+def task_bound(task: PartitionTask) -> float:
+    """Bound of a partition task, its memory limit aside: units shared out whole, each at its fastest.
+
+    What synchronisation leaves to do is at least what it leaves of the first unit of a chunk, and at least what
+    messages take longer than the passes that hide them.
+    """
+    values = [kind.values for kind in task.kinds]
+    sends = np.sort(task.sends_s.min(axis=1)) if task.units > 1 else np.zeros(0)
+    options = {"sends_s": task.steady_sends * float(sends[0]) if len(sends) else 0.0, "hidden": task.hidden_share}
+    tail = min(max(0.0, float(v[:, QUEUE].min())) for v in values)
+    alone = chunk_times([float(v[:, STEADY].min()) for v in values], task.counts, tail_s=tail, **options)
+    behind = [float((v[:, STEADY] + v[:, BACKLOG]).min()) for v in values]
+    times = longer(alone, chunk_times(behind, task.counts, **options))
+    return least_fill(task) + max(_even(task, values), least_turns(times, task.ranks, task.chunks))
+
+
+def _even(task: PartitionTask, values: list[FloatArray]) -> float:
+    """All units' least times shared out evenly."""
+    counts = np.array(task.counts, dtype=np.float64)
+    sums = [np.array([float(v[:, columns].sum(axis=1).min()) for v in values]) for columns in _BUSY]
+    return max(float(least @ counts) / task.ranks for least in sums)
+
+
+def least_fill(task: PartitionTask) -> float:
+    """Least seconds of the fill: all units' and the cheapest messages'."""
+    fills = np.array([float(kind.values[:, FILL].min()) for kind in task.kinds])
+    sends = np.sort(task.sends_s.min(axis=1))[: task.pieces - 1].sum() if task.units > 1 else 0.0
+    return float(fills @ np.array(task.counts)) + task.fill_sends * float(sends)
+
+
+def memory_bound(task: PartitionTask) -> float:
+    """Bound of a partition task with its memory limit; infinite where what is tabled proves that none fits."""
+    resident = sum(
+        count * float(kind.values[:, RESIDENT].min()) for kind, count in zip(task.kinds, task.counts, strict=True)
+    )
+    if resident > task.ranks * task.limit_bytes:
+        return np.inf
+    return least_fill(task) + least_busiest(task)

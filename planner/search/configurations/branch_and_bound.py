@@ -1,0 +1,438 @@
+"""Branch and bound over configurations: the best plans of the whole space, with a proof of how good they are.
+
+Nodes are opened in the order of their bounds, from degrees and micro-batches (bounded by the work alone) over orders
+of the axes (bounded by the tables of labels) to storages (bounded with the memory limit), whose stages are then
+partitioned. The search ends when no bound lies under the best objective found and enough plans are there to choose
+from, or after `SOLVES` partitions.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+
+import numpy as np
+
+from planner.search.configurations.bounds import (
+    even_bound,
+    least_passes,
+    memory_bound,
+    never_faster,
+    passes_bound,
+    task_bound,
+)
+from planner.search.configurations.space import Extent, bases, orders, storages
+from planner.search.configurations.step_model import Configuration, StepModel
+from planner.search.stages.fragments import WIDTH, FloatArray
+from planner.search.stages.partition import Partition, partition, proves_misfit
+from planner.search.stages.segments import PartitionTask, simplified
+from planner.search.units.labels import StageTables
+from simulator.errors import InputError
+
+TablesOf = Callable[[Configuration], StageTables]
+"""Makes the tables of a configuration's stage mesh and micro-batch; InputError where the network cannot take them."""
+
+SOLVES = 96
+"""Most partitions of one search."""
+TABLES = 96
+"""Most tables of one search, those of a stage mesh with one axis counting once."""
+DIVE = 6
+"""After so many tables each, the search goes for a plan before it makes more."""
+BY_TURNS = 1e-3
+"""By how much the bound of one more base of a stage mesh counts as higher when bases are opened."""
+TABLE_AXIS = 3
+"""How many times as much a table counts for each further axis of its stage mesh."""
+NODES = 40_000
+"""Most nodes that are opened in one search."""
+PER_SHAPE = 2
+"""Most plans with the same data, tensor and pipeline degrees."""
+NEAR = 1.3
+"""Alternatives are looked for up to so many times the best objective."""
+PROOF = 1e-6
+WIDEST = WIDTH * 8
+"""Most ways of a fragment where fewer do not prove a partition."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Placed:
+    """A solved configuration."""
+
+    configuration: Configuration
+    tables: StageTables
+    task: PartitionTask
+    partition: Partition
+
+    @property
+    def objective_s(self) -> float:
+        """Seconds of a step by the closed form."""
+        return self.partition.objective_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfit:
+    """A configuration that does not fit: the least bytes of its fullest rank, and which rank that is."""
+
+    configuration: Configuration
+    rank: int
+    needed_bytes: float
+
+
+@dataclass(kw_only=True)
+class Explored:
+    """What a search found: plans, best first, a bound over the whole space, and how it went.
+
+    ``interrupted`` says that the user stopped it; the bound holds all the same.
+    """
+
+    found: list[Placed] = field(default_factory=list)
+    unfit: list[Unfit] = field(default_factory=list)
+    lower_bound_s: float = np.inf
+    opened: int = 0
+    solved: int = 0
+    tables: int = 0
+    refused: str = ""
+    interrupted: bool = False
+    timings: dict[str, float] = field(default_factory=lambda: {"cost_tables": 0.0, "bounds": 0.0, "partition": 0.0})
+
+    @property
+    def gap(self) -> float:
+        """Relative distance of the best plan to the bound."""
+        if not self.found or self.found[0].objective_s <= 0:
+            return 0.0
+        return max(0.0, 1.0 - self.lower_bound_s / self.found[0].objective_s)
+
+
+class _Stage(IntEnum):
+    BASE = 0
+    ORDER = 1
+    STORAGE = 2
+    TIMED = 3
+    BOUNDED = 4
+    SOLVED = 5
+
+
+_OPTIMISM = {
+    _Stage.BASE: 1.3,
+    _Stage.ORDER: 1.25,
+    _Stage.STORAGE: 1.05,
+    _Stage.TIMED: 1.0,
+    _Stage.BOUNDED: 1.0,
+    _Stage.SOLVED: 1.0,
+}
+"""How far bounds of each stage usually lie below the objective: whose bound times this is least is opened first."""
+
+
+@dataclass(slots=True)
+class _Node:
+    stage: _Stage
+    configuration: Configuration
+    task: PartitionTask | None = None
+    placed: Placed | None = None
+    width: int = WIDTH
+    others: tuple[Configuration, ...] = ()
+
+
+def explore(
+    extent: Extent,
+    model: StepModel,
+    tables_of: TablesOf,
+    *,
+    sample_s: float = 0.0,
+    wanted: int = 1,
+    solves: int = SOLVES,
+    incumbent_s: float = np.inf,
+    until_found: bool = False,
+) -> Explored:
+    """Search the space.
+
+    Parameters
+    ----------
+    sample_s : float
+        Bound on the device seconds of one sample (`planner.search.configurations.bounds.work_bound`).
+    wanted : int
+        Plans to find, counted with at most `PER_SHAPE` of one shape.
+    incumbent_s : float
+        Seconds of a plan that is known already: what cannot beat it need not be solved.
+    solves : int
+        Most partitions; tables and nodes are limited in proportion.
+    until_found : bool
+        Any plan will do.
+    """
+    search = _Search(extent, model, tables_of, sample_s, wanted, solves)
+    search.best, search.until_found = incumbent_s, until_found
+    return search.run()
+
+
+class _Search:
+    def __init__(
+        self, extent: Extent, model: StepModel, tables_of: TablesOf, sample_s: float, wanted: int, solves: int
+    ) -> None:
+        self.extent, self.model, self.tables_of = extent, model, tables_of
+        self.sample_s, self.wanted, self.solves = sample_s, wanted, solves
+        self.result = Explored()
+        self.heap: list[tuple[float, int, float, _Node]] = []
+        self.later: list[tuple[float, int, float, _Node]] = []
+        self.made: dict[tuple[object, ...], StageTables | None] = {}
+        self.least: dict[tuple[object, ...], FloatArray] = {}
+        self.sends: dict[tuple[object, ...], FloatArray] = {}
+        self.table_work = self.dives = 0
+        self.serial = 0
+        self.best = np.inf
+        self.until_found = False
+        self.unproven: list[float] = []
+        self.held: list[float] = []
+        self.shapes: Counter[tuple[int, int, int]] = Counter()
+
+    def run(self) -> Explored:
+        turns: Counter[tuple[int, int, int]] = Counter()
+        for base in bases(self.extent):
+            # Of equal bounds those of different stage meshes come by turns.
+            mesh = (base.context, base.expert, base.tensor)
+            turns[mesh] += 1
+            # The work of a sample is shared by all ranks but those of the data axis.
+            each = self.sample_s * base.micro_batch / (base.tensor * base.context)
+            bound = even_bound(base, each)
+            self._push(bound, _Node(_Stage.BASE, base), hoped_s=bound * (1 + BY_TURNS * turns[mesh]))
+        try:
+            while not self._spent() and (entry := self._next()) is not None:
+                try:
+                    self._open(*entry)
+                except KeyboardInterrupt:
+                    self._push(*entry)
+                    raise
+        except KeyboardInterrupt:
+            self.result.interrupted = True
+        self.result.found.sort(key=lambda placed: placed.objective_s)
+        waiting = (entry[2] for entry in (*self.heap, *self.later))
+        self.result.lower_bound_s = min([self.best, *self.unproven, *self.held, *waiting])
+        return self.result
+
+    def _next(self) -> tuple[float, _Node] | None:
+        """What is opened next: all that may beat the best, then alternatives that come near while there are too few."""
+        if self.until_found and self.result.found:
+            return None
+        if self.result.tables >= DIVE * (self.dives + 1) and (deepest := self._deepest()) is not None:
+            return deepest
+        while self.heap:
+            _, serial, bound, node = heapq.heappop(self.heap)
+            if self._needs_table(node):
+                self.held.append(bound)
+            elif bound < self.best * (1 - PROOF):
+                return bound, node
+            else:
+                heapq.heappush(self.later, (bound, serial, bound, node))
+        while self.later and not self._enough():
+            _, _, bound, node = heapq.heappop(self.later)
+            if bound > self.best * NEAR:
+                heapq.heappush(self.later, (bound, 0, bound, node))
+                return None
+            if self._needs_table(node) or self.shapes[shape_of(node.configuration)] >= PER_SHAPE:
+                self.held.append(bound)
+                continue
+            return bound, node
+        return None
+
+    def _needs_table(self, node: _Node) -> bool:
+        """Whether a node waits for a table when there are to be no more of them."""
+        share = max(self.solves / SOLVES, 0.4)
+        made = node.stage > _Stage.ORDER or (node.stage is _Stage.ORDER and node.configuration.table_key in self.made)
+        return not made and self.table_work >= TABLES * share
+
+    def _deepest(self) -> tuple[float, _Node] | None:
+        """The node nearest to a plan, so that a good one is known before all tables are made."""
+        near = [e for e in self.heap if e[2] < self.best * (1 - PROOF) and e[3].stage >= _Stage.STORAGE]
+        if not near:
+            self.dives = self.result.tables // DIVE
+            return None
+        entry = max(near, key=lambda e: (e[3].stage, -e[0], -e[1]))
+        self.heap.remove(entry)
+        heapq.heapify(self.heap)
+        self.dives += entry[3].stage is _Stage.BOUNDED
+        return entry[2], entry[3]
+
+    def _spent(self) -> bool:
+        result, share = self.result, self.solves / SOLVES
+        return (
+            result.solved >= self.solves
+            or self.table_work >= TABLES * max(share, 0.4)
+            or result.opened >= NODES * share
+        )
+
+    def _enough(self) -> bool:
+        near = Counter(shape_of(p.configuration) for p in self.result.found if p.objective_s <= self.best * NEAR)
+        return sum(min(count, PER_SHAPE) for count in near.values()) >= self.wanted
+
+    def _push(self, bound: float, node: _Node, hoped_s: float = 0.0) -> None:
+        self.serial += 1
+        heapq.heappush(self.heap, (max(bound, hoped_s) * _OPTIMISM[node.stage], self.serial, bound, node))
+
+    def _open(self, bound: float, node: _Node) -> None:
+        self.result.opened += 1
+        if node.stage is _Stage.BASE:
+            usual, *others = orders(self.extent, node.configuration)
+            self._push(bound, _Node(_Stage.ORDER, usual, others=tuple(others)))
+        elif node.stage is _Stage.ORDER:
+            self._open_order(bound, node)
+        elif node.stage is _Stage.STORAGE:
+            self._time(bound, node.configuration)
+        elif node.stage is _Stage.TIMED:
+            self._bound(bound, node)
+        else:
+            self._solve(bound, node)
+
+    def _open_order(self, bound: float, node: _Node) -> None:
+        placed = node.configuration
+        key = placed.table_key
+        if key not in self.made:
+            self.made[key] = self._tables(placed)
+        tables = self.made[key]
+        if tables is None:
+            return
+        least = max(bound, self._passes_bound(placed, tables))
+        for other in node.others:
+            slower = never_faster(self.extent.hardware, bare(placed), bare(other))
+            self._push(least if slower else bound, _Node(_Stage.ORDER, other), hoped_s=least)
+        for stored in storages(self.extent, placed):
+            self._push(least, _Node(_Stage.STORAGE, stored))
+
+    def _passes_bound(self, placed: Configuration, tables: StageTables) -> float:
+        key = placed.table_key
+        if key not in self.least:
+            # Tables are filled when they are first asked.
+            began = time.perf_counter()
+            self.least[key] = least_passes(tables)
+            self.result.timings["cost_tables"] += time.perf_counter() - began
+        way = (key, placed.pipeline > 1, placed.stride("pipeline"))
+        if way not in self.sends:
+            sends = self.model.sends_s(tables, placed)
+            self.sends[way] = np.sort(sends.min(axis=1)) if len(sends) else np.zeros(0)
+        counts = [unit.count for unit in tables.chain.units]
+        return passes_bound(placed, self.least[key], counts, self.model.shape(placed), self.sends[way])
+
+    def _tables(self, placed: Configuration) -> StageTables | None:
+        began = time.perf_counter()
+        try:
+            self.result.tables += 1
+            self.table_work += TABLE_AXIS ** max(0, len(placed.inner_mesh().axes) - 1)
+            return self.tables_of(placed)
+        except InputError as error:
+            self.result.refused = self.result.refused or str(error)
+            return None
+        finally:
+            self.result.timings["cost_tables"] += time.perf_counter() - began
+
+    def _time(self, bound: float, stored: Configuration) -> None:
+        """Bound a storage by time alone."""
+        began = time.perf_counter()
+        tables = self.made[stored.table_key]
+        assert tables is not None  # its order was opened
+        task = self.model.task(tables, stored)
+        self._push(max(bound, task_bound(task)), _Node(_Stage.TIMED, stored, task))
+        self.result.timings["bounds"] += time.perf_counter() - began
+
+    def _bound(self, bound: float, node: _Node) -> None:
+        """Bound it with the memory limit."""
+        began = time.perf_counter()
+        assert node.task is not None  # timed nodes have one
+        bound = max(bound, memory_bound(node.task))
+        self.result.timings["bounds"] += time.perf_counter() - began
+        if np.isinf(bound):
+            self._misfit(node.configuration, node.task)
+        else:
+            self._push(bound, _Node(_Stage.BOUNDED, node.configuration, node.task))
+
+    def _solve(self, bound: float, node: _Node) -> None:
+        """Partition a configuration, or partition it again with more ways where its proof was too weak."""
+        began = time.perf_counter()
+        tables, task = self.made[node.configuration.table_key], node.task
+        assert tables is not None
+        assert task is not None
+        self.result.solved += 1
+        few = task if node.width > WIDTH else simplified(task)
+        found = partition(few, width=node.width)
+        self.result.timings["partition"] += time.perf_counter() - began
+        if found is None:
+            if node.placed is None:
+                self._misfit(node.configuration, task)
+                if not proves_misfit(task, simplified(task), node.width):
+                    self.unproven.append(bound)
+            return
+        # What holds for few ways of each unit says nothing of those that were left out.
+        proven = found.lower_bound_s if few is task else 0.0
+        found = replace(found, lower_bound_s=min(max(bound, proven), found.objective_s))
+        placed = Placed(configuration=node.configuration, tables=tables, task=task, partition=found)
+        if node.placed is None:
+            self.shapes[shape_of(node.configuration)] += 1
+        else:
+            self.result.found.remove(node.placed)
+            if node.placed.objective_s < placed.objective_s:
+                better = replace(node.placed.partition, lower_bound_s=found.lower_bound_s)
+                placed = replace(placed, partition=better)
+        self.result.found.append(placed)
+        self.best = min(self.best, placed.objective_s)
+        if placed.partition.lower_bound_s < placed.objective_s * (1 - PROOF):
+            if task.chunks == 1 and node.width < WIDEST and simplified(task) is task:
+                again = _Node(_Stage.SOLVED, node.configuration, task, placed, node.width * 8)
+                self._push(placed.partition.lower_bound_s, again)
+            else:
+                self.unproven.append(placed.partition.lower_bound_s)
+
+    def _misfit(self, configuration: Configuration, task: PartitionTask) -> None:
+        rank, needed = least_memory(task)
+        self.result.unfit.append(Unfit(configuration=configuration, rank=rank, needed_bytes=needed))
+
+
+def bare(configuration: Configuration) -> Configuration:
+    """Degrees and order alone."""
+    c = configuration
+    return Configuration(
+        pipeline=c.pipeline, data=c.data, context=c.context, expert=c.expert, tensor=c.tensor, order=c.order
+    )
+
+
+def shape_of(configuration: Configuration) -> tuple[int, int, int]:
+    """Data-parallel, tensor and pipeline degrees."""
+    return configuration.data_parallel, configuration.tensor, configuration.pipeline
+
+
+def least_memory(task: PartitionTask) -> tuple[int, float]:
+    """The rank that cannot do with less than the most memory, and the bytes it needs; units shared out evenly."""
+    flight = np.full(task.ranks, np.inf)
+    np.minimum.at(flight, task.rank_of, task.in_flight)
+    units = np.repeat(np.arange(len(task.counts)), task.counts)
+    needed = np.zeros(task.ranks)
+    for rank, part in enumerate(np.array_split(units, task.ranks)):
+        for kind in part.tolist():
+            ways = task.kinds[kind]
+            needed[rank] += float((flight[rank] * ways.values[:, 4] + ways.values[:, 5]).min())
+        needed[rank] += max((float(task.kinds[k].values[:, 6].min()) for k in part.tolist()), default=0.0)
+    fullest = int(np.argmax(needed))
+    return fullest, float(needed[fullest])
+
+
+def diverse(found: list[Placed], count: int) -> Iterator[Placed]:
+    """The best plans, at most `PER_SHAPE` of one shape and none that behaves like one before it."""
+    shapes: Counter[tuple[int, int, int]] = Counter()
+    seen: set[tuple[object, ...]] = set()
+    given = 0
+    for placed in sorted(found, key=lambda p: p.objective_s):
+        behaviour = _behaviour(placed)
+        shape = shape_of(placed.configuration)
+        if given < count and behaviour not in seen and shapes[shape] < PER_SHAPE:
+            seen.add(behaviour)
+            shapes[shape] += 1
+            given += 1
+            yield placed
+
+
+def _behaviour(placed: Placed) -> tuple[object, ...]:
+    c = placed.configuration
+    storage = (c.optimizer_sharding, c.shard_size, c.offload) if c.data > 1 else ()
+    return (
+        c.mesh(), c.pipeline, c.stride("pipeline"), c.virtual, c.schedule, c.micro_batch, storage,
+        placed.partition.ends, placed.partition.labels,
+    )  # fmt: skip

@@ -1,0 +1,154 @@
+"""What the closed form needs to know of a pipeline schedule: who holds which chunk, what fills, what is in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from planner.search.stages.fragments import FloatArray, IntArray
+from simulator.pipeline import PipelineCosts, simulate_pipeline
+from simulator.schedules import ActionKind, make_schedule
+
+ONE_STAGE = "none"
+SPLIT = frozenset({"zb_h1", "zbv"})
+"""Schedules that put off weight gradients."""
+SEARCHED = ("1f1b", "interleaved_1f1b", "zb_h1", "zbv", "gpipe")
+"""Schedules that are searched where none is pinned, besides no pipeline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScheduleShape:
+    """A schedule in numbers.
+
+    Attributes
+    ----------
+    rank_of : (chunks,) rank of each chunk in the order of the network
+    in_flight : (chunks,) micro-batches that a chunk keeps when its rank keeps most of all its chunks
+    fill_share : part of a chunk's passes that the fill pays
+    split : the fill pays for the longer of a forward and half a backward pass instead of both passes
+    fill_sends, steady_sends : how often the fill and a rank pay for the messages over a cut
+    hidden_share : part of a rank's own time behind which its messages hide
+    """
+
+    rank_of: IntArray
+    in_flight: FloatArray
+    fill_share: float
+    split: bool
+    fill_sends: float
+    steady_sends: float
+    hidden_share: float = 0.0
+
+    def fill_s(self, forward_s: FloatArray, backward_s: FloatArray) -> FloatArray:
+        """Seconds that passes add to the fill of the pipeline."""
+        seconds = np.maximum(forward_s, backward_s / 2) if self.split else forward_s + backward_s
+        filled: FloatArray = self.fill_share * seconds
+        return filled
+
+
+@lru_cache(maxsize=256)
+def schedule_shape(name: str, ranks: int, chunks: int, micro_batches: int) -> ScheduleShape:
+    """The shape of a schedule of `chunks` chunks a rank.
+
+    With F and B the passes of one rank's chunks together, a step takes M (F + B) and the fill, which is (p - 1)(F + B)
+    for 1F1B and GPipe, that over v for v interleaved chunks, (p - 1) max(F, B / 2) for ZB-H1 and half of that for ZBV,
+    whose backward passes are split in two halves (`simulator.schedules.formulas` has the sources). 1F1B and ZB-H1 have
+    as many micro-batches in flight as there are ranks behind a rank: 1F1B then waits for the messages of every one of
+    them, (p - 1)/p times on average. Interleaved, the first rank has p v + p - 1 passes in flight, p - 1 more than a
+    micro-batch's way through all chunks and back takes: behind those messages hide. The other schedules have more in
+    flight and wait in the fill only.
+    """
+    if name == ONE_STAGE:
+        one = np.ones(1)
+        return ScheduleShape(
+            rank_of=np.zeros(1, dtype=np.int64), in_flight=one, fill_share=0.0, split=False, fill_sends=0.0,
+            steady_sends=0.0,
+        )  # fmt: skip
+    schedule = make_schedule(name, ranks, _enough(name, ranks, micro_batches), chunks)
+    waits, hidden = (micro_batches - 1) * (ranks - 1) / ranks if name == "1f1b" else 0.0, 0.0
+    if name == "interleaved_1f1b":
+        around, passes = ranks * chunks, ranks * chunks + ranks - 1
+        waits, hidden = micro_batches * (around - 1) / passes, (ranks - 1) / passes
+    return ScheduleShape(
+        rank_of=schedule.stage_rank.astype(np.int64),
+        in_flight=_in_flight(name, ranks, chunks, micro_batches),
+        fill_share=1.0 / chunks,
+        split=name in SPLIT,
+        fill_sends=1.0,
+        steady_sends=waits,
+        hidden_share=hidden,
+    )
+
+
+def uneven_s(name: str, ranks: int, chunks: int, micro_batches: int, seconds: FloatArray) -> float:
+    """Seconds by which a step with several chunks a rank takes longer than fill and turns say, less than 0 if shorter.
+
+    Turns follow one another without a wait only where they are equally long; otherwise ranks that are at different
+    turns wait for one another. There is no closed form for that: the passes of few micro-batches are simulated, and
+    more of them go on at the same pace.
+
+    Parameters
+    ----------
+    seconds : (ranks * chunks,) both passes of a micro-batch, taken to be a third forward
+    """
+    scaled = np.round(seconds / max(float(seconds.max()), 1e-30), 3)
+    return float(seconds.max()) * _uneven(name, ranks, chunks, micro_batches, tuple(scaled.tolist()))
+
+
+@lru_cache(maxsize=4096)
+def _uneven(name: str, ranks: int, chunks: int, micro_batches: int, seconds: tuple[float, ...]) -> float:
+    both = np.array(seconds)
+    forward, backward = both / 3, both * 2 / 3
+    costs = PipelineCosts(forward_s=forward, backward_s=backward)
+
+    def step_s(count: int) -> float:
+        return simulate_pipeline(make_schedule(name, ranks, count, chunks), costs).step_time_s
+
+    few = 3 * ranks
+    if micro_batches <= few:
+        made = step_s(micro_batches)
+    else:
+        made = step_s(few)
+        made += (made - step_s(few - ranks)) / ranks * (micro_batches - few)
+    fill = schedule_shape(name, ranks, chunks, micro_batches).fill_s(forward, backward)
+    turns = (micro_batches * both - fill).reshape(chunks, ranks)
+    return made - float(fill.sum() + turns.max(axis=1).sum())
+
+
+def fits_schedule(name: str, ranks: int, chunks: int, micro_batches: int) -> bool:
+    """Whether the schedule exists for these numbers and its closed form holds."""
+    if name == ONE_STAGE:
+        return ranks == 1
+    if ranks == 1:
+        return False
+    if name == "interleaved_1f1b":
+        return chunks > 1 and micro_batches % ranks == 0
+    if name == "zbv":
+        return chunks == 2 and micro_batches >= 2 * ranks
+    if name == "zb_h1":
+        return chunks == 1 and micro_batches >= 2 * ranks
+    return chunks == 1
+
+
+def _enough(name: str, ranks: int, micro_batches: int) -> int:
+    """Micro-batches after which nothing new happens; GPipe keeps all of them."""
+    return micro_batches if name == "gpipe" else min(micro_batches, 3 * ranks)
+
+
+def _in_flight(name: str, ranks: int, chunks: int, micro_batches: int) -> FloatArray:
+    """(chunks,) forward passes less finished backward passes of each chunk, when its rank has most in flight."""
+    if name == "gpipe":
+        return np.full(ranks, float(micro_batches))
+    schedule = make_schedule(name, ranks, _enough(name, ranks, micro_batches), chunks)
+    change = np.zeros((schedule.size, ranks * chunks), dtype=np.int64)
+    begins = schedule.kind == ActionKind.FORWARD
+    ends = (schedule.kind == ActionKind.BACKWARD) | (schedule.kind == ActionKind.WEIGHT_GRADIENT)
+    rows = np.arange(schedule.size)
+    change[rows, schedule.stage] = begins.astype(np.int64) - ends
+    result = np.zeros(ranks * chunks)
+    for rank in range(ranks):
+        level = np.cumsum(change[schedule.offsets[rank] : schedule.offsets[rank + 1]], axis=0)
+        mine = schedule.stage_rank == rank
+        result[mine] = level[int(np.argmax(level.sum(axis=1)))][mine]
+    return result

@@ -1,0 +1,366 @@
+"""The closed form of one training step: what the search over configurations minimises.
+
+Seconds of a step of M micro-batches on p pipeline ranks::
+
+    sum over chunks fill  +  sum over turns max over ranks (M (F + B) - fill + once)
+
+F and B are the passes of a chunk, messages inside the stage mesh and recomputation included; the fill is what
+`planner.search.configurations.schedule_shapes` says of the schedule; a turn is one chunk of each rank. ``once`` is
+what a rank does once a step:
+
+* its optimizer update, on the part of the states that it holds, with the way to the host and back where states live
+  there;
+* sums of gradients inside the stage mesh (over sequence shards and the like);
+* with ZeRO-1 and 2 what the all-gather of each unit's parameters exposes beside its first forward pass;
+* what the data-parallel sum of gradients leaves exposed: messages start behind the backward pass of their unit in
+  the last micro-batch, one after the other.
+
+With several micro-batches every one adds its gradients to those before, a kernel for each parameter. ZeRO-2
+reduce-scatters every micro-batch's gradients in buckets, ZeRO-3 those of a unit in one message, and gathers a unit's
+parameters in one before its forward and its backward pass: a pass of a unit takes as long as the longer of its own work
+and its messages. Nothing else overlaps, and links are shared as `simulator.topology` has it for groups of one kind.
+
+Memory of a rank: parameters, gradients and optimizer states, each whole or sharded by the ZeRO level; activations of
+the micro-batches in flight; what stands while one unit goes backward: gradients on their way, gathered parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from planner.graph.operator_graph import DTYPE_BYTES
+from planner.search.configurations.schedule_shapes import ONE_STAGE, SPLIT, ScheduleShape, schedule_shape, uneven_s
+from planner.search.stages.fragments import FloatArray, Fragments, pruned
+from planner.search.stages.segments import MANY, PartitionTask
+from planner.sharding.placement import Mesh, MeshAxis
+from planner.work import Optimizer, state_bytes, update_traffic
+from simulator.corrections import kernel_factor, message_time
+from simulator.hardware import Hardware
+from simulator.kernels import kernel_time
+from simulator.program import Collective, Kernel
+from simulator.topology import group_shape
+
+if TYPE_CHECKING:
+    from planner.search.units.labels import StageTables, UnitLabels
+
+AXES = ("pipeline", "data", "context", "expert", "tensor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """Everything but operator strategies, stages and recomputation.
+
+    ``data`` is the mesh axis: ranks that hold copies of the same experts; data-parallel ranks are ``data * expert``.
+    ``order`` names the axes from the outermost to the one with neighbouring ranks.
+    """
+
+    pipeline: int = 1
+    virtual: int = 1
+    schedule: str = ONE_STAGE
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+    tensor: int = 1
+    order: tuple[str, ...] = AXES
+    micro_batch: int = 1
+    micro_batches: int = 1
+    optimizer_sharding: str = "none"
+    shard_size: int = 0
+    offload: bool = False
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Size of every axis."""
+        return {axis: int(getattr(self, axis)) for axis in AXES}
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks with batches of their own."""
+        return self.data * self.expert
+
+    @property
+    def devices(self) -> int:
+        """Product of all axes."""
+        return prod(self.degrees.values())
+
+    def stride(self, axis: str) -> int:
+        """Distance in rank between neighbours along an axis."""
+        inner = self.order[self.order.index(axis) + 1 :]
+        return prod(self.degrees[name] for name in inner)
+
+    def mesh(self) -> Mesh:
+        """Mesh of one stage, axes of one rank left out."""
+        names = [a for a in AXES[1:] if self.degrees[a] > 1]
+        return Mesh(
+            tuple(MeshAxis(name, self.degrees[name]) for name in names), tuple(self.stride(name) for name in names)
+        )
+
+    def inner_mesh(self) -> Mesh:
+        """The stage mesh without its data axis: what one table of labels is about."""
+        names = [a for a in AXES[2:] if self.degrees[a] > 1]
+        return Mesh(
+            tuple(MeshAxis(name, self.degrees[name]) for name in names), tuple(self.stride(name) for name in names)
+        )
+
+    @property
+    def table_key(self) -> tuple[object, ...]:
+        """Configurations with equal keys share a table of labels."""
+        mesh = self.inner_mesh()
+        return (mesh, self.micro_batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepModel:
+    """Turns labels into fragments and partition tasks of a configuration.
+
+    ``limit_bytes`` is the memory of a device.
+    """
+
+    hardware: Hardware
+    optimizer: Optimizer
+    dtype: str
+    limit_bytes: float
+    bucket_bytes: float
+
+    def task(self, tables: StageTables, configuration: Configuration) -> PartitionTask:
+        """The partition task of a configuration."""
+        shape = self.shape(configuration)
+        units = _stored(tables, shape)
+        kinds: list[Fragments] = []
+        trained = _trained(tables)
+        for number, unit in enumerate(units):
+            again = number > 0 and _equal(units[number - 1], unit) and trained[number - 1] == trained[number]
+            kinds.append(kinds[-1] if again else self.fragments(unit, configuration, shape, trained[number]))
+        counts = [unit.count for unit in tables.chain.units]
+        sends = self.sends_s(tables, configuration)
+        kinds, counts = _merged(kinds, counts)
+        return PartitionTask(
+            kinds=tuple(kinds),
+            counts=tuple(counts),
+            sends_s=sends,
+            fill_sends=shape.fill_sends,
+            steady_sends=shape.steady_sends,
+            ranks=configuration.pipeline,
+            chunks=configuration.virtual,
+            rank_of=shape.rank_of,
+            in_flight=shape.in_flight,
+            limit_bytes=self.limit_bytes,
+            hidden_share=shape.hidden_share,
+            uneven_s=partial(_uneven_s, configuration) if configuration.virtual > 1 else None,
+        )
+
+    def shape(self, configuration: Configuration) -> ScheduleShape:
+        """The schedule in numbers."""
+        c = configuration
+        return schedule_shape(c.schedule, c.pipeline, c.virtual, c.micro_batches)
+
+    def fragments(
+        self, labels: UnitLabels, configuration: Configuration, shape: ScheduleShape, trained: int = 1
+    ) -> Fragments:
+        """Ways of one unit of `trained` parameters: what no other way beats at once in time and memory."""
+        c = configuration
+        elements = labels.parameter_elements + labels.expert_elements
+        forward_s, backward_s, exposed = self._passes(labels, elements, c, trained)
+        sync_s = self._synchronisation_s(elements, c)
+        size = np.maximum(elements * DTYPE_BYTES[self.dtype], 1.0)
+        fill = shape.fill_s(forward_s, backward_s)
+        steady = c.micro_batches * (forward_s + backward_s) - fill + labels.step_s
+        steady = steady + self._once_s(elements, forward_s, c, trained)
+        hidden = backward_s if self.hardware.overlaps_communication else np.zeros_like(backward_s)
+        last = sync_s * np.minimum(1.0, self.bucket_bytes / size)
+        values = np.stack(
+            [
+                fill,
+                steady,
+                np.maximum(sync_s - hidden, last),
+                sync_s - hidden,
+                labels.activation_bytes,
+                self.resident_bytes(elements, c),
+                labels.transient_bytes + exposed,
+            ],
+            axis=1,
+        )
+        count = len(forward_s)
+        entry, leave = (np.asarray(states, dtype=np.int64) for states in (labels.entry, labels.exit))
+        ways = Fragments(values, entry, leave, np.arange(count)[:, None])
+        return pruned(ways, width=count) if count <= MANY else ways
+
+    def sends_s(self, tables: StageTables, configuration: Configuration) -> FloatArray:
+        """(units - 1, states) seconds of an activation and of its gradient over a cut behind each unit."""
+        units, boundaries = tables.chain.units, tables.boundaries
+        width = max((len(boundary.forward_bytes) for boundary in boundaries), default=1)
+        seconds = np.zeros((len(boundaries), width))
+        for number, boundary in enumerate(boundaries if configuration.pipeline > 1 else ()):
+            for payload in (boundary.forward_bytes, boundary.backward_bytes):
+                sent = self.message_s(Collective.SEND, payload, 2, configuration.stride("pipeline"))
+                seconds[number, : len(payload)] += np.where(payload > 0, sent, 0.0)
+        # Between equal blocks goes what goes between the first and the second of them.
+        rows = [place for n, unit in enumerate(units) for place in [n - 1] * (unit.count - 1) + [n]]
+        return seconds[[min(max(row, 0), len(boundaries) - 1) for row in rows[:-1]]]
+
+    def message_s(self, collective: Collective, payload: FloatArray, size: int, stride: int) -> FloatArray:
+        """Seconds (n,) of a collective in groups of `size` ranks, `stride` apart."""
+        if size == 1:
+            return np.zeros_like(payload)
+        group = group_shape(self.hardware, size, stride)
+        return message_time(self.hardware, collective, np.maximum(payload, 1.0), group)
+
+    # Data parallelism
+
+    def shards(self, configuration: Configuration) -> int:
+        """Ranks that optimizer states are shared out to."""
+        c = configuration
+        return 1 if c.optimizer_sharding == "none" else (c.shard_size or c.data)
+
+    def _fused_s(self, collective: Collective, elements: FloatArray, size: int, stride: int) -> FloatArray:
+        """Seconds of messages that are fused up to the size of a bucket."""
+        payload = elements * DTYPE_BYTES[self.dtype]
+        sent = np.maximum(payload, self.bucket_bytes)
+        return np.asarray(self.message_s(collective, sent, size, stride) * (payload / sent))
+
+    def _synchronisation_s(self, elements: FloatArray, c: Configuration) -> FloatArray:
+        """Seconds of the sum of gradients over the data axis, once a step."""
+        stride = c.stride("data")
+        if c.optimizer_sharding == "none":
+            return self._fused_s(Collective.ALL_REDUCE, elements, c.data, stride)
+        shards = self.shards(c)
+        scatter = self._fused_s(Collective.REDUCE_SCATTER, elements, shards, stride)
+        if self._scatters_each(c):
+            scatter = np.zeros_like(scatter)
+        return scatter + self._fused_s(Collective.ALL_REDUCE, elements / shards, c.data // shards, stride * shards)
+
+    @staticmethod
+    def _scatters_each(c: Configuration) -> bool:
+        """Whether every micro-batch's gradients are reduce-scattered."""
+        return c.optimizer_sharding == "zero3" or (c.optimizer_sharding == "zero2" and c.micro_batches > 1)
+
+    def _passes(
+        self, labels: UnitLabels, elements: FloatArray, c: Configuration, trained: int
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Passes with the messages that go along with every micro-batch, and bytes that stand during one."""
+        forward_s, backward_s = labels.forward_s, labels.backward_s
+        size = elements * DTYPE_BYTES[self.dtype]
+        shards, stride = self.shards(c), c.stride("data")
+        exposed = np.zeros_like(forward_s)
+        accumulation = self._accumulation_s(elements, c, trained)
+        if c.optimizer_sharding in ("none", "zero1"):
+            backward_s = backward_s + accumulation
+        if c.optimizer_sharding == "zero2" and self._scatters_each(c):
+            scatter = self._fused_s(Collective.REDUCE_SCATTER, elements, shards, stride)
+            backward_s, exposed = self._beside(backward_s, scatter + accumulation), size
+        if c.optimizer_sharding == "zero3":
+            gather = np.where(size > 0, self.message_s(Collective.ALL_GATHER, size, shards, stride), 0.0)
+            scatter = np.where(size > 0, self.message_s(Collective.REDUCE_SCATTER, size, shards, stride), 0.0)
+            forward_s = self._beside(forward_s, gather)
+            if c.schedule in SPLIT:
+                half = backward_s / 2
+                backward_s = self._beside(half, gather) + self._beside(half, scatter + accumulation)
+            else:
+                backward_s = self._beside(backward_s, gather + scatter + accumulation)
+            # A unit's parameters and gradients, and the parameters of the next one.
+            exposed = 3.0 * size
+        return forward_s, backward_s, exposed
+
+    def _accumulation_s(self, elements: FloatArray, c: Configuration, trained: int) -> FloatArray:
+        """Seconds in which a micro-batch's gradients are added to those before: two are read and one is written."""
+        if c.micro_batches == 1:
+            return np.zeros_like(elements)
+        held = elements / (self.shards(c) if c.optimizer_sharding in ("zero2", "zero3") else 1)
+        moved = 3.0 * held * DTYPE_BYTES[self.dtype]
+        return self._kernels_s(Kernel.ELEMENTWISE, np.zeros_like(moved), moved, c, trained)
+
+    def _kernels_s(
+        self, kernel: Kernel, flops: FloatArray, moved: FloatArray, c: Configuration, count: int
+    ) -> FloatArray:
+        """Seconds (n,) of work that `count` kernels share."""
+        seconds = count * kernel_time(self.hardware, kernel, self.dtype, flops / count, moved / count)
+        return np.where(moved > 0, seconds * kernel_factor(self.hardware, kernel, self.dtype, c.devices), 0.0)
+
+    def _beside(self, work_s: FloatArray, messages_s: FloatArray) -> FloatArray:
+        if not self.hardware.overlaps_communication:
+            return work_s + messages_s
+        return np.maximum(work_s, messages_s)
+
+    def _once_s(self, elements: FloatArray, forward_s: FloatArray, c: Configuration, trained: int) -> FloatArray:
+        """Seconds of the update, of states that come from the host and go, and what gathering parameters exposes."""
+        shards = self.shards(c)
+        held = elements / shards
+        update, hardware = self.optimizer, self.hardware
+        traffic = held * update_traffic(update, self.dtype)
+        seconds = self._kernels_s(Kernel.OPTIMIZER, held * update.flops, traffic, c, trained)
+        if c.optimizer_sharding in ("zero1", "zero2"):
+            gather = self._fused_s(Collective.ALL_GATHER, elements, shards, c.stride("data"))
+            hidden = forward_s if hardware.overlaps_communication else 0.0
+            seconds = seconds + np.maximum(gather - hidden, 0.0)
+        if c.offload:
+            seconds = seconds + 2.0 * held * state_bytes(update, self.dtype) / host_bandwidth(hardware)
+        return np.where(elements > 0, seconds, 0.0)
+
+    def resident_bytes(self, elements: FloatArray, configuration: Configuration) -> FloatArray:
+        """Bytes of parameters, gradients and optimizer states that stand through the step."""
+        c, shards = configuration, self.shards(configuration)
+        size = float(DTYPE_BYTES[self.dtype])
+        # Where states are sharded, a rank holds its shard of the parameters and, but for ZeRO-3, gathered ones.
+        parameter = size / shards + (size if c.optimizer_sharding in ("zero1", "zero2") else 0.0)
+        gradient = size / shards if c.optimizer_sharding in ("zero2", "zero3") else size
+        state = 0.0 if c.offload else state_bytes(self.optimizer, self.dtype) / shards
+        resident: FloatArray = elements * (parameter + gradient + state)
+        return resident
+
+
+def _uneven_s(configuration: Configuration, passes_s: FloatArray) -> float:
+    c = configuration
+    return uneven_s(c.schedule, c.pipeline, c.virtual, c.micro_batches, passes_s / c.micro_batches)
+
+
+def host_bandwidth(hardware: Hardware) -> float:
+    """Bytes a second between one device and its host; 0 where the profile does not say."""
+    node = hardware.node
+    direct = node.host_bandwidth_bytes_per_s if node is not None else 0.0
+    return direct or hardware.reliability.snapshot_bandwidth_bytes_per_s
+
+
+def _stored(tables: StageTables, shape: ScheduleShape) -> tuple[UnitLabels, ...]:
+    """Labels with tied parameters stored on every rank that reads them: they count in the first unit that does."""
+    units = list(tables.units)
+    if shape.rank_of[0] != shape.rank_of[-1]:
+        for tied in tables.tied:
+            for number in tied.units[1:]:
+                elements = units[number].parameter_elements + tied.elements
+                units[number] = replace(units[number], parameter_elements=elements)
+    return tuple(units)
+
+
+def _trained(tables: StageTables) -> list[int]:
+    """Trained parameters of every unit, at least 1."""
+    trained = {parameter.node for parameter in tables.parts.graph.parameters if parameter.gradient is not None}
+    return [max(1, len(trained.intersection(unit.nodes))) for unit in tables.chain.units]
+
+
+def _equal(one: UnitLabels, other: UnitLabels) -> bool:
+    times = ("forward_s", "backward_s", "step_s", "recompute", "entry", "exit")
+    sizes = ("activation_bytes", "transient_bytes", "parameter_elements", "expert_elements")
+    return one is other or all(np.array_equal(getattr(one, n), getattr(other, n)) for n in (*times, *sizes))
+
+
+def _merged(kinds: list[Fragments], counts: list[int]) -> tuple[list[Fragments], list[int]]:
+    """Join neighbouring kinds of unit that are alike, so that a run's first block is one of the run."""
+    merged: list[Fragments] = []
+    together: list[int] = []
+    for kind, count in zip(kinds, counts, strict=True):
+        if merged and (merged[-1] is kind or _alike(merged[-1], kind)):
+            together[-1] += count
+        else:
+            merged.append(kind)
+            together.append(count)
+    return merged, together
+
+
+def _alike(one: Fragments, other: Fragments) -> bool:
+    fields = ("values", "entry", "exit", "labels")
+    return len(one) == len(other) and all(np.array_equal(getattr(one, f), getattr(other, f)) for f in fields)

@@ -1,0 +1,1 @@
+"""Min-plus elimination over operators: exact, with proofs."""

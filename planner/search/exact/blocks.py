@@ -1,0 +1,140 @@
+"""Runs of equal blocks as variables: which tables count once, and which once a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.graph.operator_graph import Run
+from planner.search.problem.problem import Problem
+from simulator.errors import UnsupportedError
+
+Variables = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A run's second block as variables: entrance (in the first block), exit, inside, and shared ones.
+
+    ``count`` is how often it stands in a row. ``met`` are the stations of the entrance: what they cost depends on
+    the block that reads them. ``left`` are those of the exit, read by what follows the run.
+    """
+
+    entrance: Variables
+    exit: Variables
+    inside: Variables
+    shared: Variables
+    count: int
+    met: frozenset[int] = frozenset()
+    left: frozenset[int] = frozenset()
+
+    @property
+    def ends(self) -> Variables:
+        """What the rest of the graph sees of a row of blocks: the dims of its table."""
+        return (*self.shared, *self.entrance, *self.exit)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All tables by where they count: `in_block` in every layer of a run but the first, `outside` once."""
+
+    blocks: tuple[Block, ...]
+    outside: tuple[Variables, ...]
+    in_block: tuple[tuple[Variables, ...], ...]
+
+    def repeated(self) -> set[int]:
+        """Variables that every layer has for itself."""
+        return {v for block in self.blocks for v in (*block.inside, *block.exit)}
+
+
+def layout(problem: Problem) -> Layout:
+    """Assign every table of `problem` to a block or to the rest.
+
+    Raises
+    ------
+    UnsupportedError
+        Where the two blocks of a run offer different states (`planner.search.problem.unaligned` shortens such runs).
+    """
+    sizes = [len(s) for s in problem.states]
+    blocks = tuple(_block(problem, run, sizes) for run in problem.graph.runs)
+    owner: dict[int, int] = {}
+    for number, block in enumerate(blocks):
+        owner.update(dict.fromkeys((*block.inside, *block.exit), number))
+    in_block: list[list[Variables]] = [[] for _ in blocks]
+    outside: list[Variables] = []
+    for scope in [*((v,) for v in range(len(sizes))), *problem.pairs]:
+        home = _home(scope, blocks, owner)
+        (outside if home is None else in_block[home]).append(scope)
+    return Layout(blocks, tuple(outside), tuple(tuple(scopes) for scopes in in_block))
+
+
+def _home(scope: Variables, blocks: Sequence[Block], owner: Mapping[int, int]) -> int | None:
+    """Number of the block whose table counts in every layer but the first, None where it counts once."""
+    if len(scope) == 1:
+        met = next((number for number, block in enumerate(blocks) if scope[0] in block.met), None)
+        left = any(scope[0] in block.left for block in blocks)
+        return met if met is not None else None if left else owner.get(scope[0])
+    for number in {owner[v] for v in scope if v in owner}:
+        block = blocks[number]
+        if all(v in block.inside or v in block.ends for v in scope):
+            return number
+    return None
+
+
+def _block(problem: Problem, run: Run, sizes: list[int]) -> Block:
+    """Find the variables of a run's second block and how they hang together with the rest."""
+    decisions = problem.decisions
+    first = _variables_of(problem, run.first)
+    second = _variables_of(problem, run.second)
+    back = _aligned(problem, run)
+    members = set(second)
+    neighbours: dict[int, set[int]] = {}
+    for a, b in problem.pairs:
+        neighbours.setdefault(a, set()).add(b)
+        neighbours.setdefault(b, set()).add(a)
+    around = {n for v in members for n in neighbours.get(v, ())} - members
+    exits = sorted(v for v in members if back[v] in around)
+    entrance = tuple(back[v] for v in exits)
+    others = around - set(first)
+    inside = tuple(v for v in sorted(members) if v not in exits)
+    shared = {n for n in others if any(n in neighbours.get(v, ()) for v in inside)}
+    shared |= {n for n in others for v in exits if n in neighbours[v] & neighbours.get(back[v], set())}
+    if any(sizes[back[v]] != sizes[v] for v in exits):
+        raise _unaligned(run)
+    left = frozenset(v for v in exits if decisions.variables[v].tensor is not None)
+    met = frozenset(back[v] for v in left)
+    return Block(entrance, tuple(exits), inside, tuple(sorted(shared)), run.count - 1, met, left)
+
+
+def _variables_of(problem: Problem, nodes: tuple[int, ...]) -> tuple[int, ...]:
+    """Variables that decide `nodes`, and the stations of what those make."""
+    decisions = problem.decisions
+    group = set(nodes)
+    made = {n for n, v in enumerate(decisions.variables) if v.tensor is not None and v.tensor.node in group}
+    followed = {decisions.of_node[i] for i in nodes} - {-1}
+    return tuple(sorted(made | {n for n in followed if decisions.variables[n].tensor is None}))
+
+
+def _unaligned(run: Run) -> UnsupportedError:
+    return UnsupportedError(
+        f"the blocks of {run.prefix!r} look alike but offer different strategies, so that they are no run for the "
+        "folded search; take the graph and the decisions that planner.search.problem.unaligned.aligned returns"
+    )
+
+
+def _aligned(problem: Problem, run: Run) -> dict[int, int]:
+    """Variable of the first block that stands where each variable of the second block stands."""
+    decisions = problem.decisions
+    position = dict(zip(run.second, run.first, strict=True))
+    stations = {(v.tensor.node, v.tensor.output): n for n, v in enumerate(decisions.variables) if v.tensor is not None}
+    result = {}
+    for n in _variables_of(problem, run.second):
+        variable = decisions.variables[n]
+        if variable.tensor is not None:
+            twin = stations.get((position[variable.tensor.node], variable.tensor.output))
+            if twin is None:
+                raise _unaligned(run)
+            result[n] = twin
+        else:
+            result[n] = decisions.of_node[position[variable.nodes[0]]]
+    return result

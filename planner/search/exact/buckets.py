@@ -1,0 +1,358 @@
+"""Min-plus elimination planned once and run for any costs: the exact minimum of a sum of tables.
+
+Eliminating a variable needs a table over all its neighbours. What a neighbour's state means to it is often the same
+for many states (an operator cares where one tensor lies, not how its writer computed it), so a table has a row for
+each *class* of states that its parts cannot tell apart. Which state attains a minimum is worked out on the way back,
+for the one assignment that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.exact.elimination import Table, TooWideError
+
+Index = NDArray[np.intp]
+
+MAX_TABLE = 60_000_000
+MAX_WORK = 30_000_000_000
+CHUNK = 1 << 17
+SPARSE = 64
+"""Joint classes are sorted rather than tabulated where they may be so many times more than states."""
+WORTH_COMPILING = 300_000_000
+"""Entries of one step from which the compiled loop is loaded, which takes a process about 0.4 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The variables of a table, and for each the row that a state means, arrays ``(states,)``."""
+
+    variables: tuple[int, ...]
+    rows: tuple[Index, ...]
+
+    def counts(self) -> tuple[int, ...]:
+        """Rows along each dim of the table."""
+        return tuple(int(r.max(initial=-1)) + 1 for r in self.rows)
+
+
+def plain(variables: Sequence[int], sizes: Sequence[int]) -> Scope:
+    """The scope of a table with one row a state."""
+    return Scope(tuple(variables), tuple(np.arange(sizes[v]) for v in variables))
+
+
+def classes(*tables: Table) -> tuple[Index, Index]:
+    """Group equal slices along the first dim of all `tables`: the class of each, and one member of each class.
+
+    >>> classes(np.array([[1.0, 2.0], [0.0, 2.0], [1.0, 2.0]]))
+    (array([0, 1, 0]), array([0, 1]))
+    """
+    seen: dict[tuple[bytes, ...], int] = {}
+    first: list[int] = []
+    members = np.empty(len(tables[0]), dtype=np.intp)
+    rows = [np.ascontiguousarray(t) for t in tables]
+    for state in range(len(members)):
+        key = tuple(r[state].tobytes() for r in rows)
+        number = seen.setdefault(key, len(seen))
+        if number == len(first):
+            first.append(state)
+        members[state] = number
+    return members, np.array(first, dtype=np.intp)
+
+
+def join(maps: Sequence[Index]) -> tuple[Index, Index]:
+    """Classes that every map tells apart as far as it does: the class of each state, and one member of each.
+
+    >>> join([np.array([0, 0, 1]), np.array([0, 1, 1])])
+    (array([0, 1, 2]), array([0, 1, 2]))
+    """
+    code = maps[0]
+    entries = int(code.max(initial=-1)) + 1
+    for other in maps[1:]:
+        if other is not code:
+            size = int(other.max(initial=-1)) + 1
+            code = code * size + other
+            entries *= size
+    if entries > SPARSE * len(code):
+        _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+        return inverse.astype(np.intp), first
+    # Codes are few: a table of them says what a sort would.
+    at = np.full(entries, -1, dtype=np.intp)
+    at[code[::-1]] = np.arange(len(code) - 1, -1, -1)
+    there = at >= 0
+    if there.all():
+        return code, at
+    return (there.cumsum() - 1)[code], at[there]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """How one table enters a step: its dims in the step's order, and the row for each of the step's classes."""
+
+    source: int
+    order: tuple[int, ...]
+    picks: tuple[Index | None, ...]
+    shape: tuple[int, ...]
+    """With dims of one row where the part does not depend on a variable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Minimise over `variable`; the message has the dims of `scope`.
+
+    ``own`` lists the states of the variable by class, ``starts`` where each class starts.
+    """
+
+    variable: int
+    scope: Scope
+    shape: tuple[int, ...]
+    unary: tuple[tuple[int, Index], ...]
+    parts: tuple[Part, ...]
+    own: Index
+    starts: Index
+
+    @property
+    def work(self) -> int:
+        """Entries of the table that the message is the minimum of."""
+        return prod(self.shape) * len(self.starts)
+
+
+def sources(step: Step) -> list[int]:
+    """Numbers of the tables that a step takes up."""
+    return [*(number for number, _ in step.unary), *(part.source for part in step.parts)]
+
+
+class Buckets:
+    """An order of elimination for tables of given scopes, to be run for any costs.
+
+    Parameters
+    ----------
+    scopes
+        What each table depends on; the same order as the tables given to `run`.
+    sizes
+        States of every variable.
+    variables
+        Those to eliminate; others stay.
+
+    Raises
+    ------
+    TooWideError
+        Where a table would have over `MAX_TABLE` entries, or all together over `MAX_WORK`.
+    """
+
+    def __init__(self, scopes: Sequence[Scope], sizes: Sequence[int], variables: Iterable[int]) -> None:
+        self.sizes = sizes
+        self.scopes = list(scopes)
+        self.given = len(self.scopes)
+        self._touching: dict[int, list[int]] = {}
+        for number, scope in enumerate(self.scopes):
+            for v in scope.variables:
+                self._touching.setdefault(v, []).append(number)
+        self._counts = [s.counts() for s in self.scopes]
+        self.steps: list[Step] = []
+        self._plan(set(variables))
+        self.width = max((len(s.scope.variables) for s in self.steps), default=0)
+        self.largest = max((s.work for s in self.steps), default=0)
+        self.work = sum(s.work for s in self.steps)
+        dead = {s for step in self.steps for s in sources(step)}
+        self.left = [n for n in range(len(self.scopes)) if n not in dead]
+        """Numbers of the tables, given or made, that no step takes up."""
+
+    def _plan(self, remaining: set[int]) -> None:
+        weights = {v: self._weight(v) for v in remaining}
+        work = 0.0
+        while remaining:
+            v = min(remaining, key=lambda u: (weights[u], u))
+            remaining.discard(v)
+            step = self._step(v)
+            work += step.work
+            if prod(step.shape) > MAX_TABLE or work > MAX_WORK:
+                raise TooWideError(
+                    f"exact search would need a table of {step.work:.1e} entries (limits {MAX_TABLE:.0e} and, over "
+                    f"all, {MAX_WORK:.0e}): the graph is too densely connected; pin more dimensions, for example "
+                    "--pin tp=1"
+                )
+            self._add(step)
+            for n in step.scope.variables:
+                if n in remaining:
+                    weights[n] = self._weight(n)
+
+    def _add(self, step: Step) -> None:
+        number = len(self.scopes)
+        self.steps.append(step)
+        self.scopes.append(step.scope)
+        self._counts.append(step.shape)
+        gone = set(sources(step))
+        for n in step.scope.variables:
+            self._touching[n] = [t for t in self._touching[n] if t not in gone]
+            self._touching[n].append(number)
+
+    def _weight(self, variable: int) -> float:
+        """About how many entries eliminating `variable` takes now."""
+        counts: dict[int, float] = {}
+        for number in self._touching.get(variable, ()):
+            scope = self.scopes[number]
+            if len(scope.variables) > 1:
+                for v, rows in zip(scope.variables, self._counts[number], strict=True):
+                    counts[v] = counts.get(v, 1.0) * rows
+        return prod(min(c, float(self.sizes[v])) for v, c in counts.items())
+
+    def _step(self, variable: int) -> Step:
+        touching = self._touching.get(variable, [])
+        unary = tuple((t, self.scopes[t].rows[0]) for t in touching if len(self.scopes[t].variables) == 1)
+        others = [t for t in touching if len(self.scopes[t].variables) > 1]
+        maps: dict[int, list[Index]] = {}
+        for t in others:
+            for v, rows in zip(self.scopes[t].variables, self.scopes[t].rows, strict=True):
+                maps.setdefault(v, []).append(rows)
+        joined = {v: join(m) for v, m in maps.items()}
+        names = sorted(set(maps) - {variable}, key=lambda v: (-len(joined[v][1]), v))
+        own = joined[variable][0] if variable in joined else np.zeros(self.sizes[variable], dtype=np.intp)
+        by_class = np.argsort(own, kind="stable")
+        count = len(joined[variable][1]) if variable in joined else 1
+        dims = (*names, variable)
+        return Step(
+            variable=variable,
+            scope=Scope(tuple(names), tuple(joined[v][0] for v in names)),
+            shape=tuple(len(joined[v][1]) for v in names),
+            unary=unary,
+            parts=tuple(self._part(t, dims, joined) for t in others),
+            own=by_class,
+            starts=np.searchsorted(own[by_class], np.arange(count)),
+        )
+
+    def _part(self, number: int, dims: tuple[int, ...], joined: Mapping[int, tuple[Index, Index]]) -> Part:
+        scope, counts = self.scopes[number], self._counts[number]
+        order = tuple(sorted(range(len(scope.variables)), key=lambda i: dims.index(scope.variables[i])))
+        picks: list[Index | None] = []
+        for i in order:
+            rows = scope.rows[i][joined[scope.variables[i]][1]]
+            picks.append(None if len(rows) == counts[i] and (rows == np.arange(len(rows))).all() else rows)
+        shape = tuple(len(joined[v][1]) if v in scope.variables else 1 for v in dims)
+        return Part(number, order, tuple(picks), shape)
+
+    def run(self, tables: Sequence[Table]) -> list[Table]:
+        """Eliminate; returns the given tables followed by the message of each step."""
+        made = list(tables)
+        for step in self.steps:
+            own = own_costs(step, made)
+            parts = [part_table(part, made) for part in step.parts]
+            made.append(_minimum([own.reshape((1,) * len(step.shape) + (-1,)), *parts], step.shape))
+        return made
+
+    def total(self, made: Sequence[Table]) -> float:
+        """The minimum, once every variable is eliminated."""
+        return float(sum(float(made[n]) for n in self.left))
+
+    def recover(self, made: Sequence[Table], assignment: dict[int, int]) -> dict[int, int]:
+        """Complete `assignment` (states of what was not eliminated) with best states; ties go to the first class."""
+        result = dict(assignment)
+        for step in reversed(self.steps):
+            own = own_costs(step, made)
+            total = own.copy()
+            at = [rows[result[v]] for v, rows in zip(step.scope.variables, step.scope.rows, strict=True)]
+            for part in step.parts:
+                table = part_table(part, made)
+                index = tuple(a if n > 1 else 0 for a, n in zip(at, table.shape[:-1], strict=True))
+                total = total + table[index]
+            best = int(total.argmin())
+            end = step.starts[best + 1] if best + 1 < len(step.starts) else len(step.own)
+            states = step.own[step.starts[best] : end]
+            result[step.variable] = int(states[unary_costs(step, made)[states].argmin()])
+        return result
+
+
+def unary_costs(step: Step, made: Sequence[Table]) -> Table:
+    """Costs of a step's variable by itself, by its states."""
+    total = np.zeros(len(step.own))
+    for number, rows in step.unary:
+        total += made[number][rows]
+    return total
+
+
+def own_costs(step: Step, made: Sequence[Table]) -> Table:
+    """The least cost of each class of the variable's states, by itself."""
+    return np.minimum.reduceat(unary_costs(step, made)[step.own], step.starts)
+
+
+def part_table(part: Part, made: Sequence[Table]) -> Table:
+    """A table as it enters a step: broadcast over the step's dims."""
+    table = made[part.source].transpose(part.order)
+    for dim, picks in enumerate(part.picks):
+        if picks is not None:
+            table = table.take(picks, axis=dim)
+    return table.reshape(part.shape)
+
+
+def _minimum(arrays: Sequence[Table], shape: tuple[int, ...]) -> Table:
+    """Minimise the broadcast sum of `arrays` over the last dim; `shape` is that of the result."""
+    states = max(a.shape[-1] for a in arrays)
+    if prod(shape) * states >= WORTH_COMPILING:
+        groups = _apart(arrays, len(shape))
+        if groups is not None:
+            return _products(arrays, shape, states, groups)
+    out = np.empty(shape)
+    _fill(list(arrays), out, states)
+    return out
+
+
+def _fill(arrays: list[Table], out: Table, states: int) -> None:
+    if out.ndim < 2 or out.size * states <= CHUNK:
+        np.minimum.reduce(np.broadcast_to(_sum(arrays), (*out.shape, states)), axis=-1, out=out)
+        return
+    fixed = [a[0] for a in arrays if a.shape[0] == 1]
+    moving = [a for a in arrays if a.shape[0] > 1]
+    fixed = [_sum(fixed)] if fixed else []
+    for row in range(out.shape[0]):
+        _fill([*fixed, *(a[row] for a in moving)], out[row, ...], states)
+
+
+Dims = tuple[int, ...]
+
+
+def _apart(arrays: Sequence[Table], count: int) -> tuple[Dims, Dims, Dims] | None:
+    """Split dims so that, given the first group, each array depends on the second or on the third alone."""
+    spans = [{d for d in range(count) if a.shape[d] > 1} for a in arrays]
+    for given in [(), *((d,) for d in range(count))]:
+        rest = [d for d in range(count) if d not in given]
+        together = {rest[0]} if rest else set()
+        while True:
+            near = {d for span in spans if span & together for d in span} - set(given)
+            if near <= together:
+                break
+            together |= near
+        others = tuple(d for d in rest if d not in together)
+        if together and others:
+            return given, tuple(sorted(together)), others
+    return None
+
+
+def _products(arrays: Sequence[Table], shape: tuple[int, ...], states: int, groups: tuple[Dims, Dims, Dims]) -> Table:
+    """Min-plus products of matrices, one for each entry of the first group of dims."""
+    from planner.search.exact.compiled import min_plus_into
+
+    given, first, second = groups
+    order = (*given, *first, *second)
+    moved = [a.transpose((*order, a.ndim - 1)) for a in arrays]
+    sizes = [tuple(shape[d] for d in group) for group in groups]
+    lead, middle = len(given), len(given) + len(first)
+    out = np.empty([shape[d] for d in order])
+    for index in np.ndindex(*sizes[0]):
+        here = [a[tuple(i if a.shape[d] > 1 else 0 for d, i in enumerate(index))] for a in moved]
+        left = [a for a in here if prod(a.shape[middle - lead : -1]) == 1]
+        right = [a for a in here if prod(a.shape[middle - lead : -1]) > 1]
+        rows = np.broadcast_to(_sum(left), (*sizes[1], *(1 for _ in second), states)).reshape(-1, states)
+        columns = np.broadcast_to(_sum(right), (*(1 for _ in first), *sizes[2], states)).reshape(-1, states)
+        min_plus_into(rows, np.ascontiguousarray(columns.T), out[index].reshape(len(rows), len(columns)))
+    return np.ascontiguousarray(out.transpose(np.argsort(order)))
+
+
+def _sum(arrays: Sequence[Table]) -> Table:
+    total, *others = sorted(arrays, key=lambda table: table.size)
+    for table in others:
+        total = total + table
+    return total

@@ -1,0 +1,103 @@
+"""Elimination of one model at any price of memory."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from planner.search.exact.blocks import Block, Variables
+from planner.search.exact.costing import FAST, SMALL, Costing, Plan
+from planner.search.exact.folded import Eliminated, FoldedElimination, Weights, flat
+from planner.search.exact.model import Model
+from planner.search.problem.solution import Assignment, Solution
+
+
+class Exact:
+    """The exact minimum of a model; the order of elimination is made once, prices of memory vary.
+
+    Raises
+    ------
+    TooWideError
+        Where the graph is too densely connected for exact elimination.
+    """
+
+    def __init__(self, costing: Costing, model: Model) -> None:
+        self.costing = costing
+        self.model = model
+        self.folded = FoldedElimination(model)
+        self._fastest: tuple[float, Plan] | None = None
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Runs of the graph as variables."""
+        return self.model.layout.blocks
+
+    def priced(self, weights: Weights) -> tuple[float, Plan, Eliminated]:
+        """Minimise ``weights.seconds × time + weights.bytes × memory``; the minimum, a plan, and the tables."""
+        done = self.folded.run(weights)
+        assignment, layers = self.folded.plan(done)
+        return done.total, self.costing.plan(assignment, layers, self.model), done
+
+    def fastest(self) -> tuple[float, Plan]:
+        """The least seconds without a limit of memory, and a plan that takes them."""
+        if self._fastest is None:
+            self._fastest = self.priced(FAST)[:2]
+        return self._fastest
+
+    def least_memory(self) -> Plan:
+        """The plan of least memory, the fastest of those where bytes are whole numbers."""
+        # More seconds than any choice can save.
+        scale = 1.0 + float(sum(t[np.isfinite(t)].max(initial=0.0) for t in self.model.time.values()))
+        least, quick = self.priced(SMALL)[1], self.priced(Weights(1.0, scale))[1]
+        return quick if quick.bytes <= least.bytes else least
+
+    def solution(self, plan: Plan, bound: float) -> Solution:
+        """Write a plan with a proven bound."""
+        return self.costing.solution(
+            plan, bound, left=sum(self.model.sizes), width=self.folded.width, largest_table=self.folded.largest
+        )
+
+    def splice(self, over: Plan, fits: Plan, limit: float, done: Eliminated) -> Plan:
+        """Give as many layers as the limit allows the strategies of a faster plan that does not fit as a whole.
+
+        The price of memory makes all equal layers switch at once; the best plan may lie in between.
+        """
+        best = fits
+        for number in range(len(self.blocks)):
+            there = [self._exits(number, plan) for plan in (over, best)]
+            base, low, high = best, 0, len(there[0]) - 1
+            while low < high:
+                middle = (low + high + 1) // 2
+                plan = self._mixed(number, base, over, there, middle, done)
+                if np.isfinite(plan.seconds) and plan.bytes <= limit:
+                    low = middle
+                    best = plan if plan.seconds < best.seconds else best
+                else:
+                    high = middle - 1
+        return best
+
+    def _mixed(self, number: int, base: Plan, over: Plan, there: list[list[int]], count: int, done: Eliminated) -> Plan:
+        """`base` with the first `count` layers of a run as in `over`; its ends stay, as what surrounds the run does."""
+        path = [there[1][0], *there[0][1 : count + 1], *there[1][count + 1 :]]
+        path[-1] = there[1][-1]
+        ways = [list(pairwise(exits)) for exits in there]
+        model = self.model
+        known = {v: int(np.searchsorted(model.states[v], s)) for v, s in base.assignment.items()}
+        made = self.folded.along(number, done, path, known)
+        row = []
+        for i, (pair, states) in enumerate(zip(pairwise(path), made, strict=True)):
+            plan, way = (over, ways[0]) if i < count else (base, ways[1])
+            fresh = {v: int(model.states[v][s]) for v, s in states.items()}
+            row.append(plan.layers[number][i] if pair == way[i] else fresh)
+        return self.costing.costed(base.assignment, (*base.layers[:number], tuple(row), *base.layers[number + 1 :]))
+
+    def _exits(self, number: int, plan: Plan) -> list[int]:
+        block, states = self.blocks[number], self.model.states
+
+        def joint(variables: Variables, chosen: Assignment) -> int:
+            here = {v: int(np.searchsorted(states[v], chosen[v])) for v in variables}
+            return flat(here, variables, self.model.sizes)
+
+        first = joint(block.entrance, plan.layers[number][0])
+        return [first, *(joint(block.exit, states) for states in plan.layers[number])]

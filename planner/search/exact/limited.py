@@ -1,0 +1,121 @@
+"""The fastest plan under a memory limit: a price of memory, then Pareto labels for what gap it leaves."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from planner.search.exact.certified import Exact
+from planner.search.exact.costing import FAST, PROOF, SMALL, Plan, Stop
+from planner.search.exact.folded import Eliminated, FoldedElimination, Weights
+from planner.search.exact.marginals import affordable, marginals
+from planner.search.exact.model import Model
+from planner.search.exact.pareto import Limits, ParetoSearch, TooManyLabelsError
+from planner.search.problem.solution import Solution
+
+PRICE_STEPS = 24
+SHARES = (1 / 64, 1 / 16, 1 / 4, 1.0)
+"""Parts of the gap that labels are given in turn: fewer labels are looked at where the optimum is near the bound."""
+
+
+class Limited:
+    """One search under a memory limit: the best plan so far, and what is proven."""
+
+    def __init__(self, solver: Exact, limit: float, stop: Stop, best: Plan | None = None) -> None:
+        self.solver = solver
+        self.limit = limit
+        self.stop = stop
+        self.best = best
+        self.bound = -np.inf
+        self.price = 0.0
+
+    def solve(self) -> Solution | None:
+        """The best plan, with its bound; None where none of this model's fits."""
+        total, fastest = self.solver.fastest()
+        if not np.isfinite(total):
+            return None
+        self.bound = fastest.seconds
+        if fastest.bytes <= self.limit:
+            return self.solver.solution(fastest, fastest.seconds)
+        least = self.solver.least_memory()
+        if least.bytes > self.limit:
+            return None
+        self._offer(least)
+        self._search_price(fastest, least)
+        assert self.best is not None  # the smallest plan was offered
+        if self._open():
+            self._search_labels()
+        return self.solver.solution(self.best, self.bound)
+
+    def _open(self) -> bool:
+        assert self.best is not None  # a search begins with the smallest plan
+        return self.best.seconds - self.bound > PROOF * abs(self.best.seconds)
+
+    def _offer(self, plan: Plan) -> None:
+        if plan.bytes <= self.limit and (self.best is None or plan.seconds < self.best.seconds):
+            self.best = plan
+
+    def _search_price(self, over: Plan, fits: Plan) -> None:
+        """Search the price at which the bound, concave in the price, peaks.
+
+        The next price is that at which the plans on both sides cost the same; where it gives nothing new, it is the
+        price of the peak.
+        """
+        done: Eliminated | None = None
+        for _ in range(PRICE_STEPS):
+            if not self._open() or self.stop():
+                break
+            price = (fits.seconds - over.seconds) / (over.bytes - fits.bytes)
+            if price <= 0:
+                break
+            total, plan, done = self.solver.priced(Weights(1.0, price))
+            if total - price * self.limit > self.bound:
+                self.bound, self.price = total - price * self.limit, price
+            self._offer(plan)
+            if plan.seconds + price * plan.bytes >= over.seconds + price * over.bytes - PROOF * abs(total):
+                break
+            if plan.bytes <= self.limit:
+                fits = plan
+            else:
+                over = plan
+        if done is not None and self.best is not None and self._open():
+            self._offer(self.solver.splice(over, fits, self.limit, done))
+
+    def _search_labels(self) -> None:
+        """Look for plans a part of the gap above the bound, then for all better ones."""
+        assert self.best is not None  # a search begins with the smallest plan
+        folded = self.solver.folded
+        prices = [FAST, SMALL, *([Weights(1.0, self.price)] if self.price else [])]
+        if not affordable(folded):
+            return
+        rests = [(w, marginals(folded, folded.run(w))) for w in prices]
+        low, gap = self.bound, self.best.seconds - self.bound
+        for share in SHARES:
+            limits = Limits(min(low + share * gap, self.best.seconds), self.limit, self.stop)
+            keep = [np.ones(size, dtype=np.bool_) for size in folded.sizes]
+            for weights, rest in rests:
+                keep = [k & b for k, b in zip(keep, rest.below(limits.threshold(weights)), strict=True)]
+            # Nothing at most as slow as the limit is left out but what had no room, so what is not found is slower.
+            proven = limits.seconds
+            if all(k.any() for k in keep):
+                try:
+                    proven = min(proven, self._label(self.solver.model.restricted(keep), prices, limits))
+                except TooManyLabelsError:
+                    return
+            self.bound = max(self.bound, min(proven, self.best.seconds))
+            if not self._open() or proven < limits.seconds:
+                return
+
+    def _label(self, model: Model, prices: list[Weights], limits: Limits) -> float:
+        """Look for plans within the limits; returns the least seconds of what was left out for want of room."""
+        folded = FoldedElimination(model)
+        rests = []
+        for weights in prices:
+            done = folded.run(weights)
+            if not done.total <= limits.threshold(weights):
+                return np.inf
+            rests.append((weights, marginals(folded, done)))
+        search = ParetoSearch(folded, rests, limits)
+        found = search.fastest()
+        if found is not None:
+            self._offer(self.solver.costing.plan(*found, model))
+        return search.dropped

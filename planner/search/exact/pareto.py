@@ -1,0 +1,322 @@
+"""Plans of at most a given time and memory: Pareto labels along the elimination.
+
+A label is one way to decide everything below a step: its states, its seconds and its bytes. Of two labels with the
+same states towards the rest, one that is no better in either is dropped; so is one that cannot be completed within
+the limits, which is known from the least costs of the rest (`planner.search.exact.marginals`) at several prices of
+memory. A row of equal blocks takes one layer after the other: permutations of the same layers are one label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.exact.blocks import Variables
+from planner.search.exact.buckets import Buckets, Index, sources
+from planner.search.exact.elimination import Table
+from planner.search.exact.folded import FoldedElimination, Layers, Weights
+from planner.search.exact.marginals import Marginals
+from planner.search.exact.model import Mask
+
+MAX_LABELS = 1_000_000
+KEPT = 20_000
+"""Labels of one step that are kept, those of the least bound; what the others may lead to limits what is proven."""
+ROUNDING = 1e-11
+
+
+class TooManyLabelsError(Exception):
+    """More labels than `MAX_LABELS` may lead to a plan within the limits, or the time is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds and bytes that a plan may take, and the time after which to give up."""
+
+    seconds: float
+    bytes: float
+    stop: Callable[[], bool]
+
+    def threshold(self, weights: Weights) -> float:
+        """What a plan within the limits costs at most, and a little for rounding."""
+        allowed = weights.seconds * self.seconds + weights.bytes * self.bytes
+        return allowed + ROUNDING * abs(allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Labels ``(n,)`` over the states ``(n, variables)`` of some variables; ``parents`` are those they are made of.
+
+    Each parent is a set of labels and, for each label here, the number of the one there. ``row`` is the number of the
+    row of blocks that the labels stand for, whose parents are its layers.
+    """
+
+    variables: Variables
+    states: NDArray[np.int32]
+    seconds: Table
+    bytes: Table
+    parents: tuple[tuple[Labels, Index], ...] = ()
+    row: int = -1
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def picked(self, chosen: Index | Mask) -> Labels:
+        """Some of the labels."""
+        parents = tuple((other, index[chosen]) for other, index in self.parents)
+        return replace(
+            self, states=self.states[chosen], seconds=self.seconds[chosen], bytes=self.bytes[chosen], parents=parents
+        )
+
+    def over(self, variables: Variables) -> Labels:
+        """The labels with only the columns of `variables`, in that order."""
+        columns = [self.variables.index(v) for v in variables]
+        return replace(self, variables=variables, states=self.states[:, columns])
+
+    def linked(self) -> Labels:
+        """The labels as something to be made of: their own parents are found through them."""
+        return replace(self, parents=((self, np.arange(len(self))),), row=-1)
+
+    def trace(self, number: int, into: dict[int, int], rows: dict[int, tuple[Labels, int]]) -> None:
+        """Write the states of one label and of all it is made of; of a row, which label."""
+        if self.row >= 0:
+            rows[self.row] = (self, number)
+            return
+        into.update(zip(self.variables, self.states[number].tolist(), strict=True))
+        for other, index in self.parents:
+            other.trace(int(index[number]), into, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Price:
+    """Least costs of the rest at one price, and the threshold over which a label leads nowhere."""
+
+    weights: Weights
+    rest: Marginals
+    threshold: float
+
+    def cost(self, labels: Labels, rest: Table) -> Table:
+        """What the best plan that a label leads to costs."""
+        whole: Table = self.weights.seconds * labels.seconds + self.weights.bytes * labels.bytes + rest
+        return whole
+
+
+class ParetoSearch:
+    """Find the fastest plan within limits, by labels.
+
+    Parameters
+    ----------
+    folded
+        The elimination of the model of states still in the running.
+    rests
+        Least costs of the rest, at several prices.
+    """
+
+    def __init__(self, folded: FoldedElimination, rests: Sequence[tuple[Weights, Marginals]], limits: Limits) -> None:
+        self.folded = folded
+        self.model = folded.model
+        self.limits = limits
+        self.prices = [_Price(w, rest, limits.threshold(w)) for w, rest in rests]
+        self.dropped = np.inf
+        """No plan that was left out for want of room takes fewer seconds."""
+
+    def fastest(self) -> tuple[dict[int, int], Layers] | None:
+        """The fastest plan within the limits, None without one.
+
+        Raises
+        ------
+        TooManyLabelsError
+            Where the labels are too many.
+        """
+        parts = self.model.layout
+        tables = [
+            self._entries(scope, self.folded.outer, n, [p.rest.outer.tables[n] for p in self.prices])
+            for n, scope in enumerate(parts.outside)
+        ]
+        tables += [self._row(number) for number in range(len(parts.blocks))]
+        rests = [p.rest.outer.tables for p in self.prices]
+        last = self._eliminated(self.folded.outer, tables, rests)
+        fitting = np.flatnonzero(last.bytes <= self.limits.bytes)
+        if len(fitting) == 0:
+            return None
+        best = int(fitting[np.lexsort((last.bytes[fitting], last.seconds[fitting]))[0]])
+        assignment: dict[int, int] = {}
+        rows: dict[int, tuple[Labels, int]] = {}
+        last.trace(best, assignment, rows)
+        layers = tuple(_layers(*rows[number]) for number in range(len(parts.blocks)))
+        for block, states in zip(parts.blocks, layers, strict=True):
+            assignment.update({v: states[-1][v] for v in (*block.inside, *block.exit)})
+        return assignment, layers
+
+    def _entries(self, scope: Variables, buckets: Buckets, number: int, rests: Sequence[Table]) -> Labels:
+        """The entries of a table that some plan within the limits passes."""
+        time, memory = self.model.time[scope], self.model.memory.get(scope)
+        where = np.argwhere(np.isfinite(time))
+        at = tuple(where.T)
+        labels = Labels(scope, where.astype(np.int32), time[at], np.zeros(len(where)) if memory is None else memory[at])
+        rows = tuple(r[i] for r, i in zip(buckets.scopes[number].rows, at, strict=True))
+        return self._within(labels, [rest[rows] for rest in rests])
+
+    def _within(self, labels: Labels, rests: Sequence[Table]) -> Labels:
+        """The labels that can be completed, given the least cost of the rest for each at every price."""
+        keep = np.ones(len(labels), dtype=np.bool_)
+        for price, rest in zip(self.prices, rests, strict=True):
+            keep &= price.cost(labels, rest) <= price.threshold
+        return labels if keep.all() else labels.picked(keep)
+
+    def _completable(self, labels: Labels, rests: Sequence[Table]) -> Labels:
+        """Of the labels that can be completed the best: no other is as good, and they promise most."""
+        costs = [price.cost(labels, rest) for price, rest in zip(self.prices, rests, strict=True)]
+        keep = np.ones(len(labels), dtype=np.bool_)
+        for price, cost in zip(self.prices, costs, strict=True):
+            keep &= cost <= price.threshold
+        alive = np.flatnonzero(keep)
+        alive = alive[_pareto(labels.states[alive], labels.seconds[alive], labels.bytes[alive])]
+        if len(alive) > KEPT:
+            bound = np.zeros(len(alive))
+            for price, cost in zip(self.prices, costs, strict=True):
+                if price.weights.seconds:
+                    paid = price.weights.bytes * self.limits.bytes if price.weights.bytes else 0.0
+                    bound = np.maximum(bound, (cost[alive] - paid) / price.weights.seconds)
+            order = np.argsort(bound, kind="stable")
+            self.dropped = min(self.dropped, float(bound[order[KEPT]]))
+            alive = alive[order[:KEPT]]
+        return labels.picked(alive)
+
+    def _eliminated(self, buckets: Buckets, given: Sequence[Labels], rests: Sequence[Sequence[Table]]) -> Labels:
+        """Labels over what no step eliminates."""
+        made = list(given)
+        for step in buckets.steps:
+            labels = self._joined([made[n] for n in sources(step)])
+            at = tuple(
+                rows[labels.states[:, labels.variables.index(v)]]
+                for v, rows in zip(step.scope.variables, step.scope.rows, strict=True)
+            )
+            labels = self._completable(labels.linked().over(step.scope.variables), [r[len(made)][at] for r in rests])
+            made.append(labels)
+        return self._joined([made[n] for n in buckets.left])
+
+    def _joined(self, parts: Sequence[Labels]) -> Labels:
+        """Every way to take one label of each part so that the states agree; small parts first."""
+        labels = Labels((), np.zeros((1, 0), dtype=np.int32), np.zeros(1), np.zeros(1))
+        waiting = sorted(parts, key=len)
+        while waiting:
+            near = [p for p in waiting if not labels.variables or set(p.variables) & set(labels.variables)]
+            part = (near or waiting)[0]
+            waiting = [p for p in waiting if p is not part]
+            labels = _join(labels, part)
+            if self.limits.stop():
+                raise TooManyLabelsError
+        return labels
+
+    def _row(self, number: int) -> Labels:
+        """Labels of a whole row of blocks: one layer after the other."""
+        sizes = self.folded.sizes
+        block, buckets = self.model.layout.blocks[number], self.folded.inner[number]
+        tables = [
+            self._entries(scope, buckets, n, [p.rest.inner[number].tables[n] for p in self.prices])
+            for n, scope in enumerate(self.model.layout.in_block[number])
+        ]
+        one = self._eliminated(buckets, tables, [p.rest.inner[number].tables for p in self.prices])
+        free = [_any(v, sizes[v]) for v in block.ends if v not in one.variables]
+        one = self._joined([one, *free]).linked().over(block.ends)
+        joint = np.stack([_joint(one, v, sizes) for v in (block.shared, block.entrance, block.exit)], axis=1)
+        one = replace(one, variables=(_SHARED, _HERE, _NEXT), states=joint.astype(np.int32))
+        one = self._within(one, [p.rest.rows[number].rest[tuple(joint.T)] for p in self.prices])
+        row = self._reached(replace(one, variables=_REACHED), number, 1)
+        for layer in range(2, block.count + 1):
+            longer = self._joined([row, one]).over((_SHARED, _FIRST, _NEXT))
+            row = self._reached(replace(longer, variables=_REACHED), number, layer)
+        ends = [
+            _apart(row.states[:, i], [sizes[v] for v in vs])
+            for i, vs in enumerate((block.shared, block.entrance, block.exit))
+        ]
+        done = replace(row, variables=block.ends, states=np.concatenate(ends, axis=1).astype(np.int32), row=number)
+        return done.linked()
+
+    def _reached(self, labels: Labels, number: int, layer: int) -> Labels:
+        """The labels of so many layers that can be completed."""
+        at = tuple(labels.states.T)
+        return self._completable(labels, [p.rest.rows[number].after[layer][at] for p in self.prices])
+
+
+_SHARED, _FIRST, _HERE, _NEXT = -1, -2, -3, -4
+_REACHED = (_SHARED, _FIRST, _HERE)
+"""Joint states in a row of blocks: of what all layers share, at the entrance of the first, where the last one ends."""
+
+
+def _layers(row: Labels, number: int) -> tuple[dict[int, int], ...]:
+    """States of each layer of one label of a row."""
+    layers = []
+    for block, index in row.parents:
+        states: dict[int, int] = {}
+        block.trace(int(index[number]), states, {})
+        layers.append(states)
+    return tuple(layers)
+
+
+def _any(variable: int, size: int) -> Labels:
+    return Labels((variable,), np.arange(size, dtype=np.int32)[:, None], np.zeros(size), np.zeros(size))
+
+
+def _joint(labels: Labels, variables: Variables, sizes: Sequence[int]) -> Index:
+    """Number of the joint state of `variables` in each label, the last one fastest."""
+    number = np.zeros(len(labels), dtype=np.intp)
+    for v in variables:
+        number = number * sizes[v] + labels.states[:, labels.variables.index(v)]
+    return number
+
+
+def _apart(numbers: NDArray[np.int32], sizes: Sequence[int]) -> NDArray[np.int32]:
+    """States ``(n, variables)`` of joint states."""
+    columns = []
+    for size in reversed(sizes):
+        numbers, state = np.divmod(numbers, size)
+        columns.append(state)
+    return np.stack(columns[::-1], axis=1) if columns else np.zeros((len(numbers), 0), dtype=np.int32)
+
+
+def _join(left: Labels, right: Labels) -> Labels:
+    """Every pair of labels that agree in the variables they share."""
+    common = [v for v in right.variables if v in left.variables]
+    key, other = np.zeros(len(left), dtype=np.int64), np.zeros(len(right), dtype=np.int64)
+    for v in common:
+        mine, its = left.states[:, left.variables.index(v)], right.states[:, right.variables.index(v)]
+        base = int(max(mine.max(initial=0), its.max(initial=0))) + 1
+        key, other = key * base + mine, other * base + its
+    order = np.argsort(other, kind="stable")
+    sorted_ = other[order]
+    first, end = np.searchsorted(sorted_, key, "left"), np.searchsorted(sorted_, key, "right")
+    matches = end - first
+    total = int(matches.sum())
+    if total > MAX_LABELS:
+        raise TooManyLabelsError
+    a = np.repeat(np.arange(len(left)), matches)
+    starts = np.repeat(first - np.concatenate(([0], np.cumsum(matches)[:-1])), matches) if len(left) else a
+    b = order[starts + np.arange(total)]
+    new = [i for i, v in enumerate(right.variables) if v not in common]
+    return Labels(
+        (*left.variables, *(right.variables[i] for i in new)),
+        np.concatenate([left.states[a], right.states[b][:, new]], axis=1),
+        left.seconds[a] + right.seconds[b],
+        left.bytes[a] + right.bytes[b],
+        (*((o, i[a]) for o, i in left.parents), *((o, i[b]) for o, i in right.parents)),
+    )
+
+
+def _pareto(states: NDArray[np.int32], seconds: Table, bytes_: Table) -> Index:
+    """Numbers of the labels that no other of equal states is at least as good as in seconds and bytes."""
+    if len(seconds) == 0:
+        return np.zeros(0, dtype=np.intp)
+    group = np.zeros(len(seconds), dtype=np.int64)
+    for column in states.T:
+        group = group * (int(column.max()) + 1) + column
+    order = np.lexsort((bytes_, seconds, group))
+    _, rank = np.unique(bytes_, return_inverse=True)
+    _, number = np.unique(group[order], return_inverse=True)
+    # Every group's ranks lie below those of the group before, so that the running minimum starts anew in each.
+    height = rank[order] - number * (len(seconds) + 1)
+    least = np.minimum.accumulate(height)
+    return order[np.concatenate(([True], height[1:] < least[:-1]))]

@@ -1,0 +1,1 @@
+"""What is decided, what it costs, and what an answer is."""

@@ -1,0 +1,277 @@
+"""Hints: placements that a user gives to some operators, by pattern of their names.
+
+A hint speaks of one mesh axis. Its pattern is that of `fnmatch`; with a ``/`` it is matched with names of operators
+(``blocks.*.expand/addmm``), else with names of parameters and inputs, and with the module of products, convolutions
+and attentions (``blocks.*.expand``). Layers of a run are matched one by one, by the names they would have unfolded.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import translate
+from pathlib import Path
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from planner.graph.operator_graph import Node, OperatorGraph, Role
+from planner.search.problem.problem import Cost, Problem
+from planner.search.problem.solution import block_index, template_name
+from planner.sharding.placement import Placement, parse_placement, placement_name
+from planner.sharding.rules import Rule
+from simulator.errors import InputError, UnsupportedError
+from simulator.program import Phase
+
+AXES = ("data", "context", "expert", "tensor")
+ANYTHING = "*"
+
+Placed = tuple[Placement | None, ...]
+"""Placements of tensors in order; None says nothing about one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hint:
+    """Placements of the inputs and outputs of the operators that `pattern` names, along mesh axis `axis`.
+
+    Empty ``inputs`` or ``outputs`` say nothing about them.
+    """
+
+    pattern: str
+    axis: str
+    inputs: Placed = ()
+    outputs: Placed = ()
+
+    def __post_init__(self) -> None:
+        if self.axis not in AXES:
+            near = difflib.get_close_matches(self.axis, AXES, 1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise InputError(f"hint {self.pattern!r}: axis {self.axis!r} is not one of {', '.join(AXES)}{meant}")
+        if not any(p is not None for p in (*self.inputs, *self.outputs)):
+            raise InputError(f"hint {self.pattern!r} gives no placement; name that of an input or an output")
+
+    @property
+    def vagueness(self) -> tuple[int, int]:
+        """Smaller for patterns that say more: fewer wildcards, then more letters."""
+        wild = len(re.findall(r"[*?\[]", self.pattern))
+        return wild, -len(self.pattern)
+
+    def __str__(self) -> str:
+        sides = (("inputs", self.inputs), ("outputs", self.outputs))
+        said = ", ".join(f"{name} {_names(placed)}" for name, placed in sides if placed)
+        return f"{self.pattern!r} ({self.axis}: {said})"
+
+
+def hint(pattern: str, axis: str, *, inputs: Sequence[str] = (), outputs: Sequence[str] = ()) -> Hint:
+    """Make a hint of placements by name; ``"*"`` says nothing about a tensor.
+
+    >>> str(hint("blocks.*.expand", "tensor", outputs=["S(1)"]))
+    "'blocks.*.expand' (tensor: outputs S(1))"
+    """
+
+    def read(names: Sequence[str]) -> Placed:
+        return tuple(None if name == ANYTHING else parse_placement(name) for name in names)
+
+    return Hint(pattern=pattern, axis=axis, inputs=read(inputs), outputs=read(outputs))
+
+
+def load_hints(path: str | Path) -> tuple[Hint, ...]:
+    """Read hints from a YAML list of ``{operators, axis, inputs, outputs}``.
+
+    Raises
+    ------
+    InputError
+        For a file that cannot be read, is no such list, or names no placement; it says where.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"hints {str(path)!r} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(content, list):
+        raise InputError(f"hints {str(path)!r}: write a list of hints, each with operators, axis and inputs or outputs")
+    return tuple(_read(f"{path}: hint {number}", item) for number, item in enumerate(content, 1))
+
+
+def _read(place: str, item: object) -> Hint:
+    known = ("operators", "axis", "inputs", "outputs")
+    if not isinstance(item, dict) or not {"operators", "axis"} <= item.keys() <= set(known):
+        raise InputError(f"{place} has other keys than {', '.join(known)}; operators and axis are needed")
+    for key in ("operators", "axis"):
+        if not isinstance(item[key], str):
+            raise InputError(f"{place}: {key} {item[key]!r} is no text; write a name in quotes")
+    for key in ("inputs", "outputs"):
+        names = item.get(key, [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise InputError(f"{place}: {key} {names!r} is no list of placements such as [R, 'S(1)', '*']")
+    try:
+        return hint(item["operators"], item["axis"], inputs=item.get("inputs", []), outputs=item.get("outputs", []))
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from error
+
+
+def _names(placed: Placed) -> str:
+    return ", ".join(ANYTHING if p is None else placement_name(p) for p in placed)
+
+
+# Which operators a hint is for
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A hint (its number) for the node at `position` of a variable's nodes."""
+
+    hint: int
+    position: int
+
+
+Targets = Mapping[int, Mapping[int, tuple[Target, ...]]]
+"""For each hinted variable the targets in each layer; outside runs, and in a first block, the layer is 0."""
+
+
+def targets(problem: Problem, hints: Sequence[Hint]) -> Targets:
+    """Find the variables that hints are for.
+
+    Raises
+    ------
+    InputError
+        For a hint that matches nothing, or gives another number of placements than an operator has tensors.
+    """
+    found: dict[int, dict[int, tuple[Target, ...]]] = {}
+    names = list(_named(problem.graph)) if hints else []
+    for number, item in enumerate(hints):
+        matching = re.compile(translate(item.pattern)).match
+        matched = False
+        for index, layer, name in names:
+            if not matching(name if "/" in item.pattern else name.partition("/")[0]):
+                continue
+            if "/" not in item.pattern and "/" in name and not problem.graph.nodes[index].flops:
+                continue
+            matched = True
+            _check_count(item, problem.graph.nodes[index], name)
+            variable = problem.decisions.of_node[index]
+            position = problem.decisions.variables[variable].nodes.index(index)
+            layers = found.setdefault(variable, {})
+            layers[layer] = (*layers.get(layer, ()), Target(number, position))
+        if not matched:
+            raise _no_match(item, [name for _, layer, name in names if layer <= 1])
+    return found
+
+
+def _named(graph: OperatorGraph) -> Iterator[tuple[int, int, str]]:
+    """Node, layer and unfolded name of all that can be hinted."""
+    runs = {i: run for run in graph.runs for i in run.second}
+    for index, node in enumerate(graph.nodes):
+        if node.role not in (Role.OPERATOR, Role.PARAMETER, Role.INPUT) or node.phase is not Phase.FORWARD:
+            continue
+        run = runs.get(index)
+        if run is None:
+            yield index, 0, node.name
+            continue
+        offset = block_index(graph.nodes[run.first[0]].name, run.prefix)
+        before, after = template_name(node.name, run.prefix).split("*", 1)
+        for layer in range(1, run.count):
+            yield index, layer, f"{before}{offset + layer}{after}"
+
+
+def _check_count(item: Hint, node: Node, name: str) -> None:
+    for what, placed, count in (
+        ("inputs", item.inputs, len(node.tensor_inputs)),
+        ("outputs", item.outputs, len(node.outputs)),
+    ):
+        if placed and len(placed) != count:
+            raise InputError(
+                f"hint {item}: {len(placed)} {what}, but {name!r} ({node.op}) has {count}; give {count}, '*' for any"
+            )
+
+
+def _no_match(item: Hint, names: Sequence[str]) -> InputError:
+    known = dict.fromkeys([*(name.partition("/")[0] for name in names), *names])
+    near = difflib.get_close_matches(item.pattern, known, 3, 0.4)
+    meant = f"; near are {', '.join(near)}" if near else ""
+    return InputError(f"hint {item} matches no operator, parameter or input{meant}")
+
+
+# What a hint leaves to choose
+
+
+def mask_of(problem: Problem, variable: int, target: Target, item: Hint) -> NDArray[np.bool_]:
+    """States of a variable that a hint allows, shape (states,); all where the mesh has no such axis.
+
+    Raises
+    ------
+    InputError
+        If it allows none.
+    """
+    states = problem.states[variable]
+    names = [axis.name for axis in problem.setting.costs.mesh.axes]
+    if item.axis not in names:
+        return np.ones(len(states), dtype=np.bool_)
+    agrees = np.array([_agrees(item, c.rules[target.position]) for c in states.variable.choices])
+    row = states.choice[names.index(item.axis)]
+    allowed: NDArray[np.bool_] = agrees[row]
+    if not allowed.any():
+        node = problem.graph.nodes[states.variable.nodes[target.position]]
+        offered = dict.fromkeys(_described(states.variable.choices[c].rules[target.position]) for c in row)
+        why = "what it asks for does not divide, or a pin forbids it" if agrees.any() else "no rule is like that"
+        raise InputError(f"hint {item}: {node.name!r} cannot take it: {why}; it offers {'; '.join(offered)}")
+    return allowed
+
+
+def _agrees(item: Hint, rule: Rule) -> bool:
+    return all(
+        wanted is None or wanted == placed
+        for hinted, rules in ((item.inputs, rule.inputs), (item.outputs, rule.outputs))
+        for wanted, placed in zip(hinted, rules, strict=False)
+    )
+
+
+def _described(rule: Rule) -> str:
+    return f"{_names(rule.inputs) or 'nothing'} → {_names(rule.outputs)}"
+
+
+def constrained(problem: Problem, hints: Sequence[Hint]) -> Problem:
+    """The problem with all states forbidden that some hint forbids: for an exact search under pins of operators.
+
+    Raises
+    ------
+    InputError
+        If hints contradict each other at one operator.
+    UnsupportedError
+        If they tell layers of a run apart, other than the first from the rest.
+    """
+    unary = list(problem.unary)
+    for variable, layers in targets(problem, hints).items():
+        _check_layers(problem, variable, layers, hints)
+        allowed = np.ones(len(problem.states[variable]), dtype=np.bool_)
+        for target in next(iter(layers.values())):
+            allowed &= mask_of(problem, variable, target, hints[target.hint])
+            if not allowed.any():
+                asked = " and ".join(str(hints[t.hint]) for t in next(iter(layers.values())))
+                name = problem.graph.nodes[problem.decisions.variables[variable].nodes[0]].name
+                raise InputError(f"hints {asked} contradict each other at {name!r}; leave one of them out")
+        unary[variable] = Cost(np.where(allowed, unary[variable].time, np.inf), unary[variable].memory)
+    result = copy.copy(problem)
+    result.unary = tuple(unary)
+    return result
+
+
+def _check_layers(
+    problem: Problem, variable: int, layers: Mapping[int, tuple[Target, ...]], hints: Sequence[Hint]
+) -> None:
+    """Refuse hints that only some of the layers of a second block have."""
+    nodes = problem.decisions.variables[variable].nodes
+    run = next((run for run in problem.graph.runs if nodes and nodes[0] in run.second), None)
+    if run is None or (len(layers) == run.count - 1 and len(set(layers.values())) == 1):
+        return
+    given = [{target.hint for target in targets} for targets in layers.values()]
+    number = next(h for h in sorted(set().union(*given)) if sum(h in said for said in given) < run.count - 1)
+    times = sum(number in said for said in given)
+    raise UnsupportedError(
+        f"hint {hints[number]} is for {times} of the layers of {run.prefix!r}: the exact search has hints "
+        f"for the first layer and for all {run.count - 1} others; use --search-mode "
+        f"sharding_propagation, or a pattern such as {run.prefix}.*"
+    )

@@ -1,0 +1,435 @@
+"""What each state of a variable, and each pair of states that share a tensor, takes: seconds by kind, bytes, elements.
+
+One count for every search: the objective of a whole mesh adds the parts up one way
+(`planner.search.problem.problem`), the labels of pipeline units another (`planner.search.units.labels`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
+from planner.request import ParameterStorage
+from planner.search.problem.costs import MeshCosts
+from planner.search.problem.variables import Choice, Decisions, Edge, Kind, Variable, masks, unnamed
+from planner.sharding.inner_messages import inner_messages, message_bytes, waiting_time
+from planner.sharding.placement import PARTIAL, REPLICATE
+from planner.sharding.redistribution import placement_index
+from planner.work import Optimizer, product_shape, traffic_bytes, update_traffic
+from simulator.corrections import kernel_factor
+from simulator.kernels import kernel_time, matmul_time
+from simulator.program import Kernel, Phase
+
+FloatArray = NDArray[np.float64]
+Scope = tuple[int, ...]
+CONTEXT = "context"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is fixed for one search: mesh times, micro-batches, optimizer and restrictions.
+
+    ``storage`` says how parameters lie along the data axis between steps; ``batch_only`` allows nothing
+    but batch dims to be sharded, and shards those wherever it can (pure data parallelism); ``batch_axes`` are
+    the mesh axes, by name, for which the same holds alone. On an axis named ``expert`` it holds but for what experts
+    hold and work on, which may be sharded by expert. ``free_axes`` may shard the batch even where they are named
+    ``tensor``. ``context`` is the one choice of each variable on an axis named ``context``, where the mesh has one.
+    ``sharded_gradients`` are scattered every micro-batch and accumulated in shards (ZeRO-2).
+    """
+
+    costs: MeshCosts
+    micro_batches: int
+    optimizer: Optimizer
+    storage: ParameterStorage = "free"
+    batch_only: bool = False
+    batch_axes: frozenset[str] = field(default=frozenset())
+    free_axes: frozenset[str] = field(default=frozenset())
+    context: tuple[Choice, ...] = ()
+    sharded_gradients: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The states of a variable: ``choice[a, s]`` is the choice along mesh axis a in state s.
+
+    ``known`` is what was worked out of them, by name; variables that are alike (number ``kind``) share it.
+    """
+
+    variable: Variable
+    choice: NDArray[np.int64]
+    kind: int = -1
+    known: dict[tuple[str | bool | int, ...], Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __len__(self) -> int:
+        return int(self.choice.shape[1])
+
+    def placements(self, tensor: TensorRef, *, reads: bool) -> NDArray[np.int64]:
+        """Placements of a tensor in every state, shape (axes, states)."""
+        key = ("placements", reads, self.place(tensor, reads=reads))
+        if key not in self.known:
+            codes = np.array([(c.reads if reads else c.writes)[tensor] for c in self.variable.choices], dtype=np.int64)
+            self.known[key] = codes[self.choice]
+        found: NDArray[np.int64] = self.known[key]
+        return found
+
+    def numbers(self, tensor: TensorRef, rank: int, *, reads: bool) -> NDArray[np.int64]:
+        """Numbers of the placements of a tensor with `rank` dims, by state (`placement_index`)."""
+        key = ("numbers", reads, self.place(tensor, reads=reads))
+        if key not in self.known:
+            self.known[key] = placement_index(self.placements(tensor, reads=reads), rank)
+        found: NDArray[np.int64] = self.known[key]
+        return found
+
+    def place(self, tensor: TensorRef, *, reads: bool) -> int:
+        """Which of the tensors that the variable reads or writes this is."""
+        first = self.variable.choices[0]
+        return [*(first.reads if reads else first.writes)].index(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Seconds of a micro-batch, arrays of one shape: all of them, and the communication among them."""
+
+    total: FloatArray
+    communication: FloatArray
+
+
+class Parts:
+    """States and cost parts of the variables of a graph on one mesh."""
+
+    def __init__(self, graph: OperatorGraph, decisions: Decisions, setting: Setting) -> None:
+        self.graph = graph
+        self.decisions = decisions
+        self.setting = setting
+        self.sizes = setting.costs.mesh.sizes
+        self.names = tuple(axis.name for axis in setting.costs.mesh.axes)
+        self._made: dict[int, States] = {}
+        self._first: dict[tuple[object, ...], States] = {}
+        self._moves: dict[tuple[int | bool, ...], FloatArray] = {}
+
+    # States
+
+    def states(self, number: int) -> States:
+        """States of one variable: a choice along each axis, as far as every dim divides."""
+        if number not in self._made:
+            variable = self.decisions.variables[number]
+            key: tuple[object, ...] = (self.decisions.alike[number],)
+            if self.setting.context:
+                choice = self.setting.context[number]
+                key = (*key, unnamed(choice, variable.choices[0]))
+                variable = replace(variable, choices=(*variable.choices, choice))
+            if key not in self._first:
+                self._first[key] = replace(self._states(variable), kind=number)
+            self._made[number] = replace(self._first[key], variable=variable)
+        return self._made[number]
+
+    def _states(self, variable: Variable) -> States:
+        axes = range(len(self.sizes))
+        fits = [self._fits(variable, axis) for axis in axes]
+        wanted = [np.flatnonzero(f & self._wanted(variable, axis)) for axis, f in zip(axes, fits, strict=True)]
+        for kept in (wanted, [np.flatnonzero(f) for f in fits]):
+            choice = np.zeros((0, 1), dtype=np.int64)
+            for allowed in kept:
+                old = np.repeat(choice, len(allowed), axis=1)
+                choice = np.vstack((old, np.tile(allowed, choice.shape[1])))
+            states = States(variable, choice)
+            divides = np.ones(len(states), dtype=np.bool_)
+            if len(self.sizes) > 1:
+                for tensor, reads in _tensors(variable):
+                    divides &= self._divides(tensor, states.placements(tensor, reads=reads))
+            if divides.any():
+                break
+        return States(variable, choice[:, divides])
+
+    def _fits(self, variable: Variable, axis: int) -> NDArray[np.bool_]:
+        """Choices in which every dim divides along one axis alone, and is one that the axis may shard."""
+        fits = np.ones(len(variable.choices), dtype=np.bool_)
+        if self.setting.context:
+            # The last choice is for the context axis, and no other choice is.
+            fits[-1], fits[:-1] = self.names[axis] == CONTEXT, self.names[axis] != CONTEXT
+        size, name = self.sizes[axis], self.names[axis]
+        tensor_axis = name == "tensor" and name not in self.setting.free_axes
+        for tensor, reads in _tensors(variable):
+            spec = self.graph.spec(tensor)
+            allowed = np.ones(len(spec.shape) + 2, dtype=np.bool_)
+            for dim, (extent, batch) in enumerate(zip(spec.shape, spec.batch_dims, strict=True)):
+                allowed[dim] = extent % size == 0 and not (batch and tensor_axis)
+                allowed[dim] &= batch or size == 1 or not self.setting.batch_only
+            # Placements index from the front for dims, from the back for replicated and partial.
+            fits &= allowed[[(c.reads if reads else c.writes)[tensor] for c in variable.choices]]
+        return fits
+
+    def _wanted(self, variable: Variable, axis: int) -> NDArray[np.bool_]:
+        """Choices that the axis and the setting ask for, where there are such."""
+        name, kind, choices = self.names[axis], variable.kind, variable.choices
+        keep = np.ones(len(choices), dtype=np.bool_)
+        if name == CONTEXT and self.setting.context:
+            return keep
+        if kind in (Kind.INPUT, Kind.PARAMETER):
+            placed = np.array([c.writes[TensorRef(variable.nodes[0])] for c in choices])
+            if kind is Kind.INPUT:
+                keep &= placed == (0 if name in ("data", "expert") else REPLICATE)
+            elif self.setting.storage != "free" and name == "data":
+                keep &= (placed == REPLICATE) == (self.setting.storage == "replicated")
+        if (self.setting.batch_only and name == "data") or name in self.setting.batch_axes:
+            for tensor, reads in _tensors(variable):
+                batch = [dim for dim, grows in enumerate(self.graph.spec(tensor).batch_dims) if grows]
+                placed = np.array([(c.reads if reads else c.writes)[tensor] for c in choices])
+                stored = kind is Kind.PARAMETER and not reads
+                keep &= np.isin(placed, batch) if batch else (placed < 0) | stored | self.setting.batch_only
+        if name == "expert":
+            for tensor, reads in _tensors(variable):
+                spec = self.graph.spec(tensor)
+                batch = [dim for dim, grows in enumerate(spec.batch_dims) if grows]
+                others = [dim for dim, extent in enumerate(spec.shape) if extent in self._experts and dim not in batch]
+                placed = np.array([(c.reads if reads else c.writes)[tensor] for c in choices])
+                keep &= np.isin(placed, [*batch, *others]) | ((placed < 0) & (not batch))
+        return keep
+
+    @cached_property
+    def _experts(self) -> frozenset[int]:
+        """Numbers of experts: how many products with matrices of their own an operator does at once."""
+        nodes, made = self.graph.nodes, set[int]()
+        found: set[int] = set()
+        for index, node in enumerate(nodes):
+            refs = node.tensor_inputs
+            if node.role is Role.PARAMETER or (
+                node.role is Role.OPERATOR and refs and all(ref.node in made for ref in refs)
+            ):
+                made.add(index)
+            elif node.kernel is Kernel.MATMUL and node.phase is Phase.FORWARD and refs[-1].node in made:
+                shape = self.graph.spec(refs[-1]).shape
+                found |= {shape[0]} if len(shape) == 3 else set()
+        return frozenset(found)
+
+    def _divides(self, tensor: TensorRef, placements: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether every dim divides by all the axes that shard it together."""
+        keep = np.ones(placements.shape[1], dtype=np.bool_)
+        for dim, extent in enumerate(self.graph.spec(tensor).shape):
+            ways = np.ones(placements.shape[1], dtype=np.int64)
+            for size, row in zip(self.sizes, placements, strict=True):
+                ways = np.where(row == dim, ways * size, ways)
+            keep &= extent % ways == 0
+        return keep
+
+    # Seconds
+
+    def prepare(self, edges: Collection[Edge]) -> None:
+        """Time the messages of many tensors at once."""
+        keys = []
+        for edge in edges:
+            spec = self.graph.spec(edge.tensor)
+            keys.append((len(spec.shape), spec.size_bytes, self.fused(edge)))
+        self.setting.costs.prepare(keys)
+
+    def fused(self, edge: Edge) -> bool:
+        """Whether a tensor moves once a step, in messages of many: parameters and their gradients."""
+        ends = (self.decisions.variables[edge.source], self.decisions.variables[edge.target])
+        return any(v.kind is Kind.PARAMETER for v in ends)
+
+    def shares(self, states: States, placements: Sequence[int]) -> FloatArray:
+        """Part of a tensor that is local in each state; `placements` are those of each choice."""
+        codes = np.array(placements, dtype=np.int64)
+        share = np.ones(len(states))
+        for axis, size in enumerate(self.sizes):
+            share = np.where(codes[states.choice[axis]] >= 0, share / size, share)
+        return share
+
+    def node_seconds(self, states: States, position: int) -> Seconds:
+        """Seconds of the `position`-th node of a variable in each state, with the collectives inside it."""
+        key = ("seconds", position)
+        if key not in states.known:
+            states.known[key] = self._node_seconds(states, position)
+        found: Seconds = states.known[key]
+        return found
+
+    def _node_seconds(self, states: States, position: int) -> Seconds:
+        node = self.graph.nodes[states.variable.nodes[position]]
+        hardware, choices = self.setting.costs.hardware, states.variable.choices
+        work = np.ones(len(states))
+        splits = np.array([c.rules[position].splits_work for c in choices])
+        for axis, size in enumerate(self.sizes):
+            work = np.where(splits[states.choice[axis]], work / size, work)
+        ports = [[c.rules[position].inputs[i] for c in choices] for i in range(len(node.tensor_inputs))]
+        ports += [[c.rules[position].outputs[i] for c in choices] for i in range(len(node.outputs))]
+        shares = [self.shares(states, codes) for codes in ports]
+        dtype = node.outputs[0].dtype
+        product = product_shape(self.graph, node, shares, work) if hardware.matmul_models else None
+        if product is None:
+            moved = traffic_bytes(self.graph, node, shares)
+            time = kernel_time(hardware, node.kernel, dtype, node.flops * work, moved)
+        else:
+            batch, m, n, k = product
+            time = matmul_time(hardware, dtype, m, n, k, batch)
+        time = time * self._factor(node.kernel, dtype)
+        inside = self._inside(states, position, node, shares, time)
+        return Seconds(time + inside, inside)
+
+    def _inside(
+        self, states: States, position: int, node: Node, shares: Sequence[FloatArray], work_s: FloatArray
+    ) -> FloatArray:
+        """Seconds an operator waits for its inner collectives."""
+        inside = np.zeros(len(states))
+        for number, choice in enumerate(states.variable.choices):
+            for message in inner_messages(choice.rules[position]):
+                payload = message_bytes(self.graph, node, message, shares)
+                for axis, size in enumerate(self.sizes):
+                    sent = self.setting.costs.message_time(message.collective, axis, np.maximum(payload, 1.0))
+                    chosen = (states.choice[axis] == number) & (payload > 0)
+                    inside += np.where(chosen, waiting_time(message, size, sent, work_s), 0.0)
+        return inside
+
+    def _factor(self, kernel: Kernel, dtype: str) -> float:
+        return kernel_factor(self.setting.costs.hardware, kernel, dtype, self.setting.costs.mesh.size)
+
+    def handing_back(self, states: States) -> FloatArray:
+        """Seconds in which a station turns the summed gradient into the placement it is handed back in."""
+        tensor = states.variable.tensor
+        gradient = next((r for r in states.variable.choices[0].writes if r != tensor), None)
+        if gradient is None:
+            return np.zeros(len(states))
+        summed = [c.rules[-1].outputs[0] if c.rules else c.reads[gradient] for c in states.variable.choices]
+        before = np.array(summed, dtype=np.int64)[states.choice]
+        spec = self.graph.spec(gradient)
+        rank = len(spec.shape)
+        table = self.setting.costs.redistribution(rank, spec.size_bytes, fused=False, masks=False)
+        after = states.placements(gradient, reads=False)
+        return table[placement_index(before, rank), placement_index(after, rank)]
+
+    def elements(self, states: States) -> FloatArray:
+        """Local elements of a parameter in each state."""
+        ref = TensorRef(states.variable.nodes[0])
+        return self.shares(states, [c.writes[ref] for c in states.variable.choices]) * self.graph.spec(ref).elements
+
+    def update_seconds(self, states: States) -> FloatArray:
+        """Seconds of the optimizer's update of the stored shard of a parameter."""
+        held, update = self.elements(states), self.setting.optimizer
+        dtype = self.graph.spec(TensorRef(states.variable.nodes[0])).dtype
+        time = kernel_time(
+            self.setting.costs.hardware,
+            Kernel.OPTIMIZER,
+            dtype,
+            held * update.flops,
+            held * update_traffic(update, dtype),
+        )
+        return time * self._factor(Kernel.OPTIMIZER, dtype)
+
+    def move_seconds(self, edge: Edge) -> FloatArray:
+        """Seconds of moving a tensor from each state of its writer to each of its reader, infinite where impossible."""
+        source, target = self.states(edge.source), self.states(edge.target)
+        fused, masked = self.fused(edge), masks(self.decisions.variables, edge)
+        ends = (source.place(edge.tensor, reads=False), target.place(edge.tensor, reads=True))
+        key = (source.kind, target.kind, *ends, fused, masked)
+        if key not in self._moves:
+            spec = self.graph.spec(edge.tensor)
+            table = self.setting.costs.redistribution(len(spec.shape), spec.size_bytes, fused=fused, masks=masked)
+            rows, columns = self.ends(edge)
+            self._moves[key] = table[rows[:, None], columns[None, :]]
+        return self._moves[key]
+
+    def scatter_seconds(self, edge: Edge) -> FloatArray:
+        """Seconds of a gradient's way to its shards up to its last reduce-scatter, by states as `move_seconds`."""
+        spec = self.graph.spec(edge.tensor)
+        rows, columns = self.ends(edge)
+        return self.setting.costs.scattering(len(spec.shape), spec.size_bytes)[rows[:, None], columns[None, :]]
+
+    def ends(self, edge: Edge) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Numbers of the placements in which an edge's tensor is written and read, by state."""
+        rank = len(self.graph.spec(edge.tensor).shape)
+        return (
+            self.states(edge.source).numbers(edge.tensor, rank, reads=False),
+            self.states(edge.target).numbers(edge.tensor, rank, reads=True),
+        )
+
+    # Bytes
+
+    def local_bytes(self, tensor: TensorRef, placements: NDArray[np.int64]) -> FloatArray:
+        """Bytes of one rank's piece of a tensor; `placements` have shape (axes, states)."""
+        share = np.full(placements.shape[1], float(self.graph.spec(tensor).size_bytes))
+        for row, size in zip(placements, self.sizes, strict=True):
+            share = np.where(row >= 0, share / size, share)
+        return share
+
+    def read_bytes(self, tensor: TensorRef, number: int) -> FloatArray:
+        """Bytes of a tensor as a variable reads it, by state."""
+        return self.local_bytes(tensor, self.states(number).placements(tensor, reads=True))
+
+    def written_bytes(self, tensor: TensorRef, number: int) -> FloatArray:
+        """Bytes of a tensor as a variable writes it, by state."""
+        return self.local_bytes(tensor, self.states(number).placements(tensor, reads=False))
+
+    @cached_property
+    def station_of(self) -> Mapping[TensorRef, int]:
+        """Variables that are stations, by their tensor."""
+        return stations_of(self.decisions)
+
+    def saved_charges(
+        self, tensor: TensorRef, readers: Collection[int], owner: int | None
+    ) -> Iterator[tuple[Scope, FloatArray]]:
+        """Bytes of keeping a tensor for the variables whose backward operators read it.
+
+        Charged once per placement it is kept in: to its writer `owner` where that reads it itself, else to its
+        station, else to its reader; a reader in another placement than the keeper's has a copy of its own.
+        """
+        keeper = owner if owner in readers else self.station_of.get(tensor)
+        if keeper is not None:
+            yield (keeper,), self.written_bytes(tensor, keeper)
+        for reader in sorted(set(readers) - {keeper, owner}):
+            size = self.read_bytes(tensor, reader)
+            if keeper is None:
+                yield (reader,), size
+            else:
+                rank = len(self.graph.spec(tensor).shape)
+                kept = self.states(keeper).numbers(tensor, rank, reads=False)
+                read = self.states(reader).numbers(tensor, rank, reads=True)
+                yield (keeper, reader), (kept[:, None] != read[None, :]) * size[None, :]
+
+    @cached_property
+    def saved(self) -> Mapping[TensorRef, set[int]]:
+        """Forward tensors that backward operators read, with the variables of those."""
+        return saved_tensors(self.graph, self.decisions)
+
+
+def stations_of(decisions: Decisions) -> dict[TensorRef, int]:
+    """Variables that are stations, by their tensor."""
+    return {v.tensor: i for i, v in enumerate(decisions.variables) if v.tensor is not None}
+
+
+def saved_tensors(graph: OperatorGraph, decisions: Decisions) -> dict[TensorRef, set[int]]:
+    """Forward tensors that backward operators read, with the variables of those; views count as their base."""
+    nodes = graph.nodes
+    found: dict[TensorRef, set[int]] = {}
+    for ref, users in graph.consumers.items():
+        kept = nodes[ref.node].role is Role.OPERATOR and nodes[ref.node].phase is Phase.FORWARD
+        readers = {decisions.of_node[u] for u in users if nodes[u].phase is Phase.BACKWARD} - {-1}
+        if kept and readers:
+            found[ref] = readers
+    return {ref: readers for ref, readers in found.items() if not _is_view_of(graph, ref, found)}
+
+
+def _is_view_of(graph: OperatorGraph, ref: TensorRef, saved: Mapping[TensorRef, set[int]]) -> bool:
+    """Whether `ref` only views a tensor that is kept anyway: another saved one, a parameter or an input."""
+    while graph.nodes[ref.node].kernel is Kernel.VIEW and graph.nodes[ref.node].role is Role.OPERATOR:
+        ref = graph.nodes[ref.node].tensor_inputs[0]
+        if ref in saved or graph.nodes[ref.node].role is not Role.OPERATOR:
+            return True
+    return False
+
+
+def _tensors(variable: Variable) -> Iterator[tuple[TensorRef, bool]]:
+    """Tensors of a variable, and whether it reads or writes them."""
+    first: Choice = variable.choices[0]
+    yield from ((tensor, True) for tensor in first.reads)
+    yield from ((tensor, False) for tensor in first.writes)
+
+
+def has_partial(placements: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether a tensor is partial along some axis; `placements` have shape (axes, states)."""
+    found: NDArray[np.bool_] = (placements == PARTIAL).any(axis=0)
+    return found

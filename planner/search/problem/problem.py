@@ -1,0 +1,147 @@
+"""The search problem: minimise a sum of times over the strategies of every operator, under a memory limit.
+
+The objective is additive. For one optimizer step with M micro-batches it adds up, per device:
+
+* M × kernel time of every operator on its local tensors, forward and backward;
+* M × the collectives inside operators (synchronised batch norm);
+* M × the redistribution of every tensor between the placement it is written in and those it is read in;
+* once, the redistribution of parameters before use and of gradients after (in fused messages); where gradients are
+  accumulated in shards, M × the part of their way that scatters them;
+* once, the optimizer's update of the stored shard.
+
+On the data axis an operator may take any strategy; on the tensor axis it shards anything but the batch,
+so that the degrees mean what they say. Nothing is overlapped; the simulator, which re-scores the best
+plans, knows overlap, and what messages of two axes cost each other on links that they share: its step may
+be longer than the objective. Memory adds up the stored parameters with their optimizer states, gathered
+copies, gradient accumulators and what the forward pass saves for the backward one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, TensorRef
+from planner.search.problem.parts import Parts, Setting, States
+from planner.search.problem.variables import Choice, Decisions, Edge, Kind
+from planner.work import state_bytes
+
+__all__ = ["Cost", "Problem", "Setting", "States", "choices_of"]
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds and bytes of each state, arrays of one shape."""
+
+    time: FloatArray
+    memory: FloatArray
+
+
+class Problem:
+    """Cost tables of every variable and every pair of variables that share a tensor."""
+
+    def __init__(self, graph: OperatorGraph, decisions: Decisions, setting: Setting) -> None:
+        self.graph = graph
+        self.decisions = decisions
+        self.setting = setting
+        self.parts = Parts(graph, decisions, setting)
+        self.sizes = self.parts.sizes
+        self.states = tuple(self.parts.states(number) for number in range(len(decisions.variables)))
+        alike = {s.kind: s for s in self.states}
+        unary = {kind: self._unary(states) for kind, states in alike.items()}
+        self._alone = tuple(unary[s.kind] for s in self.states)
+
+    @property
+    def least_work_s(self) -> float:
+        """Seconds that no plan is faster than: each operator in its fastest state, and nothing sent between them."""
+        times, variables = self.graph.multiplicity, self.decisions.variables
+        return float(
+            sum(
+                cost.time.min() * (times[variable.nodes[0]] if variable.nodes else 1)
+                for cost, variable in zip(self._alone, variables, strict=True)
+            )
+        )
+
+    @cached_property
+    def unary(self) -> tuple[Cost, ...]:
+        """Costs of each variable by its own states."""
+        return self._tables[0]
+
+    @cached_property
+    def pairs(self) -> dict[tuple[int, int], Cost]:
+        """Costs of pairs of variables, the lower number first, by the states of both."""
+        return self._tables[1]
+
+    @cached_property
+    def _tables(self) -> tuple[tuple[Cost, ...], dict[tuple[int, int], Cost]]:
+        self.parts.prepare(self.decisions.edges)
+        pairs = self._pairs()
+        return self._with_saved(pairs), pairs
+
+    def _unary(self, states: States) -> Cost:
+        time = np.zeros(len(states))
+        variable = states.variable
+        if variable.kind is Kind.PARAMETER:
+            dtype = self.graph.spec(TensorRef(variable.nodes[0])).dtype
+            bytes_each = DTYPE_BYTES[dtype] + state_bytes(self.setting.optimizer, dtype)
+            return Cost(self.parts.update_seconds(states), self.parts.elements(states) * bytes_each)
+        if variable.kind is not Kind.INPUT:
+            for position in range(len(variable.nodes)):
+                time = time + self.parts.node_seconds(states, position).total
+        if variable.kind is Kind.STATION:
+            time = time + self.parts.handing_back(states)
+        return Cost(time * self.setting.micro_batches, np.zeros(len(states)))
+
+    def _pairs(self) -> dict[tuple[int, int], Cost]:
+        pairs: dict[tuple[int, int], Cost] = {}
+        for edge in self.decisions.edges:
+            cost = self._edge_cost(edge)
+            key = (min(edge.source, edge.target), max(edge.source, edge.target))
+            if edge.source > edge.target:
+                cost = Cost(cost.time.T, cost.memory.T)
+            if key in pairs:
+                cost = Cost(pairs[key].time + cost.time, pairs[key].memory + cost.memory)
+            pairs[key] = cost
+        return pairs
+
+    def _edge_cost(self, edge: Edge) -> Cost:
+        time = self.parts.move_seconds(edge)
+        memory = np.zeros_like(time)
+        if not self.parts.fused(edge):
+            return Cost(time * self.setting.micro_batches, memory)
+        if self.states[edge.source].variable.kind is Kind.PARAMETER:
+            rows, columns = self.parts.ends(edge)
+            moved = rows[:, None] != columns[None, :]
+            memory += moved * self.parts.read_bytes(edge.tensor, edge.target)[None, :]
+        elif self.setting.micro_batches > 1:
+            memory += self.parts.written_bytes(edge.tensor, edge.source)[:, None]
+            if self.setting.sharded_gradients:
+                scattered = self.parts.scatter_seconds(edge)
+                time = time + (self.setting.micro_batches - 1) * scattered
+                memory = np.where(scattered > 0, self.parts.read_bytes(edge.tensor, edge.target)[None, :], memory)
+        return Cost(time, memory)
+
+    def _with_saved(self, pairs: dict[tuple[int, int], Cost]) -> tuple[Cost, ...]:
+        """Charge each saved tensor once per placement it is kept in: to the pairs, and to the variables returned."""
+        memory = [c.memory.copy() for c in self._alone]
+        for tensor, readers in self.parts.saved.items():
+            owner = self.decisions.of_node[tensor.node]
+            for scope, size in self.parts.saved_charges(tensor, readers, owner):
+                key = (min(scope), max(scope))
+                if len(scope) == 1:
+                    memory[scope[0]] += size
+                elif key in pairs:
+                    pair = pairs[key]
+                    pairs[key] = Cost(pair.time, pair.memory + (size if key == scope else size.T))
+        return tuple(Cost(c.time, m) for c, m in zip(self._alone, memory, strict=True))
+
+
+def choices_of(problem: Problem, variable: int, state: int) -> tuple[Choice, ...]:
+    """The choice along each mesh axis in one state of one variable."""
+    states = problem.states[variable]
+    return tuple(states.variable.choices[i] for i in states.choice[:, state])

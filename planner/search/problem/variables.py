@@ -1,0 +1,350 @@
+"""The decisions of a search: one variable an operator, parameter, input or shared tensor.
+
+A backward operator follows its forward operator, so one variable decides both. Where a tensor has
+several users a *station* is a variable of its own: it fixes the placement in which the tensor is
+handed on, in which its gradients are summed, and in which the sum is handed back. Everything here is
+for one mesh axis and holds for every mesh; N axes take N independent choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from planner.graph.chain import Boundary
+from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
+from planner.search.problem.gradients import GradientFlow, alike, gradient_flows, owner_of
+from planner.sharding.placement import PARTIAL, REPLICATE, Placement
+from planner.sharding.rules import Rule, rules_for
+from simulator.program import Phase
+
+
+class Kind(StrEnum):
+    """What a variable decides."""
+
+    OPERATOR = "operator"
+    PARAMETER = "parameter"
+    INPUT = "input"
+    STATION = "station"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One strategy along one mesh axis: a rule for every node, and the placements it reads and writes."""
+
+    rules: tuple[Rule, ...]
+    reads: Mapping[TensorRef, Placement]
+    writes: Mapping[TensorRef, Placement]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """A decision; ``nodes`` follow it, ``tensor`` is what a station hands on."""
+
+    kind: Kind
+    nodes: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    tensor: TensorRef | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """A tensor that variable ``source`` writes and ``target`` reads."""
+
+    source: int
+    target: int
+    tensor: TensorRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """All variables of a graph, and the tensors between them.
+
+    ``of_node[i]`` is the variable node i follows, −1 for constants. ``alike[v]`` is the first variable whose
+    choices, operators and tensors are those of variable v but for their names: the two have the same states, which
+    cost the same, at any batch and precision.
+    """
+
+    variables: tuple[Variable, ...]
+    edges: tuple[Edge, ...]
+    of_node: tuple[int, ...]
+    alike: tuple[int, ...]
+
+
+def decisions(graph: OperatorGraph, boundaries: Sequence[Boundary] = ()) -> Decisions:
+    """List the variables of `graph` with their choices along one mesh axis, and the edges between them.
+
+    The tensors of `boundaries` are handed on by stations whoever reads them. Choices that some neighbour can
+    never meet are dropped (arc consistency).
+    """
+    flows = gradient_flows(graph)
+    of_node = [owner_of(graph, i) for i in range(len(graph.nodes))]
+    stations = _stations(graph, flows, of_node)
+    for boundary in boundaries:
+        crossing = GradientFlow(boundary.gradient) if boundary.gradient else None
+        stations.setdefault(boundary.forward, flows.get(boundary.forward, crossing))
+    for tensor, flow in stations.items():
+        for index in flow.sums if flow else ():
+            of_node[index] = len(graph.nodes) + tensor.node * 64 + tensor.output
+    groups: dict[int, list[int]] = {}
+    for index, node in enumerate(graph.nodes):
+        if node.role is not Role.CONSTANT:
+            groups.setdefault(of_node[index], []).append(index)
+    variables: list[Variable] = []
+    number: dict[int, int] = {}
+    for key, nodes in groups.items():
+        if key < len(graph.nodes):
+            number[key] = len(variables)
+            variables.append(_variable(graph, tuple(nodes)))
+    station_number: dict[TensorRef, int] = {}
+    for tensor, flow in stations.items():
+        station_number[tensor] = number[len(graph.nodes) + tensor.node * 64 + tensor.output] = len(variables)
+        if flow is not None:
+            station_number[flow.gradient] = len(variables)
+        shared_back = flow is not None and len({of_node[u] for u in graph.consumers.get(flow.gradient, ())}) > 1
+        variables.append(_station(graph, tensor, flow, shared_back))
+    numbers = tuple(
+        -1 if node.role is Role.CONSTANT else number[of_node[index]] for index, node in enumerate(graph.nodes)
+    )
+    edges = tuple(_edges(graph, variables, numbers, station_number))
+    made = _consistent(variables, edges)
+    return Decisions(variables=made, edges=edges, of_node=numbers, alike=_alike(graph, made))
+
+
+def unnamed(choice: Choice, tensors: Choice) -> tuple[object, ...]:
+    """A choice without the names of its tensors, which are listed as in `tensors`."""
+    reads, writes = (choice.reads[t] for t in tensors.reads), (choice.writes[t] for t in tensors.writes)
+    return (choice.rules, *reads, None, *writes)
+
+
+def _alike(graph: OperatorGraph, variables: Sequence[Variable]) -> tuple[int, ...]:
+    seen: dict[object, int] = {}
+    numbers: dict[object, int] = {}
+
+    def number(item: object) -> int:
+        # What is equal gets a number once, so that keys are made of few objects.
+        return numbers.setdefault(item, len(numbers))
+
+    specs = [tuple(number(spec) for spec in node.outputs) for node in graph.nodes]
+    found = []
+    for position, variable in enumerate(variables):
+        first = variable.choices[0] if variable.choices else Choice(rules=(), reads={}, writes={})
+        operators = []
+        for index in variable.nodes:
+            node = graph.nodes[index]
+            read = tuple(specs[ref.node][ref.output] for ref in node.tensor_inputs)
+            operators.append((node.op, node.role, node.phase, node.kernel, node.flops, read, specs[index]))
+        tensors = tuple(specs[ref.node][ref.output] for ref in (*first.reads, *first.writes))
+        choices = tuple(number(unnamed(choice, first)) for choice in variable.choices)
+        key = (variable.kind, tuple(operators), tensors, len(first.reads), choices)
+        found.append(seen.setdefault(key, position))
+    return tuple(found)
+
+
+def _stations(
+    graph: OperatorGraph, flows: Mapping[TensorRef, GradientFlow], of_node: list[int]
+) -> dict[TensorRef, GradientFlow | None]:
+    """Tensors that several variables read, or whose gradient several variables read."""
+    found: dict[TensorRef, GradientFlow | None] = {}
+    gradients = {flow.gradient for flow in flows.values()}
+    for index, node in enumerate(graph.nodes):
+        if node.role in (Role.CONSTANT, Role.INPUT):
+            continue
+        for output in range(len(node.outputs)):
+            ref = TensorRef(index, output)
+            flow = flows.get(ref)
+            if node.phase is Phase.BACKWARD:
+                if ref not in gradients and _readers(graph, ref, of_node) > 1:
+                    found[ref] = None
+            elif _readers(graph, ref, of_node) > 1 or (flow and _passed_on(graph, ref, flow, flows, of_node)):
+                found[ref] = flow
+    for ref in [*found]:
+        for twin in _twins(graph, ref):
+            found.setdefault(twin, flows.get(twin))
+    return found
+
+
+def _twins(graph: OperatorGraph, ref: TensorRef) -> Iterator[TensorRef]:
+    """The same tensor of the other block of a run: both have a station, though the last may be read but once."""
+    for run in graph.runs:
+        for here, there in ((run.first, run.second), (run.second, run.first)):
+            if ref.node in here:
+                yield TensorRef(there[here.index(ref.node)], ref.output)
+
+
+def _readers(graph: OperatorGraph, ref: TensorRef, of_node: list[int]) -> int:
+    return len({of_node[u] for u in graph.consumers.get(ref, ())} - {of_node[ref.node]})
+
+
+def _passed_on(
+    graph: OperatorGraph,
+    ref: TensorRef,
+    flow: GradientFlow,
+    flows: Mapping[TensorRef, GradientFlow],
+    of_node: list[int],
+) -> bool:
+    """Whether `ref` is the tensor at whose operator one gradient starts to be read by several."""
+    if len({of_node[u] for u in graph.consumers.get(flow.gradient, ())} - {of_node[flow.gradient.node]}) < 2:
+        return False
+    users = (u for u in graph.consumers.get(ref, ()) if graph.nodes[u].phase is Phase.FORWARD)
+    later = (flows.get(TensorRef(u, o)) for u in users for o in range(len(graph.nodes[u].outputs)))
+    return all(other is None or other.gradient != flow.gradient for other in later)
+
+
+def _variable(graph: OperatorGraph, nodes: tuple[int, ...]) -> Variable:
+    role = graph.nodes[nodes[0]].role
+    kind = {Role.PARAMETER: Kind.PARAMETER, Role.INPUT: Kind.INPUT}.get(role, Kind.OPERATOR)
+    if kind is Kind.OPERATOR:
+        return Variable(kind=kind, nodes=nodes, choices=tuple(_operator_choices(graph, nodes)))
+    ref = TensorRef(nodes[0])
+    gradient = next((p.gradient for p in graph.parameters if p.node == nodes[0]), None)
+    choices = tuple(
+        Choice(
+            rules=(rule,),
+            reads={gradient: rule.outputs[0]} if gradient else {},
+            writes={ref: rule.outputs[0]},
+        )
+        for rule in rules_for(graph, graph.nodes[nodes[0]])
+    )
+    return Variable(kind=kind, nodes=nodes, choices=choices)
+
+
+def _operator_choices(graph: OperatorGraph, nodes: tuple[int, ...]) -> Iterator[Choice]:
+    """Combine the rules of an operator and its backward operators that agree on every tensor they share."""
+    group = set(nodes)
+    tables = [rules_for(graph, graph.nodes[i]) for i in nodes]
+    constants = {
+        ref for i in nodes for ref in graph.nodes[i].tensor_inputs if graph.nodes[ref.node].role is Role.CONSTANT
+    }
+
+    def extend(position: int, rules: tuple[Rule, ...], placed: dict[TensorRef, Placement]) -> Iterator[Choice]:
+        if position == len(nodes):
+            if _gradients_follow(graph, placed, group):
+                reads = {r: p for r, p in placed.items() if r.node not in group and r not in constants}
+                writes = {r: p for r, p in placed.items() if r.node in group}
+                yield Choice(rules=rules, reads=reads, writes=writes)
+            return
+        for rule in tables[position]:
+            agreed = _agree(graph.nodes[nodes[position]], nodes[position], rule, placed, constants)
+            if agreed is not None:
+                yield from extend(position + 1, (*rules, rule), agreed)
+
+    yield from extend(0, (), {})
+
+
+def _agree(
+    node: Node, index: int, rule: Rule, placed: Mapping[TensorRef, Placement], constants: set[TensorRef]
+) -> dict[TensorRef, Placement] | None:
+    """Placements after `rule`, or None where it contradicts those before."""
+    result = dict(placed)
+    for ref, placement in zip(node.tensor_inputs, rule.inputs, strict=True):
+        if ref in constants:
+            if placement == PARTIAL:
+                return None
+        elif result.setdefault(ref, placement) != placement:
+            return None
+    result.update((TensorRef(index, o), p) for o, p in enumerate(rule.outputs))
+    return result
+
+
+def _gradients_follow(graph: OperatorGraph, placed: Mapping[TensorRef, Placement], group: set[int]) -> bool:
+    """Whether incoming gradients lie as the outputs they belong to: S(d) with S(d), R or P with R, R with P."""
+    made = ((ref, p) for ref, p in placed.items() if ref.node in group)
+    outputs = {ref: p for ref, p in made if graph.nodes[ref.node].phase is Phase.FORWARD}
+    for ref, placement in placed.items():
+        if ref.node in group or graph.nodes[ref.node].phase is Phase.FORWARD:
+            continue
+        same = [p for out, p in outputs.items() if alike(graph, out, ref)]
+        if same and not any(placement in gradient_placements(p) for p in same):
+            return False
+    return True
+
+
+def gradient_placements(placement: Placement) -> tuple[Placement, ...]:
+    """Placements of the gradient of a tensor placed so.
+
+    >>> gradient_placements(1), gradient_placements(REPLICATE), gradient_placements(PARTIAL)
+    ((1,), (-1, -2), (-1,))
+    """
+    if placement == REPLICATE:
+        return (REPLICATE, PARTIAL)
+    return (REPLICATE,) if placement == PARTIAL else (placement,)
+
+
+def _station(graph: OperatorGraph, tensor: TensorRef, flow: GradientFlow | None, shared_back: bool) -> Variable:
+    rank = len(graph.spec(tensor).shape)
+    sums = flow.sums if flow else ()
+    choices = []
+    for placement in (REPLICATE, *range(rank), PARTIAL):
+        if flow is None:
+            choices.append(Choice(rules=(), reads={tensor: placement}, writes={tensor: placement}))
+            continue
+        for summed in gradient_placements(placement):
+            handed = (PARTIAL, REPLICATE) if summed == PARTIAL and shared_back else (summed,)
+            made = (_station_choice(graph, tensor, flow, (placement, summed, back)) for back in handed)
+            choices.extend(choice for choice in made if choice is not None)
+    return Variable(kind=Kind.STATION, nodes=sums, choices=tuple(choices), tensor=tensor)
+
+
+def _station_choice(
+    graph: OperatorGraph, tensor: TensorRef, flow: GradientFlow, placements: tuple[Placement, Placement, Placement]
+) -> Choice | None:
+    """One way to hand a tensor on, sum its gradients and hand the sum back; None without rules for it."""
+    placement, summed, back = placements
+    rules = []
+    for index in flow.sums:
+        node = graph.nodes[index]
+        wanted = ((summed,) * len(node.tensor_inputs), (summed,))
+        rule = next((r for r in rules_for(graph, node) if (r.inputs, r.outputs) == wanted), None)
+        if rule is None:
+            return None
+        rules.append(rule)
+    reads = {tensor: placement}
+    own = {TensorRef(i) for i in flow.sums}
+    for index in flow.sums:
+        reads.update((t, summed) for t in graph.nodes[index].tensor_inputs if t not in own)
+    if not flow.sums:
+        reads[flow.gradient] = summed
+    return Choice(rules=tuple(rules), reads=reads, writes={tensor: placement, flow.gradient: back})
+
+
+def _edges(
+    graph: OperatorGraph, variables: list[Variable], of_node: tuple[int, ...], stations: Mapping[TensorRef, int]
+) -> Iterator[Edge]:
+    readers: dict[TensorRef, dict[int, None]] = {}
+    for number, variable in enumerate(variables):
+        for ref in dict.fromkeys(r for c in variable.choices for r in c.reads):
+            readers.setdefault(ref, {})[number] = None
+    for ref, users in readers.items():
+        source = of_node[ref.node]
+        if source < 0:
+            continue
+        station = stations.get(ref)
+        if station is not None and station != source:
+            yield Edge(source=source, target=station, tensor=ref)
+            source = station
+        for user in users:
+            if user not in (source, station):
+                yield Edge(source=source, target=user, tensor=ref)
+
+
+def masks(variables: Sequence[Variable], edge: Edge) -> bool:
+    """Whether a replicated tensor may be masked to become partial on this edge: the terms of a gradient sum."""
+    target = variables[edge.target]
+    return target.kind is Kind.STATION and bool(target.nodes) and edge.tensor != target.tensor
+
+
+def _consistent(variables: list[Variable], edges: tuple[Edge, ...]) -> tuple[Variable, ...]:
+    """Drop choices that read a partial tensor which its writer can never offer."""
+    choices = [list(v.choices) for v in variables]
+    changed = True
+    while changed:
+        changed = False
+        for edge in edges:
+            written = {c.writes[edge.tensor] for c in choices[edge.source]}
+            partial = PARTIAL in written or (REPLICATE in written and masks(variables, edge))
+            kept = [c for c in choices[edge.target] if partial or c.reads[edge.tensor] != PARTIAL]
+            if len(kept) < len(choices[edge.target]):
+                choices[edge.target], changed = kept, True
+    return tuple(replace(v, choices=tuple(c)) for v, c in zip(variables, choices, strict=True))

@@ -1,0 +1,1 @@
+"""Which units stand on which pipeline stage."""

@@ -1,0 +1,320 @@
+"""Stage partition: which consecutive units every pipeline rank holds, and how it runs them.
+
+With x the seconds that a chunk adds to the fill of the pipeline and y those that it keeps its own rank busy, the
+partition minimises ::
+
+    sum over chunks x  +  sum over turns max over ranks y
+
+and, with several chunks a rank, what turns of unequal length cost
+(`planner.search.configurations.schedule_shapes.uneven_s`), under the memory limit of every rank. A turn is one chunk
+of each rank; with one chunk a rank the second term is the busiest rank's time. The least first term for given limits
+on y follows by dynamic programming over the cuts (Narayanan et al., PipeDream, SOSP 2019; Zheng et al., Alpa, OSDI
+2022); the limits are moved over the values of y.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from planner.search.stages.cutting import cut
+from planner.search.stages.exact_turns import SHORT, exact_turns
+from planner.search.stages.fragments import ACTIVATION, FILL, RESIDENT, STEADY, TRANSIENT, WIDTH, FloatArray
+from planner.search.stages.segments import ROUNDING, BoolArray, PartitionTask, Segments
+
+__all__ = ["Partition", "PartitionTask", "partition"]
+
+Picks = list[int]
+"""Row of the table for every chunk."""
+
+SCANS = 64
+"""Most limits on the busiest rank that are tried before a partition is only bounded."""
+_SLACK = (1.15, 1.6, np.inf)
+_SHARES = (1.0, 0.96, 0.9, 0.8)
+_WAYS = 4
+"""Most ways of a unit by which ranks share their memory out."""
+_LESS = 0.8
+"""How much less than the one before each of them keeps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Partition:
+    """Cuts and labels.
+
+    Attributes
+    ----------
+    ends : (chunks,) number of units up to the end of each chunk
+    labels : (units,) label of every unit
+    objective_s, lower_bound_s : seconds; the bound holds for every partition of the task
+    fill_s, busy_s : (chunks,) both terms of the objective
+    memory_bytes : (ranks,)
+    """
+
+    ends: tuple[int, ...]
+    labels: tuple[int, ...]
+    objective_s: float
+    lower_bound_s: float
+    fill_s: FloatArray
+    busy_s: FloatArray
+    memory_bytes: FloatArray
+
+
+def partition(task: PartitionTask, *, width: int = WIDTH) -> Partition | None:
+    """The best partition; None where none fits.
+
+    With one chunk a rank it is exact while no fragment has more than `width` ways and the limit settles within `SCANS`
+    trials, and bounded otherwise. Several chunks share the memory of their rank in proportion to what an average unit
+    takes in each, and their bound is that without the memory limit's share in it.
+    """
+    if task.units < task.pieces:
+        return None
+    if task.chunks > 1 and task.units <= SHORT:
+        settled, found = _settled(task, width)
+        if settled:
+            return found
+    best: Partition | None = None
+    bound = np.inf
+    for slack in _SLACK:
+        segments = Segments(task, slack, width)
+        found = (_search if task.chunks == 1 else _search_turns)(segments) if segments.groups else None
+        if found is not None and (best is None or found.objective_s < best.objective_s):
+            best = found
+        bound = np.inf if found is None else found.lower_bound_s
+        if segments.complete:
+            break
+        # A longer segment than any here keeps its rank busy for so long.
+        bound = min(bound, segments.longest_s + segments.least_fill_s)
+        if best is not None and (task.chunks > 1 or segments.longest_s + segments.least_fill_s >= best.objective_s):
+            break
+    return best and replace(best, lower_bound_s=min(bound, best.objective_s))
+
+
+def proves_misfit(task: PartitionTask, tried: PartitionTask, width: int) -> bool:
+    """Whether that no partition of `tried` was found proves that none of `task` fits.
+
+    Not where ways were left out before, where fragments were thinned, or where ranks share memory by rule of thumb.
+    """
+    if task.units < task.pieces:
+        return True
+    if tried is not task:
+        return False
+    if task.chunks == 1:
+        return Segments(task, np.inf, width).exact
+    return task.units <= SHORT and _settled(task, width)[0]
+
+
+def _settled(task: PartitionTask, width: int) -> tuple[bool, Partition | None]:
+    """Whether a short chain was partitioned exactly, and the partition, None where none fits.
+
+    The bound is that of the turns, without what unequal ones cost.
+    """
+    segments = Segments(task, np.inf, width)
+    picks, sure = exact_turns(segments)
+    if not (sure and segments.exact):
+        return False, None
+    return True, None if picks is None else _made(segments, picks, _turns(segments, picks))
+
+
+class _Cutter:
+    """Cuts of one table of segments under changing limits."""
+
+    def __init__(self, segments: Segments, limits_bytes: FloatArray) -> None:
+        task = segments.task
+        self.segments = segments
+        keys = list(zip(task.in_flight.tolist(), limits_bytes.tolist(), strict=True))
+        places = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        self.allowed: list[BoolArray] = [segments.allowed(*key) for key in places]
+        self.kind = np.array([places[key] for key in keys])
+        fitting = segments.busy[np.any(np.stack(self.allowed), axis=0)]
+        self.limits = np.unique(fitting)
+        """Values that the limit on a rank's time may take."""
+
+    def picks(self, limits_s: FloatArray) -> Picks | None:
+        """Rows of the cheapest fill with each chunk's time under its limit, (chunks,)."""
+        pairs = list(zip(self.kind.tolist(), limits_s.tolist(), strict=True))
+        places = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
+        tables = [self._costs(*pair) for pair in places]
+        which = np.array([places[pair] for pair in pairs], dtype=np.int64)
+        groups = cut(self.segments, np.stack([np.minimum.reduceat(t, self.segments.offsets) for t in tables]), which)
+        if groups is None:
+            return None
+        return [self._row(group, tables[place]) for group, place in zip(groups, which.tolist(), strict=True)]
+
+    def _costs(self, kind: int, limit_s: float) -> FloatArray:
+        segments = self.segments
+        fits = self.allowed[kind] & (segments.busy <= limit_s * (1 + ROUNDING))
+        return np.where(fits, segments.fill, np.inf)
+
+    def _row(self, number: int, costs: FloatArray) -> int:
+        group = self.segments.groups[number]
+        inside = slice(group.first, group.last)
+        return group.first + int(np.lexsort((self.segments.busy[inside], costs[inside]))[0])
+
+    def least(self, low: int, high: int, limits_of: Callable[[float], FloatArray]) -> tuple[int, Picks | None]:
+        """First place in `limits` from which a cut exists, given that one exists at `high`; and that cut."""
+        found: Picks | None = None
+        while low < high:
+            middle = (low + high) // 2
+            picks = self.picks(limits_of(float(self.limits[middle])))
+            if picks is None:
+                low = middle + 1
+            else:
+                found, high = picks, middle
+        return low, found
+
+
+def _search(segments: Segments) -> Partition | None:
+    """One chunk a rank: move the limit on the busiest rank from the least feasible one upwards."""
+    task = segments.task
+    cutter = _Cutter(segments, np.full(task.pieces, task.limit_bytes))
+    if not len(cutter.limits):
+        return None
+
+    def limits_of(limit: float) -> FloatArray:
+        return np.full(task.pieces, limit)
+
+    best = cutter.picks(limits_of(float(cutter.limits[-1])))
+    if best is None:
+        return None
+    best_s, least_fill, bound = _objective(segments, best), _fill(segments, best), np.inf
+    place, _ = cutter.least(0, len(cutter.limits) - 1, limits_of)
+    for trial in range(SCANS + 1):
+        if place >= len(cutter.limits) or cutter.limits[place] + least_fill >= best_s * (1 - ROUNDING):
+            break
+        if trial == SCANS:
+            bound = float(cutter.limits[place]) + least_fill
+            break
+        picks = cutter.picks(limits_of(float(cutter.limits[place])))
+        assert picks is not None  # there is a cut at a lower limit
+        if _objective(segments, picks) < best_s:
+            best, best_s = picks, _objective(segments, picks)
+        if _fill(segments, picks) <= least_fill * (1 + ROUNDING):
+            break
+        place += 1
+    return _made(segments, best, min(best_s, bound) if segments.exact else _unlimited(segments))
+
+
+def _unlimited(segments: Segments) -> float:
+    """A bound on every partition, its memory aside: the even share of the least time, and the least fill."""
+    return segments.share_s + segments.least_fill_s
+
+
+def _fill(segments: Segments, picks: Picks) -> float:
+    return float(segments.fill[picks].sum())
+
+
+def _turns(segments: Segments, picks: Picks) -> float:
+    task = segments.task
+    busy = segments.busy[picks].reshape(task.chunks, task.ranks)
+    return _fill(segments, picks) + float(busy.max(axis=1).sum())
+
+
+def _objective(segments: Segments, picks: Picks) -> float:
+    uneven_s = segments.task.uneven_s
+    if uneven_s is None:
+        return _turns(segments, picks)
+    # A step that turns out shorter than its turns is not counted on: bounds rest on the turns.
+    passes = segments.values[picks][:, [FILL, STEADY]].sum(axis=1)
+    return _turns(segments, picks) + max(0.0, uneven_s(passes))
+
+
+def _search_turns(segments: Segments) -> Partition | None:
+    """Several chunks a rank: limits on each turn, lowered one set of turns after the other while that pays.
+
+    Chunks share the memory of their rank by what some usual way to run the most frequent unit takes in each; the best
+    of several usual ways counts.
+    """
+    task = segments.task
+    best: Picks | None = None
+    for usual in _usual(task):
+        for share in _SHARES:
+            cutter = _Cutter(segments, _shares(task, usual, share))
+            picks = _lowered(cutter) if len(cutter.limits) else None
+            if picks is None:
+                break
+            if np.all(_memory(segments, picks) <= task.limit_bytes * (1 + ROUNDING)):
+                if best is None or _objective(segments, picks) < _objective(segments, best):
+                    best = picks
+                break
+    return None if best is None else _made(segments, best, _unlimited(segments))
+
+
+def _usual(task: PartitionTask) -> list[FloatArray]:
+    """Ways (values) of the most frequent unit by which memory is shared out: the fastest, and some that keep less."""
+    block = task.kinds[int(np.argmax(task.counts))].values
+    order = np.lexsort((block[:, ACTIVATION], block[:, STEADY]))
+    lowest = np.minimum.accumulate(block[order, ACTIVATION])
+    front = order[np.concatenate(([True], lowest[1:] < _LESS * lowest[:-1]))]
+    return [block[way] for way in front[:_WAYS]]
+
+
+def _shares(task: PartitionTask, usual: FloatArray, share: float) -> FloatArray:
+    """(chunks,) bytes of its rank's memory that a chunk may take: single units at both ends come first."""
+    most = int(np.argmax(task.counts))
+    weight = task.in_flight * usual[ACTIVATION] + usual[RESIDENT]
+    reserved = np.zeros(task.pieces)
+    reserved[0] = sum(float(kind.values[:, RESIDENT].min()) for kind in task.kinds[:most])
+    reserved[-1] = sum(float(kind.values[:, RESIDENT].min()) for kind in task.kinds[most + 1 :])
+    taken = np.bincount(task.rank_of, reserved, task.ranks)
+    whole = np.bincount(task.rank_of, weight, task.ranks)
+    room = np.maximum(share * task.limit_bytes - taken - usual[TRANSIENT], 0.0)
+    parts = room[task.rank_of] * weight / np.maximum(whole[task.rank_of], 1e-30)
+    shares: FloatArray = reserved + parts + usual[TRANSIENT]
+    return shares
+
+
+def _lowered(cutter: _Cutter) -> Picks | None:
+    segments, task = cutter.segments, cutter.segments.task
+    limits = np.full(task.chunks, cutter.limits[-1])
+    best = cutter.picks(np.repeat(limits, task.ranks))
+    if best is None:
+        return None
+    turns = [*range(task.chunks)]
+    for chosen in _sets_of_turns(turns):
+
+        def limits_of(limit: float, chosen: Sequence[int] = chosen, limits: FloatArray = limits) -> FloatArray:
+            trial = limits.copy()
+            trial[chosen] = np.minimum(trial[chosen], limit)
+            return np.repeat(trial, task.ranks)
+
+        high = int(np.searchsorted(cutter.limits, limits[chosen].max()))
+        place, picks = cutter.least(0, high, limits_of)
+        if picks is not None and _objective(segments, picks) <= _objective(segments, best):
+            best = picks
+            limits[chosen] = np.minimum(limits[chosen], cutter.limits[place])
+    return best
+
+
+def _sets_of_turns(turns: list[int]) -> list[list[int]]:
+    sets = [turns, turns[1:-1], turns[1:], turns[:-1], turns[:1], turns[-1:]]
+    return [chosen for chosen in sets if chosen]
+
+
+def _memory(segments: Segments, picks: Picks) -> FloatArray:
+    """(ranks,) bytes at the peak."""
+    task, table = segments.task, segments.values[picks]
+    standing = np.bincount(task.rank_of, task.in_flight * table[:, ACTIVATION] + table[:, RESIDENT], task.ranks)
+    transient = np.zeros(task.ranks)
+    np.maximum.at(transient, task.rank_of, table[:, TRANSIENT])
+    memory: FloatArray = standing + transient
+    return memory
+
+
+def _made(segments: Segments, picks: Picks, lower_s: float) -> Partition:
+    labels: list[int] = []
+    ends: list[int] = []
+    for row in picks:
+        group = segments.groups[int(np.searchsorted(segments.offsets, row, side="right")) - 1]
+        labels += group.source.labels[group.rows[row - group.first]].tolist()
+        ends.append(len(labels))
+    return Partition(
+        ends=tuple(ends),
+        labels=tuple(labels),
+        objective_s=_objective(segments, picks),
+        lower_bound_s=lower_s,
+        fill_s=segments.values[picks, FILL],
+        busy_s=segments.busy[picks],
+        memory_bytes=_memory(segments, picks),
+    )

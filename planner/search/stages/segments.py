@@ -1,0 +1,259 @@
+"""Segments: every row of consecutive units that a pipeline rank may hold, and the ways to run it, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.stages.fragments import (
+    ACTIVATION,
+    FILL,
+    QUEUE,
+    RESIDENT,
+    STEADY,
+    TRANSIENT,
+    FloatArray,
+    Fragments,
+    IntArray,
+    joined,
+    repeated,
+    thinned,
+)
+
+BoolArray = NDArray[np.bool_]
+ROUNDING = 1e-12
+_BEGIN = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartitionTask:
+    """What is to be partitioned.
+
+    Attributes
+    ----------
+    kinds, counts : ways to run a unit of each kind, and how many of them stand in a row, in the order of the network
+    sends_s : (units - 1, states) seconds of the messages over a cut behind each unit in each boundary state, both
+        directions, one micro-batch
+    fill_sends, steady_sends : how often the fill and the rank behind the cut pay for them
+    hidden_share : part of a rank's own time behind which messages of later micro-batches hide
+    ranks, chunks : pipeline ranks, and chunks of each
+    rank_of : (ranks * chunks,) rank of each chunk in the order of the network
+    in_flight : (ranks * chunks,) micro-batches whose activations a chunk keeps at most
+    limit_bytes : memory of one rank
+    uneven_s : what turns of unequal length add to the step, from the seconds (ranks * chunks,) of all passes of each
+        chunk; None where a rank has one chunk
+    """
+
+    kinds: tuple[Fragments, ...]
+    counts: tuple[int, ...]
+    sends_s: FloatArray
+    fill_sends: float
+    steady_sends: float
+    ranks: int
+    chunks: int
+    rank_of: IntArray
+    in_flight: FloatArray
+    limit_bytes: float
+    hidden_share: float = 0.0
+    uneven_s: Callable[[FloatArray], float] | None = None
+
+    @property
+    def units(self) -> int:
+        """Units of the whole network."""
+        return sum(self.counts)
+
+    @property
+    def pieces(self) -> int:
+        """Chunks of all ranks."""
+        return self.ranks * self.chunks
+
+
+MANY = 16
+"""Ways of a unit up to which all of them are tried."""
+FEW = 5
+"""Ways between two boundary states that are tried otherwise."""
+
+
+def simplified(task: PartitionTask) -> PartitionTask:
+    """The same with few ways of each unit, in the boundary states that serve the most frequent unit best.
+
+    These are the state in which it is fastest and the one in which it keeps least from forward to backward.
+    """
+    most = int(np.argmax(task.counts))
+    if max(len(kind) for kind in task.kinds) <= MANY:
+        return task
+    block = task.kinds[most]
+    same = np.flatnonzero(block.entry == block.exit) if task.counts[most] > 1 else np.arange(len(block))
+    states = {int(block.exit[rows[0]]) for rows in _orders(block, same)} if len(same) else set(block.exit.tolist())
+    kinds = tuple(thinned(kind, frozenset(states), FEW) for kind in task.kinds)
+    return replace(task, kinds=kinds) if all(len(kind) for kind in kinds) else task
+
+
+def _orders(block: Fragments, rows: IntArray) -> tuple[IntArray, IntArray]:
+    time, kept = block.busy[rows], block.values[rows, ACTIVATION]
+    return rows[np.lexsort((kept, time))], rows[np.lexsort((time, kept))]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ways of one kind of segment between two boundary states: rows ``first:last`` of the table.
+
+    ``starts`` are the units where such a segment may begin; ``rows`` are the ways' numbers in ``source``.
+    """
+
+    starts: range
+    length: int
+    entry: int
+    exit: int
+    first: int
+    last: int
+    source: Fragments
+    rows: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    starts: range
+    length: int
+    ways: Fragments
+    send_s: FloatArray
+
+
+class Segments:
+    """Segments in which no rank is busy for more than about `slack` times its even share.
+
+    Attributes
+    ----------
+    groups : kinds of segment
+    values : (ways, 7) as in `Fragments.values`, the messages at a segment's begin included
+    fill, busy : (ways,) both terms of the objective
+    offsets : (groups,) first row of each group
+    shape_arrays : (groups,) each: first start, end of the starts, length, entry and exit state
+    states : place of each boundary state in arrays over states; that of the network's two ends is 0
+    exact : whether all ways are there that may matter
+    complete : whether every segment is there
+    share_s : what a rank has to do at least where the work is shared out evenly
+    longest_s : segments that are left out keep their rank busy for longer
+    least_fill_s : what all units together add to the fill at least
+    """
+
+    def __init__(self, task: PartitionTask, slack: float, width: int) -> None:
+        self.task, self.width = task, width
+        self.least = np.array([kind.values[:, STEADY].min() for kind in task.kinds])
+        counts = np.array(task.counts)
+        self.least_fill_s = float(np.array([kind.values[:, FILL].min() for kind in task.kinds]) @ counts)
+        self.share_s = max(float(self.least @ counts) / task.ranks, float(self.least.max()))
+        share = max(self.share_s / task.chunks, float(self.least.max()))
+        self.longest_s = np.inf if task.pieces == 1 else slack * share + float(self.least.max())
+        self.complete = True
+        self._powers: list[dict[int, Fragments]] = [{} for _ in task.kinds]
+        self._begins = np.concatenate(([0], np.cumsum(task.counts))).tolist()
+        kinds = [*self._inside(), *self._across()]
+        self.exact = all(kind.ways.exact for kind in kinds)
+        states = sorted({_BEGIN, *(int(s) for k in task.kinds for s in (*k.entry, *k.exit))})
+        self.states = {state: place for place, state in enumerate(states)}
+        self._fill_table(kinds)
+
+    def allowed(self, in_flight: float, limit_bytes: float) -> BoolArray:
+        """(ways,) whether the memory suffices."""
+        v = self.values
+        needed = in_flight * v[:, ACTIVATION] + v[:, RESIDENT] + v[:, TRANSIENT]
+        allowed: BoolArray = needed <= limit_bytes * (1 + ROUNDING)
+        return allowed
+
+    def _fill_table(self, kinds: list[_Kind]) -> None:
+        self.groups: list[Group] = []
+        tables: list[FloatArray] = [np.zeros((0, 7))]
+        size = 0
+        for kind in kinds:
+            ways = kind.ways
+            for entry, leave in dict.fromkeys(zip(ways.entry.tolist(), ways.exit.tolist(), strict=True)):
+                rows = np.flatnonzero((ways.entry == entry) & (ways.exit == leave))
+                table = ways.values[rows].copy()
+                send_s = float(kind.send_s[entry]) if entry >= 0 and len(kind.send_s) else 0.0
+                table[:, FILL] += self.task.fill_sends * send_s
+                waits = self.task.steady_sends * send_s - self.task.hidden_share * table[:, STEADY]
+                table[:, STEADY] += np.maximum(waits, 0.0)
+                ends = (self.states[entry], self.states[leave])
+                self.groups.append(Group(kind.starts, kind.length, *ends, size, size + len(rows), ways, rows))
+                tables.append(table)
+                size += len(rows)
+        self.values = np.concatenate(tables)
+        self.offsets = np.array([g.first for g in self.groups], dtype=np.int64)
+        shape = [(g.starts.start, g.starts.stop, g.length, g.entry, g.exit) for g in self.groups]
+        self.shape_arrays = tuple(np.array(shape, dtype=np.int64).reshape(-1, 5).T.copy())
+        self.fill = self.values[:, FILL]
+        self.busy = self.values[:, STEADY] + np.maximum(self.values[:, QUEUE], 0.0)
+
+    def _power(self, kind: int, count: int) -> Fragments:
+        return repeated(self.task.kinds[kind], count, self._powers[kind], self.width)
+
+    def _fits(self, units: int, seconds: float) -> bool:
+        if units > self.task.units - self.task.pieces + 1:
+            return False
+        if seconds > self.longest_s:
+            self.complete = False
+            return False
+        return True
+
+    def _inside(self) -> Iterator[_Kind]:
+        """Segments of one kind of unit."""
+        for kind, count in enumerate(self.task.counts):
+            for length in range(1, count + 1):
+                if not self._fits(length, length * self.least[kind]):
+                    break
+                if self._wanted(length):
+                    begin, end = self._begins[kind], self._begins[kind + 1]
+                    yield from self._placed(range(begin, end - length + 1), length, self._power(kind, length))
+
+    def _across(self) -> Iterator[_Kind]:
+        """Segments that begin in one kind of unit and end in a later one."""
+        counts = self.task.counts
+        for first in range(len(counts)):
+            inner: Fragments | None = None
+            units, seconds = 0, 0.0
+            for last in range(first + 1, len(counts)):
+                if last > first + 1:
+                    units += counts[last - 1]
+                    seconds += counts[last - 1] * self.least[last - 1]
+                    if not self._fits(units + 2, seconds + self.least[first] + self.least[last]):
+                        break
+                    whole = self._power(last - 1, counts[last - 1])
+                    inner = whole if inner is None else joined(inner, whole, self.width)
+                yield from self._between(first, last, inner, units, seconds)
+
+    def _between(self, first: int, last: int, inner: Fragments | None, units: int, seconds: float) -> Iterator[_Kind]:
+        for left in range(1, self.task.counts[first] + 1):
+            spent = seconds + left * self.least[first]
+            if not self._fits(units + left + 1, spent + self.least[last]):
+                break
+            head: Fragments | None = None
+            for right in range(1, self.task.counts[last] + 1):
+                length = units + left + right
+                if not self._fits(length, spent + right * self.least[last]):
+                    break
+                if not self._wanted(length):
+                    continue
+                if head is None:
+                    head = self._power(first, left)
+                    head = head if inner is None else joined(head, inner, self.width)
+                start = self._begins[first + 1] - left
+                ways = joined(head, self._power(last, right), self.width)
+                yield from self._placed(range(start, start + 1), length, ways)
+
+    def _wanted(self, length: int) -> bool:
+        return self.task.pieces > 1 or length == self.task.units
+
+    def _placed(self, starts: range, length: int, ways: Fragments) -> Iterator[_Kind]:
+        """Split where the message before the segment differs; there is none before the network."""
+        nothing = np.zeros(0)
+        sends = [nothing if start == 0 else self.task.sends_s[start - 1] for start in starts]
+        begin = 0
+        for place in range(1, len(starts) + 1):
+            if place == len(starts) or not np.array_equal(sends[place], sends[begin]):
+                if len(ways):
+                    yield _Kind(starts[begin:place], length, ways, sends[begin])
+                begin = place

@@ -1,0 +1,168 @@
+"""Every way that can pay to run each unit of a network on one pipeline stage.
+
+A *label* is one Pareto-optimal strategy of one unit between two placements of its boundary tensors. Labels do
+not depend on the data and pipeline degrees: one table serves all plans with the same stage mesh and micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.graph.operator_graph import OperatorGraph
+from planner.search.exact.elimination import min_plus_power
+from planner.search.problem.parts import Parts, Setting
+from planner.search.problem.problem import Problem
+from planner.search.units.records import (
+    RECOMPUTE,
+    BoundaryStates,
+    Minimum,
+    TiedParameter,
+    UnitLabels,
+    Weights,
+)
+from planner.search.units.rules import rules_of
+from planner.search.units.stage_tables import Stage, StageDecisions, StageOptions, stage_decisions
+from planner.search.units.sweep import unit_labels
+from planner.sharding.context import Algorithm
+from planner.sharding.placement import Mesh
+from planner.work import Optimizer
+from simulator.errors import InputError
+from simulator.hardware import Hardware
+
+__all__ = [
+    "RECOMPUTE",
+    "BoundaryStates",
+    "Minimum",
+    "StageDecisions",
+    "StageTables",
+    "TiedParameter",
+    "UnitLabels",
+    "Weights",
+    "rules_of",
+    "stage_decisions",
+    "stage_tables",
+]
+
+FloatArray = NDArray[np.float64]
+
+
+class StageTables:
+    """Labels of every unit of a folded graph on one stage mesh at one micro-batch size.
+
+    ``units[u]`` are the labels of ``chain.units[u]``; ``boundary_bytes[b]`` the bytes one rank sends over
+    boundary b forward if nothing is sharded, ``boundaries[b]`` the states with their bytes. ``tied`` are the
+    parameters that several units read, in the one placement that all labels share. ``context_algorithm`` is how
+    attention runs on the context axis, ``none`` without one.
+    """
+
+    def __init__(
+        self, decisions: StageDecisions, parts: Parts, options: StageOptions, context_algorithm: str = "none"
+    ) -> None:
+        self.decisions = decisions
+        self.context_algorithm = context_algorithm
+        self.chain = decisions.chain
+        self.parts = parts
+        self._stage = Stage(decisions, parts, options)
+        self.boundaries = self._stage.boundaries
+        self.boundary_bytes = tuple(float(parts.graph.spec(b.forward).size_bytes) for b in self.chain.boundaries)
+        self._shared = self._stage.best_shared()
+        self.tied = tuple(self._tied())
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The whole graph on the stage mesh: its states are those that assignments number."""
+        return Problem(self.parts.graph, self.parts.decisions, self.parts.setting)
+
+    @cached_property
+    def units(self) -> tuple[UnitLabels, ...]:
+        """Labels of each unit."""
+        return tuple(unit_labels(self._stage, number, self._shared) for number in range(len(self.chain.units)))
+
+    def matrices(self, weights: Weights, mode: int | None = None) -> tuple[FloatArray, ...]:
+        """Least weighted sum of each folded unit between its boundary states, shapes (entries, exits).
+
+        Exact over all strategies, of every allowed recompute mode or of the one given by its code; what the tied
+        parameters cost is as in the labels.
+        """
+        return self._stage.matrices(weights, mode, self._shared)
+
+    def minimum(self, weights: Weights) -> Minimum:
+        """Minimise the weighted sum over the whole network: no plan with this stage mesh and micro-batch is cheaper.
+
+        Exact over all strategies, recompute modes, boundary states and placements of tied parameters, whose elements
+        count once.
+        """
+        return self._stage.minimum(weights)
+
+    def run_minimum(self, weights: Weights, run: int, lengths: Sequence[int]) -> FloatArray:
+        """Least weighted cost of so many consecutive blocks of a run with free ends, shape (len(lengths),).
+
+        The blocks are those after the first, of which labels may differ from the first's.
+        """
+        number = next(i for i, u in enumerate(self.chain.units) if u.run == run and u.count > 1)
+        matrix = self._stage.matrices(weights, None, None)[number]
+        return np.array([min_plus_power(matrix[None], length).table.min() for length in lengths])
+
+    def _tied(self) -> Iterator[TiedParameter]:
+        stage = self._stage
+        for station in stage.shared:
+            tensor = self.decisions.decisions.variables[station].tensor
+            assert tensor is not None  # a station of a parameter
+            owners = tuple(n for n, m in enumerate(self.decisions.models) if station in m.shared)
+            elements = stage.tied_elements(station, self._shared)
+            yield TiedParameter(node=tensor.node, units=owners, elements=elements)
+
+
+def stage_tables(
+    graph: OperatorGraph,
+    decisions: StageDecisions,
+    hardware: Hardware,
+    mesh: Mesh,
+    *,
+    optimizer: Optimizer,
+    bucket_bytes: int,
+    recompute: Sequence[str] = RECOMPUTE,
+    sequence_parallel: bool | None = None,
+    context_algorithm: Algorithm = "ring",
+) -> StageTables:
+    """Tabulate the ways to run each unit on one pipeline stage.
+
+    Parameters
+    ----------
+    graph : OperatorGraph
+        Folded, its batch the micro-batch of one data-parallel rank; on an expert axis the batch is sharded.
+    decisions : StageDecisions
+        `stage_decisions` of the same graph at any batch.
+    mesh : Mesh
+        The stage's axes other than data.
+    recompute : sequence of str
+        Modes that are allowed.
+    sequence_parallel : bool, optional
+        True: boundary tensors are sharded along the sequence on the tensor axis; False: no activation is.
+    context_algorithm : str
+        How attention runs on a context axis, ``ring`` or ``all_to_all``.
+
+    Raises
+    ------
+    InputError
+        The mesh has a data axis, a mode is unknown, or the sequence cannot be sharded as asked.
+    UnsupportedError
+        The mesh has a context axis and an operator cannot work on part of the sequence.
+    """
+    if any(axis.name == "data" for axis in mesh.axes):
+        raise InputError("a stage mesh has no data axis: a table serves every data degree; leave it out")
+    unknown = [mode for mode in recompute if mode not in RECOMPUTE]
+    if unknown or not recompute:
+        raise InputError(f"recompute modes {list(recompute)} are not some of {', '.join(RECOMPUTE)}; correct them")
+    costs = decisions.costs(hardware, mesh, bucket_bytes)
+    context = decisions.context(mesh, context_algorithm)
+    setting = Setting(costs=costs, micro_batches=1, optimizer=optimizer, context=context)
+    options = StageOptions(
+        modes=tuple(sorted({RECOMPUTE.index(mode) for mode in recompute})), sequence_parallel=sequence_parallel
+    )
+    algorithm = context_algorithm if context else "none"
+    return StageTables(decisions, Parts(graph, decisions.decisions, setting), options, algorithm)

@@ -1,0 +1,189 @@
+"""From labels chosen for every unit to the rules of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from planner.graph.folding import run_start
+from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
+from planner.graph.scaling import at_batch
+from planner.search.problem.parts import Parts, Setting
+from planner.search.problem.solution import template_name
+from planner.search.problem.variables import Kind
+from planner.search.units.records import Weights
+from planner.search.units.stage_tables import Stage, StageDecisions, StageOptions
+from planner.sharding.placement import REPLICATE, Mesh, MeshAxis
+from planner.sharding.rules import Rule
+from planner.strategy.plan import LayerRules, NodeRules
+from simulator.errors import InputError
+
+if TYPE_CHECKING:
+    from planner.search.units.labels import StageTables
+
+UnitRules = Mapping[int, NodeRules]
+"""Rules of a unit's nodes, by index in the folded graph."""
+
+
+def rules_of(
+    tables: StageTables,
+    choices: Sequence[int],
+    data: int,
+    *,
+    sharded: bool,
+    shard_size: int = 0,
+    threshold_bytes: int = 0,
+) -> tuple[dict[str, NodeRules], tuple[LayerRules, ...]]:
+    """Write the rules of a plan whose mesh has the data axis before those of the stage.
+
+    Along the data axis the batch is sharded wherever a tensor has one, in the strategy that communicates least.
+    A data axis of one rank is left out.
+
+    Parameters
+    ----------
+    choices : sequence of int
+        The label of every unit in ``tables.chain.names()``, its number in ``tables.units``.
+    data : int
+        Data-parallel ranks.
+    sharded : bool
+        Whether parameters are stored sharded along the data axis: on the largest local dim that divides.
+    shard_size : int
+        Ranks that a parameter is sharded over, all of them where 0.
+    threshold_bytes : int
+        Parameters with fewer local bytes stay whole.
+
+    Raises
+    ------
+    InputError
+        The number of choices is not that of the units.
+    """
+    positions = tables.chain.positions
+    if len(choices) != len(positions):
+        raise InputError(f"{len(choices)} labels were chosen for {len(positions)} units; choose one for each")
+    beside = _DataAxis(tables.decisions, tables.parts, data) if data > 1 else None
+    ways = shard_size or data
+    made: dict[tuple[int, int, int], UnitRules] = {}
+    units: list[UnitRules] = []
+    for place, (number, choice) in enumerate(zip(positions, choices, strict=True)):
+        along = beside.numbers[place] if beside else 0
+        key = (number, choice, along)
+        if key not in made:
+            rules = _node_rules(tables, number, tables.units[number].assignments[choice])
+            if beside:
+                rules = _beside(tables, beside.rules(number, along), rules, ways if sharded else 1, threshold_bytes)
+            made[key] = rules
+        units.append(made[key])
+    return _by_name(tables, units)
+
+
+def _node_rules(tables: StageTables, number: int, states: Mapping[int, int]) -> UnitRules:
+    return _rules(tables.decisions, tables.parts, number, states)
+
+
+def _rules(source: StageDecisions, parts: Parts, number: int, states: Mapping[int, int]) -> UnitRules:
+    """Rules of a unit's nodes in an assignment, along each axis of the mesh of `parts`."""
+    found = {}
+    made = source.decisions
+    for index in source.chain.units[number].nodes:
+        variable = made.of_node[index]
+        if variable in states:
+            all_states = parts.states(variable)
+            position = made.variables[variable].nodes.index(index)
+            chosen = all_states.choice[:, states[variable]]
+            found[index] = tuple(all_states.variable.choices[c].rules[position] for c in chosen)
+    return found
+
+
+class _DataAxis:
+    """The best strategy along the data axis alone; ``numbers`` say which of its assignments each unit takes."""
+
+    def __init__(self, source: StageDecisions, parts: Parts, data: int) -> None:
+        mesh = Mesh((MeshAxis("data", data),))
+        setting = Setting(
+            costs=source.costs(parts.setting.costs.hardware, mesh, parts.setting.costs.bucket_bytes),
+            micro_batches=1,
+            optimizer=parts.setting.optimizer,
+            storage="replicated",
+            batch_only=True,
+        )
+        graph = at_batch(parts.graph, parts.graph.batch_size * data)
+        self.source = source
+        self.parts = Parts(graph, source.decisions, setting)
+        stage = Stage(source, self.parts, StageOptions(modes=(0,), sequence_parallel=None))
+        best = stage.minimum(Weights(step=1.0))
+        self.assignments: list[Mapping[int, int]] = []
+        self.numbers = []
+        known: dict[tuple[int, int, int], int] = {}
+        for place, states in enumerate(best.assignments):
+            key = (source.chain.positions[place], best.entries[place], best.exits[place])
+            if key not in known:
+                known[key] = len(self.assignments)
+                self.assignments.append(states)
+            self.numbers.append(known[key])
+
+    def rules(self, number: int, assignment: int) -> UnitRules:
+        return _rules(self.source, self.parts, number, self.assignments[assignment])
+
+
+def _beside(tables: StageTables, along: UnitRules, rules: UnitRules, ways: int, threshold_bytes: int) -> UnitRules:
+    """Put the rule of the data axis before the others; parameters get the placement in which they are stored."""
+    decisions = tables.decisions.decisions
+    found = {}
+    for index, others in rules.items():
+        first = along[index][0]
+        if decisions.variables[decisions.of_node[index]].kind is Kind.PARAMETER and ways > 1:
+            placed = _stored(tables.parts.graph, tables.parts.sizes, index, others, ways, threshold_bytes)
+            first = Rule((), (placed,), splits_work=False)
+        found[index] = (first, *others)
+    return found
+
+
+def _stored(
+    graph: OperatorGraph, sizes: Sequence[int], index: int, rules: NodeRules, ways: int, threshold_bytes: int
+) -> int:
+    """Largest dim of the local parameter that divides, ties to the first; replicated where none does.
+
+    Dims that no other axis shards come first: of a dim that two axes shard, parts can only be gathered all at once.
+    """
+    spec = graph.nodes[index].outputs[0]
+    local = list(spec.shape)
+    taken: set[int] = set()
+    for size, rule in zip(sizes, rules, strict=True):
+        if rule.outputs[0] >= 0:
+            local[rule.outputs[0]] //= size
+            taken.add(rule.outputs[0])
+    elements = 1
+    for extent in local:
+        elements *= extent
+    if elements * DTYPE_BYTES[spec.dtype] < threshold_bytes:
+        return REPLICATE
+    fitting = [dim for dim, extent in enumerate(local) if extent % ways == 0]
+    return max(fitting, key=lambda dim: (dim not in taken, local[dim], -dim), default=REPLICATE)
+
+
+def _by_name(tables: StageTables, units: Sequence[UnitRules]) -> tuple[dict[str, NodeRules], tuple[LayerRules, ...]]:
+    """Name the rules: those of nodes outside runs once, those of blocks by ranges of equal ones."""
+    graph, chain = tables.parts.graph, tables.chain
+    inside = {i for run in graph.runs for i in (*run.first, *run.second)}
+    rules: dict[str, NodeRules] = {}
+    blocks: list[list[dict[str, NodeRules]]] = [[] for _ in graph.runs]
+    named: dict[tuple[int, int], dict[str, NodeRules]] = {}
+    for number, found in zip(chain.positions, units, strict=True):
+        unit = chain.units[number]
+        for index, node_rules in found.items():
+            if index not in inside:
+                rules.setdefault(graph.nodes[index].name, node_rules)
+        if unit.run is not None:
+            key = (number, id(found))
+            if key not in named:
+                prefix = graph.runs[unit.run].prefix
+                named[key] = {template_name(graph.nodes[i].name, prefix): r for i, r in found.items() if i in inside}
+            blocks[unit.run].append(named[key])
+    layers = []
+    for run, made in zip(graph.runs, blocks, strict=True):
+        start = run_start(graph, run)
+        for same, members in groupby(enumerate(made), key=lambda item: item[1]):
+            numbers = [i for i, _ in members]
+            layers.append(LayerRules(prefix=run.prefix, first=start + numbers[0], last=start + numbers[-1], rules=same))
+    return rules, tuple(layers)
