@@ -35,7 +35,7 @@ import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES
 from planner.search.configurations.schedule_shapes import ONE_STAGE, SPLIT, ScheduleShape, schedule_shape, uneven_s
-from planner.search.stages.fragments import FloatArray, Fragments, pruned
+from planner.search.stages.fragments import FloatArray, Fragments, IntArray, pruned
 from planner.search.stages.segments import MANY, PartitionTask
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.work import Optimizer, state_bytes, update_traffic
@@ -56,7 +56,8 @@ class Configuration:
     """Everything but operator strategies, stages and recomputation.
 
     ``data`` is the mesh axis: ranks that hold copies of the same experts; data-parallel ranks are ``data * expert``.
-    ``order`` names the axes from the outermost to the one with neighbouring ranks.
+    ``order`` names the axes from the outermost to the one with neighbouring ranks. ``bucket_bytes`` is the size of
+    fused messages of gradients; 0 leaves it to `StepModel.bucket_bytes_of`.
     """
 
     pipeline: int = 1
@@ -72,6 +73,8 @@ class Configuration:
     optimizer_sharding: str = "none"
     shard_size: int = 0
     offload: bool = False
+    bucket_bytes: int = 0
+    context_algorithm: str = "none"
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -111,7 +114,32 @@ class Configuration:
     def table_key(self) -> tuple[object, ...]:
         """Configurations with equal keys share a table of labels."""
         mesh = self.inner_mesh()
-        return (mesh, self.micro_batch)
+        return (mesh, self.micro_batch, self.context_algorithm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoredWays:
+    """Ways to run units whose states are stored in one way, whatever the order of passes: (ways,) each.
+
+    Seconds of both passes of a micro-batch and of what is done once a step, what the synchronisation of gradients has
+    left to do after the last backward pass and by how much it falls behind, and bytes.
+    """
+
+    forward_s: FloatArray
+    backward_s: FloatArray
+    once_s: FloatArray
+    queue_s: FloatArray
+    backlog_s: FloatArray
+    activation_bytes: FloatArray
+    resident_bytes: FloatArray
+    transient_bytes: FloatArray
+
+    def values(self, shape: ScheduleShape, micro_batches: int) -> FloatArray:
+        """(ways, 7) columns of `planner.search.stages.fragments.Fragments` under a schedule."""
+        fill = shape.fill_s(self.forward_s, self.backward_s)
+        steady = micro_batches * (self.forward_s + self.backward_s) - fill + self.once_s
+        held = (self.activation_bytes, self.resident_bytes, self.transient_bytes)
+        return np.stack([fill, steady, self.queue_s, self.backlog_s, *held], axis=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -163,32 +191,33 @@ class StepModel:
         self, labels: UnitLabels, configuration: Configuration, shape: ScheduleShape, trained: int = 1
     ) -> Fragments:
         """Ways of one unit of `trained` parameters: what no other way beats at once in time and memory."""
+        values = self.stored(labels, configuration, trained).values(shape, configuration.micro_batches)
+        count = len(values)
+        entry, leave = (np.asarray(states, dtype=np.int64) for states in (labels.entry, labels.exit))
+        ways = Fragments(values, entry, leave, np.arange(count)[:, None])
+        return pruned(ways, width=count) if count <= MANY else ways
+
+    def stored(self, labels: UnitLabels, configuration: Configuration, trained: int | IntArray = 1) -> StoredWays:
+        """The ways of units with the states of a configuration, `trained` parameters in the unit of each.
+
+        Of the schedule it matters alone whether backward passes are split.
+        """
         c = configuration
         elements = labels.parameter_elements + labels.expert_elements
         forward_s, backward_s, exposed = self._passes(labels, elements, c, trained)
         sync_s = self._synchronisation_s(elements, c)
         size = np.maximum(elements * DTYPE_BYTES[self.dtype], 1.0)
-        fill = shape.fill_s(forward_s, backward_s)
-        steady = c.micro_batches * (forward_s + backward_s) - fill + labels.step_s
-        steady = steady + self._once_s(elements, forward_s, c, trained)
         hidden = backward_s if self.hardware.overlaps_communication else np.zeros_like(backward_s)
-        last = sync_s * np.minimum(1.0, self.bucket_bytes / size)
-        values = np.stack(
-            [
-                fill,
-                steady,
-                np.maximum(sync_s - hidden, last),
-                sync_s - hidden,
-                labels.activation_bytes,
-                self.resident_bytes(elements, c),
-                labels.transient_bytes + exposed,
-            ],
-            axis=1,
+        return StoredWays(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            once_s=labels.step_s + self._once_s(elements, forward_s, c, trained),
+            queue_s=np.maximum(sync_s - hidden, sync_s * np.minimum(1.0, self.bucket_bytes / size)),
+            backlog_s=sync_s - hidden,
+            activation_bytes=labels.activation_bytes,
+            resident_bytes=self.resident_bytes(elements, c),
+            transient_bytes=labels.transient_bytes + exposed,
         )
-        count = len(forward_s)
-        entry, leave = (np.asarray(states, dtype=np.int64) for states in (labels.entry, labels.exit))
-        ways = Fragments(values, entry, leave, np.arange(count)[:, None])
-        return pruned(ways, width=count) if count <= MANY else ways
 
     def sends_s(self, tables: StageTables, configuration: Configuration) -> FloatArray:
         """(units - 1, states) seconds of an activation and of its gradient over a cut behind each unit."""
@@ -240,7 +269,7 @@ class StepModel:
         return c.optimizer_sharding == "zero3" or (c.optimizer_sharding == "zero2" and c.micro_batches > 1)
 
     def _passes(
-        self, labels: UnitLabels, elements: FloatArray, c: Configuration, trained: int
+        self, labels: UnitLabels, elements: FloatArray, c: Configuration, trained: int | IntArray
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Passes with the messages that go along with every micro-batch, and bytes that stand during one."""
         forward_s, backward_s = labels.forward_s, labels.backward_s
@@ -266,7 +295,7 @@ class StepModel:
             exposed = 3.0 * size
         return forward_s, backward_s, exposed
 
-    def _accumulation_s(self, elements: FloatArray, c: Configuration, trained: int) -> FloatArray:
+    def _accumulation_s(self, elements: FloatArray, c: Configuration, trained: int | IntArray) -> FloatArray:
         """Seconds in which a micro-batch's gradients are added to those before: two are read and one is written."""
         if c.micro_batches == 1:
             return np.zeros_like(elements)
@@ -275,7 +304,7 @@ class StepModel:
         return self._kernels_s(Kernel.ELEMENTWISE, np.zeros_like(moved), moved, c, trained)
 
     def _kernels_s(
-        self, kernel: Kernel, flops: FloatArray, moved: FloatArray, c: Configuration, count: int
+        self, kernel: Kernel, flops: FloatArray, moved: FloatArray, c: Configuration, count: int | IntArray
     ) -> FloatArray:
         """Seconds (n,) of work that `count` kernels share."""
         seconds = count * kernel_time(self.hardware, kernel, self.dtype, flops / count, moved / count)
@@ -286,7 +315,9 @@ class StepModel:
             return work_s + messages_s
         return np.maximum(work_s, messages_s)
 
-    def _once_s(self, elements: FloatArray, forward_s: FloatArray, c: Configuration, trained: int) -> FloatArray:
+    def _once_s(
+        self, elements: FloatArray, forward_s: FloatArray, c: Configuration, trained: int | IntArray
+    ) -> FloatArray:
         """Seconds of the update, of states that come from the host and go, and what gathering parameters exposes."""
         shards = self.shards(c)
         held = elements / shards
