@@ -57,7 +57,7 @@ class Configuration:
 
     ``data`` is the mesh axis: ranks that hold copies of the same experts; data-parallel ranks are ``data * expert``.
     ``order`` names the axes from the outermost to the one with neighbouring ranks. ``bucket_bytes`` is the size of
-    fused messages of gradients; 0 leaves it to `StepModel.bucket_bytes_of`.
+    fused messages of gradients (`planner.search.configurations.buckets`), 0 that of the model.
     """
 
     pipeline: int = 1
@@ -212,7 +212,7 @@ class StepModel:
             forward_s=forward_s,
             backward_s=backward_s,
             once_s=labels.step_s + self._once_s(elements, forward_s, c, trained),
-            queue_s=np.maximum(sync_s - hidden, sync_s * np.minimum(1.0, self.bucket_bytes / size)),
+            queue_s=np.maximum(sync_s - hidden, sync_s * np.minimum(1.0, self._bucket(c) / size)),
             backlog_s=sync_s - hidden,
             activation_bytes=labels.activation_bytes,
             resident_bytes=self.resident_bytes(elements, c),
@@ -246,22 +246,28 @@ class StepModel:
         c = configuration
         return 1 if c.optimizer_sharding == "none" else (c.shard_size or c.data)
 
-    def _fused_s(self, collective: Collective, elements: FloatArray, size: int, stride: int) -> FloatArray:
+    def _bucket(self, configuration: Configuration) -> float:
+        return configuration.bucket_bytes or self.bucket_bytes
+
+    def _fused_s(
+        self, collective: Collective, elements: FloatArray, size: int, stride: int, bucket_bytes: float
+    ) -> FloatArray:
         """Seconds of messages that are fused up to the size of a bucket."""
         payload = elements * DTYPE_BYTES[self.dtype]
-        sent = np.maximum(payload, self.bucket_bytes)
+        sent = np.maximum(payload, bucket_bytes)
         return np.asarray(self.message_s(collective, sent, size, stride) * (payload / sent))
 
     def _synchronisation_s(self, elements: FloatArray, c: Configuration) -> FloatArray:
         """Seconds of the sum of gradients over the data axis, once a step."""
-        stride = c.stride("data")
+        stride, bucket = c.stride("data"), self._bucket(c)
         if c.optimizer_sharding == "none":
-            return self._fused_s(Collective.ALL_REDUCE, elements, c.data, stride)
+            return self._fused_s(Collective.ALL_REDUCE, elements, c.data, stride, bucket)
         shards = self.shards(c)
-        scatter = self._fused_s(Collective.REDUCE_SCATTER, elements, shards, stride)
+        scatter = self._fused_s(Collective.REDUCE_SCATTER, elements, shards, stride, bucket)
         if self._scatters_each(c):
             scatter = np.zeros_like(scatter)
-        return scatter + self._fused_s(Collective.ALL_REDUCE, elements / shards, c.data // shards, stride * shards)
+        copies, apart = c.data // shards, stride * shards
+        return scatter + self._fused_s(Collective.ALL_REDUCE, elements / shards, copies, apart, bucket)
 
     @staticmethod
     def _scatters_each(c: Configuration) -> bool:
@@ -280,7 +286,7 @@ class StepModel:
         if c.optimizer_sharding in ("none", "zero1"):
             backward_s = backward_s + accumulation
         if c.optimizer_sharding == "zero2" and self._scatters_each(c):
-            scatter = self._fused_s(Collective.REDUCE_SCATTER, elements, shards, stride)
+            scatter = self._fused_s(Collective.REDUCE_SCATTER, elements, shards, stride, self._bucket(c))
             backward_s, exposed = self._beside(backward_s, scatter + accumulation), size
         if c.optimizer_sharding == "zero3":
             gather = np.where(size > 0, self.message_s(Collective.ALL_GATHER, size, shards, stride), 0.0)
@@ -325,7 +331,7 @@ class StepModel:
         traffic = held * update_traffic(update, self.dtype)
         seconds = self._kernels_s(Kernel.OPTIMIZER, held * update.flops, traffic, c, trained)
         if c.optimizer_sharding in ("zero1", "zero2"):
-            gather = self._fused_s(Collective.ALL_GATHER, elements, shards, c.stride("data"))
+            gather = self._fused_s(Collective.ALL_GATHER, elements, shards, c.stride("data"), self._bucket(c))
             hidden = forward_s if hardware.overlaps_communication else 0.0
             seconds = seconds + np.maximum(gather - hidden, 0.0)
         if c.offload:
