@@ -12,7 +12,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from planner.what_if import WhatIfOptions, prepare, run
-from planner.what_if.work import graph_of, graph_text
+from planner.what_if.work import graph_text, shared_of
 
 COUNTS = tuple(8 * 2**i for i in range(10))
 GPT2 = WhatIfOptions(network="zoo:gpt2", hardware=("dgx-a100",), device_counts=COUNTS)
@@ -39,7 +39,7 @@ def test_network_for_a_process(benchmark: BenchmarkFixture) -> None:
     graph = prepare(GPT3).graph
 
     def sent() -> None:
-        graph_of.cache_clear()
-        assert graph_of(graph_text(graph)) == graph
+        shared_of.cache_clear()
+        assert shared_of(graph_text(graph)).graph == graph
 
     benchmark(sent)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
 
 from planner.analytic import analytic_breakdown
 from planner.graph.operator_graph import OperatorGraph, Role
-from planner.graph.scaling import at_batch
 from planner.prediction import Prediction, predict_plan
 from planner.request import Pins
 from planner.search.configurations.bounds import work_bound
@@ -19,8 +18,9 @@ from planner.search.configurations.space import LONG_SEQUENCE, Extent, check_pin
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.stages.partition import partition
 from planner.search.stages.segments import simplified
-from planner.search.units.labels import RECOMPUTE, StageDecisions, StageTables, rules_of, stage_decisions, stage_tables
+from planner.search.units.labels import RECOMPUTE, StageDecisions, StageTables, rules_of, stage_tables
 from planner.sharding.context import Algorithm, ContextAxis
+from planner.shared_tables import NetworkTables
 from planner.strategy.plan import Certificate, Chunk, Plan, RecomputeRange, Status
 from planner.work import Optimizer
 from simulator.errors import UnsupportedError
@@ -44,7 +44,8 @@ class Scored:
 class Configured:
     """The searches of one request: tables are made once for all of them.
 
-    ``graph`` is folded, at the request's precision and batch 1; ``base`` are the fields of every plan.
+    ``graph`` is folded, at the request's precision and batch 1; ``base`` are the fields of every plan; ``shared`` is
+    what searches of the same graph have made before.
     """
 
     graph: OperatorGraph
@@ -56,15 +57,21 @@ class Configured:
     bucket_bytes: int
     sequence: int
     base: Mapping[str, object]
-    _decisions: StageDecisions | None = field(default=None, init=False)
-    _tables: dict[tuple[object, ...], StageTables] = field(default_factory=dict, init=False)
+    shared: NetworkTables | None = None
+
+    def __post_init__(self) -> None:
+        if self.shared is None:
+            self.shared = NetworkTables(self.graph)
 
     @property
     def decisions(self) -> StageDecisions:
         """The chain of the network and its decisions."""
-        if self._decisions is None:
-            self._decisions = stage_decisions(self.graph)
-        return self._decisions
+        return self._shared.decisions
+
+    @property
+    def _shared(self) -> NetworkTables:
+        assert self.shared is not None  # made when this was
+        return self.shared
 
     def extent(self, pins: Pins, devices: int | None = None) -> Extent:
         """The space that pins leave; raises UnsupportedError for a pinned context axis that the network forbids."""
@@ -105,10 +112,11 @@ class Configured:
     def tables(self, pins: Pins, configuration: Configuration, hardware: Hardware | None = None) -> StageTables:
         """Tables of a configuration's stage mesh at its micro-batch."""
         hardware = hardware or self.hardware
-        key = (hardware, configuration.table_key, pins.recompute, pins.sequence_parallel, _algorithm(pins))
-        if key not in self._tables:
-            self._tables[key] = stage_tables(
-                at_batch(self.graph, configuration.micro_batch * configuration.expert),
+        asked = (pins.recompute, pins.sequence_parallel, _algorithm(pins))
+        return self._shared.tables(
+            (hardware, configuration.table_key, self.optimizer, self.bucket_bytes, *asked),
+            lambda: stage_tables(
+                self._shared.at_batch(configuration.micro_batch * configuration.expert),
                 self.decisions,
                 hardware,
                 configuration.inner_mesh(),
@@ -117,8 +125,8 @@ class Configured:
                 recompute=RECOMPUTE if pins.recompute is None else (pins.recompute,),
                 sequence_parallel=pins.sequence_parallel,
                 context_algorithm=_algorithm(pins),
-            )
-        return self._tables[key]
+            ),
+        )
 
     def explore(
         self, pins: Pins, *, wanted: int = 1, devices: int | None = None, limit_bytes: float | None = None,

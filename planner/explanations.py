@@ -238,9 +238,7 @@ def _changes(search: Configured, pins: Pins) -> Iterator[str]:
 
 def replace_batch(search: Configured, batch: int) -> Configured:
     """The same search with another global batch; tables are shared."""
-    other = replace(search, global_batch=batch)
-    other._decisions, other._tables = search._decisions, search._tables
-    return other
+    return replace(search, global_batch=batch)
 
 
 def _devices(search: Configured, pins: Pins) -> Iterator[int]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from planner.configured import Configured
 from planner.explanations import ShadowPrices, pin_costs, pin_messages, reason, shadow_prices, why_infeasible
 from planner.graph.operator_graph import OperatorGraph, Role
-from planner.graph.scaling import at_precision
 from planner.lowering.checked import lower, precision_dtype
 from planner.networks import Network, load_network
 from planner.one_stage import Candidate, OneStage, search_one_stage
@@ -21,8 +20,8 @@ from planner.quantities import percent_text
 from planner.request import PRECISIONS, Pins, PlanRequest, read_pins
 from planner.search.candidates import Space
 from planner.search.configurations.space import check_pins
-from planner.search.problem.unaligned import aligned
 from planner.sharding.rules import has_rule
+from planner.shared_tables import SharedTables
 from planner.strategy.plan import (
     Status,
 )
@@ -88,8 +87,12 @@ def _collection_paused() -> Iterator[None]:
 
 
 @_collection_paused()
-def plan_network(request: PlanRequest, *, graph: OperatorGraph | None = None) -> PlanResult:
+def plan_network(
+    request: PlanRequest, *, graph: OperatorGraph | None = None, shared: SharedTables | None = None
+) -> PlanResult:
     """Search the best plans of a request.
+
+    `graph` is its network, captured already; `shared` the same with what earlier requests have made of it.
 
     On each mesh of data × tensor parallelism the strategies of all operators are searched exactly, at the largest
     micro-batch that fits and at the next smaller one; meshes that cannot come near the best are left out
@@ -111,10 +114,11 @@ def plan_network(request: PlanRequest, *, graph: OperatorGraph | None = None) ->
     if batch < 1:
         raise InputError(f"global batch {batch} is not positive; use --global-batch with a whole number of samples")
     started = time.perf_counter()
-    graph = network.capture() if graph is None else graph
+    shared = shared or SharedTables(network.capture() if graph is None else graph)
     captured = time.perf_counter()
-    graph = at_precision(graph, dtype)
-    even, choices = aligned(graph)
+    tables = shared.at(dtype)
+    graph = tables.graph
+    even, choices = tables.aligned
     space = Space(
         graph=even,
         decisions=choices,
@@ -139,6 +143,7 @@ def plan_network(request: PlanRequest, *, graph: OperatorGraph | None = None) ->
         bucket_bytes=BUCKET_BYTES,
         sequence=network.sequence_length or 0,
         base=base,
+        shared=tables,
     )
     wide = _searches_configurations(request, pins, search)
     scored = replace(request, top=max(request.top, RESCORED))

@@ -13,8 +13,8 @@ from simulator.errors import InputError, MeshwrightError, UnsupportedError
 from simulator.hardware import load_profile
 
 if TYPE_CHECKING:
-    from planner.graph.operator_graph import OperatorGraph
     from planner.planning import Candidate, PlanRequest, PlanResult
+    from planner.shared_tables import SharedTables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,15 @@ class WhatIfRow:
         return self.result.infeasible
 
 
-def plan_point(request: PlanRequest, graph: OperatorGraph) -> WhatIfRow:
+def plan_point(request: PlanRequest, shared: SharedTables) -> WhatIfRow:
     """Plan one point; what is wrong for this cluster alone is the reason of a row without a plan.
+
+    Parameters
+    ----------
+    request
+        The point.
+    shared
+        The captured network and the tables that points before this one have made.
 
     Raises
     ------
@@ -58,7 +65,7 @@ def plan_point(request: PlanRequest, graph: OperatorGraph) -> WhatIfRow:
     from planner.planning import plan_network
 
     try:
-        return row_of(request, plan_network(request, graph=graph))
+        return row_of(request, plan_network(request, shared=shared))
     except UnsupportedError:
         raise
     except InputError as error:

@@ -142,7 +142,10 @@ def _planned(
 
         yield from on_cluster(graph, waiting, cluster) if waiting else ()
     elif min(jobs, len(waiting)) <= 1:
-        yield from ((number, plan_point(request, graph)) for number, request in waiting.items())
+        from planner.shared_tables import SharedTables
+
+        shared = SharedTables(graph)
+        yield from ((number, plan_point(request, shared)) for number, request in waiting.items())
     else:
         from planner.what_if.processes import in_processes
 

@@ -13,6 +13,7 @@ from planner.what_if.rows import WhatIfRow, plan_point
 if TYPE_CHECKING:
     from planner.graph.operator_graph import OperatorGraph
     from planner.planning import PlanRequest
+    from planner.shared_tables import SharedTables
 
 Work = Callable[[int, "PlanRequest", str], tuple[int, WhatIfRow]]
 
@@ -22,12 +23,14 @@ def graph_text(graph: OperatorGraph) -> str:
     return json.dumps(graph_to_json(graph), separators=(",", ":"))
 
 
-@lru_cache(maxsize=2)
-def graph_of(text: str) -> OperatorGraph:
-    """Read the graph; a process reads it once, and what it keeps by graph serves all its points."""
-    return graph_from_json(json.loads(text))
+@lru_cache(maxsize=1)
+def shared_of(text: str) -> SharedTables:
+    """Read the graph. A process reads it once and keeps the tables of one sweep: all its points share them."""
+    from planner.shared_tables import SharedTables
+
+    return SharedTables(graph_from_json(json.loads(text)))
 
 
 def plan_numbered(number: int, request: PlanRequest, text: str) -> tuple[int, WhatIfRow]:
     """Plan point `number`; rows come back in any order."""
-    return number, plan_point(request, graph_of(text))
+    return number, plan_point(request, shared_of(text))

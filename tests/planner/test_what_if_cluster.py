@@ -18,7 +18,7 @@ from planner.what_if import WhatIfOptions, cluster, row_document, what_if
 from planner.what_if.cluster import on_cluster
 from planner.what_if.options import requests_of
 from planner.what_if.rows import WhatIfRow, row_of
-from planner.what_if.work import graph_of
+from planner.what_if.work import shared_of
 from simulator.errors import InputError, MeshwrightError, UnsupportedError
 from tests.results import infeasible_result
 
@@ -38,7 +38,7 @@ def requests() -> dict[int, PlanRequest]:
 
 
 def answer(number: int, request: PlanRequest, text: str) -> tuple[int, WhatIfRow]:
-    assert graph_of(text).fingerprint
+    assert shared_of(text).graph.fingerprint
     return number, row_of(request, infeasible_result())
 
 

@@ -44,7 +44,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[PlanRequest]:
     """Plan without searching; gives what was planned. 64 H100 are refused."""
     made: list[PlanRequest] = []
 
-    def plan_network(request: PlanRequest, *, graph: object) -> PlanResult:
+    def plan_network(request: PlanRequest, *, shared: object) -> PlanResult:
         made.append(request)
         if request.devices == 64 and request.hardware == "dgx-h100":
             raise ProfileError("64 devices do not fit")

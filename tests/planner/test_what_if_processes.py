@@ -18,7 +18,7 @@ from planner.what_if import WhatIfOptions, row_document, what_if
 from planner.what_if.options import requests_of
 from planner.what_if.processes import in_processes, usable_cores
 from planner.what_if.rows import WhatIfRow, row_of
-from planner.what_if.work import graph_of, graph_text
+from planner.what_if.work import graph_text, shared_of
 from simulator.errors import MeshwrightError, UnsupportedError
 from tests.results import infeasible_result
 
@@ -35,7 +35,7 @@ def graph() -> OperatorGraph:
 
 
 def answer(number: int, request: PlanRequest, text: str) -> tuple[int, WhatIfRow]:
-    assert graph_of(text).fingerprint
+    assert shared_of(text).graph.fingerprint
     return number, row_of(request, infeasible_result())
 
 
@@ -93,8 +93,8 @@ def test_errors_of_processes_arrive_as_they_were(graph: OperatorGraph) -> None:
 
 def test_a_process_reads_the_network_once(graph: OperatorGraph) -> None:
     text = graph_text(graph)
-    assert graph_of(text) == graph
-    assert graph_of(text) is graph_of(str(text.encode(), "utf-8"))
+    assert shared_of(text).graph == graph
+    assert shared_of(text) is shared_of(str(text.encode(), "utf-8"))
 
 
 def test_cores_that_may_be_used_are_those_of_the_affinity() -> None:
