@@ -19,6 +19,8 @@ from simulator.errors import ProfileError
 from simulator.program import Collective, Kernel
 
 PROFILE_SUFFIX = ".yaml"
+PROFILE_SUFFIXES = (PROFILE_SUFFIX, ".yml")
+CLUSTER_FILE_SUFFIXES = (".json", ".txt")
 CLUSTER_FORMAT = re.compile(rb"^format: *meshwright-cluster *$", re.MULTILINE)
 _WIDER_DTYPE = {
     "float8_e4m3fn": "bfloat16",
@@ -284,11 +286,16 @@ def profile_names() -> list[str]:
 def load_profile(name_or_path: str) -> Hardware:
     """Load a profile by its name in `hw_profiles` or by the path of a YAML file.
 
-    Whatever ends in ``.yaml`` or ``.yml`` or holds a path separator is a path.
+    Whatever ends in ``.yaml`` or ``.yml`` or holds a path separator is a path. ``PROFILE@FILE`` is a profile cut and
+    joined as the file of a real cluster says: an HCCL rank table (``.json``) or the text of ``nvidia-smi topo -m``; a
+    rank table that names its chip needs no profile before it.
     """
     # pydantic and yaml cost start-up time; commands that load no profile do not pay for them.
     from simulator.profile_file import parse_profile, read_limited
 
+    chip, file = split_cluster_file(name_or_path)
+    if file:
+        return _described(chip, file)
     if is_profile_path(name_or_path):
         path = Path(name_or_path).expanduser()
         return _parse(read_limited(path), str(path))
@@ -303,7 +310,19 @@ def load_profile(name_or_path: str) -> Hardware:
 
 def is_profile_path(text: str) -> bool:
     """Whether what names a profile is a path rather than a name in `hw_profiles`."""
-    return text.endswith((".yaml", ".yml")) or "/" in text
+    return text.endswith(PROFILE_SUFFIXES) or "/" in text
+
+
+def split_cluster_file(text: str) -> tuple[str, str]:
+    """Profile and file in ``PROFILE@FILE`` or ``FILE.json``; no file where `text` names a profile alone.
+
+    >>> split_cluster_file("dgx-a100@topo.txt"), split_cluster_file("rank_table.json"), split_cluster_file("l40s")
+    (('dgx-a100', 'topo.txt'), ('', 'rank_table.json'), ('l40s', ''))
+    """
+    profile, at, file = text.rpartition("@")
+    if at and profile and not text.endswith(PROFILE_SUFFIXES) and not Path(text).is_file():
+        return profile, file
+    return ("", text) if text.endswith(CLUSTER_FILE_SUFFIXES) else (text, "")
 
 
 def check_profile(path: str) -> Hardware:
@@ -311,6 +330,16 @@ def check_profile(path: str) -> Hardware:
     from simulator.profile_file import read_limited
 
     return _parse(read_limited(Path(path).expanduser()), path)
+
+
+def _described(profile: str, file: str) -> Hardware:
+    """Hardware of the cluster that `file` describes, of the devices of `profile`."""
+    from simulator.cluster_files import described_hardware, matrix_hardware
+    from simulator.profile_file import read_limited
+
+    content = read_limited(Path(file).expanduser())
+    read = described_hardware if file.endswith(".json") else matrix_hardware
+    return read(content, file, profile, load_profile)
 
 
 def _parse(content: bytes, file: str) -> Hardware:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from planner.cli.options import DebugFlag, JsonFlag, QuietFlag
+from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, check_out
 from planner.cli.terminal import Terminal
 
 profiles = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
@@ -16,13 +16,14 @@ profiles = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 def _profiles(
     context: typer.Context, as_json: JsonFlag = False, quiet: QuietFlag = False, debug: DebugFlag = False
 ) -> None:
-    """List, show and check hardware profiles.
+    """List, show and check hardware profiles; write rank tables.
 
     \b
     Example:
       meshwright profiles
       meshwright profiles show dgx-a100
       meshwright profiles check my-cluster.yaml
+      meshwright profiles rank-table ascend910b-atlas800t-a2 --servers 10.0.0.1,10.0.0.2
     """
     if context.invoked_subcommand is None:
         list_profiles(as_json=as_json, quiet=quiet, debug=debug)
@@ -105,3 +106,56 @@ def check(
         terminal.document({**profile_document(hardware), "file": file, "valid": True})
     elif not terminal.quiet:
         terminal.line(f"{file}: profile {hardware.name} is valid ({len(hardware.rows)} numbers with their sources)")
+
+
+@profiles.command("rank-table")
+def rank_table(
+    source: Annotated[str, typer.Argument(metavar="PROFILE|FILE", help="Profile of the servers, or a rank table.")],
+    servers: Annotated[
+        str | None, typer.Option("--servers", help="Addresses of the servers in the order of their ranks: A,B,…")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option("--devices-per-server", min=1, help="Devices of each server; all unless given.")
+    ] = None,
+    address: Annotated[
+        str, typer.Option("--device-ip", help="Address of a port; {server} and {device} count from 0.")
+    ] = "192.{device}.27.{server}",
+    form: Annotated[str, typer.Option("--form", help="group_list, 1.0 or 1.2.")] = "1.0",
+    out: Annotated[str, typer.Option("--out", help="Where to write it.")] = "rank_table.json",
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+    debug: DebugFlag = False,
+) -> None:
+    """Write an HCCL rank table for servers of a profile, or rewrite one in another form.
+
+    \b
+    Example:
+      meshwright profiles rank-table ascend910b-atlas800t-a2 --servers 10.0.0.1,10.0.0.2
+      meshwright profiles rank-table old_table.json --form 1.0 --out rank_table.json
+      meshwright plan zoo:gpt2 --hw ascend910b-atlas800t-a2@rank_table.json --devices 16
+    """
+    from simulator.cluster_files import numbered_table, rank_table_text, read_rank_table, table_form
+    from simulator.errors import InputError
+    from simulator.hardware import load_profile, split_cluster_file
+    from simulator.whole_file import write_whole
+
+    terminal = Terminal.open(as_json=as_json, quiet=quiet)
+    _, file = split_cluster_file(source)
+    check_out("--out", out, (file or None,))
+    if file and (servers or devices):
+        raise InputError(f"{source} lists its servers and devices; leave out --servers and --devices-per-server")
+    if file:
+        table = read_rank_table(file)
+    elif servers is None:
+        raise InputError(
+            f"--servers is missing: say which servers of {source} take part, for example --servers 10.0.0.1"
+        )
+    else:
+        hardware = load_profile(source)
+        table = numbered_table(hardware, servers.split(","), devices or hardware.devices_per_node, address)
+    path = write_whole(out, rank_table_text(table, table_form(form)))
+    if terminal.json:
+        found = {"servers": len(table.servers), "devices": len(table.devices), "form": form}
+        terminal.document({"rank_table": str(path), **found})
+    elif not terminal.quiet:
+        terminal.line(f"{path}: {len(table.devices)} ranks on {len(table.servers)} servers")

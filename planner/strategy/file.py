@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from planner.strategy.plan import Certificate, Chunk, LayerRules, NodeRules, Pla
 from planner.strategy.rule_text import rule_from_text, rule_to_text
 from planner.strategy.schema import FORMAT, VERSION, PlacementsModel, validate
 from simulator.errors import InputError, StrategyError
-from simulator.hardware import is_profile_path
+from simulator.hardware import is_profile_path, split_cluster_file
 from simulator.whole_file import write_whole
 
 MAX_FILE_BYTES = 256 * 1024 * 1024
@@ -58,24 +58,31 @@ def write_plan(plan: Plan, path: str | Path, prediction: Mapping[str, object] | 
 
 def _beside(profile: str, strategy: Path) -> str:
     """Write a relative path of a profile as it is seen from the strategy file's folder."""
-    if not _is_relative(profile):
-        return profile
     if strategy.exists() and not strategy.is_file():  # a pipe is in no folder
-        return str(Path(profile).resolve())
-    found = Path(os.path.relpath(profile, strategy.parent)).as_posix()
-    return found if is_profile_path(found) else f"./{found}"
+        return _moved(profile, lambda path: str(Path(path).resolve()))
+    return _moved(profile, lambda path: Path(os.path.relpath(path, strategy.parent)).as_posix())
 
 
 def _from_here(profile: str, strategy: Path) -> str:
     """Undo `_beside`."""
+    return _moved(profile, lambda path: Path(os.path.normpath(strategy.parent / path)).as_posix())
+
+
+def _moved(profile: str, move: Callable[[str], str]) -> str:
+    """`profile` with its relative paths moved: its own, or those of ``PROFILE@FILE``."""
+    chip, file = split_cluster_file(profile)
+    if file:
+        found = move(file) if _is_relative(file, always=True) else file
+        return f"{_moved(chip, move)}@{found}" if chip else found
     if not _is_relative(profile):
         return profile
-    found = Path(os.path.normpath(strategy.parent / profile)).as_posix()
+    found = move(profile)
     return found if is_profile_path(found) else f"./{found}"
 
 
-def _is_relative(profile: str) -> bool:
-    return is_profile_path(profile) and not profile.startswith("~") and not Path(profile).is_absolute()
+def _is_relative(path: str, always: bool = False) -> bool:
+    """Whether `path` is a relative path; what is no path is none, unless it is `always` one."""
+    return (always or is_profile_path(path)) and not path.startswith("~") and not Path(path).is_absolute()
 
 
 def read_plan(path: str | Path) -> Plan:

@@ -29,6 +29,7 @@ COMMANDS = (
     ["profiles", "list"],
     ["profiles", "show"],
     ["profiles", "check"],
+    ["profiles", "rank-table"],
 )
 PLAN = ["plan", "zoo:mlp", "--hw", "dgx-a100", "--devices", "8"]
 

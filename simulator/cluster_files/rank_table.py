@@ -1,0 +1,332 @@
+"""HCCL's rank tables: which device of which server has which rank.
+
+Three forms are read: the oldest with ``group_list``, and ``server_list`` in versions 1.0 and 1.2, the latter with
+``super_pod_list``. Numbers are strings in them, as HCCL writes them; plain integers are taken too.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from simulator.errors import ProfileError
+from simulator.profile_file import read_limited
+
+REMEDY = "see docs/topology.md, Rank tables"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedDevice:
+    """One rank: the server it is on, the number of its device there, and the address of the device's port."""
+
+    rank: int
+    server: str
+    device: int
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTable:
+    """The ranks of a job in ascending order.
+
+    Attributes
+    ----------
+    chip
+        what the table says of the chip, empty where it says nothing (only the oldest form does).
+    super_pods
+        servers of each supernode; empty where the table has none.
+    """
+
+    version: str
+    chip: str
+    devices: tuple[RankedDevice, ...]
+    super_pods: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Servers in the order of their first ranks."""
+        return tuple(dict.fromkeys(device.server for device in self.devices))
+
+    def of(self, server: str) -> tuple[RankedDevice, ...]:
+        """Ranks of one server, ascending."""
+        return tuple(device for device in self.devices if device.server == server)
+
+
+def read_rank_table(path: str) -> RankTable:
+    """Rank table in the file `path`; ProfileError says what is wrong."""
+    return parse_rank_table(read_limited(Path(path).expanduser()), path)
+
+
+def parse_rank_table(content: bytes, file: str) -> RankTable:
+    """Rank table from the bytes of `file`.
+
+    Raises
+    ------
+    ProfileError
+        names `file` and what is wrong: no JSON, a field, a rank, device or address that occurs twice, ranks that do not
+        run from 0 on, server by server.
+    """
+    data = _data(content, file)
+    form = _GroupTable if "group_list" in data else _ServerTable
+    try:
+        part = form.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the table"
+        message = first["msg"].removeprefix("Value error, ")
+        raise ProfileError(f"rank table {file}: {place}: {message}; {REMEDY}") from None
+    table = part.table()
+    for problem in itertools.chain(_ranks(table), _devices(table), _addresses(table), _order(table), _pods(table)):
+        raise ProfileError(f"rank table {file}: {problem}")
+    return table
+
+
+def _data(content: bytes, file: str) -> dict[str, Any]:
+    try:
+        data = json.loads(content.decode(), parse_constant=_refuse_constant, object_pairs_hook=_unrepeated)
+    except json.JSONDecodeError as error:
+        before = content.decode()[: error.pos].rstrip()
+        comma = " (a comma before a closing bracket is no JSON)" if before.endswith(",") else ""
+        raise ProfileError(
+            f"rank table {file} is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}{comma}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ProfileError(f"rank table {file} is not valid JSON: {error}; {REMEDY}") from None
+    if not isinstance(data, dict) or not {"group_list", "server_list"} & set(data):
+        raise ProfileError(f"{file} has neither group_list nor server_list, so it is no rank table; {REMEDY}")
+    return data
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = Counter(name for name, _ in pairs)
+    for name, count in names.items():
+        if count > 1:
+            raise ValueError(f"key {name!r} stands {count} times in one object")
+    return dict(pairs)
+
+
+# The three forms
+
+
+def _as_text(value: object) -> object:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _as_number(value: object) -> object:
+    if isinstance(value, bool | float):
+        raise ValueError(f'{value!r} is no number of a device or rank; write it as a string, for example "0"')
+    if isinstance(value, str):
+        if not value.isascii() or not value.isdigit():
+            raise ValueError(f'{value!r} is no number of a device or rank; write digits, for example "0"')
+        return int(value)
+    return value
+
+
+_Number = Annotated[int, Field(ge=0, le=2**31), BeforeValidator(_as_number)]
+_Text = Annotated[str, Field(max_length=128), BeforeValidator(_as_text)]
+_Server = Annotated[str, Field(min_length=1, max_length=63), BeforeValidator(_as_text)]
+
+
+class _Part(BaseModel):
+    # HCCL's own readers pass over keys they do not know, and new releases add some.
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class _OldDevice(_Part):
+    device_id: _Number
+    device_ip: _Text = ""
+
+
+class _Instance(_Part):
+    devices: Annotated[list[_OldDevice], Field(min_length=1, max_length=64)]
+    rank_id: _Number
+    server_id: _Server
+
+    @model_validator(mode="after")
+    def _one_device(self) -> Self:
+        if len(self.devices) != 1:
+            raise ValueError(f"rank {self.rank_id} has {len(self.devices)} devices; a rank is one device")
+        return self
+
+
+class _Group(_Part):
+    device_num: _Number | None = None
+    server_num: _Number | None = None
+    instance_count: _Number | None = None
+    instance_list: Annotated[list[_Instance], Field(min_length=1, max_length=65536)]
+
+    @model_validator(mode="after")
+    def _counts(self) -> Self:
+        ranks, servers = len(self.instance_list), len({instance.server_id for instance in self.instance_list})
+        for name, said, found in (
+            ("device_num", self.device_num, ranks),
+            ("instance_count", self.instance_count, ranks),
+            ("server_num", self.server_num, servers),
+        ):
+            if said is not None and said != found:
+                raise ValueError(f"{name} says {said}, instance_list has {found}; make them agree")
+        return self
+
+
+class _GroupTable(_Part):
+    chip_info: _Text = ""
+    group_count: _Number | None = None
+    group_list: Annotated[list[_Group], Field(min_length=1, max_length=1)]
+    status: Literal["completed"] = "completed"
+
+    def table(self) -> RankTable:
+        found = (
+            RankedDevice(
+                rank=instance.rank_id,
+                server=instance.server_id,
+                device=instance.devices[0].device_id,
+                address=instance.devices[0].device_ip,
+            )
+            for instance in self.group_list[0].instance_list
+        )
+        return RankTable(version="group_list", chip=self.chip_info, devices=_ascending(found))
+
+
+class _Device(_Part):
+    device_id: _Number
+    rank_id: _Number
+    device_ip: _Text = ""
+
+
+class _ServerEntry(_Part):
+    server_id: _Server
+    device: Annotated[list[_Device], Field(min_length=1, max_length=64)]
+
+
+class _PodServer(_Part):
+    server_id: _Server
+
+
+class _Pod(_Part):
+    super_pod_id: _Text
+    server_list: Annotated[list[_PodServer], Field(min_length=1, max_length=65536)]
+
+
+class _ServerTable(_Part):
+    version: Literal["1.0", "1.2"]
+    server_count: _Number | None = None
+    server_list: Annotated[list[_ServerEntry], Field(min_length=1, max_length=65536)]
+    super_pod_list: Annotated[list[_Pod], Field(max_length=65536)] = []
+    status: Literal["completed"] = "completed"
+
+    @model_validator(mode="after")
+    def _servers(self) -> Self:
+        if self.server_count is not None and self.server_count != len(self.server_list):
+            raise ValueError(
+                f"server_count says {self.server_count}, server_list has {len(self.server_list)}; make them agree"
+            )
+        repeated = [name for name, count in Counter(entry.server_id for entry in self.server_list).items() if count > 1]
+        if repeated:
+            raise ValueError(f"server_id {repeated[0]!r} stands twice in server_list; every server has one entry")
+        if self.super_pod_list and self.version != "1.2":
+            raise ValueError(f'super_pod_list belongs to version "1.2", the table says {self.version!r}')
+        return self
+
+    def table(self) -> RankTable:
+        found = (
+            RankedDevice(rank=device.rank_id, server=entry.server_id, device=device.device_id, address=device.device_ip)
+            for entry in self.server_list
+            for device in entry.device
+        )
+        pods = tuple(tuple(server.server_id for server in pod.server_list) for pod in self.super_pod_list)
+        return RankTable(version=self.version, chip="", devices=_ascending(found), super_pods=pods)
+
+
+def _ascending(devices: Iterator[RankedDevice]) -> tuple[RankedDevice, ...]:
+    return tuple(sorted(devices, key=lambda device: device.rank))
+
+
+# What must hold in every form
+
+
+def _ranks(table: RankTable) -> Iterator[str]:
+    ranks = [device.rank for device in table.devices]
+    for rank, count in Counter(ranks).items():
+        if count > 1:
+            yield f"rank_id {rank} stands {count} times; every rank is one device"
+    missing = sorted(set(range(len(ranks))) - set(ranks))
+    if missing:
+        yield f"{len(ranks)} ranks, but none with rank_id {missing[0]}; ranks run from 0 to {len(ranks) - 1}"
+
+
+def _devices(table: RankTable) -> Iterator[str]:
+    places = Counter((device.server, device.device) for device in table.devices)
+    for (server, number), count in places.items():
+        if count > 1:
+            yield f"device_id {number} of server {server} stands {count} times; every device has one rank"
+
+
+def _addresses(table: RankTable) -> Iterator[str]:
+    several = len(table.servers) > 1
+    for device in table.devices:
+        if not device.address:
+            if several:
+                yield (
+                    f"rank {device.rank} has no device_ip; with {len(table.servers)} servers every device needs the "
+                    f"address of its port (/etc/hccn.conf)"
+                )
+            continue
+        try:
+            ipaddress.ip_address(device.address)
+        except ValueError:
+            yield f"device_ip {device.address!r} of rank {device.rank} is no IP address, for example 192.168.100.10"
+    for address, count in Counter(device.address for device in table.devices if device.address).items():
+        if count > 1:
+            yield f"device_ip {address} stands {count} times; every port has an address of its own"
+
+
+def _order(table: RankTable) -> Iterator[str]:
+    """Ranks go through the servers one by one and through the devices of each in order: as the topology counts."""
+    seen = [server for server, _ in itertools.groupby(device.server for device in table.devices)]
+    if len(seen) != len(set(seen)):
+        server = next(name for name, count in Counter(seen).items() if count > 1)
+        yield (
+            f"the ranks of server {server} do not follow one another; ranks of one server are consecutive, as HCCL "
+            f"numbers them: renumber rank_id"
+        )
+    for server in table.servers:
+        numbers = [device.device for device in table.of(server)]
+        if numbers != sorted(numbers):
+            yield (
+                f"server {server}: device_id is {', '.join(map(str, numbers))} in the order of ranks; devices of a "
+                f"server ascend with the ranks: renumber rank_id"
+            )
+
+
+def _pods(table: RankTable) -> Iterator[str]:
+    if not table.super_pods:
+        return
+    listed = [server for pod in table.super_pods for server in pod]
+    for server, count in Counter(listed).items():
+        if count > 1:
+            yield f"server {server} stands in {count} places of super_pod_list; a server is in one supernode"
+        if server not in table.servers:
+            yield f"super_pod_list names server {server}, which server_list does not have"
+    alone = [server for server in table.servers if server not in listed]
+    if alone:
+        yield f"server {alone[0]} is in no supernode of super_pod_list; list it in one"
+    order = _runs(table)
+    if len(order) != len(set(order)):
+        yield "ranks go back to a supernode they have left; ranks of one supernode are consecutive: renumber rank_id"
+
+
+def _runs(table: RankTable) -> Sequence[int]:
+    pod_of = {server: number for number, pod in enumerate(table.super_pods) for server in pod}
+    return [pod for pod, _ in itertools.groupby(pod_of.get(server, -1) for server in table.servers)]
