@@ -114,8 +114,10 @@ def _unit_work(
     given = [ref for ref in (arrives, returns) if ref is not None]
     body = Body(source, [i for i in unit.nodes if i not in sums], given, terms)
     drafts = [item for item in body.items if isinstance(item, Draft)]
-    names = {source.value_name(ref, source.output_placements(ref)): Mark(ref, p) for ref, p in terms.items()}
-    names = {name: mark for name, mark in names.items() if mark.gradient in body.items}
+    made = {item for item in body.items if isinstance(item, TensorRef)}
+    names = {
+        source.value_name(ref, source.output_placements(ref)): Mark(ref, p) for ref, p in terms.items() if ref in made
+    }
     gathers = {item.phase: item.values for item in body.items if isinstance(item, Gather)}
     gathered = {name for values in gathers.values() for *_, name in values}
     if not source.by_unit:
