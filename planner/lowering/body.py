@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from planner.graph.operator_graph import Node, Role, TensorRef
 from planner.instructions import (
@@ -72,19 +73,18 @@ class Body(Writer):
                 for wanted in source.gathered(parameter.node):
                     self.versions[ref][wanted] = source.value_name(ref, wanted)
         self.nodes = range(len(self.graph.nodes)) if nodes is None else sorted(nodes)
-        self.readers = self._unit_nodes()
         for index in self.nodes:
             self._node(index, self.graph.nodes[index])
         self._collect()
 
-    def _unit_nodes(self) -> list[list[int]]:
-        """Nodes of each unit, where units matter."""
+    @cached_property
+    def readers(self) -> list[list[int]]:
+        """Nodes of each unit."""
         units = self.source.units
         found: list[list[int]] = [[] for _ in units.names]
-        if len(found) > 1 or self.source.by_unit:
-            for index in self.nodes:
-                if units.of_node[index] != NOWHERE:
-                    found[units.of_node[index]].append(index)
+        for index in self.nodes:
+            if units.of_node[index] != NOWHERE:
+                found[units.of_node[index]].append(index)
         return found
 
     def _node(self, index: int, node: Node) -> None:

@@ -93,7 +93,7 @@ class PlacedGraph:
         self.by_unit = frozenset(
             p.node for p in graph.parameters if options.optimizer_sharding == "zero3" and self.gathered(p.node)
         )
-        plain = not self.by_unit and set(options.recompute.values()) <= {"none"}
+        plain = units is None and not self.by_unit and set(options.recompute.values()) <= {"none"}
         self.units = no_units(graph) if plain else units_of(graph, options.recompute, self.by_unit, units)
         self.read = {*graph.consumers, graph.loss, *(p.gradient for p in graph.parameters if p.gradient)}
         self.loss_value = self.value_name(graph.loss, self.replicated)

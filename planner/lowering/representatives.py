@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from functools import cached_property
 
-from planner.graph.chain import Chain, chain
+from planner.graph.chain import Boundary, Chain, chain
 from planner.graph.folding import run_start, unfold
-from planner.graph.operator_graph import OperatorGraph
+from planner.graph.operator_graph import OperatorGraph, Run, TensorRef
 from planner.graph.scaling import at_batch
 from planner.lowering.options import lowering_options, recompute_modes
 from planner.lowering.placed import LoweringOptions, PlacedGraph
 from planner.lowering.program import spread
-from planner.strategy.plan import LayerRules, Plan, expanded_rules
+from planner.search.problem.solution import template_name
+from planner.sharding.placement import Placements
+from planner.strategy.plan import LayerRules, NodeRules, Plan, expanded_rules
 from simulator.errors import StrategyError
 
-KEPT = 3
-"""Of a row of equal layers: the first, which another precedes, one in the middle, and the last."""
+Edge = tuple[object, object, object]
+"""A layer between two states: what lies before it, its own kind, and what lies behind it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +36,18 @@ class Representatives:
     of_unit: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Layers of a run that are kept: ``layers`` are their places in it, ``places`` the kept one that each is like."""
+
+    layers: tuple[int, ...]
+    places: tuple[int, ...]
+
+
 def representatives(plan: Plan, graph: OperatorGraph) -> Representatives:
-    """Cut every row of layers with equal strategies and recomputation to at most `KEPT`.
+    """Keep as few layers of every run as show each kind of layer between the same ends.
+
+    Two layers are alike if their strategies and their recomputation are, and the tensors at both their ends.
 
     Parameters
     ----------
@@ -44,14 +57,13 @@ def representatives(plan: Plan, graph: OperatorGraph) -> Representatives:
     deep = chain(graph)
     names = deep.names()
     modes = recompute_modes(plan, names)
-    kept = {run.prefix: _kept(plan, run.prefix, run_start(graph, run), run.count, modes) for run in graph.runs}
-    whole = {deep.heads[unit.run][0] for unit in deep.units if unit.run is not None}
-    kept = {prefix: numbers if prefix in whole else list(range(len(numbers))) for prefix, numbers in kept.items()}
+    kinds = _Kinds(plan, graph, deep, modes)
+    kept = {run.prefix: kinds.kept(number) for number, run in enumerate(graph.runs)}
     short_graph = replace(
         at_batch(graph, plan.micro_batch * plan.degree("data")),
-        runs=tuple(replace(run, count=max(kept[run.prefix]) + 1) for run in graph.runs),
+        runs=tuple(replace(run, count=len(kept[run.prefix].layers)) for run in graph.runs),
     )
-    short = replace(plan, layers=_short_layers(plan, graph, kept))
+    short = replace(plan, layers=kinds.short_layers(kept))
     unfolded = unfold(short_graph)
     found = chain(unfolded)
     of_unit = _of_unit(deep, kept)
@@ -70,48 +82,161 @@ def representatives(plan: Plan, graph: OperatorGraph) -> Representatives:
     )
 
 
-def _kept(plan: Plan, prefix: str, start: int, count: int, modes: Mapping[str, str]) -> list[int]:
-    """Number in the shallow run of each layer of a run."""
-    part_of = {n: i for i, p in enumerate(plan.layers) if p.prefix == prefix for n in range(p.first, p.last + 1)}
-    kinds = [(part_of.get(n), modes.get(f"{prefix}.{n}", "none")) for n in range(start, start + count)]
-    numbers: list[int] = []
-    for _, group in groupby(kinds):
-        length, base = len(list(group)), numbers[-1] + 1 if numbers else 0
-        short = min(length, KEPT)
-        numbers += [base + (i if i < short - 1 else short - 1 if i == length - 1 else short - 2) for i in range(length)]
-    return numbers
+class _Kinds:
+    """Kinds of the layers of a plan, and the states between them."""
 
+    def __init__(self, plan: Plan, graph: OperatorGraph, deep: Chain, modes: Mapping[str, str]) -> None:
+        self.plan, self.graph, self.deep, self.modes = plan, graph, deep, modes
+        self.starts = {run.prefix: run_start(graph, run) for run in graph.runs}
+        self._states: dict[tuple[int, int, int], object] = {}
+        for part in plan.layers:
+            self._check(part)
 
-def _short_layers(plan: Plan, graph: OperatorGraph, kept: Mapping[str, list[int]]) -> tuple[LayerRules, ...]:
-    """Ranges of layers of the shallow network."""
-    starts = {run.prefix: run_start(graph, run) for run in graph.runs}
-    found = []
-    for part in plan.layers:
-        if part.prefix not in starts:
-            raise StrategyError(f"layers: {part.prefix!r} is no run of equal blocks of {plan.network}; plan it again")
-        start, numbers = starts[part.prefix], kept[part.prefix]
-        if not start <= part.first <= part.last < start + len(numbers):
+    def _check(self, part: LayerRules) -> None:
+        run = next((run for run in self.graph.runs if run.prefix == part.prefix), None)
+        if run is None:
+            raise StrategyError(
+                f"layers: {part.prefix!r} is no run of equal blocks of {self.plan.network}; plan it again"
+            )
+        start = self.starts[part.prefix]
+        if not start <= part.first <= part.last < start + run.count:
             raise StrategyError(
                 f"layers: those of {part.prefix!r} reach from {part.first} to {part.last}, but the network has "
-                f"{start} to {start + len(numbers) - 1}; plan it again"
+                f"{start} to {start + run.count - 1}; plan it again"
             )
-        found.append(replace(part, first=start + numbers[part.first - start], last=start + numbers[part.last - start]))
-    return tuple(found)
+
+    @cached_property
+    def _numbers(self) -> tuple[int, ...]:
+        """A number for every part of the layers, the same for equal strategies."""
+        by_identity: dict[int, int] = {}
+        by_value: dict[NodeRules, int] = {}
+        known: dict[tuple[object, ...], int] = {}
+        found = []
+        for part in self.plan.layers:
+            key: list[object] = [part.prefix]
+            for name in sorted(part.rules):
+                rules = part.rules[name]
+                if id(rules) not in by_identity:
+                    by_identity[id(rules)] = by_value.setdefault(rules, len(by_value))
+                key += (name, by_identity[id(rules)])
+            found.append(known.setdefault(tuple(key), len(known)))
+        return tuple(found)
+
+    def kept(self, number: int) -> _Kept:
+        """The layers of a run that are kept: all where its blocks are no units of the chain."""
+        run = self.graph.runs[number]
+        unit = next((i for i, unit in enumerate(self.deep.units) if unit.run == number), None)
+        if unit is None or run.count < 3:
+            return _Kept(tuple(range(run.count)), tuple(range(run.count)))
+        start = self.starts[run.prefix]
+        part_of = {
+            n: i for i, p in enumerate(self.plan.layers) if p.prefix == run.prefix for n in range(p.first, p.last + 1)
+        }
+        parts = [part_of.get(n, -1) for n in range(start, start + run.count)]
+        kinds = [
+            (self._numbers[part] if part >= 0 else -1, self.modes.get(f"{run.prefix}.{n}", "none"))
+            for n, part in enumerate(parts, start)
+        ]
+        boundary = self.deep.boundaries[unit]
+        states: list[object] = ["begin"]
+        for before, behind, one, other in zip(parts, parts[1:], kinds, kinds[1:], strict=False):
+            plain = self._state(number, boundary, before, behind)
+            states.append((one, other) if plain is None else plain)
+        return _cover([*zip(states, kinds, [*states[1:], "end"], strict=True)])
+
+    def _state(self, number: int, boundary: Boundary, before: int, behind: int) -> object:
+        """How the tensors between two layers lie if all that read them want them so, else None."""
+        ours = -1 if before < 0 else self._numbers[before], -1 if behind < 0 else self._numbers[behind]
+        key = (number, *ours)
+        if key not in self._states:
+            run = self.graph.runs[number]
+            tables = [{} if part < 0 else self.plan.layers[part].rules for part in (before, behind)]
+            refs = [ref for ref in (boundary.forward, boundary.gradient) if ref is not None]
+            found = [self._placements(run, ref, tables) for ref in refs]
+            self._states[key] = None if None in found else tuple(found)
+        return self._states[key]
+
+    def _placements(self, run: Run, ref: TensorRef, tables: Sequence[Mapping[str, NodeRules]]) -> Placements | None:
+        """Placements in which a tensor is written, and read by all: None where some read it otherwise."""
+        first, second = set(run.first), set(run.second)
+
+        def rules(index: int) -> NodeRules | None:
+            if index not in first and index not in second:
+                return None
+            name = template_name(self.graph.nodes[index].name, run.prefix)
+            return tables[0 if index in first else 1].get(name)
+
+        own = rules(ref.node)
+        if own is None:
+            return None
+        written = tuple(rule.outputs[ref.output] for rule in own)
+        for user in self.graph.consumers.get(ref, ()):
+            theirs = rules(user)
+            if theirs is None:
+                return None
+            for place, read in enumerate(self.graph.nodes[user].tensor_inputs):
+                if read == ref and tuple(rule.inputs[place] for rule in theirs) != written:
+                    return None
+        return written
+
+    def short_layers(self, kept: Mapping[str, _Kept]) -> tuple[LayerRules, ...]:
+        """Strategies of the shallow network."""
+        found = []
+        for run in self.graph.runs:
+            start = self.starts[run.prefix]
+            parts = [part for part in self.plan.layers if part.prefix == run.prefix]
+            for place, layer in enumerate(kept[run.prefix].layers):
+                part = next((p for p in parts if p.first <= start + layer <= p.last), None)
+                if part is not None:
+                    found.append(replace(part, first=start + place, last=start + place))
+        return tuple(found)
 
 
-def _of_unit(deep: Chain, kept: Mapping[str, list[int]]) -> tuple[int, ...]:
+def _cover(edges: Sequence[Edge]) -> _Kept:
+    """A short walk through all kinds of edges, from the first edge to the last.
+
+    The walk along all edges is followed; a detour that leads back to where it began and shows nothing that the rest of
+    the walk so far does not show is taken out.
+
+    >>> _cover([(0, "a", 1), (1, "b", 1), (1, "b", 1), (1, "c", 1), (1, "b", 1), (1, "a", 2)])
+    _Kept(layers=(0, 1, 3, 5), places=(0, 1, 1, 2, 1, 3))
+    """
+    walk: list[int] = []
+    shown: Counter[Edge] = Counter()
+    for number, edge in enumerate(edges):
+        walk.append(number)
+        shown[edge] += 1
+        detour: Counter[Edge] = Counter()
+        begin = len(walk)
+        for place in range(len(walk) - 1, 0, -1):
+            at = edges[walk[place]]
+            detour[at] += 1
+            if shown[at] == detour[at]:
+                break
+            if edges[walk[place - 1]][2] == edge[2]:
+                begin = place
+        shown.subtract(edges[i] for i in walk[begin:])
+        del walk[begin:]
+    first: dict[Edge, int] = {}
+    for place, number in enumerate(walk):
+        first.setdefault(edges[number], place)
+    return _Kept(tuple(walk), tuple(first[edge] for edge in edges))
+
+
+def _of_unit(deep: Chain, kept: Mapping[str, _Kept]) -> tuple[int, ...]:
+    """The unit of the shallow chain that each unit in model order is like."""
     found: list[int] = []
     base = 0
-    layer: dict[int, int] = {}
+    done: dict[int, int] = {}
     for unit in deep.units:
         if unit.run is None:
             found += [base] * unit.count
             base += 1
             continue
-        numbers = kept[deep.heads[unit.run][0]]
-        done = layer.get(unit.run, 0)
-        first = numbers[done]
-        found += [base + numbers[done + i] - first for i in range(unit.count)]
-        layer[unit.run] = done + unit.count
-        base = found[-1] + 1
+        run = kept[deep.heads[unit.run][0]]
+        begin = done.get(unit.run, 0)
+        found += [base + place for place in run.places[begin : begin + unit.count]]
+        done[unit.run] = begin + unit.count
+        if done[unit.run] == len(run.places):
+            base += len(run.layers)
     return tuple(found)
