@@ -149,7 +149,7 @@ class _Scorer:
 
     def _whole(self, plan: Plan) -> Prediction:
         """Predict the whole network; the strategies come from the rule table and need no second check."""
-        batch = plan.micro_batch * plan.degree("data")
+        batch = plan.samples
         if batch not in self.unfolded:
             self.unfolded[batch] = unfold(at_batch(self.graph, batch))
         graph = self.unfolded[batch]

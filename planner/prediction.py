@@ -120,6 +120,6 @@ def predict_plan(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> Predic
         from planner.pipeline_prediction import predict_pipeline
 
         return predict_pipeline(plan, graph, hardware).prediction
-    unfolded = unfold(at_batch(graph, plan.micro_batch * plan.degree("data")))
+    unfolded = unfold(at_batch(graph, plan.samples))
     lowered = lower_graph(unfolded, expanded_rules(plan), lowering_options(plan, graph))
     return predict(plan, lowered, hardware)[0]

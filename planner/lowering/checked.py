@@ -43,7 +43,7 @@ def captured(plan: Plan, graph: OperatorGraph | None = None) -> OperatorGraph:
 def checked_graph(plan: Plan, graph: OperatorGraph | None = None, *, precision: str | None = None) -> OperatorGraph:
     """The plan's network, folded, at its precision and micro-batch, once every strategy is known to fit."""
     dtype = precision_dtype(precision or plan.precision)
-    found = at_precision(at_batch(captured(plan, graph), plan.micro_batch * plan.degree("data")), dtype)
+    found = at_precision(at_batch(captured(plan, graph), plan.samples), dtype)
     check_rules(plan, found)
     return found
 

@@ -60,7 +60,7 @@ def representatives(plan: Plan, graph: OperatorGraph) -> Representatives:
     kinds = _Kinds(plan, graph, deep, modes)
     kept = {run.prefix: kinds.kept(number) for number, run in enumerate(graph.runs)}
     short_graph = replace(
-        at_batch(graph, plan.micro_batch * plan.degree("data")),
+        at_batch(graph, plan.samples),
         runs=tuple(replace(run, count=len(kept[run.prefix].layers)) for run in graph.runs),
     )
     short = replace(plan, layers=kinds.short_layers(kept))

@@ -155,6 +155,11 @@ class Plan:
         """Devices of all pipeline stages."""
         return self.mesh.size * self.pipeline
 
+    @property
+    def samples(self) -> int:
+        """Samples of a micro-batch on all data-parallel ranks: those of the data and of the expert axis."""
+        return self.micro_batch * self.degree("data") * self.degree("expert")
+
     def degree(self, axis: str) -> int:
         """Size of the mesh axis called `axis`, 1 where the mesh has none."""
         return next((a.size for a in self.mesh.axes if a.name == axis), 1)

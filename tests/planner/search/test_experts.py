@@ -7,12 +7,14 @@ from functools import cache
 
 import pytest
 
+from planner.configured import Configured, Scored
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch, at_precision
 from planner.networks.decoder.graph import decoder_graph
 from planner.networks.decoder.mixtral import ZooMixtral
 from planner.networks.zoo.configs import MixtralConfig
 from planner.networks.zoo.table import language_inputs
+from planner.request import Pins
 from planner.search.dynamic_programming import fastest
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.problem import Problem, Setting
@@ -37,6 +39,10 @@ HEAVY = MixtralConfig(
 )
 LIGHT = replace(HEAVY, intermediate=16, chosen_experts=4)
 LENGTH = 256
+PLAN: dict[str, object] = {
+    "network": "experts", "fingerprint": "", "sequence_length": LENGTH, "hardware": "dgx-a100", "hardware_hash": "",
+    "precision": "bf16", "optimizer": "adamw", "global_batch": 64, "bucket_bytes": 25 << 20,
+}  # fmt: skip
 
 
 @cache
@@ -84,3 +90,25 @@ def test_light_experts_stay_data_parallel() -> None:
     for node in graph.nodes:
         if node.op == "aten.bmm.default" and node.phase == "forward":
             assert rules[node.name][0].inputs == (1, REPLICATE), node.name
+
+
+def test_plans_with_an_expert_axis_are_simulated_on_every_sample_of_the_batch() -> None:
+    search = Configured(
+        graph=network(HEAVY), hardware=load_profile("dgx-a100"), devices=8, global_batch=64,
+        optimizer=optimizer("adamw"), dtype="bfloat16", bucket_bytes=25 << 20, sequence=LENGTH, base=PLAN,
+    )  # fmt: skip
+    pins = Pins(ep=4, tp=1, micro_batch=2)
+    for stages in (1, 2):
+        found = search.scored(search.explore(replace(pins, pp=stages), solves=2), 1)[0]
+        samples = 64 // found.plan.micro_batches
+        assert samples == found.plan.samples
+        assert check_flops(found) == pytest.approx(1.0, rel=1e-6)
+
+
+def check_flops(found: Scored) -> float:
+    """Operations that the prediction counts in a step over those of the network on the batch of 64."""
+    prediction, hardware = found.prediction, load_profile("dgx-a100")
+    counted = prediction.mfu * prediction.step_time_s * hardware.peak("bfloat16") * 8
+    graph = at_batch(network(HEAVY), 64)
+    nodes = zip(graph.nodes, graph.multiplicity, strict=True)
+    return counted / sum(times * node.flops for node, times in nodes if node.role is Role.OPERATOR)
