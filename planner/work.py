@@ -74,10 +74,17 @@ def traffic_bytes(graph: OperatorGraph, node: Node, shares: Sequence[Amount]) ->
     shares : sequence
         For each tensor input, then each output: the part of the tensor that is local.
     """
-    inputs = node.tensor_inputs
     total = shares[0] * 0.0
     if node.kernel is Kernel.VIEW:
         return total
+    for size, share in zip(traffic_sizes(graph, node), shares, strict=True):
+        total = total + share * size
+    return total
+
+
+def traffic_sizes(graph: OperatorGraph, node: Node) -> list[float]:
+    """Bytes that an operator with whole tensors reads of each tensor input, then writes of each output."""
+    inputs = node.tensor_inputs
     sizes = [float(graph.spec(ref).size_bytes) for ref in inputs]
     sizes += [float(spec.size_bytes) for spec in node.outputs]
     name = node.op.split(".")[1] if "." in node.op else ""
@@ -86,9 +93,7 @@ def traffic_bytes(graph: OperatorGraph, node: Node, shares: Sequence[Amount]) ->
         sizes[len(inputs)] *= 2
     elif name in SHAPE_ONLY:
         sizes[SHAPE_ONLY[name]] = 0.0
-    for size, share in zip(sizes, shares, strict=True):
-        total = total + share * size
-    return total
+    return sizes
 
 
 def product_shape(
@@ -103,11 +108,35 @@ def product_shape(
     work : float or array
         The part of the multiplications that is local.
     """
-    if node.kernel is not Kernel.MATMUL or "." not in node.op or node.op.split(".")[1] not in PRODUCTS:
+    if not is_product(node):
         return None
     inputs = node.tensor_inputs
     left, right = graph.spec(inputs[-2]).shape, graph.spec(inputs[-1]).shape
     first, second, result = shares[len(inputs) - 2], shares[len(inputs) - 1], shares[len(inputs)]
+    sizes = (float(prod(left[:-2])), float(left[-2]), float(right[-1]), float(left[-1]))
+    return local_product(sizes, (first, second, result), work)
+
+
+def is_product(node: Node) -> bool:
+    """Whether an operator multiplies its last two inputs as matrices."""
+    return node.kernel is Kernel.MATMUL and "." in node.op and node.op.split(".")[1] in PRODUCTS
+
+
+def local_product(
+    sizes: Sequence[Amount | float], shares: tuple[Amount, Amount, Amount], work: Amount
+) -> tuple[Amount, Amount, Amount, Amount]:
+    """Local batch, m, n and k of a matrix product.
+
+    Parameters
+    ----------
+    sizes : sequence
+        Batch, m, n and k of the whole product.
+    shares : tuple
+        Local parts of both factors and of the result.
+    work : float or array
+        The part of the multiplications that is local.
+    """
+    first, second, result = shares
     # With parts b, m, n, k of the four dims the tensors' shares are bmk, bkn and bmn, the work's is bmnk.
     batch = first * second * result / (work * work)
     parts = (
@@ -116,7 +145,6 @@ def product_shape(
         np.sqrt(second * result / (first * batch)),
         np.sqrt(first * second / (result * batch)),
     )
-    sizes = (float(prod(left[:-2])), float(left[-2]), float(right[-1]), float(left[-1]))
     # Rounded, so that no error of the roots begins another tile.
     b, m, n, k = (np.round(size * part, 6) for size, part in zip(sizes, parts, strict=True))
     return b, m, n, k
