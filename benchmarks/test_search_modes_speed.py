@@ -16,8 +16,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch, at_precision
 from planner.networks import load_network
-from planner.planning import BUCKET_BYTES
 from planner.search import recursive_programming, sharding_propagation
+from planner.search.configurations.buckets import USUAL
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.hints import Hint, constrained, hint
 from planner.search.problem.problem import Problem, Setting
@@ -43,7 +43,7 @@ def captured(name: str, layers: int | None = None) -> OperatorGraph:
 
 def problem_of(graph: OperatorGraph, mesh: Mesh, batch: int) -> Problem:
     setting = Setting(
-        costs=MeshCosts(load_profile(HARDWARE), mesh, BUCKET_BYTES), micro_batches=1, optimizer=optimizer("adamw")
+        costs=MeshCosts(load_profile(HARDWARE), mesh, USUAL), micro_batches=1, optimizer=optimizer("adamw")
     )
     return Problem(at_batch(graph, batch), decisions(graph), setting)
 

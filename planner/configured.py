@@ -14,12 +14,13 @@ from planner.prediction import Prediction, predict_plan
 from planner.request import Pins
 from planner.search.configurations.bounds import work_bound
 from planner.search.configurations.branch_and_bound import PROOF, Explored, Placed, diverse, explore
-from planner.search.configurations.space import LONG_SEQUENCE, Extent, check_pins
+from planner.search.configurations.pin_checks import check_pins
+from planner.search.configurations.space import LONG_SEQUENCE, Extent
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.stages.partition import partition
 from planner.search.stages.segments import simplified
 from planner.search.units.labels import RECOMPUTE, StageDecisions, StageTables, rules_of, stage_tables
-from planner.sharding.context import Algorithm, ContextAxis
+from planner.sharding.context import ALGORITHMS, Algorithm, ContextAxis, attention_heads
 from planner.shared_tables import NetworkTables
 from planner.strategy.plan import Certificate, Chunk, Plan, RecomputeRange, Status
 from planner.work import Optimizer
@@ -75,28 +76,35 @@ class Configured:
 
     def extent(self, pins: Pins, devices: int | None = None) -> Extent:
         """The space that pins leave; raises UnsupportedError for a pinned context axis that the network forbids."""
-        context = self._context(pins)
+        devices = devices or self.devices
         return Extent(
             hardware=self.hardware,
-            devices=devices or self.devices,
+            devices=devices,
             global_batch=self.global_batch,
             pins=pins,
             units=sum(unit.count for unit in self.decisions.chain.units),
-            sequence=self.sequence if context or pins.cp else 0,
-            context=context,
+            sequence=self.sequence,
             experts=experts_of(self.graph),
+            heads=key_value_heads(self.graph),
+            context=self._context(pins),
+            gradient_bytes=float(trained_bytes(self.graph)),
+            sample_s=work_bound(self.graph, self.hardware, self.dtype, devices),
         )
 
-    def _context(self, pins: Pins) -> ContextAxis | None:
-        """What the network does on a context axis, where one is searched and possible."""
-        if pins.cp == 1 or (pins.cp is None and self.sequence < LONG_SEQUENCE):
+    def _context(self, pins: Pins) -> Mapping[str, ContextAxis] | None:
+        """What the network does on a context axis by algorithm, where one is searched; None where none is."""
+        named = pins.context_algorithm in ALGORITHMS
+        wanted = named or (pins.cp or 1) > 1
+        if not wanted and (pins.cp == 1 or pins.context_algorithm == "none" or self.sequence < LONG_SEQUENCE):
             return None
-        try:
-            return self.decisions.context_axis(_algorithm(pins))
-        except UnsupportedError:
-            if pins.cp is None:
-                return None
-            raise
+        found: dict[str, ContextAxis] = {}
+        for algorithm in ALGORITHMS:
+            try:
+                found[algorithm] = self.decisions.context_axis(algorithm)
+            except UnsupportedError:
+                if wanted and pins.context_algorithm in (None, algorithm) and not found:
+                    raise
+        return found
 
     def model(self, hardware: Hardware | None = None, limit_bytes: float | None = None) -> StepModel:
         """The closed form, perhaps of other hardware or with other memory."""
@@ -112,7 +120,8 @@ class Configured:
     def tables(self, pins: Pins, configuration: Configuration, hardware: Hardware | None = None) -> StageTables:
         """Tables of a configuration's stage mesh at its micro-batch."""
         hardware = hardware or self.hardware
-        asked = (pins.recompute, pins.sequence_parallel, _algorithm(pins))
+        asked = (pins.recompute, pins.sequence_parallel)
+        algorithm: Algorithm = "all_to_all" if configuration.context_algorithm == "all_to_all" else "ring"
         return self._shared.tables(
             (hardware, configuration.table_key, self.optimizer, self.bucket_bytes, *asked),
             lambda: stage_tables(
@@ -124,7 +133,7 @@ class Configured:
                 bucket_bytes=self.bucket_bytes,
                 recompute=RECOMPUTE if pins.recompute is None else (pins.recompute,),
                 sequence_parallel=pins.sequence_parallel,
-                context_algorithm=_algorithm(pins),
+                context_algorithm=algorithm,
             ),
         )
 
@@ -135,14 +144,13 @@ class Configured:
         """Search the space that pins leave, on other devices or with other memory if so asked."""
         extent = self.extent(pins, devices)
         check_pins(extent)
-        sample_s = work_bound(self.graph, self.hardware, self.dtype, extent.devices)
         options = {} if solves is None else {"solves": solves}
         model = self.model(limit_bytes=limit_bytes)
         return explore(
             extent,
             model,
             lambda c: self.tables(pins, c),
-            sample_s=sample_s,
+            sample_s=extent.sample_s,
             wanted=wanted,
             incumbent_s=incumbent_s,
             until_found=until_found,
@@ -162,7 +170,7 @@ class Configured:
             tables, chosen.labels, c.data, sharded=c.optimizer_sharding != "none", shard_size=c.shard_size
         )
         return Plan(
-            **self.base,  # type: ignore[arg-type]
+            **{**self.base, "bucket_bytes": c.bucket_bytes or self.bucket_bytes},  # type: ignore[arg-type]
             micro_batch=c.micro_batch,
             micro_batches=c.micro_batches,
             mesh=c.mesh(),
@@ -180,7 +188,7 @@ class Configured:
             chunks=_chunks(names, placed) if c.pipeline > 1 else (),
             shard_size=c.shard_size,
             offload_optimizer=c.offload,
-            context_algorithm=tables.context_algorithm if c.context > 1 else "none",
+            context_algorithm=c.context_algorithm,
         )
 
     def certificate(self, explored: Explored, placed: Placed) -> Certificate:
@@ -241,9 +249,16 @@ def experts_of(graph: OperatorGraph) -> int:
     return max(found, default=0)
 
 
-def _algorithm(pins: Pins) -> Algorithm:
-    """How attention runs on a context axis, if there is one."""
-    return "all_to_all" if pins.context_algorithm == "all_to_all" else "ring"
+def key_value_heads(graph: OperatorGraph) -> tuple[int, ...]:
+    """Numbers of heads of keys and values of the attentions, ascending."""
+    counts = {heads // copies for heads, copies in attention_heads(graph)}
+    return tuple(sorted(counts))
+
+
+def trained_bytes(graph: OperatorGraph) -> int:
+    """Bytes of the gradients of all parameters."""
+    trained = [parameter.node for parameter in graph.parameters if parameter.gradient is not None]
+    return sum(graph.multiplicity[node] * graph.nodes[node].outputs[0].size_bytes for node in trained)
 
 
 def _chunks(names: Sequence[str], placed: Placed) -> tuple[Chunk, ...]:

@@ -14,7 +14,7 @@ from planner.quantities import GIB, bytes_text, seconds_text
 from planner.request import Pins
 from planner.search.configurations.branch_and_bound import Explored, Placed, Unfit
 from planner.search.configurations.space import divisors
-from planner.search.configurations.step_model import Configuration, host_bandwidth
+from planner.search.configurations.step_model import Configuration
 from planner.search.stages.fragments import FILL, STEADY, FloatArray
 from planner.search.stages.partition import partition
 from planner.search.stages.segments import simplified
@@ -216,12 +216,11 @@ def _changes(search: Configured, pins: Pins) -> Iterator[str]:
         ("recompute", "without the pin recompute"),
         ("optimizer_sharding", "without the pin optimizer_sharding"),
         ("micro_batch", "without the pin micro_batch"),
+        ("offload_optimizer", "without the pin offload_optimizer"),
     ]
     for name, words in softer:
         if getattr(pins, name) is not None and _fits(search, without(pins, name)):
             yield words
-    if not pins.offload and host_bandwidth(search.hardware) and _fits(search, replace(pins, offload=True)):
-        yield "with --pin offload=true"
     free = Pins(batch_only=pins.batch_only)
     if pins.named() and _fits(search, free):
         yield "without the pins"

@@ -19,7 +19,8 @@ from planner.prediction import Prediction, precision_notes, predict
 from planner.quantities import percent_text
 from planner.request import PRECISIONS, Pins, PlanRequest, read_pins
 from planner.search.candidates import Space
-from planner.search.configurations.space import check_pins
+from planner.search.configurations.buckets import MIB, USUAL
+from planner.search.configurations.pin_checks import check_pins
 from planner.sharding.rules import has_rule
 from planner.shared_tables import SharedTables
 from planner.strategy.plan import (
@@ -40,7 +41,6 @@ __all__ = [
     "predict",
 ]
 
-BUCKET_BYTES = 25 * 2**20
 RESCORED = 5
 """So many of the best plans by the closed form are simulated, however few are asked for: the best is the same."""
 NEAR_ENOUGH = 1.25
@@ -113,6 +113,7 @@ def plan_network(
     batch = network.default_global_batch if request.global_batch is None else request.global_batch
     if batch < 1:
         raise InputError(f"global batch {batch} is not positive; use --global-batch with a whole number of samples")
+    bucket = USUAL if pins.bucket_mb is None else pins.bucket_mb * MIB
     started = time.perf_counter()
     shared = shared or SharedTables(network.capture() if graph is None else graph)
     captured = time.perf_counter()
@@ -127,11 +128,11 @@ def plan_network(
         global_batch=batch,
         optimizer=update,
         pins=pins,
-        bucket_bytes=BUCKET_BYTES,
+        bucket_bytes=bucket,
         search_mode=request.search_mode,
         hints=request.hints,
     )
-    base = _base_plan(request, network, graph, hardware, precision, update.name, batch)
+    base = _base_plan(request, network, graph, hardware, precision, update.name, batch, bucket)
     ruled = time.perf_counter()
     search = Configured(
         graph=graph,
@@ -140,7 +141,7 @@ def plan_network(
         global_batch=batch,
         optimizer=update,
         dtype=dtype,
-        bucket_bytes=BUCKET_BYTES,
+        bucket_bytes=bucket,
         sequence=network.sequence_length or 0,
         base=base,
         shared=tables,
@@ -274,6 +275,7 @@ def _base_plan(
     precision: str,
     update: str,
     batch: int,
+    bucket_bytes: int,
 ) -> dict[str, object]:
     return {
         "network": network.spec,
@@ -284,7 +286,7 @@ def _base_plan(
         "precision": precision,
         "optimizer": update,
         "global_batch": batch,
-        "bucket_bytes": BUCKET_BYTES,
+        "bucket_bytes": bucket_bytes,
         "parallel_mode": request.parallel_mode,
         "search_mode": request.search_mode,
     }

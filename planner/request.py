@@ -22,8 +22,10 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "schedule": ("none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipe", "dualpipe_v"),
     "context_algorithm": ("none", "ring", "all_to_all"),
 }
-FLAGS = ("sequence_parallel", "offload")
-PIN_NAMES = (*DEGREES, *WORDS, *FLAGS)
+FLAGS = ("sequence_parallel", "offload_optimizer")
+SIZES: Mapping[str, tuple[int, int]] = {"bucket_mb": (1, 2**14), "sharding_threshold_kb": (0, 2**24)}
+"""Pins that are sizes in MiB or KiB, with the least and the largest."""
+PIN_NAMES = (*DEGREES, *WORDS, *FLAGS, *SIZES)
 
 ParameterStorage = Literal["free", "replicated", "sharded"]
 _STORAGE: Mapping[str | None, ParameterStorage] = {
@@ -60,7 +62,9 @@ class Pins:
     """The pins of a request, read: None is free.
 
     ``batch_only`` shards nothing but the batch (pure data parallelism). ``shard_size`` is the number of data-parallel
-    ranks that optimizer states are sharded over, ``offload`` whether they live in host memory.
+    ranks that optimizer states are sharded over, ``offload_optimizer`` whether they live in host memory;
+    ``bucket_mb`` is the size of fused messages of gradients in MiB, and parameters of less than
+    ``sharding_threshold_kb`` KiB stay whole.
     """
 
     dp: int | None = None
@@ -76,7 +80,9 @@ class Pins:
     schedule: str | None = None
     context_algorithm: str | None = None
     sequence_parallel: bool | None = None
-    offload: bool | None = None
+    offload_optimizer: bool | None = None
+    bucket_mb: int | None = None
+    sharding_threshold_kb: int | None = None
     batch_only: bool = False
 
     @property
@@ -89,7 +95,8 @@ class Pins:
         """Whether plans without pipeline, context and expert axes, recomputation and offload are allowed."""
         degrees = all(value in (None, 1) for value in (self.pp, self.vpp, self.cp, self.ep))
         words = self.recompute in (None, "none") and self.schedule in (None, "none")
-        stored = self.optimizer_sharding in _STORAGE and self.shard_size is None and not self.offload
+        stored = self.optimizer_sharding in _STORAGE and self.shard_size is None and not self.offload_optimizer
+        stored = stored and not self.sharding_threshold_kb
         return degrees and words and stored and self.context_algorithm in (None, "none") and not self.sequence_parallel
 
     def named(self) -> dict[str, str]:
@@ -114,10 +121,21 @@ def _degree(name: str, text: str) -> int:
     return int(text)
 
 
+def _size(name: str, text: str) -> int:
+    least, most = SIZES[name]
+    if not text.isdecimal() or not text.isascii() or len(text) > 9 or not least <= int(text) <= most:
+        raise InputError(
+            f"pin {name}={text}: {name} must be a whole number from {least} to {most}, for example --pin {name}=64"
+        )
+    return int(text)
+
+
 def _value(name: str, text: str) -> int | str | bool:
     one_of(name, PIN_NAMES, "pin")
     if name in DEGREES:
         return _degree(name, text)
+    if name in SIZES:
+        return _size(name, text)
     if name in FLAGS:
         return one_of(text.lower(), ("true", "false"), name) == "true"
     return one_of(text, WORDS[name], name)

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from planner.cli.terminal import DEBUG_KEY
-from planner.request import DEGREES, FLAGS, PIN_NAMES, WORDS
+from planner.request import DEGREES, FLAGS, PIN_NAMES, SIZES, WORDS
 from simulator.errors import InputError
 
 MAX_DEVICES = 2**20
@@ -126,7 +126,11 @@ PrecisionOption = Annotated[Precision | None, typer.Option("--precision", help="
 OptimizerOption = Annotated[Optimizer | None, typer.Option("--optimizer", help="Default: the network's.")]
 Pins = Annotated[
     list[str] | None,
-    typer.Option("--pin", metavar="KEY=VALUE", help="Fix a dimension, such as tp=8; may be given several times."),
+    typer.Option(
+        "--pin",
+        metavar="KEY=VALUE",
+        help=f"Fix a dimension, such as tp=8; may be given several times. Keys: {', '.join(PIN_NAMES)}.",
+    ),
 ]
 
 _NUMBERS = DEGREES
@@ -180,6 +184,11 @@ def _pin_value(pin: str, key: str, value: str) -> str:
     if key in _NUMBERS:
         if not value.isdecimal() or not value.isascii() or not 1 <= int(value[:9]) <= MAX_DEVICES or len(value) > 8:
             raise InputError(f"--pin {pin!r}: {value!r} is not a whole number from 1 to {MAX_DEVICES}; correct it")
+        return str(int(value))
+    if key in SIZES:
+        least, most = SIZES[key]
+        if not value.isdecimal() or not value.isascii() or len(value) > 9 or not least <= int(value) <= most:
+            raise InputError(f"--pin {pin!r}: {value!r} is not a whole number from {least} to {most}; correct it")
         return str(int(value))
     if key in _WORDS and value not in _WORDS[key]:
         raise InputError(f"--pin {pin!r}: {value!r} is no value of {key}; {nearest(value, _WORDS[key])}")

@@ -166,7 +166,7 @@ class _Follower:
 
     def _messages(self, node: Node) -> tuple[InnerMessage, ...]:
         """Collectives inside an attention or its gradient; heads that are copies of one are sent once."""
-        divisor, backward = self._copies(node), node.op == ATTENTION_BACKWARD
+        divisor, backward = _copies(self.graph, node), node.op == ATTENTION_BACKWARD
         if self.algorithm == "ring":
             around = (2, 3, 7, 8) if backward else (1, 2)
             ring = InnerMessage(Collective.SEND, tensors=around, divisor=divisor, circulating=True, overlapped=True)
@@ -180,25 +180,9 @@ class _Follower:
             InnerMessage(exchange, tensors=last),
         )
 
-    def _copies(self, node: Node) -> int:
-        """How many heads in a row are copies of one key-value head."""
-        found = {self._expanded(node.tensor_inputs[position]) for position in _KEY_VALUE[node.op]}
-        return found.pop() if len(found) == 1 else 1
-
-    def _expanded(self, ref: TensorRef) -> int:
-        while True:
-            node = self.graph.nodes[ref.node]
-            if node.op == "aten.expand.default":
-                return node.outputs[0].elements // self.graph.spec(node.tensor_inputs[0]).elements
-            if node.op not in _COPYING:
-                return 1
-            ref = node.tensor_inputs[0]
-
     def _heads(self) -> Iterator[int]:
-        for node in self.graph.nodes:
-            if node.op == ATTENTION:
-                heads = self.graph.spec(node.tensor_inputs[0]).shape[1]
-                yield from (heads, heads // self._copies(node))
+        for heads, copies in attention_heads(self.graph):
+            yield from (heads, heads // copies)
 
     def _refusal(self, node: Node, why: str) -> UnsupportedError:
         place = f" ({node.op}{f' at {node.source}' if node.source else ''})"
@@ -206,6 +190,29 @@ class _Follower:
             f"network {self.graph.network!r} cannot be sharded along its sequence: {node.name}{place} {why}; "
             "leave the context axis out (cp=1)"
         )
+
+
+def attention_heads(graph: OperatorGraph) -> Iterator[tuple[int, int]]:
+    """Heads of each attention, and how many of them in a row are copies of one head of keys and values."""
+    for node in graph.nodes:
+        if node.op == ATTENTION:
+            yield graph.spec(node.tensor_inputs[0]).shape[1], _copies(graph, node)
+
+
+def _copies(graph: OperatorGraph, node: Node) -> int:
+    found = {_expanded(graph, node.tensor_inputs[position]) for position in _KEY_VALUE[node.op]}
+    return found.pop() if len(found) == 1 else 1
+
+
+def _expanded(graph: OperatorGraph, ref: TensorRef) -> int:
+    """How many copies of a tensor lie in one that is made of them."""
+    while True:
+        node = graph.nodes[ref.node]
+        if node.op == "aten.expand.default":
+            return node.outputs[0].elements // graph.spec(node.tensor_inputs[0]).elements
+        if node.op not in _COPYING:
+            return 1
+        ref = node.tensor_inputs[0]
 
 
 def _causal(node: Node) -> bool:

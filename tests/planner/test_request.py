@@ -33,8 +33,8 @@ def test_nothing_pinned_leaves_everything_free() -> None:
             Pins(pp=1, cp=1, recompute="none", schedule="none", sequence_parallel=False),
         ),
         (
-            {"vpp": "2", "ep": "4", "shard_size": "8", "offload": "true", "context_algorithm": "ring"},
-            Pins(vpp=2, ep=4, shard_size=8, offload=True, context_algorithm="ring"),
+            {"vpp": "2", "ep": "4", "shard_size": "8", "offload_optimizer": "true", "context_algorithm": "ring"},
+            Pins(vpp=2, ep=4, shard_size=8, offload_optimizer=True, context_algorithm="ring"),
         ),
     ],
 )

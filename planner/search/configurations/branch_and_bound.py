@@ -25,7 +25,7 @@ from planner.search.configurations.bounds import (
     passes_bound,
     task_bound,
 )
-from planner.search.configurations.space import Extent, bases, orders, storages
+from planner.search.configurations.space import Extent, bases, offloaded, orders, storages
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.stages.fragments import WIDTH, FloatArray
 from planner.search.stages.partition import Partition, partition, proves_misfit
@@ -186,6 +186,7 @@ class _Search:
         self.unproven: list[float] = []
         self.held: list[float] = []
         self.shapes: Counter[tuple[int, int, int]] = Counter()
+        self.moved: set[Configuration] = set()
 
     def run(self) -> Explored:
         turns: Counter[tuple[int, int, int]] = Counter()
@@ -338,8 +339,11 @@ class _Search:
         """Bound it with the memory limit."""
         began = time.perf_counter()
         assert node.task is not None  # timed nodes have one
-        bound = max(bound, memory_bound(node.task))
+        limited = max(bound, memory_bound(node.task))
         self.result.timings["bounds"] += time.perf_counter() - began
+        if limited > bound * (1 + PROOF):
+            self._offload(bound, node.configuration)
+        bound = limited
         if np.isinf(bound):
             self._misfit(node.configuration, node.task)
         else:
@@ -355,11 +359,16 @@ class _Search:
         few = task if node.width > WIDTH else simplified(task)
         found = partition(few, width=node.width)
         self.result.timings["partition"] += time.perf_counter() - began
+        if node.placed is None and (found is None or found.objective_s > bound * (1 + PROOF)):
+            self._offload(bound, node.configuration)
         if found is None:
+            if node.placed is None and not proves_misfit(task, few, node.width):
+                if self._worth_widening(task, node.width):
+                    self._push(bound, replace(node, stage=_Stage.SOLVED, width=node.width * 8))
+                    return
+                self.unproven.append(bound)
             if node.placed is None:
                 self._misfit(node.configuration, task)
-                if not proves_misfit(task, simplified(task), node.width):
-                    self.unproven.append(bound)
             return
         # What holds for few ways of each unit says nothing of those that were left out.
         proven = found.lower_bound_s if few is task else 0.0
@@ -375,11 +384,23 @@ class _Search:
         self.result.found.append(placed)
         self.best = min(self.best, placed.objective_s)
         if placed.partition.lower_bound_s < placed.objective_s * (1 - PROOF):
-            if task.chunks == 1 and node.width < WIDEST and simplified(task) is task:
+            if self._worth_widening(task, node.width):
                 again = _Node(_Stage.SOLVED, node.configuration, task, placed, node.width * 8)
                 self._push(placed.partition.lower_bound_s, again)
             else:
                 self.unproven.append(placed.partition.lower_bound_s)
+
+    @staticmethod
+    def _worth_widening(task: PartitionTask, width: int) -> bool:
+        """Whether more ways of a fragment may prove what fewer did not."""
+        return task.chunks == 1 and width < WIDEST and simplified(task) is task
+
+    def _offload(self, bound: float, stored: Configuration) -> None:
+        """Where memory binds, states may move to the host, which makes nothing faster."""
+        other = offloaded(self.extent, stored)
+        if other is not None and other not in self.moved:
+            self.moved.add(other)
+            self._push(bound, _Node(_Stage.STORAGE, other))
 
     def _misfit(self, configuration: Configuration, task: PartitionTask) -> None:
         rank, needed = least_memory(task)

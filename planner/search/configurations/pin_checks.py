@@ -1,0 +1,272 @@
+"""Pins that contradict each other, the devices, the batch or the network, with the nearest values that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from planner.request import DEGREES, FLAGS, WORDS, Pins
+from planner.search.configurations.schedule_shapes import ONE_STAGE, SEARCHED
+from planner.search.configurations.space import (
+    MOST_CHUNKS,
+    Extent,
+    algorithms,
+    configurations,
+    context_obstacle,
+    degrees,
+    divisors,
+    experts_divide,
+    micro_batch_sizes,
+    schedules,
+)
+from planner.sharding.context import ALGORITHMS
+from simulator.errors import InputError, UnsupportedError
+
+CHUNKS = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zbv": 2}
+"""Chunks a rank of the schedules that leave no choice."""
+
+
+def check_pins(extent: Extent) -> None:
+    """Raise InputError where the pins contradict each other, the devices, the batch or the network.
+
+    Raises
+    ------
+    UnsupportedError
+        A pinned schedule is not searched.
+    """
+    for check in CHECKS:
+        check(extent)
+
+
+def _product(extent: Extent) -> None:
+    pins, devices = extent.pins, extent.devices
+    given = {name: getattr(pins, name) for name in ("dp", "tp", "pp", "cp") if getattr(pins, name) is not None}
+    product = prod(given.values())
+    asked = " ".join(f"{name}={value}" for name, value in given.items())
+    whole = len(given) == 4
+    if devices % product or (whole and product != devices):
+        name = max(given, key=lambda n: given[n])
+        others = product // given[name]
+        allowed = [d for d in divisors(devices) if devices % (others * d) == 0 and (not whole or others * d == devices)]
+        near = f"{name}={_nearest(given[name], allowed)}" if allowed else "fewer pins"
+        raise InputError(
+            f"pins {asked}: dp × tp × pp × cp = {product} must {'be' if whole else 'divide'} the device count, "
+            f"{devices}; use {near} or --devices {product * max(1, round(devices / product))}"
+        )
+
+
+def _tensor(extent: Extent) -> None:
+    """Attention is dealt out by heads, and those of keys and values are the fewest."""
+    tensor, heads = extent.pins.tp or 1, min(extent.heads, default=0)
+    if heads and tensor > heads:
+        near = _nearest(tensor, [d for d in divisors(extent.devices) if heads % d == 0])
+        raise InputError(
+            f"pin tp={tensor}: attention is dealt out by its {heads} heads of keys and values, and some ranks would "
+            f"have none; use --pin tp={near}"
+        )
+
+
+def _experts(extent: Extent) -> None:
+    pins, experts = extent.pins, extent.experts
+    if pins.ep in (None, 1):
+        return
+    if not experts:
+        raise InputError(f"pin ep={pins.ep}: the network has no experts to deal out; use --pin ep=1")
+    if experts % pins.ep:
+        near = _nearest(pins.ep, divisors(experts))
+        raise InputError(f"pin ep={pins.ep}: it must divide the network's {experts} experts; use ep={near}")
+    if pins.dp is not None and pins.dp % pins.ep:
+        near = _nearest(pins.ep, [d for d in divisors(pins.dp) if experts_divide(extent, d)])
+        raise InputError(f"pins dp={pins.dp} ep={pins.ep}: ep must divide dp; use ep={near}")
+
+
+def _context(extent: Extent) -> None:
+    pins = extent.pins
+    if pins.context_algorithm == "none" and (pins.cp or 1) > 1:
+        raise InputError(
+            f"pins cp={pins.cp} context_algorithm=none: a context axis needs ring or all_to_all; use --pin cp=1 or "
+            "context_algorithm=ring"
+        )
+    if pins.context_algorithm in ALGORITHMS and pins.cp == 1:
+        raise InputError(
+            f"pins cp=1 context_algorithm={pins.context_algorithm}: there is no context axis to run it on; use --pin "
+            "cp=2 or more, or context_algorithm=none"
+        )
+    size, tensor = pins.cp or 1, pins.tp or 1
+    if size == 1 or algorithms(extent, size, tensor):
+        return
+    named = pins.context_algorithm or ALGORITHMS[0]
+    possible = [d for d in divisors(extent.devices) if d == 1 or algorithms(extent, d, tensor)]
+    raise InputError(
+        f"pin cp={size}: {context_obstacle(extent, named, size, tensor)}; use --pin cp={_nearest(size, possible)}"
+    )
+
+
+def _batch(extent: Extent) -> None:
+    pins, batch = extent.pins, extent.global_batch
+    size = pins.micro_batch or 1
+    possible = sorted({dp for _, dp, *_ in degrees(extent)})
+    if possible and all(batch % (dp * size) for dp in possible):
+        least = possible[0] * size
+        what = f"dp × micro_batch={pins.micro_batch}" if pins.micro_batch else "dp"
+        near = max(least, round(batch / least) * least)
+        fits = [d for d in divisors(batch) if batch % (possible[0] * d) == 0]
+        other = f" or --pin micro_batch={_nearest(size, fits)}" if fits and pins.micro_batch else ""
+        raise InputError(
+            f"global batch {batch} does not divide: {what} must divide it, and the smallest possible is {least}; "
+            f"use --global-batch {near}{other}, another device count or other pins"
+        )
+
+
+def _stages(extent: Extent) -> None:
+    pins, units = extent.pins, extent.units
+    if pins.pp is not None and pins.pp > units:
+        raise InputError(
+            f"pin pp={pins.pp}: the network has {units} units that can be a stage of their own; "
+            f"use --pin pp={max(d for d in divisors(extent.devices) if d <= units)}"
+        )
+    if pins.pp == 1 and (pins.vpp or 1) > 1:
+        raise InputError(
+            f"pins pp=1 vpp={pins.vpp}: several chunks a rank need a pipeline; use --pin vpp=1, or --pin pp=2 or more"
+        )
+    if pins.pp is not None and pins.vpp is not None and pins.pp * pins.vpp > units:
+        raise InputError(
+            f"pins pp={pins.pp} vpp={pins.vpp}: {pins.pp * pins.vpp} chunks are more than the {units} units of "
+            f"the network; use --pin vpp={max(1, units // pins.pp)} or a smaller pp"
+        )
+
+
+def _storage(extent: Extent) -> None:
+    pins = extent.pins
+    level = pins.optimizer_sharding
+    if level == "none" and pins.shard_size is not None:
+        raise InputError(
+            f"pins optimizer_sharding=none shard_size={pins.shard_size}: nothing is sharded; use --pin "
+            "optimizer_sharding=zero1, or leave shard_size out"
+        )
+    if level == "none" and pins.sharding_threshold_kb:
+        raise InputError(
+            f"pins optimizer_sharding=none sharding_threshold_kb={pins.sharding_threshold_kb}: nothing is sharded; use "
+            "--pin optimizer_sharding=zero1, or sharding_threshold_kb=0"
+        )
+    wanted = next((f"{n}={v}" for n, v in pins.named().items() if n in _SHARDED and v not in ("none", "0")), None)
+    if wanted is not None and pins.dp == 1:
+        raise InputError(
+            f"pins dp=1 {wanted}: one data-parallel rank has nobody to share states with; use --pin dp=2 or more, or "
+            "optimizer_sharding=none alone"
+        )
+    if pins.shard_size is not None and pins.dp is not None and pins.dp % pins.shard_size:
+        near = _nearest(pins.shard_size, divisors(pins.dp))
+        raise InputError(
+            f"pins dp={pins.dp} shard_size={pins.shard_size}: shard_size must divide dp; use --pin shard_size={near}"
+        )
+
+
+_SHARDED = ("optimizer_sharding", "shard_size", "sharding_threshold_kb")
+
+
+def _sequence(extent: Extent) -> None:
+    pins = extent.pins
+    if pins.sequence_parallel and pins.tp == 1:
+        raise InputError(
+            "pins sequence_parallel=true tp=1: the sequence is sharded on the tensor axis; use --pin tp=2 or more, or "
+            "sequence_parallel=false"
+        )
+    if pins.sequence_parallel and not extent.sequence:
+        raise InputError(
+            "pin sequence_parallel=true: the network reads no token sequences; use --pin sequence_parallel=false"
+        )
+
+
+def _schedule(extent: Extent) -> None:
+    pins = extent.pins
+    name = pins.schedule
+    if name not in (None, ONE_STAGE, *SEARCHED):
+        raise UnsupportedError(f"pin schedule={name} is not searched yet; use one of {', '.join(SEARCHED)}")
+    if name == ONE_STAGE and (pins.pp or 1) > 1:
+        raise InputError(f"pins schedule=none pp={pins.pp}: stages need a schedule; use --pin schedule=1f1b or pp=1")
+    if name not in (None, ONE_STAGE) and pins.pp == 1:
+        raise InputError(f"pins schedule={name} pp=1: a schedule needs stages; use --pin pp=2 or more")
+    if name in CHUNKS and pins.vpp not in (None, CHUNKS[name]):
+        chunks = f"{CHUNKS[name]} chunk" + ("s" if CHUNKS[name] > 1 else "")
+        raise InputError(
+            f"pins schedule={name} vpp={pins.vpp}: {name} has {chunks} a rank; use --pin vpp={CHUNKS[name]} or "
+            "schedule=interleaved_1f1b"
+        )
+    if name == "interleaved_1f1b" and pins.vpp == 1:
+        raise InputError("pins schedule=interleaved_1f1b vpp=1: interleaving needs chunks; use --pin vpp=2 or more")
+
+
+def _something_left(extent: Extent) -> None:
+    if next(configurations(extent), None) is not None:
+        return
+    pins = extent.pins
+    named = " ".join(f"{name}={value}" for name, value in pins.named().items())
+    remedies = [remedy for name in pins.named() if (remedy := _remedy(extent, name)) is not None]
+    advice = f"use --pin {' or '.join(remedies)}" if remedies else "leave pins out"
+    raise InputError(
+        f"pins {named} leave no configuration on {extent.devices} devices with global batch {extent.global_batch}"
+        f"{_why_no_schedule(extent)}; {advice}"
+    )
+
+
+def _why_no_schedule(extent: Extent) -> str:
+    """What a pinned schedule needs of micro-batches, where that is what is missing."""
+    pins = extent.pins
+    needs: dict[str, tuple[str, Callable[[int], int]]] = {
+        "interleaved_1f1b": ("a multiple of pp", lambda ranks: ranks),
+        "zb_h1": ("at least 2 × pp", lambda ranks: 2 * ranks),
+        "zbv": ("at least 2 × pp", lambda ranks: 2 * ranks),
+    }
+    if pins.schedule not in needs:
+        return ""
+    pairs = {
+        (pipeline, extent.global_batch // (dp * size))
+        for pipeline, dp, *_ in degrees(extent)
+        for size in micro_batch_sizes(extent, dp)
+        if pipeline > 1
+    }
+    if not pairs or any(True for pair in pairs for _ in schedules(extent, *pair)):
+        return ""
+    ranks, count = max(pairs, key=lambda pair: (pair[1] / pair[0], -pair[0]))
+    rule, least = needs[pins.schedule]
+    batch = extent.global_batch * least(ranks) // count
+    return (
+        f": {pins.schedule} needs {rule} micro-batches, and there are {count} on pp={ranks}; --global-batch {batch} "
+        f"gives {least(ranks)}"
+    )
+
+
+def _remedy(extent: Extent, name: str) -> str | None:
+    """The nearest value of one pin with which, the others kept, something is left."""
+    value = getattr(extent.pins, name)
+    for other in _others(extent, name, value):
+        changed: dict[str, Any] = {name: other}
+        pins: Pins = replace(extent.pins, **changed)
+        if next(configurations(replace(extent, pins=pins)), None) is not None:
+            return f"{name}={str(other).lower()}"
+    return None
+
+
+def _others(extent: Extent, name: str, value: object) -> Iterator[object]:
+    """Other values of a pin, the nearest first."""
+    if name in WORDS:
+        yield from (word for word in WORDS[name] if word != value)
+    elif name in FLAGS:
+        yield not value
+    elif name in DEGREES and isinstance(value, int):
+        most = extent.global_batch if name == "micro_batch" else extent.devices
+        found = range(1, MOST_CHUNKS + 1) if name == "vpp" else divisors(most)
+        yield from sorted((d for d in found if d != value), key=lambda d: (abs(d - value), d))
+
+
+def _nearest(value: int, allowed: Iterable[int]) -> int:
+    return min(allowed, key=lambda other: (abs(other - value), other))
+
+
+CHECKS: tuple[Callable[[Extent], None], ...] = (
+    _product, _tensor, _experts, _context, _stages, _storage, _sequence, _schedule, _batch, _something_left,
+)  # fmt: skip
+"""In the order in which they are said: the narrower first."""
