@@ -15,9 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from simulator.collective_patterns import Pattern, direct_send, pairwise_all_to_all, ring_gather
+from simulator.columns import ProgramColumns, SegmentColumns, columns
 from simulator.corrections import message_time
 from simulator.hardware import Hardware
-from simulator.program import Collective, Program, ProgramAxis, Segment
+from simulator.program import Collective, Program, ProgramAxis
 from simulator.task_table import FloatArray, IntArray, TaskTable
 from simulator.timing import group_shapes, tasks_by_work
 from simulator.topology import group_shape, shared_links
@@ -60,7 +61,7 @@ class _Shared(NamedTuple):
 
 
 def segment_transfers(
-    program: Program, hardware: Hardware, times: Sequence[FloatArray]
+    program: Program | ProgramColumns, hardware: Hardware, times: Sequence[FloatArray]
 ) -> tuple[Transfers | None, ...]:
     """Transfers of every segment whose tasks take `times`; None where it is enough to know how long messages take.
 
@@ -68,14 +69,19 @@ def segment_transfers(
     """
     if not hardware.overlaps_communication:
         return (None,) * len(program.segments)
+    program = columns(program) if isinstance(program, Program) else program
     return tuple(
         _transfers(program, hardware, segment, seconds)
         for segment, seconds in zip(program.segments, times, strict=True)
     )
 
 
-def _transfers(program: Program, hardware: Hardware, segment: Segment, seconds: FloatArray) -> Transfers | None:
-    _, messages = tasks_by_work(segment)
+def _transfers(
+    program: ProgramColumns, hardware: Hardware, segment: SegmentColumns, seconds: FloatArray
+) -> Transfers | None:
+    _, messages = tasks_by_work(segment.tasks)
+    used = set(segment.which.tolist())
+    messages = {key: kept for key, tasks in messages.items() if (kept := [i for i in tasks if i in used])}
     streams = {segment.tasks[i].stream for tasks in messages.values() for i in tasks}
     flows = tuple(sorted((axis, collective) for collective, axis in messages)) if len(streams) > 1 else ()
     shared = _shared(hardware, program.devices, program.axes, flows)
@@ -83,28 +89,33 @@ def _transfers(program: Program, hardware: Hardware, segment: Segment, seconds: 
     if not messages or not (shared.capacity.size or slows):
         return None
     shapes = group_shapes(program, hardware)
-    latency, rate = np.zeros(len(seconds)), np.zeros(len(seconds))
-    weights = np.zeros((len(seconds), len(shared.capacity)))
+    alone = np.zeros(len(segment.tasks))
+    alone[segment.which] = seconds
+    latency, rate = np.zeros(len(alone)), np.zeros(len(alone))
+    weights = np.zeros((len(alone), len(shared.capacity)))
+    sends = np.zeros(len(alone), dtype=bool)
     for (collective, axis), tasks in messages.items():
         payload = np.array([segment.tasks[i].payload_bytes for i in tasks])
         fixed, large = message_time(hardware, collective, np.array([0.0, LARGE_BYTES]), shapes[axis])
-        latency[tasks] = np.minimum(fixed, seconds[tasks])
+        latency[tasks] = np.minimum(fixed, alone[tasks])
+        sends[tasks] = True
         weight = shared.weights.get((axis, collective))
         if weight is not None and weight.any():
-            moving = seconds[tasks] - latency[tasks]
+            moving = alone[tasks] - latency[tasks]
             # Short messages leave links idle between their pieces.
             full = np.divide(payload * (large / LARGE_BYTES), moving, out=np.zeros(len(tasks)), where=moving > 0)
             rate[tasks] = np.minimum(full, 1.0) * shared.widths[axis, collective]
             weights[tasks] = weight
-    found = np.array(sorted(i for tasks in messages.values() for i in tasks))
-    crossed = (weights > 0) & (rate > 0)[:, None]
+    found = np.flatnonzero(sends[segment.which])
+    which = segment.which[found]
+    crossed = (weights[which] > 0) & (rate[which] > 0)[:, None]
     return Transfers(
         tasks=found,
-        latency_s=latency[found],
-        rate_bytes_per_s=rate[found],
-        link_counts=np.count_nonzero(crossed[found], axis=1),
+        latency_s=latency[which],
+        rate_bytes_per_s=rate[which],
+        link_counts=np.count_nonzero(crossed, axis=1),
         links=np.nonzero(crossed)[1],
-        link_weights=weights[crossed],
+        link_weights=weights[which][crossed],
         link_capacity=shared.capacity,
     )
 

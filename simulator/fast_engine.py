@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from simulator import fast_fluid, fast_recurrence
+from simulator.columns import ProgramColumns
 from simulator.contention import Transfers
 from simulator.fast_fluid import Fluid
 from simulator.fast_recurrence import Recurrence
@@ -38,7 +39,9 @@ WORTH_COMPILING = {"run_in_order": 500_000, "time_alone": 300_000, "run_streams"
 _tasks_run: Counter[str] = Counter()
 
 
-def simulate(program: Program, hardware: Hardware, *, times: Sequence[FloatArray] | None = None) -> Timeline:
+def simulate(
+    program: Program | ProgramColumns, hardware: Hardware, *, times: Sequence[FloatArray] | None = None
+) -> Timeline:
     """Simulate one step of `program` on `hardware`; `times` stand in for `task_times`.
 
     Raises

@@ -9,14 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from simulator.columns import KINDS, ProgramColumns, SegmentColumns
 from simulator.errors import ProgramError
-from simulator.program import Buffer, BufferKind, Program, Segment
+from simulator.program import BufferKind
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-
-_KINDS = tuple(BufferKind)
-_KIND_INDEX = {kind: index for index, kind in enumerate(_KINDS)}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,7 +78,7 @@ class _Block(NamedTuple):
     changes: _Changes
 
 
-def memory_timeline(program: Program, spans: Sequence[SegmentSpan]) -> MemoryTimeline:
+def memory_timeline(program: ProgramColumns, spans: Sequence[SegmentSpan]) -> MemoryTimeline:
     """Memory of a device that runs `program` at the times of `spans`.
 
     A buffer stands from the start of the task that allocates it to the end of the task that
@@ -93,12 +91,11 @@ def memory_timeline(program: Program, spans: Sequence[SegmentSpan]) -> MemoryTim
     ProgramError
         When a buffer is allocated while it stands or released while it does not.
     """
-    names: dict[str, int] = {}
-    blocks = [_Block(-1, 0, _resident_changes(program.resident, names))]
+    blocks = [_Block(-1, 0, _resident_changes(program))]
     for index, (segment, span) in enumerate(zip(program.segments, spans, strict=True)):
-        changes = _segment_changes(segment, span, names)
+        changes = _segment_changes(segment, span)
         blocks += [_Block(index, repetition, changes) for repetition in range(min(segment.count, 2))]
-    size, kind = _resolve_releases(program, blocks, tuple(names))
+    size, kind = _resolve_releases(program, blocks)
     sign = np.concatenate([block.changes.sign for block in blocks])
     level = np.cumsum(sign * size)
     if not level.size:
@@ -109,34 +106,29 @@ def memory_timeline(program: Program, spans: Sequence[SegmentSpan]) -> MemoryTim
         (block.segment, block.repetition): MemoryCurve(times_s=block.changes.time, total_bytes=level[start:stop])
         for block, start, stop in zip(blocks, bounds[:-1], bounds[1:], strict=True)
     }
-    at_peak = np.zeros(len(_KINDS), np.int64)
+    at_peak = np.zeros(len(KINDS), np.int64)
     np.add.at(at_peak, kind[: peak + 1], (sign * size)[: peak + 1])
     segments = range(len(program.segments))
     return MemoryTimeline(
-        resident_bytes=sum(buffer.size_bytes for buffer in program.resident),
+        resident_bytes=int(program.resident.size_bytes.sum()),
         peak_bytes=int(level[peak]),
         peak_time_s=_time_of(peak, blocks, bounds, spans),
-        at_peak={kind: int(total) for kind, total in zip(_KINDS, at_peak, strict=True) if total},
+        at_peak={kind: int(total) for kind, total in zip(KINDS, at_peak, strict=True) if total},
         final_bytes=int(level[-1]),
-        unreleased=_unreleased(program, blocks, tuple(names)),
+        unreleased=_unreleased(program, blocks),
         first=tuple(curves[index, 0] for index in segments),
         later=tuple(curves.get((index, 1), curves[index, 0]) for index in segments),
     )
 
 
-def _resident_changes(resident: Sequence[Buffer], names: dict[str, int]) -> _Changes:
-    rows = [(0, 1, names.setdefault(b.name, len(names)), _size(b), _KIND_INDEX[b.kind]) for b in resident]
-    return _Changes(*_columns(rows), np.zeros(len(rows)))
+def _resident_changes(program: ProgramColumns) -> _Changes:
+    given = program.resident
+    return _Changes(given.row, given.sign, given.buffer, given.size_bytes, given.kind, np.zeros(len(given.row)))
 
 
-def _segment_changes(segment: Segment, span: SegmentSpan, names: dict[str, int]) -> _Changes:
-    rows: list[tuple[int, int, int, int, int]] = []
-    for index, task in enumerate(segment.tasks):
-        rows += [
-            (index, 1, names.setdefault(b.name, len(names)), _size(b), _KIND_INDEX[b.kind]) for b in task.allocates
-        ]
-        rows += [(index, -1, names.setdefault(released, len(names)), 0, 0) for released in task.releases]
-    task_of, sign, name, size, kind = _columns(rows)
+def _segment_changes(segment: SegmentColumns, span: SegmentSpan) -> _Changes:
+    given = segment.changes
+    task_of, sign, name, size, kind = given.row, given.sign, given.buffer, given.size_bytes, given.kind
     time = np.where(sign > 0, span.starts_s[task_of], span.ends_s[task_of])
     # At one instant: first the ends of tasks that began earlier, then the tasks that begin now,
     # each in the order of dependencies (a task of no length begins and ends in its turn).
@@ -145,18 +137,7 @@ def _segment_changes(segment: Segment, span: SegmentSpan, names: dict[str, int])
     return _Changes(task_of[order], sign[order], name[order], size[order], kind[order], time[order])
 
 
-def _columns(rows: list[tuple[int, int, int, int, int]]) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
-    table = np.array(rows, dtype=np.int64).reshape(len(rows), 5)
-    return table[:, 0], table[:, 1], table[:, 2], table[:, 3], table[:, 4]
-
-
-def _size(buffer: Buffer) -> int:
-    if buffer.size_bytes < 0:
-        raise ProgramError(f"buffer {buffer.name!r} has {buffer.size_bytes} bytes; a size cannot be negative")
-    return buffer.size_bytes
-
-
-def _resolve_releases(program: Program, blocks: Sequence[_Block], names: Sequence[str]) -> tuple[IntArray, IntArray]:
+def _resolve_releases(program: ProgramColumns, blocks: Sequence[_Block]) -> tuple[IntArray, IntArray]:
     """Size and kind of every change, a release taking those of its allocation; checks that they alternate."""
     sign, name, size, kind = (
         np.concatenate([getattr(block.changes, column) for block in blocks])
@@ -168,24 +149,24 @@ def _resolve_releases(program: Program, blocks: Sequence[_Block], names: Sequenc
     before = np.where(first, -1, np.roll(signs, 1))
     wrong = by_name[signs == before]
     if wrong.size:
-        raise _wrong_change(program, blocks, names, int(wrong.min()))
+        raise _wrong_change(program, blocks, int(wrong.min()))
     releases = np.flatnonzero(signs < 0)
     size[by_name[releases]] = size[by_name[releases - 1]]
     kind[by_name[releases]] = kind[by_name[releases - 1]]
     return size, kind
 
 
-def _wrong_change(program: Program, blocks: Sequence[_Block], names: Sequence[str], row: int) -> ProgramError:
+def _wrong_change(program: ProgramColumns, blocks: Sequence[_Block], row: int) -> ProgramError:
     for block in blocks:
         if row < block.changes.sign.size:
             break
         row -= block.changes.sign.size
-    name = names[block.changes.name[row]]
+    name = program.buffers[block.changes.name[row]]
     if block.segment < 0:
         return ProgramError(f"resident buffer {name!r} is listed twice; give every buffer a name of its own")
     segment = program.segments[block.segment]
     index = int(block.changes.task[row])
-    place = f"task {index} {segment.tasks[index].name!r} of segment {segment.name!r}"
+    place = f"task {index} {segment.tasks[segment.which[index]].name!r} of segment {segment.name!r}"
     if block.repetition:
         place += " (second repetition)"
     if block.changes.sign[row] > 0:
@@ -205,12 +186,16 @@ def _time_of(row: int, blocks: Sequence[_Block], bounds: IntArray, spans: Sequen
     return float(span.offset_s + block.repetition * span.duration_s + block.changes.time[row - bounds[number]])
 
 
-def _unreleased(program: Program, blocks: Sequence[_Block], names: Sequence[str]) -> tuple[str, ...]:
+def _unreleased(program: ProgramColumns, blocks: Sequence[_Block]) -> tuple[str, ...]:
+    names = program.buffers
     standing = np.zeros(len(names), np.int64)
     for block in blocks:
         np.add.at(standing, block.changes.name, block.changes.sign)
-    resident = {buffer.name for buffer in program.resident}
-    gone = [name for name, count in zip(names, standing, strict=True) if name in resident and not count]
-    if gone:
-        raise ProgramError(f"resident buffer {gone[0]!r} is released and not there after the step; allocate it again")
-    return tuple(name for name, count in zip(names, standing, strict=True) if count and name not in resident)
+    resident = np.zeros(len(names), bool)
+    resident[program.resident.buffer] = True
+    gone = np.flatnonzero(resident & (standing == 0))
+    if gone.size:
+        raise ProgramError(
+            f"resident buffer {names[gone[0]]!r} is released and not there after the step; allocate it again"
+        )
+    return tuple(names[left] for left in np.flatnonzero(~resident & (standing != 0)).tolist())

@@ -8,20 +8,18 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from simulator.columns import ProgramColumns, SegmentColumns
 from simulator.contention import Transfers
 from simulator.errors import ProgramError
-from simulator.program import COMPUTE_STREAM, Program, Segment
-from simulator.task_table import StreamKind, TaskTable
-
-FloatArray = npt.NDArray[np.float64]
+from simulator.program import COMPUTE_STREAM, Segment
+from simulator.task_table import FloatArray, IntArray, StreamKind, TaskTable
 
 Streams = dict[str, Sequence[int]]
 """The tasks of every stream, in the order they run there."""
 
 
-def check_program(program: Program, times: Sequence[FloatArray]) -> None:
+def check_program(program: ProgramColumns, times: Sequence[FloatArray]) -> None:
     """Raise ProgramError where a segment refers to tasks it has not, runs less than once or lacks a valid time."""
     if len(times) != len(program.segments):
         raise ProgramError(f"{len(times)} arrays of task times for {len(program.segments)} segments; give one for each")
@@ -31,20 +29,20 @@ def check_program(program: Program, times: Sequence[FloatArray]) -> None:
             raise ProgramError(
                 f"segment {segment.name!r} has count {segment.count}; a segment runs at least once: leave it out"
             )
-        size = len(segment.tasks)
-        for index, task in enumerate(segment.tasks):
-            for before in task.after:
-                if not 0 <= before < size:
-                    raise ProgramError(
-                        f"{_label(segment, index)} of segment {segment.name!r} waits for task {before}; "
-                        f"the segment has tasks 0 to {size - 1}: use indices of the same segment"
-                    )
+        size = segment.size
+        wrong = np.flatnonzero((segment.dependencies < 0) | (segment.dependencies >= size))
+        if wrong.size:
+            row = int(np.searchsorted(segment.dependency_offsets, wrong[0], side="right")) - 1
+            raise ProgramError(
+                f"{_label(segment, row)} of segment {segment.name!r} waits for task {segment.dependencies[wrong[0]]}; "
+                f"the segment has tasks 0 to {size - 1}: use indices of the same segment"
+            )
 
 
-def _check_times(segment: Segment, seconds: FloatArray) -> None:
-    if seconds.shape != (len(segment.tasks),):
+def _check_times(segment: SegmentColumns, seconds: FloatArray) -> None:
+    if seconds.shape != (segment.size,):
         raise ProgramError(
-            f"segment {segment.name!r} has {len(segment.tasks)} tasks and times of shape {seconds.shape}; "
+            f"segment {segment.name!r} has {segment.size} tasks and times of shape {seconds.shape}; "
             "give one time for each task"
         )
     wrong = np.flatnonzero(~(np.isfinite(seconds) & (seconds >= 0)))
@@ -66,36 +64,45 @@ def streams_of(segment: Segment, *, overlaps_communication: bool) -> Streams:
     return dict(streams)
 
 
+def stream_numbers(segment: SegmentColumns, *, overlaps_communication: bool) -> tuple[tuple[str, ...], IntArray]:
+    """Names of the streams in order of first use, and the number (n,) of each task's; one where nothing overlaps."""
+    if not overlaps_communication:
+        return (COMPUTE_STREAM,), np.zeros(segment.size, dtype=np.int64)
+    known: dict[str, int] = {}
+    of_task = np.array([known.setdefault(task.stream, len(known)) for task in segment.tasks], dtype=np.int64)
+    used, first, place = np.unique(of_task[segment.which], return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    names = tuple(known)
+    return tuple(names[used[i]] for i in order), rank[place].astype(np.int64)
+
+
 def segment_table(
-    segment: Segment,
+    segment: SegmentColumns,
     seconds: FloatArray,
-    streams: Streams,
+    streams: tuple[tuple[str, ...], IntArray],
     *,
     transfers: Transfers | None,
     compute_speed: float,
     transfer_speed: float,
 ) -> TaskTable:
     """A segment of known times as the task table of one rank; what is not on the compute stream communicates."""
-    size = len(segment.tasks)
-    stream = np.zeros(size, dtype=np.int64)
-    for number, tasks in enumerate(streams.values()):
-        stream[np.asarray(tasks, dtype=np.int64)] = number
-    offsets = np.zeros(size + 1, dtype=np.int64)
-    np.cumsum([len(task.after) for task in segment.tasks], out=offsets[1:])
-    kinds = (StreamKind.COMPUTE if name == COMPUTE_STREAM else StreamKind.COMMUNICATION for name in streams)
+    names, stream = streams
+    kinds = (StreamKind.COMPUTE if name == COMPUTE_STREAM else StreamKind.COMMUNICATION for name in names)
     return TaskTable(
         stream=stream,
-        stream_rank=np.zeros(len(streams), dtype=np.int64),
-        stream_kind=np.fromiter(kinds, dtype=np.int64, count=len(streams)),
+        stream_rank=np.zeros(len(names), dtype=np.int64),
+        stream_kind=np.fromiter(kinds, dtype=np.int64, count=len(names)),
         **_work(seconds, transfers),
-        meeting=np.full(size, -1, dtype=np.int64),
-        dependency_offsets=offsets,
-        dependencies=np.array([before for task in segment.tasks for before in task.after], dtype=np.int64),
+        meeting=np.full(segment.size, -1, dtype=np.int64),
+        dependency_offsets=segment.dependency_offsets,
+        dependencies=segment.dependencies,
         compute_speed=compute_speed,
         transfer_speed=transfer_speed,
-        label=np.arange(size),
+        label=segment.which,
         labels=tuple([task.name for task in segment.tasks]),
-        stream_names=tuple(streams),
+        stream_names=names,
         name=f"segment {segment.name!r}",
     )
 
@@ -124,21 +131,22 @@ def _work(seconds: FloatArray, transfers: Transfers | None) -> dict[str, Any]:
     }
 
 
-def execution_order(segment: Segment, streams: Streams) -> Sequence[int]:
-    """Tasks such that each comes after those it waits for and those before it on its stream.
+def execution_order(segment: SegmentColumns, stream: IntArray) -> IntArray:
+    """Tasks such that each comes after those it waits for and those before it on its stream, (n,).
 
     Of the tasks that could come next, the one of lowest index does (Kahn's algorithm with a heap).
     A segment that an engine has run to its end has such an order.
     """
-    if all(max(task.after, default=-1) < index for index, task in enumerate(segment.tasks)):
-        return range(len(segment.tasks))
-    waiting = [len(task.after) for task in segment.tasks]
-    followers: list[list[int]] = [[] for _ in segment.tasks]
-    for index, task in enumerate(segment.tasks):
-        for before in task.after:
-            followers[before].append(index)
-    for tasks in streams.values():
-        for before, index in pairwise(tasks):
+    size = segment.size
+    row = np.repeat(np.arange(size), np.diff(segment.dependency_offsets))
+    if (segment.dependencies < row).all():
+        return np.arange(size)
+    followers: list[list[int]] = [[] for _ in range(size)]
+    waiting = np.diff(segment.dependency_offsets).tolist()
+    for index, before in zip(row.tolist(), segment.dependencies.tolist(), strict=True):
+        followers[before].append(index)
+    for number in range(int(stream.max()) + 1):
+        for before, index in pairwise(np.flatnonzero(stream == number).tolist()):
             waiting[index] += 1
             followers[before].append(index)
     ready = [index for index, count in enumerate(waiting) if not count]
@@ -151,8 +159,8 @@ def execution_order(segment: Segment, streams: Streams) -> Sequence[int]:
             waiting[follower] -= 1
             if not waiting[follower]:
                 heappush(ready, follower)
-    return order
+    return np.array(order, dtype=np.int64)
 
 
-def _label(segment: Segment, index: int) -> str:
-    return f"task {index} {segment.tasks[index].name!r}"
+def _label(segment: SegmentColumns, index: int) -> str:
+    return f"task {index} {segment.tasks[segment.which[index]].name!r}"

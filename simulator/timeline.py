@@ -7,17 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from simulator.columns import ProgramColumns, columns
 from simulator.contention import Transfers, overloads, segment_transfers, without_links
 from simulator.hardware import Hardware
 from simulator.memory import MemoryTimeline, SegmentSpan, memory_timeline
 from simulator.program import BufferKind, Collective, Phase, Program, Segment
-from simulator.task_order import check_program, execution_order, segment_table, streams_of
-from simulator.task_table import TaskTable
+from simulator.task_order import check_program, execution_order, segment_table, stream_numbers
+from simulator.task_table import FloatArray, IntArray, TaskTable
 from simulator.timing import task_times
-
-FloatArray = npt.NDArray[np.float64]
 
 _COMPUTE, _OPTIMIZER, _COMMUNICATION = range(3)
 
@@ -96,9 +94,10 @@ Engine = Callable[[TaskTable], tuple[FloatArray, FloatArray]]
 
 
 def simulate_program(
-    program: Program, hardware: Hardware, run: Engine, times: Sequence[FloatArray] | None = None
+    program: Program | ProgramColumns, hardware: Hardware, run: Engine, times: Sequence[FloatArray] | None = None
 ) -> Timeline:
     """The timeline of `program` on `hardware`, by `run`; `times` stand in for `task_times`."""
+    program = columns(program) if isinstance(program, Program) else program
     alone = task_times(program, hardware) if times is None else times
     return simulate_segments(
         program,
@@ -112,7 +111,7 @@ def simulate_program(
 
 
 def simulate_segments(
-    program: Program,
+    program: Program | ProgramColumns,
     times: Sequence[FloatArray],
     run: Engine,
     *,
@@ -126,13 +125,14 @@ def simulate_segments(
     A segment starts in an idle device and ends in one, so its repetitions are equal: it is run once,
     and `count` of them take `count` times as long, exactly.
     """
+    program = columns(program) if isinstance(program, Program) else program
     check_program(program, times)
     segments: list[SegmentTimeline] = []
     spans: list[SegmentSpan] = []
     offset = 0.0
     sharing = transfers or [None] * len(program.segments)
     for segment, seconds, shared in zip(program.segments, times, sharing, strict=True):
-        streams = streams_of(segment, overlaps_communication=overlaps_communication)
+        streams = stream_numbers(segment, overlaps_communication=overlaps_communication)
         table = segment_table(
             segment, seconds, streams, transfers=shared, compute_speed=compute_speed, transfer_speed=transfer_speed
         )
@@ -149,7 +149,7 @@ def simulate_segments(
                 ends_s=ends,
             )
         )
-        spans.append(_span(segments[-1], execution_order(segment, streams)))
+        spans.append(_span(segments[-1], execution_order(segment, streams[1])))
         offset = segments[-1].end_s
     return Timeline(
         step_time_s=offset,
@@ -169,9 +169,9 @@ def _run(table: TaskTable, run: Engine) -> tuple[FloatArray, FloatArray]:
     return run(table) if overloads(table, *alone) else alone
 
 
-def _span(segment: SegmentTimeline, order: Sequence[int]) -> SegmentSpan:
+def _span(segment: SegmentTimeline, order: IntArray) -> SegmentSpan:
     position = np.empty(len(order), np.int64)
-    position[np.asarray(order, np.int64)] = np.arange(len(order))
+    position[order] = np.arange(len(order))
     return SegmentSpan(
         offset_s=segment.offset_s,
         duration_s=segment.duration_s,
@@ -181,11 +181,12 @@ def _span(segment: SegmentTimeline, order: Sequence[int]) -> SegmentSpan:
     )
 
 
-def _breakdown(program: Program, timelines: Sequence[SegmentTimeline]) -> dict[str, float]:
+def _breakdown(program: ProgramColumns, timelines: Sequence[SegmentTimeline]) -> dict[str, float]:
     """Seconds of a step by what runs; where several do, compute comes before optimizer before communication."""
     compute = optimizer = exposed = bubble = 0.0
     for segment, timeline in zip(program.segments, timelines, strict=True):
-        kinds = np.fromiter((_class_of(task.collective, task.phase) for task in segment.tasks), np.int64)
+        classes = np.fromiter((_class_of(task.collective, task.phase) for task in segment.tasks), np.int64)
+        kinds = classes[segment.which]
         times = np.concatenate([timeline.starts_s, timeline.ends_s])
         order = np.argsort(times, kind="stable")
         change = np.zeros((3, len(times) + 1))
@@ -210,16 +211,21 @@ def _class_of(collective: Collective | None, phase: Phase) -> int:
     return _OPTIMIZER if phase is Phase.UPDATE else _COMPUTE
 
 
-def _collective_totals(program: Program, timelines: Sequence[SegmentTimeline]) -> tuple[CollectiveTotal, ...]:
+def _collective_totals(program: ProgramColumns, timelines: Sequence[SegmentTimeline]) -> tuple[CollectiveTotal, ...]:
     found: dict[tuple[str, Collective], list[float]] = {}
     for segment, timeline in zip(program.segments, timelines, strict=True):
-        lengths = (timeline.ends_s - timeline.starts_s).tolist()
-        for task, length in zip(segment.tasks, lengths, strict=True):
-            if task.collective is not None:
-                total = found.setdefault((task.axis, task.collective), [0, 0.0, 0.0])
-                total[0] += segment.count
-                total[1] += segment.count * task.payload_bytes
-                total[2] += segment.count * length
+        groups: dict[tuple[str, Collective] | None, int] = {None: 0}
+        keys = [None if task.collective is None else (task.axis, task.collective) for task in segment.tasks]
+        group = np.array([groups.setdefault(key, len(groups)) for key in keys], dtype=np.int64)[segment.which]
+        payload = np.array([task.payload_bytes for task in segment.tasks])[segment.which]
+        lengths = timeline.ends_s - timeline.starts_s
+        calls, sent, seconds = (np.bincount(group, values, len(groups)) for values in (None, payload, lengths))
+        for key, number in groups.items():
+            if key is not None and calls[number]:
+                total = found.setdefault(key, [0, 0.0, 0.0])
+                total[0] += segment.count * int(calls[number])
+                total[1] += segment.count * float(sent[number])
+                total[2] += segment.count * float(seconds[number])
     return tuple(
         CollectiveTotal(collective=collective, axis=axis, calls=int(calls), payload_bytes=payload, seconds=seconds)
         for (axis, collective), (calls, payload, seconds) in sorted(found.items())

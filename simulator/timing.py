@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
+from simulator.columns import ProgramColumns
 from simulator.corrections import kernel_factor, message_time
 from simulator.errors import ProgramError
 from simulator.hardware import Hardware
 from simulator.kernels import kernel_time, matmul_time
-from simulator.program import HOST, Collective, Kernel, Program, Segment
+from simulator.program import HOST, Collective, Kernel, Program, Task
 from simulator.topology import GroupShape, group_shape
 
 FloatArray = npt.NDArray[np.float64]
@@ -22,7 +25,7 @@ def host_time(hardware: Hardware, size_bytes: float) -> float:
     return size_bytes / bandwidth if bandwidth else 0.0
 
 
-def task_times(program: Program, hardware: Hardware) -> list[FloatArray]:
+def task_times(program: Program | ProgramColumns, hardware: Hardware) -> list[FloatArray]:
     """Seconds of every task: one array (tasks,) for each segment.
 
     Tasks that share an efficiency are timed together; `simulator.corrections` says what slows them.
@@ -32,46 +35,52 @@ def task_times(program: Program, hardware: Hardware) -> list[FloatArray]:
     ProgramError
         When a collective names an axis the program does not have.
     """
+    if isinstance(program, Program):
+        return [_seconds(program, segment.tasks, hardware) for segment in program.segments]
+    distinct = {id(segment.tasks): segment.tasks for segment in program.segments}
+    found = {key: _seconds(program, tasks, hardware) for key, tasks in distinct.items()}
+    return [found[id(segment.tasks)][segment.which] for segment in program.segments]
+
+
+def _seconds(program: Program | ProgramColumns, tasks: Sequence[Task], hardware: Hardware) -> FloatArray:
+    """(tasks,) seconds of each of `tasks`."""
     shapes = group_shapes(program, hardware)
-    result: list[FloatArray] = []
-    for segment in program.segments:
-        seconds = np.zeros(len(segment.tasks))
-        kernels, collectives = tasks_by_work(segment)
-        for (kernel, dtype, shaped), compute in kernels.items():
-            slowdown = kernel_factor(hardware, kernel, dtype, program.devices)
-            if shaped and hardware.matmul_models:
-                batch, m, n, k = np.array([segment.tasks[i].matmul for i in compute]).T
-                seconds[compute] = slowdown * matmul_time(hardware, dtype, m, n, k, batch)
-                continue
-            work = np.array([(segment.tasks[i].flops, segment.tasks[i].bytes_moved) for i in compute])
-            seconds[compute] = slowdown * kernel_time(hardware, kernel, dtype, work[:, 0], work[:, 1])
-            for i in compute if kernel is Kernel.COPY else ():
-                if segment.tasks[i].axis == HOST:
-                    seconds[i] = host_time(hardware, segment.tasks[i].bytes_moved)
-        for (collective, axis), messages in collectives.items():
-            if axis not in shapes:
-                raise ProgramError(
-                    f"task {segment.tasks[messages[0]].name!r} communicates on axis {axis!r}; the program has axes "
-                    f"{sorted(shapes)}: add the axis or correct the task"
-                )
-            payload = np.array([segment.tasks[i].payload_bytes for i in messages])
-            seconds[messages] = message_time(hardware, collective, payload, shapes[axis])
-        result.append(seconds)
-    return result
+    seconds = np.zeros(len(tasks))
+    kernels, collectives = tasks_by_work(tasks)
+    for (kernel, dtype, shaped), compute in kernels.items():
+        slowdown = kernel_factor(hardware, kernel, dtype, program.devices)
+        if shaped and hardware.matmul_models:
+            batch, m, n, k = np.array([tasks[i].matmul for i in compute]).T
+            seconds[compute] = slowdown * matmul_time(hardware, dtype, m, n, k, batch)
+            continue
+        work = np.array([(tasks[i].flops, tasks[i].bytes_moved) for i in compute])
+        seconds[compute] = slowdown * kernel_time(hardware, kernel, dtype, work[:, 0], work[:, 1])
+        for i in compute if kernel is Kernel.COPY else ():
+            if tasks[i].axis == HOST:
+                seconds[i] = host_time(hardware, tasks[i].bytes_moved)
+    for (collective, axis), messages in collectives.items():
+        if axis not in shapes:
+            raise ProgramError(
+                f"task {tasks[messages[0]].name!r} communicates on axis {axis!r}; the program has axes "
+                f"{sorted(shapes)}: add the axis or correct the task"
+            )
+        payload = np.array([tasks[i].payload_bytes for i in messages])
+        seconds[messages] = message_time(hardware, collective, payload, shapes[axis])
+    return seconds
 
 
-def group_shapes(program: Program, hardware: Hardware) -> dict[str, GroupShape]:
+def group_shapes(program: Program | ProgramColumns, hardware: Hardware) -> dict[str, GroupShape]:
     """Where the groups of every axis lie."""
     return {axis.name: group_shape(hardware, axis.size, axis.stride) for axis in program.axes}
 
 
 def tasks_by_work(
-    segment: Segment,
+    tasks: Sequence[Task],
 ) -> tuple[dict[tuple[Kernel, str, bool], list[int]], dict[tuple[Collective, str], list[int]]]:
     """Task indices by kernel, dtype and whether the shape is known, and by collective and axis."""
     kernels: dict[tuple[Kernel, str, bool], list[int]] = {}
     collectives: dict[tuple[Collective, str], list[int]] = {}
-    for index, task in enumerate(segment.tasks):
+    for index, task in enumerate(tasks):
         if task.collective is None:
             kernels.setdefault((task.kernel, task.dtype, task.matmul is not None), []).append(index)
         else:

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator import engine, fast_engine
+from simulator.columns import columns
 from simulator.errors import InputError
 from simulator.fast_engine import simulate
 from simulator.hardware import load_profile
 from simulator.program import Program, Segment
 from simulator.stragglers import compute_factors, slow_level, slow_links, slow_ranks, straggling_step
-from simulator.task_order import execution_order, streams_of
+from simulator.task_order import execution_order, stream_numbers
 from simulator.task_table import StreamKind, TaskTable
 from simulator.timing import task_times
 from tests.simulator.programs import communication, program, segment, segments, task
@@ -33,11 +34,12 @@ def every_rank(subject: Program, factors: np.ndarray) -> float:
 
 
 def _repetition(part: Segment, seconds: np.ndarray, factors: np.ndarray, begin: np.ndarray) -> np.ndarray:
-    streams = streams_of(part, overlaps_communication=True)
-    stream_of = {index: name for name, indices in streams.items() for index in indices}
-    free = {name: begin.copy() for name in streams}
+    (listed,) = columns(program(part)).segments
+    _, stream = stream_numbers(listed, overlaps_communication=True)
+    stream_of = stream.tolist()
+    free = {number: begin.copy() for number in stream_of}
     ends = [begin] * len(part.tasks)
-    for index in execution_order(part, streams):
+    for index in execution_order(listed, stream).tolist():
         one = part.tasks[index]
         start = np.max([free[stream_of[index]], *(ends[before] for before in one.after)], axis=0)
         if one.collective is None:
