@@ -122,7 +122,11 @@ def test_less_memory_turns_on_recomputation_then_sharding_of_states() -> None:
     assert tight.found[0].objective_s > roomy.found[0].objective_s
     tightest = search(units, 8, 64, 10.0, pins)
     assert modes(tightest)[1] in ("zero1", "zero2", "zero3")
-    assert not search(units, 8, 64, 10.0, replace(pins, optimizer_sharding="none")).found
+    whole = replace(pins, optimizer_sharding="none")
+    assert not search(units, 8, 64, 10.0, replace(whole, offload_optimizer=False)).found
+    (moved,) = search(units, 8, 64, 10.0, whole).found
+    assert moved.configuration.offload
+    assert moved.objective_s > tightest.found[0].objective_s
 
 
 def test_a_slow_network_between_nodes_keeps_tensor_parallelism_inside() -> None:
