@@ -21,7 +21,18 @@ import numpy as np
 
 from planner.search.stages.cutting import cut
 from planner.search.stages.exact_turns import SHORT, exact_turns
-from planner.search.stages.fragments import ACTIVATION, FILL, RESIDENT, STEADY, TRANSIENT, WIDTH, FloatArray
+from planner.search.stages.fragments import (
+    ACTIVATION,
+    BACKLOG,
+    FILL,
+    QUEUE,
+    RESIDENT,
+    STEADY,
+    TRANSIENT,
+    WIDTH,
+    FloatArray,
+)
+from planner.search.stages.one_rank import choose
 from planner.search.stages.segments import ROUNDING, BoolArray, PartitionTask, Segments
 
 __all__ = ["Partition", "PartitionTask", "partition"]
@@ -64,12 +75,15 @@ class Partition:
 def partition(task: PartitionTask, *, width: int = WIDTH) -> Partition | None:
     """The best partition; None where none fits.
 
-    With one chunk a rank it is exact while no fragment has more than `width` ways and the limit settles within `SCANS`
-    trials, and bounded otherwise. Several chunks share the memory of their rank in proportion to what an average unit
-    takes in each, and their bound is that without the memory limit's share in it.
+    On one rank it is exact but for very many ways that trade one thing for another
+    (`planner.search.stages.one_rank`). With one chunk a rank it is exact while no fragment has more than `width` ways
+    and the limit settles within `SCANS` trials, and bounded otherwise. Several chunks share the memory of their rank
+    in proportion to what an average unit takes in each, and their bound is that without the memory limit's share in it.
     """
     if task.units < task.pieces:
         return None
+    if task.pieces == 1:
+        return _whole(task)
     if task.chunks > 1 and task.units <= SHORT:
         settled, found = _settled(task, width)
         if settled:
@@ -91,6 +105,29 @@ def partition(task: PartitionTask, *, width: int = WIDTH) -> Partition | None:
     return best and replace(best, lower_bound_s=min(bound, best.objective_s))
 
 
+def _whole(task: PartitionTask) -> Partition | None:
+    """The whole network on one rank."""
+    ways, bound = choose(task)
+    if ways is None:
+        return None
+    kinds = [kind for kind, count in zip(task.kinds, task.counts, strict=True) for _ in range(count)]
+    values = np.array([kind.values[way] for kind, way in zip(kinds, ways.tolist(), strict=True)])
+    sums = values.sum(axis=0)
+    behind = np.concatenate([[0.0], np.cumsum(values[:-1, BACKLOG])])
+    busy = sums[STEADY] + max(0.0, float((behind + values[:, QUEUE]).max()))
+    held = task.in_flight[0] * sums[ACTIVATION] + sums[RESIDENT] + values[:, TRANSIENT].max()
+    objective = float(sums[FILL] + busy)
+    return Partition(
+        ends=(task.units,),
+        labels=tuple(int(kind.labels[way, 0]) for kind, way in zip(kinds, ways.tolist(), strict=True)),
+        objective_s=objective,
+        lower_bound_s=min(bound, objective),
+        fill_s=sums[[FILL]],
+        busy_s=np.array([busy]),
+        memory_bytes=np.array([held]),
+    )
+
+
 def proves_misfit(task: PartitionTask, tried: PartitionTask, width: int) -> bool:
     """Whether that no partition of `tried` was found proves that none of `task` fits.
 
@@ -98,6 +135,8 @@ def proves_misfit(task: PartitionTask, tried: PartitionTask, width: int) -> bool
     """
     if task.units < task.pieces:
         return True
+    if task.pieces == 1:
+        return bool(np.isinf(choose(task)[1]))
     if tried is not task:
         return False
     if task.chunks == 1:

@@ -80,10 +80,11 @@ FEW = 5
 def simplified(task: PartitionTask) -> PartitionTask:
     """The same with few ways of each unit, in the boundary states that serve the most frequent unit best.
 
-    These are the state in which it is fastest and the one in which it keeps least from forward to backward.
+    These are the state in which it is fastest and the one in which it keeps least from forward to backward. One rank
+    takes all ways (`planner.search.stages.one_rank`).
     """
     most = int(np.argmax(task.counts))
-    if max(len(kind) for kind in task.kinds) <= MANY:
+    if task.pieces == 1 or max(len(kind) for kind in task.kinds) <= MANY:
         return task
     block = task.kinds[most]
     same = np.flatnonzero(block.entry == block.exit) if task.counts[most] > 1 else np.arange(len(block))
