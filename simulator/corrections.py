@@ -1,7 +1,8 @@
 """What whole training steps put on kernels and messages: factors on the times that these take alone.
 
-A profile has them from measured steps (``training``); one that it lacks is 1. Kernels of a device that several
-processes share are slowed as well.
+A profile has them from measured steps (``training``); one that it lacks is 1. ``planned_matmul`` and its like hold what
+devices and the usual software make of a step together; where there is none the device's own factor, ``matmul``, counts.
+Kernels of a device that several processes share are slowed as well.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from simulator.topology import GroupShape
 FACTORS: Mapping[Kernel, str] = {
     Kernel.MATMUL: "matmul",
     Kernel.ATTENTION: "attention",
+    Kernel.CONVOLUTION: "convolution",
+    Kernel.OPTIMIZER: "optimizer",
     **dict.fromkeys(
         (
             Kernel.ELEMENTWISE,
@@ -29,18 +32,23 @@ FACTORS: Mapping[Kernel, str] = {
         "memory",
     ),
 }
-"""Keys of ``Hardware.training`` by kernel; steps say nothing about the others."""
+"""Keys of ``Hardware.training`` by kernel; views cost nothing anyway."""
 
 
 def kernel_factor(hardware: Hardware, kernel: Kernel, dtype: str, devices: int) -> float:
     """Factor on the time of `kernel` in a job of `devices` devices; products below 16 bits have one of their own."""
-    name = FACTORS.get(kernel, "")
-    if kernel is Kernel.MATMUL and hardware.training and hardware.peak_dtype(dtype).startswith("float8"):
-        name = "low_precision"
-    return hardware.compute_slowdown(devices) * hardware.training.get(name, 1.0)
+    training = hardware.training
+    factor = _factor(training, FACTORS.get(kernel, ""))
+    if kernel is Kernel.MATMUL and training and hardware.peak_dtype(dtype).startswith("float8"):
+        factor *= training.get("low_precision", 1.0) / training.get("matmul", 1.0)
+    return hardware.compute_slowdown(devices) * factor
 
 
 def message_time(hardware: Hardware, collective: Collective, payload: FloatArray, group: GroupShape) -> FloatArray:
     """Seconds (n,) of collectives of `payload` bytes, inside the innermost level or beyond it."""
-    factor = hardware.training.get("outside" if group.outermost else "inside", 1.0)
+    factor = _factor(hardware.training, "outside" if group.outermost else "inside")
     return collective_time(hardware, collective, payload, group) * factor
+
+
+def _factor(training: Mapping[str, float], name: str) -> float:
+    return training.get(f"planned_{name}", training.get(name, 1.0))

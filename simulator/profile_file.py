@@ -121,7 +121,10 @@ class ReliabilityPart(Part):
 
 
 class TrainingPart(Part):
-    """Corrections of whole training steps: what kernels and messages take there over what they take alone."""
+    """Corrections of whole training steps: what kernels and messages take there over what they take alone.
+
+    Those called ``planned`` hold what software adds as well, and count in plans and simulations.
+    """
 
     matmul: Sourced[Positive] | None = None
     low_precision: Sourced[Positive] | None = None
@@ -131,6 +134,13 @@ class TrainingPart(Part):
     outside: Sourced[Positive] | None = None
     launch: Sourced[Positive] | None = None
     jitter: Sourced[NonNegative] | None = None
+    planned_matmul: Sourced[Positive] | None = None
+    planned_attention: Sourced[Positive] | None = None
+    planned_convolution: Sourced[Positive] | None = None
+    planned_memory: Sourced[Positive] | None = None
+    planned_optimizer: Sourced[Positive] | None = None
+    planned_inside: Sourced[Positive] | None = None
+    planned_outside: Sourced[Positive] | None = None
 
 
 class ProfilePart(Part):
@@ -356,6 +366,8 @@ def _digest(profile: ProfilePart) -> str:
     device = {"multiprocessors"} if profile.device.multiprocessors is None else set()
     topology = {name for name in ("node", "fabric", "pinned_algorithms") if getattr(profile.topology, name) is None}
     left_out: dict[str, Any] = {**dict.fromkeys(absent, True), "device": device, "topology": topology}
+    if profile.training is not None:
+        left_out["training"] = {n for n, part in profile.training if part is None and n.startswith("planned_")}
     numbers = _without_text(profile.model_dump(mode="json", exclude=left_out))
     return hashlib.sha256(json.dumps(numbers, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

@@ -71,6 +71,18 @@ def test_corrections_of_whole_steps_multiply_what_they_name() -> None:
     assert task_times(wide, outside)[0][-1] == pytest.approx(expected)
 
 
+def test_corrections_of_plans_stand_in_for_those_of_the_device() -> None:
+    device = {"matmul": 1.25, "attention": 1.5, "inside": 2.0, "low_precision": 2.5}
+    planned = {"planned_matmul": 1.5, "planned_optimizer": 1.2, "planned_convolution": 0.5, "planned_inside": 3.0}
+    plain = dataclasses.replace(load_profile("dgx-h100"), training={})
+    kernels = [task(kernel.value, kernel=kernel, dtype="bfloat16", flops=1e12, bytes_moved=1e9) for kernel in Kernel]
+    found = program(segment(*kernels, task("eight bits", dtype="float8_e4m3fn", flops=1e12), communication("c")))
+    with_them = task_times(found, dataclasses.replace(plain, training={**device, **planned}))[0]
+    named = {"matmul": 1.5, "attention": 1.5, "convolution": 0.5, "optimizer": 1.2}
+    factors = [named.get(kernel.value, 1.0) for kernel in Kernel]
+    np.testing.assert_allclose(with_them, task_times(found, plain)[0] * [*factors, 3.0, 3.0], rtol=1e-12)
+
+
 def test_computation_slows_down_with_processes_and_messages_do_not() -> None:
     found = program(segment(task("k", flops=1e9), communication("c")))
     slow = task_times(found, HARDWARE)[0]
