@@ -188,6 +188,7 @@ def straggler_document(step: StraggledStep, step_time_s: float) -> Document:
         "largest_factor": step.largest_factor,
         "slow_ranks": [{"rank": rank, "factor": factor} for rank, factor in step.slow_ranks.items()],
         "slow_links": dict(step.slow_links),
+        "slow_link_ranks": dict(step.link_ranks),
     }
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 
 import numpy as np
 
+from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, Role, TensorSpec
 from planner.instructions import LoweredPlan
-from planner.sharding.placement import REPLICATE
+from planner.lowering.placed import local_share
+from planner.lowering.representatives import representatives
+from planner.sharding.placement import REPLICATE, Placements
+from planner.strategy.plan import Plan
+from planner.work import Optimizer, state_bytes
 from simulator.errors import InputError
 from simulator.hardware import Hardware, Reliability
-from simulator.program import BufferKind
 from simulator.reliability import (
     CheckpointCost,
     Goodput,
@@ -27,6 +32,7 @@ from simulator.reliability import (
     young_interval_s,
 )
 from simulator.stragglers import compute_factors, slow_level, straggling_step
+from simulator.task_table import FloatArray
 
 DAY_S = 86400.0
 RUNS = 100
@@ -40,24 +46,30 @@ OPTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StraggledStep:
-    """A step with slow ranks and links; ``slow_ranks`` are those drawn, by their factors."""
+    """A step with slow ranks and links.
+
+    ``slow_ranks`` are those drawn, by their factors; ``slow_links`` the shares of bandwidth that are left by level,
+    ``link_ranks`` whose link it is, where the step depends on it.
+    """
 
     step_time_s: float
     slow_ranks: Mapping[int, float]
     slow_links: Mapping[str, float]
     largest_factor: float
+    link_ranks: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointBytes:
-    """What one rank writes and loads.
+    """What one rank writes and loads, the mean over the ranks of the node that has most.
 
     Shards that several ranks hold are written by one of them, spread evenly, as PyTorch's distributed
-    checkpoint does; every rank loads all it holds.
+    checkpoint does; every rank loads all it holds. ``most`` is what the rank with most to write writes.
     """
 
     written: float
     loaded: float
+    most: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,33 +103,85 @@ def straggle(
     factors = compute_factors(
         lowered.program.devices, seed=seed, slow_ranks=slow_ranks, slowdown=slowdown, spread=spread
     )
-    cluster = hardware
-    for level, share in slow_links.items():
-        cluster = slow_level(cluster, level, share)
-    chosen = np.argsort(-factors, kind="stable")[:slow_ranks]
+    cluster = slow_cluster(hardware, slow_links)
     return StraggledStep(
         step_time_s=straggling_step(lowered.program, cluster, factors).step_time_s,
-        slow_ranks={int(rank): float(factors[rank]) for rank in np.sort(chosen)},
+        slow_ranks=slowest_devices(factors, slow_ranks),
         slow_links=dict(slow_links),
         largest_factor=float(factors.max()),
     )
 
 
-def checkpoint_bytes(lowered: LoweredPlan) -> CheckpointBytes:
-    """Parameters and optimizer states of one rank, as the plan shards them."""
-    sizes = [axis.size for axis in lowered.mesh.axes]
-    copies = {
-        parameter.value: prod(
-            size for size, place in zip(sizes, parameter.placements, strict=True) if place == REPLICATE
-        )
-        for parameter in lowered.parameters
-    }
-    kept = (BufferKind.PARAMETER, BufferKind.OPTIMIZER_STATE)
-    held = [buffer for buffer in lowered.program.resident if buffer.kind in kept]
-    return CheckpointBytes(
-        written=sum(buffer.size_bytes / copies[buffer.name.removesuffix(".states")] for buffer in held),
-        loaded=float(sum(buffer.size_bytes for buffer in held)),
-    )
+def slow_cluster(hardware: Hardware, shares: Mapping[str, float]) -> Hardware:
+    """The cluster with a slow link in each level named."""
+    for level, share in shares.items():
+        hardware = slow_level(hardware, level, share)
+    return hardware
+
+
+def slowest_devices(factors: FloatArray, count: int) -> dict[int, float]:
+    """So many ranks that compute longest, with their factors."""
+    chosen = np.argsort(-factors, kind="stable")[:count]
+    return {int(rank): float(factors[rank]) for rank in np.sort(chosen)}
+
+
+def checkpoint_bytes(lowered: LoweredPlan, update: Optimizer) -> CheckpointBytes:
+    """Parameters and optimizer states of one rank, as the plan shards them; states in host memory count as well."""
+    nodes = {parameter.name: parameter.node for parameter in lowered.graph.parameters}
+    sizes = lowered.mesh.sizes
+    pairs = [
+        _stored_bytes(lowered.graph.nodes[nodes[stored.name]].outputs[0], stored.placements, sizes, update)
+        for stored in lowered.parameters
+    ]
+    written, loaded = (float(sum(values)) for values in zip(*pairs, strict=True))
+    return CheckpointBytes(written=written, loaded=loaded, most=written)
+
+
+def pipeline_checkpoint_bytes(plan: Plan, graph: OperatorGraph, ranks_per_node: int) -> CheckpointBytes:
+    """The same for a pipeline, whose ranks hold different chunks: the node that has most makes the others wait.
+
+    Parameters
+    ----------
+    graph : OperatorGraph
+        The network, folded, at the plan's precision and any batch.
+    """
+    ranks = _rank_checkpoints(plan, graph)
+    rank_of = np.arange(plan.devices) // max(plan.pipeline_stride, 1) % plan.pipeline
+    nodes = [ranks[rank_of[first : first + ranks_per_node]] for first in range(0, plan.devices, ranks_per_node)]
+    written, loaded = (max(float(node[:, way].sum()) / ranks_per_node for node in nodes) for way in range(2))
+    return CheckpointBytes(written=written, loaded=loaded, most=float(ranks[:, 0].max()))
+
+
+def _rank_checkpoints(plan: Plan, graph: OperatorGraph) -> FloatArray:
+    """(ranks, 2) bytes that each pipeline rank writes and loads; what several hold is written by one, by turns."""
+    found = representatives(plan, graph)
+    source, names = found.source, {name: place for place, name in enumerate(found.names)}
+    parameters = [[i for i in unit.nodes if source.graph.nodes[i].role is Role.PARAMETER] for unit in found.chain.units]
+    users = Counter(index for unit in parameters for index in unit)
+    holders: dict[tuple[int, int], list[int]] = {}
+    for chunk in plan.chunks:
+        for place in range(names[chunk.first], names[chunk.last] + 1):
+            for index in parameters[found.of_unit[place]]:
+                # Layers that are alike have parameters of their own; one that several units read is the same in all.
+                key = (index, -1 if users[index] > 1 else place)
+                ranks = holders.setdefault(key, [])
+                if chunk.rank not in ranks:
+                    ranks.append(chunk.rank)
+    total = np.zeros((plan.pipeline, 2))
+    for (index, _), ranks in holders.items():
+        spec = source.graph.nodes[index].outputs[0]
+        written, loaded = _stored_bytes(spec, source.stored[index], source.sizes, source.options.optimizer)
+        total[ranks] += (written / len(ranks), loaded)
+    return total
+
+
+def _stored_bytes(
+    spec: TensorSpec, placements: Placements, sizes: Sequence[int], update: Optimizer
+) -> tuple[float, float]:
+    """Bytes that a rank writes and loads of a parameter and its states."""
+    held = local_share(placements, tuple(sizes)) * spec.elements
+    held *= DTYPE_BYTES[spec.dtype] + state_bytes(update, spec.dtype)
+    return held / prod(size for size, place in zip(sizes, placements, strict=True) if place == REPLICATE), held
 
 
 def with_given(reliability: Reliability, given: Mapping[str, float | None], *, profile: str) -> Reliability:
@@ -138,7 +202,8 @@ def with_given(reliability: Reliability, given: Mapping[str, float | None], *, p
 
 
 def plan_goodput(
-    lowered: LoweredPlan,
+    size: CheckpointBytes,
+    devices: int,
     hardware: Hardware,
     reliability: Reliability,
     *,
@@ -148,11 +213,13 @@ def plan_goodput(
     days: float = 30.0,
     seed: int = 0,
 ) -> PlanGoodput:
-    """Goodput of a plan that checkpoints every `interval_s` (Daly's optimum by default), in whole steps."""
-    devices = lowered.program.devices
-    size = checkpoint_bytes(lowered)
+    """Goodput of a plan that checkpoints every `interval_s` (Daly's optimum by default), in whole steps.
+
+    `size` is what its ranks write, from `checkpoint_bytes` or `pipeline_checkpoint_bytes`.
+    """
     cost = checkpoint_cost(
         written_bytes_per_rank=size.written,
+        copied_bytes_per_rank=size.most,
         loaded_bytes_per_rank=size.loaded,
         ranks_per_node=min(devices, hardware.devices_per_node),
         storage_bandwidth_bytes_per_s=reliability.storage_bandwidth_bytes_per_s,

@@ -86,17 +86,21 @@ def checkpoint_cost(
     ranks_per_node: int,
     storage_bandwidth_bytes_per_s: float,
     snapshot_bandwidth_bytes_per_s: float = 0.0,
+    copied_bytes_per_rank: float | None = None,
 ) -> CheckpointCost:
     """What a checkpoint costs when all nodes write at once, each at `storage_bandwidth_bytes_per_s`.
 
-    With a snapshot bandwidth (device to host memory, one device) above zero the job stops only for the copy, and
-    the host writes while training goes on (CheckFreq, Mohan et al., FAST 2021; PyTorch's ``async_save``).
+    Bytes written and loaded are the mean over the ranks of a node; `copied_bytes_per_rank` is what the rank with most
+    of them writes, where ranks differ. With a snapshot bandwidth (device to host memory, one device) above zero the
+    job stops only for the copy, and the host writes while training goes on (CheckFreq, Mohan et al., FAST 2021;
+    PyTorch's ``async_save``).
     """
     written = written_bytes_per_rank * ranks_per_node / storage_bandwidth_bytes_per_s
     load = loaded_bytes_per_rank * ranks_per_node / storage_bandwidth_bytes_per_s
     if snapshot_bandwidth_bytes_per_s <= 0:
         return CheckpointCost(blocking_s=written, background_s=0.0, load_s=load)
-    copy = written_bytes_per_rank / snapshot_bandwidth_bytes_per_s
+    copied = written_bytes_per_rank if copied_bytes_per_rank is None else copied_bytes_per_rank
+    copy = copied / snapshot_bandwidth_bytes_per_s
     return CheckpointCost(blocking_s=copy, background_s=written, load_s=load)
 
 

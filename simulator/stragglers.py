@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +11,9 @@ import numpy.typing as npt
 from simulator import fast_engine
 from simulator.errors import InputError
 from simulator.hardware import Hardware
+from simulator.pipeline_operators import OperatorCosts, Operators
 from simulator.program import Program
+from simulator.schedules import ActionKind, Schedule
 from simulator.task_table import StreamKind, TaskTable
 from simulator.timeline import Timeline
 from simulator.timing import task_times
@@ -63,6 +65,31 @@ def slow_links(table: TaskTable, shares: Mapping[int, float]) -> TaskTable:
             )
         capacity[link] *= share
     return replace(table, link_capacity=capacity)
+
+
+def slow_stages(schedule: Schedule, costs: OperatorCosts, factors: FloatArray) -> OperatorCosts:
+    """The passes of a pipeline with the kernels of pipeline rank r taking ``factors[r]`` times as long.
+
+    What frames the passes (prologue, epilogue, messages between ranks) stays. Stages that are alike and equally slow
+    share their operators, as before.
+    """
+    if len(factors) != schedule.ranks or not np.all(factors > 0):
+        raise InputError(f"{len(factors)} factors for {schedule.ranks} pipeline ranks: one above 0 each")
+    made: dict[tuple[int, float], Operators] = {}
+
+    def slowed(operators: Operators, factor: float) -> Operators:
+        key = (id(operators), factor)
+        if key not in made:
+            kernels = operators.communication == 0
+            made[key] = replace(operators, seconds=operators.seconds * np.where(kernels, factor, 1.0))
+        return made[key]
+
+    of_stage = np.asarray(factors)[schedule.stage_rank].tolist()
+
+    def passes(given: Mapping[ActionKind, Sequence[Operators]]) -> dict[ActionKind, list[Operators]]:
+        return {kind: [slowed(one, f) for one, f in zip(row, of_stage, strict=True)] for kind, row in given.items()}
+
+    return replace(costs, passes=passes(costs.passes), first=passes(costs.first), last=passes(costs.last))
 
 
 def slow_level(hardware: Hardware, level: str, share: float) -> Hardware:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +13,8 @@ from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
 if TYPE_CHECKING:
-    from planner.goodput import PlanGoodput, StraggledStep
+    from planner.cli.reliability import SlowOptions
+    from planner.goodput import StraggledStep
     from planner.instructions import LoweredPlan
     from planner.planning import Prediction
     from planner.strategy.plan import Plan
@@ -31,7 +30,6 @@ class Engine(StrEnum):
     REFERENCE = "reference"
 
 
-_DAYS, _SLOWDOWN = 30.0, 1.5
 Stragglers = Annotated[
     int | None,
     typer.Option("--stragglers", parser=natural_or_zero, metavar="K", help="Also the step with K slow ranks, drawn."),
@@ -111,10 +109,13 @@ def simulate(
       meshwright simulate strategy.json --goodput --days 30 --seed 1
     What is not given of failures and storage comes from the profile.
     """
+    from planner.cli.reliability import JobOptions, Reliability, SlowOptions, reliability_document, reliability_report
+    from planner.goodput import checkpoint_bytes
     from planner.lowering.checked import precision_dtype
     from planner.prediction import precision_notes
     from planner.strategy.file import read_plan
     from planner.strategy.loading import lower_strategy
+    from planner.work import optimizer
     from simulator.trace import write_trace
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
@@ -125,8 +126,8 @@ def simulate(
         "storage_bandwidth_bytes_per_s": storage_bandwidth,
         **({"snapshot_bandwidth_bytes_per_s": snapshot_bandwidth} if asynchronous else {}),
     }
-    job = _JobOptions(given=given, interval_s=checkpoint_interval, asynchronous=asynchronous, days=days, seed=seed)
-    _check_job(job, goodput=goodput)
+    job = JobOptions(given=given, interval_s=checkpoint_interval, asynchronous=asynchronous, days=days, seed=seed)
+    job.check(wanted=goodput)
     if slowdown is not None and stragglers is None:
         raise InputError("--slowdown was given without --stragglers; add it")
     if snapshot_bandwidth is not None and not asynchronous:
@@ -137,11 +138,12 @@ def simulate(
     profile = _profile(terminal, strategy, plan, hardware)
     for note in precision_notes(profile, precision_dtype(plan.precision)):
         terminal.note(note)
+    slow = SlowOptions(ranks=stragglers, slowdown=slowdown, links=links, seed=seed)
+    extra = Reliability(slow=slow if stragglers is not None or links else None, job=job if goodput else None)
     if plan.pipeline * plan.virtual > 1:
         from planner.cli.simulate_pipeline import simulate_pipeline_plan
 
-        refused = {"--goodput": goodput, "--stragglers": stragglers is not None, "--slow-link": bool(links)}
-        simulate_pipeline_plan(terminal, strategy, plan, profile, str(engine), trace, schedule_file, refused, seed)
+        simulate_pipeline_plan(terminal, strategy, plan, profile, str(engine), trace, schedule_file, extra, seed)
         return
     if schedule_file is not None:
         raise InputError("--schedule-file orders the passes of a pipeline, but the plan has one stage; leave it out")
@@ -150,32 +152,20 @@ def simulate(
         prediction, timeline = _predicted(engine, plan, lowered, profile)
         if trace is not None:
             write_trace(timeline, lowered.program, trace, hardware=profile)
-        straggled = _straggled(lowered, profile, stragglers, slowdown, links, seed)
-        kept = _goodput(lowered, profile, timeline.step_time_s, job) if goodput else None
+        straggled = None if extra.slow is None else _straggled(lowered, profile, extra.slow)
+        size = checkpoint_bytes(lowered, optimizer(plan.optimizer))
+        kept = None if extra.job is None else extra.job.goodput(size, plan.devices, profile, timeline.step_time_s)
     found = _document(strategy, plan, profile, engine, prediction, timeline, lowered.program, trace)
-    found |= _reliability_document(prediction, straggled, kept, seed)
+    found |= reliability_document(prediction, straggled, kept, seed)
     if terminal.json:
         terminal.document(found)
     elif terminal.quiet:
         terminal.line(f"{timeline.step_time_s!r}")
     else:
-        from planner.cli.reliability import goodput_report, straggler_report
         from planner.cli.tables import simulation_report
 
         terminal.show(*simulation_report(plan, profile, prediction, timeline, lowered.program, trace))
-        if straggled is not None:
-            terminal.show(*straggler_report(straggled, timeline.step_time_s, seed))
-        if kept is not None:
-            terminal.show(*goodput_report(kept, prediction, seed))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _JobOptions:
-    given: Mapping[str, float | None]
-    interval_s: float | None
-    asynchronous: bool
-    days: float | None
-    seed: int
+        terminal.show(*reliability_report(prediction, straggled, kept, seed))
 
 
 def _predicted(engine: Engine, plan: Plan, lowered: LoweredPlan, hardware: Hardware) -> tuple[Prediction, Timeline]:
@@ -190,53 +180,17 @@ def _predicted(engine: Engine, plan: Plan, lowered: LoweredPlan, hardware: Hardw
     return prediction_of(plan, lowered.graph, hardware, timeline), timeline
 
 
-def _check_job(job: _JobOptions, *, goodput: bool) -> None:
-    values = (job.interval_s, job.days, *job.given.values())
-    if (job.asynchronous or any(value is not None for value in values)) and not goodput:
-        raise InputError("options of failures and checkpoints were given without --goodput; add it")
-
-
-def _straggled(
-    lowered: LoweredPlan,
-    hardware: Hardware,
-    slow_ranks: int | None,
-    slowdown: float | None,
-    links: Mapping[str, float],
-    seed: int,
-) -> StraggledStep | None:
+def _straggled(lowered: LoweredPlan, hardware: Hardware, slow: SlowOptions) -> StraggledStep:
     from planner.goodput import straggle
 
-    if slow_ranks is None and not links:
-        return None
-    slowdown = _SLOWDOWN if slowdown is None else slowdown
-    return straggle(lowered, hardware, slow_ranks=slow_ranks or 0, slowdown=slowdown, slow_links=links, seed=seed)
-
-
-def _goodput(lowered: LoweredPlan, hardware: Hardware, step_time_s: float, job: _JobOptions) -> PlanGoodput:
-    from planner.goodput import plan_goodput, with_given
-
-    return plan_goodput(
+    return straggle(
         lowered,
         hardware,
-        with_given(hardware.reliability, job.given, profile=hardware.name),
-        step_time_s=step_time_s,
-        interval_s=job.interval_s,
-        asynchronous=job.asynchronous,
-        days=_DAYS if job.days is None else job.days,
-        seed=job.seed,
+        slow_ranks=slow.ranks or 0,
+        slowdown=slow.factor,
+        slow_links=slow.links,
+        seed=slow.seed,
     )
-
-
-def _reliability_document(
-    prediction: Prediction, straggled: StraggledStep | None, kept: PlanGoodput | None, seed: int
-) -> dict[str, Any]:
-    from planner.documents import goodput_document, straggler_document
-
-    return {
-        "seed": seed,
-        "stragglers": straggled and straggler_document(straggled, prediction.step_time_s),
-        "goodput": kept and goodput_document(kept, prediction),
-    }
 
 
 def _profile(terminal: Terminal, strategy: Path, plan: Plan, name: str | None) -> Hardware:

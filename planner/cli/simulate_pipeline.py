@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.cli.terminal import Terminal
-from simulator.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from planner.cli.reliability import Reliability
+    from planner.goodput import PlanGoodput, StraggledStep
     from planner.lowering.pipeline import PassTasks
     from planner.pipeline_prediction import PipelinePrediction
     from planner.strategy.plan import Plan
     from simulator.hardware import Hardware
+    from simulator.schedules import Schedule
 
 _SHOWN = 10
 
@@ -29,36 +31,66 @@ def simulate_pipeline_plan(
     engine: str,
     trace: Path | None,
     schedule_file: Path | None,
-    refused: Mapping[str, bool],
+    extra: Reliability,
     seed: int,
 ) -> None:
-    """Simulate one step of a pipeline and print what it does.
-
-    Parameters
-    ----------
-    refused : mapping of str to bool
-        Options that pipelines do not have yet, and whether each was given.
-    """
+    """Simulate one step of a pipeline and print what it does, with what was asked of slow ranks and failures."""
+    from planner.cli.reliability import reliability_document, reliability_report
     from planner.pipeline_prediction import write_trace
     from planner.strategy.loading import predict_pipeline_strategy
     from simulator import engine as reference
     from simulator.schedules.exchange import parse_schedule_csv
 
-    given = [name for name, is_given in refused.items() if is_given]
-    if given:
-        raise UnsupportedError(f"{given[0]} is not supported for plans with pipeline stages yet; leave it out")
     schedule = None if schedule_file is None else parse_schedule_csv(schedule_file)
     with terminal.working(f"simulating {plan.network} on {plan.devices} devices"):
         run = reference.run if engine == "reference" else None
         found = predict_pipeline_strategy(plan, strategy, hardware, schedule, run)
         if trace is not None:
             write_trace(found, plan, trace)
+        straggled, kept = _reliability(plan, strategy, hardware, found, schedule, extra)
     if terminal.json:
-        terminal.document(_document(strategy, plan, hardware, engine, found, trace, seed))
+        document = _document(strategy, plan, hardware, engine, found, trace)
+        terminal.document(document | reliability_document(found.prediction, straggled, kept, seed))
     elif terminal.quiet:
         terminal.line(f"{found.prediction.step_time_s!r}")
     else:
         terminal.show(*_report(plan, hardware, found, trace))
+        terminal.show(*reliability_report(found.prediction, straggled, kept, seed))
+
+
+def _reliability(
+    plan: Plan,
+    strategy: Path,
+    hardware: Hardware,
+    found: PipelinePrediction,
+    schedule: Schedule | None,
+    extra: Reliability,
+) -> tuple[StraggledStep | None, PlanGoodput | None]:
+    from planner.goodput import pipeline_checkpoint_bytes
+    from planner.lowering.checked import checked_graph
+    from planner.lowering.pipeline import lower_pipeline
+    from planner.pipeline_stragglers import straggle_pipeline
+    from planner.strategy.loading import naming
+
+    if extra.slow is None and extra.job is None:
+        return None, None
+    with naming(strategy):
+        graph = checked_graph(plan)
+    straggled = kept = None
+    if extra.slow is not None:
+        straggled = straggle_pipeline(
+            plan,
+            hardware,
+            lambda cluster: lower_pipeline(plan, graph, cluster, schedule),
+            slow_ranks=extra.slow.ranks or 0,
+            slowdown=extra.slow.factor,
+            slow_links=extra.slow.links,
+            seed=extra.slow.seed,
+        )
+    if extra.job is not None:
+        size = pipeline_checkpoint_bytes(plan, graph, hardware.devices_per_node)
+        kept = extra.job.goodput(size, plan.devices, hardware, found.prediction.step_time_s)
+    return straggled, kept
 
 
 def _operators(work: PassTasks, counts: Any) -> list[dict[str, Any]]:
@@ -98,7 +130,6 @@ def _document(
     engine: str,
     found: PipelinePrediction,
     trace: Path | None,
-    seed: int,
 ) -> dict[str, Any]:
     from planner.documents import plan_document, prediction_document
 
@@ -124,9 +155,6 @@ def _document(
         "collectives": _collectives(work, counts),
         "operators": _operators(work, counts),
         "trace": None if trace is None else str(trace),
-        "seed": seed,
-        "stragglers": None,
-        "goodput": None,
     }
 
 

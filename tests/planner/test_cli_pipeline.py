@@ -63,14 +63,25 @@ def test_what_pipelines_do_not_have_yet_is_refused(strategy: Path, tmp_path: Pat
     result = run("execute", str(strategy), "--steps", "1")
     assert result.exit_code == 2
     assert "pipeline (2 ranks, schedule 1f1b) can be simulated" in result.stderr
-    for options in (("--goodput",), ("--stragglers", "1"), ("--slow-link", "NVSwitch=0.5")):
-        result = run("simulate", str(strategy), *options)
-        assert result.exit_code == 2
-        assert f"{options[0]} is not supported for plans with pipeline stages yet" in result.stderr
     one = write_plan(one_stage(), tmp_path / "one.json")
     result = run("simulate", str(one), "--schedule-file", "none.csv")
     assert result.exit_code == 2
     assert "the plan has one stage" in result.stderr
+
+
+def test_slow_ranks_links_and_failures_of_a_pipeline(strategy: Path) -> None:
+    options = ("--stragglers", "1", "--slow-link", "NVSwitch=0.5", "--goodput", "--device-mtbf", "1e6", "--days", "3")
+    texts = [run("simulate", str(strategy), *options, "--seed", "2", "--json").stdout for _ in range(2)]
+    assert texts[0] == texts[1]
+    found = json.loads(texts[0])
+    assert found["stragglers"]["slowdown"] > 1.0
+    assert [rank["factor"] for rank in found["stragglers"]["slow_ranks"]] == [1.5]
+    assert set(found["stragglers"]["slow_link_ranks"]) == {"NVSwitch"}
+    assert 0.9 < found["goodput"]["goodput"] < 1.0
+    assert found["goodput"]["job_mtbf_s"] == pytest.approx(1e6 / 8)
+    shown = run("simulate", str(strategy), *options).stdout
+    for words in ("stragglers", "slow ranks", "slow links", "NVSwitch of rank", "goodput", "checkpoint"):
+        assert words in shown
 
 
 def test_chunks_that_contradict_the_network_name_the_file(strategy: Path, tmp_path: Path) -> None:

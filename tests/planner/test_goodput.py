@@ -13,6 +13,7 @@ from planner.goodput import checkpoint_bytes, plan_goodput, straggle, with_given
 from planner.instructions import LoweredPlan
 from planner.strategy.file import read_plan
 from planner.strategy.loading import lower_strategy
+from planner.work import optimizer
 from simulator.errors import InputError
 from simulator.hardware import Reliability, load_profile
 from simulator.program import BufferKind
@@ -42,7 +43,7 @@ def lowered(path: Path) -> LoweredPlan:
 
 
 def test_a_checkpoint_is_written_once_however_it_is_sharded(strategies: dict[str, Path]) -> None:
-    sharded, whole = (checkpoint_bytes(lowered(strategies[name])) for name in ("zero2", "none"))
+    sharded, whole = (checkpoint_bytes(lowered(strategies[name]), optimizer("adamw")) for name in ("zero2", "none"))
     assert sharded.written == pytest.approx(whole.written, rel=0.01)
     assert whole.loaded == pytest.approx(8 * whole.written)
     assert sharded.loaded < 0.2 * whole.loaded
@@ -65,7 +66,8 @@ def test_stragglers_slow_the_computation_of_the_step(strategies: dict[str, Path]
 def test_goodput_of_a_plan_is_that_of_its_numbers(strategies: dict[str, Path]) -> None:
     hardware = load_profile("dgx-a100")
     numbers = Reliability(device_mtbf_s=8e4, restart_s=100.0, storage_bandwidth_bytes_per_s=1e6)
-    found = plan_goodput(lowered(strategies["zero2"]), hardware, numbers, step_time_s=2.0, days=20.0, seed=3)
+    size = checkpoint_bytes(lowered(strategies["zero2"]), optimizer("adamw"))
+    found = plan_goodput(size, 8, hardware, numbers, step_time_s=2.0, days=20.0, seed=3)
     assert found.job_mtbf_s == 1e4
     assert found.checkpoint.blocking_s == pytest.approx(8 * found.checkpoint_bytes.written / 1e6)
     assert found.restart_s == pytest.approx(100.0 + found.checkpoint.load_s)

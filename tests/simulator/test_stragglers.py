@@ -12,8 +12,11 @@ from simulator.columns import columns
 from simulator.errors import InputError
 from simulator.fast_engine import simulate
 from simulator.hardware import load_profile
+from simulator.pipeline_operators import OperatorCosts, Operators
+from simulator.pipeline_passes import simulate_operators
 from simulator.program import Program, Segment
-from simulator.stragglers import compute_factors, slow_level, slow_links, slow_ranks, straggling_step
+from simulator.schedules import ActionKind, make_schedule
+from simulator.stragglers import compute_factors, slow_level, slow_links, slow_ranks, slow_stages, straggling_step
 from simulator.task_order import execution_order, stream_numbers
 from simulator.task_table import StreamKind, TaskTable
 from simulator.timing import task_times
@@ -140,3 +143,51 @@ def test_a_slow_link_slows_what_crosses_it() -> None:
 def test_bad_input_is_refused(call, words) -> None:
     with pytest.raises(InputError, match=words):
         call()
+
+
+def chain(forward: float, backward: float, ranks: int) -> OperatorCosts:
+    """Passes of two kernels with a message of half the time of each in between."""
+    made = {
+        kind: Operators.chain(np.array([0.4, 0.2, 0.4]) * seconds, np.array([0, 1, 0]))
+        for kind, seconds in ((ActionKind.FORWARD, forward), (ActionKind.BACKWARD, backward))
+    }
+    return OperatorCosts(passes={kind: [one] * ranks for kind, one in made.items()})
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    ranks=st.integers(1, 6), rounds=st.integers(1, 4), backward=st.sampled_from((1.0, 2.0)), factor=st.floats(1.0, 8.0)
+)
+def test_a_slow_stage_lengthens_1f1b_by_its_own_work_alone(
+    ranks: int, rounds: int, backward: float, factor: float
+) -> None:
+    """With all stages alike a step takes (M + p - 1)(f + b); a slow last stage is busy for M of its own passes.
+
+    The micro-batch that reaches it first has passed the others forward, and the last comes back through them:
+    (p - 1)(f + b) + M s (f + b), with s the factor of the whole pass. A slow first stage that is slower than the way
+    through the others and back is never idle: M s (f + b).
+    """
+    micro_batches = ranks * rounds
+    schedule, costs = make_schedule("1f1b", ranks, micro_batches), chain(1.0, backward, ranks)
+    whole = 1.0 + backward
+    slower = 0.8 * factor + 0.2
+
+    def step(slow_rank: int) -> float:
+        factors = np.ones(ranks)
+        factors[slow_rank] = factor
+        return simulate_operators(schedule, slow_stages(schedule, costs, factors)).step_time_s
+
+    assert simulate_operators(schedule, costs).step_time_s == pytest.approx((micro_batches + ranks - 1) * whole)
+    assert step(ranks - 1) == pytest.approx((ranks - 1) * whole + micro_batches * slower * whole)
+    if slower >= whole:
+        assert step(0) == pytest.approx(micro_batches * slower * whole)
+
+
+def test_stages_that_are_alike_share_their_operators() -> None:
+    schedule, costs = make_schedule("1f1b", 4, 8), chain(1.0, 2.0, 4)
+    slow = slow_stages(schedule, costs, np.array([1.0, 2.0, 2.0, 1.0])).passes[ActionKind.FORWARD]
+    assert slow[0] is slow[3]
+    assert slow[1] is slow[2]
+    assert slow[1].seconds.tolist() == [0.8, 0.2, 0.8]
+    with pytest.raises(InputError, match="3 factors for 4 pipeline ranks"):
+        slow_stages(schedule, costs, np.ones(3))
