@@ -12,8 +12,9 @@ from planner.analytic import analytic_breakdown
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.prediction import Prediction, predict_plan
 from planner.request import Pins
+from planner.search.configurations.alternatives import diverse
 from planner.search.configurations.bounds import work_bound
-from planner.search.configurations.branch_and_bound import PROOF, Explored, Placed, diverse, explore
+from planner.search.configurations.branch_and_bound import PROOF, Explored, Placed, explore
 from planner.search.configurations.pin_checks import check_pins
 from planner.search.configurations.space import LONG_SEQUENCE, Extent
 from planner.search.configurations.step_model import Configuration, StepModel

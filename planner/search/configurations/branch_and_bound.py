@@ -11,12 +11,13 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import numpy as np
 
+from planner.search.configurations.alternatives import PER_SHAPE, different, shape_of
 from planner.search.configurations.bounds import (
     even_bound,
     least_passes,
@@ -48,8 +49,6 @@ TABLE_AXIS = 3
 """How many times as much a table counts for each further axis of its stage mesh."""
 NODES = 40_000
 """Most nodes that are opened in one search."""
-PER_SHAPE = 2
-"""Most plans with the same data, tensor and pipeline degrees."""
 NEAR = 1.3
 """Alternatives are looked for up to so many times the best objective."""
 PROOF = 1e-6
@@ -176,6 +175,7 @@ class _Search:
         self.result = Explored()
         self.heap: list[tuple[float, int, float, _Node]] = []
         self.later: list[tuple[float, int, float, _Node]] = []
+        self.spare: list[tuple[float, int, float, _Node]] = []
         self.made: dict[tuple[object, ...], StageTables | None] = {}
         self.least: dict[tuple[object, ...], FloatArray] = {}
         self.sends: dict[tuple[object, ...], FloatArray] = {}
@@ -208,7 +208,7 @@ class _Search:
         except KeyboardInterrupt:
             self.result.interrupted = True
         self.result.found.sort(key=lambda placed: placed.objective_s)
-        waiting = (entry[2] for entry in (*self.heap, *self.later))
+        waiting = (entry[2] for entry in (*self.heap, *self.later, *self.spare))
         self.result.lower_bound_s = min([self.best, *self.unproven, *self.held, *waiting])
         return self.result
 
@@ -226,15 +226,23 @@ class _Search:
                 return bound, node
             else:
                 heapq.heappush(self.later, (bound, serial, bound, node))
-        while self.later and not self._enough():
-            _, _, bound, node = heapq.heappop(self.later)
-            if bound > self.best * NEAR:
-                heapq.heappush(self.later, (bound, 0, bound, node))
-                return None
-            if self._needs_table(node) or self.shapes[shape_of(node.configuration)] >= PER_SHAPE:
-                self.held.append(bound)
-                continue
-            return bound, node
+        while self.later and self.later[0][0] <= self.best * NEAR and not self._enough():
+            entry = heapq.heappop(self.later)
+            if self._needs_table(entry[3]):
+                self.held.append(entry[2])
+            elif self.shapes[shape_of(entry[3].configuration)] >= PER_SHAPE:
+                heapq.heappush(self.spare, entry)
+            else:
+                return entry[2:]
+        return self._further()
+
+    def _further(self) -> tuple[float, _Node] | None:
+        """While there are fewer plans than wanted: more of the same degrees, then what is farther from the best."""
+        while len(self.result.found) < self.wanted and (self.spare or self.later) and np.isfinite(self.best):
+            _, _, bound, node = heapq.heappop(self.spare or self.later)
+            if not self._needs_table(node):
+                return bound, node
+            self.held.append(bound)
         return None
 
     def _needs_table(self, node: _Node) -> bool:
@@ -264,8 +272,9 @@ class _Search:
         )
 
     def _enough(self) -> bool:
-        near = Counter(shape_of(p.configuration) for p in self.result.found if p.objective_s <= self.best * NEAR)
-        return sum(min(count, PER_SHAPE) for count in near.values()) >= self.wanted
+        if len(self.result.found) < self.wanted:
+            return False
+        return different(p for p in self.result.found if p.objective_s <= self.best * NEAR) >= self.wanted
 
     def _push(self, bound: float, node: _Node, hoped_s: float = 0.0) -> None:
         self.serial += 1
@@ -376,12 +385,10 @@ class _Search:
         placed = Placed(configuration=node.configuration, tables=tables, task=task, partition=found)
         if node.placed is None:
             self.shapes[shape_of(node.configuration)] += 1
-        else:
-            self.result.found.remove(node.placed)
-            if node.placed.objective_s < placed.objective_s:
-                better = replace(node.placed.partition, lower_bound_s=found.lower_bound_s)
-                placed = replace(placed, partition=better)
-        self.result.found.append(placed)
+        elif node.placed.objective_s < placed.objective_s:
+            better = replace(node.placed.partition, lower_bound_s=found.lower_bound_s)
+            placed = replace(placed, partition=better)
+        self.result.found = [*(p for p in self.result.found if p is not node.placed), placed]
         self.best = min(self.best, placed.objective_s)
         if placed.partition.lower_bound_s < placed.objective_s * (1 - PROOF):
             if self._worth_widening(task, node.width):
@@ -415,11 +422,6 @@ def bare(configuration: Configuration) -> Configuration:
     )
 
 
-def shape_of(configuration: Configuration) -> tuple[int, int, int]:
-    """Data-parallel, tensor and pipeline degrees."""
-    return configuration.data_parallel, configuration.tensor, configuration.pipeline
-
-
 def least_memory(task: PartitionTask) -> tuple[int, float]:
     """The rank that cannot do with less than the most memory, and the bytes it needs; units shared out evenly."""
     flight = np.full(task.ranks, np.inf)
@@ -433,27 +435,3 @@ def least_memory(task: PartitionTask) -> tuple[int, float]:
         needed[rank] += max((float(task.kinds[k].values[:, 6].min()) for k in part.tolist()), default=0.0)
     fullest = int(np.argmax(needed))
     return fullest, float(needed[fullest])
-
-
-def diverse(found: list[Placed], count: int) -> Iterator[Placed]:
-    """The best plans, at most `PER_SHAPE` of one shape and none that behaves like one before it."""
-    shapes: Counter[tuple[int, int, int]] = Counter()
-    seen: set[tuple[object, ...]] = set()
-    given = 0
-    for placed in sorted(found, key=lambda p: p.objective_s):
-        behaviour = _behaviour(placed)
-        shape = shape_of(placed.configuration)
-        if given < count and behaviour not in seen and shapes[shape] < PER_SHAPE:
-            seen.add(behaviour)
-            shapes[shape] += 1
-            given += 1
-            yield placed
-
-
-def _behaviour(placed: Placed) -> tuple[object, ...]:
-    c = placed.configuration
-    storage = (c.optimizer_sharding, c.shard_size, c.offload) if c.data > 1 else ()
-    return (
-        c.mesh(), c.pipeline, c.stride("pipeline"), c.virtual, c.schedule, c.micro_batch, storage,
-        placed.partition.ends, placed.partition.labels,
-    )  # fmt: skip

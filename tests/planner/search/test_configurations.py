@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.request import Pins
-from planner.search.configurations.branch_and_bound import Explored, diverse, explore, shape_of
+from planner.search.configurations.alternatives import diverse, shape_of
+from planner.search.configurations.branch_and_bound import Explored, explore
 from planner.search.configurations.space import Extent, configurations
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.stages.segments import PartitionTask
