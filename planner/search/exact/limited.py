@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from planner.search.exact.certified import Exact
+from planner.search.exact.condensed import condensed
 from planner.search.exact.costing import FAST, PROOF, SMALL, Plan, Stop
 from planner.search.exact.folded import Eliminated, FoldedElimination, Weights
 from planner.search.exact.marginals import affordable, marginals
 from planner.search.exact.model import Model
-from planner.search.exact.pareto import Limits, ParetoSearch, TooManyLabelsError
+from planner.search.exact.pareto import MAX_PAIRS, Limits, ParetoSearch, TooManyLabelsError
 from planner.search.problem.solution import Solution
 
 PRICE_STEPS = 24
@@ -20,11 +21,14 @@ SHARES = (1 / 64, 1 / 16, 1 / 4, 1.0)
 class Limited:
     """One search under a memory limit: the best plan so far, and what is proven."""
 
-    def __init__(self, solver: Exact, limit: float, stop: Stop, best: Plan | None = None) -> None:
+    def __init__(
+        self, solver: Exact, limit: float, stop: Stop, best: Plan | None = None, pairs: int = MAX_PAIRS
+    ) -> None:
         self.solver = solver
         self.limit = limit
         self.stop = stop
         self.best = best
+        self.pairs = pairs
         self.bound = -np.inf
         self.price = 0.0
 
@@ -84,38 +88,53 @@ class Limited:
         """Look for plans a part of the gap above the bound, then for all better ones."""
         assert self.best is not None  # a search begins with the smallest plan
         folded = self.solver.folded
-        prices = [FAST, SMALL, *([Weights(1.0, self.price)] if self.price else [])]
+        # The price of the best bound leaves least to look at; the others need only see what it left.
+        prices = [*([Weights(1.0, self.price)] if self.price else []), FAST, SMALL]
         if not affordable(folded):
             return
-        rests = [(w, marginals(folded, folded.run(w))) for w in prices]
-        low, gap = self.bound, self.best.seconds - self.bound
+        rest = marginals(folded, folded.run(prices[0]))
+        low, gap, pairs = self.bound, self.best.seconds - self.bound, self.pairs
         for share in SHARES:
-            limits = Limits(min(low + share * gap, self.best.seconds), self.limit, self.stop)
-            keep = [np.ones(size, dtype=np.bool_) for size in folded.sizes]
-            for weights, rest in rests:
-                keep = [k & b for k, b in zip(keep, rest.below(limits.threshold(weights)), strict=True)]
+            limits = Limits(min(low + share * gap, self.best.seconds), self.limit, self.stop, pairs)
+            keep = rest.below(limits.threshold(prices[0]))
             # Nothing at most as slow as the limit is left out but what had no room, so what is not found is slower.
             proven = limits.seconds
             if all(k.any() for k in keep):
                 try:
-                    proven = min(proven, self._label(self.solver.model.restricted(keep), prices, limits))
+                    left_out, looked_at = self._label(self.solver.model.restricted(keep), prices, limits)
                 except TooManyLabelsError:
                     return
+                proven = min(proven, left_out)
+                pairs -= looked_at
             self.bound = max(self.bound, min(proven, self.best.seconds))
             if not self._open() or proven < limits.seconds:
                 return
 
-    def _label(self, model: Model, prices: list[Weights], limits: Limits) -> float:
-        """Look for plans within the limits; returns the least seconds of what was left out for want of room."""
-        folded = FoldedElimination(model)
-        rests = []
-        for weights in prices:
-            done = folded.run(weights)
-            if not done.total <= limits.threshold(weights):
-                return np.inf
-            rests.append((weights, marginals(folded, done)))
+    def _label(self, model: Model, prices: list[Weights], limits: Limits) -> tuple[float, int]:
+        """Look for plans within the limits.
+
+        Returns the least seconds of what was left out for want of room, and how many pairs of labels were looked at.
+        """
+        while True:
+            small = condensed(model)
+            folded = FoldedElimination(small.model)
+            rests = []
+            for weights in prices:
+                done = folded.run(weights)
+                if not done.total <= limits.threshold(weights):
+                    return np.inf, 0
+                rests.append((weights, marginals(folded, done)))
+            keep = small.masks(
+                np.logical_and.reduce(masks)
+                for masks in zip(*(rest.below(limits.threshold(weights)) for weights, rest in rests), strict=True)
+            )
+            if not all(k.any() for k in keep):
+                return np.inf, 0
+            if all(k.all() for k in keep):
+                break
+            model = model.restricted(keep)
         search = ParetoSearch(folded, rests, limits)
         found = search.fastest()
         if found is not None:
-            self._offer(self.solver.costing.plan(*found, model))
-        return search.dropped
+            self._offer(self.solver.costing.plan(*small.restored(*found), model))
+        return search.dropped, search.pairs

@@ -22,13 +22,16 @@ from planner.search.exact.marginals import Marginals
 from planner.search.exact.model import Mask
 
 MAX_LABELS = 1_000_000
+"""Pairs of labels that one step may look at."""
+MAX_PAIRS = 20_000_000
+"""Pairs of labels that all steps of one search may look at."""
 KEPT = 20_000
 """Labels of one step that are kept, those of the least bound; what the others may lead to limits what is proven."""
 ROUNDING = 1e-11
 
 
 class TooManyLabelsError(Exception):
-    """More labels than `MAX_LABELS` may lead to a plan within the limits, or the time is over."""
+    """More labels than there is room for may lead to a plan within the limits, or the time is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class Limits:
     seconds: float
     bytes: float
     stop: Callable[[], bool]
+    pairs: int = MAX_PAIRS
+    """Pairs of labels to look at before giving up."""
 
     def threshold(self, weights: Weights) -> float:
         """What a plan within the limits costs at most, and a little for rounding."""
@@ -70,6 +75,10 @@ class Labels:
             self, states=self.states[chosen], seconds=self.seconds[chosen], bytes=self.bytes[chosen], parents=parents
         )
 
+    def column(self, variable: int) -> NDArray[np.int32]:
+        """States of one variable in each label."""
+        return self.states[:, self.variables.index(variable)]
+
     def over(self, variables: Variables) -> Labels:
         """The labels with only the columns of `variables`, in that order."""
         columns = [self.variables.index(v) for v in variables]
@@ -97,10 +106,71 @@ class _Price:
     rest: Marginals
     threshold: float
 
-    def cost(self, labels: Labels, rest: Table) -> Table:
+    def cost(self, labels: Labels | Pairs, rest: Table) -> Table:
         """What the best plan that a label leads to costs."""
-        whole: Table = self.weights.seconds * labels.seconds + self.weights.bytes * labels.bytes + rest
-        return whole
+        seconds, bytes_ = self.weights.seconds, self.weights.bytes
+        if seconds == 0:
+            return bytes_ * labels.bytes + rest
+        own = labels.seconds if seconds == 1 else seconds * labels.seconds
+        return own + rest if bytes_ == 0 else own + bytes_ * labels.bytes + rest
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Pairs of labels that agree in the variables they share, before they are written out: numbers of both."""
+
+    left: Labels
+    right: Labels
+    first: Index
+    second: Index
+    seconds: Table
+    bytes: Table
+
+    def picked(self, chosen: Mask) -> Pairs:
+        """Some of the pairs."""
+        return Pairs(
+            self.left,
+            self.right,
+            self.first[chosen],
+            self.second[chosen],
+            self.seconds[chosen],
+            self.bytes[chosen],
+        )
+
+    def column(self, variable: int) -> NDArray[np.int32]:
+        """States of one variable in each pair."""
+        if variable in self.left.variables:
+            return self.left.column(variable)[self.first]
+        return self.right.column(variable)[self.second]
+
+    def labels(self) -> Labels:
+        """The pairs as labels."""
+        left, right, a, b = self.left, self.right, self.first, self.second
+        new = [i for i, v in enumerate(right.variables) if v not in left.variables]
+        return Labels(
+            (*left.variables, *(right.variables[i] for i in new)),
+            np.concatenate([left.states[a], right.states[b][:, new]], axis=1),
+            self.seconds,
+            self.bytes,
+            (*((o, i[a]) for o, i in left.parents), *((o, i[b]) for o, i in right.parents)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """Least costs of the rest at every price, given states of `variables`.
+
+    ``rows[i]`` is the row of the tables for each state of variable i; without rows it is the state.
+    """
+
+    variables: Variables
+    rows: Sequence[Index]
+    tables: Sequence[Table]
+
+    def at(self, labels: Labels | Pairs) -> tuple[Index | NDArray[np.int32], ...]:
+        """Which entries of the tables the labels meet."""
+        columns = [labels.column(v) for v in self.variables]
+        return tuple(r[c] for r, c in zip(self.rows, columns, strict=True)) if self.rows else tuple(columns)
 
 
 class ParetoSearch:
@@ -119,6 +189,8 @@ class ParetoSearch:
         self.model = folded.model
         self.limits = limits
         self.prices = [_Price(w, rest, limits.threshold(w)) for w, rest in rests]
+        self.pairs = 0
+        """Pairs of labels looked at so far."""
         self.dropped = np.inf
         """No plan that was left out for want of room takes fewer seconds."""
 
@@ -132,12 +204,11 @@ class ParetoSearch:
         """
         parts = self.model.layout
         tables = [
-            self._entries(scope, self.folded.outer, n, [p.rest.outer.tables[n] for p in self.prices])
+            self._entries(scope, self.folded.outer, n, [p.rest.outer.tables for p in self.prices])
             for n, scope in enumerate(parts.outside)
         ]
         tables += [self._row(number) for number in range(len(parts.blocks))]
-        rests = [p.rest.outer.tables for p in self.prices]
-        last = self._eliminated(self.folded.outer, tables, rests)
+        last = self._eliminated(self.folded.outer, tables, [p.rest.outer.tables for p in self.prices])
         fitting = np.flatnonzero(last.bytes <= self.limits.bytes)
         if len(fitting) == 0:
             return None
@@ -150,65 +221,97 @@ class ParetoSearch:
             assignment.update({v: states[-1][v] for v in (*block.inside, *block.exit)})
         return assignment, layers
 
-    def _entries(self, scope: Variables, buckets: Buckets, number: int, rests: Sequence[Table]) -> Labels:
+    def _entries(self, scope: Variables, buckets: Buckets, number: int, rests: Sequence[Sequence[Table]]) -> Labels:
         """The entries of a table that some plan within the limits passes."""
         time, memory = self.model.time[scope], self.model.memory.get(scope)
         where = np.argwhere(np.isfinite(time))
         at = tuple(where.T)
-        labels = Labels(scope, where.astype(np.int32), time[at], np.zeros(len(where)) if memory is None else memory[at])
-        rows = tuple(r[i] for r, i in zip(buckets.scopes[number].rows, at, strict=True))
-        return self._within(labels, [rest[rows] for rest in rests])
+        bytes_ = np.zeros(len(where)) if memory is None else memory[at]
+        labels = Labels(scope, where.astype(np.int32), time[at], bytes_)
+        return self._within(labels, self._remains(buckets, number, rests))
 
-    def _within(self, labels: Labels, rests: Sequence[Table]) -> Labels:
-        """The labels that can be completed, given the least cost of the rest for each at every price."""
+    def _within(self, labels: Labels, remains: Remains) -> Labels:
+        """The labels that can be completed."""
+        at = remains.at(labels)
         keep = np.ones(len(labels), dtype=np.bool_)
-        for price, rest in zip(self.prices, rests, strict=True):
-            keep &= price.cost(labels, rest) <= price.threshold
+        for price, rest in zip(self.prices, remains.tables, strict=True):
+            keep &= price.cost(labels, rest[at]) <= price.threshold
         return labels if keep.all() else labels.picked(keep)
 
-    def _completable(self, labels: Labels, rests: Sequence[Table]) -> Labels:
+    def _completable(self, labels: Labels, remains: Remains) -> Labels:
         """Of the labels that can be completed the best: no other is as good, and they promise most."""
-        costs = [price.cost(labels, rest) for price, rest in zip(self.prices, rests, strict=True)]
-        keep = np.ones(len(labels), dtype=np.bool_)
-        for price, cost in zip(self.prices, costs, strict=True):
-            keep &= cost <= price.threshold
-        alive = np.flatnonzero(keep)
-        alive = alive[_pareto(labels.states[alive], labels.seconds[alive], labels.bytes[alive])]
-        if len(alive) > KEPT:
-            bound = np.zeros(len(alive))
-            for price, cost in zip(self.prices, costs, strict=True):
+        labels = self._within(labels.over(remains.variables), remains)
+        labels = labels.picked(_pareto(labels.states, labels.seconds, labels.bytes))
+        if len(labels) > KEPT:
+            bound, at = np.zeros(len(labels)), remains.at(labels)
+            for price, rest in zip(self.prices, remains.tables, strict=True):
                 if price.weights.seconds:
                     paid = price.weights.bytes * self.limits.bytes if price.weights.bytes else 0.0
-                    bound = np.maximum(bound, (cost[alive] - paid) / price.weights.seconds)
+                    bound = np.maximum(bound, (price.cost(labels, rest[at]) - paid) / price.weights.seconds)
             order = np.argsort(bound, kind="stable")
             self.dropped = min(self.dropped, float(bound[order[KEPT]]))
-            alive = alive[order[:KEPT]]
-        return labels.picked(alive)
+            labels = labels.picked(order[:KEPT])
+        return labels
 
     def _eliminated(self, buckets: Buckets, given: Sequence[Labels], rests: Sequence[Sequence[Table]]) -> Labels:
         """Labels over what no step eliminates."""
         made = list(given)
         for step in buckets.steps:
-            labels = self._joined([made[n] for n in sources(step)])
-            at = tuple(
-                rows[labels.states[:, labels.variables.index(v)]]
-                for v, rows in zip(step.scope.variables, step.scope.rows, strict=True)
-            )
-            labels = self._completable(labels.linked().over(step.scope.variables), [r[len(made)][at] for r in rests])
-            made.append(labels)
-        return self._joined([made[n] for n in buckets.left])
+            remains = self._remains(buckets, len(made), rests)
+            labels = self._joined([made[n] for n in sources(step)], remains).linked()
+            made.append(self._completable(labels, remains))
+        return self._gathered([(made[n], self._remains(buckets, n, rests)) for n in buckets.left])
 
-    def _joined(self, parts: Sequence[Labels]) -> Labels:
-        """Every way to take one label of each part so that the states agree; small parts first."""
-        labels = Labels((), np.zeros((1, 0), dtype=np.int32), np.zeros(1), np.zeros(1))
-        waiting = sorted(parts, key=len)
+    def _remains(self, buckets: Buckets, number: int, rests: Sequence[Sequence[Table]]) -> Remains:
+        scope = buckets.scopes[number]
+        return Remains(scope.variables, scope.rows, [r[number] for r in rests])
+
+    def _gathered(self, parts: Sequence[tuple[Labels, Remains]]) -> Labels:
+        """Every way to take one label of each part that no step takes up, as far as it can be completed.
+
+        What remains costs ``G(x) >= R_a(x) - m_b(x)`` where ``R_a`` is the least of all but part a, and ``m_b`` that of
+        part b alone.
+        """
+        if not parts:
+            return self._joined([])
+        (labels, remains), *others = sorted(parts, key=lambda part: len(part[0]))
+        rests = [np.broadcast_to(table[remains.at(labels)], len(labels)) for table in remains.tables]
+        for part, _ in others:
+            pairs = self._paired(labels, part)
+            keep = np.ones(len(pairs.first), dtype=np.bool_)
+            left = []
+            for price, rest in zip(self.prices, rests, strict=True):
+                left.append(rest[pairs.first] - _least_alike(part, price.cost(part, np.zeros(1)))[pairs.second])
+                keep &= price.cost(pairs, left[-1]) <= price.threshold
+            labels = pairs.picked(keep).labels()
+            best = _pareto(labels.states, labels.seconds, labels.bytes)
+            labels, rests = labels.picked(best), [rest[keep][best] for rest in left]
+        return labels
+
+    def _paired(self, left: Labels, right: Labels) -> Pairs:
+        pairs = _pairs(left, right)
+        self.pairs += len(pairs.first)
+        if self.limits.stop() or self.pairs > self.limits.pairs:
+            raise TooManyLabelsError
+        return pairs
+
+    def _joined(self, parts: Sequence[Labels], remains: Remains | None = None) -> Labels:
+        """Every way to take one label of each part so that the states agree; small parts first.
+
+        What cannot be completed is left out before the last pairs are written, where `remains` is given.
+        """
+        if not parts:
+            return Labels((), np.zeros((1, 0), dtype=np.int32), np.zeros(1), np.zeros(1))
+        labels, *waiting = sorted(parts, key=len)
         while waiting:
             near = [p for p in waiting if not labels.variables or set(p.variables) & set(labels.variables)]
             part = (near or waiting)[0]
             waiting = [p for p in waiting if p is not part]
-            labels = _join(labels, part)
-            if self.limits.stop():
-                raise TooManyLabelsError
+            pairs = self._paired(labels, part)
+            if remains is not None and not waiting:
+                for price, rest in zip(self.prices, remains.tables, strict=True):
+                    pairs = pairs.picked(price.cost(pairs, rest[remains.at(pairs)]) <= price.threshold)
+            labels = pairs.labels()
         return labels
 
     def _row(self, number: int) -> Labels:
@@ -216,19 +319,21 @@ class ParetoSearch:
         sizes = self.folded.sizes
         block, buckets = self.model.layout.blocks[number], self.folded.inner[number]
         tables = [
-            self._entries(scope, buckets, n, [p.rest.inner[number].tables[n] for p in self.prices])
+            self._entries(scope, buckets, n, [p.rest.inner[number].tables for p in self.prices])
             for n, scope in enumerate(self.model.layout.in_block[number])
         ]
         one = self._eliminated(buckets, tables, [p.rest.inner[number].tables for p in self.prices])
         free = [_any(v, sizes[v]) for v in block.ends if v not in one.variables]
         one = self._joined([one, *free]).linked().over(block.ends)
         joint = np.stack([_joint(one, v, sizes) for v in (block.shared, block.entrance, block.exit)], axis=1)
-        one = replace(one, variables=(_SHARED, _HERE, _NEXT), states=joint.astype(np.int32))
-        one = self._within(one, [p.rest.rows[number].rest[tuple(joint.T)] for p in self.prices])
-        row = self._reached(replace(one, variables=_REACHED), number, 1)
+        one = replace(one, variables=_ONE, states=joint.astype(np.int32))
+        rows = [p.rest.rows[number] for p in self.prices]
+        one = self._within(one, Remains(_ONE, (), [r.rest for r in rows]))
+        row = replace(one, variables=_REACHED)
+        row = self._completable(row, Remains(_REACHED, (), [r.after[1] for r in rows]))
         for layer in range(2, block.count + 1):
-            longer = self._joined([row, one]).over((_SHARED, _FIRST, _NEXT))
-            row = self._reached(replace(longer, variables=_REACHED), number, layer)
+            remains = Remains(_LONGER, (), [r.after[layer] for r in rows])
+            row = replace(self._completable(self._joined([row, one], remains), remains), variables=_REACHED)
         ends = [
             _apart(row.states[:, i], [sizes[v] for v in vs])
             for i, vs in enumerate((block.shared, block.entrance, block.exit))
@@ -236,15 +341,12 @@ class ParetoSearch:
         done = replace(row, variables=block.ends, states=np.concatenate(ends, axis=1).astype(np.int32), row=number)
         return done.linked()
 
-    def _reached(self, labels: Labels, number: int, layer: int) -> Labels:
-        """The labels of so many layers that can be completed."""
-        at = tuple(labels.states.T)
-        return self._completable(labels, [p.rest.rows[number].after[layer][at] for p in self.prices])
-
 
 _SHARED, _FIRST, _HERE, _NEXT = -1, -2, -3, -4
+_ONE = (_SHARED, _HERE, _NEXT)
 _REACHED = (_SHARED, _FIRST, _HERE)
 """Joint states in a row of blocks: of what all layers share, at the entrance of the first, where the last one ends."""
+_LONGER = (_SHARED, _FIRST, _NEXT)
 
 
 def _layers(row: Labels, number: int) -> tuple[dict[int, int], ...]:
@@ -265,7 +367,7 @@ def _joint(labels: Labels, variables: Variables, sizes: Sequence[int]) -> Index:
     """Number of the joint state of `variables` in each label, the last one fastest."""
     number = np.zeros(len(labels), dtype=np.intp)
     for v in variables:
-        number = number * sizes[v] + labels.states[:, labels.variables.index(v)]
+        number = number * sizes[v] + labels.column(v)
     return number
 
 
@@ -278,12 +380,12 @@ def _apart(numbers: NDArray[np.int32], sizes: Sequence[int]) -> NDArray[np.int32
     return np.stack(columns[::-1], axis=1) if columns else np.zeros((len(numbers), 0), dtype=np.int32)
 
 
-def _join(left: Labels, right: Labels) -> Labels:
+def _pairs(left: Labels, right: Labels) -> Pairs:
     """Every pair of labels that agree in the variables they share."""
     common = [v for v in right.variables if v in left.variables]
     key, other = np.zeros(len(left), dtype=np.int64), np.zeros(len(right), dtype=np.int64)
     for v in common:
-        mine, its = left.states[:, left.variables.index(v)], right.states[:, right.variables.index(v)]
+        mine, its = left.column(v), right.column(v)
         base = int(max(mine.max(initial=0), its.max(initial=0))) + 1
         key, other = key * base + mine, other * base + its
     order = np.argsort(other, kind="stable")
@@ -296,14 +398,17 @@ def _join(left: Labels, right: Labels) -> Labels:
     a = np.repeat(np.arange(len(left)), matches)
     starts = np.repeat(first - np.concatenate(([0], np.cumsum(matches)[:-1])), matches) if len(left) else a
     b = order[starts + np.arange(total)]
-    new = [i for i, v in enumerate(right.variables) if v not in common]
-    return Labels(
-        (*left.variables, *(right.variables[i] for i in new)),
-        np.concatenate([left.states[a], right.states[b][:, new]], axis=1),
-        left.seconds[a] + right.seconds[b],
-        left.bytes[a] + right.bytes[b],
-        (*((o, i[a]) for o, i in left.parents), *((o, i[b]) for o, i in right.parents)),
-    )
+    return Pairs(left, right, a, b, left.seconds[a] + right.seconds[b], left.bytes[a] + right.bytes[b])
+
+
+def _least_alike(labels: Labels, costs: Table) -> Table:
+    """The least of the costs of all labels with the states of each."""
+    if not labels.variables:
+        return np.full(len(labels), costs.min(initial=np.inf))
+    _, group = np.unique(labels.states, axis=0, return_inverse=True)
+    least = np.full(len(labels), np.inf)
+    np.minimum.at(least, group.ravel(), costs)
+    return least[group.ravel()]
 
 
 def _pareto(states: NDArray[np.int32], seconds: Table, bytes_: Table) -> Index:
