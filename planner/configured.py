@@ -14,7 +14,7 @@ from planner.prediction import Prediction, predict_plan
 from planner.request import Pins
 from planner.search.configurations.alternatives import diverse
 from planner.search.configurations.bounds import work_bound
-from planner.search.configurations.branch_and_bound import PROOF, Explored, Placed, explore
+from planner.search.configurations.branch_and_bound import PROOF, Explored, Placed, Unfit, explore
 from planner.search.configurations.pin_checks import check_pins
 from planner.search.configurations.space import LONG_SEQUENCE, Extent
 from planner.search.configurations.step_model import Configuration, StepModel
@@ -47,7 +47,7 @@ class Configured:
     """The searches of one request: tables are made once for all of them.
 
     ``graph`` is folded, at the request's precision and batch 1; ``base`` are the fields of every plan; ``shared`` is
-    what searches of the same graph have made before.
+    what searches of the same graph have made before; parameters of less than ``threshold_bytes`` stay whole.
     """
 
     graph: OperatorGraph
@@ -60,6 +60,7 @@ class Configured:
     sequence: int
     base: Mapping[str, object]
     shared: NetworkTables | None = None
+    threshold_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.shared is None:
@@ -160,15 +161,17 @@ class Configured:
 
     # Plans
 
-    def plan(self, placed: Placed, certificate: Certificate) -> Plan:
-        """Write a solved configuration as a plan."""
+    def plan(self, placed: Placed, certificate: Certificate, threshold_bytes: int | None = None) -> Plan:
+        """Write a solved configuration as a plan, perhaps with another threshold than the pinned one."""
         c, chosen, tables = placed.configuration, placed.partition, placed.tables
         names = tables.chain.names()
         labels = [tables.units[unit] for unit in tables.chain.positions]
         modes = [RECOMPUTE[int(unit.recompute[pick])] for unit, pick in zip(labels, chosen.labels, strict=True)]
         sharded = any(bool(unit.sequence_parallel[pick]) for unit, pick in zip(labels, chosen.labels, strict=True))
+        whole = c.optimizer_sharding == "none"
+        threshold = 0 if whole else self.threshold_bytes if threshold_bytes is None else threshold_bytes
         rules, layers = rules_of(
-            tables, chosen.labels, c.data, sharded=c.optimizer_sharding != "none", shard_size=c.shard_size
+            tables, chosen.labels, c.data, sharded=not whole, shard_size=c.shard_size, threshold_bytes=threshold
         )
         return Plan(
             **{**self.base, "bucket_bytes": c.bucket_bytes or self.bucket_bytes},  # type: ignore[arg-type]
@@ -188,6 +191,7 @@ class Configured:
             virtual=c.virtual,
             chunks=_chunks(names, placed) if c.pipeline > 1 else (),
             shard_size=c.shard_size,
+            sharding_threshold_bytes=threshold,
             offload_optimizer=c.offload,
             context_algorithm=c.context_algorithm,
         )
@@ -212,12 +216,23 @@ class Configured:
         )
 
     def scored(self, explored: Explored, count: int) -> list[Scored]:
-        """The best plans by objective, each so that its simulated peak fits."""
-        found = []
-        for placed in diverse(explored.found, count):
-            item = self._fitting(explored, placed)
+        """The best plans by objective, each so that its simulated peak fits.
+
+        An interruption ends it once there is a plan, and is noted in `explored`.
+        """
+        found: list[Scored] = []
+        for placed in diverse(explored.found, 1 if explored.interrupted else count):
+            try:
+                item = self._fitting(explored, placed)
+            except KeyboardInterrupt:
+                explored.interrupted = True
+                if found:
+                    break
+                item = self._fitting(explored, placed)
             if item is not None:
                 found.append(item)
+            if found and explored.interrupted:
+                break
         return found
 
     def _fitting(self, explored: Explored, placed: Placed) -> Scored | None:
@@ -227,7 +242,14 @@ class Configured:
             plan = self.plan(placed, self.certificate(explored, placed))
             prediction = predict_plan(plan, self.graph, self.hardware)
             over = prediction.peak_memory_bytes - limit
-            if over <= 0:
+            if over > 0:
+                fullest = Unfit(
+                    configuration=placed.configuration,
+                    rank=prediction.peak_rank,
+                    needed_bytes=prediction.peak_memory_bytes,
+                )
+                explored.unfit.append(fullest)
+            else:
                 prediction = replace(prediction, analytic=analytic_breakdown(placed, prediction))
                 return Scored(placed=placed, plan=plan, prediction=prediction)
             allowed -= over + 0.01 * limit

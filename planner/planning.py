@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from planner.configured import Configured
-from planner.explanations import ShadowPrices, pin_costs, pin_messages, reason, shadow_prices, why_infeasible
+from planner.explanations import ShadowPrices, describe, pin_costs, pin_messages, reason, shadow_prices, why_infeasible
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.checked import lower, precision_dtype
 from planner.networks import Network, load_network
@@ -17,8 +17,10 @@ from planner.one_stage import Candidate, OneStage, search_one_stage
 from planner.one_stage import why_infeasible as why_one_stage_does_not_fit
 from planner.prediction import Prediction, precision_notes, predict
 from planner.quantities import percent_text
+from planner.refining import refined, threshold_cost_s
 from planner.request import PRECISIONS, Pins, PlanRequest, read_pins
 from planner.search.candidates import Space
+from planner.search.configurations.branch_and_bound import Placed
 from planner.search.configurations.buckets import MIB, USUAL
 from planner.search.configurations.pin_checks import check_pins
 from planner.sharding.rules import has_rule
@@ -41,6 +43,7 @@ __all__ = [
     "predict",
 ]
 
+KIB = 1024
 RESCORED = 5
 """So many of the best plans by the closed form are simulated, however few are asked for: the best is the same."""
 NEAR_ENOUGH = 1.25
@@ -145,19 +148,28 @@ def plan_network(
         sequence=network.sequence_length or 0,
         base=base,
         shared=tables,
+        threshold_bytes=threshold_bytes(graph, pins),
     )
     wide = _searches_configurations(request, pins, search)
     scored = replace(request, top=max(request.top, RESCORED))
     found = _Configurations(search, pins, scored) if wide else None
     configured = time.perf_counter()
-    one = OneStage()
+    one, stopped = OneStage(), False
     if found is None or not found.scored or found.leaves_operators:
         incumbent = found.best_s if found is not None and found.scored else float("inf")
-        one = search_one_stage(space, graph, base, pins, scored, refusable=wide, incumbent_s=incumbent)
-    ranked = _ranked(one, found)[: max(request.top, 1)]
+        try:
+            one = search_one_stage(space, graph, base, pins, scored, refusable=wide, incumbent_s=incumbent)
+        except KeyboardInterrupt:
+            if found is None or not found.scored:
+                raise
+            stopped = True
+    stopped = stopped or one.interrupted or (found is not None and found.explored.interrupted)
+    began = time.perf_counter()
+    ranked, stopped = _refined(search, pins, _ranked(one, found)[: max(request.top, 1)], found, stopped)
+    refining = time.perf_counter() - began
     messages = (*graph.notes, *_without_rules(graph), *precision_notes(hardware, dtype), *_idle_axes(ranked))
-    operators = time.perf_counter() - configured - one.simulation_s
-    timings = {"capture": captured - started, "rules": ruled - captured, "operators": operators}
+    operators = began - configured - one.simulation_s
+    timings = {"capture": captured - started, "rules": ruled - captured, "operators": operators, "refining": refining}
     if found is not None:
         timings.update(found.timings)
     return PlanResult(
@@ -165,13 +177,13 @@ def plan_network(
         candidates=_with_reasons(ranked, found, hardware),
         elapsed_s=time.perf_counter() - captured,
         capture_s=captured - started,
-        messages=(*messages, *one.messages, *(found.messages if found else ())),
-        simulation_s=one.simulation_s + (found.timings["rescoring"] if found else 0.0),
+        messages=(*messages, *one.messages, *(found.messages(stopped) if found else ())),
+        simulation_s=one.simulation_s + refining + (found.timings["rescoring"] if found else 0.0),
         infeasible="" if ranked else _no_plan(space, one, found),
         timings=timings,
         shadow_prices=found.prices if found else None,
         pin_costs=found.costs if found else (),
-        interrupted=one.interrupted or (found is not None and found.explored.interrupted),
+        interrupted=stopped,
     )
 
 
@@ -203,7 +215,7 @@ class _Configurations:
         count = request.top
         self.explored = search.explore(pins, wanted=count)
         began = time.perf_counter()
-        self.scored = search.scored(self.explored, 1 if self.explored.interrupted else count)
+        self.scored = search.scored(self.explored, count)
         self.timings = {**self.explored.timings, "rescoring": time.perf_counter() - began}
         if self.explored.interrupted and not self.scored:
             raise KeyboardInterrupt
@@ -212,9 +224,19 @@ class _Configurations:
         self.prices: ShadowPrices | None = None
         self.costs: tuple[tuple[str, float, str], ...] = ()
         if best is not None and not self.explored.interrupted:
-            self.prices = shadow_prices(search, pins, self.explored, best)
-            self.costs = tuple(pin_costs(search, pins, best))
+            try:
+                self.prices = shadow_prices(search, pins, self.explored, best)
+                self.costs = tuple(self._pin_costs(best))
+            except KeyboardInterrupt:
+                self.explored.interrupted = True
         self.timings["sensitivity"] = time.perf_counter() - began
+
+    def _pin_costs(self, best: Placed) -> Iterator[tuple[str, float, str]]:
+        yield from pin_costs(self.search, self.pins, best)
+        kept, first = self.pins.sharding_threshold_kb, next(iter(self.scored), None)
+        if kept is not None and first is not None:
+            seconds = threshold_cost_s(self.search, first)
+            yield f"sharding_threshold_kb={kept}", seconds, f"{describe(first.placed.configuration)} with no threshold"
 
     @property
     def best_s(self) -> float:
@@ -237,11 +259,10 @@ class _Configurations:
             for placed in self.explored.found
         )
 
-    @property
-    def messages(self) -> tuple[str, ...]:
+    def messages(self, interrupted: bool) -> tuple[str, ...]:
         """What a user should know beside the plans."""
         said = pin_messages(list(self.costs))
-        if self.explored.interrupted:
+        if interrupted:
             gap = percent_text(self.explored.gap)
             said = (*said, f"the search was interrupted: this is the best plan so far, at most {gap} from the best")
         return said
@@ -255,8 +276,51 @@ def _ranked(one: OneStage, found: _Configurations | None) -> list[Candidate]:
         plan = candidate.plan
         degrees = tuple((axis.name, axis.size) for axis in plan.mesh.axes)
         key = (degrees, plan.pipeline, plan.virtual, plan.schedule, plan.micro_batch, plan.recompute)
-        ranked.setdefault((*key, plan.optimizer_sharding, plan.shard_size, plan.offload_optimizer), candidate)
+        storage = (plan.optimizer_sharding, plan.shard_size, plan.offload_optimizer)
+        ranked.setdefault((*key, plan.context_algorithm, *storage), candidate)
     return list(ranked.values())
+
+
+def _refined(
+    search: Configured, pins: Pins, ranked: list[Candidate], found: _Configurations | None, stopped: bool
+) -> tuple[list[Candidate], bool]:
+    """The plans with what is chosen last for the best of them, and whether the user stopped it."""
+    if not ranked or stopped or pins.batch_only:
+        return ranked, stopped
+    source = next((s for s in found.scored if s.plan is ranked[0].plan), None) if found is not None else None
+    try:
+        best = refined(search, pins, ranked[0], source).candidate
+    except KeyboardInterrupt:
+        return ranked, True
+    if source is not None and found is not None:
+        better = replace(source, plan=best.plan, prediction=best.prediction)
+        found.scored = [better if s is source else s for s in found.scored]
+    return [best, *ranked[1:]], False
+
+
+def threshold_bytes(graph: OperatorGraph, pins: Pins) -> int:
+    """The pinned size under which parameters stay whole.
+
+    Raises
+    ------
+    InputError
+        Most of the network would stay whole.
+    """
+    if not pins.sharding_threshold_kb:
+        return 0
+    wanted = pins.sharding_threshold_kb * KIB
+    sizes = [(graph.nodes[p.node].outputs[0].size_bytes, graph.multiplicity[p.node]) for p in graph.parameters]
+    total = sum(size * times for size, times in sizes)
+    if 2 * sum(size * times for size, times in sizes if size >= wanted) <= total:
+        largest = max(
+            size for size, _ in sizes if 2 * sum(other * times for other, times in sizes if other >= size) > total
+        )
+        raise InputError(
+            f"pin sharding_threshold_kb={pins.sharding_threshold_kb}: more than half of the network lies in smaller "
+            f"parameters and nothing much would be sharded; use --pin sharding_threshold_kb={largest // KIB} or less, "
+            "or --pin optimizer_sharding=none"
+        )
+    return wanted
 
 
 def _no_plan(space: Space, one: OneStage, found: _Configurations | None) -> str:

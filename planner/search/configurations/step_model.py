@@ -26,7 +26,7 @@ the micro-batches in flight; what stands while one unit goes backward: gradients
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
@@ -46,7 +46,7 @@ from simulator.program import Collective, Kernel
 from simulator.topology import group_shape
 
 if TYPE_CHECKING:
-    from planner.search.units.labels import StageTables, UnitLabels
+    from planner.search.units.labels import StageTables, TiedParameter, UnitLabels
 
 AXES = ("pipeline", "data", "context", "expert", "tensor")
 
@@ -121,12 +121,15 @@ class Configuration:
 class StoredWays:
     """Ways to run units whose states are stored in one way, whatever the order of passes: (ways,) each.
 
-    Seconds of both passes of a micro-batch and of what is done once a step, what the synchronisation of gradients has
-    left to do after the last backward pass and by how much it falls behind, and bytes.
+    Seconds of both passes of a micro-batch, of what a rank waits besides in every micro-batch and computes again before
+    a gradient arrives, and of what is done once a step; what the synchronisation of gradients has left to do after the
+    last backward pass and by how much it falls behind; and bytes.
     """
 
     forward_s: FloatArray
     backward_s: FloatArray
+    stall_s: FloatArray
+    ahead_s: FloatArray
     once_s: FloatArray
     queue_s: FloatArray
     backlog_s: FloatArray
@@ -136,10 +139,34 @@ class StoredWays:
 
     def values(self, shape: ScheduleShape, micro_batches: int) -> FloatArray:
         """(ways, 7) columns of `planner.search.stages.fragments.Fragments` under a schedule."""
-        fill = shape.fill_s(self.forward_s, self.backward_s)
-        steady = micro_batches * (self.forward_s + self.backward_s) - fill + self.once_s
+        fill = shape.fill_s(self.forward_s, self.backward_s, self.ahead_s)
+        steady = micro_batches * (self.forward_s + self.backward_s + self.stall_s) - fill + self.once_s
         held = (self.activation_bytes, self.resident_bytes, self.transient_bytes)
         return np.stack([fill, steady, self.queue_s, self.backlog_s, *held], axis=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """What a unit needs to know of the network around it.
+
+    Attributes
+    ----------
+    units : pieces that move between stages
+    elements : trained elements that the ranks of all stages hold together, each unit run in its fastest way
+    """
+
+    units: int
+    elements: float
+
+    @classmethod
+    def of(cls, tables: StageTables) -> Whole:
+        """Read it off the labels of a network."""
+        counts = [unit.count for unit in tables.chain.units]
+        held = 0.0
+        for unit, count in zip(tables.units, counts, strict=True):
+            fastest = int(np.argmin(unit.forward_s + unit.backward_s))
+            held += count * float(unit.parameter_elements[fastest] + unit.expert_elements[fastest])
+        return cls(units=sum(counts), elements=held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -158,12 +185,12 @@ class StepModel:
     def task(self, tables: StageTables, configuration: Configuration) -> PartitionTask:
         """The partition task of a configuration."""
         shape = self.shape(configuration)
-        units = _stored(tables, shape)
+        units = self._with_tied(tables, configuration, shape)
         kinds: list[Fragments] = []
-        trained = _trained(tables)
+        trained, whole = _trained(tables), Whole.of(tables)
         for number, unit in enumerate(units):
             again = number > 0 and _equal(units[number - 1], unit) and trained[number - 1] == trained[number]
-            kinds.append(kinds[-1] if again else self.fragments(unit, configuration, shape, trained[number]))
+            kinds.append(kinds[-1] if again else self.fragments(unit, configuration, shape, whole, trained[number]))
         counts = [unit.count for unit in tables.chain.units]
         sends = self.sends_s(tables, configuration)
         kinds, counts = _merged(kinds, counts)
@@ -188,35 +215,49 @@ class StepModel:
         return schedule_shape(c.schedule, c.pipeline, c.virtual, c.micro_batches)
 
     def fragments(
-        self, labels: UnitLabels, configuration: Configuration, shape: ScheduleShape, trained: int = 1
+        self, labels: UnitLabels, configuration: Configuration, shape: ScheduleShape, whole: Whole, trained: int = 1
     ) -> Fragments:
         """Ways of one unit of `trained` parameters: what no other way beats at once in time and memory."""
-        values = self.stored(labels, configuration, trained).values(shape, configuration.micro_batches)
+        values = self.stored(labels, configuration, whole, trained).values(shape, configuration.micro_batches)
         count = len(values)
         entry, leave = (np.asarray(states, dtype=np.int64) for states in (labels.entry, labels.exit))
         ways = Fragments(values, entry, leave, np.arange(count)[:, None])
         return pruned(ways, width=count) if count <= MANY else ways
 
-    def stored(self, labels: UnitLabels, configuration: Configuration, trained: int | IntArray = 1) -> StoredWays:
+    def stored(
+        self, labels: UnitLabels, configuration: Configuration, whole: Whole, trained: int | IntArray = 1
+    ) -> StoredWays:
         """The ways of units with the states of a configuration, `trained` parameters in the unit of each.
 
-        Of the schedule it matters alone whether backward passes are split.
+        Of the schedule it matters whether backward passes are split, and how many chunks there are.
         """
         c = configuration
         elements = labels.parameter_elements + labels.expert_elements
-        forward_s, backward_s, exposed = self._passes(labels, elements, c, trained)
-        sync_s = self._synchronisation_s(elements, c)
-        size = np.maximum(elements * DTYPE_BYTES[self.dtype], 1.0)
-        hidden = backward_s if self.hardware.overlaps_communication else np.zeros_like(backward_s)
+        bucket = self._message_bytes(whole, c)
+        forward_s, backward_s, stall_s = self._passes(labels, elements, c, bucket, trained)
+        # What happens at the ends of a chunk is shared out over its units.
+        ends = c.pipeline * c.virtual / whole.units
+        loss_s = self.message_s(Collective.ALL_REDUCE, np.ones(1), c.data, c.stride("data"))
+        stall_s = ends * stall_s + np.maximum(0.0, ends * loss_s - forward_s - backward_s)
+        sync_s, last_s = self._synchronisation_s(labels, elements, c, bucket, trained)
+        behind = sync_s + np.where(np.asarray(labels.exit) < 0, loss_s, 0.0)
+        if self.hardware.overlaps_communication:
+            behind = behind - backward_s
+        split = c.schedule in SPLIT
+        again = labels.recomputed_bytes if split else np.zeros_like(elements)
+        kept = labels.activation_bytes + again
         return StoredWays(
             forward_s=forward_s,
             backward_s=backward_s,
-            once_s=labels.step_s + self._once_s(elements, forward_s, c, trained),
-            queue_s=np.maximum(sync_s - hidden, sync_s * np.minimum(1.0, self._bucket(c) / size)),
-            backlog_s=sync_s - hidden,
-            activation_bytes=labels.activation_bytes,
-            resident_bytes=self.resident_bytes(elements, c),
-            transient_bytes=labels.transient_bytes + exposed,
+            stall_s=stall_s,
+            ahead_s=ends * labels.again_s,
+            once_s=self._once_s(labels, elements, forward_s, c, bucket, trained)
+            + c.pipeline / whole.units * (self._first_gather_s(c, bucket)),
+            queue_s=np.maximum(behind, last_s),
+            backlog_s=behind,
+            activation_bytes=kept,
+            resident_bytes=self.resident_bytes(labels, c),
+            transient_bytes=labels.transient_bytes - again + self._gathered_bytes(labels, c, bucket),
         )
 
     def sends_s(self, tables: StageTables, configuration: Configuration) -> FloatArray:
@@ -246,8 +287,11 @@ class StepModel:
         c = configuration
         return 1 if c.optimizer_sharding == "none" else (c.shard_size or c.data)
 
-    def _bucket(self, configuration: Configuration) -> float:
-        return configuration.bucket_bytes or self.bucket_bytes
+    def _message_bytes(self, whole: Whole, c: Configuration) -> float:
+        """Bytes of a fused message: what a chunk sends, in as few messages as the size of a bucket allows."""
+        bucket = c.bucket_bytes or self.bucket_bytes
+        sent = whole.elements / (c.pipeline * c.virtual) * DTYPE_BYTES[self.dtype]
+        return max(1.0, sent / max(1.0, np.ceil(sent / bucket)))
 
     def _fused_s(
         self, collective: Collective, elements: FloatArray, size: int, stride: int, bucket_bytes: float
@@ -257,9 +301,23 @@ class StepModel:
         sent = np.maximum(payload, bucket_bytes)
         return np.asarray(self.message_s(collective, sent, size, stride) * (payload / sent))
 
-    def _synchronisation_s(self, elements: FloatArray, c: Configuration) -> FloatArray:
+    def _synchronisation_s(
+        self, labels: UnitLabels, elements: FloatArray, c: Configuration, bucket: float, trained: int | IntArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """Seconds of the sums of gradients, once a step, and of the last message of them."""
+        size = np.maximum(elements * DTYPE_BYTES[self.dtype], 1.0)
+        data_s = self._summed_s(elements, c, bucket)
+        inside_s = np.zeros_like(data_s) if self._scatters_each(c) else labels.step_s - labels.gather_s
+        # Where stages follow one another their ranks have one stream of messages beside the passes, else one an axis.
+        sync_s = data_s + inside_s if c.pipeline > 1 else np.maximum(data_s, inside_s)
+        alone = self._summed_s(np.full(1, bucket / DTYPE_BYTES[self.dtype]), c, bucket)
+        # A parameter travels whole.
+        part = np.minimum(1.0, np.maximum(bucket, size / trained) / size)
+        return sync_s, np.where(elements > 0, np.maximum(alone, sync_s * part), 0.0)
+
+    def _summed_s(self, elements: FloatArray, c: Configuration, bucket: float) -> FloatArray:
         """Seconds of the sum of gradients over the data axis, once a step."""
-        stride, bucket = c.stride("data"), self._bucket(c)
+        stride = c.stride("data")
         if c.optimizer_sharding == "none":
             return self._fused_s(Collective.ALL_REDUCE, elements, c.data, stride, bucket)
         shards = self.shards(c)
@@ -275,31 +333,34 @@ class StepModel:
         return c.optimizer_sharding == "zero3" or (c.optimizer_sharding == "zero2" and c.micro_batches > 1)
 
     def _passes(
-        self, labels: UnitLabels, elements: FloatArray, c: Configuration, trained: int | IntArray
+        self, labels: UnitLabels, elements: FloatArray, c: Configuration, bucket: float, trained: int | IntArray
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Passes with the messages that go along with every micro-batch, and bytes that stand during one."""
+        """Passes with the messages that go along with every micro-batch, and what those expose at a chunk's ends."""
         forward_s, backward_s = labels.forward_s, labels.backward_s
         size = elements * DTYPE_BYTES[self.dtype]
         shards, stride = self.shards(c), c.stride("data")
-        exposed = np.zeros_like(forward_s)
         accumulation = self._accumulation_s(elements, c, trained)
+        inside_s = labels.step_s - labels.gather_s
         if c.optimizer_sharding in ("none", "zero1"):
             backward_s = backward_s + accumulation
         if c.optimizer_sharding == "zero2" and self._scatters_each(c):
-            scatter = self._fused_s(Collective.REDUCE_SCATTER, elements, shards, stride, self._bucket(c))
-            backward_s, exposed = self._beside(backward_s, scatter + accumulation), size
-        if c.optimizer_sharding == "zero3":
-            gather = np.where(size > 0, self.message_s(Collective.ALL_GATHER, size, shards, stride), 0.0)
-            scatter = np.where(size > 0, self.message_s(Collective.REDUCE_SCATTER, size, shards, stride), 0.0)
-            forward_s = self._beside(forward_s, gather)
-            if c.schedule in SPLIT:
-                half = backward_s / 2
-                backward_s = self._beside(half, gather) + self._beside(half, scatter + accumulation)
-            else:
-                backward_s = self._beside(backward_s, gather + scatter + accumulation)
-            # A unit's parameters and gradients, and the parameters of the next one.
-            exposed = 3.0 * size
-        return forward_s, backward_s, exposed
+            scatter = self._fused_s(Collective.REDUCE_SCATTER, elements, shards, stride, bucket) + inside_s
+            backward_s = self._beside(backward_s, scatter + accumulation)
+        if c.optimizer_sharding != "zero3":
+            return forward_s, backward_s, np.zeros_like(forward_s)
+        gather = np.where(size > 0, self.message_s(Collective.ALL_GATHER, size, shards, stride), 0.0) + labels.gather_s
+        scatter = np.where(size > 0, self.message_s(Collective.REDUCE_SCATTER, size, shards, stride), 0.0) + inside_s
+        scatter = scatter + accumulation
+        if c.schedule in SPLIT:
+            half = backward_s / 2
+            backward_s = self._beside(half, gather) + self._beside(half, scatter)
+        else:
+            backward_s = self._beside(backward_s, gather + scatter)
+        # Between a pass and the next stand the last scatter and the first gather; a rank of stages gathers ahead.
+        exposed = scatter + (gather if c.pipeline > 1 else 2.0 * gather)
+        if not self.hardware.overlaps_communication:
+            exposed = np.zeros_like(exposed)
+        return self._beside(forward_s, gather), backward_s, exposed
 
     def _accumulation_s(self, elements: FloatArray, c: Configuration, trained: int | IntArray) -> FloatArray:
         """Seconds in which a micro-batch's gradients are added to those before: two are read and one is written."""
@@ -322,32 +383,98 @@ class StepModel:
         return np.maximum(work_s, messages_s)
 
     def _once_s(
-        self, elements: FloatArray, forward_s: FloatArray, c: Configuration, trained: int | IntArray
+        self,
+        labels: UnitLabels,
+        elements: FloatArray,
+        forward_s: FloatArray,
+        c: Configuration,
+        bucket: float,
+        trained: int | IntArray,
     ) -> FloatArray:
-        """Seconds of the update, of states that come from the host and go, and what gathering parameters exposes."""
+        """Seconds of the update, of the way to the host and back, and what gathering parameters exposes."""
         shards = self.shards(c)
         held = elements / shards
         update, hardware = self.optimizer, self.hardware
         traffic = held * update_traffic(update, self.dtype)
         seconds = self._kernels_s(Kernel.OPTIMIZER, held * update.flops, traffic, c, trained)
-        if c.optimizer_sharding in ("zero1", "zero2"):
-            gather = self._fused_s(Collective.ALL_GATHER, elements, shards, c.stride("data"), self._bucket(c))
+        if c.optimizer_sharding != "zero3":
+            gather = labels.gather_s
+            if c.optimizer_sharding != "none":
+                gather = gather + self._fused_s(Collective.ALL_GATHER, elements, shards, c.stride("data"), bucket)
             hidden = forward_s if hardware.overlaps_communication else 0.0
             seconds = seconds + np.maximum(gather - hidden, 0.0)
         if c.offload:
-            seconds = seconds + 2.0 * held * state_bytes(update, self.dtype) / host_bandwidth(hardware)
-        return np.where(elements > 0, seconds, 0.0)
+            seconds = seconds + 2.0 * held * DTYPE_BYTES[self.dtype] / host_bandwidth(hardware)
+        return np.where(elements > 0, seconds, labels.step_s)
 
-    def resident_bytes(self, elements: FloatArray, configuration: Configuration) -> FloatArray:
-        """Bytes of parameters, gradients and optimizer states that stand through the step."""
+    def _first_gather_s(self, c: Configuration, bucket: float) -> float:
+        """Seconds of the first message of gathered parameters: no pass is there to hide it."""
+        if c.optimizer_sharding not in ("zero1", "zero2") or not self.hardware.overlaps_communication:
+            return 0.0
+        return float(self.message_s(Collective.ALL_GATHER, np.full(1, bucket), self.shards(c), c.stride("data"))[0])
+
+    def resident_bytes(self, labels: UnitLabels, configuration: Configuration) -> FloatArray:
+        """Bytes of parameters, gradients and optimizer states that stand through the step.
+
+        A rank holds its shard of the parameters and, but for ZeRO-3, those that are gathered for the step. Gradients
+        are accumulated as backward operators write them, or with ZeRO-2 and 3 in shards. In a single micro-batch on one
+        stage they come as activations go: what is larger counts.
+        """
         c, shards = configuration, self.shards(configuration)
         size = float(DTYPE_BYTES[self.dtype])
-        # Where states are sharded, a rank holds its shard of the parameters and, but for ZeRO-3, gathered ones.
-        parameter = size / shards + (size if c.optimizer_sharding in ("zero1", "zero2") else 0.0)
-        gradient = size / shards if c.optimizer_sharding in ("zero2", "zero3") else size
+        elements = labels.parameter_elements + labels.expert_elements
+        unsummed = elements + labels.unsummed_elements
+        held = elements / shards * size
+        if c.optimizer_sharding in ("zero1", "zero2"):
+            held = held + np.maximum(unsummed, labels.gathered_elements) * size
+        elif c.optimizer_sharding == "none":
+            held = held + labels.gathered_elements * size
+        gradient = (elements / shards if c.optimizer_sharding in ("zero2", "zero3") else unsummed) * size
+        if c.pipeline == 1 and c.micro_batches == 1:
+            gradient = np.maximum(gradient - labels.activation_bytes, 0.0)
         state = 0.0 if c.offload else state_bytes(self.optimizer, self.dtype) / shards
-        resident: FloatArray = elements * (parameter + gradient + state)
+        resident: FloatArray = held + gradient + elements * state
         return resident
+
+    def _gathered_bytes(self, labels: UnitLabels, c: Configuration, bucket: float) -> FloatArray:
+        """Bytes of whole gradients and parameters that stand while a unit goes backward."""
+        whole = labels.parameter_elements + labels.expert_elements + labels.unsummed_elements
+        size = whole * DTYPE_BYTES[self.dtype]
+        if c.optimizer_sharding == "zero3":
+            # A unit's parameters and gradients, and the parameters of the next one.
+            return 3.0 * size
+        if not self._scatters_each(c):
+            return np.zeros_like(size)
+        # Gradients wait for a full message.
+        return np.minimum(size, bucket + size / 3)
+
+    def _with_tied(self, tables: StageTables, c: Configuration, shape: ScheduleShape) -> tuple[UnitLabels, ...]:
+        """Labels with tied parameters stored on every rank that reads them: they count in the first unit that does.
+
+        On one stage the terms of their gradients wait for the last one.
+        """
+        units, size = list(tables.units), DTYPE_BYTES[self.dtype]
+        for tied in tables.tied:
+            first, *others = tied.units
+            if c.pipeline == 1:
+                waits = range(len(units)) if c.micro_batches > 1 else [first]
+                for number in waits:
+                    transient = units[number].transient_bytes + tied.whole_elements * size
+                    units[number] = replace(units[number], transient_bytes=transient)
+            elif shape.rank_of[0] != shape.rank_of[-1]:
+                for number in others:
+                    units[number] = _holding(units[number], tied)
+        return tuple(units)
+
+
+def _holding(labels: UnitLabels, tied: TiedParameter) -> UnitLabels:
+    apart = tied.whole_elements - tied.elements
+    return replace(
+        labels,
+        parameter_elements=labels.parameter_elements + tied.elements,
+        gathered_elements=labels.gathered_elements + (tied.whole_elements if apart > 0 else 0.0),
+        unsummed_elements=labels.unsummed_elements + apart,
+    )
 
 
 def _uneven_s(configuration: Configuration, passes_s: FloatArray) -> float:
@@ -362,17 +489,6 @@ def host_bandwidth(hardware: Hardware) -> float:
     return direct or hardware.reliability.snapshot_bandwidth_bytes_per_s
 
 
-def _stored(tables: StageTables, shape: ScheduleShape) -> tuple[UnitLabels, ...]:
-    """Labels with tied parameters stored on every rank that reads them: they count in the first unit that does."""
-    units = list(tables.units)
-    if shape.rank_of[0] != shape.rank_of[-1]:
-        for tied in tables.tied:
-            for number in tied.units[1:]:
-                elements = units[number].parameter_elements + tied.elements
-                units[number] = replace(units[number], parameter_elements=elements)
-    return tuple(units)
-
-
 def _trained(tables: StageTables) -> list[int]:
     """Trained parameters of every unit, at least 1."""
     trained = {parameter.node for parameter in tables.parts.graph.parameters if parameter.gradient is not None}
@@ -380,9 +496,8 @@ def _trained(tables: StageTables) -> list[int]:
 
 
 def _equal(one: UnitLabels, other: UnitLabels) -> bool:
-    times = ("forward_s", "backward_s", "step_s", "recompute", "entry", "exit")
-    sizes = ("activation_bytes", "transient_bytes", "parameter_elements", "expert_elements")
-    return one is other or all(np.array_equal(getattr(one, n), getattr(other, n)) for n in (*times, *sizes))
+    names = [field.name for field in fields(one) if field.name not in ("assignments", "sequence_parallel")]
+    return one is other or all(np.array_equal(getattr(one, n), getattr(other, n)) for n in names)
 
 
 def _merged(kinds: list[Fragments], counts: list[int]) -> tuple[list[Fragments], list[int]]:
@@ -399,5 +514,5 @@ def _merged(kinds: list[Fragments], counts: list[int]) -> tuple[list[Fragments],
 
 
 def _alike(one: Fragments, other: Fragments) -> bool:
-    fields = ("values", "entry", "exit", "labels")
-    return len(one) == len(other) and all(np.array_equal(getattr(one, f), getattr(other, f)) for f in fields)
+    names = ("values", "entry", "exit", "labels")
+    return len(one) == len(other) and all(np.array_equal(getattr(one, n), getattr(other, n)) for n in names)
