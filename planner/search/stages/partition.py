@@ -75,7 +75,7 @@ class Partition:
 def partition(task: PartitionTask, *, width: int = WIDTH) -> Partition | None:
     """The best partition; None where none fits.
 
-    On one rank it is exact but for very many ways that trade one thing for another
+    On one rank it is exact where `width` ways through the first units suffice
     (`planner.search.stages.one_rank`). With one chunk a rank it is exact while no fragment has more than `width` ways
     and the limit settles within `SCANS` trials, and bounded otherwise. Several chunks share the memory of their rank
     in proportion to what an average unit takes in each, and their bound is that without the memory limit's share in it.
@@ -83,7 +83,7 @@ def partition(task: PartitionTask, *, width: int = WIDTH) -> Partition | None:
     if task.units < task.pieces:
         return None
     if task.pieces == 1:
-        return _whole(task)
+        return _whole(task, width)
     if task.chunks > 1 and task.units <= SHORT:
         settled, found = _settled(task, width)
         if settled:
@@ -105,9 +105,9 @@ def partition(task: PartitionTask, *, width: int = WIDTH) -> Partition | None:
     return best and replace(best, lower_bound_s=min(bound, best.objective_s))
 
 
-def _whole(task: PartitionTask) -> Partition | None:
+def _whole(task: PartitionTask, width: int) -> Partition | None:
     """The whole network on one rank."""
-    ways, bound = choose(task)
+    ways, bound = choose(task, width)
     if ways is None:
         return None
     kinds = [kind for kind, count in zip(task.kinds, task.counts, strict=True) for _ in range(count)]
@@ -136,7 +136,7 @@ def proves_misfit(task: PartitionTask, tried: PartitionTask, width: int) -> bool
     if task.units < task.pieces:
         return True
     if task.pieces == 1:
-        return bool(np.isinf(choose(task)[1]))
+        return bool(np.isinf(choose(task, width)[1]))
     if tried is not task:
         return False
     if task.chunks == 1:
