@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph
-from simulator.errors import UnsupportedError
+from simulator.errors import InputError
 from simulator.program import Kernel
 
 Amount = TypeVar("Amount", float, NDArray[np.float64])
@@ -21,12 +21,16 @@ Amount = TypeVar("Amount", float, NDArray[np.float64])
 class Optimizer:
     """What an optimizer keeps and moves for each trained number.
 
-    ``states`` are float32 numbers kept beside the parameter; ``flops`` are those of one update.
+    ``states`` are float32 numbers kept beside the parameter; ``flops`` are those of one update. ``again`` are float32
+    numbers that it moves beside what one pass over parameter, gradient and states does; ``sums`` are numbers of each
+    parameter that it needs of the whole tensor, which ranks with shards of it add up before they update.
     """
 
     name: str
     states: int
     flops: int
+    again: int = 0
+    sums: int = 0
 
 
 OPTIMIZERS: Mapping[str, Optimizer] = {
@@ -34,6 +38,9 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     "momentum": Optimizer(name="momentum", states=1, flops=4),
     "adam": Optimizer(name="adam", states=2, flops=12),
     "adamw": Optimizer(name="adamw", states=2, flops=14),
+    # You et al., Large batch optimization for deep learning (arXiv:1904.00962), algorithm 2: Adam's direction is
+    # written, read with the parameter for both norms, and both are read again for the update.
+    "lamb": Optimizer(name="lamb", states=2, flops=20, again=5, sums=2),
 }
 
 
@@ -48,10 +55,9 @@ SHAPE_ONLY: Mapping[str, int] = {"nll_loss_backward": 1}
 
 
 def optimizer(name: str) -> Optimizer:
-    """Look an optimizer up; raises UnsupportedError for one without an elementwise update."""
+    """Look an optimizer up; raises InputError for one that is not known."""
     if name not in OPTIMIZERS:
-        known = ", ".join(OPTIMIZERS)
-        raise UnsupportedError(f"optimizer {name!r} is not supported yet; choose one of {known}")
+        raise InputError(f"optimizer {name!r} is not one of {', '.join(OPTIMIZERS)}; choose one of them")
     return OPTIMIZERS[name]
 
 
@@ -62,8 +68,30 @@ def state_bytes(update: Optimizer, dtype: str) -> int:
 
 
 def update_traffic(update: Optimizer, dtype: str) -> int:
-    """Bytes an update reads and writes for each element: parameter, gradient, and every state twice."""
-    return 3 * DTYPE_BYTES[dtype] + 2 * state_bytes(update, dtype)
+    """Bytes an update reads and writes for each element of a parameter whose gradient has its type."""
+    size = DTYPE_BYTES[dtype]
+    return update_bytes(update, size, size)
+
+
+def update_bytes(update: Optimizer, size: int, gradient_bytes: Amount) -> Amount:
+    """Bytes an update reads and writes for each element.
+
+    The gradient is read, every state read and written. A parameter with a float32 copy among the states is written
+    only, another is read and written.
+
+    Parameters
+    ----------
+    size, gradient_bytes
+        Bytes of an element of the parameter and of its gradient.
+    """
+    wide = max(4, size)
+    moved = (2 * update.states + update.again) * wide + (2 * wide + size if size < wide else 2 * size)
+    return gradient_bytes + moved
+
+
+def sum_bytes(update: Optimizer, dtype: str) -> int:
+    """Bytes for each parameter of the message in which its ranks add up what the update needs of the whole tensor."""
+    return update.sums * max(4, DTYPE_BYTES[dtype])
 
 
 def traffic_bytes(graph: OperatorGraph, node: Node, shares: Sequence[Amount]) -> Amount:

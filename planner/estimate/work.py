@@ -31,6 +31,7 @@ from planner.estimate.transformer_work import (
     sent_copies,
     tensor_messages,
 )
+from planner.work import OPTIMIZERS, update_bytes
 from simulator.collectives import ALGORITHMS, algorithm_costs
 from simulator.hardware import Hardware
 from simulator.kernels import attention_time, grouped_matmul_time, kernel_time, matmul_time
@@ -357,14 +358,11 @@ def _choose(condition: npt.NDArray[np.bool_], yes: _Pair, no: _Pair) -> _Pair:
 
 
 def _optimizer_seconds(hardware: Hardware, c: Columns, element: float) -> FloatArray:
-    """Adam in mixed precision: reads gradient, master weight and moments, writes the last three and the parameter.
-
-    Before it the gradients are read for their norm and written as zeros afterwards.
-    """
+    """An update by Adam; before it the gradients are read for their norm, and written as zeros afterwards."""
     outer = np.where(c.sharding == 3, np.maximum(c.dp / c.shard_group, 1.0), 1.0)
-    moved = np.zeros_like(c.tp)
+    moved, each = np.zeros_like(c.tp), update_bytes(OPTIMIZERS["adam"], int(element), c.gradient_bytes)
     for parameters, copies in ((c.dense_parameters, c.replicas), (c.expert_parameters, c.expert_replicas)):
         share = np.where(c.sharding >= 1, np.maximum(copies / outer, 1.0), 1.0)
-        moved += parameters * c.trained_fraction / share * (c.gradient_bytes + 24 + element)
+        moved += parameters * c.trained_fraction / share * each
         moved += parameters * c.trained_fraction / np.where(c.sharding >= 2, share, 1.0) * 8
     return kernel_time(hardware, Kernel.OPTIMIZER, "float32", np.zeros(1), moved)

@@ -1,4 +1,8 @@
-"""Optimizers as element-wise functions of a stored shard, so that they work on any piece of a parameter."""
+"""Optimizers as functions of a stored shard, so that they work on any piece of a parameter.
+
+All but LAMB are element-wise. LAMB needs the norms of whole tensors: each rank squares its own piece, the ranks add
+that up, and with the sums each updates its piece.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from simulator.errors import InputError, UnsupportedError
+from simulator.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +32,7 @@ DEFAULTS = {
     "momentum": Hyperparameters(learning_rate=1e-2),
     "adam": Hyperparameters(learning_rate=1e-3),
     "adamw": Hyperparameters(learning_rate=3e-4, weight_decay=1e-2),
+    "lamb": Hyperparameters(learning_rate=2e-3, epsilon=1e-6, weight_decay=1e-2),
 }
 
 FUSED_DEVICES = ("cpu", "cuda")
@@ -35,6 +40,22 @@ FUSED_DEVICES = ("cpu", "cuda")
 
 StepFunction = Callable[[Tensor, Tensor], None]
 """Changes a parameter in place, given its gradient; keeps its own state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummedStep:
+    """An update in two parts: what it needs of the whole tensor, then the change of this piece.
+
+    ``begin`` gives what ranks with other pieces add up, given parameter and gradient; ``finish`` changes the parameter
+    in place, given the sums.
+    """
+
+    begin: Callable[[Tensor, Tensor], Tensor]
+    finish: StepFunction
+
+    def __call__(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Update a parameter that is whole."""
+        self.finish(parameter, self.begin(parameter, gradient))
 
 
 def hyperparameters(
@@ -45,11 +66,6 @@ def hyperparameters(
     With a batch given, momentum's default rate is in proportion to it, 0.1 for 256 samples: Goyal et al.,
     *Accurate, large minibatch SGD*, 2017.
     """
-    if optimizer == "lamb":
-        raise UnsupportedError(
-            "optimizer 'lamb' needs the norm of whole parameters, which execution does not gather yet; "
-            "plan with --optimizer adamw"
-        )
     if optimizer not in DEFAULTS:
         raise InputError(f"optimizer {optimizer!r} is not one of {', '.join(DEFAULTS)}; choose one of them")
     found = DEFAULTS[optimizer]
@@ -61,11 +77,13 @@ def hyperparameters(
     return replace(found, learning_rate=learning_rate)
 
 
-def make_step(optimizer: str, constants: Hyperparameters) -> StepFunction:
+def make_step(optimizer: str, constants: Hyperparameters) -> StepFunction | SummedStep:
     """Make the update of one parameter; its state begins at zero with the first gradient.
 
     The formulas and their order of rounding are those of `torch.optim`, so that both agree to the last bits.
     """
+    if optimizer == "lamb":
+        return _lamb(constants)
     makers = {"sgd": _sgd, "momentum": _momentum, "adam": _adam, "adamw": _adamw}
     return _in_single_precision(makers[optimizer](constants))
 
@@ -174,6 +192,63 @@ def _plain_adam(
     parameter.addcdiv_(first, denominator, value=-constants.learning_rate / (1 - constants.beta1**count))
 
 
+def _lamb(constants: Hyperparameters) -> SummedStep:
+    """LAMB: You et al., *Large batch optimization for deep learning* (arXiv:1904.00962), algorithm 2.
+
+    With the direction ``u = m / (sqrt(v) + epsilon) + decay w`` of Adam's corrected moments, a parameter moves by
+    ``rate ‖w‖ / ‖u‖ u``, and by ``rate u`` where a norm is zero. Parameters of low precision have a float32 copy.
+    """
+    kept: dict[str, Tensor] = {}
+    count = 0
+
+    def begin(parameter: Tensor, gradient: Tensor) -> Tensor:
+        nonlocal count
+        narrow = is_narrow(parameter.dtype)
+        if not kept:
+            kept["weight"] = parameter.float() if narrow else parameter
+            kept["first"], kept["second"] = torch.zeros_like(kept["weight"]), torch.zeros_like(kept["weight"])
+        count += 1
+        weight, gradient = kept["weight"], gradient.to(kept["weight"].dtype)
+        kept["first"].lerp_(gradient, 1 - constants.beta1)
+        kept["second"].mul_(constants.beta2).addcmul_(gradient, gradient, value=1 - constants.beta2)
+        denominator = (kept["second"] / (1 - constants.beta2**count)).sqrt_().add_(constants.epsilon)
+        direction = (kept["first"] / (1 - constants.beta1**count)).div_(denominator)
+        kept["direction"] = direction.add_(weight, alpha=constants.weight_decay)
+        return torch.stack([weight.square().sum(), direction.square().sum()])
+
+    def finish(parameter: Tensor, sums: Tensor) -> None:
+        weight, direction = sums.sqrt().unbind()
+        ratio = torch.where((weight > 0) & (direction > 0), weight / direction, torch.ones_like(weight))
+        kept["weight"].sub_(kept.pop("direction").mul_(ratio * constants.learning_rate))
+        if kept["weight"] is not parameter:
+            parameter.copy_(kept["weight"])
+
+    return SummedStep(begin=begin, finish=finish)
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB on whole parameters, formula by formula as published; `torch.optim` has none."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], constants: Hyperparameters) -> None:
+        super().__init__(parameters, {})
+        self.constants = constants
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        c = self.constants
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+            for name, beta, value in (("m", c.beta1, parameter.grad), ("v", c.beta2, parameter.grad**2)):
+                state[name] = beta * state.get(name, torch.zeros_like(parameter)) + (1 - beta) * value
+            m, v = state["m"] / (1 - c.beta1 ** state["step"]), state["v"] / (1 - c.beta2 ** state["step"])
+            direction = m / (v.sqrt() + c.epsilon) + c.weight_decay * parameter
+            sizes = float(parameter.norm()), float(direction.norm())
+            ratio = sizes[0] / sizes[1] if min(sizes) > 0 else 1.0
+            parameter.sub_(c.learning_rate * ratio * direction)
+
+
 def torch_optimizer(
     optimizer: str, constants: Hyperparameters, parameters: list[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
@@ -185,6 +260,8 @@ def torch_optimizer(
         return torch.optim.SGD(parameters, lr=rate, momentum=constants.momentum)
     if optimizer == "adam":
         return torch.optim.Adam(parameters, lr=rate, betas=betas, eps=constants.epsilon)
+    if optimizer == "lamb":
+        return Lamb(parameters, constants)
     return torch.optim.AdamW(
         parameters, lr=rate, betas=betas, eps=constants.epsilon, weight_decay=constants.weight_decay
     )

@@ -14,6 +14,7 @@ from planner.lowering.chunk_passes import Draft, PassWriter
 from planner.lowering.placed import PlacedGraph, local_share
 from planner.lowering.representatives import Representatives, representatives
 from planner.lowering.segment import host_copy
+from planner.lowering.sums import summed
 from planner.lowering.unit_work import Mark, Part, UnitWork, units_work
 from planner.strategy.plan import Plan
 from planner.work import update_traffic
@@ -286,6 +287,9 @@ def _updates(lowering: _Lowering, rank: int) -> list[tuple[int, int]]:
                 bytes_moved=elements * update_traffic(update, node.outputs[0].dtype),
             )
         )
+    for message in summed(source, _rank_parameters(lowering, rank).items()):
+        found.append((len(lowering.tasks), 1))
+        lowering.tasks.append(message.task)
     if source.options.offload_optimizer:
         found.append((len(lowering.tasks), 1))
         lowering.tasks.append(host_copy(moved))
