@@ -13,7 +13,7 @@ from planner.search.configurations.whole_units import chunk_times, least_turns, 
 from planner.search.stages.fragments import BACKLOG, FILL, QUEUE, RESIDENT, STEADY, FloatArray
 from planner.search.stages.rank_memory import least_busiest
 from planner.search.stages.segments import PartitionTask
-from planner.search.units.labels import StageTables, Weights
+from planner.search.units.labels import StageTables
 from planner.work import traffic_bytes
 from simulator.corrections import kernel_factor, message_time
 from simulator.hardware import Hardware
@@ -73,7 +73,7 @@ def even_bound(configuration: Configuration, passes_s: float) -> float:
 
 def least_passes(tables: StageTables) -> FloatArray:
     """(units,) least seconds of both passes of each unit of the folded chain, all strategies considered."""
-    return np.array([float(table.min()) for table in tables.matrices(Weights())])
+    return tables.least_passes_s
 
 
 def passes_bound(

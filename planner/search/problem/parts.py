@@ -372,23 +372,40 @@ class Parts:
     def saved_charges(
         self, tensor: TensorRef, readers: Collection[int], owner: int | None
     ) -> Iterator[tuple[Scope, FloatArray]]:
-        """Bytes of keeping a tensor for the variables whose backward operators read it.
+        """Bytes of keeping a tensor for the variables whose backward operators read it, as `saved_pieces` says."""
+        for scope, placements, differs in self.saved_pieces(tensor, readers, owner):
+            size = self.local_bytes(tensor, placements)
+            yield scope, size if differs is None else differs * size[None, :]
+
+    def saved_pieces(
+        self, tensor: TensorRef, readers: Collection[int], owner: int | None
+    ) -> Iterator[tuple[Scope, NDArray[np.int64], NDArray[np.bool_] | None]]:
+        """Placements in which a tensor is kept for the variables whose backward operators read it.
 
         Charged once per placement it is kept in: to its writer `owner` where that reads it itself, else to its
         station, else to its reader; a reader in another placement than the keeper's has a copy of its own.
+
+        Yields
+        ------
+        scope : tuple of int
+            The variable that is charged, or the keeper and the reader.
+        placements : array, shape (axes, states)
+            By state of the last variable of the scope.
+        differs : array, shape (states of the keeper, states of the reader), optional
+            Where there is a copy.
         """
         keeper = owner if owner in readers else self.station_of.get(tensor)
         if keeper is not None:
-            yield (keeper,), self.written_bytes(tensor, keeper)
+            yield (keeper,), self.states(keeper).placements(tensor, reads=False), None
         for reader in sorted(set(readers) - {keeper, owner}):
-            size = self.read_bytes(tensor, reader)
+            placements = self.states(reader).placements(tensor, reads=True)
             if keeper is None:
-                yield (reader,), size
+                yield (reader,), placements, None
             else:
                 rank = len(self.graph.spec(tensor).shape)
                 kept = self.states(keeper).numbers(tensor, rank, reads=False)
                 read = self.states(reader).numbers(tensor, rank, reads=True)
-                yield (keeper, reader), (kept[:, None] != read[None, :]) * size[None, :]
+                yield (keeper, reader), placements, kept[:, None] != read[None, :]
 
     @cached_property
     def saved(self) -> Mapping[TensorRef, set[int]]:

@@ -123,6 +123,16 @@ def minima(plan: Elimination, tables: Sequence[FloatArray], shape: tuple[int, ..
     return Minima(np.broadcast_to(rest, (count, *shape)), tuple(best))
 
 
+def lowest(plan: Elimination, tables: Sequence[FloatArray], shape: tuple[int, ...]) -> FloatArray:
+    """The table of `minima` alone."""
+    count = tables[0].shape[0]
+    pool = dict(enumerate(tables))
+    for number, step in enumerate(plan.steps, len(tables)):
+        pool[number] = _sum(step.terms, pool, count).min(axis=-1)
+    rest = _sum(plan.rest, pool, count) if plan.rest else np.zeros((count, *(1 for _ in shape)))
+    return np.broadcast_to(rest, (count, *shape))
+
+
 def _sum(terms: Sequence[_Term], pool: dict[int, FloatArray], count: int) -> FloatArray:
     total: FloatArray | None = None
     for term in terms:

@@ -6,7 +6,7 @@ not depend on the data and pipeline degrees: one table serves all plans with the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -25,7 +25,9 @@ from planner.search.units.records import (
     Weights,
 )
 from planner.search.units.rules import rules_of
-from planner.search.units.stage_tables import Stage, StageDecisions, StageOptions, stage_decisions
+from planner.search.units.stage_decisions import StageDecisions, stage_decisions
+from planner.search.units.stage_shape import StageOptions
+from planner.search.units.stage_tables import Stage
 from planner.search.units.sweep import unit_labels
 from planner.sharding.context import Algorithm
 from planner.sharding.placement import Mesh
@@ -65,12 +67,28 @@ class StageTables:
         self.decisions = decisions
         self.context_algorithm = context_algorithm
         self.chain = decisions.chain
-        self.parts = parts
         self._stage = Stage(decisions, parts, options)
-        self.boundaries = self._stage.boundaries
+        self.parts = self._stage.parts
         self.boundary_bytes = tuple(float(parts.graph.spec(b.forward).size_bytes) for b in self.chain.boundaries)
-        self._shared = self._stage.best_shared()
-        self.tied = tuple(self._tied())
+
+    @property
+    def boundaries(self) -> tuple[BoundaryStates, ...]:
+        """States of each boundary with their bytes."""
+        return self._stage.boundaries
+
+    @property
+    def least_passes_s(self) -> FloatArray:
+        """(units,) least seconds of both passes of each unit of the folded chain, all strategies considered."""
+        return self._stage.least_passes_s
+
+    @cached_property
+    def _shared(self) -> Mapping[int, int]:
+        return self._stage.best_shared()
+
+    @cached_property
+    def tied(self) -> tuple[TiedParameter, ...]:
+        """Parameters that several units read, in the placement of all labels."""
+        return tuple(self._tied())
 
     @cached_property
     def problem(self) -> Problem:
@@ -113,8 +131,16 @@ class StageTables:
             tensor = self.decisions.decisions.variables[station].tensor
             assert tensor is not None  # a station of a parameter
             owners = tuple(n for n, m in enumerate(self.decisions.models) if station in m.shared)
-            elements = stage.tied_elements(station, self._shared)
-            yield TiedParameter(node=tensor.node, units=owners, elements=elements)
+            whole = stage.tied_elements(station, self._shared)
+            stored = min(whole, self._stored_elements(tensor.node, owners[0]))
+            yield TiedParameter(node=tensor.node, units=owners, elements=stored, whole_elements=whole)
+
+    def _stored_elements(self, parameter: int, owner: int) -> float:
+        """Local elements of a tied parameter as the fastest way to run the unit that it counts in stores it."""
+        unit = self.units[owner]
+        fastest = int(np.argmin(unit.forward_s + unit.backward_s + unit.step_s))
+        number = self.decisions.decisions.of_node[parameter]
+        return float(self.parts.elements(self.parts.states(number))[unit.assignments[fastest][number]])
 
 
 def stage_tables(

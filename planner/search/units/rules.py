@@ -13,7 +13,9 @@ from planner.search.problem.parts import Parts, Setting
 from planner.search.problem.solution import template_name
 from planner.search.problem.variables import Kind
 from planner.search.units.records import Weights
-from planner.search.units.stage_tables import Stage, StageDecisions, StageOptions
+from planner.search.units.stage_decisions import StageDecisions
+from planner.search.units.stage_shape import StageOptions
+from planner.search.units.stage_tables import Stage
 from planner.sharding.placement import REPLICATE, Mesh, MeshAxis
 from planner.sharding.rules import Rule
 from planner.strategy.plan import LayerRules, NodeRules

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from planner.search.units.factors import Part
 from planner.search.units.records import UnitLabels, Weights
-from planner.search.units.stage_tables import ENTRY, EXIT, Stage, Tabled
+from planner.search.units.stage_shape import ENTRY, EXIT
+from planner.search.units.stage_tables import Stage, Tabled
 from planner.search.units.transient import gradients_in_flight
 
 FloatArray = NDArray[np.float64]
@@ -115,7 +116,13 @@ def _labels(
         backward_communication_s=(parts[Part.BACKWARD_COMMUNICATION] + again_communication)[best],
         activation_bytes=kept[best],
         transient_bytes=transient[best] + gradients,
+        recomputed_bytes=transient[best],
         step_s=parts[Part.STEP, best],
+        gather_s=parts[Part.GATHER, best],
+        again_s=again[best],
+        late_s=parts[Part.LATE, best],
+        gathered_elements=parts[Part.GATHERED, best],
+        unsummed_elements=parts[Part.UNSUMMED, best],
         parameter_elements=parts[Part.ELEMENTS, best],
         expert_elements=parts[Part.EXPERT_ELEMENTS, best],
         recompute=mode[best],

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from planner.graph.operator_graph import Role, TensorRef
 from planner.graph.recompute import MODES
 from planner.search.problem.parts import Parts
-from planner.search.units.factors import UnitModel
+from planner.search.units.unit_model import UnitModel
 from simulator.program import Kernel, Phase
 
 FloatArray = NDArray[np.float64]
@@ -52,7 +52,7 @@ def gradients_in_flight(model: UnitModel, parts: Parts, states: Mapping[int, Int
     change = np.zeros((len(order) + 2, count))
     brief = np.zeros((len(order) + 1, count))
     made = set(order)
-    arrived = {r for i in order for r in graph.nodes[i].tensor_inputs if _arrives(model, r)}
+    arrived = {r for i in order for r in graph.nodes[i].tensor_inputs if _arrives(model, r)} - final
     for ref in arrived:
         change[0] += _bytes(parts, states, ref, model.exit, count)
         change[last[ref] + 1] -= _bytes(parts, states, ref, model.exit, count)

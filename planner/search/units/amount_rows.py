@@ -1,0 +1,231 @@
+"""Rows of amounts that are worked out together: kernels, messages, and pieces of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.problem.costs import MeshCosts
+from planner.sharding.inner_messages import waiting_time
+from planner.sharding.rule_notation import InnerMessage
+from planner.work import local_product
+from simulator.corrections import kernel_factor
+from simulator.kernels import kernel_time, matmul_time
+from simulator.program import Collective, Kernel
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+class Scaled:
+    """Numbers that grow with the batch and are shared out over axes.
+
+    Number i of a case is ``whole[i] * ratio ** growth[i] * share[axes[i]]``, with the case's batch over that of the
+    graph, and what is left of a tensor that the axes of a mask cut.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[FloatArray, IntArray, IntArray]] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, whole: FloatArray, growth: int | IntArray, axes: IntArray) -> None:
+        """Add numbers, arrays of shape (n,)."""
+        self._rows.append((whole, np.broadcast_to(growth, whole.shape), axes))
+        self._count += len(whole)
+
+    def close(self) -> None:
+        """Join what was added."""
+        self.whole = np.concatenate([np.zeros(0), *(w for w, _, _ in self._rows)])
+        self.growth = np.concatenate([np.zeros(0, dtype=np.int64), *(g for _, g, _ in self._rows)])
+        self.axes = np.concatenate([np.zeros(0, dtype=np.int64), *(a for _, _, a in self._rows)])
+        self._rows = []
+
+    def values(self, ratio: FloatArray, share: FloatArray) -> FloatArray:
+        """All numbers, shape (cases, n); `ratio` has shape (cases,), `share` (cases, masks)."""
+        return np.asarray(scaled(self.whole, self.growth, ratio) * share[:, self.axes])
+
+
+def scaled(whole: FloatArray, growth: IntArray, ratio: FloatArray) -> FloatArray:
+    """Numbers at other batches, shape (cases, n)."""
+    powers = ratio[:, None] ** np.arange(int(growth.max(initial=0)) + 1)
+    return np.asarray(whole * powers[:, growth])
+
+
+@dataclass(slots=True)
+class _Group:
+    """Kernels of one class and dtype: rows, operations and their share, and for each port bytes and their share."""
+
+    rows: list[IntArray] = field(default_factory=list)
+    work: Scaled = field(default_factory=Scaled)
+    ports: list[Scaled] = field(default_factory=list)
+    sizes: list[Scaled] = field(default_factory=list)
+
+
+class Kernels:
+    """Kernels of operators, a row for each state of each operator."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[Kernel, str, bool, int], _Group] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(
+        self,
+        kind: tuple[Kernel, str],
+        flops: tuple[float, int],
+        work: IntArray,
+        moved: Sequence[tuple[float, int]],
+        ports: Sequence[IntArray],
+        product: Sequence[tuple[float, int]] | None,
+    ) -> IntArray:
+        """Add an operator and return its rows, shape (states,).
+
+        Parameters
+        ----------
+        flops : tuple
+            Operations of the whole operator, and whether they grow with the batch.
+        work : array, shape (states,)
+            Masks of the axes that share the work.
+        moved : sequence of tuple
+            Bytes of each port with their growth.
+        ports : sequence of array, shape (states,)
+            Masks of the axes that cut each port.
+        product : sequence of tuple, optional
+            Batch, m, n and k of a matrix product with their growth.
+        """
+        rows = np.arange(self._count, self._count + len(work))
+        self._count += len(work)
+        group = self._groups.setdefault((*kind, product is not None, len(moved)), _Group())
+        group.rows.append(rows)
+        group.work.add(np.full(len(work), flops[0]), flops[1], work)
+        if not group.ports:
+            group.ports = [Scaled() for _ in moved]
+            group.sizes = [Scaled() for _ in product or ()]
+        for port, (size, growth), axes in zip(group.ports, moved, ports, strict=False):
+            port.add(np.full(len(axes), size), growth, axes)
+        for dim, (size, growth) in zip(group.sizes, product or (), strict=True):
+            dim.add(np.full(len(work), size), growth, work)
+        return rows
+
+    def close(self) -> None:
+        """Join what was added."""
+        for group in self._groups.values():
+            group.rows = [np.concatenate(group.rows)]
+            for numbers in (group.work, *group.ports, *group.sizes):
+                numbers.close()
+
+    def seconds(self, costs: Sequence[MeshCosts], ratio: FloatArray, share: FloatArray) -> FloatArray:
+        """Seconds of every kernel alone, shape (cases, kernels)."""
+        found = np.zeros((len(costs), self._count))
+        hardware = costs[0].hardware
+        for (kernel, dtype, product, _), group in self._groups.items():
+            if product and hardware.matmul_models:
+                work = share[:, group.work.axes]
+                first, second, result = (share[:, port.axes] for port in group.ports[-3:])
+                sizes = [scaled(dim.whole, dim.growth, ratio) for dim in group.sizes]
+                batch, m, n, k = local_product(sizes, (first, second, result), work)
+                time = matmul_time(hardware, dtype, m, n, k, batch)
+            else:
+                flops = group.work.values(ratio, share)
+                moved = np.zeros_like(flops)
+                for port in group.ports:
+                    moved = moved + port.values(ratio, share)
+                time = kernel_time(hardware, kernel, dtype, flops, moved)
+            factors = [kernel_factor(hardware, kernel, dtype, cost.mesh.size) for cost in costs]
+            found[:, group.rows[0]] = time * np.array(factors)[:, None]
+        return found
+
+
+@dataclass(slots=True)
+class _Inner:
+    """Messages of one kind inside operators: rows of their kernels, payloads that stay, and ports that grow."""
+
+    message: InnerMessage
+    rows: list[IntArray] = field(default_factory=list)
+    fixed: list[FloatArray] = field(default_factory=list)
+    ports: list[Scaled] = field(default_factory=list)
+
+
+class Messages:
+    """Messages inside operators, and between them as *slots*: slot 0 is none."""
+
+    def __init__(self) -> None:
+        self._inner: dict[tuple[object, ...], _Inner] = {}
+        self._axes: dict[tuple[object, ...], int] = {}
+        self._payloads = Scaled()
+        self._payloads.add(np.zeros(1), 0, np.zeros(1, dtype=np.int64))
+        self._slots: dict[tuple[Collective, int, bool], list[int]] = {}
+
+    @property
+    def count(self) -> int:
+        """Number of slots."""
+        return len(self._payloads)
+
+    def add(
+        self,
+        message: InnerMessage,
+        axis: int,
+        rows: IntArray,
+        fixed: float,
+        sent: Sequence[tuple[float, int, IntArray]],
+    ) -> None:
+        """Add a message inside the kernels `rows`; `sent` are bytes, growth and masks (rows,) of what is sent."""
+        key = (message.collective, axis, message.circulating, message.overlapped, len(sent))
+        group = self._inner.setdefault(key, _Inner(message))
+        self._axes[key] = axis
+        group.rows.append(rows)
+        group.fixed.append(np.full(len(rows), fixed))
+        if not group.ports:
+            group.ports = [Scaled() for _ in sent]
+        for port, (size, growth, axes) in zip(group.ports, sent, strict=True):
+            port.add(np.full(len(axes), size), growth, axes)
+
+    def slots(
+        self, kinds: Sequence[tuple[Collective, int, tuple[int, ...]]], size: float, growth: int, fused: bool
+    ) -> int:
+        """Add the messages of a tensor of `size` bytes, and return the number of the first."""
+        first = self.count
+        masks = np.array([sum(1 << axis for axis in sharded) for _, _, sharded in kinds], dtype=np.int64)
+        self._payloads.add(np.full(len(kinds), size), growth, masks)
+        for number, (collective, axis, _) in enumerate(kinds, first):
+            self._slots.setdefault((collective, axis, fused), []).append(number)
+        return first
+
+    def close(self) -> None:
+        """Join what was added."""
+        self._payloads.close()
+        for group in self._inner.values():
+            group.rows, group.fixed = [np.concatenate(group.rows)], [np.concatenate(group.fixed)]
+            for port in group.ports:
+                port.close()
+
+    def seconds(self, costs: MeshCosts, ratio: FloatArray, share: FloatArray) -> FloatArray:
+        """Seconds of all slots on one mesh, shape (cases, slots)."""
+        payloads = np.maximum(self._payloads.values(ratio, share), 1.0)
+        found = np.zeros_like(payloads)
+        for (collective, axis, fused), slots in self._slots.items():
+            sent = payloads[:, slots]
+            found[:, slots] = costs.message_time(collective, axis, sent.ravel(), fused).reshape(sent.shape)
+        return found
+
+    def waits(self, costs: MeshCosts, ratio: FloatArray, share: FloatArray, work_s: FloatArray) -> FloatArray:
+        """Seconds that each kernel waits for the messages inside it on one mesh, shape (cases, kernels)."""
+        inside = np.zeros_like(work_s)
+        for key, group in self._inner.items():
+            axis, rows = self._axes[key], group.rows[0]
+            payload = np.broadcast_to(group.fixed[0], (len(ratio), len(rows)))
+            for port in group.ports:
+                payload = payload + port.values(ratio, share)
+            sent = costs.message_time(group.message.collective, axis, np.maximum(payload, 1.0).ravel())
+            size = costs.mesh.axes[axis].size
+            waits = waiting_time(group.message, size, sent.reshape(payload.shape), work_s[:, rows])
+            np.add.at(inside.T, rows, np.where(payload > 0, waits, 0.0).T)
+        return inside

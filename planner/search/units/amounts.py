@@ -1,0 +1,289 @@
+"""Seconds and bytes of a stage as one row of numbers: taken down once, worked out for many meshes and batches at once.
+
+What the operators of a network take on a stage mesh depends on the axes' sizes, the links that they use and the
+micro-batch; which operators, messages and tensors there are, and how a state divides them, does not. `AmountLedger`
+takes the latter down and numbers every amount; `Amounts` works all of them out, a row for each `Case`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, TensorRef, TensorSpec
+from planner.search.problem.costs import MeshCosts
+from planner.search.problem.parts import Parts, States
+from planner.search.problem.variables import Edge, masks
+from planner.search.units.amount_rows import Kernels, Messages, Scaled
+from planner.sharding.inner_messages import inner_messages
+from planner.sharding.placement import PARTIAL, REPLICATE
+from planner.sharding.redistribution import StepTable, placement_index, step_table
+from planner.work import is_product, traffic_sizes
+from simulator.program import Kernel
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+NOTHING = -1
+"""Number of an amount that is zero."""
+_WORK, _WAIT, _MOVE, _BYTES, _EXCESS = range(5)
+_KINDS = 5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """One mesh, with times of its messages, at one batch."""
+
+    costs: MeshCosts
+    batch: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Equal for equal cases of one `StageDecisions`."""
+        return id(self.costs), self.batch
+
+
+@dataclass(slots=True)
+class _Cells:
+    """Ways of tensors between placements: numbers of the messages of each, (cells, steps)."""
+
+    steps: list[IntArray] = field(default_factory=list)
+    count: int = 0
+
+
+class AmountLedger:
+    """Numbers amounts as they are asked for; equal ones have one number.
+
+    Parameters
+    ----------
+    parts : Parts
+        Gives states; its graph the sizes, which grow with the batch from there.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts, self.graph = parts, parts.graph
+        self.axes = len(parts.sizes)
+        self.kernels = Kernels()
+        self.messages = Messages()
+        self.bytes = Scaled()
+        self._excesses: dict[tuple[int, int], int] = {}
+        self._byte_numbers: dict[tuple[float, int, int], int] = {}
+        self._seconds: dict[tuple[int, int], IntArray] = {}
+        self._moves: dict[tuple[object, ...], tuple[IntArray, NDArray[np.bool_]]] = {}
+        self._slots: dict[tuple[int, int, int, bool], int] = {}
+        self._cells = _Cells()
+
+    # Bytes
+
+    def bytes_of(self, tensor: TensorRef, placements: IntArray) -> IntArray:
+        """Bytes of one rank's piece of a tensor by state; `placements` have shape (axes, states)."""
+        spec = self.graph.spec(tensor)
+        return self._pieces(float(spec.size_bytes), _growth(spec), axes_of(placements))
+
+    def elements_of(self, tensor: TensorRef, placements: IntArray) -> IntArray:
+        """Elements of one rank's piece of a tensor, as `bytes_of`."""
+        spec = self.graph.spec(tensor)
+        return self._pieces(float(spec.elements), _growth(spec), axes_of(placements))
+
+    def elements(self, states: States) -> IntArray:
+        """Local elements of a parameter in each state."""
+        ref = TensorRef(states.variable.nodes[0])
+        return self.elements_of(ref, states.placements(ref, reads=False))
+
+    def excess(self, pieces: IntArray, others: IntArray) -> IntArray:
+        """By how much pieces of a tensor are larger than others, nothing where they are not; broadcast."""
+        pairs = np.stack(np.broadcast_arrays(pieces, others), axis=-1)
+        distinct, which = np.unique(pairs.reshape(-1, 2) // _KINDS, axis=0, return_inverse=True)
+        numbers = [
+            NOTHING if here == there else self._excesses.setdefault((here, there), len(self._excesses))
+            for here, there in distinct.tolist()
+        ]
+        found = np.array([n if n == NOTHING else int(_coded(n, _EXCESS)) for n in numbers])
+        return found[which].reshape(pairs.shape[:-1])
+
+    def _pieces(self, whole: float, growth: int, axes: IntArray) -> IntArray:
+        numbers = np.full(1 << self.axes, NOTHING, dtype=np.int64)
+        for mask in dict.fromkeys(axes.tolist()):
+            key = (whole, growth, mask)
+            if key not in self._byte_numbers:
+                self._byte_numbers[key] = len(self._byte_numbers)
+                self.bytes.add(np.array([whole]), growth, np.array([mask]))
+            numbers[mask] = _coded(self._byte_numbers[key], _BYTES)
+        return np.asarray(numbers[axes])
+
+    # Seconds of operators
+
+    def seconds(self, states: States, position: int) -> tuple[IntArray, IntArray]:
+        """Seconds of the `position`-th node of a variable by state: all of them, and the collectives inside it."""
+        key = (states.kind, position)
+        if key not in self._seconds:
+            self._seconds[key] = self._node(states, position)
+        rows = self._seconds[key]
+        return _coded(rows, _WORK), _coded(rows, _WAIT)
+
+    def _node(self, states: States, position: int) -> IntArray:
+        node = self.graph.nodes[states.variable.nodes[position]]
+        rules = [choice.rules[position] for choice in states.variable.choices]
+        work = _masks(states, np.array([rule.splits_work for rule in rules]))
+        ports = [_masks(states, np.array([r.inputs[i] >= 0 for r in rules])) for i in range(len(node.tensor_inputs))]
+        ports += [_masks(states, np.array([r.outputs[i] >= 0 for r in rules])) for i in range(len(node.outputs))]
+        specs = (*(self.graph.spec(ref) for ref in node.tensor_inputs), *node.outputs)
+        grows = [_growth(spec) for spec in specs]
+        flops = (node.flops, int(any(grows)))
+        dtype = node.outputs[0].dtype
+        moved = [] if node.kernel is Kernel.VIEW else list(zip(traffic_sizes(self.graph, node), grows, strict=True))
+        product = _product(self.graph, states.variable.nodes[position]) if is_product(node) else None
+        rows = self.kernels.add((node.kernel, dtype), flops, work, moved, ports, product)
+        for number, rule in enumerate(rules):
+            for message in inner_messages(rule):
+                fixed = float(message.elements * DTYPE_BYTES[dtype])
+                sent = [(specs[i].size_bytes / message.divisor, grows[i], ports[i]) for i in message.tensors]
+                for axis in range(self.axes):
+                    chosen = np.flatnonzero(states.choice[axis] == number)
+                    if len(chosen):
+                        self.messages.add(message, axis, rows[chosen], fixed, [(b, g, p[chosen]) for b, g, p in sent])
+        return rows
+
+    # Seconds of messages between operators
+
+    def handing_back(self, states: States) -> tuple[IntArray, NDArray[np.bool_]]:
+        """Seconds in which a station turns the summed gradient into what it hands back, and where it cannot."""
+        tensor = states.variable.tensor
+        gradient = next((r for r in states.variable.choices[0].writes if r != tensor), None)
+        if gradient is None:
+            return np.full(len(states), NOTHING, dtype=np.int64), np.zeros(len(states), dtype=np.bool_)
+        summed = [c.rules[-1].outputs[0] if c.rules else c.reads[gradient] for c in states.variable.choices]
+        before = np.array(summed, dtype=np.int64)[states.choice]
+        after = states.placements(gradient, reads=False)
+        return self._ways(gradient, before, after, masked=False, fused=False)
+
+    def moves(self, edge: Edge) -> tuple[IntArray, NDArray[np.bool_]]:
+        """Seconds from each state of an edge's writer to each of its reader, and where there is no way."""
+        parts = self.parts
+        source, target = parts.states(edge.source), parts.states(edge.target)
+        masked, fused = masks(parts.decisions.variables, edge), parts.fused(edge)
+        places = (source.place(edge.tensor, reads=False), target.place(edge.tensor, reads=True))
+        key = (source.kind, target.kind, *places, masked, fused)
+        if key not in self._moves:
+            here, there = source.placements(edge.tensor, reads=False), target.placements(edge.tensor, reads=True)
+            shape = (here.shape[1], there.shape[1])
+            numbers, impossible = self._ways(
+                edge.tensor, np.repeat(here, shape[1], 1), np.tile(there, shape[0]), masked=masked, fused=fused
+            )
+            self._moves[key] = (numbers.reshape(shape), impossible.reshape(shape))
+        return self._moves[key]
+
+    def _ways(
+        self, tensor: TensorRef, before: IntArray, after: IntArray, *, masked: bool, fused: bool
+    ) -> tuple[IntArray, NDArray[np.bool_]]:
+        """Number the ways of a tensor from placements to others, all of shape (axes, ways)."""
+        spec = self.graph.spec(tensor)
+        rank = len(spec.shape)
+        table = step_table(rank, self.axes)
+        ends = placement_index(before, rank), placement_index(after, rank)
+        impossible = ~table.possible[ends]
+        if not masked:
+            impossible |= ((before == REPLICATE) & (after == PARTIAL)).any(axis=0)
+        first = self._first_slot(rank, spec, fused, table)
+        steps = table.steps[ends]
+        slots = np.where(steps < len(table.kinds), steps + first, 0)
+        moved = (slots > 0).any(axis=1) & ~impossible
+        numbers = np.full(len(moved), NOTHING, dtype=np.int64)
+        numbers[moved] = _coded(np.arange(self._cells.count, self._cells.count + moved.sum()), _MOVE)
+        self._cells.steps.append(slots[moved])
+        self._cells.count += int(moved.sum())
+        return numbers, impossible
+
+    def _first_slot(self, rank: int, spec: TensorSpec, fused: bool, table: StepTable) -> int:
+        """Number of the first message of a tensor; those of all kinds of steps follow each other."""
+        key = (rank, spec.size_bytes, _growth(spec), fused)
+        if key not in self._slots:
+            self._slots[key] = self.messages.slots(table.kinds, float(spec.size_bytes), _growth(spec), fused)
+        return self._slots[key]
+
+    def amounts(self) -> Amounts:
+        """All that was taken down; nothing may be added afterwards."""
+        longest = max((steps.shape[1] for steps in self._cells.steps), default=1)
+        cells = [np.pad(steps, ((0, 0), (0, longest - steps.shape[1]))) for steps in self._cells.steps]
+        steps = np.concatenate(cells) if cells else np.zeros((0, 1), dtype=np.int64)
+        excesses = np.array([*self._excesses], dtype=np.int64).reshape(-1, 2)
+        return Amounts(self, steps, excesses)
+
+
+class Amounts:
+    """The amounts of a ledger, worked out for any cases."""
+
+    def __init__(self, ledger: AmountLedger, steps: IntArray, excesses: IntArray) -> None:
+        self._kernels, self._messages, self._bytes = ledger.kernels, ledger.messages, ledger.bytes
+        self._steps, self._excesses = steps, excesses
+        self._batch = ledger.graph.batch_size
+        counts = (len(self._kernels), len(self._kernels), len(steps), len(self._bytes), len(excesses))
+        self._offsets = np.cumsum([0, *counts])
+        self._kernels.close()
+        self._messages.close()
+        self._bytes.close()
+
+    def numbers(self, coded: IntArray) -> IntArray:
+        """Columns of `values` of what a ledger numbered."""
+        return np.asarray(coded // _KINDS + self._offsets[coded % _KINDS])
+
+    def values(self, cases: Sequence[Case]) -> FloatArray:
+        """Every amount of each case, shape (cases, amounts); cases are of one cluster and have the same axes."""
+        ratio = np.array([case.batch / self._batch for case in cases])
+        share = np.array([_shares(case.costs.mesh.sizes) for case in cases])
+        work_s = self._kernels.seconds([case.costs for case in cases], ratio, share)
+        inside_s, sent_s = np.zeros_like(work_s), np.zeros((len(cases), self._messages.count))
+        for costs, rows in _by_mesh(cases):
+            inside_s[rows] = self._messages.waits(costs, ratio[rows], share[rows], work_s[rows])
+            sent_s[rows] = self._messages.seconds(costs, ratio[rows], share[rows])
+        moves_s = sent_s[:, self._steps].sum(axis=-1)
+        pieces = self._bytes.values(ratio, share)
+        more = np.maximum(pieces[:, self._excesses[:, 0]] - pieces[:, self._excesses[:, 1]], 0.0)
+        return np.concatenate([work_s + inside_s, inside_s, moves_s, pieces, more], axis=1)
+
+
+def _by_mesh(cases: Sequence[Case]) -> list[tuple[MeshCosts, list[int]]]:
+    found: dict[int, tuple[MeshCosts, list[int]]] = {}
+    for row, case in enumerate(cases):
+        found.setdefault(id(case.costs), (case.costs, []))[1].append(row)
+    return list(found.values())
+
+
+def _shares(sizes: Sequence[int]) -> list[float]:
+    """What is left of a tensor that the axes of each mask cut."""
+    return [1.0 / prod(s for a, s in enumerate(sizes) if mask >> a & 1) for mask in range(1 << len(sizes))]
+
+
+def axes_of(placements: IntArray) -> IntArray:
+    """Masks of the axes that cut a tensor, by state: axis a is bit a. `placements` have shape (axes, states)."""
+    weights = 1 << np.arange(len(placements), dtype=np.int64)
+    return np.asarray(weights @ (placements >= 0), dtype=np.int64)
+
+
+def _masks(states: States, cuts: NDArray[np.bool_]) -> IntArray:
+    """Masks of the axes whose choice cuts, by state."""
+    return axes_of(np.where(cuts[states.choice], 0, -1))
+
+
+def _growth(spec: TensorSpec) -> int:
+    """How many dims grow with the batch."""
+    return sum(spec.batch_dims)
+
+
+def _product(graph: OperatorGraph, index: int) -> list[tuple[float, int]]:
+    """Batch, m, n and k of a whole product, each with how many of its dims grow with the batch."""
+    inputs = graph.nodes[index].tensor_inputs
+    left, right = graph.spec(inputs[-2]), graph.spec(inputs[-1])
+    return [
+        (float(prod(left.shape[:-2])), sum(left.batch_dims[:-2])),
+        (float(left.shape[-2]), int(left.batch_dims[-2])),
+        (float(right.shape[-1]), int(right.batch_dims[-1])),
+        (float(left.shape[-1]), int(left.batch_dims[-1])),
+    ]
+
+
+def _coded(numbers: IntArray | int, kind: int) -> IntArray:
+    return np.asarray(numbers, dtype=np.int64) * _KINDS + kind

@@ -1,0 +1,288 @@
+"""Stages whose meshes have the same axes: the tables of all of them are one set of sums, worked out many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.problem.parts import Parts
+from planner.search.units.amounts import AmountLedger, Case
+from planner.search.units.factors import PARTS, UnitFactors, rows_of
+from planner.search.units.records import Weights
+from planner.search.units.stage_shape import KeptParts, StageOptions, StageShape, divisibility, ways_of_masks
+from planner.search.units.unit_terms import UnitTerms, unit_terms
+from simulator.errors import InputError
+
+if TYPE_CHECKING:
+    from planner.search.units.stage_decisions import StageDecisions
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+MOST_NUMBERS = 4_000_000
+"""Most entries of tables that are worked out at once."""
+PASSES = Weights()
+PLAIN = Weights(step=1 / 32)
+"""A plain training step, for which tied parameters lie best."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tabled:
+    """Where the tables of one unit lie in those of a family on meshes of one shape."""
+
+    sizes: Mapping[int, int]
+    starts: tuple[int, ...]
+    entries: IntArray
+    forbidden: BoolArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Least:
+    """Least seconds of both passes of each unit of the folded chain, and the best states of tied parameters."""
+
+    passes_s: FloatArray
+    shared: Mapping[int, int]
+
+
+class Family:
+    """All stages with some axes, whatever their sizes, links and micro-batch.
+
+    Parameters
+    ----------
+    wide : Parts
+        Their states are those of all stages of the family.
+    options : StageOptions
+    """
+
+    def __init__(self, source: StageDecisions, wide: Parts, options: StageOptions) -> None:
+        self.source, self.wide, self.options = source, wide, options
+        self.shape = StageShape(source, wide, StageOptions(modes=options.modes, sequence_parallel=None))
+        self._variables = range(len(source.decisions.variables))
+        self._first_state = np.cumsum([0, *(len(wide.states(v)) for v in self._variables)])
+        self._shapes: dict[tuple[object, ...], StageShape | None] = {}
+        self._tabled: dict[tuple[int, int], Tabled] = {}
+        self._least: dict[tuple[int, int], Least] = {}
+        self._join()
+
+    def _join(self) -> None:
+        """Put the sums of all units behind each other."""
+        ledger = AmountLedger(self.wide)
+        models = {self.source.tabled(n): None for n in range(len(self.source.models))}
+        self.terms: dict[int, UnitTerms] = {n: unit_terms(self.source.models[n], ledger) for n in models}
+        self.amounts = ledger.amounts()
+        starts = np.cumsum([0, *(terms.entries for terms in self.terms.values())])
+        self._starts = dict(zip(self.terms, starts.tolist(), strict=False))
+        self.entries = int(starts[-1])
+        parts = np.concatenate([terms.parts for terms in self.terms.values()])
+        places = np.concatenate([terms.places + self._starts[n] for n, terms in self.terms.items()])
+        numbers = self.amounts.numbers(np.concatenate([terms.amounts for terms in self.terms.values()]))
+        order = np.argsort(parts * self.entries + places, kind="stable")
+        self._parts, self._places, self._numbers = parts[order], places[order], numbers[order]
+        self._forbidden = np.concatenate([terms.forbidden for terms in self.terms.values()])
+        self._ends = np.concatenate([self._states_of(terms) for terms in self.terms.values()], axis=1)
+
+    def _states_of(self, terms: UnitTerms) -> IntArray:
+        """First and last state that each entry of a unit stands for, shape (2, entries)."""
+        found = []
+        for scope in terms.scopes:
+            shape = [terms.sizes[v] for v in scope]
+            states = np.indices(shape).reshape(len(shape), -1) + self._first_state[list(scope)][:, None]
+            found.append(states[[0, -1]])
+        return np.concatenate(found, axis=1)
+
+    # Shapes
+
+    @cached_property
+    def _kinds(self) -> dict[int, int]:
+        """Place of the first state of each kind of variable."""
+        found: dict[int, int] = {}
+        place = 0
+        for number in self._variables:
+            kind = self.wide.states(number).kind
+            if kind not in found:
+                found[kind] = place
+                place += len(self.wide.states(kind))
+        return found
+
+    @cached_property
+    def _conditions(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        return divisibility(self.wide, self._kinds)
+
+    def known_shape(self, case: Case) -> StageShape:
+        """Shape of a stage of the family."""
+        shape = self.shape_of(case)
+        assert shape is not None  # the family is the stage's
+        return shape
+
+    def shape_of(self, case: Case) -> StageShape | None:
+        """Shape of a stage; None where it has states that the family lacks.
+
+        Raises
+        ------
+        InputError
+            The sequence cannot be sharded as asked.
+        """
+        sizes = case.costs.mesh.sizes
+        places, extents, grows, masks = self._conditions
+        before = self.wide.graph.batch_size
+        extents = np.where(grows, extents // before * case.batch, extents)
+        keep = np.ones(sum(len(self.wide.states(kind)) for kind in self._kinds), dtype=np.bool_)
+        keep[places[extents % ways_of_masks(sizes)[masks] != 0]] = False
+        key = (sizes, keep.tobytes())
+        if key not in self._shapes:
+            self._shapes[key] = self._shape(case, keep)
+        return self._shapes[key]
+
+    def _shape(self, case: Case, keep: BoolArray) -> StageShape | None:
+        of_kind = {
+            kind: np.flatnonzero(keep[first : first + len(self.wide.states(kind))])
+            for kind, first in self._kinds.items()
+        }
+        if not all(len(states) for states in of_kind.values()):
+            return None
+        setting = replace(self.wide.setting, costs=case.costs)
+        return StageShape(self.source, KeptParts(self.wide, self.wide.graph, setting, of_kind), self.options)
+
+    def _allowed(self, shape: StageShape) -> BoolArray:
+        """Which of the family's states a stage may take, shape (states of all variables,)."""
+        found = np.zeros(self._first_state[-1], dtype=np.bool_)
+        crosses = shape.crosses()
+        for number in self._variables:
+            allowed = ~shape.barred(number)
+            if number in crosses:
+                allowed &= crosses[number]
+            found[self._first_state[number] + self._kept(shape, number)[allowed]] = True
+        return found
+
+    def _kept(self, shape: StageShape, number: int) -> IntArray:
+        assert isinstance(shape.parts, KeptParts)  # all but the widest
+        return shape.parts.kept[self.wide.states(number).kind]
+
+    # Tables
+
+    def parts(self, case: Case) -> FloatArray:
+        """Parts of the tables of all units, shape (PARTS, entries)."""
+        return np.asarray(self._summed([case], range(PARTS))[0])
+
+    def _summed(self, cases: Sequence[Case], wanted: Sequence[int]) -> FloatArray:
+        """Some parts of the tables of all units, shape (cases, wanted, entries)."""
+        values = self.amounts.values(cases)
+        place = np.full(PARTS, -1)
+        place[list(wanted)] = np.arange(len(wanted))
+        chosen = np.flatnonzero(place[self._parts] >= 0)
+        where = place[self._parts[chosen]] * self.entries + self._places[chosen]
+        found = np.zeros((len(cases), len(wanted) * self.entries))
+        if len(where):
+            first = np.flatnonzero(np.diff(where, prepend=-1))
+            found[:, where[first]] = np.add.reduceat(values[:, self._numbers[chosen]], first, axis=1)
+        return found.reshape(len(cases), len(wanted), self.entries)
+
+    def factors(self, shape: StageShape, number: int, parts: FloatArray) -> UnitFactors:
+        """Tables of one unit of a stage; `parts` are those of the family."""
+        key = (id(shape), number)
+        if key not in self._tabled:
+            self._tabled[key] = self._table(shape, number)
+        tabled = self._tabled[key]
+        return UnitFactors(
+            sizes=tabled.sizes,
+            scopes=self.terms[number].scopes,
+            starts=tabled.starts,
+            parts=parts[:, tabled.entries],
+            forbidden=tabled.forbidden,
+        )
+
+    def _table(self, shape: StageShape, number: int) -> Tabled:
+        terms, start = self.terms[number], self._starts[number]
+        inside = np.zeros(self._first_state[-1], dtype=np.bool_)
+        barred = inside.copy()
+        for v in terms.sizes:
+            kept = self._first_state[v] + self._kept(shape, v)
+            inside[kept] = True
+            barred[kept[shape.barred(v)]] = True
+        first, last = self._ends[:, start : start + terms.entries]
+        entries = np.flatnonzero(inside[first] & inside[last])
+        forbidden = (terms.forbidden | (barred[first] & (first == last)))[entries]
+        sizes = {v: len(self._kept(shape, v)) for v in terms.sizes}
+        return Tabled(sizes, tuple(np.searchsorted(entries, terms.starts).tolist()), entries + start, forbidden)
+
+    # Least passes
+
+    def least(self, case: Case) -> Least:
+        """Least passes of a stage, worked out together with those of others that are expected."""
+        if case.key not in self._least:
+            others = (c for c in self.source.expected(case) if c.key not in self._least and c.key != case.key)
+            rows = len(self.options.modes) * (2 if self.source.shared else 1)
+            most = max(1, MOST_NUMBERS // (rows * self.entries))
+            cases, shapes = [case], [self.known_shape(case)]
+            for other in others:
+                shape = self._possible(other) if len(cases) < most else None
+                if shape is not None:
+                    cases.append(other)
+                    shapes.append(shape)
+            for one, found in zip(cases, self._least_of(cases, shapes), strict=True):
+                self._least[one.key] = found
+        return self._least[case.key]
+
+    def _possible(self, case: Case) -> StageShape | None:
+        try:
+            return self.shape_of(case)
+        except InputError:
+            return None
+
+    def _least_of(self, cases: Sequence[Case], shapes: Sequence[StageShape]) -> list[Least]:
+        shared = self.source.shared
+        tables = self._lowest(cases, shapes, PASSES)
+        sizes = tuple(len(self.wide.states(v)) for v in shared)
+        best = self._best_shared(self._lowest(cases, shapes, PLAIN), sizes) if shared else np.zeros(len(cases), int)
+        each = np.arange(len(cases))
+        flat = [np.broadcast_to(t, (len(cases), *sizes, *t.shape[-2:])) for t in tables]
+        least = [t.reshape(len(cases), prod(sizes), -1)[each, best].min(axis=-1) for t in flat]
+        states = np.array(np.unravel_index(best, sizes)).T if shared else np.zeros((len(cases), 0), int)
+        return [
+            Least(passes_s, self._named(shape, row))
+            for passes_s, shape, row in zip(np.array(least).T, shapes, states.tolist(), strict=True)
+        ]
+
+    def _named(self, shape: StageShape, states: Sequence[int]) -> Mapping[int, int]:
+        """Numbers of the family's states of tied parameters on one mesh."""
+        return {
+            v: int(np.searchsorted(self._kept(shape, v), s)) for v, s in zip(self.source.shared, states, strict=True)
+        }
+
+    def _best_shared(self, tables: Sequence[FloatArray], sizes: tuple[int, ...]) -> IntArray:
+        """Number of the states of tied parameters of which the whole chain is cheapest, shape (cases,)."""
+        count = len(tables[0])
+        full = [np.broadcast_to(t, (count, *sizes, *t.shape[-2:])).reshape(count, -1, *t.shape[-2:]) for t in tables]
+        value = np.zeros((count, prod(sizes), 1))
+        for number in self.source.chain.positions:
+            value = (value[..., None] + full[number]).min(axis=2)
+        return np.asarray(value[..., 0].argmin(axis=1))
+
+    def _lowest(self, cases: Sequence[Case], shapes: Sequence[StageShape], weights: Weights) -> list[FloatArray]:
+        """Least weighted sums of each unit in any mode: shapes (cases, states of shared stations …, entries, exits)."""
+        rows = rows_of(weights, self.options.modes)
+        wanted = np.flatnonzero(rows.any(axis=0))
+        total = rows[:, wanted] @ self._summed(cases, wanted.tolist())
+        total[..., self._forbidden] = np.inf
+        alone = np.flatnonzero(self._ends[0] == self._ends[1])
+        allowed = np.array([self._allowed(shape) for shape in shapes])
+        total[..., alone] += np.where(allowed[:, self._ends[0, alone]], 0.0, np.inf)[:, None]
+        made: dict[int, FloatArray] = {}
+        for number, terms in self.terms.items():
+            start = self._starts[number]
+            sums = total[..., start : start + terms.entries].reshape(-1, terms.entries)
+            ends = (*terms.starts[1:], terms.entries)
+            tables = [
+                sums[:, a:b].reshape(-1, *(terms.sizes[v] for v in scope))
+                for scope, a, b in zip(terms.scopes, terms.starts, ends, strict=True)
+            ]
+            shape = self.shape.unit(number, terms.scopes, terms.sizes)
+            table = shape.spread(shape.lowest(tables), self.source.shared)
+            made[number] = table.reshape(len(cases), len(rows), *table.shape[1:]).min(axis=1)
+        return [made[self.source.tabled(n)] for n in range(len(self.source.models))]

@@ -1,0 +1,195 @@
+"""What no mesh or micro-batch changes: the chain of a graph, its decisions and its units, and what was made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+
+from planner.graph.chain import Chain, chain
+from planner.graph.operator_graph import OperatorGraph, TensorRef
+from planner.search.problem.context_choices import context_choices
+from planner.search.problem.costs import MeshCosts
+from planner.search.problem.parts import CONTEXT, Parts, Setting, saved_tensors
+from planner.search.problem.variables import Choice, Decisions, decisions
+from planner.search.units.amounts import Case
+from planner.search.units.family import Family
+from planner.search.units.stage_shape import StageOptions
+from planner.search.units.unit_model import UnitModel
+from planner.sharding.context import Algorithm, ContextAxis, context_axis
+from planner.sharding.placement import Mesh, MeshAxis
+from planner.sharding.sequence import sequence_dims
+from simulator.errors import InputError, UnsupportedError
+from simulator.hardware import Hardware
+
+
+class StageDecisions:
+    """The chain of a graph and its decisions, with what no mesh or micro-batch changes."""
+
+    def __init__(self, graph: OperatorGraph) -> None:
+        self.graph = graph
+        self.chain: Chain = chain(graph)
+        _check_runs(graph, self.chain)
+        self.decisions: Decisions = decisions(graph, self.chain.boundaries)
+        self._costs: dict[tuple[int, Mesh, int], MeshCosts] = {}
+        self._contexts: dict[Algorithm, ContextAxis] = {}
+        self._choices: dict[Algorithm, tuple[Choice, ...]] = {}
+        self._families: dict[tuple[object, ...], Family] = {}
+        self._expected: dict[tuple[str, ...], dict[tuple[int, int], Case]] = {}
+
+    @cached_property
+    def models(self) -> tuple[UnitModel, ...]:
+        """Variables and edges of each unit."""
+        saved = saved_tensors(self.graph, self.decisions)
+        return tuple(
+            UnitModel(self.graph, self.decisions, self.chain, number, saved) for number in range(len(self.chain.units))
+        )
+
+    @cached_property
+    def shared(self) -> tuple[int, ...]:
+        """Stations of parameters that several units read."""
+        return tuple(sorted({v for model in self.models for v in model.shared}))
+
+    def tabled(self, number: int) -> int:
+        """The unit whose tables a unit has: of a run's first block the second where they are equal."""
+        return number + 1 if number in self.twins else number
+
+    @cached_property
+    def sequences(self) -> Mapping[TensorRef, tuple[int, ...]]:
+        """Dims of tensors that grow with the sequence."""
+        return sequence_dims(self.graph)
+
+    @cached_property
+    def twins(self) -> Mapping[int, Mapping[int, int]]:
+        """For the number of a unit that equals the next: the variable of the next that stands for each of its own."""
+        found = {}
+        for number, (one, other) in enumerate(zip(self.models, self.models[1:], strict=False)):
+            units = self.chain.units
+            if units[number].run is not None and units[number].run == units[number + 1].run:
+                same = _twins(self.decisions, one, other)
+                if same is not None:
+                    found[number] = same
+        return found
+
+    def context_axis(self, algorithm: Algorithm) -> ContextAxis:
+        """What the network does on a context axis; raises UnsupportedError where an operator forbids one."""
+        if algorithm not in self._contexts:
+            self._contexts[algorithm] = context_axis(self.graph, algorithm)
+        return self._contexts[algorithm]
+
+    def context(self, mesh: Mesh, algorithm: Algorithm) -> tuple[Choice, ...]:
+        """Each variable's choice on the context axis of a mesh; none without such an axis.
+
+        Raises
+        ------
+        InputError
+            The axis does not divide the sequence or the heads.
+        UnsupportedError
+            An operator cannot work on part of the sequence.
+        """
+        sizes = {axis.name: axis.size for axis in mesh.axes}
+        if CONTEXT not in sizes:
+            return ()
+        axis = self.context_axis(algorithm)
+        obstacle = axis.obstacle(sizes[CONTEXT], sizes.get("tensor", 1))
+        if obstacle is not None:
+            raise InputError(obstacle)
+        if algorithm not in self._choices:
+            self._choices[algorithm] = context_choices(self.decisions, axis)
+        return self._choices[algorithm]
+
+    def costs(self, hardware: Hardware, mesh: Mesh, bucket_bytes: int) -> MeshCosts:
+        """Times of messages on a mesh, made once."""
+        key = (id(hardware), mesh, bucket_bytes)
+        if key not in self._costs:
+            self._costs[key] = MeshCosts(hardware, mesh, bucket_bytes)
+        return self._costs[key]
+
+    def expect(self, hardware: Hardware, bucket_bytes: int, stages: Iterable[tuple[Mesh, int]]) -> None:
+        """Announce stage meshes with the batches of their graphs: when one is bounded, so are the others."""
+        for mesh, batch in stages:
+            case = Case(self.costs(hardware, mesh, bucket_bytes), batch)
+            self._expected.setdefault(_names(mesh), {})[case.key] = case
+
+    def expected(self, case: Case) -> Iterator[Case]:
+        """Announced stages of the same cluster with the same axes."""
+        for other in self._expected.get(_names(case.costs.mesh), {}).values():
+            if other.costs.hardware is case.costs.hardware:
+                yield other
+
+    def family(self, parts: Parts, options: StageOptions) -> Family:
+        """The family of a stage: one for all meshes with its axes, if it has no states that others lack."""
+        setting = parts.setting
+        restricted = (options, setting.batch_only, setting.storage, id(setting.context))
+        key: tuple[object, ...] = (_names(setting.costs.mesh), *restricted)
+        case = Case(setting.costs, parts.graph.batch_size)
+        if key not in self._families:
+            wide = parts if setting.batch_only else self._widest(setting)
+            self._families[key] = Family(self, wide, options)
+        if self._families[key].shape_of(case) is None:
+            key = (*key, case.key)
+            if key not in self._families:
+                self._families[key] = Family(self, parts, options)
+        return self._families[key]
+
+    def _widest(self, setting: Setting) -> Parts:
+        """States of a mesh whose axes divide everything."""
+        mesh = Mesh(tuple(MeshAxis(name, 1) for name in _names(setting.costs.mesh)))
+        costs = self.costs(setting.costs.hardware, mesh, setting.costs.bucket_bytes)
+        return Parts(self.graph, self.decisions, replace(setting, costs=costs))
+
+
+def stage_decisions(graph: OperatorGraph) -> StageDecisions:
+    """Prepare a folded graph for `stage_tables` at every micro-batch and on every mesh.
+
+    Raises
+    ------
+    UnsupportedError
+        A run's blocks cannot be cut from each other; unfold the graph.
+    """
+    return StageDecisions(graph)
+
+
+def _check_runs(graph: OperatorGraph, cut: Chain) -> None:
+    units = [u.run for u in cut.units]
+    for number, run in enumerate(graph.runs):
+        if units.count(number) != 2:
+            raise UnsupportedError(
+                f"more than one tensor goes from one block of {run.prefix!r} to the next, so that they cannot be "
+                "planned one by one; unfold the graph"
+            )
+
+
+def _names(mesh: Mesh) -> tuple[str, ...]:
+    return tuple(axis.name for axis in mesh.axes)
+
+
+def _twins(made: Decisions, one: UnitModel, other: UnitModel) -> dict[int, int] | None:
+    """Align the variables of two equal units; None where they offer different choices."""
+    run = one.graph.runs[one.chain.units[one.number].run or 0]
+    place = dict(zip(run.first, run.second, strict=True))
+    stations = {v.tensor: n for n, v in enumerate(made.variables) if v.tensor is not None}
+    found: dict[int, int] = {}
+    for number in one.variables:
+        variable = made.variables[number]
+        if variable.tensor is not None:
+            twin = stations.get(TensorRef(place[variable.tensor.node], variable.tensor.output), -1)
+        else:
+            twin = made.of_node[place.get(variable.nodes[0], variable.nodes[0])]
+        found[number] = twin
+    for here, there in ((one.entry, other.entry), (one.exit, other.exit)):
+        if (here is None) != (there is None):
+            return None
+        if here is not None and there is not None:
+            found[here] = there
+    covers = set(found.values()) >= set(other.variables) and one.shared == other.shared
+    same = (_offers(made, n, n == one.exit) == _offers(made, t, n == one.exit) for n, t in found.items() if t >= 0)
+    return found if covers and min(found.values()) >= 0 and all(same) else None
+
+
+def _offers(made: Decisions, number: int, leaves: bool) -> list[tuple[object, ...]]:
+    """Choices of a variable without what its nodes are called; of the station a unit leaves by, what it hands on."""
+    return [
+        tuple(c.writes.values()) if leaves else (c.rules, tuple(c.reads.values()), tuple(c.writes.values()))
+        for c in made.variables[number].choices
+    ]

@@ -1,0 +1,256 @@
+"""What of a stage its axes' sizes decide: the states of its variables and boundaries, and the order of elimination."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
+from planner.search.problem.parts import Parts, Setting, States, has_partial
+from planner.search.units.elimination import Elimination, Minima, elimination, lowest, minima
+from planner.search.units.factors import Scope
+from planner.sharding.placement import Placements
+from simulator.errors import InputError
+from simulator.program import Phase
+
+if TYPE_CHECKING:
+    from planner.search.units.stage_decisions import StageDecisions
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+ENTRY, EXIT = -1, -2
+"""Variables of a unit that stand for the boundary states at its ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOptions:
+    """Codes of the recompute modes that are allowed, and what is asked of the sequence."""
+
+    modes: tuple[int, ...]
+    sequence_parallel: bool | None
+
+
+class KeptParts(Parts):
+    """Parts of a mesh on which some states of a wider one are possible; ``kept`` are those of each kind of variable."""
+
+    def __init__(self, wider: Parts, graph: OperatorGraph, setting: Setting, kept: Mapping[int, IntArray]) -> None:
+        super().__init__(graph, wider.decisions, setting)
+        self.wider, self.kept = wider, kept
+
+    def states(self, number: int) -> States:
+        """States of one variable, numbered as on any mesh of these sizes."""
+        if number not in self._made:
+            whole = self.wider.states(number)
+            key = (whole.kind,)
+            if key not in self._first:
+                self._first[key] = States(whole.variable, whole.choice[:, self.kept[whole.kind]], whole.kind)
+            self._made[number] = replace(self._first[key], variable=whole.variable)
+        return self._made[number]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitShape:
+    """How one unit is minimised: its variables' states, those it keeps, and what ties stations to boundary states."""
+
+    plan: Elimination
+    kept: tuple[int, ...]
+    sizes: Mapping[int, int]
+    ends: tuple[FloatArray, ...]
+
+    def minima(self, tables: Sequence[FloatArray]) -> Minima:
+        """Minimise sums of tables, shapes (weightings, states …)."""
+        return minima(self.plan, self._with_ends(tables), self._left)
+
+    def lowest(self, tables: Sequence[FloatArray]) -> FloatArray:
+        """The least sums alone, shape (weightings, states of what is kept …)."""
+        return lowest(self.plan, self._with_ends(tables), self._left)
+
+    @property
+    def _left(self) -> tuple[int, ...]:
+        return tuple(self.sizes[v] for v in self.kept)
+
+    def _with_ends(self, tables: Sequence[FloatArray]) -> list[FloatArray]:
+        return [*tables, *(np.broadcast_to(end, (len(tables[0]), *end.shape)) for end in self.ends)]
+
+    def spread(self, table: FloatArray, shared: Iterable[int]) -> FloatArray:
+        """Bring a table to shape (weightings, states of all shared stations, entries, exits)."""
+        shape = [self.sizes[v] if v in self.kept else 1 for v in (*shared, ENTRY, EXIT)]
+        return table.reshape(len(table), *shape)
+
+
+class StageShape:
+    """States of the variables and boundaries of a stage.
+
+    Parameters
+    ----------
+    parts : Parts
+        Gives the states; its graph the shapes that must divide.
+    """
+
+    def __init__(self, source: StageDecisions, parts: Parts, options: StageOptions) -> None:
+        self.source, self.parts, self.options = source, parts, options
+        self.chain = source.chain
+        self.stations = tuple(parts.station_of[b.forward] for b in self.chain.boundaries)
+        self._sequence_sharded: dict[int, BoolArray] = {}
+        self._units: dict[int, UnitShape] = {}
+        self.classes = self._classes()
+
+    def unit(self, number: int, scopes: Iterable[Scope], sizes: Mapping[int, int]) -> UnitShape:
+        """Order the variables of a unit whose tables are given."""
+        if number not in self._units:
+            self._units[number] = self._unit(number, [*scopes], dict(sizes))
+        return self._units[number]
+
+    def _unit(self, number: int, scopes: list[Scope], sizes: dict[int, int]) -> UnitShape:
+        model = self.source.models[number]
+        ends, kept = [], list(model.shared)
+        for station, end, boundary in ((model.entry, ENTRY, number - 1), (model.exit, EXIT, number)):
+            if station is None:
+                continue
+            numbers = self.classes[boundary][1]
+            sizes[end] = len(self.classes[boundary][0])
+            match = numbers[:, None] == np.arange(sizes[end])[None, :]
+            scopes.append((station, end))
+            ends.append(np.where(match, 0.0, np.inf))
+            kept.append(end)
+        plan = elimination(tuple(scopes), tuple(sorted(sizes.items())), tuple(kept))
+        return UnitShape(plan, tuple(kept), sizes, tuple(ends))
+
+    def parts_at(self, graph: OperatorGraph, setting: Setting) -> Parts:
+        """Parts of a stage of this shape."""
+        if not isinstance(self.parts, KeptParts):
+            return Parts(graph, self.parts.decisions, setting)
+        return KeptParts(self.parts.wider, graph, setting, self.parts.kept)
+
+    # Boundary states
+
+    def _classes(self) -> list[tuple[list[tuple[Placements, Placements]], IntArray]]:
+        """Placements in which each boundary tensor and its gradient may cross, and the number of those by state.
+
+        Nothing crosses as partial sums. The boundaries of a run of equal blocks have the same states.
+        """
+        keys = [self._crossings(b) for b in range(len(self.stations))]
+        allowed = [list(dict.fromkeys(k for k in row if k is not None)) for row in keys]
+        units = self.chain.units
+        for _ in range(len(self.source.graph.runs) + 1):
+            for number, unit in enumerate(units[:-1]):
+                if unit.run is not None and unit.run == units[number + 1].run:
+                    around = [b for b in (number - 1, number, number + 1) if 0 <= b < len(allowed)]
+                    common = [k for k in allowed[number] if all(k in allowed[b] for b in around)]
+                    for b in around:
+                        allowed[b] = common
+        for boundary, states in enumerate(allowed):
+            if not states:
+                raise self._no_states(boundary)
+        return [
+            (states, np.array([states.index(k) if k in states else len(states) for k in row], dtype=np.int64))
+            for states, row in zip(allowed, keys, strict=True)
+        ]
+
+    def _crossings(self, boundary: int) -> list[tuple[Placements, Placements] | None]:
+        tensor = self.chain.boundaries[boundary].forward
+        states = self.parts.states(self.stations[boundary])
+        forward = states.placements(tensor, reads=False)
+        back_ref = next((r for r in states.variable.choices[0].writes if r != tensor), None)
+        back = forward if back_ref is None else states.placements(back_ref, reads=False)
+        possible = ~(has_partial(forward) | has_partial(back))
+        wanted = self._sequence_wanted(tensor, forward)
+        return [
+            (tuple(f), tuple(b)) if ok and want else None
+            for f, b, ok, want in zip(forward.T.tolist(), back.T.tolist(), possible, wanted, strict=True)
+        ]
+
+    def _sequence_wanted(self, tensor: TensorRef, placed: IntArray) -> BoolArray:
+        everything = np.ones(placed.shape[1], dtype=np.bool_)
+        axis = self._tensor_axis
+        dims = self.source.sequences.get(tensor, ())
+        if self.options.sequence_parallel is not True or axis is None or not dims:
+            return everything
+        return np.asarray(np.isin(placed[axis], dims))
+
+    @property
+    def _tensor_axis(self) -> int | None:
+        names, sizes = self.parts.names, self.parts.sizes
+        return next((i for i, n in enumerate(names) if n == "tensor" and sizes[i] > 1), None)
+
+    def _no_states(self, boundary: int) -> InputError:
+        shape = self.parts.graph.spec(self.chain.boundaries[boundary].forward).shape
+        return InputError(
+            f"a boundary tensor of shape {shape} cannot be sharded along the sequence over "
+            f"{self.parts.sizes[self._tensor_axis or 0]} ranks; choose a tensor degree that divides the sequence, or "
+            "leave sequence parallelism free"
+        )
+
+    # Sequence parallelism
+
+    def sequence_sharded(self, number: int) -> BoolArray:
+        """States of a variable in which a forward activation is sharded along the sequence on the tensor axis."""
+        if number not in self._sequence_sharded:
+            self._sequence_sharded[number] = self._find_sequence_sharded(number)
+        return self._sequence_sharded[number]
+
+    def _find_sequence_sharded(self, number: int) -> BoolArray:
+        states = self.parts.states(number)
+        found = np.zeros(len(states), dtype=np.bool_)
+        axis = self._tensor_axis
+        if axis is None:
+            return found
+        first = states.variable.choices[0]
+        for reads, ports in ((True, first.reads), (False, first.writes)):
+            for ref in ports:
+                node = self.source.graph.nodes[ref.node]
+                dims = self.source.sequences.get(ref, ())
+                if dims and node.phase is Phase.FORWARD and node.role is Role.OPERATOR:
+                    found |= np.isin(states.placements(ref, reads=reads)[axis], dims)
+        return found
+
+    def barred(self, number: int) -> BoolArray:
+        """States of a variable that are not to be taken, unless that leaves none."""
+        if self.options.sequence_parallel is not False:
+            return np.zeros(len(self.parts.states(number)), dtype=np.bool_)
+        states = self.sequence_sharded(number)
+        return states & ~states.all()
+
+    def crosses(self) -> dict[int, BoolArray]:
+        """States of the stations of boundaries that may cross these."""
+        return {v: c[1] < len(c[0]) for v, c in zip(self.stations, self.classes, strict=True)}
+
+
+def divisibility(parts: Parts, kinds: Mapping[int, int]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """What must divide in each state of a wide mesh: place of the state, extent, its growth, and mask of the axes.
+
+    ``kinds`` give for one variable of each kind the place of its first state. Arrays have shape (conditions,).
+    """
+    rows: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
+    for number, first in kinds.items():
+        states = parts.states(number)
+        choice = states.variable.choices[0]
+        for reads, ports in ((True, choice.reads), (False, choice.writes)):
+            for ref in ports:
+                spec = parts.graph.spec(ref)
+                placed = states.placements(ref, reads=reads)
+                for row in placed:
+                    cut = np.flatnonzero(row >= 0)
+                    if len(cut):
+                        dims = row[cut]
+                        weights = 1 << np.arange(len(placed), dtype=np.int64)
+                        masks = weights @ (placed[:, cut] == dims)
+                        extents, grows = np.array(spec.shape)[dims], np.array(spec.batch_dims, dtype=np.int64)[dims]
+                        rows.append((first + cut, extents, grows, masks))
+    if not rows:
+        nothing = np.zeros(0, dtype=np.int64)
+        return nothing, nothing, nothing, nothing
+    places, extents, grows, masks = (np.concatenate(column) for column in zip(*rows, strict=True))
+    return places, extents, grows, masks
+
+
+def ways_of_masks(sizes: tuple[int, ...]) -> IntArray:
+    """In how many pieces the axes of each mask cut a dim."""
+    masks = range(1 << len(sizes))
+    return np.array([prod(s for a, s in enumerate(sizes) if mask >> a & 1) for mask in masks], dtype=np.int64)

@@ -1,0 +1,262 @@
+"""What the tables of one unit add up: for each entry of each part the numbers of its amounts, on every mesh alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.graph.operator_graph import Role, TensorRef
+from planner.graph.recompute import MODES
+from planner.search.problem.parts import Parts, States, has_partial
+from planner.search.problem.variables import Edge, Kind
+from planner.search.units.amounts import NOTHING, AmountLedger
+from planner.search.units.factors import Part, Scope
+from planner.search.units.unit_model import UnitModel
+from planner.sharding.placement import REPLICATE
+from simulator.program import Phase
+
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class UnitTerms:
+    """Tables of one unit, one behind the other, as sums of amounts that a ledger numbers.
+
+    Table s has a dim for each variable of ``scopes[s]`` and begins at entry ``starts[s]`` of ``entries``. Amount
+    ``amounts[i]`` is added to part ``parts[i]`` of entry ``places[i]``. ``forbidden`` has shape (entries,).
+    """
+
+    sizes: Mapping[int, int]
+    scopes: tuple[Scope, ...]
+    starts: tuple[int, ...]
+    entries: int
+    parts: IntArray
+    places: IntArray
+    amounts: IntArray
+    forbidden: BoolArray
+
+
+def unit_terms(model: UnitModel, ledger: AmountLedger) -> UnitTerms:
+    """Take down what the parts of one unit are made of."""
+    return _Builder(model, ledger).build()
+
+
+class _Builder:
+    def __init__(self, model: UnitModel, ledger: AmountLedger) -> None:
+        self.model, self.ledger = model, ledger
+        self.parts: Parts = ledger.parts
+        self.tables: dict[Scope, int] = {}
+        self.entries = 0
+        self.terms: list[tuple[int, IntArray, IntArray]] = []
+        self.forbidden: list[tuple[Scope, BoolArray]] = []
+        ends = [v for v in (model.entry, model.exit) if v is not None]
+        self.members = (*model.variables, *ends, *model.shared)
+        self.sizes = {v: len(self.parts.states(v)) for v in self.members}
+
+    def build(self) -> UnitTerms:
+        model = self.model
+        for number in self.members:
+            self._table((number,))
+        for number in (*model.variables, *sorted(model.first)):
+            self._variable(number)
+        if model.entry is not None:
+            self._variable(model.entry)
+        for edge in model.edges:
+            self._edge(edge)
+        self._keep_all()
+        for mode in (1, 2):
+            self._keep_some(mode)
+        forbidden = np.zeros(self.entries, dtype=np.bool_)
+        for scope, where in self.forbidden:
+            start = self.tables[scope]
+            forbidden[start : start + where.size] |= where.ravel()
+        parts = [np.full(len(amounts), part) for part, _, amounts in self.terms]
+        return UnitTerms(
+            sizes=self.sizes,
+            scopes=tuple(self.tables),
+            starts=tuple(self.tables.values()),
+            entries=self.entries,
+            parts=_joined(parts),
+            places=_joined([places for _, places, _ in self.terms]),
+            amounts=_joined([amounts for _, _, amounts in self.terms]),
+            forbidden=forbidden,
+        )
+
+    def _table(self, scope: Scope) -> int:
+        """Where a table begins."""
+        if scope not in self.tables:
+            self.tables[scope] = self.entries
+            size = 1
+            for v in scope:
+                size *= self.sizes[v]
+            self.entries += size
+        return self.tables[scope]
+
+    def _charge(self, parts: tuple[int, ...], scope: Scope, amounts: IntArray) -> None:
+        """Add to some parts; pairs are stored with the lower variable first, and none is made up of unread states."""
+        if len(scope) == 2 and scope[0] > scope[1]:
+            scope, amounts = scope[::-1], amounts.T
+        if len(scope) == 1 or scope in self.tables:
+            flat = amounts.ravel()
+            places = np.flatnonzero(flat != NOTHING)
+            if len(places):
+                flat, places = flat[places], places + self.tables[scope]
+                self.terms += [(part, places, flat) for part in parts]
+
+    def _variable(self, number: int) -> None:
+        states = self.parts.states(number)
+        variable = states.variable
+        if variable.kind is Kind.INPUT:
+            return
+        if variable.kind is Kind.PARAMETER:
+            part, elements = self._elements_part(states), self.ledger.elements(states)
+            self._charge((Part.ELEMENTS,), (number,), np.where(part, NOTHING, elements))
+            self._charge((Part.EXPERT_ELEMENTS,), (number,), np.where(part, elements, NOTHING))
+            return
+        for position, index in enumerate(variable.nodes):
+            total, inside = self.ledger.seconds(states, position)
+            forward = self.model.graph.nodes[index].phase is Phase.FORWARD
+            again = [mode for mode, name in enumerate(MODES) if index in self.model.again[name].nodes]
+            own = Part.FORWARD if forward else Part.BACKWARD
+            waits = Part.FORWARD_COMMUNICATION if forward else Part.BACKWARD_COMMUNICATION
+            late = (Part.LATE,) if not forward and index > self.model.returned else ()
+            self._charge((own, *late, *(Part.AGAIN + mode for mode in again)), (number,), total)
+            self._charge((waits, *(Part.AGAIN_COMMUNICATION + mode for mode in again)), (number,), inside)
+        if variable.kind is Kind.STATION:
+            back, impossible = self.ledger.handing_back(states)
+            self._forbid((number,), impossible)
+            self._charge((Part.BACKWARD, Part.BACKWARD_COMMUNICATION), (number,), back)
+
+    def _elements_part(self, states: States) -> BoolArray:
+        """States in which the expert axis shards a parameter."""
+        placed = states.placements(TensorRef(states.variable.nodes[0]), reads=False)
+        found = np.zeros(len(states), dtype=np.bool_)
+        for name, row in zip(self.parts.names, placed, strict=True):
+            found |= (row != REPLICATE) & (name == "expert")
+        return found
+
+    def _forbid(self, scope: Scope, where: BoolArray) -> None:
+        if where.any():
+            self.forbidden.append((scope, where))
+
+    def _edge(self, edge: Edge) -> None:
+        seconds, impossible = self.ledger.moves(edge)
+        scope = (edge.source, edge.target)
+        turned = scope if scope[0] < scope[1] else scope[::-1]
+        self._table(turned)
+        self._forbid(turned, impossible if turned == scope else impossible.T)
+        node = self.model.graph.nodes[edge.tensor.node]
+        if self.parts.fused(edge):
+            self._once_a_step(edge, scope, seconds, gathers=node.role is Role.PARAMETER)
+            return
+        if node.phase is Phase.BACKWARD:
+            self._charge((Part.BACKWARD, Part.BACKWARD_COMMUNICATION), scope, seconds)
+            return
+        self._charge((Part.FORWARD, Part.FORWARD_COMMUNICATION), scope, seconds)
+        for mode in (1, 2):
+            again = self._moved_again(edge, mode)
+            if again is not None:
+                moved = np.where(again, seconds, NOTHING)
+                self._charge((Part.AGAIN + mode, Part.AGAIN_COMMUNICATION + mode), scope, moved)
+
+    def _once_a_step(self, edge: Edge, scope: Scope, seconds: IntArray, *, gathers: bool) -> None:
+        """Charge messages once a step: which gather parameters, and what stands besides the stored parts."""
+        ref = edge.tensor
+        written = self.ledger.elements_of(ref, self.parts.states(edge.source).placements(ref, reads=False))
+        read = self.ledger.elements_of(ref, self.parts.states(edge.target).placements(ref, reads=True))
+        if gathers:
+            self._charge((Part.STEP, Part.GATHER), scope, seconds)
+            self._charge((Part.GATHERED,), scope, np.where(seconds == NOTHING, NOTHING, read[None, :]))
+            return
+        self._charge((Part.STEP,), scope, seconds)
+        self._charge((Part.UNSUMMED,), scope, self.ledger.excess(written[:, None], read[None, :]))
+
+    def _moved_again(self, edge: Edge, mode: int) -> BoolArray | None:
+        """Where a forward tensor is moved again: a column over the writer's states, None where it never is.
+
+        What is kept waits as its operator wrote it, partial sums once they are added up.
+        """
+        again = self.model.again[MODES[mode]]
+        readers = again.readers.get(edge.tensor, frozenset[int]())
+        if self.model.graph.nodes[edge.tensor.node].role is not Role.OPERATOR:
+            return None
+        to_station = self.parts.station_of.get(edge.tensor) == edge.target
+        if not (readers if to_station else edge.target in readers):
+            return None
+        from_station = self.parts.station_of.get(edge.tensor) == edge.source
+        if edge.tensor.node in again.nodes or from_station:
+            return np.ones((self.sizes[edge.source], 1), dtype=np.bool_)
+        written = self.parts.states(edge.source).placements(edge.tensor, reads=False)
+        return ~has_partial(written)[:, None]
+
+    def _keep_all(self) -> None:
+        """Charge what is kept without recomputation; what another mode computes again stands for a while there."""
+        model = self.model
+        for ref, readers in model.saved.items():
+            owner = model.decisions.of_node[ref.node] if ref != model.entry_tensor else None
+            owner = owner if owner in self.sizes else None
+            if ref == model.exit_tensor and model.read_behind and model.exit is not None and owner is not None:
+                # The next unit keeps it too: it counts here where that keeps it in another placement.
+                there, here = self._numbers(ref, model.exit), self._numbers(ref, owner)
+                size = self._written(ref, owner)
+                differs = here[:, None] != there[None, :]
+                self._keep(ref, (owner, model.exit), np.where(differs, size[:, None], NOTHING))
+                continue
+            for scope, size in self._saved(ref, readers, owner):
+                self._keep(ref, scope, size)
+        for base, ref, writer, reader in dict.fromkeys(model.copies):
+            if writer not in self.sizes or reader not in self.sizes or writer == reader:
+                continue
+            # A view that is moved again after it was taken stands beside what it views.
+            here, there = self._numbers(ref, writer), self._numbers(ref, reader, reads=True)
+            size = np.where(here[:, None] != there[None, :], self._read(ref, reader)[None, :], NOTHING)
+            self._keep(base, (writer, reader), size)
+
+    def _saved(self, ref: TensorRef, readers: frozenset[int], owner: int | None) -> Iterator[tuple[Scope, IntArray]]:
+        """Amounts of keeping a tensor for the backward operators of a unit."""
+        for scope, placements, differs in self.parts.saved_pieces(ref, readers, owner):
+            size = self.ledger.bytes_of(ref, placements)
+            yield scope, size if differs is None else np.where(differs, size[None, :], NOTHING)
+
+    def _keep(self, ref: TensorRef, scope: Scope, size: IntArray) -> None:
+        """Charge bytes of a tensor that is kept, and that stands for a while where it is computed again instead."""
+        again = [mode for mode in (1, 2) if ref.node in self.model.again[MODES[mode]].nodes]
+        passing = again if ref != self.model.entry_tensor else []
+        self._charge((Part.KEPT, *(Part.TRANSIENT + mode for mode in passing)), scope, size)
+
+    def _numbers(self, ref: TensorRef, number: int, *, reads: bool = False) -> IntArray:
+        return self.parts.states(number).numbers(ref, len(self.model.graph.spec(ref).shape), reads=reads)
+
+    def _written(self, ref: TensorRef, number: int) -> IntArray:
+        return self.ledger.bytes_of(ref, self.parts.states(number).placements(ref, reads=False))
+
+    def _read(self, ref: TensorRef, number: int) -> IntArray:
+        return self.ledger.bytes_of(ref, self.parts.states(number).placements(ref, reads=True))
+
+    def _keep_some(self, mode: int) -> None:
+        """Charge what waits for the backward pass in a mode that computes again."""
+        model, stations = self.model, self.parts.station_of
+        for ref in model.kept(MODES[mode]):
+            station = stations.get(ref)
+            if ref == model.entry_tensor:
+                assert station is not None  # every boundary has one
+                self._charge((Part.KEPT + mode,), (station,), self._written(ref, station))
+                continue
+            owner = model.decisions.of_node[ref.node]
+            readers = sorted(model.again[MODES[mode]].readers[ref])
+            written = self._written(ref, owner)
+            if owner in readers or not readers or (station is None and len(readers) > 1):
+                self._charge((Part.KEPT + mode,), (owner,), written)
+                continue
+            reader = readers[0] if station is None else station
+            partial = has_partial(self.parts.states(owner).placements(ref, reads=False))
+            size = np.where(partial[:, None], self._read(ref, reader)[None, :], written[:, None])
+            self._charge((Part.KEPT + mode,), (owner, reader), size)
+
+
+def _joined(rows: list[IntArray]) -> IntArray:
+    return np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
