@@ -77,15 +77,32 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """Apply the optimizer to one parameter's stored shard, with the gradient divided by `divisor`."""
+class BeginUpdate:
+    """Take the gradient of one parameter's stored shard, divided by `divisor`, into the optimizer's states.
+
+    ``target`` becomes what the update needs of the whole parameter, as far as this shard has it: ranks add it up.
+    """
 
     parameter: str
     gradient: str
     divisor: int
+    target: str
 
 
-Instruction = Compute | Slice | Mask | Communicate | Accumulate | Update
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """Apply the optimizer to one parameter's stored shard.
+
+    The gradient is divided by `divisor`; with ``sums``, those of `BeginUpdate` over all shards, it is taken already.
+    """
+
+    parameter: str
+    gradient: str
+    divisor: int
+    sums: str = ""
+
+
+Instruction = Compute | Slice | Mask | Communicate | Accumulate | BeginUpdate | Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.execution.communication import Message, Slots, make_message
-from planner.execution.optimizers import StepFunction
+from planner.execution.optimizers import StepFunction, SummedStep
 from planner.graph.operator_graph import Role
-from planner.instructions import Accumulate, Communicate, Compute, Instruction, LoweredPlan, Mask, Slice, Update
+from planner.instructions import (
+    Accumulate,
+    BeginUpdate,
+    Communicate,
+    Compute,
+    Instruction,
+    LoweredPlan,
+    Mask,
+    Slice,
+    Update,
+)
 from planner.sharding.local_operator import LocalOperator, Reduce, prepare
 
 Action = Callable[[], None]
@@ -51,7 +61,7 @@ class Interpreter:
         Who runs it.
     parameters : mapping of str to Tensor
         This rank's shard of every stored parameter, by name; updated in place.
-    optimizers : mapping of str to StepFunction
+    optimizers : mapping of str to StepFunction or SummedStep
         The update of each parameter, by name.
     buffers : mapping of str to Tensor
         The network's buffers that the graph reads, whole, by the name of their node.
@@ -62,7 +72,7 @@ class Interpreter:
         lowered: LoweredPlan,
         context: RankContext,
         parameters: Mapping[str, Tensor],
-        optimizers: Mapping[str, StepFunction],
+        optimizers: Mapping[str, StepFunction | SummedStep],
         buffers: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self._lowered = lowered
@@ -157,7 +167,10 @@ class Interpreter:
             return {self._number(name) for name in (*instruction.sources, *instruction.targets) if name}, set()
         if isinstance(instruction, Accumulate):
             return {self._number(instruction.source), self._number(instruction.accumulator)}, set()
-        return {self._number(instruction.gradient)}, {self._stored[instruction.parameter]}
+        if isinstance(instruction, BeginUpdate):
+            return {self._number(instruction.gradient), self._number(instruction.target)}, set()
+        read = instruction.sums or instruction.gradient
+        return {self._number(read)}, {self._stored[instruction.parameter]}
 
     def _open(self, instruction: Communicate) -> _Open:
         sources = tuple(self._number(name) for name in instruction.sources)
@@ -176,8 +189,10 @@ class Interpreter:
             return self._mask(instruction, freed)
         if isinstance(instruction, Accumulate):
             return self._accumulate(instruction, freed)
+        if isinstance(instruction, BeginUpdate):
+            return self._begin_update(instruction, freed)
         if isinstance(instruction, Update):
-            return self._update(instruction, freed)
+            return self._finish_update(instruction, freed) if instruction.sums else self._update(instruction, freed)
         raise TypeError(f"instruction {type(instruction).__name__} has no action")
 
     def _operator(self, instruction: Compute) -> LocalOperator:
@@ -244,6 +259,35 @@ class Interpreter:
                 slots[slot] = None
 
         return run
+
+    def _begin_update(self, instruction: BeginUpdate, freed: list[int]) -> Action:
+        slots, gradient, target = self._slots, self._number(instruction.gradient), self._number(instruction.target)
+        parameter, divisor = self._value(self._stored[instruction.parameter]), instruction.divisor
+        step = self._summed(instruction.parameter)
+
+        def run() -> None:
+            value = self._value(gradient)
+            slots[target] = step.begin(parameter, value if divisor == 1 else value / divisor)
+            for slot in freed:
+                slots[slot] = None
+
+        return run
+
+    def _finish_update(self, instruction: Update, freed: list[int]) -> Action:
+        slots, sums = self._slots, self._number(instruction.sums)
+        parameter, step = self._value(self._stored[instruction.parameter]), self._summed(instruction.parameter)
+
+        def run() -> None:
+            step.finish(parameter, self._value(sums))
+            for slot in freed:
+                slots[slot] = None
+
+        return run
+
+    def _summed(self, parameter: str) -> SummedStep:
+        step = self._updates[parameter]
+        assert isinstance(step, SummedStep)  # lowering begins updates of no other optimizer
+        return step
 
     def _reduce(self, tensor: Tensor, axis: int) -> Tensor:
         """Sum over the ranks of a mesh axis inside an operator."""

@@ -24,9 +24,12 @@ class Summed:
 
 
 def summed(source: PlacedGraph, parameters: Iterable[tuple[int, int]]) -> Iterator[Summed]:
-    """Messages before the update, one axis after the other.
+    """Messages before the update, one axis after the other; none for optimizers that work element by element.
 
-    Parameters are given by node with how many there are of each. Axes of one rank send nothing, and none do for optimizers that work element by element.
+    Parameters
+    ----------
+    parameters
+        Nodes, each with how many parameters like it there are.
     """
     update, given = source.options.optimizer, list(parameters)
     for axis, (one, size) in enumerate(zip(source.options.mesh.axes, source.sizes, strict=True)):
