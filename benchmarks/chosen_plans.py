@@ -1,63 +1,117 @@
 """The search restricted to measured plans: what the plan it would choose costs over the best that was measured.
 
-    python -m benchmarks.chosen_plans MEASUREMENTS_DIR [--file N] [--rows]
+    python -m benchmarks.chosen_plans MEASUREMENTS_DIR [--file N] [--simulated K] [--limit S] [--workloads W] [--rows]
 
 Workloads are networks that one source trained with one batch on the same devices under several plans; every
-measured plan is pinned whole (degrees, micro-batch, schedule, recomputation, optimizer sharding) and predicted as
-`plan` predicts. Memory limits are lifted: the plans ran.
+measured plan is pinned whole (degrees, micro-batch, schedule, recomputation, optimizer sharding). As in a search, all
+are ranked by the closed form, and the best ``--simulated`` of them by the simulation. Memory limits are lifted: the
+plans ran. A prediction that takes longer than ``--limit`` seconds of computation is left out and counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.published_runs import NotCoveredError, read_run
-from benchmarks.whole_steps import Predictor
+from benchmarks.predicted_runs import LIMIT_S, Predictor
+from benchmarks.published_runs import NotCoveredError, Run, read_run
+from planner.planning import RESCORED
 from planner.validation.reading import read_measurements
 from simulator.errors import MeshwrightError
 
 FILES = ("C", "D", "H", "J", "M", "N")
 
 
-def predicted_plans(measurements: Path, files: tuple[str, ...]) -> tuple[pd.DataFrame, dict[tuple[str, str], int]]:
-    """One line for each measured plan of a workload, and how many rows were left out for which reason."""
-    lines, skipped = [], dict[tuple[str, str], int]()
-    with tempfile.TemporaryDirectory() as folder:
-        predictor = Predictor(Path(folder))
-        for path in sorted(measurements.glob("*.csv")):
-            name = path.name.split("_")[0]
-            for row in read_measurements(path) if name in files else ():
-                try:
-                    run = read_run(row, stages=True, any_attention=True)
-                    seconds = predictor.seconds(run)
-                except (NotCoveredError, MeshwrightError) as error:
-                    key = (name, str(error).split(";")[0])
-                    skipped[key] = skipped.get(key, 0) + 1
-                    continue
-                lines.append({"file": name, "workload": row.workload, "row": row.row_id, "run": run,
-                              "plan": " ".join(f"{k}={v}" for k, v in run.pins),
-                              "predicted": seconds, "measured": row.measured_time_s})  # fmt: skip
-    return pd.DataFrame(lines), skipped
+@dataclass
+class Reasons:
+    """How many rows of each file were left out for which reason."""
+
+    counts: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def add(self, file: str, error: Exception, rows: int = 1) -> None:
+        """Count `rows` of a file for the first part of an error's message."""
+        key = (file, str(error).split(";")[0])
+        self.counts[key] = self.counts.get(key, 0) + rows
 
 
-def regrets(plans: pd.DataFrame) -> pd.DataFrame:
-    """Plans, Kendall's tau and regret of each workload: measured time of the plan chosen over the best, less one."""
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Measured seconds of every plan of one workload."""
+
+    file: str
+    name: str
+    plans: Mapping[Run, float]
+
+
+def workloads(measurements: Path, files: Sequence[str], reasons: Reasons) -> list[Workload]:
+    """Workloads with several measured plans."""
+    found: dict[tuple[str, object], dict[Run, list[float]]] = {}
+    for path in sorted(measurements.glob("*.csv")):
+        name = path.name.split("_")[0]
+        for row in read_measurements(path) if name in files else ():
+            try:
+                run = read_run(row, stages=True, any_attention=True)
+            except NotCoveredError as error:
+                reasons.add(name, error)
+                continue
+            found.setdefault((name, row.workload), {}).setdefault(run, []).append(row.measured_time_s)
+    return [
+        Workload(file=file, name=str(name), plans={run: float(np.median(times)) for run, times in plans.items()})
+        for (file, name), plans in found.items()
+        if len({run.pins for run in plans}) > 1
+    ]
+
+
+def ranked(workload: Workload, predictor: Predictor, simulated: int, reasons: Reasons) -> pd.DataFrame:
+    """Plans of a workload as a search ranks them: predicted and measured seconds, and whether they were simulated."""
     lines = []
-    for workload, part in plans.groupby("workload", sort=False):
-        medians = part.groupby("plan")[["predicted", "measured"]].median()
-        if len(medians) > 1:
-            chosen = medians.measured[medians.predicted.idxmin()]
-            tau = medians.predicted.corr(medians.measured, method="kendall")
-            lines.append({"file": part.file.iloc[0], "workload": workload, "plans": len(medians), "tau": tau,
-                          "regret": chosen / medians.measured.min() - 1,
-                          "random": medians.measured.mean() / medians.measured.min() - 1})  # fmt: skip
-    return pd.DataFrame(lines)
+    for run, measured in workload.plans.items():
+        try:
+            lines.append({"run": run, "predicted": predictor.closed_form_s(run), "measured": measured})
+        except (NotCoveredError, MeshwrightError) as error:
+            reasons.add(workload.file, error)
+    table = pd.DataFrame(lines, columns=["run", "predicted", "measured"])
+    table = table.sort_values("predicted", kind="stable").reset_index(drop=True).assign(step=np.inf)
+    for place in range(min(simulated, len(table))):
+        try:
+            table.loc[place, "step"] = predictor.simulated_s(table.run[place])
+        except (NotCoveredError, MeshwrightError) as error:
+            reasons.add(workload.file, error)
+    return table.sort_values(["step", "predicted"], kind="stable")
+
+
+def regret(workload: Workload, table: pd.DataFrame) -> dict[str, object]:
+    """Plans, Kendall's tau and regret: measured time of the plan chosen over the best, less one."""
+    best = table.measured.min()
+    return {
+        "file": workload.file, "workload": workload.name, "plans": len(table),
+        "tau": table.predicted.corr(table.measured, method="kendall"),
+        "regret": table.measured.iloc[0] / best - 1,
+        "closed form": table.measured[table.predicted.idxmin()] / best - 1,
+        "random": table.measured.mean() / best - 1,
+        "chosen": " ".join(f"{k}={v}" for k, v in table.run.iloc[0].pins),
+        "best": " ".join(f"{k}={v}" for k, v in table.run[table.measured.idxmin()].pins),
+    }  # fmt: skip
+
+
+def show(found: pd.DataFrame, console: Console) -> None:
+    """Print means by file."""
+    table = Table("file", "workloads", "plans", "Kendall tau", "regret", "worst", "closed form alone", "plan at random")
+    for name, part in [*found.groupby("file"), ("all", found)]:
+        numbers = (part.tau, part.regret, part["closed form"], part.random)
+        tau, cost, closed, chance = (column.mean() for column in numbers)
+        shares = (f"{n:.1%}" for n in (cost, part.regret.max(), closed, chance))
+        table.add_row(str(name), str(len(part)), str(part.plans.sum()), f"{tau:.2f}", *shares)
+    console.print(table)
 
 
 def main() -> None:
@@ -65,21 +119,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("measurements", type=Path)
     parser.add_argument("--file", action="append", choices=FILES, help="only these files")
+    parser.add_argument("--simulated", type=int, default=RESCORED, help="so many plans of a workload are simulated")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of computation for one prediction")
+    parser.add_argument("--workloads", type=int, help="draw so many workloads of a file, with a fixed seed")
     parser.add_argument("--rows", action="store_true", help="print every workload")
     arguments = parser.parse_args()
-    plans, skipped = predicted_plans(arguments.measurements, tuple(arguments.file or FILES))
-    if plans.empty:
+    reasons, lines = Reasons(), []
+    found = workloads(arguments.measurements, arguments.file or FILES, reasons)
+    if not found:
         parser.error(f"{str(arguments.measurements)!r} holds no measured plans; name a folder of *.csv")
-    console, found = Console(width=180), regrets(plans)
+    with tempfile.TemporaryDirectory() as folder:
+        predictor = Predictor(Path(folder), arguments.limit)
+        for workload in _drawn(found, arguments.workloads):
+            table = ranked(workload, predictor, arguments.simulated, reasons)
+            if len(table) > 1:
+                lines.append(regret(workload, table))
+    console, regrets = Console(width=180), pd.DataFrame(lines)
+    if regrets.empty:
+        parser.error("no workload has two plans with a prediction; raise --limit")
     if arguments.rows:
-        console.print(found.to_string(index=False, float_format="{:.3f}".format))
-    table = Table("file", "workloads", "plans", "Kendall tau", "regret", "of a plan at random")
-    for name, part in [*found.groupby("file"), ("all", found)]:
-        numbers = (part.tau.mean(), part.regret.mean(), part.random.mean())
-        table.add_row(str(name), str(len(part)), str(part.plans.sum()), *(f"{n:.3f}" for n in numbers))
-    console.print(table)
-    for (file, why), count in sorted(skipped.items()):
+        console.print(regrets.to_string(index=False, float_format="{:.3f}".format), highlight=False, soft_wrap=True)
+    show(regrets, console)
+    for (file, why), count in sorted(reasons.counts.items()):
         console.print(f"left out of {file}: {count} rows, {why}", highlight=False, style="dim")
+
+
+def _drawn(found: list[Workload], most: int | None) -> list[Workload]:
+    shuffled = found if most is None else random.Random(0).sample(found, len(found))
+    count: dict[str, int] = {}
+    kept = []
+    for workload in shuffled:
+        count[workload.file] = count.get(workload.file, 0) + 1
+        if most is None or count[workload.file] <= most:
+            kept.append(workload)
+    return kept
 
 
 if __name__ == "__main__":

@@ -1,0 +1,111 @@
+"""Predictions of published runs as `plan` makes them: by the closed form that it searches with, and simulated."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import yaml
+
+from benchmarks.published_runs import NotCoveredError, Run, require
+from planner.configured import Configured
+from planner.lowering.checked import precision_dtype
+from planner.networks import load_network
+from planner.planning import PlanRequest, capture_for, plan_network
+from planner.request import read_pins
+from planner.search.configurations.buckets import USUAL
+from planner.shared_tables import SharedTables
+from planner.work import optimizer
+from simulator.hardware import Hardware, load_profile
+
+PROFILES = Path(__file__).parents[1] / "hw_profiles"
+LIMIT_S = 60.0
+"""Seconds of computation that one prediction may take."""
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise NotCoveredError once the process has computed for `seconds`; waiting does not count."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise NotCoveredError(f"takes longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+class Predictor:
+    """Predicts runs in a temporary folder, whatever memory they take; equal runs and equal networks once."""
+
+    def __init__(self, folder: Path, limit_s: float = LIMIT_S) -> None:
+        self.folder, self.limit_s = folder, limit_s
+        self.graphs: dict[tuple[str, int | None], SharedTables] = {}
+        self.known: dict[tuple[Run, Hardware | None], float] = {}
+
+    def closed_form_s(self, run: Run, changed: Callable[[Hardware], Hardware] = lambda hardware: hardware) -> float:
+        """Seconds of a step by the closed form, on the run's hardware or on what `changed` makes of it."""
+        request = self._request(run)
+        hardware = changed(load_profile(request.hardware))
+        if (run, hardware) not in self.known:
+            with limited(self.limit_s):
+                self.known[run, hardware] = self._objective_s(run, request, hardware)
+        return self.known[run, hardware]
+
+    def simulated_s(self, run: Run) -> float:
+        """Seconds of a step as `plan` reports them."""
+        if (run, None) not in self.known:
+            request = self._request(run)
+            with limited(self.limit_s):
+                result = plan_network(request, shared=self._shared(request))
+            require(result.candidates, "no plan")
+            self.known[run, None] = result.candidates[0].prediction.step_time_s
+        return self.known[run, None]
+
+    def _objective_s(self, run: Run, request: PlanRequest, hardware: Hardware) -> float:
+        network = load_network(request.network, sequence_length=request.sequence_length)
+        dtype = precision_dtype(run.precision)
+        tables = self._shared(request).at(dtype)
+        search = Configured(
+            graph=tables.graph, hardware=hardware, devices=run.devices, global_batch=run.global_batch,
+            optimizer=optimizer(network.default_optimizer), dtype=dtype, bucket_bytes=USUAL,
+            sequence=network.sequence_length or 0, base={}, shared=tables,
+        )  # fmt: skip
+        found = search.explore(read_pins(request)).found
+        require(found, "no plan")
+        return min(placed.objective_s for placed in found)
+
+    def _request(self, run: Run) -> PlanRequest:
+        return PlanRequest(
+            network=self._spec(run.network), hardware=self._profile(run.hardware), devices=run.devices,
+            global_batch=run.global_batch, sequence_length=run.sequence_length, precision=run.precision,
+            pins=dict(run.pins), top=1,
+        )  # fmt: skip
+
+    def _shared(self, request: PlanRequest) -> SharedTables:
+        key = (request.network, request.sequence_length)
+        if key not in self.graphs:
+            self.graphs[key] = SharedTables(capture_for(request))
+        return self.graphs[key]
+
+    def _spec(self, network: str) -> str:
+        if not network.startswith("{"):
+            return network
+        path = self.folder / f"{abs(hash(network))}.json"
+        path.write_text(network, encoding="utf-8")
+        return f"hf:{path}"
+
+    def _profile(self, name: str) -> str:
+        path = self.folder / f"{name}.yaml"
+        if not path.exists():
+            content = yaml.safe_load((PROFILES / path.name).read_text(encoding="utf-8"))
+            content["device"]["memory_bytes"]["value"] = 10**14
+            path.write_text(yaml.safe_dump(content), encoding="utf-8")
+        return str(path)
