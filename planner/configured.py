@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -16,12 +16,13 @@ from planner.search.configurations.alternatives import diverse
 from planner.search.configurations.bounds import work_bound
 from planner.search.configurations.branch_and_bound import PROOF, Explored, Placed, Unfit, explore
 from planner.search.configurations.pin_checks import check_pins
-from planner.search.configurations.space import LONG_SEQUENCE, Extent
+from planner.search.configurations.space import LONG_SEQUENCE, Extent, bases
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.stages.partition import partition
 from planner.search.stages.segments import simplified
 from planner.search.units.labels import RECOMPUTE, StageDecisions, StageTables, rules_of, stage_tables
 from planner.sharding.context import ALGORITHMS, Algorithm, ContextAxis, attention_heads
+from planner.sharding.placement import Mesh
 from planner.shared_tables import NetworkTables
 from planner.strategy.plan import Certificate, Chunk, Plan, RecomputeRange, Status
 from planner.work import Optimizer
@@ -146,6 +147,7 @@ class Configured:
         """Search the space that pins leave, on other devices or with other memory if so asked."""
         extent = self.extent(pins, devices)
         check_pins(extent)
+        self.decisions.expect(self.hardware, self.bucket_bytes, _stages(extent))
         options = {} if solves is None else {"solves": solves}
         model = self.model(limit_bytes=limit_bytes)
         return explore(
@@ -258,6 +260,14 @@ class Configured:
                 return None
             placed = replace(placed, partition=again)
         return None
+
+
+def _stages(extent: Extent) -> Iterator[tuple[Mesh, int]]:
+    """Stage meshes of a space in the usual order of axes, with the batch of one of their micro-batches."""
+    found: dict[tuple[int, int, int, int], Configuration] = {}
+    for base in bases(extent):
+        found.setdefault((base.context, base.expert, base.tensor, base.micro_batch), base)
+    return ((base.inner_mesh(), base.micro_batch * base.expert) for base in found.values())
 
 
 def experts_of(graph: OperatorGraph) -> int:

@@ -106,7 +106,11 @@ class StageDecisions:
         return self._costs[key]
 
     def expect(self, hardware: Hardware, bucket_bytes: int, stages: Iterable[tuple[Mesh, int]]) -> None:
-        """Announce stage meshes with the batches of their graphs: when one is bounded, so are the others."""
+        """Announce stage meshes with the batches of their graphs: when one is bounded, so are the others.
+
+        What was announced before no longer counts.
+        """
+        self._expected.clear()
         for mesh, batch in stages:
             case = Case(self.costs(hardware, mesh, bucket_bytes), batch)
             self._expected.setdefault(_names(mesh), {})[case.key] = case

@@ -12,7 +12,7 @@ import numpy as np
 from planner.graph.chain import Boundary, Chain, Unit
 from planner.graph.operator_graph import TensorRef
 from planner.search.configurations.step_model import Configuration
-from planner.search.units.labels import BoundaryStates, StageTables, TiedParameter, UnitLabels, Weights
+from planner.search.units.labels import BoundaryStates, StageTables, TiedParameter, UnitLabels
 from simulator.corrections import message_time
 from simulator.hardware import Hardware
 from simulator.program import Collective
@@ -40,12 +40,10 @@ class MadeTables:
     tied: tuple[TiedParameter, ...]
     parts: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(graph=SimpleNamespace(parameters=())))
 
-    def matrices(self, weights: Weights) -> tuple[np.ndarray, ...]:
-        """Least passes of every unit: all of them share one boundary state."""
-        return tuple(
-            (weights.forward * u.forward_s + weights.backward * u.backward_s).min(keepdims=True)[None]
-            for u in self.units
-        )
+    @property
+    def least_passes_s(self) -> np.ndarray:
+        """Least passes of every unit."""
+        return np.array([(unit.forward_s + unit.backward_s).min() for unit in self.units])
 
 
 def labels(unit: MadeUnit, samples: float, message_s: float, first: bool, last: bool) -> UnitLabels:
@@ -61,9 +59,15 @@ def labels(unit: MadeUnit, samples: float, message_s: float, first: bool, last: 
         backward_communication_s=nothing,
         activation_bytes=kept,
         transient_bytes=unit.activation_bytes * samples - kept,
+        recomputed_bytes=unit.activation_bytes * samples - kept,
+        again_s=again,
+        late_s=nothing,
         step_s=nothing,
+        gather_s=nothing,
         parameter_elements=np.full(3, unit.elements),
         expert_elements=nothing,
+        gathered_elements=nothing,
+        unsummed_elements=nothing,
         recompute=np.arange(3),
         entry=np.full(3, -1 if first else 0),
         exit=np.full(3, -1 if last else 0),
