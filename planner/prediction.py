@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch
 from planner.instructions import LoweredPlan
-from planner.lowering import lower_graph, lowering_options
+from planner.lowering.step import lowered_step
 from planner.request import PRECISIONS
-from planner.strategy.plan import Plan, expanded_rules
+from planner.strategy.plan import Plan
 from simulator import fast_engine
 from simulator.hardware import Hardware
 from simulator.timeline import Timeline
@@ -57,12 +56,16 @@ def predict(plan: Plan, lowered: LoweredPlan, hardware: Hardware) -> tuple[Predi
 
 
 def prediction_of(plan: Plan, graph: OperatorGraph, hardware: Hardware, timeline: Timeline) -> Prediction:
-    """Figures of a simulated step; `graph` is the unfolded graph of one micro-batch."""
+    """Figures of a simulated step; `graph` is that of one micro-batch, folded or not."""
     return figures(
         plan,
         hardware,
         step_time_s=timeline.step_time_s,
-        flops=sum(node.flops for node in graph.nodes if node.role is Role.OPERATOR),
+        flops=sum(
+            node.flops * times
+            for node, times in zip(graph.nodes, graph.multiplicity, strict=True)
+            if node.role is Role.OPERATOR
+        ),
         dtype=trained_dtype(graph),
         memory={str(kind): float(size) for kind, size in timeline.memory_at_peak.items()},
         breakdown=timeline.breakdown,
@@ -120,6 +123,5 @@ def predict_plan(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> Predic
         from planner.pipeline_prediction import predict_pipeline
 
         return predict_pipeline(plan, graph, hardware).prediction
-    unfolded = unfold(at_batch(graph, plan.samples))
-    lowered = lower_graph(unfolded, expanded_rules(plan), lowering_options(plan, graph))
-    return predict(plan, lowered, hardware)[0]
+    timeline = fast_engine.simulate(lowered_step(plan, graph), hardware)
+    return prediction_of(plan, at_batch(graph, plan.samples), hardware, timeline)

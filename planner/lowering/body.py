@@ -73,8 +73,11 @@ class Body(Writer):
                 for wanted in source.gathered(parameter.node):
                     self.versions[ref][wanted] = source.value_name(ref, wanted)
         self.nodes = range(len(self.graph.nodes)) if nodes is None else sorted(nodes)
+        self.reached: list[int] = []
+        """How many items there are once each of ``nodes`` has run."""
         for index in self.nodes:
             self._node(index, self.graph.nodes[index])
+            self.reached.append(len(self.items) + len(self.drafts))
         self._collect()
 
     @cached_property

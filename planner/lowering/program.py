@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.instructions import (
@@ -11,15 +12,20 @@ from planner.instructions import (
     LoweredPlan,
     StoredParameter,
 )
-from planner.lowering.body import Body
+from planner.lowering.blueprint import Blueprint
 from planner.lowering.placed import LoweringOptions, PlacedGraph
 from planner.lowering.replicas import data_axis, replicated_rules, with_replicas
+from planner.lowering.resolved import step_columns
 from planner.lowering.segment import SegmentWriter
+from planner.lowering.writer import finished
 from planner.strategy.plan import NodeRules
+from simulator.columns import KINDS, ProgramColumns, SegmentColumns
 from simulator.program import (
+    Buffer,
     Program,
     ProgramAxis,
     Segment,
+    Task,
 )
 
 
@@ -34,6 +40,21 @@ def spread(
     return replace(options, mesh=mesh, shard_size=0), replicated_rules(graph, rules, options.mesh)
 
 
+def lower_step(blueprint: Blueprint) -> ProgramColumns:
+    """The step of a blueprint in columns; raises UnalikeError where it cannot stand for the whole network."""
+    mesh, count = blueprint.source.options.mesh, blueprint.source.options.micro_batches
+    kinds = [(True, True, 1)] if count == 1 else [(True, False, 1), (False, False, count - 2), (False, True, 1)]
+    writers = []
+    for first, last, repeat in kinds:
+        if repeat:
+            writer = SegmentWriter(blueprint, first=first, last=last)
+            writer.write()
+            name = "step" if first and last else "first" if first else "last" if last else "middle"
+            writers.append((name, repeat, writer))
+    axes = tuple(ProgramAxis(name=a.name, size=a.size, stride=mesh.stride(i)) for i, a in enumerate(mesh.axes))
+    return step_columns(blueprint, writers, mesh.size, axes)
+
+
 def lower_graph(graph: OperatorGraph, rules: Mapping[str, NodeRules], options: LoweringOptions) -> LoweredPlan:
     """Lower an unfolded graph with the strategies of its nodes, by name.
 
@@ -42,32 +63,25 @@ def lower_graph(graph: OperatorGraph, rules: Mapping[str, NodeRules], options: L
     """
     options, rules = spread(graph, rules, options)
     source = PlacedGraph(graph, rules, options)
-    count = options.micro_batches
-    kinds = [(True, True, 1)] if count == 1 else [(True, False, 1), (False, False, count - 2), (False, True, 1)]
-    segments, instructions = [], []
-    body = Body(source)
-    for first, last, repeat in kinds:
-        if repeat:
-            writer = SegmentWriter(source, body, first=first, last=last)
-            tasks, made = writer.write()
-            name = "step" if first and last else "first" if first else "last" if last else "middle"
-            segments.append(Segment(name=name, tasks=tasks, count=repeat))
-            instructions.append(made)
+    blueprint = Blueprint(source)
+    columns = lower_step(blueprint)
     program = Program(
         name=graph.network,
-        devices=options.mesh.size,
-        axes=tuple(
-            ProgramAxis(name=a.name, size=a.size, stride=options.mesh.stride(i))
-            for i, a in enumerate(options.mesh.axes)
+        devices=columns.devices,
+        axes=columns.axes,
+        segments=tuple(
+            Segment(name=segment.name, tasks=written_out(segment, blueprint.names), count=segment.count)
+            for segment in columns.segments
         ),
-        segments=tuple(segments),
         resident=tuple(source.resident()),
     )
     return LoweredPlan(
         graph=graph,
         mesh=options.mesh,
         program=program,
-        instructions=tuple(instructions),
+        instructions=tuple(
+            tuple([blueprint.instructions[draft] for draft in segment.which.tolist()]) for segment in columns.segments
+        ),
         parameters=tuple(
             StoredParameter(name=p.name, value=graph.nodes[p.node].name, placements=source.stored[p.node])
             for p in graph.parameters
@@ -77,5 +91,30 @@ def lower_graph(graph: OperatorGraph, rules: Mapping[str, NodeRules], options: L
             for i in graph.inputs
         ),
         loss=source.loss_value,
-        micro_batches=count,
+        micro_batches=options.micro_batches,
     )
+
+
+def written_out(segment: SegmentColumns, buffers: Sequence[str]) -> tuple[Task, ...]:
+    """The tasks of a segment, each with what it waits for and its buffers."""
+    allocates: list[list[Buffer]] = [[] for _ in range(segment.size)]
+    releases: list[list[str]] = [[] for _ in range(segment.size)]
+    given = segment.changes
+    columns = (given.row, given.sign, given.buffer, given.size_bytes, given.kind)
+    for row, sign, buffer, size, kind in zip(*(column.tolist() for column in columns), strict=True):
+        if sign > 0:
+            allocates[row].append(Buffer(name=buffers[buffer], size_bytes=size, kind=KINDS[kind]))
+        else:
+            releases[row].append(buffers[buffer])
+    dependencies = segment.dependencies.tolist()
+    return tuple([
+        finished(
+            segment.tasks[draft],
+            after=tuple(dependencies[begin:end]),
+            allocates=tuple(allocates[row]),
+            releases=tuple(releases[row]),
+        )
+        for row, (draft, (begin, end)) in enumerate(
+            zip(segment.which.tolist(), pairwise(segment.dependency_offsets.tolist()), strict=True)
+        )
+    ])  # fmt: skip

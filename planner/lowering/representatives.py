@@ -11,6 +11,7 @@ from planner.graph.chain import Boundary, Chain, chain
 from planner.graph.folding import run_start, unfold
 from planner.graph.operator_graph import OperatorGraph, Run, TensorRef
 from planner.graph.scaling import at_batch
+from planner.lowering.copies import Copies, Row, UnalikeError
 from planner.lowering.options import lowering_options, recompute_modes
 from planner.lowering.placed import LoweringOptions, PlacedGraph
 from planner.lowering.program import spread
@@ -21,19 +22,23 @@ from simulator.errors import StrategyError
 
 Edge = tuple[object, object, object]
 """A layer between two states: what lies before it, its own kind, and what lies behind it."""
+_Ends = tuple[Placements, tuple[Placements, ...]]
+"""Placements in which a tensor is written, and in which each of its users reads it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Representatives:
-    """Few units that stand for all.
-
-    ``names`` are all units in model order, ``of_unit`` the unit of ``chain``, the shallow network's, that each is like.
-    """
+    """Few units that stand for all: ``names`` are these, in model order, ``chain`` is that of the shallow network."""
 
     source: PlacedGraph
     chain: Chain
     names: tuple[str, ...]
-    of_unit: tuple[int, ...]
+    copies: Copies
+
+    @property
+    def of_unit(self) -> tuple[int, ...]:
+        """The unit of ``chain`` that each of ``names`` is like."""
+        return self.copies.of_unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +71,10 @@ def representatives(plan: Plan, graph: OperatorGraph) -> Representatives:
     short = replace(plan, layers=kinds.short_layers(kept))
     unfolded = unfold(short_graph)
     found = chain(unfolded)
-    of_unit = _of_unit(deep, kept)
+    copies = _copies(deep, kept)
+    of_unit = copies.of_unit
     if max(of_unit) != len(found.units) - 1:
-        raise StrategyError(
+        raise UnalikeError(
             f"{plan.network}: {len(found.units)} units of the shallow network do not stand for those of the whole; "
             "plan it on one stage"
         )
@@ -77,9 +83,7 @@ def representatives(plan: Plan, graph: OperatorGraph) -> Representatives:
         lowering_options(replace(plan, recompute_ranges=()), graph), recompute=short_modes
     )
     options, rules = spread(unfolded, expanded_rules(short), options)
-    return Representatives(
-        source=PlacedGraph(unfolded, rules, options, found), chain=found, names=names, of_unit=of_unit
-    )
+    return Representatives(source=PlacedGraph(unfolded, rules, options, found), chain=found, names=names, copies=copies)
 
 
 class _Kinds:
@@ -88,7 +92,7 @@ class _Kinds:
     def __init__(self, plan: Plan, graph: OperatorGraph, deep: Chain, modes: Mapping[str, str]) -> None:
         self.plan, self.graph, self.deep, self.modes = plan, graph, deep, modes
         self.starts = {run.prefix: run_start(graph, run) for run in graph.runs}
-        self._states: dict[tuple[int, int, int], object] = {}
+        self._states: dict[tuple[int, int, int], tuple[_Ends, ...] | None] = {}
         for part in plan.layers:
             self._check(part)
 
@@ -140,44 +144,47 @@ class _Kinds:
         boundary = self.deep.boundaries[unit]
         states: list[object] = ["begin"]
         for before, behind, one, other in zip(parts, parts[1:], kinds, kinds[1:], strict=False):
-            plain = self._state(number, boundary, before, behind)
-            states.append((one, other) if plain is None else plain)
+            found = self._state(number, boundary, before, behind)
+            plain = found is not None and all(read == (written,) for written, read in found)
+            states.append((one, other) if found is None else found if plain else (found, one[1], other[1]))
         return _cover([*zip(states, kinds, [*states[1:], "end"], strict=True)])
 
-    def _state(self, number: int, boundary: Boundary, before: int, behind: int) -> object:
-        """How the tensors between two layers lie if all that read them want them so, else None."""
+    def _state(self, number: int, boundary: Boundary, before: int, behind: int) -> tuple[_Ends, ...] | None:
+        """How the tensors between two layers are written and read, None where others than the two read them.
+
+        What a unit does at its ends depends on nothing else of its neighbours, but on what these compute again if some
+        read a tensor otherwise than it is written.
+        """
         ours = -1 if before < 0 else self._numbers[before], -1 if behind < 0 else self._numbers[behind]
         key = (number, *ours)
         if key not in self._states:
             run = self.graph.runs[number]
             tables = [{} if part < 0 else self.plan.layers[part].rules for part in (before, behind)]
             refs = [ref for ref in (boundary.forward, boundary.gradient) if ref is not None]
-            found = [self._placements(run, ref, tables) for ref in refs]
-            self._states[key] = None if None in found else tuple(found)
+            found = [self._ends(run, ref, tables) for ref in refs]
+            self._states[key] = None if None in found else tuple(one for one in found if one is not None)
         return self._states[key]
 
-    def _placements(self, run: Run, ref: TensorRef, tables: Sequence[Mapping[str, NodeRules]]) -> Placements | None:
-        """Placements in which a tensor is written, and read by all: None where some read it otherwise."""
+    def _ends(self, run: Run, ref: TensorRef, tables: Sequence[Mapping[str, NodeRules]]) -> _Ends | None:
+        """Placements in which a tensor is written and read, None where others than the two layers read it."""
         first, second = set(run.first), set(run.second)
-
-        def rules(index: int) -> NodeRules | None:
+        read: list[Placements] = []
+        written: Placements | None = None
+        for index in (ref.node, *self.graph.consumers.get(ref, ())):
             if index not in first and index not in second:
                 return None
             name = template_name(self.graph.nodes[index].name, run.prefix)
-            return tables[0 if index in first else 1].get(name)
-
-        own = rules(ref.node)
-        if own is None:
-            return None
-        written = tuple(rule.outputs[ref.output] for rule in own)
-        for user in self.graph.consumers.get(ref, ()):
-            theirs = rules(user)
-            if theirs is None:
+            rules = tables[0 if index in first else 1].get(name)
+            if rules is None:
                 return None
-            for place, read in enumerate(self.graph.nodes[user].tensor_inputs):
-                if read == ref and tuple(rule.inputs[place] for rule in theirs) != written:
-                    return None
-        return written
+            if written is None:
+                written = tuple([rule.outputs[ref.output] for rule in rules])
+                continue
+            for place, used in enumerate(self.graph.nodes[index].tensor_inputs):
+                if used == ref:
+                    read.append(tuple([rule.inputs[place] for rule in rules]))
+        assert written is not None  # the tensor's own node comes first
+        return written, (written,) if set(read) <= {written} else tuple(read)
 
     def short_layers(self, kept: Mapping[str, _Kept]) -> tuple[LayerRules, ...]:
         """Strategies of the shallow network."""
@@ -223,9 +230,10 @@ def _cover(edges: Sequence[Edge]) -> _Kept:
     return _Kept(tuple(walk), tuple(first[edge] for edge in edges))
 
 
-def _of_unit(deep: Chain, kept: Mapping[str, _Kept]) -> tuple[int, ...]:
-    """The unit of the shallow chain that each unit in model order is like."""
+def _copies(deep: Chain, kept: Mapping[str, _Kept]) -> Copies:
+    """The unit of the shallow chain that each unit in model order is like, and the rows that are shorter there."""
     found: list[int] = []
+    rows: list[Row] = []
     base = 0
     done: dict[int, int] = {}
     for unit in deep.units:
@@ -233,10 +241,14 @@ def _of_unit(deep: Chain, kept: Mapping[str, _Kept]) -> tuple[int, ...]:
             found += [base] * unit.count
             base += 1
             continue
-        run = kept[deep.heads[unit.run][0]]
+        prefix = deep.heads[unit.run][0]
+        run = kept[prefix]
         begin = done.get(unit.run, 0)
         found += [base + place for place in run.places[begin : begin + unit.count]]
         done[unit.run] = begin + unit.count
         if done[unit.run] == len(run.places):
+            if len(run.layers) < len(run.places):
+                layers = range(len(found) - len(run.places), len(found))
+                rows.append(Row(prefix=prefix, shallow=range(base, base + len(run.layers)), deep=layers))
             base += len(run.layers)
-    return tuple(found)
+    return Copies(of_unit=tuple(found), rows=tuple(rows))

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf, prod
 
 from planner.graph.operator_graph import TensorRef
 from planner.instructions import (
     Accumulate,
     Communicate,
-    Instruction,
     Update,
 )
-from planner.lowering.body import Body, Gather
-from planner.lowering.placed import PlacedGraph, local_share
+from planner.lowering.blueprint import Block, Blueprint, Use
+from planner.lowering.body import Gather
+from planner.lowering.copies import NOBODY
+from planner.lowering.placed import local_share
 from planner.lowering.together import together
-from planner.lowering.writer import Moved, Writer, finished
+from planner.lowering.writer import Draft, Moved, Writer
 from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step
 from planner.work import update_traffic
@@ -31,15 +33,35 @@ from simulator.program import (
     Task,
 )
 
-Then = Callable[[int, str], None]
-"""Takes a parameter and the value that its gradient has become."""
+Then = Callable[["_Gradient"], None]
+"""Takes what a gradient has become."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradient:
+    """A gradient on its way: the node of its parameter, the unit whose copy it is, and the value that it is now."""
+
+    parameter: int
+    unit: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """A collective on a gradient's way: what it is called then, its bytes, and those of its part of the message."""
+
+    key: tuple[Collective, int, str]
+    target: int
+    size_bytes: int
+    payload: float
+    dims: tuple[int, int]
 
 
 @dataclass(slots=True)
 class _Pending:
     """Gradients waiting to travel together."""
 
-    entries: list[tuple[int, str, tuple[Step, ...], Then]] = field(default_factory=list)
+    entries: list[tuple[_Gradient, _Move, tuple[Step, ...], Then]] = field(default_factory=list)
     size_bytes: int = 0
 
 
@@ -55,58 +77,90 @@ def host_copy(size_bytes: float) -> Task:
 
 
 class SegmentWriter(Writer):
-    """Writes the tasks and instructions of one micro-batch."""
+    """Writes what runs in one micro-batch: ``order`` are drafts of the blueprint with the unit that each is run for."""
 
-    def __init__(self, source: PlacedGraph, body: Body, *, first: bool, last: bool) -> None:
-        super().__init__(source)
-        self.body = body
+    def __init__(self, blueprint: Blueprint, *, first: bool, last: bool) -> None:
+        super().__init__(blueprint.source)
+        self.blueprint = blueprint
         self.first = first
         self.last = last
+        self.order: list[Block] = []
         self.pending: dict[tuple[Collective, int, str], _Pending] = {}
-        self.synchronised: list[tuple[int, str]] = []
-        self.persistent = {self.graph.nodes[i].name for i in source.stored} | {source.loss_value}
+        self.synchronised: list[_Gradient] = []
+        self.persistent: list[Use] = []
+        """Values that outlive a micro-batch, beside parameters, the batch and the loss."""
+        self.made: dict[object, Block] = {}
+        self.moves: dict[tuple[int, int], _Move] = {}
 
-    def write(self) -> tuple[tuple[Task, ...], tuple[Instruction, ...]]:
-        """Return the segment's tasks, with dependencies and releases, and their instructions."""
+    def write(self) -> None:
+        """Fill ``order``."""
         self._gather_parameters()
-        gathers = [item for item in self.body.items if isinstance(item, Gather)]
+        script = self.blueprint.script
+        gathers = [(e.item, e.unit) for e in script if not isinstance(e, Block) and isinstance(e.item, Gather)]
         passed = 0
-        for item in self.body.items:
-            if isinstance(item, TensorRef):
-                self._gradient(item, self.source.gradient_of[item])
-            elif isinstance(item, Gather):
+        for event in script:
+            if isinstance(event, Block):
+                self.order.append(event)
+            elif isinstance(event.item, Gather):
                 self._gather_units(gathers, passed)
                 passed += 1
             else:
-                self.drafts.append(item)
+                self._gradient(event.item, event.unit)
         while self.pending:
             self._flush(next(iter(self.pending)))
         if self.last:
             self._update()
-        return self._resolve()
 
-    # Parameters and gradients
+    def _run(self, key: object, unit: int, home: int, write: Callable[[], None]) -> None:
+        """Run for a unit the drafts that `write` makes the first time."""
+        if key not in self.made:
+            before = len(self.blueprint.tasks)
+            write()
+            for draft in self.drafts:
+                self.blueprint.add(draft, home)
+            self.drafts = []
+            self.made[key] = Block(before, len(self.blueprint.tasks), home)
+        self.order.append(self.made[key]._replace(unit=unit))
+
+    def _run_once(self, unit: int, home: int, reads: Sequence[Use], writes: Sequence[Use]) -> None:
+        """Run the one draft just written, whose values are of several units."""
+        draft: Draft = self.drafts.pop()
+        number = self.blueprint.add(draft, home, reads, writes)
+        self.order.append(Block(number, number + 1, unit))
+
+    # Parameters
 
     def _gather_parameters(self) -> None:
         """Fetch stored shards once a step, in fused messages ahead of their use."""
+        blueprint, source = self.blueprint, self.source
+        nodes = [p.node for p in self.graph.parameters if p.node not in source.by_unit and source.gathered(p.node)]
         values = []
-        for parameter in self.graph.parameters:
-            if parameter.node in self.source.by_unit:
-                continue
-            ref = TensorRef(parameter.node)
-            for wanted in self.source.gathered(parameter.node):
-                name = self.source.value_name(ref, wanted)
-                self.persistent.add(name)
-                if self.first:
-                    values.append((ref, wanted, name))
-                else:
-                    self.versions[ref][wanted] = name
-        self._gather(values, Phase.FORWARD, self.source.options.bucket_bytes)
+        for unit, node in blueprint.copies.in_order((blueprint.owners[node], node) for node in nodes):
+            ref = TensorRef(node)
+            for wanted in source.gathered(node):
+                name = source.value_name(ref, wanted)
+                self.persistent.append((blueprint.value(name, blueprint.owners[node]), unit))
+                values.append((ref, wanted, name, unit))
+        if self.first:
+            self._gather_fused(values)
 
-    def _gather(
-        self, values: Sequence[tuple[TensorRef, Placements, str]], phase: Phase, limit_bytes: float = inf
-    ) -> None:
-        """Fetch the given parameters in messages that are full at `limit_bytes`."""
+    def _gather_fused(self, values: Sequence[tuple[TensorRef, Placements, str, int]]) -> None:
+        """Fetch parameters of all units in messages that are full at the size of a bucket."""
+        blueprint = self.blueprint
+        units = [unit for *_, unit in values]
+        for items, numbers in self._ways([value[:3] for value in values], self.source.options.bucket_bytes):
+            self._step(items, Phase.FORWARD, asynchronous=True)
+            homes = [blueprint.owners[ref.node] for ref, *_ in items]
+            reads = [
+                (blueprint.value(v, h), units[n]) for (_, v, _, _), n, h in zip(items, numbers, homes, strict=True)
+            ]
+            made = [(blueprint.value(t, h), units[n]) for (_, _, t, _), n, h in zip(items, numbers, homes, strict=True)]
+            self._run_once(units[numbers[0]], homes[0], reads, made)
+
+    def _ways(
+        self, values: Sequence[tuple[TensorRef, Placements, str]], limit_bytes: float
+    ) -> Iterator[tuple[list[Moved], list[int]]]:
+        """The moves of parameters to their placements, as far as they go together, with their places in `values`."""
         specs = [self.graph.spec(ref) for ref, *_ in values]
         ways = [self.source.path(self.source.stored[ref.node], wanted) for ref, wanted, _ in values]
         names = [self.graph.nodes[ref.node].name for ref, *_ in values]
@@ -123,85 +177,107 @@ class SegmentWriter(Writer):
                 target = goal if done[number] == len(ways[number]) else f"{goal}.step{done[number]}"
                 items.append((ref, names[number], target, step))
                 names[number] = target
-            self._step(items, phase, asynchronous=True)
-        for ref, wanted, goal in values:
-            self.versions[ref][wanted] = goal
+            yield items, [number for number, _ in moves]
 
-    def _gather_units(self, gathers: Sequence[Gather], position: int) -> None:
+    def _gather_units(self, gathers: Sequence[tuple[Gather, int]], position: int) -> None:
         """At the first operator of a unit, gather what the next one needs, and its own where none was before.
 
         A unit's parameters travel in one message, and so do the gradients of the unit before.
         """
         self._flush_units()
-        here = gathers[position]
-        starts = position == 0 or gathers[position - 1].phase is not here.phase
-        wanted = [here] if starts else []
-        if position + 1 < len(gathers) and gathers[position + 1].phase is here.phase:
+        here, _ = gathers[position]
+        starts = position == 0 or gathers[position - 1][0].phase is not here.phase
+        wanted = [gathers[position]] if starts else []
+        if position + 1 < len(gathers) and gathers[position + 1][0].phase is here.phase:
             wanted.append(gathers[position + 1])
-        for gather in wanted:
-            before = len(self.drafts)
-            self.unit = gather.unit
-            self._gather(gather.values, gather.phase)
-            for draft in self.drafts[before:]:
-                draft.beside = True
+        for gather, unit in wanted:
+            home = gather.unit if self.blueprint.copies.of_unit else NOBODY
+            self._run(("gather", gather.unit, gather.phase), unit, home, partial(self._gather, gather))
+
+    def _gather(self, gather: Gather) -> None:
+        for items, _ in self._ways(gather.values, inf):
+            self._step(items, gather.phase, asynchronous=True)
+        for draft in self.drafts:
+            draft.beside = True
 
     # Gradients
 
-    def _gradient(self, ref: TensorRef, parameter: int) -> None:
+    def _gradient(self, ref: TensorRef, unit: int) -> None:
         """Hand a complete gradient on: to its accumulator, or first to the rank that accumulates its part."""
-        value = self.source.value_name(ref, self.source.output_placements(ref))
+        parameter = self.source.gradient_of[ref]
+        value = self.blueprint.named(self.source.value_name(ref, self.source.output_placements(ref)))
         ahead, _ = self.source.gradient_path(parameter)
-        self._synchronise(parameter, value, ahead, self._accumulate)
+        self._synchronise(_Gradient(parameter, unit, value), ahead, self._accumulate)
 
-    def _accumulate(self, parameter: int, value: str) -> None:
-        source = self.source
-        ahead, behind = source.gradient_path(parameter)
-        ref = source.gradient_ref(parameter)
-        spec = self.graph.spec(ref)
-        placements = ahead[-1].after if ahead else source.output_placements(ref)
+    def _accumulate(self, gradient: _Gradient) -> None:
+        source, parameter = self.source, gradient.parameter
         if source.options.micro_batches > 1:
-            accumulator = f"{self.graph.nodes[parameter].name}.accumulated"
-            self.persistent.add(accumulator)
-            size = source.local_bytes(spec, placements)
-            moved = 0.0 if self.first else 3.0 * size
-            task = Task(
-                name=f"accumulate {self.graph.nodes[parameter].name}",
-                phase=Phase.BACKWARD,
-                stream=self.came.get(value, COMPUTE_STREAM),
-                kernel=Kernel.VIEW if self.first else Kernel.ELEMENTWISE,
-                dtype=spec.dtype,
-                bytes_moved=moved,
-            )
-            writes = (Buffer(name=accumulator, size_bytes=size, kind=BufferKind.GRADIENT),) if self.first else ()
-            instruction = Accumulate(source=value, accumulator=accumulator, first=self.first)
-            self._add(task, instruction, (value,) if self.first else (value, accumulator), writes)
-            self.drafts[-1].completes = (accumulator,)
-            value = accumulator
+            name = f"{self.graph.nodes[parameter].name}.accumulated"
+            home = self.blueprint.owners[parameter]
+            accumulator = self.blueprint.value(name, home)
+            self.persistent.append((accumulator, gradient.unit))
+            write = partial(self._accumulation, parameter, gradient.value, name)
+            self._run(("accumulate", parameter), gradient.unit, home, write)
+            gradient = _Gradient(parameter, gradient.unit, accumulator)
         if self.last:
-            self._synchronise(parameter, value, behind, self._synchronised)
+            self._synchronise(gradient, source.gradient_path(parameter)[1], self.synchronised.append)
 
-    def _synchronised(self, parameter: int, value: str) -> None:
-        self.synchronised.append((parameter, value))
+    def _accumulation(self, parameter: int, value: int, accumulator: str) -> None:
+        source = self.source
+        ahead, _ = source.gradient_path(parameter)
+        ref, name = source.gradient_ref(parameter), self.blueprint.names[value]
+        spec = self.graph.spec(ref)
+        size = source.local_bytes(spec, ahead[-1].after if ahead else source.output_placements(ref))
+        task = Task(
+            name=f"accumulate {self.graph.nodes[parameter].name}",
+            phase=Phase.BACKWARD,
+            stream=self.came.get(name, COMPUTE_STREAM),
+            kernel=Kernel.VIEW if self.first else Kernel.ELEMENTWISE,
+            dtype=spec.dtype,
+            bytes_moved=0.0 if self.first else 3.0 * size,
+        )
+        writes = (Buffer(name=accumulator, size_bytes=size, kind=BufferKind.GRADIENT),) if self.first else ()
+        instruction = Accumulate(source=name, accumulator=accumulator, first=self.first)
+        self._add(task, instruction, (name,) if self.first else (name, accumulator), writes)
+        self.drafts[-1].completes = (accumulator,)
 
-    def _synchronise(self, parameter: int, value: str, steps: tuple[Step, ...], then: Then) -> None:
+    def _synchronise(self, gradient: _Gradient, steps: tuple[Step, ...], then: Then) -> None:
         """Queue a gradient's next message; full buckets travel at once, and `then` takes what arrives."""
         if not steps:
-            then(parameter, value)
+            then(gradient)
             return
-        step = steps[0]
-        ref = self.source.gradient_ref(parameter)
+        step, parameter = steps[0], gradient.parameter
         if not isinstance(step.operation, Collective):
             target = self._synchronised_name(parameter, step)
-            self._step([(ref, value, target, step)], Phase.BACKWARD, asynchronous=False)
-            self._synchronise(parameter, target, steps[1:], then)
+            home = self.blueprint.owners[parameter]
+            item = self.source.gradient_ref(parameter), self.blueprint.names[gradient.value], target, step
+            self._run(
+                ("move", gradient.value, target), gradient.unit, home,
+                lambda: self._step([item], Phase.BACKWARD, asynchronous=False),
+            )  # fmt: skip
+            moved = _Gradient(parameter, gradient.unit, self.blueprint.value(target, home))
+            self._synchronise(moved, steps[1:], then)
             return
-        spec = self.graph.spec(ref)
-        key = (step.operation, step.axis, spec.dtype)
-        bucket = self.pending.setdefault(key, _Pending())
-        bucket.entries.append((parameter, value, steps, then))
-        bucket.size_bytes += int(spec.size_bytes / prod(self.source.sizes[a] for a in step.sharded_axes))
-        if bucket.size_bytes >= self.source.options.bucket_bytes and not self._by_unit(key[0]):
-            self._flush(key)
+        move = self._move_of(parameter, step)
+        bucket = self.pending.setdefault(move.key, _Pending())
+        bucket.entries.append((gradient, move, steps[1:], then))
+        bucket.size_bytes += int(move.payload)
+        if bucket.size_bytes >= self.source.options.bucket_bytes and not self._by_unit(move.key[0]):
+            self._flush(move.key)
+
+    def _move_of(self, parameter: int, step: Step) -> _Move:
+        key = parameter, id(step)
+        if key not in self.moves:
+            assert isinstance(step.operation, Collective)  # slices and masks are moved at once
+            spec = self.graph.spec(self.source.gradient_ref(parameter))
+            self.moves[key] = _Move(
+                key=(step.operation, step.axis, spec.dtype),
+                target=self.blueprint.value(self._synchronised_name(parameter, step), self.blueprint.owners[parameter]),
+                size_bytes=self.source.local_bytes(spec, step.after),
+                payload=spec.size_bytes / prod(self.source.sizes[a] for a in step.sharded_axes),
+                dims=(step.gather_dim, step.split_dim),
+            )
+        return self.moves[key]
 
     def _by_unit(self, collective: Collective) -> bool:
         """Whether gradients travel unit by unit, as the parameters do."""
@@ -215,109 +291,63 @@ class SegmentWriter(Writer):
         return f"{self.graph.nodes[parameter].name}.gradient@{','.join(map(placement_name, step.after))}"
 
     def _flush(self, key: tuple[Collective, int, str]) -> None:
-        bucket = self.pending.pop(key)
-        items, dims, payload, writes, after = [], [], 0.0, [], []
-        for parameter, value, steps, then in bucket.entries:
-            step, ref = steps[0], self.source.gradient_ref(parameter)
-            target = self._synchronised_name(parameter, step)
-            spec = self.graph.spec(ref)
-            items.append((value, target))
-            dims.append((step.gather_dim, step.split_dim))
-            payload += spec.size_bytes / prod(self.source.sizes[a] for a in step.sharded_axes)
-            size = self.source.local_bytes(spec, step.after)
-            writes.append(Buffer(name=target, size_bytes=size, kind=BufferKind.GRADIENT))
-            after.append((parameter, target, steps[1:], then))
+        entries, names = self.pending.pop(key).entries, self.blueprint.names
+        targets = [names[move.target] for _, move, *_ in entries]
         message = Communicate(
             collective=key[0],
             axis=key[1],
-            sources=tuple(value for value, _ in items),
-            targets=tuple(target for _, target in items),
-            gather_dims=tuple(gather for gather, _ in dims),
-            split_dims=tuple(split for _, split in dims),
+            sources=tuple([names[gradient.value] for gradient, *_ in entries]),
+            targets=tuple(targets),
+            gather_dims=tuple([move.dims[0] for _, move, *_ in entries]),
+            split_dims=tuple([move.dims[1] for _, move, *_ in entries]),
             asynchronous=True,
         )
-        name = f"{key[0]} gradients of {self.graph.nodes[bucket.entries[0][0]].name}"
-        if len(items) > 1:
-            name += f" and {len(items) - 1} more"
-        self._message(name, Phase.BACKWARD, message, payload, writes=tuple(writes), dtype=key[2])
-        for parameter, target, steps, then in after:
-            self._synchronise(parameter, target, steps, then)
+        head = entries[0][0]
+        name = f"{key[0]} gradients of {self.graph.nodes[head.parameter].name}"
+        if len(entries) > 1:
+            name += f" and {len(entries) - 1} more"
+        buffers = tuple([
+            Buffer(name=target, size_bytes=move.size_bytes, kind=BufferKind.GRADIENT)
+            for target, (_, move, *_) in zip(targets, entries, strict=True)
+        ])  # fmt: skip
+        payload = sum(move.payload for _, move, *_ in entries)
+        self._message(name, Phase.BACKWARD, message, payload, writes=buffers, dtype=key[2])
+        reads = [(gradient.value, gradient.unit) for gradient, *_ in entries]
+        made = [(move.target, gradient.unit) for gradient, move, *_ in entries]
+        self._run_once(head.unit, self.blueprint.owners[head.parameter], reads, made)
+        for gradient, move, steps, then in entries:
+            self._synchronise(_Gradient(gradient.parameter, gradient.unit, move.target), steps, then)
 
     def _update(self) -> None:
-        update = self.source.options.optimizer
         if self.source.options.offload_optimizer:
             self._through_host()
-        for parameter, value in self.synchronised:
-            node = self.graph.nodes[parameter]
-            spec = node.outputs[0]
-            elements = spec.elements * local_share(self.source.stored[parameter], self.source.sizes)
-            task = Task(
-                name=f"update {node.name}",
-                phase=Phase.UPDATE,
-                kernel=Kernel.OPTIMIZER,
-                dtype=spec.dtype,
-                flops=elements * update.flops,
-                bytes_moved=elements * update_traffic(update, spec.dtype),
-            )
-            instruction = Update(parameter=node.name, gradient=value, divisor=self.source.options.micro_batches)
-            self._add(task, instruction, (node.name, value), ())
+        for gradient in self.synchronised:
+            parameter, value = gradient.parameter, gradient.value
+            home = self.blueprint.owners[parameter]
+            self._run(("update", parameter), gradient.unit, home, partial(self._update_of, parameter, value))
+
+    def _update_of(self, parameter: int, value: int) -> None:
+        update, node, name = self.source.options.optimizer, self.graph.nodes[parameter], self.blueprint.names[value]
+        spec = node.outputs[0]
+        elements = spec.elements * local_share(self.source.stored[parameter], self.source.sizes)
+        task = Task(
+            name=f"update {node.name}",
+            phase=Phase.UPDATE,
+            kernel=Kernel.OPTIMIZER,
+            dtype=spec.dtype,
+            flops=elements * update.flops,
+            bytes_moved=elements * update_traffic(update, spec.dtype),
+        )
+        instruction = Update(parameter=node.name, gradient=name, divisor=self.source.options.micro_batches)
+        self._add(task, instruction, (node.name, name), ())
 
     def _through_host(self) -> None:
         """Gradients go to the host, whose memory holds the states, and parameters come back, before any update."""
-        source = self.source
-        sizes = [source.local_bytes(self.graph.nodes[p].outputs[0], source.stored[p]) for p, _ in self.synchronised]
+        source, names = self.source, self.blueprint.names
+        sizes = [
+            source.local_bytes(self.graph.nodes[g.parameter].outputs[0], source.stored[g.parameter])
+            for g in self.synchronised
+        ]
         nothing = Communicate(collective=Collective.SEND, axis=0, sources=(), targets=(), gather_dims=(), split_dims=())
-        self._add(host_copy(2.0 * sum(sizes)), nothing, tuple(value for _, value in self.synchronised), ())
-
-    def _resolve(self) -> tuple[tuple[Task, ...], tuple[Instruction, ...]]:
-        """Turn values into dependencies and releases: a value goes when its last reader, or that of a view, is done."""
-        producer: dict[str, int] = {}
-        last_use: dict[str, int] = {}
-        owners: dict[str, str] = {}
-        after: list[tuple[int, ...]] = []
-        streams = [draft.task.stream for draft in self.drafts]
-        computed = -1
-        for index, draft in enumerate(self.drafts):
-            stream = streams[index]
-            needs = {n for v in draft.reads if (n := producer.get(v)) is not None and streams[n] != stream}
-            if draft.beside and computed >= 0:
-                needs.add(computed)
-            if stream == COMPUTE_STREAM:
-                computed = index
-            if draft.completes:
-                if draft.task.collective is not None:
-                    needs.add(index - 1)
-                producer.update(dict.fromkeys(draft.completes, index))
-            after.append(tuple(sorted(needs)) if needs else ())
-            for buffer in draft.writes:
-                producer[buffer.name] = last_use[buffer.name] = index
-            if draft.owners:
-                owners.update(draft.owners)
-            for value in draft.reads:
-                last_use[value] = index
-                while value in owners:
-                    value = owners[value]
-                    last_use[value] = index
-        keep = self._kept()
-        releases: dict[int, list[str]] = {}
-        for value, index in last_use.items():
-            if value not in keep and (value in producer or self._dropped_here(value)):
-                releases.setdefault(index, []).append(value)
-        tasks = tuple(
-            finished(d.task, after=a, allocates=self._new(d.writes), releases=tuple(releases.get(i, ())))
-            for i, (d, a) in enumerate(zip(self.drafts, after, strict=True))
-        )
-        return tasks, tuple(d.instruction for d in self.drafts)
-
-    def _new(self, writes: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
-        """Buffers that are not there yet: the loss stays from one micro-batch to the next."""
-        return writes if self.first else tuple(b for b in writes if b.name != self.source.loss_value)
-
-    def _kept(self) -> set[str]:
-        """Values that outlive the segment: parameters, the batch, the loss, and what a later micro-batch needs."""
-        stored = {self.graph.nodes[i].name for i in self.source.stored} | {self.source.loss_value}
-        return stored if self.last else stored | self.persistent
-
-    def _dropped_here(self, value: str) -> bool:
-        """Whether a value of an earlier segment ends its life in this one."""
-        return self.last and value in self.persistent
+        self._add(host_copy(2.0 * sum(sizes)), nothing, tuple(names[g.value] for g in self.synchronised), ())
+        self._run_once(NOBODY, NOBODY, [(g.value, g.unit) for g in self.synchronised], ())

@@ -1,0 +1,268 @@
+"""What of a step is written once: drafts of tasks, the values they read and write, and the order of a micro-batch."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.graph.chain import Chain
+from planner.graph.operator_graph import TensorRef
+from planner.instructions import Instruction
+from planner.lowering.body import Body, Gather, Item
+from planner.lowering.copies import NOBODY, Copies, Row, UnalikeError
+from planner.lowering.placed import PlacedGraph
+from planner.lowering.writer import Draft
+from simulator.columns import KIND_INDEX
+from simulator.program import BufferKind, Phase, Task
+from simulator.task_table import IntArray
+
+SAME = -2
+"""Unit of a value that is that of the draft's own copy."""
+
+Use = tuple[int, int]
+"""A value and the unit of the whole network whose copy of it is meant, `SAME` for the draft's own."""
+
+
+class Block(NamedTuple):
+    """Drafts ``first … last`` (exclusive) of the copy number `unit`."""
+
+    first: int
+    last: int
+    unit: int
+
+
+class Event(NamedTuple):
+    """A complete gradient, or the place where a unit needs its parameters, in the copy number `unit`."""
+
+    item: TensorRef | Gather
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """Values that drafts use, in rows: draft i has ``values[offsets[i]:offsets[i + 1]]``, of ``units``."""
+
+    offsets: array[int] = field(default_factory=lambda: array("q", [0]))
+    values: array[int] = field(default_factory=lambda: array("q"))
+    units: array[int] = field(default_factory=lambda: array("q"))
+
+    def add(self, uses: Sequence[Use]) -> None:
+        """Add the row of one more draft."""
+        for value, unit in uses:
+            self.values.append(value)
+            self.units.append(unit)
+        self.offsets.append(len(self.values))
+
+
+class Blueprint:
+    """Drafts of a network, perhaps a shallow one that stands for a deeper one, and the body of a micro-batch of it.
+
+    A *value* is a number for a name of the lowered network; ``home`` is the unit it belongs to. ``script`` is what runs
+    in a micro-batch between the parameters' arrival and the update, in order, for all units of the whole network.
+
+    Parameters
+    ----------
+    found : Chain, optional
+        Units of the lowered network, where it stands for a deeper one.
+
+    Raises
+    ------
+    UnalikeError
+        The order of the lowered network is not that of the whole with fewer layers.
+    """
+
+    def __init__(self, source: PlacedGraph, copies: Copies | None = None, found: Chain | None = None) -> None:
+        self.source, self.graph = source, source.graph
+        self.copies = copies or Copies()
+        self.owners = self.copies.owners(source, found)
+        self.names: list[str] = []
+        self.home: list[int] = []
+        self._number: dict[str, int] = {}
+        self.tasks: list[Task] = []
+        self.instructions: list[Instruction] = []
+        self.beside: list[bool] = []
+        self.reads, self.writes, self.completes = Uses(), Uses(), Uses()
+        self.write_bytes, self.write_kind = array("q"), array("q")
+        self.views: list[tuple[int, int, int]] = []
+        """Draft, view, and the value whose memory it stands in."""
+        for index in source.stored:
+            self.value(self.graph.nodes[index].name, self.owners[index])
+        self.script = tuple(self._script(Body(source)))
+
+    def value(self, name: str, home: int) -> int:
+        """Number of a value; the first to name it says where it is at home."""
+        number = self._number.get(name)
+        if number is None:
+            number = self._number[name] = len(self.names)
+            self.names.append(name)
+            self.home.append(home)
+        return number
+
+    def named(self, name: str) -> int:
+        """Number of a value that is known; raises UnalikeError where there is none."""
+        if name not in self._number:
+            raise UnalikeError(f"there is no value {name!r}")
+        return self._number[name]
+
+    def add(
+        self, draft: Draft, home: int, reads: Sequence[Use] | None = None, writes: Sequence[Use] | None = None
+    ) -> int:
+        """Add a draft; what it makes is at home in `home` unless it is known. Returns its number."""
+        number = len(self.tasks)
+        self.tasks.append(draft.task)
+        self.instructions.append(draft.instruction)
+        self.beside.append(draft.beside)
+        own = [(self.value(b.name, home), SAME) for b in draft.writes] if writes is None else writes
+        self.reads.add([(self.value(name, home), SAME) for name in draft.reads] if reads is None else reads)
+        self.writes.add(own)
+        self.write_bytes.extend([buffer.size_bytes for buffer in draft.writes])
+        self.write_kind.extend([KIND_INDEX[buffer.kind] for buffer in draft.writes])
+        self.completes.add([(self.value(name, home), SAME) for name in draft.completes])
+        for view, owner in draft.owners.items():
+            self.views.append((number, self.value(view, home), self.value(owner, home)))
+        return number
+
+    # The order of a micro-batch
+
+    def _script(self, body: Body) -> Iterator[Block | Event]:
+        spans = [_Span(unit, phase, self._events(items, unit)) for unit, phase, items in self._spans(body)]
+        for span, unit in self._visits(spans):
+            for event in span.events:
+                yield event._replace(unit=unit)
+
+    def _spans(self, body: Body) -> Iterator[tuple[int, Phase, list[Item]]]:
+        """Items of the body by the unit and the pass that they belong to."""
+        current: tuple[int, Phase] | None = None
+        items: list[Item] = []
+        begin = 0
+        for index, end in zip(body.nodes, body.reached, strict=True):
+            if end == begin:
+                continue
+            place = self.owners[index], self.graph.nodes[index].phase
+            if place != current:
+                if current is not None:
+                    yield *current, items
+                current, items = place, []
+            items += body.items[begin:end]
+            begin = end
+        if current is not None:
+            yield *current, items
+
+    def _events(self, items: Sequence[Item], unit: int) -> list[Block | Event]:
+        found: list[Block | Event] = []
+        begin = len(self.tasks)
+        for item in items:
+            if isinstance(item, Draft):
+                self.add(item, unit)
+                continue
+            if len(self.tasks) > begin:
+                found.append(Block(begin, len(self.tasks), unit))
+                begin = len(self.tasks)
+            found.append(Event(item, unit))
+        if len(self.tasks) > begin:
+            found.append(Block(begin, len(self.tasks), unit))
+        return found
+
+    def _visits(self, spans: Sequence[_Span]) -> Iterator[tuple[_Span, int]]:
+        """Every span with every unit of the whole network that it is run for, in order."""
+        copies, place = self.copies, 0
+        done: set[tuple[int, Phase]] = set()
+        while place < len(spans):
+            span = spans[place]
+            row = copies.row_of.get(span.unit)
+            if row is None:
+                yield span, copies.places[span.unit][0]
+                place += 1
+                continue
+            block = spans[place : place + len(row.shallow)]
+            if (row.shallow.start, span.phase) in done or not _in_row(block, row, span.phase):
+                raise UnalikeError(f"the layers {row.prefix!r} do not run one after the other")
+            done.add((row.shallow.start, span.phase))
+            by_unit = {one.unit: one for one in block}
+            order = row.deep if span.phase is not Phase.BACKWARD else reversed(row.deep)
+            yield from ((by_unit[copies.of_unit[unit]], unit) for unit in order)
+            place += len(block)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    unit: int
+    phase: Phase
+    events: list[Block | Event]
+
+
+def _in_row(block: Sequence[_Span], row: Row, phase: Phase) -> bool:
+    units = list(row.shallow) if phase is not Phase.BACKWARD else list(reversed(row.shallow))
+    return [span.unit for span in block] == units and all(span.phase is phase for span in block)
+
+
+class Placing:
+    """Numbers of values in the whole network, once all of the lowered one are known."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        self.blueprint, self.copies = blueprint, blueprint.copies
+        self.home = np.array(blueprint.home, dtype=np.int64)
+        units = max(self.copies.of_unit, default=-1) + 1
+        counts = np.bincount(self.home + 1, minlength=units + 1)
+        order = np.argsort(self.home, kind="stable")
+        self.local = np.empty(len(order), dtype=np.int64)
+        self.local[order] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.of_unit = np.array([*self.copies.of_unit, NOBODY], dtype=np.int64)
+        sizes = counts[self.of_unit[:-1] + 1]
+        self.base = np.concatenate((counts[0] + np.cumsum(sizes) - sizes, [0])).astype(np.int64)
+        """(deep units + 1,) number of the first value of each; behind them of those that are nobody's."""
+        self.count = int(counts[0] + sizes.sum())
+        in_row = np.array([unit in self.copies.row_of for unit in range(units)] + [False])
+        single = np.array(
+            [(self.copies.places.get(unit) or (0,))[0] for unit in range(units)] + [NOBODY], dtype=np.int64
+        )
+        self.fixed = np.where(in_row[self.home], NOBODY, self.base[single[self.home]] + self.local)
+        self._beside: dict[tuple[int, int], int] = {}
+
+    def __call__(self, values: IntArray, units: IntArray) -> IntArray:
+        """Numbers of `values` as the copies number `units` know them."""
+        own = self.of_unit[units] == self.home[values]
+        found = np.where(own, self.base[units] + self.local[values], self.fixed[values])
+        for place in np.flatnonzero(found < 0).tolist():
+            found[place] = self._neighbour(int(values[place]), int(units[place]))
+        return found
+
+    def _neighbour(self, value: int, unit: int) -> int:
+        key = value, unit
+        if key not in self._beside:
+            home, name = int(self.home[value]), self.blueprint.names[value]
+            name, there = self.copies.neighbour(name, home, int(self.of_unit[unit]), unit)
+            other = self.blueprint.named(name)
+            if self.home[other] != self.of_unit[there]:
+                raise UnalikeError(f"value {name!r} is not of the unit that it is named after")
+            self._beside[key] = int(self.base[there] + self.local[other])
+        return self._beside[key]
+
+
+class BufferNames(Sequence[str]):
+    """Names of the values of the whole network, and of the optimizer states of `states`, made when asked for."""
+
+    def __init__(self, placing: Placing, states: Sequence[int]) -> None:
+        self.placing, self.states = placing, states
+
+    def __len__(self) -> int:
+        return self.placing.count + len(self.states)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if index >= self.placing.count:
+            return f"{self[self.states[index - self.placing.count]]}.states"
+        placing = self.placing
+        unit = int(np.searchsorted(placing.base[:-1], index, side="right")) - 1
+        home = int(placing.of_unit[unit])
+        local = index - int(placing.base[unit])
+        value = int(np.flatnonzero((placing.home == home) & (placing.local == local))[0])
+        return placing.copies.deep_name(placing.blueprint.names[value], home, unit)
+
+
+GRADIENT = KIND_INDEX[BufferKind.GRADIENT]

@@ -1,0 +1,206 @@
+"""Values resolved to dependencies and buffers: a step in columns, its drafts repeated for every unit of the network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.graph.operator_graph import DTYPE_BYTES, Role
+from planner.lowering.blueprint import SAME, Block, Blueprint, BufferNames, Placing, Use
+from planner.lowering.segment import SegmentWriter
+from planner.work import state_bytes
+from simulator.columns import KIND_INDEX, Changes, ProgramColumns, SegmentColumns
+from simulator.program import COMPUTE_STREAM, BufferKind, ProgramAxis
+from simulator.task_table import BoolArray, IntArray
+
+
+def step_columns(
+    blueprint: Blueprint, writers: Sequence[tuple[str, int, SegmentWriter]], devices: int, axes: tuple[ProgramAxis, ...]
+) -> ProgramColumns:
+    """The program of written segments, each with its name and how often it runs.
+
+    Raises
+    ------
+    UnalikeError
+        A unit reads what is not beside it.
+    """
+    placing = Placing(blueprint)
+    step = _Step(blueprint, placing)
+    segments = tuple(step.segment(name, count, writer) for name, count, writer in writers)
+    resident, states = step.resident()
+    return ProgramColumns(
+        name=blueprint.graph.network,
+        devices=devices,
+        axes=axes,
+        segments=segments,
+        resident=resident,
+        buffers=BufferNames(placing, states),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Values that rows use, (u,): ``row`` ascending, ``value`` in the whole network, ``use`` its place in drafts."""
+
+    row: IntArray
+    value: IntArray
+    use: IntArray
+
+
+class _Step:
+    """What all segments of a step share."""
+
+    def __init__(self, blueprint: Blueprint, placing: Placing) -> None:
+        self.blueprint, self.placing = blueprint, placing
+        self.streams: dict[str, int] = {COMPUTE_STREAM: 0}
+        tasks = blueprint.tasks
+        self.stream = np.array([self.streams.setdefault(task.stream, len(self.streams)) for task in tasks])
+        self.beside = np.array(blueprint.beside)
+        self.collective = np.array([task.collective is not None for task in tasks])
+        self.uses = {
+            name: tuple(np.array(column, dtype=np.int64) for column in (uses.offsets, uses.values, uses.units))
+            for name, uses in (("reads", blueprint.reads), ("writes", blueprint.writes), ("done", blueprint.completes))
+        }
+        stored = blueprint.source.stored
+        owned = [(unit, index) for index in stored for unit in blueprint.copies.places[blueprint.owners[index]]]
+        self.stored_nodes = [index for _, index in owned]
+        self.stored = self._placed([(blueprint.named(blueprint.graph.nodes[i].name), unit) for unit, i in owned])
+
+    def _placed(self, uses: Sequence[Use]) -> IntArray:
+        pairs = np.array(uses, dtype=np.int64).reshape(len(uses), 2)
+        return self.placing(pairs[:, 0], pairs[:, 1])
+
+    def _rows(self, name: str, which: IntArray, unit: IntArray) -> _Rows:
+        offsets, values, units = self.uses[name]
+        counts = offsets[which + 1] - offsets[which]
+        row = np.repeat(np.arange(len(which)), counts)
+        use = _ranges(offsets[which], counts)
+        of = np.where(units[use] == SAME, unit[row], units[use])
+        return _Rows(row, self.placing(values[use], of), use)
+
+    def segment(self, name: str, count: int, writer: SegmentWriter) -> SegmentColumns:
+        """Dependencies, and when values go: when the last reader, or that of a view, is done."""
+        which, unit = _expanded(writer.order)
+        reads, writes, done = (self._rows(kind, which, unit) for kind in ("reads", "writes", "done"))
+        made = self._nowhere()
+        made[writes.value] = writes.row
+        finished = self._nowhere()
+        finished[done.value] = done.row
+        dependencies, offsets = self._dependencies(which, reads, made, finished, done)
+        last = self._last_uses(which, unit, reads, writes)
+        released = self._released(writer, last, (made >= 0) | (finished >= 0))
+        new = writes.value != self._loss if not writer.first else np.ones(len(writes.row), dtype=bool)
+        kept = writes.use[new]
+        sizes = np.array(self.blueprint.write_bytes, dtype=np.int64)[kept]
+        kinds = np.array(self.blueprint.write_kind, dtype=np.int64)[kept]
+        nothing = np.zeros(len(released), dtype=np.int64)
+        changes = Changes(
+            row=np.concatenate([writes.row[new], last[released]]),
+            sign=np.concatenate([np.ones(len(kept), dtype=np.int64), nothing - 1]),
+            buffer=np.concatenate([writes.value[new], released]),
+            size_bytes=np.concatenate([sizes, nothing]),
+            kind=np.concatenate([kinds, nothing]),
+        )
+        return SegmentColumns(
+            name=name,
+            count=count,
+            tasks=self.blueprint.tasks,
+            which=which,
+            dependency_offsets=offsets,
+            dependencies=dependencies,
+            changes=changes,
+        )
+
+    @property
+    def _loss(self) -> int:
+        return int(self._placed([(self.blueprint.named(self.blueprint.source.loss_value), 0)])[0])
+
+    def _nowhere(self) -> IntArray:
+        return np.full(self.placing.count, -1, dtype=np.int64)
+
+    def _dependencies(
+        self, which: IntArray, reads: _Rows, made: IntArray, finished: IntArray, done: _Rows
+    ) -> tuple[IntArray, IntArray]:
+        """Rows that each row waits for on other streams, by row and ascending, with their offsets."""
+        size = len(which)
+        stream = self.stream[which]
+        complete = finished[reads.value]
+        source = np.where((complete >= 0) & (complete < reads.row), complete, made[reads.value])
+        waits = (source >= 0) & (source < reads.row) & (stream[source] != stream[reads.row])
+        computing = np.where(stream == 0, np.arange(size), -1)
+        before = np.concatenate(([-1], np.maximum.accumulate(computing)[:-1])) if size else computing
+        beside = np.flatnonzero(self.beside[which] & (before >= 0))
+        behind = np.unique(done.row[self.collective[which[done.row]]])
+        row = np.concatenate([reads.row[waits], beside, behind])
+        keys = np.unique(row * size + np.concatenate([source[waits], before[beside], behind - 1]))
+        counts = np.bincount(keys // max(size, 1), minlength=size)
+        return keys % max(size, 1), np.concatenate(([0], np.cumsum(counts)))
+
+    def _last_uses(self, which: IntArray, unit: IntArray, reads: _Rows, writes: _Rows) -> IntArray:
+        """(values,) the last row that writes or reads each, or a view of it; -1 for none."""
+        last, owner = self._nowhere(), self._nowhere()
+        views = self._views(which, unit)
+        owner[views[0]] = views[1]
+        last[writes.value] = writes.row
+        values, row = reads.value, reads.row
+        while len(values):
+            np.maximum.at(last, values, row)
+            values = owner[values]
+            values, row = values[values >= 0], row[values >= 0]
+        return last
+
+    def _views(self, which: IntArray, unit: IntArray) -> tuple[IntArray, IntArray]:
+        """Views that are made, and the values in whose memory they stand."""
+        given = np.array(self.blueprint.views, dtype=np.int64).reshape(-1, 3)
+        order = np.argsort(which, kind="stable")
+        begin = np.searchsorted(which[order], given[:, 0])
+        counts = np.searchsorted(which[order], given[:, 0], side="right") - begin
+        of = unit[order[_ranges(begin, counts)]]
+        view, source = np.repeat(given[:, 1], counts), np.repeat(given[:, 2], counts)
+        return self.placing(view, of), self.placing(source, of)
+
+    def _released(self, writer: SegmentWriter, last: IntArray, produced: BoolArray) -> IntArray:
+        """Values that go: all but parameters, the batch, the loss, and what a later micro-batch needs."""
+        lasting = np.zeros(self.placing.count, dtype=bool)
+        lasting[self._placed(writer.persistent)] = True
+        fixed = np.zeros(self.placing.count, dtype=bool)
+        fixed[self.stored] = fixed[self._loss] = True
+        keep = fixed if writer.last else fixed | lasting
+        goes = (produced | lasting) if writer.last else produced
+        return np.flatnonzero((last >= 0) & ~keep & goes)
+
+    def resident(self) -> tuple[Changes, list[int]]:
+        """Parameters, optimizer states and the batch; and the parameter of each state."""
+        source, graph = self.blueprint.source, self.blueprint.graph
+        rows: list[tuple[int, int, int]] = []
+        states: list[int] = []
+        for value, index in zip(self.stored.tolist(), self.stored_nodes, strict=True):
+            node = graph.nodes[index]
+            spec = node.outputs[0]
+            size = source.local_bytes(spec, source.stored[index])
+            parameter = node.role is Role.PARAMETER
+            rows.append((value, size, KIND_INDEX[BufferKind.PARAMETER if parameter else BufferKind.ACTIVATION]))
+            more = state_bytes(source.options.optimizer, spec.dtype) * size // DTYPE_BYTES[spec.dtype]
+            if parameter and more and not source.options.offload_optimizer:
+                rows.append((self.placing.count + len(states), more, KIND_INDEX[BufferKind.OPTIMIZER_STATE]))
+                states.append(value)
+        table = np.array(rows, dtype=np.int64).reshape(len(rows), 3).T
+        zeros = np.zeros(len(rows), dtype=np.int64)
+        return Changes(row=zeros, sign=zeros + 1, buffer=table[0], size_bytes=table[1], kind=table[2]), states
+
+
+def _ranges(begin: IntArray, counts: IntArray) -> IntArray:
+    """Numbers from each of `begin`, as many as `counts` says, one row after the other."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    found: IntArray = np.arange(total) + np.repeat(begin - (ends - counts), counts)
+    return found
+
+
+def _expanded(order: Sequence[Block]) -> tuple[IntArray, IntArray]:
+    """(n,) drafts of a segment in order, and the unit that each is run for."""
+    blocks = np.array(order, dtype=np.int64).reshape(len(order), 3)
+    counts = blocks[:, 1] - blocks[:, 0]
+    return _ranges(blocks[:, 0], counts), np.repeat(blocks[:, 2], counts)
