@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from planner.validation.measurement_file import FileRow
 from planner.validation.reading_network import MissingFactError
+from planner.validation.reading_suites import suite_memory_gb
 from simulator.hardware import Hardware, Level, load_profile, profile_names
 
 _PROFILES: tuple[tuple[str, str], ...] = (
@@ -84,7 +85,10 @@ def _profile_name(row: FileRow, notes: list[str]) -> str:
         notes.append("accelerator not stated: A100, on which these tests ran before their results named one")
         return "dgx-a100"
     network = f"{row.text('inter_node_link')} per node: {row.whole('accels_per_node') or ''}".lower()
-    memory = "" if row.number("accel_mem_gb") is None else f"{row.number('accel_mem_gb'):g}gb"
+    size = row.number("accel_mem_gb")
+    if size is None and (size := suite_memory_gb(row)) is not None:
+        notes.append(f"memory of the accelerator not stated: {size:g} GB, as the suite says of its machines")
+    memory = "" if size is None else f"{size:g}gb"
     name = _match(f"{accelerator.lower()} {memory} {row.text('hw').lower()} {network}") if accelerator else None
     name = name or _match(f"{words} {memory} {network}")
     if not name or name not in _available():

@@ -37,6 +37,16 @@ def is_lambda(row: FileRow) -> bool:
     return "lambdal/" in row.text("source").lower()
 
 
+def suite_memory_gb(row: FileRow) -> float | None:
+    """Memory of a device that a suite says of its machines and not of its rows; None where none says.
+
+    FlagPerf's NVIDIA A100 is that of a DGX A100 with 40 GB (github.com/FlagOpen/FlagPerf,
+    ``training/nvidia/*/README.md``).
+    """
+    flagperf = "flagperf" in row.text("source").lower()
+    return 40.0 if flagperf and re.search(r"\ba100", row.text("accelerator").lower()) else None
+
+
 def suite_batch(row: FileRow, memory_bytes: float) -> int | None:
     """Samples a device that the suite's configuration for a device with so much memory takes; None where none says.
 

@@ -115,3 +115,21 @@ def test_a_name_that_leaves_the_network_open_is_a_missing_fact(
     row = read_one(tmp_path, **VISION | {"model": model, "notes": notes, "framework": "MindSpore 1.3.0"})
     assert row.run is None
     assert missing in row.reason
+
+
+@pytest.mark.parametrize(
+    ("source", "accelerator", "stated", "memory_gb"),
+    [
+        ("FlagOpen/FlagPerf", "A100", "", 40),
+        ("FlagOpen/FlagPerf", "A100", "80", 80),
+        ("FlagOpen/FlagPerf", "H100", "", 80),
+        ("another suite", "A100", "", 80),
+    ],
+)
+def test_a_suite_states_the_memory_of_its_machines(
+    tmp_path: Path, source: str, accelerator: str, stated: str, memory_gb: int
+) -> None:
+    run = read_one(tmp_path, source=source, accelerator=accelerator, hw="", accel_mem_gb=stated).run
+    assert run is not None
+    assert run.hardware.device_memory_bytes == pytest.approx(memory_gb * 2**30, rel=0.06)
+    assert any("as the suite says" in note for note in run.assumed) == (memory_gb == 40)
