@@ -2,10 +2,11 @@
 
     python -m benchmarks.chosen_plans MEASUREMENTS_DIR [--file N] [--simulated K] [--limit S] [--workloads W] [--rows]
 
-Workloads are networks that one source trained with one batch on the same devices under several plans; every
-measured plan is pinned whole (degrees, micro-batch, schedule, recomputation, optimizer sharding). As in a search, all
-are ranked by the closed form, and the best ``--simulated`` of them by the simulation. Memory limits are lifted: the
-plans ran. A prediction that takes longer than ``--limit`` seconds of computation is left out and counted.
+Workloads are networks that one source trained with one batch on the same devices and with the same kernels under
+several plans; every measured plan is pinned whole (degrees, micro-batch, schedule, recomputation, optimizer sharding).
+As in a search, all are ranked by the closed form, and the best ``--simulated`` of them by the simulation. Memory limits
+are lifted: the plans ran. A prediction that takes longer than ``--limit`` seconds of computation is left out and
+counted.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Workload:
 
 def workloads(measurements: Path, files: Sequence[str], reasons: Reasons) -> list[Workload]:
     """Workloads with several measured plans."""
-    found: dict[tuple[str, object], dict[Run, list[float]]] = {}
+    found: dict[tuple[str, str, tuple[str, bool]], dict[Run, list[float]]] = {}
     for path in sorted(measurements.glob("*.csv")):
         name = path.name.split("_")[0]
         for row in read_measurements(path) if name in files else ():
@@ -63,10 +64,16 @@ def workloads(measurements: Path, files: Sequence[str], reasons: Reasons) -> lis
             except NotCoveredError as error:
                 reasons.add(name, error)
                 continue
-            found.setdefault((name, row.workload), {}).setdefault(run, []).append(row.measured_time_s)
+            assert row.run is not None
+            kernels = (str(row.run.setup.attention), row.run.setup.fused_norm)
+            found.setdefault((name, row.workload, kernels), {}).setdefault(run, []).append(row.measured_time_s)
     return [
-        Workload(file=file, name=str(name), plans={run: float(np.median(times)) for run, times in plans.items()})
-        for (file, name), plans in found.items()
+        Workload(
+            file=file,
+            name=f"{name} | {kernels[0]} | {kernels[1]}",
+            plans={run: float(np.median(times)) for run, times in plans.items()},
+        )
+        for (file, name, kernels), plans in found.items()
         if len({run.pins for run in plans}) > 1
     ]
 
