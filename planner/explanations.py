@@ -1,4 +1,4 @@
-"""Why plans lost, what pins cost, what memory and links are worth, and what would make a network fit."""
+"""Why plans lost, what pins cost, and what memory and links are worth."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import numpy as np
 
 from planner.configured import Configured, Scored
 from planner.prediction import Prediction
-from planner.quantities import GIB, bytes_text, seconds_text
+from planner.quantities import GIB, seconds_text
 from planner.request import Pins
-from planner.search.configurations.branch_and_bound import Explored, Placed, Unfit
-from planner.search.configurations.space import divisors
+from planner.search.configurations.branch_and_bound import Explored, Placed
 from planner.search.configurations.step_model import Configuration
 from planner.search.stages.fragments import FILL, STEADY, FloatArray
 from planner.search.stages.partition import partition
@@ -23,12 +22,8 @@ from simulator.hardware import Hardware
 from simulator.topology import level_of_axis
 
 MORE_BANDWIDTH = 1.1
-SIMULATED = 5
-"""Plans of a change that are simulated where the first does not fit."""
 FEW_SOLVES = 12
 """Partitions of a search that answers a question beside the plan."""
-DOUBLINGS = 6
-"""How often the devices are doubled in search of a plan that fits."""
 CONSIDERED = 6
 """Plans that are partitioned again with more memory."""
 
@@ -185,79 +180,3 @@ def shadow_messages(prices: ShadowPrices) -> tuple[str, ...]:
     found = [f"1 GiB more device memory saves {seconds_text(prices.memory_gib_s)} a step"]
     found += [f"10 % more bandwidth on {name} saves {seconds_text(s)}" for name, s in prices.links_s.items()]
     return tuple(found)
-
-
-# Infeasible
-
-
-def why_infeasible(search: Configured, pins: Pins, explored: Explored) -> str:
-    """Which limit binds on which stage, by how much, and the nearest change with which a plan was found."""
-    limit = search.hardware.device_memory_bytes
-    least = min(explored.unfit, key=lambda unfit: unfit.needed_bytes, default=None)
-    if least is None:
-        return explored.refused or "no configuration of the space can be planned; leave out pins or use other devices"
-    text = f"device memory binds{_where(least)}: {describe(least.configuration)} needs " + (
-        f"{bytes_text(least.needed_bytes)} of {bytes_text(limit)}, {bytes_text(least.needed_bytes - limit)} too much"
-        if least.needed_bytes > limit
-        else f"more than the {bytes_text(limit)} of a device, however its stages are cut"
-    )
-    change = next(_changes(search, pins), None)
-    if change is None:
-        return f"{text}; use devices with more memory, a smaller network or a shorter --seq-len"
-    return f"{text}; it would fit {change}"
-
-
-def _where(unfit: Unfit) -> str:
-    pipeline = unfit.configuration.pipeline
-    return f" on stage {unfit.rank} of {pipeline}" if pipeline > 1 else ""
-
-
-def _changes(search: Configured, pins: Pins) -> Iterator[str]:
-    """Changes, the nearest first, with which a plan is found."""
-    softer = [
-        ("recompute", "without the pin recompute"),
-        ("optimizer_sharding", "without the pin optimizer_sharding"),
-        ("micro_batch", "without the pin micro_batch"),
-        ("offload_optimizer", "without the pin offload_optimizer"),
-    ]
-    for name, words in softer:
-        if getattr(pins, name) is not None and _fits(search, without(pins, name)):
-            yield words
-    free = Pins(batch_only=pins.batch_only)
-    if pins.named() and _fits(search, free):
-        yield "without the pins"
-    for wanted, words in ((pins, ""), (free, " without the pins")):
-        devices = next(_devices(search, wanted), None)
-        if devices is not None:
-            yield f"on {devices} devices{words}"
-        if wanted == free:
-            break
-    for batch in reversed(divisors(search.global_batch)[:-1]):
-        if _fits(replace_batch(search, batch), pins):
-            yield f"with --global-batch {batch}"
-
-
-def replace_batch(search: Configured, batch: int) -> Configured:
-    """The same search with another global batch; tables are shared."""
-    return replace(search, global_batch=batch)
-
-
-def _devices(search: Configured, pins: Pins) -> Iterator[int]:
-    devices = 2 * search.devices
-    for _ in range(DOUBLINGS):
-        if devices > search.hardware.max_devices:
-            return
-        if search.hardware.holds(devices) and _fits(search, pins, devices):
-            yield devices
-        devices *= 2
-
-
-def _fits(search: Configured, pins: Pins, devices: int | None = None) -> bool:
-    """Whether a plan is found that fits once it is simulated, too."""
-    try:
-        explored = search.explore(pins, devices=devices, solves=FEW_SOLVES, until_found=True)
-        if explored.found and not search.scored(explored, 1):
-            explored = search.explore(pins, devices=devices, wanted=SIMULATED)
-        return bool(explored.found and search.scored(explored, SIMULATED))
-    except InputError:
-        return False

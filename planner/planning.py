@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from planner.configured import Configured
-from planner.explanations import ShadowPrices, describe, pin_costs, pin_messages, reason, shadow_prices, why_infeasible
+from planner.explanations import ShadowPrices, describe, pin_costs, pin_messages, reason, shadow_prices
 from planner.graph.operator_graph import OperatorGraph, Role
+from planner.infeasible import why_infeasible
 from planner.lowering.checked import lower, precision_dtype
 from planner.networks import Network, load_network
 from planner.one_stage import Candidate, OneStage, search_one_stage
