@@ -14,7 +14,7 @@ from planner.lowering.checked import lower
 from planner.prediction import Prediction, predict
 from planner.quantities import bytes_text
 from planner.request import Pins, PlanRequest
-from planner.search.candidates import NEAR_ENOUGH, ROOMY, Found, Misfit, Space, explore
+from planner.search.candidates import NEAR_ENOUGH, ROOMY, Found, Misfit, Space, closed, explore
 from planner.search.problem.solution import node_rules, template_name
 from planner.search.problem.unaligned import in_runs
 from planner.search.recursive_programming import with_free_bound
@@ -79,20 +79,24 @@ def search_one_stage(
     """
     if not pins.one_stage:
         return OneStage()
+    limit, wanted = float(space.hardware.device_memory_bytes), max(request.top, RESCORED)
     explored: list[Found | Misfit] = []
     interrupted = False
+    found: list[Found] = []
     try:
-        explored.extend(explore(space, space.hardware.device_memory_bytes, incumbent_s=incumbent_s))
+        explored.extend(explore(space, limit, incumbent_s=incumbent_s, wanted=wanted))
+        found = [item for item in explored if isinstance(item, Found)]
+        found = closed(space, found, limit)
     except InputError:
         if not refusable:
             raise
     except KeyboardInterrupt:
-        if not any(isinstance(item, Found) for item in explored):
+        found = found or [item for item in explored if isinstance(item, Found)]
+        if not found:
             raise
         interrupted = True
-    found = [item for item in explored if isinstance(item, Found)]
     searched = time.perf_counter()
-    scored = _Scorer(space, graph, base).score(found, max(request.top, RESCORED))
+    scored = _Scorer(space, graph, base).score(found, wanted)
     return OneStage(
         scored=tuple(scored),
         misfits=tuple(item for item in explored if isinstance(item, Misfit)),

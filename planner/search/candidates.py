@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.request import Pins
 from planner.search import dynamic_programming, recursive_programming, sharding_propagation
-from planner.search.dynamic_programming import fastest, smallest
+from planner.search.dynamic_programming import fastest, least_bytes
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.hints import Hint, constrained
 from planner.search.problem.problem import Problem, Setting
@@ -25,6 +26,9 @@ ROOMY = 0.5
 
 NEAR_ENOUGH = 1.25
 """A mesh on which the work alone takes this many times a known plan's step is no alternative."""
+
+PAIRS = 3_000_000
+"""Pairs of labels that prove or improve the best plans of one request, about half a second's."""
 
 HOPELESS = 3.0
 """A mesh whose bound is this many times the best plan is no alternative worth solving."""
@@ -50,8 +54,9 @@ class Space:
         if self.search_mode == "sharding_propagation":
             done = sharding_propagation.propagate(problem, limit_bytes, self.hints)
             return done.solution, done.messages
-        mode = recursive_programming if self.search_mode == "recursive_programming" else dynamic_programming
-        return mode.solve(problem, limit_bytes), ()
+        if self.search_mode == "recursive_programming":
+            return recursive_programming.solve(problem, limit_bytes), ()
+        return dynamic_programming.solve(problem, limit_bytes, pairs=0), ()
 
     def fastest(self, problem: Problem) -> Solution | None:
         """The plan of one problem without a memory limit."""
@@ -117,43 +122,113 @@ def meshes(space: Space) -> list[tuple[int, int]]:
     return fitting
 
 
-def explore(space: Space, limit_bytes: float, *, incumbent_s: float = float("inf")) -> Iterator[Found | Misfit]:
+def explore(
+    space: Space, limit_bytes: float, *, incumbent_s: float = float("inf"), wanted: int | None = None
+) -> Iterator[Found | Misfit]:
     """Solve the meshes, best bound first, at the largest micro-batch that fits and at the next smaller one.
 
     A mesh's bound is its fastest plan without a memory limit, in one micro-batch: more micro-batches
     or less memory never make the objective smaller. Meshes whose bound is over `HOPELESS` times the best
-    known plan are left out. ``incumbent_s`` is the step of a plan found elsewhere: meshes whose operators alone take
-    `NEAR_ENOUGH` times that are left out before their messages are timed, which a plan may hide behind work.
+    known plan, or over that of `wanted` plans, are left out. ``incumbent_s`` is the step of a plan found elsewhere:
+    meshes whose operators alone take `NEAR_ENOUGH` times that are left out before their messages are timed, which a
+    plan may hide behind work. Plans come with what a price of memory proves of them (`closed` proves more).
     """
-    bounded = []
+    waiting: list[tuple[float, int, int, _Shape]] = []
     for data, tensor in meshes(space):
-        costs = MeshCosts(space.hardware, make_mesh(data, tensor), space.bucket_bytes)
-        counts = _micro_batch_counts(space, data)
-        problems: dict[int, Problem] = {}
-        problem = _problem(space, costs, counts[0], problems)
-        if problem.least_work_s > NEAR_ENOUGH * incumbent_s:
-            continue
-        free = space.fastest(problem)
-        if free is not None:
-            bounded.append((free.objective_s, tensor, costs, counts, problems, free))
-    best = incumbent_s
-    for bound, _, costs, counts, problems, free in sorted(bounded, key=lambda item: item[:2]):
-        if bound > HOPELESS * best:
+        shape = _Shape(space, data, tensor)
+        work = shape.problem(shape.counts[0]).least_work_s
+        if work <= NEAR_ENOUGH * incumbent_s:
+            heappush(waiting, (work, tensor, data, shape))
+    known = [incumbent_s]
+    while waiting:
+        bound, tensor, data, shape = heappop(waiting)
+        if bound > HOPELESS * min(known) or (wanted is not None and bound > _nth(known[1:], wanted)):
             break
+        if shape.free is None:
+            shape.free = space.fastest(shape.problem(shape.counts[0]))
+            if shape.free is not None:
+                heappush(waiting, (shape.free.objective_s, tensor, data, shape))
+            continue
+        for item in shape.solved(limit_bytes):
+            if isinstance(item, Found):
+                known.append(item.solution.objective_s)
+            yield item
+
+
+def _nth(seconds: list[float], count: int) -> float:
+    """The `count`-th least, infinite where there are fewer."""
+    return sorted(seconds)[count - 1] if len(seconds) >= count else float("inf")
+
+
+def closed(space: Space, found: Sequence[Found], limit_bytes: float) -> list[Found]:
+    """Plans by objective; what labels still prove or improve of those that may be the best is looked for, best first.
+
+    `PAIRS` pairs of labels are looked at for all of them together.
+    """
+    ranked = sorted(found, key=lambda item: item.solution.objective_s)
+    room = PAIRS
+    for number, item in enumerate(ranked):
+        best = min(other.solution.objective_s for other in ranked)
+        if space.search_mode != "dynamic_programming" or room <= 0 or item.solution.lower_bound_s > best:
+            continue
+        solution, looked_at = dynamic_programming.closed(item.problem, item.solution, limit_bytes, pairs=room)
+        room -= looked_at
+        ranked[number] = replace(item, solution=solution)
+    return sorted(ranked, key=lambda item: item.solution.objective_s)
+
+
+class _Shape:
+    """A mesh with the numbers of micro-batches it may take, and the problems made of them."""
+
+    def __init__(self, space: Space, data: int, tensor: int) -> None:
+        self.space = space
+        self.costs = MeshCosts(space.hardware, make_mesh(data, tensor), space.bucket_bytes)
+        self.counts = _micro_batch_counts(space, data)
+        self.free: Solution | None = None
+        self._made: dict[int, Problem] = {}
+
+    def problem(self, count: int) -> Problem:
+        """The operator search at so many micro-batches."""
+        if count not in self._made:
+            self._made[count] = _problem(self.space, self.costs, count)
+        return self._made[count]
+
+    def solved(self, limit: float) -> Iterator[Found | Misfit]:
+        """Plans at the first number of micro-batches that fits and at the next."""
+        assert self.free is not None  # its bound came before
         first: int | Misfit = 0
-        if free.memory_bytes > limit_bytes:
-            first = _first_fitting(space, costs, counts, limit_bytes, problems)
+        if self.free.memory_bytes > limit:
+            first = self._first_fitting(limit)
         if isinstance(first, Misfit):
             yield first
-            continue
-        for count in counts[first : first + 2]:
-            problem = _problem(space, costs, count, problems)
-            solution, messages = space.solve(problem, limit_bytes)
+            return
+        for count in self.counts[first : first + 2]:
+            problem = self.problem(count)
+            solution, messages = self.space.solve(problem, limit)
             if solution is not None:
-                best = min(best, solution.objective_s)
-                yield Found(mesh=costs.mesh, micro_batches=count, problem=problem, solution=solution, messages=messages)
-                if solution.memory_bytes < ROOMY * limit_bytes:
+                yield Found(
+                    mesh=self.costs.mesh, micro_batches=count, problem=problem, solution=solution, messages=messages
+                )
+                if solution.memory_bytes < ROOMY * limit:
                     break
+
+    def _first_fitting(self, limit: float) -> int | Misfit:
+        """Position of the smallest number of micro-batches whose smallest plan fits.
+
+        A plan's bytes are a constant and a part that grows with the micro-batch, so that the least bytes of any plan
+        are concave in the micro-batch: a micro-batch of the share x of one that takes B bytes at least takes x B
+        at least, and those over the limit by this alone are not looked at.
+        """
+        position = 0
+        while True:
+            count = self.counts[position]
+            needed = least_bytes(self.problem(count))
+            if needed <= limit:
+                return position
+            if position == len(self.counts) - 1:
+                return Misfit(mesh=self.costs.mesh, micro_batches=count, memory_bytes=needed)
+            enough = (n for n, c in enumerate(self.counts) if n > position and c * limit >= count * needed)
+            position = next(enough, len(self.counts) - 1)
 
 
 def _micro_batch_counts(space: Space, data: int) -> list[int]:
@@ -168,9 +243,7 @@ def _micro_batch_counts(space: Space, data: int) -> list[int]:
     return counts
 
 
-def _problem(space: Space, costs: MeshCosts, count: int, made: dict[int, Problem]) -> Problem:
-    if count in made:
-        return made[count]
+def _problem(space: Space, costs: MeshCosts, count: int) -> Problem:
     setting = Setting(
         costs=costs,
         micro_batches=count,
@@ -182,33 +255,4 @@ def _problem(space: Space, costs: MeshCosts, count: int, made: dict[int, Problem
     problem = Problem(at_batch(space.graph, space.global_batch // count), space.decisions, setting)
     # Propagation settles contradictions between hints itself.
     free = not space.hints or space.search_mode == "sharding_propagation"
-    made[count] = problem if free else constrained(problem, space.hints)
-    return made[count]
-
-
-def _first_fitting(
-    space: Space, costs: MeshCosts, counts: list[int], limit: float, made: dict[int, Problem]
-) -> int | Misfit:
-    """Position of the smallest number of micro-batches whose smallest plan fits, by bisection.
-
-    The least memory falls as micro-batches get smaller.
-    """
-    needs: dict[int, float] = {}
-
-    def need(position: int) -> float:
-        if position not in needs:
-            needs[position] = smallest(_problem(space, costs, counts[position], made)).memory_bytes
-        return needs[position]
-
-    if need(0) <= limit:
-        return 0
-    low, high = 0, len(counts) - 1
-    if need(high) > limit:
-        return Misfit(mesh=costs.mesh, micro_batches=counts[high], memory_bytes=need(high))
-    while high - low > 1:
-        middle = (low + high) // 2
-        if need(middle) <= limit:
-            high = middle
-        else:
-            low = middle
-    return high
+    return problem if free else constrained(problem, space.hints)

@@ -16,11 +16,12 @@ import numpy as np
 
 from planner.search.exact.blocks import Variables
 from planner.search.exact.certified import Exact
-from planner.search.exact.costing import Costing, Stop
+from planner.search.exact.costing import PROOF, Costing, Stop
 from planner.search.exact.elimination import TooWideError
 from planner.search.exact.folded import Weights
 from planner.search.exact.limited import Limited
 from planner.search.exact.model import model_of, possible, undominated
+from planner.search.exact.pareto import MAX_PAIRS
 from planner.search.exact.wide import WideSearch
 from planner.search.problem.problem import Problem
 from planner.search.problem.solution import Solution
@@ -72,7 +73,12 @@ def _solver(problem: Problem) -> DynamicProgramming:
 
 
 def solve(
-    problem: Problem, memory_limit_bytes: float, *, deadline_s: float | None = None, stop: Stop | None = None
+    problem: Problem,
+    memory_limit_bytes: float,
+    *,
+    deadline_s: float | None = None,
+    stop: Stop | None = None,
+    pairs: int = MAX_PAIRS,
 ) -> Solution | None:
     """Find the fastest plan whose memory fits; None where even the smallest plan does not.
 
@@ -82,6 +88,8 @@ def solve(
         Seconds after which no new step of the search is begun: the best plan so far is returned with its bound.
     stop
         Asked between steps whether to end likewise, for example after an interrupt.
+    pairs
+        Pairs of labels to look at for what a price of memory leaves open.
 
     Returns
     -------
@@ -103,7 +111,19 @@ def solve(
         solver = _solver(problem)
     except TooWideError:
         return _wide(problem, memory_limit_bytes, over)
-    return Limited(solver, memory_limit_bytes, over).solve()
+    return Limited(solver, memory_limit_bytes, over, pairs=pairs).solve()
+
+
+def closed(problem: Problem, solution: Solution, memory_limit_bytes: float, *, pairs: int) -> tuple[Solution, int]:
+    """Prove or improve a solution by labels; returns it, and how many pairs of labels were looked at."""
+    if solution.gap <= PROOF:
+        return solution, 0
+    try:
+        search = Limited(_solver(problem), memory_limit_bytes, lambda: False, pairs=pairs)
+    except TooWideError:
+        return solution, 0
+    found = search.solve()
+    return (solution if found is None else found), pairs - search.pairs
 
 
 def fastest(problem: Problem) -> Solution:
@@ -115,6 +135,15 @@ def fastest(problem: Problem) -> Solution:
         if found is None:
             raise
         return found
+
+
+def least_bytes(problem: Problem) -> float:
+    """Bytes that no plan takes fewer of; some plan takes them, unless the graph is too wide for elimination."""
+    try:
+        return _solver(problem).least_bytes()
+    except TooWideError:
+        whole = model_of(problem)
+        return WideSearch(Costing(whole), undominated(possible(whole)), np.inf, lambda: False).least_bytes()
 
 
 def smallest(problem: Problem) -> Solution:

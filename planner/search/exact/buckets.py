@@ -8,8 +8,11 @@ for the one assignment that is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from heapq import heapify, heappop, heappush
 from math import prod
 
 import numpy as np
@@ -51,17 +54,26 @@ def classes(*tables: Table) -> tuple[Index, Index]:
     >>> classes(np.array([[1.0, 2.0], [0.0, 2.0], [1.0, 2.0]]))
     (array([0, 1, 0]), array([0, 1]))
     """
-    seen: dict[tuple[bytes, ...], int] = {}
-    first: list[int] = []
-    members = np.empty(len(tables[0]), dtype=np.intp)
-    rows = [np.ascontiguousarray(t) for t in tables]
-    for state in range(len(members)):
-        key = tuple(r[state].tobytes() for r in rows)
-        number = seen.setdefault(key, len(seen))
-        if number == len(first):
-            first.append(state)
-        members[state] = number
-    return members, np.array(first, dtype=np.intp)
+    rows = np.concatenate([np.ascontiguousarray(t) for t in tables], axis=1).view(np.uint64)
+    # Rows are told apart by a checksum, which is then checked.
+    found = _numbered((rows @ _factors(rows.shape[1])).tolist())
+    if not (rows == rows[found[1][found[0]]]).all():
+        return _numbered([row.tobytes() for row in rows])
+    return found
+
+
+def _numbered(keys: Sequence[Hashable]) -> tuple[Index, Index]:
+    """Number keys in the order of their first: the number of each, and where each number is first."""
+    seen: dict[Hashable, int] = {}
+    members = [seen.setdefault(key, len(seen)) for key in keys]
+    first = dict(zip(reversed(members), range(len(keys) - 1, -1, -1), strict=True))
+    return np.array(members, dtype=np.intp), np.array([first[n] for n in range(len(seen))], dtype=np.intp)
+
+
+@cache
+def _factors(count: int) -> NDArray[np.uint64]:
+    """Odd factors for the entries of a row."""
+    return np.random.default_rng(0).integers(0, 2**63, count, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 
 
 def join(maps: Sequence[Index]) -> tuple[Index, Index]:
@@ -164,9 +176,13 @@ class Buckets:
 
     def _plan(self, remaining: set[int]) -> None:
         weights = {v: self._weight(v) for v in remaining}
+        waiting = [(weight, v) for v, weight in weights.items()]
+        heapify(waiting)
         work = 0.0
         while remaining:
-            v = min(remaining, key=lambda u: (weights[u], u))
+            weight, v = heappop(waiting)
+            if v not in remaining or weight != weights[v]:
+                continue
             remaining.discard(v)
             step = self._step(v)
             work += step.work
@@ -179,7 +195,10 @@ class Buckets:
             self._add(step)
             for n in step.scope.variables:
                 if n in remaining:
-                    weights[n] = self._weight(n)
+                    weight = self._weight(n)
+                    if weight != weights[n]:
+                        weights[n] = weight
+                        heappush(waiting, (weight, n))
 
     def _add(self, step: Step) -> None:
         number = len(self.scopes)
@@ -252,18 +271,39 @@ class Buckets:
         """Complete `assignment` (states of what was not eliminated) with best states; ties go to the first class."""
         result = dict(assignment)
         for step in reversed(self.steps):
-            own = own_costs(step, made)
-            total = own.copy()
-            at = [rows[result[v]] for v, rows in zip(step.scope.variables, step.scope.rows, strict=True)]
+            unary = unary_costs(step, made)
+            total = np.minimum.reduceat(unary[step.own], step.starts)
             for part in step.parts:
-                table = part_table(part, made)
-                index = tuple(a if n > 1 else 0 for a, n in zip(at, table.shape[:-1], strict=True))
-                total = total + table[index]
+                total += self._along(part, made[part.source], result)
             best = int(total.argmin())
             end = step.starts[best + 1] if best + 1 < len(step.starts) else len(step.own)
             states = step.own[step.starts[best] : end]
-            result[step.variable] = int(states[unary_costs(step, made)[states].argmin()])
+            result[step.variable] = int(states[unary[states].argmin()])
         return result
+
+    def _along(self, part: Part, table: Table, states: Mapping[int, int]) -> Table:
+        """A table by the classes of the step's variable, given the states of the others."""
+        scope, own = self.scopes[part.source], part.order[-1]
+        row = table[tuple(slice(None) if i == own else scope.rows[i][states[v]] for i, v in enumerate(scope.variables))]
+        return row if part.picks[-1] is None else row[part.picks[-1]]
+
+
+_PLANNED: OrderedDict[Hashable, Buckets] = OrderedDict()
+PLANNED = 16
+
+
+def planned(scopes: Sequence[Scope], sizes: Sequence[int], variables: Iterable[int]) -> Buckets:
+    """An order of elimination, the same object for what was asked lately: micro-batches change costs, not scopes."""
+    given = tuple(variables)
+    rows = tuple((scope.variables, *(r.tobytes() for r in scope.rows)) for scope in scopes)
+    key = (tuple(sizes), given, rows)
+    if key in _PLANNED:
+        _PLANNED.move_to_end(key)
+    else:
+        _PLANNED[key] = Buckets(scopes, sizes, given)
+        if len(_PLANNED) > PLANNED:
+            _PLANNED.popitem(last=False)
+    return _PLANNED[key]
 
 
 def unary_costs(step: Step, made: Sequence[Table]) -> Table:

@@ -27,6 +27,7 @@ class Exact:
         self.model = model
         self.folded = FoldedElimination(model)
         self._fastest: tuple[float, Plan] | None = None
+        self._least: Eliminated | None = None
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -44,6 +45,12 @@ class Exact:
         if self._fastest is None:
             self._fastest = self.priced(FAST)[:2]
         return self._fastest
+
+    def least_bytes(self) -> float:
+        """The bytes of the smallest plan."""
+        if self._least is None:
+            self._least = self.folded.run(SMALL)
+        return self._least.total
 
     def least_memory(self) -> Plan:
         """The plan of least memory, the fastest of those where bytes are whole numbers."""

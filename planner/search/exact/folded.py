@@ -14,12 +14,14 @@ from math import prod
 import numpy as np
 
 from planner.search.exact.blocks import Block, Variables
-from planner.search.exact.buckets import MAX_TABLE, Buckets, Index, Scope, classes, plain
+from planner.search.exact.buckets import MAX_TABLE, Buckets, Index, Scope, classes, plain, planned
 from planner.search.exact.elimination import Power, Table, TooWideError, min_plus_power
 from planner.search.exact.model import Model
 from planner.search.problem.solution import Assignment
 
 Layers = tuple[tuple[Assignment, ...], ...]
+Classes = tuple[Index, Index]
+"""The class of each state, and one member of each class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +55,11 @@ class FoldedElimination:
         self.model = model
         self.sizes = model.sizes
         self._members: dict[Variables, tuple[Index, ...]] = {}
-        scopes = {scope: self._scope(scope) for scope in model.time}
+        known: dict[object, tuple[Classes, Classes]] = {}
+        scopes = {scope: self._scope(scope, known) for scope in model.time}
         parts = model.layout
         self.inner = [
-            Buckets([scopes[s] for s in inside], self.sizes, block.inside)
+            planned([scopes[s] for s in inside], self.sizes, block.inside)
             for block, inside in zip(parts.blocks, parts.in_block, strict=True)
         ]
         for block in parts.blocks:
@@ -67,7 +70,7 @@ class FoldedElimination:
                     f"{MAX_TABLE:.0e}): pin more dimensions, for example --pin tp=1"
                 )
         inside_of_blocks = {v for block in parts.blocks for v in block.inside}
-        self.outer = Buckets(
+        self.outer = planned(
             [*(scopes[s] for s in parts.outside), *(plain(block.ends, self.sizes) for block in parts.blocks)],
             self.sizes,
             [v for v in range(len(self.sizes)) if v not in inside_of_blocks],
@@ -75,14 +78,16 @@ class FoldedElimination:
         self.width = max([self.outer.width, *(b.width for b in self.inner)])
         self.largest = max([self.outer.largest, *(b.largest for b in self.inner)])
 
-    def _scope(self, scope: Variables) -> Scope:
-        """Find the states that no table of seconds or bytes of two variables tells apart."""
+    def _scope(self, scope: Variables, known: dict[object, tuple[Classes, Classes]]) -> Scope:
+        """Find the states that no table of seconds or bytes of two variables tells apart; equal tables are `known`."""
         if len(scope) == 1:
             self._members[scope] = (np.arange(self.sizes[scope[0]]),)
             return plain(scope, self.sizes)
         tables = [t[scope] for t in (self.model.time, self.model.memory) if scope in t]
-        rows, row_members = classes(*tables)
-        columns, column_members = classes(*(t.T for t in tables))
+        key = (tables[0].shape, *(t.tobytes() for t in tables))
+        if key not in known:
+            known[key] = (classes(*tables), classes(*(t.T for t in tables)))
+        (rows, row_members), (columns, column_members) = known[key]
         self._members[scope] = (row_members, column_members)
         return Scope(scope, (rows, columns))
 

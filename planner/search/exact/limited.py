@@ -46,7 +46,7 @@ class Limited:
         self._offer(least)
         self._search_price(fastest, least)
         assert self.best is not None  # the smallest plan was offered
-        if self._open():
+        if self._open() and self.pairs:
             self._search_labels()
         return self.solver.solution(self.best, self.bound)
 
@@ -93,28 +93,23 @@ class Limited:
         if not affordable(folded):
             return
         rest = marginals(folded, folded.run(prices[0]))
-        low, gap, pairs = self.bound, self.best.seconds - self.bound, self.pairs
+        low, gap = self.bound, self.best.seconds - self.bound
         for share in SHARES:
-            limits = Limits(min(low + share * gap, self.best.seconds), self.limit, self.stop, pairs)
+            limits = Limits(min(low + share * gap, self.best.seconds), self.limit, self.stop, self.pairs)
             keep = rest.below(limits.threshold(prices[0]))
             # Nothing at most as slow as the limit is left out but what had no room, so what is not found is slower.
             proven = limits.seconds
             if all(k.any() for k in keep):
                 try:
-                    left_out, looked_at = self._label(self.solver.model.restricted(keep), prices, limits)
+                    proven = min(proven, self._label(self.solver.model.restricted(keep), prices, limits))
                 except TooManyLabelsError:
                     return
-                proven = min(proven, left_out)
-                pairs -= looked_at
             self.bound = max(self.bound, min(proven, self.best.seconds))
             if not self._open() or proven < limits.seconds:
                 return
 
-    def _label(self, model: Model, prices: list[Weights], limits: Limits) -> tuple[float, int]:
-        """Look for plans within the limits.
-
-        Returns the least seconds of what was left out for want of room, and how many pairs of labels were looked at.
-        """
+    def _label(self, model: Model, prices: list[Weights], limits: Limits) -> float:
+        """Look for plans within the limits; returns the least seconds of what was left out for want of room."""
         while True:
             small = condensed(model)
             folded = FoldedElimination(small.model)
@@ -122,19 +117,22 @@ class Limited:
             for weights in prices:
                 done = folded.run(weights)
                 if not done.total <= limits.threshold(weights):
-                    return np.inf, 0
+                    return np.inf
                 rests.append((weights, marginals(folded, done)))
             keep = small.masks(
                 np.logical_and.reduce(masks)
                 for masks in zip(*(rest.below(limits.threshold(weights)) for weights, rest in rests), strict=True)
             )
             if not all(k.any() for k in keep):
-                return np.inf, 0
+                return np.inf
             if all(k.all() for k in keep):
                 break
             model = model.restricted(keep)
         search = ParetoSearch(folded, rests, limits)
-        found = search.fastest()
+        try:
+            found = search.fastest()
+        finally:
+            self.pairs -= search.pairs
         if found is not None:
             self._offer(self.solver.costing.plan(*small.restored(*found), model))
-        return search.dropped, search.pairs
+        return search.dropped

@@ -100,6 +100,10 @@ class WideSearch:
         """Whether a plan within the limit is not proven impossible."""
         return self._memory.bound <= min(self.limit, self._memory.most)
 
+    def least_bytes(self) -> float:
+        """Bytes that no plan takes fewer of."""
+        return self._memory.bound
+
     def proven(self) -> bool:
         """Whether the best plan attains the bound."""
         return self.best is not None and self.best.seconds - self.bound <= PROOF * abs(self.best.seconds)

@@ -27,6 +27,8 @@ from simulator.kernels import kernel_time, matmul_time
 from simulator.program import Kernel, Phase
 
 FloatArray = NDArray[np.float64]
+Placed = tuple[TensorRef, bool, NDArray[np.int64]]
+"""A tensor, whether it is read, and its placement in each choice."""
 Scope = tuple[int, ...]
 CONTEXT = "context"
 
@@ -126,28 +128,32 @@ class Parts:
                 variable = replace(variable, choices=(*variable.choices, choice))
             if key not in self._first:
                 self._first[key] = replace(self._states(variable), kind=number)
-            self._made[number] = replace(self._first[key], variable=variable)
+            first = self._first[key]
+            self._made[number] = States(variable, first.choice, first.kind, first.known)
         return self._made[number]
 
     def _states(self, variable: Variable) -> States:
         axes = range(len(self.sizes))
-        fits = [self._fits(variable, axis) for axis in axes]
-        wanted = [np.flatnonzero(f & self._wanted(variable, axis)) for axis, f in zip(axes, fits, strict=True)]
+        tensors = [
+            (tensor, reads, np.array([(c.reads if reads else c.writes)[tensor] for c in variable.choices]))
+            for tensor, reads in _tensors(variable)
+        ]
+        fits = [self._fits(variable, axis, tensors) for axis in axes]
+        wanted = [np.flatnonzero(f & self._wanted(variable, axis, tensors)) for axis, f in zip(axes, fits, strict=True)]
         for kept in (wanted, [np.flatnonzero(f) for f in fits]):
             choice = np.zeros((0, 1), dtype=np.int64)
             for allowed in kept:
                 old = np.repeat(choice, len(allowed), axis=1)
                 choice = np.vstack((old, np.tile(allowed, choice.shape[1])))
-            states = States(variable, choice)
-            divides = np.ones(len(states), dtype=np.bool_)
+            divides = np.ones(choice.shape[1], dtype=np.bool_)
             if len(self.sizes) > 1:
-                for tensor, reads in _tensors(variable):
-                    divides &= self._divides(tensor, states.placements(tensor, reads=reads))
+                for tensor, _, codes in tensors:
+                    divides &= self._divides(tensor, codes[choice])
             if divides.any():
                 break
         return States(variable, choice[:, divides])
 
-    def _fits(self, variable: Variable, axis: int) -> NDArray[np.bool_]:
+    def _fits(self, variable: Variable, axis: int, tensors: Sequence[Placed]) -> NDArray[np.bool_]:
         """Choices in which every dim divides along one axis alone, and is one that the axis may shard."""
         fits = np.ones(len(variable.choices), dtype=np.bool_)
         if self.setting.context:
@@ -155,17 +161,17 @@ class Parts:
             fits[-1], fits[:-1] = self.names[axis] == CONTEXT, self.names[axis] != CONTEXT
         size, name = self.sizes[axis], self.names[axis]
         tensor_axis = name == "tensor" and name not in self.setting.free_axes
-        for tensor, reads in _tensors(variable):
+        for tensor, _, codes in tensors:
             spec = self.graph.spec(tensor)
             allowed = np.ones(len(spec.shape) + 2, dtype=np.bool_)
             for dim, (extent, batch) in enumerate(zip(spec.shape, spec.batch_dims, strict=True)):
                 allowed[dim] = extent % size == 0 and not (batch and tensor_axis)
                 allowed[dim] &= batch or size == 1 or not self.setting.batch_only
             # Placements index from the front for dims, from the back for replicated and partial.
-            fits &= allowed[[(c.reads if reads else c.writes)[tensor] for c in variable.choices]]
+            fits &= allowed[codes]
         return fits
 
-    def _wanted(self, variable: Variable, axis: int) -> NDArray[np.bool_]:
+    def _wanted(self, variable: Variable, axis: int, tensors: Sequence[Placed]) -> NDArray[np.bool_]:
         """Choices that the axis and the setting ask for, where there are such."""
         name, kind, choices = self.names[axis], variable.kind, variable.choices
         keep = np.ones(len(choices), dtype=np.bool_)
@@ -178,17 +184,15 @@ class Parts:
             elif self.setting.storage != "free" and name == "data":
                 keep &= (placed == REPLICATE) == (self.setting.storage == "replicated")
         if (self.setting.batch_only and name == "data") or name in self.setting.batch_axes:
-            for tensor, reads in _tensors(variable):
+            for tensor, reads, placed in tensors:
                 batch = [dim for dim, grows in enumerate(self.graph.spec(tensor).batch_dims) if grows]
-                placed = np.array([(c.reads if reads else c.writes)[tensor] for c in choices])
                 stored = kind is Kind.PARAMETER and not reads
                 keep &= np.isin(placed, batch) if batch else (placed < 0) | stored | self.setting.batch_only
         if name == "expert":
-            for tensor, reads in _tensors(variable):
+            for tensor, _, placed in tensors:
                 spec = self.graph.spec(tensor)
                 batch = [dim for dim, grows in enumerate(spec.batch_dims) if grows]
                 others = [dim for dim, extent in enumerate(spec.shape) if extent in self._experts and dim not in batch]
-                placed = np.array([(c.reads if reads else c.writes)[tensor] for c in choices])
                 keep &= np.isin(placed, [*batch, *others]) | ((placed < 0) & (not batch))
         return keep
 
@@ -210,6 +214,11 @@ class Parts:
 
     def _divides(self, tensor: TensorRef, placements: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether every dim divides by all the axes that shard it together."""
+        if len(self.sizes) == 2:
+            # Each axis divides by itself: only a dim that both shard is left to look at.
+            extents = np.array([*self.graph.spec(tensor).shape, 1, 1], dtype=np.int64)
+            one, other = placements
+            return (one != other) | (one < 0) | (extents % (self.sizes[0] * self.sizes[1]) == 0)[one]
         keep = np.ones(placements.shape[1], dtype=np.bool_)
         for dim, extent in enumerate(self.graph.spec(tensor).shape):
             ways = np.ones(placements.shape[1], dtype=np.int64)
