@@ -284,7 +284,9 @@ class _Chain:
         left = np.maximum(before[:, LEFT], before[:, BEHIND] + own[:, LEFT])
         values[:, LEFT] = np.maximum(left, values[:, BEHIND] + self.least_left[unit + 1])
         values[:, BEHIND] = np.maximum(values[:, BEHIND], left - self.most_left[unit + 1])
-        values[:, STANDING] = np.maximum(values[:, STANDING], self.room - self.most_bytes[unit + 1])
+        # A little less than the room, so that sums of bytes are not too many by rounding.
+        enough = self.room * (1 - ROUNDING) - self.most_bytes[unit + 1]
+        values[:, STANDING] = np.maximum(values[:, STANDING], enough)
         return values
 
     def _bound(self, values: FloatArray, state: IntArray, unit: int) -> FloatArray:
