@@ -411,7 +411,8 @@ class StepModel:
         """Seconds of the first message of gathered parameters: no pass is there to hide it."""
         if c.optimizer_sharding not in ("zero1", "zero2") or not self.hardware.overlaps_communication:
             return 0.0
-        return float(self.message_s(Collective.ALL_GATHER, np.full(1, bucket), self.shards(c), c.stride("data"))[0])
+        found = self.message_s(Collective.ALL_GATHER, np.full(1, bucket), self.shards(c), c.stride("data"))
+        return float(found[0])
 
     def resident_bytes(self, labels: UnitLabels, configuration: Configuration) -> FloatArray:
         """Bytes of parameters, gradients and optimizer states that stand through the step.

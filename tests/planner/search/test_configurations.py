@@ -117,7 +117,7 @@ def test_less_memory_turns_on_recomputation_then_sharding_of_states() -> None:
     units = network(8, elements=1e8, gib=0.2)
     pins = Pins(pp=1, tp=1, micro_batch=8)
     roomy = search(units, 8, 64, 60.0, replace(pins, optimizer_sharding="none"))
-    tight = search(units, 8, 64, 18.0, replace(pins, optimizer_sharding="none"))
+    tight = search(units, 8, 64, 18.0, replace(pins, optimizer_sharding="none", offload_optimizer=False))
     assert modes(roomy)[0] == {0}
     assert max(modes(tight)[0]) > 0
     assert tight.found[0].objective_s > roomy.found[0].objective_s
@@ -131,8 +131,8 @@ def test_less_memory_turns_on_recomputation_then_sharding_of_states() -> None:
 
 
 def test_a_slow_network_between_nodes_keeps_tensor_parallelism_inside() -> None:
-    best = search(network(16, elements=4e8), 64, 64, 30.0).found[0].configuration
-    assert best.tensor * best.stride("tensor") <= 8
+    best = search(network(16, elements=4e8), 64, 64, 20.0).found[0].configuration
+    assert 1 < best.tensor <= best.tensor * best.stride("tensor") <= 8
 
 
 def test_uneven_stages_make_up_for_a_heavy_head() -> None:
