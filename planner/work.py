@@ -89,6 +89,13 @@ def update_bytes(update: Optimizer, size: int, gradient_bytes: Amount) -> Amount
     return gradient_bytes + moved
 
 
+def finish_traffic(dtype: str) -> int:
+    """Bytes of `update_traffic` that are moved after the sums are known: the direction and the parameter, twice."""
+    size = DTYPE_BYTES[dtype]
+    wide = max(4, size)
+    return 3 * wide + (size if size < wide else 0)
+
+
 def sum_bytes(update: Optimizer, dtype: str) -> int:
     """Bytes for each parameter of the message in which its ranks add up what the update needs of the whole tensor."""
     return update.sums * max(4, DTYPE_BYTES[dtype])

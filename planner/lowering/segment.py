@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf, prod
 
-from planner.graph.operator_graph import TensorRef
+from planner.graph.operator_graph import DTYPE_BYTES, TensorRef
 from planner.instructions import (
     Accumulate,
+    BeginUpdate,
     Communicate,
     Update,
 )
@@ -17,11 +18,12 @@ from planner.lowering.blueprint import Block, Blueprint, Use
 from planner.lowering.body import Gather
 from planner.lowering.copies import NOBODY
 from planner.lowering.placed import local_share
+from planner.lowering.sums import Summed, summed
 from planner.lowering.together import together
 from planner.lowering.writer import Draft, Moved, Writer
 from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step
-from planner.work import update_traffic
+from planner.work import finish_traffic, sum_bytes, update_traffic
 from simulator.program import (
     COMPUTE_STREAM,
     HOST,
@@ -91,6 +93,8 @@ class SegmentWriter(Writer):
         """Values that outlive a micro-batch, beside parameters, the batch and the loss."""
         self.made: dict[object, Block] = {}
         self.moves: dict[tuple[int, int], _Move] = {}
+        self.sums: dict[int, str] = {}
+        """What sums over whole parameters are called now, by node, where the update needs some."""
 
     def write(self) -> None:
         """Fill ``order``."""
@@ -321,6 +325,8 @@ class SegmentWriter(Writer):
     def _update(self) -> None:
         if self.source.options.offload_optimizer:
             self._through_host()
+        if self.source.options.optimizer.sums:
+            self._begin_updates()
         for gradient in self.synchronised:
             parameter, value = gradient.parameter, gradient.value
             home = self.blueprint.owners[parameter]
@@ -328,18 +334,94 @@ class SegmentWriter(Writer):
 
     def _update_of(self, parameter: int, value: int) -> None:
         update, node, name = self.source.options.optimizer, self.graph.nodes[parameter], self.blueprint.names[value]
-        spec = node.outputs[0]
-        elements = spec.elements * local_share(self.source.stored[parameter], self.source.sizes)
-        task = Task(
-            name=f"update {node.name}",
+        dtype = node.outputs[0].dtype
+        flops, moved = float(update.flops), update_traffic(update, dtype)
+        reads = (node.name, name)
+        if update.sums:
+            flops, moved = 2.0, finish_traffic(dtype)
+            reads = (node.name, self._direction_name(parameter), self.sums[parameter])
+        instruction = Update(
+            parameter=node.name,
+            gradient=name,
+            divisor=self.source.options.micro_batches,
+            sums=self.sums.get(parameter, ""),
+        )
+        self._add(self._update_task("update", parameter, flops, moved), instruction, reads, ())
+
+    def _update_task(self, verb: str, parameter: int, flops: float, moved: int) -> Task:
+        """Work on the stored shard of a parameter; `flops` and bytes `moved` are those of an element."""
+        node = self.graph.nodes[parameter]
+        elements = node.outputs[0].elements * local_share(self.source.stored[parameter], self.source.sizes)
+        return Task(
+            name=f"{verb} {node.name}",
             phase=Phase.UPDATE,
             kernel=Kernel.OPTIMIZER,
-            dtype=spec.dtype,
-            flops=elements * update.flops,
-            bytes_moved=elements * update_traffic(update, spec.dtype),
+            dtype=node.outputs[0].dtype,
+            flops=elements * flops,
+            bytes_moved=elements * moved,
         )
-        instruction = Update(parameter=node.name, gradient=name, divisor=self.source.options.micro_batches)
-        self._add(task, instruction, (node.name, name), ())
+
+    # Optimizers that need sums over whole parameters
+
+    def _begin_updates(self) -> None:
+        """Let every shard say its part of the sums, and add them up in one message an axis."""
+        for gradient in self.synchronised:
+            parameter, home = gradient.parameter, self.blueprint.owners[gradient.parameter]
+            self.sums[parameter] = f"{self.graph.nodes[parameter].name}.sums"
+            self._run(("begin", parameter), gradient.unit, home, partial(self._begin_of, parameter, gradient.value))
+        for message in summed(self.source, [(gradient.parameter, 1) for gradient in self.synchronised]):
+            self._add_up(message)
+
+    def _begin_of(self, parameter: int, value: int) -> None:
+        update, node, name = self.source.options.optimizer, self.graph.nodes[parameter], self.blueprint.names[value]
+        spec, target = node.outputs[0], self.sums[parameter]
+        moved = update_traffic(update, spec.dtype) - finish_traffic(spec.dtype)
+        size = self.source.local_bytes(spec, self.source.stored[parameter]) // DTYPE_BYTES[spec.dtype]
+        direction = Buffer(
+            name=self._direction_name(parameter),
+            size_bytes=size * max(4, DTYPE_BYTES[spec.dtype]),
+            kind=BufferKind.GRADIENT,
+        )
+        sums = Buffer(name=target, size_bytes=sum_bytes(update, spec.dtype), kind=BufferKind.COMMUNICATION)
+        instruction = BeginUpdate(
+            parameter=node.name, gradient=name, divisor=self.source.options.micro_batches, target=target
+        )
+        task = self._update_task("begin update of", parameter, update.flops - 2.0, moved)
+        self._add(task, instruction, (node.name, name), (direction, sums))
+
+    def _direction_name(self, parameter: int) -> str:
+        return f"{self.graph.nodes[parameter].name}.direction"
+
+    def _add_up(self, message: Summed) -> None:
+        """One message of the sums of all parameters that are sharded on its axis."""
+        wanted, blueprint, task = set(message.parameters), self.blueprint, message.task
+        members = [gradient for gradient in self.synchronised if gradient.parameter in wanted]
+        before = {parameter: self.sums[parameter] for parameter in wanted}
+        self.sums |= {parameter: f"{name}@{task.axis}" for parameter, name in before.items()}
+        after = [self.sums[gradient.parameter] for gradient in members]
+        nowhere = (-1,) * len(members)
+        instruction = Communicate(
+            collective=Collective.ALL_REDUCE,
+            axis=message.axis,
+            sources=tuple(before[gradient.parameter] for gradient in members),
+            targets=tuple(after),
+            gather_dims=nowhere,
+            split_dims=nowhere,
+        )
+        update, nodes = self.source.options.optimizer, self.graph.nodes
+        writes = tuple(
+            Buffer(
+                name=name,
+                size_bytes=sum_bytes(update, nodes[gradient.parameter].outputs[0].dtype),
+                kind=BufferKind.COMMUNICATION,
+            )
+            for name, gradient in zip(after, members, strict=True)
+        )
+        self._message(task.name, Phase.UPDATE, instruction, task.payload_bytes, writes=writes, dtype=task.dtype)
+        homes = [blueprint.owners[gradient.parameter] for gradient in members]
+        reads = [(blueprint.value(before[g.parameter], home), g.unit) for g, home in zip(members, homes, strict=True)]
+        made = [(blueprint.value(name, home), g.unit) for name, g, home in zip(after, members, homes, strict=True)]
+        self._run_once(members[0].unit, homes[0], reads, made)
 
     def _through_host(self) -> None:
         """Gradients go to the host, whose memory holds the states, and parameters come back, before any update."""

@@ -106,7 +106,7 @@ def test_what_no_search_covers_yet_is_refused_as_such(fields: Mapping[str, objec
         ({"global_batch": -8}, ("global batch -8", "not positive")),
         ({"precision": "fp12"}, ("'fp12'", "bf16")),
         ({"precision": "fp8"}, ("'fp8'", "not supported yet")),
-        ({"optimizer": "lamb"}, ("'lamb'", "adamw")),
+        ({"optimizer": "lion"}, ("'lion'", "adamw")),
         ({"sequence_length": 32}, ("zoo:mlp", "sequence length")),
         ({"network": "zoo:mlpp"}, ("mlpp", "zoo:mlp")),
     ],
