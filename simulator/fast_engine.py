@@ -21,6 +21,7 @@ from simulator.fast_fluid import Fluid
 from simulator.fast_recurrence import Recurrence
 from simulator.program import Program
 from simulator.table_check import check_table, deadlock
+from simulator.task_chains import chains
 from simulator.task_groups import TaskGroups, group_tasks, tasks_by_stream
 from simulator.task_table import FloatArray, IntArray, TaskTable
 from simulator.timeline import Timeline, simulate_program, simulate_segments
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 Times = tuple[FloatArray, FloatArray]
 State = TypeVar("State", Recurrence, Fluid)
 
+# Smaller tables run task by task.
+SMALLEST_JOINED = 500
 # Smaller tables run as Python always.
 SMALLEST_COMPILED = 2_000
 # Loading compiled code takes a process about 0.5 s, and 10 s once for an installation. It is loaded when Python would
@@ -92,11 +95,16 @@ def _run_checked(table: TaskTable) -> Times:
     elif not table.links.size and (table.meeting < 0).all() and _waits_for_earlier_only(table):
         times = _run_in_order(groups)
     else:
-        seconds = _seconds_alone(groups)
-        times = _run_events(groups) if seconds is None else _run_streams(groups, seconds)
+        joined = chains(table) if table.size >= SMALLEST_JOINED else None
+        times = _run_joined(groups) if joined is None else joined.apart(_run_joined(group_tasks(joined.table)))
     if np.isnan(times[1]).any():
         raise deadlock(groups, times[1])
     return times
+
+
+def _run_joined(groups: TaskGroups) -> Times:
+    seconds = _seconds_alone(groups)
+    return _run_events(groups) if seconds is None else _run_streams(groups, seconds)
 
 
 def _waits_for_earlier_only(table: TaskTable) -> bool:

@@ -46,7 +46,9 @@ class TaskGroups:
 
     @cached_property
     def role(self) -> IntArray:
-        """(T,) whether a member computes, transfers or does neither while its whole works."""
+        """(T,) whether a member computes, transfers or does neither while its whole works, as far as that slows."""
+        if not self.overlap_slows:
+            return np.full(self.table.size, NEITHER)
         kind = self.table.stream_kind[self.table.stream]
         moves = (kind == StreamKind.COMMUNICATION) | ((kind == StreamKind.COMPUTE) & (self.table.rate_bytes_per_s > 0))
         return np.where(moves, TRANSFERS, np.where(kind == StreamKind.COMPUTE, COMPUTES, NEITHER))

@@ -104,17 +104,18 @@ class Node:
     def tensor_inputs(self) -> tuple[TensorRef, ...]:
         """Tensor arguments in order, lists flattened, then keyword arguments."""
         found: list[TensorRef] = []
-        for argument in (*self.args, *(value for _, value in self.kwargs)):
-            _collect(argument, found)
+        _collect(self.args, found)
+        for _, value in self.kwargs:
+            _collect((value,), found)
         return tuple(found)
 
 
-def _collect(argument: Argument, found: list[TensorRef]) -> None:
-    if isinstance(argument, TensorRef):
-        found.append(argument)
-    elif isinstance(argument, tuple):
-        for item in argument:
-            _collect(item, found)
+def _collect(arguments: tuple[Argument, ...], found: list[TensorRef]) -> None:
+    for argument in arguments:
+        if isinstance(argument, TensorRef):
+            found.append(argument)
+        elif isinstance(argument, tuple):
+            _collect(argument, found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

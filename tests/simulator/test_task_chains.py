@@ -1,0 +1,50 @@
+"""Tables whose tasks are joined run as they do task by task."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from simulator import fast_engine
+from simulator.errors import ProgramError
+from simulator.table_builder import TableBuilder
+from simulator.task_chains import chains
+from simulator.task_table import StreamKind, TaskTable
+from tests.simulator.task_tables import tables
+
+
+@settings(deadline=None)
+@given(table=tables())
+def test_joined_tables_run_as_the_tables_they_were(table: TaskTable) -> None:
+    joined = chains(table)
+    if joined is None or table.compute_speed != 1 or table.transfer_speed != 1:
+        return
+    assert joined.table.size < table.size
+    try:
+        expected = fast_engine.run(table)
+    except ProgramError:
+        with pytest.raises(ProgramError):
+            fast_engine.run(joined.table)
+        return
+    found = joined.apart(fast_engine.run(joined.table))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+    assert (found[0] <= found[1]).all()
+
+
+def test_what_something_waits_for_or_shares_a_link_stays_a_task() -> None:
+    builder = TableBuilder()
+    kernels, messages = builder.stream(0, StreamKind.COMPUTE), builder.stream(0, StreamKind.COMMUNICATION)
+    card = builder.link(1.0)
+    tasks = [builder.task(kernels, work=float(work)) for work in (1, 2, 3, 4)]
+    builder.task(messages, work=2.0, rate=1.0, links=[card], after=[tasks[1]])
+    builder.task(messages, work=1.0)
+    table = builder.build()
+    joined = chains(table)
+    assert joined is not None
+    assert joined.table.work.tolist() == [3.0, 7.0, 2.0, 1.0]
+    starts, ends = joined.apart(fast_engine.run(joined.table))
+    assert starts.tolist() == [0.0, 1.0, 3.0, 6.0, 3.0, 5.0]
+    assert ends.tolist() == [1.0, 3.0, 6.0, 10.0, 5.0, 6.0]
+    assert chains(joined.table) is None
