@@ -16,7 +16,7 @@ from simulator.errors import InputError
 SIMULATED = 5
 """Plans of a change that are simulated where the first does not fit."""
 TRIES = 12
-"""Device counts that are planned in search of the least one."""
+"""After so many device counts were planned, none is that doubling and halving pass over."""
 CHANGES = 2
 """Changes that are named."""
 SOFTER = ("recompute", "optimizer_sharding", "micro_batch", "offload_optimizer", "sharding_threshold_kb")
@@ -98,7 +98,7 @@ def least_devices(search: Configured, pins: Pins) -> LeastDevices | None:
     if high is None:
         return None
     low = max((place for place in range(high) if counts[place] in tried), default=-1)
-    while high - low > 1 and len(tried) < TRIES:
+    while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     for place in range(high):
