@@ -16,14 +16,12 @@ from planner.lowering.options import lowering_options, recompute_modes
 from planner.lowering.placed import LoweringOptions, PlacedGraph
 from planner.lowering.program import spread
 from planner.search.problem.solution import template_name
-from planner.sharding.placement import Placements
+from planner.sharding.placement import PARTIAL, Placements
 from planner.strategy.plan import LayerRules, NodeRules, Plan, expanded_rules
 from simulator.errors import StrategyError
 
 Edge = tuple[object, object, object]
 """A layer between two states: what lies before it, its own kind, and what lies behind it."""
-_Ends = tuple[Placements, tuple[Placements, ...]]
-"""Placements in which a tensor is written, and in which each of its users reads it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +90,7 @@ class _Kinds:
     def __init__(self, plan: Plan, graph: OperatorGraph, deep: Chain, modes: Mapping[str, str]) -> None:
         self.plan, self.graph, self.deep, self.modes = plan, graph, deep, modes
         self.starts = {run.prefix: run_start(graph, run) for run in graph.runs}
-        self._states: dict[tuple[int, int, int], tuple[_Ends, ...] | None] = {}
+        self._states: dict[tuple[int, int, int], tuple[Placements, ...]] = {}
         for part in plan.layers:
             self._check(part)
 
@@ -144,16 +142,14 @@ class _Kinds:
         boundary = self.deep.boundaries[unit]
         states: list[object] = ["begin"]
         for before, behind, one, other in zip(parts, parts[1:], kinds, kinds[1:], strict=False):
-            found = self._state(number, boundary, before, behind)
-            plain = found is not None and all(read == (written,) for written, read in found)
-            states.append((one, other) if found is None else found if plain else (found, one[1], other[1]))
+            states.append(self._state(number, boundary, before, behind) or (one, other))
         return _cover([*zip(states, kinds, [*states[1:], "end"], strict=True)])
 
-    def _state(self, number: int, boundary: Boundary, before: int, behind: int) -> tuple[_Ends, ...] | None:
-        """How the tensors between two layers are written and read, None where others than the two read them.
+    def _state(self, number: int, boundary: Boundary, before: int, behind: int) -> tuple[Placements, ...]:
+        """How the tensors between two layers are written, if that is all that these have to do with each other.
 
-        What a unit does at its ends depends on nothing else of its neighbours, but on what these compute again if some
-        read a tensor otherwise than it is written.
+        It is not where others read them as well, and where both layers read one otherwise than it is written: what one
+        has moved serves the other. Then nothing is returned.
         """
         ours = -1 if before < 0 else self._numbers[before], -1 if behind < 0 else self._numbers[behind]
         key = (number, *ours)
@@ -161,30 +157,29 @@ class _Kinds:
             run = self.graph.runs[number]
             tables = [{} if part < 0 else self.plan.layers[part].rules for part in (before, behind)]
             refs = [ref for ref in (boundary.forward, boundary.gradient) if ref is not None]
-            found = [self._ends(run, ref, tables) for ref in refs]
-            self._states[key] = None if None in found else tuple(one for one in found if one is not None)
+            found = [self._written(run, ref, tables) for ref in refs]
+            self._states[key] = () if None in found else tuple(one for one in found if one is not None)
         return self._states[key]
 
-    def _ends(self, run: Run, ref: TensorRef, tables: Sequence[Mapping[str, NodeRules]]) -> _Ends | None:
-        """Placements in which a tensor is written and read, None where others than the two layers read it."""
+    def _written(self, run: Run, ref: TensorRef, tables: Sequence[Mapping[str, NodeRules]]) -> Placements | None:
+        """Placements in which a tensor is written; None where both layers, or others, move it."""
         first, second = set(run.first), set(run.second)
-        read: list[Placements] = []
+        movers: set[bool] = set()
         written: Placements | None = None
         for index in (ref.node, *self.graph.consumers.get(ref, ())):
             if index not in first and index not in second:
                 return None
-            name = template_name(self.graph.nodes[index].name, run.prefix)
-            rules = tables[0 if index in first else 1].get(name)
+            rules = tables[index in second].get(template_name(self.graph.nodes[index].name, run.prefix))
             if rules is None:
                 return None
             if written is None:
                 written = tuple([rule.outputs[ref.output] for rule in rules])
                 continue
             for place, used in enumerate(self.graph.nodes[index].tensor_inputs):
-                if used == ref:
-                    read.append(tuple([rule.inputs[place] for rule in rules]))
+                if used == ref and tuple([rule.inputs[place] for rule in rules]) != written:
+                    movers.add(index in second)
         assert written is not None  # the tensor's own node comes first
-        return written, (written,) if set(read) <= {written} else tuple(read)
+        return None if len(movers) > 1 or (movers and PARTIAL in written) else written
 
     def short_layers(self, kept: Mapping[str, _Kept]) -> tuple[LayerRules, ...]:
         """Strategies of the shallow network."""
