@@ -116,9 +116,8 @@ def minima(plan: Elimination, tables: Sequence[FloatArray], shape: tuple[int, ..
     best = []
     for step in plan.steps:
         total = _sum(step.terms, pool, count)
-        chosen = total.argmin(axis=-1)
-        best.append((step.variable, step.scope, chosen))
-        pool[len(tables) + len(best) - 1] = np.take_along_axis(total, chosen[..., None], axis=-1)[..., 0]
+        best.append((step.variable, step.scope, total.argmin(axis=-1)))
+        pool[len(tables) + len(best) - 1] = total.min(axis=-1)
     rest = _sum(plan.rest, pool, count) if plan.rest else np.zeros((count, *(1 for _ in shape)))
     return Minima(np.broadcast_to(rest, (count, *shape)), tuple(best))
 

@@ -80,10 +80,10 @@ class UnitFactors:
 
         Returns an array of shape (PARTS, n).
         """
-        places = []
-        for scope, start in zip(self.scopes, self.starts, strict=True):
-            index = np.zeros_like(states[scope[0]])
-            for v in scope:
-                index = index * self.sizes[v] + states[v]
-            places.append(index + start)
-        return np.asarray(self.parts[:, np.array(places)].sum(axis=1), dtype=np.float64)
+        row = {v: place for place, v in enumerate(states)}
+        chosen = np.array([*states.values()])
+        firsts, lasts = ([row[scope[end]] for scope in self.scopes] for end in (0, -1))
+        # A scope has one variable or two.
+        strides = np.array([self.sizes[scope[-1]] if len(scope) == 2 else 0 for scope in self.scopes])
+        places = chosen[firsts] * strides[:, None] + chosen[lasts] + np.array(self.starts)[:, None]
+        return np.asarray(np.take(self.parts, places, axis=1).sum(axis=1))

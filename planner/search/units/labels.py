@@ -28,7 +28,7 @@ from planner.search.units.rules import rules_of
 from planner.search.units.stage_decisions import StageDecisions, stage_decisions
 from planner.search.units.stage_shape import StageOptions
 from planner.search.units.stage_tables import Stage
-from planner.search.units.sweep import unit_labels
+from planner.search.units.sweep import all_labels
 from planner.sharding.context import Algorithm
 from planner.sharding.placement import Mesh
 from planner.work import Optimizer
@@ -98,7 +98,7 @@ class StageTables:
     @cached_property
     def units(self) -> tuple[UnitLabels, ...]:
         """Labels of each unit."""
-        return tuple(unit_labels(self._stage, number, self._shared) for number in range(len(self.chain.units)))
+        return all_labels(self._stage, self._shared)
 
     def matrices(self, weights: Weights, mode: int | None = None) -> tuple[FloatArray, ...]:
         """Least weighted sum of each folded unit between its boundary states, shapes (entries, exits).

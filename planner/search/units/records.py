@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +53,7 @@ class UnitLabels:
     entry: IntArray
     exit: IntArray
     sequence_parallel: NDArray[np.bool_]
-    assignments: tuple[Mapping[int, int], ...]
+    assignments: Sequence[Mapping[int, int]]
 
     def __len__(self) -> int:
         return len(self.forward_s)

@@ -15,6 +15,7 @@ from planner.search.problem.variables import Choice, Decisions, decisions
 from planner.search.units.amounts import Case
 from planner.search.units.family import Family
 from planner.search.units.stage_shape import StageOptions
+from planner.search.units.transient import Flight, flight_of
 from planner.search.units.unit_model import UnitModel
 from planner.sharding.context import Algorithm, ContextAxis, context_axis
 from planner.sharding.placement import Mesh, MeshAxis
@@ -34,6 +35,7 @@ class StageDecisions:
         self._costs: dict[tuple[int, Mesh, int], MeshCosts] = {}
         self._contexts: dict[Algorithm, ContextAxis] = {}
         self._choices: dict[Algorithm, tuple[Choice, ...]] = {}
+        self._flights: dict[int, Flight] = {}
         self._families: dict[tuple[object, ...], Family] = {}
         self._expected: dict[tuple[str, ...], dict[tuple[int, int], Case]] = {}
 
@@ -58,6 +60,12 @@ class StageDecisions:
     def sequences(self) -> Mapping[TensorRef, tuple[int, ...]]:
         """Dims of tensors that grow with the sequence."""
         return sequence_dims(self.graph)
+
+    def flight(self, number: int) -> Flight:
+        """Gradients on their way in a unit's backward pass."""
+        if number not in self._flights:
+            self._flights[number] = flight_of(self.models[number])
+        return self._flights[number]
 
     @cached_property
     def twins(self) -> Mapping[int, Mapping[int, int]]:

@@ -14,6 +14,7 @@ from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
 from planner.search.problem.parts import Parts, Setting, States, has_partial
 from planner.search.units.elimination import Elimination, Minima, elimination, lowest, minima
 from planner.search.units.factors import Scope
+from planner.search.units.transient import FlightSizes
 from planner.sharding.placement import Placements
 from simulator.errors import InputError
 from simulator.program import Phase
@@ -98,7 +99,9 @@ class StageShape:
         self.chain = source.chain
         self.stations = tuple(parts.station_of[b.forward] for b in self.chain.boundaries)
         self._sequence_sharded: dict[int, BoolArray] = {}
+        self._sequence_states: dict[int, Mapping[int, BoolArray]] = {}
         self._units: dict[int, UnitShape] = {}
+        self._flights: dict[int, FlightSizes] = {}
         self.classes = self._classes()
 
     def unit(self, number: int, scopes: Iterable[Scope], sizes: Mapping[int, int]) -> UnitShape:
@@ -127,6 +130,12 @@ class StageShape:
         if not isinstance(self.parts, KeptParts):
             return Parts(graph, self.parts.decisions, setting)
         return KeptParts(self.parts.wider, graph, setting, self.parts.kept)
+
+    def flight(self, number: int) -> FlightSizes:
+        """What stands while a unit goes backward."""
+        if number not in self._flights:
+            self._flights[number] = FlightSizes(self.source.flight(number), self.parts)
+        return self._flights[number]
 
     # Boundary states
 
@@ -194,6 +203,15 @@ class StageShape:
         if number not in self._sequence_sharded:
             self._sequence_sharded[number] = self._find_sequence_sharded(number)
         return self._sequence_sharded[number]
+
+    def sequence_states(self, number: int) -> Mapping[int, BoolArray]:
+        """`sequence_sharded` of those variables of a unit that have such states."""
+        if number not in self._sequence_states:
+            model = self.source.models[number]
+            ends = (v for v in (model.entry, model.exit) if v is not None)
+            all_states = {v: self.sequence_sharded(v) for v in (*model.variables, *ends, *model.shared)}
+            self._sequence_states[number] = {v: states for v, states in all_states.items() if states.any()}
+        return self._sequence_states[number]
 
     def _find_sequence_sharded(self, number: int) -> BoolArray:
         states = self.parts.states(number)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.units.factors import Part
+from planner.search.units.factors import Part, rows_of
 from planner.search.units.records import UnitLabels, Weights
 from planner.search.units.stage_shape import ENTRY, EXIT
 from planner.search.units.stage_tables import Stage, Tabled
-from planner.search.units.transient import gradients_in_flight
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -22,6 +24,53 @@ STEP_WEIGHTS = (1 / 64,)
 """What keeping all activations, holding all parameters, and a second a step cost, as parts of a unit's time."""
 
 
+class Assignments(Sequence[Mapping[int, int]]):
+    """States of a unit's variables in each of its labels, written out as they are asked for.
+
+    Parameters
+    ----------
+    variables : sequence of int
+    states : array, shape (variables, labels)
+    """
+
+    def __init__(self, variables: Sequence[int], states: IntArray) -> None:
+        self._variables, self._states = tuple(variables), states
+
+    def __len__(self) -> int:
+        return int(self._states.shape[1])
+
+    @overload
+    def __getitem__(self, label: int) -> Mapping[int, int]: ...
+    @overload
+    def __getitem__(self, label: slice) -> Assignments: ...
+    def __getitem__(self, label: int | slice) -> Mapping[int, int] | Assignments:
+        if isinstance(label, slice):
+            return Assignments(self._variables, self._states[:, label])
+        return dict(zip(self._variables, self._states[:, label].tolist(), strict=True))
+
+    def named(self, names: Mapping[int, int]) -> Assignments:
+        """The same of another unit: for each of its variables, `names` gives the one whose states it has."""
+        place = {v: row for row, v in enumerate(self._variables)}
+        return Assignments([*names], self._states[[place[v] for v in names.values()]])
+
+
+def all_labels(stage: Stage, shared: Mapping[int, int]) -> tuple[UnitLabels, ...]:
+    """Labels of every unit of a stage; units with the same tables have the same but for the names of variables."""
+    made: dict[int, UnitLabels] = {}
+    found = []
+    for number in range(len(stage.chain.units)):
+        tabled = stage.source.tabled(number)
+        if tabled not in made:
+            made[tabled] = unit_labels(stage, tabled, shared)
+        labels = made[tabled]
+        if tabled != number:
+            assert isinstance(labels.assignments, Assignments)  # made here
+            names = {**stage.source.twins[number], **{v: v for v in stage.source.models[number].shared}}
+            labels = replace(labels, assignments=labels.assignments.named(names))
+        found.append(labels)
+    return tuple(found)
+
+
 def unit_labels(stage: Stage, number: int, shared: Mapping[int, int]) -> UnitLabels:
     """Minimise a unit exactly at a sweep of prices, and keep what nothing beats.
 
@@ -30,25 +79,25 @@ def unit_labels(stage: Stage, number: int, shared: Mapping[int, int]) -> UnitLab
     """
     unit = stage.unit(number)
     modes = stage.options.modes
-    base = _solved(stage, unit, stage.rows(Weights(step=STEP_WEIGHTS[0])), shared)
-    time, kept, held = _scales(base[1], modes)
-    rows = np.concatenate(
-        [
-            stage.rows(
-                Weights(
-                    step=step,
-                    activation_byte=price * time / kept,
-                    parameter_element=value * time / held,
-                    expert_element=value * time / held,
-                )
-            )
-            for step in STEP_WEIGHTS
-            for price in MEMORY_PRICES
-            for value in PARAMETER_PRICES
-        ]
+    base = _solved(unit, stage.rows(Weights(step=STEP_WEIGHTS[0])), shared, len(modes))
+    time, kept, held = _scales(unit.factors.evaluate(base.states), modes)
+    fixed, kept_bytes, elements = _price_rows(modes)
+    found = _solved(unit, fixed + kept_bytes * (time / kept) + elements * (time / held), shared, len(modes))
+    return _labels(stage, unit, found, np.array(modes)[found.row % len(modes)])
+
+
+@lru_cache(maxsize=16)
+def _price_rows(modes: tuple[int, ...]) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Weights of all parts at each combination of prices and each mode: what is fixed, of bytes, and of elements."""
+    prices = [(step, price, value) for step in STEP_WEIGHTS for price in MEMORY_PRICES for value in PARAMETER_PRICES]
+    nothing = Weights(forward=0.0, backward=0.0)
+    rows = (
+        [rows_of(Weights(step=step), modes) for step, _, _ in prices],
+        [rows_of(replace(nothing, activation_byte=price), modes) for _, price, _ in prices],
+        [rows_of(replace(nothing, parameter_element=value, expert_element=value), modes) for _, _, value in prices],
     )
-    states, parts, which, entry, leave = _solved(stage, unit, rows, shared)
-    return _labels(stage, number, states, parts, np.array(modes)[which % len(modes)], entry, leave)
+    fixed, kept_bytes, elements = (np.concatenate(row) for row in rows)
+    return fixed, kept_bytes, elements
 
 
 def _scales(parts: FloatArray, modes: tuple[int, ...]) -> tuple[float, float, float]:
@@ -58,57 +107,59 @@ def _scales(parts: FloatArray, modes: tuple[int, ...]) -> tuple[float, float, fl
     return time, kept or 1.0, held or 1.0
 
 
-def _solved(
-    stage: Stage, unit: Tabled, rows: FloatArray, shared: Mapping[int, int]
-) -> tuple[dict[int, IntArray], FloatArray, IntArray, IntArray, IntArray]:
-    """Best assignments for every row of weights and boundary states, each once.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Solutions:
+    """Assignments, each once: states of each variable, and the row of weights, entry and exit, shapes (n,)."""
 
-    Returns the states of the variables, the parts (PARTS, n), the row, entry and exit of each.
-    """
+    states: Mapping[int, IntArray]
+    row: IntArray
+    entry: IntArray
+    exit: IntArray
+
+
+def _solved(unit: Tabled, rows: FloatArray, shared: Mapping[int, int], modes: int) -> _Solutions:
+    """Best assignments for every row of weights and boundary states."""
     found = unit.minima(rows)
-    place = tuple(shared[v] if v in unit.kept else slice(None) for v in unit.kept if v >= 0)
-    table = found.table[(slice(None), *place)]
+    table = found.table
+    for v in unit.kept:
+        table = table[:, shared[v]] if v >= 0 else table
     table = table.reshape(len(rows), *(unit.sizes.get(end, 1) for end in (ENTRY, EXIT)))
     row, entry, leave = np.nonzero(np.isfinite(table))
     kept = {v: np.full(len(row), shared[v]) for v in unit.kept if v >= 0}
     kept.update({end: at for end, at in ((ENTRY, entry), (EXIT, leave)) if end in unit.kept})
     states = {v: s for v, s in found.assignments(row, kept).items() if v >= 0}
-    once = _distinct(np.array([row % len(stage.options.modes), entry, leave, *states.values()]))
-    states = {v: s[once] for v, s in states.items()}
-    return states, unit.factors.evaluate(states), row[once], entry[once], leave[once]
+    once = _distinct(np.array([row % modes, entry, leave, *states.values()]))
+    return _Solutions({v: s[once] for v, s in states.items()}, row[once], entry[once], leave[once])
 
 
 def _distinct(columns: IntArray) -> IntArray:
     """Positions of the first of each group of equal columns, ascending."""
-    multipliers = np.random.default_rng(0).integers(1, 2**62, size=len(columns), dtype=np.int64)
     with np.errstate(over="ignore"):
-        numbers = (columns * multipliers[:, None]).sum(axis=0)
+        numbers = _multipliers(len(columns)) @ columns
     return np.sort(np.unique(numbers, return_index=True)[1])
 
 
-def _labels(
-    stage: Stage,
-    number: int,
-    states: Mapping[int, IntArray],
-    parts: FloatArray,
-    mode: IntArray,
-    entry: IntArray,
-    leave: IntArray,
-) -> UnitLabels:
+@lru_cache(maxsize=256)
+def _multipliers(count: int) -> IntArray:
+    return np.random.default_rng(0).integers(1, 2**62, size=count, dtype=np.int64)
+
+
+def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> UnitLabels:
+    parts = unit.factors.evaluate(found.states)
     columns = np.arange(len(mode))
     again, again_communication = (parts[first + mode, columns] for first in (Part.AGAIN, Part.AGAIN_COMMUNICATION))
     kept, transient = (parts[first + mode, columns] for first in (Part.KEPT, Part.TRANSIENT))
     seconds = parts[Part.FORWARD] + parts[Part.BACKWARD] + again
     criteria = np.array([seconds, kept, parts[Part.ELEMENTS], parts[Part.EXPERT_ELEMENTS], parts[Part.STEP]])
-    groups = np.array([mode, entry, leave])
-    best = np.flatnonzero(_undominated(criteria, groups))
-    best = best[np.lexsort((kept[best], seconds[best], mode[best], leave[best], entry[best]))]
-    unit = stage.unit(number)
-    gradients = gradients_in_flight(unit.model, stage.parts, {v: s[best] for v, s in states.items()}, mode[best])
-    ends = {end: end in unit.kept for end in (ENTRY, EXIT)}
+    best = np.flatnonzero(_undominated(criteria, np.array([mode, found.entry, found.exit])))
+    best = best[np.lexsort((kept[best], seconds[best], mode[best], found.exit[best], found.entry[best]))]
+    states = {v: s[best] for v, s in found.states.items()}
+    number = unit.model.number
+    gradients = stage.shape.flight(number).peak(stage.parts.graph, states, mode[best])
     sequence = np.zeros(len(best), dtype=np.bool_)
-    for variable, chosen in states.items():
-        sequence |= stage.sequence_sharded(variable)[chosen[best]]
+    for variable, sharded in stage.shape.sequence_states(number).items():
+        sequence |= sharded[states[variable]]
+    nothing = np.full(len(best), -1)
     return UnitLabels(
         forward_s=parts[Part.FORWARD, best],
         backward_s=(parts[Part.BACKWARD] + again)[best],
@@ -126,10 +177,10 @@ def _labels(
         parameter_elements=parts[Part.ELEMENTS, best],
         expert_elements=parts[Part.EXPERT_ELEMENTS, best],
         recompute=mode[best],
-        entry=entry[best] if ends[ENTRY] else np.full(len(best), -1),
-        exit=leave[best] if ends[EXIT] else np.full(len(best), -1),
+        entry=found.entry[best] if ENTRY in unit.kept else nothing,
+        exit=found.exit[best] if EXIT in unit.kept else nothing,
         sequence_parallel=sequence,
-        assignments=tuple(stage.named(number, {v: int(s[i]) for v, s in states.items()}) for i in best),
+        assignments=Assignments([*states], np.array([*states.values()], dtype=np.int64).reshape(-1, len(best))),
     )
 
 

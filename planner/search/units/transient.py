@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.graph.operator_graph import Role, TensorRef
+from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
 from planner.graph.recompute import MODES
 from planner.search.problem.parts import Parts
 from planner.search.units.unit_model import UnitModel
@@ -15,70 +16,194 @@ from simulator.program import Kernel, Phase
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+Piece = tuple[TensorRef, int]
+"""A tensor as a variable writes it; whole where the variable is −1."""
 
 
-def gradients_in_flight(model: UnitModel, parts: Parts, states: Mapping[int, IntArray], mode: IntArray) -> FloatArray:
-    """Most bytes of gradients of activations that stand at once, less what was kept and is released by then.
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """What stands at each operator of a unit's backward pass, on every mesh alike.
+
+    ``standing[p, i]`` says how often piece i stands at place p, ``released[m, i]`` how much less where mode m computes
+    again. ``copies`` are tensors that a reader may want in another placement than its writer's, ``beside[p, c]`` says
+    at which place copy c stands.
+    """
+
+    pieces: tuple[Piece, ...]
+    standing: FloatArray
+    released: FloatArray
+    copies: tuple[tuple[TensorRef, int, int], ...]
+    beside: FloatArray
+
+
+def flight_of(model: UnitModel) -> Flight:
+    """Follow the gradients of activations through a unit, less what was kept and is released by then.
 
     A gradient stands from the operator that writes it to the last one that reads it, or a view of it; what another unit
     reads stands to the end, and what the unit behind sends back from the start. Gradients of parameters are counted
-    where they are stored, and copies in other placements only while an operator reads them.
-
-    Parameters
-    ----------
-    states : mapping of int to array, shape (n,)
-        State of each variable of the unit in every assignment.
-    mode : array, shape (n,)
-        Codes of their recompute modes: what only operators that run again read is released before any gradient.
-
-    Returns
-    -------
-    array, shape (n,)
+    where they are stored, and copies in other placements only while an operator reads them. What only operators that
+    run again read is released before any gradient.
     """
-    graph = model.graph
-    count = len(next(iter(states.values()), np.zeros(1, dtype=np.int64)))
-    owner = _views(model)
-    order = [i for i in sorted(model.nodes) if _goes_back(model, i)]
-    final = _of_parameters(model)
-    last: dict[TensorRef, int] = {}
-    for place, index in enumerate(order):
-        node = graph.nodes[index]
-        for ref in node.tensor_inputs:
-            last[_base(owner, ref)] = place
-        for output in range(len(node.outputs)):
-            ref = TensorRef(index, output)
-            outside = any(user not in model.nodes for user in graph.consumers.get(ref, ()))
-            last[_base(owner, ref)] = len(order) if outside and ref not in final else place
-    change = np.zeros((len(order) + 2, count))
-    brief = np.zeros((len(order) + 1, count))
-    made = set(order)
-    arrived = {r for i in order for r in graph.nodes[i].tensor_inputs if _arrives(model, r)} - final
-    for ref in arrived:
-        change[0] += _bytes(parts, states, ref, model.exit, count)
-        change[last[ref] + 1] -= _bytes(parts, states, ref, model.exit, count)
-    for place, index in enumerate(order):
-        node, variable = graph.nodes[index], model.decisions.of_node[index]
-        for output in range(len(node.outputs)):
-            ref = TensorRef(index, output)
-            if ref in final or ref in owner:
-                continue
-            size = _bytes(parts, states, ref, variable, count)
-            change[place] += size
-            change[last[ref] + 1] -= size
-        for ref in dict.fromkeys(node.tensor_inputs):
-            if ref.node in made and ref not in owner:
-                brief[place] += _moved(parts, states, ref, model.decisions.of_node[ref.node], variable, count)
-    for ref in {_base(owner, saved) for saved in model.saved}:
-        if ref in last and (ref == model.entry_tensor or ref.node in model.nodes):
-            writer = model.entry if ref == model.entry_tensor else model.decisions.of_node[ref.node]
-            change[last[ref] + 1] -= _bytes(parts, states, ref, writer, count)
-    for code in (1, 2):
-        for ref in {_base(owner, kept) for kept in model.kept(MODES[code])} - last.keys():
-            size = _bytes(parts, states, ref, model.decisions.of_node[ref.node], count)
-            change[0] -= np.where(mode == code, size, 0.0)
-    level: FloatArray = np.cumsum(change, axis=0)[: len(order) + 1] + brief
-    peak: FloatArray = np.maximum(level.max(axis=0), 0.0)
-    return peak
+    return _Follower(model).flight()
+
+
+class _Follower:
+    def __init__(self, model: UnitModel) -> None:
+        self.model, self.graph = model, model.graph
+        self.members = {*model.variables, *model.shared, *(v for v in (model.entry, model.exit) if v is not None)}
+        self.owner = _views(model)
+        self.order = [i for i in sorted(model.nodes) if _goes_back(model, i)]
+        self.final = _of_parameters(model)
+        self.last = self._last()
+        self.pieces: dict[Piece, int] = {}
+        self.changes: list[tuple[int, int, float]] = []
+
+    def flight(self) -> Flight:
+        released = self._released()
+        self._follow()
+        copies, beside = self._copies()
+        change = np.zeros((len(self.order) + 2, len(self.pieces)))
+        for place, piece, sign in self.changes:
+            change[place, piece] += sign
+        less = np.zeros((len(MODES), len(self.pieces)))
+        for mode, piece in released:
+            less[mode, piece] += 1.0
+        return Flight(tuple(self.pieces), np.cumsum(change, axis=0)[:-1], less, copies, beside)
+
+    def _last(self) -> dict[TensorRef, int]:
+        """Last place at which each tensor is read."""
+        graph, last = self.graph, dict[TensorRef, int]()
+        for place, index in enumerate(self.order):
+            node = graph.nodes[index]
+            for ref in node.tensor_inputs:
+                last[_base(self.owner, ref)] = place
+            for output in range(len(node.outputs)):
+                ref = TensorRef(index, output)
+                outside = any(user not in self.model.nodes for user in graph.consumers.get(ref, ()))
+                ends = len(self.order) if outside and ref not in self.final else place
+                last[_base(self.owner, ref)] = ends
+        return last
+
+    def _piece(self, ref: TensorRef, variable: int | None) -> int:
+        known = variable is not None and variable in self.members and self._writes(ref, variable)
+        return self.pieces.setdefault((ref, variable if known and variable is not None else -1), len(self.pieces))
+
+    def _writes(self, ref: TensorRef, variable: int) -> bool:
+        return ref in self.model.decisions.variables[variable].choices[0].writes
+
+    def _stands(self, piece: int, begin: int | None, end: int) -> None:
+        """Let a piece stand from a place on, or from before where there is none, to another."""
+        if begin is not None:
+            self.changes.append((begin, piece, 1.0))
+        self.changes.append((end + 1, piece, -1.0))
+
+    def _follow(self) -> None:
+        model, graph, of_node = self.model, self.graph, self.model.decisions.of_node
+        arrived = {r for i in self.order for r in graph.nodes[i].tensor_inputs if _arrives(model, r)} - self.final
+        for ref in sorted(arrived, key=_order):
+            self._stands(self._piece(ref, model.exit), 0, self.last[ref])
+        for place, index in enumerate(self.order):
+            for output in range(len(graph.nodes[index].outputs)):
+                ref = TensorRef(index, output)
+                if ref not in self.final and ref not in self.owner:
+                    self._stands(self._piece(ref, of_node[index]), place, self.last[ref])
+        for ref in sorted({_base(self.owner, saved) for saved in model.saved}, key=_order):
+            if ref in self.last and (ref == model.entry_tensor or ref.node in model.nodes):
+                writer = model.entry if ref == model.entry_tensor else of_node[ref.node]
+                self._stands(self._piece(ref, writer), None, self.last[ref])
+
+    def _released(self) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+        for mode in (1, 2):
+            kept = {_base(self.owner, kept) for kept in self.model.kept(MODES[mode])} - self.last.keys()
+            found += [(mode, self._piece(r, self.model.decisions.of_node[r.node])) for r in sorted(kept, key=_order)]
+        return found
+
+    def _copies(self) -> tuple[tuple[tuple[TensorRef, int, int], ...], FloatArray]:
+        """Copies that operators read in other placements than those were written in."""
+        of_node, variables = self.model.decisions.of_node, self.model.decisions.variables
+        made = set(self.order)
+        found: dict[tuple[TensorRef, int, int], list[int]] = {}
+        for place, index in enumerate(self.order):
+            for ref in dict.fromkeys(self.graph.nodes[index].tensor_inputs):
+                writer, reader = of_node[ref.node], of_node[index]
+                inside = ref.node in made and ref not in self.owner and {writer, reader} <= self.members
+                moved = inside and writer != reader and self._writes(ref, writer)
+                if moved and ref in variables[reader].choices[0].reads:
+                    found.setdefault((ref, writer, reader), []).append(place)
+        beside = np.zeros((len(self.order) + 1, len(found)))
+        for number, places in enumerate(found.values()):
+            beside[places, number] += 1.0
+        return tuple(found), beside
+
+
+class FlightSizes:
+    """The pieces of a flight on one shape of stage: what is local of each in every state."""
+
+    def __init__(self, flight: Flight, parts: Parts) -> None:
+        self.flight = flight
+        shares = [np.ones(1) if v < 0 else _share(parts, ref, v, reads=False) for ref, v in flight.pieces]
+        self._shares, self._first = _behind(shares)
+        self._variables = [v for _, v in flight.pieces]
+        read = [_share(parts, ref, reader, reads=True) for ref, _, reader in flight.copies]
+        here = [_numbers(parts, ref, writer, reads=False) for ref, writer, _ in flight.copies]
+        there = [_numbers(parts, ref, reader, reads=True) for ref, _, reader in flight.copies]
+        (self._read, self._first_read), (self._here, self._first_here) = _behind(read), _behind(here)
+        self._there, _ = _behind(there)
+
+    def peak(self, graph: OperatorGraph, states: Mapping[int, IntArray], mode: IntArray) -> FloatArray:
+        """Most bytes of gradients of activations that stand at once in each assignment, shape (n,).
+
+        Parameters
+        ----------
+        graph : OperatorGraph
+            At the batch of the micro-batch.
+        states : mapping of int to array, shape (n,)
+            State of each variable of the unit in every assignment.
+        mode : array, shape (n,)
+            Codes of their recompute modes.
+        """
+        flight, columns = self.flight, np.arange(len(mode))
+        whole = np.array([float(graph.spec(ref).size_bytes) for ref, _ in flight.pieces])
+        chosen = _stacked(states, self._variables, len(mode))
+        sizes = whole[:, None] * self._shares[chosen + self._first[:, None]]
+        level = flight.standing @ sizes - (flight.released @ sizes)[mode, columns]
+        if flight.copies:
+            whole = np.array([float(graph.spec(ref).size_bytes) for ref, _, _ in flight.copies])
+            writers = _stacked(states, [writer for _, writer, _ in flight.copies], len(mode))
+            readers = _stacked(states, [reader for _, _, reader in flight.copies], len(mode))
+            places = readers + self._first_read[:, None]
+            differs = self._here[writers + self._first_here[:, None]] != self._there[places]
+            level = level + flight.beside @ (differs * (whole[:, None] * self._read[places]))
+        return np.asarray(np.maximum(level.max(axis=0), 0.0))
+
+
+def _share(parts: Parts, ref: TensorRef, variable: int, *, reads: bool) -> FloatArray:
+    """Part of a tensor that is local in each state of a variable."""
+    placed = parts.states(variable).placements(ref, reads=reads)
+    ways = np.where(placed >= 0, np.array(parts.sizes, dtype=np.float64).reshape(-1, 1), 1.0)
+    return np.asarray(1.0 / ways.prod(axis=0))
+
+
+def _numbers(parts: Parts, ref: TensorRef, variable: int, *, reads: bool) -> FloatArray:
+    """Numbers of the placements of a tensor by state."""
+    return parts.states(variable).numbers(ref, len(parts.graph.spec(ref).shape), reads=reads).astype(np.float64)
+
+
+def _behind(rows: Sequence[FloatArray]) -> tuple[FloatArray, IntArray]:
+    """Put rows behind each other, and say where each begins."""
+    first = np.cumsum([0, *(len(row) for row in rows)])[:-1]
+    return np.concatenate([*rows, np.zeros(0)]), first
+
+
+def _stacked(states: Mapping[int, IntArray], variables: list[int], count: int) -> IntArray:
+    """States of variables, shape (variables, n); 0 where there is none."""
+    nothing = np.zeros(count, dtype=np.int64)
+    return np.array([states[v] if v >= 0 else nothing for v in variables], dtype=np.int64).reshape(-1, count)
+
+
+def _order(ref: TensorRef) -> tuple[int, int]:
+    return ref.node, ref.output
 
 
 def _of_parameters(model: UnitModel) -> set[TensorRef]:
@@ -119,27 +244,3 @@ def _base(owner: Mapping[TensorRef, TensorRef], ref: TensorRef) -> TensorRef:
     while ref in owner:
         ref = owner[ref]
     return ref
-
-
-def _bytes(
-    parts: Parts, states: Mapping[int, IntArray], ref: TensorRef, variable: int | None, count: int
-) -> FloatArray:
-    """Bytes (n,) of a tensor as a variable writes it; whole where no variable of the unit decides."""
-    if variable in states and variable is not None and ref in parts.states(variable).variable.choices[0].writes:
-        return np.asarray(parts.written_bytes(ref, variable)[states[variable]], dtype=np.float64)
-    return np.full(count, float(parts.graph.spec(ref).size_bytes))
-
-
-def _moved(
-    parts: Parts, states: Mapping[int, IntArray], ref: TensorRef, writer: int, reader: int, count: int
-) -> FloatArray:
-    """Bytes (n,) of a copy that an operator reads in another placement than it was written in."""
-    if writer == reader or writer not in states or reader not in states:
-        return np.zeros(count)
-    there = parts.states(reader)
-    if ref not in there.variable.choices[0].reads or ref not in parts.states(writer).variable.choices[0].writes:
-        return np.zeros(count)
-    rank = len(parts.graph.spec(ref).shape)
-    here = parts.states(writer).numbers(ref, rank, reads=False)[states[writer]]
-    differs = here != there.numbers(ref, rank, reads=True)[states[reader]]
-    return np.asarray(np.where(differs, parts.read_bytes(ref, reader)[states[reader]], 0.0), dtype=np.float64)
