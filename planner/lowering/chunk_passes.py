@@ -97,9 +97,11 @@ class PassWriter:
 
     def write(self) -> Draft:
         """Return the operators of the pass."""
-        if self.source.by_unit:
+        ahead = self.first and self.phase is Phase.FORWARD
+        if self.source.by_unit or ahead:
+            # Kernels wait for the input of the pass even where the first of them waits for parameters.
             self._add([], KERNELS, [])
-        elif self.first and self.phase is Phase.FORWARD:
+        if ahead and not self.source.by_unit:
             self._gather_ahead()
         outputs = -1
         for number, part in enumerate(self.parts):

@@ -260,3 +260,18 @@ def test_units_that_the_network_has_not_are_named() -> None:
         lower_pipeline(replace(plan, recompute_ranges=(replace(ranges[0], last="nothing"),)), GRAPH, HARDWARE)
     with pytest.raises(StrategyError, match="is in another range as well"):
         lower_pipeline(replace(plan, recompute_ranges=(*ranges, *ranges)), GRAPH, HARDWARE)
+
+
+@pytest.mark.parametrize("level", ["zero1", "zero2", "zero3"])
+def test_the_first_pass_of_a_stage_waits_for_the_stage_before_whatever_parameters_it_gathers(level: str) -> None:
+    sharded = one_stage("gpt2-tiny", LAYERS, (("data", 2),), storage="sharded", micro_batches=1)
+    plan = replace(pipelined(sharded, GRAPH, 2, "1f1b"), optimizer_sharding=level)
+    found = predict_pipeline(plan, GRAPH, HARDWARE)
+    costs, ends = found.lowered.costs, found.result.ends_s
+    place = {
+        (int(s), int(k)): n
+        for n, (s, k) in enumerate(zip(found.lowered.schedule.stage, found.lowered.schedule.kind, strict=True))
+    }
+    kernels = [float(p.seconds[p.communication == 0].sum()) for p in costs.first[ActionKind.FORWARD]]
+    one, two = (float(ends[place[stage, int(ActionKind.FORWARD)]]) for stage in (0, 1))
+    assert two >= one + kernels[1] * (1 - 1e-9)
