@@ -8,8 +8,8 @@ import numpy as np
 
 from planner.graph.operator_graph import Node, OperatorGraph
 from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape
-from planner.search.configurations.step_model import AXES, Configuration
-from planner.search.configurations.whole_units import chunk_times, least_turns, longer
+from planner.search.configurations.step_model import AXES, Configuration, StepModel
+from planner.search.configurations.whole_units import chunk_times, least_ranks, least_turns, longer
 from planner.search.stages.fragments import BACKLOG, FILL, QUEUE, RESIDENT, STEADY, FloatArray
 from planner.search.stages.rank_memory import least_busiest
 from planner.search.stages.segments import PartitionTask
@@ -65,9 +65,12 @@ def _best_efficiency(hardware: Hardware, dtype: str) -> float:
     return float(model.compute_efficiency) * hardware.sustained_matmul_speed * factor / loss
 
 
-def even_bound(configuration: Configuration, passes_s: float) -> float:
-    """Bound by the least time of all passes of one micro-batch, shared out evenly over the ranks."""
-    ranks, fill = configuration.pipeline, _filled(configuration) * passes_s
+def even_bound(configuration: Configuration, passes_s: float, ahead: float = 0.0) -> float:
+    """Bound by the least time of all passes of one micro-batch, shared out evenly over the ranks.
+
+    At most a part `ahead` of a unit's passes is computed again while its rank waits.
+    """
+    ranks, fill = configuration.pipeline, _filled(configuration, ahead) * passes_s
     return configuration.micro_batches * passes_s / ranks + fill * (1 - 1 / ranks)
 
 
@@ -77,33 +80,46 @@ def least_passes(tables: StageTables) -> FloatArray:
 
 
 def passes_bound(
-    configuration: Configuration, passes_s: FloatArray, counts: list[int], shape: ScheduleShape, sends_s: FloatArray
-) -> float:
+    configuration: Configuration, passes_s: FloatArray, counts: list[int], shape: ScheduleShape, sends_s: FloatArray,
+    ahead: float = 0.0,
+) -> float:  # fmt: skip
     """Bound by the least time of each unit's passes of one micro-batch, units shared out whole.
 
     What a rank's own passes add to the fill they take from its busy time, so that the least fill of all units counts.
-    ``sends_s`` are the least seconds of the messages over each cut, ascending.
+    Turns may even out, so that the chunks of a rank count together.
+    ``sends_s`` are the least seconds of the messages over each cut, ascending; `ahead` is as in `even_bound`.
     """
-    c, share = configuration, _filled(configuration)
+    c, share = configuration, _filled(configuration, ahead)
     least = float(sends_s[0]) if len(sends_s) else 0.0
     times = chunk_times(
         ((c.micro_batches - share) * passes_s).tolist(),
         counts,
-        sends_s=shape.steady_sends * least,
+        sends_s=c.virtual * shape.steady_sends * least,
         hidden=shape.hidden_share,
     )
     fill = share * float(passes_s @ np.array(counts))
     fill += shape.fill_sends * float(sends_s[: c.pipeline * c.virtual - 1].sum())
-    return fill + least_turns(times, c.pipeline, c.virtual)
+    if c.pipeline == 1:
+        return fill + least_turns(times, 1, 1)
+    return fill + least_ranks(times, c.pipeline, together=bool(shape.rank_of[0] == shape.rank_of[-1]))
 
 
-def _filled(configuration: Configuration) -> float:
+def _filled(configuration: Configuration, ahead: float) -> float:
     """Least part of a unit's passes that the fill pays.
 
-    Where that is the longer of a forward and half a backward pass, it is at least a third of both passes.
+    Where that is the longer of a forward and half a backward pass, it is at least a third of both passes; else it is
+    both passes without what is computed ahead.
     """
     share = 0.0 if configuration.pipeline == 1 else 1.0 / configuration.virtual
-    return share / 3 if configuration.schedule in SPLIT else share
+    return share / 3 if configuration.schedule in SPLIT else share * (1 - ahead)
+
+
+def standing_bytes(model: StepModel, tables: StageTables, configuration: Configuration) -> float:
+    """Least bytes that stand through a step on the ranks of one pipeline together."""
+    return sum(
+        unit.count * float(model.resident_bytes(labels, configuration).min(initial=np.inf))
+        for unit, labels in zip(tables.chain.units, tables.units, strict=True)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -125,16 +141,22 @@ def task_bound(task: PartitionTask) -> float:
     """Bound of a partition task, its memory limit aside: units shared out whole, each at its fastest.
 
     What synchronisation leaves to do is at least what it leaves of the first unit of a chunk, and at least what
-    messages take longer than the passes that hide them.
+    messages take longer than the passes that hide them. Where turns may even out, a rank's chunks count together.
     """
     values = [kind.values for kind in task.kinds]
     sends = np.sort(task.sends_s.min(axis=1)) if task.units > 1 else np.zeros(0)
-    options = {"sends_s": task.steady_sends * float(sends[0]) if len(sends) else 0.0, "hidden": task.hidden_share}
-    tail = min(max(0.0, float(v[:, QUEUE].min())) for v in values)
+    together = task.chunks if task.uneven_s is not None else 1
+    least_s = together * task.steady_sends * float(sends[0]) if len(sends) else 0.0
+    options = {"sends_s": least_s, "hidden": task.hidden_share}
+    tail = together * min(max(0.0, float(v[:, QUEUE].min())) for v in values)
     alone = chunk_times([float(v[:, STEADY].min()) for v in values], task.counts, tail_s=tail, **options)
     behind = [float((v[:, STEADY] + v[:, BACKLOG]).min()) for v in values]
     times = longer(alone, chunk_times(behind, task.counts, **options))
-    return least_fill(task) + max(_even(task, values), least_turns(times, task.ranks, task.chunks))
+    if task.uneven_s is None:
+        busiest = least_turns(times, task.ranks, task.chunks)
+    else:
+        busiest = least_ranks(times, task.ranks, together=bool(task.rank_of[0] == task.rank_of[-1]))
+    return least_fill(task) + max(_even(task, values), busiest)
 
 
 def _even(task: PartitionTask, values: list[FloatArray]) -> float:

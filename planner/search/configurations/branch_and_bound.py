@@ -1,8 +1,9 @@
 """Branch and bound over configurations: the best plans of the whole space, with a proof of how good they are.
 
 Nodes are opened in the order of their bounds, from degrees and micro-batches (bounded by the work alone) over orders
-of the axes (bounded by the tables of labels) to storages (bounded with the memory limit), whose stages are then
-partitioned. The search ends when no bound lies under the best objective found and enough plans are there to choose
+of the axes (bounded by the tables of labels: units' time shared out evenly, then whole) to storages (bounded by what
+stands on all ranks, by time, then with the memory limit), whose stages are then partitioned: what is cheap to tell
+comes first. The search ends when no bound lies under the best objective found and enough plans are there to choose
 from, or after `SOLVES` partitions.
 """
 
@@ -11,7 +12,8 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
@@ -24,13 +26,15 @@ from planner.search.configurations.bounds import (
     memory_bound,
     never_faster,
     passes_bound,
+    standing_bytes,
     task_bound,
 )
 from planner.search.configurations.space import Extent, bases, offloaded, orders, storages
 from planner.search.configurations.step_model import Configuration, StepModel
+from planner.search.stages.exact_turns import SHORT
 from planner.search.stages.fragments import WIDTH, FloatArray
 from planner.search.stages.partition import Partition, partition, proves_misfit
-from planner.search.stages.segments import PartitionTask, simplified
+from planner.search.stages.segments import PartitionTask, simplified, undominated
 from planner.search.units.labels import StageTables
 from simulator.errors import InputError
 
@@ -51,6 +55,8 @@ NODES = 40_000
 """Most nodes that are opened in one search."""
 NEAR = 1.3
 """Alternatives are looked for up to so many times the best objective."""
+NAMED = 32
+"""Configurations of which it is said by how much they do not fit where none does."""
 PROOF = 1e-6
 WIDEST = WIDTH * 8
 """Most ways of a fragment where fewer do not prove a partition."""
@@ -108,15 +114,19 @@ class Explored:
 class _Stage(IntEnum):
     BASE = 0
     ORDER = 1
-    STORAGE = 2
-    TIMED = 3
-    BOUNDED = 4
-    SOLVED = 5
+    EVEN = 2
+    WHOLE = 3
+    STORAGE = 4
+    TIMED = 5
+    BOUNDED = 6
+    SOLVED = 7
 
 
 _OPTIMISM = {
     _Stage.BASE: 1.3,
     _Stage.ORDER: 1.25,
+    _Stage.EVEN: 1.05,
+    _Stage.WHOLE: 1.05,
     _Stage.STORAGE: 1.05,
     _Stage.TIMED: 1.0,
     _Stage.BOUNDED: 1.0,
@@ -187,6 +197,8 @@ class _Search:
         self.held: list[float] = []
         self.shapes: Counter[tuple[int, int, int]] = Counter()
         self.moved: set[Configuration] = set()
+        self.standing: dict[tuple[object, ...], float] = {}
+        self.misfits: list[tuple[float, Configuration]] = []
 
     def run(self) -> Explored:
         turns: Counter[tuple[int, int, int]] = Counter()
@@ -208,6 +220,8 @@ class _Search:
         except KeyboardInterrupt:
             self.result.interrupted = True
         self.result.found.sort(key=lambda placed: placed.objective_s)
+        if not self.result.found:
+            self._name_misfits()
         waiting = (entry[2] for entry in (*self.heap, *self.later, *self.spare))
         self.result.lower_bound_s = min([self.best, *self.unproven, *self.held, *waiting])
         return self.result
@@ -253,7 +267,7 @@ class _Search:
 
     def _deepest(self) -> tuple[float, _Node] | None:
         """The node nearest to a plan, so that a good one is known before all tables are made."""
-        near = [e for e in self.heap if e[2] < self.best * (1 - PROOF) and e[3].stage >= _Stage.STORAGE]
+        near = [e for e in self.heap if e[2] < self.best * (1 - PROOF) and e[3].stage >= _Stage.EVEN]
         if not near:
             self.dives = self.result.tables // DIVE
             return None
@@ -282,49 +296,81 @@ class _Search:
 
     def _open(self, bound: float, node: _Node) -> None:
         self.result.opened += 1
+        if node.stage is _Stage.ORDER:
+            self._open_order(bound, node)
+        elif node.stage is _Stage.SOLVED or node.stage is _Stage.BOUNDED:
+            with self._timed("partition"):
+                self._solve(bound, node)
+        else:
+            if node.stage is _Stage.WHOLE:
+                with self._timed("cost_tables"):
+                    # Labels are made when they are first asked for.
+                    len(self._table(node.configuration).units)
+            with self._timed("bounds"):
+                self._bound(bound, node)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.result.timings[phase] += time.perf_counter() - began
+
+    def _bound(self, bound: float, node: _Node) -> None:
         if node.stage is _Stage.BASE:
             usual, *others = orders(self.extent, node.configuration)
             self._push(bound, _Node(_Stage.ORDER, usual, others=tuple(others)))
-        elif node.stage is _Stage.ORDER:
-            self._open_order(bound, node)
+        elif node.stage is _Stage.EVEN:
+            least = max(bound, self._passes_bound(node.configuration))
+            self._push(least, _Node(_Stage.WHOLE, node.configuration))
+        elif node.stage is _Stage.WHOLE:
+            for stored in storages(self.extent, node.configuration):
+                self._store(bound, stored)
         elif node.stage is _Stage.STORAGE:
             self._time(bound, node.configuration)
-        elif node.stage is _Stage.TIMED:
-            self._bound(bound, node)
         else:
-            self._solve(bound, node)
+            self._limit(bound, node)
 
     def _open_order(self, bound: float, node: _Node) -> None:
-        placed = node.configuration
-        key = placed.table_key
-        if key not in self.made:
-            self.made[key] = self._tables(placed)
-        tables = self.made[key]
-        if tables is None:
-            return
-        least = max(bound, self._passes_bound(placed, tables))
-        for other in node.others:
-            slower = never_faster(self.extent.hardware, bare(placed), bare(other))
-            self._push(least if slower else bound, _Node(_Stage.ORDER, other), hoped_s=least)
-        for stored in storages(self.extent, placed):
-            self._push(least, _Node(_Stage.STORAGE, stored))
+        """Table an order's stage mesh and bound it by the work of all units; other orders wait for what it says."""
+        placed, key = node.configuration, node.configuration.table_key
+        with self._timed("cost_tables"):
+            if key not in self.made:
+                self.made[key] = self._tables(placed)
+            tables = self.made[key]
+            if tables is None:
+                return
+            if key not in self.least:
+                # Tables are filled when they are first asked.
+                self.least[key] = least_passes(tables)
+        with self._timed("bounds"):
+            counts = np.array([unit.count for unit in tables.chain.units])
+            least = max(bound, even_bound(placed, float(self.least[key] @ counts), self._ahead(placed)))
+            for other in node.others:
+                slower = never_faster(self.extent.hardware, bare(placed), bare(other))
+                self._push(least if slower else bound, _Node(_Stage.ORDER, other), hoped_s=least)
+            self._push(least, _Node(_Stage.EVEN, placed))
 
-    def _passes_bound(self, placed: Configuration, tables: StageTables) -> float:
-        key = placed.table_key
-        if key not in self.least:
-            # Tables are filled when they are first asked.
-            began = time.perf_counter()
-            self.least[key] = least_passes(tables)
-            self.result.timings["cost_tables"] += time.perf_counter() - began
+    def _ahead(self, placed: Configuration) -> float:
+        """Most of a unit's passes that a rank may compute again while it waits for the fill, as a part of them.
+
+        Passes that compute nothing again are never longer than what others take besides; where there are none, units
+        compute at most half of their passes again, which counts at the ends of chunks.
+        """
+        if self.extent.pins.recompute in (None, "none"):
+            return 0.0
+        return 0.5 * min(1.0, placed.pipeline * placed.virtual / self.extent.units)
+
+    def _passes_bound(self, placed: Configuration) -> float:
+        tables, key = self._table(placed), placed.table_key
         way = (key, placed.pipeline > 1, placed.stride("pipeline"))
         if way not in self.sends:
             sends = self.model.sends_s(tables, placed)
             self.sends[way] = np.sort(sends.min(axis=1)) if len(sends) else np.zeros(0)
         counts = [unit.count for unit in tables.chain.units]
-        return passes_bound(placed, self.least[key], counts, self.model.shape(placed), self.sends[way])
+        shape, ahead = self.model.shape(placed), self._ahead(placed)
+        return passes_bound(placed, self.least[key], counts, shape, self.sends[way], ahead)
 
     def _tables(self, placed: Configuration) -> StageTables | None:
-        began = time.perf_counter()
         try:
             self.result.tables += 1
             self.table_work += TABLE_AXIS ** max(0, len(placed.inner_mesh().axes) - 1)
@@ -332,42 +378,49 @@ class _Search:
         except InputError as error:
             self.result.refused = self.result.refused or str(error)
             return None
-        finally:
-            self.result.timings["cost_tables"] += time.perf_counter() - began
+
+    def _table(self, placed: Configuration) -> StageTables:
+        tables = self.made[placed.table_key]
+        assert tables is not None  # its order was opened
+        return tables
+
+    def _store(self, bound: float, stored: Configuration) -> None:
+        """Leave a storage out where all ranks together do not hold what stands through the step."""
+        c = stored
+        key = (c.table_key, c.data, c.optimizer_sharding, c.shard_size, c.offload)
+        if key not in self.standing:
+            self.standing[key] = standing_bytes(self.model, self._table(c), c)
+        if self.standing[key] > c.pipeline * self.model.limit_bytes:
+            self.result.opened += 1
+            self.misfits.append((self.standing[key] / c.pipeline, c))
+            self._offload(bound, c)
+        else:
+            self._push(bound, _Node(_Stage.STORAGE, c))
 
     def _time(self, bound: float, stored: Configuration) -> None:
         """Bound a storage by time alone."""
-        began = time.perf_counter()
-        tables = self.made[stored.table_key]
-        assert tables is not None  # its order was opened
-        task = self.model.task(tables, stored)
+        task = self.model.task(self._table(stored), stored)
         self._push(max(bound, task_bound(task)), _Node(_Stage.TIMED, stored, task))
-        self.result.timings["bounds"] += time.perf_counter() - began
 
-    def _bound(self, bound: float, node: _Node) -> None:
+    def _limit(self, bound: float, node: _Node) -> None:
         """Bound it with the memory limit."""
-        began = time.perf_counter()
         assert node.task is not None  # timed nodes have one
         limited = max(bound, memory_bound(node.task))
-        self.result.timings["bounds"] += time.perf_counter() - began
         if limited > bound * (1 + PROOF):
             self._offload(bound, node.configuration)
-        bound = limited
-        if np.isinf(bound):
+        if np.isinf(limited):
             self._misfit(node.configuration, node.task)
         else:
-            self._push(bound, _Node(_Stage.BOUNDED, node.configuration, node.task))
+            self._push(limited, _Node(_Stage.BOUNDED, node.configuration, node.task))
 
     def _solve(self, bound: float, node: _Node) -> None:
         """Partition a configuration, or partition it again with more ways where its proof was too weak."""
-        began = time.perf_counter()
-        tables, task = self.made[node.configuration.table_key], node.task
-        assert tables is not None
-        assert task is not None
+        tables, task = self._table(node.configuration), node.task
+        assert task is not None  # bounded nodes have one
+        task = undominated(task)
         self.result.solved += 1
         few = task if node.width > WIDTH else simplified(task)
         found = partition(few, width=node.width)
-        self.result.timings["partition"] += time.perf_counter() - began
         if node.placed is None and (found is None or found.objective_s > bound * (1 + PROOF)):
             self._offload(bound, node.configuration)
         if found is None:
@@ -399,15 +452,23 @@ class _Search:
 
     @staticmethod
     def _worth_widening(task: PartitionTask, width: int) -> bool:
-        """Whether more ways of a fragment may prove what fewer did not."""
-        return task.chunks == 1 and width < WIDEST and simplified(task) is task
+        """Whether more ways of a fragment, or of a unit in a short chain, may prove what fewer did not."""
+        few = simplified(task) is not task
+        if task.chunks > 1:
+            return few and task.units <= SHORT and width == WIDTH
+        return width < WIDEST and (task.units <= SHORT or not few)
 
     def _offload(self, bound: float, stored: Configuration) -> None:
         """Where memory binds, states may move to the host, which makes nothing faster."""
         other = offloaded(self.extent, stored)
         if other is not None and other not in self.moved:
             self.moved.add(other)
-            self._push(bound, _Node(_Stage.STORAGE, other))
+            self._store(bound, other)
+
+    def _name_misfits(self) -> None:
+        """Say which rank is fullest in those configurations without room whose ranks need least on average."""
+        for _, stored in sorted(self.misfits, key=lambda misfit: misfit[0])[:NAMED]:
+            self._misfit(stored, self.model.task(self._table(stored), stored))
 
     def _misfit(self, configuration: Configuration, task: PartitionTask) -> None:
         rank, needed = least_memory(task)

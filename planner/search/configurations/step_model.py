@@ -26,8 +26,9 @@ the micro-batches in flight; what stands while one unit goes backward: gradients
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -35,8 +36,8 @@ import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES
 from planner.search.configurations.schedule_shapes import ONE_STAGE, SPLIT, ScheduleShape, schedule_shape, uneven_s
-from planner.search.stages.fragments import FloatArray, Fragments, IntArray, pruned
-from planner.search.stages.segments import MANY, PartitionTask
+from planner.search.stages.fragments import FloatArray, Fragments, IntArray
+from planner.search.stages.segments import PartitionTask
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.work import Optimizer, state_bytes, update_traffic
 from simulator.corrections import kernel_factor, message_time
@@ -186,18 +187,12 @@ class StepModel:
         """The partition task of a configuration."""
         shape = self.shape(configuration)
         units = self._with_tied(tables, configuration, shape)
-        kinds: list[Fragments] = []
-        trained, whole = _trained(tables), Whole.of(tables)
-        for number, unit in enumerate(units):
-            again = number > 0 and _equal(units[number - 1], unit) and trained[number - 1] == trained[number]
-            kinds.append(kinds[-1] if again else self.fragments(unit, configuration, shape, whole, trained[number]))
-        counts = [unit.count for unit in tables.chain.units]
-        sends = self.sends_s(tables, configuration)
-        kinds, counts = _merged(kinds, counts)
+        kinds = self._fragments(units, configuration, shape, Whole.of(tables), _trained(tables))
+        kinds, counts = _merged(kinds, [unit.count for unit in tables.chain.units])
         return PartitionTask(
             kinds=tuple(kinds),
             counts=tuple(counts),
-            sends_s=sends,
+            sends_s=self.sends_s(tables, configuration),
             fill_sends=shape.fill_sends,
             steady_sends=shape.steady_sends,
             ranks=configuration.pipeline,
@@ -214,15 +209,18 @@ class StepModel:
         c = configuration
         return schedule_shape(c.schedule, c.pipeline, c.virtual, c.micro_batches)
 
-    def fragments(
-        self, labels: UnitLabels, configuration: Configuration, shape: ScheduleShape, whole: Whole, trained: int = 1
-    ) -> Fragments:
-        """Ways of one unit of `trained` parameters: what no other way beats at once in time and memory."""
-        values = self.stored(labels, configuration, whole, trained).values(shape, configuration.micro_batches)
-        count = len(values)
-        entry, leave = (np.asarray(states, dtype=np.int64) for states in (labels.entry, labels.exit))
-        ways = Fragments(values, entry, leave, np.arange(count)[:, None])
-        return pruned(ways, width=count) if count <= MANY else ways
+    def _fragments(
+        self, units: Sequence[UnitLabels], c: Configuration, shape: ScheduleShape, whole: Whole, trained: Sequence[int]
+    ) -> list[Fragments]:
+        """Ways of every kind of unit, all of them at once."""
+        sizes = [len(labels) for labels in units]
+        values = self.stored(_together(units), c, whole, np.repeat(trained, sizes)).values(shape, c.micro_batches)
+        parts = np.split(values, np.cumsum(sizes)[:-1])
+        states = [[np.asarray(side, dtype=np.int64) for side in (unit.entry, unit.exit)] for unit in units]
+        return [
+            Fragments(part, entry, leave, np.arange(len(part))[:, None])
+            for part, (entry, leave) in zip(parts, states, strict=True)
+        ]
 
     def stored(
         self, labels: UnitLabels, configuration: Configuration, whole: Whole, trained: int | IntArray = 1
@@ -262,16 +260,7 @@ class StepModel:
 
     def sends_s(self, tables: StageTables, configuration: Configuration) -> FloatArray:
         """(units - 1, states) seconds of an activation and of its gradient over a cut behind each unit."""
-        units, boundaries = tables.chain.units, tables.boundaries
-        width = max((len(boundary.forward_bytes) for boundary in boundaries), default=1)
-        seconds = np.zeros((len(boundaries), width))
-        for number, boundary in enumerate(boundaries if configuration.pipeline > 1 else ()):
-            for payload in (boundary.forward_bytes, boundary.backward_bytes):
-                sent = self.message_s(Collective.SEND, payload, 2, configuration.stride("pipeline"))
-                seconds[number, : len(payload)] += np.where(payload > 0, sent, 0.0)
-        # Between equal blocks goes what goes between the first and the second of them.
-        rows = [place for n, unit in enumerate(units) for place in [n - 1] * (unit.count - 1) + [n]]
-        return seconds[[min(max(row, 0), len(boundaries) - 1) for row in rows[:-1]]]
+        return _sends_s(self, tables, configuration.stride("pipeline") if configuration.pipeline > 1 else 0)
 
     def message_s(self, collective: Collective, payload: FloatArray, size: int, stride: int) -> FloatArray:
         """Seconds (n,) of a collective in groups of `size` ranks, `stride` apart."""
@@ -496,9 +485,26 @@ def _trained(tables: StageTables) -> list[int]:
     return [max(1, len(trained.intersection(unit.nodes))) for unit in tables.chain.units]
 
 
-def _equal(one: UnitLabels, other: UnitLabels) -> bool:
-    names = [field.name for field in fields(one) if field.name not in ("assignments", "sequence_parallel")]
-    return one is other or all(np.array_equal(getattr(one, n), getattr(other, n)) for n in names)
+def _together(units: Sequence[UnitLabels]) -> UnitLabels:
+    """Labels of several units as those of one."""
+    arrays = [field.name for field in fields(units[0]) if field.name != "assignments"]
+    joined = {name: np.concatenate([getattr(unit, name) for unit in units]) for name in arrays}
+    return replace(units[0], **joined, assignments=())
+
+
+@lru_cache(maxsize=32)
+def _sends_s(model: StepModel, tables: StageTables, apart: int) -> FloatArray:
+    """As `StepModel.sends_s` between ranks so far apart; nothing is sent where they are 0."""
+    units, boundaries = tables.chain.units, tables.boundaries
+    width = max((len(boundary.forward_bytes) for boundary in boundaries), default=1)
+    seconds = np.zeros((len(boundaries), width))
+    for number, boundary in enumerate(boundaries if apart else ()):
+        for payload in (boundary.forward_bytes, boundary.backward_bytes):
+            sent = model.message_s(Collective.SEND, payload, 2, apart)
+            seconds[number, : len(payload)] += np.where(payload > 0, sent, 0.0)
+    # Between equal blocks goes what goes between the first and the second of them.
+    rows = [place for n, unit in enumerate(units) for place in [n - 1] * (unit.count - 1) + [n]]
+    return seconds[[min(max(row, 0), len(boundaries) - 1) for row in rows[:-1]]]
 
 
 def _merged(kinds: list[Fragments], counts: list[int]) -> tuple[list[Fragments], list[int]]:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 _EQUAL = 1e-9
 
 
@@ -94,20 +96,45 @@ def least_turns(times: ChunkTimes, ranks: int, chunks: int) -> float:
         ends = _held(times.first, both) + _held(times.last, both)
         held = ends + (ranks - 2) * _held(times.inner, both)
         return float(both[int(np.argmax(held >= times.blocks))])
-    begun = _held(times.first, starts) + (ranks - 1) * _held(times.inner, starts)
-    ended = _held(times.last, stops) + (ranks - 1) * _held(times.inner, stops)
-    left = np.maximum(0, times.blocks - begun[:, None] - ended[None, :])
-    between = _spread_s(times.inner, -(-left // ranks), chunks - 2)
-    return float((starts[:, None] + stops[None, :] + between).min())
+    blocks: IntArray = np.arange(times.blocks + 1)
+    begun = _at_least(starts, _held(times.first, starts) + (ranks - 1) * _held(times.inner, starts), blocks)
+    ended = _at_least(stops, _held(times.last, stops) + (ranks - 1) * _held(times.inner, stops), blocks)
+    between = _spread_s(times.inner, -(-blocks // ranks), chunks - 2)
+    behind = (ended + between[_left(times.blocks)]).min(axis=1)
+    return float((begun + behind[::-1]).min())
 
 
-def _held(times: FloatArray, limits: FloatArray) -> NDArray[np.int64]:
+def least_ranks(times: ChunkTimes, ranks: int, *, together: bool) -> float:
+    """Least time of the busiest rank, all its chunks taken as one; `together` where one rank holds both ends."""
+    if not together:
+        return least_turns(times, ranks, 1)
+    limits = np.unique(np.concatenate([times.inner, times.only]))
+    limits = limits[limits >= times.only[0]]
+    held = _held(times.only, limits) + (ranks - 1) * _held(times.inner, limits)
+    return float(limits[int(np.argmax(held >= times.blocks))])
+
+
+def _held(times: FloatArray, limits: FloatArray) -> IntArray:
     """(limits,) most blocks of a chunk under each limit."""
     found = np.searchsorted(times, limits * (1 + _EQUAL), side="right") - 1
     return np.asarray(np.maximum(found, 0), dtype=np.int64)
 
 
-def _spread_s(times: FloatArray, levels: NDArray[np.int64], turns: int) -> FloatArray:
+def _at_least(limits: FloatArray, held: IntArray, blocks: IntArray) -> FloatArray:
+    """(blocks,) least limit under which a turn holds so many, infinite where none does; `held` ascends."""
+    seconds: FloatArray = np.append(limits, np.inf)[np.searchsorted(held, blocks)]
+    return seconds
+
+
+@lru_cache(maxsize=64)
+def _left(blocks: int) -> IntArray:
+    """(all, held) blocks that are left of all when some are held."""
+    count = np.arange(blocks + 1)
+    left: IntArray = np.maximum(count[:, None] - count[None, :], 0)
+    return left
+
+
+def _spread_s(times: FloatArray, levels: IntArray, turns: int) -> FloatArray:
     """Seconds of `turns` equal turns whose chunks hold so many blocks together, shape of `levels`."""
     if turns == 0:
         return np.where(levels > 0, np.inf, 0.0)

@@ -147,13 +147,15 @@ def proves_misfit(task: PartitionTask, tried: PartitionTask, width: int) -> bool
 def _settled(task: PartitionTask, width: int) -> tuple[bool, Partition | None]:
     """Whether a short chain was partitioned exactly, and the partition, None where none fits.
 
-    The bound is that of the turns, without what unequal ones cost.
+    Where turns may even out, its bound is that of all units shared out evenly.
     """
     segments = Segments(task, np.inf, width)
     picks, sure = exact_turns(segments)
     if not (sure and segments.exact):
         return False, None
-    return True, None if picks is None else _made(segments, picks, _turns(segments, picks))
+    if picks is None:
+        return True, None
+    return True, _made(segments, picks, _turns(segments, picks) if task.uneven_s is None else _unlimited(segments))
 
 
 class _Cutter:
@@ -251,12 +253,14 @@ def _turns(segments: Segments, picks: Picks) -> float:
 
 
 def _objective(segments: Segments, picks: Picks) -> float:
+    """Seconds of the step; turns may even out, but no rank takes less than all of its chunks."""
     uneven_s = segments.task.uneven_s
     if uneven_s is None:
         return _turns(segments, picks)
-    # A step that turns out shorter than its turns is not counted on: bounds rest on the turns.
+    task = segments.task
+    ranks = np.bincount(task.rank_of, segments.busy[picks], task.ranks)
     passes = segments.values[picks][:, [FILL, STEADY]].sum(axis=1)
-    return _turns(segments, picks) + max(0.0, uneven_s(passes))
+    return max(_turns(segments, picks) + uneven_s(passes), _fill(segments, picks) + float(ranks.max()))
 
 
 def _search_turns(segments: Segments) -> Partition | None:

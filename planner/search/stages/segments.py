@@ -19,6 +19,7 @@ from planner.search.stages.fragments import (
     Fragments,
     IntArray,
     joined,
+    pruned,
     repeated,
     thinned,
 )
@@ -83,14 +84,25 @@ def simplified(task: PartitionTask) -> PartitionTask:
     These are the state in which it is fastest and the one in which it keeps least from forward to backward. One rank
     takes all ways (`planner.search.stages.one_rank`).
     """
-    most = int(np.argmax(task.counts))
     if task.pieces == 1 or max(len(kind) for kind in task.kinds) <= MANY:
+        return task
+    task, most = undominated(task), int(np.argmax(task.counts))
+    if max(len(kind) for kind in task.kinds) <= MANY:
         return task
     block = task.kinds[most]
     same = np.flatnonzero(block.entry == block.exit) if task.counts[most] > 1 else np.arange(len(block))
     states = {int(block.exit[rows[0]]) for rows in _orders(block, same)} if len(same) else set(block.exit.tolist())
     kinds = tuple(thinned(kind, frozenset(states), FEW) for kind in task.kinds)
     return replace(task, kinds=kinds) if all(len(kind) for kind in kinds) else task
+
+
+def undominated(task: PartitionTask) -> PartitionTask:
+    """The same without ways that another one beats in everything; the task itself where there are none."""
+    if task.pieces == 1:
+        return task
+    kinds = tuple(pruned(kind, width=len(kind)) for kind in task.kinds)
+    fewer = any(len(kept) < len(kind) for kept, kind in zip(kinds, task.kinds, strict=True))
+    return replace(task, kinds=kinds) if fewer else task
 
 
 def _orders(block: Fragments, rows: IntArray) -> tuple[IntArray, IntArray]:

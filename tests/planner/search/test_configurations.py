@@ -131,7 +131,7 @@ def test_less_memory_turns_on_recomputation_then_sharding_of_states() -> None:
 
 
 def test_a_slow_network_between_nodes_keeps_tensor_parallelism_inside() -> None:
-    best = search(network(16, elements=4e8), 64, 64, 20.0).found[0].configuration
+    best = search(network(16, elements=4e8), 64, 64, 20.0, Pins(pp=1)).found[0].configuration
     assert 1 < best.tensor <= best.tensor * best.stride("tensor") <= 8
 
 
