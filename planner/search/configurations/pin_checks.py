@@ -80,6 +80,14 @@ def _experts(extent: Extent) -> None:
     if pins.dp is not None and pins.dp % pins.ep:
         near = _nearest(pins.ep, [d for d in divisors(pins.dp) if experts_divide(extent, d)])
         raise InputError(f"pins dp={pins.dp} ep={pins.ep}: ep must divide dp; use ep={near}")
+    inside = prod(value or 1 for value in (pins.tp, pins.pp, pins.cp))
+    if (extent.devices // inside) % pins.ep:
+        ranks = extent.devices // inside
+        near = _nearest(pins.ep, [d for d in divisors(ranks) if experts_divide(extent, d)])
+        raise InputError(
+            f"pin ep={pins.ep}: it must divide the data-parallel ranks, and at most {ranks} are left of "
+            f"{extent.devices} devices beside tp × pp × cp = {inside}; use ep={near}"
+        )
 
 
 def _context(extent: Extent) -> None:
@@ -99,9 +107,8 @@ def _context(extent: Extent) -> None:
         return
     named = pins.context_algorithm or ALGORITHMS[0]
     possible = [d for d in divisors(extent.devices) if d == 1 or algorithms(extent, d, tensor)]
-    raise InputError(
-        f"pin cp={size}: {context_obstacle(extent, named, size, tensor)}; use --pin cp={_nearest(size, possible)}"
-    )
+    why = (context_obstacle(extent, named, size, tensor) or "").partition("; ")[0]
+    raise InputError(f"pin cp={size}: {why}; use --pin cp={_nearest(size, possible)}")
 
 
 def _batch(extent: Extent) -> None:

@@ -1,0 +1,142 @@
+"""Pins that go together leave a space in which they hold; others are refused with both numbers and what would do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cli.options import read_pins as read_texts
+from planner.request import DEGREES, FLAGS, PIN_NAMES, SIZES, WORDS, Pins
+from planner.search.configurations.pin_checks import check_pins
+from planner.search.configurations.space import Extent, configurations
+from planner.search.configurations.step_model import Configuration
+from simulator.errors import InputError
+from simulator.hardware import load_profile
+
+A100 = load_profile("dgx-a100")
+GPT = Extent(hardware=A100, devices=8, global_batch=512, pins=Pins(), units=14, sequence=1024, heads=(12,))
+MIXTRAL = replace(GPT, devices=16, units=34, experts=8, heads=(8,))
+IMAGES = replace(GPT, sequence=0, heads=())
+
+CONTRADICTIONS: list[tuple[Extent, dict[str, Any], tuple[str, ...]]] = [
+    (GPT, {"dp": 3}, ("dp=3", "device count, 8", "dp=2")),
+    (GPT, {"dp": 4, "tp": 4}, ("dp=4 tp=4", "16", "dp=2", "--devices 16")),
+    (GPT, {"dp": 2, "tp": 2, "pp": 2, "cp": 2}, ("must be the device count, 8", "dp=1")),
+    (MIXTRAL, {"tp": 16}, ("tp=16", "8 heads of keys and values", "tp=8")),
+    (replace(GPT, units=6), {"pp": 8}, ("pp=8", "6 units", "pp=4")),
+    (GPT, {"pp": 8, "vpp": 4}, ("pp=8 vpp=4", "32 chunks", "14 units", "vpp=1")),
+    (GPT, {"pp": 1, "vpp": 2}, ("pp=1 vpp=2", "vpp=1", "pp=2")),
+    (GPT, {"ep": 2}, ("ep=2", "no experts", "ep=1")),
+    (MIXTRAL, {"ep": 16}, ("ep=16", "8 experts", "ep=8")),
+    (MIXTRAL, {"dp": 2, "ep": 4}, ("dp=2 ep=4", "ep=2")),
+    (MIXTRAL, {"tp": 8, "ep": 4}, ("ep=4", "2 are left of 16 devices", "ep=2")),
+    (replace(GPT, sequence=36, devices=24), {"cp": 8}, ("cp=8", "36 tokens", "cp=6")),
+    (IMAGES, {"cp": 2}, ("cp=2", "0 tokens", "cp=1")),
+    (GPT, {"cp": 1, "context_algorithm": "ring"}, ("cp=1 context_algorithm=ring", "cp=2")),
+    (GPT, {"cp": 2, "context_algorithm": "none"}, ("cp=2 context_algorithm=none", "cp=1")),
+    (GPT, {"micro_batch": 3}, ("global batch 512", "micro_batch=3", "--global-batch 513", "micro_batch=2")),
+    (GPT, {"dp": 8, "micro_batch": 128}, ("global batch 512", "1024", "micro_batch=64")),
+    (GPT, {"shard_size": 3}, ("shard_size=3", "shard_size=2")),
+    (GPT, {"dp": 8, "shard_size": 3}, ("dp=8 shard_size=3", "shard_size=2")),
+    (GPT, {"shard_size": 2, "optimizer_sharding": "none"}, ("shard_size=2", "optimizer_sharding=zero1")),
+    (GPT, {"dp": 1, "optimizer_sharding": "zero3"}, ("dp=1 optimizer_sharding=zero3", "dp=2")),
+    (GPT, {"dp": 1, "shard_size": 2}, ("dp=1 shard_size=2", "dp=2")),
+    (GPT, {"sharding_threshold_kb": 64, "optimizer_sharding": "none"}, ("sharding_threshold_kb=64", "zero1")),
+    (GPT, {"schedule": "none", "pp": 2}, ("schedule=none pp=2", "schedule=1f1b", "pp=1")),
+    (GPT, {"schedule": "1f1b", "pp": 1}, ("schedule=1f1b pp=1", "pp=2")),
+    (GPT, {"schedule": "gpipe", "vpp": 2}, ("schedule=gpipe vpp=2", "vpp=1", "interleaved_1f1b")),
+    (GPT, {"schedule": "zbv", "vpp": 3}, ("schedule=zbv vpp=3", "vpp=2")),
+    (GPT, {"schedule": "interleaved_1f1b", "vpp": 1}, ("vpp=1", "vpp=2")),
+    (GPT, {"schedule": "dualpipe", "pp": 2}, ("schedule=dualpipe", "zbv")),
+    (GPT, {"schedule": "zb_h1", "pp": 8, "micro_batch": 512}, ("2 × pp", "1 on pp=8", "micro_batch=32")),
+    (
+        GPT,
+        {"schedule": "interleaved_1f1b", "pp": 8, "micro_batch": 128},
+        ("a multiple of pp", "4 on pp=8", "--global-batch 1024", "pp=4"),
+    ),
+    (GPT, {"sequence_parallel": True, "tp": 1}, ("sequence_parallel=true tp=1", "tp=2")),
+    (IMAGES, {"sequence_parallel": True}, ("sequence_parallel=true", "no token sequences")),
+    (GPT, {"tp": 8, "shard_size": 2}, ("tp=8 shard_size=2", "tp=4")),
+]
+
+
+@pytest.mark.parametrize(("extent", "pins", "texts"), CONTRADICTIONS, ids=[str(pins) for _, pins, _ in CONTRADICTIONS])
+def test_pins_that_contradict_each_other_name_the_nearest_values(
+    extent: Extent, pins: Mapping[str, Any], texts: tuple[str, ...]
+) -> None:
+    with pytest.raises(InputError) as error:
+        check_pins(replace(extent, pins=Pins(**pins)))
+    assert error.value.exit_code == 2
+    assert all(text in str(error.value) for text in texts), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("extent", "pins"), [(e, p) for e, p, _ in CONTRADICTIONS], ids=[str(pins) for _, pins, _ in CONTRADICTIONS]
+)
+def test_a_value_that_a_message_names_is_one_that_would_do(extent: Extent, pins: Mapping[str, Any]) -> None:
+    """Of the pins that it names, the first that was given too is taken instead."""
+    with pytest.raises(InputError) as error:
+        check_pins(replace(extent, pins=Pins(**pins)))
+    advice = str(error.value).rpartition("; use ")[2]
+    named = [(name, value) for name, value in re.findall(r"(\w+)=(\w+)", advice) if name in pins]
+    for name, text in named[:1]:
+        value = int(text) if name in (*DEGREES, *SIZES) else text == "true" if name in FLAGS else text
+        changed: dict[str, Any] = {**pins, name: value}
+        check_pins(replace(extent, pins=Pins(**changed)))
+
+
+def test_every_pin_is_tried() -> None:
+    tried = {name for _, pins, _ in CONTRADICTIONS for name in pins}
+    assert tried | {"recompute", "bucket_mb", "offload_optimizer"} == set(PIN_NAMES)
+
+
+VALUES: Mapping[str, Any] = {
+    **{name: st.sampled_from([1, 2, 3, 4, 8, 16]) for name in DEGREES},
+    **{name: st.sampled_from(words) for name, words in WORDS.items()},
+    **{name: st.booleans() for name in FLAGS},
+    **{name: st.sampled_from([1, 64]) for name in SIZES},
+}
+
+
+def holds(name: str, value: Any, c: Configuration) -> bool:
+    """Whether a configuration has what is pinned; what a plan says only later is taken for granted."""
+    found = {
+        "dp": c.data_parallel, "tp": c.tensor, "pp": c.pipeline, "vpp": c.virtual, "cp": c.context, "ep": c.expert,
+        "micro_batch": c.micro_batch, "shard_size": c.shard_size or c.data, "optimizer_sharding": c.optimizer_sharding,
+        "schedule": c.schedule, "context_algorithm": c.context_algorithm, "offload_optimizer": c.offload,
+        "bucket_mb": c.bucket_bytes >> 20,
+    }  # fmt: skip
+    return bool(found.get(name, value) == value)
+
+
+@settings(max_examples=25)
+@given(
+    extent=st.sampled_from([GPT, MIXTRAL, IMAGES]),
+    names=st.sets(st.sampled_from(PIN_NAMES), max_size=3),
+    data=st.data(),
+)
+def test_pins_hold_in_every_configuration_or_are_refused(extent: Extent, names: set[str], data: st.DataObject) -> None:
+    pins = {name: data.draw(VALUES[name], label=name) for name in sorted(names)}
+    pinned = replace(extent, pins=Pins(**pins))
+    left = list(configurations(pinned))
+    try:
+        check_pins(pinned)
+    except InputError:
+        return
+    assert left
+    assert all(holds(name, value, c) for c in left for name, value in pins.items())
+
+
+@pytest.mark.parametrize("name", PIN_NAMES)
+def test_values_of_the_wrong_kind_are_refused(name: str) -> None:
+    for wrong in ("x y", "-1", "1.5", "", "∞"):
+        with pytest.raises(InputError) as error:
+            read_texts([f"{name}={wrong}"])
+        assert error.value.exit_code == 2
+        assert name in str(error.value)
