@@ -35,7 +35,7 @@ figure { margin: 0 0 16px; background: var(--card); border: 1px solid var(--rule
   padding: 14px 14px 10px; min-width: 0; }
 figcaption { color: var(--soft); font-size: 13px; margin-top: 4px; }
 figure h3 { font-size: 15px; margin: 0 0 2px; }
-figure svg { max-width: 100%; height: auto; }
+figure.drawing svg { max-width: 100%; height: auto; }
 figure.drawing { background: #ffffff; color: #1d2330; }
 figure.drawing figcaption { color: #5b6475; }
 .table { overflow-x: auto; background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
@@ -47,6 +47,8 @@ th { font-weight: 600; color: var(--soft); }
 thead th { border-top: 0; }
 th, td { white-space: nowrap; }
 .wrap { display: inline-block; min-width: 34ch; white-space: normal; }
+.close th, .close td { padding: 7px 6px; font-size: 13px; }
+.close th:first-child { padding-left: 14px; }
 .number { text-align: right; }
 .bad { color: var(--bad); }
 .good { color: var(--good); }
@@ -95,8 +97,18 @@ def escape(content: Cell) -> str:
     return content.text if isinstance(content, Html) else html.escape(content)
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, caption: str, numbers: Sequence[int] = ()) -> Html:
-    """A table; the columns counted in `numbers` are set to the right, the first column heads its row."""
+def table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    *,
+    caption: str,
+    numbers: Sequence[int] = (),
+    close: bool = False,
+) -> Html:
+    """A table; the columns counted in `numbers` are set to the right, the first column heads its row.
+
+    Columns stand `close` together where there are many.
+    """
     kind = dict.fromkeys(numbers, ' class="number"')
     head = "".join(f'<th scope="col"{kind.get(i, "")}>{html.escape(name)}</th>' for i, name in enumerate(columns))
     body = []
@@ -106,8 +118,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, caption: st
         body.append(f"<tr>{''.join(cells)}</tr>")
     lines = "\n".join(body)
     return Html(
-        f'<div class="table" role="region" aria-label="{html.escape(caption)}" tabindex="0"><table>'
-        f"<caption>{html.escape(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{lines}\n"
+        f'<div class="table{" close" if close else ""}" role="region" aria-label="{html.escape(caption)}" tabindex="0">'
+        f"<table><caption>{html.escape(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{lines}\n"
         "</tbody></table></div>"
     )
 

@@ -356,4 +356,5 @@ def _predictions(profile: str, found: Sequence[WhatIfRow]) -> Html:
         lines,
         caption=f"{profile}: predicted time and memory of these plans",
         numbers=(0, 1, 2, 4, 5, 6, 7),
+        close=True,
     )
