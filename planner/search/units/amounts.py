@@ -70,6 +70,7 @@ class AmountLedger:
         self.messages = Messages()
         self.bytes = Scaled()
         self._excesses: dict[tuple[int, int], int] = {}
+        self._excess_of: dict[tuple[int, int, int, int], IntArray] = {}
         self._byte_numbers: dict[tuple[float, int, int], int] = {}
         self._seconds: dict[tuple[int, int], IntArray] = {}
         self._moves: dict[tuple[object, ...], tuple[IntArray, NDArray[np.bool_]]] = {}
@@ -93,16 +94,34 @@ class AmountLedger:
         ref = TensorRef(states.variable.nodes[0])
         return self.elements_of(ref, states.placements(ref, reads=False))
 
-    def excess(self, pieces: IntArray, others: IntArray) -> IntArray:
-        """By how much pieces of a tensor are larger than others, nothing where they are not; broadcast."""
-        pairs = np.stack(np.broadcast_arrays(pieces, others), axis=-1)
-        distinct, which = np.unique(pairs.reshape(-1, 2) // _KINDS, axis=0, return_inverse=True)
-        numbers = [
-            NOTHING if here == there else self._excesses.setdefault((here, there), len(self._excesses))
-            for here, there in distinct.tolist()
-        ]
-        found = np.array([n if n == NOTHING else int(_coded(n, _EXCESS)) for n in numbers])
-        return found[which].reshape(pairs.shape[:-1])
+    def excess(self, edge: Edge) -> IntArray:
+        """By how many elements a tensor is larger as it is written than as it is read, nothing where it is not.
+
+        Shape (states of the writer, states of the reader).
+        """
+        key = self._ends(edge)
+        if key not in self._excess_of:
+            source, target = self.parts.states(edge.source), self.parts.states(edge.target)
+            written = self.elements_of(edge.tensor, source.placements(edge.tensor, reads=False)) // _KINDS
+            read = self.elements_of(edge.tensor, target.placements(edge.tensor, reads=True)) // _KINDS
+            rows, columns = np.unique(written), np.unique(read)
+            table = np.array([[self._excess(here, there) for there in columns.tolist()] for here in rows.tolist()])
+            at = np.searchsorted(rows, written)[:, None], np.searchsorted(columns, read)[None, :]
+            self._excess_of[key] = table[at]
+        return self._excess_of[key]
+
+    def _excess(self, here: int, there: int) -> int:
+        if here == there:
+            return NOTHING
+        return int(_coded(self._excesses.setdefault((here, there), len(self._excesses)), _EXCESS))
+
+    def _ends(self, edge: Edge) -> tuple[int, int, int, int]:
+        """Which tensor of which kinds of variables an edge is about."""
+        source, target = self.parts.states(edge.source), self.parts.states(edge.target)
+        return (
+            source.kind, target.kind,
+            source.place(edge.tensor, reads=False), target.place(edge.tensor, reads=True),
+        )  # fmt: skip
 
     def _pieces(self, whole: float, growth: int, axes: IntArray) -> IntArray:
         numbers = np.full(1 << self.axes, NOTHING, dtype=np.int64)
@@ -165,8 +184,7 @@ class AmountLedger:
         parts = self.parts
         source, target = parts.states(edge.source), parts.states(edge.target)
         masked, fused = masks(parts.decisions.variables, edge), parts.fused(edge)
-        places = (source.place(edge.tensor, reads=False), target.place(edge.tensor, reads=True))
-        key = (source.kind, target.kind, *places, masked, fused)
+        key = (*self._ends(edge), masked, fused)
         if key not in self._moves:
             here, there = source.placements(edge.tensor, reads=False), target.placements(edge.tensor, reads=True)
             shape = (here.shape[1], there.shape[1])
@@ -207,8 +225,11 @@ class AmountLedger:
     def amounts(self) -> Amounts:
         """All that was taken down; nothing may be added afterwards."""
         longest = max((steps.shape[1] for steps in self._cells.steps), default=1)
-        cells = [np.pad(steps, ((0, 0), (0, longest - steps.shape[1]))) for steps in self._cells.steps]
-        steps = np.concatenate(cells) if cells else np.zeros((0, 1), dtype=np.int64)
+        steps = np.zeros((self._cells.count, longest), dtype=np.int64)
+        place = 0
+        for cells in self._cells.steps:
+            steps[place : place + len(cells), : cells.shape[1]] = cells
+            place += len(cells)
         excesses = np.array([*self._excesses], dtype=np.int64).reshape(-1, 2)
         return Amounts(self, steps, excesses)
 

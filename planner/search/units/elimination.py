@@ -32,10 +32,22 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class Elimination:
-    """An order in which variables are eliminated, worked out once: ``steps`` and the sum of what is left."""
+    """An order in which variables are eliminated, worked out once: ``steps`` and the sum of what is left.
+
+    ``single`` have one state and take no step; ``shapes`` are those of the tables without them.
+    """
 
     steps: tuple[_Step, ...]
     rest: tuple[_Term, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    single: tuple[int, ...]
+
+    def pool(self, tables: Sequence[FloatArray]) -> dict[int, FloatArray]:
+        """Tables by their number, without the variables of one state."""
+        return {
+            n: table.reshape(len(table), *shape)
+            for n, (table, shape) in enumerate(zip(tables, self.shapes, strict=True))
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +59,7 @@ class Minima:
 
     table: FloatArray
     best: tuple[tuple[int, Scope, NDArray[np.intp]], ...]
+    single: tuple[int, ...]
 
     def assignments(
         self, weighting: NDArray[np.int64], kept: Mapping[int, NDArray[np.int64]]
@@ -55,7 +68,7 @@ class Minima:
 
         ``weighting`` are numbers of weightings and ``kept`` states of the kept variables, arrays of one shape.
         """
-        states = dict(kept)
+        states = {**dict.fromkeys(self.single, np.zeros_like(weighting)), **kept}
         for variable, scope, best in reversed(self.best):
             states[variable] = best[(weighting, *(states[v] for v in scope))]
         return states
@@ -74,8 +87,10 @@ def elimination(scopes: tuple[Scope, ...], sizes: tuple[tuple[int, int], ...], k
         Variables that stay, in the order of the result's dims.
     """
     size = dict(sizes)
+    single = tuple(v for v in size if size[v] == 1 and v not in kept)
+    scopes = tuple(tuple(v for v in scope if v not in single) for scope in scopes)
     pool: dict[int, Scope] = dict(enumerate(scopes))
-    open_variables = set(size) - set(kept)
+    open_variables = set(size) - set(kept) - set(single)
     steps = []
     around = {v: {u for s in scopes if v in s for u in s} | {v} for v in size}
     weight = {v: prod(size[u] for u in around[v]) for v in open_variables}
@@ -92,7 +107,9 @@ def elimination(scopes: tuple[Scope, ...], sizes: tuple[tuple[int, int], ...], k
             around[other].discard(variable)
             if other in open_variables:
                 weight[other] = prod(size[u] for u in around[other])
-    return Elimination(tuple(steps), tuple(_term(n, scope, kept, size) for n, scope in pool.items()))
+    rest = tuple(_term(n, scope, kept, size) for n, scope in pool.items())
+    shapes = tuple(tuple(size[v] for v in scope) for scope in scopes)
+    return Elimination(tuple(steps), rest, shapes, single)
 
 
 def _term(number: int, scope: Scope, full: Scope, size: Mapping[int, int]) -> _Term:
@@ -112,20 +129,20 @@ def minima(plan: Elimination, tables: Sequence[FloatArray], shape: tuple[int, ..
         States of the kept variables.
     """
     count = tables[0].shape[0]
-    pool = dict(enumerate(tables))
+    pool = plan.pool(tables)
     best = []
     for step in plan.steps:
         total = _sum(step.terms, pool, count)
         best.append((step.variable, step.scope, total.argmin(axis=-1)))
         pool[len(tables) + len(best) - 1] = total.min(axis=-1)
     rest = _sum(plan.rest, pool, count) if plan.rest else np.zeros((count, *(1 for _ in shape)))
-    return Minima(np.broadcast_to(rest, (count, *shape)), tuple(best))
+    return Minima(np.broadcast_to(rest, (count, *shape)), tuple(best), plan.single)
 
 
 def lowest(plan: Elimination, tables: Sequence[FloatArray], shape: tuple[int, ...]) -> FloatArray:
     """The table of `minima` alone."""
     count = tables[0].shape[0]
-    pool = dict(enumerate(tables))
+    pool = plan.pool(tables)
     for number, step in enumerate(plan.steps, len(tables)):
         pool[number] = _sum(step.terms, pool, count).min(axis=-1)
     rest = _sum(plan.rest, pool, count) if plan.rest else np.zeros((count, *(1 for _ in shape)))

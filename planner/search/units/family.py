@@ -67,6 +67,7 @@ class Family:
         self._first_state = np.cumsum([0, *(len(wide.states(v)) for v in self._variables)])
         self._shapes: dict[tuple[object, ...], StageShape | None] = {}
         self._tabled: dict[tuple[int, int], Tabled] = {}
+        self._of_shape: dict[int, BoolArray] = {}
         self._least: dict[tuple[int, int], Least] = {}
         self._join()
 
@@ -151,6 +152,11 @@ class Family:
 
     def _allowed(self, shape: StageShape) -> BoolArray:
         """Which of the family's states a stage may take, shape (states of all variables,)."""
+        if id(shape) not in self._of_shape:
+            self._of_shape[id(shape)] = self._find_allowed(shape)
+        return self._of_shape[id(shape)]
+
+    def _find_allowed(self, shape: StageShape) -> BoolArray:
         found = np.zeros(self._first_state[-1], dtype=np.bool_)
         crosses = shape.crosses()
         for number in self._variables:

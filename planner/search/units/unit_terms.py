@@ -74,13 +74,13 @@ class _Builder:
         for scope, where in self.forbidden:
             start = self.tables[scope]
             forbidden[start : start + where.size] |= where.ravel()
-        parts = [np.full(len(amounts), part) for part, _, amounts in self.terms]
+        parts = np.repeat([part for part, _, _ in self.terms], [len(amounts) for _, _, amounts in self.terms])
         return UnitTerms(
             sizes=self.sizes,
             scopes=tuple(self.tables),
             starts=tuple(self.tables.values()),
             entries=self.entries,
-            parts=_joined(parts),
+            parts=parts.astype(np.int64),
             places=_joined([places for _, places, _ in self.terms]),
             amounts=_joined([amounts for _, _, amounts in self.terms]),
             forbidden=forbidden,
@@ -102,7 +102,7 @@ class _Builder:
             scope, amounts = scope[::-1], amounts.T
         if len(scope) == 1 or scope in self.tables:
             flat = amounts.ravel()
-            places = np.flatnonzero(flat != NOTHING)
+            places = (flat != NOTHING).nonzero()[0]
             if len(places):
                 flat, places = flat[places], places + self.tables[scope]
                 self.terms += [(part, places, flat) for part in parts]
@@ -165,15 +165,15 @@ class _Builder:
 
     def _once_a_step(self, edge: Edge, scope: Scope, seconds: IntArray, *, gathers: bool) -> None:
         """Charge messages once a step: which gather parameters, and what stands besides the stored parts."""
-        ref = edge.tensor
-        written = self.ledger.elements_of(ref, self.parts.states(edge.source).placements(ref, reads=False))
-        read = self.ledger.elements_of(ref, self.parts.states(edge.target).placements(ref, reads=True))
         if gathers:
+            read = self.ledger.elements_of(
+                edge.tensor, self.parts.states(edge.target).placements(edge.tensor, reads=True)
+            )
             self._charge((Part.STEP, Part.GATHER), scope, seconds)
             self._charge((Part.GATHERED,), scope, np.where(seconds == NOTHING, NOTHING, read[None, :]))
             return
         self._charge((Part.STEP,), scope, seconds)
-        self._charge((Part.UNSUMMED,), scope, self.ledger.excess(written[:, None], read[None, :]))
+        self._charge((Part.UNSUMMED,), scope, self.ledger.excess(edge))
 
     def _moved_again(self, edge: Edge, mode: int) -> BoolArray | None:
         """Where a forward tensor is moved again: a column over the writer's states, None where it never is.
