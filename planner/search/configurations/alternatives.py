@@ -69,13 +69,18 @@ def _manner(placed: Placed) -> tuple[object, ...]:
     units = (placed.tables.units[unit] for unit in placed.tables.chain.positions)
     modes = {int(unit.recompute[pick]) for unit, pick in zip(units, placed.partition.labels, strict=True)}
     storage = (c.optimizer_sharding, c.offload) if c.data > 1 else (c.offload,)
-    return (*c.degrees.values(), c.context_algorithm, c.schedule, *storage, frozenset(modes))
+    return (*c.degrees.values(), c.context_algorithm, _schedule(c), *storage, frozenset(modes))
+
+
+def _schedule(c: Configuration) -> str:
+    """Of one micro-batch, schedules with one chunk a rank are the same."""
+    return "1f1b" if c.micro_batches == 1 and c.virtual == 1 and c.pipeline > 1 else c.schedule
 
 
 def _behaviour(placed: Placed) -> tuple[object, ...]:
     c = placed.configuration
     storage = (c.optimizer_sharding, c.shard_size, c.offload) if c.data > 1 else (c.offload,)
     return (
-        c.mesh(), c.pipeline, c.stride("pipeline"), c.virtual, c.schedule, c.micro_batch, c.context_algorithm, storage,
+        c.mesh(), c.pipeline, c.stride("pipeline"), c.virtual, _schedule(c), c.micro_batch, c.context_algorithm, storage,
         placed.partition.ends, placed.partition.labels,
     )  # fmt: skip
