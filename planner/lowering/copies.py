@@ -104,17 +104,19 @@ class Copies:
     def in_order(self, owners: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """Things of the lowered network, (owner, thing), for every copy, (unit, thing), layer after layer.
 
-        The first layer's come where they are, those of all others where the second one's begin.
+        The first layer's come where they are, those of all others where the others' begin.
         """
         listed = list(owners)
         things: dict[int, list[int]] = {}
         for owner, thing in listed:
             things.setdefault(owner, []).append(thing)
+        begun: set[str] = set()
         for owner, thing in listed:
             row = self.row_of.get(owner)
             if row is None or owner == row.shallow.start:
                 yield self.places[owner][0], thing
-            elif owner == row.shallow.start + 1 and thing == things[owner][0]:
+            elif row.prefix not in begun:
+                begun.add(row.prefix)
                 for unit in row.deep[1:]:
                     yield from ((unit, one) for one in things.get(self.of_unit[unit], ()))
 
