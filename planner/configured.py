@@ -198,13 +198,16 @@ class Configured:
             context_algorithm=c.context_algorithm,
         )
 
-    def certificate(self, explored: Explored, placed: Placed) -> Certificate:
-        """What the search proved of one of its plans."""
-        bound = min(explored.lower_bound_s, placed.objective_s)
-        proven = bound >= placed.objective_s * (1 - PROOF)
+    def certificate(self, explored: Explored) -> Certificate:
+        """What the search proved of the least closed form: the same for all of its plans.
+
+        Simulation may rank another plan first, or find that the best needs less memory than the closed form allows it.
+        """
+        best = min(placed.objective_s for placed in explored.found)
+        bound = min(explored.lower_bound_s, best)
         return Certificate(
-            status=Status.OPTIMAL if proven else Status.BOUNDED,
-            objective_s=placed.objective_s,
+            status=Status.OPTIMAL if bound >= best * (1 - PROOF) else Status.BOUNDED,
+            objective_s=best,
             lower_bound_s=bound,
             elimination_width=0,
             operators=sum(
@@ -241,7 +244,7 @@ class Configured:
         limit = float(self.hardware.device_memory_bytes)
         allowed = placed.task.limit_bytes
         for _ in range(TIGHTER + 1):
-            plan = self.plan(placed, self.certificate(explored, placed))
+            plan = self.plan(placed, self.certificate(explored))
             prediction = predict_plan(plan, self.graph, self.hardware)
             over = prediction.peak_memory_bytes - limit
             if over > 0:

@@ -143,8 +143,12 @@ def _shares(prediction: Prediction, parts: Sequence[str]) -> list[str]:
     return [percent_text(prediction.breakdown.get(part, 0.0) / whole) for part in parts]
 
 
-def _certificate_text(certificate: Certificate) -> str:
-    blocks = certificate.distinct_blocks
+_SHOWN = 1e-3
+"""Relative difference from which on a plan's own objective is shown beside the least."""
+
+
+def _certificate_text(certificate: Certificate, prediction: Prediction) -> str:
+    blocks, own_s, own = certificate.distinct_blocks, sum(prediction.analytic.values()), ""
     if certificate.of_mesh:
         space = " on its mesh"
         size = f"elimination width {certificate.elimination_width}"
@@ -155,9 +159,11 @@ def _certificate_text(certificate: Certificate) -> str:
             )
     else:
         space = " over all configurations"
+        if own_s > certificate.objective_s * (1 + _SHOWN):
+            own = f" (of this plan {seconds_text(own_s)})"
         size = f"{certificate.configurations:,} configurations bounded, {certificate.partitions:,} cut into stages"
     return (
-        f"{certificate.status}{space}: objective {seconds_text(certificate.objective_s)}, lower bound "
+        f"{certificate.status}{space}: objective {seconds_text(certificate.objective_s)}{own}, lower bound "
         f"{seconds_text(certificate.lower_bound_s)}, gap {percent_text(certificate.gap)}; {size}; "
         f"{certificate.operators:,} operators, {blocks} distinct block{'s' * (blocks != 1)}"
     )
@@ -173,7 +179,7 @@ def _facts(result: PlanResult, hardware: Hardware, strategy_file: str) -> Iterab
     yield "stages", stages_text(plan)
     yield "topology", levels
     yield "memory", memory_kinds_text(best.prediction.memory_at_peak)
-    yield "certificate", _certificate_text(certificate)
+    yield "certificate", _certificate_text(certificate, best.prediction)
     yield "prediction", f"{best.prediction.label} ({hardware.uncertainty.source})"
     yield (
         "search",

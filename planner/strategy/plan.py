@@ -24,11 +24,13 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What the search proved: the objective of the plan, and a bound that no plan of what was searched can beat.
+    """What the search proved: the least objective found, and a bound that no plan of what was searched can beat.
 
-    Where operators were searched one by one on a mesh, the objective is that of `planner.search.problem.problem` and
-    the bound holds for the same mesh, micro-batches and memory limit; else the objective is that of
-    `planner.search.configurations.step_model` and the bound holds for every configuration that the pins leave.
+    Where operators were searched one by one on a mesh, the objective is the plan's own, that of
+    `planner.search.problem.problem`, and the bound holds for the same mesh, micro-batches and memory limit. Else both
+    speak of the closed form of `planner.search.configurations.step_model`: ``objective_s`` is the least that was found
+    and the bound holds for every configuration that the pins leave. The plan shown is the one whose simulated step is
+    shortest; its own closed form may be longer, and stands with the prediction. The gap does not count that.
 
     Attributes
     ----------
@@ -57,7 +59,7 @@ class Certificate:
 
     @property
     def gap(self) -> float:
-        """Relative distance between plan and bound."""
+        """Relative distance between the least objective found and the bound."""
         return 0.0 if self.objective_s <= 0 else max(0.0, 1 - self.lower_bound_s / self.objective_s)
 
 

@@ -57,7 +57,8 @@ NEAR = 1.3
 """Alternatives are looked for up to so many times the best objective."""
 NAMED = 32
 """Configurations of which it is said by how much they do not fit where none does."""
-PROOF = 1e-6
+PROOF = 1e-9
+"""Relative distance to the bound up to which a plan counts as proven to be the best."""
 WIDEST = WIDTH * 8
 """Most ways of a fragment where fewer do not prove a partition."""
 
