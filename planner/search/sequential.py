@@ -155,7 +155,6 @@ class Descent:
         for i, mask in self.allowed.items():
             self.unary[i] = np.where(mask, self.unary[i], np.inf)
         self.pairs = {k: c.time if price == 0 else c.time + price * c.memory for k, c in tables.pairs.items()}
-        self._groups: dict[tuple[int, int], list[Indices]] = {}
 
     def total(self, states: Sequence[int]) -> float:
         """Price of a state for every instance: seconds, and bytes at their price."""
@@ -164,16 +163,15 @@ class Descent:
 
     def candidates(self, instance: int, axis: int, state: int) -> Indices:
         """States of an instance that differ from `state` along mesh axis `axis` alone, itself included."""
-        variable = self.tables.instances[instance].variable
-        key = (variable, axis)
-        if key not in self._groups:
-            choice = self.tables.problem.states[variable].choice
-            others = np.delete(choice, axis, axis=0)
-            _, inverse = np.unique(others, axis=1, return_inverse=True)
-            inverse = inverse.reshape(-1)
-            groups = [np.flatnonzero(inverse == g) for g in range(int(inverse.max(initial=-1)) + 1)]
-            self._groups[key] = [groups[g] for g in inverse]
-        found = self._groups[key][state]
+        states = self.tables.problem.states[self.tables.instances[instance].variable]
+        key = ("alike but along", axis)
+        if key not in states.known:
+            others = np.zeros(len(states), dtype=np.int64)
+            for row in np.delete(states.choice, axis, axis=0):
+                others = others * len(states.variable.choices) + row
+            groups = {number: np.flatnonzero(others == number) for number in set(others.tolist())}
+            states.known[key] = [groups[number] for number in others.tolist()]
+        found: Indices = states.known[key][state]
         return found if instance not in self.allowed else found[self.allowed[instance][found] | (found == state)]
 
     def round(

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from planner.search.exact.elimination import Table, TooWideError
 
 Index = NDArray[np.intp]
+Classes = tuple[Index, Index]
+"""The class of each state, and one member of each class."""
 
 MAX_TABLE = 60_000_000
 MAX_WORK = 30_000_000_000
@@ -28,7 +30,9 @@ CHUNK = 1 << 17
 SPARSE = 64
 """Joint classes are sorted rather than tabulated where they may be so many times more than states."""
 WORTH_COMPILING = 300_000_000
-"""Entries of one step from which the compiled loop is loaded, which takes a process about 0.4 s."""
+"""Entries of all steps from which the compiled loop is loaded, which takes a process about 0.4 s."""
+COMPILED = 100_000
+"""Entries of one step from which the loop is used once it is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +168,7 @@ class Buckets:
         for number, scope in enumerate(self.scopes):
             for v in scope.variables:
                 self._touching.setdefault(v, []).append(number)
+        self._alone: dict[int, tuple[Index, Classes]] = {}
         self._counts = [s.counts() for s in self.scopes]
         self.steps: list[Step] = []
         self._plan(set(variables))
@@ -228,7 +233,7 @@ class Buckets:
         for t in others:
             for v, rows in zip(self.scopes[t].variables, self.scopes[t].rows, strict=True):
                 maps.setdefault(v, []).append(rows)
-        joined = {v: join(m) for v, m in maps.items()}
+        joined = {v: self._joined(m) for v, m in maps.items()}
         names = sorted(set(maps) - {variable}, key=lambda v: (-len(joined[v][1]), v))
         own = joined[variable][0] if variable in joined else np.zeros(self.sizes[variable], dtype=np.intp)
         by_class = np.argsort(own, kind="stable")
@@ -243,6 +248,15 @@ class Buckets:
             own=by_class,
             starts=np.searchsorted(own[by_class], np.arange(count)),
         )
+
+    def _joined(self, maps: Sequence[Index]) -> Classes:
+        """`join`, whose answer for one map is kept: tables share their maps."""
+        one = maps[0]
+        if any(other is not one for other in maps):
+            return join(maps)
+        if id(one) not in self._alone:
+            self._alone[id(one)] = one, join([one])
+        return self._alone[id(one)][1]
 
     def _part(self, number: int, dims: tuple[int, ...], joined: Mapping[int, tuple[Index, Index]]) -> Part:
         scope, counts = self.scopes[number], self._counts[number]
@@ -260,7 +274,8 @@ class Buckets:
         for step in self.steps:
             own = own_costs(step, made)
             parts = [part_table(part, made) for part in step.parts]
-            made.append(_minimum([own.reshape((1,) * len(step.shape) + (-1,)), *parts], step.shape))
+            arrays = [own.reshape((1,) * len(step.shape) + (-1,)), *parts]
+            made.append(_minimum(arrays, step.shape, self.work >= WORTH_COMPILING))
         return made
 
     def total(self, made: Sequence[Table]) -> float:
@@ -328,10 +343,10 @@ def part_table(part: Part, made: Sequence[Table]) -> Table:
     return table.reshape(part.shape)
 
 
-def _minimum(arrays: Sequence[Table], shape: tuple[int, ...]) -> Table:
+def _minimum(arrays: Sequence[Table], shape: tuple[int, ...], compiled: bool) -> Table:
     """Minimise the broadcast sum of `arrays` over the last dim; `shape` is that of the result."""
     states = max(a.shape[-1] for a in arrays)
-    if prod(shape) * states >= WORTH_COMPILING:
+    if compiled and prod(shape) * states >= COMPILED:
         groups = _apart(arrays, len(shape))
         if groups is not None:
             return _products(arrays, shape, states, groups)

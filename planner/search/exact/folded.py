@@ -14,14 +14,12 @@ from math import prod
 import numpy as np
 
 from planner.search.exact.blocks import Block, Variables
-from planner.search.exact.buckets import MAX_TABLE, Buckets, Index, Scope, classes, plain, planned
+from planner.search.exact.buckets import MAX_TABLE, Buckets, Classes, Index, Scope, classes, plain, planned
 from planner.search.exact.elimination import Power, Table, TooWideError, min_plus_power
 from planner.search.exact.model import Model
 from planner.search.problem.solution import Assignment
 
 Layers = tuple[tuple[Assignment, ...], ...]
-Classes = tuple[Index, Index]
-"""The class of each state, and one member of each class."""
 
 
 @dataclass(frozen=True, slots=True)

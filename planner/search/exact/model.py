@@ -133,24 +133,31 @@ def possible(model: Model) -> Model:
     keep = [np.ones(len(s), dtype=np.bool_) for s in model.states]
     finite = {scope: np.isfinite(table) for scope, table in model.time.items()}
     watched = {scope for scope, table in finite.items() if not table.all()}
-    changed = bool(watched)
-    while changed:
-        changed = False
-        for group in groups:
-            if not any(use.scope in watched for kind in group.kinds for use in kind):
-                continue
-            lives = np.zeros_like(keep[group.variables[0]])
-            for kind in group.kinds:
-                lives |= _supported(kind, finite, keep, lives.size)
-            lives &= keep[group.variables[0]]
-            if lives.any() and not lives[keep[group.variables[0]]].all():
-                changed = True
-                for v in group.variables:
-                    keep[v] = lives
+    near: dict[int, set[int]] = {}
+    stale = dict[int, None]()
+    for number, group in enumerate(groups):
+        scopes = {use.scope for kind in group.kinds for use in kind} & watched
+        if scopes:
+            stale[number] = None
+        for v in {v for scope in scopes for v in scope}:
+            near.setdefault(v, set()).add(number)
+    while stale:
+        number = next(iter(stale))
+        del stale[number]
+        group = groups[number]
+        before = keep[group.variables[0]]
+        lives = np.zeros_like(before)
+        for kind in group.kinds:
+            lives |= _supported([use for use in kind if use.scope in watched], finite, keep, lives.size)
+        lives &= before
+        if lives.any() and not np.array_equal(lives, before):
+            for v in group.variables:
+                keep[v] = lives
+                stale.update(dict.fromkeys(sorted(near[v])))
     return model.restricted(keep)
 
 
-def _supported(kind: tuple[Use, ...], finite: Mapping[Variables, Mask], keep: Sequence[Mask], size: int) -> Mask:
+def _supported(kind: Sequence[Use], finite: Mapping[Variables, Mask], keep: Sequence[Mask], size: int) -> Mask:
     lives = np.ones(size, dtype=np.bool_)
     for use in kind:
         table = finite[use.scope]

@@ -161,10 +161,10 @@ def test_the_compiled_loop_gives_what_numpy_gives(seed: int) -> None:
     tables[0][0, 0] = np.inf
     planned = Buckets([plain(scope, sizes) for scope in scopes], sizes, [3])
     numpy_ = planned.run(tables)
-    worth = buckets.WORTH_COMPILING
+    worth, compiled = buckets.WORTH_COMPILING, buckets.COMPILED
     try:
-        buckets.WORTH_COMPILING = 0
+        buckets.WORTH_COMPILING = buckets.COMPILED = 0
         compiled = planned.run(tables)
     finally:
-        buckets.WORTH_COMPILING = worth
+        buckets.WORTH_COMPILING, buckets.COMPILED = worth, compiled
     np.testing.assert_array_equal(numpy_[-1], compiled[-1])
