@@ -169,6 +169,10 @@ class Whole:
             held += count * float(unit.parameter_elements[fastest] + unit.expert_elements[fastest])
         return cls(units=sum(counts), elements=held)
 
+    def inner_ends(self, configuration: Configuration) -> float:
+        """Ends of chunks inside the network that fall to each unit but one, shared out evenly."""
+        return (configuration.pipeline * configuration.virtual - 1) / max(1, self.units - 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepModel:
@@ -186,7 +190,7 @@ class StepModel:
     def task(self, tables: StageTables, configuration: Configuration) -> PartitionTask:
         """The partition task of a configuration."""
         shape = self.shape(configuration)
-        units = self._with_tied(tables, configuration, shape)
+        units = self._with_batch_sums(tables, self._with_tied(tables, configuration, shape), configuration)
         kinds = self._fragments(units, configuration, shape, Whole.of(tables), _trained(tables))
         kinds, counts = _merged(kinds, [unit.count for unit in tables.chain.units])
         return PartitionTask(
@@ -232,11 +236,10 @@ class StepModel:
         c = configuration
         elements = labels.parameter_elements + labels.expert_elements
         bucket = self._message_bytes(whole, c)
-        forward_s, backward_s, stall_s = self._passes(labels, elements, c, bucket, trained)
-        # What happens at the ends of a chunk is shared out over its units.
-        ends = c.pipeline * c.virtual / whole.units
+        forward_s, backward_s, stall_s = self._passes(labels, elements, c, bucket, whole, trained)
         loss_s = self.message_s(Collective.ALL_REDUCE, np.ones(1), c.data, c.stride("data"))
-        stall_s = ends * stall_s + np.maximum(0.0, ends * loss_s - forward_s - backward_s)
+        ends = c.pipeline * c.virtual / whole.units
+        stall_s = stall_s + np.maximum(0.0, ends * loss_s - forward_s - backward_s)
         sync_s, last_s = self._synchronisation_s(labels, elements, c, bucket, trained)
         behind = sync_s + np.where(np.asarray(labels.exit) < 0, loss_s, 0.0)
         if self.hardware.overlaps_communication:
@@ -248,7 +251,7 @@ class StepModel:
             forward_s=forward_s,
             backward_s=backward_s,
             stall_s=stall_s,
-            ahead_s=ends * labels.again_s,
+            ahead_s=np.where(np.asarray(labels.exit) < 0, 0.0, whole.inner_ends(c) * labels.again_s),
             once_s=self._once_s(labels, elements, forward_s, c, bucket, trained)
             + c.pipeline / whole.units * (self._first_gather_s(c, bucket)),
             queue_s=np.maximum(behind, last_s),
@@ -322,9 +325,19 @@ class StepModel:
         return c.optimizer_sharding == "zero3" or (c.optimizer_sharding == "zero2" and c.micro_batches > 1)
 
     def _passes(
-        self, labels: UnitLabels, elements: FloatArray, c: Configuration, bucket: float, trained: int | IntArray
+        self,
+        labels: UnitLabels,
+        elements: FloatArray,
+        c: Configuration,
+        bucket: float,
+        whole: Whole,
+        trained: int | IntArray,
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Passes with the messages that go along with every micro-batch, and what those expose at a chunk's ends."""
+        """Passes with the messages of every micro-batch, and what those expose at the ends of chunks.
+
+        Between a backward pass and the next one stand the scatter and the gather of the first unit of a chunk. A rank
+        of a pipeline gathers for its backward pass ahead, while it waits; alone it does not.
+        """
         forward_s, backward_s = labels.forward_s, labels.backward_s
         size = elements * DTYPE_BYTES[self.dtype]
         shards, stride = self.shards(c), c.stride("data")
@@ -345,8 +358,9 @@ class StepModel:
             backward_s = self._beside(half, gather) + self._beside(half, scatter)
         else:
             backward_s = self._beside(backward_s, gather + scatter)
-        # Between a pass and the next stand the last scatter and the first gather; a rank of stages gathers ahead.
-        exposed = scatter + (gather if c.pipeline > 1 else 2.0 * gather)
+        first, last = np.asarray(labels.entry) < 0, np.asarray(labels.exit) < 0
+        exposed = np.where(first, 1.0, whole.inner_ends(c)) * (scatter + gather)
+        exposed = exposed + np.where(last & (c.pipeline == 1), gather, 0.0)
         if not self.hardware.overlaps_communication:
             exposed = np.zeros_like(exposed)
         return self._beside(forward_s, gather), backward_s, exposed
@@ -437,6 +451,24 @@ class StepModel:
             return np.zeros_like(size)
         # Gradients wait for a full message.
         return np.minimum(size, bucket + size / 3)
+
+    def _with_batch_sums(
+        self, tables: StageTables, units: Sequence[UnitLabels], c: Configuration
+    ) -> tuple[UnitLabels, ...]:
+        """Labels with the sums over the batch that operators wait for, once more where they run again."""
+        found = list(units)
+        for number, sums in enumerate(tables.decisions.batch_sums if c.data > 1 else ()):
+            if any(sums):
+                forward, backward = (
+                    float(self.message_s(Collective.ALL_REDUCE, np.array(each), c.data, c.stride("data")).sum())
+                    for each in sums
+                )
+                unit = found[number]
+                again = np.where(np.asarray(unit.recompute) > 0, forward, 0.0)
+                found[number] = replace(
+                    unit, forward_s=unit.forward_s + forward, backward_s=unit.backward_s + backward + again
+                )
+        return tuple(found)
 
     def _with_tied(self, tables: StageTables, c: Configuration, shape: ScheduleShape) -> tuple[UnitLabels, ...]:
         """Labels with tied parameters stored on every rank that reads them: they count in the first unit that does.

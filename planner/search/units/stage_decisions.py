@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from planner.graph.chain import Chain, chain
-from planner.graph.operator_graph import OperatorGraph, TensorRef
+from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, Role, TensorRef
 from planner.search.problem.context_choices import context_choices
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.parts import CONTEXT, Parts, Setting, saved_tensors
@@ -19,9 +19,11 @@ from planner.search.units.transient import Flight, flight_of
 from planner.search.units.unit_model import UnitModel
 from planner.sharding.context import Algorithm, ContextAxis, context_axis
 from planner.sharding.placement import Mesh, MeshAxis
+from planner.sharding.rules import rules_for
 from planner.sharding.sequence import sequence_dims
 from simulator.errors import InputError, UnsupportedError
 from simulator.hardware import Hardware
+from simulator.program import Phase
 
 
 class StageDecisions:
@@ -78,6 +80,28 @@ class StageDecisions:
                 if same is not None:
                     found[number] = same
         return found
+
+    @cached_property
+    def batch_sums(self) -> tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]:
+        """Bytes of each message with which operators of each unit sum over the batch, forward and backward.
+
+        Statistics of a normalisation over the batch are such sums; the loss is not among them.
+        """
+        return tuple(
+            (self._batch_sums(unit.nodes, Phase.FORWARD), self._batch_sums(unit.nodes, Phase.BACKWARD))
+            for unit in self.chain.units
+        )
+
+    def _batch_sums(self, nodes: Iterable[int], phase: Phase) -> tuple[float, ...]:
+        found = []
+        for node in (self.graph.nodes[index] for index in nodes):
+            if node.role is not Role.OPERATOR or node.phase is not phase:
+                continue
+            rules = rules_for(self.graph, node)
+            summed = next((r for r in rules if r.reduced_elements and r.splits_work and r.inputs[:1] == (0,)), None)
+            if summed is not None:
+                found.append(float(summed.reduced_elements * DTYPE_BYTES[node.outputs[0].dtype]))
+        return tuple(found)
 
     def context_axis(self, algorithm: Algorithm) -> ContextAxis:
         """What the network does on a context axis; raises UnsupportedError where an operator forbids one."""

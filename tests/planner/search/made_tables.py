@@ -39,6 +39,7 @@ class MadeTables:
     boundaries: tuple[BoundaryStates, ...]
     tied: tuple[TiedParameter, ...]
     parts: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(graph=SimpleNamespace(parameters=())))
+    decisions: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(batch_sums=()))
 
     @property
     def least_passes_s(self) -> np.ndarray:
