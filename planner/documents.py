@@ -69,6 +69,8 @@ def plan_document(plan: Plan, hardware: Hardware) -> Document:
         "shard_size": plan.shard_size,
         "offload_optimizer": plan.offload_optimizer,
         "context_algorithm": plan.context_algorithm,
+        "bucket_bytes": plan.bucket_bytes,
+        "sharding_threshold_bytes": plan.sharding_threshold_bytes,
         "schedule": plan.schedule,
         "precision": plan.precision,
         "optimizer": plan.optimizer,

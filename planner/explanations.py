@@ -17,6 +17,7 @@ from planner.search.configurations.step_model import Configuration
 from planner.search.stages.fragments import FILL, STEADY, FloatArray
 from planner.search.stages.partition import partition
 from planner.search.stages.segments import simplified
+from planner.strategy.plan import Plan
 from simulator.errors import InputError
 from simulator.hardware import Hardware
 from simulator.topology import level_of_axis
@@ -61,6 +62,23 @@ def reason(best: Prediction, other: Prediction, best_of: Scored | None, of: Scor
         if place is not None and mine[place] > theirs.get(place, 0.0):
             text += f", most of it {place[0]} on the {place[1]} links"
     return text
+
+
+def other_choices(best: Plan, other: Plan) -> str:
+    """What a plan chose otherwise than the best beside degrees and sharding, which are shown; empty where nothing."""
+    found = [
+        f"{name}={value}"
+        for name, value, before in (
+            ("schedule", other.schedule, best.schedule),
+            ("vpp", other.virtual, best.virtual),
+            ("recompute", other.recompute, best.recompute),
+            ("context_algorithm", other.context_algorithm, best.context_algorithm),
+            ("offload_optimizer", str(other.offload_optimizer).lower(), str(best.offload_optimizer).lower()),
+            ("shard_size", other.shard_size, best.shard_size),
+        )
+        if value != before
+    ]
+    return f" ({', '.join(found)})" if found else ""
 
 
 def exposures(placed: Placed, hardware: Hardware) -> dict[tuple[str, str], float]:

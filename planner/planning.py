@@ -9,7 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from planner.configured import Configured
-from planner.explanations import ShadowPrices, describe, pin_costs, pin_messages, reason, shadow_prices
+from planner.explanations import (
+    ShadowPrices,
+    describe,
+    other_choices,
+    pin_costs,
+    pin_messages,
+    reason,
+    shadow_prices,
+)
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.infeasible import why_infeasible
 from planner.lowering.checked import lower, precision_dtype
@@ -159,11 +167,14 @@ def plan_network(
     if found is None or not found.scored or found.leaves_operators:
         incumbent = found.best_s if found is not None and found.scored else float("inf")
         try:
-            one = search_one_stage(space, graph, base, pins, scored, refusable=wide, incumbent_s=incumbent)
+            refusable = wide or _falls_back(request, pins)
+            one = search_one_stage(space, graph, base, pins, request, refusable=refusable, incumbent_s=incumbent)
         except KeyboardInterrupt:
             if found is None or not found.scored:
                 raise
             stopped = True
+    if found is None and not one.scored and _falls_back(request, pins):
+        found = _Configurations(search, pins, scored)
     stopped = stopped or one.interrupted or (found is not None and found.explored.interrupted)
     began = time.perf_counter()
     ranked, stopped = _refined(search, pins, _ranked(one, found)[: max(request.top, 1)], found, stopped)
@@ -178,7 +189,7 @@ def plan_network(
         candidates=_with_reasons(ranked, found, hardware),
         elapsed_s=time.perf_counter() - captured,
         capture_s=captured - started,
-        messages=(*messages, *one.messages, *(found.messages(stopped) if found else ())),
+        messages=(*messages, *one.messages, *(found.messages(stopped) if found else ()), *_beyond(request, found)),
         simulation_s=one.simulation_s + refining + (found.timings["rescoring"] if found else 0.0),
         infeasible="" if ranked else _no_plan(space, one, found),
         timings=timings,
@@ -193,10 +204,14 @@ def _searches_configurations(request: PlanRequest, pins: Pins, search: Configure
     unusual = request.search_mode != "dynamic_programming" or bool(request.hints) or pins.batch_only
     refusal: UnsupportedError | None = None
     if unusual:
+        if not pins.one_stage and _falls_back(request, pins):
+            check_pins(search.extent(pins))
+            return True
         named = " ".join(f"{name}={value}" for name, value in pins.named().items())
+        what = "hints decide operators" if request.hints else f"parallel mode {request.parallel_mode!r} shards batches"
         refusal = UnsupportedError(
-            f"pins {named} are not supported yet with search mode {request.search_mode!r}, parallel mode "
-            f"{request.parallel_mode!r} and hints; use dynamic_programming and auto_parallel without hints"
+            f"pins {named} ask for more than data and tensor parallelism, and {what} in plans of one stage that keep "
+            f"everything; leave out the pins, or the {'hints' if request.hints else 'parallel mode'}"
         )
     else:
         try:
@@ -206,6 +221,21 @@ def _searches_configurations(request: PlanRequest, pins: Pins, search: Configure
     if refusal is not None and not pins.one_stage:
         raise refusal
     return refusal is None
+
+
+def _falls_back(request: PlanRequest, pins: Pins) -> bool:
+    """Whether configurations are searched where one of the fast modes finds nothing among plans of one stage."""
+    return request.search_mode != "dynamic_programming" and not request.hints and not pins.batch_only
+
+
+def _beyond(request: PlanRequest, found: _Configurations | None) -> tuple[str, ...]:
+    """Say that a fast mode has left the search to that of configurations."""
+    if found is None or not found.scored or request.search_mode == "dynamic_programming":
+        return ()
+    return (
+        f"{request.search_mode} searches plans of one stage that keep everything, of which none is possible here: the "
+        "plans are those of the search over configurations",
+    )
 
 
 class _Configurations:
@@ -367,7 +397,11 @@ def _with_reasons(ranked: list[Candidate], found: _Configurations | None, hardwa
     return (
         best,
         *(
-            replace(c, reason=reason(best.prediction, c.prediction, source, of.get(id(c.plan)), hardware))
+            replace(
+                c,
+                reason=reason(best.prediction, c.prediction, source, of.get(id(c.plan)), hardware)
+                + other_choices(best.plan, c.plan),
+            )
             for c in others
         ),
     )

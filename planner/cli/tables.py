@@ -51,7 +51,7 @@ def axes_text(plan: Plan) -> str:
 
 
 def stages_text(plan: Plan) -> str:
-    """Pipeline, recomputation and context of a plan in words; empty where it has none."""
+    """Pipeline, recomputation, context, storage and messages of a plan in words; empty where it has none."""
     parts = []
     if plan.pipeline > 1:
         chunks = f" × {plan.virtual} chunks" if plan.virtual > 1 else ""
@@ -63,6 +63,12 @@ def stages_text(plan: Plan) -> str:
         parts.append(f"states shared by {plan.shard_size} ranks")
     if plan.offload_optimizer:
         parts.append("states in host memory")
+    if plan.context_algorithm != "none":
+        parts.append(f"attention by {plan.context_algorithm}")
+    if plan.degree("data") > 1:
+        parts.append(f"gradients in messages of {bytes_text(plan.bucket_bytes)}")
+    if plan.sharding_threshold_bytes:
+        parts.append(f"parameters under {bytes_text(plan.sharding_threshold_bytes)} whole")
     return ", ".join(parts)
 
 

@@ -81,6 +81,6 @@ def _behaviour(placed: Placed) -> tuple[object, ...]:
     c = placed.configuration
     storage = (c.optimizer_sharding, c.shard_size, c.offload) if c.data > 1 else (c.offload,)
     return (
-        c.mesh(), c.pipeline, c.stride("pipeline"), c.virtual, _schedule(c), c.micro_batch, c.context_algorithm, storage,
-        placed.partition.ends, placed.partition.labels,
+        c.mesh(), c.pipeline, c.stride("pipeline"), c.virtual, _schedule(c), c.micro_batch, c.context_algorithm,
+        storage, placed.partition.ends, placed.partition.labels,
     )  # fmt: skip
