@@ -67,6 +67,10 @@ class Communicate:
     asynchronous: bool = False
 
 
+NOTHING = Communicate(collective=Collective.SEND, axis=0, sources=(), targets=(), gather_dims=(), split_dims=())
+"""Runs nothing: of tasks whose work another instruction does."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulate:
     """Add `source` into `accumulator`; the first micro-batch of a step starts it."""

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from math import inf, prod
 
 from planner.graph.operator_graph import TensorRef
+from planner.instructions import Accumulate, Communicate, Mask, Slice
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.together import together
 from planner.lowering.unit_work import BESIDE, KERNELS, Mark, Part, UnitWork
-from planner.sharding.placement import Placements
+from planner.lowering.work import Work
+from planner.lowering.writer import Moved
+from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step
 from simulator.program import Collective, Kernel, Phase, Task
 
@@ -32,11 +35,12 @@ Then = Callable[["Value"], None]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A gradient on its way: whose it is, its placement, and the operator that makes it ready."""
+    """A gradient on its way: whose it is, its placement, the operator that makes it ready, and what it is called."""
 
     mark: Mark
     placements: Placements
     operator: int
+    name: str
 
 
 @dataclass(slots=True)
@@ -51,7 +55,7 @@ class PassWriter:
     Parameters
     ----------
     source : PlacedGraph
-    tasks : list of Task
+    work : Work
         All tasks; those of messages and accumulations are appended.
     units : sequence of UnitWork
         In the order of the pass.
@@ -67,16 +71,16 @@ class PassWriter:
     def __init__(
         self,
         source: PlacedGraph,
-        tasks: list[Task],
+        work: Work,
         units: Sequence[UnitWork],
         parts: Sequence[Part],
         phase: Phase,
-        accumulations: dict[tuple[Mark, bool], list[int]],
+        accumulations: dict[tuple[Mark, bool], int],
         *,
         first: bool,
         last: bool,
     ) -> None:
-        self.source, self.tasks, self.units, self.parts = source, tasks, units, parts
+        self.source, self.work, self.units, self.parts = source, work, units, parts
         self.phase, self.first, self.last = phase, first, last
         self.accumulations = accumulations
         self.draft = Draft()
@@ -94,6 +98,8 @@ class PassWriter:
             if count > 1
         }
         """Parameters that several units of the chunk share, and how many terms their gradient has."""
+        self.synchronised: dict[int, str] = {}
+        """What the gradient of each parameter is called in the end, by its node; only in the last micro-batch."""
 
     def write(self) -> Draft:
         """Return the operators of the pass."""
@@ -124,10 +130,6 @@ class PassWriter:
         if stream == KERNELS:
             self.kernel = number
         return number
-
-    def _task(self, task: Task) -> list[int]:
-        self.tasks.append(task)
-        return [len(self.tasks) - 1]
 
     def _unit(self, number: int, part: Part, given: int) -> int:
         """Append a unit's operators; returns the operator that yields what it hands on."""
@@ -178,52 +180,79 @@ class PassWriter:
         source = self.source
         specs = [source.graph.spec(ref) for _, ref, *_ in values]
         ways = [source.path(source.stored[ref.node], wanted) for _, ref, wanted, _ in values]
+        names = [source.graph.nodes[ref.node].name for _, ref, *_ in values]
+        done = [0] * len(values)
         limit = inf if source.by_unit else source.options.bucket_bytes
 
         def size_bytes(number: int, step: Step) -> float:
             return source.local_bytes(specs[number], step.after)
 
         for moves in together(ways, [spec.dtype for spec in specs], size_bytes, limit):
-            at = self._message([(values[number][1], step) for number, step in moves], list(after), ahead)
+            items: list[Moved] = []
+            for number, step in moves:
+                _, ref, _, goal = values[number]
+                done[number] += 1
+                target = goal if done[number] == len(ways[number]) else f"{goal}.step{done[number]}"
+                items.append((ref, names[number], target, step))
+                names[number] = target
+            at = self._message(items, list(after), ahead)
             for number, _ in moves:
                 unit, *_, name = values[number]
                 self.arrivals[unit][name] = at
 
-    def _message(
-        self, moved: Sequence[tuple[TensorRef, Step]], after: list[int], ahead: bool = False, stream: int = BESIDE
-    ) -> int:
+    def _message(self, moved: Sequence[Moved], after: list[int], ahead: bool = False, stream: int = BESIDE) -> int:
         """Append a step on the way to a placement; `stream` is where it runs if it is no message."""
-        (ref, step), graph = moved[0], self.source.graph
+        (ref, value, target, step), graph = moved[0], self.source.graph
         if not isinstance(step.operation, Collective):
-            size = sum(self.source.local_bytes(graph.spec(one), way.after) for one, way in moved)
             task = Task(
                 name=f"{step.operation} {self.source.written_name(ref)}",
                 phase=self.phase,
                 kernel=Kernel.COPY,
                 dtype=graph.spec(ref).dtype,
-                bytes_moved=2.0 * size,
+                bytes_moved=2.0 * self.source.local_bytes(graph.spec(ref), step.after),
             )
-            return self._add(self._task(task), stream, after, ahead)
+            instruction: Slice | Mask = (
+                Slice(source=value, target=target, axis=step.axis, dim=step.split_dim)
+                if step.operation == "slice"
+                else Mask(source=value, target=target, axis=step.axis)
+            )
+            return self._add([self.work.add(task, instruction)], stream, after, ahead)
+        name = f"{step.operation} of {len(moved)} from {self.source.written_name(ref)}"
+        return self._add([self._collective(name, self.phase, moved)], BESIDE, after, ahead)
+
+    def _collective(self, name: str, phase: Phase, moved: Sequence[Moved]) -> int:
+        """Write one message of several tensors; returns the number of its task."""
+        (ref, *_, step), graph, sizes = moved[0], self.source.graph, self.source.sizes
+        assert isinstance(step.operation, Collective)
         axis = self.source.options.mesh.axes[step.axis].name
-        payload = sum(
-            graph.spec(one).size_bytes / prod(self.source.sizes[a] for a in way.sharded_axes) for one, way in moved
-        )
         task = Task(
-            name=f"{step.operation} of {len(moved)} from {self.source.written_name(ref)}",
-            phase=self.phase,
+            name=name,
+            phase=phase,
             stream=f"communication:{axis}",
             dtype=graph.spec(ref).dtype,
             collective=step.operation,
             axis=axis,
-            payload_bytes=payload,
+            payload_bytes=sum(
+                graph.spec(one).size_bytes / prod(sizes[a] for a in way.sharded_axes) for one, _, _, way in moved
+            ),
         )
-        return self._add(self._task(task), BESIDE, after, ahead)
+        instruction = Communicate(
+            collective=step.operation,
+            axis=step.axis,
+            sources=tuple(value for _, value, *_ in moved),
+            targets=tuple(target for _, _, target, _ in moved),
+            gather_dims=tuple(way.gather_dim for *_, way in moved),
+            split_dims=tuple(way.split_dim for *_, way in moved),
+            asynchronous=True,
+        )
+        return self.work.add(task, instruction)
 
     # Gradients
 
     def _gradient(self, number: int, mark: Mark, operator: int) -> None:
         """Hand a complete gradient on, once every unit of the chunk that shares its parameter has sent its term."""
-        value = Value(mark, self.source.output_placements(mark.gradient), operator)
+        placements = self.source.output_placements(mark.gradient)
+        value = Value(mark, placements, operator, self.source.value_name(mark.gradient, placements))
         tied = mark.parameter in self.tied
         expected = self.tied[mark.parameter] if tied else self.counts[id(self.parts[number])][mark.parameter]
         if expected > 1:
@@ -232,15 +261,17 @@ class PassWriter:
             if len(terms) < expected:
                 return
             size = self.source.local_bytes(self.source.graph.spec(mark.gradient), value.placements)
-            for _ in terms[1:]:
-                add = Task(
+            total = terms[0].name
+            for term in terms[1:]:
+                task = Task(
                     name=f"add gradients of {self.source.graph.nodes[mark.parameter].name}",
                     phase=Phase.BACKWARD,
                     kernel=Kernel.ELEMENTWISE,
                     dtype=self.source.graph.spec(mark.gradient).dtype,
                     bytes_moved=3.0 * size,
                 )
-                value = Value(mark, value.placements, self._add(self._task(add), KERNELS, []))
+                added = self.work.add(task, Accumulate(source=term.name, accumulator=total, first=False))
+                value = Value(mark, value.placements, self._add([added], KERNELS, []), total)
         self._synchronise(value, self._path(mark)[0], self._accumulate)
 
     def _path(self, mark: Mark) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
@@ -251,11 +282,16 @@ class PassWriter:
         behind = self._path(mark)[1]
         if source.options.micro_batches > 1:
             stream, after = self._behind(value)
-            value = Value(mark, value.placements, self._add(self._accumulation(value), stream, after))
+            accumulator = f"{source.graph.nodes[mark.parameter].name}.accumulated"
+            number = self._accumulation(value, accumulator)
+            value = Value(mark, value.placements, self._add([number], stream, after), accumulator)
         if self.last:
-            self._synchronise(value, behind, lambda arrived: None)
+            self._synchronise(value, behind, self._arrived)
 
-    def _accumulation(self, value: Value) -> list[int]:
+    def _arrived(self, value: Value) -> None:
+        self.synchronised[value.mark.parameter] = value.name
+
+    def _accumulation(self, value: Value, accumulator: str) -> int:
         """The task that adds a gradient to its accumulator; every layer like this one has the same."""
         key = value.mark, self.first
         if key not in self.accumulations:
@@ -268,7 +304,8 @@ class PassWriter:
                 dtype=spec.dtype,
                 bytes_moved=0.0 if self.first else 3.0 * size,
             )
-            self.accumulations[key] = self._task(task)
+            instruction = Accumulate(source=value.name, accumulator=accumulator, first=self.first)
+            self.accumulations[key] = self.work.add(task, instruction)
         return self.accumulations[key]
 
     def _behind(self, value: Value) -> tuple[int, list[int]]:
@@ -283,8 +320,9 @@ class PassWriter:
         step = steps[0]
         if not isinstance(step.operation, Collective):
             stream, waits = self._behind(value)
-            at = self._message([(value.mark.gradient, step)], waits, stream=stream)
-            self._synchronise(Value(value.mark, step.after, at), steps[1:], then)
+            target = self._name_after(value, step)
+            at = self._message([(value.mark.gradient, value.name, target, step)], waits, stream=stream)
+            self._synchronise(Value(value.mark, step.after, at, target), steps[1:], then)
             return
         spec = self.source.graph.spec(value.mark.gradient)
         key = (step.operation, step.axis, spec.dtype)
@@ -305,20 +343,16 @@ class PassWriter:
     def _flush(self, key: tuple[Collective, int, str]) -> None:
         bucket = self.pending.pop(key)
         waits = {v.operator for v, _, _ in bucket.entries if self.draft.stream[v.operator] != BESIDE}
-        payload = 0.0
-        for value, steps, _ in bucket.entries:
-            spec = self.source.graph.spec(value.mark.gradient)
-            payload += spec.size_bytes / prod(self.source.sizes[a] for a in steps[0].sharded_axes)
-        axis = self.source.options.mesh.axes[key[1]].name
-        task = Task(
-            name=f"{key[0]} of {len(bucket.entries)} gradients",
-            phase=Phase.BACKWARD,
-            stream=f"communication:{axis}",
-            dtype=key[2],
-            collective=key[0],
-            axis=axis,
-            payload_bytes=payload,
-        )
-        at = self._add(self._task(task), BESIDE, sorted(waits))
-        for value, steps, then in bucket.entries:
-            self._synchronise(Value(value.mark, steps[0].after, at), steps[1:], then)
+        targets = [self._name_after(value, steps[0]) for value, steps, _ in bucket.entries]
+        moved = [
+            (value.mark.gradient, value.name, target, steps[0])
+            for (value, steps, _), target in zip(bucket.entries, targets, strict=True)
+        ]
+        number = self._collective(f"{key[0]} of {len(bucket.entries)} gradients", Phase.BACKWARD, moved)
+        at = self._add([number], BESIDE, sorted(waits))
+        for (value, steps, then), target in zip(bucket.entries, targets, strict=True):
+            self._synchronise(Value(value.mark, steps[0].after, at, target), steps[1:], then)
+
+    def _name_after(self, value: Value, step: Step) -> str:
+        name = self.source.graph.nodes[value.mark.parameter].name
+        return f"{name}.gradient@{','.join(map(placement_name, step.after))}"

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, Role
+from planner.instructions import NOTHING
 from planner.lowering.chunk_memory import chunk_bytes, rank_bytes
 from planner.lowering.chunk_passes import Draft, PassWriter
 from planner.lowering.placed import PlacedGraph, local_share
@@ -16,6 +17,7 @@ from planner.lowering.representatives import Representatives, representatives
 from planner.lowering.segment import host_copy
 from planner.lowering.sums import summed
 from planner.lowering.unit_work import Mark, Part, UnitWork, units_work
+from planner.lowering.work import Work
 from planner.strategy.plan import Plan
 from planner.work import update_traffic
 from simulator.corrections import message_time
@@ -82,8 +84,8 @@ class _Lowering:
     found: Representatives
     units: tuple[UnitWork, ...]
     keys: tuple[Key, ...]
-    tasks: list[Task]
-    accumulations: dict[tuple[Mark, bool], list[int]] = field(default_factory=dict)
+    work: Work
+    accumulations: dict[tuple[Mark, bool], int] = field(default_factory=dict)
 
     @property
     def source(self) -> PlacedGraph:
@@ -107,17 +109,17 @@ def lower_pipeline(
             f"schedule {schedule.name} has {schedule.micro_batches} micro-batches, the plan {plan.micro_batches}; "
             "use a schedule of as many"
         )
-    tasks: list[Task] = []
-    units = units_work(found.source, found.chain, tasks)
+    work = Work()
+    units = units_work(found.source, found.chain, work)
     keys = tuple(tuple(found.of_unit[i] for i in members) for members in chunk_units(plan, found.names, schedule))
     lowering = _Lowering(
-        plan=plan, hardware=hardware, schedule=schedule, found=found, units=units, keys=keys, tasks=tasks
+        plan=plan, hardware=hardware, schedule=schedule, found=found, units=units, keys=keys, work=work
     )
     drafts = {key: _chunk_drafts(lowering, key) for key in dict.fromkeys(keys)}
     updates = [_updates(lowering, rank) for rank in range(schedule.ranks)]
     seconds = _seconds(lowering)
     made = {
-        key: {place: _operators(draft, tasks, seconds, hardware) for place, draft in passes.items()}
+        key: {place: _operators(draft, seconds, hardware) for place, draft in passes.items()}
         for key, passes in drafts.items()
     }
     kinds = {ActionKind(int(kind)) for kind in np.unique(schedule.kind)}
@@ -144,8 +146,8 @@ def lower_pipeline(
         key: {place: [n for operator in draft.tasks for n in operator] for place, draft in passes.items()}
         for key, passes in drafts.items()
     }
-    work = PassTasks(tasks=tasks, seconds=seconds, passes=[numbers[key] for key in keys], updates=updates)
-    return LoweredPipeline(schedule=schedule, costs=costs, sizes=sizes, flops=_flops(lowering), work=work)
+    timed = PassTasks(tasks=work.tasks, seconds=seconds, passes=[numbers[key] for key in keys], updates=updates)
+    return LoweredPipeline(schedule=schedule, costs=costs, sizes=sizes, flops=_flops(lowering), work=timed)
 
 
 def plan_schedule(plan: Plan) -> Schedule:
@@ -221,7 +223,7 @@ def _chunk_drafts(lowering: _Lowering, key: Key) -> dict[tuple[ActionKind, int],
             first = variant == FIRST or (variant == LAST and alone)
             writer = PassWriter(
                 lowering.source,
-                lowering.tasks,
+                lowering.work,
                 order,
                 parts,
                 phase,
@@ -240,7 +242,7 @@ def _chunk_drafts(lowering: _Lowering, key: Key) -> dict[tuple[ActionKind, int],
     return made
 
 
-def _operators(draft: Draft, tasks: Sequence[Task], seconds: FloatArray, hardware: Hardware) -> Operators:
+def _operators(draft: Draft, seconds: FloatArray, hardware: Hardware) -> Operators:
     rows = [len(after) for after in draft.after]
     streams = draft.stream if hardware.overlaps_communication else [0] * len(draft.stream)
     return Operators(
@@ -262,7 +264,7 @@ def _seconds(lowering: _Lowering) -> FloatArray:
         axes=tuple(
             ProgramAxis(name=axis.name, size=axis.size, stride=mesh.stride(i)) for i, axis in enumerate(mesh.axes)
         ),
-        segments=(Segment(name="everything", tasks=tuple(lowering.tasks)),),
+        segments=(Segment(name="everything", tasks=tuple(lowering.work.tasks)),),
     )
     return task_times(program, lowering.hardware)[0]
 
@@ -276,23 +278,19 @@ def _updates(lowering: _Lowering, rank: int) -> list[tuple[int, int]]:
         node = source.graph.nodes[index]
         elements = node.outputs[0].elements * local_share(source.stored[index], source.sizes)
         moved += 2.0 * times * elements * DTYPE_BYTES[node.outputs[0].dtype]
-        found.append((len(lowering.tasks), times))
-        lowering.tasks.append(
-            Task(
-                name=f"update {node.name}",
-                phase=Phase.UPDATE,
-                kernel=Kernel.OPTIMIZER,
-                dtype=node.outputs[0].dtype,
-                flops=elements * update.flops,
-                bytes_moved=elements * update_traffic(update, node.outputs[0].dtype),
-            )
+        task = Task(
+            name=f"update {node.name}",
+            phase=Phase.UPDATE,
+            kernel=Kernel.OPTIMIZER,
+            dtype=node.outputs[0].dtype,
+            flops=elements * update.flops,
+            bytes_moved=elements * update_traffic(update, node.outputs[0].dtype),
         )
-    for message in summed(source, _rank_parameters(lowering, rank).items()):
-        found.append((len(lowering.tasks), 1))
-        lowering.tasks.append(message.task)
+        found.append((lowering.work.add(task, NOTHING), times))
+    messages = summed(source, _rank_parameters(lowering, rank).items())
+    found += [(lowering.work.add(message.task, NOTHING), 1) for message in messages]
     if source.options.offload_optimizer:
-        found.append((len(lowering.tasks), 1))
-        lowering.tasks.append(host_copy(moved))
+        found.append((lowering.work.add(host_copy(moved), NOTHING), 1))
     return found
 
 

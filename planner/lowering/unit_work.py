@@ -10,9 +10,10 @@ from planner.graph.operator_graph import Role, TensorRef
 from planner.lowering.body import Body, Gather
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.unit_memory import UnitMemory, unit_memory
+from planner.lowering.work import Work
 from planner.lowering.writer import Draft
 from planner.sharding.placement import Placements
-from simulator.program import COMPUTE_STREAM, Phase, Task
+from simulator.program import COMPUTE_STREAM, Phase
 
 KERNELS, MESSAGES, BESIDE = range(3)
 """Streams of a rank, as in `simulator.pipeline_operators`."""
@@ -69,8 +70,8 @@ class UnitWork:
     memory: UnitMemory
 
 
-def units_work(source: PlacedGraph, found: Chain, tasks: list[Task]) -> tuple[UnitWork, ...]:
-    """Lower every unit of a chain; their tasks are appended to `tasks`."""
+def units_work(source: PlacedGraph, found: Chain, work: Work) -> tuple[UnitWork, ...]:
+    """Lower every unit of a chain; their tasks are appended to `work`."""
     seen: dict[int, int] = {}
     for unit in found.units:
         for index in unit.nodes:
@@ -79,7 +80,7 @@ def units_work(source: PlacedGraph, found: Chain, tasks: list[Task]) -> tuple[Un
         i for i, n in seen.items() if n > 1 and source.graph.nodes[i].role not in (Role.PARAMETER, Role.INPUT)
     )
     terms, sums = gradient_terms(source)
-    return tuple(_unit_work(source, found, number, tasks, shared, terms, sums) for number in range(len(found.units)))
+    return tuple(_unit_work(source, found, number, work, shared, terms, sums) for number in range(len(found.units)))
 
 
 def gradient_terms(source: PlacedGraph) -> tuple[dict[TensorRef, int], frozenset[int]]:
@@ -102,7 +103,7 @@ def _unit_work(
     source: PlacedGraph,
     found: Chain,
     number: int,
-    tasks: list[Task],
+    work: Work,
     shared: frozenset[int],
     terms: Mapping[TensorRef, int],
     sums: frozenset[int],
@@ -135,9 +136,8 @@ def _unit_work(
     leads = _leads_to(backward, sent_back)
     inputs = [draft for draft, leads_there in zip(backward, leads, strict=True) if leads_there]
     weights = [draft for draft, leads_there in zip(backward, leads, strict=True) if not leads_there]
-    builder = _Builder(tasks, frozenset(source.written_name(ref) for ref in given), gathered, names, shared, source)
-    numbers = {id(draft): len(tasks) + i for i, draft in enumerate(drafts)}
-    tasks += [draft.task for draft in drafts]
+    builder = _Builder(frozenset(source.written_name(ref) for ref in given), gathered, names, shared, source)
+    numbers = dict(zip(map(id, drafts), work.add_all(drafts), strict=True))
     ends = [name for draft in drafts for name in (b.name for b in draft.writes) if name in names]
     early, late = _marked_late(builder.part(inputs, numbers, sent_back), builder.part(weights, numbers, ""))
     return UnitWork(
@@ -190,7 +190,6 @@ def _leads_to(drafts: Sequence[Draft], goal: str) -> list[bool]:
 class _Builder:
     """Joins drafts to operators."""
 
-    tasks: list[Task]
     given: frozenset[str]
     gathered: set[str]
     marks: Mapping[str, Mark]
