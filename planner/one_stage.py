@@ -6,31 +6,25 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph, Role
-from planner.graph.scaling import at_batch
-from planner.lowering import lower_graph, lowering_options
-from planner.lowering.checked import lower
-from planner.prediction import Prediction, predict
+from planner.prediction import Prediction, predict_plan
 from planner.quantities import bytes_text
 from planner.request import Pins, PlanRequest
 from planner.search.candidates import NEAR_ENOUGH, ROOMY, Found, Misfit, Space, closed, explore
-from planner.search.problem.solution import node_rules, template_name
+from planner.search.exact.elimination import TooWideError
+from planner.search.problem.solution import Solution, node_rules, template_name
 from planner.search.problem.unaligned import in_runs
-from planner.search.recursive_programming import with_free_bound
+from planner.search.recursive_programming import with_bound
 from planner.sharding.placement import Placements
-from planner.shortening import shallow_versions
 from planner.strategy.plan import (
     Certificate,
     LayerRules,
     NodeRules,
     Plan,
     Status,
-    expanded_rules,
     optimizer_sharding,
 )
 from simulator.errors import InputError
-from simulator.hardware import Hardware
 
 PROOF_TOLERANCE = 1e-6
 RESCORED = 3
@@ -107,13 +101,12 @@ def search_one_stage(
 
 
 class _Scorer:
-    """Simulates solved meshes of one request; graphs at the same batch are unfolded once."""
+    """Simulates solved meshes of one request."""
 
     def __init__(self, space: Space, graph: OperatorGraph, base: Mapping[str, object]) -> None:
         self.space = space
         self.graph = graph
         self.base = base
-        self.unfolded: dict[int, OperatorGraph] = {}
 
     def score(self, found: list[Found], top: int) -> list[Candidate]:
         """Simulate the best by objective, with a tighter limit where the simulated peak does not fit."""
@@ -122,63 +115,45 @@ class _Scorer:
             if len(scored) == top:
                 break
             best = min((c.prediction.step_time_s for c in scored), default=float("inf"))
-            plan = self._fitting(item, retries=_RETRIES if item.solution.objective_s <= NEAR_ENOUGH * best else 0)
-            prediction = plan and self._whole(plan)
-            if plan and prediction and prediction.peak_memory_bytes <= self.space.hardware.device_memory_bytes:
-                scored.append(Candidate(plan=plan, prediction=prediction, reason=""))
+            scored += self._fitting(item, retries=_RETRIES if item.solution.objective_s <= NEAR_ENOUGH * best else 0)
         return sorted(scored, key=lambda c: c.prediction.step_time_s)
 
-    def _fitting(self, item: Found, *, retries: int) -> Plan | None:
-        """The item's plan, solved again with less memory until its simulated peak fits; None where it never does."""
-        space = self.space
+    def _fitting(self, item: Found, *, retries: int) -> list[Candidate]:
+        """The item's plan, solved again with less memory until its simulated peak fits; none where it never does."""
+        space, limit = self.space, self.space.hardware.device_memory_bytes
         if space.search_mode != "dynamic_programming":
-            item = replace(item, solution=with_free_bound(item.problem, item.solution))
-        limit = space.hardware.device_memory_bytes
+            item = replace(item, solution=_bounded(item, limit))
         plan, allowed = _make_plan(space, self.graph, self.base, item), float(limit)
-        for _ in range(max(retries, 1) if item.solution.memory_bytes > ROOMY * limit else 0):
-            over = quick_peak(plan, self.graph, space.hardware) - limit
+        prediction = predict_plan(plan, self.graph, space.hardware)
+        for _ in range(retries if item.solution.memory_bytes > ROOMY * limit else 0):
+            over = prediction.peak_memory_bytes - limit
             if over <= 0:
                 break
-            if not retries:
-                return None
             allowed -= over + 0.01 * limit
             again = _again(space, item, allowed)
             if again is None:
-                return None
+                return []
             # The bound of the tighter limit does not hold for the device's own; that of the first search does.
             bound = min(item.solution.lower_bound_s, again.solution.lower_bound_s)
             again = replace(again, solution=replace(again.solution, lower_bound_s=bound))
             plan = _make_plan(space, self.graph, self.base, again)
-        return plan
+            prediction = predict_plan(plan, self.graph, space.hardware)
+        fits = prediction.peak_memory_bytes <= limit
+        return [Candidate(plan=plan, prediction=prediction, reason="")] if fits else []
 
-    def _whole(self, plan: Plan) -> Prediction:
-        """Predict the whole network; the strategies come from the rule table and need no second check."""
-        batch = plan.samples
-        if batch not in self.unfolded:
-            self.unfolded[batch] = unfold(at_batch(self.graph, batch))
-        graph = self.unfolded[batch]
-        lowered = lower_graph(graph, expanded_rules(plan), lowering_options(plan, graph))
-        return predict(plan, lowered, self.space.hardware)[0]
+
+def _bounded(item: Found, limit: float) -> Solution:
+    """The solution with what a price of memory proves, which is soon found; without a bound on graphs too wide."""
+    try:
+        return with_bound(item.problem, item.solution, limit, pairs=0)
+    except TooWideError:
+        return item.solution
 
 
 def _again(space: Space, item: Found, allowed: float) -> Found | None:
     """The same mesh with less memory; None where nothing fits."""
     solution, messages = space.solve(item.problem, allowed)
     return None if solution is None else replace(item, solution=solution, messages=messages)
-
-
-def quick_peak(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> int:
-    """Peak memory of a plan in bytes, at a cost that does not grow with depth.
-
-    Where many equal layers have equal strategies, two or more shallow networks are simulated, and the
-    line through their peaks is continued; elsewhere the whole network is.
-    """
-    versions = shallow_versions(graph, plan)
-    if not versions:
-        return predict(plan, lower(plan, graph), hardware)[0].peak_memory_bytes
-    base, *others = (predict(v.plan, lower(v.plan, v.graph), hardware)[0].peak_memory_bytes for v in versions)
-    steps = (v.steps for v in versions[1:])
-    return round(base + sum(step * (base - other) for other, step in zip(others, steps, strict=True)))
 
 
 def _make_plan(space: Space, graph: OperatorGraph, base: Mapping[str, object], item: Found) -> Plan:

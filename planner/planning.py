@@ -168,7 +168,7 @@ def plan_network(
         incumbent = found.best_s if found is not None and found.scored else float("inf")
         try:
             refusable = wide or _falls_back(request, pins)
-            one = search_one_stage(space, graph, base, pins, request, refusable=refusable, incumbent_s=incumbent)
+            one = search_one_stage(space, graph, base, pins, scored, refusable=refusable, incumbent_s=incumbent)
         except KeyboardInterrupt:
             if found is None or not found.scored:
                 raise

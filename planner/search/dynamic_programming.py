@@ -147,8 +147,15 @@ def least_bytes(problem: Problem) -> float:
 
 
 def smallest(problem: Problem) -> Solution:
-    """The plan that needs least memory, however slow, and the fastest of those: what an infeasible search reports."""
-    solver = _solver(problem)
+    """The plan that needs least memory, however slow, and the fastest of those: what an infeasible search reports.
+
+    On graphs too wide for elimination it is the smallest that a beam finds.
+    """
+    try:
+        solver = _solver(problem)
+    except TooWideError:
+        whole = model_of(problem)
+        return WideSearch(Costing(whole), undominated(possible(whole)), np.inf, lambda: False).smallest()
     return solver.solution(solver.least_memory(), 0.0)
 
 

@@ -24,7 +24,7 @@ from functools import partial
 import numpy as np
 
 from planner.search import dynamic_programming
-from planner.search.exact.elimination import TooWideError
+from planner.search.exact.pareto import MAX_PAIRS
 from planner.search.memory_price import within_limit
 from planner.search.problem.layered_tables import LayeredTables
 from planner.search.problem.problem import Problem
@@ -56,20 +56,11 @@ def solve(problem: Problem, memory_limit_bytes: float, *, bound: bool = False) -
     return with_bound(problem, found, memory_limit_bytes) if bound else replace(found, lower_bound_s=0.0, width=0)
 
 
-def with_bound(problem: Problem, solution: Solution, memory_limit_bytes: float) -> Solution:
-    """The solution with the lower bound and the width that the exact search proves."""
-    exact = dynamic_programming.solve(problem, memory_limit_bytes)
+def with_bound(problem: Problem, solution: Solution, memory_limit_bytes: float, *, pairs: int = MAX_PAIRS) -> Solution:
+    """The solution with the lower bound and the width that the exact search proves, looking at so many pairs."""
+    exact = dynamic_programming.solve(problem, memory_limit_bytes, pairs=pairs)
     proven = 0.0 if exact is None else min(exact.lower_bound_s, solution.objective_s)
     return replace(solution, lower_bound_s=proven, width=0 if exact is None else exact.width)
-
-
-def with_free_bound(problem: Problem, solution: Solution) -> Solution:
-    """The solution with the exact optimum without a memory limit as its lower bound: weaker, but soon found."""
-    try:
-        free = dynamic_programming.fastest(problem)
-    except TooWideError:
-        return solution
-    return replace(solution, lower_bound_s=min(free.lower_bound_s, solution.objective_s), width=free.width)
 
 
 def gap_to_exact(problem: Problem, solution: Solution, memory_limit_bytes: float = np.inf) -> float:

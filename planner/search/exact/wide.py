@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from planner.search.exact.costing import PROOF, SMALL, Costing, Plan, Stop
 from planner.search.exact.dual import Dual
-from planner.search.exact.elimination import Table
+from planner.search.exact.elimination import Table, TooWideError
 from planner.search.exact.folded import Weights
 from planner.search.exact.model import Model
 from planner.search.exact.unrolling import unrolled
@@ -103,6 +103,23 @@ class WideSearch:
     def least_bytes(self) -> float:
         """Bytes that no plan takes fewer of."""
         return self._memory.bound
+
+    def smallest(self) -> Solution:
+        """The plan of least memory that a beam finds, the fastest of those.
+
+        Raises
+        ------
+        TooWideError
+            Where it finds none.
+        """
+        plans = [plan for plan in self._plans(self._memory, np.inf) if np.isfinite(plan.seconds)]
+        if not plans:
+            raise TooWideError(
+                "the graph is too densely connected for exact search, and no plan of it was found; pin more "
+                "dimensions, for example --pin tp=1"
+            )
+        best = min(plans, key=lambda plan: (plan.bytes, plan.seconds))
+        return self.costing.solution(best, 0.0, left=sum(self.model.sizes), width=0, largest_table=0)
 
     def proven(self) -> bool:
         """Whether the best plan attains the bound."""
