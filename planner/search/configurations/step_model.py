@@ -2,26 +2,35 @@
 
 Seconds of a step of M micro-batches on p pipeline ranks::
 
-    sum over chunks fill  +  sum over turns max over ranks (M (F + B) - fill + once)
+    sum over chunks fill  +  sum over turns max over ranks (M (F + B + stall) - fill + once)
 
-F and B are the passes of a chunk, messages inside the stage mesh and recomputation included; the fill is what
-`planner.search.configurations.schedule_shapes` says of the schedule; a turn is one chunk of each rank. ``once`` is
-what a rank does once a step:
+F and B are the passes of a chunk, messages inside the stage mesh, sums over the batch inside operators and
+recomputation included; the fill is what `planner.search.configurations.schedule_shapes` says of the schedule, less
+what the last unit of a chunk computes again while its rank waits for a gradient; a turn is one chunk of each rank.
+Turns that are unequally long may even out: what the schedule says of them is simulated pass by pass, but no rank takes
+less than all of its chunks. ``once`` is what a rank does once a step:
 
-* its optimizer update, on the part of the states that it holds, with the way to the host and back where states live
-  there;
-* sums of gradients inside the stage mesh (over sequence shards and the like);
-* with ZeRO-1 and 2 what the all-gather of each unit's parameters exposes beside its first forward pass;
-* what the data-parallel sum of gradients leaves exposed: messages start behind the backward pass of their unit in
-  the last micro-batch, one after the other.
+* its optimizer update, on the part of the states that it holds, and, where those live in the memory of the host,
+  gradients on their way there and parameters on their way back;
+* what the gathers of parameters expose: those inside the stage mesh and, with ZeRO-1 and 2, those over the data axis
+  hide behind the forward passes of their units, but for the first message;
+* what the sums of gradients expose: messages start behind the backward pass of their unit in the last micro-batch, one
+  after the other, those over the data axis behind those inside the stage mesh. A parameter travels whole, others in
+  messages as large as a bucket, or as a chunk has gradients: each has its latency, and the last one is exposed.
 
 With several micro-batches every one adds its gradients to those before, a kernel for each parameter. ZeRO-2
 reduce-scatters every micro-batch's gradients in buckets, ZeRO-3 those of a unit in one message, and gathers a unit's
-parameters in one before its forward and its backward pass: a pass of a unit takes as long as the longer of its own work
-and its messages. Nothing else overlaps, and links are shared as `simulator.topology` has it for groups of one kind.
+parameters in one before its forward and its backward pass, over the data axis and inside the stage mesh: a pass of a
+unit takes as long as the longer of its own work and its messages. ``stall`` is what ZeRO-3 exposes between the passes
+of a chunk (the scatter and the gather of its first unit), and by how much the sum of the loss takes longer than the
+passes beside it. What happens at both ends of a chunk is shared out over the units, so that the objective stays a sum.
+Nothing else overlaps, and links are shared as `simulator.topology` has it for groups of one kind.
 
-Memory of a rank: parameters, gradients and optimizer states, each whole or sharded by the ZeRO level; activations of
-the micro-batches in flight; what stands while one unit goes backward: gradients on their way, gathered parameters.
+Memory of a rank: parameters, gradients and optimizer states, each whole or sharded by the ZeRO level; parameters that
+are gathered for the step; gradients as large as operators write them before they are summed; activations of the
+micro-batches in flight; what stands while one unit goes backward: gradients on their way, gathered parameters, and
+the term of a tied parameter that waits for the others. In schedules that put weight gradients off, what was computed
+again waits as long as activations do.
 """
 
 from __future__ import annotations
@@ -29,16 +38,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
-from math import prod
+from math import ceil
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES
-from planner.search.configurations.schedule_shapes import ONE_STAGE, SPLIT, ScheduleShape, schedule_shape, uneven_s
+from planner.search.configurations.configuration import AXES, Configuration
+from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape, schedule_shape, uneven_s
 from planner.search.stages.fragments import FloatArray, Fragments, IntArray
 from planner.search.stages.segments import PartitionTask
-from planner.sharding.placement import Mesh, MeshAxis
 from planner.work import Optimizer, state_bytes, update_traffic
 from simulator.corrections import kernel_factor, message_time
 from simulator.hardware import Hardware
@@ -49,73 +58,7 @@ from simulator.topology import group_shape
 if TYPE_CHECKING:
     from planner.search.units.labels import StageTables, TiedParameter, UnitLabels
 
-AXES = ("pipeline", "data", "context", "expert", "tensor")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Configuration:
-    """Everything but operator strategies, stages and recomputation.
-
-    ``data`` is the mesh axis: ranks that hold copies of the same experts; data-parallel ranks are ``data * expert``.
-    ``order`` names the axes from the outermost to the one with neighbouring ranks. ``bucket_bytes`` is the size of
-    fused messages of gradients (`planner.search.configurations.buckets`), 0 that of the model.
-    """
-
-    pipeline: int = 1
-    virtual: int = 1
-    schedule: str = ONE_STAGE
-    data: int = 1
-    context: int = 1
-    expert: int = 1
-    tensor: int = 1
-    order: tuple[str, ...] = AXES
-    micro_batch: int = 1
-    micro_batches: int = 1
-    optimizer_sharding: str = "none"
-    shard_size: int = 0
-    offload: bool = False
-    bucket_bytes: int = 0
-    context_algorithm: str = "none"
-
-    @property
-    def degrees(self) -> dict[str, int]:
-        """Size of every axis."""
-        return {axis: int(getattr(self, axis)) for axis in AXES}
-
-    @property
-    def data_parallel(self) -> int:
-        """Ranks with batches of their own."""
-        return self.data * self.expert
-
-    @property
-    def devices(self) -> int:
-        """Product of all axes."""
-        return prod(self.degrees.values())
-
-    def stride(self, axis: str) -> int:
-        """Distance in rank between neighbours along an axis."""
-        inner = self.order[self.order.index(axis) + 1 :]
-        return prod(self.degrees[name] for name in inner)
-
-    def mesh(self) -> Mesh:
-        """Mesh of one stage, axes of one rank left out."""
-        names = [a for a in AXES[1:] if self.degrees[a] > 1]
-        return Mesh(
-            tuple(MeshAxis(name, self.degrees[name]) for name in names), tuple(self.stride(name) for name in names)
-        )
-
-    def inner_mesh(self) -> Mesh:
-        """The stage mesh without its data axis: what one table of labels is about."""
-        names = [a for a in AXES[2:] if self.degrees[a] > 1]
-        return Mesh(
-            tuple(MeshAxis(name, self.degrees[name]) for name in names), tuple(self.stride(name) for name in names)
-        )
-
-    @property
-    def table_key(self) -> tuple[object, ...]:
-        """Configurations with equal keys share a table of labels."""
-        mesh = self.inner_mesh()
-        return (mesh, self.micro_batch, self.context_algorithm)
+__all__ = ["AXES", "Configuration", "StepModel", "host_bandwidth"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -283,7 +226,7 @@ class StepModel:
         """Bytes of a fused message: what a chunk sends, in as few messages as the size of a bucket allows."""
         bucket = c.bucket_bytes or self.bucket_bytes
         sent = whole.elements / (c.pipeline * c.virtual) * DTYPE_BYTES[self.dtype]
-        return max(1.0, sent / max(1.0, np.ceil(sent / bucket)))
+        return max(1.0, sent / max(1, ceil(sent / bucket)))
 
     def _fused_s(
         self, collective: Collective, elements: FloatArray, size: int, stride: int, bucket_bytes: float

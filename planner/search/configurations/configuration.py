@@ -1,0 +1,77 @@
+"""A configuration: everything that a plan decides but operator strategies, stages and recomputation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from planner.search.configurations.schedule_shapes import ONE_STAGE
+from planner.sharding.placement import Mesh, MeshAxis
+
+AXES = ("pipeline", "data", "context", "expert", "tensor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """Everything but operator strategies, stages and recomputation.
+
+    ``data`` is the mesh axis: ranks that hold copies of the same experts; data-parallel ranks are ``data * expert``.
+    ``order`` names the axes from the outermost to the one with neighbouring ranks. ``bucket_bytes`` is the size of
+    fused messages of gradients (`planner.search.configurations.buckets`), 0 that of the model.
+    """
+
+    pipeline: int = 1
+    virtual: int = 1
+    schedule: str = ONE_STAGE
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+    tensor: int = 1
+    order: tuple[str, ...] = AXES
+    micro_batch: int = 1
+    micro_batches: int = 1
+    optimizer_sharding: str = "none"
+    shard_size: int = 0
+    offload: bool = False
+    bucket_bytes: int = 0
+    context_algorithm: str = "none"
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Size of every axis."""
+        return {axis: int(getattr(self, axis)) for axis in AXES}
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks with batches of their own."""
+        return self.data * self.expert
+
+    @property
+    def devices(self) -> int:
+        """Product of all axes."""
+        return prod(self.degrees.values())
+
+    def stride(self, axis: str) -> int:
+        """Distance in rank between neighbours along an axis."""
+        inner = self.order[self.order.index(axis) + 1 :]
+        return prod(self.degrees[name] for name in inner)
+
+    def mesh(self) -> Mesh:
+        """Mesh of one stage, axes of one rank left out."""
+        names = [a for a in AXES[1:] if self.degrees[a] > 1]
+        return Mesh(
+            tuple(MeshAxis(name, self.degrees[name]) for name in names), tuple(self.stride(name) for name in names)
+        )
+
+    def inner_mesh(self) -> Mesh:
+        """The stage mesh without its data axis: what one table of labels is about."""
+        names = [a for a in AXES[2:] if self.degrees[a] > 1]
+        return Mesh(
+            tuple(MeshAxis(name, self.degrees[name]) for name in names), tuple(self.stride(name) for name in names)
+        )
+
+    @property
+    def table_key(self) -> tuple[object, ...]:
+        """Configurations with equal keys share a table of labels."""
+        mesh = self.inner_mesh()
+        return (mesh, self.micro_batch, self.context_algorithm)
