@@ -8,6 +8,7 @@ import numpy as np
 
 from planner.graph.operator_graph import Node, OperatorGraph
 from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape
+from planner.search.configurations.space import Extent
 from planner.search.configurations.step_model import AXES, Configuration, StepModel
 from planner.search.configurations.whole_units import chunk_times, least_ranks, least_turns, longer
 from planner.search.stages.fragments import BACKLOG, FILL, QUEUE, RESIDENT, STEADY, FloatArray
@@ -74,11 +75,6 @@ def even_bound(configuration: Configuration, passes_s: float, ahead: float = 0.0
     return configuration.micro_batches * passes_s / ranks + fill * (1 - 1 / ranks)
 
 
-def least_passes(tables: StageTables) -> FloatArray:
-    """(units,) least seconds of both passes of each unit of the folded chain, all strategies considered."""
-    return tables.least_passes_s
-
-
 def passes_bound(
     configuration: Configuration, passes_s: FloatArray, counts: list[int], shape: ScheduleShape, sends_s: FloatArray,
     ahead: float = 0.0,
@@ -102,6 +98,17 @@ def passes_bound(
     if c.pipeline == 1:
         return fill + least_turns(times, 1, 1)
     return fill + least_ranks(times, c.pipeline, together=bool(shape.rank_of[0] == shape.rank_of[-1]))
+
+
+def computed_ahead(extent: Extent, configuration: Configuration) -> float:
+    """Most of a unit's passes that a rank may compute again while it waits for the fill, as a part of them.
+
+    Passes that compute nothing again are never longer than what others take besides; where there are none, units
+    compute at most half of their passes again, which counts at the ends of chunks.
+    """
+    if extent.pins.recompute in (None, "none"):
+        return 0.0
+    return 0.5 * min(1.0, configuration.pipeline * configuration.virtual / extent.units)
 
 
 def _filled(configuration: Configuration, ahead: float) -> float:

@@ -21,8 +21,8 @@ import numpy as np
 
 from planner.search.configurations.alternatives import PER_SHAPE, different, shape_of
 from planner.search.configurations.bounds import (
+    computed_ahead,
     even_bound,
-    least_passes,
     memory_bound,
     never_faster,
     passes_bound,
@@ -342,24 +342,14 @@ class _Search:
                 return
             if key not in self.least:
                 # Tables are filled when they are first asked.
-                self.least[key] = least_passes(tables)
+                self.least[key] = tables.least_passes_s
         with self._timed("bounds"):
             counts = np.array([unit.count for unit in tables.chain.units])
-            least = max(bound, even_bound(placed, float(self.least[key] @ counts), self._ahead(placed)))
+            least = max(bound, even_bound(placed, float(self.least[key] @ counts), computed_ahead(self.extent, placed)))
             for other in node.others:
                 slower = never_faster(self.extent.hardware, bare(placed), bare(other))
                 self._push(least if slower else bound, _Node(_Stage.ORDER, other), hoped_s=least)
             self._push(least, _Node(_Stage.EVEN, placed))
-
-    def _ahead(self, placed: Configuration) -> float:
-        """Most of a unit's passes that a rank may compute again while it waits for the fill, as a part of them.
-
-        Passes that compute nothing again are never longer than what others take besides; where there are none, units
-        compute at most half of their passes again, which counts at the ends of chunks.
-        """
-        if self.extent.pins.recompute in (None, "none"):
-            return 0.0
-        return 0.5 * min(1.0, placed.pipeline * placed.virtual / self.extent.units)
 
     def _passes_bound(self, placed: Configuration) -> float:
         tables, key = self._table(placed), placed.table_key
@@ -368,7 +358,7 @@ class _Search:
             sends = self.model.sends_s(tables, placed)
             self.sends[way] = np.sort(sends.min(axis=1)) if len(sends) else np.zeros(0)
         counts = [unit.count for unit in tables.chain.units]
-        shape, ahead = self.model.shape(placed), self._ahead(placed)
+        shape, ahead = self.model.shape(placed), computed_ahead(self.extent, placed)
         return passes_bound(placed, self.least[key], counts, shape, self.sends[way], ahead)
 
     def _tables(self, placed: Configuration) -> StageTables | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import cast
+from dataclasses import fields, replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,14 +12,23 @@ from hypothesis import strategies as st
 
 from planner.request import Pins
 from planner.search.configurations.alternatives import diverse, shape_of
+from planner.search.configurations.bounds import (
+    computed_ahead,
+    even_bound,
+    memory_bound,
+    passes_bound,
+    standing_bytes,
+    task_bound,
+)
 from planner.search.configurations.branch_and_bound import Explored, explore
 from planner.search.configurations.space import Extent, configurations
 from planner.search.configurations.step_model import Configuration, StepModel
+from planner.search.stages.partition import partition
 from planner.search.stages.segments import PartitionTask
 from planner.search.units.labels import StageTables
 from planner.work import optimizer
 from simulator.hardware import Hardware, load_profile
-from tests.planner.search.made_tables import MadeUnit, made_tables
+from tests.planner.search.made_tables import MadeTables, MadeUnit, made_tables
 from tests.planner.search.test_pipeline_partition import brute_force
 
 GIB = 2.0**30
@@ -96,6 +105,48 @@ def test_the_search_equals_trying_everything(
     if found.found:
         assert found.found[0].objective_s == pytest.approx(best)
         assert found.gap <= 1e-6
+
+
+def computing_all_again(tables: StageTables) -> StageTables:
+    """The same with the labels alone that keep nothing."""
+    units = []
+    for unit in tables.units:
+        names = [field.name for field in fields(unit) if field.name != "assignments"]
+        kept: dict[str, Any] = {name: getattr(unit, name)[2:] for name in names}
+        units.append(replace(unit, **kept, assignments=unit.assignments[2:]))
+    return cast(StageTables, replace(cast(MadeTables, tables), units=tuple(units)))
+
+
+@settings(max_examples=4)
+@given(
+    blocks=st.integers(1, 3),
+    devices=st.sampled_from([2, 4]),
+    batch=st.sampled_from([4, 8]),
+    limit=st.sampled_from([1.0, 3.0, 40.0]),
+    elements=st.sampled_from([1e6, 1e8]),
+    recompute=st.sampled_from([None, "full"]),
+)
+def test_no_configuration_is_faster_than_its_bounds(
+    blocks: int, devices: int, batch: int, limit: float, elements: float, recompute: str | None
+) -> None:
+    """Bounds before storage is known, and with it, lie below what the stages of every configuration really take."""
+    units = network(blocks, elements=elements, gib=0.4)
+    extent = Extent(
+        hardware=A100, devices=devices, global_batch=batch, pins=Pins(recompute=recompute), units=blocks + 2
+    )
+    step, counts = model(limit), np.array([unit.count for unit in units])
+    for c in configurations(extent):
+        tables = made_tables(units, c, A100)
+        tables = tables if recompute is None else computing_all_again(tables)
+        task, ahead, least = step.task(tables, c), computed_ahead(extent, c), tables.least_passes_s
+        found, sends = partition(task), np.sort(step.sends_s(tables, c).min(axis=1))
+        best = np.inf if found is None else found.objective_s
+        assert even_bound(c, float(least @ counts), ahead) <= best * (1 + 1e-9), c
+        assert passes_bound(c, least, counts.tolist(), step.shape(c), sends, ahead) <= best * (1 + 1e-9), c
+        assert task_bound(task) <= best * (1 + 1e-9), c
+        assert memory_bound(task) <= best * (1 + 1e-9), c
+        if standing_bytes(step, tables, c) > c.pipeline * step.limit_bytes:
+            assert found is None, c
 
 
 def test_plans_are_different_and_few_of_one_shape() -> None:

@@ -1,0 +1,97 @@
+"""The whole network on one rank: equal to trying everything, and to a table over bytes where there are many units."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.search.stages import one_rank
+from planner.search.stages.fragments import ACTIVATION, BACKLOG, FILL, QUEUE, RESIDENT, STEADY, TRANSIENT, Fragments
+from planner.search.stages.partition import partition, proves_misfit
+from planner.search.stages.segments import PartitionTask
+from tests.planner.search.test_pipeline_partition import brute_force, check, tasks
+
+
+def alone(task: PartitionTask) -> PartitionTask:
+    """The same on one rank."""
+    return replace(task, ranks=1, chunks=1, rank_of=np.zeros(1, dtype=np.int64), in_flight=np.full(1, 2.0))
+
+
+@settings(max_examples=80)
+@given(tasks())
+def test_one_rank_equals_brute_force(task: PartitionTask) -> None:
+    one = alone(task)
+    found, best = partition(one), brute_force(one)
+    assert (found is None) == (best == np.inf)
+    if found is None:
+        assert proves_misfit(one, one, 32)
+    else:
+        assert found.objective_s == pytest.approx(best)
+        assert found.lower_bound_s == pytest.approx(best)
+        check(one, found)
+
+
+@given(tasks())
+def test_few_ways_at_once_keep_a_true_bound(task: PartitionTask) -> None:
+    one = alone(task)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_rank, "BEAMS", (1,))
+        found, best = partition(one, width=1), brute_force(one)
+    if found is not None:
+        assert found.lower_bound_s <= best * (1 + 1e-9) <= found.objective_s * (1 + 2e-9)
+        check(one, found)
+    else:
+        assert best == np.inf or not proves_misfit(one, one, 1)
+
+
+def least_over_bytes(seconds: list[int], held: list[int], peaks: list[int], units: int, limit: int) -> float:
+    """Least seconds of equal units by a table over whole bytes, for every limit on what one unit needs at once."""
+    best = np.inf
+    for peak in set(peaks):
+        table = np.zeros(max(limit - peak, -1) + 1)
+        for _ in range(units):
+            after = np.full_like(table, np.inf)
+            for second, need, once in zip(seconds, held, peaks, strict=True):
+                if once <= peak and need < len(table):
+                    after[need:] = np.minimum(after[need:], second + table[: len(table) - need])
+            table = after
+        best = min(best, float(table[-1]) if len(table) else np.inf)
+    return best
+
+
+@settings(max_examples=25)
+@given(
+    ways=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 40), st.integers(0, 50)), min_size=1, max_size=7),
+    units=st.integers(20, 60),
+    share=st.floats(0.0, 1.1),
+)
+def test_many_equal_units_equal_a_table_over_bytes(ways: list[tuple[int, int, int]], units: int, share: float) -> None:
+    seconds, held, peaks = (list(column) for column in zip(*ways, strict=True))
+    low, high = units * min(held), units * max(held) + max(peaks)
+    limit = int(low + share * (high - low))
+    values = np.zeros((len(ways), 7))
+    for column, numbers in ((STEADY, seconds), (ACTIVATION, held), (TRANSIENT, peaks)):
+        values[:, column] = numbers
+    values[:, [FILL, QUEUE, BACKLOG, RESIDENT]] = 0.0
+    state = np.full(len(ways), -1)
+    task = PartitionTask(
+        kinds=(Fragments(values, state, state, np.arange(len(ways))[:, None]),),
+        counts=(units,),
+        sends_s=np.zeros((units - 1, 1)),
+        fill_sends=0.0,
+        steady_sends=0.0,
+        ranks=1,
+        chunks=1,
+        rank_of=np.zeros(1, dtype=np.int64),
+        in_flight=np.ones(1),
+        limit_bytes=float(limit),
+    )
+    found, best = partition(task), least_over_bytes(seconds, held, peaks, units, limit)
+    assert (found is None) == (best == np.inf)
+    if found is not None:
+        assert found.objective_s == pytest.approx(best)
+        assert found.lower_bound_s == pytest.approx(best)
