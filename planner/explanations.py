@@ -69,14 +69,14 @@ def other_choices(best: Plan, other: Plan) -> str:
     found = [
         f"{name}={value}"
         for name, value, before in (
-            ("schedule", other.schedule, best.schedule),
+            ("schedule", other.schedule, best.schedule if best.pipeline > 1 else other.schedule),
             ("vpp", other.virtual, best.virtual),
             ("recompute", other.recompute, best.recompute),
             ("context_algorithm", other.context_algorithm, best.context_algorithm),
             ("offload_optimizer", str(other.offload_optimizer).lower(), str(best.offload_optimizer).lower()),
             ("shard_size", other.shard_size, best.shard_size),
         )
-        if value != before
+        if value != before and value != "none"
     ]
     return f" ({', '.join(found)})" if found else ""
 
@@ -181,16 +181,23 @@ def shadow_prices(search: Configured, pins: Pins, explored: Explored, best: Plac
     near = sorted(explored.found, key=lambda placed: placed.objective_s)[:CONSIDERED]
     roomier = [partition(simplified(replace(p.task, limit_bytes=p.task.limit_bytes + GIB))) for p in near]
     with_more = min([best.objective_s, *(p.objective_s for p in roomier if p is not None)])
+    # Measured times of collectives are those of the links as they are.
+    plain = replace(search.hardware, collective_tables=())
+    before = _objective_s(search, pins, best, plain) if search.hardware.collective_tables else best.objective_s
     links = {}
-    for number, level in enumerate(search.hardware.levels):
+    for number, level in enumerate(plain.levels):
         faster = replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * MORE_BANDWIDTH)
-        levels = (*search.hardware.levels[:number], faster, *search.hardware.levels[number + 1 :])
-        hardware = replace(search.hardware, levels=levels, collective_tables=())
-        tables = search.tables(pins, best.configuration, hardware)
-        task = search.model(hardware, best.task.limit_bytes).task(tables, best.configuration)
-        found = partition(simplified(task))
-        links[level.name] = 0.0 if found is None else max(0.0, best.objective_s - found.objective_s)
+        hardware = replace(plain, levels=(*plain.levels[:number], faster, *plain.levels[number + 1 :]))
+        after = _objective_s(search, pins, best, hardware)
+        links[level.name] = max(0.0, before - after) if np.isfinite(after) else 0.0
     return ShadowPrices(memory_gib_s=best.objective_s - with_more, links_s=links)
+
+
+def _objective_s(search: Configured, pins: Pins, best: Placed, hardware: Hardware) -> float:
+    """Seconds of a configuration's step on other hardware, its stages cut anew; infinite where none fits."""
+    tables = search.tables(pins, best.configuration, hardware)
+    found = partition(simplified(search.model(hardware, best.task.limit_bytes).task(tables, best.configuration)))
+    return np.inf if found is None else found.objective_s
 
 
 def shadow_messages(prices: ShadowPrices) -> tuple[str, ...]:
