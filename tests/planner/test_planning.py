@@ -12,15 +12,17 @@ import pytest
 import yaml
 
 from planner import one_stage, planning
+from planner.graph.operator_graph import OperatorGraph
 from planner.one_stage import _stored
 from planner.planning import PlanRequest, PlanResult, capture_for, lower, plan_network, predict
+from planner.prediction import Prediction, predict_plan
 from planner.search.candidates import Found, Space
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.rules import Rule
 from planner.strategy.file import plan_to_text, read_plan, write_plan
 from planner.strategy.plan import Plan, Status, optimizer_sharding
 from simulator.errors import StrategyError
-from simulator.hardware import load_profile, write_profile
+from simulator.hardware import Hardware, load_profile, write_profile
 from tests.planner.search.problems import captured
 
 TINY = PlanRequest(network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, global_batch=16)
@@ -73,7 +75,7 @@ def test_a_plan_multiplies_out_and_carries_its_proof(tiny: PlanResult) -> None:
         assert plan.fingerprint == graph.fingerprint
         assert (plan.precision, plan.optimizer) == ("bf16", "adamw")
         assert candidate.prediction.peak_memory_bytes <= candidate.prediction.device_memory_bytes
-    assert tiny.status is tiny.candidates[0].plan.certificate.status
+    assert tiny.status is tiny.candidates[0].plan.certificate.status is Status.OPTIMAL
 
 
 def test_the_prediction_is_that_of_the_lowered_program(tiny: PlanResult) -> None:
@@ -182,6 +184,7 @@ def test_a_tight_memory_is_kept_by_every_candidate(tmp_path: Path, needs: int) -
         certificate = candidate.plan.certificate
         assert certificate.lower_bound_s <= certificate.objective_s
         assert (certificate.status is Status.OPTIMAL) == (certificate.gap <= 1e-6)
+    assert result.status is Status.OPTIMAL
 
 
 def test_less_memory_never_makes_the_best_plan_faster(tmp_path: Path, tiny: PlanResult, needs: int) -> None:
@@ -308,11 +311,16 @@ def test_a_plan_solved_again_keeps_the_bound_of_the_whole_limit(monkeypatch: pyt
         slower = replace(found.solution, lower_bound_s=2 * found.solution.lower_bound_s)
         return replace(found, solution=replace(slower, objective_s=2 * slower.objective_s))
 
+    simulated = predict_plan
     peaks = iter([2**60, 0])
+
+    def predicted(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> Prediction:
+        return replace(simulated(plan, graph, hardware), peak_memory_bytes=next(peaks, 0))
+
     monkeypatch.setattr(planning, "_searches_configurations", lambda *_: False)
     monkeypatch.setattr(one_stage, "ROOMY", 0.0)
     monkeypatch.setattr(one_stage, "_RETRIES", 2)
-    monkeypatch.setattr(one_stage, "quick_peak", lambda *_: next(peaks, 0))
+    monkeypatch.setattr(one_stage, "predict_plan", predicted)
     monkeypatch.setattr(one_stage, "_again", again)
     request = PlanRequest(network="zoo:mlp", hardware="dgx-a100", devices=2, pins={"dp": "2"})
     found = plan_network(request).candidates[0].plan.certificate
