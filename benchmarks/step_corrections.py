@@ -143,8 +143,8 @@ def _factor_source(found: Corrections, family: str) -> str:
 def _interval_source(part: pd.DataFrame, which: str) -> str:
     files = ", ".join(sorted(part.file.unique()))
     return (
-        f"measured: against {len(part)} published whole steps ({part['rows'].sum()} rows of {files}) {which} by "
-        f"{COMMAND}: predicted by a fit without the source of each, median predicted/measured "
+        f"fitted: {COMMAND}, {len(part)} published whole steps ({part['rows'].sum()} rows of {files}) {which}, each "
+        f"predicted by a fit without its source: median predicted/measured "
         f"{(part.left_out / part.measured).median():.2f}, mean error {_error(part.left_out, part.measured)}; "
         f"{INSIDE:.0%} of them lie inside"
     )
