@@ -254,7 +254,7 @@ class _Configurations:
         best = min(self.explored.found, key=lambda placed: placed.objective_s, default=None)
         self.prices: ShadowPrices | None = None
         self.costs: tuple[tuple[str, float, str], ...] = ()
-        if best is not None and not self.explored.interrupted:
+        if best is not None and request.sensitivity and not self.explored.interrupted:
             try:
                 self.prices = shadow_prices(search, pins, self.explored, best)
                 self.costs = tuple(self._pin_costs(best))

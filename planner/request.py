@@ -41,6 +41,7 @@ class PlanRequest:
     """One network, one cluster, and what the user fixed; None leaves a choice to the defaults.
 
     ``pins`` fix dimensions of the search by name, as text (``{"tp": "8"}``); ``hints`` fix placements of operators.
+    Without ``sensitivity`` it is not said what memory, links and pins are worth.
     """
 
     network: str
@@ -55,6 +56,7 @@ class PlanRequest:
     pins: Mapping[str, str] = field(default_factory=dict)
     hints: tuple[Hint, ...] = ()
     top: int = 5
+    sensitivity: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,6 +99,7 @@ def requests_of(options: WhatIfOptions) -> tuple[PlanRequest, ...]:
             parallel_mode=options.parallel_mode,
             pins=dict(options.pins),
             top=1,
+            sensitivity=False,
         )
         for name in dict.fromkeys(options.hardware)
         for devices in sorted(set(options.device_counts))

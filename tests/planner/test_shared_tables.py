@@ -42,6 +42,13 @@ def test_plans_do_not_depend_on_what_was_planned_before(monkeypatch: pytest.Monk
     assert len(made) - separately < separately  # 8 devices use again what 4 have made
 
 
+def test_what_memory_and_links_are_worth_may_be_left_out() -> None:
+    result, short = (plan_network(replace(REQUEST, sensitivity=wanted), graph=GRAPH) for wanted in (True, False))
+    assert short.candidates == result.candidates
+    assert result.shadow_prices is not None
+    assert (short.shadow_prices, short.pin_costs) == (None, ())
+
+
 def test_tables_are_made_once_and_the_oldest_go() -> None:
     kept = NetworkTables(GRAPH, most=2)
     made: list[str] = []

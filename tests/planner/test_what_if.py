@@ -47,6 +47,7 @@ def test_rows_come_by_profile_and_count_with_their_efficiency(requests: list[Pla
     ]
     assert [row.scaling_efficiency for row in rows] == [None, 1.0, 0.8, None, 1.0, None]
     assert [row.refused for row in rows] == [False] * 5 + [True]
+    assert not any(request.sensitivity for request in requests)
     assert rows[5].reason == "32 devices do not fit"
     assert rows[0].result.status is Status.INFEASIBLE
 
