@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
 
+import numpy as np
+
 from planner.graph.operator_graph import TensorRef
 from planner.instructions import Accumulate, Communicate, Mask, Slice
 from planner.lowering.placed import PlacedGraph
@@ -16,18 +18,25 @@ from planner.lowering.work import Work
 from planner.lowering.writer import Moved
 from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step
+from simulator.pipeline_operators import FIRST, LAST, PLAIN
 from simulator.program import Collective, Kernel, Phase, Task
+from simulator.schedules import ActionKind, Schedule
 
 
 @dataclass(slots=True)
 class Draft:
-    """Operators of a pass being written, their times still to come: ``tasks[i]`` are the numbers of operator i."""
+    """Operators of a pass being written, their times still to come: ``tasks[i]`` are the numbers of operator i.
+
+    ``synchronised`` is what the gradient of each parameter is called in the end, by its node; only in the last
+    micro-batch.
+    """
 
     tasks: list[list[int]] = field(default_factory=list)
     stream: list[int] = field(default_factory=list)
     after: list[list[int]] = field(default_factory=list)
     ahead: list[bool] = field(default_factory=list)
     output: int = -1
+    synchronised: dict[int, str] = field(default_factory=dict)
 
 
 Then = Callable[["Value"], None]
@@ -47,6 +56,32 @@ class Value:
 class _Bucket:
     entries: list[tuple[Value, tuple[Step, ...], Then]] = field(default_factory=list)
     size_bytes: int = 0
+
+
+def chunk_drafts(
+    source: PlacedGraph,
+    work: Work,
+    units: Sequence[UnitWork],
+    schedule: Schedule,
+    accumulations: dict[tuple[Mark, bool], int],
+) -> dict[tuple[ActionKind, int], Draft]:
+    """Every pass of a chunk of these units that a schedule has, plain and of the first and the last micro-batch."""
+    kinds = {ActionKind(int(kind)) for kind in np.unique(schedule.kind)}
+    alone = schedule.micro_batches // schedule.chains == 1
+    back = units[::-1]
+    made: dict[tuple[ActionKind, int], Draft] = {}
+    for kind, order, parts, variants in (
+        (ActionKind.FORWARD, units, [unit.forward for unit in units], (PLAIN, FIRST)),
+        (ActionKind.BACKWARD, back, [unit.backward for unit in back], (PLAIN, FIRST, LAST)),
+        (ActionKind.INPUT_GRADIENT, back, [unit.inputs for unit in back], (PLAIN,)),
+        (ActionKind.WEIGHT_GRADIENT, back, [unit.weights for unit in back], (PLAIN, FIRST, LAST)),
+    ):
+        phase = Phase.FORWARD if kind is ActionKind.FORWARD else Phase.BACKWARD
+        for variant in variants if kind in kinds else ():
+            first, last = variant == FIRST or (variant == LAST and alone), variant == LAST
+            writer = PassWriter(source, work, order, parts, phase, accumulations, first=first, last=last)
+            made[kind, variant] = writer.write()
+    return made
 
 
 class PassWriter:
@@ -98,8 +133,6 @@ class PassWriter:
             if count > 1
         }
         """Parameters that several units of the chunk share, and how many terms their gradient has."""
-        self.synchronised: dict[int, str] = {}
-        """What the gradient of each parameter is called in the end, by its node; only in the last micro-batch."""
 
     def write(self) -> Draft:
         """Return the operators of the pass."""
@@ -289,7 +322,7 @@ class PassWriter:
             self._synchronise(value, behind, self._arrived)
 
     def _arrived(self, value: Value) -> None:
-        self.synchronised[value.mark.parameter] = value.name
+        self.draft.synchronised[value.mark.parameter] = value.name
 
     def _accumulation(self, value: Value, accumulator: str) -> int:
         """The task that adds a gradient to its accumulator; every layer like this one has the same."""

@@ -11,12 +11,12 @@ import numpy as np
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, Role
 from planner.instructions import NOTHING
 from planner.lowering.chunk_memory import chunk_bytes, rank_bytes
-from planner.lowering.chunk_passes import Draft, PassWriter
+from planner.lowering.chunk_passes import Draft, chunk_drafts
 from planner.lowering.placed import PlacedGraph, local_share
 from planner.lowering.representatives import Representatives, representatives
 from planner.lowering.segment import host_copy
 from planner.lowering.sums import summed
-from planner.lowering.unit_work import Mark, Part, UnitWork, units_work
+from planner.lowering.unit_work import Mark, UnitWork, units_work
 from planner.lowering.work import Work
 from planner.strategy.plan import Plan
 from planner.work import update_traffic
@@ -115,7 +115,10 @@ def lower_pipeline(
     lowering = _Lowering(
         plan=plan, hardware=hardware, schedule=schedule, found=found, units=units, keys=keys, work=work
     )
-    drafts = {key: _chunk_drafts(lowering, key) for key in dict.fromkeys(keys)}
+    drafts = {
+        key: chunk_drafts(found.source, work, [units[n] for n in key], schedule, lowering.accumulations)
+        for key in dict.fromkeys(keys)
+    }
     updates = [_updates(lowering, rank) for rank in range(schedule.ranks)]
     seconds = _seconds(lowering)
     made = {
@@ -206,40 +209,6 @@ def _stages_of(schedule: Schedule) -> list[list[int]]:
 
 
 # Passes
-
-
-def _chunk_drafts(lowering: _Lowering, key: Key) -> dict[tuple[ActionKind, int], Draft]:
-    """Every pass of a chunk, plain and of the first and the last micro-batch."""
-    units = [lowering.units[n] for n in key]
-    kinds = set(np.unique(lowering.schedule.kind).tolist())
-    alone = lowering.plan.micro_batches // lowering.schedule.chains == 1
-
-    def passes(
-        kind: ActionKind, order: Sequence[UnitWork], parts: Sequence[Part], phase: Phase, variants: Sequence[int]
-    ) -> None:
-        if int(kind) not in kinds:
-            return
-        for variant in variants:
-            first = variant == FIRST or (variant == LAST and alone)
-            writer = PassWriter(
-                lowering.source,
-                lowering.work,
-                order,
-                parts,
-                phase,
-                lowering.accumulations,
-                first=first,
-                last=variant == LAST,
-            )
-            made[kind, variant] = writer.write()
-
-    made: dict[tuple[ActionKind, int], Draft] = {}
-    back = units[::-1]
-    passes(FORWARD, units, [unit.forward for unit in units], Phase.FORWARD, (PLAIN, FIRST))
-    passes(BACKWARD, back, [unit.backward for unit in back], Phase.BACKWARD, (PLAIN, FIRST, LAST))
-    passes(INPUT, back, [unit.inputs for unit in back], Phase.BACKWARD, (PLAIN,))
-    passes(WEIGHT, back, [unit.weights for unit in back], Phase.BACKWARD, (PLAIN, FIRST, LAST))
-    return made
 
 
 def _operators(draft: Draft, seconds: FloatArray, hardware: Hardware) -> Operators:
