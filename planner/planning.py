@@ -26,7 +26,7 @@ from planner.one_stage import Candidate, OneStage, search_one_stage
 from planner.one_stage import why_infeasible as why_one_stage_does_not_fit
 from planner.prediction import Prediction, precision_notes, predict
 from planner.quantities import percent_text
-from planner.refining import refined, threshold_cost_s
+from planner.refining import largest_threshold, refined, threshold_cost_s
 from planner.request import PRECISIONS, Pins, PlanRequest, read_pins
 from planner.search.candidates import Space
 from planner.search.configurations.branch_and_bound import Placed
@@ -340,12 +340,8 @@ def threshold_bytes(graph: OperatorGraph, pins: Pins) -> int:
     if not pins.sharding_threshold_kb:
         return 0
     wanted = pins.sharding_threshold_kb * KIB
-    sizes = [(graph.nodes[p.node].outputs[0].size_bytes, graph.multiplicity[p.node]) for p in graph.parameters]
-    total = sum(size * times for size, times in sizes)
-    if 2 * sum(size * times for size, times in sizes if size >= wanted) <= total:
-        largest = max(
-            size for size, _ in sizes if 2 * sum(other * times for other, times in sizes if other >= size) > total
-        )
+    largest = largest_threshold(graph, pins.tp or 1)
+    if wanted > largest:
         raise InputError(
             f"pin sharding_threshold_kb={pins.sharding_threshold_kb}: more than half of the network lies in smaller "
             f"parameters and nothing much would be sharded; use --pin sharding_threshold_kb={largest // KIB} or less, "

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from planner.configured import Configured, Scored
+from planner.graph.operator_graph import OperatorGraph
 from planner.one_stage import Candidate
 from planner.prediction import Prediction, predict_plan
 from planner.request import Pins
@@ -38,7 +39,8 @@ def refined(search: Configured, pins: Pins, best: Candidate, source: Scored | No
     if pins.bucket_mb is None and (best.plan.optimizer_sharding != "zero3" or best.plan.shard_size):
         found = _other_buckets(search, found)
     if pins.sharding_threshold_kb is None and source is not None and best.plan.optimizer_sharding != "none":
-        for threshold in THRESHOLDS:
+        most = largest_threshold(search.graph, best.plan.degree("tensor") * best.plan.degree("expert"))
+        for threshold in (size for size in THRESHOLDS if size <= most):
             found = _better(search, found, _with_threshold(search, source, found.candidate.plan, threshold))
     return found
 
@@ -81,6 +83,14 @@ def _better(search: Configured, found: Refined, plan: Plan) -> Refined:
 def _told(prediction: Prediction, before: Prediction) -> Prediction:
     """The closed form's account is that of the plan before."""
     return replace(prediction, analytic=before.analytic)
+
+
+def largest_threshold(graph: OperatorGraph, parts: int) -> int:
+    """The largest threshold with which more than half of the network is sharded, each parameter in `parts` before."""
+    sizes = [(graph.nodes[p.node].outputs[0].size_bytes, graph.multiplicity[p.node]) for p in graph.parameters]
+    total = sum(size * times for size, times in sizes)
+    enough = (size for size, _ in sizes if 2 * sum(other * times for other, times in sizes if other >= size) > total)
+    return max(enough, default=0) // parts
 
 
 def threshold_cost_s(search: Configured, scored: Scored) -> float:

@@ -82,8 +82,6 @@ def test_wrong_pins_and_modes_are_refused(fields: Mapping[str, object], texts: t
         {"parallel_mode": "hybrid_parallel"},
         {"parallel_mode": "semi_auto_parallel"},
         {"pins": {"schedule": "dualpipe", "pp": "2"}},
-        {"pins": {"pp": "2"}, "search_mode": "recursive_programming"},
-        {"pins": {"recompute": "full"}, "search_mode": "sharding_propagation"},
     ],
 )
 def test_what_no_search_covers_yet_is_refused_as_such(fields: Mapping[str, object]) -> None:
