@@ -13,6 +13,7 @@ from planner.planning import PlanRequest, lower, plan_network
 from planner.request import SEARCH_MODES
 from planner.search.problem.hints import hint
 from planner.strategy.plan import Status
+from simulator.errors import UnsupportedError
 from tests.planner.search.problems import captured
 
 REQUEST = PlanRequest(network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, global_batch=64)
@@ -47,6 +48,20 @@ def test_every_mode_keeps_hints(mode: str) -> None:
     plan = plan_network(PlanRequest(**fields), graph=graph).candidates[0].plan
     for layers in plan.layers:
         assert [rule.outputs for rule in layers.rules["blocks.*.expand/addmm"]] == [(-2,)]
+
+
+@pytest.mark.parametrize("mode", ["recursive_programming", "sharding_propagation"])
+def test_the_fast_modes_leave_pipelines_to_the_search_over_configurations(mode: str) -> None:
+    fields = {**vars(REQUEST), "search_mode": mode, "pins": {"pp": "2"}}
+    result = plan_network(PlanRequest(**fields), graph=captured("gpt2-tiny"))
+    assert {candidate.plan.pipeline for candidate in result.candidates} == {2}
+    assert any(message.startswith(mode) and "over configurations" in message for message in result.messages)
+
+
+def test_hints_with_pipelines_are_refused_with_the_reason() -> None:
+    fields = {**vars(REQUEST), "pins": {"pp": "2"}, "hints": NOTHING, "search_mode": "recursive_programming"}
+    with pytest.raises(UnsupportedError, match=r"pp=2.*hints decide operators.*leave out"):
+        plan_network(PlanRequest(**fields), graph=captured("gpt2-tiny"))
 
 
 def test_hints_come_from_a_file(tmp_path: Path) -> None:

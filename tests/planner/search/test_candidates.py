@@ -1,0 +1,84 @@
+"""Meshes and micro-batches around the operator search: what is left out would not have been kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from planner.request import Pins
+from planner.search import candidates
+from planner.search.candidates import Found, Misfit, Space, closed, explore
+from planner.search.dynamic_programming import solve
+from planner.search.problem.unaligned import aligned
+from planner.work import optimizer
+from simulator.hardware import load_profile
+from tests.planner.search.problems import BUCKET_BYTES, captured
+
+
+@cache
+def space() -> Space:
+    graph, decisions = aligned(captured("gpt2-tiny"))
+    return Space(
+        graph=graph,
+        decisions=decisions,
+        hardware=load_profile("dgx-a100"),
+        devices=4,
+        global_batch=64,
+        optimizer=optimizer("adamw"),
+        pins=Pins(),
+        bucket_bytes=BUCKET_BYTES,
+    )
+
+
+@cache
+def most_bytes() -> float:
+    found = [item for item in explore(space(), float("inf")) if isinstance(item, Found)]
+    return max(item.solution.memory_bytes for item in found)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.3, 0.1, 0.01])
+@pytest.mark.parametrize("shape", [(4, 1), (1, 4)])
+def test_the_first_micro_batch_that_fits_is_that_of_a_scan(shape: tuple[int, int], share: float) -> None:
+    limit = share * most_bytes()
+    mesh = candidates._Shape(space(), *shape)
+    needs = [candidates.least_bytes(mesh.problem(count)) for count in mesh.counts]
+    assert needs == sorted(needs, reverse=True)
+    first = next((position for position, bytes_ in enumerate(needs) if bytes_ <= limit), None)
+    found = mesh._first_fitting(limit)
+    if first is None:
+        assert isinstance(found, Misfit)
+        assert found.memory_bytes == needs[-1]
+    else:
+        assert found == first
+
+
+@pytest.mark.parametrize("share", [2.0, 0.2, 0.02])
+def test_meshes_over_the_plans_wanted_are_left_out_and_no_others(share: float) -> None:
+    limit = share * most_bytes()
+    everything, few = (
+        [item for item in explore(space(), limit, wanted=wanted) if isinstance(item, Found)] for wanted in (None, 2)
+    )
+    best = sorted(item.solution.objective_s for item in everything)[:2]
+    assert sorted(item.solution.objective_s for item in few)[:2] == best
+
+
+def test_labels_prove_the_best_plan_and_keep_the_others() -> None:
+    limit = 0.1 * most_bytes()
+    found = [item for item in explore(space(), limit) if isinstance(item, Found)]
+    done = closed(space(), found, limit)
+    assert len(done) == len(found)
+    exact = min(solution.objective_s for item in found if (solution := solve(item.problem, limit)) is not None)
+    assert done[0].solution.objective_s == pytest.approx(exact, rel=1e-9)
+    assert done[0].solution.gap <= 1e-9
+    assert all(item.solution.memory_bytes <= limit for item in done)
+
+
+def test_other_modes_are_not_closed() -> None:
+    fast = replace(space(), search_mode="recursive_programming")
+    found = [item for item in explore(fast, np.inf) if isinstance(item, Found)]
+    assert [item.solution.objective_s for item in closed(fast, found, np.inf)] == sorted(
+        item.solution.objective_s for item in found
+    )
