@@ -63,7 +63,7 @@ def rules_of(
     positions = tables.chain.positions
     if len(choices) != len(positions):
         raise InputError(f"{len(choices)} labels were chosen for {len(positions)} units; choose one for each")
-    beside = _DataAxis(tables.decisions, tables.parts, data) if data > 1 else None
+    beside = _data_axis(tables.decisions, tables.parts, data) if data > 1 else None
     ways = shard_size or data
     made: dict[tuple[int, int, int], UnitRules] = {}
     units: list[UnitRules] = []
@@ -94,6 +94,19 @@ def _rules(source: StageDecisions, parts: Parts, number: int, states: Mapping[in
             position = made.variables[variable].nodes.index(index)
             chosen = all_states.choice[:, states[variable]]
             found[index] = tuple(all_states.variable.choices[c].rules[position] for c in chosen)
+    return found
+
+
+def _data_axis(source: StageDecisions, parts: Parts, data: int) -> _DataAxis:
+    """The data axis of a plan, found once for all plans with as many ranks and samples."""
+    costs = source.costs(
+        parts.setting.costs.hardware, Mesh((MeshAxis("data", data),)), parts.setting.costs.bucket_bytes
+    )
+    key = (id(costs), parts.graph.batch_size * data)
+    if key not in source.data_axes:
+        source.data_axes[key] = _DataAxis(source, parts, data)
+    found = source.data_axes[key]
+    assert isinstance(found, _DataAxis)  # made here
     return found
 
 

@@ -38,6 +38,7 @@ class StageDecisions:
         self._contexts: dict[Algorithm, ContextAxis] = {}
         self._choices: dict[Algorithm, tuple[Choice, ...]] = {}
         self._flights: dict[int, Flight] = {}
+        self.data_axes: dict[tuple[int, int], object] = {}
         self._families: dict[tuple[object, ...], Family] = {}
         self._expected: dict[tuple[str, ...], dict[tuple[int, int], Case]] = {}
 

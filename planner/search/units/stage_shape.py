@@ -189,11 +189,12 @@ class StageShape:
         return next((i for i, n in enumerate(names) if n == "tensor" and sizes[i] > 1), None)
 
     def _no_states(self, boundary: int) -> InputError:
-        shape = self.parts.graph.spec(self.chain.boundaries[boundary].forward).shape
+        graph = self.parts.graph
+        shape = graph.spec(self.chain.boundaries[boundary].forward).shape
         return InputError(
-            f"a boundary tensor of shape {shape} cannot be sharded along the sequence over "
-            f"{self.parts.sizes[self._tensor_axis or 0]} ranks; choose a tensor degree that divides the sequence, or "
-            "leave sequence parallelism free"
+            f"a boundary tensor of shape {shape} (for {graph.batch_size} samples) cannot be sharded along the sequence "
+            f"over {self.parts.sizes[self._tensor_axis or 0]} ranks; choose a tensor degree that divides the sequence, "
+            "or leave sequence parallelism free"
         )
 
     # Sequence parallelism

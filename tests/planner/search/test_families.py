@@ -1,0 +1,148 @@
+"""Stages with the same axes share their tables: each is what it would be alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from planner.graph.scaling import at_batch
+from planner.search.problem.parts import Parts, Setting
+from planner.search.problem.variables import Kind
+from planner.search.units.factors import Part
+from planner.search.units.family import Family
+from planner.search.units.labels import StageDecisions, StageTables, Weights, stage_decisions, stage_tables
+from planner.search.units.stage_shape import StageOptions
+from planner.search.units.stage_tables import Stage
+from planner.sharding.placement import Mesh, MeshAxis
+from planner.work import optimizer
+from simulator.errors import InputError
+from simulator.hardware import load_profile
+from tests.planner.search.problems import BUCKET_BYTES, captured, captured_small
+
+HARDWARE = load_profile("dgx-a100")
+MESHES = st.builds(
+    lambda size, stride: Mesh((MeshAxis("tensor", size),), (stride,)),
+    st.sampled_from((2, 3, 4, 8)),
+    st.sampled_from((1, 2, 16)),
+) | st.just(Mesh((), ()))
+TWO_AXES = Mesh((MeshAxis("expert", 2), MeshAxis("tensor", 4)))
+NAMES = st.sampled_from(("mlp", "gpt"))
+BATCHES = st.sampled_from((1, 2, 6, 16))
+
+
+@cache
+def prepared(name: str) -> StageDecisions:
+    return stage_decisions(captured("mlp") if name == "mlp" else captured_small(name, 3))
+
+
+def tables_of(source: StageDecisions, mesh: Mesh, batch: int, sequence_parallel: bool | None = None) -> StageTables:
+    return stage_tables(
+        at_batch(source.graph, batch),
+        source,
+        HARDWARE,
+        mesh,
+        optimizer=optimizer("adamw"),
+        bucket_bytes=BUCKET_BYTES,
+        sequence_parallel=sequence_parallel,
+    )
+
+
+def own_parts(source: StageDecisions, mesh: Mesh, batch: int) -> Parts:
+    costs = source.costs(HARDWARE, mesh, BUCKET_BYTES)
+    setting = Setting(costs=costs, micro_batches=1, optimizer=optimizer("adamw"))
+    return Parts(at_batch(source.graph, batch), source.decisions, setting)
+
+
+@given(name=NAMES, mesh=MESHES, batch=BATCHES)
+@settings(max_examples=8)
+def test_a_stage_has_the_states_of_its_mesh(name: str, mesh: Mesh, batch: int) -> None:
+    source = prepared(name)
+    parts, own = tables_of(source, mesh, batch).parts, own_parts(source, mesh, batch)
+    for number in range(len(source.decisions.variables)):
+        assert np.array_equal(parts.states(number).choice, own.states(number).choice)
+
+
+@given(name=NAMES, mesh=MESHES, batch=BATCHES, sequence_parallel=st.sampled_from((None, False)))
+@example(name="mlp", mesh=TWO_AXES, batch=4, sequence_parallel=None)
+@settings(max_examples=6)
+def test_tables_are_those_of_a_family_of_one(name: str, mesh: Mesh, batch: int, sequence_parallel: bool | None) -> None:
+    source = prepared(name)
+    stage = tables_of(source, mesh, batch, sequence_parallel)._stage
+    alone = Family(
+        source, own_parts(source, mesh, batch), StageOptions(modes=(0, 1, 2), sequence_parallel=sequence_parallel)
+    )
+    shape, parts = alone.known_shape(stage.case), alone.parts(stage.case)
+    for number in range(len(source.chain.units)):
+        here = stage.unit(number).factors
+        there = alone.factors(shape, source.tabled(number), parts)
+        assert (here.scopes, here.starts, dict(here.sizes)) == (there.scopes, there.starts, dict(there.sizes))
+        assert np.array_equal(here.forbidden, there.forbidden)
+        assert here.parts == pytest.approx(there.parts, rel=1e-12)
+
+
+@given(mesh=MESHES, batch=BATCHES, seed=st.integers(0, 100))
+@settings(max_examples=15)
+def test_seconds_are_those_of_the_whole_objective(mesh: Mesh, batch: int, seed: int) -> None:
+    """Any assignment that is possible costs what the search over operators says, updates aside."""
+    source = prepared("mlp")
+    tables, random = tables_of(source, mesh, batch), np.random.default_rng(seed)
+    weights = Weights(forward=random.uniform(0.5, 2), backward=random.uniform(0.5, 2), step=random.uniform(0, 2))
+    states: dict[int, int] = {}
+    found = tables.minimum(weights)
+    for assignment in found.assignments:
+        states.update(assignment)
+    problem, parts = tables.problem, tables.parts
+    seconds = sum(float(cost.time[states[v]]) for v, cost in enumerate(problem.unary))
+    seconds += sum(float(cost.time[states[a], states[b]]) for (a, b), cost in problem.pairs.items())
+    for number, variable in enumerate(source.decisions.variables):
+        if variable.kind is Kind.PARAMETER:
+            seconds -= float(parts.update_seconds(parts.states(number))[states[number]])
+    counted = 0.0
+    for number, assignment in zip(tables.chain.positions, found.assignments, strict=True):
+        one = {v: np.array([s]) for v, s in assignment.items()}
+        counted += float(
+            tables._stage.unit(number).factors.evaluate(one)[[Part.FORWARD, Part.BACKWARD, Part.STEP]].sum()
+        )
+    assert counted == pytest.approx(seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("sequence_parallel", [None, True, False])
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_stages_that_are_bounded_together_have_their_own_bounds(name: str, sequence_parallel: bool | None) -> None:
+    source = stage_decisions(prepared(name).graph)
+    meshes = [Mesh((), ()), *(Mesh((MeshAxis("tensor", size),), (stride,)) for size in (2, 3, 8) for stride in (1, 8))]
+    stages = [(mesh, batch) for mesh in meshes for batch in (1, 4)]
+    source.expect(HARDWARE, BUCKET_BYTES, stages)
+    for mesh, batch in stages:
+        try:
+            tables = tables_of(source, mesh, batch, sequence_parallel)
+        except InputError:
+            continue
+        expected = [table.min() for table in tables.matrices(Weights())]
+        assert tables.least_passes_s == pytest.approx(np.array(expected), rel=1e-12)
+
+
+def test_tied_parameters_of_stages_bounded_together_lie_as_is_best_for_each() -> None:
+    source = stage_decisions(prepared("gpt").graph)
+    stages = [(Mesh((MeshAxis("tensor", size),), (1,)), 4) for size in (2, 4, 8)]
+    source.expect(HARDWARE, BUCKET_BYTES, stages)
+    for mesh, batch in stages:
+        stage = tables_of(source, mesh, batch)._stage
+        (station,) = source.shared
+        chosen = stage.best_shared()[station]
+        costs = [plain_step(stage, {station: state}) for state in range(len(stage.parts.states(station)))]
+        assert costs[chosen] == pytest.approx(min(costs), rel=1e-12)
+
+
+def plain_step(stage: Stage, shared: Mapping[int, int]) -> float:
+    """Least cost of a plain step of the whole chain with tied parameters in the given states."""
+    value = np.zeros(1)
+    matrices = stage.matrices(Weights(step=1 / 32), None, shared)
+    for number in stage.chain.positions:
+        value = (value[:, None] + matrices[number]).min(axis=0)
+    return float(value[0])
