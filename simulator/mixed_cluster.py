@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError
 
 from simulator.collectives import collective_time
 from simulator.errors import ProfileError
-from simulator.hardware import Hardware, Level, is_profile_path, load_profile
+from simulator.hardware import CLUSTER_FORMAT, PROFILE_SUFFIXES, Hardware, Level, is_profile_path, load_profile
 from simulator.profile_file import load_strictly, parse_profile, read_limited
 from simulator.profile_parts import Count, NonNegative, Part
 from simulator.program import Collective, Kernel, Program
@@ -91,6 +91,14 @@ class _ClusterPart(Part):
 def load_cluster(path: str) -> MixedCluster:
     """Read the description of a cluster; ProfileError says which field is wrong."""
     return parse_cluster(read_limited(Path(path).expanduser()), path)
+
+
+def cluster_at(hardware: str) -> MixedCluster | None:
+    """The cluster of several device types that what names a profile is the path of; None where it is none."""
+    if not hardware.endswith(PROFILE_SUFFIXES) or not is_profile_path(hardware):
+        return None
+    content = read_limited(Path(hardware).expanduser())
+    return parse_cluster(content, hardware) if CLUSTER_FORMAT.search(content) else None
 
 
 def parse_cluster(content: bytes, file: str) -> MixedCluster:

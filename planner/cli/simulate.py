@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from planner.planning import Prediction
     from planner.strategy.plan import Plan
     from simulator.hardware import Hardware
+    from simulator.mixed_cluster import MixedCluster
     from simulator.program import Program
     from simulator.timeline import Timeline
 
@@ -116,6 +117,7 @@ def simulate(
     from planner.strategy.file import read_plan
     from planner.strategy.loading import lower_strategy
     from planner.work import optimizer
+    from simulator.mixed_cluster import cluster_at
     from simulator.trace import write_trace
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
@@ -149,7 +151,9 @@ def simulate(
         raise InputError("--schedule-file orders the passes of a pipeline, but the plan has one stage; leave it out")
     with terminal.working(f"simulating {plan.network} on {plan.devices} devices"):
         lowered = lower_strategy(plan, strategy)
-        prediction, timeline = _predicted(engine, plan, lowered, profile)
+        # Slow ranks are simulated at the pace of the slowest type, so the step beside them is, too.
+        cluster = cluster_at(hardware or plan.hardware) if extra.slow is None else None
+        prediction, timeline = _predicted(engine, plan, lowered, profile, cluster)
         if trace is not None:
             write_trace(timeline, lowered.program, trace, hardware=profile)
         straggled = None if extra.slow is None else _straggled(lowered, profile, extra.slow)
@@ -168,15 +172,18 @@ def simulate(
         terminal.show(*reliability_report(prediction, straggled, kept, seed))
 
 
-def _predicted(engine: Engine, plan: Plan, lowered: LoweredPlan, hardware: Hardware) -> tuple[Prediction, Timeline]:
-    if engine is Engine.FAST:
-        from planner.planning import predict
-
-        return predict(plan, lowered, hardware)
+def _predicted(
+    engine: Engine, plan: Plan, lowered: LoweredPlan, hardware: Hardware, cluster: MixedCluster | None
+) -> tuple[Prediction, Timeline]:
+    """Run the step; on a cluster of several device types each task takes as long as the slowest that take part."""
     from planner.prediction import prediction_of
     from simulator import engine as reference
+    from simulator import fast_engine
+    from simulator.mixed_cluster import mixed_task_times
 
-    timeline = reference.simulate(lowered.program, hardware)
+    times = None if cluster is None else mixed_task_times(lowered.program, cluster)
+    simulate_step = fast_engine.simulate if engine is Engine.FAST else reference.simulate
+    timeline = simulate_step(lowered.program, hardware, times=times)
     return prediction_of(plan, lowered.graph, hardware, timeline), timeline
 
 

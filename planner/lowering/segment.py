@@ -336,7 +336,7 @@ class SegmentWriter(Writer):
         update, node, name = self.source.options.optimizer, self.graph.nodes[parameter], self.blueprint.names[value]
         dtype = node.outputs[0].dtype
         flops, moved = float(update.flops), update_traffic(update, dtype)
-        reads = (node.name, name)
+        reads: tuple[str, ...] = (node.name, name)
         if update.sums:
             flops, moved = 2.0, finish_traffic(dtype)
             reads = (node.name, self._direction_name(parameter), self.sums[parameter])
