@@ -25,8 +25,10 @@ from simulator.topology import level_of_axis
 MORE_BANDWIDTH = 1.1
 FEW_SOLVES = 12
 """Partitions of a search that answers a question beside the plan."""
-CONSIDERED = 6
-"""Plans that are partitioned again with more memory."""
+CONSIDERED = 3
+"""Plans that are partitioned again with more memory, at most: the best, and those near it."""
+FARTHEST = 4
+"""Plans behind the best by more than so many times what more memory saves it are not near it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,17 +177,23 @@ def pin_messages(costs: list[tuple[str, float, str]]) -> tuple[str, ...]:
 def shadow_prices(search: Configured, pins: Pins, explored: Explored, best: Placed) -> ShadowPrices:
     """Step time saved by one more GiB on every device, and by a tenth more bandwidth on each level.
 
-    Memory: the best plans are partitioned again with more of it. Links: the best plan's tables are made again with
+    Memory: the best plan and those near it are partitioned again with more of it. Links: the best plan's tables are made again with
     faster ones, and its stages partitioned.
     """
+    with_more = _roomier_s(best)
     near = sorted(explored.found, key=lambda placed: placed.objective_s)[:CONSIDERED]
-    roomier = [partition(simplified(replace(p.task, limit_bytes=p.task.limit_bytes + GIB))) for p in near]
-    with_more = min([best.objective_s, *(p.objective_s for p in roomier if p is not None)])
+    for placed in near:
+        behind = placed.objective_s - best.objective_s
+        if placed is not best and behind < FARTHEST * (best.objective_s - with_more):
+            with_more = min(with_more, _roomier_s(placed))
     # Measured times of collectives are those of the links as they are.
     plain = replace(search.hardware, collective_tables=())
     before = _objective_s(search, pins, best, plain) if search.hardware.collective_tables else best.objective_s
     links = {}
     for number, level in enumerate(plain.levels):
+        if number and plain.levels[number - 1].size >= search.devices:
+            links[level.name] = 0.0  # nothing leaves the level below
+            continue
         faster = replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * MORE_BANDWIDTH)
         hardware = replace(plain, levels=(*plain.levels[:number], faster, *plain.levels[number + 1 :]))
         after = _objective_s(search, pins, best, hardware)
@@ -198,6 +206,12 @@ def _objective_s(search: Configured, pins: Pins, best: Placed, hardware: Hardwar
     tables = search.tables(pins, best.configuration, hardware)
     found = partition(simplified(search.model(hardware, best.task.limit_bytes).task(tables, best.configuration)))
     return np.inf if found is None else found.objective_s
+
+
+def _roomier_s(placed: Placed) -> float:
+    """Step time of a configuration once its stages are cut with one more GiB on every device."""
+    found = partition(simplified(replace(placed.task, limit_bytes=placed.task.limit_bytes + GIB)))
+    return placed.objective_s if found is None else min(placed.objective_s, found.objective_s)
 
 
 def shadow_messages(prices: ShadowPrices) -> tuple[str, ...]:

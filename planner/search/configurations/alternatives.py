@@ -68,8 +68,8 @@ def _manner(placed: Placed) -> tuple[object, ...]:
     c = placed.configuration
     units = (placed.tables.units[unit] for unit in placed.tables.chain.positions)
     modes = {int(unit.recompute[pick]) for unit, pick in zip(units, placed.partition.labels, strict=True)}
-    storage = (c.optimizer_sharding, c.offload) if c.data > 1 else (c.offload,)
-    return (*c.degrees.values(), c.context_algorithm, _schedule(c), *storage, frozenset(modes))
+    storage = c.optimizer_sharding if c.data > 1 else "none"
+    return (*c.degrees.values(), c.context_algorithm, _schedule(c), storage, frozenset(modes))
 
 
 def _schedule(c: Configuration) -> str:
