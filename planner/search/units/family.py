@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from planner.search.problem.parts import Parts
 from planner.search.units.amounts import AmountLedger, Case
 from planner.search.units.factors import PARTS, UnitFactors, rows_of
-from planner.search.units.records import Weights
+from planner.search.units.records import UnitLabels, Weights
 from planner.search.units.stage_shape import KeptParts, StageOptions, StageShape, divisibility, ways_of_masks
 from planner.search.units.unit_terms import UnitTerms, unit_terms
 from simulator.errors import InputError
@@ -67,6 +67,7 @@ class Family:
         self._first_state = np.cumsum([0, *(len(wide.states(v)) for v in self._variables)])
         self._shapes: dict[tuple[object, ...], StageShape | None] = {}
         self._tabled: dict[tuple[int, int], Tabled] = {}
+        self.labels: dict[tuple[int, int], tuple[UnitLabels, ...]] = {}
         self._of_shape: dict[int, BoolArray] = {}
         self._least: dict[tuple[int, int], Least] = {}
         self._join()
@@ -243,9 +244,9 @@ class Family:
 
     def _least_of(self, cases: Sequence[Case], shapes: Sequence[StageShape]) -> list[Least]:
         shared = self.source.shared
-        tables = self._lowest(cases, shapes, PASSES)
+        tables, *plain = self._lowest(cases, shapes, (PASSES, PLAIN) if shared else (PASSES,))
         sizes = tuple(len(self.wide.states(v)) for v in shared)
-        best = self._best_shared(self._lowest(cases, shapes, PLAIN), sizes) if shared else np.zeros(len(cases), int)
+        best = self._best_shared(plain[0], sizes) if shared else np.zeros(len(cases), int)
         each = np.arange(len(cases))
         flat = [np.broadcast_to(t, (len(cases), *sizes, *t.shape[-2:])) for t in tables]
         least = [t.reshape(len(cases), prod(sizes), -1)[each, best].min(axis=-1) for t in flat]
@@ -270,9 +271,14 @@ class Family:
             value = (value[..., None] + full[number]).min(axis=2)
         return np.asarray(value[..., 0].argmin(axis=1))
 
-    def _lowest(self, cases: Sequence[Case], shapes: Sequence[StageShape], weights: Weights) -> list[FloatArray]:
-        """Least weighted sums of each unit in any mode: shapes (cases, states of shared stations …, entries, exits)."""
-        rows = rows_of(weights, self.options.modes)
+    def _lowest(
+        self, cases: Sequence[Case], shapes: Sequence[StageShape], weights: Sequence[Weights]
+    ) -> list[list[FloatArray]]:
+        """Least sums of each unit in any mode for some weights.
+
+        Arrays have shape (cases, states of shared stations …, entries, exits).
+        """
+        rows = np.concatenate([rows_of(weighting, self.options.modes) for weighting in weights])
         wanted = np.flatnonzero(rows.any(axis=0))
         total = rows[:, wanted] @ self._summed(cases, wanted.tolist())
         total[..., self._forbidden] = np.inf
@@ -281,14 +287,19 @@ class Family:
         total[..., alone] += np.where(allowed[:, self._ends[0, alone]], 0.0, np.inf)[:, None]
         made: dict[int, FloatArray] = {}
         for number, terms in self.terms.items():
-            start = self._starts[number]
-            sums = total[..., start : start + terms.entries].reshape(-1, terms.entries)
-            ends = (*terms.starts[1:], terms.entries)
-            tables = [
-                sums[:, a:b].reshape(-1, *(terms.sizes[v] for v in scope))
-                for scope, a, b in zip(terms.scopes, terms.starts, ends, strict=True)
-            ]
-            shape = self.shape.unit(number, terms.scopes, terms.sizes)
-            table = shape.spread(shape.lowest(tables), self.source.shared)
-            made[number] = table.reshape(len(cases), len(rows), *table.shape[1:]).min(axis=1)
-        return [made[self.source.tabled(n)] for n in range(len(self.source.models))]
+            table = self._unit_lowest(number, total[..., self._starts[number] :][..., : terms.entries])
+            made[number] = table.reshape(len(cases), len(weights), -1, *table.shape[1:]).min(axis=2)
+        tabled = [made[self.source.tabled(n)] for n in range(len(self.source.models))]
+        return [[table[:, place] for table in tabled] for place in range(len(weights))]
+
+    def _unit_lowest(self, number: int, sums: FloatArray) -> FloatArray:
+        """Least sums of one unit for each of its entries' sums, shape (weightings, shared …, entries, exits)."""
+        terms = self.terms[number]
+        flat = sums.reshape(-1, terms.entries)
+        ends = (*terms.starts[1:], terms.entries)
+        tables = [
+            flat[:, a:b].reshape(-1, *(terms.sizes[v] for v in scope))
+            for scope, a, b in zip(terms.scopes, terms.starts, ends, strict=True)
+        ]
+        shape = self.shape.unit(number, terms.scopes, terms.sizes)
+        return shape.spread(shape.lowest(tables), self.source.shared)

@@ -21,9 +21,11 @@ from planner.sharding.context import Algorithm, ContextAxis, context_axis
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.sharding.rules import rules_for
 from planner.sharding.sequence import sequence_dims
+from simulator.collectives import ALGORITHMS, algorithm_costs
 from simulator.errors import InputError, UnsupportedError
 from simulator.hardware import Hardware
 from simulator.program import Phase
+from simulator.topology import group_shape
 
 
 class StageDecisions:
@@ -35,6 +37,7 @@ class StageDecisions:
         _check_runs(graph, self.chain)
         self.decisions: Decisions = decisions(graph, self.chain.boundaries)
         self._costs: dict[tuple[int, Mesh, int], MeshCosts] = {}
+        self._costs_of_links: dict[tuple[object, ...], MeshCosts] = {}
         self._contexts: dict[Algorithm, ContextAxis] = {}
         self._choices: dict[Algorithm, tuple[Choice, ...]] = {}
         self._flights: dict[int, Flight] = {}
@@ -132,10 +135,13 @@ class StageDecisions:
         return self._choices[algorithm]
 
     def costs(self, hardware: Hardware, mesh: Mesh, bucket_bytes: int) -> MeshCosts:
-        """Times of messages on a mesh, made once."""
+        """Times of messages on a mesh, made once for all meshes on which they are the same."""
         key = (id(hardware), mesh, bucket_bytes)
         if key not in self._costs:
-            self._costs[key] = MeshCosts(hardware, mesh, bucket_bytes)
+            links = (id(hardware), bucket_bytes, mesh.axes, _links(hardware, mesh))
+            if links not in self._costs_of_links:
+                self._costs_of_links[links] = MeshCosts(hardware, mesh, bucket_bytes)
+            self._costs[key] = self._costs_of_links[links]
         return self._costs[key]
 
     def expect(self, hardware: Hardware, bucket_bytes: int, stages: Iterable[tuple[Mesh, int]]) -> None:
@@ -199,6 +205,17 @@ def _check_runs(graph: OperatorGraph, cut: Chain) -> None:
 
 def _names(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis.name for axis in mesh.axes)
+
+
+def _links(hardware: Hardware, mesh: Mesh) -> tuple[object, ...]:
+    """All that times of messages along each axis depend on."""
+    found: list[object] = []
+    for place, axis in enumerate(mesh.axes):
+        group = group_shape(hardware, axis.size, mesh.stride(place))
+        costs = [tuple(algorithm_costs(hardware, c, group).items()) for c in ALGORITHMS] if axis.size > 1 else []
+        # Measured tables are scaled from groups with the same stride.
+        found.append((group if hardware.collective_tables else group.members, *costs))
+    return tuple(found)
 
 
 def _twins(made: Decisions, one: UnitModel, other: UnitModel) -> dict[int, int] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import overload
@@ -56,8 +56,14 @@ class Assignments(Sequence[Mapping[int, int]]):
 
 def all_labels(stage: Stage, shared: Mapping[int, int]) -> tuple[UnitLabels, ...]:
     """Labels of every unit of a stage; units with the same tables have the same but for the names of variables."""
+    known = stage.family.labels
+    if stage.case.key not in known:
+        known[stage.case.key] = tuple(_all_labels(stage, shared))
+    return known[stage.case.key]
+
+
+def _all_labels(stage: Stage, shared: Mapping[int, int]) -> Iterator[UnitLabels]:
     made: dict[int, UnitLabels] = {}
-    found = []
     for number in range(len(stage.chain.units)):
         tabled = stage.source.tabled(number)
         if tabled not in made:
@@ -67,8 +73,7 @@ def all_labels(stage: Stage, shared: Mapping[int, int]) -> tuple[UnitLabels, ...
             assert isinstance(labels.assignments, Assignments)  # made here
             names = {**stage.source.twins[number], **{v: v for v in stage.source.models[number].shared}}
             labels = replace(labels, assignments=labels.assignments.named(names))
-        found.append(labels)
-    return tuple(found)
+        yield labels
 
 
 def unit_labels(stage: Stage, number: int, shared: Mapping[int, int]) -> UnitLabels:
@@ -141,7 +146,8 @@ def _distinct(columns: IntArray) -> IntArray:
 
 @lru_cache(maxsize=256)
 def _multipliers(count: int) -> IntArray:
-    return np.random.default_rng(0).integers(1, 2**62, size=count, dtype=np.int64)
+    """Powers of an odd number (the fraction of the golden ratio in 64 bits), of which columns are polynomials."""
+    return np.multiply.accumulate(np.full(count, 0x9E3779B97F4A7C15, dtype=np.uint64)).view(np.int64)
 
 
 def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> UnitLabels:
