@@ -177,8 +177,8 @@ def pin_messages(costs: list[tuple[str, float, str]]) -> tuple[str, ...]:
 def shadow_prices(search: Configured, pins: Pins, explored: Explored, best: Placed) -> ShadowPrices:
     """Step time saved by one more GiB on every device, and by a tenth more bandwidth on each level.
 
-    Memory: the best plan and those near it are partitioned again with more of it. Links: the best plan's tables are made again with
-    faster ones, and its stages partitioned.
+    Memory: the best plan and those near it are partitioned again with more of it. Links: the best plan's tables are
+    made again with faster ones, and its stages partitioned.
     """
     with_more = _roomier_s(best)
     near = sorted(explored.found, key=lambda placed: placed.objective_s)[:CONSIDERED]
