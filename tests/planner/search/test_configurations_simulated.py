@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from planner.analytic import differing_term
 from planner.configured import Configured
 from planner.graph.scaling import at_precision
 from planner.networks import load_network
@@ -41,32 +47,24 @@ def configured(devices: int, batch: int, name: str = "gpt2", layers: int | None 
 
 
 def agreed_time(pins: Pins) -> float:
-    """How far both times may lie apart; beyond 5 % for what the closed form leaves out."""
-    ranks, recomputes = pins.pp or 1, pins.recompute not in (None, "none")
-    if pins.optimizer_sharding == "zero3" and (ranks > 1 or pins.tp == 2):
-        # The first gather of every pass of a chunk hides behind nothing, nor does the last part of a tied parameter's.
-        return 0.13
-    if pins.schedule == "zbv":
-        # A rank's two chunks come to an even share together; the closed form counts the longest of each turn.
-        return 0.12
-    if recomputes and ranks > 1:
-        # Ranks compute again while they wait for a gradient.
-        return 0.08
-    return 0.05
+    """How far both times may lie apart; beyond 5 % where the ends of chunks, shared out over all units, differ."""
+    if pins.optimizer_sharding == "zero3" and pins.schedule in SPLIT:
+        # Gathers and scatters of few units a chunk, in halves of a pass.
+        return 0.1
+    unlike = pins.optimizer_sharding == "zero3" or pins.schedule in ("interleaved_1f1b", "zbv") or pins.tp != 1
+    return 0.07 if unlike else 0.05
 
 
 def agreed_memory(pins: Pins) -> float:
     """How far both peaks may lie apart."""
-    if pins.schedule in SPLIT and pins.recompute not in (None, "none"):
-        # What was computed again waits for the gradients of the weights; the closed form releases it before.
-        return 0.5
-    if pins.tp == 2 or pins.optimizer_sharding in ("zero2", "zero3"):
-        # Parameters stored in shards on the tensor axis and gathered for a step; the message buffers of both levels.
-        return 0.2
-    return 0.1
+    if pins.schedule in SPLIT:
+        # Of what is kept, or was computed again, a part waits for the gradients of the weights; all of it is counted.
+        return 0.15 if pins.recompute in (None, "none") else 0.5
+    return 0.12
 
 
-def check(search: Configured, pins: Pins) -> None:
+def check(search: Configured, pins: Pins) -> float:
+    """Compare both accounts of the best plan under pins; returns by how much their times differ."""
     explored = search.explore(pins, solves=2)
     scored = search.scored(explored, 1)
     assert scored, pins.named()
@@ -74,6 +72,7 @@ def check(search: Configured, pins: Pins) -> None:
     assert placed.objective_s == pytest.approx(found.step_time_s, rel=agreed_time(pins)), pins.named()
     peak = placed.partition.memory_bytes.max()
     assert peak == pytest.approx(found.peak_memory_bytes, rel=agreed_memory(pins)), pins.named()
+    return abs(placed.objective_s / found.step_time_s - 1)
 
 
 USUAL = [
@@ -106,10 +105,55 @@ SHAPES = [
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_every_schedule_recomputation_and_sharding_agrees(tensor: int, level: str) -> None:
     search = configured(8, 64)
+    apart = []
     for shape, mode in product(SHAPES, ("none", "selective", "full")):
         if level != "none" and shape.pp == 4 and tensor == 2:
             continue  # one data-parallel rank: nothing is sharded
-        check(search, replace(shape, tp=tensor, optimizer_sharding=level, recompute=mode, micro_batch=2))
+        apart.append(check(search, replace(shape, tp=tensor, optimizer_sharding=level, recompute=mode, micro_batch=2)))
+    assert np.quantile(apart, 0.9) <= 0.055
+    assert np.median(apart) <= 0.03
+
+
+@st.composite
+def drawn_pins(draw: st.DrawFn) -> Pins:
+    """Any schedule, storage and recomputation on 8 devices."""
+    shape = draw(st.sampled_from(SHAPES))
+    tensor = draw(st.sampled_from([1, 2] if shape.pp != 4 else [1]))
+    return replace(
+        shape,
+        tp=tensor,
+        micro_batch=draw(st.sampled_from([2, 4])),
+        optimizer_sharding=draw(st.sampled_from(["none", "zero1", "zero2", "zero3"])),
+        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+    )
+
+
+@pytest.mark.slow
+@settings(max_examples=30)
+@given(pins=drawn_pins())
+def test_any_configuration_of_a_small_network_agrees(pins: Pins) -> None:
+    check(shallow(), pins)
+
+
+@cache
+def shallow() -> Configured:
+    """GPT-2 of eight layers, its tables made once."""
+    return configured(8, 64, layers=8)
+
+
+def test_the_sums_of_batch_normalisation_over_the_data_axis_count() -> None:
+    search = configured(16, 512, "resnet50")
+    pins = Pins(pp=1, tp=1, optimizer_sharding="none", recompute="none", micro_batch=32)
+    placed = search.scored(search.explore(pins, solves=2), 1)[0]
+    assert placed.placed.objective_s == pytest.approx(placed.prediction.step_time_s, rel=0.05)
+    assert sum(len(sums) for unit in search.decisions.batch_sums for sums in unit) > 20
+
+
+def test_the_part_of_a_step_that_differs_is_named() -> None:
+    simulated = Mock(step_time_s=1.0, breakdown={"compute_s": 0.5, "exposed_communication_s": 0.4, "bubble_s": 0.1})
+    analytic = {"compute_s": 0.5, "exposed_communication_s": 0.1, "bubble_s": 0.2}
+    assert differing_term(analytic, simulated) == "exposed_communication_s"
+    assert differing_term({**analytic, "exposed_communication_s": 0.27}, simulated) == ""
 
 
 def test_local_work_on_gradients_holds_no_pass_of_a_large_pipeline() -> None:
