@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner.graph.scaling import at_batch
+from planner.search.problem.costs import MeshCosts
 from planner.search.problem.parts import Parts, Setting
 from planner.search.problem.variables import Kind
 from planner.search.units.factors import Part
@@ -22,6 +23,7 @@ from planner.sharding.placement import Mesh, MeshAxis
 from planner.work import optimizer
 from simulator.errors import InputError
 from simulator.hardware import load_profile
+from simulator.program import Collective
 from tests.planner.search.problems import BUCKET_BYTES, captured, captured_small
 
 HARDWARE = load_profile("dgx-a100")
@@ -109,6 +111,22 @@ def test_seconds_are_those_of_the_whole_objective(mesh: Mesh, batch: int, seed: 
             tables._stage.unit(number).factors.evaluate(one)[[Part.FORWARD, Part.BACKWARD, Part.STEP]].sum()
         )
     assert counted == pytest.approx(seconds, rel=1e-9)
+
+
+def test_meshes_share_times_of_messages_where_those_are_the_same() -> None:
+    source = stage_decisions(captured("mlp"))
+
+    def costs(stride: int) -> MeshCosts:
+        return source.costs(HARDWARE, Mesh((MeshAxis("tensor", 4),), (stride,)), BUCKET_BYTES)
+
+    payloads = np.exp2(np.arange(40.0))
+    assert costs(8) is costs(16)
+    assert costs(1) is not costs(8)
+    for stride in (1, 2, 4, 8, 16, 64):
+        own = MeshCosts(HARDWARE, Mesh((MeshAxis("tensor", 4),), (stride,)), BUCKET_BYTES)
+        for collective in (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.ALL_TO_ALL):
+            shared = costs(stride).message_time(collective, 0, payloads)
+            assert np.array_equal(shared, own.message_time(collective, 0, payloads))
 
 
 @pytest.mark.parametrize("sequence_parallel", [None, True, False])
