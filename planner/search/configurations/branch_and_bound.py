@@ -34,7 +34,7 @@ from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.stages.exact_turns import SHORT
 from planner.search.stages.fragments import WIDTH, FloatArray
 from planner.search.stages.partition import Partition, partition, proves_misfit
-from planner.search.stages.segments import PartitionTask, simplified, undominated
+from planner.search.stages.segments import MANY, PartitionTask, idealised, simplified, undominated
 from planner.search.units.labels import StageTables
 from simulator.errors import InputError
 
@@ -397,6 +397,10 @@ class _Search:
         """Bound it with the memory limit."""
         assert node.task is not None  # timed nodes have one
         limited = max(bound, memory_bound(node.task))
+        if node.task.chunks == 1 < node.task.pieces and max(len(kind) for kind in node.task.kinds) > MANY:
+            # Where not all ways will be partitioned, units that cannot be divided bound all the same.
+            ideal = partition(idealised(node.task))
+            limited = max(limited, np.inf if ideal is None else ideal.lower_bound_s)
         if limited > bound * (1 + PROOF):
             self._offload(bound, node.configuration)
         if np.isinf(limited):

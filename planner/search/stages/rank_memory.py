@@ -99,7 +99,11 @@ def _rank_times(
     bounds = _shared(parts) - per_byte[:, None] * free
     least = np.maximum(table[0], bounds.max(axis=0))
     least = np.where(kept <= free * (1 + _ROUNDING), least, np.inf)
-    times: FloatArray = np.maximum.accumulate(least)
+    if np.any(np.diff(table[0]) < 0):
+        # Blocks that hide messages of others may leave their rank less to do than fewer of them.
+        times: FloatArray = np.minimum.accumulate(least[::-1])[::-1]
+    else:
+        times = np.maximum.accumulate(least)
     return times
 
 

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from planner.search.configurations.bounds import memory_bound, task_bound
@@ -15,6 +15,7 @@ from planner.search.stages import cutting
 from planner.search.stages import partition as pipeline
 from planner.search.stages.fragments import ACTIVATION, BACKLOG, FILL, QUEUE, RESIDENT, STEADY, TRANSIENT, Fragments
 from planner.search.stages.partition import Partition, PartitionTask, partition
+from planner.search.stages.segments import idealised
 
 
 @st.composite
@@ -148,11 +149,30 @@ def test_several_chunks_a_rank_are_bounded(task: PartitionTask) -> None:
         assert (found is None) == (best == np.inf)
 
 
+def hiding_task() -> PartitionTask:
+    """One rank whose first unit hides the messages of its last."""
+    values = np.array([[1.0, 1, 0, -2, 0, 0, 0], [1, 1, 2, 2, 0, 0, 0]])
+    kinds = tuple(
+        Fragments(row[None], np.array([entry]), np.array([leave]), np.zeros((1, 1), dtype=np.int64))
+        for row, entry, leave in zip(values, (-1, 0), (0, -1), strict=True)
+    )
+    return PartitionTask(
+        kinds=kinds, counts=(1, 1), sends_s=np.zeros((1, 2)), fill_sends=1.0, steady_sends=2.0, ranks=1, chunks=1,
+        rank_of=np.zeros(1, dtype=np.int64), in_flight=np.ones(1), limit_bytes=8.0,
+    )  # fmt: skip
+
+
+@example(hiding_task())
 @given(st.one_of(tasks(), tasks(chunks=2)))
 def test_bounds_hold(task: PartitionTask) -> None:
     best = brute_force(task)
     assert task_bound(task) <= best * (1 + 1e-9)
     assert memory_bound(task) <= best * (1 + 1e-9)
+    ideal = partition(idealised(task), width=10_000)
+    if ideal is None:
+        assert best == np.inf
+    else:
+        assert ideal.lower_bound_s <= best * (1 + 1e-9)
 
 
 @given(
