@@ -73,6 +73,7 @@ class PlacedGraph:
         axes = len(self.sizes)
         self.replicated: Placements = (REPLICATE,) * axes
         self._recipes: dict[tuple[int, int, str], Recipe] = {}
+        self._gathered: dict[int, list[Placements]] = {}
         self._gradient_paths: dict[TensorRef, tuple[tuple[Step, ...], tuple[Step, ...]]] = {}
         self._gradient_refs = {p.node: p.gradient for p in graph.parameters if p.gradient is not None}
         self.gradient_of = {p.gradient: p.node for p in graph.parameters if p.gradient is not None}
@@ -147,6 +148,11 @@ class PlacedGraph:
 
     def gathered(self, node: int) -> list[Placements]:
         """Placements other than the stored one in which a parameter is read and that need a message."""
+        if node not in self._gathered:
+            self._gathered[node] = self._read_elsewhere(node)
+        return self._gathered[node]
+
+    def _read_elsewhere(self, node: int) -> list[Placements]:
         ref = TensorRef(node)
         wanted: dict[Placements, None] = {}
         for user in self.graph.consumers.get(ref, ()):
