@@ -22,7 +22,7 @@ from planner.what_if.work import shared_of
 from simulator.errors import InputError, MeshwrightError, UnsupportedError
 from tests.results import infeasible_result
 
-OPTIONS = WhatIfOptions(network="zoo:gpt2", hardware=("dgx-a100",), device_counts=(8, 9, 16))
+OPTIONS = WhatIfOptions(network="zoo:gpt2-tiny", hardware=("dgx-a100",), device_counts=(8, 9, 16))
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,9 @@ def other_code() -> str:
 
 @pytest.mark.slow
 def test_a_point_at_which_workers_die_is_named(dask: str, graph: OperatorGraph) -> None:
-    with pytest.raises(MeshwrightError, match="zoo:gpt2 on 16 devices of dgx-a100: the cluster gave this point up"):
+    with pytest.raises(
+        MeshwrightError, match="gpt2-tiny on 16 devices of dgx-a100: the cluster gave this point up"
+    ):
         list(on_cluster(graph, requests(), dask, work=die_at_16))
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from planner.what_if.work import graph_text, shared_of
 from simulator.errors import MeshwrightError, UnsupportedError
 from tests.results import infeasible_result
 
-OPTIONS = WhatIfOptions(network="zoo:gpt2", hardware=("dgx-a100",), device_counts=(8, 16, 24, 32))
+OPTIONS = WhatIfOptions(network="zoo:gpt2-tiny", hardware=("dgx-a100",), device_counts=(8, 16, 24, 32))
 TIMES = ("elapsed_s", "capture_s", "simulation_s", "timings")
 
 
@@ -70,7 +71,7 @@ def test_every_point_is_planned_once(graph: OperatorGraph) -> None:
 def test_a_point_at_which_processes_die_is_named(graph: OperatorGraph) -> None:
     notes: list[str] = []
     done = []
-    with pytest.raises(MeshwrightError, match="zoo:gpt2 on 24 devices of dgx-a100: .* died, twice .*SIGKILL"):
+    with pytest.raises(MeshwrightError, match="zoo:gpt2-tiny on 24 devices of dgx-a100: .* died, twice .*SIGKILL"):
         done.extend(in_processes(graph, requests(), 2, notes.append, die_at_24))
     assert len(notes) == 1
     assert "SIGKILL" in notes[0]
@@ -103,7 +104,8 @@ def test_cores_that_may_be_used_are_those_of_the_affinity() -> None:
 
 @pytest.mark.slow
 def test_jobs_do_not_change_the_result() -> None:
-    found = [[row_document(row) for row in what_if(OPTIONS, jobs=jobs)] for jobs in (1, 2)]
+    options = replace(OPTIONS, device_counts=(8, 16))
+    found = [[row_document(row) for row in what_if(options, jobs=jobs)] for jobs in (1, 2)]
     for document in (*found[0], *found[1]):
         for name in TIMES:
             del document["search"][name]
