@@ -79,10 +79,14 @@ class Recount:
 
     def factor(self, kernel: Kernel) -> float:
         """Slow-down by other processes and the correction of whole steps."""
-        name = kernel.value if kernel in (Kernel.MATMUL, Kernel.ATTENTION) else "memory"
-        corrected = kernel not in (Kernel.OPTIMIZER, Kernel.CONVOLUTION)
-        correction = self.costs.hardware.training.get(name, 1.0) if corrected else 1.0
+        own = (Kernel.MATMUL, Kernel.ATTENTION, Kernel.CONVOLUTION, Kernel.OPTIMIZER)
+        correction = self.correction(kernel.value if kernel in own else "memory")
         return self.costs.hardware.compute_slowdown(self.mesh.size) * correction
+
+    def correction(self, name: str) -> float:
+        """What plans take of the profile: device and usual software together, else the device's own."""
+        training = self.costs.hardware.training
+        return training[f"planned_{name}"] if f"planned_{name}" in training else training.get(name, 1.0)
 
     def product(self, index: int, rules: Sequence[Rule]) -> tuple[float, float, float, float]:
         """Batch, m, n and k of a product, from the local sizes of its operands dim by dim."""
@@ -108,7 +112,7 @@ class Recount:
 
     def message(self, collective: Collective, axis: int, payload: float) -> float:
         group = group_shape(self.costs.hardware, self.mesh.axes[axis].size, self.mesh.stride(axis))
-        correction = self.costs.hardware.training.get("inside" if group.members[0] == group.size else "outside", 1.0)
+        correction = self.correction("inside" if group.members[0] == group.size else "outside")
         return correction * collective_time(self.costs.hardware, collective, payload, group)
 
     def moves(self, *, parameters: bool) -> Iterator[float]:
