@@ -59,9 +59,8 @@ class Configuration:
     def mesh(self) -> Mesh:
         """Mesh of one stage, axes of one rank left out."""
         names = [a for a in AXES[1:] if self.degrees[a] > 1]
-        return Mesh(
-            tuple(MeshAxis(name, self.degrees[name]) for name in names), tuple(self.stride(name) for name in names)
-        )
+        strides = tuple(self.stride(name) for name in names)
+        return Mesh(tuple(MeshAxis(name, self.degrees[name]) for name in names), strides or None)
 
     def inner_mesh(self) -> Mesh:
         """The stage mesh without its data axis: what one table of labels is about."""
