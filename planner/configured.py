@@ -23,6 +23,7 @@ from planner.search.stages.segments import simplified
 from planner.search.units.labels import RECOMPUTE, StageDecisions, StageTables, rules_of, stage_tables
 from planner.sharding.context import ALGORITHMS, Algorithm, ContextAxis, attention_heads
 from planner.sharding.placement import Mesh
+from planner.sharding.placement import Mesh
 from planner.shared_tables import NetworkTables
 from planner.strategy.plan import Certificate, Chunk, Plan, RecomputeRange, Status
 from planner.work import Optimizer
@@ -179,7 +180,7 @@ class Configured:
             **{**self.base, "bucket_bytes": c.bucket_bytes or self.bucket_bytes},  # type: ignore[arg-type]
             micro_batch=c.micro_batch,
             micro_batches=c.micro_batches,
-            mesh=c.mesh(),
+            mesh=c.mesh() if c.mesh().axes else Mesh(()),  # as it is read back
             rules=rules,
             layers=layers,
             optimizer_sharding=c.optimizer_sharding,
