@@ -134,8 +134,9 @@ def explore(
     plan may hide behind work. Plans come with what a price of memory proves of them (`closed` proves more).
     """
     waiting: list[tuple[float, int, int, _Shape]] = []
+    graphs: dict[int, OperatorGraph] = {}
     for data, tensor in meshes(space):
-        shape = _Shape(space, data, tensor)
+        shape = _Shape(space, data, tensor, graphs)
         work = shape.problem(shape.counts[0]).least_work_s
         if work <= NEAR_ENOUGH * incumbent_s:
             heappush(waiting, (work, tensor, data, shape))
@@ -180,8 +181,10 @@ def closed(space: Space, found: Sequence[Found], limit_bytes: float) -> list[Fou
 class _Shape:
     """A mesh with the numbers of micro-batches it may take, and the problems made of them."""
 
-    def __init__(self, space: Space, data: int, tensor: int) -> None:
+    def __init__(self, space: Space, data: int, tensor: int, graphs: dict[int, OperatorGraph] | None = None) -> None:
         self.space = space
+        self.graphs = {} if graphs is None else graphs
+        """The graph at each number of micro-batches; meshes may share them."""
         self.costs = MeshCosts(space.hardware, make_mesh(data, tensor), space.bucket_bytes)
         self.counts = _micro_batch_counts(space, data)
         self.free: Solution | None = None
@@ -190,7 +193,9 @@ class _Shape:
     def problem(self, count: int) -> Problem:
         """The operator search at so many micro-batches."""
         if count not in self._made:
-            self._made[count] = _problem(self.space, self.costs, count)
+            if count not in self.graphs:
+                self.graphs[count] = at_batch(self.space.graph, self.space.global_batch // count)
+            self._made[count] = _problem(self.space, self.costs, count, self.graphs[count])
         return self._made[count]
 
     def solved(self, limit: float) -> Iterator[Found | Misfit]:
@@ -243,7 +248,7 @@ def _micro_batch_counts(space: Space, data: int) -> list[int]:
     return counts
 
 
-def _problem(space: Space, costs: MeshCosts, count: int) -> Problem:
+def _problem(space: Space, costs: MeshCosts, count: int, graph: OperatorGraph) -> Problem:
     setting = Setting(
         costs=costs,
         micro_batches=count,
@@ -252,7 +257,7 @@ def _problem(space: Space, costs: MeshCosts, count: int) -> Problem:
         batch_only=space.pins.batch_only,
         sharded_gradients=space.pins.optimizer_sharding == "zero2",
     )
-    problem = Problem(at_batch(space.graph, space.global_batch // count), space.decisions, setting)
+    problem = Problem(graph, space.decisions, setting)
     # Propagation settles contradictions between hints itself.
     free = not space.hints or space.search_mode == "sharding_propagation"
     return problem if free else constrained(problem, space.hints)

@@ -218,8 +218,9 @@ class Parts:
             # Each axis divides by itself: only a dim that both shard is left to look at.
             extents = np.array([*self.graph.spec(tensor).shape, 1, 1], dtype=np.int64)
             one, other = placements
-            apart: NDArray[np.bool_] = (one != other) | (one < 0)
-            return apart | (extents % (self.sizes[0] * self.sizes[1]) == 0)[one]
+            divides = extents % (self.sizes[0] * self.sizes[1]) == 0
+            fits: NDArray[np.bool_] = (one != other) | (one < 0) | divides[one]
+            return fits
         keep = np.ones(placements.shape[1], dtype=np.bool_)
         for dim, extent in enumerate(self.graph.spec(tensor).shape):
             ways = np.ones(placements.shape[1], dtype=np.int64)
