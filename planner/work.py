@@ -70,7 +70,7 @@ def state_bytes(update: Optimizer, dtype: str) -> int:
 def update_traffic(update: Optimizer, dtype: str) -> int:
     """Bytes an update reads and writes for each element of a parameter whose gradient has its type."""
     size = DTYPE_BYTES[dtype]
-    return update_bytes(update, size, size)
+    return round(update_bytes(update, size, float(size)))
 
 
 def update_bytes(update: Optimizer, size: int, gradient_bytes: Amount) -> Amount:
