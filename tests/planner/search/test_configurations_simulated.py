@@ -51,7 +51,7 @@ def agreed_time(pins: Pins) -> float:
     if pins.optimizer_sharding == "zero3" and pins.schedule in SPLIT:
         # Gathers and scatters of few units a chunk, in halves of a pass.
         return 0.1
-    unlike = pins.optimizer_sharding == "zero3" or pins.schedule in ("interleaved_1f1b", "zbv") or pins.tp != 1
+    unlike = pins.optimizer_sharding == "zero3" or pins.schedule in ("interleaved_1f1b", *SPLIT) or pins.tp != 1
     return 0.07 if unlike else 0.05
 
 
@@ -59,7 +59,7 @@ def agreed_memory(pins: Pins) -> float:
     """How far both peaks may lie apart."""
     if pins.schedule in SPLIT:
         # Of what is kept, or was computed again, a part waits for the gradients of the weights; all of it is counted.
-        return 0.15 if pins.recompute in (None, "none") else 0.5
+        return 0.15 if pins.recompute in (None, "none") else 0.7
     return 0.12
 
 
