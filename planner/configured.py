@@ -23,7 +23,6 @@ from planner.search.stages.segments import simplified
 from planner.search.units.labels import RECOMPUTE, StageDecisions, StageTables, rules_of, stage_tables
 from planner.sharding.context import ALGORITHMS, Algorithm, ContextAxis, attention_heads
 from planner.sharding.placement import Mesh
-from planner.sharding.placement import Mesh
 from planner.shared_tables import NetworkTables
 from planner.strategy.plan import Certificate, Chunk, Plan, RecomputeRange, Status
 from planner.work import Optimizer
