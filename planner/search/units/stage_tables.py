@@ -93,10 +93,6 @@ class Stage:
             self._units[number] = Tabled(self.source.models[number], factors, shape)
         return self._units[number]
 
-    def sequence_sharded(self, number: int) -> NDArray[np.bool_]:
-        """States of a variable in which a forward activation is sharded along the sequence on the tensor axis."""
-        return self.shape.sequence_sharded(number)
-
     def _boundary(self, number: int) -> BoundaryStates:
         crossing = self.chain.boundaries[number]
         forward = tuple(f for f, _ in self.shape.classes[number][0])
