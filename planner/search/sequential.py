@@ -163,15 +163,16 @@ class Descent:
 
     def candidates(self, instance: int, axis: int, state: int) -> Indices:
         """States of an instance that differ from `state` along mesh axis `axis` alone, itself included."""
-        states = self.tables.problem.states[self.tables.instances[instance].variable]
-        key = ("alike but along", axis)
-        if key not in states.known:
-            others = np.zeros(len(states), dtype=np.int64)
+        variable = self.tables.instances[instance].variable
+        states, known = self.tables.problem.states[variable], self.tables.alike
+        key = (variable, axis)
+        if key not in known:
+            others = np.zeros(states.choice.shape[1], dtype=np.int64)
             for row in np.delete(states.choice, axis, axis=0):
-                others = others * len(states.variable.choices) + row
+                others = others * (int(row.max(initial=0)) + 1) + row
             groups = {number: np.flatnonzero(others == number) for number in set(others.tolist())}
-            states.known[key] = [groups[number] for number in others.tolist()]
-        found: Indices = states.known[key][state]
+            known[key] = [groups[number] for number in others.tolist()]
+        found = known[key][state]
         return found if instance not in self.allowed else found[self.allowed[instance][found] | (found == state)]
 
     def round(

@@ -41,6 +41,8 @@ class LayeredTables:
 
     def __init__(self, problem: Problem, starts: Sequence[Collection[int]] = ()) -> None:
         self.problem = problem
+        self.alike: dict[tuple[int, int], list[NDArray[np.intp]]] = {}
+        """States of a variable that differ from each along one axis alone, by variable and axis, once asked for."""
         parts = layout(problem)
         self._blocks = parts.blocks
         self.starts = [frozenset(s) for s in starts] or [frozenset[int]()] * len(self._blocks)
