@@ -7,12 +7,14 @@ position. Values are local tensors, by name. Everything is the same on every ran
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.sharding.placement import Mesh, Placements
 from planner.sharding.rules import Rule
 from simulator.program import Collective, Program
+from simulator.schedules import ActionKind, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,3 +145,123 @@ class LoweredPlan:
     inputs: tuple[LoweredInput, ...]
     loss: str
     micro_batches: int
+
+    @property
+    def devices(self) -> int:
+        """Devices of the mesh."""
+        return self.mesh.size
+
+
+# Plans with pipeline stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A tensor that goes from stage to stage: its value's name, and its shape and type on one rank."""
+
+    value: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassInstructions:
+    """One pass of a chunk: what it runs in order, values to free after each, and those to free when it has ended."""
+
+    instructions: tuple[Instruction, ...]
+    releases: tuple[tuple[str, ...], ...]
+    drops: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageInstructions:
+    """What a stage runs for each micro-batch.
+
+    Attributes
+    ----------
+    passes : by kind of action and whether it is the first or the last on its stage
+        (`simulator.pipeline_operators.action_variants`)
+    arrives, leaves : the forward tensor from the stage before and to the next
+    gradient_arrives, gradient_leaves : the gradients that come and go the other way
+    lasting : values that stay from one micro-batch to the next
+    gradients : what the gradient of each trained parameter is called at the end of the step
+    """
+
+    passes: Mapping[tuple[ActionKind, int], PassInstructions]
+    arrives: Crossing | None
+    leaves: Crossing | None
+    gradient_arrives: Crossing | None
+    gradient_leaves: Crossing | None
+    inputs: tuple[LoweredInput, ...]
+    lasting: frozenset[str]
+    gradients: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankInstructions:
+    """What all ranks of one pipeline rank hold and do at the end of a step.
+
+    ``ties`` are sets of pipeline ranks that hold a parameter together; the group of number t is the mesh axis
+    ``len(mesh.axes) + t`` of messages in ``update``.
+    """
+
+    stages: tuple[int, ...]
+    parameters: tuple[StoredParameter, ...]
+    update: tuple[Instruction, ...]
+    ties: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoweredStages:
+    """A plan with pipeline stages ready to be executed; ``loss`` is a replicated scalar on the last stage."""
+
+    graph: OperatorGraph
+    mesh: Mesh
+    schedule: Schedule
+    pipeline_stride: int
+    stages: tuple[StageInstructions, ...]
+    ranks: tuple[RankInstructions, ...]
+    inputs: tuple[LoweredInput, ...]
+    loss: str
+    micro_batches: int
+
+    @property
+    def devices(self) -> int:
+        """Devices of all stages."""
+        return self.mesh.size * self.schedule.ranks
+
+    def pipeline_rank(self, rank: int) -> int:
+        """Pipeline rank of a rank of the job."""
+        return rank // self.pipeline_stride % self.schedule.ranks
+
+
+def read_values(instruction: Instruction) -> tuple[str, ...]:
+    """Values that an instruction reads, parameters that an update changes included."""
+    if isinstance(instruction, Compute):
+        found: tuple[str, ...] = instruction.inputs
+    elif isinstance(instruction, Communicate):
+        found = instruction.sources
+    elif isinstance(instruction, Accumulate):
+        found = (instruction.source,) if instruction.first else (instruction.source, instruction.accumulator)
+    elif isinstance(instruction, BeginUpdate):
+        found = (instruction.parameter, instruction.gradient)
+    elif isinstance(instruction, Update):
+        found = (instruction.parameter, instruction.sums or instruction.gradient)
+    else:
+        found = (instruction.source,)
+    return tuple(name for name in found if name)
+
+
+def written_values(instruction: Instruction) -> tuple[str, ...]:
+    """Values that an instruction makes."""
+    if isinstance(instruction, Compute):
+        found: tuple[str, ...] = instruction.outputs
+    elif isinstance(instruction, Communicate):
+        found = instruction.targets
+    elif isinstance(instruction, Accumulate):
+        found = (instruction.accumulator,)
+    elif isinstance(instruction, Slice | Mask | BeginUpdate):
+        found = (instruction.target,)
+    else:
+        found = ()
+    return tuple(name for name in found if name)

@@ -8,7 +8,7 @@ import torch
 
 from planner.execution.data import InputSpec, Shard
 from planner.execution.optimizers import Hyperparameters
-from planner.instructions import LoweredPlan
+from planner.instructions import LoweredPlan, LoweredStages
 from planner.sharding.placement import Mesh, Placements
 from simulator.errors import InputError, UnsupportedError
 
@@ -22,7 +22,7 @@ class Job:
     ``device_type`` is ``"cpu"``, ``"cuda"`` or ``"npu"``; ``timeout_s`` bounds every collective.
     """
 
-    lowered: LoweredPlan
+    lowered: LoweredPlan | LoweredStages
     network: str
     sequence_length: int | None
     optimizer: str
@@ -40,7 +40,7 @@ class Job:
         return input_specs(self.lowered)
 
 
-def input_specs(lowered: LoweredPlan) -> tuple[InputSpec, ...]:
+def input_specs(lowered: LoweredPlan | LoweredStages) -> tuple[InputSpec, ...]:
     """Describe the inputs of one micro-batch over the whole mesh, in the order of ``lowered.inputs``."""
     graph = lowered.graph
     by_name = {entry.name: entry for entry in graph.inputs}

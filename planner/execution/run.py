@@ -25,10 +25,11 @@ from planner.execution.verification import (
     tolerances,
 )
 from planner.execution.worker import BACKENDS, RankResult, train
-from planner.instructions import LoweredPlan
-from planner.planning import lower, predict
+from planner.instructions import LoweredPlan, LoweredStages
+from planner.lowering.checked import checked_graph
+from planner.prediction import predict, predict_plan
 from planner.strategy.file import read_plan
-from planner.strategy.loading import lower_strategy, naming
+from planner.strategy.loading import lower_to_run, naming
 from planner.strategy.plan import Plan
 from simulator.calibration.launch import run_workers
 from simulator.calibration.machine import count_devices
@@ -140,7 +141,7 @@ def execute_plan(plan: Plan, options: ExecuteOptions, say: Say = lambda _: None)
         hyperparameters(plan.optimizer)
     constants = hyperparameters(plan.optimizer, options.learning_rate, plan.global_batch)
     say("lowering the plan")
-    lowered = lower_strategy(plan, options.strategy, precision=precision)
+    lowered = lower_to_run(plan, options.strategy, precision=precision)
     dataset = open_dataset(options.data, input_specs(lowered), options.seed)
     check_dataset(dataset, input_specs(lowered))
     job = Job(
@@ -153,12 +154,13 @@ def execute_plan(plan: Plan, options: ExecuteOptions, say: Say = lambda _: None)
         seed=options.seed,
         steps=options.steps,
         warm_up_steps=min(WARM_UP_STEPS, options.steps - 1),
-        device_type=options.device or _best_device(plan.mesh.size),
+        device_type=options.device or _best_device(plan.devices),
         timeout_s=options.timeout_s,
     )
-    say(f"training {options.steps} steps on {plan.mesh.size} processes")
+    say(f"training {options.steps} steps on {plan.devices} processes")
     results = _run_job(job, membership)
-    check_finite(results[0].losses)
+    losses = losses_of(results)
+    check_finite(losses)
     rank = 0 if membership is None else membership.rank
     reference: list[float] = []
     allowed: list[float] = []
@@ -166,8 +168,8 @@ def execute_plan(plan: Plan, options: ExecuteOptions, say: Say = lambda _: None)
         say("training again in one process")
         reference = run_reference(job)
         check_finite(reference, "training in one process")
-        exact = _exact_if_needed(plan, job, results[0].losses, reference, precision, say)
-        compare_losses(results[0].losses, reference, precision, exact)
+        exact = _exact_if_needed(plan, job, losses, reference, precision, say)
+        compare_losses(losses, reference, precision, exact)
         allowed = tolerances(precision, reference, exact)
     return _report(plan, job, results, membership, reference, allowed, precision, dataset.description)
 
@@ -182,12 +184,18 @@ def _exact_if_needed(
         say("training again from parameters changed in the last places, to know what rounding does to this network")
         return run_reference(job, perturbation=PERTURBATION)
     say("training again in one process in fp64, to know what rounding does to this network")
-    return run_reference(replace(job, lowered=lower(plan, precision="fp64")))
+    return run_reference(replace(job, lowered=lower_to_run(plan, plan.network, precision="fp64")))
+
+
+def losses_of(results: list[RankResult]) -> tuple[float, ...]:
+    """Losses of the whole batches, the mean of what ranks of several last stages know (copies of a network)."""
+    known = [result.losses for result in results if result.losses]
+    return tuple(float(np.mean(of_step)) for of_step in zip(*known, strict=True)) if known else ()
 
 
 def _run_job(job: Job, membership: Membership | None) -> list[RankResult]:
     if membership is None:
-        return run_workers(train, (job,), job.lowered.mesh.size)[0]
+        return run_workers(train, (job,), job.lowered.devices)[0]
     settle_worker(owned=False)
     try:
         return train(job, membership)
@@ -201,7 +209,7 @@ def _run_job(job: Job, membership: Membership | None) -> list[RankResult]:
 
 
 def _check(plan: Plan, options: ExecuteOptions, membership: Membership | None) -> None:
-    size = plan.mesh.size
+    size = plan.devices
     if membership is not None and membership.world_size != size:
         raise InputError(
             f"{membership.launcher} started {membership.world_size} processes, the plan is for {size} devices; "
@@ -262,7 +270,8 @@ def _report(
     slowest = np.max([result.step_times_s for result in results], axis=0)[job.warm_up_steps :]
     p10, median, p90 = (float(value) for value in np.quantile(slowest, (0.1, 0.5, 0.9)))
     step_time, peak, notes = _prediction(plan, job.lowered)
-    differences = [relative_difference(*pair) for pair in zip(results[0].losses, reference, strict=False)]
+    losses = losses_of(results)
+    differences = [relative_difference(*pair) for pair in zip(losses, reference, strict=False)]
     return ExecutionReport(
         processes=len(results),
         backend=BACKENDS[job.device_type],
@@ -273,7 +282,7 @@ def _report(
         precision=precision,
         data=data,
         seed=job.seed,
-        losses=results[0].losses,
+        losses=losses,
         reference_losses=tuple(reference),
         max_loss_difference=max(differences) if differences else None,
         tolerance=max(allowed) if allowed else None,
@@ -298,7 +307,7 @@ def _busy(results: list[RankResult], device_type: str) -> tuple[str, ...]:
     )
 
 
-def _prediction(plan: Plan, lowered: LoweredPlan) -> tuple[float | None, int | None, tuple[str, ...]]:
+def _prediction(plan: Plan, lowered: LoweredPlan | LoweredStages) -> tuple[float | None, int | None, tuple[str, ...]]:
     """Predict step time and peak memory on the plan's hardware, with notes where something is missing."""
     try:
         hardware = load_profile(plan.hardware)
@@ -307,5 +316,8 @@ def _prediction(plan: Plan, lowered: LoweredPlan) -> tuple[float | None, int | N
     notes: tuple[str, ...] = ()
     if hardware.hash != plan.hardware_hash:
         notes = (f"profile {plan.hardware} has changed since the plan was made",)
-    prediction, _ = predict(plan, lowered, hardware)
+    if isinstance(lowered, LoweredPlan):
+        prediction, _ = predict(plan, lowered, hardware)
+    else:
+        prediction = predict_plan(plan, checked_graph(plan), hardware)
     return prediction.step_time_s, prediction.peak_memory_bytes, notes

@@ -17,21 +17,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.execution.data import Batches, open_dataset
-from planner.execution.interpreter import BUFFER, Interpreter, RankContext
+from planner.execution.interpreter import Interpreter
 from planner.execution.job import Job, batch_shard, own_piece
+from planner.execution.machine import BUFFER, RankContext
 from planner.execution.membership import Membership
 from planner.execution.memory import PeakMemory, waited_s
 from planner.execution.optimizers import make_step
+from planner.execution.stages import Neighbours, StageInterpreter
+from planner.instructions import LoweredPlan, LoweredStages, StoredParameter
 from planner.networks import load_network
-from planner.sharding.placement import Mesh
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """What one rank measured; the losses are of whole batches, and so the same on every rank.
+    """What one rank measured; the losses are of whole batches, and so the same on every rank that knows them.
 
+    With pipeline stages only ranks of the last one do; the others have none.
     ``waited_share`` is the part of the timed steps in which the rank was ready but had no core.
     """
 
@@ -72,7 +75,7 @@ def train(job: Job, membership: Membership | None = None) -> list[RankResult]:
 def _train_rank(job: Job, device: torch.device, timeout: timedelta) -> RankResult:
     mesh = job.lowered.mesh
     coordinates = mesh.coordinates(dist.get_rank())
-    context = RankContext(coordinates=coordinates, groups=_axis_groups(mesh, timeout), device=device)
+    context = RankContext(coordinates=coordinates, groups=_groups(job.lowered, timeout), device=device)
     load = _feeder(job, coordinates, device)
     load(0, 0)
     _touch_libraries(context)
@@ -80,7 +83,12 @@ def _train_rank(job: Job, device: torch.device, timeout: timedelta) -> RankResul
     parameters, buffers = _own_tensors(job, coordinates, device)
     memory.restart()
     updates = {name: make_step(job.optimizer, job.constants) for name in parameters}
-    interpreter = Interpreter(job.lowered, context, parameters, updates, buffers)
+    interpreter: Interpreter | StageInterpreter
+    if isinstance(job.lowered, LoweredStages):
+        neighbours = _neighbours(job.lowered, device, timeout)
+        interpreter = StageInterpreter(job.lowered, context, neighbours, parameters, updates, buffers)
+    else:
+        interpreter = Interpreter(job.lowered, context, parameters, updates, buffers)
     losses: list[float] = []
     times: list[float] = []
 
@@ -88,7 +96,8 @@ def _train_rank(job: Job, device: torch.device, timeout: timedelta) -> RankResul
         """Run some steps; loading data is not part of a step's time."""
         for step in range(first, last):
             loss, seconds = _run_step(interpreter, [load(step, i) for i in range(job.lowered.micro_batches)], device)
-            losses.append(loss)
+            if loss is not None:
+                losses.append(loss)
             times.append(seconds)
 
     held = sum(buffer.untyped_storage().nbytes() for buffer in buffers.values())
@@ -105,14 +114,16 @@ def _train_rank(job: Job, device: torch.device, timeout: timedelta) -> RankResul
     )
 
 
-def _run_step(interpreter: Interpreter, batches: list[list[Tensor]], device: torch.device) -> tuple[float, float]:
-    """Run one step on its micro-batches; returns the mean loss and the seconds."""
+def _run_step(
+    interpreter: Interpreter | StageInterpreter, batches: list[list[Tensor]], device: torch.device
+) -> tuple[float | None, float]:
+    """Run one step on its micro-batches; returns the mean loss, where this rank knows it, and the seconds."""
     _synchronize(device)
     start = time.perf_counter()
     found = interpreter.run_step(batches.__getitem__)
     _synchronize(device)
     seconds = time.perf_counter() - start
-    return sum(float(loss) for loss in found) / len(found), seconds
+    return (sum(float(loss) for loss in found) / len(found) if found else None), seconds
 
 
 def _feeder(job: Job, coordinates: tuple[int, ...], device: torch.device) -> Callable[[int, int], list[Tensor]]:
@@ -145,7 +156,7 @@ def _own_tensors(
     graph = job.lowered.graph
     dtypes = {entry.name: graph.nodes[entry.node].outputs[0].dtype for entry in graph.parameters}
     kept = {}
-    for stored in job.lowered.parameters:
+    for stored in held_parameters(job.lowered):
         piece = own_piece(whole[stored.name].detach(), job.lowered.mesh, stored.placements, coordinates)
         kept[stored.name] = piece.to(device, getattr(torch, dtypes[stored.name]), copy=True).contiguous()
     held = dict(module.named_buffers(remove_duplicate=False))
@@ -160,11 +171,18 @@ def _own_tensors(
     return kept, buffers
 
 
+def held_parameters(lowered: LoweredPlan | LoweredStages) -> tuple[StoredParameter, ...]:
+    """Parameters that this rank stores."""
+    if isinstance(lowered, LoweredPlan):
+        return lowered.parameters
+    return lowered.ranks[lowered.pipeline_rank(dist.get_rank())].parameters
+
+
 def _touch_libraries(context: RankContext) -> None:
     """Let libraries and connections make their fixed buffers, which are not the plan's memory."""
     square = torch.ones(128, 128, device=context.device)
     torch.relu(square @ square).sum()
-    for group in context.groups:
+    for group in filter(None, context.groups):
         dist.all_reduce(torch.ones(128, device=context.device), group=group)
 
 
@@ -176,15 +194,44 @@ def _return_free_memory() -> None:
             trim(0)
 
 
-def _axis_groups(mesh: Mesh, timeout: timedelta) -> tuple[dist.ProcessGroup, ...]:
-    """Make the groups of every mesh axis, in one order on all ranks, and return this rank's."""
-    rank, mine = dist.get_rank(), []
-    for axis in range(len(mesh.axes)):
-        for ranks in mesh.groups(axis):
-            group = dist.new_group(ranks, timeout=timeout)
-            if rank in ranks:
-                mine.append(group)
-    return tuple(mine)
+def _groups(lowered: LoweredPlan | LoweredStages, timeout: timedelta) -> tuple[dist.ProcessGroup | None, ...]:
+    """Make the groups of every mesh axis and of tied parameters, in one order on all ranks, and return this rank's."""
+    mesh = lowered.mesh
+    if isinstance(lowered, LoweredPlan):
+        return tuple(_own_group(mesh.groups(axis), timeout) for axis in range(len(mesh.axes)))
+    shifts = [stage * lowered.pipeline_stride for stage in range(lowered.schedule.ranks)]
+    found = [
+        _own_group([[rank + shift for rank in ranks] for shift in shifts for ranks in mesh.groups(axis)], timeout)
+        for axis in range(len(mesh.axes))
+    ]
+    ties = [[[rank + shifts[m] for m in members] for rank in mesh.ranks()] for members in lowered.ranks[0].ties]
+    return (*found, *(_own_group(groups, timeout) for groups in ties))
+
+
+def _own_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+    """Make these groups and return the one that this rank is in."""
+    rank, mine = dist.get_rank(), None
+    for ranks in groups:
+        group = dist.new_group(ranks, timeout=timeout)
+        if rank in ranks:
+            mine = group
+    return mine
+
+
+def _neighbours(lowered: LoweredStages, device: torch.device, timeout: timedelta) -> Neighbours:
+    """Ranks of the other stages at this rank's place in the mesh, and groups to reach them where tags do not count."""
+    rank, stride, schedule = dist.get_rank(), lowered.pipeline_stride, lowered.schedule
+    base = rank - lowered.pipeline_rank(rank) * stride
+    ranks_of_stages = [int(pipeline) * stride for pipeline in schedule.stage_rank]
+    groups = {}
+    for stage in range(schedule.stages) if device.type != "cpu" else ():
+        for direction, there in enumerate((stage + 1, stage - 1)):
+            if there in range(schedule.stages) and ranks_of_stages[stage] != ranks_of_stages[there]:
+                pairs = [[one + ranks_of_stages[s] for s in (stage, there)] for one in lowered.mesh.ranks()]
+                mine = _own_group([sorted(pair) for pair in pairs], timeout)
+                if mine is not None:
+                    groups[direction, stage] = mine
+    return Neighbours(rank=rank, rank_of=tuple(base + shift for shift in ranks_of_stages), groups=groups)
 
 
 def _device(device_type: str, membership: Membership | None) -> torch.device:

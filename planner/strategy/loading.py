@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from planner.instructions import LoweredPlan
+from planner.instructions import LoweredPlan, LoweredStages
 from planner.lowering.checked import checked_graph, lower
+from planner.lowering.stages import lower_stages
 from planner.networks import load_network
 from planner.pipeline_prediction import PipelinePrediction, predict_pipeline
 from planner.strategy.plan import Plan, optimizer_sharding
-from simulator.errors import InputError, StrategyError, UnsupportedError
+from simulator.errors import InputError, StrategyError
 from simulator.hardware import Hardware
 from simulator.schedules import Schedule
 from simulator.timeline import Engine
@@ -41,16 +42,20 @@ def lower_strategy(plan: Plan, source: str | Path, *, precision: str | None = No
     UnsupportedError
         The plan has pipeline stages.
     """
-    if plan.pipeline * plan.virtual > 1:
-        raise UnsupportedError(
-            f"{source}: a pipeline ({plan.pipeline} ranks, schedule {plan.schedule}) can be simulated but not run task "
-            "by task on every rank yet; use `meshwright simulate`, or plan with --pin pp=1"
-        )
     with naming(source):
         _check_sequence_length(plan)
         lowered = lower(plan, precision=precision)
         _check_storage(plan, lowered)
     return lowered
+
+
+def lower_to_run(plan: Plan, source: str | Path, *, precision: str | None = None) -> LoweredPlan | LoweredStages:
+    """Lower a plan with any number of stages for execution; parameters and errors as `lower_strategy`."""
+    if plan.pipeline * plan.virtual == 1:
+        return lower_strategy(plan, source, precision=precision)
+    with naming(source):
+        _check_sequence_length(plan)
+        return lower_stages(plan, checked_graph(plan, precision=precision))
 
 
 def predict_pipeline_strategy(

@@ -59,10 +59,7 @@ def test_a_schedule_from_a_file_orders_the_passes(strategy: Path, tmp_path: Path
     assert other > usual
 
 
-def test_what_pipelines_do_not_have_yet_is_refused(strategy: Path, tmp_path: Path) -> None:
-    result = run("execute", str(strategy), "--steps", "1")
-    assert result.exit_code == 2
-    assert "pipeline (2 ranks, schedule 1f1b) can be simulated" in result.stderr
+def test_one_stage_has_no_schedule(tmp_path: Path) -> None:
     one = write_plan(one_stage(), tmp_path / "one.json")
     result = run("simulate", str(one), "--schedule-file", "none.csv")
     assert result.exit_code == 2

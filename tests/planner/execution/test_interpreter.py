@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from planner.execution.communication import make_message
-from planner.execution.interpreter import Interpreter, RankContext
+from planner.execution.interpreter import Interpreter
+from planner.execution.machine import RankContext
 from planner.execution.optimizers import hyperparameters, make_step
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef, TensorSpec
 from planner.instructions import (

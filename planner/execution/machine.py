@@ -1,0 +1,340 @@
+"""Instructions compiled to closures over numbered slots: nothing is looked up while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.execution.communication import Message, Slots, make_message
+from planner.execution.optimizers import StepFunction, SummedStep
+from planner.graph.operator_graph import OperatorGraph, Role
+from planner.instructions import (
+    Accumulate,
+    BeginUpdate,
+    Communicate,
+    Compute,
+    Instruction,
+    Mask,
+    Slice,
+    StoredParameter,
+    Update,
+)
+from planner.sharding.local_operator import LocalOperator, Reduce, prepare
+
+Action = Callable[[], None]
+NOWHERE = -1
+BUFFER = Role.CONSTANT.value
+"""Operator of a constant that is a buffer of the network."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """What differs from rank to rank: mesh coordinates, device, and the group this rank is in on each axis.
+
+    With pipeline stages, groups of ranks that share a parameter follow; None where this rank is in none.
+    """
+
+    coordinates: tuple[int, ...]
+    groups: tuple[dist.ProcessGroup | None, ...]
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Open:
+    """A collective under way."""
+
+    message: Message
+    sources: frozenset[int]
+    targets: frozenset[int]
+
+
+class Machine:
+    """Numbered slots for values, and instructions compiled to actions on them.
+
+    Parameters
+    ----------
+    graph : OperatorGraph
+        The unfolded graph whose nodes instructions run.
+    sizes : tuple of int
+        Size of each mesh axis.
+    context : RankContext
+        Who runs it.
+    stored : sequence of StoredParameter
+        Parameters that this rank holds.
+    parameters : mapping of str to Tensor
+        This rank's shard of every stored parameter, by name; updated in place.
+    optimizers : mapping of str to StepFunction or SummedStep
+        The update of each parameter, by name.
+    buffers : mapping of str to Tensor
+        The network's buffers that the graph reads, whole, by the name of their node.
+    """
+
+    def __init__(
+        self,
+        graph: OperatorGraph,
+        sizes: tuple[int, ...],
+        context: RankContext,
+        stored: Sequence[StoredParameter],
+        parameters: Mapping[str, Tensor],
+        optimizers: Mapping[str, StepFunction | SummedStep],
+        buffers: Mapping[str, Tensor],
+    ) -> None:
+        self._graph = graph
+        self._sizes = sizes
+        self._context = context
+        self._buffers = buffers
+        self._numbers: dict[str, int] = {}
+        self.slots: Slots = []
+        self._stored = {entry.value: self.number(entry.value) for entry in stored}
+        self._updates = {entry.value: optimizers[entry.name] for entry in stored}
+        for entry in stored:
+            self.slots[self._stored[entry.value]] = parameters[entry.name]
+
+    def live_bytes(self) -> int:
+        """Bytes of the tensors held now, shared memory counted once."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in self.slots
+            if tensor is not None
+        }
+        return sum(storages.values())
+
+    def value(self, slot: int) -> Tensor:
+        """The value in a slot."""
+        value = self.slots[slot]
+        if value is None:
+            name = next(name for name, number in self._numbers.items() if number == slot)
+            raise RuntimeError(f"value {name!r} is not there when it is needed")
+        return value
+
+    def number(self, name: str) -> int:
+        """Slot of a value, a new one where it is named first."""
+        if not name:
+            return NOWHERE
+        if name not in self._numbers:
+            self._numbers[name] = len(self.slots)
+            self.slots.append(None)
+        return self._numbers[name]
+
+    def compile(self, instructions: Sequence[Instruction], releases: Sequence[tuple[str, ...]]) -> list[Action]:
+        """Compile what runs in a row, with the values to free after each.
+
+        A collective that may run beside computation is waited for at the first use.
+        """
+        actions: list[Action] = []
+        under_way: list[_Open] = []
+        for instruction, names in zip(instructions, releases, strict=True):
+            touched, written = self._touches(instruction)
+            freed = [self._numbers[name] for name in names if name in self._numbers]
+            under_way = _wait(under_way, touched | set(freed), written, actions)
+            if isinstance(instruction, Communicate) and not instruction.sources:
+                actions.extend(_release(self.slots, freed))  # the operator before it has communicated
+            elif isinstance(instruction, Communicate):
+                opened = self._open(instruction)
+                actions.append(opened.message.start)
+                if instruction.asynchronous:
+                    under_way.append(opened)
+                else:
+                    actions.append(opened.message.finish)
+                actions.extend(_release(self.slots, freed))
+            else:
+                actions.append(self._action(instruction, freed))
+        _wait(under_way, {slot for entry in under_way for slot in entry.targets}, set(), actions)
+        return actions
+
+    def _touches(self, instruction: Instruction) -> tuple[set[int], set[int]]:
+        """List the slots an instruction reads or writes, and those whose memory it changes."""
+        if isinstance(instruction, Compute):
+            return {self.number(name) for name in (*instruction.inputs, *instruction.outputs) if name}, set()
+        if isinstance(instruction, Slice | Mask):
+            return {self.number(instruction.source), self.number(instruction.target)}, set()
+        if isinstance(instruction, Communicate):
+            return {self.number(name) for name in (*instruction.sources, *instruction.targets) if name}, set()
+        if isinstance(instruction, Accumulate):
+            return {self.number(instruction.source), self.number(instruction.accumulator)}, set()
+        if isinstance(instruction, BeginUpdate):
+            return {self.number(instruction.gradient), self.number(instruction.target)}, set()
+        read = instruction.sums or instruction.gradient
+        return {self.number(read)}, {self._stored[instruction.parameter]}
+
+    def _open(self, instruction: Communicate) -> _Open:
+        sources = tuple(self.number(name) for name in instruction.sources)
+        targets = tuple(self.number(name) for name in instruction.targets)
+        message = make_message(instruction, self.slots, sources, targets, self._group(instruction.axis))
+        return _Open(message=message, sources=frozenset(sources), targets=frozenset(targets))
+
+    def _group(self, axis: int) -> dist.ProcessGroup:
+        group = self._context.groups[axis]
+        assert group is not None  # a rank's instructions name groups it is in
+        return group
+
+    def _action(self, instruction: Instruction, freed: list[int]) -> Action:
+        if isinstance(instruction, Compute):
+            inputs = [self.number(name) for name in instruction.inputs]
+            outputs = [self.number(name) for name in instruction.outputs]
+            return _compute(self.slots, self._operator(instruction), self._reduce, inputs, outputs, freed)
+        if isinstance(instruction, Slice):
+            return self._slice(instruction, freed)
+        if isinstance(instruction, Mask):
+            return self._mask(instruction, freed)
+        if isinstance(instruction, Accumulate):
+            return self._accumulate(instruction, freed)
+        if isinstance(instruction, BeginUpdate):
+            return self._begin_update(instruction, freed)
+        if isinstance(instruction, Update):
+            return self._finish_update(instruction, freed) if instruction.sums else self._update(instruction, freed)
+        raise TypeError(f"instruction {type(instruction).__name__} has no action")
+
+    def _operator(self, instruction: Compute) -> LocalOperator:
+        graph, device = self._graph, self._context.device
+        node = graph.nodes[instruction.node]
+        if node.op == BUFFER:
+            buffer = (self._buffers[node.name],)
+            return lambda tensors, reduce: buffer
+        operator = prepare(graph, node, instruction.rules, self._sizes, self._context.coordinates, device=device)
+        if device.type == "cpu" or instruction.inputs:
+            return operator
+        return lambda tensors, reduce: tuple(made.to(device) for made in operator(tensors, reduce))
+
+    def _slice(self, instruction: Slice, freed: list[int]) -> Action:
+        slots, source, target = self.slots, self.number(instruction.source), self.number(instruction.target)
+        size = self._sizes[instruction.axis]
+        mine, dim = self._context.coordinates[instruction.axis], instruction.dim
+
+        def run() -> None:
+            # A copy: a view would keep the whole tensor alive.
+            slots[target] = self.value(source).chunk(size, dim)[mine].clone(memory_format=torch.contiguous_format)
+            for slot in freed:
+                slots[slot] = None
+
+        return run
+
+    def _mask(self, instruction: Mask, freed: list[int]) -> Action:
+        slots, source, target = self.slots, self.number(instruction.source), self.number(instruction.target)
+        keeps = self._context.coordinates[instruction.axis] == 0
+
+        def run() -> None:
+            value = self.value(source)
+            slots[target] = value if keeps else torch.zeros_like(value)
+            for slot in freed:
+                slots[slot] = None
+
+        return run
+
+    def _accumulate(self, instruction: Accumulate, freed: list[int]) -> Action:
+        slots = self.slots
+        source, target = self.number(instruction.source), self.number(instruction.accumulator)
+        first = instruction.first
+
+        def run() -> None:
+            # Never in place: a gradient may share memory with another value.
+            value = self.value(source)
+            slots[target] = value if first else torch.add(self.value(target), value)
+            for slot in freed:
+                slots[slot] = None
+
+        return run
+
+    def _update(self, instruction: Update, freed: list[int]) -> Action:
+        slots, gradient, divisor = self.slots, self.number(instruction.gradient), instruction.divisor
+        parameter = self.value(self._stored[instruction.parameter])
+        step = self._updates[instruction.parameter]
+
+        def run() -> None:
+            value = self.value(gradient)
+            step(parameter, value if divisor == 1 else value / divisor)
+            for slot in freed:
+                slots[slot] = None
+
+        return run
+
+    def _begin_update(self, instruction: BeginUpdate, freed: list[int]) -> Action:
+        slots, gradient, target = self.slots, self.number(instruction.gradient), self.number(instruction.target)
+        parameter, divisor = self.value(self._stored[instruction.parameter]), instruction.divisor
+        step = self._summed(instruction.parameter)
+
+        def run() -> None:
+            value = self.value(gradient)
+            slots[target] = step.begin(parameter, value if divisor == 1 else value / divisor)
+            for slot in freed:
+                slots[slot] = None
+
+        return run
+
+    def _finish_update(self, instruction: Update, freed: list[int]) -> Action:
+        slots, sums = self.slots, self.number(instruction.sums)
+        parameter, step = self.value(self._stored[instruction.parameter]), self._summed(instruction.parameter)
+
+        def run() -> None:
+            step.finish(parameter, self.value(sums))
+            for slot in freed:
+                slots[slot] = None
+
+        return run
+
+    def _summed(self, parameter: str) -> SummedStep:
+        step = self._updates[parameter]
+        assert isinstance(step, SummedStep)  # lowering begins updates of no other optimizer
+        return step
+
+    def _reduce(self, tensor: Tensor, axis: int) -> Tensor:
+        """Sum over the ranks of a mesh axis inside an operator."""
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self._context.groups[axis])
+        return total
+
+
+def _wait(under_way: list[_Open], touched: set[int], written: set[int], actions: list[Action]) -> list[_Open]:
+    """Finish the collectives whose results are touched or whose sources are overwritten; return the others."""
+    still: list[_Open] = []
+    for entry in under_way:
+        if entry.targets & touched or entry.sources & written:
+            actions.append(entry.message.finish)
+        else:
+            still.append(entry)
+    return still
+
+
+def _release(slots: Slots, freed: Iterable[int]) -> list[Action]:
+    numbers = tuple(freed)
+    if not numbers:
+        return []
+
+    def run() -> None:
+        for slot in numbers:
+            slots[slot] = None
+
+    return [run]
+
+
+def _compute(
+    slots: Slots,
+    operator: LocalOperator,
+    reduce: Reduce,
+    inputs: list[int],
+    outputs: list[int],
+    freed: list[int],
+) -> Action:
+    if len(outputs) == 1 and outputs[0] != NOWHERE:
+        target = outputs[0]
+
+        def run_single() -> None:
+            slots[target] = operator([slots[i] for i in inputs], reduce)[0]  # type: ignore[misc]
+            for slot in freed:
+                slots[slot] = None
+
+        return run_single
+    kept = [(position, slot) for position, slot in enumerate(outputs) if slot != NOWHERE]
+
+    def run() -> None:
+        results = operator([slots[i] for i in inputs], reduce)  # type: ignore[misc]
+        for position, slot in kept:
+            slots[slot] = results[position]
+        for slot in freed:
+            slots[slot] = None
+
+    return run

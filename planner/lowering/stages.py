@@ -1,0 +1,284 @@
+"""A plan with pipeline stages as what every rank runs: instructions of each pass of its chunks, and its update.
+
+The passes are those that `planner.lowering.pipeline` times, of every layer instead of one for all layers like it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain as joined
+
+import numpy as np
+
+from planner.graph.chain import Chain, chain
+from planner.graph.folding import unfold
+from planner.graph.operator_graph import OperatorGraph, TensorRef
+from planner.instructions import (
+    Accumulate,
+    BeginUpdate,
+    Communicate,
+    Crossing,
+    Instruction,
+    LoweredInput,
+    LoweredStages,
+    PassInstructions,
+    RankInstructions,
+    StageInstructions,
+    StoredParameter,
+    Update,
+    read_values,
+    written_values,
+)
+from planner.lowering.chunk_passes import chunk_drafts
+from planner.lowering.options import lowering_options
+from planner.lowering.pipeline import chunk_units, plan_schedule
+from planner.lowering.placed import PlacedGraph
+from planner.lowering.program import spread
+from planner.lowering.sums import summed
+from planner.lowering.unit_work import UnitWork, units_work
+from planner.lowering.work import Work
+from planner.sharding.placement import local_shape
+from planner.strategy.plan import Plan, expanded_rules
+from simulator.program import Collective, Phase
+from simulator.schedules import ActionKind, Schedule
+
+FORWARD, BACKWARD, INPUT, WEIGHT = ActionKind
+LATER: Mapping[ActionKind, tuple[ActionKind, ...]] = {
+    FORWARD: (BACKWARD, INPUT, WEIGHT),
+    BACKWARD: (),
+    INPUT: (WEIGHT,),
+    WEIGHT: (),
+}
+"""Passes of a micro-batch that may still read what a pass leaves."""
+
+
+def lower_stages(plan: Plan, graph: OperatorGraph) -> LoweredStages:
+    """Lower a plan with chunks for execution, on a folded graph at the precision it is to run in.
+
+    Raises
+    ------
+    StrategyError
+        The chunks do not cover the network in order, or lie on other ranks than the schedule runs them.
+    """
+    whole = unfold(graph)
+    options, rules = spread(whole, expanded_rules(plan), lowering_options(plan, whole))
+    found = chain(whole)
+    source = PlacedGraph(whole, rules, options, found)
+    schedule = plan_schedule(plan)
+    work = Work()
+    units = units_work(source, found, work)
+    chunks = chunk_units(plan, found.names(), schedule)
+    stages = tuple(_stage(source, found, work, units, chunk, schedule, number) for number, chunk in enumerate(chunks))
+    return LoweredStages(
+        graph=whole,
+        mesh=options.mesh,
+        schedule=schedule,
+        pipeline_stride=plan.pipeline_stride,
+        stages=stages,
+        ranks=_ranks(source, units, chunks, schedule, stages),
+        inputs=_inputs(source, range(len(whole.nodes))),
+        loss=source.loss_value,
+        micro_batches=plan.micro_batches,
+    )
+
+
+def _inputs(source: PlacedGraph, nodes: Iterable[int]) -> tuple[LoweredInput, ...]:
+    """Batch tensors among `nodes`."""
+    inside = set(nodes)
+    return tuple(
+        LoweredInput(name=i.name, value=source.graph.nodes[i.node].name, placements=source.stored[i.node])
+        for i in source.graph.inputs
+        if i.node in inside
+    )
+
+
+# Stages
+
+
+def _stage(
+    source: PlacedGraph,
+    found: Chain,
+    work: Work,
+    units: Sequence[UnitWork],
+    chunk: range,
+    schedule: Schedule,
+    number: int,
+) -> StageInstructions:
+    members = [units[n] for n in chunk]
+    drafts = chunk_drafts(source, work, members, schedule, {})
+    first, last = number % schedule.chain_stages == 0, (number + 1) % schedule.chain_stages == 0
+    before = None if first else found.boundaries[chunk.start - 1]
+    behind = None if last else found.boundaries[chunk.stop - 1]
+    crossings = {
+        (FORWARD, True): _crossing(source, before.forward if before else None),
+        (FORWARD, False): _crossing(source, behind.forward if behind else None),
+        (BACKWARD, True): _crossing(source, behind.gradient if behind else None),
+        (BACKWARD, False): _crossing(source, before.gradient if before else None),
+    }
+    synchronised = next((d.synchronised for (kind, _), d in drafts.items() if d.synchronised), {})
+    nodes = {index for n in chunk for index in found.units[n].nodes}
+    inputs = _inputs(source, nodes)
+    lasting = _lasting(source, members, synchronised) | {entry.value for entry in inputs}
+    leaving = {one.value for (_, arrives), one in crossings.items() if one and not arrives}
+    if last:
+        leaving.add(source.loss_value)
+    written = {key: [work.instructions[n] for n in joined(*draft.tasks)] for key, draft in drafts.items()}
+    stored = {source.graph.nodes[i].name for i in source.stored}
+    return StageInstructions(
+        passes={
+            key: _with_releases(key[0], given, written, lasting | stored, leaving) for key, given in written.items()
+        },
+        arrives=crossings[FORWARD, True],
+        leaves=crossings[FORWARD, False],
+        gradient_arrives=crossings[BACKWARD, True],
+        gradient_leaves=crossings[BACKWARD, False],
+        inputs=inputs,
+        lasting=frozenset(lasting - {entry.value for entry in inputs}),
+        gradients={source.graph.nodes[parameter].name: name for parameter, name in synchronised.items()},
+    )
+
+
+def _crossing(source: PlacedGraph, ref: TensorRef | None) -> Crossing | None:
+    """A tensor that goes from stage to stage, as a rank has it."""
+    if ref is None:
+        return None
+    spec, placements = source.graph.spec(ref), source.output_placements(ref)
+    shape = local_shape(spec.shape, placements, source.sizes)
+    return Crossing(value=source.written_name(ref), shape=shape, dtype=spec.dtype)
+
+
+def _lasting(source: PlacedGraph, units: Sequence[UnitWork], synchronised: Mapping[int, str]) -> set[str]:
+    """Values of a chunk that one micro-batch leaves to the next: gathered parameters, gradients that add up."""
+    trained = [source.graph.nodes[i].name for i in synchronised]
+    found = {f"{name}.accumulated" for name in trained} | set(synchronised.values())
+    if not source.by_unit:
+        found |= {name for unit in units for *_, name in unit.gathers.get(Phase.FORWARD, ())}
+    return found
+
+
+def _with_releases(
+    kind: ActionKind,
+    instructions: Sequence[Instruction],
+    written: Mapping[tuple[ActionKind, int], Sequence[Instruction]],
+    lasting: set[str],
+    leaving: set[str],
+) -> PassInstructions:
+    """Free every value after the last instruction that touches it, unless a later pass reads it or it leaves."""
+    later = {
+        name
+        for (other, _), given in written.items()
+        if other in LATER[kind]
+        for instruction in given
+        for name in read_values(instruction)
+    }
+    last: dict[str, int] = {}
+    for place, instruction in enumerate(instructions):
+        last.update(dict.fromkeys((*read_values(instruction), *written_values(instruction)), place))
+    releases: list[list[str]] = [[] for _ in instructions]
+    for name, place in last.items():
+        if name not in later and name not in lasting and name not in leaving:
+            releases[place].append(name)
+    return PassInstructions(
+        instructions=tuple(instructions),
+        releases=tuple(map(tuple, releases)),
+        drops=tuple(sorted(leaving - later)),
+    )
+
+
+# Ranks
+
+
+def _ranks(
+    source: PlacedGraph,
+    units: Sequence[UnitWork],
+    chunks: Sequence[range],
+    schedule: Schedule,
+    stages: Sequence[StageInstructions],
+) -> tuple[RankInstructions, ...]:
+    held = [dict.fromkeys(i for n in chunk for i in units[n].parameters) for chunk in chunks]
+    holders: dict[int, set[int]] = {}
+    for stage, nodes in enumerate(held):
+        for index in nodes:
+            holders.setdefault(index, set()).add(int(schedule.stage_rank[stage]))
+    ties = tuple(sorted({tuple(sorted(ranks)) for ranks in holders.values() if len(ranks) > 1}))
+    found = []
+    for rank in range(schedule.ranks):
+        mine = np.flatnonzero(schedule.stage_rank == rank).tolist()
+        parameters = sorted({i for stage in mine for i in held[stage]})
+        tied = {i: ties.index(tuple(sorted(holders[i]))) for i in parameters if len(holders[i]) > 1}
+        found.append(
+            RankInstructions(
+                stages=tuple(mine),
+                parameters=_stored(source, parameters),
+                update=tuple(_update(source, [stages[s] for s in mine], mine, parameters, tied)),
+                ties=ties,
+            )
+        )
+    return tuple(found)
+
+
+def _stored(source: PlacedGraph, nodes: Iterable[int]) -> tuple[StoredParameter, ...]:
+    inside = set(nodes)
+    return tuple(
+        StoredParameter(name=p.name, value=source.graph.nodes[p.node].name, placements=source.stored[p.node])
+        for p in source.graph.parameters
+        if p.node in inside
+    )
+
+
+def gradient_of_stage(parameter: str, stage: int) -> str:
+    """What a rank's update calls the gradient that one of its stages has made."""
+    return f"{parameter}.gradient of stage {stage}"
+
+
+def _update(
+    source: PlacedGraph,
+    stages: Sequence[StageInstructions],
+    numbers: Sequence[int],
+    parameters: Sequence[int],
+    tied: Mapping[int, int],
+) -> Iterable[Instruction]:
+    """Sum what stages and ranks have of a gradient, then update; messages in the same order on all ranks."""
+    axes, divisor = len(source.sizes), source.options.micro_batches
+    totals: dict[int, str] = {}
+    for index in parameters:
+        name = source.graph.nodes[index].name
+        terms = [
+            gradient_of_stage(name, number)
+            for stage, number in zip(stages, numbers, strict=True)
+            if name in stage.gradients
+        ]
+        if not terms:
+            continue
+        for term in terms[1:]:
+            yield Accumulate(source=term, accumulator=terms[0], first=False)
+        totals[index] = terms[0]
+    for index, before in list(totals.items()):
+        if index in tied:
+            totals[index] = f"{before} and of others"
+            yield _all_reduce(axes + tied[index], [before], [totals[index]])
+    sums = (
+        {index: f"{source.graph.nodes[index].name}.sums" for index in totals} if source.options.optimizer.sums else {}
+    )
+    for index, target in sums.items():
+        name = source.graph.nodes[index].name
+        yield BeginUpdate(parameter=name, gradient=totals[index], divisor=divisor, target=target)
+    for message in summed(source, [(index, 1) for index in sums]):
+        before_message = [sums[index] for index in message.parameters]
+        sums |= {index: f"{sums[index]}@{message.task.axis}" for index in message.parameters}
+        yield _all_reduce(message.axis, before_message, [sums[index] for index in message.parameters])
+    for index, total in totals.items():
+        name = source.graph.nodes[index].name
+        yield Update(parameter=name, gradient=total, divisor=divisor, sums=sums.get(index, ""))
+
+
+def _all_reduce(axis: int, sources: Sequence[str], targets: Sequence[str]) -> Communicate:
+    nowhere = (-1,) * len(sources)
+    return Communicate(
+        collective=Collective.ALL_REDUCE,
+        axis=axis,
+        sources=tuple(sources),
+        targets=tuple(targets),
+        gather_dims=nowhere,
+        split_dims=nowhere,
+    )
