@@ -223,7 +223,9 @@ def why_infeasible(space: Space, misfits: Iterable[Misfit]) -> str:
         f"device memory binds: the smallest plan ({shape}, {least.micro_batches} micro-batches) needs "
         f"{bytes_text(least.memory_bytes)} of {bytes_text(limit)}, {bytes_text(least.memory_bytes - limit)} too much"
     )
-    free = replace(space.pins, dp=None, tp=None, micro_batch=None, optimizer_sharding=None, batch_only=False)
+    free = replace(
+        space.pins, dp=None, tp=None, micro_batch=None, micro_batches=None, optimizer_sharding=None, batch_only=False
+    )
     for pins, condition in ((space.pins, ""), (free, " without the pins")):
         enough = _enough_devices(replace(space, pins=pins))
         if enough:

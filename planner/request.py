@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 PRECISIONS: Mapping[str, str] = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 SEARCH_MODES = ("dynamic_programming", "recursive_programming", "sharding_propagation")
 PARALLEL_MODES = ("stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel", "auto_parallel")
-DEGREES = ("dp", "tp", "pp", "vpp", "cp", "ep", "micro_batch", "shard_size")
+DEGREES = ("dp", "tp", "pp", "vpp", "cp", "ep", "micro_batch", "micro_batches", "shard_size")
 WORDS: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
     "optimizer_sharding": ("none", "zero1", "zero2", "zero3"),
@@ -63,6 +63,7 @@ class PlanRequest:
 class Pins:
     """The pins of a request, read: None is free.
 
+    ``micro_batch`` are the samples of a micro-batch on one data-parallel rank, ``micro_batches`` their number.
     ``batch_only`` shards nothing but the batch (pure data parallelism). ``shard_size`` is the number of data-parallel
     ranks that optimizer states are sharded over, ``offload_optimizer`` whether they live in host memory;
     ``bucket_mb`` is the size of fused messages of gradients in MiB, and parameters of less than
@@ -76,6 +77,7 @@ class Pins:
     cp: int | None = None
     ep: int | None = None
     micro_batch: int | None = None
+    micro_batches: int | None = None
     shard_size: int | None = None
     recompute: str | None = None
     optimizer_sharding: str | None = None

@@ -109,14 +109,17 @@ def meshes(space: Space) -> list[tuple[int, int]]:
     if not pinned:
         asked = " ".join(f"{n}={v}" for n, v in (("dp", pins.dp), ("tp", pins.tp)) if v is not None)
         raise InputError(f"pins {asked}: dp × tp must be the device count, {devices}; change the pins or --devices")
-    size = pins.micro_batch or 1
-    fitting = [(d, t) for d, t in pinned if batch % (d * size) == 0]
+    size = (pins.micro_batch or 1) * (pins.micro_batches or 1)
+    exact = bool(pins.micro_batch and pins.micro_batches)
+    fitting = [(d, t) for d, t in pinned if batch % (d * size) == 0 and (not exact or batch == d * size)]
     if not fitting:
         least = min(d for d, _ in pinned) * size
-        what = f"micro_batch={pins.micro_batch} × dp" if pins.micro_batch else "dp"
+        rule = "must be" if exact else "must divide"
+        named = [f"{n}={v}" for n in ("micro_batch", "micro_batches") if (v := getattr(pins, n))]
+        what = " × ".join([*named, "dp"])
         near = max(least, round(batch / least) * least)
         raise InputError(
-            f"global batch {batch} does not divide: {what} must divide it, and the smallest possible is {least}; "
+            f"global batch {batch} does not divide: {what} {rule} it, and the smallest possible is {least}; "
             f"use --global-batch {near}, another device count or other pins"
         )
     return fitting
@@ -239,6 +242,8 @@ class _Shape:
 def _micro_batch_counts(space: Space, data: int) -> list[int]:
     """Numbers of micro-batches to try, ascending: divisors of the batch per data rank, about doubling."""
     per_rank = space.global_batch // data
+    if space.pins.micro_batches:
+        return [space.pins.micro_batches]
     if space.pins.micro_batch:
         return [per_rank // space.pins.micro_batch]
     counts = [1]

@@ -111,16 +111,21 @@ def _context(extent: Extent) -> None:
     raise InputError(f"pin cp={size}: {why}; use --pin cp={_nearest(size, possible)}")
 
 
+_MICRO = ("micro_batch", "micro_batches")
+
+
 def _batch(extent: Extent) -> None:
     pins, batch = extent.pins, extent.global_batch
-    size = pins.micro_batch or 1
+    size = (pins.micro_batch or 1) * (pins.micro_batches or 1)
     possible = sorted({dp for _, dp, *_ in degrees(extent)})
     if possible and all(batch % (dp * size) for dp in possible):
         least = possible[0] * size
-        what = f"dp × micro_batch={pins.micro_batch}" if pins.micro_batch else "dp"
+        named = [f"{name}={value}" for name in _MICRO if (value := getattr(pins, name))]
+        what = " × ".join(["dp", *named])
         near = max(least, round(batch / least) * least)
         fits = [d for d in divisors(batch) if batch % (possible[0] * d) == 0]
-        other = f" or --pin micro_batch={_nearest(size, fits)}" if fits and pins.micro_batch else ""
+        only = named[0].partition("=")[0] if len(named) == 1 else ""
+        other = f" or --pin {only}={_nearest(size, fits)}" if fits and only else ""
         raise InputError(
             f"global batch {batch} does not divide: {what} must divide it, and the smallest possible is {least}; "
             f"use --global-batch {near}{other}, another device count or other pins"
@@ -264,7 +269,7 @@ def _others(extent: Extent, name: str, value: object) -> Iterator[object]:
     elif name in FLAGS:
         yield not value
     elif name in DEGREES and isinstance(value, int):
-        most = extent.global_batch if name == "micro_batch" else extent.devices
+        most = extent.global_batch if name in _MICRO else extent.devices
         found = range(1, MOST_CHUNKS + 1) if name == "vpp" else divisors(most)
         yield from sorted((d for d in found if d != value), key=lambda d: (abs(d - value), d))
 

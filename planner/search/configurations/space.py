@@ -161,8 +161,11 @@ def micro_batch_sizes(extent: Extent, data_parallel: int) -> list[int]:
     if extent.global_batch % data_parallel:
         return []
     each = extent.global_batch // data_parallel
-    if extent.pins.micro_batch is not None:
-        return [extent.pins.micro_batch] if each % extent.pins.micro_batch == 0 else []
+    pinned, count = extent.pins.micro_batch, extent.pins.micro_batches
+    if count is not None:
+        return [each // count] if each % count == 0 and pinned in (None, each // count) else []
+    if pinned is not None:
+        return [pinned] if each % pinned == 0 else []
     found = [1]
     for size in divisors(each):
         if size >= 2 * found[-1] or (size == each and size > found[-1]):
