@@ -61,6 +61,15 @@ def group_shape(hardware: Hardware, size: int, stride: int) -> GroupShape:
     return GroupShape(members=(*members, size // inside), stride=stride)
 
 
+def farthest_neighbours(hardware: Hardware, size: int, stride: int) -> int:
+    """Distance of the two neighbours of a mesh axis between which the slowest link lies, 0 for a single member.
+
+    Neighbours that are `stride` apart and fit into a unit of a level may lie in two of them all the same.
+    """
+    inside = [level.size for level in hardware.levels[:-1] if level.size < size * stride]
+    return max([stride, *inside]) if size > 1 else 0
+
+
 def level_of_axis(hardware: Hardware, size: int, stride: int) -> str:
     """Name of the outermost level that a mesh axis of this `size` and `stride` crosses."""
     return hardware.levels[group_shape(hardware, size, stride).outermost].name

@@ -102,8 +102,9 @@ def test_a_slow_link_slows_the_messages_of_its_rank_alone() -> None:
     shares = {"NVSwitch": 0.01}
     slow = [slow_step_s(made, HARDWARE, relower, np.ones(8), shares, {"NVSwitch": device}) for device in (0, 7)]
     both = lower_pipeline(made, GRAPH, slow_cluster(HARDWARE, shares))
-    assert calm < min(slow)
-    assert max(slow) < simulate_operators(both.schedule, both.costs).step_time_s
+    everywhere = simulate_operators(both.schedule, both.costs).step_time_s
+    assert calm < min(slow) < everywhere
+    assert max(slow) <= everywhere
     assert slow_step_s(made, HARDWARE, relower, np.ones(8), {"InfiniBand": 0.01}, {"InfiniBand": 0}) == calm
 
 

@@ -353,7 +353,7 @@ class _Search:
 
     def _passes_bound(self, placed: Configuration) -> float:
         tables, key = self._table(placed), placed.table_key
-        way = (key, placed.pipeline > 1, placed.stride("pipeline"))
+        way = (key, placed.pipeline, placed.stride("pipeline"))
         if way not in self.sends:
             sends = self.model.sends_s(tables, placed)
             self.sends[way] = np.sort(sends.min(axis=1)) if len(sends) else np.zeros(0)

@@ -53,7 +53,7 @@ from simulator.corrections import kernel_factor, message_time
 from simulator.hardware import Hardware
 from simulator.kernels import kernel_time
 from simulator.program import Collective, Kernel
-from simulator.topology import group_shape
+from simulator.topology import farthest_neighbours, group_shape
 
 if TYPE_CHECKING:
     from planner.search.units.labels import StageTables, TiedParameter, UnitLabels
@@ -205,8 +205,9 @@ class StepModel:
         )
 
     def sends_s(self, tables: StageTables, configuration: Configuration) -> FloatArray:
-        """(units - 1, states) seconds of an activation and of its gradient over a cut behind each unit."""
-        return _sends_s(self, tables, configuration.stride("pipeline") if configuration.pipeline > 1 else 0)
+        """(units - 1, states) seconds of an activation and of its gradient over a cut, on the slowest link of any."""
+        stride = configuration.stride("pipeline")
+        return _sends_s(self, tables, farthest_neighbours(self.hardware, configuration.pipeline, stride))
 
     def message_s(self, collective: Collective, payload: FloatArray, size: int, stride: int) -> FloatArray:
         """Seconds (n,) of a collective in groups of `size` ranks, `stride` apart."""

@@ -217,5 +217,6 @@ def test_calibration_writes_software_and_profiles(tmp_path: Path) -> None:
         name: pytest.approx(dict(values), rel=1e-3) for name, values in found.stacks.items()
     }
     hardware = check_profile(str(written[1]))
-    assert dict(hardware.training) == pytest.approx(dict(found.devices["ampere"]), rel=1e-3)
+    fitted = {name: value for name, value in hardware.training.items() if not name.startswith("planned_")}
+    assert fitted == pytest.approx(dict(found.devices["ampere"]), rel=1e-3)
     assert any("4 rows of whole training steps" in row.source for row in hardware.rows)
