@@ -12,7 +12,7 @@ from planner.lowering.stages import lower_stages
 from planner.networks import load_network
 from planner.pipeline_prediction import PipelinePrediction, predict_pipeline
 from planner.strategy.plan import Plan, optimizer_sharding
-from simulator.errors import InputError, StrategyError
+from simulator.errors import InputError, StrategyError, UnsupportedError
 from simulator.hardware import Hardware
 from simulator.schedules import Schedule
 from simulator.timeline import Engine
@@ -39,8 +39,6 @@ def lower_strategy(plan: Plan, source: str | Path, *, precision: str | None = No
     ------
     StrategyError
         The plan is of another network, or says something that is impossible or untrue; names the file.
-    UnsupportedError
-        The plan has pipeline stages.
     """
     with naming(source):
         _check_sequence_length(plan)
@@ -50,7 +48,18 @@ def lower_strategy(plan: Plan, source: str | Path, *, precision: str | None = No
 
 
 def lower_to_run(plan: Plan, source: str | Path, *, precision: str | None = None) -> LoweredPlan | LoweredStages:
-    """Lower a plan with any number of stages for execution; parameters and errors as `lower_strategy`."""
+    """Lower a plan with any number of stages for execution; parameters and errors as `lower_strategy`.
+
+    Raises
+    ------
+    UnsupportedError
+        The plan shards sequences: attention does not exchange its parts of them in a run yet.
+    """
+    if plan.degree("context") > 1:
+        raise UnsupportedError(
+            f"{source}: the plan cuts sequences in {plan.degree('context')} parts (context axis), which can be "
+            f"simulated but not executed yet; use `meshwright simulate`, or plan with --pin cp=1"
+        )
     if plan.pipeline * plan.virtual == 1:
         return lower_strategy(plan, source, precision=precision)
     with naming(source):
