@@ -1,0 +1,176 @@
+"""`planner.plan`: a plan for a network under the current context, found or read from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planner.context.context import AutoParallelContext, current_context
+from planner.context.errors import ContextError
+from planner.context.requests import request_of
+from simulator.errors import InfeasibleError, UnsupportedError
+
+if TYPE_CHECKING:
+    from planner.graph.operator_graph import OperatorGraph
+    from planner.planning import PlanResult
+    from planner.prediction import Prediction
+    from planner.request import PlanRequest
+    from planner.strategy.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan and what it is predicted to do.
+
+    ``result`` is what the search found, None where the plan was read; ``written`` the strategy file, if any.
+    """
+
+    plan: Plan
+    prediction: Prediction
+    result: PlanResult | None
+    written: Path | None
+
+
+def plan(
+    network: str,
+    hardware: str,
+    context: AutoParallelContext | None = None,
+    *,
+    pins: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Planned:
+    """Find the fastest plan for a network on a cluster under a context.
+
+    With ``strategy_ckpt_load_file`` the plan is read from there, with ``strategy_ckpt_save_file`` written to there.
+
+    Parameters
+    ----------
+    network
+        ``zoo:NAME``, ``hf:PATH`` or ``py:MODULE:FACTORY``.
+    hardware
+        A profile's name or path.
+    context
+        The current one where it is not given.
+    pins, **options
+        As `planner.context.requests.request_of` takes them.
+
+    Raises
+    ------
+    ContextError
+        Keys contradict each other, the pins or the file.
+    UnsupportedError
+        A key is set to what is not followed yet.
+    InfeasibleError
+        No plan fits.
+    """
+    from planner.planning import capture_for, plan_network
+    from planner.strategy.file import write_plan
+
+    context = current_context() if context is None else context
+    request = request_of(context, network, hardware, pins=pins, **options)
+    source, target = (_file(context, name) for name in ("strategy_ckpt_load_file", "strategy_ckpt_save_file"))
+    if target:
+        from simulator.whole_file import check_writable
+
+        check_writable(target)
+    graph = capture_for(request)
+    result = None
+    if source:
+        found, prediction = _read(request, graph, source)
+    else:
+        result = plan_network(request, graph=graph)
+        if not result.candidates:
+            raise InfeasibleError(result.infeasible)
+        found, prediction = result.candidates[0].plan, result.candidates[0].prediction
+    _check_alltoall(context, found, graph, hardware)
+    written = None
+    if target:
+        from planner.documents import prediction_document
+
+        written = write_plan(found, target, prediction_document(prediction))
+    return Planned(plan=found, prediction=prediction, result=result, written=written)
+
+
+def _file(context: AutoParallelContext, key: str) -> str:
+    return str(context.get(key)) if context.counts(key) else ""
+
+
+def _read(request: PlanRequest, graph: OperatorGraph, source: str) -> tuple[Plan, Prediction]:
+    from planner.lowering.checked import checked_graph
+    from planner.prediction import predict_plan
+    from planner.strategy.file import read_plan
+    from planner.strategy.loading import naming
+    from simulator.hardware import load_profile
+
+    found = read_plan(source)
+    where = f"strategy_ckpt_load_file={source!r}"
+    if found.fingerprint != graph.fingerprint:
+        raise ContextError(
+            f"{where} is of another network: its fingerprint is {found.fingerprint[:12]}…, that of {request.network} "
+            f"is {graph.fingerprint[:12]}…; plan {request.network} again, or give the file of this network"
+        )
+    if found.devices != request.devices:
+        raise ContextError(
+            f"{where} is for {found.devices} devices, device_num={request.devices}; set device_num={found.devices}, or "
+            f"plan again"
+        )
+    hardware = load_profile(request.hardware)
+    _check_agrees(request, found, where)
+    with naming(source):
+        return found, predict_plan(found, checked_graph(found, graph), hardware)
+
+
+def _check_agrees(request: PlanRequest, found: Plan, where: str) -> None:
+    """Raise ContextError where the request asks for something else than the plan that was read."""
+    from planner.documents import plan_document
+    from simulator.hardware import load_profile
+
+    said = plan_document(found, load_profile(request.hardware))
+    said |= {
+        "bucket_mb": said["bucket_bytes"] / 2**20,
+        "sharding_threshold_kb": said["sharding_threshold_bytes"] / 2**10,
+    }
+    if not found.shard_size and found.optimizer_sharding != "none":
+        said["shard_size"] = said["dp"]
+    asked: dict[str, object] = dict(request.pins)
+    for name in ("global_batch", "precision", "optimizer"):
+        if getattr(request, name) is not None:
+            asked[name] = getattr(request, name)
+    for name, value in asked.items():
+        text = f"{said[name]:g}" if isinstance(said[name], float) else str(said[name]).lower()
+        if text != str(value).lower():
+            raise ContextError(
+                f"{where} has {name}={text}, and {name}={value} is asked for; plan again without the file, or ask for "
+                f"what it has"
+            )
+
+
+def _check_alltoall(context: AutoParallelContext, plan: Plan, graph: OperatorGraph, hardware: str) -> None:
+    """Refuse a plan with all-to-alls where they are switched off."""
+    if not context.counts("enable_alltoall") or context.get("enable_alltoall"):
+        return
+    names = all_to_alls(plan, graph, hardware)
+    if names:
+        raise UnsupportedError(
+            f"enable_alltoall=False is not supported yet for this plan, which has {len(names)} all-to-alls, the first "
+            f"for {names[0]!r}: they are not replaced by all-gather, split and concat; set enable_alltoall=True, or "
+            f"use other pins, for example ep=1, context_algorithm=ring or tp=1"
+        )
+
+
+def all_to_alls(plan: Plan, graph: OperatorGraph, hardware: str) -> list[str]:
+    """Names of the all-to-alls in the simulated program of a plan."""
+    from planner.lowering.checked import checked_graph
+    from planner.lowering.pipeline import lower_pipeline
+    from planner.lowering.step import lowered_step
+    from simulator.hardware import load_profile
+    from simulator.program import Collective
+
+    found = checked_graph(plan, graph)
+    if plan.pipeline * plan.virtual > 1:
+        tasks = list(lower_pipeline(plan, found, load_profile(hardware)).work.tasks)
+    else:
+        tasks = [task for segment in lowered_step(plan, found).segments for task in segment.tasks]
+    return [task.name for task in tasks if task.collective is Collective.ALL_TO_ALL]

@@ -1,0 +1,147 @@
+"""From a context to the request for a plan: what is set becomes pins, what is not set is searched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from planner.context.checks import unknown
+from planner.context.context import AutoParallelContext
+from planner.context.errors import ContextError
+from planner.context.keys import KEYS
+from planner.context.unsupported import check_supported
+from planner.request import PlanRequest
+
+FUSION_MB = 64
+"""Size of fused messages in mode auto."""
+THRESHOLD_KB = 64
+"""Parameters of less stay whole where the parallel optimizer is on and no threshold is given."""
+LEVELS: Mapping[str, str] = {"level1": "zero1", "level2": "zero2", "level3": "zero3"}
+OPTIONS = ("global_batch", "sequence_length", "precision", "optimizer", "hints", "top", "sensitivity")
+DATA_ONLY: Mapping[str, str] = {
+    **dict.fromkeys(("tp", "pp", "cp", "ep"), "1"),
+    "recompute": "none",
+    "offload_optimizer": "false",
+}
+"""Pins that leave a data axis and nothing else to choose."""
+
+
+def request_of(
+    context: AutoParallelContext,
+    network: str,
+    hardware: str,
+    *,
+    pins: Mapping[str, str] | None = None,
+    **options: Any,
+) -> PlanRequest:
+    """Translate a context for one network on one cluster.
+
+    Parameters
+    ----------
+    network, hardware
+        As `PlanRequest` has them.
+    pins
+        More pins than the context's.
+    **options
+        Other fields of the request: ``global_batch``, ``sequence_length``, ``precision``, ``optimizer``, ``hints``,
+        ``top``, ``sensitivity``.
+
+    Raises
+    ------
+    ContextError
+        A key is set that the default mode does not read, or a pin contradicts a key.
+    UnsupportedError
+        A key is set to what neither plan, simulation nor execution follow.
+    """
+    for name in options:
+        if name not in OPTIONS:
+            raise ContextError(f"a plan has {unknown(name, ('pins', *OPTIONS)).replace('key', 'option', 1)}")
+    check_mode_is_said(context)
+    check_supported(context, options.get("precision") or usual_precision(hardware))
+    own = pins_of(context)
+    for name, text in (pins or {}).items():
+        if own.get(name, text) != text:
+            raise ContextError(
+                f"pin {name}={text} contradicts {name}={own[name]} of the context; leave one of them out"
+            )
+    return PlanRequest(
+        network=network,
+        hardware=hardware,
+        devices=context.get("device_num"),
+        parallel_mode=searched_mode(context),
+        search_mode=context.get("search_mode"),
+        pins={**own, **(pins or {})},
+        **options,
+    )
+
+
+def check_mode_is_said(context: AutoParallelContext) -> None:
+    """Raise ContextError where keys are set that only count in modes other than the default."""
+    if context.is_set("parallel_mode"):
+        return
+    ignored = sorted(name for name in KEYS if context.is_set(name) and not context.counts(name))
+    if context.get("device_num") > 1:
+        ignored.append("device_num")
+    if ignored:
+        name = ignored[0]
+        raise ContextError(
+            f"{name}={context.get(name)!r} is set and parallel_mode is not: its default, stand_alone, runs on one "
+            f"device and does not read it; set parallel_mode='auto_parallel', or leave {name} out"
+        )
+
+
+def searched_mode(context: AutoParallelContext) -> str:
+    """The request's parallel mode: data parallelism that shards states is searched with only a data axis."""
+    mode = str(context.get("parallel_mode"))
+    return "auto_parallel" if mode == "data_parallel" and shards_states(context) else mode
+
+
+def shards_states(context: AutoParallelContext) -> bool:
+    """Whether optimizer states are sharded over data-parallel ranks."""
+    return context.counts("enable_parallel_optimizer") and bool(context.get("enable_parallel_optimizer"))
+
+
+def pins_of(context: AutoParallelContext) -> dict[str, str]:
+    """The pins that the keys set stand for; a key that is not set leaves its choice to the search."""
+    found: dict[str, str] = {}
+    if context.get("parallel_mode") == "data_parallel" and shards_states(context):
+        found |= DATA_ONLY
+    if context.counts("pipeline_stages"):
+        found["pp"] = str(context.get("pipeline_stages"))
+    if context.counts("grad_accumulation_step"):
+        found["micro_batches"] = str(context.get("grad_accumulation_step"))
+    if context.counts("comm_fusion"):
+        found |= _fusion_pins(context.get("comm_fusion"))
+    if context.counts("enable_parallel_optimizer"):
+        found |= _optimizer_pins(context)
+    return found
+
+
+def _fusion_pins(fusion: Mapping[str, Any]) -> dict[str, str]:
+    """One size for all messages; `check_supported` has seen that they agree."""
+    settings = [setting for kind, setting in fusion.items() if kind != "openstate"]
+    if not settings:
+        return {"bucket_mb": str(FUSION_MB)} if fusion.get("openstate") else {}
+    return {"bucket_mb": str(settings[0]["config"] or FUSION_MB)}
+
+
+def _optimizer_pins(context: AutoParallelContext) -> dict[str, str]:
+    if not context.get("enable_parallel_optimizer"):
+        return {"optimizer_sharding": "none"}
+    config = context.get("parallel_optimizer_config")
+    usual = "level2" if config.get("gradient_accumulation_shard", True) else "level1"
+    found = {
+        "optimizer_sharding": LEVELS[config.get("optimizer_level", usual)],
+        "sharding_threshold_kb": str(config.get("parallel_optimizer_threshold", THRESHOLD_KB)),
+    }
+    if "optimizer_weight_shard_size" in config:
+        found["shard_size"] = str(config["optimizer_weight_shard_size"])
+    return found
+
+
+def usual_precision(hardware: str) -> str:
+    """What a network trains in on a cluster where nothing else is asked."""
+    from planner.request import PRECISIONS
+    from simulator.hardware import load_profile
+
+    return {wide: short for short, wide in PRECISIONS.items()}[load_profile(hardware).default_precision]
