@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from planner.graph.recompute import MODES
 from planner.sharding.placement import Mesh
 from planner.strategy.schema import StageModel, StrategyModel
@@ -35,7 +37,7 @@ def check_consistent(model: StrategyModel, mesh: Mesh, source: str) -> None:
     _check_ranks(model, mesh, source)
     _check_recompute(model, source)
     _check_storage(model, mesh, source)
-    shards = next((axis.size for axis in mesh.axes if axis.name == "data"), 1)
+    shards = prod(axis.size for axis in mesh.axes if axis.name in ("data", "expert"))
     batch = model.batch
     if batch.global_ != batch.micro * batch.micro_batches * shards:
         raise StrategyError(

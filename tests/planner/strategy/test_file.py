@@ -83,6 +83,7 @@ def plans(draw: st.DrawFn) -> Plan:
     schedule, pipeline, virtual = draw(st.sampled_from(PIPELINES))
     mesh, stride = draw(numbered(names, sizes, pipeline))
     shards = next((axis.size for axis in mesh.axes if axis.name == "data"), 1)
+    samples = prod(axis.size for axis in mesh.axes if axis.name in ("data", "expert"))
     micro_batch, micro_batches = draw(COUNTS), draw(COUNTS)
     rules = st.dictionaries(NAMES, node_rules(len(sizes)), max_size=6)
     starts = sorted(draw(st.lists(st.integers(0, 90), unique=True, max_size=3)))
@@ -108,7 +109,7 @@ def plans(draw: st.DrawFn) -> Plan:
         hardware_hash=draw(NAMES),
         precision=draw(st.sampled_from(["fp64", "fp32", "bf16"])),
         optimizer="adamw",
-        global_batch=micro_batch * micro_batches * shards,
+        global_batch=micro_batch * micro_batches * samples,
         micro_batch=micro_batch,
         micro_batches=micro_batches,
         mesh=mesh,
