@@ -16,6 +16,7 @@ from planner.search.units.records import Weights
 from planner.search.units.stage_decisions import StageDecisions
 from planner.search.units.stage_shape import StageOptions
 from planner.search.units.stage_tables import Stage
+from planner.search.units.sweep import STEP_WEIGHTS
 from planner.sharding.placement import REPLICATE, Mesh, MeshAxis
 from planner.sharding.rules import Rule
 from planner.strategy.plan import LayerRules, NodeRules
@@ -126,7 +127,8 @@ class _DataAxis:
         self.source = source
         self.parts = Parts(graph, source.decisions, setting)
         stage = Stage(source, self.parts, StageOptions(modes=(0,), sequence_parallel=None))
-        best = stage.minimum(Weights(step=1.0))
+        # Gradients are summed once a step, not in every micro-batch, though one micro-batch takes equally long in both.
+        best = stage.minimum(Weights(step=STEP_WEIGHTS[0]))
         self.assignments: list[Mapping[int, int]] = []
         self.numbers = []
         known: dict[tuple[int, int, int], int] = {}
