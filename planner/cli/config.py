@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from planner.cli.options import Optimizer, ParallelMode, Precision, SearchMode, nearest
 from simulator.errors import InputError
+
+if TYPE_CHECKING:
+    from planner.context.mindformers import Translated
 
 MAX_BYTES = 1 << 20
 
@@ -51,9 +57,17 @@ def read_config(path: Path) -> PlanSettings:
     InputError
         The file cannot be read, is no YAML mapping, or holds an unknown key or a wrong value.
     """
+    return _settings(path, _mapping(path))
+
+
+def _mapping(path: Path) -> dict[Any, Any]:
     data = _load(path)
     if not isinstance(data, dict):
         raise InputError(f"config {path}: must be a mapping of option names to values; write for example 'devices: 8'")
+    return data
+
+
+def _settings(path: Path, data: Mapping[Any, Any]) -> PlanSettings:
     known = list(PlanSettings.model_fields)
     settings: dict[str, Any] = {}
     for key, value in data.items():
@@ -69,6 +83,85 @@ def read_config(path: Path) -> PlanSettings:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"])
         raise InputError(f"config {path}: {field}: {first['input']!r:.60} is wrong: {first['msg']}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """Options of the command line and a file together, and what to say of the file.
+
+    ``alltoall`` is False where the file forbids all-to-alls.
+    """
+
+    settings: PlanSettings
+    notes: tuple[str, ...] = ()
+    alltoall: bool = True
+
+
+def with_config(given: PlanSettings, path: Path) -> Configuration:
+    """Options of the command line over those of a file, which has keys of options or is in MindFormers' style.
+
+    Raises
+    ------
+    InputError
+        As `read_config`; or degrees of a file in MindFormers' style contradict the devices or the network.
+    """
+    from planner.context.mindformers import is_mindformers, translate
+
+    data = _mapping(path)
+    if not is_mindformers(data):
+        return Configuration(settings=merged(given, _settings(path, data)))
+    with _naming(path):
+        translated = translate(data)
+        file = _settings(path, {**translated.options, "pin": translated.pins})
+        settings = merged(given, _with_modes(file, translated))
+        settings, notes = _checked(settings, translated)
+    off = translated.context.counts("enable_alltoall") and not translated.context.get("enable_alltoall")
+    return Configuration(settings=settings, notes=(*translated.notes, *notes), alltoall=not off)
+
+
+def _with_modes(file: PlanSettings, translated: Translated) -> PlanSettings:
+    found: dict[str, Any] = {"parallel_mode": ParallelMode(translated.parallel_mode)}
+    if translated.search_mode is not None:
+        found["search_mode"] = SearchMode(translated.search_mode)
+    if file.devices is None and translated.devices is not None:
+        found["devices"] = translated.devices
+    saved = translated.context.get("strategy_ckpt_save_file")
+    if file.out is None and saved:
+        found["out"] = saved
+    return file.model_copy(update=found)
+
+
+def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettings, list[str]]:
+    """Hold the degrees of a file in MindFormers' style against devices and network; what is slow is said."""
+    from planner.cli.options import read_pins
+    from planner.context.notes import check_micro_batches, check_sizes, sizes_of, used_devices
+    from planner.context.requests import usual_precision
+    from planner.networks import load_network
+
+    pins, notes = read_pins(settings.pin), []
+    if settings.hw is not None or settings.precision is not None:
+        translated.check_supported(str(settings.precision or usual_precision(settings.hw or "")))
+    used, idle = used_devices(pins, settings.devices)
+    if translated.configured:
+        settings = settings.model_copy(update={"devices": used})
+        notes += [idle] if idle else []
+    check_micro_batches(pins)
+    sized = translated.vocabulary_cut or any(pins.get(name, "1") != "1" for name in ("tp", "pp"))
+    if sized and settings.network is not None:
+        graph = load_network(settings.network, sequence_length=settings.seq_len).capture()
+        notes += check_sizes(pins, sizes_of(graph), vocabulary_cut=translated.vocabulary_cut)
+    return settings, notes
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let errors about what a file says name it."""
+    try:
+        yield
+    except InputError as error:
+        if str(error).startswith("config "):
+            raise
+        raise type(error)(f"config {path}: {error}") from error
 
 
 def merged(first: PlanSettings, second: PlanSettings) -> PlanSettings:

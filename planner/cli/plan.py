@@ -24,7 +24,7 @@ from planner.cli.options import (
 from planner.cli.terminal import Terminal
 
 if TYPE_CHECKING:
-    from planner.cli.config import PlanSettings
+    from planner.cli.config import Configuration, PlanSettings
     from planner.planning import PlanRequest, PlanResult
 
 
@@ -78,11 +78,13 @@ def plan(
       meshwright plan zoo:gpt2 --hw dgx-a100 --devices 8 --pin tp=2 --json
     With options from a file (keys are the names of the options)
       meshwright plan --config gpt2.yaml
+    With degrees from a file in MindFormers' style (parallel, parallel_config, …)
+      meshwright plan zoo:gpt2 --hw ascend910b-atlas800t-a2 --devices 8 --config parallel.yaml
 
     With --quiet only the name of the strategy file is printed; --debug says where the time went. Exit code 3: no plan
     fits. Ctrl-C ends the search: the best plan so far is written, with its gap (exit code 0), if there is one.
     """
-    from planner.cli.config import PlanSettings, merged, read_config
+    from planner.cli.config import Configuration, PlanSettings, with_config
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     given = PlanSettings(
@@ -100,19 +102,26 @@ def plan(
         top=top,
         out=None if out is None else str(out),
     )
-    settings = merged(given, read_config(config)) if config is not None else given
-    _run(terminal, settings, config, debug=debug)
+    found = with_config(given, config) if config is not None else Configuration(settings=given)
+    for note in found.notes:
+        terminal.note(note)
+    _run(terminal, found, config, debug=debug)
 
 
-def _run(terminal: Terminal, settings: PlanSettings, config: Path | None, *, debug: bool) -> None:
+def _run(terminal: Terminal, found: Configuration, config: Path | None, *, debug: bool) -> None:
     from planner.planning import plan_network
     from planner.quantities import seconds_text
 
+    settings = found.settings
     request = _request(settings)
     path = settings.out or "strategy.json"
     check_out("--out", path, (settings.hw, settings.hints, config))
     with terminal.working(f"planning {request.network} for {request.devices} devices"):
         result = plan_network(request)
+    if result.candidates and not found.alltoall:
+        from planner.context.entry import refuse_all_to_alls
+
+        refuse_all_to_alls(result.candidates[0].plan, request.hardware)
     if debug:
         terminal.note("; ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in result.timings.items()))
     _finish(terminal, request, result, path)

@@ -84,7 +84,8 @@ def plan(
         if not result.candidates:
             raise InfeasibleError(result.infeasible)
         found, prediction = result.candidates[0].plan, result.candidates[0].prediction
-    _check_alltoall(context, found, graph, hardware)
+    if context.counts("enable_alltoall") and not context.get("enable_alltoall"):
+        refuse_all_to_alls(found, hardware, graph)
     written = None
     if target:
         from planner.documents import prediction_document
@@ -147,11 +148,9 @@ def _check_agrees(request: PlanRequest, found: Plan, where: str) -> None:
             )
 
 
-def _check_alltoall(context: AutoParallelContext, plan: Plan, graph: OperatorGraph, hardware: str) -> None:
-    """Refuse a plan with all-to-alls where they are switched off."""
-    if not context.counts("enable_alltoall") or context.get("enable_alltoall"):
-        return
-    names = all_to_alls(plan, graph, hardware)
+def refuse_all_to_alls(plan: Plan, hardware: str, graph: OperatorGraph | None = None) -> None:
+    """Raise UnsupportedError for a plan with all-to-alls; `graph` is its network, where it is captured already."""
+    names = all_to_alls(plan, hardware, graph)
     if names:
         raise UnsupportedError(
             f"enable_alltoall=False is not supported yet for this plan, which has {len(names)} all-to-alls, the first "
@@ -160,7 +159,7 @@ def _check_alltoall(context: AutoParallelContext, plan: Plan, graph: OperatorGra
         )
 
 
-def all_to_alls(plan: Plan, graph: OperatorGraph, hardware: str) -> list[str]:
+def all_to_alls(plan: Plan, hardware: str, graph: OperatorGraph | None = None) -> list[str]:
     """Names of the all-to-alls in the simulated program of a plan."""
     from planner.lowering.checked import checked_graph
     from planner.lowering.pipeline import lower_pipeline

@@ -1,0 +1,263 @@
+"""A configuration file in MindFormers' style, translated into a context, pins and options of ``plan``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.context.checks import Check, boolean, choice, integer, unknown
+from planner.context.context import AutoParallelContext
+from planner.context.errors import ContextError
+from planner.context.keys import KEYS
+from planner.context.mindformers_keys import (
+    DEGREES,
+    LATER_CONFIG,
+    LATER_PARALLEL,
+    LATER_RECOMPUTE,
+    MARKS,
+    MODES,
+    OPTIONS,
+    SECTIONS,
+)
+from planner.context.requests import pins_of, searched_mode
+from planner.context.unsupported import check_supported
+from simulator.errors import UnsupportedError
+
+ALGORITHMS: Mapping[str, str] = {"colossalai_cp": "ring", "ulysses_cp": "all_to_all"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Translated:
+    """What a file says.
+
+    ``options`` are options of ``plan`` that stand in the file, ``pins`` what its keys pin; ``configured`` where all
+    degrees are (semi-automatic mode), and ``vocabulary_cut`` where the embedding is to be cut along its vocabulary.
+    ``notes`` say what was not read.
+    """
+
+    options: Mapping[str, Any]
+    context: AutoParallelContext
+    pins: Mapping[str, str]
+    configured: bool = False
+    vocabulary_cut: bool = False
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def parallel_mode(self) -> str:
+        """As `PlanRequest` has it: what is configured degree by degree is searched with these pinned."""
+        return "auto_parallel" if self.configured else searched_mode(self.context)
+
+    @property
+    def search_mode(self) -> str | None:
+        """As `PlanRequest` has it, None where the mode does not read it."""
+        return str(self.context.get("search_mode")) if self.context.counts("search_mode") else None
+
+    @property
+    def devices(self) -> int | None:
+        """Devices that the file names."""
+        if self.context.get("parallel_mode") == "stand_alone":
+            return 1
+        return int(self.context.get("device_num")) if self.context.is_set("device_num") else None
+
+    def check_supported(self, precision: str) -> None:
+        """Raise UnsupportedError for a key of ``parallel`` that nothing follows yet."""
+        context = self.context
+        if self.configured:
+            context = context.copy()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                context.set(parallel_mode="auto_parallel")
+        check_supported(context, precision)
+        if context.counts("strategy_ckpt_load_file") and context.get("strategy_ckpt_load_file"):
+            path = context.get("strategy_ckpt_load_file")
+            raise UnsupportedError(
+                f"parallel.strategy_ckpt_load_file={path!r} is not supported yet: plan searches; read the file with "
+                f"`meshwright simulate {path}`, or with planner.plan"
+            )
+
+
+def is_mindformers(document: Mapping[Any, Any]) -> bool:
+    """Whether a file has a section that only MindFormers' files have."""
+    return any(name in document for name in MARKS)
+
+
+def translate(document: Mapping[Any, Any]) -> Translated:
+    """Translate a file.
+
+    Raises
+    ------
+    ContextError
+        A key is unknown, a value is wrong, or values contradict each other.
+    UnsupportedError
+        A key has a value other than its default, and nothing follows it yet.
+    """
+    for name in document:
+        if name not in (*MARKS, *OPTIONS, *SECTIONS):
+            raise ContextError(f"there is {unknown(str(name), (*MARKS, *OPTIONS, *SECTIONS))}")
+    options = {name: value for name, value in document.items() if name in OPTIONS and not isinstance(value, dict)}
+    not_read = [name for name in document if name in SECTIONS and name not in options]
+    notes = [f"not read, for they say nothing of the plan: {', '.join(not_read)}"] if not_read else []
+    _check_model(document.get("model"))
+    if not boolean("use_parallel", document.get("use_parallel", True)):
+        said = [name for name in MARKS if name in document and name not in ("use_parallel", "recompute_config")]
+        notes += [f"use_parallel is False: {', '.join(said)} are not read"] if said else []
+        context = AutoParallelContext(parallel_mode="stand_alone")
+        return Translated(options=options, context=context, pins=_recompute(document), notes=tuple(notes))
+    _check_interleaving(document)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        context = _context(_section(document, "parallel"))
+    notes += [str(warning.message) for warning in found]
+    config = _section(document, "parallel_config")
+    configured = context.get("parallel_mode") == "semi_auto_parallel"
+    pins, more = _degrees(config, configured)
+    pins = _joined(pins, pins_of(context))
+    return Translated(
+        options=options,
+        context=context,
+        pins={**pins, **_recompute(document)},
+        configured=configured,
+        vocabulary_cut=not config.get("vocab_emb_dp", True),
+        notes=(*notes, *more),
+    )
+
+
+def _section(document: Mapping[Any, Any], name: str) -> dict[str, Any]:
+    value = document.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ContextError(
+            f"{name}={value!r} is of type {type(value).__name__}; it must be a mapping of keys to values"
+        )
+    return {str(key): item for key, item in value.items()}
+
+
+def _context(section: Mapping[str, Any]) -> AutoParallelContext:
+    keys: dict[str, Any] = {"parallel_mode": "semi_auto_parallel"}
+    for name, value in section.items():
+        if name == "parallel_mode":
+            keys[name] = _mode(value)
+        elif name in KEYS:
+            keys[name] = _tuples(value) if name == "dataset_strategy" else value
+        elif name in LATER_PARALLEL:
+            _refuse(f"parallel.{name}", value, LATER_PARALLEL[name])
+        else:
+            raise ContextError(f"parallel has {unknown(name, (*KEYS, *LATER_PARALLEL))}")
+    return AutoParallelContext(**keys)
+
+
+def _mode(value: Any) -> str:
+    names = tuple(MODES.values())
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value not in MODES:
+            said = ", ".join(f"{number} {name}" for number, name in MODES.items())
+            raise ContextError(f"parallel.parallel_mode={value} is none of {said}; use one of them")
+        return MODES[value]
+    lowered = value.lower() if isinstance(value, str) else value
+    return str(choice("stand_alone", *names)("parallel.parallel_mode", lowered))
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _degrees(config: Mapping[str, Any], configured: bool) -> tuple[dict[str, str], list[str]]:
+    """Pins of ``parallel_config``; where every degree is configured, one that is not said is 1."""
+    pins: dict[str, str] = dict.fromkeys(("dp", "tp", "pp", "cp", "ep"), "1") if configured else {}
+    notes: list[str] = []
+    for name, value in config.items():
+        key = f"parallel_config.{name}"
+        if name in DEGREES:
+            pins[DEGREES[name]] = str(integer(1)(key, value))
+        elif name == "use_seq_parallel":
+            pins["sequence_parallel"] = str(boolean(key, value)).lower()
+        elif name == "vocab_emb_dp":
+            boolean(key, value)
+        elif name == "context_parallel_algo":
+            algorithm = choice(*ALGORITHMS, "hybrid_cp")(key, value)
+            if algorithm not in ALGORITHMS:
+                raise UnsupportedError(f"{key}={value!r} is not supported yet; use {' or '.join(ALGORITHMS)}")
+            if config.get("context_parallel", 1) != 1:
+                pins["context_algorithm"] = ALGORITHMS[algorithm]
+        elif name in LATER_CONFIG:
+            _refuse(key, value, LATER_CONFIG[name])
+        else:
+            known = (*DEGREES, "use_seq_parallel", "vocab_emb_dp", "context_parallel_algo", *LATER_CONFIG)
+            raise ContextError(f"parallel_config has {unknown(name, known)}")
+    if "micro_batches" in pins and config.get("pipeline_stage", 1) == 1:
+        count = pins.pop("micro_batches")
+        notes.append(f"parallel_config.micro_batch_num={count} is not read: pipeline_stage is 1")
+    return pins, notes
+
+
+def _recompute(document: Mapping[Any, Any]) -> dict[str, str]:
+    section = _section(document, "recompute_config")
+    said: dict[str, bool] = {}
+    for name, value in section.items():
+        key = f"recompute_config.{name}"
+        if name in ("recompute", "select_recompute"):
+            if isinstance(value, int | list) and not isinstance(value, bool):
+                raise UnsupportedError(
+                    f"{key}={value!r} is not supported yet: layers are chosen by the search; use True or False, or "
+                    f"leave it out to let the search decide layer by layer"
+                )
+            said[name] = boolean(key, value)
+        elif name in LATER_RECOMPUTE:
+            _refuse(key, value, LATER_RECOMPUTE[name])
+        else:
+            known = ("recompute", "select_recompute", *LATER_RECOMPUTE)
+            raise ContextError(f"recompute_config has {unknown(name, known)}")
+    if said.get("recompute") and said.get("select_recompute"):
+        raise ContextError(
+            "recompute_config.recompute=True and select_recompute=True contradict each other: layers are recomputed "
+            "whole or in part; set one of them to False"
+        )
+    if not said:
+        return {}
+    return {"recompute": "full" if said.get("recompute") else "selective" if said.get("select_recompute") else "none"}
+
+
+def _joined(first: dict[str, str], second: Mapping[str, str]) -> dict[str, str]:
+    for name, text in second.items():
+        if first.get(name, text) != text:
+            raise ContextError(
+                f"parallel says {name}={text}, parallel_config {name}={first[name]}; leave one of them out"
+            )
+    return {**first, **second}
+
+
+def _refuse(key: str, value: Any, default: Any) -> None:
+    if value is not None and (value != default or isinstance(value, bool) != isinstance(default, bool)):
+        raise UnsupportedError(f"{key}={value!r} is not supported yet; leave it out, its default is {default!r}")
+
+
+def _check_interleaving(document: Mapping[Any, Any]) -> None:
+    key: str = "micro_batch_interleave_num"
+    whole: Check = integer(1)
+    if key in document and whole(key, document[key]) != 1:
+        raise UnsupportedError(
+            f"{key}={document[key]} is not supported yet: plans have one copy; use 1 or leave it out"
+        )
+    swap = _section(document, "swap_config")
+    if boolean("swap_config.swap", swap.get("swap", False)):
+        raise UnsupportedError(
+            "swap_config.swap=True is not supported yet; leave swap_config out, or move optimizer states to the host "
+            "with --pin offload_optimizer=true"
+        )
+
+
+def _check_model(model: Any) -> None:
+    """Refuse keys of the model that move layers between stages."""
+    config = model.get("model_config") if isinstance(model, dict) else None
+    if not isinstance(config, dict):
+        return
+    for name, default in (("offset", 0), ("pp_interleave_num", 1)):
+        value = config.get(name)
+        moved = any(value) if isinstance(value, list) else value not in (None, default)
+        if moved:
+            raise UnsupportedError(
+                f"model.model_config.{name}={value!r} is not supported yet: the search cuts the stages; leave it out"
+            )
