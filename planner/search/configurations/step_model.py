@@ -38,6 +38,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
+from itertools import product
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,7 @@ from simulator.corrections import kernel_factor, message_time
 from simulator.hardware import Hardware
 from simulator.kernels import kernel_time
 from simulator.program import Collective, Kernel
-from simulator.topology import farthest_neighbours, group_shape
+from simulator.topology import group_shape, neighbour_distances
 
 if TYPE_CHECKING:
     from planner.search.units.labels import StageTables, TiedParameter, UnitLabels
@@ -205,9 +206,9 @@ class StepModel:
         )
 
     def sends_s(self, tables: StageTables, configuration: Configuration) -> FloatArray:
-        """(units - 1, states) seconds of an activation and of its gradient over a cut, on the slowest link of any."""
-        stride = configuration.stride("pipeline")
-        return _sends_s(self, tables, farthest_neighbours(self.hardware, configuration.pipeline, stride))
+        """(units - 1, states) seconds of an activation and of its gradient over a cut, the mean of all neighbours."""
+        c = configuration
+        return _sends_s(self, tables, neighbour_distances(self.hardware, c.pipeline, c.stride("pipeline")))
 
     def message_s(self, collective: Collective, payload: FloatArray, size: int, stride: int) -> FloatArray:
         """Seconds (n,) of a collective in groups of `size` ranks, `stride` apart."""
@@ -242,26 +243,54 @@ class StepModel:
     ) -> tuple[FloatArray, FloatArray]:
         """Seconds of the sums of gradients, once a step, and of the last message of them."""
         size = np.maximum(elements * DTYPE_BYTES[self.dtype], 1.0)
-        data_s = self._summed_s(elements, c, bucket)
-        inside_s = np.zeros_like(data_s) if self._scatters_each(c) else labels.step_s - labels.gather_s
+        data_s = self._summed_s(labels, elements, c, bucket)
+        inside_s = self._inside_sums(labels, c)[1]
         # Where stages follow one another their ranks have one stream of messages beside the passes, else one an axis.
         sync_s = data_s + inside_s if c.pipeline > 1 else np.maximum(data_s, inside_s)
-        alone = self._summed_s(np.full(1, bucket / DTYPE_BYTES[self.dtype]), c, bucket)
+        alone = self._reduced_s(np.full(1, bucket / DTYPE_BYTES[self.dtype]), c, bucket)
+        if not self._scatters_each(c):
+            alone = alone + self._scattered_s(np.full(1, bucket / DTYPE_BYTES[self.dtype]), c, bucket)
         # A parameter travels whole.
         part = np.minimum(1.0, np.maximum(bucket, size / trained) / size)
         return sync_s, np.where(elements > 0, np.maximum(alone, sync_s * part), 0.0)
 
-    def _summed_s(self, elements: FloatArray, c: Configuration, bucket: float) -> FloatArray:
+    def _summed_s(self, labels: UnitLabels, elements: FloatArray, c: Configuration, bucket: float) -> FloatArray:
         """Seconds of the sum of gradients over the data axis, once a step."""
-        stride = c.stride("data")
-        if c.optimizer_sharding == "none":
-            return self._fused_s(Collective.ALL_REDUCE, elements, c.data, stride, bucket)
+        seconds = self._reduced_s(elements, c, bucket)
+        if c.optimizer_sharding == "none" or self._scatters_each(c):
+            return seconds
+        return seconds + self._scattered_s(self._written(labels, elements), c, bucket)
+
+    def _reduced_s(self, elements: FloatArray, c: Configuration, bucket: float) -> FloatArray:
+        """Seconds of what is all-reduced over the data axis: gradients, or shards of them."""
+        shards, stride = self.shards(c), c.stride("data")
+        return self._fused_s(Collective.ALL_REDUCE, elements / shards, c.data // shards, stride * shards, bucket)
+
+    def _scattered_s(self, elements: FloatArray, c: Configuration, bucket: float) -> FloatArray:
+        """Seconds in which gradients are reduce-scattered over the data axis."""
+        return self._fused_s(Collective.REDUCE_SCATTER, elements, self.shards(c), c.stride("data"), bucket)
+
+    @staticmethod
+    def _written(labels: UnitLabels, elements: FloatArray) -> FloatArray:
+        """Elements of gradients as they are scattered over the data axis, which comes before the axes of the stage.
+
+        Those that nothing sums inside the stage are cut first.
+        """
+        return elements + np.where(labels.step_s > labels.gather_s, labels.unsummed_elements, 0.0)
+
+    def _inside_sums(self, labels: UnitLabels, c: Configuration) -> tuple[FloatArray, FloatArray]:
+        """Seconds of the sums of gradients inside the stage mesh: of every micro-batch, and once a step.
+
+        Sharded gradients are summed shard by shard. Where every micro-batch's are scattered, the last scattering of a
+        gradient is the last thing done at once. Parameters that are gathered inside the stage are those whose
+        gradients are scattered there, which takes as long.
+        """
         shards = self.shards(c)
-        scatter = self._fused_s(Collective.REDUCE_SCATTER, elements, shards, stride, bucket)
-        if self._scatters_each(c):
-            scatter = np.zeros_like(scatter)
-        copies, apart = c.data // shards, stride * shards
-        return scatter + self._fused_s(Collective.ALL_REDUCE, elements / shards, copies, apart, bucket)
+        sums = labels.step_s - labels.gather_s
+        if not self._scatters_each(c):
+            return np.zeros_like(sums), sums / shards
+        scattered = np.minimum(labels.gather_s, sums)
+        return scattered / shards, (sums - scattered) / shards
 
     @staticmethod
     def _scatters_each(c: Configuration) -> bool:
@@ -285,17 +314,18 @@ class StepModel:
         forward_s, backward_s = labels.forward_s, labels.backward_s
         size = elements * DTYPE_BYTES[self.dtype]
         shards, stride = self.shards(c), c.stride("data")
-        accumulation = self._accumulation_s(elements, c, trained)
-        inside_s = labels.step_s - labels.gather_s
+        accumulation = self._accumulation_s(labels, elements, c, trained)
+        inside_s = self._inside_sums(labels, c)[0]
+        sent = self._written(labels, elements) * DTYPE_BYTES[self.dtype]
         if c.optimizer_sharding in ("none", "zero1"):
             backward_s = backward_s + accumulation
         if c.optimizer_sharding == "zero2" and self._scatters_each(c):
-            scatter = self._fused_s(Collective.REDUCE_SCATTER, elements, shards, stride, bucket) + inside_s
+            scatter = self._scattered_s(self._written(labels, elements), c, bucket) + inside_s
             backward_s = self._beside(backward_s, scatter + accumulation)
         if c.optimizer_sharding != "zero3":
             return forward_s, backward_s, np.zeros_like(forward_s)
         gather = np.where(size > 0, self.message_s(Collective.ALL_GATHER, size, shards, stride), 0.0) + labels.gather_s
-        scatter = np.where(size > 0, self.message_s(Collective.REDUCE_SCATTER, size, shards, stride), 0.0) + inside_s
+        scatter = np.where(size > 0, self.message_s(Collective.REDUCE_SCATTER, sent, shards, stride), 0.0) + inside_s
         scatter = scatter + accumulation
         if c.schedule in SPLIT:
             half = backward_s / 2
@@ -309,11 +339,16 @@ class StepModel:
             exposed = np.zeros_like(exposed)
         return self._beside(forward_s, gather), backward_s, exposed
 
-    def _accumulation_s(self, elements: FloatArray, c: Configuration, trained: int | IntArray) -> FloatArray:
-        """Seconds in which a micro-batch's gradients are added to those before: two are read and one is written."""
+    def _accumulation_s(
+        self, labels: UnitLabels, elements: FloatArray, c: Configuration, trained: int | IntArray
+    ) -> FloatArray:
+        """Seconds in which a micro-batch's gradients are added to those before: two are read and one is written.
+
+        They are as large as operators write them, or shards.
+        """
         if c.micro_batches == 1:
             return np.zeros_like(elements)
-        held = elements / (self.shards(c) if c.optimizer_sharding in ("zero2", "zero3") else 1)
+        held = elements / self.shards(c) if self._scatters_each(c) else elements + labels.unsummed_elements
         moved = 3.0 * held * DTYPE_BYTES[self.dtype]
         return self._kernels_s(Kernel.ELEMENTWISE, np.zeros_like(moved), moved, c, trained)
 
@@ -469,15 +504,15 @@ def _together(units: Sequence[UnitLabels]) -> UnitLabels:
 
 
 @lru_cache(maxsize=32)
-def _sends_s(model: StepModel, tables: StageTables, apart: int) -> FloatArray:
-    """As `StepModel.sends_s` between ranks so far apart; nothing is sent where they are 0."""
+def _sends_s(model: StepModel, tables: StageTables, pairs: tuple[tuple[int, float], ...]) -> FloatArray:
+    """As `StepModel.sends_s` between ranks at such distances, each for a part of all pairs."""
     units, boundaries = tables.chain.units, tables.boundaries
     width = max((len(boundary.forward_bytes) for boundary in boundaries), default=1)
     seconds = np.zeros((len(boundaries), width))
-    for number, boundary in enumerate(boundaries if apart else ()):
-        for payload in (boundary.forward_bytes, boundary.backward_bytes):
+    for number, boundary in enumerate(boundaries):
+        for payload, (apart, share) in product((boundary.forward_bytes, boundary.backward_bytes), pairs):
             sent = model.message_s(Collective.SEND, payload, 2, apart)
-            seconds[number, : len(payload)] += np.where(payload > 0, sent, 0.0)
+            seconds[number, : len(payload)] += np.where(payload > 0, share * sent, 0.0)
     # Between equal blocks goes what goes between the first and the second of them.
     rows = [place for n, unit in enumerate(units) for place in [n - 1] * (unit.count - 1) + [n]]
     return seconds[[min(max(row, 0), len(boundaries) - 1) for row in rows[:-1]]]
