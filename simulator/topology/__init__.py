@@ -5,7 +5,7 @@ from __future__ import annotations
 from simulator.topology.cluster import check_graph, fabric_spec, topology_graph, unit_spec
 from simulator.topology.fabrics import FabricSpec, cluster_topology
 from simulator.topology.graph import Topology
-from simulator.topology.groups import GroupShape, axis_groups, farthest_neighbours, group_shape, level_of_axis
+from simulator.topology.groups import GroupShape, axis_groups, group_shape, level_of_axis, neighbour_distances
 from simulator.topology.nodes import NodeSpec, node_topology
 from simulator.topology.sharing import contended, link_use, node_shares, payload_rate, ring_bandwidth, shared_links
 
@@ -19,10 +19,10 @@ __all__ = [
     "cluster_topology",
     "contended",
     "fabric_spec",
-    "farthest_neighbours",
     "group_shape",
     "level_of_axis",
     "link_use",
+    "neighbour_distances",
     "node_shares",
     "node_topology",
     "payload_rate",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 
 from simulator.errors import ProfileError
 from simulator.hardware import Hardware
@@ -61,13 +63,19 @@ def group_shape(hardware: Hardware, size: int, stride: int) -> GroupShape:
     return GroupShape(members=(*members, size // inside), stride=stride)
 
 
-def farthest_neighbours(hardware: Hardware, size: int, stride: int) -> int:
-    """Distance of the two neighbours of a mesh axis between which the slowest link lies, 0 for a single member.
+@lru_cache(maxsize=4096)
+def neighbour_distances(hardware: Hardware, size: int, stride: int) -> tuple[tuple[int, float], ...]:
+    """Where neighbours of a mesh axis meet: distances with their part of all pairs; none for a single member.
 
-    Neighbours that are `stride` apart and fit into a unit of a level may lie in two of them all the same.
+    Neighbours that are `stride` apart and would fit into one unit of a level may lie in two of them all the same: they
+    count as far apart as such units are, so that two members at that distance use the same links.
     """
-    inside = [level.size for level in hardware.levels[:-1] if level.size < size * stride]
-    return max([stride, *inside]) if size > 1 else 0
+    sizes = [level.size for level in hardware.levels[:-1]]
+    found: Counter[int] = Counter()
+    for low in range(0, (size - 1) * stride, stride):
+        crossed = [unit for unit in sizes if low // unit != (low + stride) // unit]
+        found[max([stride, *crossed])] += 1
+    return tuple((distance, count / (size - 1)) for distance, count in sorted(found.items()))
 
 
 def level_of_axis(hardware: Hardware, size: int, stride: int) -> str:

@@ -54,10 +54,11 @@ def schedule_shape(name: str, ranks: int, chunks: int, micro_batches: int) -> Sc
     With F and B the passes of one rank's chunks together, a step takes M (F + B) and the fill, which is (p - 1)(F + B)
     for 1F1B and GPipe, that over v for v interleaved chunks, (p - 1) max(F, B / 2) for ZB-H1 and half of that for ZBV,
     whose backward passes are split in two halves (`simulator.schedules.formulas` has the sources). 1F1B and ZB-H1 have
-    as many micro-batches in flight as there are ranks behind a rank: 1F1B then waits for the messages of every one of
-    them, (p - 1)/p times on average. Interleaved, the first rank has p v + p - 1 passes in flight, p - 1 more than a
-    micro-batch's way through all chunks and back takes: behind those messages hide. The other schedules have more in
-    flight and wait in the fill only.
+    as many micro-batches in flight as there are ranks behind a rank: they then wait for the messages of every one of
+    them, (p - 1)/p times on average, and ZB-H1 does its weight gradients meanwhile, a third of both passes. GPipe's
+    messages follow one another beside the passes, so that the longer of both counts. Interleaved, the first rank has
+    p v + p - 1 passes in flight, p - 1 more than a micro-batch's way through all chunks and back takes: behind those
+    messages hide. ZBV has more in flight and waits in the fill only.
     """
     if name == ONE_STAGE:
         one = np.ones(1)
@@ -66,7 +67,11 @@ def schedule_shape(name: str, ranks: int, chunks: int, micro_batches: int) -> Sc
             steady_sends=0.0,
         )  # fmt: skip
     schedule = make_schedule(name, ranks, _enough(name, ranks, micro_batches), chunks)
-    waits, hidden = (micro_batches - 1) * (ranks - 1) / ranks if name == "1f1b" else 0.0, 0.0
+    waits, hidden = 0.0, 0.0
+    if name in ("1f1b", "zb_h1"):
+        waits, hidden = (micro_batches - 1) * (ranks - 1) / ranks, 0.0 if name == "1f1b" else 1 / 3
+    elif name == "gpipe":
+        waits, hidden = micro_batches - 1.0, 1.0
     if name == "interleaved_1f1b":
         around, passes = ranks * chunks, ranks * chunks + ranks - 1
         waits, hidden = micro_batches * (around - 1) / passes, (ranks - 1) / passes

@@ -37,8 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache, partial
-from itertools import product
+from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -46,15 +45,16 @@ import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES
 from planner.search.configurations.configuration import AXES, Configuration
+from planner.search.configurations.messages import batch_sums_s, message_s, sends_s
 from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape, schedule_shape, uneven_s
 from planner.search.stages.fragments import FloatArray, Fragments, IntArray
 from planner.search.stages.segments import PartitionTask
 from planner.work import Optimizer, state_bytes, update_traffic
-from simulator.corrections import kernel_factor, message_time
+from simulator.corrections import kernel_factor
 from simulator.hardware import Hardware
 from simulator.kernels import kernel_time
 from simulator.program import Collective, Kernel
-from simulator.topology import group_shape, neighbour_distances
+from simulator.topology import neighbour_distances
 
 if TYPE_CHECKING:
     from planner.search.units.labels import StageTables, TiedParameter, UnitLabels
@@ -208,14 +208,11 @@ class StepModel:
     def sends_s(self, tables: StageTables, configuration: Configuration) -> FloatArray:
         """(units - 1, states) seconds of an activation and of its gradient over a cut, the mean of all neighbours."""
         c = configuration
-        return _sends_s(self, tables, neighbour_distances(self.hardware, c.pipeline, c.stride("pipeline")))
+        return sends_s(self.hardware, tables, neighbour_distances(self.hardware, c.pipeline, c.stride("pipeline")))
 
     def message_s(self, collective: Collective, payload: FloatArray, size: int, stride: int) -> FloatArray:
         """Seconds (n,) of a collective in groups of `size` ranks, `stride` apart."""
-        if size == 1:
-            return np.zeros_like(payload)
-        group = group_shape(self.hardware, size, stride)
-        return message_time(self.hardware, collective, np.maximum(payload, 1.0), group)
+        return message_s(self.hardware, collective, payload, size, stride)
 
     # Data parallelism
 
@@ -431,17 +428,20 @@ class StepModel:
         # Gradients wait for a full message.
         return np.minimum(size, bucket + size / 3)
 
+    def batch_sums_s(self, tables: StageTables, configuration: Configuration) -> FloatArray:
+        """(units, 2) seconds of the sums over the batch that operators wait for, forward and backward."""
+        c = configuration
+        if c.data == 1 or not any(map(any, tables.decisions.batch_sums)):
+            return np.zeros((len(tables.chain.units), 2))
+        return batch_sums_s(self.hardware, tables.decisions.batch_sums, c.data, c.stride("data"))
+
     def _with_batch_sums(
         self, tables: StageTables, units: Sequence[UnitLabels], c: Configuration
     ) -> tuple[UnitLabels, ...]:
         """Labels with the sums over the batch that operators wait for, once more where they run again."""
         found = list(units)
-        for number, sums in enumerate(tables.decisions.batch_sums if c.data > 1 else ()):
-            if any(sums):
-                forward, backward = (
-                    float(self.message_s(Collective.ALL_REDUCE, np.array(each), c.data, c.stride("data")).sum())
-                    for each in sums
-                )
+        for number, (forward, backward) in enumerate(self.batch_sums_s(tables, c).tolist()):
+            if forward or backward:
                 unit = found[number]
                 again = np.where(np.asarray(unit.recompute) > 0, forward, 0.0)
                 found[number] = replace(
@@ -501,21 +501,6 @@ def _together(units: Sequence[UnitLabels]) -> UnitLabels:
     arrays = [field.name for field in fields(units[0]) if field.name != "assignments"]
     joined = {name: np.concatenate([getattr(unit, name) for unit in units]) for name in arrays}
     return replace(units[0], **joined, assignments=())
-
-
-@lru_cache(maxsize=32)
-def _sends_s(model: StepModel, tables: StageTables, pairs: tuple[tuple[int, float], ...]) -> FloatArray:
-    """As `StepModel.sends_s` between ranks at such distances, each for a part of all pairs."""
-    units, boundaries = tables.chain.units, tables.boundaries
-    width = max((len(boundary.forward_bytes) for boundary in boundaries), default=1)
-    seconds = np.zeros((len(boundaries), width))
-    for number, boundary in enumerate(boundaries):
-        for payload, (apart, share) in product((boundary.forward_bytes, boundary.backward_bytes), pairs):
-            sent = model.message_s(Collective.SEND, payload, 2, apart)
-            seconds[number, : len(payload)] += np.where(payload > 0, share * sent, 0.0)
-    # Between equal blocks goes what goes between the first and the second of them.
-    rows = [place for n, unit in enumerate(units) for place in [n - 1] * (unit.count - 1) + [n]]
-    return seconds[[min(max(row, 0), len(boundaries) - 1) for row in rows[:-1]]]
 
 
 def _merged(kinds: list[Fragments], counts: list[int]) -> tuple[list[Fragments], list[int]]:

@@ -1,0 +1,62 @@
+"""Messages of every micro-batch whatever the storage: those over cuts, and sums over the batch inside operators."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from planner.search.stages.fragments import FloatArray
+from simulator.corrections import message_time
+from simulator.hardware import Hardware
+from simulator.program import Collective
+from simulator.topology import group_shape
+
+if TYPE_CHECKING:
+    from planner.search.units.labels import StageTables
+
+BatchSums = tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]
+
+
+def message_s(hardware: Hardware, collective: Collective, payload: FloatArray, size: int, stride: int) -> FloatArray:
+    """Seconds (n,) of a collective in groups of `size` ranks, `stride` apart."""
+    if size == 1:
+        return np.zeros_like(payload)
+    return message_time(hardware, collective, np.maximum(payload, 1.0), group_shape(hardware, size, stride))
+
+
+@lru_cache(maxsize=256)
+def batch_sums_s(hardware: Hardware, sums: BatchSums, size: int, stride: int) -> FloatArray:
+    """(units, 2) seconds in which the operators of each unit sum over the batch, forward and backward.
+
+    Parameters
+    ----------
+    sums : bytes of each message of each unit, forward and backward
+    """
+    payloads = np.array([payload for unit in sums for passes in unit for payload in passes], dtype=np.float64)
+    ends = np.cumsum([len(passes) for unit in sums for passes in unit], dtype=np.int64)
+    seconds = np.concatenate([[0.0], message_s(hardware, Collective.ALL_REDUCE, payloads, size, stride).cumsum()])
+    found: FloatArray = np.diff(seconds[ends], prepend=0.0).reshape(-1, 2)
+    return found
+
+
+@lru_cache(maxsize=64)
+def sends_s(hardware: Hardware, tables: StageTables, pairs: tuple[tuple[int, float], ...]) -> FloatArray:
+    """(units - 1, states) seconds of an activation and of its gradient over a cut behind each unit.
+
+    Parameters
+    ----------
+    pairs : distances of neighbours with their part of all pairs, whose mean counts
+    """
+    units, boundaries = tables.chain.units, tables.boundaries
+    width = max((len(boundary.forward_bytes) for boundary in boundaries), default=1)
+    seconds = np.zeros((len(boundaries), width))
+    for number, boundary in enumerate(boundaries):
+        for payload, (apart, share) in product((boundary.forward_bytes, boundary.backward_bytes), pairs):
+            sent = message_s(hardware, Collective.SEND, payload, 2, apart)
+            seconds[number, : len(payload)] += np.where(payload > 0, share * sent, 0.0)
+    # Between equal blocks goes what goes between the first and the second of them.
+    rows = [place for n, unit in enumerate(units) for place in [n - 1] * (unit.count - 1) + [n]]
+    return seconds[[min(max(row, 0), len(boundaries) - 1) for row in rows[:-1]]]
