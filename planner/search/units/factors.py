@@ -32,10 +32,9 @@ class Part(IntEnum):
     GATHER = 19
     GATHERED = 20
     UNSUMMED = 21
-    LATE = 22
 
 
-PARTS = 23
+PARTS = 22
 
 
 def rows_of(weights: Weights, modes: Sequence[int]) -> FloatArray:

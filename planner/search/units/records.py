@@ -23,15 +23,14 @@ class UnitLabels:
 
     ``forward_s`` and ``backward_s`` are computation and the collectives inside the stage mesh, of which
     ``forward_communication_s`` and ``backward_communication_s`` are communication. Of the backward pass ``again_s``
-    computes again, and ``late_s`` is left to do when the gradient of the unit's input is there. ``activation_bytes``
-    are kept from forward to backward, ``transient_bytes`` stand only while the unit goes backward, of which
-    ``recomputed_bytes`` are computed again. ``step_s`` are messages once a step, beside data parallelism: ``gather_s``
-    of them gather parameters, the others sum gradients. ``parameter_elements`` are local trained elements as stored,
-    without those that the expert axis shards, ``expert_elements``. ``gathered_elements`` are those of gathered
-    parameters as they are read; by ``unsummed_elements`` gradients are larger before they are summed than stored
-    parameters. ``recompute`` are codes of `RECOMPUTE`. ``entry`` and ``exit`` are numbers of boundary states, −1 at the
-    ends of the network. ``sequence_parallel`` says whether an activation is sharded along the sequence on the tensor
-    axis. ``assignments`` give the state of each of the unit's variables in ``problem``.
+    computes again. ``activation_bytes`` are kept from forward to backward, ``transient_bytes`` stand only while the
+    unit goes backward, of which ``recomputed_bytes`` are computed again. ``step_s`` are messages once a step, beside
+    data parallelism: ``gather_s`` of them gather parameters, the others sum gradients. ``parameter_elements`` are local
+    trained elements as stored, without those that the expert axis shards, ``expert_elements``. ``gathered_elements``
+    are those of gathered parameters as they are read; by ``unsummed_elements`` gradients are larger before they are
+    summed than stored parameters. ``recompute`` are codes of `RECOMPUTE`. ``entry`` and ``exit`` are numbers of
+    boundary states, −1 at the ends of the network. ``sequence_parallel`` says whether an activation is sharded along
+    the sequence on the tensor axis. ``assignments`` give the state of each of the unit's variables in ``problem``.
     """
 
     forward_s: FloatArray
@@ -42,7 +41,6 @@ class UnitLabels:
     transient_bytes: FloatArray
     recomputed_bytes: FloatArray
     again_s: FloatArray
-    late_s: FloatArray
     step_s: FloatArray
     gather_s: FloatArray
     parameter_elements: FloatArray

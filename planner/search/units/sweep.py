@@ -177,7 +177,6 @@ def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> Un
         step_s=parts[Part.STEP, best],
         gather_s=parts[Part.GATHER, best],
         again_s=again[best],
-        late_s=parts[Part.LATE, best],
         gathered_elements=parts[Part.GATHERED, best],
         unsummed_elements=parts[Part.UNSUMMED, best],
         parameter_elements=parts[Part.ELEMENTS, best],

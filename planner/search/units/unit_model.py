@@ -45,9 +45,6 @@ class UnitModel:
         before = chain.boundaries[number - 1] if number else None
         behind = chain.boundaries[number] if number < len(chain.boundaries) else None
         self.entry_tensor = before.forward if before else None
-        returned = before.gradient if before else None
-        self.returned = len(graph.nodes) if returned is None else returned.node
-        """The node that yields the gradient of the unit's input; a number behind all nodes if there is none."""
         self.exit_tensor = behind.forward if behind else None
         self.entry = stations[before.forward] if before else None
         self.exit = stations[behind.forward] if behind else None

@@ -123,8 +123,7 @@ class _Builder:
             again = [mode for mode, name in enumerate(MODES) if index in self.model.again[name].nodes]
             own = Part.FORWARD if forward else Part.BACKWARD
             waits = Part.FORWARD_COMMUNICATION if forward else Part.BACKWARD_COMMUNICATION
-            late = (Part.LATE,) if not forward and index > self.model.returned else ()
-            self._charge((own, *late, *(Part.AGAIN + mode for mode in again)), (number,), total)
+            self._charge((own, *(Part.AGAIN + mode for mode in again)), (number,), total)
             self._charge((waits, *(Part.AGAIN_COMMUNICATION + mode for mode in again)), (number,), inside)
         if variable.kind is Kind.STATION:
             back, impossible = self.ledger.handing_back(states)

@@ -62,7 +62,6 @@ def labels(unit: MadeUnit, samples: float, message_s: float, first: bool, last: 
         transient_bytes=unit.activation_bytes * samples - kept,
         recomputed_bytes=unit.activation_bytes * samples - kept,
         again_s=again,
-        late_s=nothing,
         step_s=nothing,
         gather_s=nothing,
         parameter_elements=np.full(3, unit.elements),
