@@ -173,13 +173,16 @@ def _marked_late(inputs: Part, weights: Part) -> tuple[Part, Part]:
 
 
 def _leads_to(drafts: Sequence[Draft], goal: str) -> list[bool]:
-    """Whether each draft is needed for a value; all of them are needed for none if there is no goal."""
+    """Whether each draft is needed for a value; all of them are needed for none if there is no goal.
+
+    Pieces of an operator that messages run beside yield nothing: they belong to the operator, which follows them.
+    """
     wanted = {goal} if goal else set()
     found = [False] * len(drafts)
     for index in range(len(drafts) - 1, -1, -1):
         draft = drafts[index]
         makes = {b.name for b in draft.writes} | set(draft.completes)
-        if makes & wanted:
+        if makes & wanted or (not makes and index + 1 < len(drafts) and found[index + 1]):
             found[index] = True
             wanted.update(draft.reads)
             wanted.update(draft.completes)
