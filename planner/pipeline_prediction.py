@@ -9,7 +9,7 @@ import numpy as np
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
-from planner.prediction import Prediction, figures, trained_dtype
+from planner.prediction import Prediction, computed_dtype, figures
 from planner.strategy.plan import Plan
 from simulator import fast_engine
 from simulator.hardware import Hardware
@@ -60,7 +60,7 @@ def predict_pipeline(
         hardware,
         step_time_s=result.step_time_s,
         flops=lowered.flops,
-        dtype=trained_dtype(graph),
+        dtype=computed_dtype(graph),
         memory={str(kind): size for kind, size in memory[peak].at_peak.items()},
         breakdown=breakdown(lowered, result),
         peak_rank=peak,

@@ -24,7 +24,7 @@ from planner.lowering.checked import lower, precision_dtype
 from planner.networks import Network, load_network
 from planner.one_stage import Candidate, OneStage, search_one_stage
 from planner.one_stage import why_infeasible as why_one_stage_does_not_fit
-from planner.prediction import Prediction, precision_notes, predict
+from planner.prediction import Prediction, check_products, precision_notes, predict, trained_dtype
 from planner.quantities import percent_text
 from planner.refining import largest_threshold, refined, threshold_cost_s
 from planner.request import PRECISIONS, Pins, PlanRequest, read_pins
@@ -121,6 +121,7 @@ def plan_network(
     network = load_network(request.network, sequence_length=request.sequence_length)
     precision = request.precision or {v: k for k, v in PRECISIONS.items()}[hardware.default_precision]
     dtype = precision_dtype(precision)
+    check_products(hardware, dtype)
     update = optimizer(request.optimizer or network.default_optimizer)
     batch = network.default_global_batch if request.global_batch is None else request.global_batch
     if batch < 1:
@@ -152,7 +153,7 @@ def plan_network(
         devices=request.devices,
         global_batch=batch,
         optimizer=update,
-        dtype=dtype,
+        dtype=trained_dtype(graph),
         bucket_bytes=bucket,
         sequence=network.sequence_length or 0,
         base=base,

@@ -12,6 +12,7 @@ from planner.lowering.step import lowered_step
 from planner.request import PRECISIONS
 from planner.strategy.plan import Plan
 from simulator import fast_engine
+from simulator.errors import InputError
 from simulator.hardware import Hardware
 from simulator.timeline import Timeline
 
@@ -40,6 +41,18 @@ class Prediction:
     analytic: Mapping[str, float] = field(default_factory=dict)
 
 
+def check_products(hardware: Hardware, dtype: str) -> None:
+    """Raise InputError where matrix products are to be in 8 bits and the device has none.
+
+    Tensors are wider than that: timing products as wider ones would plan casts for nothing.
+    """
+    if dtype.startswith("float8") and not hardware.peak_dtype(dtype).startswith("float8"):
+        raise InputError(
+            f"precision fp8: {hardware.device_name} (profile {hardware.name}) has no float8 peak, and fp8 needs matrix "
+            "products in 8 bits; use --precision bf16, or a device that has them, such as --hw dgx-h100"
+        )
+
+
 def precision_notes(hardware: Hardware, dtype: str) -> tuple[str, ...]:
     """Say that matrix products in `dtype` are timed as wider ones; empty where they are not."""
     used = hardware.peak_dtype(dtype)
@@ -66,7 +79,7 @@ def prediction_of(plan: Plan, graph: OperatorGraph, hardware: Hardware, timeline
             for node, times in zip(graph.nodes, graph.multiplicity, strict=True)
             if node.role is Role.OPERATOR
         ),
-        dtype=trained_dtype(graph),
+        dtype=computed_dtype(graph),
         memory={str(kind): float(size) for kind, size in timeline.memory_at_peak.items()},
         breakdown=timeline.breakdown,
     )
@@ -75,6 +88,11 @@ def prediction_of(plan: Plan, graph: OperatorGraph, hardware: Hardware, timeline
 def trained_dtype(graph: OperatorGraph) -> str:
     """Type of the parameters' numbers."""
     return next((n.outputs[0].dtype for n in graph.nodes if n.role is Role.PARAMETER), "float32")
+
+
+def computed_dtype(graph: OperatorGraph) -> str:
+    """Type that matrix products compute in: the narrowest of any."""
+    return next((n.product_dtype for n in graph.nodes if n.product_dtype), trained_dtype(graph))
 
 
 def figures(

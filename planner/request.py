@@ -12,7 +12,13 @@ from simulator.errors import InputError, UnsupportedError
 if TYPE_CHECKING:
     from planner.search.problem.hints import Hint
 
-PRECISIONS: Mapping[str, str] = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+PRECISIONS: Mapping[str, str] = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp8": "float8_e4m3fn",
+}
 SEARCH_MODES = ("dynamic_programming", "recursive_programming", "sharding_propagation")
 PARALLEL_MODES = ("stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel", "auto_parallel")
 DEGREES = ("dp", "tp", "pp", "vpp", "cp", "ep", "micro_batch", "micro_batches", "shard_size")

@@ -131,6 +131,32 @@ def traffic_sizes(graph: OperatorGraph, node: Node) -> list[float]:
     return sizes
 
 
+def cast_bytes(graph: OperatorGraph, node: Node, shares: Sequence[Amount]) -> Amount:
+    """Bytes that a matrix product moves to cast its local factors to `Node.product_dtype`.
+
+    Parameters
+    ----------
+    shares : sequence
+        As in `traffic_bytes`.
+    """
+    total = shares[0] * 0.0
+    for position, size in cast_sizes(graph, node):
+        total = total + shares[position] * size
+    return total
+
+
+def cast_sizes(graph: OperatorGraph, node: Node) -> list[tuple[int, float]]:
+    """Both factors of a product by their place among its inputs, with the bytes that casting the whole of them moves.
+
+    Each is read as it is and written narrow. A tensor is a factor of two products, forward and backward or twice
+    backward, and cast for either: together as much as scaling by its largest value moves, which reads it once for that
+    and once more to write both layouts (NVIDIA Transformer Engine, current scaling).
+    """
+    places = range(len(node.tensor_inputs) - 2, len(node.tensor_inputs))
+    specs = [(place, graph.spec(node.tensor_inputs[place])) for place in places]
+    return [(p, float(s.size_bytes + s.elements * DTYPE_BYTES[node.product_dtype])) for p, s in specs]
+
+
 def product_shape(
     graph: OperatorGraph, node: Node, shares: Sequence[Amount], work: Amount
 ) -> tuple[Amount, Amount, Amount, Amount] | None:

@@ -113,7 +113,7 @@ def simulate(
     from planner.cli.reliability import JobOptions, Reliability, SlowOptions, reliability_document, reliability_report
     from planner.goodput import checkpoint_bytes
     from planner.lowering.checked import precision_dtype
-    from planner.prediction import precision_notes
+    from planner.prediction import check_products, precision_notes
     from planner.strategy.file import read_plan
     from planner.strategy.loading import lower_strategy
     from planner.work import optimizer
@@ -138,6 +138,7 @@ def simulate(
         check_out("--trace", trace, (strategy, hardware))
     plan = read_plan(strategy)
     profile = _profile(terminal, strategy, plan, hardware)
+    check_products(profile, precision_dtype(plan.precision))
     for note in precision_notes(profile, precision_dtype(plan.precision)):
         terminal.note(note)
     slow = SlowOptions(ranks=stragglers, slowdown=slowdown, links=links, seed=seed)

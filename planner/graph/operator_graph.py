@@ -85,6 +85,7 @@ class Node:
     neither on parameters nor on the batch: computed by its ``op``, or a buffer of the module, named by
     its path, with ``"constant"`` there. A *gradient sum* adds the gradients that several uses of one
     tensor send back. ``flops`` counts a multiply and an add as two; work element by element is left out.
+    ``product_dtype`` is what a matrix product casts its factors to, where that is narrower than they are.
     """
 
     name: str
@@ -99,6 +100,12 @@ class Node:
     module: str = ""
     source: str = ""
     flops: float = 0.0
+    product_dtype: str = ""
+
+    @property
+    def kernel_dtype(self) -> str:
+        """Type of the numbers that the kernel computes with."""
+        return self.product_dtype or self.outputs[0].dtype
 
     @property
     def tensor_inputs(self) -> tuple[TensorRef, ...]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 
-from planner.graph.operator_graph import Argument, Node, OperatorGraph, TensorSpec
+from planner.graph.operator_graph import Argument, Node, OperatorGraph, Role, TensorRef, TensorSpec
+from planner.work import is_product
 from simulator.errors import InputError
+from simulator.program import Kernel
 
-PRECISIONS = ("float64", "float32", "float16", "bfloat16")
+EIGHT_BITS = "float8_e4m3fn"
+PRECISIONS = ("float64", "float32", "float16", "bfloat16", EIGHT_BITS)
 CAPTURED_PRECISION = "float32"
+EIGHT_BIT_MULTIPLE = 16
+"""Rows and columns of a weight come in so many numbers where products of 8 bits take it (16 bytes: cuBLASLt)."""
 
 
 def at_batch(graph: OperatorGraph, batch: int) -> OperatorGraph:
@@ -41,7 +47,13 @@ def at_batch(graph: OperatorGraph, batch: int) -> OperatorGraph:
 
 
 def at_precision(graph: OperatorGraph, dtype: str) -> OperatorGraph:
-    """Return the graph (captured in float32) with every float32 tensor and dtype argument as `dtype`."""
+    """Return the graph (captured in float32) with every float32 tensor and dtype argument as `dtype`.
+
+    In 8 bits tensors are bfloat16 and the products of linear layers cast their factors, forward and backward, as in
+    Micikevicius et al., FP8 Formats for Deep Learning (arXiv:2209.05433); both formats are as fast.
+    """
+    if dtype == EIGHT_BITS:
+        return _with_narrow_products(at_precision(graph, "bfloat16"), dtype)
     if dtype not in PRECISIONS:
         raise InputError(f"precision {dtype!r} is unknown; use one of {', '.join(PRECISIONS)}")
     if dtype == CAPTURED_PRECISION:
@@ -58,6 +70,26 @@ def at_precision(graph: OperatorGraph, dtype: str) -> OperatorGraph:
         for node in graph.nodes
     )
     return replace(graph, nodes=nodes)
+
+
+def _with_narrow_products(graph: OperatorGraph, dtype: str) -> OperatorGraph:
+    linear = {index for index, node in enumerate(graph.nodes) if is_product(node) and _reads_weight(graph, node)}
+    narrow = {index for index, node in enumerate(graph.nodes) if is_product(node) and {index, node.forward} & linear}
+    nodes = tuple(replace(n, product_dtype=dtype) if i in narrow else n for i, n in enumerate(graph.nodes))
+    return replace(graph, nodes=nodes)
+
+
+def _reads_weight(graph: OperatorGraph, node: Node) -> bool:
+    """Whether a factor of a product is a parameter, or a view of one, that products of 8 bits take."""
+    weights = [ref for ref in node.tensor_inputs[-2:] if graph.nodes[_viewed(graph, ref).node].role is Role.PARAMETER]
+    return any(gcd(*graph.spec(ref).shape[-2:]) % EIGHT_BIT_MULTIPLE == 0 for ref in weights)
+
+
+def _viewed(graph: OperatorGraph, ref: TensorRef) -> TensorRef:
+    """The tensor that a view shows."""
+    while graph.nodes[ref.node].role is Role.OPERATOR and graph.nodes[ref.node].kernel is Kernel.VIEW:
+        ref = graph.nodes[ref.node].tensor_inputs[0]
+    return ref
 
 
 def _touches_batch(graph: OperatorGraph, node: Node) -> bool:

@@ -214,4 +214,5 @@ def _copy(node: Node, table: Sequence[int], old_head: int = 0, head: str = "") -
         module=head + node.module[old_head:],
         source=node.source,
         flops=node.flops,
+        product_dtype=node.product_dtype,
     )

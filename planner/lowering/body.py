@@ -17,6 +17,7 @@ from planner.lowering.writer import Draft, Writer
 from planner.sharding.inner_messages import inner_messages, message_bytes, message_count
 from planner.sharding.placement import PARTIAL, Placements
 from planner.sharding.rules import InnerMessage
+from planner.work import cast_bytes
 from simulator.program import (
     Buffer,
     BufferKind,
@@ -190,19 +191,39 @@ class Body(Writer):
         name = node.name if phase is node.phase else f"recompute {node.name}"
         beside = self._messages_beside(index, node, phase, names) if any(rule.messages for rule in rules) else ()
         part = beside[0] if beside else 1.0
+        cast = self._cast_factors(index, node, name, phase, names) if node.product_dtype else ()
         task = Task(
             name=name,
             phase=phase,
             kernel=node.kernel,
-            dtype=node.outputs[0].dtype,
+            dtype=node.kernel_dtype,
             flops=recipe.flops * part,
             bytes_moved=recipe.bytes_moved * part,
             matmul=recipe.matmul,
         )
         instruction = Compute(node=index, inputs=names, outputs=tuple(outputs), rules=rules)
-        self._add(task, instruction, (*names, *beside[1:]), tuple(writes), owners)
+        self._add(task, instruction, (*names, *beside[1:], *cast), tuple(writes), owners)
         if any(rule.reduced_elements or rule.messages for rule in rules):
             self._messages_behind(index, node, phase, tuple(name for name in outputs if name))
+
+    def _cast_factors(
+        self, index: int, node: Node, name: str, phase: Phase, inputs: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """Time the casts of a product's factors in one kernel; returns what the product waits for.
+
+        What is cast lives for one product: its bytes are left out.
+        """
+        task = Task(
+            name=f"cast the factors of {name}",
+            phase=phase,
+            kernel=Kernel.ELEMENTWISE,
+            dtype=node.outputs[0].dtype,
+            bytes_moved=cast_bytes(self.graph, node, self.source.shares(index)),
+        )
+        made = Buffer(name=f"{node.product_dtype} factors of {name}", size_bytes=0, kind=BufferKind.COMMUNICATION)
+        nothing = Compute(node=index, inputs=inputs[-2:], outputs=(), rules=())
+        self._add(task, nothing, inputs[-2:], (made,))
+        return (made.name,)
 
     def _kind(self, ref: TensorRef) -> BufferKind:
         if ref in self.gradients:

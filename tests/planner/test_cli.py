@@ -155,7 +155,7 @@ def test_infeasible_is_a_result_with_exit_code_3(monkeypatch: pytest.MonkeyPatch
         ([*PLAN, "--pin", "recompute=half"], ["'half' is no value of recompute"]),
         ([*PLAN, "--search-mode", "guess"], ["'guess'", "dynamic_programming"]),
         ([*PLAN, "--parallel-mode", "hybrid_parallel"], ["hybrid_parallel", "not supported yet"]),
-        ([*PLAN, "--precision", "fp8"], ["fp8", "not supported yet"]),
+        ([*PLAN, "--precision", "fp8"], ["fp8", "float8", "--precision bf16"]),
         ([*PLAN, "--optimizer", "adamx"], ["'adamx'", "adamw"]),
         ([*PLAN, "--global-batch", "7", "--pin", "dp=8"], ["7"]),
         ([*PLAN, "--config", "none.yaml"], ["none.yaml", "does not exist"]),

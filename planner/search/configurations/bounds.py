@@ -39,8 +39,9 @@ def work_bound(graph: OperatorGraph, hardware: Hardware, dtype: str, devices: in
     seconds = 0.0
     for node, times in zip(graph.nodes, graph.multiplicity, strict=True):
         if node.kernel is not Kernel.VIEW and node.kernel is not Kernel.OPTIMIZER:
-            factor = kernel_factor(hardware, node.kernel, dtype, devices)
-            seconds += times * factor * _least(graph, node, hardware, dtype)
+            used = node.product_dtype or dtype
+            factor = kernel_factor(hardware, node.kernel, used, devices)
+            seconds += times * factor * _least(graph, node, hardware, used)
     return seconds
 
 

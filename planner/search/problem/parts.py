@@ -21,7 +21,7 @@ from planner.search.problem.variables import Choice, Decisions, Edge, Kind, Vari
 from planner.sharding.inner_messages import inner_messages, message_bytes, waiting_time
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.redistribution import placement_index
-from planner.work import Optimizer, product_shape, traffic_bytes, update_traffic
+from planner.work import Optimizer, cast_bytes, product_shape, traffic_bytes, update_traffic
 from simulator.corrections import kernel_factor
 from simulator.kernels import kernel_time, matmul_time
 from simulator.program import Kernel, Phase
@@ -270,7 +270,7 @@ class Parts:
         ports = [[c.rules[position].inputs[i] for c in choices] for i in range(len(node.tensor_inputs))]
         ports += [[c.rules[position].outputs[i] for c in choices] for i in range(len(node.outputs))]
         shares = [self.shares(states, codes) for codes in ports]
-        dtype = node.outputs[0].dtype
+        dtype = node.kernel_dtype
         product = product_shape(self.graph, node, shares, work) if hardware.matmul_models else None
         if product is None:
             moved = traffic_bytes(self.graph, node, shares)
@@ -279,6 +279,11 @@ class Parts:
             batch, m, n, k = product
             time = matmul_time(hardware, dtype, m, n, k, batch)
         time = time * self._factor(node.kernel, dtype)
+        if node.product_dtype:
+            narrow = cast_bytes(self.graph, node, shares)
+            wide = node.outputs[0].dtype
+            cast_s = kernel_time(hardware, Kernel.ELEMENTWISE, wide, np.zeros_like(narrow), narrow)
+            time = time + cast_s * self._factor(Kernel.ELEMENTWISE, wide)
         inside = self._inside(states, position, node, shares, time)
         return Seconds(time + inside, inside)
 

@@ -134,7 +134,8 @@ def _alike(graph: OperatorGraph, variables: Sequence[Variable]) -> tuple[int, ..
         for index in variable.nodes:
             node = graph.nodes[index]
             read = tuple(specs[ref.node][ref.output] for ref in node.tensor_inputs)
-            operators.append((node.op, node.role, node.phase, node.kernel, node.flops, read, specs[index]))
+            kind = (node.op, node.role, node.phase, node.kernel, node.product_dtype)
+            operators.append((*kind, node.flops, read, specs[index]))
         tensors = tuple(specs[ref.node][ref.output] for ref in (*first.reads, *first.writes))
         choices = tuple(number(unnamed(choice, first)) for choice in variable.choices)
         key = (variable.kind, tuple(operators), tensors, len(first.reads), choices)

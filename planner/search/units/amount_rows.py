@@ -72,10 +72,15 @@ class Kernels:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[Kernel, str, bool, int], _Group] = {}
+        self._before: list[tuple[IntArray, IntArray]] = []
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
+
+    def precede(self, rows: IntArray, before: IntArray) -> None:
+        """Let the kernels `rows` take the time of those in `before` as well, both of shape (n,)."""
+        self._before.append((rows, before))
 
     def add(
         self,
@@ -141,6 +146,8 @@ class Kernels:
                 time = kernel_time(hardware, kernel, dtype, flops, moved)
             factors = [kernel_factor(hardware, kernel, dtype, cost.mesh.size) for cost in costs]
             found[:, group.rows[0]] = time * np.array(factors)[:, None]
+        for rows, before in self._before:
+            found[:, rows] += found[:, before]
         return found
 
 

@@ -22,7 +22,7 @@ from planner.search.units.amount_rows import Kernels, Messages, Scaled
 from planner.sharding.inner_messages import inner_messages
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.redistribution import StepTable, placement_index, step_table
-from planner.work import is_product, traffic_sizes
+from planner.work import cast_sizes, is_product, traffic_sizes
 from simulator.program import Kernel
 
 FloatArray = NDArray[np.float64]
@@ -155,7 +155,15 @@ class AmountLedger:
         dtype = node.outputs[0].dtype
         moved = [] if node.kernel is Kernel.VIEW else list(zip(traffic_sizes(self.graph, node), grows, strict=True))
         product = _product(self.graph, states.variable.nodes[position]) if is_product(node) else None
-        rows = self.kernels.add((node.kernel, dtype), flops, work, moved, ports, product)
+        rows = self.kernels.add((node.kernel, node.kernel_dtype), flops, work, moved, ports, product)
+        if node.product_dtype:
+            casts = cast_sizes(self.graph, node)
+            narrow = [(size, grows[place]) for place, size in casts]
+            nothing = np.zeros_like(work)
+            made = self.kernels.add(
+                (Kernel.ELEMENTWISE, dtype), (0.0, 0), nothing, narrow, [ports[place] for place, _ in casts], None
+            )
+            self.kernels.precede(rows, made)
         for number, rule in enumerate(rules):
             for message in inner_messages(rule):
                 fixed = float(message.elements * DTYPE_BYTES[dtype])
