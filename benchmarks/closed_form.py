@@ -182,7 +182,7 @@ def rows(case: Case, samples: int, seed: int) -> Iterator[dict[str, object]]:
         except MeshwrightError as error:
             print(f"{case}: {c}: {error}")
             continue
-        analytic = analytic_breakdown(placed, found)
+        analytic = analytic_breakdown(placed, search.model())
         difference = placed.objective_s / found.step_time_s - 1
         contended = abs(difference) > 0.05 and contention_s(search, plan) > 0.01 * found.step_time_s
         parts = {name: analytic[name] - seconds for name, seconds in found.breakdown.items()}

@@ -255,7 +255,7 @@ class Configured:
                 )
                 explored.unfit.append(fullest)
             else:
-                prediction = replace(prediction, analytic=analytic_breakdown(placed, prediction))
+                prediction = replace(prediction, analytic=analytic_breakdown(placed, self.model()))
                 return Scored(placed=placed, plan=plan, prediction=prediction)
             allowed -= over + 0.01 * limit
             again = partition(simplified(replace(placed.task, limit_bytes=allowed)))

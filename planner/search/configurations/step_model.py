@@ -36,7 +36,7 @@ again waits as long as activations do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING
@@ -47,6 +47,14 @@ from planner.graph.operator_graph import DTYPE_BYTES
 from planner.search.configurations.configuration import AXES, Configuration
 from planner.search.configurations.messages import batch_sums_s, message_s, sends_s
 from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape, schedule_shape, uneven_s
+from planner.search.configurations.stored_ways import (
+    StoredWays,
+    Whole,
+    holding,
+    merged,
+    together,
+    trained_parameters,
+)
 from planner.search.stages.fragments import FloatArray, Fragments, IntArray
 from planner.search.stages.segments import PartitionTask
 from planner.work import Optimizer, state_bytes, update_traffic
@@ -57,65 +65,9 @@ from simulator.program import Collective, Kernel
 from simulator.topology import neighbour_distances
 
 if TYPE_CHECKING:
-    from planner.search.units.labels import StageTables, TiedParameter, UnitLabels
+    from planner.search.units.labels import StageTables, UnitLabels
 
-__all__ = ["AXES", "Configuration", "StepModel", "host_bandwidth"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StoredWays:
-    """Ways to run units whose states are stored in one way, whatever the order of passes: (ways,) each.
-
-    Seconds of both passes of a micro-batch, of what a rank waits besides in every micro-batch and computes again before
-    a gradient arrives, and of what is done once a step; what the synchronisation of gradients has left to do after the
-    last backward pass and by how much it falls behind; and bytes.
-    """
-
-    forward_s: FloatArray
-    backward_s: FloatArray
-    stall_s: FloatArray
-    ahead_s: FloatArray
-    once_s: FloatArray
-    queue_s: FloatArray
-    backlog_s: FloatArray
-    activation_bytes: FloatArray
-    resident_bytes: FloatArray
-    transient_bytes: FloatArray
-
-    def values(self, shape: ScheduleShape, micro_batches: int) -> FloatArray:
-        """(ways, 7) columns of `planner.search.stages.fragments.Fragments` under a schedule."""
-        fill = shape.fill_s(self.forward_s, self.backward_s, self.ahead_s)
-        steady = micro_batches * (self.forward_s + self.backward_s + self.stall_s) - fill + self.once_s
-        held = (self.activation_bytes, self.resident_bytes, self.transient_bytes)
-        return np.stack([fill, steady, self.queue_s, self.backlog_s, *held], axis=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
-    """What a unit needs to know of the network around it.
-
-    Attributes
-    ----------
-    units : pieces that move between stages
-    elements : trained elements that the ranks of all stages hold together, each unit run in its fastest way
-    """
-
-    units: int
-    elements: float
-
-    @classmethod
-    def of(cls, tables: StageTables) -> Whole:
-        """Read it off the labels of a network."""
-        counts = [unit.count for unit in tables.chain.units]
-        held = 0.0
-        for unit, count in zip(tables.units, counts, strict=True):
-            fastest = int(np.argmin(unit.forward_s + unit.backward_s))
-            held += count * float(unit.parameter_elements[fastest] + unit.expert_elements[fastest])
-        return cls(units=sum(counts), elements=held)
-
-    def inner_ends(self, configuration: Configuration) -> float:
-        """Ends of chunks inside the network that fall to each unit but one, shared out evenly."""
-        return (configuration.pipeline * configuration.virtual - 1) / max(1, self.units - 1)
+__all__ = ["AXES", "Configuration", "StepModel", "StoredWays", "Whole", "host_bandwidth", "trained_parameters"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -134,9 +86,9 @@ class StepModel:
     def task(self, tables: StageTables, configuration: Configuration) -> PartitionTask:
         """The partition task of a configuration."""
         shape = self.shape(configuration)
-        units = self._with_batch_sums(tables, self._with_tied(tables, configuration, shape), configuration)
-        kinds = self._fragments(units, configuration, shape, Whole.of(tables), _trained(tables))
-        kinds, counts = _merged(kinds, [unit.count for unit in tables.chain.units])
+        units = self.labels(tables, configuration)
+        kinds = self._fragments(units, configuration, shape, Whole.of(tables), trained_parameters(tables))
+        kinds, counts = merged(kinds, [unit.count for unit in tables.chain.units])
         return PartitionTask(
             kinds=tuple(kinds),
             counts=tuple(counts),
@@ -152,6 +104,22 @@ class StepModel:
             uneven_s=partial(_uneven_s, configuration) if configuration.virtual > 1 else None,
         )
 
+    def labels(self, tables: StageTables, configuration: Configuration) -> tuple[UnitLabels, ...]:
+        """Labels of the units with what depends on the whole pipeline and the data axis."""
+        return self._with_batch_sums(tables, self._with_tied(tables, configuration), configuration)
+
+    def kernels_s(
+        self, labels: UnitLabels, configuration: Configuration, trained: int | IntArray = 1
+    ) -> tuple[FloatArray, FloatArray]:
+        """Seconds (ways,) of the kernels of a micro-batch in their stream, and of the update."""
+        c = configuration
+        elements = labels.parameter_elements + labels.expert_elements
+        passes = labels.forward_s + labels.backward_s
+        kernels = passes - labels.forward_communication_s - labels.backward_communication_s
+        if not self._scatters_each(c):
+            kernels = kernels + self._accumulation_s(labels, elements, c, trained)
+        return kernels, self._update_s(elements, c, trained)
+
     def shape(self, configuration: Configuration) -> ScheduleShape:
         """The schedule in numbers."""
         c = configuration
@@ -162,7 +130,7 @@ class StepModel:
     ) -> list[Fragments]:
         """Ways of every kind of unit, all of them at once."""
         sizes = [len(labels) for labels in units]
-        values = self.stored(_together(units), c, whole, np.repeat(trained, sizes)).values(shape, c.micro_batches)
+        values = self.stored(together(units), c, whole, np.repeat(trained, sizes)).values(shape, c.micro_batches)
         parts = np.split(values, np.cumsum(sizes)[:-1])
         states = [[np.asarray(side, dtype=np.int64) for side in (unit.entry, unit.exit)] for unit in units]
         return [
@@ -371,11 +339,8 @@ class StepModel:
         trained: int | IntArray,
     ) -> FloatArray:
         """Seconds of the update, of the way to the host and back, and what gathering parameters exposes."""
-        shards = self.shards(c)
-        held = elements / shards
-        update, hardware = self.optimizer, self.hardware
-        traffic = held * update_traffic(update, self.dtype)
-        seconds = self._kernels_s(Kernel.OPTIMIZER, held * update.flops, traffic, c, trained)
+        shards, hardware = self.shards(c), self.hardware
+        seconds = self._update_s(elements, c, trained)
         if c.optimizer_sharding != "zero3":
             gather = labels.gather_s
             if c.optimizer_sharding != "none":
@@ -383,8 +348,14 @@ class StepModel:
             hidden = forward_s if hardware.overlaps_communication else 0.0
             seconds = seconds + np.maximum(gather - hidden, 0.0)
         if c.offload:
-            seconds = seconds + 2.0 * held * DTYPE_BYTES[self.dtype] / host_bandwidth(hardware)
+            seconds = seconds + 2.0 * elements / shards * DTYPE_BYTES[self.dtype] / host_bandwidth(hardware)
         return np.where(elements > 0, seconds, labels.step_s)
+
+    def _update_s(self, elements: FloatArray, c: Configuration, trained: int | IntArray) -> FloatArray:
+        """Seconds of the update of the states that a rank holds."""
+        held = elements / self.shards(c)
+        traffic = held * update_traffic(self.optimizer, self.dtype)
+        return self._kernels_s(Kernel.OPTIMIZER, held * self.optimizer.flops, traffic, c, trained)
 
     def _first_gather_s(self, c: Configuration, bucket: float) -> float:
         """Seconds of the first message of gathered parameters: no pass is there to hide it."""
@@ -445,16 +416,20 @@ class StepModel:
                 unit = found[number]
                 again = np.where(np.asarray(unit.recompute) > 0, forward, 0.0)
                 found[number] = replace(
-                    unit, forward_s=unit.forward_s + forward, backward_s=unit.backward_s + backward + again
+                    unit,
+                    forward_s=unit.forward_s + forward,
+                    backward_s=unit.backward_s + backward + again,
+                    forward_communication_s=unit.forward_communication_s + forward,
+                    backward_communication_s=unit.backward_communication_s + backward + again,
                 )
         return tuple(found)
 
-    def _with_tied(self, tables: StageTables, c: Configuration, shape: ScheduleShape) -> tuple[UnitLabels, ...]:
+    def _with_tied(self, tables: StageTables, c: Configuration) -> tuple[UnitLabels, ...]:
         """Labels with tied parameters stored on every rank that reads them: they count in the first unit that does.
 
         On one stage the terms of their gradients wait for the last one.
         """
-        units, size = list(tables.units), DTYPE_BYTES[self.dtype]
+        units, size, shape = list(tables.units), DTYPE_BYTES[self.dtype], self.shape(c)
         for tied in tables.tied:
             first, *others = tied.units
             if c.pipeline == 1:
@@ -464,18 +439,8 @@ class StepModel:
                     units[number] = replace(units[number], transient_bytes=transient)
             elif shape.rank_of[0] != shape.rank_of[-1]:
                 for number in others:
-                    units[number] = _holding(units[number], tied)
+                    units[number] = holding(units[number], tied)
         return tuple(units)
-
-
-def _holding(labels: UnitLabels, tied: TiedParameter) -> UnitLabels:
-    apart = tied.whole_elements - tied.elements
-    return replace(
-        labels,
-        parameter_elements=labels.parameter_elements + tied.elements,
-        gathered_elements=labels.gathered_elements + (tied.whole_elements if apart > 0 else 0.0),
-        unsummed_elements=labels.unsummed_elements + apart,
-    )
 
 
 def _uneven_s(configuration: Configuration, passes_s: FloatArray) -> float:
@@ -488,34 +453,3 @@ def host_bandwidth(hardware: Hardware) -> float:
     node = hardware.node
     direct = node.host_bandwidth_bytes_per_s if node is not None else 0.0
     return direct or hardware.reliability.snapshot_bandwidth_bytes_per_s
-
-
-def _trained(tables: StageTables) -> list[int]:
-    """Trained parameters of every unit, at least 1."""
-    trained = {parameter.node for parameter in tables.parts.graph.parameters if parameter.gradient is not None}
-    return [max(1, len(trained.intersection(unit.nodes))) for unit in tables.chain.units]
-
-
-def _together(units: Sequence[UnitLabels]) -> UnitLabels:
-    """Labels of several units as those of one."""
-    arrays = [field.name for field in fields(units[0]) if field.name != "assignments"]
-    joined = {name: np.concatenate([getattr(unit, name) for unit in units]) for name in arrays}
-    return replace(units[0], **joined, assignments=())
-
-
-def _merged(kinds: list[Fragments], counts: list[int]) -> tuple[list[Fragments], list[int]]:
-    """Join neighbouring kinds of unit that are alike, so that a run's first block is one of the run."""
-    merged: list[Fragments] = []
-    together: list[int] = []
-    for kind, count in zip(kinds, counts, strict=True):
-        if merged and (merged[-1] is kind or _alike(merged[-1], kind)):
-            together[-1] += count
-        else:
-            merged.append(kind)
-            together.append(count)
-    return merged, together
-
-
-def _alike(one: Fragments, other: Fragments) -> bool:
-    names = ("values", "entry", "exit", "labels")
-    return len(one) == len(other) and all(np.array_equal(getattr(one, n), getattr(other, n)) for n in names)

@@ -1,0 +1,114 @@
+"""Ways to run units as rows of numbers, alike ones joined, and what units need to know of the network around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from planner.search.configurations.configuration import Configuration
+from planner.search.configurations.schedule_shapes import ScheduleShape
+from planner.search.stages.fragments import FloatArray, Fragments
+
+if TYPE_CHECKING:
+    from planner.search.units.labels import StageTables, TiedParameter, UnitLabels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoredWays:
+    """Ways to run units whose states are stored in one way, whatever the order of passes: (ways,) each.
+
+    Seconds of both passes of a micro-batch, of what a rank waits besides in every micro-batch and computes again before
+    a gradient arrives, and of what is done once a step; what the synchronisation of gradients has left to do after the
+    last backward pass and by how much it falls behind; and bytes.
+    """
+
+    forward_s: FloatArray
+    backward_s: FloatArray
+    stall_s: FloatArray
+    ahead_s: FloatArray
+    once_s: FloatArray
+    queue_s: FloatArray
+    backlog_s: FloatArray
+    activation_bytes: FloatArray
+    resident_bytes: FloatArray
+    transient_bytes: FloatArray
+
+    def values(self, shape: ScheduleShape, micro_batches: int) -> FloatArray:
+        """(ways, 7) columns of `planner.search.stages.fragments.Fragments` under a schedule."""
+        fill = shape.fill_s(self.forward_s, self.backward_s, self.ahead_s)
+        steady = micro_batches * (self.forward_s + self.backward_s + self.stall_s) - fill + self.once_s
+        held = (self.activation_bytes, self.resident_bytes, self.transient_bytes)
+        return np.stack([fill, steady, self.queue_s, self.backlog_s, *held], axis=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """What a unit needs to know of the network around it.
+
+    Attributes
+    ----------
+    units : pieces that move between stages
+    elements : trained elements that the ranks of all stages hold together, each unit run in its fastest way
+    """
+
+    units: int
+    elements: float
+
+    @classmethod
+    def of(cls, tables: StageTables) -> Whole:
+        """Read it off the labels of a network."""
+        counts = [unit.count for unit in tables.chain.units]
+        held = 0.0
+        for unit, count in zip(tables.units, counts, strict=True):
+            fastest = int(np.argmin(unit.forward_s + unit.backward_s))
+            held += count * float(unit.parameter_elements[fastest] + unit.expert_elements[fastest])
+        return cls(units=sum(counts), elements=held)
+
+    def inner_ends(self, configuration: Configuration) -> float:
+        """Ends of chunks inside the network that fall to each unit but one, shared out evenly."""
+        return (configuration.pipeline * configuration.virtual - 1) / max(1, self.units - 1)
+
+
+def holding(labels: UnitLabels, tied: TiedParameter) -> UnitLabels:
+    """Labels of a unit whose rank stores a tied parameter as well."""
+    apart = tied.whole_elements - tied.elements
+    return replace(
+        labels,
+        parameter_elements=labels.parameter_elements + tied.elements,
+        gathered_elements=labels.gathered_elements + (tied.whole_elements if apart > 0 else 0.0),
+        unsummed_elements=labels.unsummed_elements + apart,
+    )
+
+
+def trained_parameters(tables: StageTables) -> list[int]:
+    """Trained parameters of every unit, at least 1."""
+    trained = {parameter.node for parameter in tables.parts.graph.parameters if parameter.gradient is not None}
+    return [max(1, len(trained.intersection(unit.nodes))) for unit in tables.chain.units]
+
+
+def together(units: Sequence[UnitLabels]) -> UnitLabels:
+    """Labels of several units as those of one."""
+    arrays = [field.name for field in fields(units[0]) if field.name != "assignments"]
+    joined = {name: np.concatenate([getattr(unit, name) for unit in units]) for name in arrays}
+    return replace(units[0], **joined, assignments=())
+
+
+def merged(kinds: list[Fragments], counts: list[int]) -> tuple[list[Fragments], list[int]]:
+    """Join neighbouring kinds of unit that are alike, so that a run's first block is one of the run."""
+    merged: list[Fragments] = []
+    together: list[int] = []
+    for kind, count in zip(kinds, counts, strict=True):
+        if merged and (merged[-1] is kind or _alike(merged[-1], kind)):
+            together[-1] += count
+        else:
+            merged.append(kind)
+            together.append(count)
+    return merged, together
+
+
+def _alike(one: Fragments, other: Fragments) -> bool:
+    names = ("values", "entry", "exit", "labels")
+    return len(one) == len(other) and all(np.array_equal(getattr(one, n), getattr(other, n)) for n in names)
