@@ -149,6 +149,21 @@ def _shares(prediction: Prediction, parts: Sequence[str]) -> list[str]:
     return [percent_text(prediction.breakdown.get(part, 0.0) / whole) for part in parts]
 
 
+def difference_text(prediction: Prediction) -> str:
+    """Where the closed form lies apart from the simulation, empty where both agree."""
+    from planner.analytic import differing_term
+
+    part = differing_term(prediction.analytic, prediction)
+    if not part:
+        return ""
+    objective_s, name = sum(prediction.analytic.values()), BREAKDOWN_NAMES.get(part, part)
+    here, there = prediction.analytic.get(part, 0.0), prediction.breakdown.get(part, 0.0)
+    return (
+        f"; the closed form says {seconds_text(objective_s)}: of that {name} {seconds_text(here)} "
+        f"instead of {seconds_text(there)}"
+    )
+
+
 _SHOWN = 1e-3
 """Relative difference from which on a plan's own objective is shown beside the least."""
 
@@ -186,7 +201,7 @@ def _facts(result: PlanResult, hardware: Hardware, strategy_file: str) -> Iterab
     yield "topology", levels
     yield "memory", memory_kinds_text(best.prediction.memory_at_peak)
     yield "certificate", _certificate_text(certificate, best.prediction)
-    yield "prediction", f"{best.prediction.label} ({hardware.uncertainty.source})"
+    yield "prediction", f"{best.prediction.label} ({hardware.uncertainty.source}){difference_text(best.prediction)}"
     yield (
         "search",
         (

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.analytic import differing_term
+from planner.cli.tables import difference_text
 from planner.configured import Configured
+from planner.documents import prediction_document
 from planner.graph.scaling import at_precision
 from planner.networks import load_network
 from planner.request import Pins
@@ -154,6 +156,51 @@ def test_the_part_of_a_step_that_differs_is_named() -> None:
     analytic = {"compute_s": 0.5, "exposed_communication_s": 0.1, "bubble_s": 0.2}
     assert differing_term(analytic, simulated) == "exposed_communication_s"
     assert differing_term({**analytic, "exposed_communication_s": 0.27}, simulated) == ""
+    # Computation lies further apart, but the step is too short.
+    shorter = {"compute_s": 0.85, "exposed_communication_s": 0.15, "bubble_s": -0.1}
+    assert differing_term(shorter, simulated) == "exposed_communication_s"
+    assert differing_term({}, simulated) == ""
+
+
+PARTS = [
+    Pins(pp=1, optimizer_sharding="none", micro_batch=2),
+    Pins(pp=2, tp=2, schedule="1f1b", recompute="full", optimizer_sharding="none", micro_batch=2),
+    Pins(pp=2, schedule="zb_h1", optimizer_sharding="zero1", micro_batch=2),
+    Pins(pp=1, tp=2, optimizer_sharding="zero3", micro_batch=2),
+]
+
+
+@pytest.mark.parametrize("pins", PARTS, ids=lambda pins: "-".join(pins.named().values()))
+def test_every_part_of_a_step_agrees_with_the_simulated_one(pins: Pins) -> None:
+    search = shallow()
+    scored = search.scored(search.explore(pins, solves=2), 1)[0]
+    analytic, prediction = scored.prediction.analytic, scored.prediction
+    assert sum(analytic.values()) == pytest.approx(scored.placed.objective_s, rel=1e-9)
+    assert analytic["optimizer_s"] == pytest.approx(prediction.breakdown["optimizer_s"], rel=0.03)
+    for part, seconds in prediction.breakdown.items():
+        assert abs(analytic[part] - seconds) <= 0.04 * prediction.step_time_s, part
+
+
+def test_a_part_that_differs_is_in_the_document_and_in_the_report() -> None:
+    search = shallow()
+    scored = search.scored(search.explore(Pins(pp=1, tp=1), solves=1), 1)[0].prediction
+    agreeing = replace(scored, analytic=dict(scored.breakdown))
+    slower = {**scored.breakdown, "bubble_s": scored.breakdown["bubble_s"] + 0.1 * scored.step_time_s}
+    differing = replace(scored, analytic=slower)
+    assert prediction_document(agreeing)["differing_term"] is None
+    assert prediction_document(differing)["differing_term"] == "bubble_s"
+    assert difference_text(agreeing) == ""
+    assert "idle" in difference_text(differing)
+
+
+def test_experts_gradients_are_summed_over_the_data_axis_once_a_step() -> None:
+    search = configured(32, 128, "mixtral-8x7b", layers=4)
+    check(search, Pins(pp=2, tp=2, ep=4, schedule="1f1b", optimizer_sharding="none", micro_batch=1))
+
+
+def test_sums_over_the_context_axis_are_of_shards() -> None:
+    pins = Pins(pp=1, tp=1, cp=4, context_algorithm="all_to_all", optimizer_sharding="zero3", micro_batch=1)
+    check(configured(16, 32, "llama2-7b", layers=4), pins)
 
 
 def test_local_work_on_gradients_holds_no_pass_of_a_large_pipeline() -> None:
