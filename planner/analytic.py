@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from planner.prediction import Prediction
+from planner.prediction import Prediction, without_rounding
 from planner.search.configurations.branch_and_bound import Placed
 from planner.search.configurations.step_model import StepModel, StoredWays, Whole, trained_parameters
 
@@ -35,7 +35,8 @@ def analytic_breakdown(placed: Placed, model: StepModel) -> dict[str, float]:
         "exposed_communication_s": (own + left - compute - update) / c.pipeline,
         "optimizer_s": update / c.pipeline,
     }
-    return {**found, "bubble_s": placed.objective_s - sum(found.values())}
+    found["bubble_s"] = placed.objective_s - sum(found.values())
+    return without_rounding(found, placed.objective_s)
 
 
 def _own_s(ways: StoredWays, label: int, micro_batches: int) -> float:

@@ -21,7 +21,7 @@ from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.stages.partition import partition
 from planner.search.stages.segments import simplified
 from planner.search.units.labels import RECOMPUTE, StageDecisions, StageTables, rules_of, stage_tables
-from planner.sharding.context import ALGORITHMS, Algorithm, ContextAxis, attention_heads
+from planner.sharding.context import ALGORITHMS, Algorithm, ContextAxis
 from planner.sharding.placement import Mesh
 from planner.shared_tables import NetworkTables
 from planner.strategy.plan import Certificate, Chunk, Plan, RecomputeRange, Status
@@ -88,7 +88,6 @@ class Configured:
             units=sum(unit.count for unit in self.decisions.chain.units),
             sequence=self.sequence,
             experts=experts_of(self.graph),
-            heads=key_value_heads(self.graph),
             context=self._context(pins),
             gradient_bytes=float(trained_bytes(self.graph)),
             sample_s=work_bound(self.graph, self.hardware, self.dtype, devices),
@@ -283,12 +282,6 @@ def experts_of(graph: OperatorGraph) -> int:
         and len(graph.spec(node.tensor_inputs[-1]).shape) == 3
     ]
     return max(found, default=0)
-
-
-def key_value_heads(graph: OperatorGraph) -> tuple[int, ...]:
-    """Numbers of heads of keys and values of the attentions, ascending."""
-    counts = {heads // copies for heads, copies in attention_heads(graph)}
-    return tuple(sorted(counts))
 
 
 def trained_bytes(graph: OperatorGraph) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
-from planner.prediction import Prediction, computed_dtype, figures
+from planner.prediction import Prediction, computed_dtype, figures, without_rounding
 from planner.strategy.plan import Plan
 from simulator import fast_engine
 from simulator.hardware import Hardware
@@ -125,9 +125,10 @@ def breakdown(lowered: LoweredPipeline, result: OperatorResult) -> dict[str, flo
     optimizer = np.broadcast_to(np.asarray(costs.epilogue_s, dtype=np.float64), schedule.ranks)
     idle: FloatArray = result.step_time_s - compute - optimizer
     exposed = np.minimum(exposed, idle)
-    return {
+    parts = {
         "compute_s": float(compute.mean()),
         "exposed_communication_s": float(exposed.mean()),
         "bubble_s": float(result.step_time_s - compute.mean() - exposed.mean() - optimizer.mean()),
         "optimizer_s": float(optimizer.mean()),
     }
+    return without_rounding(parts, result.step_time_s)

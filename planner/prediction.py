@@ -16,6 +16,9 @@ from simulator.errors import InputError
 from simulator.hardware import Hardware
 from simulator.timeline import Timeline
 
+ROUNDING = 1e-12
+"""Part of a step by which equal sums may differ."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
@@ -93,6 +96,14 @@ def trained_dtype(graph: OperatorGraph) -> str:
 def computed_dtype(graph: OperatorGraph) -> str:
     """Type that matrix products compute in: the narrowest of any."""
     return next((n.product_dtype for n in graph.nodes if n.product_dtype), trained_dtype(graph))
+
+
+def without_rounding(parts: Mapping[str, float], step_time_s: float) -> dict[str, float]:
+    """Parts of a step, in seconds, that are nothing where sums in another order leave them below zero.
+
+    What lies further below is an error, which shows.
+    """
+    return {name: 0.0 if -ROUNDING * step_time_s < seconds < 0 else seconds for name, seconds in parts.items()}
 
 
 def figures(

@@ -48,6 +48,22 @@ def test_simulate_says_what_every_rank_does(strategy: Path, tmp_path: Path) -> N
         assert words in shown
 
 
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipe_v"])
+def test_what_plan_writes_simulate_reads(schedule: str, tmp_path: Path) -> None:
+    """Nothing in a breakdown is less than nothing because sums were taken in another order."""
+    out = str(tmp_path / "strategy.json")
+    pins = ("--pin", "pp=2", "--pin", "micro_batch=2", "--pin", f"schedule={schedule}")
+    request = ("zoo:gpt2-tiny", "--hw", "dgx-a100", "--devices", "2", "--global-batch", "16", *pins)
+    planned = run("plan", *request, "--out", out, "--top", "1", "--json")
+    assert planned.exit_code == 0, planned.stderr
+    simulated = run("simulate", out, "--json")
+    assert simulated.exit_code == 0, simulated.stderr
+    found = json.loads(simulated.stdout)
+    assert (found["plan"]["schedule"], found["plan"]["vpp"]) == (schedule, 2)
+    assert min(found["prediction"]["breakdown"].values()) >= 0
+    assert found["step_time_s"] == pytest.approx(json.loads(planned.stdout)["prediction"]["step_time_s"])
+
+
 def test_a_schedule_from_a_file_orders_the_passes(strategy: Path, tmp_path: Path) -> None:
     plan = read_plan(strategy)
     path = tmp_path / "gpipe.csv"

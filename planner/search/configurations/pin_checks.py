@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from planner.request import DEGREES, FLAGS, WORDS, Pins
-from planner.search.configurations.schedule_shapes import ONE_STAGE, SEARCHED
+from planner.search.configurations.schedule_shapes import ONE_STAGE, PINNED, SEARCHED
 from planner.search.configurations.space import (
     MOST_CHUNKS,
     Extent,
@@ -24,7 +24,7 @@ from planner.search.configurations.space import (
 from planner.sharding.context import ALGORITHMS
 from simulator.errors import InputError, UnsupportedError
 
-CHUNKS = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zbv": 2}
+CHUNKS = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zbv": 2, "dualpipe_v": 2}
 """Chunks a rank of the schedules that leave no choice."""
 
 
@@ -54,17 +54,6 @@ def _product(extent: Extent) -> None:
         raise InputError(
             f"pins {asked}: dp × tp × pp × cp = {product} must {'be' if whole else 'divide'} the device count, "
             f"{devices}; use {near} or --devices {product * max(1, round(devices / product))}"
-        )
-
-
-def _tensor(extent: Extent) -> None:
-    """Attention is dealt out by heads, and those of keys and values are the fewest."""
-    tensor, heads = extent.pins.tp or 1, min(extent.heads, default=0)
-    if heads and tensor > heads:
-        near = _nearest(tensor, [d for d in divisors(extent.devices) if heads % d == 0])
-        raise InputError(
-            f"pin tp={tensor}: attention is dealt out by its {heads} heads of keys and values, and some ranks would "
-            f"have none; use --pin tp={near}"
         )
 
 
@@ -195,8 +184,12 @@ def _sequence(extent: Extent) -> None:
 def _schedule(extent: Extent) -> None:
     pins = extent.pins
     name = pins.schedule
-    if name not in (None, ONE_STAGE, *SEARCHED):
-        raise UnsupportedError(f"pin schedule={name} is not searched yet; use one of {', '.join(SEARCHED)}")
+    if name not in (None, ONE_STAGE, *SEARCHED, *PINNED):
+        raise UnsupportedError(
+            f"pin schedule={name}: it keeps two copies of the network, and plans are searched with one; use "
+            f"schedule=dualpipe_v, which runs the same on half the ranks without the copy, or one of "
+            f"{', '.join(SEARCHED)}"
+        )
     if name == ONE_STAGE and (pins.pp or 1) > 1:
         raise InputError(f"pins schedule=none pp={pins.pp}: stages need a schedule; use --pin schedule=1f1b or pp=1")
     if name not in (None, ONE_STAGE) and pins.pp == 1:
@@ -231,6 +224,7 @@ def _why_no_schedule(extent: Extent) -> str:
         "interleaved_1f1b": ("a multiple of pp", lambda ranks: ranks),
         "zb_h1": ("at least 2 × pp", lambda ranks: 2 * ranks),
         "zbv": ("at least 2 × pp", lambda ranks: 2 * ranks),
+        "dualpipe_v": ("at least 2 × pp", lambda ranks: 2 * ranks),
     }
     if pins.schedule not in needs:
         return ""
@@ -279,6 +273,6 @@ def _nearest(value: int, allowed: Iterable[int]) -> int:
 
 
 CHECKS: tuple[Callable[[Extent], None], ...] = (
-    _product, _tensor, _experts, _context, _stages, _storage, _sequence, _schedule, _batch, _something_left,
+    _product, _experts, _context, _stages, _storage, _sequence, _schedule, _batch, _something_left,
 )  # fmt: skip
 """In the order in which they are said: the narrower first."""

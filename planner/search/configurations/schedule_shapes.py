@@ -12,10 +12,12 @@ from simulator.pipeline import PipelineCosts, simulate_pipeline
 from simulator.schedules import ActionKind, make_schedule
 
 ONE_STAGE = "none"
-SPLIT = frozenset({"zb_h1", "zbv"})
+SPLIT = frozenset({"zb_h1", "zbv", "dualpipe_v"})
 """Schedules that put off weight gradients."""
 SEARCHED = ("1f1b", "interleaved_1f1b", "zb_h1", "zbv", "gpipe")
 """Schedules that are searched where none is pinned, besides no pipeline."""
+PINNED = ("dualpipe_v",)
+"""Schedules that are planned where they are pinned: their fill is bounded by that of ZBV, which is never longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,7 +131,7 @@ def fits_schedule(name: str, ranks: int, chunks: int, micro_batches: int) -> boo
         return False
     if name == "interleaved_1f1b":
         return chunks > 1 and micro_batches % ranks == 0
-    if name == "zbv":
+    if name in ("zbv", "dualpipe_v"):
         return chunks == 2 and micro_batches >= 2 * ranks
     if name == "zb_h1":
         return chunks == 1 and micro_batches >= 2 * ranks

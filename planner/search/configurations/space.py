@@ -22,6 +22,7 @@ from planner.search.configurations.step_model import AXES, Configuration, host_b
 from planner.sharding.context import ALGORITHMS, ContextAxis
 from simulator.errors import InputError
 from simulator.hardware import Hardware
+from simulator.schedules.generators import TWO_CHUNKS
 from simulator.topology import group_shape
 
 LONG_SEQUENCE = 32_768
@@ -35,9 +36,9 @@ class Extent:
     """What bounds the space: cluster, batch, pins and what the network offers.
 
     ``units`` is the number of pieces the network may be cut into, ``sequence`` the tokens of a sample (0: none),
-    ``experts`` those of the largest layer, ``heads`` the numbers of key-value heads of its attentions; ``context``
-    says by algorithm which context axes are possible, None where that is not known. ``gradient_bytes`` are those of
-    all trained parameters and ``sample_s`` the device seconds of one sample, 0 where they are not known.
+    ``experts`` those of the largest layer; ``context`` says by algorithm which context axes are possible, None where
+    that is not known. ``gradient_bytes`` are those of all trained parameters and ``sample_s`` the device seconds of one
+    sample, 0 where they are not known.
     """
 
     hardware: Hardware
@@ -47,7 +48,6 @@ class Extent:
     units: int
     sequence: int = 0
     experts: int = 0
-    heads: tuple[int, ...] = ()
     context: Mapping[str, ContextAxis] | None = None
     gradient_bytes: float = 0.0
     sample_s: float = 0.0
@@ -178,7 +178,7 @@ def schedules(extent: Extent, pipeline: int, micro_batches: int) -> Iterator[tup
     pins = extent.pins
     names = [ONE_STAGE, *SEARCHED] if pins.schedule is None else [pins.schedule]
     for name in names:
-        chunks = [2] if name == "zbv" else [1]
+        chunks = [2] if name in TWO_CHUNKS else [1]
         if name == "interleaved_1f1b":
             chunks = [*range(2, MOST_CHUNKS + 1)] if pins.vpp is None else [pins.vpp]
         for virtual in chunks:
