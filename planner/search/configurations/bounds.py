@@ -11,6 +11,7 @@ from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape
 from planner.search.configurations.space import Extent
 from planner.search.configurations.step_model import AXES, Configuration, StepModel
 from planner.search.configurations.whole_units import chunk_times, least_ranks, least_turns, longer
+from planner.search.stages.chain_bound import cuts_bound, row_sums, unlike
 from planner.search.stages.fragments import BACKLOG, FILL, QUEUE, RESIDENT, STEADY, FloatArray
 from planner.search.stages.rank_memory import least_busiest
 from planner.search.stages.segments import PartitionTask
@@ -84,9 +85,16 @@ def passes_bound(
 
     What a rank's own passes add to the fill they take from its busy time, so that the least fill of all units counts.
     Turns may even out, so that the chunks of a rank count together.
-    ``sends_s`` are the least seconds of the messages over each cut, ascending; `ahead` is as in `even_bound`.
+    ``sends_s`` are the least seconds of the messages over the cut behind each unit; `ahead` is as in `even_bound`.
     """
     c, share = configuration, _filled(configuration, ahead)
+    if unlike(counts, c.pipeline * c.virtual):
+        passes, cuts = np.repeat(passes_s, counts), np.append(0.0, sends_s)
+        own = row_sums((c.micro_batches - share) * passes)
+        waits = np.maximum(0.0, shape.steady_sends * cuts[:, None] - shape.hidden_share * own)
+        fill = share * float(passes.sum())
+        return fill + cuts_bound(own + waits, shape.fill_sends * cuts, c.pipeline, c.pipeline * c.virtual)
+    sends_s = np.sort(sends_s)
     least = float(sends_s[0]) if len(sends_s) else 0.0
     times = chunk_times(
         ((c.micro_batches - share) * passes_s).tolist(),

@@ -31,6 +31,7 @@ from planner.search.configurations.bounds import (
 )
 from planner.search.configurations.space import Extent, bases, offloaded, orders, storages
 from planner.search.configurations.step_model import Configuration, StepModel
+from planner.search.stages.chain_bound import chain_bound, unlike
 from planner.search.stages.exact_turns import SHORT
 from planner.search.stages.fragments import WIDTH, FloatArray
 from planner.search.stages.partition import Partition, partition, proves_misfit
@@ -57,6 +58,8 @@ NEAR = 1.3
 """Alternatives are looked for up to so many times the best objective."""
 NAMED = 32
 """Configurations of which it is said by how much they do not fit where none does."""
+LOOSE = 4
+"""After so many partitions with several chunks a rank, it counts how far they lie from their bounds."""
 PROOF = 1e-9
 """Relative distance to the bound up to which a plan counts as proven to be the best."""
 WIDEST = WIDTH * 8
@@ -195,6 +198,7 @@ class _Search:
         self.best = np.inf
         self.until_found = False
         self.unproven: list[float] = []
+        self.apart: list[float] = []
         self.held: list[float] = []
         self.shapes: Counter[tuple[int, int, int]] = Counter()
         self.moved: set[Configuration] = set()
@@ -293,7 +297,23 @@ class _Search:
 
     def _push(self, bound: float, node: _Node, hoped_s: float = 0.0) -> None:
         self.serial += 1
-        heapq.heappush(self.heap, (max(bound, hoped_s) * _OPTIMISM[node.stage], self.serial, bound, node))
+        hoped_s = max(bound, hoped_s) * _OPTIMISM[node.stage]
+        if node.stage is _Stage.BOUNDED and node.configuration.virtual > 1:
+            hoped_s = max(hoped_s, bound * self._nearest())
+        heapq.heappush(self.heap, (hoped_s, self.serial, bound, node))
+
+    def _nearest(self) -> float:
+        """How far partitions with several chunks a rank have lain from their bounds at least, times the bound."""
+        return min(self.apart) if len(self.apart) >= LOOSE else 1.0
+
+    def _hopeless(self, bound: float, task: PartitionTask) -> bool:
+        """Whether a partition would neither raise the bound over the space nor, by experience, be the best.
+
+        Where turns may even out, bounds of several chunks a rank lie far below what is found.
+        """
+        if task.chunks == 1 or not self.unproven or bound < min(self.unproven):
+            return False
+        return bound * self._nearest() >= self.best
 
     def _open(self, bound: float, node: _Node) -> None:
         self.result.opened += 1
@@ -344,22 +364,31 @@ class _Search:
                 # Tables are filled when they are first asked.
                 self.least[key] = tables.least_passes_s
         with self._timed("bounds"):
-            counts = np.array([unit.count for unit in tables.chain.units])
-            least = max(bound, even_bound(placed, float(self.least[key] @ counts), computed_ahead(self.extent, placed)))
+            least = max(bound, self._even_bound(tables, placed, self.least[key]))
             for other in node.others:
                 slower = never_faster(self.extent.hardware, bare(placed), bare(other))
-                self._push(least if slower else bound, _Node(_Stage.ORDER, other), hoped_s=least)
+                passes = self.least[key] if slower else np.zeros_like(self.least[key])
+                self._push(
+                    max(bound, self._even_bound(tables, other, passes)), _Node(_Stage.ORDER, other), hoped_s=least
+                )
             self._push(least, _Node(_Stage.EVEN, placed))
+
+    def _even_bound(self, tables: StageTables, placed: Configuration, passes_s: FloatArray) -> float:
+        """Bound by the least passes of each unit, and the sums over the batch for which they wait."""
+        counts = np.array([unit.count for unit in tables.chain.units])
+        waited = self.model.batch_sums_s(tables, placed).sum(axis=1)
+        return even_bound(placed, float((passes_s + waited) @ counts), computed_ahead(self.extent, placed))
 
     def _passes_bound(self, placed: Configuration) -> float:
         tables, key = self._table(placed), placed.table_key
         way = (key, placed.pipeline, placed.stride("pipeline"))
         if way not in self.sends:
             sends = self.model.sends_s(tables, placed)
-            self.sends[way] = np.sort(sends.min(axis=1)) if len(sends) else np.zeros(0)
+            self.sends[way] = sends.min(axis=1) if len(sends) else np.zeros(0)
         counts = [unit.count for unit in tables.chain.units]
         shape, ahead = self.model.shape(placed), computed_ahead(self.extent, placed)
-        return passes_bound(placed, self.least[key], counts, shape, self.sends[way], ahead)
+        passes = self.least[key] + self.model.batch_sums_s(tables, placed).sum(axis=1)
+        return passes_bound(placed, passes, counts, shape, self.sends[way], ahead)
 
     def _tables(self, placed: Configuration) -> StageTables | None:
         try:
@@ -391,13 +420,18 @@ class _Search:
     def _time(self, bound: float, stored: Configuration) -> None:
         """Bound a storage by time alone."""
         task = self.model.task(self._table(stored), stored)
-        self._push(max(bound, task_bound(task)), _Node(_Stage.TIMED, stored, task))
+        timed = max(bound, task_bound(task))
+        if timed < self.best and unlike(task.counts, task.pieces):
+            timed = max(timed, chain_bound(task))
+        self._push(timed, _Node(_Stage.TIMED, stored, task))
 
     def _limit(self, bound: float, node: _Node) -> None:
         """Bound it with the memory limit."""
         assert node.task is not None  # timed nodes have one
         limited = max(bound, memory_bound(node.task))
-        if node.task.chunks == 1 < node.task.pieces and max(len(kind) for kind in node.task.kinds) > MANY:
+        task = node.task
+        known = task.chunks > 1 or task.pieces == 1 or unlike(task.counts, task.pieces)
+        if not known and max(len(kind) for kind in task.kinds) > MANY:
             # Where not all ways will be partitioned, units that cannot be divided bound all the same.
             ideal = partition(idealised(node.task))
             limited = max(limited, np.inf if ideal is None else ideal.lower_bound_s)
@@ -412,6 +446,9 @@ class _Search:
         """Partition a configuration, or partition it again with more ways where its proof was too weak."""
         tables, task = self._table(node.configuration), node.task
         assert task is not None  # bounded nodes have one
+        if node.placed is None and self._hopeless(bound, task):
+            self.unproven.append(bound)
+            return
         task = undominated(task)
         self.result.solved += 1
         few = task if node.width > WIDTH else simplified(task)
@@ -433,6 +470,8 @@ class _Search:
         placed = Placed(configuration=node.configuration, tables=tables, task=task, partition=found)
         if node.placed is None:
             self.shapes[shape_of(node.configuration)] += 1
+            if task.chunks > 1 and bound > 0:
+                self.apart.append(placed.objective_s / bound)
         elif node.placed.objective_s < placed.objective_s:
             better = replace(node.placed.partition, lower_bound_s=found.lower_bound_s)
             placed = replace(placed, partition=better)
