@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -60,7 +61,7 @@ class AutoParallelContext:
         for name in keys:
             if name in OLDER_NAMES:
                 message = f"{name} is the older name of {OLDER_NAMES[name]}; use {OLDER_NAMES[name]}"
-                warnings.warn(message, DeprecationWarning, stacklevel=_CALLER)
+                _warn(message, DeprecationWarning)
         for name in sorted(newly):
             self._warn_if_ignored(name)
 
@@ -100,10 +101,17 @@ class AutoParallelContext:
             return
         reads = ", ".join(KEYS[name].modes)
         message = f"parallel_mode={mode} does not read {name}={self._set[name]!r}; it counts in {reads}"
-        warnings.warn(message, IgnoredKeyWarning, stacklevel=_CALLER + 1)
+        _warn(message, IgnoredKeyWarning)
 
 
-_CALLER = 3
+def _warn(message: str, category: type[Warning]) -> None:
+    """Warn of the line outside this module that set the key."""
+    depth, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, "contextlib"):
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=depth)
+
+
 _DEFAULT = AutoParallelContext()
 _CURRENT: ContextVar[AutoParallelContext | None] = ContextVar("auto_parallel_context", default=None)
 

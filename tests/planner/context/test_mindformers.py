@@ -1,0 +1,287 @@
+"""Files in MindFormers' style: what they pin, what is checked with numbers, what is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from planner.cli.app import app
+from planner.cli.config import Configuration, PlanSettings, with_config
+from planner.context.mindformers import is_mindformers, translate
+from planner.context.notes import Sizes, check_sizes, sizes_of, used_devices
+from planner.networks import load_network
+from simulator.errors import InputError, UnsupportedError
+
+FILE: dict[str, Any] = {
+    "use_parallel": True,
+    "parallel": {"parallel_mode": 1, "gradients_mean": False, "search_mode": "sharding_propagation"},
+    "parallel_config": {
+        "data_parallel": 2,
+        "model_parallel": 2,
+        "pipeline_stage": 2,
+        "use_seq_parallel": True,
+        "micro_batch_num": 4,
+        "gradient_aggregation_group": 4,
+        "vocab_emb_dp": True,
+    },
+    "micro_batch_interleave_num": 1,
+    "recompute_config": {"recompute": True, "select_recompute": False, "mp_comm_recompute": True},
+    "swap_config": {"swap": False},
+}
+
+
+def changed(**parts: Any) -> dict[str, Any]:
+    """The file with keys of sections changed, or sections replaced by what is no mapping; None leaves one out."""
+    document = copy.deepcopy(FILE)
+    for name, value in parts.items():
+        if isinstance(value, dict):
+            document[name] = {**document.get(name, {}), **value}
+        elif value is None:
+            del document[name]
+        else:
+            document[name] = value
+    return document
+
+
+def configured(folder: Path, document: dict[str, Any], **given: Any) -> Configuration:
+    path = folder / "parallel.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return with_config(PlanSettings(**{"network": "zoo:gpt2", "hw": "dgx-a100", **given}), path)
+
+
+def pins(settings: PlanSettings) -> dict[str, str]:
+    return dict(pin.split("=") for pin in settings.pin)
+
+
+def test_degrees_are_pinned_and_their_product_is_the_devices(tmp_path: Path) -> None:
+    found = configured(tmp_path, FILE)
+    assert (found.settings.devices, found.settings.parallel_mode) == (8, "auto_parallel")
+    assert found.settings.search_mode is None  # semi-automatic mode searches no strategies
+    assert any("search_mode" in note for note in found.notes)
+    assert pins(found.settings) == {
+        "dp": "2",
+        "tp": "2",
+        "pp": "2",
+        "cp": "1",
+        "ep": "1",
+        "micro_batches": "4",
+        "sequence_parallel": "true",
+        "recompute": "full",
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected", "free"),
+    [
+        (1, "auto_parallel", False),
+        ("SEMI_AUTO_PARALLEL", "auto_parallel", False),
+        (2, "auto_parallel", True),
+        ("auto_parallel", "auto_parallel", True),
+        (0, "data_parallel", True),
+        ("data_parallel", "data_parallel", True),
+    ],
+)
+def test_modes(tmp_path: Path, mode: object, expected: str, free: bool) -> None:
+    document = {"parallel": {"parallel_mode": mode}, "parallel_config": {"data_parallel": 4}}
+    found = configured(tmp_path, document, devices=4)
+    assert found.settings.parallel_mode == expected
+    assert pins(found.settings) == (
+        {"dp": "4"} if free else {"dp": "4", **dict.fromkeys(("tp", "pp", "cp", "ep"), "1")}
+    )
+
+
+def test_the_search_mode_counts_in_the_automatic_mode(tmp_path: Path) -> None:
+    found = configured(tmp_path, changed(parallel={"parallel_mode": 2}))
+    assert found.settings.search_mode == "sharding_propagation"
+
+
+def test_no_parallelism(tmp_path: Path) -> None:
+    found = configured(tmp_path, changed(use_parallel=False))
+    assert (found.settings.devices, found.settings.parallel_mode) == (1, "stand_alone")
+    assert pins(found.settings) == {"recompute": "full"}
+    assert any("parallel_config" in note and "not read" in note for note in found.notes)
+
+
+def test_the_command_line_wins(tmp_path: Path) -> None:
+    found = configured(tmp_path, changed(parallel={"strategy_ckpt_save_file": "a.json"}), pin=("pp=4",), out="b.json")
+    assert found.settings.devices == 16
+    assert pins(found.settings)["pp"] == "4"
+    assert found.settings.out == "b.json"
+    assert configured(tmp_path, changed(parallel={"strategy_ckpt_save_file": "a.json"})).settings.out == "a.json"
+
+
+def test_options_stand_beside_the_sections(tmp_path: Path) -> None:
+    found = configured(
+        tmp_path, {**FILE, "global_batch": 64, "seq_len": 512, "optimizer": {"type": "AdamW"}, "seed": 1}
+    )
+    assert (found.settings.global_batch, found.settings.seq_len, found.settings.optimizer) == (64, 512, None)
+    assert any("optimizer, seed" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("section", "pinned"),
+    [
+        ({"recompute": True}, {"recompute": "full"}),
+        ({"select_recompute": True}, {"recompute": "selective"}),
+        ({"recompute": False, "select_recompute": True}, {"recompute": "selective"}),
+        ({"recompute": False}, {"recompute": "none"}),
+        ({"mp_comm_recompute": True}, {}),
+    ],
+)
+def test_recomputation(section: dict[str, Any], pinned: dict[str, str]) -> None:
+    assert translate({"recompute_config": section, "parallel": {"parallel_mode": 2}}).pins == pinned
+
+
+@pytest.mark.parametrize(("name", "expected"), [("colossalai_cp", "ring"), ("ulysses_cp", "all_to_all")])
+def test_context_parallel_algorithms(name: str, expected: str) -> None:
+    config = {"context_parallel": 2, "context_parallel_algo": name}
+    found = translate({"parallel_config": config}).pins
+    assert (found["cp"], found["context_algorithm"]) == ("2", expected)
+
+
+def test_the_optimizer_of_the_parallel_section(tmp_path: Path) -> None:
+    keys = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"optimizer_level": "level1"}}
+    found = pins(configured(tmp_path, changed(parallel=keys)).settings)
+    assert (found["optimizer_sharding"], found["sharding_threshold_kb"]) == ("zero1", "64")
+
+
+def test_one_stage_reads_no_number_of_micro_batches(tmp_path: Path) -> None:
+    found = configured(tmp_path, changed(parallel_config={"pipeline_stage": 1}))
+    assert "micro_batches" not in pins(found.settings)
+    assert any("micro_batch_num=4 is not read" in note for note in found.notes)
+
+
+# Checks with numbers
+
+
+@pytest.mark.parametrize(
+    ("parts", "given", "words"),
+    [
+        (
+            {"parallel_config": {"data_parallel": 4}},
+            {"devices": 8},
+            ("= 16 is more than the 8 devices", "--devices 16"),
+        ),
+        ({"parallel_config": {"micro_batch_num": 1}}, {}, ("micro_batch_num=1", "pipeline_stage=2", "=2 or more")),
+        ({"parallel_config": {"model_parallel": 5}}, {}, ("model_parallel=5", "hidden_size=768", "3 are left")),
+        ({"parallel_config": {"model_parallel": 8}}, {}, ("model_parallel=8", "num_heads=12", "model_parallel=6")),
+        ({"parallel_config": {"vocab_emb_dp": False}}, {}, ("vocab_size=50257", "model_parallel=1")),
+        (
+            {"parallel_config": {"pipeline_stage": 16, "micro_batch_num": 16}},
+            {},
+            ("pipeline_stage=16", "num_layers=12", "12 or less"),
+        ),
+        ({"parallel": {"parallel_mode": 4}}, {}, ("parallel_mode=4", "0 data_parallel", "3 hybrid_parallel")),
+        ({"parallel": {"parallel_mode": "auto_paralel"}}, {}, ("'auto_paralel'", "did you mean 'auto_parallel'")),
+        ({"parallel": {"gradient_mean": True}}, {}, ("'gradient_mean'", "did you mean 'gradients_mean'")),
+        ({"parallel": {"pipeline_stages": 4}}, {}, ("pp=4", "pp=2", "leave one of them out")),
+        ({"parallel": {"parallel_mode": 0, "full_batch": True}}, {}, ("full_batch=True", "data_parallel")),
+        ({"parallel_config": {"modle_parallel": 2}}, {}, ("did you mean 'model_parallel'",)),
+        ({"parallel_config": {"model_parallel": "2"}}, {}, ("model_parallel='2'", "whole number")),
+        ({"parallel_config": {"use_seq_parallel": 1}}, {}, ("use_seq_parallel=1", "True or False")),
+        ({"parallel_config": [1]}, {}, ("parallel_config=[1]", "mapping")),
+        ({"recompute_config": {"recompte": True}}, {}, ("did you mean 'recompute'",)),
+        ({"recompute_config": {"select_recompute": True}}, {}, ("recompute=True", "select_recompute=True")),
+        ({"paralel_config": {}}, {}, ("did you mean 'parallel_config'",)),
+        ({"use_parallel": "yes"}, {}, ("use_parallel='yes'",)),
+        ({"devices": 0}, {}, ("devices", "0")),
+    ],
+)
+def test_what_is_wrong_is_said(
+    tmp_path: Path, parts: dict[str, Any], given: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(InputError) as error:
+        configured(tmp_path, changed(**parts), **given)
+    assert not isinstance(error.value, UnsupportedError)
+    text = str(error.value)
+    assert text.startswith(f"config {tmp_path / 'parallel.yaml'}: ")
+    assert text.count("config /") == 1
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"parallel": {"parallel_mode": 3}}, ("hybrid_parallel",)),
+        ({"parallel": {"full_batch": True}}, ("full_batch=True", "leave it out")),
+        ({"parallel": {"dataset_strategy": [[2, 1]]}}, ("dataset_strategy=((2, 1),)",)),
+        ({"parallel": {"pipeline_config": {"pipeline_interleave": True}}}, ("parallel.pipeline_config",)),
+        ({"parallel": {"strategy_ckpt_load_file": "a.json"}}, ("meshwright simulate a.json",)),
+        ({"parallel_config": {"gradient_aggregation_group": 8}}, ("gradient_aggregation_group=8", "default is 4")),
+        ({"parallel_config": {"context_parallel_algo": "hybrid_cp"}}, ("hybrid_cp", "ulysses_cp")),
+        ({"parallel_config": {"vocab_emb_dp": False, "model_parallel": 1}}, ("vocab_emb_dp=False",)),
+        ({"micro_batch_interleave_num": 2}, ("micro_batch_interleave_num=2",)),
+        ({"recompute_config": {"recompute": [1, 2]}}, ("recompute=[1, 2]", "True or False")),
+        ({"recompute_config": {"select_recompute": 3}}, ("select_recompute=3",)),
+        ({"recompute_config": {"mp_comm_recompute": False}}, ("default is True",)),
+        ({"swap_config": {"swap": True}}, ("offload_optimizer",)),
+        ({"model": {"model_config": {"offset": [0, 1, -1]}}}, ("offset",)),
+    ],
+)
+def test_what_is_not_followed_yet_is_refused(tmp_path: Path, parts: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(UnsupportedError) as error:
+        configured(tmp_path, changed(**parts))
+    assert all(word in str(error.value) for word in ("not supported yet", *words)), str(error.value)
+
+
+def test_uneven_stages_are_possible_and_their_cost_is_said(tmp_path: Path) -> None:
+    found = configured(tmp_path, changed(parallel_config={"pipeline_stage": 5, "micro_batch_num": 5}))
+    assert any("num_layers=12" in note and "3 layers" in note and "25%" in note for note in found.notes)
+
+
+def test_idle_devices_are_said(tmp_path: Path) -> None:
+    found = configured(tmp_path, FILE, devices=16)
+    assert found.settings.devices == 8
+    assert any("= 8 of 16 devices: 8 stay idle" in note for note in found.notes)
+    assert used_devices({"dp": "2"}, 2) == (2, "")
+
+
+def test_sizes_of_networks() -> None:
+    gpt2 = sizes_of(load_network("zoo:gpt2").capture())
+    assert gpt2 == Sizes(layers=12, hidden=768, heads=12, vocabulary=50257)
+    assert sizes_of(load_network("zoo:gpt3-175b").capture()) == Sizes(
+        layers=96, hidden=12288, heads=96, vocabulary=50257
+    )
+    assert check_sizes({"tp": "3"}, Sizes()) == ()
+
+
+# The command
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def test_both_forms_are_told_apart_by_what_they_say() -> None:
+    assert is_mindformers(FILE)
+    assert is_mindformers({"recompute_config": {}})
+    assert not is_mindformers({"parallel_mode": "auto_parallel", "devices": 8, "pin": {"tp": 2}})
+
+
+def test_the_command_plans_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from planner.strategy.file import read_plan
+
+    monkeypatch.chdir(tmp_path)
+    keys = {"strategy_ckpt_save_file": "made.json", "enable_alltoall": True}
+    Path("a.yaml").write_text(yaml.safe_dump(changed(parallel=keys, parallel_config={"pipeline_stage": 1})))
+    result = run("plan", "zoo:gpt2", "--hw", "dgx-a100", "--config", "a.yaml", "--top", "1")
+    assert result.exit_code == 0, result.stderr
+    plan = read_plan("made.json")
+    assert (plan.devices, plan.degree("data"), plan.degree("tensor"), plan.recompute) == (4, 2, 2, "full")
+    assert plan.sequence_parallel
+    assert "micro_batch_num=4 is not read" in result.stderr
+
+
+def test_all_to_alls_are_refused_where_the_file_forbids_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {"context_parallel": 4, "context_parallel_algo": "ulysses_cp", "data_parallel": 2}
+    Path("a.yaml").write_text(yaml.safe_dump({"parallel": {"enable_alltoall": False}, "parallel_config": config}))
+    result = run("plan", "zoo:gpt2", "--hw", "dgx-a100", "--config", "a.yaml", "--top", "1")
+    assert result.exit_code == 2
+    assert "enable_alltoall=True" in result.stderr
+    assert not Path("strategy.json").exists()
