@@ -176,7 +176,6 @@ def test_every_part_of_a_step_agrees_with_the_simulated_one(pins: Pins) -> None:
     scored = search.scored(search.explore(pins, solves=2), 1)[0]
     analytic, prediction = scored.prediction.analytic, scored.prediction
     assert sum(analytic.values()) == pytest.approx(scored.placed.objective_s, rel=1e-9)
-    assert analytic["optimizer_s"] == pytest.approx(prediction.breakdown["optimizer_s"], rel=0.03)
     for part, seconds in prediction.breakdown.items():
         assert abs(analytic[part] - seconds) <= 0.04 * prediction.step_time_s, part
 
