@@ -8,7 +8,7 @@ from typing import Any
 from planner.context.context import AutoParallelContext
 from simulator.errors import UnsupportedError
 
-HALF = ("bf16", "fp16")
+WIDE = ("fp32", "fp64")
 OWN_PART = "every rank loads its own part of the batch; leave it out, or set dataset_strategy='data_parallel'"
 
 
@@ -41,7 +41,7 @@ def _gradients_mean(value: Any, context: AutoParallelContext, precision: str) ->
 
 
 def _fp32_sync(value: Any, context: AutoParallelContext, precision: str) -> str:
-    if not value or precision not in HALF:
+    if not value or precision in WIDE:
         return ""
     return (
         f"gradients of a network in {precision} travel in {precision}; set gradient_fp32_sync=False, or train with "

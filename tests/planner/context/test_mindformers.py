@@ -277,6 +277,7 @@ def test_the_command_plans_from_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert "micro_batch_num=4 is not read" in result.stderr
 
 
+@pytest.mark.slow
 def test_all_to_alls_are_refused_where_the_file_forbids_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = {"context_parallel": 4, "context_parallel_algo": "ulysses_cp", "data_parallel": 2}
