@@ -54,6 +54,9 @@ TABLE_AXIS = 3
 """How many times as much a table counts for each further axis of its stage mesh."""
 NODES = 40_000
 """Most nodes that are opened in one search."""
+SECONDS = {"bounds": 6.0, "partition": 2.5}
+"""Processor time of phases: after that of bounds a search that has found a plan ends; after that of partitions what is
+left is bounded alone."""
 NEAR = 1.3
 """Alternatives are looked for up to so many times the best objective."""
 NAMED = 32
@@ -199,6 +202,7 @@ class _Search:
         self.until_found = False
         self.unproven: list[float] = []
         self.apart: list[float] = []
+        self.spent_s = dict.fromkeys(SECONDS, 0.0)
         self.held: list[float] = []
         self.shapes: Counter[tuple[int, int, int]] = Counter()
         self.moved: set[Configuration] = set()
@@ -245,6 +249,8 @@ class _Search:
                 return bound, node
             else:
                 heapq.heappush(self.later, (bound, serial, bound, node))
+        if self._over("partition") and self.result.found:
+            return None
         while self.later and self.later[0][0] <= self.best * NEAR and not self._enough():
             entry = heapq.heappop(self.later)
             if self._needs_table(entry[3]):
@@ -288,7 +294,11 @@ class _Search:
             result.solved >= self.solves
             or self.table_work >= TABLES * max(share, 0.4)
             or result.opened >= NODES * share
+            or (bool(result.found) and self._over("bounds"))
         )
+
+    def _over(self, phase: str) -> bool:
+        return self.spent_s[phase] >= SECONDS[phase]
 
     def _enough(self) -> bool:
         if len(self.result.found) < self.wanted:
@@ -311,7 +321,7 @@ class _Search:
 
         Where turns may even out, bounds of several chunks a rank lie far below what is found.
         """
-        if task.chunks == 1 or not self.unproven or bound < min(self.unproven):
+        if task.chunks == 1 or not self.unproven or not min(self.unproven) <= bound < self.best:
             return False
         return bound * self._nearest() >= self.best
 
@@ -332,9 +342,11 @@ class _Search:
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
-        began = time.perf_counter()
+        began, busy = time.perf_counter(), time.process_time()
         yield
         self.result.timings[phase] += time.perf_counter() - began
+        if phase in self.spent_s:
+            self.spent_s[phase] += time.process_time() - busy
 
     def _bound(self, bound: float, node: _Node) -> None:
         if node.stage is _Stage.BASE:
@@ -446,7 +458,8 @@ class _Search:
         """Partition a configuration, or partition it again with more ways where its proof was too weak."""
         tables, task = self._table(node.configuration), node.task
         assert task is not None  # bounded nodes have one
-        if node.placed is None and self._hopeless(bound, task):
+        late = bool(self.result.found) and self._over("partition")
+        if late or (node.placed is None and self._hopeless(bound, task)):
             self.unproven.append(bound)
             return
         task = undominated(task)

@@ -32,7 +32,7 @@ def chain_bound(task: PartitionTask) -> float:
     messages take longer than the passes that hide them.
     """
     kinds = np.repeat(np.arange(len(task.counts)), task.counts)
-    steady, behind, fill = _paths(task, kinds)
+    steady, behind, fill, even = _paths(task, kinds)
     sends = _sends(task, kinds)
     tails = np.array([max(0.0, float(kind.values[:, QUEUE].min())) for kind in task.kinds])[kinds]
     waits = task.steady_sends * sends
@@ -43,7 +43,9 @@ def chain_bound(task: PartitionTask) -> float:
         return found
 
     busy = np.maximum(waited(steady) + tails[:, None], waited(behind))
-    return float(fill[0, -1]) + cuts_bound(busy, task.fill_sends * sends, task.ranks, task.pieces)
+    limited = float(fill[0, -1]) + cuts_bound(busy, task.fill_sends * sends, task.ranks, task.pieces)
+    shared = float(even[0, -1]) + task.fill_sends * float(np.sort(sends[1:])[: task.pieces - 1].sum())
+    return max(limited, shared)
 
 
 def cuts_bound(busy: FloatArray, sends: FloatArray, ranks: int, pieces: int) -> float:
@@ -86,20 +88,22 @@ def row_sums(seconds: FloatArray) -> FloatArray:
 
 
 def _paths(task: PartitionTask, kinds: IntArray) -> FloatArray:
-    """(3, units, units) least seconds from one unit to another: steady ones, with what falls behind, and the fill."""
+    """(4, units, units) least seconds from one unit to another.
+
+    Steady ones, those with what falls behind, what the fill pays, and that with steady ones shared out evenly.
+    """
     states = sorted({int(state) for kind in task.kinds for state in (*kind.entry, *kind.exit)})
     width, units = len(states), len(kinds)
     steps = []
     for kind in task.kinds:
-        step = np.full((3, width * width), np.inf)
+        step = np.full((4, width * width), np.inf)
         key = np.searchsorted(states, kind.entry) * width + np.searchsorted(states, kind.exit)
-        values = kind.values[:, [STEADY, STEADY, FILL]].T.copy()
-        values[1] += kind.values[:, BACKLOG]
-        for column in range(3):
-            np.minimum.at(step[column], key, values[column])
-        steps.append(step.reshape(3, 1, width, width))
-    found = np.full((3, units, units), np.inf)
-    reached = np.full((3, units, width), np.inf)
+        steady, fill = kind.values[:, STEADY], kind.values[:, FILL]
+        for column, seconds in enumerate((steady, steady + kind.values[:, BACKLOG], fill, fill + steady / task.ranks)):
+            np.minimum.at(step[column], key, seconds)
+        steps.append(step.reshape(4, 1, width, width))
+    found = np.full((4, units, units), np.inf)
+    reached = np.full((4, units, width), np.inf)
     for unit, kind in enumerate(kinds.tolist()):
         reached[:, unit] = 0.0
         reached[:, : unit + 1] = (reached[:, : unit + 1, :, None] + steps[kind]).min(axis=2)
