@@ -443,7 +443,8 @@ class _Search:
         limited = max(bound, memory_bound(node.task))
         task = node.task
         known = task.chunks > 1 or task.pieces == 1 or unlike(task.counts, task.pieces)
-        if not known and max(len(kind) for kind in task.kinds) > MANY:
+        near = limited < self.best * (1 - PROOF)
+        if near and not known and max(len(kind) for kind in task.kinds) > MANY:
             # Where not all ways will be partitioned, units that cannot be divided bound all the same.
             ideal = partition(idealised(node.task))
             limited = max(limited, np.inf if ideal is None else ideal.lower_bound_s)
