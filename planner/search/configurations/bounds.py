@@ -49,9 +49,11 @@ def work_bound(graph: OperatorGraph, hardware: Hardware, dtype: str, devices: in
 def _least(graph: OperatorGraph, node: Node, hardware: Hardware, dtype: str) -> float:
     if node.kernel is Kernel.MATMUL:
         return node.flops / (hardware.peak(dtype) * _best_efficiency(hardware, dtype))
+    kernel = hardware.kernels[node.kernel]
+    if node.kernel is Kernel.ATTENTION:
+        return node.flops / (hardware.peak(dtype, node.kernel) * kernel.compute_efficiency)
     if node.kernel not in _STREAMING:
         return 0.0
-    kernel = hardware.kernels[node.kernel]
     shares = [float(any(graph.spec(ref).batch_dims)) for ref in node.tensor_inputs]
     shares += [float(any(spec.batch_dims)) for spec in node.outputs]
     moved = traffic_bytes(graph, node, shares) if shares else 0.0
