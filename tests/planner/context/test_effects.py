@@ -24,7 +24,7 @@ FAST: dict[str, Any] = {"top": 1, "sensitivity": False}
 
 
 def planned(network: str = "zoo:mlp", *, pins: dict[str, str] | None = None, **keys: Any) -> Planned:
-    options = {name: keys.pop(name) for name in ("global_batch", "precision") if name in keys}
+    options = {name: keys.pop(name) for name in ("global_batch", "precision", "sequence_length") if name in keys}
     context = AutoParallelContext(**{"parallel_mode": "auto_parallel", "device_num": 8, **keys})
     return planner.plan(network, "dgx-a100", context, pins=pins, **FAST, **options)
 
@@ -75,16 +75,16 @@ def stored_whole(plan: Plan) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("config", "sharding"),
+    ("mode", "config", "sharding"),
     [
-        ({}, "zero2"),
-        ({"gradient_accumulation_shard": False}, "zero1"),
-        ({"optimizer_level": "level1"}, "zero1"),
-        ({"optimizer_level": "level2"}, "zero2"),
-        ({"optimizer_level": "level3"}, "zero3"),
+        ("data_parallel", {}, "zero2"),
+        ("data_parallel", {"gradient_accumulation_shard": False}, "zero1"),
+        ("data_parallel", {"optimizer_level": "level1"}, "zero1"),
+        ("data_parallel", {"optimizer_level": "level2"}, "zero2"),
+        ("data_parallel", {"optimizer_level": "level3"}, "zero3"),
+        ("auto_parallel", {"optimizer_level": "level3"}, "zero3"),
     ],
 )
-@pytest.mark.parametrize("mode", ["data_parallel", "auto_parallel"])
 def test_the_parallel_optimizer(mode: str, config: dict[str, Any], sharding: str) -> None:
     keys = {"parallel_mode": mode, "enable_parallel_optimizer": True, "parallel_optimizer_config": config}
     found = planned(**keys).plan
@@ -115,6 +115,14 @@ def test_the_parallel_optimizer_can_be_forbidden_and_grouped() -> None:
 # Files
 
 
+@pytest.fixture(scope="module")
+def two_stages(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """File of a plan with two stages."""
+    path = str(tmp_path_factory.mktemp("plans") / "plan.json")
+    planned(pipeline_stages=2, strategy_ckpt_save_file=path)
+    return path
+
+
 def test_a_plan_is_written_and_read_again(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     first = planned(pipeline_stages=2, strategy_ckpt_save_file=path)
@@ -139,10 +147,9 @@ def test_a_plan_is_written_and_read_again(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(
-    tmp_path: Path, network: str, keys: dict[str, Any], words: tuple[str, ...]
+    two_stages: str, network: str, keys: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    path = str(tmp_path / "plan.json")
-    planned(pipeline_stages=2, strategy_ckpt_save_file=path)
+    path = two_stages
     with pytest.raises(ContextError) as error:
         planned(network, strategy_ckpt_load_file=path, **keys)
     assert all(word in str(error.value) for word in (*words, path)), str(error.value)
@@ -163,6 +170,7 @@ def test_an_infeasible_network_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_with_all_to_alls_is_refused_where_they_are_off(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     pins = {"dp": "2", "cp": "4", "context_algorithm": "all_to_all", "tp": "1", "pp": "1", "micro_batch": "1"}
+    pins |= {"recompute": "none", "optimizer_sharding": "zero1", "shard_size": "2", "offload_optimizer": "false"}
     found = planned("zoo:gpt2", pins=pins, enable_alltoall=True, strategy_ckpt_save_file=path).plan
     assert found.context_algorithm == "all_to_all"
     with pytest.raises(UnsupportedError, match="enable_alltoall=True"):

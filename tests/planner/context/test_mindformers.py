@@ -268,12 +268,13 @@ def test_the_command_plans_from_a_file(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.chdir(tmp_path)
     keys = {"strategy_ckpt_save_file": "made.json", "enable_alltoall": True}
-    Path("a.yaml").write_text(yaml.safe_dump(changed(parallel=keys, parallel_config={"pipeline_stage": 1})))
-    result = run("plan", "zoo:gpt2", "--hw", "dgx-a100", "--config", "a.yaml", "--top", "1")
+    config = {"pipeline_stage": 1, "use_seq_parallel": False}
+    document = changed(parallel=keys, parallel_config=config, recompute_config={"recompute": False})
+    Path("a.yaml").write_text(yaml.safe_dump(document))
+    result = run("plan", "zoo:mlp", "--hw", "dgx-a100", "--config", "a.yaml", "--top", "1")
     assert result.exit_code == 0, result.stderr
     plan = read_plan("made.json")
-    assert (plan.devices, plan.degree("data"), plan.degree("tensor"), plan.recompute) == (4, 2, 2, "full")
-    assert plan.sequence_parallel
+    assert (plan.devices, plan.degree("data"), plan.degree("tensor"), plan.recompute) == (4, 2, 2, "none")
     assert "micro_batch_num=4 is not read" in result.stderr
 
 
