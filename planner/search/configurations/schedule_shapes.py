@@ -42,9 +42,9 @@ class ScheduleShape:
     steady_sends: float
     hidden_share: float = 0.0
 
-    def fill_s(self, forward_s: FloatArray, backward_s: FloatArray, ahead_s: FloatArray | float = 0.0) -> FloatArray:
-        """Seconds that passes add to the fill of the pipeline; `ahead_s` of them pass while a rank waits."""
-        seconds = np.maximum(forward_s, backward_s / 2) if self.split else forward_s + backward_s - ahead_s
+    def fill_s(self, forward_s: FloatArray, backward_s: FloatArray) -> FloatArray:
+        """Seconds that passes add to the fill of the pipeline."""
+        seconds = np.maximum(forward_s, backward_s / 2) if self.split else forward_s + backward_s
         filled: FloatArray = self.fill_share * seconds
         return filled
 

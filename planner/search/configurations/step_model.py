@@ -5,10 +5,10 @@ Seconds of a step of M micro-batches on p pipeline ranks::
     sum over chunks fill  +  sum over turns max over ranks (M (F + B + stall) - fill + once)
 
 F and B are the passes of a chunk, messages inside the stage mesh, sums over the batch inside operators and
-recomputation included; the fill is what `planner.search.configurations.schedule_shapes` says of the schedule, less
-what the last unit of a chunk computes again while its rank waits for a gradient; a turn is one chunk of each rank.
-Turns that are unequally long may even out: what the schedule says of them is simulated pass by pass, but no rank takes
-less than all of its chunks. ``once`` is what a rank does once a step:
+recomputation included; the fill is what `planner.search.configurations.schedule_shapes` says of the schedule, for a
+rank computes nothing again before it has the gradient; a turn is one chunk of each rank. Turns that are unequally long
+may even out: what the schedule says of them is simulated pass by pass, but no rank takes less than all of its chunks.
+``once`` is what a rank does once a step:
 
 * its optimizer update, on the part of the states that it holds, and, where those live in the memory of the host,
   gradients on their way there and parameters on their way back;
@@ -18,13 +18,13 @@ less than all of its chunks. ``once`` is what a rank does once a step:
   after the other, those over the data axis behind those inside the stage mesh. A parameter travels whole, others in
   messages as large as a bucket, or as a chunk has gradients: each has its latency, and the last one is exposed.
 
-With several micro-batches every one adds its gradients to those before, a kernel for each parameter. ZeRO-2
-reduce-scatters every micro-batch's gradients in buckets, ZeRO-3 those of a unit in one message, and gathers a unit's
-parameters in one before its forward and its backward pass, over the data axis and inside the stage mesh: a pass of a
-unit takes as long as the longer of its own work and its messages. ``stall`` is what ZeRO-3 exposes between the passes
-of a chunk (the scatter and the gather of its first unit), and by how much the sum of the loss takes longer than the
-passes beside it. What happens at both ends of a chunk is shared out over the units, so that the objective stays a sum.
-Nothing else overlaps, and links are shared as `simulator.topology` has it for groups of one kind.
+With several micro-batches every one but the first adds its gradients to those before, a kernel for each parameter.
+ZeRO-2 reduce-scatters every micro-batch's gradients in buckets, ZeRO-3 those of a unit in one message, and gathers a
+unit's parameters in one before its forward and its backward pass, over the data axis and inside the stage mesh: a pass
+of a unit takes as long as the longer of its own work and its messages. ``stall`` is what ZeRO-3 exposes between the
+passes of a chunk (the scatter and the gather of its first unit), and by how much the sum of the loss takes longer than
+the passes beside it. What happens at both ends of a chunk is shared out over the units, so that the objective stays a
+sum. Nothing else overlaps, and links are shared as `simulator.topology` has it for groups of one kind.
 
 Memory of a rank: parameters, gradients and optimizer states, each whole or sharded by the ZeRO level; parameters that
 are gathered for the step; gradients as large as operators write them before they are summed; activations of the
@@ -163,7 +163,6 @@ class StepModel:
             forward_s=forward_s,
             backward_s=backward_s,
             stall_s=stall_s,
-            ahead_s=np.where(np.asarray(labels.exit) < 0, 0.0, whole.inner_ends(c) * labels.again_s),
             once_s=self._once_s(labels, elements, forward_s, c, bucket, trained)
             + c.pipeline / whole.units * (self._first_gather_s(c, bucket)),
             queue_s=np.maximum(behind, last_s),
@@ -309,13 +308,14 @@ class StepModel:
     ) -> FloatArray:
         """Seconds in which a micro-batch's gradients are added to those before: two are read and one is written.
 
-        They are as large as operators write them, or shards.
+        The first micro-batch's are taken as they are. They are as large as operators write them, or shards.
         """
         if c.micro_batches == 1:
             return np.zeros_like(elements)
         held = elements / self.shards(c) if self._scatters_each(c) else elements + labels.unsummed_elements
         moved = 3.0 * held * DTYPE_BYTES[self.dtype]
-        return self._kernels_s(Kernel.ELEMENTWISE, np.zeros_like(moved), moved, c, trained)
+        seconds = self._kernels_s(Kernel.ELEMENTWISE, np.zeros_like(moved), moved, c, trained)
+        return seconds * (1 - 1 / c.micro_batches)
 
     def _kernels_s(
         self, kernel: Kernel, flops: FloatArray, moved: FloatArray, c: Configuration, count: int | IntArray

@@ -166,7 +166,7 @@ PARTS = [
     Pins(pp=1, optimizer_sharding="none", micro_batch=2),
     Pins(pp=2, tp=2, schedule="1f1b", recompute="full", optimizer_sharding="none", micro_batch=2),
     Pins(pp=2, schedule="zb_h1", optimizer_sharding="zero1", micro_batch=2),
-    Pins(pp=1, tp=2, optimizer_sharding="zero3", micro_batch=2),
+    Pins(pp=4, tp=1, schedule="gpipe", recompute="full", optimizer_sharding="none", micro_batch=4),
 ]
 
 
@@ -177,7 +177,7 @@ def test_every_part_of_a_step_agrees_with_the_simulated_one(pins: Pins) -> None:
     analytic, prediction = scored.prediction.analytic, scored.prediction
     assert sum(analytic.values()) == pytest.approx(scored.placed.objective_s, rel=1e-9)
     for part, seconds in prediction.breakdown.items():
-        assert abs(analytic[part] - seconds) <= 0.04 * prediction.step_time_s, part
+        assert abs(analytic[part] - seconds) <= 0.03 * prediction.step_time_s, part
 
 
 def test_a_part_that_differs_is_in_the_document_and_in_the_report() -> None:
