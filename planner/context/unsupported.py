@@ -67,6 +67,13 @@ def _fusion(value: Any, context: AutoParallelContext, precision: str) -> str:
     return ""
 
 
+def _threshold(value: Any, context: AutoParallelContext, precision: str) -> str:
+    """Without a threshold operators are searched one by one, and not all of them would be split by samples."""
+    if context.get("parallel_mode") != "data_parallel" or value.get("parallel_optimizer_threshold") != 0:
+        return ""
+    return "data_parallel needs a threshold; use parallel_optimizer_threshold=1"
+
+
 _MODES: Mapping[str, str] = {
     "hybrid_parallel": "use data_parallel, or auto_parallel with pins",
     "semi_auto_parallel": (
@@ -90,5 +97,6 @@ _RULES: Mapping[str, Callable[[Any, AutoParallelContext, str], str]] = {
         (), "messages are divided by their size; use comm_fusion={'allreduce': {'mode': 'size', 'config': MB}}"
     ),
     "comm_fusion": _fusion,
+    "parallel_optimizer_config": _threshold,
 }
 """For each key what is wrong and what to do, empty where the value is followed."""

@@ -118,6 +118,10 @@ def test_options_and_pins_are_passed_on() -> None:
         ({"comm_fusion": {"allreduce": {"mode": "index", "config": [3]}}}, ("'mode': 'size'",)),
         ({"comm_fusion": {"openstate": False}}, ("leave openstate out",)),
         (
+            {"parallel_mode": "data_parallel", "parallel_optimizer_config": {"parallel_optimizer_threshold": 0}},
+            ("parallel_optimizer_threshold=1",),
+        ),
+        (
             {"comm_fusion": {"allreduce": {"mode": "auto"}, "allgather": {"mode": "size", "config": 8}}},
             ("allreduce, allgather", "the same mode and config"),
         ),
