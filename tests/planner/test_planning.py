@@ -187,6 +187,10 @@ def needs(tiny: PlanResult) -> int:
 
 
 def test_a_tight_memory_is_kept_by_every_candidate(tmp_path: Path, needs: int) -> None:
+    """No proof of an optimum is asked for: where memory binds, pipelines whose units have many ways try only some.
+
+    (docs/search.md, Certificates.) What is said of the bound must hold, and the gap must stay small.
+    """
     limit = int(0.6 * needs)
     result = planned(replace(TINY, hardware=small_profile(tmp_path, limit)))
     assert result.candidates
@@ -196,6 +200,7 @@ def test_a_tight_memory_is_kept_by_every_candidate(tmp_path: Path, needs: int) -
         certificate = candidate.plan.certificate
         assert certificate.lower_bound_s <= certificate.objective_s
         assert (certificate.status is Status.OPTIMAL) == (certificate.gap <= 1e-6)
+        assert certificate.gap < 0.15
 
 
 def test_less_memory_never_makes_the_best_plan_faster(tmp_path: Path, tiny: PlanResult, needs: int) -> None:
