@@ -186,7 +186,7 @@ def _schedule(extent: Extent) -> None:
     name = pins.schedule
     if name not in (None, ONE_STAGE, *SEARCHED, *PINNED):
         raise UnsupportedError(
-            f"pin schedule={name}: it keeps two copies of the network, and plans are searched with one; use "
+            f"pin schedule={name} is not searched yet: it keeps two copies of the network, plans one; use "
             f"schedule=dualpipe_v, which runs the same on half the ranks without the copy, or one of "
             f"{', '.join(SEARCHED)}"
         )
