@@ -99,7 +99,7 @@ def _rank_times(
     bounds = _shared(parts) - per_byte[:, None] * free
     least = np.maximum(table[0], bounds.max(axis=0))
     least = np.where(kept <= free * (1 + _ROUNDING), least, np.inf)
-    if np.any(np.diff(table[0]) < 0):
+    if np.any(table[0, 1:] < table[0, :-1]):
         # Blocks that hide messages of others may leave their rank less to do than fewer of them.
         times: FloatArray = np.minimum.accumulate(least[::-1])[::-1]
     else:

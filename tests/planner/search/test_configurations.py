@@ -23,6 +23,7 @@ from planner.search.configurations.bounds import (
 from planner.search.configurations.branch_and_bound import Explored, explore
 from planner.search.configurations.space import Extent, configurations
 from planner.search.configurations.step_model import Configuration, StepModel
+from planner.search.stages.chain_bound import chain_bound
 from planner.search.stages.partition import partition
 from planner.search.stages.segments import PartitionTask
 from planner.search.units.labels import StageTables
@@ -144,6 +145,7 @@ def test_no_configuration_is_faster_than_its_bounds(
         assert even_bound(c, float(least @ counts), ahead) <= best * (1 + 1e-9), c
         assert passes_bound(c, least, counts.tolist(), step.shape(c), sends, ahead) <= best * (1 + 1e-9), c
         assert task_bound(task) <= best * (1 + 1e-9), c
+        assert task.pieces == 1 or chain_bound(task) <= best * (1 + 1e-9), c
         assert memory_bound(task) <= best * (1 + 1e-9), c
         if standing_bytes(step, tables, c) > c.pipeline * step.limit_bytes:
             assert found is None, c

@@ -13,6 +13,7 @@ from planner.search.configurations.bounds import memory_bound, task_bound
 from planner.search.configurations.whole_units import chunk_times, least_turns
 from planner.search.stages import cutting
 from planner.search.stages import partition as pipeline
+from planner.search.stages.chain_bound import chain_bound
 from planner.search.stages.fragments import ACTIVATION, BACKLOG, FILL, QUEUE, RESIDENT, STEADY, TRANSIENT, Fragments
 from planner.search.stages.partition import Partition, PartitionTask, partition
 from planner.search.stages.segments import idealised
@@ -166,6 +167,7 @@ def hiding_task() -> PartitionTask:
 @given(st.one_of(tasks(), tasks(chunks=2)))
 def test_bounds_hold(task: PartitionTask) -> None:
     best = brute_force(task)
+    assert chain_bound(task) <= best + 1e-9 * abs(best)
     assert task_bound(task) <= best * (1 + 1e-9)
     assert memory_bound(task) <= best * (1 + 1e-9)
     ideal = partition(idealised(task), width=10_000)
