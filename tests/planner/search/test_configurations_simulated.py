@@ -52,7 +52,7 @@ def agreed_time(pins: Pins) -> float:
     """How far both times may lie apart; beyond 5 % where the ends of chunks, shared out over all units, differ."""
     if pins.optimizer_sharding == "zero3" and pins.schedule in SPLIT:
         # Gathers and scatters of few units a chunk, in halves of a pass.
-        return 0.1
+        return 0.08
     unlike = pins.optimizer_sharding == "zero3" or pins.schedule in ("interleaved_1f1b", *SPLIT) or pins.tp != 1
     return 0.07 if unlike else 0.05
 
@@ -61,7 +61,7 @@ def agreed_memory(pins: Pins) -> float:
     """How far both peaks may lie apart."""
     if pins.schedule in SPLIT:
         # Of what is kept, or was computed again, a part waits for the gradients of the weights; all of it is counted.
-        return 0.15 if pins.recompute in (None, "none") else 0.7
+        return {"selective": 0.5, "full": 0.25}.get(str(pins.recompute), 0.12)
     return 0.12
 
 
@@ -112,7 +112,8 @@ def test_every_schedule_recomputation_and_sharding_agrees(tensor: int, level: st
         if level != "none" and shape.pp == 4 and tensor == 2:
             continue  # one data-parallel rank: nothing is sharded
         apart.append(check(search, replace(shape, tp=tensor, optimizer_sharding=level, recompute=mode, micro_batch=2)))
-    assert np.quantile(apart, 0.9) <= 0.055
+    assert max(apart) <= 0.062
+    assert np.quantile(apart, 0.9) <= 0.052
     assert np.median(apart) <= 0.03
 
 
