@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     profile = folder / "local.yaml"
     commands = [_run("calibrate", "--processes", str(PROCESSES), "--out", str(profile))]
     commands += [_plan(folder, spec, CLUSTER, CLUSTER_DEVICES) for spec in NETWORKS]
-    commands += [_plan(folder, spec, str(profile), PROCESSES, "--pin", "pp=1") for spec in NETWORKS]
+    commands += [_plan(folder, spec, str(profile), PROCESSES, "--pin", "cp=1") for spec in NETWORKS]
     for spec in NETWORKS:
         strategy, result = _strategy(folder, spec, PROCESSES), _result(folder, spec)
         options = ("--processes", str(PROCESSES), "--steps", str(STEPS), "--verify", "--out", str(result))
