@@ -151,9 +151,7 @@ def other_code() -> str:
 
 @pytest.mark.slow
 def test_a_point_at_which_workers_die_is_named(dask: str, graph: OperatorGraph) -> None:
-    with pytest.raises(
-        MeshwrightError, match="gpt2-tiny on 16 devices of dgx-a100: the cluster gave this point up"
-    ):
+    with pytest.raises(MeshwrightError, match="gpt2-tiny on 16 devices of dgx-a100: the cluster gave this point up"):
         list(on_cluster(graph, requests(), dask, work=die_at_16))
 
 
