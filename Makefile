@@ -31,7 +31,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(JOBS) --benchmark-disable
 
 slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow --benchmark-disable
+	$(BIN)/python -m pytest -m slow -n $(JOBS) --benchmark-disable
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -54,9 +54,12 @@ TABLE_AXIS = 3
 """How many times as much a table counts for each further axis of its stage mesh."""
 NODES = 40_000
 """Most nodes that are opened in one search."""
-SECONDS = {"bounds": 6.0, "partition": 2.5}
-"""Processor time of phases: after that of bounds a search that has found a plan ends; after that of partitions what is
-left is bounded alone."""
+KINDS = {"bounds": 1000, "partition": 250}
+"""Kinds of units that memory bounds and partitions of one search may count: a search that has found a plan ends behind
+those of bounds, and behind those of partitions what is left is bounded alone. A count, so that every machine finds the
+same."""
+IDEALISED = 4
+"""How many times as much a bound counts that partitions units which cannot be divided."""
 NEAR = 1.3
 """Alternatives are looked for up to so many times the best objective."""
 NAMED = 32
@@ -202,7 +205,7 @@ class _Search:
         self.until_found = False
         self.unproven: list[float] = []
         self.apart: list[float] = []
-        self.spent_s = dict.fromkeys(SECONDS, 0.0)
+        self.kinds = dict.fromkeys(KINDS, 0)
         self.held: list[float] = []
         self.shapes: Counter[tuple[int, int, int]] = Counter()
         self.moved: set[Configuration] = set()
@@ -298,7 +301,7 @@ class _Search:
         )
 
     def _over(self, phase: str) -> bool:
-        return self.spent_s[phase] >= SECONDS[phase]
+        return self.kinds[phase] >= KINDS[phase]
 
     def _enough(self) -> bool:
         if len(self.result.found) < self.wanted:
@@ -342,11 +345,9 @@ class _Search:
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
-        began, busy = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
         yield
         self.result.timings[phase] += time.perf_counter() - began
-        if phase in self.spent_s:
-            self.spent_s[phase] += time.process_time() - busy
 
     def _bound(self, bound: float, node: _Node) -> None:
         if node.stage is _Stage.BASE:
@@ -442,10 +443,12 @@ class _Search:
         assert node.task is not None  # timed nodes have one
         limited = max(bound, memory_bound(node.task))
         task = node.task
+        self.kinds["bounds"] += len(task.kinds)
         known = task.chunks > 1 or task.pieces == 1 or unlike(task.counts, task.pieces)
         near = limited < self.best * (1 - PROOF)
         if near and not known and max(len(kind) for kind in task.kinds) > MANY:
             # Where not all ways will be partitioned, units that cannot be divided bound all the same.
+            self.kinds["bounds"] += IDEALISED * len(task.kinds)
             ideal = partition(idealised(node.task))
             limited = max(limited, np.inf if ideal is None else ideal.lower_bound_s)
         if limited > bound * (1 + PROOF):
@@ -465,6 +468,7 @@ class _Search:
             return
         task = undominated(task)
         self.result.solved += 1
+        self.kinds["partition"] += len(task.kinds)
         few = task if node.width > WIDTH else simplified(task)
         found = partition(few, width=node.width)
         if node.placed is None and (found is None or found.objective_s > bound * (1 + PROOF)):
