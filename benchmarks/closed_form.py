@@ -31,7 +31,7 @@ from planner.lowering import lower_graph, lowering_options
 from planner.networks import load_network
 from planner.prediction import predict_plan
 from planner.request import Pins
-from planner.search.configurations.branch_and_bound import Placed
+from planner.search.configurations.explored import Placed
 from planner.search.configurations.space import configurations
 from planner.search.configurations.step_model import Configuration
 from planner.search.problem.unaligned import aligned

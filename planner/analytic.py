@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from planner.prediction import Prediction, without_rounding
-from planner.search.configurations.branch_and_bound import Placed
+from planner.search.configurations.explored import Placed
 from planner.search.configurations.step_model import StepModel, StoredWays, Whole, trained_parameters
 
 AGREES = 0.05

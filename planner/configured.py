@@ -14,7 +14,8 @@ from planner.prediction import Prediction, predict_plan
 from planner.request import Pins
 from planner.search.configurations.alternatives import diverse
 from planner.search.configurations.bounds import work_bound
-from planner.search.configurations.branch_and_bound import PROOF, Explored, Placed, Unfit, explore
+from planner.search.configurations.branch_and_bound import PROOF, explore
+from planner.search.configurations.explored import Explored, Placed, Unfit
 from planner.search.configurations.pin_checks import check_pins
 from planner.search.configurations.space import LONG_SEQUENCE, Extent, bases
 from planner.search.configurations.step_model import Configuration, StepModel

@@ -12,7 +12,7 @@ from planner.configured import Configured, Scored
 from planner.prediction import Prediction
 from planner.quantities import GIB, seconds_text
 from planner.request import Pins
-from planner.search.configurations.branch_and_bound import Explored, Placed
+from planner.search.configurations.explored import Explored, Placed
 from planner.search.configurations.step_model import Configuration
 from planner.search.stages.fragments import FILL, STEADY, FloatArray
 from planner.search.stages.partition import partition

@@ -9,7 +9,7 @@ from planner.configured import Configured, Scored
 from planner.explanations import FEW_SOLVES, describe, without
 from planner.quantities import bytes_text
 from planner.request import Pins
-from planner.search.configurations.branch_and_bound import Explored, Unfit
+from planner.search.configurations.explored import Explored, Unfit
 from planner.search.configurations.space import divisors
 from simulator.errors import InputError
 

@@ -29,8 +29,8 @@ from planner.quantities import percent_text
 from planner.refining import largest_threshold, refined, threshold_cost_s
 from planner.request import PRECISIONS, Pins, PlanRequest, read_pins
 from planner.search.candidates import Space
-from planner.search.configurations.branch_and_bound import Placed
 from planner.search.configurations.buckets import MIB, USUAL
+from planner.search.configurations.explored import Placed
 from planner.search.configurations.pin_checks import check_pins
 from planner.sharding.rules import has_rule
 from planner.shared_tables import SharedTables

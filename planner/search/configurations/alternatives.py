@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from planner.search.configurations.step_model import Configuration
 
 if TYPE_CHECKING:
-    from planner.search.configurations.branch_and_bound import Placed
+    from planner.search.configurations.explored import Placed
 
 PER_SHAPE = 2
 """Most plans with the same data, tensor and pipeline degrees, while there are enough others."""

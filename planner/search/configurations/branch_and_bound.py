@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -29,12 +29,13 @@ from planner.search.configurations.bounds import (
     standing_bytes,
     task_bound,
 )
+from planner.search.configurations.explored import Explored, Placed, Unfit
 from planner.search.configurations.space import Extent, bases, offloaded, orders, storages
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.stages.chain_bound import chain_bound, unlike
 from planner.search.stages.exact_turns import SHORT
 from planner.search.stages.fragments import WIDTH, FloatArray
-from planner.search.stages.partition import Partition, partition, proves_misfit
+from planner.search.stages.partition import partition, proves_misfit
 from planner.search.stages.segments import MANY, PartitionTask, idealised, simplified, undominated
 from planner.search.units.labels import StageTables
 from simulator.errors import InputError
@@ -70,55 +71,6 @@ PROOF = 1e-9
 """Relative distance to the bound up to which a plan counts as proven to be the best."""
 WIDEST = WIDTH * 8
 """Most ways of a fragment where fewer do not prove a partition."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Placed:
-    """A solved configuration."""
-
-    configuration: Configuration
-    tables: StageTables
-    task: PartitionTask
-    partition: Partition
-
-    @property
-    def objective_s(self) -> float:
-        """Seconds of a step by the closed form."""
-        return self.partition.objective_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unfit:
-    """A configuration that does not fit: the least bytes of its fullest rank, and which rank that is."""
-
-    configuration: Configuration
-    rank: int
-    needed_bytes: float
-
-
-@dataclass(kw_only=True)
-class Explored:
-    """What a search found: plans, best first, a bound over the whole space, and how it went.
-
-    ``interrupted`` says that the user stopped it; the bound holds all the same.
-    """
-
-    found: list[Placed] = field(default_factory=list)
-    unfit: list[Unfit] = field(default_factory=list)
-    lower_bound_s: float = np.inf
-    opened: int = 0
-    solved: int = 0
-    tables: int = 0
-    refused: str = ""
-    interrupted: bool = False
-    timings: dict[str, float] = field(default_factory=lambda: {"cost_tables": 0.0, "bounds": 0.0, "partition": 0.0})
-
-    @property
-    def gap(self) -> float:
-        """Relative distance of the best plan to the bound."""
-        if not self.found or self.found[0].objective_s <= 0:
-            return 0.0
-        return max(0.0, 1.0 - self.lower_bound_s / self.found[0].objective_s)
 
 
 class _Stage(IntEnum):

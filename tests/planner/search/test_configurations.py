@@ -20,7 +20,8 @@ from planner.search.configurations.bounds import (
     standing_bytes,
     task_bound,
 )
-from planner.search.configurations.branch_and_bound import Explored, explore
+from planner.search.configurations.branch_and_bound import explore
+from planner.search.configurations.explored import Explored
 from planner.search.configurations.space import Extent, configurations
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.stages.chain_bound import chain_bound

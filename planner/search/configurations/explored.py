@@ -1,0 +1,61 @@
+"""What a search over configurations finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from planner.search.configurations.configuration import Configuration
+from planner.search.stages.partition import Partition
+from planner.search.stages.segments import PartitionTask
+from planner.search.units.labels import StageTables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Placed:
+    """A solved configuration."""
+
+    configuration: Configuration
+    tables: StageTables
+    task: PartitionTask
+    partition: Partition
+
+    @property
+    def objective_s(self) -> float:
+        """Seconds of a step by the closed form."""
+        return self.partition.objective_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfit:
+    """A configuration that does not fit: the least bytes of its fullest rank, and which rank that is."""
+
+    configuration: Configuration
+    rank: int
+    needed_bytes: float
+
+
+@dataclass(kw_only=True)
+class Explored:
+    """What a search found: plans, best first, a bound over the whole space, and how it went.
+
+    ``interrupted`` says that the user stopped it; the bound holds all the same.
+    """
+
+    found: list[Placed] = field(default_factory=list)
+    unfit: list[Unfit] = field(default_factory=list)
+    lower_bound_s: float = np.inf
+    opened: int = 0
+    solved: int = 0
+    tables: int = 0
+    refused: str = ""
+    interrupted: bool = False
+    timings: dict[str, float] = field(default_factory=lambda: {"cost_tables": 0.0, "bounds": 0.0, "partition": 0.0})
+
+    @property
+    def gap(self) -> float:
+        """Relative distance of the best plan to the bound."""
+        if not self.found or self.found[0].objective_s <= 0:
+            return 0.0
+        return max(0.0, 1.0 - self.lower_bound_s / self.found[0].objective_s)
