@@ -55,10 +55,10 @@ TABLE_AXIS = 3
 """How many times as much a table counts for each further axis of its stage mesh."""
 NODES = 40_000
 """Most nodes that are opened in one search."""
-KINDS = {"bounds": 1000, "partition": 250}
-"""Kinds of units that memory bounds and partitions of one search may count: a search that has found a plan ends behind
-those of bounds, and behind those of partitions what is left is bounded alone. A count, so that every machine finds the
-same."""
+WORK = {"bounds": 400, "partition": 450}
+"""Memory bounds, and kinds of units in partitions, that one search may count: one that has found a plan ends behind
+those bounds, and behind those partitions what is left is bounded alone. Counts, so that every machine finds the same.
+"""
 IDEALISED = 4
 """How many times as much a bound counts that partitions units which cannot be divided."""
 NEAR = 1.3
@@ -157,7 +157,7 @@ class _Search:
         self.until_found = False
         self.unproven: list[float] = []
         self.apart: list[float] = []
-        self.kinds = dict.fromkeys(KINDS, 0)
+        self.work = dict.fromkeys(WORK, 0)
         self.held: list[float] = []
         self.shapes: Counter[tuple[int, int, int]] = Counter()
         self.moved: set[Configuration] = set()
@@ -253,7 +253,7 @@ class _Search:
         )
 
     def _over(self, phase: str) -> bool:
-        return self.kinds[phase] >= KINDS[phase]
+        return self.work[phase] >= WORK[phase]
 
     def _enough(self) -> bool:
         if len(self.result.found) < self.wanted:
@@ -395,12 +395,12 @@ class _Search:
         assert node.task is not None  # timed nodes have one
         limited = max(bound, memory_bound(node.task))
         task = node.task
-        self.kinds["bounds"] += len(task.kinds)
+        self.work["bounds"] += 1
         known = task.chunks > 1 or task.pieces == 1 or unlike(task.counts, task.pieces)
         near = limited < self.best * (1 - PROOF)
         if near and not known and max(len(kind) for kind in task.kinds) > MANY:
             # Where not all ways will be partitioned, units that cannot be divided bound all the same.
-            self.kinds["bounds"] += IDEALISED * len(task.kinds)
+            self.work["bounds"] += IDEALISED
             ideal = partition(idealised(node.task))
             limited = max(limited, np.inf if ideal is None else ideal.lower_bound_s)
         if limited > bound * (1 + PROOF):
@@ -420,7 +420,7 @@ class _Search:
             return
         task = undominated(task)
         self.result.solved += 1
-        self.kinds["partition"] += len(task.kinds)
+        self.work["partition"] += len(task.kinds)
         few = task if node.width > WIDTH else simplified(task)
         found = partition(few, width=node.width)
         if node.placed is None and (found is None or found.objective_s > bound * (1 + PROOF)):
