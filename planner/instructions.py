@@ -7,7 +7,7 @@ position. Values are local tensors, by name. Everything is the same on every ran
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.graph.operator_graph import OperatorGraph
@@ -67,6 +67,19 @@ class Communicate:
     gather_dims: tuple[int, ...]
     split_dims: tuple[int, ...]
     asynchronous: bool = False
+
+
+def all_reduced(axis: int, sources: Sequence[str], targets: Sequence[str]) -> Communicate:
+    """Sum values over an axis, all in one message."""
+    nowhere = (-1,) * len(sources)
+    return Communicate(
+        collective=Collective.ALL_REDUCE,
+        axis=axis,
+        sources=tuple(sources),
+        targets=tuple(targets),
+        gather_dims=nowhere,
+        split_dims=nowhere,
+    )
 
 
 NOTHING = Communicate(collective=Collective.SEND, axis=0, sources=(), targets=(), gather_dims=(), split_dims=())

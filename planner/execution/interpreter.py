@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from planner.execution.machine import Machine, RankContext
-from planner.execution.optimizers import StepFunction, SummedStep
+from planner.execution.machine import Held, Machine, RankContext
 from planner.instructions import LoweredPlan
 
 
@@ -21,25 +19,12 @@ class Interpreter:
         What to run.
     context : RankContext
         Who runs it.
-    parameters : mapping of str to Tensor
-        This rank's shard of every stored parameter, by name; updated in place.
-    optimizers : mapping of str to StepFunction or SummedStep
-        The update of each parameter, by name.
-    buffers : mapping of str to Tensor
-        The network's buffers that the graph reads, whole, by the name of their node.
+    held : Held
+        Parameters, their updates, and buffers.
     """
 
-    def __init__(
-        self,
-        lowered: LoweredPlan,
-        context: RankContext,
-        parameters: Mapping[str, Tensor],
-        optimizers: Mapping[str, StepFunction | SummedStep],
-        buffers: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> None:
-        machine = Machine(
-            lowered.graph, lowered.mesh.sizes, context, lowered.parameters, parameters, optimizers, buffers
-        )
+    def __init__(self, lowered: LoweredPlan, context: RankContext, held: Held) -> None:
+        machine = Machine(lowered.graph, lowered.mesh.sizes, context, lowered.parameters, held)
         self._machine = machine
         self._inputs = [machine.number(entry.value) for entry in lowered.inputs]
         self._loss = machine.number(lowered.loss)

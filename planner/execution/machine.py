@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,22 @@ class _Open:
     targets: frozenset[int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What a rank holds from step to step.
+
+    Attributes
+    ----------
+    parameters : its shard of every parameter it stores, by name; updated in place
+    optimizers : the update of each parameter, by name
+    buffers : the network's buffers that the graph reads, whole, by the name of their node
+    """
+
+    parameters: Mapping[str, Tensor]
+    optimizers: Mapping[str, StepFunction | SummedStep]
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+
+
 class Machine:
     """Numbered slots for values, and instructions compiled to actions on them.
 
@@ -65,12 +81,8 @@ class Machine:
         Who runs it.
     stored : sequence of StoredParameter
         Parameters that this rank holds.
-    parameters : mapping of str to Tensor
-        This rank's shard of every stored parameter, by name; updated in place.
-    optimizers : mapping of str to StepFunction or SummedStep
-        The update of each parameter, by name.
-    buffers : mapping of str to Tensor
-        The network's buffers that the graph reads, whole, by the name of their node.
+    held : Held
+        Those parameters, their updates, and buffers.
     """
 
     def __init__(
@@ -79,20 +91,18 @@ class Machine:
         sizes: tuple[int, ...],
         context: RankContext,
         stored: Sequence[StoredParameter],
-        parameters: Mapping[str, Tensor],
-        optimizers: Mapping[str, StepFunction | SummedStep],
-        buffers: Mapping[str, Tensor],
+        held: Held,
     ) -> None:
         self._graph = graph
         self._sizes = sizes
         self._context = context
-        self._buffers = buffers
+        self._buffers = held.buffers
         self._numbers: dict[str, int] = {}
         self.slots: Slots = []
         self._stored = {entry.value: self.number(entry.value) for entry in stored}
-        self._updates = {entry.value: optimizers[entry.name] for entry in stored}
+        self._updates = {entry.value: held.optimizers[entry.name] for entry in stored}
         for entry in stored:
-            self.slots[self._stored[entry.value]] = parameters[entry.name]
+            self.slots[self._stored[entry.value]] = held.parameters[entry.name]
 
     def live_bytes(self) -> int:
         """Bytes of the tensors held now, shared memory counted once."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.execution.machine import Action, Machine, RankContext
-from planner.execution.optimizers import StepFunction, SummedStep
+from planner.execution.machine import Action, Held, Machine, RankContext
 from planner.instructions import Crossing, LoweredStages, StageInstructions
 from planner.lowering.stages import gradient_of_stage
 from simulator.pipeline_operators import PLAIN, action_variants
@@ -93,12 +91,8 @@ class StageInterpreter:
         Who runs it; behind the groups of the mesh axes stand those of ``ties``, None where this rank is in none.
     neighbours : Neighbours
         Who holds the other stages.
-    parameters : mapping of str to Tensor
-        This rank's shard of every parameter it holds, by name; updated in place.
-    optimizers : mapping of str to StepFunction or SummedStep
-        The update of each parameter, by name.
-    buffers : mapping of str to Tensor
-        The network's buffers that the graph reads, whole, by the name of their node.
+    held : Held
+        Parameters, their updates, and buffers.
     """
 
     def __init__(
@@ -106,9 +100,7 @@ class StageInterpreter:
         lowered: LoweredStages,
         context: RankContext,
         neighbours: Neighbours,
-        parameters: Mapping[str, Tensor],
-        optimizers: Mapping[str, StepFunction | SummedStep],
-        buffers: Mapping[str, Tensor] = MappingProxyType({}),
+        held: Held,
     ) -> None:
         schedule = lowered.schedule
         self._lowered, self._context, self._neighbours = lowered, context, neighbours
@@ -116,7 +108,7 @@ class StageInterpreter:
         mine = lowered.ranks[rank]
 
         def machine() -> Machine:
-            return Machine(lowered.graph, lowered.mesh.sizes, context, mine.parameters, parameters, optimizers, buffers)
+            return Machine(lowered.graph, lowered.mesh.sizes, context, mine.parameters, held)
 
         self._stages = {number: Stage(lowered.stages[number], machine(), lowered.loss) for number in mine.stages}
         self._update = machine()
@@ -136,11 +128,6 @@ class StageInterpreter:
         ]
         self._local: dict[tuple[int, int, int], Tensor] = {}
         self._sent: list[tuple[dist.Work, Tensor]] = []
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether this rank holds a last stage, and so knows losses."""
-        return any(self._is_last(number) for number in self._stages)
 
     def run_step(self, feed: Callable[[int], Sequence[Tensor]]) -> list[Tensor]:
         """Run one optimizer step and return the losses of the micro-batches whose last stage is here.

@@ -19,7 +19,7 @@ from torch import Tensor
 from planner.execution.data import Batches, open_dataset
 from planner.execution.interpreter import Interpreter
 from planner.execution.job import Job, batch_shard, own_piece
-from planner.execution.machine import BUFFER, RankContext
+from planner.execution.machine import BUFFER, Held, RankContext
 from planner.execution.membership import Membership
 from planner.execution.memory import PeakMemory, waited_s
 from planner.execution.optimizers import make_step
@@ -83,12 +83,13 @@ def _train_rank(job: Job, device: torch.device, timeout: timedelta) -> RankResul
     parameters, buffers = _own_tensors(job, coordinates, device)
     memory.restart()
     updates = {name: make_step(job.optimizer, job.constants) for name in parameters}
+    kept = Held(parameters=parameters, optimizers=updates, buffers=buffers)
     interpreter: Interpreter | StageInterpreter
     if isinstance(job.lowered, LoweredStages):
         neighbours = _neighbours(job.lowered, device, timeout)
-        interpreter = StageInterpreter(job.lowered, context, neighbours, parameters, updates, buffers)
+        interpreter = StageInterpreter(job.lowered, context, neighbours, kept)
     else:
-        interpreter = Interpreter(job.lowered, context, parameters, updates, buffers)
+        interpreter = Interpreter(job.lowered, context, kept)
     losses: list[float] = []
     times: list[float] = []
 

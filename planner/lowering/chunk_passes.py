@@ -10,12 +10,12 @@ from math import inf, prod
 import numpy as np
 
 from planner.graph.operator_graph import TensorRef
-from planner.instructions import Accumulate, Communicate, Mask, Slice
+from planner.instructions import Accumulate
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.together import together
 from planner.lowering.unit_work import BESIDE, KERNELS, Mark, Part, UnitWork
 from planner.lowering.work import Work
-from planner.lowering.writer import Moved
+from planner.lowering.writer import Moved, local_move, moving_message
 from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step
 from simulator.pipeline_operators import FIRST, LAST, PLAIN
@@ -244,12 +244,7 @@ class PassWriter:
                 dtype=graph.spec(ref).dtype,
                 bytes_moved=2.0 * self.source.local_bytes(graph.spec(ref), step.after),
             )
-            instruction: Slice | Mask = (
-                Slice(source=value, target=target, axis=step.axis, dim=step.split_dim)
-                if step.operation == "slice"
-                else Mask(source=value, target=target, axis=step.axis)
-            )
-            return self._add([self.work.add(task, instruction)], stream, after, ahead)
+            return self._add([self.work.add(task, local_move(step, value, target))], stream, after, ahead)
         name = f"{step.operation} of {len(moved)} from {self.source.written_name(ref)}"
         return self._add([self._collective(name, self.phase, moved)], BESIDE, after, ahead)
 
@@ -269,16 +264,7 @@ class PassWriter:
                 graph.spec(one).size_bytes / prod(sizes[a] for a in way.sharded_axes) for one, _, _, way in moved
             ),
         )
-        instruction = Communicate(
-            collective=step.operation,
-            axis=step.axis,
-            sources=tuple(value for _, value, *_ in moved),
-            targets=tuple(target for _, _, target, _ in moved),
-            gather_dims=tuple(way.gather_dim for *_, way in moved),
-            split_dims=tuple(way.split_dim for *_, way in moved),
-            asynchronous=True,
-        )
-        return self.work.add(task, instruction)
+        return self.work.add(task, moving_message(moved, asynchronous=True))
 
     # Gradients
 

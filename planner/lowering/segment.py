@@ -9,10 +9,12 @@ from math import inf, prod
 
 from planner.graph.operator_graph import DTYPE_BYTES, TensorRef
 from planner.instructions import (
+    NOTHING,
     Accumulate,
     BeginUpdate,
     Communicate,
     Update,
+    all_reduced,
 )
 from planner.lowering.blueprint import Block, Blueprint, Use
 from planner.lowering.body import Gather
@@ -399,15 +401,7 @@ class SegmentWriter(Writer):
         before = {parameter: self.sums[parameter] for parameter in wanted}
         self.sums |= {parameter: f"{name}@{task.axis}" for parameter, name in before.items()}
         after = [self.sums[gradient.parameter] for gradient in members]
-        nowhere = (-1,) * len(members)
-        instruction = Communicate(
-            collective=Collective.ALL_REDUCE,
-            axis=message.axis,
-            sources=tuple(before[gradient.parameter] for gradient in members),
-            targets=tuple(after),
-            gather_dims=nowhere,
-            split_dims=nowhere,
-        )
+        instruction = all_reduced(message.axis, [before[gradient.parameter] for gradient in members], after)
         update, nodes = self.source.options.optimizer, self.graph.nodes
         writes = tuple(
             Buffer(
@@ -430,6 +424,5 @@ class SegmentWriter(Writer):
             source.local_bytes(self.graph.nodes[g.parameter].outputs[0], source.stored[g.parameter])
             for g in self.synchronised
         ]
-        nothing = Communicate(collective=Collective.SEND, axis=0, sources=(), targets=(), gather_dims=(), split_dims=())
-        self._add(host_copy(2.0 * sum(sizes)), nothing, tuple(names[g.value] for g in self.synchronised), ())
+        self._add(host_copy(2.0 * sum(sizes)), NOTHING, tuple(names[g.value] for g in self.synchronised), ())
         self._run_once(NOBODY, NOBODY, [(g.value, g.unit) for g in self.synchronised], ())

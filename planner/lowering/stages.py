@@ -16,7 +16,6 @@ from planner.graph.operator_graph import OperatorGraph, TensorRef
 from planner.instructions import (
     Accumulate,
     BeginUpdate,
-    Communicate,
     Crossing,
     Instruction,
     LoweredInput,
@@ -26,6 +25,7 @@ from planner.instructions import (
     StageInstructions,
     StoredParameter,
     Update,
+    all_reduced,
     read_values,
     written_values,
 )
@@ -39,7 +39,7 @@ from planner.lowering.unit_work import UnitWork, units_work
 from planner.lowering.work import Work
 from planner.sharding.placement import local_shape
 from planner.strategy.plan import Plan, expanded_rules
-from simulator.program import Collective, Phase
+from simulator.program import Phase
 from simulator.schedules import ActionKind, Schedule
 
 FORWARD, BACKWARD, INPUT, WEIGHT = ActionKind
@@ -256,7 +256,7 @@ def _update(
     for index, before in list(totals.items()):
         if index in tied:
             totals[index] = f"{before} and of others"
-            yield _all_reduce(axes + tied[index], [before], [totals[index]])
+            yield all_reduced(axes + tied[index], [before], [totals[index]])
     sums = (
         {index: f"{source.graph.nodes[index].name}.sums" for index in totals} if source.options.optimizer.sums else {}
     )
@@ -266,19 +266,7 @@ def _update(
     for message in summed(source, [(index, 1) for index in sums]):
         before_message = [sums[index] for index in message.parameters]
         sums |= {index: f"{sums[index]}@{message.task.axis}" for index in message.parameters}
-        yield _all_reduce(message.axis, before_message, [sums[index] for index in message.parameters])
+        yield all_reduced(message.axis, before_message, [sums[index] for index in message.parameters])
     for index, total in totals.items():
         name = source.graph.nodes[index].name
         yield Update(parameter=name, gradient=total, divisor=divisor, sums=sums.get(index, ""))
-
-
-def _all_reduce(axis: int, sources: Sequence[str], targets: Sequence[str]) -> Communicate:
-    nowhere = (-1,) * len(sources)
-    return Communicate(
-        collective=Collective.ALL_REDUCE,
-        axis=axis,
-        sources=tuple(sources),
-        targets=tuple(targets),
-        gather_dims=nowhere,
-        split_dims=nowhere,
-    )

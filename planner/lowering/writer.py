@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -63,6 +64,28 @@ def finished(task: Task, after: tuple[int, ...], allocates: tuple[Buffer, ...], 
         payload_bytes=task.payload_bytes,
         allocates=allocates,
         releases=releases,
+    )
+
+
+def local_move(step: Step, source: str, target: str) -> Slice | Mask:
+    """The instruction of a step that needs no message."""
+    if step.operation == "slice":
+        return Slice(source=source, target=target, axis=step.axis, dim=step.split_dim)
+    return Mask(source=source, target=target, axis=step.axis)
+
+
+def moving_message(moved: Sequence[Moved], asynchronous: bool) -> Communicate:
+    """The one message that takes a step of several tensors along the same axis."""
+    step = moved[0][3]
+    assert isinstance(step.operation, Collective)
+    return Communicate(
+        collective=step.operation,
+        axis=step.axis,
+        sources=tuple(value for _, value, *_ in moved),
+        targets=tuple(target for _, _, target, _ in moved),
+        gather_dims=tuple(way.gather_dim for *_, way in moved),
+        split_dims=tuple(way.split_dim for *_, way in moved),
+        asynchronous=asynchronous,
     )
 
 
@@ -133,26 +156,13 @@ class Writer:
             )
             if value in self.came:
                 self.came[target] = self.came[value]
-            instruction: Instruction = (
-                Slice(source=value, target=target, axis=step.axis, dim=step.split_dim)
-                if step.operation == "slice"
-                else Mask(source=value, target=target, axis=step.axis)
-            )
-            self._add(task, instruction, (value,), writes)
+            self._add(task, local_move(step, value, target), (value,), writes)
             return
         payload = sum(
             spec.size_bytes / prod(source.sizes[a] for a in one.sharded_axes)
             for spec, (*_, one) in zip(specs, items, strict=True)
         )
-        message = Communicate(
-            collective=step.operation,
-            axis=step.axis,
-            sources=tuple(value for _, value, *_ in items),
-            targets=tuple(target for _, _, target, _ in items),
-            gather_dims=tuple(one.gather_dim for *_, one in items),
-            split_dims=tuple(one.split_dim for *_, one in items),
-            asynchronous=asynchronous,
-        )
+        message = moving_message(items, asynchronous)
         what = items[0][1] if len(items) == 1 else f"{len(items)} tensors from {items[0][1]}"
         self._message(f"{step.operation} {what}", phase, message, payload, writes=writes, dtype=specs[0].dtype)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,11 +98,6 @@ def repeated(unit: Fragments, count: int, known: dict[int, Fragments], width: in
         half = count // 2
         known[count] = joined(repeated(unit, count - half, known, width), repeated(unit, half, known, width), width)
     return known[count]
-
-
-def in_a_row(parts: Sequence[Fragments], width: int = WIDTH) -> Fragments:
-    """Several fragments after one another."""
-    return reduce(lambda left, right: joined(left, right, width), parts)
 
 
 def _frontier(values: FloatArray, entry: IntArray, leave: IntArray, width: int) -> tuple[IntArray, bool]:

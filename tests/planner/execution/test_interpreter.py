@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from planner.execution.communication import make_message
 from planner.execution.interpreter import Interpreter
-from planner.execution.machine import RankContext
+from planner.execution.machine import Held, RankContext
 from planner.execution.optimizers import hyperparameters, make_step
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef, TensorSpec
 from planner.instructions import (
@@ -186,7 +186,7 @@ def train(plan, steps):
         context = RankContext(coordinates=(rank,), groups=(dist.group.WORLD,), device=torch.device("cpu"))
         weights = start_value()
         update = make_step("sgd", hyperparameters("sgd", RATE))
-        interpreter = Interpreter(plan, context, {"layer.w": weights}, {"layer.w": update})
+        interpreter = Interpreter(plan, context, Held(parameters={"layer.w": weights}, optimizers={"layer.w": update}))
         losses = []
         for step in range(steps):
             feed = [[batch(step, index).chunk(2)[rank]] for index in range(plan.micro_batches)]
