@@ -120,27 +120,23 @@ class _Place:
 
 def _rows(terminal: Terminal, options: WhatIfOptions, place: _Place) -> tuple[WhatIfRow, ...]:
     from planner.what_if import prepare, run
-    from planner.what_if.journal import journal_of
+    from planner.what_if.journal import journal_of, read
     from planner.what_if.processes import usable_cores
 
     journal = None if place.out is None else journal_of(place.out)
     sweep = prepare(options, journal=journal, fresh=place.fresh)
     for text in sweep.notes:
         terminal.note(text)
-    done: list[None] = []
     notes: list[str] = []
     try:
         with terminal.counting("planning", len(sweep.requests)) as advance:
-
-            def count() -> None:
-                done.append(None)
-                advance()
-
             jobs = place.jobs or usable_cores()
-            return run(sweep, jobs=jobs, cluster=place.cluster, advance=count, note=notes.append)
+            return run(sweep, jobs=jobs, cluster=place.cluster, advance=advance, note=notes.append)
     except KeyboardInterrupt:
         if journal is not None:
-            kept = f"{len(done)} of {len(sweep.requests)} points"
+            # The interrupt may come after a point is written and before it is counted: the file knows.
+            rows = read(journal, sweep.requests, sweep.graph).rows
+            kept = f"{len(rows)} of {len(sweep.requests)} points"
             terminal.note(f"{kept} are kept in {journal}; the same command goes on from there")
         raise
     finally:
