@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,9 +27,21 @@ from planner.instructions import (
 from planner.sharding.local_operator import LocalOperator, Reduce, prepare
 
 Action = Callable[[], None]
+RUN, START, FINISH = range(3)
+"""What an action does of its instruction: all of it, or of a collective that it is started or waited for."""
 NOWHERE = -1
 BUFFER = Role.CONSTANT.value
 """Operator of a constant that is a buffer of the network."""
+
+
+class Watch(Protocol):
+    """Stands between compiled steps and what they run: clocks actions, or puts others in their place."""
+
+    def action(self, instruction: Instruction, part: int, action: Action) -> Action:
+        """The action to run for a part (`RUN`, `START`, `FINISH`) of an instruction."""
+
+    def reduction(self, axis: int, reduction: Action) -> None:
+        """Run a sum over the ranks of a mesh axis inside an operator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +49,13 @@ class RankContext:
     """What differs from rank to rank: mesh coordinates, device, and the group this rank is in on each axis.
 
     With pipeline stages, groups of ranks that share a parameter follow; None where this rank is in none.
+    ``watch`` sees every action, where there is one.
     """
 
     coordinates: tuple[int, ...]
     groups: tuple[dist.ProcessGroup | None, ...]
     device: torch.device
+    watch: Watch | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +167,7 @@ class Machine:
                     actions.append(opened.message.finish)
                 actions.extend(_release(self.slots, freed))
             else:
-                actions.append(self._action(instruction, freed))
+                actions.append(self._watched(instruction, RUN, self._action(instruction, freed)))
         _wait(under_way, {slot for entry in under_way for slot in entry.targets}, set(), actions)
         return actions
 
@@ -175,7 +190,15 @@ class Machine:
         sources = tuple(self.number(name) for name in instruction.sources)
         targets = tuple(self.number(name) for name in instruction.targets)
         message = make_message(instruction, self.slots, sources, targets, self._group(instruction.axis))
-        return _Open(message=message, sources=frozenset(sources), targets=frozenset(targets))
+        watched = Message(
+            start=self._watched(instruction, START, message.start),
+            finish=self._watched(instruction, FINISH, message.finish),
+        )
+        return _Open(message=watched, sources=frozenset(sources), targets=frozenset(targets))
+
+    def _watched(self, instruction: Instruction, part: int, action: Action) -> Action:
+        watch = self._context.watch
+        return action if watch is None else watch.action(instruction, part, action)
 
     def _group(self, axis: int) -> dist.ProcessGroup:
         group = self._context.groups[axis]
@@ -294,7 +317,11 @@ class Machine:
     def _reduce(self, tensor: Tensor, axis: int) -> Tensor:
         """Sum over the ranks of a mesh axis inside an operator."""
         total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=self._context.groups[axis])
+        watch, group = self._context.watch, self._context.groups[axis]
+        if watch is None:
+            dist.all_reduce(total, group=group)
+        else:
+            watch.reduction(axis, lambda: dist.all_reduce(total, group=group))
         return total
 
 
