@@ -381,6 +381,7 @@ def _base_plan(
         "bucket_bytes": bucket_bytes,
         "parallel_mode": request.parallel_mode,
         "search_mode": request.search_mode,
+        "exchange": request.exchange,
     }
 
 

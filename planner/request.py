@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from planner.strategy.exchange import UNASKED, Exchange
 from simulator.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class PlanRequest:
     """One network, one cluster, and what the user fixed; None leaves a choice to the defaults.
 
     ``pins`` fix dimensions of the search by name, as text (``{"tp": "8"}``); ``hints`` fix placements of operators.
-    Without ``sensitivity`` it is not said what memory, links and pins are worth.
+    Without ``sensitivity`` it is not said what memory, links and pins are worth. ``exchange`` is how tensors travel: plans
+    are simulated and ranked with it, the closed form of the search does not know it.
     """
 
     network: str
@@ -63,6 +65,7 @@ class PlanRequest:
     hints: tuple[Hint, ...] = ()
     top: int = 5
     sensitivity: bool = True
+    exchange: Exchange = UNASKED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from planner.lowering.units import no_units, units_of
 from planner.sharding.placement import REPLICATE, Mesh, Placements, placement_name
 from planner.sharding.redistribution import Step, redistribution
 from planner.sharding.rules import Rule
+from planner.strategy.exchange import UNASKED, Exchange
 from planner.strategy.plan import NodeRules
 from planner.work import Optimizer, product_shape, state_bytes, traffic_bytes
 from simulator.errors import StrategyError
@@ -38,6 +39,7 @@ class LoweringOptions:
     recompute: Mapping[str, str] = field(default_factory=dict)
     shard_size: int = 0
     offload_optimizer: bool = False
+    exchange: Exchange = UNASKED
 
 
 def local_share(placements: Placements, sizes: tuple[int, ...]) -> float:

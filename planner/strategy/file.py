@@ -16,9 +16,10 @@ from pathlib import Path
 
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.strategy.consistency import check_consistent, data_sharding
+from planner.strategy.exchange import Exchange
 from planner.strategy.plan import Certificate, Chunk, LayerRules, NodeRules, Plan, RecomputeRange, Status
 from planner.strategy.rule_text import rule_from_text, rule_to_text
-from planner.strategy.schema import FORMAT, VERSION, PlacementsModel, validate
+from planner.strategy.schema import FORMAT, VERSION, ExchangeModel, PlacementsModel, validate
 from simulator.errors import InputError, StrategyError
 from simulator.hardware import is_profile_path, split_cluster_file
 from simulator.whole_file import write_whole
@@ -155,6 +156,7 @@ def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> 
         "sequence_parallel": plan.sequence_parallel,
         "schedule": plan.schedule,
         "fusion": {"bucket_bytes": plan.bucket_bytes},
+        **({"exchange": exchange} if (exchange := _exchange(plan)) else {}),
         "certificate": {
             "status": plan.certificate.status.value,
             "objective_s": plan.certificate.objective_s,
@@ -237,6 +239,7 @@ def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
         sharding_threshold_bytes=model.sharding_threshold_bytes,
         offload_optimizer=model.offload_optimizer,
         context_algorithm=model.context_algorithm,
+        exchange=_exchange_of(model.exchange),
     )
     return StrategyFile(plan=plan, prediction=model.prediction.model_dump() if model.prediction else None)
 
@@ -248,6 +251,16 @@ def _stages(plan: Plan) -> list[dict[str, object]]:
         {"stage": i, "rank": chunk.rank, "devices": plan.mesh.size, "first": chunk.first, "last": chunk.last}
         for i, chunk in enumerate(plan.chunks)
     ]
+
+
+def _exchange(plan: Plan) -> dict[str, object]:
+    """What a context says, where it says something."""
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in plan.exchange.named().items()}
+
+
+def _exchange_of(model: ExchangeModel) -> Exchange:
+    given = model.model_dump()
+    return Exchange(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
 
 
 def _placements(rules: Mapping[str, NodeRules]) -> dict[str, dict[str, list[str]]]:

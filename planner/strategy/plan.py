@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from planner.sharding.placement import Mesh, Placements
 from planner.sharding.rules import Rule
+from planner.strategy.exchange import UNASKED, Exchange
 
 NodeRules = tuple[Rule, ...]
 """One rule for each mesh axis, outermost first."""
@@ -119,6 +120,7 @@ class Plan:
     sharding_threshold_bytes : smaller parameters stay whole
     offload_optimizer : optimizer states live in the memory of the host
     context_algorithm : ``"none"``, ``"ring"`` or ``"all_to_all"``
+    exchange : what a context says of how tensors travel
     """
 
     network: str
@@ -151,6 +153,7 @@ class Plan:
     sharding_threshold_bytes: int = 0
     offload_optimizer: bool = False
     context_algorithm: str = "none"
+    exchange: Exchange = UNASKED
 
     @property
     def devices(self) -> int:

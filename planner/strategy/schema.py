@@ -107,6 +107,23 @@ class FusionModel(_Strict):
     bucket_bytes: Count
 
 
+class ExchangeModel(_Strict):
+    """What a context says of how tensors travel; `planner.strategy.exchange.Exchange` has the meaning of the fields."""
+
+    gradient_dtype: Literal["", "float32"] = ""
+    all_to_all: bool = True
+    all_reduce_bytes: Count | None = None
+    all_gather_bytes: Count | None = None
+    reduce_scatter_bytes: Count | None = None
+    fusion_places: list[Positive] = Field(default_factory=list)
+    group_power: Literal[-1, 0, 1] = 0
+    repeated_loss: bool = False
+    cross_batch: bool = False
+    broadcast: bool = False
+    layerwise: list[Text] = Field(default_factory=list)
+    inputs: dict[Text, dict[Text, Count]] = Field(default_factory=dict)
+
+
 class CertificateModel(_Strict):
     """What the search proved about the plan."""
 
@@ -124,9 +141,12 @@ class CertificateModel(_Strict):
 
 
 class PredictionModel(_Strict):
-    """The prediction made when the plan was written."""
+    """The prediction made when the plan was written, in the order of the file."""
 
     step_time_s: Seconds
+    objective_s: Seconds | None = None
+    differing_term: Text | None = None
+    analytic_breakdown: dict[Text, Seconds] = Field(default_factory=dict)
     interval_s: Annotated[list[Seconds], Field(min_length=2, max_length=2)]
     label: Literal["calibrated", "interpolated", "extrapolated"]
     samples_per_s: Fraction
@@ -136,9 +156,6 @@ class PredictionModel(_Strict):
     device_memory_bytes: Count
     memory_at_peak: dict[Text, Count]
     breakdown: dict[Text, Seconds]
-    objective_s: Seconds | None = None
-    differing_term: Text | None = None
-    analytic_breakdown: dict[Text, Seconds] = Field(default_factory=dict)
 
 
 class PlacementsModel(_Strict):
@@ -182,6 +199,7 @@ class StrategyModel(_Strict):
     sequence_parallel: bool
     schedule: Literal["none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipe", "dualpipe_v"]
     fusion: FusionModel
+    exchange: ExchangeModel = Field(default_factory=ExchangeModel)
     certificate: CertificateModel
     prediction: PredictionModel | None
     placements: PlacementsModel

@@ -1,0 +1,63 @@
+"""How the tensors of a plan travel where a context says it; what is not said is as a plan has it unasked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from simulator.program import Collective
+
+FusedBytes = int | None
+"""Bytes at which a message of several tensors is full; None for those of the plan's buckets, 0 for one tensor each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """What a context says of messages, gradients and data.
+
+    Attributes
+    ----------
+    gradient_dtype : type in which narrower gradients travel; "" for their own
+    all_to_all : False makes an all-gather and a slice of every all-to-all
+    all_reduce_bytes, all_gather_bytes, reduce_scatter_bytes : size of fused messages of each kind
+    fusion_places : all-reduces of gradients are fused by the place of their parameter in the network instead: those
+        before the first place in one message, those before the second in another, and the rest in the last
+    group_power : gradients are multiplied by the size of the group that adds them up, to this power: 1 for the sum of
+        the gradients of every rank's own mean loss, −1 for what is divided by the group although the loss is a mean
+    repeated_loss : gradients are multiplied by how many ranks compute the same part of the loss
+    cross_batch : operators over the batch see the samples of one rank alone
+    broadcast : parameters that are stored whole are sent out by the first rank before the first step
+    layerwise : parameters of which every rank has its own, by name: their gradients are not added up
+    inputs : for batch tensors by name the dim that each mesh axis cuts; {} where every rank loads them whole
+    """
+
+    gradient_dtype: Literal["", "float32"] = ""
+    all_to_all: bool = True
+    all_reduce_bytes: FusedBytes = None
+    all_gather_bytes: FusedBytes = None
+    reduce_scatter_bytes: FusedBytes = None
+    fusion_places: tuple[int, ...] = ()
+    group_power: int = 0
+    repeated_loss: bool = False
+    cross_batch: bool = False
+    broadcast: bool = False
+    layerwise: tuple[str, ...] = ()
+    inputs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+    def fused_bytes(self, collective: Collective, usual: int) -> int:
+        """Size of fused messages of one kind; `usual` where nothing is said."""
+        said = {
+            Collective.ALL_REDUCE: self.all_reduce_bytes,
+            Collective.ALL_GATHER: self.all_gather_bytes,
+            Collective.REDUCE_SCATTER: self.reduce_scatter_bytes,
+        }.get(collective)
+        return usual if said is None else said
+
+    def named(self) -> dict[str, object]:
+        """What is said, by name; empty where a plan does as it does unasked."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in values.items() if value != getattr(UNASKED, name)}
+
+
+UNASKED = Exchange()
