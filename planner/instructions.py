@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from planner.graph.operator_graph import OperatorGraph
 from planner.sharding.placement import Mesh, Placements
 from planner.sharding.rules import Rule
-from simulator.program import Collective, Program
+from simulator.program import Collective, Program, Task
 from simulator.schedules import ActionKind, Schedule
 
 
@@ -179,11 +179,15 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassInstructions:
-    """One pass of a chunk: what it runs in order, values to free after each, and those to free when it has ended."""
+    """One pass of a chunk: what it runs in order, values to free after each, and those to free when it has ended.
+
+    ``tasks[i]`` is what the simulator times for ``instructions[i]``.
+    """
 
     instructions: tuple[Instruction, ...]
     releases: tuple[tuple[str, ...], ...]
     drops: tuple[str, ...]
+    tasks: tuple[Task, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ The passes are those that `planner.lowering.pipeline` times, of every layer inst
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain as joined
 
 import numpy as np
@@ -123,10 +124,12 @@ def _stage(
     if last:
         leaving.add(source.loss_value)
     written = {key: [work.instructions[n] for n in joined(*draft.tasks)] for key, draft in drafts.items()}
+    timed = {key: tuple(work.tasks[n] for n in joined(*draft.tasks)) for key, draft in drafts.items()}
     stored = {source.graph.nodes[i].name for i in source.stored}
     return StageInstructions(
         passes={
-            key: _with_releases(key[0], given, written, lasting | stored, leaving) for key, given in written.items()
+            key: replace(_with_releases(key[0], given, written, lasting | stored, leaving), tasks=timed[key])
+            for key, given in written.items()
         },
         arrives=crossings[FORWARD, True],
         leaves=crossings[FORWARD, False],
