@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from planner.cli.calibrate import calibrate
 from planner.cli.execute import execute
+from planner.cli.export import export
 from planner.cli.networks import networks
 from planner.cli.plan import plan
 from planner.cli.profiles import profiles
@@ -95,6 +96,6 @@ def meshwright(
     """
 
 
-for command in (plan, simulate, what_if, execute, calibrate, validate, networks):
+for command in (plan, simulate, what_if, execute, calibrate, validate, networks, export):
     app.command()(command)
 app.add_typer(profiles, name="profiles")

@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from planner.graph.operator_graph import OperatorGraph
 from planner.sharding.placement import Mesh, MeshAxis
+from planner.strategy import mindspore
 from planner.strategy.consistency import check_consistent, data_sharding
 from planner.strategy.exchange import Exchange
 from planner.strategy.plan import Certificate, Chunk, LayerRules, NodeRules, Plan, RecomputeRange, Status
@@ -53,8 +55,25 @@ def write_plan(plan: Plan, path: str | Path, prediction: Mapping[str, object] | 
     Path
         The file written.
     """
-    stored = replace(plan, hardware=_beside(plan.hardware, Path(path)))
-    return write_whole(path, plan_to_text(stored, prediction))
+    return write_whole(path, plan_to_text(_stored(plan, path), prediction))
+
+
+def export_mindspore(
+    plan: Plan, graph: OperatorGraph, path: str | Path, prediction: Mapping[str, object] | None = None
+) -> Path:
+    """Write a plan of `graph` as MindSpore's strategy file, from which it can be read again (`mindspore`).
+
+    Raises
+    ------
+    StrategyError
+        The name does not end in ``.json``.
+    """
+    strategy = json.loads(plan_to_text(_stored(plan, path), prediction))
+    return mindspore.export_plan(plan, graph, path, strategy)
+
+
+def _stored(plan: Plan, path: str | Path) -> Plan:
+    return replace(plan, hardware=_beside(plan.hardware, Path(path)))
 
 
 def _beside(profile: str, strategy: Path) -> str:
@@ -181,8 +200,11 @@ def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> 
 
 
 def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
-    """Read the text of a strategy file; `source` names it in errors."""
-    model = validate(_parse_json(text, source), source)
+    """Read the text of a strategy file, or of MindSpore's with a plan in it; `source` names it in errors."""
+    document = _parse_json(text, source)
+    if mindspore.is_mindspore(document):
+        document = mindspore.embedded_strategy(document, source)
+    model = validate(document, source)
     strides = tuple(axis.stride for axis in model.mesh if axis.stride is not None)
     mesh = Mesh(tuple(MeshAxis(axis.axis, axis.size) for axis in model.mesh), strides or None)
     check_consistent(model, mesh, source)

@@ -25,6 +25,7 @@ COMMANDS = (
     ["calibrate"],
     ["validate"],
     ["networks"],
+    ["export"],
     ["profiles"],
     ["profiles", "list"],
     ["profiles", "show"],
