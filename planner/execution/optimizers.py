@@ -7,7 +7,7 @@ that up, and with the sums each updates its piece.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -38,8 +38,26 @@ DEFAULTS = {
 FUSED_DEVICES = ("cpu", "cuda")
 """Devices on which torch has Adam in one kernel."""
 
+State = dict[str, Tensor]
+"""What an optimizer keeps of one piece from step to step, by name: tensors of the piece's shape, or scalars."""
+
+MASTER = "master"
+COUNT = "count"
+
 StepFunction = Callable[[Tensor, Tensor], None]
 """Changes a parameter in place, given its gradient; keeps its own state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElementStep:
+    """An update that needs no more of a parameter than the piece: ``change`` is given piece, gradient and state."""
+
+    change: Callable[[Tensor, Tensor, State], None]
+    state: State = field(default_factory=dict)
+
+    def __call__(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Update a piece in place."""
+        self.change(parameter, gradient, self.state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +70,7 @@ class SummedStep:
 
     begin: Callable[[Tensor, Tensor], Tensor]
     finish: StepFunction
+    state: State
 
     def __call__(self, parameter: Tensor, gradient: Tensor) -> None:
         """Update a parameter that is whole."""
@@ -77,7 +96,7 @@ def hyperparameters(
     return replace(found, learning_rate=learning_rate)
 
 
-def make_step(optimizer: str, constants: Hyperparameters) -> StepFunction | SummedStep:
+def make_step(optimizer: str, constants: Hyperparameters) -> ElementStep | SummedStep:
     """Make the update of one parameter; its state begins at zero with the first gradient.
 
     The formulas and their order of rounding are those of `torch.optim`, so that both agree to the last bits.
@@ -85,7 +104,7 @@ def make_step(optimizer: str, constants: Hyperparameters) -> StepFunction | Summ
     if optimizer == "lamb":
         return _lamb(constants)
     makers = {"sgd": _sgd, "momentum": _momentum, "adam": _adam, "adamw": _adamw}
-    return _in_single_precision(makers[optimizer](constants))
+    return ElementStep(change=_in_single_precision(makers[optimizer](constants)))
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
@@ -93,76 +112,78 @@ def is_narrow(dtype: torch.dtype) -> bool:
     return dtype.itemsize < torch.float32.itemsize
 
 
-def _in_single_precision(step: StepFunction) -> StepFunction:
+Change = Callable[[Tensor, Tensor, State], None]
+
+
+def _in_single_precision(change: Change) -> Change:
     """Keep a float32 copy of a parameter of low precision: small updates would round away in it."""
-    copies: list[Tensor] = []
 
-    def wide_step(parameter: Tensor, gradient: Tensor) -> None:
+    def wide_change(parameter: Tensor, gradient: Tensor, state: State) -> None:
         if not is_narrow(parameter.dtype):
-            step(parameter, gradient)
+            change(parameter, gradient, state)
             return
-        if not copies:
-            copies.append(parameter.float())
-        step(copies[0], gradient.float())
-        parameter.copy_(copies[0])
+        if MASTER not in state:
+            state[MASTER] = parameter.float()
+        change(state[MASTER], gradient.float(), state)
+        parameter.copy_(state[MASTER])
 
-    return wide_step
+    return wide_change
 
 
-def _sgd(constants: Hyperparameters) -> StepFunction:
-    def step(parameter: Tensor, gradient: Tensor) -> None:
+def _sgd(constants: Hyperparameters) -> Change:
+    def change(parameter: Tensor, gradient: Tensor, state: State) -> None:
         parameter.add_(gradient, alpha=-constants.learning_rate)
 
-    return step
+    return change
 
 
-def _momentum(constants: Hyperparameters) -> StepFunction:
-    velocity: list[Tensor] = []
-
-    def step(parameter: Tensor, gradient: Tensor) -> None:
-        if velocity:
-            velocity[0].mul_(constants.momentum).add_(gradient)
+def _momentum(constants: Hyperparameters) -> Change:
+    def change(parameter: Tensor, gradient: Tensor, state: State) -> None:
+        if "velocity" in state:
+            state["velocity"].mul_(constants.momentum).add_(gradient)
         else:
-            velocity.append(gradient.clone())
-        parameter.add_(velocity[0], alpha=-constants.learning_rate)
+            state["velocity"] = gradient.clone()
+        parameter.add_(state["velocity"], alpha=-constants.learning_rate)
 
-    return step
+    return change
 
 
-def _adam(constants: Hyperparameters) -> StepFunction:
+def _adam(constants: Hyperparameters) -> Change:
     """Adam: Kingma and Ba, *Adam: a method for stochastic optimization*, algorithm 1."""
     return _fused_adam(torch._fused_adam_, constants)
 
 
-def _adamw(constants: Hyperparameters) -> StepFunction:
+def _adamw(constants: Hyperparameters) -> Change:
     """Adam with decoupled decay: Loshchilov and Hutter, *Decoupled weight decay regularization*."""
     return _fused_adam(torch._fused_adamw_, constants)
 
 
-def _fused_adam(kernel: Callable[..., None], constants: Hyperparameters) -> StepFunction:
-    """Update in one kernel; op by op, Adam reads and writes everything several times."""
-    first: list[Tensor] = []
-    second: list[Tensor] = []
-    count: list[Tensor] = []
+def _begin_moments(state: State, like: Tensor, *, fused: bool = False) -> None:
+    """Make Adam's moments with the first gradient, and count this one; only the fused kernel counts on its device."""
+    if "first" not in state:
+        state["first"], state["second"] = torch.zeros_like(like), torch.zeros_like(like)
+        state[COUNT] = torch.zeros((), device=like.device if fused else "cpu")
+    state[COUNT].add_(1)
 
-    def step(parameter: Tensor, gradient: Tensor) -> None:
-        if not first:
-            first.append(torch.zeros_like(parameter))
-            second.append(torch.zeros_like(parameter))
-            count.append(torch.zeros((), device=parameter.device))
-        count[0].add_(1)
-        if parameter.device.type not in FUSED_DEVICES:
+
+def _fused_adam(kernel: Callable[..., None], constants: Hyperparameters) -> Change:
+    """Update in one kernel; op by op, Adam reads and writes everything several times."""
+
+    def change(parameter: Tensor, gradient: Tensor, state: State) -> None:
+        fused = parameter.device.type in FUSED_DEVICES
+        _begin_moments(state, parameter, fused=fused)
+        if not fused:
             decay = constants.weight_decay if kernel is torch._fused_adamw_ else 0.0
-            _plain_adam(parameter, gradient, first[0], second[0], int(count[0]), decay, constants)
+            _plain_adam(parameter, gradient, state, decay, constants)
             return
         kernel(
             [parameter],
             # The kernel walks storage: a transposed gradient would be paired with the wrong elements.
             [gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)],
-            first,
-            second,
+            [state["first"]],
+            [state["second"]],
             [],
-            count,
+            [state[COUNT]],
             lr=constants.learning_rate,
             beta1=constants.beta1,
             beta2=constants.beta2,
@@ -172,19 +193,12 @@ def _fused_adam(kernel: Callable[..., None], constants: Hyperparameters) -> Step
             maximize=False,
         )
 
-    return step
+    return change
 
 
-def _plain_adam(
-    parameter: Tensor,
-    gradient: Tensor,
-    first: Tensor,
-    second: Tensor,
-    count: int,
-    decay: float,
-    constants: Hyperparameters,
-) -> None:
+def _plain_adam(parameter: Tensor, gradient: Tensor, state: State, decay: float, constants: Hyperparameters) -> None:
     """Update op by op, for devices without the fused kernel."""
+    first, second, count = state["first"], state["second"], int(state[COUNT])
     parameter.mul_(1 - constants.learning_rate * decay)
     first.lerp_(gradient, 1 - constants.beta1)
     second.mul_(constants.beta2).addcmul_(gradient, gradient, value=1 - constants.beta2)
@@ -198,32 +212,32 @@ def _lamb(constants: Hyperparameters) -> SummedStep:
     With the direction ``u = m / (sqrt(v) + epsilon) + decay w`` of Adam's corrected moments, a parameter moves by
     ``rate ‖w‖ / ‖u‖ u``, and by ``rate u`` where a norm is zero. Parameters of low precision have a float32 copy.
     """
-    kept: dict[str, Tensor] = {}
-    count = 0
+    state: State = {}
+    begun: list[Tensor] = []
 
     def begin(parameter: Tensor, gradient: Tensor) -> Tensor:
-        nonlocal count
-        narrow = is_narrow(parameter.dtype)
-        if not kept:
-            kept["weight"] = parameter.float() if narrow else parameter
-            kept["first"], kept["second"] = torch.zeros_like(kept["weight"]), torch.zeros_like(kept["weight"])
-        count += 1
-        weight, gradient = kept["weight"], gradient.to(kept["weight"].dtype)
-        kept["first"].lerp_(gradient, 1 - constants.beta1)
-        kept["second"].mul_(constants.beta2).addcmul_(gradient, gradient, value=1 - constants.beta2)
-        denominator = (kept["second"] / (1 - constants.beta2**count)).sqrt_().add_(constants.epsilon)
-        direction = (kept["first"] / (1 - constants.beta1**count)).div_(denominator)
-        kept["direction"] = direction.add_(weight, alpha=constants.weight_decay)
+        if is_narrow(parameter.dtype) and MASTER not in state:
+            state[MASTER] = parameter.float()
+        weight = state.get(MASTER, parameter)
+        gradient = gradient.to(weight.dtype)
+        _begin_moments(state, weight)
+        count = int(state[COUNT])
+        state["first"].lerp_(gradient, 1 - constants.beta1)
+        state["second"].mul_(constants.beta2).addcmul_(gradient, gradient, value=1 - constants.beta2)
+        denominator = (state["second"] / (1 - constants.beta2**count)).sqrt_().add_(constants.epsilon)
+        direction = (state["first"] / (1 - constants.beta1**count)).div_(denominator)
+        begun.append(direction.add_(weight, alpha=constants.weight_decay))
         return torch.stack([weight.square().sum(), direction.square().sum()])
 
     def finish(parameter: Tensor, sums: Tensor) -> None:
         weight, direction = sums.sqrt().unbind()
         ratio = torch.where((weight > 0) & (direction > 0), weight / direction, torch.ones_like(weight))
-        kept["weight"].sub_(kept.pop("direction").mul_(ratio * constants.learning_rate))
-        if kept["weight"] is not parameter:
-            parameter.copy_(kept["weight"])
+        changed = state.get(MASTER, parameter)
+        changed.sub_(begun.pop().mul_(ratio * constants.learning_rate))
+        if changed is not parameter:
+            parameter.copy_(changed)
 
-    return SummedStep(begin=begin, finish=finish)
+    return SummedStep(begin=begin, finish=finish, state=state)
 
 
 class Lamb(torch.optim.Optimizer):
