@@ -19,7 +19,8 @@ PRECISIONS = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "
 class Job:
     """A training run: the lowered plan, where parameters and data come from, and for how long.
 
-    ``device_type`` is ``"cpu"``, ``"cuda"`` or ``"npu"``; ``timeout_s`` bounds every collective.
+    ``device_type`` is ``"cpu"``, ``"cuda"`` or ``"npu"``; ``timeout_s`` bounds every collective. Behind ``steps`` come
+    ``recorded_steps`` whose instructions are clocked one by one.
     """
 
     lowered: LoweredPlan | LoweredStages
@@ -33,6 +34,7 @@ class Job:
     warm_up_steps: int
     device_type: str
     timeout_s: float
+    recorded_steps: int = 0
 
     @property
     def inputs(self) -> tuple[InputSpec, ...]:

@@ -40,8 +40,11 @@ class Watch(Protocol):
     def action(self, instruction: Instruction, part: int, action: Action) -> Action:
         """The action to run for a part (`RUN`, `START`, `FINISH`) of an instruction."""
 
-    def reduction(self, axis: int, reduction: Action) -> None:
+    def reduction(self, axis: int, reduction: Callable[[], object]) -> None:
         """Run a sum over the ranks of a mesh axis inside an operator."""
+
+    def crossing(self, stage: int, receive: Callable[[], object]) -> None:
+        """Receive what comes from a stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -219,7 +219,11 @@ class StageInterpreter:
             return
         value = torch.empty(crossing.shape, dtype=getattr(torch, crossing.dtype), device=self._context.device)
         group, tag = self._way(direction, origin, micro_batch)
-        dist.recv(value, self._neighbours.rank_of[origin], group=group, tag=tag)
+        source, watch = self._neighbours.rank_of[origin], self._context.watch
+        if watch is None:
+            dist.recv(value, source, group=group, tag=tag)
+        else:
+            watch.crossing(origin, lambda: dist.recv(value, source, group=group, tag=tag))
         stage.machine.slots[slot] = value
 
     def _way(self, direction: int, origin: int, micro_batch: int) -> tuple[dist.ProcessGroup | None, int]:

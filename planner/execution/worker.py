@@ -20,6 +20,7 @@ from planner.execution.data import Batches, open_dataset
 from planner.execution.interpreter import Interpreter
 from planner.execution.job import Job, batch_shard, own_piece
 from planner.execution.machine import BUFFER, Held, RankContext
+from planner.execution.measuring import RankRecord, Recorder
 from planner.execution.membership import Membership
 from planner.execution.memory import PeakMemory, waited_s
 from planner.execution.optimizers import make_step
@@ -35,7 +36,8 @@ class RankResult:
     """What one rank measured; the losses are of whole batches, and so the same on every rank that knows them.
 
     With pipeline stages only ranks of the last one do; the others have none.
-    ``waited_share`` is the part of the timed steps in which the rank was ready but had no core.
+    ``waited_share`` is the part of the timed steps in which the rank was ready but had no core. ``record`` is there
+    where steps were recorded.
     """
 
     losses: tuple[float, ...]
@@ -43,6 +45,7 @@ class RankResult:
     waited_share: float
     peak_memory_bytes: int
     memory_method: str
+    record: RankRecord | None = None
 
 
 def train(job: Job, membership: Membership | None = None) -> list[RankResult]:
@@ -75,7 +78,8 @@ def train(job: Job, membership: Membership | None = None) -> list[RankResult]:
 def _train_rank(job: Job, device: torch.device, timeout: timedelta) -> RankResult:
     mesh = job.lowered.mesh
     coordinates = mesh.coordinates(dist.get_rank())
-    context = RankContext(coordinates=coordinates, groups=_groups(job.lowered, timeout), device=device)
+    recorder = Recorder(job.lowered, dist.get_rank(), device) if job.recorded_steps else None
+    context = RankContext(coordinates=coordinates, groups=_groups(job.lowered, timeout), device=device, watch=recorder)
     load = _feeder(job, coordinates, device)
     load(0, 0)
     _touch_libraries(context)
@@ -106,13 +110,29 @@ def _train_rank(job: Job, device: torch.device, timeout: timedelta) -> RankResul
         memory.record(partial(run, 0, job.warm_up_steps), held + interpreter.live_bytes())
     waited = waited_s()
     run(job.warm_up_steps, job.steps)
+    waited = waited_s() - waited
+    if recorder is not None:
+        _record(recorder, interpreter, load, job)
     return RankResult(
         losses=tuple(losses),
         step_times_s=tuple(times),
-        waited_share=(waited_s() - waited) / sum(times[job.warm_up_steps :]),
+        waited_share=waited / sum(times[job.warm_up_steps :]),
         peak_memory_bytes=memory.peak_bytes(),
         memory_method=memory.method,
+        record=None if recorder is None else recorder.record(),
     )
+
+
+def _record(
+    recorder: Recorder, interpreter: Interpreter | StageInterpreter, load: Callable[[int, int], list[Tensor]], job: Job
+) -> None:
+    """Run more steps, which count for nothing else, with every instruction clocked."""
+    for step in range(job.steps, job.steps + job.recorded_steps):
+        batches = [load(step, i) for i in range(job.lowered.micro_batches)]
+        dist.barrier()
+        recorder.begin_step()
+        interpreter.run_step(batches.__getitem__)
+        recorder.end_step()
 
 
 def _run_step(
