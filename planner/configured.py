@@ -21,6 +21,7 @@ from planner.search.configurations.space import LONG_SEQUENCE, Extent, bases
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.stages.partition import partition
 from planner.search.stages.segments import simplified
+from planner.search.stages.unit_pins import FREE, UnitPins
 from planner.search.units.labels import RECOMPUTE, StageDecisions, StageTables, rules_of, stage_tables
 from planner.sharding.context import ALGORITHMS, Algorithm, ContextAxis
 from planner.sharding.placement import Mesh
@@ -49,7 +50,8 @@ class Configured:
     """The searches of one request: tables are made once for all of them.
 
     ``graph`` is folded, at the request's precision and batch 1; ``base`` are the fields of every plan; ``shared`` is
-    what searches of the same graph have made before; parameters of less than ``threshold_bytes`` stay whole.
+    what searches of the same graph have made before; parameters of less than ``threshold_bytes`` stay whole;
+    ``unit_pins`` fix single units.
     """
 
     graph: OperatorGraph
@@ -63,6 +65,7 @@ class Configured:
     base: Mapping[str, object]
     shared: NetworkTables | None = None
     threshold_bytes: int = 0
+    unit_pins: UnitPins = FREE
 
     def __post_init__(self) -> None:
         if self.shared is None:
@@ -81,6 +84,8 @@ class Configured:
     def extent(self, pins: Pins, devices: int | None = None) -> Extent:
         """The space that pins leave; raises UnsupportedError for a pinned context axis that the network forbids."""
         devices = devices or self.devices
+        if self.unit_pins.pieces is not None:
+            pins = replace(pins, pp=self.unit_pins.pieces, vpp=1)
         return Extent(
             hardware=self.hardware,
             devices=devices,
@@ -118,6 +123,7 @@ class Configured:
             dtype=self.dtype,
             limit_bytes=float(hardware.device_memory_bytes if limit_bytes is None else limit_bytes),
             bucket_bytes=self.bucket_bytes,
+            unit_pins=self.unit_pins,
         )
 
     def tables(self, pins: Pins, configuration: Configuration, hardware: Hardware | None = None) -> StageTables:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from planner.configured import Configured
+from planner.context.marks import Marks
+from planner.context.placing import PlacedMarks, with_stages
 from planner.explanations import (
     ShadowPrices,
     describe,
@@ -32,8 +34,9 @@ from planner.search.candidates import Space
 from planner.search.configurations.buckets import MIB, USUAL
 from planner.search.configurations.explored import Placed
 from planner.search.configurations.pin_checks import check_pins
+from planner.search.stages.unit_pins import FREE
 from planner.sharding.rules import has_rule
-from planner.shared_tables import SharedTables
+from planner.shared_tables import NetworkTables, SharedTables
 from planner.strategy.plan import (
     Status,
 )
@@ -147,6 +150,7 @@ def plan_network(
     )
     base = _base_plan(request, network, graph, hardware, precision, update.name, batch, bucket)
     ruled = time.perf_counter()
+    pins, placed = _marked(request, network, graph, tables, pins)
     search = Configured(
         graph=graph,
         hardware=hardware,
@@ -159,6 +163,7 @@ def plan_network(
         base=base,
         shared=tables,
         threshold_bytes=threshold_bytes(graph, pins),
+        unit_pins=placed.unit_pins() if placed else FREE,
     )
     wide = _searches_configurations(request, pins, search)
     scored = replace(request, top=max(request.top, RESCORED))
@@ -198,6 +203,32 @@ def plan_network(
         pin_costs=found.costs if found else (),
         interrupted=stopped,
     )
+
+
+def _marked(
+    request: PlanRequest, network: Network, graph: OperatorGraph, tables: NetworkTables, pins: Pins
+) -> tuple[Pins, PlacedMarks | None]:
+    """Marks of modules on the units of the network, those of the request over those of its code, and pins with them.
+
+    Raises
+    ------
+    InputError
+        Marks name no module, contradict each other or the pins.
+    """
+    own = network.marks or Marks()
+    marks = request.marks.over(own) if request.marks else own
+    if not marks:
+        return pins, None
+    placed = PlacedMarks(marks, graph, tables.decisions.chain)
+    stages = placed.stage_count()
+    if stages is not None:
+        pins = with_stages(pins, stages)
+    if marks.recompute and pins.recompute is not None:
+        raise InputError(
+            f"pin recompute={pins.recompute} and recompute() of {next(iter(marks.recompute))!r} both say what is "
+            "computed again; leave one of them out"
+        )
+    return replace(pins, by_unit=bool(marks.stages or marks.recompute)), placed
 
 
 def _searches_configurations(request: PlanRequest, pins: Pins, search: Configured) -> bool:
@@ -264,7 +295,9 @@ class _Configurations:
         self.timings["sensitivity"] = time.perf_counter() - began
 
     def _pin_costs(self, best: Placed) -> Iterator[tuple[str, float, str]]:
-        yield from pin_costs(self.search, self.pins, best)
+        # Marked stages stay where they are.
+        staged = bool(self.search.unit_pins.cuts)
+        yield from pin_costs(self.search, replace(self.pins, pp=None, vpp=None) if staged else self.pins, best)
         kept, first = self.pins.sharding_threshold_kb, next(iter(self.scored), None)
         if kept is not None and first is not None:
             seconds = threshold_cost_s(self.search, first)

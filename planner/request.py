@@ -11,6 +11,7 @@ from planner.strategy.exchange import UNASKED, Exchange
 from simulator.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
+    from planner.context.marks import Marks
     from planner.search.problem.hints import Hint
 
 PRECISIONS: Mapping[str, str] = {
@@ -48,8 +49,9 @@ class PlanRequest:
     """One network, one cluster, and what the user fixed; None leaves a choice to the defaults.
 
     ``pins`` fix dimensions of the search by name, as text (``{"tp": "8"}``); ``hints`` fix placements of operators.
-    Without ``sensitivity`` it is not said what memory, links and pins are worth. ``exchange`` is how tensors travel: plans
-    are simulated and ranked with it, the closed form of the search does not know it.
+    Without ``sensitivity`` it is not said what memory, links and pins are worth. ``exchange`` is how tensors travel:
+    plans are simulated and ranked with it, the closed form of the search does not know it. ``marks`` of modules come
+    before those that the network's code has.
     """
 
     network: str
@@ -66,6 +68,7 @@ class PlanRequest:
     top: int = 5
     sensitivity: bool = True
     exchange: Exchange = UNASKED
+    marks: Marks | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,7 @@ class Pins:
     ``micro_batch`` are the samples of a micro-batch on one data-parallel rank, ``micro_batches`` their number.
     ``batch_only`` shards nothing but the batch (pure data parallelism). ``shard_size`` is the number of data-parallel
     ranks that optimizer states are sharded over, ``offload_optimizer`` whether they live in host memory;
+    ``by_unit`` says that units are fixed one by one (`planner.search.stages.unit_pins`).
     ``bucket_mb`` is the size of fused messages of gradients in MiB, and parameters of less than
     ``sharding_threshold_kb`` KiB stay whole.
     """
@@ -97,6 +101,7 @@ class Pins:
     bucket_mb: int | None = None
     sharding_threshold_kb: int | None = None
     batch_only: bool = False
+    by_unit: bool = False
 
     @property
     def storage(self) -> ParameterStorage:
@@ -106,7 +111,7 @@ class Pins:
     @property
     def one_stage(self) -> bool:
         """Whether plans without pipeline, context and expert axes, recomputation and offload are allowed."""
-        degrees = all(value in (None, 1) for value in (self.pp, self.vpp, self.cp, self.ep))
+        degrees = all(value in (None, 1) for value in (self.pp, self.vpp, self.cp, self.ep)) and not self.by_unit
         words = self.recompute in (None, "none") and self.schedule in (None, "none")
         stored = self.optimizer_sharding in _STORAGE and self.shard_size is None and not self.offload_optimizer
         stored = stored and not self.sharding_threshold_kb

@@ -77,9 +77,9 @@ def chain(graph: OperatorGraph) -> Chain:
     A cut is allowed where one forward tensor crosses and at most its gradient comes back. Inputs, constants,
     what is computed of those alone, and tied parameters with the terms of their gradients do not count: they go
     to every unit that reads them. Cuts are made between the blocks that indices in module paths tell apart
-    (between outermost modules where no path has an index); blocks that only hold others are cut further. A
-    piece without a matrix product, convolution, attention or embedding stays with its neighbour. Where no cut
-    is allowed the network is one unit.
+    (where no path has an index, between the outermost modules that tell heavy operators apart); blocks that only
+    hold others are cut further. A piece without a matrix product, convolution, attention or embedding stays with
+    its neighbour. Where no cut is allowed the network is one unit.
     """
     placed = _Placed(graph)
     pieces = _pieces(placed, _segments(placed))
@@ -205,7 +205,8 @@ def _segments(placed: _Placed) -> list[_Segment]:
     modules = [placed.graph.nodes[i].module for i in placed.order]
     keys = [_key(path, 1) for path in modules]
     if not any(keys):
-        depth = len(_common([m.split(".") for m in modules if m]))
+        heavy = [m for i, m in zip(placed.order, modules, strict=True) if placed.graph.nodes[i].kernel in _HEAVY]
+        depth = len(_common([m.split(".") for m in heavy if m]))
         keys = [".".join(path.split(".")[: depth + 1]) for path in modules]
         return _grouped(keys, 0)
     return _refined(placed, modules, _marked(placed, _grouped(keys, 0)), 2)

@@ -13,6 +13,7 @@ from planner.graph.operator_graph import OperatorGraph
 if TYPE_CHECKING:
     from torch import nn
 
+    from planner.context.marks import Marks
     from planner.networks.decoder.graph import Decoder
 
 Family = Literal["image", "language", "features"]
@@ -37,7 +38,8 @@ class Network:
     ``make`` takes a number of blocks (``None`` for all) and returns a module in training mode whose
     ``forward(*inputs)`` is the scalar mean loss. ``depth`` is the number of equal blocks, if ``make`` can
     leave some out. ``content`` identifies what the graph depends on; empty: never cached. ``decoder`` is
-    set for known families: their graph is written from it, without torch, equal to the capture's.
+    set for known families: their graph is written from it, without torch, equal to the capture's. ``marks`` are
+    those that the network's own code has on its modules.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Network:
     content: str = ""
     notes: tuple[str, ...] = ()
     decoder: Decoder | None = None
+    marks: Marks | None = None
 
     def capture(self) -> OperatorGraph:
         """Return the operator graph at batch 1, from the cache where it can."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from planner.context.marks import marks_of
 from planner.graph.capture_errors import is_library, short_path
 from planner.networks.network import Family, InputSpec, Network
 from simulator.errors import InputError, NetworkError
@@ -60,6 +61,7 @@ def load_factory(place: str, sequence_length: int | None) -> Network:
         sequence_length=inputs[0].shape[0] if family == "language" else None,
         inputs=inputs,
         make=lambda depth: _call(place, factory)[0],
+        marks=marks_of(module),
     )
 
 

@@ -57,6 +57,7 @@ from planner.search.configurations.stored_ways import (
 )
 from planner.search.stages.fragments import FloatArray, Fragments, IntArray
 from planner.search.stages.segments import PartitionTask
+from planner.search.stages.unit_pins import FREE, UnitPins
 from planner.work import Optimizer, state_bytes, update_traffic
 from simulator.corrections import kernel_factor
 from simulator.hardware import Hardware
@@ -74,7 +75,7 @@ __all__ = ["AXES", "Configuration", "StepModel", "StoredWays", "Whole", "host_ba
 class StepModel:
     """Turns labels into fragments and partition tasks of a configuration.
 
-    ``limit_bytes`` is the memory of a device.
+    ``limit_bytes`` is the memory of a device, ``unit_pins`` what is fixed of single units.
     """
 
     hardware: Hardware
@@ -82,13 +83,15 @@ class StepModel:
     dtype: str
     limit_bytes: float
     bucket_bytes: float
+    unit_pins: UnitPins = FREE
 
     def task(self, tables: StageTables, configuration: Configuration) -> PartitionTask:
         """The partition task of a configuration."""
         shape = self.shape(configuration)
         units = self.labels(tables, configuration)
         kinds = self._fragments(units, configuration, shape, Whole.of(tables), trained_parameters(tables))
-        kinds, counts = merged(kinds, [unit.count for unit in tables.chain.units])
+        rows = [unit.count for unit in tables.chain.units]
+        kinds, counts = merged(*self.unit_pins.in_modes(kinds, rows, [unit.recompute for unit in units]))
         return PartitionTask(
             kinds=tuple(kinds),
             counts=tuple(counts),
@@ -102,6 +105,7 @@ class StepModel:
             limit_bytes=self.limit_bytes,
             hidden_share=shape.hidden_share,
             uneven_s=partial(_uneven_s, configuration) if configuration.virtual > 1 else None,
+            cuts=self.unit_pins.cuts,
         )
 
     def labels(self, tables: StageTables, configuration: Configuration) -> tuple[UnitLabels, ...]:

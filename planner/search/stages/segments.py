@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,7 @@ class PartitionTask:
     limit_bytes : memory of one rank
     uneven_s : what turns of unequal length add to the step, from the seconds (ranks * chunks,) of all passes of each
         chunk; None where a rank has one chunk
+    cuts : for each cut between chunks the numbers of units that may lie before it; empty where cuts are free
     """
 
     kinds: tuple[Fragments, ...]
@@ -60,6 +62,7 @@ class PartitionTask:
     limit_bytes: float
     hidden_share: float = 0.0
     uneven_s: Callable[[FloatArray], float] | None = None
+    cuts: tuple[range, ...] = ()
 
     @property
     def units(self) -> int:
@@ -171,7 +174,9 @@ class Segments:
         self.least_fill_s = float(np.array([kind.values[:, FILL].min() for kind in task.kinds]) @ counts)
         self.share_s = max(float(self.least @ counts) / task.ranks, float(self.least.max()))
         share = max(self.share_s / task.chunks, float(self.least.max()))
-        self.longest_s = np.inf if task.pieces == 1 else slack * share + float(self.least.max())
+        whole = task.pieces == 1 or bool(task.cuts)
+        self.longest_s = np.inf if whole else slack * share + float(self.least.max())
+        self._ends = _pinned_ends(task)
         self.complete = True
         self._powers: list[dict[int, Fragments]] = [{} for _ in task.kinds]
         self._begins = np.concatenate(([0], np.cumsum(task.counts))).tolist()
@@ -229,9 +234,9 @@ class Segments:
             for length in range(1, count + 1):
                 if not self._fits(length, length * self.least[kind]):
                     break
-                if self._wanted(length):
-                    begin, end = self._begins[kind], self._begins[kind + 1]
-                    yield from self._placed(range(begin, end - length + 1), length, self._power(kind, length))
+                starts = range(self._begins[kind], self._begins[kind + 1] - length + 1)
+                if self._wanted(starts, length):
+                    yield from self._placed(starts, length, self._power(kind, length))
 
     def _across(self) -> Iterator[_Kind]:
         """Segments that begin in one kind of unit and end in a later one."""
@@ -259,19 +264,30 @@ class Segments:
                 length = units + left + right
                 if not self._fits(length, spent + right * self.least[last]):
                     break
-                if not self._wanted(length):
+                start = self._begins[first + 1] - left
+                starts = range(start, start + 1)
+                if not self._wanted(starts, length):
                     continue
                 if head is None:
                     head = self._power(first, left)
                     head = head if inner is None else joined(head, inner, self.width)
-                start = self._begins[first + 1] - left
                 ways = joined(head, self._power(last, right), self.width)
-                yield from self._placed(range(start, start + 1), length, ways)
+                yield from self._placed(starts, length, ways)
 
-    def _wanted(self, length: int) -> bool:
-        return self.task.pieces > 1 or length == self.task.units
+    def _wanted(self, starts: range, length: int) -> bool:
+        return bool(self._starts(starts, length)) if self.task.pieces > 1 else length == self.task.units
+
+    def _starts(self, starts: range, length: int) -> list[range]:
+        """Rows of those starts with which a segment of this length is a chunk that pinned cuts allow."""
+        if not self._ends:
+            return [starts] if starts else []
+        return [range(s, s + 1) for s in starts if s + length in self._ends.get(s, ())]
 
     def _placed(self, starts: range, length: int, ways: Fragments) -> Iterator[_Kind]:
+        for row in self._starts(starts, length):
+            yield from self._placed_row(row, length, ways)
+
+    def _placed_row(self, starts: range, length: int, ways: Fragments) -> Iterator[_Kind]:
         """Split where the message before the segment differs; there is none before the network."""
         nothing = np.zeros(0)
         sends = [nothing if start == 0 else self.task.sends_s[start - 1] for start in starts]
@@ -281,3 +297,18 @@ class Segments:
                 if len(ways):
                     yield _Kind(starts[begin:place], length, ways, sends[begin])
                 begin = place
+
+
+def _pinned_ends(task: PartitionTask) -> dict[int, set[int]]:
+    """Where a chunk that begins at a unit may end, by first unit; empty where cuts are free.
+
+    Ranges of different cuts do not overlap, so that every row of such chunks has each cut once.
+    """
+    if not task.cuts:
+        return {}
+    found: dict[int, set[int]] = {}
+    places = [range(1), *task.cuts, range(task.units, task.units + 1)]
+    for begins, ends in pairwise(places):
+        for begin in begins:
+            found.setdefault(begin, set()).update(end for end in ends if end > begin)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from planner.search.configurations.bounds import memory_bound, task_bound
 from planner.search.configurations.whole_units import chunk_times, least_turns
+from planner.search.stages import chain_bound as chains
 from planner.search.stages import cutting
 from planner.search.stages import partition as pipeline
 from planner.search.stages.chain_bound import chain_bound
@@ -75,6 +77,8 @@ def brute_force(task: PartitionTask) -> float:
         if ends[0][0] != -1 or ends[-1][1] != -1 or any(a[1] != b[0] for a, b in pairwise(ends)):
             continue
         for cuts in combinations(range(1, task.units), task.pieces - 1):
+            if any(cut not in places for cut, places in zip(cuts, task.cuts, strict=False)):
+                continue
             best = min(best, value(task, rows, [e for e, _ in ends], (0, *cuts, task.units)))
     return best
 
@@ -168,6 +172,11 @@ def hiding_task() -> PartitionTask:
 def test_bounds_hold(task: PartitionTask) -> None:
     best = brute_force(task)
     assert chain_bound(task) <= best + 1e-9 * abs(best)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chains, "few_cuts", lambda units, pieces: False)
+        assert chain_bound(task) <= best + 1e-9 * abs(best)
+        patch.setattr(chains, "WIDE", 0)
+        assert chain_bound(task) <= best + 1e-9 * abs(best)
     assert task_bound(task) <= best * (1 + 1e-9)
     assert memory_bound(task) <= best * (1 + 1e-9)
     ideal = partition(idealised(task), width=10_000)
@@ -175,6 +184,23 @@ def test_bounds_hold(task: PartitionTask) -> None:
         assert best == np.inf
     else:
         assert ideal.lower_bound_s <= best * (1 + 1e-9)
+
+
+@given(tasks().filter(lambda task: task.pieces > 1))
+def test_one_way_a_unit_is_bounded_by_what_it_takes(task: PartitionTask) -> None:
+    """Without a choice of ways nor of what synchronisation leaves, the bound of a chain is its best partition."""
+    rows = [kind.values[:1] * [1, 1, 0, 0, 0, 0, 0] for kind in task.kinds]
+    ends = [0 if number else -1 for number in range(len(rows))]
+    leave = [*ends[1:], -1]
+    kinds = tuple(
+        Fragments(values, np.array([entry]), np.array([out]), np.zeros((1, 1), dtype=np.int64))
+        for values, entry, out in zip(rows, ends, leave, strict=True)
+    )
+    alone = replace(task, kinds=kinds, limit_bytes=np.inf)
+    best = brute_force(alone)
+    assert chain_bound(alone) <= best * (1 + 1e-9)
+    if task.ranks == 2 and not alone.units - 2:
+        assert chain_bound(alone) == pytest.approx(best)
 
 
 @given(
@@ -195,6 +221,26 @@ def test_whole_units_are_shared_out_as_well_as_can_be(
     assert least_turns(times, ranks, chunks) <= best * (1 + 1e-9)
     if chunks == 1 and blocks > 1 and max(ends) < block and blocks >= ranks:
         assert least_turns(times, ranks, chunks) == pytest.approx(best)
+
+
+@given(st.one_of(tasks(), tasks(chunks=2)), st.data())
+def test_pinned_cuts_are_kept_and_the_rest_is_best(task: PartitionTask, data: st.DataObject) -> None:
+    assume(1 < task.pieces <= task.units)
+    edges = sorted(data.draw(st.lists(st.integers(1, task.units - 1), min_size=task.pieces - 1, unique=True)))
+    allowed = tuple(
+        range(low, data.draw(st.integers(low, high - 1)) + 1)
+        for low, high in pairwise([*edges[: task.pieces - 1], task.units])
+    )
+    pinned = replace(task, cuts=allowed)
+    found, best = partition(pinned, width=10_000), brute_force(pinned)
+    assert (found is None) == (best == np.inf)
+    if found is not None:
+        assert all(end in places for end, places in zip(found.ends, allowed, strict=False))
+        assert found.objective_s == pytest.approx(best)
+        assert found.lower_bound_s == pytest.approx(best)
+        check(pinned, found)
+    assert chain_bound(pinned) <= best * (1 + 1e-9)
+    assert memory_bound(pinned) <= best * (1 + 1e-9)
 
 
 @given(tasks())
