@@ -61,6 +61,13 @@ def execute(
             "--timeout", parser=seconds, metavar="SECONDS", help="How long a rank may keep the others waiting [60]."
         ),
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Clock every instruction, and say why the prediction was off.")
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Write the step as predicted and as measured for Perfetto."),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the result as JSON.")] = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -75,6 +82,8 @@ def execute(
     \b
     Example: eight processes here, losses compared with those of one process
       meshwright execute strategy.json --processes 8 --steps 20 --verify
+    Why was the prediction off, and a trace with both to open at https://ui.perfetto.dev
+      meshwright execute strategy.json --measure --trace run.trace.json
     Under torchrun
       torchrun --nproc-per-node 8 -m planner.cli execute strategy.json --steps 20
     """
@@ -85,6 +94,8 @@ def execute(
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     if out is not None:
         check_out("--out", out, (strategy,))
+    if trace is not None:
+        check_out("--trace", trace, (strategy,))
     options = ExecuteOptions(
         strategy=strategy,
         processes=processes,
@@ -96,6 +107,8 @@ def execute(
         learning_rate=learning_rate,
         device=None if device is None else str(device),
         timeout_s=DEFAULT_TIMEOUT_S if timeout is None else timeout,
+        measure=measure,
+        trace=trace,
     )
     with terminal.working(f"running {strategy}") as say:
         report = run(options, say=say)
@@ -114,6 +127,10 @@ def execute(
         from planner.cli.tables import execution_report
 
         terminal.show(*execution_report(report, out))
+        if report.comparison is not None:
+            from planner.cli.comparison_tables import comparison_report
+
+            terminal.show(*comparison_report(report.comparison, report.predicted_step_time_s, trace))
 
 
 def report_document(report: ExecutionReport) -> dict[str, Any]:

@@ -11,11 +11,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from planner.execution.comparing import Comparison, compare
 from planner.execution.data import check_dataset, open_dataset
 from planner.execution.job import Job, check_precision, input_specs
 from planner.execution.membership import Membership, find_membership, is_scheduler
 from planner.execution.optimizers import hyperparameters
+from planner.execution.recorded import rank_times
 from planner.execution.reference import run_reference
+from planner.execution.run_trace import write_run_trace
 from planner.execution.verification import (
     PERTURBATION,
     check_finite,
@@ -39,6 +42,7 @@ from simulator.hardware import load_profile
 
 DEFAULT_TIMEOUT_S = 60.0
 WARM_UP_STEPS = 2
+RECORDED_STEPS = 5
 BUSY_SHARE = 0.1
 
 Say = Callable[[str], None]
@@ -50,7 +54,8 @@ class ExecuteOptions:
 
     ``processes`` must equal the plan's devices and may be left out. ``data`` names a data set
     (`planner.execution.data.open_dataset`), ``precision`` replaces the plan's. ``timeout_s`` bounds
-    each collective: a rank that hangs ends the run after it.
+    each collective: a rank that hangs ends the run after it. ``measure`` clocks the instructions of more steps, and
+    ``trace`` writes them beside the prediction.
     """
 
     strategy: str | Path
@@ -63,6 +68,8 @@ class ExecuteOptions:
     learning_rate: float | None = None
     device: str | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S
+    measure: bool = False
+    trace: str | Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +112,7 @@ class ExecutionReport:
     measured_memory_method: str
     predicted_peak_memory_bytes: int | None
     notes: tuple[str, ...] = ()
+    comparison: Comparison | None = None
 
 
 def execute(options: ExecuteOptions, say: Say = lambda _: None) -> ExecutionReport:
@@ -156,6 +164,7 @@ def execute_plan(plan: Plan, options: ExecuteOptions, say: Say = lambda _: None)
         warm_up_steps=min(WARM_UP_STEPS, options.steps - 1),
         device_type=options.device or _best_device(plan.devices),
         timeout_s=options.timeout_s,
+        recorded_steps=RECORDED_STEPS if options.measure or options.trace is not None else 0,
     )
     say(f"training {options.steps} steps on {plan.devices} processes")
     results = _run_job(job, membership)
@@ -171,7 +180,24 @@ def execute_plan(plan: Plan, options: ExecuteOptions, say: Say = lambda _: None)
         exact = _exact_if_needed(plan, job, losses, reference, precision, say)
         compare_losses(losses, reference, precision, exact)
         allowed = tolerances(precision, reference, exact)
-    return _report(plan, job, results, membership, reference, allowed, precision, dataset.description)
+    report = _report(plan, job, results, membership, reference, allowed, precision, dataset.description)
+    return report if rank else _with_comparison(report, plan, job, results, options.trace)
+
+
+def _with_comparison(
+    report: ExecutionReport, plan: Plan, job: Job, results: list[RankResult], trace: str | Path | None
+) -> ExecutionReport:
+    """Lay what the clocks showed, if anything, beside the prediction."""
+    records = [result.record for result in results if result.record is not None]
+    if not records or report.predicted_step_time_s is None:
+        return report
+    hardware = load_profile(plan.hardware)
+    timeline = predict(plan, job.lowered, hardware)[1] if isinstance(job.lowered, LoweredPlan) else None
+    if trace is not None:
+        ranks = rank_times(plan, job.lowered, records)
+        write_run_trace(trace, plan, job.lowered, checked_graph(plan), hardware, timeline, ranks)
+    found = compare(plan, job.lowered, records, hardware, report.predicted_step_time_s, timeline)
+    return replace(report, comparison=found)
 
 
 def _exact_if_needed(

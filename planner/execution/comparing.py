@@ -1,0 +1,300 @@
+"""Predicted beside measured, by class of work: where a step took longer or shorter than was said, and by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from planner.execution.machine import FINISH, RUN, START
+from planner.execution.measuring import RECEIVE, REDUCTION, RankRecord
+from planner.execution.recorded import FloatArray, RankTimes, quiet_tasks, rank_times
+from planner.instructions import LoweredPlan, LoweredStages
+from planner.prediction import ROUNDING
+from planner.strategy.plan import Plan
+from simulator.hardware import Hardware
+from simulator.program import COMPUTE_STREAM, Program, ProgramAxis, Segment, Task
+from simulator.timeline import Timeline
+from simulator.timing import task_times
+
+OPERATORS, MESSAGES, REST = "operators", "messages", "rest"
+WAITING, STAGES, BETWEEN = "waiting for other ranks", "waiting for other stages", "between instructions"
+
+Group = tuple[str, str]
+"""Kind and name of an error's row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorRow:
+    """One class of work in a step: seconds of a rank's time, the mean over ranks; rows add up to the step.
+
+    ``kind`` is `OPERATORS`, `MESSAGES` (what computation does not hide) or `REST`; ``calls`` is the mean over ranks.
+    """
+
+    kind: str
+    name: str
+    calls: float
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def difference_s(self) -> float:
+        """Measured less predicted."""
+        return self.measured_s - self.predicted_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkRow:
+    """All calls of kernels with the same work, on all ranks: seconds of one call, the median measured."""
+
+    kernel: str
+    dtype: str
+    flops: float
+    bytes_moved: float
+    calls: int
+    predicted_s: float
+    measured_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageRow:
+    """All equal messages: median seconds of one from when the last rank has come, and of the wait before."""
+
+    collective: str
+    axis: str
+    group_size: int
+    payload_bytes: float
+    calls: int
+    predicted_s: float
+    measured_s: float
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A step as predicted and as recorded.
+
+    ``recorded_step_time_s`` is the slowest rank's, the median of the recorded steps, which the clocks make a little
+    longer than others; ``errors`` add up to the predicted step and to the mean rank of the recorded step in the middle.
+    ``hardware`` is the profile of the prediction.
+    """
+
+    network: str
+    hardware: str
+    hardware_hash: str
+    processes: int
+    recorded_steps: int
+    recorded_step_time_s: float
+    errors: tuple[ErrorRow, ...]
+    work: tuple[WorkRow, ...]
+    messages: tuple[MessageRow, ...]
+
+
+def compare(
+    plan: Plan,
+    lowered: LoweredPlan | LoweredStages,
+    records: Sequence[RankRecord],
+    hardware: Hardware,
+    predicted_step_s: float,
+    timeline: Timeline | None = None,
+) -> Comparison:
+    """Lay the recorded steps of all ranks beside the prediction on `hardware`.
+
+    Parameters
+    ----------
+    records : one a rank
+    timeline : the simulated step of a plan on one stage, which says what of its messages computation hides
+    """
+    ranks = rank_times(plan, lowered, records)
+    quiet = [quiet_tasks(lowered, rank) for rank in range(len(ranks))]
+    tasks = {id(entry.task): entry.task for rank in ranks for entry in rank.entries}
+    tasks |= {id(task): task for of_rank in quiet for task, _ in of_rank}
+    seconds = dict(zip(tasks, _predicted(plan, lowered, list(tasks.values()), hardware), strict=True))
+    whole = np.max([rank.durations_s for rank in ranks], axis=0)
+    middle = middle_step(ranks)
+    hidden = {} if timeline is None or not isinstance(lowered, LoweredPlan) else _shown(lowered, timeline)
+    shown = {key: hidden.get(key, value) for key, value in seconds.items()}
+    return Comparison(
+        network=plan.network,
+        hardware=plan.hardware,
+        hardware_hash=hardware.hash,
+        processes=len(records),
+        recorded_steps=len(whole),
+        recorded_step_time_s=float(np.median(whole)),
+        errors=tuple(_errors([rank.of_step(middle) for rank in ranks], quiet, shown, predicted_step_s, middle)),
+        work=tuple(_work_rows(ranks, seconds)),
+        messages=tuple(_message_rows(lowered, ranks, seconds)),
+    )
+
+
+def middle_step(ranks: Sequence[RankTimes]) -> int:
+    """The recorded step of median length."""
+    whole = np.max([rank.durations_s for rank in ranks], axis=0)
+    return int(np.argsort(whole, kind="stable")[(len(whole) - 1) // 2])
+
+
+def _predicted(
+    plan: Plan, lowered: LoweredPlan | LoweredStages, tasks: Sequence[Task], hardware: Hardware
+) -> list[float]:
+    """Seconds of each task in a job of the plan's size; nothing of messages that the simulator does not time."""
+    mesh = lowered.mesh
+    program = Program(
+        name=plan.network,
+        devices=plan.devices,
+        axes=tuple(ProgramAxis(name=a.name, size=a.size, stride=mesh.stride(i)) for i, a in enumerate(mesh.axes)),
+        segments=(Segment(name="all", tasks=tuple(t for t in tasks if t.collective is None or t.axis)),),
+    )
+    found = iter(task_times(program, hardware)[0].tolist())
+    return [next(found) if task.collective is None or task.axis else 0.0 for task in tasks]
+
+
+def _shown(lowered: LoweredPlan, timeline: Timeline) -> dict[int, float]:
+    """Seconds of each message, by its task's identity, in which the simulated device computes nothing."""
+    found: dict[int, float] = {}
+    for segment, times in zip(lowered.program.segments, timeline.segments, strict=True):
+        computes = np.array([task.stream == COMPUTE_STREAM for task in segment.tasks])
+        order = np.argsort(times.starts_s[computes], kind="stable")
+        starts, ends = times.starts_s[computes][order], times.ends_s[computes][order]
+        lengths = np.concatenate(([0.0], np.cumsum(ends - starts)))
+
+        def computed(
+            moment: float, starts: FloatArray = starts, ends: FloatArray = ends, lengths: FloatArray = lengths
+        ) -> float:
+            """Seconds of computation before a moment."""
+            place = int(np.searchsorted(starts, moment))
+            return float(lengths[place] - max(0.0, ends[place - 1] - moment)) if place else 0.0
+
+        for index in np.flatnonzero(~computes).tolist():
+            begin, end = float(times.starts_s[index]), float(times.ends_s[index])
+            found[id(segment.tasks[index])] = end - begin - (computed(end) - computed(begin))
+    return found
+
+
+# Errors
+
+
+@dataclass(slots=True)
+class _Sums:
+    calls: float = 0.0
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+
+
+def _group(task: Task, *, inside: bool = False) -> Group:
+    if task.collective is None:
+        return OPERATORS, task.kernel.value
+    where = "inside operators" if inside else str(task.collective)
+    return MESSAGES, f"{where} on {task.axis}" if task.axis else f"{where} among stages"
+
+
+def _errors(
+    ranks: Sequence[RankTimes],
+    quiet: Sequence[Sequence[tuple[Task, int]]],
+    seconds: Mapping[int, float],
+    predicted_step_s: float,
+    step: int,
+) -> Iterator[ErrorRow]:
+    sums: dict[Group, _Sums] = {}
+    for rank, silent in zip(ranks, quiet, strict=True):
+        for group, predicted, measured, calls in _parts(rank, silent, seconds):
+            total = sums.setdefault(group, _Sums())
+            total.calls += calls / len(ranks)
+            total.predicted_s += predicted / len(ranks)
+            total.measured_s += measured / len(ranks)
+    measured_step_s = float(np.mean([rank.durations_s[step] for rank in ranks]))
+    rest = sums.setdefault((REST, BETWEEN), _Sums())
+    staged = (REST, STAGES) in sums
+    left = sums[REST, STAGES] if staged else rest
+    left.predicted_s = predicted_step_s - sum(total.predicted_s for total in sums.values())
+    rest.measured_s = measured_step_s - sum(total.measured_s for total in sums.values())
+    if abs(left.predicted_s) < 1e3 * ROUNDING * predicted_step_s:
+        left.predicted_s = 0.0
+    order = (OPERATORS, MESSAGES, REST)
+    for (kind, name), total in sorted(
+        sums.items(), key=lambda item: (order.index(item[0][0]), -item[1].measured_s, item[0][1])
+    ):
+        yield ErrorRow(
+            kind=kind, name=name, calls=total.calls, predicted_s=total.predicted_s, measured_s=total.measured_s
+        )
+
+
+def _parts(
+    rank: RankTimes, silent: Sequence[tuple[Task, int]], seconds: Mapping[int, float]
+) -> Iterator[tuple[Group, float, float, float]]:
+    """Group, predicted and measured seconds and calls of everything in a step of a rank."""
+    inside = {task.axis for task, _ in silent if task.collective is not None}
+    for task, times in silent:
+        yield _group(task, inside=True), times * seconds[id(task)], 0.0, 0.0
+    for number, part, took, waited in zip(rank.number, rank.part, rank.seconds, rank.waited_s, strict=True):
+        if part == RECEIVE:
+            yield (REST, STAGES), 0.0, took, 1.0
+        elif part == REDUCTION:
+            name = next((axis for axis in sorted(inside)), "ranks") if len(inside) == 1 else "several axes"
+            yield (MESSAGES, f"inside operators on {name}"), 0.0, took - waited, 1.0
+            yield (REST, WAITING), 0.0, waited, 0.0
+        else:
+            task = rank.entries[number].task
+            first = part in (RUN, START)
+            yield _group(task), seconds[id(task)] * first, took - waited, float(first)
+            if part == FINISH:
+                yield (REST, WAITING), 0.0, waited, 0.0
+
+
+# What calibration learns from
+
+
+@dataclass(slots=True)
+class _Samples:
+    predicted_s: float
+    measured_s: list[float] = field(default_factory=list)
+    waited_s: list[float] = field(default_factory=list)
+
+
+def _work_rows(ranks: Sequence[RankTimes], seconds: Mapping[int, float]) -> Iterator[WorkRow]:
+    found: dict[tuple[str, str, float, float], _Samples] = {}
+    for rank in ranks:
+        for number, took in zip(rank.number[rank.part == RUN], rank.seconds[rank.part == RUN], strict=True):
+            task = rank.entries[number].task
+            key = (task.kernel.value, task.dtype, task.flops, task.bytes_moved)
+            found.setdefault(key, _Samples(seconds[id(task)])).measured_s.append(float(took))
+    for (kernel, dtype, flops, moved), samples in sorted(found.items(), key=lambda item: item[0]):
+        yield WorkRow(
+            kernel=kernel,
+            dtype=dtype,
+            flops=flops,
+            bytes_moved=moved,
+            calls=len(samples.measured_s),
+            predicted_s=samples.predicted_s,
+            measured_s=float(np.median(samples.measured_s)),
+        )
+
+
+def _message_rows(
+    lowered: LoweredPlan | LoweredStages, ranks: Sequence[RankTimes], seconds: Mapping[int, float]
+) -> Iterator[MessageRow]:
+    sizes = {axis.name: axis.size for axis in lowered.mesh.axes}
+    found: dict[tuple[str, str, float], _Samples] = {}
+    for rank in ranks:
+        begun: dict[int, list[float]] = {}
+        for event in np.flatnonzero((rank.part == START) | (rank.part == FINISH)).tolist():
+            number = int(rank.number[event])
+            if rank.part[event] == START:
+                begun.setdefault(number, []).append(float(rank.seconds[event]))
+                continue
+            task, waited = rank.entries[number].task, float(rank.waited_s[event])
+            key = (str(task.collective), task.axis, task.payload_bytes)
+            samples = found.setdefault(key, _Samples(seconds[id(task)]))
+            samples.measured_s.append(begun[number].pop(0) + float(rank.seconds[event]) - waited)
+            samples.waited_s.append(waited)
+    for (collective, axis, payload), samples in sorted(found.items(), key=lambda item: item[0]):
+        yield MessageRow(
+            collective=collective,
+            axis=axis,
+            group_size=sizes.get(axis, 1),
+            payload_bytes=payload,
+            calls=len(samples.measured_s),
+            predicted_s=samples.predicted_s,
+            measured_s=float(np.median(samples.measured_s)),
+            waited_s=float(np.median(samples.waited_s)),
+        )
