@@ -95,7 +95,7 @@ def passes_bound(
         own = row_sums((c.micro_batches - share) * passes)
         waits = np.maximum(0.0, shape.steady_sends * cuts[:, None] - shape.hidden_share * own)
         fill = share * float(passes.sum())
-        return fill + cuts_bound(own + waits, shape.fill_sends * cuts, c.pipeline, c.pipeline * c.virtual)
+        return fill + cuts_bound(own + waits, shape.fill_sends * cuts, shape.rank_of)
     sends_s = np.sort(sends_s)
     least = float(sends_s[0]) if len(sends_s) else 0.0
     times = chunk_times(

@@ -1,23 +1,57 @@
 """Bound on every partition of a short chain of unlike units: cuts lie between units, and what is cut is sent.
 
-Each row of consecutive units takes at least its cheapest way through the boundary states, memory aside. The least time
-of a busiest rank and of the messages over the cuts then follow by dynamic programming over the cuts.
+Each row of consecutive units takes at least its cheapest way between the boundary states at its ends, memory aside.
+With one chunk a rank the least time of a busiest rank and of the messages over the cuts then follow by dynamic
+programming over cuts and their states; with several chunks, which one rank holds turn by turn, every cut is listed
+(`planner.search.stages.listed_cuts`) where there are not too many.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from planner.search.stages.fragments import BACKLOG, FILL, QUEUE, STEADY, FloatArray, IntArray
+from planner.search.stages.listed_cuts import few_cuts, least_listed
 from planner.search.stages.segments import PartitionTask
 
 LONG = 48
 """Most units of a chain that is bounded so."""
+WIDE = 160
+"""Most units times boundary states that are followed; else the cheapest of all states counts for each row."""
+_BEGIN = -1
 _GRID = np.append(np.geomspace(1.0, 2.0, 24), np.inf)
 """Limits on a chunk that are tried, as parts of the least one; between two of them the lower one counts."""
 _ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChainRows:
+    """Least seconds of every row of consecutive units, each (units, states, units, states).
+
+    From a first unit in the boundary state before it to a last unit in the state behind it, the messages over the cut
+    before it included; infinite where there is no way.
+
+    Attributes
+    ----------
+    busy, fill : both terms of the objective
+    shared : their sum, where that of all ranks is shared out evenly
+    begin : place of the state at the network's ends
+    """
+
+    busy: FloatArray
+    fill: FloatArray
+    shared: FloatArray
+    begin: int = 0
+
+    @property
+    def anywhere(self) -> ChainRows:
+        """The same with the cheapest states for each row."""
+        least = (seconds.min(axis=(1, 3))[:, None, :, None] for seconds in (self.busy, self.fill, self.shared))
+        busy, fill, shared = least
+        return ChainRows(busy=busy, fill=fill, shared=shared)
 
 
 def unlike(counts: Sequence[int], pieces: int) -> bool:
@@ -29,55 +63,72 @@ def chain_bound(task: PartitionTask) -> float:
     """Seconds that no partition of the task is faster than, the memory limit aside.
 
     What synchronisation leaves to do is at least what it leaves of the first unit of a chunk, and at least what
-    messages take longer than the passes that hide them.
+    messages take longer than the passes that hide them. Where turns may even out, a rank's chunks count together.
     """
-    kinds = np.repeat(np.arange(len(task.counts)), task.counts)
-    steady, behind, fill, even = _paths(task, kinds)
-    sends = _sends(task, kinds)
-    tails = np.array([max(0.0, float(kind.values[:, QUEUE].min())) for kind in task.kinds])[kinds]
-    waits = task.steady_sends * sends
-
-    def waited(seconds: FloatArray) -> FloatArray:
-        hidden = task.hidden_share * np.where(np.isfinite(seconds), seconds, 0.0)
-        found: FloatArray = seconds + np.maximum(0.0, waits[:, None] - hidden)
-        return found
-
-    busy = np.maximum(waited(steady) + tails[:, None], waited(behind))
-    limited = float(fill[0, -1]) + cuts_bound(busy, task.fill_sends * sends, task.ranks, task.pieces)
-    shared = float(even[0, -1]) + task.fill_sends * float(np.sort(sends[1:])[: task.pieces - 1].sum())
-    return max(limited, shared)
+    rows = chain_rows(task)
+    if task.chunks > 1 and few_cuts(task.units, task.pieces):
+        least = rows.anywhere
+        return least_listed(least.busy[:, 0, :, 0], least.fill[:, 0, :, 0], task.rank_of, task.uneven_s is None)
+    if rows.busy.shape[0] * rows.busy.shape[1] > WIDE:
+        rows = rows.anywhere
+    return rows_bound(rows, task.ranks, task.pieces)
 
 
-def cuts_bound(busy: FloatArray, sends: FloatArray, ranks: int, pieces: int) -> float:
-    """Least seconds of the messages that the fill pays and of the busiest rank, over all cuts into `pieces` chunks.
+def cuts_bound(busy: FloatArray, sends: FloatArray, rank_of: IntArray) -> float:
+    """Least seconds of the messages that the fill pays and of the busiest rank, over all cuts.
 
     Parameters
     ----------
     busy : (units, units) seconds of a chunk from one unit to another
     sends : (units,) what the fill pays for a cut before each unit, 0 for the first
+    rank_of : (chunks,) rank of each chunk
+    """
+    ranks, pieces = int(rank_of.max()) + 1, len(rank_of)
+    units = len(busy)
+    fill = np.where(np.tri(units, dtype=np.bool_).T, sends[:, None], np.inf)
+    busy = np.where(np.isfinite(fill), busy, np.inf)
+    if pieces > ranks and few_cuts(units, pieces):
+        return least_listed(busy, fill, rank_of, in_turns=False)
+    shape = (units, 1, units, 1)
+    rows = ChainRows(busy=busy.reshape(shape), fill=fill.reshape(shape), shared=(fill + busy / ranks).reshape(shape))
+    return rows_bound(rows, ranks, pieces)
+
+
+def rows_bound(rows: ChainRows, ranks: int, pieces: int) -> float:
+    """Least fill and busiest rank over all cuts into `pieces` chunks.
 
     Notes
     -----
     The busiest rank takes at least as long as the longest chunk, and at least the mean of all ranks.
     """
-    units = len(busy)
-    chunk = np.full((units + 1, units + 1), np.inf)
-    upper = np.triu_indices(units)
-    chunk[upper[0], upper[1] + 1] = busy[upper]
-    paid = np.append(sends, 0.0)[:, None]
-    longest = np.append(0.0, np.full(units, np.inf))
-    mean = longest.copy()
-    for _ in range(pieces):
-        longest = np.maximum(longest[:, None], chunk).min(axis=0)
-        mean = (mean[:, None] + paid + chunk / ranks).min(axis=0)
-    if not np.isfinite(longest[-1]):
+    units, states = rows.busy.shape[:2]
+    size = units * states
+    busy, fill, shared = (seconds.reshape(size, size) for seconds in (rows.busy, rows.fill, rows.shared))
+    longest = float(_least_path(busy[None], rows, pieces, longest=True)[0])
+    mean = float(_least_path(np.maximum(shared, fill + busy / ranks)[None], rows, pieces)[0])
+    if not np.isfinite(longest):
         return np.inf
-    limits = max(float(longest[-1]), _ROUNDING * _ROUNDING) * _GRID
-    allowed = np.where(chunk <= limits[:, None, None] * (1 + _ROUNDING), paid, np.inf)
-    spent = np.broadcast_to(np.append(0.0, np.full(units, np.inf)), (len(limits), units + 1))
+    limits = max(longest, _ROUNDING * _ROUNDING) * _GRID
+    allowed = np.where(busy <= limits[:, None, None] * (1 + _ROUNDING), fill, np.inf)
+    spent = _least_path(allowed, rows, pieces)
+    return max(mean, float((np.append(longest, limits[:-1]) + spent).min()))
+
+
+def _least_path(costs: FloatArray, rows: ChainRows, pieces: int, *, longest: bool = False) -> FloatArray:
+    """(tables,) least sum, or least largest cost, of so many rows after one another.
+
+    ``costs`` (tables, units * states, units * states) are those of each row between its ends.
+    """
+    units, states = rows.busy.shape[:2]
+    reached = np.full((len(costs), units + 1, states), np.inf)
+    reached[:, 0, rows.begin] = 0.0
     for _ in range(pieces):
-        spent = (spent[:, :, None] + allowed).min(axis=1)
-    return max(float(mean[-1]), float((np.append(longest[-1], limits[:-1]) + spent[:, -1]).min()))
+        before = reached[:, :-1].reshape(len(costs), -1, 1)
+        after = np.maximum(before, costs) if longest else before + costs
+        reached = np.full_like(reached, np.inf)
+        reached[:, 1:] = after.min(axis=1).reshape(len(costs), units, states)
+    found: FloatArray = reached[:, -1, rows.begin]
+    return found
 
 
 def row_sums(seconds: FloatArray) -> FloatArray:
@@ -87,35 +138,49 @@ def row_sums(seconds: FloatArray) -> FloatArray:
     return sums
 
 
-def _paths(task: PartitionTask, kinds: IntArray) -> FloatArray:
-    """(4, units, units) least seconds from one unit to another.
+def chain_rows(task: PartitionTask) -> ChainRows:
+    """Least seconds of every row of consecutive units of a task."""
+    states = np.unique(np.concatenate([[_BEGIN], *(side for k in task.kinds for side in (k.entry, k.exit))]))
+    place = {int(state): number for number, state in enumerate(states)}
+    kinds = np.repeat(np.arange(len(task.counts)), task.counts)
+    first, behind, fill, both = _paths(task, kinds, states)
+    sends = np.zeros((len(kinds), len(states)))
+    for state, number in place.items():
+        if state >= 0 and task.units > 1:
+            sends[1:, number] = task.sends_s[:, state] if state < task.sends_s.shape[1] else 0.0
+    sent = sends[:, :, None, None]
 
-    Steady ones, those with what falls behind, what the fill pays, and that with steady ones shared out evenly.
+    def waited(seconds: FloatArray) -> FloatArray:
+        hidden = task.hidden_share * np.where(np.isfinite(seconds), seconds, 0.0)
+        found: FloatArray = seconds + np.maximum(0.0, task.steady_sends * sent - hidden)
+        return found
+
+    busy = np.maximum(waited(first), waited(behind))
+    fill = fill + task.fill_sends * sent
+    return ChainRows(busy=busy, fill=fill, shared=both + task.fill_sends * sent, begin=place[_BEGIN])
+
+
+def _paths(task: PartitionTask, kinds: IntArray, states: IntArray) -> FloatArray:
+    """(4, units, states, units, states) least seconds from one unit to another between boundary states.
+
+    Steady ones with what synchronisation leaves of the first unit, steady ones with what falls behind, what the fill
+    pays, and that with steady ones shared out evenly.
     """
-    states = sorted({int(state) for kind in task.kinds for state in (*kind.entry, *kind.exit)})
     width, units = len(states), len(kinds)
     steps = []
     for kind in task.kinds:
-        step = np.full((4, width * width), np.inf)
         key = np.searchsorted(states, kind.entry) * width + np.searchsorted(states, kind.exit)
         steady, fill = kind.values[:, STEADY], kind.values[:, FILL]
-        for column, seconds in enumerate((steady, steady + kind.values[:, BACKLOG], fill, fill + steady / task.ranks)):
+        behind, both = steady + kind.values[:, BACKLOG], fill + steady / task.ranks
+        step = np.full((5, width * width), np.inf)
+        for column, seconds in enumerate((steady, behind, fill, both)):
             np.minimum.at(step[column], key, seconds)
-        steps.append(step.reshape(4, 1, width, width))
-    found = np.full((4, units, units), np.inf)
-    reached = np.full((4, units, width), np.inf)
+        np.minimum.at(step[4], key, steady + np.maximum(0.0, kind.values[:, QUEUE]))
+        steps.append(step.reshape(5, 1, 1, width, width))
+    found = np.full((4, units, width, units, width), np.inf)
     for unit, kind in enumerate(kinds.tolist()):
-        reached[:, unit] = 0.0
-        reached[:, : unit + 1] = (reached[:, : unit + 1, :, None] + steps[kind]).min(axis=2)
-        found[:, : unit + 1, unit] = reached[:, : unit + 1].min(axis=2)
+        if unit:
+            before = found[:, :unit, :, unit - 1, :, None]
+            found[:, :unit, :, unit] = (before + steps[kind][:4]).min(axis=3)
+        found[:, unit, :, unit] = steps[kind][[4, 1, 2, 3], 0, 0]
     return found
-
-
-def _sends(task: PartitionTask, kinds: IntArray) -> FloatArray:
-    """(units,) least seconds of the messages over a cut before each unit, in the states in which it may begin."""
-    entries = [np.unique(kind.entry[kind.entry >= 0]) for kind in task.kinds]
-    least = [0.0]
-    for cut, kind in enumerate(kinds[1:].tolist()):
-        begins = entries[kind]
-        least.append(float(task.sends_s[cut, begins].min()) if len(begins) else 0.0)
-    return np.array(least)

@@ -1,0 +1,57 @@
+"""Bounds of chains by their cuts against brute force, followed in states and listed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from planner.search.stages import chain_bound as chains
+from planner.search.stages.chain_bound import chain_bound
+from planner.search.stages.fragments import FILL, STEADY, Fragments
+from planner.search.stages.listed_cuts import listed_cuts
+from planner.search.stages.partition import PartitionTask
+from tests.planner.search.test_pipeline_partition import brute_force, tasks
+
+
+def without_choice(task: PartitionTask) -> PartitionTask:
+    """One way of each unit, any memory, and nothing left to synchronise."""
+    kinds = []
+    for number, kind in enumerate(task.kinds):
+        values = np.zeros((1, 7))
+        values[:, [FILL, STEADY]] = kind.values[:1][:, [FILL, STEADY]]
+        ends = [-1 if number == 0 else 0, -1 if number == len(task.kinds) - 1 else 0]
+        kinds.append(Fragments(values, np.array(ends[:1]), np.array(ends[1:]), np.zeros((1, 1), dtype=np.int64)))
+    return replace(task, kinds=tuple(kinds), limit_bytes=np.inf)
+
+
+@given(st.one_of(tasks(), tasks(chunks=2)))
+def test_no_way_to_bound_a_chain_is_above_brute_force(task: PartitionTask) -> None:
+    best = brute_force(task) * (1 + 1e-9)
+    assert chain_bound(task) <= best
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chains, "few_cuts", lambda units, pieces: False)
+        followed = chain_bound(task)
+        assert followed <= best
+        patch.setattr(chains, "WIDE", 0)
+        assert chain_bound(task) <= followed * (1 + 1e-9)
+
+
+@settings(max_examples=50)
+@given(tasks(chunks=2))
+def test_listed_cuts_of_units_without_choice_are_exact(task: PartitionTask) -> None:
+    assume(1 < task.pieces <= task.units and (task.hidden_share == 0))
+    alone = without_choice(task)
+    assert chain_bound(alone) == pytest.approx(brute_force(alone))
+
+
+def test_cuts_are_listed_once_each() -> None:
+    first, last = listed_cuts(6, 3)
+    assert first.shape == last.shape == (3, 10)
+    assert len({tuple(cut) for cut in first.T.tolist()}) == 10
+    assert np.array_equal(first[1:], last[:-1] + 1)
+    assert set(first[0].tolist()) == {0}
+    assert set(last[-1].tolist()) == {5}
