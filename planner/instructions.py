@@ -57,7 +57,8 @@ class Communicate:
 
     An all-gather concatenates along ``gather_dims[i]``; a reduce-scatter splits along
     ``split_dims[i]``; an all-to-all splits along the one and concatenates along the other; −1 where
-    unused. ``asynchronous``: nothing needs the result soon, so it may run beside computation.
+    unused. ``asynchronous``: nothing needs the result soon, so it may run beside computation. ``dtype`` is the type in
+    which they travel, "" for their own; what arrives is of theirs.
     """
 
     collective: Collective
@@ -67,9 +68,10 @@ class Communicate:
     gather_dims: tuple[int, ...]
     split_dims: tuple[int, ...]
     asynchronous: bool = False
+    dtype: str = ""
 
 
-def all_reduced(axis: int, sources: Sequence[str], targets: Sequence[str]) -> Communicate:
+def all_reduced(axis: int, sources: Sequence[str], targets: Sequence[str], dtype: str = "") -> Communicate:
     """Sum values over an axis, all in one message."""
     nowhere = (-1,) * len(sources)
     return Communicate(
@@ -79,6 +81,7 @@ def all_reduced(axis: int, sources: Sequence[str], targets: Sequence[str]) -> Co
         targets=tuple(targets),
         gather_dims=nowhere,
         split_dims=nowhere,
+        dtype=dtype,
     )
 
 
@@ -104,7 +107,7 @@ class BeginUpdate:
 
     parameter: str
     gradient: str
-    divisor: int
+    divisor: float
     target: str
 
 
@@ -117,7 +120,7 @@ class Update:
 
     parameter: str
     gradient: str
-    divisor: int
+    divisor: float
     sums: str = ""
 
 

@@ -38,21 +38,22 @@ def make_message(
 ) -> Message:
     """Prepare a collective that reads and writes numbered slots."""
     pack, unpack, send = _parts(instruction, group)
-    pending: list[tuple[dist.Work | None, Tensor, list[torch.Size]]] = []
+    wide = getattr(torch, instruction.dtype) if instruction.dtype else None
+    pending: list[tuple[dist.Work | None, Tensor, list[torch.Size], list[torch.dtype]]] = []
 
     def start() -> None:
-        tensors = [slots[source] for source in sources]
-        message, received = pack(tensors)  # type: ignore[arg-type]
+        tensors: list[Tensor] = [slots[source] for source in sources]  # type: ignore[misc]
+        message, received = pack(tensors if wide is None else [tensor.to(wide) for tensor in tensors])
         work = send(message, received)
-        pending.append((work, received, [tensor.shape for tensor in tensors]))  # type: ignore[union-attr]
+        pending.append((work, received, [tensor.shape for tensor in tensors], [tensor.dtype for tensor in tensors]))
 
     def finish() -> None:
-        work, received, shapes = pending.pop()
+        work, received, shapes, dtypes = pending.pop()
         if work is not None:
             work.wait()
-        for target, value in zip(targets, unpack(received, shapes), strict=True):
+        for target, value, dtype in zip(targets, unpack(received, shapes), dtypes, strict=True):
             if target >= 0:
-                slots[target] = value
+                slots[target] = value.to(dtype)
 
     return Message(start=start, finish=finish)
 

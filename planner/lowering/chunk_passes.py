@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import inf, prod
+from math import prod
 
 import numpy as np
 
 from planner.graph.operator_graph import TensorRef
-from planner.instructions import Accumulate
+from planner.instructions import NOTHING, Accumulate
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.together import together
 from planner.lowering.unit_work import BESIDE, KERNELS, Mark, Part, UnitWork
@@ -215,7 +215,7 @@ class PassWriter:
         ways = [source.path(source.stored[ref.node], wanted) for _, ref, wanted, _ in values]
         names = [source.graph.nodes[ref.node].name for _, ref, *_ in values]
         done = [0] * len(values)
-        limit = inf if source.by_unit else source.options.bucket_bytes
+        limit = source.gather_limit(of_unit=bool(source.by_unit))
 
         def size_bytes(number: int, step: Step) -> float:
             return source.local_bytes(specs[number], step.after)
@@ -344,11 +344,14 @@ class PassWriter:
             self._synchronise(Value(value.mark, step.after, at, target), steps[1:], then)
             return
         spec = self.source.graph.spec(value.mark.gradient)
-        key = (step.operation, step.axis, spec.dtype)
+        key = (step.operation, step.axis, self.source.travelling_dtype(spec))
         bucket = self.pending.setdefault(key, _Bucket())
         bucket.entries.append((value, steps, then))
-        bucket.size_bytes += int(spec.size_bytes / prod(self.source.sizes[a] for a in step.sharded_axes))
-        if bucket.size_bytes >= self.source.options.bucket_bytes and not self._by_unit(step.operation):
+        on_wire = self.source.travelling_bytes(spec)
+        bucket.size_bytes += int(on_wire / prod(self.source.sizes[a] for a in step.sharded_axes))
+        if self._by_unit(step.operation) and self.source.options.exchange.reduce_scatter_bytes is None:
+            return
+        if bucket.size_bytes >= self.source.fused_bytes(step.operation):
             self._flush(key)
 
     def _by_unit(self, collective: Collective) -> bool:
@@ -367,10 +370,46 @@ class PassWriter:
             (value.mark.gradient, value.name, target, steps[0])
             for (value, steps, _), target in zip(bucket.entries, targets, strict=True)
         ]
-        number = self._collective(f"{key[0]} of {len(bucket.entries)} gradients", Phase.BACKWARD, moved)
-        at = self._add([number], BESIDE, sorted(waits))
+        at = self._add(self._gradients_message(moved, key[2]), BESIDE, sorted(waits))
         for (value, steps, then), target in zip(bucket.entries, targets, strict=True):
             self._synchronise(Value(value.mark, steps[0].after, at, target), steps[1:], then)
+
+    def _gradients_message(self, moved: Sequence[Moved], dtype: str) -> list[int]:
+        """Tasks of one message of gradients, with casts around it where some travel in another type."""
+        source, specs = self.source, [self.source.graph.spec(ref) for ref, *_ in moved]
+        steps = [step for *_, step in moved]
+        name = f"{steps[0].operation} of {len(moved)} gradients"
+        narrow = [(spec, step) for spec, step in zip(specs, steps, strict=True) if spec.dtype != dtype]
+        if not narrow:
+            return [self._collective(name, Phase.BACKWARD, moved)]
+        payload = sum(
+            source.travelling_bytes(spec) / prod(source.sizes[a] for a in step.sharded_axes)
+            for spec, step in zip(specs, steps, strict=True)
+        )
+        message = moving_message(moved, asynchronous=True, dtype=dtype)
+        axis = source.options.mesh.axes[message.axis].name
+        task = Task(
+            name=name,
+            phase=Phase.BACKWARD,
+            stream=f"communication:{axis}",
+            dtype=dtype,
+            collective=message.collective,
+            axis=axis,
+            payload_bytes=payload,
+        )
+        casts = [
+            Task(
+                name=f"cast {len(narrow)} gradients",
+                phase=Phase.BACKWARD,
+                kernel=Kernel.ELEMENTWISE,
+                bytes_moved=3.0 * sum(source.local_bytes(spec, place) for spec, place in places),
+            )
+            for places in ([(s, step.before) for s, step in narrow], [(s, step.after) for s, step in narrow])
+        ]
+        return [
+            self.work.add(one, instruction)
+            for one, instruction in ((casts[0], NOTHING), (task, message), (casts[1], NOTHING))
+        ]
 
     def _name_after(self, value: Value, step: Step) -> str:
         name = self.source.graph.nodes[value.mark.parameter].name

@@ -318,7 +318,8 @@ def _meetings(lowering: _Lowering) -> list[tuple[tuple[int, ...], float]]:
         holders = _holders(lowering, index)
         for ranks in holders:
             spec = source.graph.nodes[index].outputs[0]
-            shared[ranks] = shared.get(ranks, 0.0) + source.local_bytes(spec, source.stored[index])
+            share = local_share(source.stored[index], source.sizes)
+            shared[ranks] = shared.get(ranks, 0.0) + source.travelling_bytes(spec) * share
     for ranks, payload in sorted(shared.items()):
         pair = _pair_shape(lowering, ranks[0], ranks[-1])
         members = tuple(len(ranks) if count > 1 else 1 for count in pair.members)

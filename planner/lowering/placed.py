@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from math import prod
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf, prod
 
 from planner.graph.chain import Chain
-from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, Role, TensorRef, TensorSpec
+from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, Role, TensorRef, TensorSpec
+from planner.lowering.replicas import REPLICAS
 from planner.lowering.units import no_units, units_of
-from planner.sharding.placement import REPLICATE, Mesh, Placements, placement_name
+from planner.sharding.placement import PARTIAL, REPLICATE, Mesh, Placements, placement_name
 from planner.sharding.redistribution import Step, redistribution
 from planner.sharding.rules import Rule
 from planner.strategy.exchange import UNASKED, Exchange
@@ -21,6 +24,9 @@ from simulator.program import (
     BufferKind,
     Collective,
 )
+
+BATCH_AXES = ("data", REPLICAS, "expert")
+"""Axes along which ranks have samples of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +86,18 @@ class PlacedGraph:
         self._gradient_refs = {p.node: p.gradient for p in graph.parameters if p.gradient is not None}
         self.gradient_of = {p.gradient: p.node for p in graph.parameters if p.gradient is not None}
         self.rules: list[NodeRules] = []
+        own_samples: dict[int, NodeRules] = {}
         for node in graph.nodes:
             if node.role is Role.CONSTANT:
                 everywhere = Rule(
                     (REPLICATE,) * len(node.tensor_inputs), (REPLICATE,) * len(node.outputs), splits_work=False
                 )
                 self.rules.append((everywhere,) * axes)
+            elif node.role is Role.INPUT and node.name in options.exchange.inputs:
+                self.rules.append(self._loaded(options.exchange.inputs[node.name]))
+            elif options.exchange.cross_batch and any(rule.reduced_elements for rule in rules[node.name]):
+                chosen = rules[node.name]
+                self.rules.append(own_samples.setdefault(id(chosen), self._of_own_samples(node, chosen)))
             else:
                 self.rules.append(rules[node.name])
         self.stored: dict[int, Placements] = {
@@ -100,6 +112,21 @@ class PlacedGraph:
         self.units = no_units(graph) if plain else units_of(graph, options.recompute, self.by_unit, units)
         self.read = {*graph.consumers, graph.loss, *(p.gradient for p in graph.parameters if p.gradient)}
         self.loss_value = self.value_name(graph.loss, self.replicated)
+
+    def _loaded(self, cuts: Mapping[str, int]) -> NodeRules:
+        """How a batch tensor arrives, given the dim that each axis cuts."""
+        places = [cuts.get("data" if a.name == REPLICAS else a.name, REPLICATE) for a in self.options.mesh.axes]
+        return tuple(Rule((), (place,), splits_work=False) for place in places)
+
+    def _of_own_samples(self, node: Node, chosen: NodeRules) -> NodeRules:
+        """Rules with which a rank reduces over its own samples alone; the gradients of parameters are then partial."""
+        backward, found = node.op.endswith("backward.default"), []
+        for rule, axis in zip(chosen, self.options.mesh.axes, strict=True):
+            if rule.reduced_elements and axis.name in BATCH_AXES:
+                others = [PARTIAL if backward and p == REPLICATE else p for p in rule.outputs[1:]]
+                rule = replace(rule, outputs=(rule.outputs[0], *others), reduced_elements=0)
+            found.append(rule)
+        return tuple(found)
 
     def recipe(self, index: int) -> Recipe:
         """Local work of a node; equal blocks with equal strategies share it."""
@@ -163,9 +190,13 @@ class PlacedGraph:
                     wanted[placements] = None
         return [w for w in wanted if any(isinstance(s.operation, Collective) for s in self.path(self.stored[node], w))]
 
+    def way(self, source: Placements, target: Placements) -> tuple[Step, ...] | None:
+        """Steps of a redistribution, by all-to-alls where the plan has them; None where there is no way."""
+        return redistribution(source, target, self.options.exchange.all_to_all)
+
     def path(self, source: Placements, target: Placements) -> tuple[Step, ...]:
         """Steps of a redistribution; StrategyError where there are none."""
-        steps = redistribution(source, target)
+        steps = self.way(source, target)
         if steps is None:
             names = (",".join(map(placement_name, placements)) for placements in (source, target))
             raise StrategyError(
@@ -193,10 +224,55 @@ class PlacedGraph:
         """The same for one term of a parameter's gradient."""
         if ref not in self._gradient_paths:
             steps = self.path(self.output_placements(ref), self.stored[parameter])
+            if self.is_layerwise(parameter):
+                steps = ()
             scattered = [i for i, step in enumerate(steps) if step.operation is Collective.REDUCE_SCATTER]
             at = scattered[-1] + 1 if scattered and self.options.optimizer_sharding in ("zero2", "zero3") else 0
             self._gradient_paths[ref] = (steps[:at], steps[at:])
         return self._gradient_paths[ref]
+
+    def is_layerwise(self, parameter: int) -> bool:
+        """Whether every rank has a parameter of its own, so that its gradient is not added up."""
+        return self.graph.nodes[parameter].name in self.options.exchange.layerwise
+
+    def travelling_dtype(self, gradient: TensorSpec) -> str:
+        """Type in which a gradient travels."""
+        wide = self.options.exchange.gradient_dtype
+        return wide if wide and DTYPE_BYTES[gradient.dtype] < DTYPE_BYTES[wide] else gradient.dtype
+
+    def travelling_bytes(self, gradient: TensorSpec) -> int:
+        """Bytes of a whole gradient on its way."""
+        return gradient.size_bytes // DTYPE_BYTES[gradient.dtype] * DTYPE_BYTES[self.travelling_dtype(gradient)]
+
+    def fused_bytes(self, collective: Collective) -> int:
+        """Size at which a message of several tensors is full."""
+        return self.options.exchange.fused_bytes(collective, self.options.bucket_bytes)
+
+    def gather_limit(self, *, of_unit: bool) -> float:
+        """Size at which a message of parameters is full; those of a unit travel in one unless a size is said."""
+        if of_unit and self.options.exchange.all_gather_bytes is None:
+            return inf
+        return self.fused_bytes(Collective.ALL_GATHER)
+
+    @cached_property
+    def fusion_groups(self) -> dict[int, int]:
+        """For all-reduces that are fused by their parameters' places: the message of each trained parameter."""
+        places = self.options.exchange.fusion_places
+        trained = [p.node for p in self.graph.parameters if p.gradient is not None]
+        return {node: bisect_right(places, place) for place, node in enumerate(trained)} if places else {}
+
+    def divisor(self, parameter: int) -> float:
+        """What the gradient of a parameter, summed over micro-batches and ranks, is divided by."""
+        asked = self.options.exchange
+        steps = self.path(self.output_placements(self.gradient_ref(parameter)), self.stored[parameter])
+        summing = {step.axis for step in steps if step.operation in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)}
+        group = float(prod(self.sizes[axis] for axis in summing))
+        power = 1 if self.is_layerwise(parameter) else asked.group_power
+        divisor: float = self.options.micro_batches / group**power
+        if asked.repeated_loss:
+            written = self.output_placements(self.graph.loss)
+            divisor /= prod(size for p, size in zip(written, self.sizes, strict=True) if p == REPLICATE)
+        return divisor
 
     def volume(self, steps: tuple[Step, ...]) -> float:
         """Share of a tensor that a path puts on the wire."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from math import inf, prod
+from functools import cached_property, partial
+from math import prod
 
 from planner.graph.operator_graph import DTYPE_BYTES, TensorRef
 from planner.instructions import (
@@ -39,6 +40,8 @@ from simulator.program import (
 
 Then = Callable[["_Gradient"], None]
 """Takes what a gradient has become."""
+Kind = tuple[Collective, int, str, int]
+"""Gradients that may travel together: by collective, axis, type on the way, and the message they are assigned to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +57,24 @@ class _Gradient:
 class _Move:
     """A collective on a gradient's way: what it is called then, its bytes, and those of its part of the message."""
 
-    key: tuple[Collective, int, str]
+    key: Kind
     target: int
     size_bytes: int
     payload: float
     dims: tuple[int, int]
+    narrow_bytes: int
+    """Bytes of the gradient in its own type, where it travels in another."""
+
+
+_Entry = tuple[_Gradient, _Move, tuple[Step, ...], Then]
+"""A gradient, its move, and the steps behind that before it is handed on."""
 
 
 @dataclass(slots=True)
 class _Pending:
     """Gradients waiting to travel together."""
 
-    entries: list[tuple[_Gradient, _Move, tuple[Step, ...], Then]] = field(default_factory=list)
+    entries: list[_Entry] = field(default_factory=list)
     size_bytes: int = 0
 
 
@@ -89,7 +98,7 @@ class SegmentWriter(Writer):
         self.first = first
         self.last = last
         self.order: list[Block] = []
-        self.pending: dict[tuple[Collective, int, str], _Pending] = {}
+        self.pending: dict[Kind, _Pending] = {}
         self.synchronised: list[_Gradient] = []
         self.persistent: list[Use] = []
         """Values that outlive a micro-batch, beside parameters, the batch and the loss."""
@@ -154,7 +163,7 @@ class SegmentWriter(Writer):
         """Fetch parameters of all units in messages that are full at the size of a bucket."""
         blueprint = self.blueprint
         units = [unit for *_, unit in values]
-        for items, numbers in self._ways([value[:3] for value in values], self.source.options.bucket_bytes):
+        for items, numbers in self._ways([value[:3] for value in values], self.source.gather_limit(of_unit=False)):
             self._step(items, Phase.FORWARD, asynchronous=True)
             homes = [blueprint.owners[ref.node] for ref, *_ in items]
             reads = [
@@ -201,7 +210,7 @@ class SegmentWriter(Writer):
             self._run(("gather", gather.unit, gather.phase), unit, home, partial(self._gather, gather))
 
     def _gather(self, gather: Gather) -> None:
-        for items, _ in self._ways(gather.values, inf):
+        for items, _ in self._ways(gather.values, self.source.gather_limit(of_unit=True)):
             self._step(items, gather.phase, asynchronous=True)
         for draft in self.drafts:
             draft.beside = True
@@ -268,20 +277,40 @@ class SegmentWriter(Writer):
         bucket = self.pending.setdefault(move.key, _Pending())
         bucket.entries.append((gradient, move, steps[1:], then))
         bucket.size_bytes += int(move.payload)
-        if bucket.size_bytes >= self.source.options.bucket_bytes and not self._by_unit(move.key[0]):
+        if self._is_full(move.key, bucket):
             self._flush(move.key)
+
+    def _is_full(self, kind: Kind, bucket: _Pending) -> bool:
+        if kind[0] is Collective.ALL_REDUCE and self.source.fusion_groups:
+            return len(bucket.entries) == self._assigned[kind]
+        if self._by_unit(kind[0]) and self.source.options.exchange.reduce_scatter_bytes is None:
+            return False
+        return bucket.size_bytes >= self.source.fused_bytes(kind[0])
+
+    @cached_property
+    def _assigned(self) -> Counter[Kind]:
+        """How many gradients are to travel in each message, where their parameters' places say which."""
+        steps = [(p, step) for p in self.source.fusion_groups for part in self.source.gradient_path(p) for step in part]
+        return Counter(self._kind(p, step) for p, step in steps if step.operation is Collective.ALL_REDUCE)
+
+    def _kind(self, parameter: int, step: Step) -> Kind:
+        assert isinstance(step.operation, Collective)  # slices and masks are moved at once
+        dtype = self.source.travelling_dtype(self.graph.spec(self.source.gradient_ref(parameter)))
+        group = self.source.fusion_groups.get(parameter, 0) if step.operation is Collective.ALL_REDUCE else 0
+        return step.operation, step.axis, dtype, group
 
     def _move_of(self, parameter: int, step: Step) -> _Move:
         key = parameter, id(step)
         if key not in self.moves:
-            assert isinstance(step.operation, Collective)  # slices and masks are moved at once
-            spec = self.graph.spec(self.source.gradient_ref(parameter))
+            spec, kind = self.graph.spec(self.source.gradient_ref(parameter)), self._kind(parameter, step)
+            on_wire = self.source.travelling_bytes(spec)
             self.moves[key] = _Move(
-                key=(step.operation, step.axis, spec.dtype),
+                key=kind,
                 target=self.blueprint.value(self._synchronised_name(parameter, step), self.blueprint.owners[parameter]),
                 size_bytes=self.source.local_bytes(spec, step.after),
-                payload=spec.size_bytes / prod(self.source.sizes[a] for a in step.sharded_axes),
+                payload=on_wire / prod(self.source.sizes[a] for a in step.sharded_axes),
                 dims=(step.gather_dim, step.split_dim),
+                narrow_bytes=0 if spec.dtype == kind[2] else self.source.local_bytes(spec, step.before),
             )
         return self.moves[key]
 
@@ -296,8 +325,9 @@ class SegmentWriter(Writer):
     def _synchronised_name(self, parameter: int, step: Step) -> str:
         return f"{self.graph.nodes[parameter].name}.gradient@{','.join(map(placement_name, step.after))}"
 
-    def _flush(self, key: tuple[Collective, int, str]) -> None:
+    def _flush(self, key: Kind) -> None:
         entries, names = self.pending.pop(key).entries, self.blueprint.names
+        cast = any(move.narrow_bytes for _, move, *_ in entries)
         targets = [names[move.target] for _, move, *_ in entries]
         message = Communicate(
             collective=key[0],
@@ -307,6 +337,7 @@ class SegmentWriter(Writer):
             gather_dims=tuple([move.dims[0] for _, move, *_ in entries]),
             split_dims=tuple([move.dims[1] for _, move, *_ in entries]),
             asynchronous=True,
+            dtype=key[2] if cast else "",
         )
         head = entries[0][0]
         name = f"{key[0]} gradients of {self.graph.nodes[head.parameter].name}"
@@ -317,12 +348,51 @@ class SegmentWriter(Writer):
             for target, (_, move, *_) in zip(targets, entries, strict=True)
         ])  # fmt: skip
         payload = sum(move.payload for _, move, *_ in entries)
-        self._message(name, Phase.BACKWARD, message, payload, writes=buffers, dtype=key[2])
         reads = [(gradient.value, gradient.unit) for gradient, *_ in entries]
         made = [(move.target, gradient.unit) for gradient, move, *_ in entries]
-        self._run_once(head.unit, self.blueprint.owners[head.parameter], reads, made)
+        home = self.blueprint.owners[head.parameter]
+        if not cast:
+            self._message(name, Phase.BACKWARD, message, payload, writes=buffers, dtype=key[2])
+            self._run_once(head.unit, home, reads, made)
+        else:
+            packed = self._pack(entries, reads, home)
+            self._message(name, Phase.BACKWARD, message, payload, dtype=key[2])
+            self._run_once(head.unit, home, [*reads, packed], ())
+            came = sum(move.size_bytes for _, move, *_ in entries if move.narrow_bytes)
+            axis = self.source.options.mesh.axes[key[1]].name
+            task = self._cast_task(f"cast back {name}", came, f"communication:{axis}")
+            self._add(task, NOTHING, (), buffers)
+            self._run_once(head.unit, home, [packed], made)
         for gradient, move, steps, then in entries:
             self._synchronise(_Gradient(gradient.parameter, gradient.unit, move.target), steps, then)
+
+    def _pack(self, entries: Sequence[_Entry], reads: Sequence[Use], home: int) -> Use:
+        """Time the cast of gradients to the type in which they travel; the message that is sent casts them.
+
+        The cast back follows on the message's stream, where it begins when that has ended.
+        """
+        names, head = self.blueprint.names, entries[0][0]
+        packed, stream = (
+            f"{names[entries[0][1].target]} as it travels",
+            self.came.get(names[head.value], COMPUTE_STREAM),
+        )
+        narrow = sum(move.narrow_bytes for _, move, *_ in entries)
+        task = self._cast_task(f"cast {len(entries)} gradients", narrow, stream)
+        size = int(sum(move.payload for _, move, *_ in entries))
+        self._add(task, NOTHING, (), (Buffer(name=packed, size_bytes=size, kind=BufferKind.COMMUNICATION),))
+        value = self.blueprint.value(packed, home)
+        self._run_once(head.unit, home, reads, [(value, head.unit)])
+        return value, head.unit
+
+    def _cast_task(self, name: str, narrow_bytes: int, stream: str) -> Task:
+        """Tensors read in their own type and written in one of twice the width, or the other way round."""
+        return Task(
+            name=name,
+            phase=Phase.BACKWARD,
+            stream=stream,
+            kernel=Kernel.ELEMENTWISE,
+            bytes_moved=3.0 * narrow_bytes,
+        )
 
     def _update(self) -> None:
         if self.source.options.offload_optimizer:
@@ -345,7 +415,7 @@ class SegmentWriter(Writer):
         instruction = Update(
             parameter=node.name,
             gradient=name,
-            divisor=self.source.options.micro_batches,
+            divisor=self.source.divisor(parameter),
             sums=self.sums.get(parameter, ""),
         )
         self._add(self._update_task("update", parameter, flops, moved), instruction, reads, ())
@@ -386,7 +456,7 @@ class SegmentWriter(Writer):
         )
         sums = Buffer(name=target, size_bytes=sum_bytes(update, spec.dtype), kind=BufferKind.COMMUNICATION)
         instruction = BeginUpdate(
-            parameter=node.name, gradient=name, divisor=self.source.options.micro_batches, target=target
+            parameter=node.name, gradient=name, divisor=self.source.divisor(parameter), target=target
         )
         task = self._update_task("begin update of", parameter, update.flops - 2.0, moved)
         self._add(task, instruction, (node.name, name), (direction, sums))

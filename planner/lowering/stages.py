@@ -242,7 +242,7 @@ def _update(
     tied: Mapping[int, int],
 ) -> Iterable[Instruction]:
     """Sum what stages and ranks have of a gradient, then update; messages in the same order on all ranks."""
-    axes, divisor = len(source.sizes), source.options.micro_batches
+    axes = len(source.sizes)
     totals: dict[int, str] = {}
     for index in parameters:
         name = source.graph.nodes[index].name
@@ -259,17 +259,19 @@ def _update(
     for index, before in list(totals.items()):
         if index in tied:
             totals[index] = f"{before} and of others"
-            yield all_reduced(axes + tied[index], [before], [totals[index]])
+            spec = source.graph.spec(source.gradient_ref(index))
+            wide = source.travelling_dtype(spec)
+            yield all_reduced(axes + tied[index], [before], [totals[index]], "" if wide == spec.dtype else wide)
     sums = (
         {index: f"{source.graph.nodes[index].name}.sums" for index in totals} if source.options.optimizer.sums else {}
     )
     for index, target in sums.items():
         name = source.graph.nodes[index].name
-        yield BeginUpdate(parameter=name, gradient=totals[index], divisor=divisor, target=target)
+        yield BeginUpdate(parameter=name, gradient=totals[index], divisor=source.divisor(index), target=target)
     for message in summed(source, [(index, 1) for index in sums]):
         before_message = [sums[index] for index in message.parameters]
         sums |= {index: f"{sums[index]}@{message.task.axis}" for index in message.parameters}
         yield all_reduced(message.axis, before_message, [sums[index] for index in message.parameters])
     for index, total in totals.items():
         name = source.graph.nodes[index].name
-        yield Update(parameter=name, gradient=total, divisor=divisor, sums=sums.get(index, ""))
+        yield Update(parameter=name, gradient=total, divisor=source.divisor(index), sums=sums.get(index, ""))

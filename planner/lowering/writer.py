@@ -15,7 +15,7 @@ from planner.instructions import (
 )
 from planner.lowering.placed import PlacedGraph
 from planner.sharding.placement import Placements, placement_name
-from planner.sharding.redistribution import Step, redistribution
+from planner.sharding.redistribution import Step
 from simulator.program import (
     COMPUTE_STREAM,
     Buffer,
@@ -74,7 +74,7 @@ def local_move(step: Step, source: str, target: str) -> Slice | Mask:
     return Mask(source=source, target=target, axis=step.axis)
 
 
-def moving_message(moved: Sequence[Moved], asynchronous: bool) -> Communicate:
+def moving_message(moved: Sequence[Moved], asynchronous: bool, dtype: str = "") -> Communicate:
     """The one message that takes a step of several tensors along the same axis."""
     step = moved[0][3]
     assert isinstance(step.operation, Collective)
@@ -86,6 +86,7 @@ def moving_message(moved: Sequence[Moved], asynchronous: bool) -> Communicate:
         gather_dims=tuple(way.gather_dim for *_, way in moved),
         split_dims=tuple(way.split_dim for *_, way in moved),
         asynchronous=asynchronous,
+        dtype=dtype,
     )
 
 
@@ -119,7 +120,7 @@ class Writer:
     def _fetch(self, ref: TensorRef, wanted: Placements, phase: Phase) -> str:
         versions = self.versions[ref]
         if wanted not in versions:
-            ways = [steps for p in versions if (steps := redistribution(p, wanted)) is not None]
+            ways = [steps for p in versions if (steps := self.source.way(p, wanted)) is not None]
             ways = ways or [self.source.path(next(iter(versions)), wanted)]
             for step in min(ways, key=self.source.volume):
                 if step.after not in versions:

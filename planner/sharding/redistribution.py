@@ -44,14 +44,14 @@ class Step:
         return max(self.after[self.axis], REPLICATE)
 
 
-def _operation(source: Placement, target: Placement) -> Collective | Literal["slice", "mask"] | None:
+def _operation(source: Placement, target: Placement, all_to_all: bool) -> Collective | Literal["slice", "mask"] | None:
     if source == PARTIAL:
         return Collective.ALL_REDUCE if target == REPLICATE else Collective.REDUCE_SCATTER
     if source == REPLICATE:
         return "mask" if target == PARTIAL else "slice"
     if target == REPLICATE:
         return Collective.ALL_GATHER
-    return None if target == PARTIAL else Collective.ALL_TO_ALL
+    return Collective.ALL_TO_ALL if all_to_all and target != PARTIAL else None
 
 
 def _keeps_nesting(state: Placements, axis: int, target: Placement) -> bool:
@@ -60,8 +60,8 @@ def _keeps_nesting(state: Placements, axis: int, target: Placement) -> bool:
     return not any(placement in touched for placement in state[axis + 1 :])
 
 
-def _step(state: Placements, axis: int, target: Placement) -> Step | None:
-    operation = _operation(state[axis], target)
+def _step(state: Placements, axis: int, target: Placement, all_to_all: bool) -> Step | None:
+    operation = _operation(state[axis], target, all_to_all)
     if operation is None or not _keeps_nesting(state, axis, target):
         return None
     after = (*state[:axis], target, *state[axis + 1 :])
@@ -90,17 +90,20 @@ def _volume(step: Step) -> float:
 
 
 @cache
-def redistribution(source: Placements, target: Placements) -> tuple[Step, ...] | None:
+def redistribution(source: Placements, target: Placements, all_to_all: bool = True) -> tuple[Step, ...] | None:
     """Find the steps that move least, or None where there is no way.
 
     A step changes one axis, to its target or to replicated, and no dim is ever cut along other axes
     than in source or in target, so every tensor in between divides where those two do. Nothing sharded
-    becomes partial; a replicated tensor may, masked to one rank.
+    becomes partial; a replicated tensor may, masked to one rank. Without `all_to_all` a tensor that is to be cut along
+    another dim is gathered, and every rank keeps its chunk.
 
     >>> [str(step.operation) for step in redistribution((0, 0), (-1, 0))]
     ['all_gather', 'all_gather', 'slice']
     >>> [str(step.operation) for step in redistribution((-2,), (1,))]
     ['reduce_scatter']
+    >>> [str(step.operation) for step in redistribution((0,), (1,), all_to_all=False)]
+    ['all_gather', 'slice']
     """
     queue: list[tuple[float, int, Placements, tuple[Step, ...]]] = [(0.0, 0, source, ())]
     done: set[Placements] = set()
@@ -115,7 +118,7 @@ def redistribution(source: Placements, target: Placements) -> tuple[Step, ...] |
         for axis in range(len(state)):
             goals = (target[axis],) if target[axis] == PARTIAL else (target[axis], REPLICATE)
             for goal in dict.fromkeys(goals):
-                step = None if goal == state[axis] else _step(state, axis, goal)
+                step = None if goal == state[axis] else _step(state, axis, goal, all_to_all)
                 if step is not None and _divides(step.after, source, target):
                     serial += 1
                     heapq.heappush(queue, (cost + _volume(step), serial, step.after, (*path, step)))

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.sharding.placement import Mesh, MeshAxis
@@ -281,8 +282,8 @@ def _exchange(plan: Plan) -> dict[str, object]:
 
 
 def _exchange_of(model: ExchangeModel) -> Exchange:
-    given = model.model_dump()
-    return Exchange(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+    given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in model.model_dump().items()}
+    return Exchange(**given)
 
 
 def _placements(rules: Mapping[str, NodeRules]) -> dict[str, dict[str, list[str]]]:
