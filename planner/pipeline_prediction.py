@@ -9,10 +9,12 @@ import numpy as np
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
+from planner.mixed_pipeline import lower_mixed
 from planner.prediction import Prediction, computed_dtype, figures, without_rounding
 from planner.strategy.plan import Plan
 from simulator import fast_engine
 from simulator.hardware import Hardware
+from simulator.mixed_cluster import MixedCluster
 from simulator.pipeline_memory import RankMemory, pipeline_memory
 from simulator.pipeline_operators import operator_table, task_actions
 from simulator.pipeline_passes import OperatorResult, simulate_operators
@@ -38,6 +40,7 @@ def predict_pipeline(
     hardware: Hardware,
     schedule: Schedule | None = None,
     engine: Engine | None = None,
+    cluster: MixedCluster | None = None,
 ) -> PipelinePrediction:
     """Simulate a plan pass by pass; `schedule` stands in for the plan's.
 
@@ -47,8 +50,13 @@ def predict_pipeline(
         The network, folded, at the plan's precision and any batch.
     engine : Engine, optional
         Runs the step operator by operator instead, to the same times.
+    cluster : MixedCluster, optional
+        Nodes of several device types that `hardware` stands for: every stage runs at the pace of its own.
     """
-    lowered = lower_pipeline(plan, graph, hardware, schedule)
+    if cluster is None:
+        lowered = lower_pipeline(plan, graph, hardware, schedule)
+    else:
+        lowered = lower_mixed(plan, graph, cluster, hardware, schedule)
     result = simulate_operators(lowered.schedule, lowered.costs)
     if engine is not None:
         _, ends = engine(operator_table(lowered.schedule, lowered.costs))

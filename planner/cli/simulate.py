@@ -143,17 +143,19 @@ def simulate(
         terminal.note(note)
     slow = SlowOptions(ranks=stragglers, slowdown=slowdown, links=links, seed=seed)
     extra = Reliability(slow=slow if stragglers is not None or links else None, job=job if goodput else None)
+    # Slow ranks are simulated at the pace of the slowest type, so the step beside them is, too.
+    cluster = cluster_at(hardware or plan.hardware) if extra.slow is None else None
     if plan.pipeline * plan.virtual > 1:
         from planner.cli.simulate_pipeline import simulate_pipeline_plan
 
-        simulate_pipeline_plan(terminal, strategy, plan, profile, str(engine), trace, schedule_file, extra, seed)
+        simulate_pipeline_plan(
+            terminal, strategy, plan, profile, str(engine), trace, schedule_file, extra, seed, cluster
+        )
         return
     if schedule_file is not None:
         raise InputError("--schedule-file orders the passes of a pipeline, but the plan has one stage; leave it out")
     with terminal.working(f"simulating {plan.network} on {plan.devices} devices"):
         lowered = lower_strategy(plan, strategy)
-        # Slow ranks are simulated at the pace of the slowest type, so the step beside them is, too.
-        cluster = cluster_at(hardware or plan.hardware) if extra.slow is None else None
         prediction, timeline = _predicted(engine, plan, lowered, profile, cluster)
         if trace is not None:
             write_trace(timeline, lowered.program, trace, hardware=profile)

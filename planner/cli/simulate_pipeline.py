@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from planner.pipeline_prediction import PipelinePrediction
     from planner.strategy.plan import Plan
     from simulator.hardware import Hardware
+    from simulator.mixed_cluster import MixedCluster
     from simulator.schedules import Schedule
 
 _SHOWN = 10
@@ -33,8 +34,12 @@ def simulate_pipeline_plan(
     schedule_file: Path | None,
     extra: Reliability,
     seed: int,
+    cluster: MixedCluster | None,
 ) -> None:
-    """Simulate one step of a pipeline and print what it does, with what was asked of slow ranks and failures."""
+    """Simulate one step of a pipeline and print what it does, with what was asked of slow ranks and failures.
+
+    ``cluster`` are the nodes that `hardware` stands for, where they are of several types.
+    """
     from planner.cli.reliability import reliability_document, reliability_report
     from planner.pipeline_prediction import write_trace
     from planner.strategy.loading import predict_pipeline_strategy
@@ -44,7 +49,7 @@ def simulate_pipeline_plan(
     schedule = None if schedule_file is None else parse_schedule_csv(schedule_file)
     with terminal.working(f"simulating {plan.network} on {plan.devices} devices"):
         run = reference.run if engine == "reference" else None
-        found = predict_pipeline_strategy(plan, strategy, hardware, schedule, run)
+        found = predict_pipeline_strategy(plan, strategy, hardware, schedule, run, cluster)
         if trace is not None:
             write_trace(found, plan, trace)
         straggled, kept = _reliability(plan, strategy, hardware, found, schedule, extra)

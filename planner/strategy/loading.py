@@ -12,8 +12,9 @@ from planner.lowering.stages import lower_stages
 from planner.networks import load_network
 from planner.pipeline_prediction import PipelinePrediction, predict_pipeline
 from planner.strategy.plan import Plan, optimizer_sharding
-from simulator.errors import InputError, StrategyError, UnsupportedError
+from simulator.errors import InputError, StrategyError
 from simulator.hardware import Hardware
+from simulator.mixed_cluster import MixedCluster
 from simulator.schedules import Schedule
 from simulator.timeline import Engine
 
@@ -48,18 +49,7 @@ def lower_strategy(plan: Plan, source: str | Path, *, precision: str | None = No
 
 
 def lower_to_run(plan: Plan, source: str | Path, *, precision: str | None = None) -> LoweredPlan | LoweredStages:
-    """Lower a plan with any number of stages for execution; parameters and errors as `lower_strategy`.
-
-    Raises
-    ------
-    UnsupportedError
-        The plan shards sequences: attention does not exchange its parts of them in a run yet.
-    """
-    if plan.degree("context") > 1:
-        raise UnsupportedError(
-            f"{source}: the plan cuts sequences in {plan.degree('context')} parts (context axis), which can be "
-            f"simulated but not executed yet; use `meshwright simulate`, or plan with --pin cp=1"
-        )
+    """Lower a plan with any number of stages for execution; parameters and errors as `lower_strategy`."""
     if plan.pipeline * plan.virtual == 1:
         return lower_strategy(plan, source, precision=precision)
     with naming(source):
@@ -73,6 +63,7 @@ def predict_pipeline_strategy(
     hardware: Hardware,
     schedule: Schedule | None = None,
     engine: Engine | None = None,
+    cluster: MixedCluster | None = None,
 ) -> PipelinePrediction:
     """Simulate a plan with pipeline stages that stands in the strategy file `source`.
 
@@ -82,6 +73,8 @@ def predict_pipeline_strategy(
         Another order of the passes than the plan's schedule has.
     engine : Engine, optional
         Runs the step operator by operator instead of pass by pass.
+    cluster : MixedCluster, optional
+        Nodes of several device types that `hardware` stands for.
 
     Raises
     ------
@@ -90,7 +83,7 @@ def predict_pipeline_strategy(
     """
     with naming(source):
         _check_sequence_length(plan)
-        return predict_pipeline(plan, checked_graph(plan), hardware, schedule, engine)
+        return predict_pipeline(plan, checked_graph(plan), hardware, schedule, engine, cluster)
 
 
 def _check_sequence_length(plan: Plan) -> None:
