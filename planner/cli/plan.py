@@ -58,7 +58,8 @@ def plan(
         typer.Option("--hints", metavar="FILE.yaml", help="Placements of operators by pattern; see docs/search.md."),
     ] = None,
     top: Annotated[
-        int | None, typer.Option("--top", parser=natural, metavar="N", help="How many plans to show [5].")
+        int | None,
+        typer.Option("--top", parser=natural, metavar="N", help="How many plans to show [5]; given, all are written."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="The strategy file to write [strategy.json].")
@@ -124,7 +125,7 @@ def _run(terminal: Terminal, found: Configuration, config: Path | None, *, debug
         refuse_all_to_alls(result.candidates[0].plan, request.hardware)
     if debug:
         terminal.note("; ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in result.timings.items()))
-    _finish(terminal, request, result, path)
+    _finish(terminal, request, result, path, several=settings.top is not None)
 
 
 def _request(settings: PlanSettings) -> PlanRequest:
@@ -149,8 +150,10 @@ def _request(settings: PlanSettings) -> PlanRequest:
     )
 
 
-def _finish(terminal: Terminal, request: PlanRequest, result: PlanResult, path: str) -> None:
+def _finish(terminal: Terminal, request: PlanRequest, result: PlanResult, path: str, *, several: bool) -> None:
+    """Write the best plan, and with `several` those behind it, and show them."""
     from planner.documents import prediction_document, result_document
+    from planner.strategy.alternatives import write_alternatives
     from planner.strategy.file import write_plan
     from simulator.errors import InfeasibleError
     from simulator.hardware import load_profile
@@ -160,6 +163,9 @@ def _finish(terminal: Terminal, request: PlanRequest, result: PlanResult, path: 
     if feasible:
         best = result.candidates[0]
         write_plan(best.plan, path, prediction_document(best.prediction))
+        if several:
+            others = result.candidates[1:]
+            write_alternatives(path, [(one.plan, prediction_document(one.prediction)) for one in others])
     for message in result.messages if terminal.json else ():
         terminal.note(message)
     if terminal.json:

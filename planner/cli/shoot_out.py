@@ -1,0 +1,97 @@
+"""`meshwright execute --top K`: the result as text and as a document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from planner.cli.tables import axes_text, facts
+from planner.quantities import interval_text, percent_text, seconds_text
+from planner.strategy.file import read_plan
+
+if TYPE_CHECKING:
+    from planner.cli.terminal import Terminal
+    from planner.execution.run import ExecuteOptions
+    from planner.execution.shoot_out import Outcome, ShootOut
+
+
+def run_shoot_out(terminal: Terminal, strategy: Path, top: int, options: ExecuteOptions, out: Path | None) -> None:
+    """Run the best plans, show what came of them and write it."""
+    from json import dumps
+
+    from planner.execution.shoot_out import shoot_out
+    from simulator.errors import ExecutionError
+    from simulator.whole_file import write_whole
+
+    with terminal.working(f"running the best {top} plans of {strategy}") as say:
+        found = shoot_out(strategy, top, options, say)
+    document = shoot_out_document(found)
+    if out is not None:
+        write_whole(out, dumps(document, indent=2) + "\n")
+    if terminal.json:
+        terminal.document(document)
+    elif terminal.quiet:
+        best = measured_order(found.outcomes)
+        terminal.line(best[0].strategy if best else "")
+    else:
+        terminal.show(*shoot_out_report(found, out))
+    if all(one.error for one in found.outcomes):
+        raise ExecutionError(f"none of the {top} plans could be run; the first failed with: {found.outcomes[0].error}")
+
+
+def shoot_out_document(found: ShootOut) -> dict[str, Any]:
+    """The document of ``execute --top K --json``."""
+    order = [one.strategy for one in measured_order(found.outcomes)]
+    return {
+        "steps": found.steps,
+        "kendall_tau": found.kendall_tau,
+        "regret": found.regret,
+        "predicted_order": [one.strategy for one in found.outcomes],
+        "measured_order": order,
+        "plans": [asdict(one) | {"status": "failed" if one.error else "ok"} for one in found.outcomes],
+        "resumed": found.resumed,
+    }
+
+
+def measured_order(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """The plans that ran, fastest first."""
+    ran = [(one.measured_step_time_s, one) for one in outcomes if one.measured_step_time_s is not None]
+    return [one for _, one in sorted(ran, key=lambda pair: pair[0])]
+
+
+def shoot_out_report(found: ShootOut, out: Path | None) -> Iterable[RenderableType]:
+    """Everything that is printed."""
+    yield Text(f"{len(found.outcomes)} plans, {found.steps} steps each, predicted best first", style="bold")
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True)
+    for name in ("", "plan", "predicted", "measured", "difference", "measured\nrank"):
+        table.add_column(name, justify="left" if name in ("", "plan") else "right", no_wrap=True)
+    order = [one.strategy for one in measured_order(found.outcomes)]
+    for number, one in enumerate(found.outcomes, 1):
+        predicted, measured = one.predicted_step_time_s, one.measured_step_time_s
+        text = "failed"
+        if measured is not None and one.measured_p10_s is not None and one.measured_p90_s is not None:
+            text = f"{seconds_text(measured)} ({interval_text(one.measured_p10_s, one.measured_p90_s)})"
+        table.add_row(
+            str(number),
+            axes_text(read_plan(one.strategy)),
+            "" if predicted is None else seconds_text(predicted),
+            text,
+            "" if predicted is None or measured is None else f"{100 * (predicted / measured - 1):+.1f} %",
+            str(order.index(one.strategy) + 1) if one.strategy in order else "",
+        )
+    yield Padding(table, (1, 0, 1, 0))
+    yield facts([
+        ("Kendall tau", "" if found.kendall_tau is None else f"{found.kendall_tau:.2f}"),
+        ("regret", "" if found.regret is None else f"{percent_text(found.regret)}: the plan predicted best over the "
+         "fastest"),
+        *((f"failed: {one.strategy}", one.error) for one in found.outcomes if one.error),
+        ("resumed", f"{found.resumed} plans from the interrupted run" if found.resumed else ""),
+        ("written", str(out) if out else ""),
+    ])  # fmt: skip
