@@ -1,5 +1,6 @@
 """Networks to plans, and plans to runs."""
 
+from planner.context.auto_parallel import AutoParallel
 from planner.context.context import (
     AutoParallelContext,
     auto_parallel_context,
@@ -9,15 +10,22 @@ from planner.context.context import (
 )
 from planner.context.entry import Planned, plan
 from planner.context.errors import ContextError, IgnoredKeyWarning
+from planner.context.marks import recompute, set_comm_fusion, set_pipeline_stage
+from planner.context.pipeline import Pipeline
 
 __all__ = [
+    "AutoParallel",
     "AutoParallelContext",
     "ContextError",
     "IgnoredKeyWarning",
+    "Pipeline",
     "Planned",
     "auto_parallel_context",
     "get_auto_parallel_context",
     "plan",
+    "recompute",
     "reset_auto_parallel_context",
     "set_auto_parallel_context",
+    "set_comm_fusion",
+    "set_pipeline_stage",
 ]

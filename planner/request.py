@@ -12,6 +12,7 @@ from simulator.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
     from planner.context.marks import Marks
+    from planner.networks.network import Network
     from planner.search.problem.hints import Hint
 
 PRECISIONS: Mapping[str, str] = {
@@ -54,7 +55,7 @@ class PlanRequest:
     before those that the network's code has.
     """
 
-    network: str
+    network: str | Network
     hardware: str
     devices: int
     global_batch: int | None = None

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from planner.context.auto_parallel import AutoParallel
 from planner.context.context import AutoParallelContext, current_context
 from planner.context.errors import ContextError
 from planner.context.requests import request_of
+from planner.context.sources import source_of
 from simulator.errors import InfeasibleError, UnsupportedError
 
 if TYPE_CHECKING:
     from planner.graph.operator_graph import OperatorGraph
+    from planner.networks.network import Network
     from planner.planning import PlanResult
     from planner.prediction import Prediction
     from planner.request import PlanRequest
@@ -34,7 +37,7 @@ class Planned:
 
 
 def plan(
-    network: str,
+    network: str | Network | AutoParallel | Callable[[], object],
     hardware: str,
     context: AutoParallelContext | None = None,
     *,
@@ -48,7 +51,8 @@ def plan(
     Parameters
     ----------
     network
-        ``zoo:NAME``, ``hf:PATH`` or ``py:MODULE:FACTORY``.
+        ``zoo:NAME``, ``hf:PATH`` or ``py:MODULE:FACTORY``, or the factory itself; or an `AutoParallel`, which brings
+        its own context.
     hardware
         A profile's name or path.
     context
@@ -68,8 +72,13 @@ def plan(
     from planner.planning import capture_for, plan_network
     from planner.strategy.file import write_plan
 
+    if isinstance(network, AutoParallel):
+        if context is not None:
+            raise ContextError("AutoParallel has a context of its own; set keys by its methods and leave context out")
+        return network.plan(hardware, pins=pins, **options)
     context = current_context() if context is None else context
-    request = request_of(context, network, hardware, pins=pins, **options)
+    source_network = network if not callable(network) else source_of(network)
+    request = request_of(context, source_network, hardware, pins=pins, **options)
     source, target = (_file(context, name) for name in ("strategy_ckpt_load_file", "strategy_ckpt_save_file"))
     if target:
         from simulator.whole_file import check_writable

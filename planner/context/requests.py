@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.context.checks import unknown
 from planner.context.context import AutoParallelContext
@@ -12,12 +12,15 @@ from planner.context.keys import KEYS
 from planner.context.unsupported import check_supported
 from planner.request import PlanRequest
 
+if TYPE_CHECKING:
+    from planner.networks.network import Network
+
 FUSION_MB = 64
 """Size of fused messages in mode auto."""
 THRESHOLD_KB = 64
 """Parameters of less stay whole where the parallel optimizer is on and no threshold is given."""
 LEVELS: Mapping[str, str] = {"level1": "zero1", "level2": "zero2", "level3": "zero3"}
-OPTIONS = ("global_batch", "sequence_length", "precision", "optimizer", "hints", "top", "sensitivity")
+OPTIONS = ("global_batch", "sequence_length", "precision", "optimizer", "hints", "marks", "top", "sensitivity")
 DATA_ONLY: Mapping[str, str] = {
     **dict.fromkeys(("tp", "pp", "cp", "ep"), "1"),
     "recompute": "none",
@@ -28,7 +31,7 @@ DATA_ONLY: Mapping[str, str] = {
 
 def request_of(
     context: AutoParallelContext,
-    network: str,
+    network: str | Network,
     hardware: str,
     *,
     pins: Mapping[str, str] | None = None,
@@ -44,7 +47,7 @@ def request_of(
         More pins than the context's.
     **options
         Other fields of the request: ``global_batch``, ``sequence_length``, ``precision``, ``optimizer``, ``hints``,
-        ``top``, ``sensitivity``.
+        ``marks``, ``top``, ``sensitivity``.
 
     Raises
     ------

@@ -44,16 +44,18 @@ def list_networks() -> tuple[NetworkSummary, ...]:
     )
 
 
-def load_network(spec: str, *, sequence_length: int | None = None) -> Network:
+def load_network(spec: str | Network, *, sequence_length: int | None = None) -> Network:
     """Find the network that `spec` names.
 
     Parameters
     ----------
     spec
-        ``zoo:NAME``, ``hf:PATH`` (a ``config.json`` or its folder) or ``py:MODULE:FACTORY``.
+        ``zoo:NAME``, ``hf:PATH`` (a ``config.json`` or its folder) or ``py:MODULE:FACTORY``; or a network itself.
     sequence_length
         Tokens per sample of a language network; ``None`` for the network's own.
     """
+    if isinstance(spec, Network):
+        return spec
     if sequence_length is not None and sequence_length < 1:
         raise InputError(f"sequence length {sequence_length} is not positive; give a whole number of tokens")
     source, separator, rest = spec.partition(":")
@@ -71,6 +73,11 @@ def load_network(spec: str, *, sequence_length: int | None = None) -> Network:
         return load_factory(rest, sequence_length)
     if source == "pt2":
         raise UnsupportedError(f"network {spec!r}: saved programs are not supported yet; use one of {SOURCES}")
+    if source == "module":
+        raise NetworkError(
+            f"network {spec!r} was a module of the program that planned it, which no other program finds; plan it from "
+            "a factory, py:MODULE:FACTORY"
+        )
     raise NetworkError(f"network {spec!r} has the unknown source {source!r}; use one of {SOURCES}")
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,10 @@ CONTRACT = (
     "return (module, inputs), where module(*inputs) is the scalar mean loss, or (module, inputs, loss), "
     "where the loss is loss(module(*inputs[:-1]), inputs[-1]); inputs are tensors with the batch as dim 0"
 )
+
+
+IN_MEMORY = "module"
+"""Source of a network that only this process has."""
 
 
 class WithLoss(nn.Module):
@@ -46,13 +52,43 @@ def load_factory(place: str, sequence_length: int | None) -> Network:
     module_name, _, factory_name = place.partition(":")
     factory = _find(module_name, factory_name)
     module, example = _call(place, factory)
+    return _described(place, factory_name, module, example, sequence_length, lambda: _call(place, factory)[0])
+
+
+def network_of(module: nn.Module, inputs: Any, loss: Callable[[Any, Tensor], Tensor] | None = None) -> Network:
+    """Describe a module of this process; its graph is captured of copies, so that it stays as it is.
+
+    Raises
+    ------
+    NetworkError
+        Inputs or loss are not as a factory returns them.
+    """
+    place = f"{IN_MEMORY}:{type(module).__name__}"
+    given = (module, inputs) if loss is None else (module, inputs, loss)
+    whole, example = _call(place, lambda: given)
+
+    def copied() -> nn.Module:
+        with unset_fake_temporarily():
+            return copy.deepcopy(whole)
+
+    return replace(_described(place, type(module).__name__, whole, example, None, copied), spec=place)
+
+
+def _described(
+    place: str,
+    name: str,
+    module: nn.Module,
+    example: tuple[Tensor, ...],
+    sequence_length: int | None,
+    make: Callable[[], nn.Module],
+) -> Network:
     inputs = tuple(_describe(place, i, len(example), tensor) for i, tensor in enumerate(example))
     _check_batch(place, example)
     _check_length(place, inputs, sequence_length)
     parameters = sum(p.numel() for p in module.parameters())
     family = _family(inputs)
     return Network(
-        name=factory_name,
+        name=name,
         spec=f"py:{place}",
         family=family,
         description=f"{type(module).__name__} of {parameters:,} parameters from {place}",
@@ -60,7 +96,7 @@ def load_factory(place: str, sequence_length: int | None) -> Network:
         default_optimizer="adamw" if family == "language" else "sgd",
         sequence_length=inputs[0].shape[0] if family == "language" else None,
         inputs=inputs,
-        make=lambda depth: _call(place, factory)[0],
+        make=lambda depth: make(),
         marks=marks_of(module),
     )
 
