@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from planner.graph.operator_graph import OperatorGraph
 from planner.sharding.placement import Mesh, Placements
 from planner.sharding.rules import Rule
+from planner.sharding.sequence import SequenceCut
 from simulator.program import Collective, Program, Task
 from simulator.schedules import ActionKind, Schedule
 
@@ -22,8 +23,9 @@ class Compute:
     """Run node `node` of the unfolded graph on local tensors, with one rule for each mesh axis.
 
     ``inputs`` are aligned with ``Node.tensor_inputs`` and ``outputs`` with ``Node.outputs`` ("" where
-    nothing reads an output). Rules that reduce inside the operator (synchronised batch norm) do so
-    here, over the axes whose rule says so.
+    nothing reads an output). Rules that send messages inside the operator (synchronised batch norm, attention on a
+    context axis) do so here, over the axes whose rule says so. Attention that exchanges heads for the sequence has
+    the exchanged query, key, value and output behind its outputs; its gradient reads those in place of the others.
     """
 
     node: int
@@ -34,12 +36,16 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """Keep one's own chunk of `source` along dim `dim`: replicated to sharded on mesh axis `axis`."""
+    """Keep one's own chunk of `source` along dim `dim`: replicated to sharded on mesh axis `axis`.
+
+    ``cut`` says how a context axis shares the dim.
+    """
 
     source: str
     target: str
     axis: int
     dim: int
+    cut: SequenceCut | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,11 +144,12 @@ class StoredParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoweredInput:
-    """A batch tensor as a rank receives it for each micro-batch."""
+    """A batch tensor as a rank receives it for each micro-batch; ``cut`` says how a context axis shares it."""
 
     name: str
     value: str
     placements: Placements
+    cut: SequenceCut | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

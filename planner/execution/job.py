@@ -9,7 +9,10 @@ import torch
 from planner.execution.data import InputSpec, Shard
 from planner.execution.optimizers import Hyperparameters
 from planner.instructions import LoweredPlan, LoweredStages
+from planner.lowering.placed import CONTEXT
+from planner.sharding.local_context import own_part
 from planner.sharding.placement import Mesh, Placements
+from planner.sharding.sequence import SequenceCut
 from simulator.errors import InputError, UnsupportedError
 
 PRECISIONS = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -76,10 +79,21 @@ def batch_shard(mesh: Mesh, placements: Placements, coordinates: tuple[int, ...]
     return Shard(num_shards=shards, shard_id=mine)
 
 
-def own_piece(tensor: torch.Tensor, mesh: Mesh, placements: Placements, coordinates: tuple[int, ...]) -> torch.Tensor:
-    """Cut out a rank's piece of a whole tensor; of axes that shard one dim the outer cuts first."""
+def own_piece(
+    tensor: torch.Tensor,
+    mesh: Mesh,
+    placements: Placements,
+    coordinates: tuple[int, ...],
+    cut: SequenceCut | None = None,
+) -> torch.Tensor:
+    """Cut out a rank's piece of a whole tensor; of axes that shard one dim the outer cuts first.
+
+    ``cut`` is how a context axis shares the sequence.
+    """
     for axis, placement, coordinate in zip(mesh.axes, placements, coordinates, strict=True):
-        if placement >= 0:
+        if placement >= 0 and cut is not None and axis.name == CONTEXT:
+            tensor = own_part(tensor, placement, cut, coordinate, axis.size)
+        elif placement >= 0:
             tensor = tensor.chunk(axis.size, placement)[coordinate]
     return tensor
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from planner.execution.communication import Message, Slots, make_message
 from planner.execution.optimizers import StepFunction, SummedStep
+from planner.execution.peers import AxisPeers
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.instructions import (
     Accumulate,
@@ -24,7 +25,8 @@ from planner.instructions import (
     StoredParameter,
     Update,
 )
-from planner.sharding.local_operator import LocalOperator, Reduce, prepare
+from planner.sharding.local_context import own_part
+from planner.sharding.local_operator import LocalOperator, Peers, prepare
 
 Action = Callable[[], None]
 RUN, START, FINISH = range(3)
@@ -41,7 +43,7 @@ class Watch(Protocol):
         """The action to run for a part (`RUN`, `START`, `FINISH`) of an instruction."""
 
     def reduction(self, axis: int, reduction: Callable[[], object]) -> None:
-        """Run a sum over the ranks of a mesh axis inside an operator."""
+        """Run a message of a mesh axis inside an operator, or wait for it."""
 
     def crossing(self, stage: int, receive: Callable[[], object]) -> None:
         """Receive what comes from a stage."""
@@ -115,6 +117,7 @@ class Machine:
         self._sizes = sizes
         self._context = context
         self._buffers = held.buffers
+        self._peers = AxisPeers(context.groups, context.coordinates, context.watch)
         self._numbers: dict[str, int] = {}
         self.slots: Slots = []
         self._stored = {entry.value: self.number(entry.value) for entry in stored}
@@ -212,7 +215,7 @@ class Machine:
         if isinstance(instruction, Compute):
             inputs = [self.number(name) for name in instruction.inputs]
             outputs = [self.number(name) for name in instruction.outputs]
-            return _compute(self.slots, self._operator(instruction), self._reduce, inputs, outputs, freed)
+            return _compute(self.slots, self._operator(instruction), self._peers, inputs, outputs, freed)
         if isinstance(instruction, Slice):
             return self._slice(instruction, freed)
         if isinstance(instruction, Mask):
@@ -230,20 +233,22 @@ class Machine:
         node = graph.nodes[instruction.node]
         if node.op == BUFFER:
             buffer = (self._buffers[node.name],)
-            return lambda tensors, reduce: buffer
+            return lambda tensors, peers: buffer
         operator = prepare(graph, node, instruction.rules, self._sizes, self._context.coordinates, device=device)
         if device.type == "cpu" or instruction.inputs:
             return operator
-        return lambda tensors, reduce: tuple(made.to(device) for made in operator(tensors, reduce))
+        return lambda tensors, peers: tuple(made.to(device) for made in operator(tensors, peers))
 
     def _slice(self, instruction: Slice, freed: list[int]) -> Action:
         slots, source, target = self.slots, self.number(instruction.source), self.number(instruction.target)
         size = self._sizes[instruction.axis]
-        mine, dim = self._context.coordinates[instruction.axis], instruction.dim
+        mine, dim, cut = self._context.coordinates[instruction.axis], instruction.dim, instruction.cut
 
         def run() -> None:
             # A copy: a view would keep the whole tensor alive.
-            slots[target] = self.value(source).chunk(size, dim)[mine].clone(memory_format=torch.contiguous_format)
+            value = self.value(source)
+            part = value.chunk(size, dim)[mine] if cut is None else own_part(value, dim, cut, mine, size)
+            slots[target] = part.clone(memory_format=torch.contiguous_format)
             for slot in freed:
                 slots[slot] = None
 
@@ -317,16 +322,6 @@ class Machine:
         assert isinstance(step, SummedStep)  # lowering begins updates of no other optimizer
         return step
 
-    def _reduce(self, tensor: Tensor, axis: int) -> Tensor:
-        """Sum over the ranks of a mesh axis inside an operator."""
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        watch, group = self._context.watch, self._context.groups[axis]
-        if watch is None:
-            dist.all_reduce(total, group=group)
-        else:
-            watch.reduction(axis, lambda: dist.all_reduce(total, group=group))
-        return total
-
 
 def _wait(under_way: list[_Open], touched: set[int], written: set[int], actions: list[Action]) -> list[_Open]:
     """Finish the collectives whose results are touched or whose sources are overwritten; return the others."""
@@ -354,7 +349,7 @@ def _release(slots: Slots, freed: Iterable[int]) -> list[Action]:
 def _compute(
     slots: Slots,
     operator: LocalOperator,
-    reduce: Reduce,
+    peers: Peers,
     inputs: list[int],
     outputs: list[int],
     freed: list[int],
@@ -363,7 +358,7 @@ def _compute(
         target = outputs[0]
 
         def run_single() -> None:
-            slots[target] = operator([slots[i] for i in inputs], reduce)[0]  # type: ignore[misc]
+            slots[target] = operator([slots[i] for i in inputs], peers)[0]  # type: ignore[misc]
             for slot in freed:
                 slots[slot] = None
 
@@ -371,7 +366,7 @@ def _compute(
     kept = [(position, slot) for position, slot in enumerate(outputs) if slot != NOWHERE]
 
     def run() -> None:
-        results = operator([slots[i] for i in inputs], reduce)  # type: ignore[misc]
+        results = operator([slots[i] for i in inputs], peers)  # type: ignore[misc]
         for position, slot in kept:
             slots[slot] = results[position]
         for slot in freed:

@@ -159,7 +159,7 @@ def _feeder(job: Job, coordinates: tuple[int, ...], device: torch.device) -> Cal
         for spec, entry in zip(specs, job.lowered.inputs, strict=True):
             rows = batches.load(spec, start, batch_shard(mesh, entry.placements, coordinates))
             others = tuple(placement if placement > 0 else -1 for placement in entry.placements)
-            pieces.append(own_piece(rows, mesh, others, coordinates).contiguous().to(device))
+            pieces.append(own_piece(rows, mesh, others, coordinates, entry.cut).contiguous().to(device))
         return pieces
 
     return load

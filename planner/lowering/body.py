@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from planner.graph.operator_graph import Node, Role, TensorRef
@@ -14,13 +14,15 @@ from planner.instructions import (
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.units import NOWHERE
 from planner.lowering.writer import Draft, Writer
+from planner.sharding.context import copies_among
 from planner.sharding.inner_messages import inner_messages, message_bytes, message_count
-from planner.sharding.placement import PARTIAL, Placements
+from planner.sharding.placement import PARTIAL, Placements, local_shape
 from planner.sharding.rules import InnerMessage
 from planner.work import cast_bytes
 from simulator.program import (
     Buffer,
     BufferKind,
+    Collective,
     Kernel,
     Phase,
     Task,
@@ -63,6 +65,8 @@ class Body(Writer):
     ) -> None:
         super().__init__(source)
         self.items: list[Item] = []
+        self.exchanged: dict[int | None, tuple[str, ...]] = {}
+        """What each attention has exchanged, by its node."""
         self.gone_back: set[int] = set()
         self.gone_forward: set[int] = set()
         self.gradients = source.gradient_of if gradients is None else gradients
@@ -173,9 +177,7 @@ class Body(Writer):
 
     def _compute(self, index: int, node: Node, phase: Phase) -> None:
         source, recipe = self.source, self.source.recipe(index)
-        names = tuple(
-            self._fetch(ref, wanted, phase) for ref, wanted in zip(node.tensor_inputs, recipe.inputs, strict=True)
-        )
+        names = self._read(index, node, phase)
         outputs, writes, owners = [], [], {}
         view = node.kernel is Kernel.VIEW and bool(names)
         for output, placements in enumerate(recipe.outputs):
@@ -187,6 +189,9 @@ class Body(Writer):
                 self.versions[ref] = {placements: name}
                 if view:
                     owners[name] = names[0]
+        for kept in self._exchanged(index, node):
+            outputs.append(kept.name)
+            writes.append(kept)
         rules = source.rules[index]
         name = node.name if phase is node.phase else f"recompute {node.name}"
         beside = self._messages_beside(index, node, phase, names) if any(rule.messages for rule in rules) else ()
@@ -205,6 +210,36 @@ class Body(Writer):
         self._add(task, instruction, (*names, *beside[1:], *cast), tuple(writes), owners)
         if any(rule.reduced_elements or rule.messages for rule in rules):
             self._messages_behind(index, node, phase, tuple(name for name in outputs if name))
+
+    def _read(self, index: int, node: Node, phase: Phase) -> tuple[str, ...]:
+        """Values an operator reads; the gradient of an exchanging attention those that were exchanged."""
+        wanted = list(zip(node.tensor_inputs, self.source.recipe(index).inputs, strict=True))
+        kept = self.exchanged.get(node.forward, ()) if node.phase is Phase.BACKWARD and self._exchanges(index) else ()
+        if not kept:
+            return tuple(self._fetch(ref, placements, phase) for ref, placements in wanted)
+        first, last = (self._fetch(*wanted[place], phase) for place in (0, 1 + len(kept)))
+        return (first, *kept, last, *(self._fetch(*more, phase) for more in wanted[2 + len(kept) :]))
+
+    def _exchanges(self, index: int) -> bool:
+        messages = (message for rule in self.source.rules[index] for message in rule.messages)
+        return any(message.collective is Collective.ALL_TO_ALL for message in messages)
+
+    def _exchanged(self, index: int, node: Node) -> list[Buffer]:
+        """Query, key, value and output of an attention over whole sequences by this rank's heads, for the gradient."""
+        if node.phase is Phase.BACKWARD or not self._exchanges(index):
+            return []
+        recipe, shares = self.source.recipe(index), self.source.shares(index)
+        base = self._value_name(TensorRef(index), recipe.outputs[0])
+        kind = BufferKind.RECOMPUTED if TensorRef(index) in self.renamed else BufferKind.ACTIVATION
+        messages = [replace(message, elements=0) for _, message in self._inner(index)]
+        alone = [replace(m, tensors=(place,)) for m in messages for place in m.tensors]
+        sizes = [message_bytes(self.graph, node, one, shares) for one in alone]
+        made = [
+            Buffer(name=f"exchanged {what} of {base}", size_bytes=int(size), kind=kind)
+            for what, size in zip(("query", "key", "value", "output"), sizes, strict=True)
+        ]
+        self.exchanged[index] = tuple(buffer.name for buffer in made)
+        return made
 
     def _cast_factors(
         self, index: int, node: Node, name: str, phase: Phase, inputs: tuple[str, ...]
@@ -269,7 +304,19 @@ class Body(Writer):
         return 1 / pieces, arrived
 
     def _inner(self, index: int) -> list[tuple[int, InnerMessage]]:
-        return [(axis, m) for axis, rule in enumerate(self.source.rules[index]) for m in inner_messages(rule)]
+        return [
+            (axis, self._local(index, m))
+            for axis, rule in enumerate(self.source.rules[index])
+            for m in inner_messages(rule)
+        ]
+
+    def _local(self, index: int, message: InnerMessage) -> InnerMessage:
+        """A message with as many copies of a head as lie on one rank."""
+        if message.divisor == 1:
+            return message
+        recipe, node = self.source.recipe(index), self.graph.nodes[index]
+        shape = local_shape(self.graph.spec(node.tensor_inputs[0]).shape, recipe.inputs[0], self.source.sizes)
+        return replace(message, divisor=copies_among(message.divisor, shape[1]))
 
     def _inner_message(
         self,

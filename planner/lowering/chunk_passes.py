@@ -244,7 +244,7 @@ class PassWriter:
                 dtype=graph.spec(ref).dtype,
                 bytes_moved=2.0 * self.source.local_bytes(graph.spec(ref), step.after),
             )
-            return self._add([self.work.add(task, local_move(step, value, target))], stream, after, ahead)
+            return self._add([self.work.add(task, local_move(self.source, moved[0]))], stream, after, ahead)
         name = f"{step.operation} of {len(moved)} from {self.source.written_name(ref)}"
         return self._add([self._collective(name, self.phase, moved)], BESIDE, after, ahead)
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, prod
 
 from planner.graph.chain import Chain
 from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, Role, TensorRef, TensorSpec
+from planner.instructions import LoweredInput
 from planner.lowering.replicas import REPLICAS
 from planner.lowering.units import no_units, units_of
+from planner.sharding.context import sequence_cut
 from planner.sharding.placement import PARTIAL, REPLICATE, Mesh, Placements, placement_name
 from planner.sharding.redistribution import Step, redistribution
 from planner.sharding.rules import Rule
+from planner.sharding.sequence import SequenceCut
 from planner.strategy.exchange import UNASKED, Exchange
 from planner.strategy.plan import NodeRules
 from planner.work import Optimizer, product_shape, state_bytes, traffic_bytes
@@ -27,6 +30,9 @@ from simulator.program import (
 
 BATCH_AXES = ("data", REPLICAS, "expert")
 """Axes along which ranks have samples of their own."""
+
+CONTEXT = "context"
+"""The mesh axis along which sequences are shared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +89,7 @@ class PlacedGraph:
         self._recipes: dict[tuple[int, int, str], Recipe] = {}
         self._gathered: dict[int, list[Placements]] = {}
         self._gradient_paths: dict[TensorRef, tuple[tuple[Step, ...], tuple[Step, ...]]] = {}
+        self._cuts: dict[tuple[TensorRef, int], SequenceCut] = {}
         self._gradient_refs = {p.node: p.gradient for p in graph.parameters if p.gradient is not None}
         self.gradient_of = {p.gradient: p.node for p in graph.parameters if p.gradient is not None}
         self.rules: list[NodeRules] = []
@@ -193,6 +200,32 @@ class PlacedGraph:
     def way(self, source: Placements, target: Placements) -> tuple[Step, ...] | None:
         """Steps of a redistribution, by all-to-alls where the plan has them; None where there is no way."""
         return redistribution(source, target, self.options.exchange.all_to_all)
+
+    def inputs(self, nodes: Container[int]) -> tuple[LoweredInput, ...]:
+        """Batch tensors among `nodes` as a rank receives them."""
+        return tuple(
+            LoweredInput(
+                name=entry.name,
+                value=self.graph.nodes[entry.node].name,
+                placements=self.stored[entry.node],
+                cut=self._input_cut(entry.node),
+            )
+            for entry in self.graph.inputs
+            if entry.node in nodes
+        )
+
+    def _input_cut(self, node: int) -> SequenceCut | None:
+        cuts = (self.cut(TensorRef(node), axis, dim) for axis, dim in enumerate(self.stored[node]) if dim >= 0)
+        return next((cut for cut in cuts if cut is not None), None)
+
+    def cut(self, ref: TensorRef, axis: int, dim: int) -> SequenceCut | None:
+        """How ranks of an axis share a dim of a tensor where it is a context axis; None for equal pieces in a row."""
+        if self.options.mesh.axes[axis].name != CONTEXT:
+            return None
+        key = ref, dim
+        if key not in self._cuts:
+            self._cuts[key] = sequence_cut(self.graph, [rules[axis] for rules in self.rules], ref, dim)
+        return self._cuts[key]
 
     def path(self, source: Placements, target: Placements) -> tuple[Step, ...]:
         """Steps of a redistribution; StrategyError where there are none."""

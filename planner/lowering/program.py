@@ -8,7 +8,6 @@ from itertools import pairwise
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.instructions import (
-    LoweredInput,
     LoweredPlan,
     StoredParameter,
 )
@@ -86,10 +85,7 @@ def lower_graph(graph: OperatorGraph, rules: Mapping[str, NodeRules], options: L
             StoredParameter(name=p.name, value=graph.nodes[p.node].name, placements=source.stored[p.node])
             for p in graph.parameters
         ),
-        inputs=tuple(
-            LoweredInput(name=i.name, value=graph.nodes[i.node].name, placements=source.stored[i.node])
-            for i in graph.inputs
-        ),
+        inputs=source.inputs(range(len(graph.nodes))),
         loss=source.loss_value,
         micro_batches=options.micro_batches,
     )

@@ -19,7 +19,6 @@ from planner.instructions import (
     BeginUpdate,
     Crossing,
     Instruction,
-    LoweredInput,
     LoweredStages,
     PassInstructions,
     RankInstructions,
@@ -77,19 +76,9 @@ def lower_stages(plan: Plan, graph: OperatorGraph) -> LoweredStages:
         pipeline_stride=plan.pipeline_stride,
         stages=stages,
         ranks=_ranks(source, units, chunks, schedule, stages),
-        inputs=_inputs(source, range(len(whole.nodes))),
+        inputs=source.inputs(range(len(whole.nodes))),
         loss=source.loss_value,
         micro_batches=plan.micro_batches,
-    )
-
-
-def _inputs(source: PlacedGraph, nodes: Iterable[int]) -> tuple[LoweredInput, ...]:
-    """Batch tensors among `nodes`."""
-    inside = set(nodes)
-    return tuple(
-        LoweredInput(name=i.name, value=source.graph.nodes[i.node].name, placements=source.stored[i.node])
-        for i in source.graph.inputs
-        if i.node in inside
     )
 
 
@@ -118,7 +107,7 @@ def _stage(
     }
     synchronised = next((d.synchronised for (kind, _), d in drafts.items() if d.synchronised), {})
     nodes = {index for n in chunk for index in found.units[n].nodes}
-    inputs = _inputs(source, nodes)
+    inputs = source.inputs(nodes)
     lasting = _lasting(source, members, synchronised) | {entry.value for entry in inputs}
     leaving = {one.value for (_, arrives), one in crossings.items() if one and not arrives}
     if last:

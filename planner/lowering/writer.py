@@ -67,10 +67,12 @@ def finished(task: Task, after: tuple[int, ...], allocates: tuple[Buffer, ...], 
     )
 
 
-def local_move(step: Step, source: str, target: str) -> Slice | Mask:
+def local_move(placed: PlacedGraph, moved: Moved) -> Slice | Mask:
     """The instruction of a step that needs no message."""
+    ref, source, target, step = moved
     if step.operation == "slice":
-        return Slice(source=source, target=target, axis=step.axis, dim=step.split_dim)
+        cut = placed.cut(ref, step.axis, step.split_dim)
+        return Slice(source=source, target=target, axis=step.axis, dim=step.split_dim, cut=cut)
     return Mask(source=source, target=target, axis=step.axis)
 
 
@@ -157,7 +159,7 @@ class Writer:
             )
             if value in self.came:
                 self.came[target] = self.came[value]
-            self._add(task, local_move(step, value, target), (value,), writes)
+            self._add(task, local_move(source, items[0]), (value,), writes)
             return
         payload = sum(
             spec.size_bytes / prod(source.sizes[a] for a in one.sharded_axes)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from planner.graph.operator_graph import Argument, Node, OperatorGraph, TensorRef, TensorSpec
-from planner.sharding.local_operator import Reduce, call_operator, prepare
+from planner.sharding.local_operator import Alone, call_operator, prepare
 from planner.sharding.placement import PARTIAL, Placements
 from planner.sharding.rule_notation import Rule
 
@@ -186,28 +186,27 @@ def _run_ranks(
     """Run every rank's part; ranks that add up among each other run in threads."""
     operators = {rank: prepare(graph, node, rules, sizes, rank) for rank in tensors}
     if not any(rule.reduced_elements for rule in rules):
-        return {rank: operators[rank](tensors[rank], _never) for rank in tensors}
+        return {rank: operators[rank](tensors[rank], Alone()) for rank in tensors}
     exchange, barrier = dict[Coordinates, Tensor](), Barrier(len(tensors), timeout=60)
     with ThreadPoolExecutor(len(tensors)) as pool:
         running = {
-            rank: pool.submit(operators[rank], tensors[rank], _summing(rank, exchange, barrier)) for rank in tensors
+            rank: pool.submit(operators[rank], tensors[rank], _Summing(rank, exchange, barrier)) for rank in tensors
         }
         return {rank: future.result() for rank, future in running.items()}
 
 
-def _never(tensor: Tensor, axis: int) -> Tensor:
-    raise AssertionError("only rules with reduced elements add up over ranks")
+class _Summing(Alone):
+    """Sums over the ranks that differ from `rank` in one coordinate; all ranks call it in step."""
 
+    def __init__(self, rank: Coordinates, shared: dict[Coordinates, Tensor], barrier: Barrier) -> None:
+        self.rank, self.shared, self.barrier = rank, shared, barrier
 
-def _summing(rank: Coordinates, exchange: dict[Coordinates, Tensor], barrier: Barrier) -> Reduce:
-    """Sum over the ranks that differ from `rank` in one coordinate; all ranks call it in step."""
-
-    def reduce(tensor: Tensor, axis: int) -> Tensor:
-        exchange[rank] = tensor
-        barrier.wait()
-        others = [r for r in sorted(exchange) if r[:axis] + r[axis + 1 :] == rank[:axis] + rank[axis + 1 :]]
-        total = torch.stack([exchange[r] for r in others]).sum(0)
-        barrier.wait()
+    def sum(self, tensor: Tensor, axis: int) -> Tensor:
+        """Add what all ranks of the axis have brought."""
+        rank, shared = self.rank, self.shared
+        shared[rank] = tensor
+        self.barrier.wait()
+        others = [r for r in sorted(shared) if r[:axis] + r[axis + 1 :] == rank[:axis] + rank[axis + 1 :]]
+        total = torch.stack([shared[r] for r in others]).sum(0)
+        self.barrier.wait()
         return total
-
-    return reduce

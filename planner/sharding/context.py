@@ -15,7 +15,7 @@ attention and back after it; the exchanged query, key, value and output are what
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +25,14 @@ from planner.sharding.rule_families import view
 from planner.sharding.rule_notation import InnerMessage, Rule, replicated
 from planner.sharding.rule_table import TABLE
 from planner.sharding.rules import rules_for
-from planner.sharding.sequence import ATTENTION, ATTENTION_BACKWARD, sequence_length, sequence_spans
+from planner.sharding.sequence import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    SequenceCut,
+    Span,
+    sequence_length,
+    sequence_spans,
+)
 from simulator.errors import UnsupportedError
 from simulator.program import Collective
 
@@ -117,7 +124,7 @@ class _Follower:
             algorithm=self.algorithm,
             rules=tuple(rules),
             lengths=tuple(sorted({span.length for found in self.spans.values() for span in found.values()})),
-            chunks=2 if self.algorithm == "ring" and any(_causal(node) for node in self.graph.nodes) else 1,
+            chunks=_chunks(self.graph, self.algorithm),
             heads=tuple(sorted(set(self._heads()))) if self.algorithm == "all_to_all" else (),
         )
 
@@ -190,6 +197,32 @@ class _Follower:
             f"network {self.graph.network!r} cannot be sharded along its sequence: {node.name}{place} {why}; "
             "leave the context axis out (cp=1)"
         )
+
+
+def sequence_cut(graph: OperatorGraph, rules: Sequence[Rule], ref: TensorRef, dim: int) -> SequenceCut:
+    """How ranks of a context axis share a dim along the sequence, given the rule of every node on the axis."""
+    length = sequence_length(graph)
+    assert length is not None  # a network on a context axis reads sequences
+    rings = (m.collective is Collective.SEND for rule in rules for m in rule.messages)
+    chunks = _chunks(graph, "ring") if any(rings) else 1
+    whole = graph.spec(ref).shape[dim] == length
+    span = Span(1, length) if whole else sequence_spans(graph)[ref][dim]
+    return SequenceCut(length=span.length, stride=span.stride, chunks=chunks)
+
+
+def copies_among(divisor: int, heads: int) -> int:
+    """How many of so many heads on a rank are copies of one, where `divisor` are in the whole network.
+
+    >>> copies_among(4, 8), copies_among(4, 2), copies_among(4, 3)
+    (4, 2, 1)
+    """
+    if heads % divisor == 0:
+        return divisor
+    return heads if divisor % heads == 0 else 1
+
+
+def _chunks(graph: OperatorGraph, algorithm: Algorithm) -> int:
+    return 2 if algorithm == "ring" and any(_causal(node) for node in graph.nodes) else 1
 
 
 def attention_heads(graph: OperatorGraph) -> Iterator[tuple[int, int]]:

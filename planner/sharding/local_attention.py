@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from planner.sharding.local_call import LocalCall, LocalOperator, Reduce, invoke
+from planner.sharding.local_call import LocalCall, LocalOperator, Peers, invoke, operator
+from planner.sharding.sequence import ATTENTION, ATTENTION_BACKWARD
 
 
 def attention(call: LocalCall) -> LocalOperator:
@@ -25,13 +26,39 @@ def _by_device(call: LocalCall, elsewhere: Callable[..., tuple[Tensor, ...]], ca
     fused = invoke(call)
     scale, masked = call.keywords.get("scale"), call.keywords.get("attn_mask") is not None
 
-    def run(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
+    def run(tensors: Sequence[Tensor], peers: Peers) -> tuple[Tensor, ...]:
         if tensors[0].is_cpu:
-            return fused(tensors, reduce)
+            return fused(tensors, peers)
         mask = tensors[-1] if masked else None
         return elsewhere(*tensors[: len(tensors) - masked], causal=causal, mask=mask, scale=scale)
 
     return run
+
+
+def attend_anywhere(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Fused attention on CPU, `attend` elsewhere, for pieces of a sequence."""
+    if not query.is_cpu:
+        return attend(query, key, value, causal=causal, mask=None, scale=scale)
+    output, normaliser = operator(ATTENTION)(query, key, value, 0.0, causal, scale=scale)
+    return output, normaliser
+
+
+def attend_backward_anywhere(
+    asking: Sequence[Tensor], key: Tensor, value: Tensor, *, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of `attend_anywhere`, given the gradient, query, output and normaliser of some queries.
+
+    The last two may be those over more keys than these.
+    """
+    gradient, query, output, normaliser = asking
+    if not query.is_cpu:
+        return attend_backward(gradient, query, key, value, output, normaliser, causal=causal, mask=None, scale=scale)
+    of_query, of_key, of_value = operator(ATTENTION_BACKWARD)(
+        gradient, query, key, value, output, normaliser, 0.0, causal, scale=scale
+    )
+    return of_query, of_key, of_value
 
 
 def attend(

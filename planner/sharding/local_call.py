@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,10 +16,26 @@ from planner.sharding.placement import PARTIAL, REPLICATE, Placements, local_sha
 from planner.sharding.rule_notation import Rule
 from simulator.errors import ExecutionError
 
-Reduce = Callable[[Tensor, int], Tensor]
-"""Sums a tensor over the ranks of one mesh axis, given by its index."""
+Parts = tuple[Tensor, ...]
 
-LocalOperator = Callable[[Sequence[Tensor], Reduce], tuple[Tensor, ...]]
+
+class Peers(Protocol):
+    """The other ranks of each mesh axis as operators meet them; tensors given together travel in one message."""
+
+    def sum(self, tensor: Tensor, axis: int) -> Tensor:
+        """Sum a tensor over the ranks."""
+        ...
+
+    def pass_on(self, tensors: Parts, axis: int) -> Callable[[], Parts]:
+        """Send tensors to the next rank; what is returned waits for those of the rank before."""
+        ...
+
+    def exchange(self, tensors: Parts, axis: int, split: int, join: int) -> Parts:
+        """Cut tensors along dim `split`, a piece for every rank, and join what comes along `join`, in rank order."""
+        ...
+
+
+LocalOperator = Callable[[Sequence[Tensor], Peers], tuple[Tensor, ...]]
 """Runs one rank's part of an operator on its local tensors, aligned with ``Node.tensor_inputs``."""
 
 
@@ -136,8 +152,8 @@ def invoke(call: LocalCall, arguments: tuple[Any, ...] | None = None) -> LocalOp
     """Call the operator itself on the local tensors, with the arguments given or the global ones."""
     run = filled(operator(call.op), call.arguments if arguments is None else arguments, call.keywords)
     if len(call.outputs) == 1:
-        return lambda tensors, reduce: as_tuple(run(tensors))
-    return lambda tensors, reduce: tuple(run(tensors))
+        return lambda tensors, peers: as_tuple(run(tensors))
+    return lambda tensors, peers: tuple(run(tensors))
 
 
 def as_tuple(result: Any) -> tuple[Tensor, ...]:

@@ -1,133 +1,260 @@
 """One rank's part of attention over a sequence that is sharded along a context axis.
 
-Liu et al., arXiv:2310.01889 (ring); Jacobs et al., arXiv:2309.14509 (all to all). Positions are given, so that
-any share of the sequence is masked right, in particular the two chunks of `planner.sharding.context.positions_of`.
+Liu et al., arXiv:2310.01889 (ring); Jacobs et al., arXiv:2309.14509 (all to all). Under a causal mask a ring has two
+chunks of the sequence on every rank, as `planner.sharding.context.positions_of` deals them out, so that what a rank
+sees of another's tokens is whole halves and needs no mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from planner.sharding.local_attention import attend, attend_backward
+from planner.sharding.context import copies_among, positions_of
+from planner.sharding.local_attention import attend_anywhere, attend_backward_anywhere
+from planner.sharding.local_call import LocalCall, LocalOperator, Parts, Peers
+from planner.sharding.rule_notation import InnerMessage
+from planner.sharding.sequence import SequenceCut
+from simulator.program import Collective
 
-Parts = tuple[Tensor, ...]
-PassOn = Callable[[Parts], Parts]
-"""Sends tensors to the next rank of the axis and returns those of the rank before."""
-Exchange = Callable[[Tensor, int, int], Tensor]
-"""All-to-all: cuts a tensor along the first dim given, and joins what arrives along the second, in rank order."""
+PassOn = Callable[[Parts], Callable[[], Parts]]
+"""Sends tensors to the next rank of the axis; what it returns waits for those of the rank before."""
+Exchange = Callable[[Parts, int, int], Parts]
+"""All-to-all: cuts each tensor along the first dim given, and joins what arrives along the second, in rank order."""
+
+_HEADS, _LENGTH = 1, 2
 
 
-def visible(queries: Tensor, keys: Tensor) -> Tensor:
-    """Causal mask ``(queries, keys)`` of positions."""
-    return keys.unsqueeze(0) <= queries.unsqueeze(1)
+def own_part(tensor: Tensor, dim: int, cut: SequenceCut, rank: int, size: int) -> Tensor:
+    """Copy a rank's tokens out of a dim that holds the whole sequence, perhaps of several samples."""
+    shape = tensor.shape
+    apart = tensor.reshape(*shape[:dim], -1, cut.length, cut.stride, *shape[dim + 1 :])
+    places = positions_of(cut.length, rank, size, causal=cut.chunks > 1)
+    index = torch.tensor(places, device=tensor.device)
+    return apart.index_select(dim + 1, index).reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 
-def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    r"""Merge attention over two sets of keys: outputs O and log-sum-exps L of their scores.
+def context_attention(call: LocalCall) -> LocalOperator:
+    """Attention among the ranks of the axis whose rule has messages.
 
-    :math:`L = \log(e^{L_1} + e^{L_2})`, :math:`O = e^{L_1 - L} O_1 + e^{L_2 - L} O_2`; a set of which a query
-    sees nothing has :math:`L_i = -\infty` there.
+    By all-to-all the exchanged query, key, value and output come behind the outputs, and the log-sum-exp is that of
+    this rank's heads over the whole sequence: that is what the backward pass reads.
     """
-    total = torch.logaddexp(one[1], other[1])
-    parts = [
-        output.masked_fill(lse.isneginf().unsqueeze(-1), 0.0) * (lse - total).exp().nan_to_num(0.0).unsqueeze(-1)
-        for output, lse in (one, other)
-    ]
-    return parts[0] + parts[1], total
+    axis, rank, size, copies = _place(call, 0)
+    causal, scale = _flag(call, 4), call.keywords.get("scale")
+    if _messages(call)[0].collective is Collective.SEND:
+
+        def circulate(tensors: Sequence[Tensor], peers: Peers) -> Parts:
+            query, key, value = tensors
+            return ring_attention(
+                query, key, value, rank=rank, size=size, causal=causal, scale=scale, copies=copies,
+                pass_on=lambda parts: peers.pass_on(parts, axis),
+            )  # fmt: skip
+
+        return circulate
+
+    def exchange(tensors: Sequence[Tensor], peers: Peers) -> Parts:
+        query, key, value = tensors
+        return exchanged_attention(
+            query, key, value, causal=causal, scale=scale, copies=copies,
+            exchange=lambda parts, split, join: peers.exchange(parts, axis, split, join),
+        )  # fmt: skip
+
+    return exchange
+
+
+def context_attention_backward(call: LocalCall) -> LocalOperator:
+    """Gradient of `context_attention`, of what that has kept."""
+    axis, rank, size, copies = _place(call, 1)
+    causal, scale = _flag(call, 7), call.keywords.get("scale")
+    if _messages(call)[0].collective is Collective.SEND:
+
+        def circulate(tensors: Sequence[Tensor], peers: Peers) -> Parts:
+            return ring_attention_backward(
+                tensors, rank=rank, size=size, causal=causal, scale=scale, copies=copies,
+                pass_on=lambda parts: peers.pass_on(parts, axis),
+            )  # fmt: skip
+
+        return circulate
+
+    def exchange(tensors: Sequence[Tensor], peers: Peers) -> Parts:
+        return exchanged_attention_backward(
+            tensors, causal=causal, scale=scale, copies=copies,
+            exchange=lambda parts, split, join: peers.exchange(parts, axis, split, join),
+        )  # fmt: skip
+
+    return exchange
+
+
+def _messages(call: LocalCall) -> tuple[InnerMessage, ...]:
+    return next(rule.messages for rule in call.rules if rule.messages)
+
+
+def _place(call: LocalCall, query: int) -> tuple[int, int, int, int]:
+    """The context axis, this rank's place on it, its size, and how many local heads in a row share keys and values."""
+    axis = next(i for i, rule in enumerate(call.rules) if rule.messages)
+    copies = copies_among(max(m.divisor for m in call.rules[axis].messages), call.input_shape(query)[_HEADS])
+    return axis, call.coordinates[axis], call.sizes[axis], copies
+
+
+def _flag(call: LocalCall, position: int) -> bool:
+    return bool(call.arguments[position]) if len(call.arguments) > position else False
+
+
+# Ring
 
 
 def ring_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    positions: Callable[[int], Tensor] | None,
     *,
     rank: int,
     size: int,
+    causal: bool,
     scale: float | None,
+    copies: int,
     pass_on: PassOn,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the keys of every rank as they go round.
+    r"""Attend to the keys of every rank as they go round, each piece while the next one travels.
 
-    Tensors ``(batch, heads, local length, width)``; ``positions`` of each rank's tokens, ``None`` without a
-    causal mask. Returns the output and the log-sum-exp ``(batch, heads, local length)``.
+    Tensors ``(batch, heads, local length, width)``. Returns the output and the log-sum-exp of the scores
+    ``(batch, heads, local length)``. Outputs O and log-sum-exps L over two sets of keys are merged by
+    :math:`L = \log(e^{L_1} + e^{L_2})`, :math:`O = e^{L_1 - L} O_1 + e^{L_2 - L} O_2`.
     """
-    merged: tuple[Tensor, Tensor] | None = None
+    pieces = _single(key, copies), _single(value, copies)
+    output, normaliser = query, query
     for turn in range(size):
-        mask = _mask(positions, rank, (rank - turn) % size)
-        found = attend(query, key, value, causal=False, mask=mask, scale=scale)
-        merged = found if merged is None else merge(merged, found)
-        if turn < size - 1:
-            key, value = pass_on((key, value))
-    assert merged is not None
-    return merged
+        arriving = pass_on(pieces) if turn < size - 1 else None
+        asks, offers, masked = _visible(query.shape[_LENGTH], rank, (rank - turn) % size, causal)
+        key, value = (_wide(part[:, :, offers], copies) for part in pieces)
+        found, sums = attend_anywhere(query[:, :, asks], key, value, causal=masked, scale=scale)
+        found = found.to(sums.dtype)
+        if turn == 0:
+            output, normaliser = found.contiguous(), sums.contiguous()
+        else:
+            before = normaliser[:, :, asks]
+            total = torch.logaddexp(before, sums)
+            shares = [(one - total).exp().unsqueeze(-1) for one in (before, sums)]
+            output[:, :, asks] = output[:, :, asks] * shares[0] + found * shares[1]
+            normaliser[:, :, asks] = total
+        if arriving is not None:
+            pieces = _pair(arriving())
+    return output.to(query.dtype), normaliser
 
 
 def ring_attention_backward(
-    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-    positions: Callable[[int], Tensor] | None,
+    saved: Sequence[Tensor],
     *,
     rank: int,
     size: int,
+    causal: bool,
     scale: float | None,
+    copies: int,
     pass_on: PassOn,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `ring_attention` for ``saved``: gradient, query, key, value, output and log-sum-exp.
 
-    Keys and values go round once more, the sums of their gradients behind them and in the end home.
+    Keys and values go round once more, the sums of their gradients behind them and in the end home. Of heads that
+    are copies of one the first has the whole gradient: only their sum is asked for.
     """
     gradient, query, key, value, output, normaliser = saved
+    pieces = _single(key, copies), _single(value, copies)
     of_query = torch.zeros_like(query)
-    of_key, of_value = torch.zeros_like(key), torch.zeros_like(value)
+    sums = torch.zeros_like(pieces[0]), torch.zeros_like(pieces[1])
     for turn in range(size):
-        mask = _mask(positions, rank, (rank - turn) % size)
-        found = attend_backward(gradient, query, key, value, output, normaliser, causal=False, mask=mask, scale=scale)
-        of_query = of_query + found[0]
-        of_key, of_value = of_key + found[1], of_value + found[2]
+        asks, offers, masked = _visible(query.shape[_LENGTH], rank, (rank - turn) % size, causal)
+        key, value = (_wide(part[:, :, offers], copies) for part in pieces)
+        found = attend_backward_anywhere(
+            [tensor[:, :, asks] for tensor in (gradient, query, output, normaliser)],
+            key, value, causal=masked, scale=scale,
+        )  # fmt: skip
+        of_query[:, :, asks] += found[0]
+        for total, part in zip(sums, found[1:], strict=True):
+            total[:, :, offers] += _summed(part, copies)
         if turn < size - 1:
-            key, value, of_key, of_value = pass_on((key, value, of_key, of_value))
+            key, value, *rest = pass_on((*pieces, *sums))()
+            pieces, sums = (key, value), _pair(rest)
         else:
-            of_key, of_value = pass_on((of_key, of_value))
-    return of_query, of_key, of_value
+            sums = _pair(pass_on(sums)())
+    return of_query, _spread(sums[0], copies), _spread(sums[1], copies)
 
 
-def _mask(positions: Callable[[int], Tensor] | None, rank: int, other: int) -> Tensor | None:
-    return None if positions is None else visible(positions(rank), positions(other))
+def _visible(length: int, rank: int, other: int, causal: bool) -> tuple[slice, slice, bool]:
+    """Which of this rank's queries see which of another rank's keys, and whether a causal mask lies between them."""
+    whole = slice(0, length)
+    if not causal or rank == other:
+        return whole, whole, causal
+    return (whole, slice(0, length // 2), False) if other < rank else (slice(length // 2, length), whole, False)
 
 
-_HEADS, _LENGTH = 1, 2
+# All to all
 
 
 def exchanged_attention(
-    query: Tensor, key: Tensor, value: Tensor, order: Tensor | None, *, scale: float | None, exchange: Exchange
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None, copies: int, exchange: Exchange
+) -> Parts:
     """Attend with some heads over the whole sequence, between two all-to-alls.
 
-    ``order`` are the positions of the tokens as they arrive, ``None`` without a causal mask. Returns the output
-    ``(batch, heads, local length, width)``, the log-sum-exp of this rank's heads over the whole sequence, and
-    the exchanged query, key, value and output, which the backward pass reads.
+    Returns the output ``(batch, heads, local length, width)``, the log-sum-exp of this rank's heads over the whole
+    sequence, and the exchanged query, key, value and output, keys and values once for the heads that share them.
     """
-    query, key, value = (exchange(tensor, _HEADS, _LENGTH) for tensor in (query, key, value))
-    mask = None if order is None else visible(order, order)
-    output, normaliser = attend(query, key, value, causal=False, mask=mask, scale=scale)
-    return exchange(output, _LENGTH, _HEADS), normaliser, (query, key, value, output)
+    (query,) = exchange((query,), _HEADS, _LENGTH)
+    key, value = exchange((_single(key, copies), _single(value, copies)), _HEADS, _LENGTH)
+    found, normaliser = attend_anywhere(query, _wide(key, copies), _wide(value, copies), causal=causal, scale=scale)
+    (output,) = exchange((found,), _LENGTH, _HEADS)
+    return output, normaliser, query, key, value, found
 
 
 def exchanged_attention_backward(
-    gradient: Tensor,
-    kept: tuple[Tensor, Tensor, Tensor, Tensor],
-    normaliser: Tensor,
-    order: Tensor | None,
-    *,
-    scale: float | None,
-    exchange: Exchange,
-) -> tuple[Tensor, ...]:
-    """Gradients of `exchanged_attention`: one all-to-all of the incoming gradient, one of each that goes back."""
-    mask = None if order is None else visible(order, order)
-    found = attend_backward(
-        exchange(gradient, _HEADS, _LENGTH), *kept, normaliser, causal=False, mask=mask, scale=scale
+    saved: Sequence[Tensor], *, causal: bool, scale: float | None, copies: int, exchange: Exchange
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `exchanged_attention` for ``saved``: gradient, then what that has kept, then the log-sum-exp.
+
+    One all-to-all of the incoming gradient, one of the gradients of key and value, one of the query's.
+    """
+    gradient, query, key, value, output, normaliser = saved
+    (gradient,) = exchange((gradient,), _HEADS, _LENGTH)
+    asking, wide = (gradient, query, output, normaliser), (_wide(key, copies), _wide(value, copies))
+    of_query, of_key, of_value = attend_backward_anywhere(asking, *wide, causal=causal, scale=scale)
+    of_key, of_value = exchange((_summed(of_key, copies), _summed(of_value, copies)), _LENGTH, _HEADS)
+    (of_query,) = exchange((of_query,), _LENGTH, _HEADS)
+    return of_query, _spread(of_key, copies), _spread(of_value, copies)
+
+
+# Heads that are copies of one
+
+
+def _pair(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    one, other = parts
+    return one, other
+
+
+def _single(tensor: Tensor, copies: int) -> Tensor:
+    """One head of those that are equal."""
+    return tensor[:, ::copies]
+
+
+def _wide(tensor: Tensor, copies: int) -> Tensor:
+    """Every head as often as it is shared."""
+    return tensor if copies == 1 else tensor.repeat_interleave(copies, _HEADS)
+
+
+def _summed(gradient: Tensor, copies: int) -> Tensor:
+    """Sum of the gradients of equal heads."""
+    return (
+        gradient
+        if copies == 1
+        else gradient.reshape(gradient.shape[0], -1, copies, *gradient.shape[2:]).sum(_HEADS + 1)
     )
-    return tuple(exchange(tensor, _LENGTH, _HEADS) for tensor in found)
+
+
+def _spread(total: Tensor, copies: int) -> Tensor:
+    """Gradients of equal heads that have this sum."""
+    if copies == 1:
+        return total
+    found = total.new_zeros((total.shape[0], total.shape[1] * copies, *total.shape[2:]))
+    found[:, ::copies] = total
+    return found

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import batch_norm
 
-from planner.sharding.local_call import LocalCall, LocalOperator, Reduce, Slot, elements, filled, invoke, operator
+from planner.sharding.local_call import LocalCall, LocalOperator, Peers, Slot, elements, filled, invoke, operator
 
 
 def reshaped(call: LocalCall) -> LocalOperator:
     """Views of any kind: to the local shape; a local piece need not be contiguous, so it may copy."""
     shape = call.output_shape()
-    return lambda tensors, reduce: (tensors[0].reshape(shape),)
+    return lambda tensors, peers: (tensors[0].reshape(shape),)
 
 
 def expanded(call: LocalCall) -> LocalOperator:
     """Expand to the local shape."""
     shape = call.output_shape()
-    return lambda tensors, reduce: (tensors[0].expand(shape),)
+    return lambda tensors, peers: (tensors[0].expand(shape),)
 
 
 def resized(position: int) -> Callable[[LocalCall], LocalOperator]:
@@ -39,14 +39,14 @@ def mean(call: LocalCall) -> LocalOperator:
         return invoke(call)
     keeps = len(call.outputs[0].shape) == len(shape)
     dtype, count = call.keywords.get("dtype"), elements(shape, dims)
-    return lambda tensors, reduce: (tensors[0].sum(dims, keepdim=keeps, dtype=dtype) / count,)
+    return lambda tensors, peers: (tensors[0].sum(dims, keepdim=keeps, dtype=dtype) / count,)
 
 
 def biased_product(call: LocalCall) -> LocalOperator:
     """Product plus bias, which only one rank adds where the result is partial."""
     keywords = dict(call.keywords) if call.adds_bias(0) else {**call.keywords, "beta": 0}
     run = filled(operator(call.op), call.arguments, keywords)
-    return lambda tensors, reduce: (run(tensors),)
+    return lambda tensors, peers: (run(tensors),)
 
 
 def convolution(call: LocalCall) -> LocalOperator:
@@ -55,7 +55,7 @@ def convolution(call: LocalCall) -> LocalOperator:
     if len(call.inputs) < 3 or call.adds_bias(2):
         return invoke(call, arguments)
     run = filled(operator(call.op), (*arguments[:2], None, *arguments[3:]), call.keywords)
-    return lambda tensors, reduce: (run(tensors[:2]),)
+    return lambda tensors, peers: (run(tensors[:2]),)
 
 
 def convolution_backward(call: LocalCall) -> LocalOperator:
@@ -97,7 +97,7 @@ def embedding(call: LocalCall) -> LocalOperator:
         return invoke(call)
     run = operator(call.op)
 
-    def look_up(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
+    def look_up(tensors: Sequence[Tensor], peers: Peers) -> tuple[Tensor, ...]:
         weight, indices = tensors
         local, foreign = _local_index(indices, start, length)
         return (run(weight, local).masked_fill_(foreign.unsqueeze(-1), 0),)
@@ -113,7 +113,7 @@ def embedding_backward(call: LocalCall) -> LocalOperator:
         return invoke(call, call.with_argument(2, rows))
     run, padding = operator(call.op), call.arguments[3]
 
-    def collect(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
+    def collect(tensors: Sequence[Tensor], peers: Peers) -> tuple[Tensor, ...]:
         gradient, indices = tensors
         local = indices - start
         skipped = (local < 0) | (local >= length) | (indices == padding)
@@ -129,7 +129,7 @@ def gather(call: LocalCall) -> LocalOperator:
         return invoke(call)
     run = operator(call.op)
 
-    def look_up(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
+    def look_up(tensors: Sequence[Tensor], peers: Peers) -> tuple[Tensor, ...]:
         local, foreign = _local_index(tensors[1], start, length)
         return (run(tensors[0], dim, local).masked_fill_(foreign, 0),)
 
@@ -143,7 +143,7 @@ def scatter_add(call: LocalCall) -> LocalOperator:
         return invoke(call)
     run = operator(call.op)
 
-    def add(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
+    def add(tensors: Sequence[Tensor], peers: Peers) -> tuple[Tensor, ...]:
         local, foreign = _local_index(tensors[1], start, length)
         return (run(tensors[0], dim, local, tensors[2].masked_fill(foreign, 0)),)
 
@@ -157,7 +157,7 @@ def scatter(call: LocalCall) -> LocalOperator:
         return invoke(call)
     run, value = operator(call.op), call.arguments[3]
 
-    def write(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
+    def write(tensors: Sequence[Tensor], peers: Peers) -> tuple[Tensor, ...]:
         target, indices = tensors[0], tensors[1]
         local = indices - start
         local = local.masked_fill_((local < 0) | (local >= length), length)
@@ -189,11 +189,11 @@ def _ignoring(call: LocalCall, target: int, ignored: int, start: int, length: in
         return invoke(call)
     run, unused = invoke(call, call.with_argument(ignored, _NO_CLASS)), call.arguments[ignored]
 
-    def within_range(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
+    def within_range(tensors: Sequence[Tensor], peers: Peers) -> tuple[Tensor, ...]:
         labels = tensors[target]
         local = labels - start
         skipped = (local < 0) | (local >= length) | (labels == unused)
-        return run((*tensors[:target], local.masked_fill_(skipped, _NO_CLASS), *tensors[target + 1 :]), reduce)
+        return run((*tensors[:target], local.masked_fill_(skipped, _NO_CLASS), *tensors[target + 1 :]), peers)
 
     return within_range
 
@@ -229,7 +229,7 @@ def synchronised_batch_norm(call: LocalCall) -> LocalOperator:
     momentum, epsilon = call.arguments[-2:]
     shares = _ranks(call, axes)
 
-    def normalise(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
+    def normalise(tensors: Sequence[Tensor], peers: Peers) -> tuple[Tensor, ...]:
         values = tensors[0]
         count = values.numel() // values.shape[1]
         single = values if values.dtype in (torch.float32, torch.float64) else values.float()
@@ -238,7 +238,7 @@ def synchronised_batch_norm(call: LocalCall) -> LocalOperator:
         )
         sums = torch.cat((means, variances + means * means)) * count
         for axis in axes:
-            sums = reduce(sums, axis)
+            sums = peers.sum(sums, axis)
         mean, square = (sums / (count * shares)).chunk(2)
         variance = (square - mean * mean).clamp_(min=0)
         scale, shift = (tensors[a.position] if isinstance(a, Slot) else None for a in (weight, bias))
@@ -273,12 +273,12 @@ def synchronised_batch_norm_backward(call: LocalCall) -> LocalOperator:
     run = filled(operator(call.op), sums_only, call.keywords)
     shares, mask = _ranks(call, axes), call.arguments[9]
 
-    def differentiate(tensors: Sequence[Tensor], reduce: Reduce) -> tuple[Tensor, ...]:
+    def differentiate(tensors: Sequence[Tensor], peers: Peers) -> tuple[Tensor, ...]:
         gradient, values = tensors[0], tensors[1]
         _, product, plain = run(tensors)
         sums = torch.cat((product, plain))
         for axis in axes:
-            sums = reduce(sums, axis)
+            sums = peers.sum(sums, axis)
         product, plain = sums.chunk(2)
         total = values.numel() // values.shape[1] * shares
         inverse = tensors[deviation_slot.position]

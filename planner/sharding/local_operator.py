@@ -10,10 +10,12 @@ from torch import Tensor
 from planner.graph.operator_graph import Node, OperatorGraph
 from planner.sharding import local_layers as layers
 from planner.sharding.local_attention import attention, attention_backward
-from planner.sharding.local_call import LocalCall, LocalOperator, Reduce, invoke, local_call
+from planner.sharding.local_call import LocalCall, LocalOperator, Parts, Peers, invoke, local_call
+from planner.sharding.local_context import context_attention, context_attention_backward
 from planner.sharding.rule_notation import Rule
+from planner.sharding.sequence import ATTENTION, ATTENTION_BACKWARD
 
-__all__ = ["LocalOperator", "Reduce", "call_operator", "prepare"]
+__all__ = ["Alone", "LocalOperator", "Peers", "call_operator", "prepare"]
 
 _SPECIAL: dict[str, Callable[[LocalCall], LocalOperator]] = {
     "aten.view.default": layers.reshaped,
@@ -51,12 +53,18 @@ _SPECIAL: dict[str, Callable[[LocalCall], LocalOperator]] = {
     "aten.scatter.value": layers.scatter,
     "aten.nll_loss_forward.default": layers.summed_loss,
     "aten.nll_loss_backward.default": layers.summed_loss_backward,
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": attention,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": attention_backward,
+    ATTENTION: attention,
+    ATTENTION_BACKWARD: attention_backward,
     "aten._native_batch_norm_legit.no_stats": layers.synchronised_batch_norm,
     "aten._native_batch_norm_legit_functional.default": layers.synchronised_batch_norm,
     "aten.native_batch_norm_backward.default": layers.synchronised_batch_norm_backward,
 }
+
+_AMONG_RANKS: dict[str, Callable[[LocalCall], LocalOperator]] = {
+    ATTENTION: context_attention,
+    ATTENTION_BACKWARD: context_attention_backward,
+}
+"""Operators whose rule has messages of its own."""
 
 
 def prepare(
@@ -73,10 +81,12 @@ def prepare(
     ``rules``, ``sizes`` and ``coordinates`` (of this rank) have one entry for each mesh axis, outermost
     first. Where two axes shard one dim the outer one cuts it first, into contiguous chunks. `device`
     is where operators without tensor inputs make theirs. The result is called with this rank's
-    tensors, aligned with ``node.tensor_inputs``, and with a function that sums a tensor over an axis; the
-    tensors it returns may share memory with those it was given, as views do.
+    tensors, aligned with ``node.tensor_inputs``, and with the other ranks of every axis; the tensors
+    it returns may share memory with those it was given, as views do.
     """
     call = local_call(graph, node, rules, sizes, coordinates, device)
+    if any(rule.messages for rule in rules):
+        return _AMONG_RANKS[node.op](call)
     return _SPECIAL.get(node.op, invoke)(call)
 
 
@@ -85,8 +95,20 @@ def call_operator(graph: OperatorGraph, node: Node, tensors: Sequence[Tensor]) -
 
     Every number, also those that depend on the batch, is that of `graph`.
     """
-    return prepare(graph, node, (), (), ())(tensors, _no_axis)
+    return prepare(graph, node, (), (), ())(tensors, Alone())
 
 
-def _no_axis(tensor: Tensor, axis: int) -> Tensor:
-    return tensor
+class Alone:
+    """The peers of a rank that meets none."""
+
+    def sum(self, tensor: Tensor, axis: int) -> Tensor:
+        """Return the tensor: there is nothing to add."""
+        return tensor
+
+    def pass_on(self, tensors: Parts, axis: int) -> Callable[[], Parts]:
+        """Get one's own tensors back."""
+        return lambda: tensors
+
+    def exchange(self, tensors: Parts, axis: int, split: int, join: int) -> Parts:
+        """Keep all pieces."""
+        return tensors

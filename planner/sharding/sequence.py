@@ -32,6 +32,18 @@ class Span:
     length: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceCut:
+    """How ranks of a context axis share a dim: it holds sequences of `length` steps, each of `stride` elements.
+
+    Each rank has one of equal pieces in a row, or with ``chunks`` 2 one from either end.
+    """
+
+    length: int
+    stride: int
+    chunks: int
+
+
 Spans = dict[TensorRef, dict[int, Span]]
 
 

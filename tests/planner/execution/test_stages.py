@@ -12,9 +12,7 @@ from planner.instructions import PassInstructions, read_values, written_values
 from planner.lowering.checked import checked_graph
 from planner.lowering.pipeline import lower_pipeline
 from planner.lowering.stages import lower_stages
-from planner.sharding.placement import Mesh, MeshAxis
 from planner.strategy.plan import Plan
-from simulator.errors import UnsupportedError
 from simulator.hardware import load_profile
 from simulator.program import Task
 from tests.planner.lowering.plans import one_stage, pipelined, recomputing
@@ -109,11 +107,3 @@ def test_every_value_is_there_when_it_is_read() -> None:
                     there |= {name for i in one.instructions for name in written_values(i)}
             for one in stage.passes.values():
                 assert {name for i in one.instructions for name in read_values(i)} <= there | stage.lasting
-
-
-def test_sequences_in_parts_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = make({"data": 2}, 2, "1f1b", {}, "none", {})
-    plan = replace(plan, mesh=Mesh((MeshAxis("context", 2),)))
-    monkeypatch.setattr("planner.execution.run.run_workers", None)
-    with pytest.raises(UnsupportedError, match=r"sequences in 2 parts \(context axis\).*--pin cp=1"):
-        execute_plan(plan, ExecuteOptions(strategy="plan.json", steps=1))

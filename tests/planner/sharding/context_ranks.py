@@ -11,16 +11,11 @@ import torch
 from torch import Tensor
 
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
-from planner.sharding.context import Algorithm, context_rules, positions_of
-from planner.sharding.local_context import (
-    exchanged_attention,
-    exchanged_attention_backward,
-    ring_attention,
-    ring_attention_backward,
-)
-from planner.sharding.local_operator import call_operator, prepare
+from planner.sharding.context import Algorithm, context_rules, positions_of, sequence_cut
+from planner.sharding.local_context import own_part
+from planner.sharding.local_operator import Alone, call_operator, prepare
 from planner.sharding.placement import PARTIAL, REPLICATE
-from planner.sharding.sequence import ATTENTION, ATTENTION_BACKWARD, Span, sequence_length, sequence_spans
+from planner.sharding.sequence import ATTENTION, sequence_length
 
 Pieces = list[Tensor]
 
@@ -45,21 +40,31 @@ class Ranks:
         self.barrier.wait()
         return everything
 
-    def pass_on(self, rank: int) -> Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]:
-        def send(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            self.sent[rank] += sum(t.numel() for t in tensors)
-            received: tuple[Tensor, ...] = self.share(rank, tensors)[rank - 1]
+    def of(self, rank: int) -> RankPeers:
+        return RankPeers(self, rank)
+
+
+class RankPeers(Alone):
+    """What one rank sends to the others, counted."""
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.ranks, self.rank = ranks, rank
+
+    def pass_on(self, tensors: tuple[Tensor, ...], axis: int) -> Callable[[], tuple[Tensor, ...]]:
+        self.ranks.sent[self.rank] += sum(t.numel() for t in tensors)
+        sent = tuple(t.clone() for t in tensors)
+
+        def arrive() -> tuple[Tensor, ...]:
+            received: tuple[Tensor, ...] = self.ranks.share(self.rank, sent)[self.rank - 1]
             return received
 
-        return send
+        return arrive
 
-    def exchange(self, rank: int) -> Callable[[Tensor, int, int], Tensor]:
-        def swap(tensor: Tensor, split: int, join: int) -> Tensor:
-            self.sent[rank] += tensor.numel()
-            pieces = self.share(rank, tensor.chunk(self.size, split))
-            return torch.cat([piece[rank] for piece in pieces], join)
-
-        return swap
+    def exchange(self, tensors: tuple[Tensor, ...], axis: int, split: int, join: int) -> tuple[Tensor, ...]:
+        self.ranks.sent[self.rank] += sum(t.numel() for t in tensors)
+        size = self.ranks.size
+        pieces = self.ranks.share(self.rank, [t.chunk(size, split) for t in tensors])
+        return tuple(torch.cat([piece[i][self.rank] for piece in pieces], join) for i in range(len(tensors)))
 
 
 class Step:
@@ -68,7 +73,6 @@ class Step:
     def __init__(self, graph: OperatorGraph, algorithm: Algorithm, size: int, *, causal: bool) -> None:
         self.graph, self.algorithm, self.size, self.causal = graph, algorithm, size, causal
         self.rules = context_rules(graph, algorithm)
-        self.spans = sequence_spans(graph)
         self.ranks = Ranks(size)
         self.whole: dict[TensorRef, Tensor] = {}
         self.pieces: dict[TensorRef, Pieces] = {}
@@ -87,8 +91,8 @@ class Step:
         tensor = self.whole[ref]
         if placement == REPLICATE:
             return [tensor] * self.size
-        span = self.spans[ref][placement]
-        return [_taken(tensor, placement, span, self.positions(rank)) for rank in range(self.size)]
+        cut = sequence_cut(self.graph, self.rules, ref, placement)
+        return [own_part(tensor, placement, cut, rank, self.size) for rank in range(self.size)]
 
     def difference(self, ref: TensorRef, placement: int) -> float:
         """Largest difference of the ranks' pieces from the whole tensor, relative to the largest element of either."""
@@ -123,39 +127,31 @@ class Step:
             self.pieces[TensorRef(index, output)] = [parts[output] for parts in outputs]
 
     def _parts(self, index: int, node: Node, tensors: list[list[Tensor]]) -> list[Sequence[Tensor]]:
-        if node.op in (ATTENTION, ATTENTION_BACKWARD) and self.rules[index].messages:
-            before = sum(self.ranks.sent)
-            results = self.ranks.run(lambda rank: self._attend(index, node, rank, tensors[rank]))
-            self.traffic[node.name] = (sum(self.ranks.sent) - before) // self.size
-            return results
-        rules = (self.rules[index],)
-        return [
-            prepare(self.graph, node, rules, (self.size,), (rank,))(tensors[rank], _never) for rank in range(self.size)
-        ]
+        rules, size = (self.rules[index],), self.size
+        operators = [prepare(self.graph, node, rules, (size,), (rank,)) for rank in range(size)]
+        if not rules[0].messages:
+            return [operators[rank](tensors[rank], Alone()) for rank in range(size)]
+        exchanging = self.algorithm == "all_to_all"
+        if node.forward in self.kept and exchanging:
+            tensors = [[mine[0], *kept] for mine, kept in zip(tensors, self.kept[node.forward], strict=True)]
+        before = sum(self.ranks.sent)
+        results = self.ranks.run(lambda rank: operators[rank](tensors[rank], self.ranks.of(rank)))
+        self.traffic[node.name] = (sum(self.ranks.sent) - before) // size
+        if node.op == ATTENTION and exchanging:
+            self.kept[index] = [[*result[2:], result[1]] for result in results]
+            everyone = torch.cat([result[1] for result in results], 1)
+            return [(result[0], everyone[:, :, self.positions(rank)]) for rank, result in enumerate(results)]
+        copies = max(message.divisor for message in rules[0].messages)
+        return results if node.op == ATTENTION or copies == 1 else self._told_apart(index, results, copies)
 
-    def _attend(self, index: int, node: Node, rank: int, tensors: list[Tensor]) -> Sequence[Tensor]:
-        scale = dict(node.kwargs).get("scale")
-        assert scale is None or isinstance(scale, float)
-        backward = node.op == ATTENTION_BACKWARD
-        if self.algorithm == "ring":
-            places = self.positions if self.causal else None
-            pass_on = self.ranks.pass_on(rank)
-            if backward:
-                gradient, query, key, value, output, normaliser = tensors
-                saved = gradient, query, key, value, output, normaliser
-                return ring_attention_backward(saved, places, rank=rank, size=self.size, scale=scale, pass_on=pass_on)
-            query, key, value = tensors
-            return ring_attention(query, key, value, places, rank=rank, size=self.size, scale=scale, pass_on=pass_on)
-        order = torch.cat([self.positions(r) for r in range(self.size)]) if self.causal else None
-        exchange = self.ranks.exchange(rank)
-        if backward:
-            assert node.forward is not None
-            normaliser, kept = self.kept[node.forward][rank]
-            return exchanged_attention_backward(tensors[0], kept, normaliser, order, scale=scale, exchange=exchange)
-        output, normaliser, kept = exchanged_attention(*tensors[:3], order, scale=scale, exchange=exchange)
-        self.kept.setdefault(index, [None] * self.size)[rank] = (normaliser, kept)
-        everyone = torch.cat(self.ranks.share(rank, normaliser), 1)
-        return output, everyone[:, :, self.positions(rank)]
+    def _told_apart(self, index: int, results: list[Sequence[Tensor]], copies: int) -> list[Sequence[Tensor]]:
+        """Gradients of each of the heads that are copies of one, once their sums are known to be right."""
+        apart = [self.cut(TensorRef(index, output), 2) for output in (1, 2)]
+        for rank, (_, *found) in enumerate(results):
+            for one, expected in zip(found, (pieces[rank] for pieces in apart), strict=True):
+                sums = (tensor.unflatten(1, (-1, copies)).sum(2) for tensor in (one, expected))
+                torch.testing.assert_close(*sums, rtol=1e-10, atol=1e-12)
+        return [(result[0], *(pieces[rank] for pieces in apart)) for rank, result in enumerate(results)]
 
 
 def _stored(graph: OperatorGraph, index: int) -> tuple[Tensor, ...]:
@@ -166,13 +162,3 @@ def _stored(graph: OperatorGraph, index: int) -> tuple[Tensor, ...]:
     if spec.dtype == "int64":
         return (torch.randint(0, bounds.get(index) or 2, spec.shape, generator=generator),)
     return (0.3 * torch.randn(spec.shape, generator=generator, dtype=getattr(torch, spec.dtype)),)
-
-
-def _taken(tensor: Tensor, dim: int, span: Span, positions: Tensor) -> Tensor:
-    """A rank's part of the sequence inside a dim."""
-    apart = tensor.unflatten(dim, (-1, span.length, span.stride))
-    return apart.index_select(dim + 1, positions).flatten(dim, dim + 2)
-
-
-def _never(tensor: Tensor, axis: int) -> Tensor:
-    raise AssertionError("only attention sends messages on a context axis")

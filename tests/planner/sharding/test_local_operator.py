@@ -11,7 +11,7 @@ from torch import Tensor
 from planner.graph.operator_graph import BatchSize, Node, OperatorGraph, TensorSpec
 from planner.sharding.checking import assemble, cut, rule_error
 from planner.sharding.local_attention import attend, attend_backward
-from planner.sharding.local_operator import call_operator, prepare
+from planner.sharding.local_operator import Alone, call_operator, prepare
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.rules import Rule, rules_for
 from simulator.errors import ExecutionError
@@ -20,12 +20,8 @@ from tests.planner.sharding.single_nodes import Given, indices, one_node
 R, P = REPLICATE, PARTIAL
 
 
-def unused(tensor: Tensor, axis: int) -> Tensor:
-    raise AssertionError("this operator adds nothing up")
-
-
 def run(network: OperatorGraph, node: Node, rules: tuple[Rule, ...], rank: tuple[int, ...], *tensors: Tensor) -> Tensor:
-    return prepare(network, node, rules, (2,) * len(rules), rank)(tensors, unused)[0]
+    return prepare(network, node, rules, (2,) * len(rules), rank)(tensors, Alone())[0]
 
 
 def test_only_the_first_rank_adds_the_bias_of_a_partial_product() -> None:
@@ -73,7 +69,7 @@ def test_dtype_arguments() -> None:
 
 def test_tensors_from_nothing_are_made_where_asked() -> None:
     network, node = one_node("aten.full.default", [4, 6], 2.0)
-    part = prepare(network, node, (Rule((), (1,), True),), (2,), (1,), device=torch.device("meta"))([], unused)[0]
+    part = prepare(network, node, (Rule((), (1,), True),), (2,), (1,), device=torch.device("meta"))([], Alone())[0]
     assert part.device.type == "meta"
     assert part.shape == (4, 3)
 
@@ -116,21 +112,37 @@ def test_synchronised_batch_norm_far_from_zero(dtype: str, tolerance: float) -> 
     assert found[0][1].dtype == kind
 
 
+class Collecting(Alone):
+    """Remembers what is to be added up."""
+
+    def __init__(self) -> None:
+        self.sent: list[Tensor] = []
+
+    def sum(self, tensor: Tensor, axis: int) -> Tensor:
+        self.sent.append(tensor.clone())
+        return tensor
+
+
+class Total(Alone):
+    """Knows the sum already."""
+
+    def __init__(self, total: Tensor) -> None:
+        self.total = total
+
+    def sum(self, tensor: Tensor, axis: int) -> Tensor:
+        return self.total
+
+
 def in_step(network: OperatorGraph, node: Node, rule: Rule, tensors: list[Tensor]) -> list[tuple[Tensor, ...]]:
     """Run two ranks of an operator with one reduction: first to learn what each sends, then with the sum."""
     pieces = [cut(tensor, (placement,), (2,)) for tensor, placement in zip(tensors, rule.inputs, strict=True)]
-    sent: list[Tensor] = []
-
-    def collect(tensor: Tensor, axis: int) -> Tensor:
-        sent.append(tensor.clone())
-        return tensor
-
+    collecting = Collecting()
     parts = [prepare(network, node, (rule,), (2,), (rank,)) for rank in range(2)]
     for rank, part in enumerate(parts):
-        part([piece[rank,] for piece in pieces], collect)
-    total = sent[0] + sent[1]
-    assert total.numel() == rule.reduced_elements
-    return [part([piece[rank,] for piece in pieces], lambda t, a: total) for rank, part in enumerate(parts)]
+        part([piece[rank,] for piece in pieces], collecting)
+    assert [tensor.numel() for tensor in collecting.sent] == [rule.reduced_elements] * 2
+    total = Total(collecting.sent[0] + collecting.sent[1])
+    return [part([piece[rank,] for piece in pieces], total) for rank, part in enumerate(parts)]
 
 
 def test_batch_norm_over_two_axes() -> None:
