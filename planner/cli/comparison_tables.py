@@ -42,7 +42,7 @@ def comparison_report(
 def error_table(comparison: Comparison) -> Table:
     """Predicted and measured seconds of a step by class of work; they add up to the step."""
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True)
-    for name in ("", " ", "calls", "predicted", "measured", "measured\nmore", "of the\nstep"):
+    for name in ("", " ", "calls", "predicted", "measured", "without\na core", "measured\nmore", "of the\nstep"):
         table.add_column(name, justify="right" if name.strip() else "left", no_wrap=True)
     whole = sum(row.measured_s for row in comparison.errors) or 1.0
     kind = ""
@@ -53,13 +53,14 @@ def error_table(comparison: Comparison) -> Table:
             f"{row.calls:,.0f}" if row.calls else "",
             seconds_text(row.predicted_s),
             seconds_text(row.measured_s),
+            seconds_text(row.without_core_s) if row.without_core_s >= NEGLIGIBLE * whole else "",
             _signed(row.difference_s),
             _signed_percent(row.difference_s / whole),
         )
         kind = row.kind
     predicted = sum(row.predicted_s for row in comparison.errors)
     more = whole - predicted
-    table.add_row("step", "", "", seconds_text(predicted), seconds_text(whole), _signed(more),
+    table.add_row("step", "", "", seconds_text(predicted), seconds_text(whole), "", _signed(more),
                   _signed_percent(more / whole), style="bold")  # fmt: skip
     return table
 

@@ -30,6 +30,8 @@ class ErrorRow:
     """One class of work in a step: seconds of a rank's time, the mean over ranks; rows add up to the step.
 
     ``kind`` is `OPERATORS`, `MESSAGES` (what computation does not hide) or `REST`; ``calls`` is the mean over ranks.
+    ``without_core_s`` is the part of an operator's time in which its rank had no core, because of other ranks on the
+    same cores or of other programs.
     """
 
     kind: str
@@ -37,6 +39,7 @@ class ErrorRow:
     calls: float
     predicted_s: float
     measured_s: float
+    without_core_s: float = 0.0
 
     @property
     def difference_s(self) -> float:
@@ -46,7 +49,10 @@ class ErrorRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkRow:
-    """All calls of kernels with the same work, on all ranks: seconds of one call, the median measured."""
+    """All calls of kernels with the same work, on all ranks: seconds of one call, the median measured.
+
+    ``busy_s`` is the median processor time of a call.
+    """
 
     kernel: str
     dtype: str
@@ -55,6 +61,7 @@ class WorkRow:
     calls: int
     predicted_s: float
     measured_s: float
+    busy_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +186,7 @@ class _Sums:
     calls: float = 0.0
     predicted_s: float = 0.0
     measured_s: float = 0.0
+    without_core_s: float = 0.0
 
 
 def _group(task: Task, *, inside: bool = False) -> Group:
@@ -197,11 +205,12 @@ def _errors(
 ) -> Iterator[ErrorRow]:
     sums: dict[Group, _Sums] = {}
     for rank, silent in zip(ranks, quiet, strict=True):
-        for group, predicted, measured, calls in _parts(rank, silent, seconds):
+        for group, predicted, measured, calls, waited in _parts(rank, silent, seconds):
             total = sums.setdefault(group, _Sums())
             total.calls += calls / len(ranks)
             total.predicted_s += predicted / len(ranks)
             total.measured_s += measured / len(ranks)
+            total.without_core_s += waited / len(ranks)
     measured_step_s = float(np.mean([rank.durations_s[step] for rank in ranks]))
     rest = sums.setdefault((REST, BETWEEN), _Sums())
     staged = (REST, STAGES) in sums
@@ -215,30 +224,37 @@ def _errors(
         sums.items(), key=lambda item: (order.index(item[0][0]), -item[1].measured_s, item[0][1])
     ):
         yield ErrorRow(
-            kind=kind, name=name, calls=total.calls, predicted_s=total.predicted_s, measured_s=total.measured_s
+            kind=kind,
+            name=name,
+            calls=total.calls,
+            predicted_s=total.predicted_s,
+            measured_s=total.measured_s,
+            without_core_s=total.without_core_s,
         )
 
 
 def _parts(
     rank: RankTimes, silent: Sequence[tuple[Task, int]], seconds: Mapping[int, float]
-) -> Iterator[tuple[Group, float, float, float]]:
-    """Group, predicted and measured seconds and calls of everything in a step of a rank."""
+) -> Iterator[tuple[Group, float, float, float, float]]:
+    """Group, predicted and measured seconds, calls, and seconds without a core, of all in a step of a rank."""
     inside = {task.axis for task, _ in silent if task.collective is not None}
     for task, times in silent:
-        yield _group(task, inside=True), times * seconds[id(task)], 0.0, 0.0
-    for number, part, took, waited in zip(rank.number, rank.part, rank.seconds, rank.waited_s, strict=True):
+        yield _group(task, inside=True), times * seconds[id(task)], 0.0, 0.0, 0.0
+    events = zip(rank.number, rank.part, rank.seconds, rank.busy_s, rank.waited_s, strict=True)
+    for number, part, took, busy, waited in events:
         if part == RECEIVE:
-            yield (REST, STAGES), 0.0, took, 1.0
+            yield (REST, STAGES), 0.0, took, 1.0, 0.0
         elif part == REDUCTION:
-            name = next((axis for axis in sorted(inside)), "ranks") if len(inside) == 1 else "several axes"
-            yield (MESSAGES, f"inside operators on {name}"), 0.0, took - waited, 1.0
-            yield (REST, WAITING), 0.0, waited, 0.0
+            name = next(iter(inside)) if len(inside) == 1 else "several axes"
+            yield (MESSAGES, f"inside operators on {name}"), 0.0, took - waited, 1.0, 0.0
+            yield (REST, WAITING), 0.0, waited, 0.0, 0.0
         else:
             task = rank.entries[number].task
             first = part in (RUN, START)
-            yield _group(task), seconds[id(task)] * first, took - waited, float(first)
+            idle = max(0.0, took - busy) if part == RUN else 0.0
+            yield _group(task), seconds[id(task)] * first, took - waited, float(first), idle
             if part == FINISH:
-                yield (REST, WAITING), 0.0, waited, 0.0
+                yield (REST, WAITING), 0.0, waited, 0.0, 0.0
 
 
 # What calibration learns from
@@ -248,16 +264,20 @@ def _parts(
 class _Samples:
     predicted_s: float
     measured_s: list[float] = field(default_factory=list)
+    busy_s: list[float] = field(default_factory=list)
     waited_s: list[float] = field(default_factory=list)
 
 
 def _work_rows(ranks: Sequence[RankTimes], seconds: Mapping[int, float]) -> Iterator[WorkRow]:
     found: dict[tuple[str, str, float, float], _Samples] = {}
     for rank in ranks:
-        for number, took in zip(rank.number[rank.part == RUN], rank.seconds[rank.part == RUN], strict=True):
+        run = rank.part == RUN
+        for number, took, busy in zip(rank.number[run], rank.seconds[run], rank.busy_s[run], strict=True):
             task = rank.entries[number].task
             key = (task.kernel.value, task.dtype, task.flops, task.bytes_moved)
-            found.setdefault(key, _Samples(seconds[id(task)])).measured_s.append(float(took))
+            samples = found.setdefault(key, _Samples(seconds[id(task)]))
+            samples.measured_s.append(float(took))
+            samples.busy_s.append(float(busy))
     for (kernel, dtype, flops, moved), samples in sorted(found.items(), key=lambda item: item[0]):
         yield WorkRow(
             kernel=kernel,
@@ -267,6 +287,7 @@ def _work_rows(ranks: Sequence[RankTimes], seconds: Mapping[int, float]) -> Iter
             calls=len(samples.measured_s),
             predicted_s=samples.predicted_s,
             measured_s=float(np.median(samples.measured_s)),
+            busy_s=float(np.median(samples.busy_s)),
         )
 
 

@@ -1,6 +1,6 @@
 """Where the time of a step goes, by the executor's own clocks around every instruction.
 
-Two readings of the clock and one appended tuple an instruction are all that a recorded step pays; steps whose time is
+Readings of two clocks and one appended tuple an instruction are all that a recorded step pays; steps whose time is
 reported run without. A profiler would cost each operator several times as much, and would name kernels that belong
 to no instruction.
 """
@@ -35,8 +35,9 @@ class RankRecord:
     Attributes
     ----------
     steps : (S, 2) nanoseconds at which each recorded step began and ended
-    events : (E, 4) number, part, start and end in nanoseconds, in order of their ends. The number is that of the
-        instruction in `catalogue`, of a reduction the mesh axis, of a message between stages the stage it comes from.
+    events : (E, 5) number, part, start and end in nanoseconds, and nanoseconds of processor time between them, in order
+        of their ends. The number is that of the instruction in `catalogue`, of a reduction the mesh axis, of a message
+        between stages the stage it comes from. An accelerator has no other time than that between start and end.
     machine : ranks with the same one read the same clock
     """
 
@@ -51,23 +52,26 @@ class Recorder:
     def __init__(self, lowered: LoweredPlan | LoweredStages, rank: int, device: torch.device) -> None:
         self.recording = False
         self._numbers = {id(one): number for number, one in enumerate(catalogue(lowered, rank))}
-        self._events: list[tuple[int, int, Any, Any]] = []
+        self._events: list[tuple[int, int, Any, Any, int]] = []
         self._steps: list[tuple[Any, Any]] = []
         self._begun: Any = None
         self._clock: Callable[[], Any] = time.perf_counter_ns if device.type == "cpu" else _device_clock(device)
+        self._busy: Callable[[], int] = time.thread_time_ns if device.type == "cpu" else int
         self._device = device
 
     def action(self, instruction: Instruction, part: int, action: Action) -> Action:
         """The action between two readings of the clock."""
-        number, clock, events = self._numbers.get(id(instruction), OUTSIDE), self._clock, self._events
+        number, clock, busy = self._numbers.get(id(instruction), OUTSIDE), self._clock, self._busy
+        events = self._events
 
         def clocked() -> None:
             if not self.recording:
                 action()
                 return
-            start = clock()
+            start, before = clock(), busy()
             action()
-            events.append((number, part, start, clock()))
+            after = busy()
+            events.append((number, part, start, clock(), after - before))
 
         return clocked
 
@@ -83,9 +87,10 @@ class Recorder:
         if not self.recording:
             action()
             return
-        start = self._clock()
+        start, before = self._clock(), self._busy()
         action()
-        self._events.append((number, part, start, self._clock()))
+        after = self._busy()
+        self._events.append((number, part, start, self._clock(), after - before))
 
     def begin_step(self) -> None:
         """Record from here."""
@@ -104,12 +109,15 @@ class Recorder:
             base = steps[0][0]
             getattr(torch, self._device.type).synchronize(self._device)
             since = {id(one): round(base.elapsed_time(one) * 1e6) for pair in steps for one in pair}
-            since |= {id(one): round(base.elapsed_time(one) * 1e6) for event in events for one in event[2:]}
+            since |= {id(one): round(base.elapsed_time(one) * 1e6) for event in events for one in event[2:4]}
             steps = [(since[id(first)], since[id(last)]) for first, last in steps]
-            events = [(number, part, since[id(first)], since[id(last)]) for number, part, first, last in events]
+            events = [
+                (number, part, since[id(first)], since[id(last)], since[id(last)] - since[id(first)])
+                for number, part, first, last, _ in events
+            ]
         return RankRecord(
             steps=np.array(steps, np.int64).reshape(-1, 2),
-            events=np.array(events, np.int64).reshape(-1, 4),
+            events=np.array(events, np.int64).reshape(-1, 5),
             machine=_machine() if self._device.type == "cpu" else "",
         )
 
@@ -147,7 +155,7 @@ def aligned(records: Sequence[RankRecord]) -> list[RankRecord]:
     for record in records:
         shift = int(first.steps[0, 0] - record.steps[0, 0])
         events = record.events.copy()
-        events[:, 2:] += shift
+        events[:, 2:4] += shift
         found.append(RankRecord(steps=record.steps + shift, events=events, machine=first.machine))
     return found
 

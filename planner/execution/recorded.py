@@ -47,7 +47,7 @@ class RankTimes:
     entries : instructions by their number
     number, part, step : (E,) as in `planner.execution.measuring.RankRecord`, and the step's number
     begin_s, end_s : (E,) from the beginning of the step
-    seconds : (E,) without what is inside of an operator and has an event of its own
+    seconds, busy_s : (E,) and of it with a core, without what is inside of an operator and has an event of its own
     waited_s : (E,) the part of a message for which another rank was late
     durations_s : (S,) of whole steps
     """
@@ -59,13 +59,14 @@ class RankTimes:
     begin_s: FloatArray
     end_s: FloatArray
     seconds: FloatArray
+    busy_s: FloatArray
     waited_s: FloatArray
     durations_s: FloatArray
 
     def of_step(self, step: int) -> RankTimes:
         """The events of one step alone."""
         kept = self.step == step
-        names = ("number", "part", "step", "begin_s", "end_s", "seconds", "waited_s")
+        names = ("number", "part", "step", "begin_s", "end_s", "seconds", "busy_s", "waited_s")
         return replace(self, **{name: getattr(self, name)[kept] for name in names})
 
 
@@ -85,11 +86,15 @@ def rank_times(plan: Plan, lowered: LoweredPlan | LoweredStages, records: Sequen
 
 
 def _own_times(entries: Sequence[Entry], record: RankRecord) -> RankTimes:
-    number, part, begin, end = record.events.T
+    number, part, begin, end, busy = record.events.T
     inner = np.flatnonzero((part == REDUCTION) | (part == RECEIVE))
-    passed = np.concatenate(([0], np.cumsum(end[inner] - begin[inner])))
     first, last = np.searchsorted(begin[inner], begin), np.searchsorted(end[inner], end, side="right")
-    inside = np.where(part == RUN, passed[np.maximum(first, last)] - passed[first], 0)
+
+    def inside(lengths: IntArray) -> IntArray:
+        """What of an operator's time has an event of its own."""
+        passed = np.concatenate(([0], np.cumsum(lengths[inner])))
+        return np.where(part == RUN, passed[np.maximum(first, last)] - passed[first], 0)
+
     step = np.searchsorted(record.steps[:, 0], begin, side="right") - 1
     origin = record.steps[step, 0]
     return RankTimes(
@@ -99,7 +104,8 @@ def _own_times(entries: Sequence[Entry], record: RankRecord) -> RankTimes:
         step=step,
         begin_s=(begin - origin) / NANOSECONDS,
         end_s=(end - origin) / NANOSECONDS,
-        seconds=(end - begin - inside) / NANOSECONDS,
+        seconds=(end - begin - inside(end - begin)) / NANOSECONDS,
+        busy_s=(busy - inside(busy)) / NANOSECONDS,
         waited_s=np.zeros(len(number)),
         durations_s=(record.steps[:, 1] - record.steps[:, 0]) / NANOSECONDS,
     )
