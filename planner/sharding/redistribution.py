@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -154,38 +155,56 @@ def placement_index(placements: NDArray[np.int64], rank: int) -> NDArray[np.int6
 class StepTable:
     """The steps between all placements of one tensor rank, as arrays.
 
-    ``kinds[k]`` are the distinct ``(collective, axis, sharded_axes)`` of all steps;
-    ``steps[p, q, i]`` indexes them, with ``len(kinds)`` for no step; ``possible[p, q]`` says whether
-    there is a way from placement p to placement q.
+    ``kinds[k]`` are the distinct ``(collective, axis, sharded_axes)`` of all messages; ``steps[p, q, i]`` indexes them,
+    with ``len(kinds)`` for no step. ``pieces[k]`` are the distinct axes that cut what a slice or a mask writes, and
+    ``copies[p, q, i]`` indexes those alike. ``possible[p, q]`` says whether there is a way from placement p to q.
     """
 
     kinds: tuple[tuple[Collective, int, tuple[int, ...]], ...]
     steps: NDArray[np.int64]
+    pieces: tuple[tuple[int, ...], ...]
+    copies: NDArray[np.int64]
     possible: NDArray[np.bool_]
 
 
 @cache
 def step_table(rank: int, axes: int) -> StepTable:
-    """Tabulate `redistribution` for tensors with `rank` dims; slices and masks cost no message."""
+    """Tabulate `redistribution` for tensors with `rank` dims: messages, and the slices and masks between them."""
     states = np.array(placements_of_rank(rank, axes), dtype=np.int64).reshape((rank + 2) ** axes, axes)
     count = len(states)
     pairs = np.hstack((np.repeat(states, count, axis=0), np.tile(states, (count, 1))))
     patterns, which = _patterns(pairs)
     kinds: dict[tuple[Collective, int, tuple[int, ...]], int] = {}
-    rows: list[list[int] | None] = []
-    for pattern in patterns:
-        path = redistribution(pattern[:axes], pattern[axes:])
-        if path is None:
-            rows.append(None)
-            continue
-        moves = [(s.operation, s.axis, s.sharded_axes) for s in path if isinstance(s.operation, Collective)]
-        rows.append([kinds.setdefault(move, len(kinds)) for move in moves])
-    longest = max((len(row) for row in rows if row is not None), default=0)
-    steps = np.full((len(rows), max(longest, 1)), len(kinds), dtype=np.int64)
+    pieces: dict[tuple[int, ...], int] = {}
+    messages: list[list[int]] = []
+    copies: list[list[int]] = []
+    ways = [redistribution(pattern[:axes], pattern[axes:]) for pattern in patterns]
+    for way in ways:
+        moves = [(s.operation, s.axis, s.sharded_axes) for s in way or () if isinstance(s.operation, Collective)]
+        cuts = [_cutting(s.after) for s in way or () if not isinstance(s.operation, Collective)]
+        messages.append([kinds.setdefault(move, len(kinds)) for move in moves])
+        copies.append([pieces.setdefault(cut, len(pieces)) for cut in cuts])
+    possible = np.array([way is not None for way in ways])
+    return StepTable(
+        kinds=tuple(kinds),
+        steps=_padded(messages, len(kinds))[which].reshape(count, count, -1),
+        pieces=tuple(pieces),
+        copies=_padded(copies, len(pieces))[which].reshape(count, count, -1),
+        possible=possible[which].reshape(count, count),
+    )
+
+
+def _cutting(placements: Placements) -> tuple[int, ...]:
+    """Axes that cut a tensor."""
+    return tuple(axis for axis, placement in enumerate(placements) if placement >= 0)
+
+
+def _padded(rows: Sequence[Sequence[int]], nothing: int) -> NDArray[np.int64]:
+    """Rows of unequal length as an array that `nothing` fills up, at least one column wide."""
+    found = np.full((len(rows), max(1, *map(len, rows))), nothing, dtype=np.int64)
     for number, row in enumerate(rows):
-        steps[number, : len(row or ())] = row or ()
-    possible = np.array([row is not None for row in rows])
-    return StepTable(tuple(kinds), steps[which].reshape(count, count, -1), possible[which].reshape(count, count))
+        found[number, : len(row)] = row
+    return found
 
 
 def _patterns(pairs: NDArray[np.int64]) -> tuple[list[Placements], NDArray[np.intp]]:

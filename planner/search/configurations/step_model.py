@@ -122,7 +122,7 @@ class StepModel:
         kernels = passes - labels.forward_communication_s - labels.backward_communication_s
         if not self._scatters_each(c):
             kernels = kernels + self._accumulation_s(labels, elements, c, trained)
-        return kernels, self._update_s(elements, c, trained)
+        return kernels + self._cuts_s(labels, c)[0], self._update_s(elements, c, trained)
 
     def shape(self, configuration: Configuration) -> ScheduleShape:
         """The schedule in numbers."""
@@ -260,6 +260,15 @@ class StepModel:
         scattered = np.minimum(labels.gather_s, sums)
         return scattered / shards, (sums - scattered) / shards
 
+    def _cuts_s(self, labels: UnitLabels, c: Configuration) -> tuple[FloatArray, FloatArray]:
+        """Seconds in which whole gradients are cut to the parts that are stored: every micro-batch, and once a step.
+
+        What is scattered over the data axis is cut before, unless it has one dim, which that axis cuts first.
+        """
+        if self._scatters_each(c):
+            return labels.cut_s, labels.cut_last_s
+        return np.zeros_like(labels.cut_s), labels.cut_s + labels.cut_last_s
+
     @staticmethod
     def _scatters_each(c: Configuration) -> bool:
         """Whether every micro-batch's gradients are reduce-scattered."""
@@ -279,7 +288,7 @@ class StepModel:
         Between a backward pass and the next one stand the scatter and the gather of the first unit of a chunk. A rank
         of a pipeline gathers for its backward pass ahead, while it waits; alone it does not.
         """
-        forward_s, backward_s = labels.forward_s, labels.backward_s
+        forward_s, backward_s = labels.forward_s, labels.backward_s + self._cuts_s(labels, c)[0]
         size = elements * DTYPE_BYTES[self.dtype]
         shards, stride = self.shards(c), c.stride("data")
         accumulation = self._accumulation_s(labels, elements, c, trained)
@@ -344,7 +353,7 @@ class StepModel:
     ) -> FloatArray:
         """Seconds of the update, of the way to the host and back, and what gathering parameters exposes."""
         shards, hardware = self.shards(c), self.hardware
-        seconds = self._update_s(elements, c, trained)
+        seconds = self._update_s(elements, c, trained) + self._cuts_s(labels, c)[1]
         if c.optimizer_sharding != "zero3":
             gather = labels.gather_s
             if c.optimizer_sharding != "none":

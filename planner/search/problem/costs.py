@@ -1,17 +1,19 @@
-"""Seconds of redistributing tensors on one mesh, as tables over all placements."""
+"""Seconds of redistributing tensors on one mesh, messages and copies, as tables over all placements."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.sharding.placement import PARTIAL, REPLICATE, Mesh
 from planner.sharding.redistribution import placements_of_rank, step_table
-from simulator.corrections import message_time
+from simulator.corrections import kernel_factor, message_time
 from simulator.hardware import Hardware
-from simulator.program import Collective
+from simulator.kernels import kernel_time
+from simulator.program import Collective, Kernel
 from simulator.topology import group_shape
 
 
@@ -38,6 +40,11 @@ class MeshCosts:
         seconds = message_time(self.hardware, collective, sent, self._groups[axis])
         return seconds * (payload_bytes / sent) if fused else seconds
 
+    def copy_time(self, moved_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Seconds of slices and masks, which read and write `moved_bytes`, arrays of one shape."""
+        seconds = kernel_time(self.hardware, Kernel.COPY, "", np.zeros_like(moved_bytes), moved_bytes)
+        return np.asarray(seconds * kernel_factor(self.hardware, Kernel.COPY, "", self.mesh.size))
+
     def prepare(self, keys: Iterable[tuple[int, int, bool]]) -> None:
         """Fill the tables of tensors ``(rank, bytes, fused)`` in a few vectorised calls."""
         missing = [key for key in dict.fromkeys(keys) if key not in self._tables]
@@ -46,18 +53,23 @@ class MeshCosts:
         seconds = [np.zeros(len(step_table(rank, axes).kinds) + 1) for rank, _, _ in missing]
         for row, (rank, size, fused) in enumerate(missing):
             for column, (collective, axis, sharded) in enumerate(step_table(rank, axes).kinds):
-                payload = size / float(np.prod([self.mesh.sizes[a] for a in sharded]))
-                wanted.setdefault((collective, axis, fused), []).append((row, column, payload))
+                wanted.setdefault((collective, axis, fused), []).append((row, column, size * self._share(sharded)))
         for (collective, axis, fused), items in wanted.items():
             times = self.message_time(collective, axis, np.array([max(p, 1.0) for _, _, p in items]), fused)
             for (row, column, _), time in zip(items, times, strict=True):
                 seconds[row][column] = time
         for key, times in zip(missing, seconds, strict=True):
             table = step_table(key[0], axes)
-            matrix = times[table.steps].sum(axis=-1)
+            copied = np.array([2.0 * key[1] * self._share(cut) for cut in table.pieces])
+            copies = np.append(self.copy_time(copied), 0.0)
+            matrix = times[table.steps].sum(axis=-1) + copies[table.copies].sum(axis=-1)
             matrix[~table.possible] = np.inf
             self._tables[key] = matrix
             self._seconds[key] = times
+
+    def _share(self, cut: Sequence[int]) -> float:
+        """What the axes that cut a tensor leave of it on one rank."""
+        return 1.0 / prod(self.mesh.sizes[axis] for axis in cut)
 
     def redistribution(self, rank: int, size_bytes: int, *, fused: bool, masks: bool) -> NDArray[np.float64]:
         """Seconds from each placement to each other of a tensor, shape (placements, placements).

@@ -162,7 +162,7 @@ class _Inner:
 
 
 class Messages:
-    """Messages inside operators, and between them as *slots*: slot 0 is none."""
+    """Messages inside operators, and between them as *slots*, as are copies on the way: slot 0 is none."""
 
     def __init__(self) -> None:
         self._inner: dict[tuple[object, ...], _Inner] = {}
@@ -170,6 +170,7 @@ class Messages:
         self._payloads = Scaled()
         self._payloads.add(np.zeros(1), 0, np.zeros(1, dtype=np.int64))
         self._slots: dict[tuple[Collective, int, bool], list[int]] = {}
+        self._copies: list[int] = []
 
     @property
     def count(self) -> int:
@@ -206,6 +207,14 @@ class Messages:
             self._slots.setdefault((collective, axis, fused), []).append(number)
         return first
 
+    def copies(self, pieces: Sequence[tuple[int, ...]], size: float, growth: int) -> int:
+        """Add the slices and masks of a tensor of `size` bytes, and return the number of the first."""
+        first = self.count
+        masks = np.array([sum(1 << axis for axis in cut) for cut in pieces], dtype=np.int64)
+        self._payloads.add(np.full(len(pieces), 2.0 * size), growth, masks)
+        self._copies += range(first, first + len(pieces))
+        return first
+
     def close(self) -> None:
         """Join what was added."""
         self._payloads.close()
@@ -221,6 +230,7 @@ class Messages:
         for (collective, axis, fused), slots in self._slots.items():
             sent = payloads[:, slots]
             found[:, slots] = costs.message_time(collective, axis, sent.ravel(), fused).reshape(sent.shape)
+        found[:, self._copies] = costs.copy_time(payloads[:, self._copies])
         return found
 
     def waits(self, costs: MeshCosts, ratio: FloatArray, share: FloatArray, work_s: FloatArray) -> FloatArray:

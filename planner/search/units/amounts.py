@@ -46,9 +46,21 @@ class Case:
         return id(self.costs), self.batch
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Ways:
+    """Ways of a tensor between placements, arrays of one shape.
+
+    Numbers of the amounts of their messages, and of their slices and masks, and where there is no way.
+    """
+
+    messages: IntArray
+    copies: IntArray
+    impossible: NDArray[np.bool_]
+
+
 @dataclass(slots=True)
 class _Cells:
-    """Ways of tensors between placements: numbers of the messages of each, (cells, steps)."""
+    """Ways of tensors between placements: numbers of the messages, or of the copies, of each, (cells, steps)."""
 
     steps: list[IntArray] = field(default_factory=list)
     count: int = 0
@@ -73,8 +85,8 @@ class AmountLedger:
         self._excess_of: dict[tuple[int, int, int, int], IntArray] = {}
         self._byte_numbers: dict[tuple[float, int, int], int] = {}
         self._seconds: dict[tuple[int, int], IntArray] = {}
-        self._moves: dict[tuple[object, ...], tuple[IntArray, NDArray[np.bool_]]] = {}
-        self._slots: dict[tuple[int, int, int, bool], int] = {}
+        self._moves: dict[tuple[object, ...], Ways] = {}
+        self._slots: dict[tuple[int, int, int, bool], tuple[int, int]] = {}
         self._cells = _Cells()
 
     # Bytes
@@ -176,19 +188,20 @@ class AmountLedger:
 
     # Seconds of messages between operators
 
-    def handing_back(self, states: States) -> tuple[IntArray, NDArray[np.bool_]]:
-        """Seconds in which a station turns the summed gradient into what it hands back, and where it cannot."""
+    def handing_back(self, states: States) -> Ways:
+        """How a station turns the summed gradient into what it hands back, shape (states,)."""
         tensor = states.variable.tensor
         gradient = next((r for r in states.variable.choices[0].writes if r != tensor), None)
         if gradient is None:
-            return np.full(len(states), NOTHING, dtype=np.int64), np.zeros(len(states), dtype=np.bool_)
+            nothing = np.full(len(states), NOTHING, dtype=np.int64)
+            return Ways(nothing, nothing, np.zeros(len(states), dtype=np.bool_))
         summed = [c.rules[-1].outputs[0] if c.rules else c.reads[gradient] for c in states.variable.choices]
         before = np.array(summed, dtype=np.int64)[states.choice]
         after = states.placements(gradient, reads=False)
         return self._ways(gradient, before, after, masked=False, fused=False)
 
-    def moves(self, edge: Edge) -> tuple[IntArray, NDArray[np.bool_]]:
-        """Seconds from each state of an edge's writer to each of its reader, and where there is no way."""
+    def moves(self, edge: Edge) -> Ways:
+        """The ways from each state of an edge's writer to each of its reader, shape (states, states)."""
         parts = self.parts
         source, target = parts.states(edge.source), parts.states(edge.target)
         masked, fused = masks(parts.decisions.variables, edge), parts.fused(edge)
@@ -196,15 +209,15 @@ class AmountLedger:
         if key not in self._moves:
             here, there = source.placements(edge.tensor, reads=False), target.placements(edge.tensor, reads=True)
             shape = (here.shape[1], there.shape[1])
-            numbers, impossible = self._ways(
+            flat = self._ways(
                 edge.tensor, np.repeat(here, shape[1], 1), np.tile(there, shape[0]), masked=masked, fused=fused
             )
-            self._moves[key] = (numbers.reshape(shape), impossible.reshape(shape))
+            self._moves[key] = Ways(
+                flat.messages.reshape(shape), flat.copies.reshape(shape), flat.impossible.reshape(shape)
+            )
         return self._moves[key]
 
-    def _ways(
-        self, tensor: TensorRef, before: IntArray, after: IntArray, *, masked: bool, fused: bool
-    ) -> tuple[IntArray, NDArray[np.bool_]]:
+    def _ways(self, tensor: TensorRef, before: IntArray, after: IntArray, *, masked: bool, fused: bool) -> Ways:
         """Number the ways of a tensor from placements to others, all of shape (axes, ways)."""
         spec = self.graph.spec(tensor)
         rank = len(spec.shape)
@@ -213,21 +226,30 @@ class AmountLedger:
         impossible = ~table.possible[ends]
         if not masked:
             impossible |= ((before == REPLICATE) & (after == PARTIAL)).any(axis=0)
-        first = self._first_slot(rank, spec, fused, table)
-        steps = table.steps[ends]
-        slots = np.where(steps < len(table.kinds), steps + first, 0)
+        messages, copies = self._first_slots(rank, spec, fused, table)
+        steps, cuts = table.steps[ends], table.copies[ends]
+        return Ways(
+            self._numbered(np.where(steps < len(table.kinds), steps + messages, 0), impossible),
+            self._numbered(np.where(cuts < len(table.pieces), cuts + copies, 0), impossible),
+            impossible,
+        )
+
+    def _numbered(self, slots: IntArray, impossible: NDArray[np.bool_]) -> IntArray:
+        """Number sums of slots, (ways, steps); NOTHING for those of none."""
         moved = (slots > 0).any(axis=1) & ~impossible
         numbers = np.full(len(moved), NOTHING, dtype=np.int64)
         numbers[moved] = _coded(np.arange(self._cells.count, self._cells.count + moved.sum()), _MOVE)
         self._cells.steps.append(slots[moved])
         self._cells.count += int(moved.sum())
-        return numbers, impossible
+        return numbers
 
-    def _first_slot(self, rank: int, spec: TensorSpec, fused: bool, table: StepTable) -> int:
-        """Number of the first message of a tensor; those of all kinds of steps follow each other."""
-        key = (rank, spec.size_bytes, _growth(spec), fused)
+    def _first_slots(self, rank: int, spec: TensorSpec, fused: bool, table: StepTable) -> tuple[int, int]:
+        """Numbers of a tensor's first message and of its first copy; those of all kinds of steps follow each other."""
+        size, growth = float(spec.size_bytes), _growth(spec)
+        key = (rank, spec.size_bytes, growth, fused)
         if key not in self._slots:
-            self._slots[key] = self.messages.slots(table.kinds, float(spec.size_bytes), _growth(spec), fused)
+            messages = self.messages.slots(table.kinds, size, growth, fused)
+            self._slots[key] = messages, self.messages.copies(table.pieces, size, growth)
         return self._slots[key]
 
     def amounts(self) -> Amounts:

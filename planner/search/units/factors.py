@@ -32,9 +32,11 @@ class Part(IntEnum):
     GATHER = 19
     GATHERED = 20
     UNSUMMED = 21
+    CUT = 22
+    CUT_LAST = 23
 
 
-PARTS = 22
+PARTS = 24
 
 
 def rows_of(weights: Weights, modes: Sequence[int]) -> FloatArray:
@@ -43,7 +45,7 @@ def rows_of(weights: Weights, modes: Sequence[int]) -> FloatArray:
     for row, mode in zip(rows, modes, strict=True):
         row[Part.FORWARD] = weights.forward
         row[[Part.BACKWARD, Part.AGAIN + mode]] = weights.backward
-        row[Part.STEP] = weights.step
+        row[[Part.STEP, Part.CUT, Part.CUT_LAST]] = weights.step
         row[Part.ELEMENTS] = weights.parameter_element
         row[Part.EXPERT_ELEMENTS] = weights.expert_element
         row[Part.KEPT + mode] = weights.activation_byte

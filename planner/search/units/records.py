@@ -25,7 +25,9 @@ class UnitLabels:
     ``forward_communication_s`` and ``backward_communication_s`` are communication. Of the backward pass ``again_s``
     computes again. ``activation_bytes`` are kept from forward to backward, ``transient_bytes`` stand only while the
     unit goes backward, of which ``recomputed_bytes`` are computed again. ``step_s`` are messages once a step, beside
-    data parallelism: ``gather_s`` of them gather parameters, the others sum gradients. ``parameter_elements`` are local
+    data parallelism: ``gather_s`` of them gather parameters, the others sum gradients. In ``cut_s`` gradients that are
+    whole on an axis which shards their parameter are cut, before they are scattered over the data axis, and in
+    ``cut_last_s`` those of one dim, afterwards. ``parameter_elements`` are local
     trained elements as stored, without those that the expert axis shards, ``expert_elements``. ``gathered_elements``
     are those of gathered parameters as they are read; by ``unsummed_elements`` gradients are larger before they are
     summed than stored parameters. ``recompute`` are codes of `RECOMPUTE`. ``entry`` and ``exit`` are numbers of
@@ -43,6 +45,8 @@ class UnitLabels:
     again_s: FloatArray
     step_s: FloatArray
     gather_s: FloatArray
+    cut_s: FloatArray
+    cut_last_s: FloatArray
     parameter_elements: FloatArray
     expert_elements: FloatArray
     gathered_elements: FloatArray
@@ -59,7 +63,10 @@ class UnitLabels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """What a second of each kind, a byte and an element cost; all non-negative."""
+    """What a second of each kind, a byte and an element cost; all non-negative.
+
+    ``step`` is that of messages and of copies once a step.
+    """
 
     forward: float = 1.0
     backward: float = 1.0

@@ -156,7 +156,8 @@ def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> Un
     again, again_communication = (parts[first + mode, columns] for first in (Part.AGAIN, Part.AGAIN_COMMUNICATION))
     kept, transient = (parts[first + mode, columns] for first in (Part.KEPT, Part.TRANSIENT))
     seconds = parts[Part.FORWARD] + parts[Part.BACKWARD] + again
-    criteria = np.array([seconds, kept, parts[Part.ELEMENTS], parts[Part.EXPERT_ELEMENTS], parts[Part.STEP]])
+    once = parts[Part.STEP] + parts[Part.CUT] + parts[Part.CUT_LAST]
+    criteria = np.array([seconds, kept, parts[Part.ELEMENTS], parts[Part.EXPERT_ELEMENTS], once])
     best = np.flatnonzero(_undominated(criteria, np.array([mode, found.entry, found.exit])))
     best = best[np.lexsort((kept[best], seconds[best], mode[best], found.exit[best], found.entry[best]))]
     states = {v: s[best] for v, s in found.states.items()}
@@ -176,6 +177,8 @@ def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> Un
         recomputed_bytes=transient[best],
         step_s=parts[Part.STEP, best],
         gather_s=parts[Part.GATHER, best],
+        cut_s=parts[Part.CUT, best],
+        cut_last_s=parts[Part.CUT_LAST, best],
         again_s=again[best],
         gathered_elements=parts[Part.GATHERED, best],
         unsummed_elements=parts[Part.UNSUMMED, best],

@@ -12,7 +12,7 @@ from planner.graph.operator_graph import Role, TensorRef
 from planner.graph.recompute import MODES
 from planner.search.problem.parts import Parts, States, has_partial
 from planner.search.problem.variables import Edge, Kind
-from planner.search.units.amounts import NOTHING, AmountLedger
+from planner.search.units.amounts import NOTHING, AmountLedger, Ways
 from planner.search.units.factors import Part, Scope
 from planner.search.units.unit_model import UnitModel
 from planner.sharding.placement import REPLICATE
@@ -126,9 +126,10 @@ class _Builder:
             self._charge((own, *(Part.AGAIN + mode for mode in again)), (number,), total)
             self._charge((waits, *(Part.AGAIN_COMMUNICATION + mode for mode in again)), (number,), inside)
         if variable.kind is Kind.STATION:
-            back, impossible = self.ledger.handing_back(states)
-            self._forbid((number,), impossible)
-            self._charge((Part.BACKWARD, Part.BACKWARD_COMMUNICATION), (number,), back)
+            back = self.ledger.handing_back(states)
+            self._forbid((number,), back.impossible)
+            self._charge((Part.BACKWARD, Part.BACKWARD_COMMUNICATION), (number,), back.messages)
+            self._charge((Part.BACKWARD,), (number,), back.copies)
 
     def _elements_part(self, states: States) -> BoolArray:
         """States in which the expert axis shards a parameter."""
@@ -143,35 +144,43 @@ class _Builder:
             self.forbidden.append((scope, where))
 
     def _edge(self, edge: Edge) -> None:
-        seconds, impossible = self.ledger.moves(edge)
+        ways = self.ledger.moves(edge)
+        impossible = ways.impossible
         scope = (edge.source, edge.target)
         turned = scope if scope[0] < scope[1] else scope[::-1]
         self._table(turned)
         self._forbid(turned, impossible if turned == scope else impossible.T)
         node = self.model.graph.nodes[edge.tensor.node]
         if self.parts.fused(edge):
-            self._once_a_step(edge, scope, seconds, gathers=node.role is Role.PARAMETER)
+            self._once_a_step(edge, scope, ways, gathers=node.role is Role.PARAMETER)
             return
         if node.phase is Phase.BACKWARD:
-            self._charge((Part.BACKWARD, Part.BACKWARD_COMMUNICATION), scope, seconds)
+            self._charge((Part.BACKWARD, Part.BACKWARD_COMMUNICATION), scope, ways.messages)
+            self._charge((Part.BACKWARD,), scope, ways.copies)
             return
-        self._charge((Part.FORWARD, Part.FORWARD_COMMUNICATION), scope, seconds)
+        self._charge((Part.FORWARD, Part.FORWARD_COMMUNICATION), scope, ways.messages)
+        self._charge((Part.FORWARD,), scope, ways.copies)
         for mode in (1, 2):
             again = self._moved_again(edge, mode)
             if again is not None:
-                moved = np.where(again, seconds, NOTHING)
-                self._charge((Part.AGAIN + mode, Part.AGAIN_COMMUNICATION + mode), scope, moved)
+                sent, copied = (np.where(again, numbers, NOTHING) for numbers in (ways.messages, ways.copies))
+                self._charge((Part.AGAIN + mode, Part.AGAIN_COMMUNICATION + mode), scope, sent)
+                self._charge((Part.AGAIN + mode,), scope, copied)
 
-    def _once_a_step(self, edge: Edge, scope: Scope, seconds: IntArray, *, gathers: bool) -> None:
-        """Charge messages once a step: which gather parameters, and what stands besides the stored parts."""
+    def _once_a_step(self, edge: Edge, scope: Scope, ways: Ways, *, gathers: bool) -> None:
+        """Charge messages and copies once a step: which gather parameters, and what stands besides the stored parts."""
         if gathers:
             read = self.ledger.elements_of(
                 edge.tensor, self.parts.states(edge.target).placements(edge.tensor, reads=True)
             )
-            self._charge((Part.STEP, Part.GATHER), scope, seconds)
-            self._charge((Part.GATHERED,), scope, np.where(seconds == NOTHING, NOTHING, read[None, :]))
+            self._charge((Part.STEP, Part.GATHER), scope, ways.messages)
+            self._charge((Part.CUT_LAST,), scope, ways.copies)
+            self._charge((Part.GATHERED,), scope, np.where(ways.messages == NOTHING, NOTHING, read[None, :]))
             return
-        self._charge((Part.STEP,), scope, seconds)
+        self._charge((Part.STEP,), scope, ways.messages)
+        # The data axis scatters a dim of its own where there is one, else the dim that is cut here afterwards.
+        last = len(self.model.graph.spec(edge.tensor).shape) == 1
+        self._charge((Part.CUT_LAST if last else Part.CUT,), scope, ways.copies)
         self._charge((Part.UNSUMMED,), scope, self.ledger.excess(edge))
 
     def _moved_again(self, edge: Edge, mode: int) -> BoolArray | None:

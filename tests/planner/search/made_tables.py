@@ -64,6 +64,8 @@ def labels(unit: MadeUnit, samples: float, message_s: float, first: bool, last: 
         again_s=again,
         step_s=nothing,
         gather_s=nothing,
+        cut_s=nothing,
+        cut_last_s=nothing,
         parameter_elements=np.full(3, unit.elements),
         expert_elements=nothing,
         gathered_elements=nothing,

@@ -170,7 +170,11 @@ def test_no_choice_of_labels_is_cheaper_than_the_minimum(mesh: Mesh, weights: We
     best = {-1: 0.0}
     for number in tables.chain.positions:
         labels = tables.units[number]
-        cost = weights.forward * labels.forward_s + weights.backward * labels.backward_s + weights.step * labels.step_s
+        cost = (
+            weights.forward * labels.forward_s
+            + weights.backward * labels.backward_s
+            + weights.step * (labels.step_s + labels.cut_s + labels.cut_last_s)
+        )
         cost = cost + weights.activation_byte * labels.activation_bytes
         cost = cost + weights.parameter_element * labels.parameter_elements
         after: dict[int, float] = {}
@@ -219,7 +223,7 @@ def brute_force(factors: UnitFactors, tables: StageTables, number: int, row: np.
 def test_elimination_is_exact(number: int, seed: int) -> None:
     tables = tables_of("mlp", make_mesh(tensor=2))
     random = np.random.default_rng(seed)
-    scale = np.array([1.0] * 5 + [1e-9] * 2 + [1.0] * 6 + [1e-9] * 6 + [1.0, 1e-9, 1e-9])
+    scale = np.array([1.0] * 5 + [1e-9] * 2 + [1.0] * 6 + [1e-9] * 6 + [1.0, 1e-9, 1e-9, 1.0, 1.0])
     row = random.uniform(0, 1, PARTS) * scale
     unit = tables._stage.unit(number)
     found = unit.spread(unit.minima(row[None]).table, ())[0]
@@ -229,7 +233,8 @@ def test_elimination_is_exact(number: int, seed: int) -> None:
 def test_no_label_is_beaten_by_another_between_the_same_states() -> None:
     for labels in tables_of("gpt", make_mesh(tensor=2)).units:
         seconds = labels.forward_s + labels.backward_s
-        columns = (seconds, labels.activation_bytes, labels.parameter_elements, labels.step_s)
+        once = labels.step_s + labels.cut_s + labels.cut_last_s
+        columns = (seconds, labels.activation_bytes, labels.parameter_elements, once)
         for i, j in product(range(len(labels)), repeat=2):
             same = (labels.entry[i], labels.exit[i], labels.recompute[i])
             if i != j and same == (labels.entry[j], labels.exit[j], labels.recompute[j]):

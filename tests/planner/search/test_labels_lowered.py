@@ -77,8 +77,6 @@ def seconds(program: Program, task: Task, hardware: Hardware) -> float:
         axis = next(a for a in program.axes if a.name == task.axis)
         group = group_shape(hardware, axis.size, axis.stride)
         return float(message_time(hardware, task.collective, np.array([max(task.payload_bytes, 1.0)]), group)[0])
-    if task.name.startswith(("slice ", "mask ")):
-        return 0.0  # local copies, which the objective leaves out
     factor = kernel_factor(hardware, task.kernel, task.dtype, program.devices)
     if task.matmul is not None and hardware.matmul_models:
         batch, m, n, k = task.matmul

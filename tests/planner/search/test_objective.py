@@ -142,6 +142,9 @@ class Recount:
                 payload = self.graph.spec(ref).size_bytes / prod(self.mesh.sizes[a] for a in step.sharded_axes)
                 sent = max(payload, BUCKET_BYTES) if fused else payload
                 seconds += self.message(step.operation, step.axis, sent) * payload / sent
+            else:
+                copied = 2 * self.local_bytes(ref, step.after)
+                seconds += self.factor(Kernel.COPY) * kernel_time(self.costs.hardware, Kernel.COPY, "", 0.0, copied)
         return seconds
 
     def updates(self) -> Iterator[float]:
