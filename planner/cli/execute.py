@@ -49,8 +49,8 @@ def execute(
     ] = False,
     precision: Annotated[Precision | None, typer.Option("--precision", help="Default: the plan's.")] = None,
     seed: Annotated[
-        int, typer.Option("--seed", parser=natural_or_zero, metavar="N", help="Seed of parameters and data.")
-    ] = 0,
+        int | None, typer.Option("--seed", parser=natural_or_zero, metavar="N", help="Seed of parameters and data [0].")
+    ] = None,
     learning_rate: Annotated[
         float | None, typer.Option("--learning-rate", parser=rate, metavar="X", help="Default: the optimizer's.")
     ] = None,
@@ -60,6 +60,28 @@ def execute(
         typer.Option(
             "--timeout", parser=seconds, metavar="SECONDS", help="How long a rank may keep the others waiting [60]."
         ),
+    ] = None,
+    join_timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--join-timeout", parser=seconds, metavar="SECONDS", help="How long to wait for all processes [300]."
+        ),
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="DIR", help="Save a checkpoint in this folder at the end.")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option("--save-every", parser=natural, metavar="N", help="And after every N steps.")
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="DIR", help="Go on from a checkpoint, or the newest in a folder of them."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start even if the prediction says that memory does not suffice.")
+    ] = False,
+    log_dir: Annotated[
+        Path | None, typer.Option("--log-dir", metavar="DIR", help="Keep what every rank says in DIR/device<rank>.")
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Clock every instruction, and say why the prediction was off.")
@@ -84,10 +106,13 @@ def execute(
       meshwright execute strategy.json --processes 8 --steps 20 --verify
     Why was the prediction off, and a trace with both to open at https://ui.perfetto.dev
       meshwright execute strategy.json --measure --trace run.trace.json
+    Save every 100 steps; after a crash, or with another plan for other devices, go on from the newest
+      meshwright execute strategy.json --steps 1000 --save run1 --save-every 100
+      meshwright execute other.json --steps 1000 --resume run1 --save run1 --save-every 100
     Under torchrun
       torchrun --nproc-per-node 8 -m planner.cli execute strategy.json --steps 20
     """
-    from planner.execution.run import DEFAULT_TIMEOUT_S, ExecuteOptions
+    from planner.execution.run import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_TIMEOUT_S, ExecuteOptions
     from planner.execution.run import execute as run
     from simulator.whole_file import write_whole
 
@@ -107,6 +132,12 @@ def execute(
         learning_rate=learning_rate,
         device=None if device is None else str(device),
         timeout_s=DEFAULT_TIMEOUT_S if timeout is None else timeout,
+        join_timeout_s=DEFAULT_JOIN_TIMEOUT_S if join_timeout is None else join_timeout,
+        save=save,
+        save_every=save_every,
+        resume=resume,
+        force=force,
+        log_dir=log_dir,
         measure=measure,
         trace=trace,
     )

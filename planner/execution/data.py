@@ -33,6 +33,14 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where in the stream of samples a run begins: with ``step`` comes ``sample``."""
+
+    step: int = 0
+    sample: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
     """What a network asks of one input: its kind, whole shape, dtype and bound (vocabulary or classes)."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
+from planner.execution.checkpoint_options import Checkpoints
 from planner.execution.data import InputSpec, Shard
 from planner.execution.optimizers import Hyperparameters
 from planner.instructions import LoweredPlan, LoweredStages
@@ -22,7 +24,10 @@ PRECISIONS = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "
 class Job:
     """A training run: the lowered plan, where parameters and data come from, and for how long.
 
-    ``device_type`` is ``"cpu"``, ``"cuda"`` or ``"npu"``; ``timeout_s`` bounds every collective. Behind ``steps`` come
+    ``device_type`` is ``"cpu"``, ``"cuda"`` or ``"npu"``; ``timeout_s`` bounds every collective and ``join_timeout_s``
+    the meeting of the processes, all of which must have been given the same ``digest``. ``steps`` count from the
+    beginning of training, before that of this run if it resumes another. ``logs`` gets a folder for each rank. Behind
+    the steps come
     ``recorded_steps`` whose instructions are clocked one by one.
     """
 
@@ -38,6 +43,10 @@ class Job:
     device_type: str
     timeout_s: float
     recorded_steps: int = 0
+    join_timeout_s: float = 300.0
+    digest: str = ""
+    logs: Path | None = None
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
     @property
     def inputs(self) -> tuple[InputSpec, ...]:

@@ -11,11 +11,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from planner.execution.checkpoint_options import (
+    check_verifiable,
+    checkpoints,
+    digest_of,
+    find_beginning,
+    last_checkpoint,
+)
 from planner.execution.comparing import Comparison, compare
 from planner.execution.data import check_dataset, open_dataset
 from planner.execution.job import Job, check_precision, input_specs
 from planner.execution.membership import Membership, find_membership, is_scheduler
 from planner.execution.optimizers import hyperparameters
+from planner.execution.rank_log import kept_on_failure
 from planner.execution.recorded import rank_times
 from planner.execution.reference import run_reference
 from planner.execution.run_trace import write_run_trace
@@ -41,6 +49,7 @@ from simulator.errors import ExecutionError, InputError, MeshwrightError, Profil
 from simulator.hardware import load_profile
 
 DEFAULT_TIMEOUT_S = 60.0
+DEFAULT_JOIN_TIMEOUT_S = 300.0
 WARM_UP_STEPS = 2
 RECORDED_STEPS = 5
 BUSY_SHARE = 0.1
@@ -53,7 +62,10 @@ class ExecuteOptions:
     """What to run and how.
 
     ``processes`` must equal the plan's devices and may be left out. ``data`` names a data set
-    (`planner.execution.data.open_dataset`), ``precision`` replaces the plan's. ``timeout_s`` bounds
+    (`planner.execution.data.open_dataset`), ``precision`` replaces the plan's. Without a seed it is that of the
+    checkpoint to ``resume``, else 0. ``steps`` count from the beginning of training. Checkpoints go to ``save`` after
+    every ``save_every`` steps and at the end. ``force`` starts a run that is predicted not to fit in memory. Logs of
+    the ranks go to ``log_dir``. ``join_timeout_s`` bounds the meeting of the processes and ``timeout_s``
     each collective: a rank that hangs ends the run after it. ``measure`` clocks the instructions of more steps, and
     ``trace`` writes them beside the prediction.
     """
@@ -64,10 +76,16 @@ class ExecuteOptions:
     data: str | None = None
     verify: bool = False
     precision: str | None = None
-    seed: int = 0
+    seed: int | None = None
     learning_rate: float | None = None
     device: str | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S
+    join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
+    save: str | Path | None = None
+    save_every: int | None = None
+    resume: str | Path | None = None
+    force: bool = False
+    log_dir: str | Path | None = None
     measure: bool = False
     trace: str | Path | None = None
 
@@ -112,6 +130,8 @@ class ExecutionReport:
     measured_memory_method: str
     predicted_peak_memory_bytes: int | None
     notes: tuple[str, ...] = ()
+    first_step: int = 0
+    checkpoint: str | None = None
     comparison: Comparison | None = None
 
 
@@ -147,39 +167,56 @@ def execute_plan(plan: Plan, options: ExecuteOptions, say: Say = lambda _: None)
     check_precision(precision)
     with naming(options.strategy):
         hyperparameters(plan.optimizer)
-    constants = hyperparameters(plan.optimizer, options.learning_rate, plan.global_batch)
+    begin = find_beginning(
+        options.resume,
+        plan,
+        steps=options.steps,
+        precision=precision,
+        seed=options.seed,
+        data=options.data,
+        learning_rate=options.learning_rate,
+    )
+    check_verifiable(begin, plan, options.verify)
+    constants = hyperparameters(plan.optimizer, begin.learning_rate, plan.global_batch)
     say("lowering the plan")
     lowered = lower_to_run(plan, options.strategy, precision=precision)
-    dataset = open_dataset(options.data, input_specs(lowered), options.seed)
+    dataset = open_dataset(begin.data, input_specs(lowered), begin.seed)
     check_dataset(dataset, input_specs(lowered))
+    rank = 0 if membership is None else membership.rank
+    record = begin.record(plan, constants.learning_rate, precision)
     job = Job(
         lowered=lowered,
         network=plan.network,
         sequence_length=plan.sequence_length,
         optimizer=plan.optimizer,
         constants=constants,
-        data=options.data,
-        seed=options.seed,
+        data=begin.data,
+        seed=begin.seed,
         steps=options.steps,
-        warm_up_steps=min(WARM_UP_STEPS, options.steps - 1),
+        warm_up_steps=min(WARM_UP_STEPS, options.steps - begin.position.step - 1),
         device_type=options.device or _best_device(plan.devices),
         timeout_s=options.timeout_s,
+        join_timeout_s=options.join_timeout_s,
+        digest=digest_of(plan, replace(options, strategy="", log_dir=None)),
+        logs=None if options.log_dir is None else Path(options.log_dir).absolute(),
+        checkpoints=checkpoints(options.save, options.save_every, begin, record, first=rank == 0),
         recorded_steps=RECORDED_STEPS if options.measure or options.trace is not None else 0,
     )
-    say(f"training {options.steps} steps on {plan.devices} processes")
+    say(f"training {options.steps - begin.position.step} steps on {plan.devices} processes")
     results = _run_job(job, membership)
     losses = losses_of(results)
     check_finite(losses)
-    rank = 0 if membership is None else membership.rank
     reference: list[float] = []
     allowed: list[float] = []
     if options.verify and rank == 0:
         say("training again in one process")
-        reference = run_reference(job)
-        check_finite(reference, "training in one process")
-        exact = _exact_if_needed(plan, job, losses, reference, precision, say)
-        compare_losses(losses, reference, precision, exact)
-        allowed = tolerances(precision, reference, exact)
+        unbroken = run_reference(job)
+        check_finite(unbroken, "training in one process")
+        whole = (*unbroken[: begin.position.step], *losses)
+        exact = _exact_if_needed(plan, job, whole, unbroken, precision, say)
+        compare_losses(whole, unbroken, precision, exact)
+        allowed = tolerances(precision, unbroken, exact)
+        reference = unbroken[begin.position.step :]
     report = _report(plan, job, results, membership, reference, allowed, precision, dataset.description)
     return report if rank else _with_comparison(report, plan, job, results, options.trace)
 
@@ -221,7 +258,8 @@ def losses_of(results: list[RankResult]) -> tuple[float, ...]:
 
 def _run_job(job: Job, membership: Membership | None) -> list[RankResult]:
     if membership is None:
-        return run_workers(train, (job,), job.lowered.devices)[0]
+        with kept_on_failure(job.logs) as logs:
+            return run_workers(train, (replace(job, logs=logs),), job.lowered.devices, logs=logs)[0]
     settle_worker(owned=False)
     try:
         return train(job, membership)
@@ -304,10 +342,12 @@ def _report(
         launcher="torch elastic" if membership is None else membership.launcher,
         rank=0 if membership is None else membership.rank,
         steps=job.steps,
+        first_step=job.checkpoints.position.step,
         warm_up_steps=job.warm_up_steps,
         precision=precision,
         data=data,
         seed=job.seed,
+        checkpoint=last_checkpoint(job.checkpoints, job.steps),
         losses=losses,
         reference_losses=tuple(reference),
         max_loss_difference=max(differences) if differences else None,

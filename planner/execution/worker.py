@@ -15,20 +15,30 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from planner.execution.data import Batches, open_dataset
 from planner.execution.interpreter import Interpreter
-from planner.execution.job import Job, batch_shard, own_piece
+from planner.execution.job import Job, own_piece
+from planner.execution.joining import meet, process_group
+from planner.execution.loader import Loader, Share
 from planner.execution.machine import BUFFER, Held, RankContext
 from planner.execution.measuring import RankRecord, Recorder
-from planner.execution.membership import Membership
+from planner.execution.membership import Membership, find_membership
 from planner.execution.memory import PeakMemory, waited_s
 from planner.execution.optimizers import make_step
+from planner.execution.rank_log import rank_log
 from planner.execution.stages import Neighbours, StageInterpreter
+from planner.execution.step_end import StepEnd, keep_checkpoints, places, resumed_states
+from planner.execution.watch import Watch
 from planner.instructions import LoweredPlan, LoweredStages, StoredParameter
 from planner.networks import load_network
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+SPINNING = ("cpu", "cuda")
+"""Devices that a rank waits for with its processor: one that uses none hangs."""
+PREPARED_STEPS = 2
+"""Steps whose data are loaded ahead where an accelerator computes; on a CPU that would only take cores away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,41 +63,43 @@ def train(job: Job, membership: Membership | None = None) -> list[RankResult]:
 
     Without a membership the process is one that `launch.run_workers` started.
     """
-    device = _device(job.device_type, membership)
-    timeout = timedelta(seconds=job.timeout_s)
-    backend = BACKENDS[job.device_type]
-    if membership is None:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(
-            backend,
-            init_method=f"tcp://{membership.address}:{membership.port}",
-            rank=membership.rank,
-            world_size=membership.world_size,
-            timeout=timeout,
-        )
-    try:
-        mine = _train_rank(job, device, timeout)
-        results: list[RankResult] = [mine] * dist.get_world_size()
-        dist.all_gather_object(results, mine)
-    finally:
-        dist.destroy_process_group()
+    membership = membership or find_membership(os.environ)
+    assert membership is not None  # elastic sets the variables that torchrun does
+    with rank_log(job.logs, membership.rank):
+        device = _device(job.device_type, membership)
+        store = meet(membership, job.join_timeout_s, job.digest)
+        watch = Watch(store, membership.rank, membership.world_size, stalls=device.type in SPINNING)
+        try:
+            with process_group(BACKENDS[job.device_type], store, membership, job.timeout_s):
+                watch.start()
+                mine = _train_rank(job, device, store, watch)
+                results: list[RankResult] = [mine] * dist.get_world_size()
+                dist.all_gather_object(results, mine)
+        except Exception as error:
+            explained = watch.explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+        finally:
+            watch.close()
     return results
 
 
-def _train_rank(job: Job, device: torch.device, timeout: timedelta) -> RankResult:
-    mesh = job.lowered.mesh
-    coordinates = mesh.coordinates(dist.get_rank())
+def _train_rank(job: Job, device: torch.device, store: Store, watch: Watch) -> RankResult:
+    timeout = timedelta(seconds=job.timeout_s)
+    first = job.checkpoints.position.step
+    coordinates = job.lowered.mesh.coordinates(dist.get_rank())
     recorder = Recorder(job.lowered, dist.get_rank(), device) if job.recorded_steps else None
     context = RankContext(coordinates=coordinates, groups=_groups(job.lowered, timeout), device=device, watch=recorder)
-    load = _feeder(job, coordinates, device)
-    load(0, 0)
+    load = _loader(job, coordinates, device)
+    load(first, 0)
     _touch_libraries(context)
     memory = PeakMemory(device)
     parameters, buffers = _own_tensors(job, coordinates, device)
-    memory.restart()
     updates = {name: make_step(job.optimizer, job.constants) for name in parameters}
     kept = Held(parameters=parameters, optimizers=updates, buffers=buffers)
+    save = keep_checkpoints(job, kept, updates, places(job.lowered, held_parameters(job.lowered), coordinates))
+    memory.restart()
     interpreter: Interpreter | StageInterpreter
     if isinstance(job.lowered, LoweredStages):
         neighbours = _neighbours(job.lowered, device, timeout)
@@ -97,19 +109,24 @@ def _train_rank(job: Job, device: torch.device, timeout: timedelta) -> RankResul
     losses: list[float] = []
     times: list[float] = []
 
-    def run(first: int, last: int) -> None:
+    end_step = StepEnd(job, store, save)
+
+    def run(begin: int, end: int) -> None:
         """Run some steps; loading data is not part of a step's time."""
-        for step in range(first, last):
-            loss, seconds = _run_step(interpreter, [load(step, i) for i in range(job.lowered.micro_batches)], device)
+        for step in range(begin, end):
+            batches = [load(step, i) for i in range(job.lowered.micro_batches)]
+            with watch.step():
+                loss, seconds = _run_step(interpreter, batches, device)
             if loss is not None:
                 losses.append(loss)
             times.append(seconds)
+            end_step(step, loss, seconds)
 
-    held = sum(buffer.untyped_storage().nbytes() for buffer in buffers.values())
     if job.warm_up_steps:
-        memory.record(partial(run, 0, job.warm_up_steps), held + interpreter.live_bytes())
+        held = sum(one.untyped_storage().nbytes() for one in (*buffers.values(), *resumed_states(updates)))
+        memory.record(partial(run, first, first + job.warm_up_steps), held + interpreter.live_bytes())
     waited = waited_s()
-    run(job.warm_up_steps, job.steps)
+    run(first + job.warm_up_steps, job.steps)
     waited = waited_s() - waited
     if recorder is not None:
         _record(recorder, interpreter, load, job)
@@ -147,22 +164,19 @@ def _run_step(
     return (sum(float(loss) for loss in found) / len(found) if found else None), seconds
 
 
-def _feeder(job: Job, coordinates: tuple[int, ...], device: torch.device) -> Callable[[int, int], list[Tensor]]:
-    """Make the function that loads this rank's piece of every input of a micro-batch."""
-    mesh, specs = job.lowered.mesh, job.inputs
-    batches = Batches(dataset=open_dataset(job.data, specs, job.seed), seed=job.seed)
-    size, count = job.lowered.graph.batch_size, job.lowered.micro_batches
-
-    def load(step: int, micro_batch: int) -> list[Tensor]:
-        start = (step * count + micro_batch) * size
-        pieces = []
-        for spec, entry in zip(specs, job.lowered.inputs, strict=True):
-            rows = batches.load(spec, start, batch_shard(mesh, entry.placements, coordinates))
-            others = tuple(placement if placement > 0 else -1 for placement in entry.placements)
-            pieces.append(own_piece(rows, mesh, others, coordinates, entry.cut).contiguous().to(device))
-        return pieces
-
-    return load
+def _loader(job: Job, coordinates: tuple[int, ...], device: torch.device) -> Loader:
+    """Make what loads this rank's piece of every input of a micro-batch."""
+    specs, count = job.inputs, job.lowered.micro_batches
+    return Loader(
+        Batches(dataset=open_dataset(job.data, specs, job.seed), seed=job.seed),
+        [Share(spec=s, placements=i.placements, cut=i.cut) for s, i in zip(specs, job.lowered.inputs, strict=True)],
+        job.lowered.mesh,
+        coordinates,
+        micro_batches=count,
+        position=job.checkpoints.position,
+        device=device,
+        ahead=0 if device.type == "cpu" else PREPARED_STEPS * count,
+    )
 
 
 def _own_tensors(

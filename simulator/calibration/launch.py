@@ -35,8 +35,15 @@ RENDEZVOUS_S = 60
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-def run_workers(function: Callable[..., Result], arguments: tuple[Any, ...], processes: int) -> list[Result]:
+def run_workers(
+    function: Callable[..., Result], arguments: tuple[Any, ...], processes: int, *, logs: Path | None = None
+) -> list[Result]:
     """Run `function(*arguments)` in `processes` new processes that find themselves in a torch elastic group.
+
+    Parameters
+    ----------
+    logs : Path, optional
+        Where the workers write their logs themselves; what they write before that is kept there if one fails.
 
     Returns
     -------
@@ -51,7 +58,7 @@ def run_workers(function: Callable[..., Result], arguments: tuple[Any, ...], pro
     KeyboardInterrupt
         The user interrupted; all ranks are stopped.
     """
-    folder = Path(tempfile.mkdtemp(prefix="meshwright-"))
+    folder = Path(tempfile.mkdtemp(prefix="meshwright-" if logs is None else "launcher-", dir=logs))
     multiprocessing.get_context("forkserver").set_forkserver_preload(["simulator.calibration.preload"])
     config = LaunchConfig(
         min_nodes=1,
@@ -76,7 +83,7 @@ def run_workers(function: Callable[..., Result], arguments: tuple[Any, ...], pro
         if error.get_first_failure()[1].exitcode == -signal.SIGINT:
             raise KeyboardInterrupt from None
         keep = True
-        raise ExecutionError(_failure_text(error, folder, processes)) from None
+        raise ExecutionError(_failure_text(error, logs or folder, processes)) from None
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None

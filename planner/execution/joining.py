@@ -1,0 +1,136 @@
+"""How the processes of a job come together, and what is said when one does not come."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from planner.execution.membership import Membership
+from simulator.errors import ExecutionError, InputError
+
+LINGER_S = 2.0
+"""Rank 0 keeps the meeting point open for this long after it has given up, so that the others see why."""
+SHOWN = 8
+
+IN_USE = ("eaddrinuse", "address already in use", "already in use")
+
+
+def meet(membership: Membership, timeout_s: float, digest: str) -> Store:
+    """Meet the other processes of a job, and return the store they share.
+
+    Parameters
+    ----------
+    timeout_s : float
+        How long to wait for the last of them.
+    digest : str
+        Of what this process has been asked to do; all must have been asked the same.
+
+    Raises
+    ------
+    ExecutionError
+        Some did not come: names them.
+    InputError
+        Two have the same rank, or were asked for different things.
+    """
+    end = time.monotonic() + timeout_s
+    store = _store(membership, timeout_s)
+    rank, size = membership.rank, membership.world_size
+    try:
+        if store.add(f"rank/{rank}", 1) > 1:
+            raise InputError(
+                f"two processes have rank {rank} of {size} at {_place(membership)}; give each process a rank of its "
+                "own, and each job a port of its own"
+            )
+        if store.add("arrived", 1) == size:
+            store.set("complete", "")
+        _wait(store, membership, end, timeout_s)
+        if rank == 0:
+            store.set("digest", digest)
+        elif store.get("digest").decode() != digest:
+            raise InputError(
+                f"rank {rank} was started with another strategy or other options than rank 0; start all alike"
+            )
+    except (RuntimeError, OSError) as error:
+        raise ExecutionError(
+            f"rank {rank} of {size} lost the meeting point {_place(membership)} ({_short(error)}): rank 0 has ended; "
+            "see its output"
+        ) from error
+    return store
+
+
+def _place(membership: Membership) -> str:
+    return f"{membership.address}:{membership.port}"
+
+
+def _short(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+
+
+def _store(membership: Membership, timeout_s: float) -> Store:
+    """Connect to the store of the launcher's agent, or to that which rank 0 opens."""
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    opens = membership.rank == 0 and not hosted
+    try:
+        found = TCPStore(
+            membership.address,
+            membership.port,
+            membership.world_size,
+            is_master=opens,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, OSError, ValueError) as error:
+        text = _short(error)
+        if opens:
+            taken = any(sign in str(error).lower() for sign in IN_USE)
+            reason = "the port is taken" if taken else text
+            raise ExecutionError(
+                f"rank 0 cannot listen at {_place(membership)}: {reason}; set MASTER_PORT to a free port on rank 0's "
+                "host, the same for all"
+            ) from error
+        raise ExecutionError(
+            f"rank {membership.rank} of {membership.world_size} did not reach {_place(membership)} within "
+            f"{timeout_s:g} s; check that rank 0 runs there and that the port is open, or give --join-timeout more"
+        ) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"meshwright/{attempt}", found)
+
+
+def _wait(store: Store, membership: Membership, end: float, timeout_s: float) -> None:
+    try:
+        store.wait(["complete"], timedelta(seconds=max(0.1, end - time.monotonic())))
+    except (RuntimeError, OSError) as error:
+        size = membership.world_size
+        missing = [rank for rank in range(size) if not store.check([f"rank/{rank}"])]
+        if not missing:
+            raise
+        if membership.rank == 0:
+            time.sleep(LINGER_S)
+        shown = ", ".join(map(str, missing[:SHOWN])) + (", …" if len(missing) > SHOWN else "")
+        raise ExecutionError(
+            f"only {size - len(missing)} of {size} processes came to {_place(membership)} within {timeout_s:g} s, "
+            f"missing rank {shown}; see why it was not started, or give --join-timeout more"
+        ) from error
+
+
+@contextmanager
+def process_group(backend: str, store: Store, membership: Membership, timeout_s: float) -> Iterator[None]:
+    """Have a default process group whose operations wait no longer than ``timeout_s`` for another rank."""
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("group", store),
+        rank=membership.rank,
+        world_size=membership.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,256 @@
+"""One rank in trouble stops the job: ranks tell each other that they are there, and why one gives up."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from planner.execution.verification import TOLERANCES, relative_difference
+from simulator.calibration.launch import is_peer_failure
+from simulator.errors import ExecutionError
+
+BEAT_S = 1.0
+SILENT_S = 15.0
+"""A rank that has not been heard of for so long is taken for dead."""
+STALL_S = 15.0
+"""A rank that neither computes nor waits for another for so long hangs."""
+GRACE_S = 5.0
+"""How long a rank may take to end by itself once the job has failed."""
+PROGRESS_S = 5e-4
+"""Processor time that shows that a rank is at work."""
+KEPT_LOSSES = 64
+FAILED = 4
+
+Found = TypeVar("Found")
+
+ALARM = "alarm"
+DONE = "done"
+WAITS = ("wait(", "recv(", "barrier(", "synchronize(")
+DISTRIBUTED = str(Path(dist.__file__).parent)
+
+
+class Watch:
+    """Watches one rank from a thread of its own.
+
+    Every rank sets a counter in the store once a second. Rank 0 looks whether all do; each rank looks whether rank 0
+    answers, whether any rank has raised the alarm, and whether its own step goes on. A rank whose step neither
+    uses the processor nor waits for another rank hangs: it raises the alarm, shows where it stands and ends.
+
+    Parameters
+    ----------
+    store : Store
+        What the ranks share.
+    stalls : bool
+        Whether a rank without processor time hangs; not so where it waits for an accelerator.
+    end : callable
+        Ends this process, given an exit code.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        stalls: bool = True,
+        silent_s: float = SILENT_S,
+        stall_s: float = STALL_S,
+        end: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._silent_s, self._stall_s = silent_s, stall_s
+        self._end = end
+        self._main = threading.get_ident()
+        self._clock = _clock_of(self._main) if stalls else None
+        self._armed = False
+        self._closed = threading.Event()
+        self._heard = time.monotonic()
+        self._alarm: str | None = None
+        self._alarmed_at = 0.0
+        self._talk = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]
+        self._talk.set(f"beat/{rank}", "0")
+        self._threads = [
+            threading.Thread(target=self._talking, daemon=True, name="watch-talk"),
+            threading.Thread(target=self._looking, daemon=True, name="watch-look"),
+        ]
+
+    def start(self) -> None:
+        """Begin to watch; all ranks have come by now."""
+        self._heard = time.monotonic()
+        for thread in self._threads:
+            thread.start()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Expect progress inside; loading and saving wait for disks, which is no stall."""
+        self._armed = True
+        try:
+            yield
+        finally:
+            self._armed = False
+
+    def close(self) -> None:
+        """Stop watching: this rank has done its work."""
+        self._closed.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(2 * BEAT_S)
+        self._try(lambda: self._talk.set(f"beat/{self._rank}", DONE))
+
+    def explain(self, error: Exception) -> Exception:
+        """Tell the other ranks of this rank's error; one that only names a connection becomes what caused it."""
+        if not is_peer_failure(error):
+            self._raise_alarm(f"rank {self._rank} of {self._size} failed: {type(error).__name__}: {error}")
+            return error
+        end = time.monotonic() + GRACE_S / 2
+        while self._alarm is None and time.monotonic() < end:
+            self._alarm = self._try(self._read_alarm)
+            time.sleep(BEAT_S / 10)
+        return error if self._alarm is None else ExecutionError(self._alarm)
+
+    # In the threads
+
+    def _talking(self) -> None:
+        counts: dict[int, tuple[bytes, int]] = {}
+        beat = 0
+        while not self._closed.wait(BEAT_S):
+            beat += 1
+            self._try(lambda beat=beat: self._beat(beat, counts))  # type: ignore[misc]
+
+    def _beat(self, beat: int, counts: dict[int, tuple[bytes, int]]) -> None:
+        self._talk.set(f"beat/{self._rank}", str(beat))
+        alarm = self._read_alarm()
+        if alarm is not None and self._alarm is None:
+            self._alarm, self._alarmed_at = alarm, time.monotonic()
+        self._heard = time.monotonic()
+        if self._rank == 0:
+            self._listen(beat, counts)
+
+    def _listen(self, beat: int, counts: dict[int, tuple[bytes, int]]) -> None:
+        """Look on rank 0 who is silent; its own beats are the clock, which goes slower on an overloaded host."""
+        found = self._talk.multi_get([f"beat/{rank}" for rank in range(self._size)])
+        for rank, count in enumerate(found):
+            if counts.get(rank, (b"", 0))[0] != count:
+                counts[rank] = (count, beat)
+            elif count != DONE.encode() and (beat - counts[rank][1]) * BEAT_S > self._silent_s:
+                self._raise_alarm(
+                    f"rank {rank} of {self._size} is dead or stopped: it has not been heard of for "
+                    f"{self._silent_s:g} s; see its log and its host"
+                )
+
+    def _looking(self) -> None:
+        before, since = 0.0, time.monotonic()
+        last = since
+        while not self._closed.wait(BEAT_S):
+            now = time.monotonic()
+            if now - last > 3 * BEAT_S:
+                # This thread itself did not run: nothing can be said of the others, or of the main thread.
+                self._heard += now - last
+                since = now
+            last = now
+            if self._alarm is not None and now - self._alarmed_at > GRACE_S:
+                self._stop(self._alarm)
+            elif now - self._heard > self._silent_s:
+                self._stop(
+                    f"rank 0 of {self._size}, which keeps the job together, has not answered rank {self._rank} for "
+                    f"{self._silent_s:g} s; see its log and its host"
+                )
+            if self._clock is None:
+                continue
+            used = time.clock_gettime(self._clock)
+            frame = sys._current_frames().get(self._main)
+            if not self._armed or used - before > PROGRESS_S or frame is None or waits_for_others(frame):
+                before, since = used, now
+            elif now - since > self._stall_s:
+                self._report_stall(frame)
+
+    def _report_stall(self, frame: FrameType) -> None:
+        code = frame.f_code
+        text = (
+            f"rank {self._rank} of {self._size} hangs: no progress for {self._stall_s:g} s in {code.co_name} "
+            f"({code.co_filename}:{frame.f_lineno}); its log shows the whole stack"
+        )
+        sys.stderr.write("".join(traceback.format_stack(frame)))
+        self._raise_alarm(text)
+        self._stop(text)
+
+    def _stop(self, text: str) -> None:
+        """End this process, whose main thread does not come back."""
+        get_error_handler().record_exception(ExecutionError(text))
+        sys.stderr.write(f"meshwright: {text}\n")
+        sys.stderr.flush()
+        self._end(FAILED)
+
+    # The store
+
+    def _read_alarm(self) -> str | None:
+        return self._talk.get(ALARM).decode() if self._talk.check([ALARM]) else None
+
+    def _raise_alarm(self, text: str) -> None:
+        def tell() -> None:
+            if self._talk.add("alarms", 1) == 1:  # the first is the cause
+                self._talk.set(ALARM, text)
+
+        self._try(tell)
+
+    @staticmethod
+    def _try(work: Callable[[], Found]) -> Found | None:
+        """Do something with the store, which may be gone."""
+        try:
+            return work()
+        except (RuntimeError, OSError):
+            return None
+
+
+class Agreement:
+    """Ranks that must know the same loss compare it after every step.
+
+    The first of them tells its loss through the store, the others compare theirs with it.
+    """
+
+    def __init__(self, store: Store, group: str, rank: int, leader: int, precision: str) -> None:
+        self._store = PrefixStore(f"losses/{group}", store)
+        self._rank, self._leader, self._allowed = rank, leader, TOLERANCES[precision]
+
+    def check(self, step: int, loss: float, timeout_s: float) -> None:
+        """Raise ExecutionError where this rank's loss is another than the first rank's."""
+        if self._rank == self._leader:
+            self._store.set(str(step), repr(loss))
+            if step >= KEPT_LOSSES:
+                self._store.delete_key(str(step - KEPT_LOSSES))
+            return
+        self._store.wait([str(step)], timedelta(seconds=timeout_s))
+        expected = float(self._store.get(str(step)))
+        difference = relative_difference(loss, expected)
+        if difference > self._allowed:
+            raise ExecutionError(
+                f"ranks diverged at step {step}: rank {self._rank} has loss {loss!r}, rank {self._leader} "
+                f"{expected!r}, {difference:.2e} apart; check the memory and the software of both hosts"
+            )
+
+
+def waits_for_others(frame: FrameType) -> bool:
+    """Whether a thread stands in an operation that ends when another rank or a device does its part."""
+    name = frame.f_code.co_filename
+    line = linecache.getline(name, frame.f_lineno)
+    return name.startswith(DISTRIBUTED) or any(sign in line for sign in WAITS)
+
+
+def _clock_of(thread: int) -> int | None:
+    """The clock of a thread's processor time; None where the system has none."""
+    found = getattr(time, "pthread_getcpuclockid", None)
+    return None if found is None else int(found(thread))
