@@ -14,6 +14,7 @@ from planner.cli.options import Optimizer, ParallelMode, Precision, SearchMode, 
 from simulator.errors import InputError
 
 if TYPE_CHECKING:
+    from planner.context.marks import Marks
     from planner.context.mindformers import Translated
 
 MAX_BYTES = 1 << 20
@@ -89,12 +90,13 @@ def _settings(path: Path, data: Mapping[Any, Any]) -> PlanSettings:
 class Configuration:
     """Options of the command line and a file together, and what to say of the file.
 
-    ``alltoall`` is False where the file forbids all-to-alls.
+    ``alltoall`` is False where the file forbids all-to-alls; ``marks`` are for single layers of the network.
     """
 
     settings: PlanSettings
     notes: tuple[str, ...] = ()
     alltoall: bool = True
+    marks: Marks | None = None
 
 
 def with_config(given: PlanSettings, path: Path) -> Configuration:
@@ -114,9 +116,9 @@ def with_config(given: PlanSettings, path: Path) -> Configuration:
         translated = translate(data)
         file = _settings(path, {**translated.options, "pin": translated.pins})
         settings = merged(given, _with_modes(file, translated))
-        settings, notes = _checked(settings, translated)
+        settings, marks, notes = _checked(settings, translated)
     off = translated.context.counts("enable_alltoall") and not translated.context.get("enable_alltoall")
-    return Configuration(settings=settings, notes=(*translated.notes, *notes), alltoall=not off)
+    return Configuration(settings=settings, notes=(*translated.notes, *notes), alltoall=not off, marks=marks)
 
 
 def _with_modes(file: PlanSettings, translated: Translated) -> PlanSettings:
@@ -131,8 +133,8 @@ def _with_modes(file: PlanSettings, translated: Translated) -> PlanSettings:
     return file.model_copy(update=found)
 
 
-def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettings, list[str]]:
-    """Hold the degrees of a file in MindFormers' style against devices and network; what is slow is said."""
+def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettings, Marks | None, list[str]]:
+    """Hold what a file in MindFormers' style says against devices and network; what is slow is said."""
     from planner.cli.options import read_pins
     from planner.context.notes import check_micro_batches, check_sizes, sizes_of, used_devices
     from planner.context.requests import usual_precision
@@ -147,10 +149,12 @@ def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettin
         notes += [idle] if idle else []
     check_micro_batches(pins)
     sized = translated.vocabulary_cut or any(pins.get(name, "1") != "1" for name in ("tp", "pp"))
-    if sized and settings.network is not None:
+    marks = None
+    if (sized or translated.layers) and settings.network is not None:
         graph = load_network(settings.network, sequence_length=settings.seq_len).capture()
         notes += check_sizes(pins, sizes_of(graph), vocabulary_cut=translated.vocabulary_cut)
-    return settings, notes
+        marks = translated.layers.marks(graph, int(pins.get("pp", "1"))) if translated.layers else None
+    return settings, marks, notes
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from planner.context.checks import Check, boolean, choice, integer, unknown
 from planner.context.context import AutoParallelContext
 from planner.context.errors import ContextError
 from planner.context.keys import KEYS
+from planner.context.layers import LayerSettings, layer_settings
 from planner.context.mindformers_keys import (
     DEGREES,
     LATER_CONFIG,
@@ -25,6 +26,7 @@ from planner.context.requests import pins_of, searched_mode
 from planner.context.unsupported import check_supported
 from simulator.errors import UnsupportedError
 
+OTHER_CONFIG = ("use_seq_parallel", "vocab_emb_dp", "context_parallel_algo", "gradient_aggregation_group")
 ALGORITHMS: Mapping[str, str] = {"colossalai_cp": "ring", "ulysses_cp": "all_to_all"}
 
 
@@ -34,7 +36,7 @@ class Translated:
 
     ``options`` are options of ``plan`` that stand in the file, ``pins`` what its keys pin; ``configured`` where all
     degrees are (semi-automatic mode), and ``vocabulary_cut`` where the embedding is to be cut along its vocabulary.
-    ``notes`` say what was not read.
+    ``layers`` are settings layer by layer, ``notes`` say what was not read.
     """
 
     options: Mapping[str, Any]
@@ -42,6 +44,7 @@ class Translated:
     pins: Mapping[str, str]
     configured: bool = False
     vocabulary_cut: bool = False
+    layers: LayerSettings = field(default_factory=LayerSettings)
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -99,7 +102,7 @@ def translate(document: Mapping[Any, Any]) -> Translated:
     options = {name: value for name, value in document.items() if name in OPTIONS and not isinstance(value, dict)}
     not_read = [name for name in document if name in SECTIONS and name not in options]
     notes = [f"not read, for they say nothing of the plan: {', '.join(not_read)}"] if not_read else []
-    _check_model(document.get("model"))
+    model = _model(document.get("model"))
     if not boolean("use_parallel", document.get("use_parallel", True)):
         said = [name for name in MARKS if name in document and name not in ("use_parallel", "recompute_config")]
         notes += [f"use_parallel is False: {', '.join(said)} are not read"] if said else []
@@ -114,12 +117,18 @@ def translate(document: Mapping[Any, Any]) -> Translated:
     configured = context.get("parallel_mode") == "semi_auto_parallel"
     pins, more = _degrees(config, configured)
     pins = _joined(pins, pins_of(context))
+    interleave: Check = integer(1)
+    number = model.get("pp_interleave_num")
+    if (chunks := interleave("model.model_config.pp_interleave_num", 1 if number is None else number)) > 1:
+        pins["vpp"] = str(chunks)
+    stages = int(pins.get("pp", "1"))
     return Translated(
         options=options,
         context=context,
         pins={**pins, **_recompute(document)},
         configured=configured,
         vocabulary_cut=not config.get("vocab_emb_dp", True),
+        layers=layer_settings(config, _section(document, "recompute_config"), model, stages),
         notes=(*notes, *more),
     )
 
@@ -182,10 +191,12 @@ def _degrees(config: Mapping[str, Any], configured: bool) -> tuple[dict[str, str
                 raise UnsupportedError(f"{key}={value!r} is not supported yet; use {' or '.join(ALGORITHMS)}")
             if config.get("context_parallel", 1) != 1:
                 pins["context_algorithm"] = ALGORITHMS[algorithm]
+        elif name == "gradient_aggregation_group":
+            pass  # a setting of layers: see `layer_settings`
         elif name in LATER_CONFIG:
             _refuse(key, value, LATER_CONFIG[name])
         else:
-            known = (*DEGREES, "use_seq_parallel", "vocab_emb_dp", "context_parallel_algo", *LATER_CONFIG)
+            known = (*DEGREES, *OTHER_CONFIG, *LATER_CONFIG)
             raise ContextError(f"parallel_config has {unknown(name, known)}")
     if "micro_batches" in pins and config.get("pipeline_stage", 1) == 1:
         count = pins.pop("micro_batches")
@@ -199,10 +210,12 @@ def _recompute(document: Mapping[Any, Any]) -> dict[str, str]:
     for name, value in section.items():
         key = f"recompute_config.{name}"
         if name in ("recompute", "select_recompute"):
+            if name == "recompute" and isinstance(value, int | list) and not isinstance(value, bool):
+                continue  # layers of stages: see `layer_settings`
             if isinstance(value, int | list) and not isinstance(value, bool):
                 raise UnsupportedError(
-                    f"{key}={value!r} is not supported yet: layers are chosen by the search; use True or False, or "
-                    f"leave it out to let the search decide layer by layer"
+                    f"{key}={value!r} is not supported yet: layers are chosen by recompute=[…], or by the search; use "
+                    f"True or False, or leave it out"
                 )
             said[name] = boolean(key, value)
         elif name in LATER_RECOMPUTE:
@@ -249,15 +262,6 @@ def _check_interleaving(document: Mapping[Any, Any]) -> None:
         )
 
 
-def _check_model(model: Any) -> None:
-    """Refuse keys of the model that move layers between stages."""
+def _model(model: Any) -> Mapping[str, Any]:
     config = model.get("model_config") if isinstance(model, dict) else None
-    if not isinstance(config, dict):
-        return
-    for name, default in (("offset", 0), ("pp_interleave_num", 1)):
-        value = config.get(name)
-        moved = any(value) if isinstance(value, list) else value not in (None, default)
-        if moved:
-            raise UnsupportedError(
-                f"model.model_config.{name}={value!r} is not supported yet: the search cuts the stages; leave it out"
-            )
+    return {str(key): value for key, value in config.items()} if isinstance(config, dict) else {}

@@ -42,7 +42,6 @@ DEGREES: Mapping[str, str] = {
 }
 """Keys of ``parallel_config`` that are numbers, with the pins they stand for."""
 LATER_CONFIG: Mapping[str, Any] = {
-    "gradient_aggregation_group": 4,
     "seq_split_num": 1,
     "ulysses_degree_in_cp": 1,
     "mem_coeff": 0.1,

@@ -12,9 +12,11 @@ from typer.testing import CliRunner, Result
 
 from planner.cli.app import app
 from planner.cli.config import Configuration, PlanSettings, with_config
-from planner.context.mindformers import is_mindformers, translate
+from planner.context.marks import Marks
+from planner.context.mindformers import Translated, is_mindformers, translate
 from planner.context.notes import Sizes, check_sizes, sizes_of, used_devices
 from planner.networks import load_network
+from planner.strategy.file import read_plan
 from simulator.errors import InputError, UnsupportedError
 
 FILE: dict[str, Any] = {
@@ -212,15 +214,14 @@ def test_what_is_wrong_is_said(
         ({"parallel": {"dataset_strategy": [[2, 1]]}}, ("dataset_strategy=((2, 1),)",)),
         ({"parallel": {"pipeline_config": {"pipeline_interleave": True}}}, ("parallel.pipeline_config",)),
         ({"parallel": {"strategy_ckpt_load_file": "a.json"}}, ("meshwright simulate a.json",)),
-        ({"parallel_config": {"gradient_aggregation_group": 8}}, ("gradient_aggregation_group=8", "default is 4")),
         ({"parallel_config": {"context_parallel_algo": "hybrid_cp"}}, ("hybrid_cp", "ulysses_cp")),
         ({"parallel_config": {"vocab_emb_dp": False, "model_parallel": 1}}, ("vocab_emb_dp=False",)),
         ({"micro_batch_interleave_num": 2}, ("micro_batch_interleave_num=2",)),
-        ({"recompute_config": {"recompute": [1, 2]}}, ("recompute=[1, 2]", "True or False")),
+        ({"recompute_config": {"recompute": [True, 2]}}, ("recompute=[True, 2]", "[2, 0]")),
         ({"recompute_config": {"select_recompute": 3}}, ("select_recompute=3",)),
         ({"recompute_config": {"mp_comm_recompute": False}}, ("default is True",)),
         ({"swap_config": {"swap": True}}, ("offload_optimizer",)),
-        ({"model": {"model_config": {"offset": [0, 1, -1]}}}, ("offset",)),
+        ({"model": {"model_config": {"offset": [[0, 1], [1, -2]]}}}, ("offset", "chunks of a rank")),
     ],
 )
 def test_what_is_not_followed_yet_is_refused(tmp_path: Path, parts: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -264,8 +265,6 @@ def test_both_forms_are_told_apart_by_what_they_say() -> None:
 
 
 def test_the_command_plans_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from planner.strategy.file import read_plan
-
     monkeypatch.chdir(tmp_path)
     keys = {"strategy_ckpt_save_file": "made.json", "enable_alltoall": True}
     config = {"pipeline_stage": 1, "use_seq_parallel": False}
@@ -287,3 +286,99 @@ def test_all_to_alls_are_refused_where_the_file_forbids_them(tmp_path: Path, mon
     assert result.exit_code == 2
     assert "enable_alltoall=True" in result.stderr
     assert not Path("strategy.json").exists()
+
+
+# Layers one by one
+
+
+def layered(**parts: Any) -> Translated:
+    """A file in the automatic mode with two stages and what `parts` say."""
+    config = {"pipeline_stage": 2, **parts.pop("parallel_config", {})}
+    return translate({"parallel": {"parallel_mode": 2}, "parallel_config": config, **parts})
+
+
+def marks_of_gpt(translated: Translated, stages: int = 2) -> Marks:
+    return translated.layers.marks(load_network("zoo:gpt2").capture(), stages)
+
+
+def model(**keys: Any) -> dict[str, Any]:
+    return {"model": {"model_config": keys}}
+
+
+def test_an_offset_moves_layers_between_stages() -> None:
+    found = marks_of_gpt(layered(**model(offset=[1, -1])))
+    assert [found.stages[f"blocks.{layer}"] for layer in range(12)] == [0] * 7 + [1] * 5
+    assert not found.recompute
+    assert not found.fusion
+
+
+@pytest.mark.parametrize(
+    ("numbers", "again"), [([2, 1], {0, 1, 6}), (3, {0, 1, 2, 6, 7, 8}), ([0, 6], set(range(6, 12))), (0, set())]
+)
+def test_the_first_layers_of_stages_compute_again(numbers: object, again: set[int]) -> None:
+    found = marks_of_gpt(layered(recompute_config={"recompute": numbers}))
+    assert {layer for layer in range(12) if found.recompute[f"blocks.{layer}"]} == again
+    assert set(found.stages.values()) == {0, 1}
+    assert "recompute" not in layered(recompute_config={"recompute": numbers}).pins
+
+
+def test_without_stages_layers_are_counted_from_the_first() -> None:
+    found = marks_of_gpt(translate({"recompute_config": {"recompute": 5}, "parallel": {"parallel_mode": 2}}), 1)
+    assert [found.recompute[f"blocks.{layer}"] for layer in range(12)] == [True] * 5 + [False] * 7
+    assert not found.stages
+
+
+@pytest.mark.parametrize(("groups", "size"), [(4, 3), (2, 6), (1, 13), (12, 1), (40, 1)])
+def test_gradients_of_neighbouring_layers_are_a_group(groups: int, size: int) -> None:
+    found = marks_of_gpt(layered(parallel_config={"gradient_aggregation_group": groups}))
+    assert [found.fusion[f"blocks.{layer}"] for layer in range(12)] == [layer // size + 1 for layer in range(12)]
+
+
+def test_interleaving_is_pinned() -> None:
+    assert layered(**model(pp_interleave_num=3)).pins["vpp"] == "3"
+    assert "vpp" not in layered(**model(pp_interleave_num=1)).pins
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        (model(offset=[1, 1]), ("[7, 7] layers, 14 in all", "there are 12", "add up to 0")),
+        (model(offset=[6, -6]), ("[12, 0] layers", "at least 1")),
+        (model(offset=[1, 0, -1]), ("3 numbers for pipeline_stage=2",)),
+        (model(offset=[1.5, -1]), ("no list of whole numbers",)),
+        (model(pp_interleave_num=0), ("pp_interleave_num",)),
+        ({"recompute_config": {"recompute": [1, 2, 3]}}, ("3 numbers for pipeline_stage=2",)),
+        ({"recompute_config": {"recompute": [-1, 2]}}, ("recompute_config.recompute",)),
+        ({"parallel_config": {"gradient_aggregation_group": 0}}, ("gradient_aggregation_group",)),
+        (
+            {"parallel_config": {"pipeline_stage": 5}, "recompute_config": {"recompute": 1}},
+            ("pipeline_stage=5 does not divide num_layers=12", "offset"),
+        ),
+    ],
+)
+def test_what_does_not_fit_the_layers_is_said(parts: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(InputError) as raised:
+        marks_of_gpt(layered(**parts), parts.get("parallel_config", {}).get("pipeline_stage", 2))
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_a_network_without_layers_is_said() -> None:
+    with pytest.raises(InputError, match="no row of equal layers, which offset speaks of"):
+        layered(**model(offset=[1, -1])).layers.marks(load_network("zoo:mlp").capture(), 2)
+
+
+@pytest.mark.slow
+def test_a_plan_follows_what_a_file_says_of_layers(tmp_path: Path) -> None:
+    file, out = tmp_path / "gpt.yaml", tmp_path / "strategy.json"
+    config = {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 4}
+    document = {"parallel": {"parallel_mode": 1}, "parallel_config": config, **model(offset=[1, -1])}
+    file.write_text(yaml.safe_dump({**document, "recompute_config": {"recompute": [2, 1]}}))
+    found = run("plan", "zoo:gpt2-tiny", "--hw", "dgx-a100", "--devices", "8", "--config", str(file), "--out", str(out))
+    assert found.exit_code == 0, found.output
+    plan = read_plan(out)
+    assert [(chunk.first, chunk.last) for chunk in plan.chunks] == [
+        ("token_embedding", "blocks.2"),
+        ("blocks.3", "norm"),
+    ]
+    assert [(part.first, part.last) for part in plan.recompute_ranges] == [("blocks.0", "blocks.1"), ("blocks.3",) * 2]
