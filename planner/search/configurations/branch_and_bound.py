@@ -35,7 +35,7 @@ from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.stages.chain_bound import chain_bound, unlike
 from planner.search.stages.exact_turns import SHORT
 from planner.search.stages.fragments import WIDTH, FloatArray
-from planner.search.stages.partition import partition, proves_misfit
+from planner.search.stages.partition import lists_cuts, partition, proves_misfit
 from planner.search.stages.segments import MANY, PartitionTask, idealised, simplified, undominated
 from planner.search.units.labels import StageTables
 from simulator.errors import InputError
@@ -386,7 +386,7 @@ class _Search:
         """Bound a storage by time alone."""
         task = self.model.task(self._table(stored), stored)
         timed = max(bound, task_bound(task))
-        if timed < self.best and unlike(task.counts, task.pieces):
+        if timed < self.best * NEAR and unlike(task.counts, task.pieces):
             timed = max(timed, chain_bound(task))
         self._push(timed, _Node(_Stage.TIMED, stored, task))
 
@@ -421,7 +421,7 @@ class _Search:
         task = undominated(task)
         self.result.solved += 1
         self.work["partition"] += len(task.kinds)
-        few = task if node.width > WIDTH else simplified(task)
+        few = task if node.width > WIDTH or lists_cuts(task) else simplified(task)
         found = partition(few, width=node.width)
         if node.placed is None and (found is None or found.objective_s > bound * (1 + PROOF)):
             self._offload(bound, node.configuration)

@@ -15,10 +15,12 @@ on y follows by dynamic programming over the cuts (Narayanan et al., PipeDream, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
+from planner.search.stages.chain_bound import unlike
+from planner.search.stages.chunk_terms import memory_bytes, step_s, turns_s
 from planner.search.stages.cutting import cut
 from planner.search.stages.exact_turns import SHORT, exact_turns
 from planner.search.stages.fragments import (
@@ -32,7 +34,10 @@ from planner.search.stages.fragments import (
     WIDTH,
     FloatArray,
 )
+from planner.search.stages.listed_cuts import few_cuts
+from planner.search.stages.listed_search import listed_partition
 from planner.search.stages.one_rank import choose
+from planner.search.stages.outcome import Partition
 from planner.search.stages.segments import ROUNDING, BoolArray, PartitionTask, Segments
 
 __all__ = ["Partition", "PartitionTask", "partition"]
@@ -48,28 +53,6 @@ _WAYS = 4
 """Most ways of a unit by which ranks share their memory out."""
 _LESS = 0.8
 """How much less than the one before each of them keeps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Partition:
-    """Cuts and labels.
-
-    Attributes
-    ----------
-    ends : (chunks,) number of units up to the end of each chunk
-    labels : (units,) label of every unit
-    objective_s, lower_bound_s : seconds; the bound holds for every partition of the task
-    fill_s, busy_s : (chunks,) both terms of the objective
-    memory_bytes : (ranks,)
-    """
-
-    ends: tuple[int, ...]
-    labels: tuple[int, ...]
-    objective_s: float
-    lower_bound_s: float
-    fill_s: FloatArray
-    busy_s: FloatArray
-    memory_bytes: FloatArray
 
 
 def partition(task: PartitionTask, *, width: int = WIDTH) -> Partition | None:
@@ -88,6 +71,10 @@ def partition(task: PartitionTask, *, width: int = WIDTH) -> Partition | None:
         settled, found = _settled(task, width)
         if settled:
             return found
+    if lists_cuts(task):
+        listed = listed_partition(task)
+        if listed is not None:
+            return listed
     best: Partition | None = None
     bound = np.inf
     for slack in _SLACK:
@@ -103,6 +90,11 @@ def partition(task: PartitionTask, *, width: int = WIDTH) -> Partition | None:
         if best is not None and (task.chunks > 1 or segments.longest_s + segments.least_fill_s >= best.objective_s):
             break
     return best and replace(best, lower_bound_s=min(bound, best.objective_s))
+
+
+def lists_cuts(task: PartitionTask) -> bool:
+    """Whether every cut of a chain of unlike units is tried, with all of their ways."""
+    return task.chunks > 1 and unlike(task.counts, task.pieces) and few_cuts(task.units, task.pieces)
 
 
 def _whole(task: PartitionTask, width: int) -> Partition | None:
@@ -247,20 +239,12 @@ def _fill(segments: Segments, picks: Picks) -> float:
 
 
 def _turns(segments: Segments, picks: Picks) -> float:
-    task = segments.task
-    busy = segments.busy[picks].reshape(task.chunks, task.ranks)
-    return _fill(segments, picks) + float(busy.max(axis=1).sum())
+    return turns_s(segments.task, segments.fill[picks], segments.busy[picks])
 
 
 def _objective(segments: Segments, picks: Picks) -> float:
-    """Seconds of the step; turns may even out, but no rank takes less than all of its chunks."""
-    uneven_s = segments.task.uneven_s
-    if uneven_s is None:
-        return _turns(segments, picks)
-    task = segments.task
-    ranks = np.bincount(task.rank_of, segments.busy[picks], task.ranks)
     passes = segments.values[picks][:, [FILL, STEADY]].sum(axis=1)
-    return max(_turns(segments, picks) + uneven_s(passes), _fill(segments, picks) + float(ranks.max()))
+    return step_s(segments.task, segments.fill[picks], segments.busy[picks], passes)
 
 
 def _search_turns(segments: Segments) -> Partition | None:
@@ -277,7 +261,7 @@ def _search_turns(segments: Segments) -> Partition | None:
             picks = _lowered(cutter) if len(cutter.limits) else None
             if picks is None:
                 break
-            if np.all(_memory(segments, picks) <= task.limit_bytes * (1 + ROUNDING)):
+            if np.all(memory_bytes(task, segments.values[picks]) <= task.limit_bytes * (1 + ROUNDING)):
                 if best is None or _objective(segments, picks) < _objective(segments, best):
                     best = picks
                 break
@@ -335,16 +319,6 @@ def _sets_of_turns(turns: list[int]) -> list[list[int]]:
     return [chosen for chosen in sets if chosen]
 
 
-def _memory(segments: Segments, picks: Picks) -> FloatArray:
-    """(ranks,) bytes at the peak."""
-    task, table = segments.task, segments.values[picks]
-    standing = np.bincount(task.rank_of, task.in_flight * table[:, ACTIVATION] + table[:, RESIDENT], task.ranks)
-    transient = np.zeros(task.ranks)
-    np.maximum.at(transient, task.rank_of, table[:, TRANSIENT])
-    memory: FloatArray = standing + transient
-    return memory
-
-
 def _made(segments: Segments, picks: Picks, lower_s: float) -> Partition:
     labels: list[int] = []
     ends: list[int] = []
@@ -359,5 +333,5 @@ def _made(segments: Segments, picks: Picks, lower_s: float) -> Partition:
         lower_bound_s=lower_s,
         fill_s=segments.values[picks, FILL],
         busy_s=segments.busy[picks],
-        memory_bytes=_memory(segments, picks),
+        memory_bytes=memory_bytes(segments.task, segments.values[picks]),
     )

@@ -13,8 +13,9 @@ from planner.search.stages import chain_bound as chains
 from planner.search.stages.chain_bound import chain_bound
 from planner.search.stages.fragments import FILL, STEADY, Fragments
 from planner.search.stages.listed_cuts import listed_cuts
+from planner.search.stages.listed_search import listed_partition
 from planner.search.stages.partition import PartitionTask
-from tests.planner.search.test_pipeline_partition import brute_force, tasks
+from tests.planner.search.test_pipeline_partition import brute_force, check, tasks
 
 
 def without_choice(task: PartitionTask) -> PartitionTask:
@@ -55,3 +56,24 @@ def test_cuts_are_listed_once_each() -> None:
     assert np.array_equal(first[1:], last[:-1] + 1)
     assert set(first[0].tolist()) == {0}
     assert set(last[-1].tolist()) == {5}
+
+
+@given(tasks(chunks=2))
+def test_listed_partitions_fit_and_lie_between_their_bound_and_nothing_better(task: PartitionTask) -> None:
+    assume(1 < task.pieces <= task.units)
+    found, best = listed_partition(task), brute_force(task)
+    if found is None:
+        return
+    check(task, found)
+    assert found.lower_bound_s <= best * (1 + 1e-9)
+    assert found.objective_s >= best * (1 - 1e-9)
+
+
+@settings(max_examples=50)
+@given(tasks(chunks=2))
+def test_listed_partitions_without_choice_are_the_best(task: PartitionTask) -> None:
+    assume(1 < task.pieces <= task.units)
+    alone = without_choice(task)
+    found = listed_partition(alone)
+    assert found is not None
+    assert found.objective_s == pytest.approx(brute_force(alone))
