@@ -36,6 +36,7 @@ def prediction_document(prediction: Prediction) -> Document:
         "device_memory_bytes": prediction.device_memory_bytes,
         "memory_at_peak": {str(kind): size for kind, size in prediction.memory_at_peak.items()},
         "breakdown": dict(prediction.breakdown),
+        **({"start_s": prediction.start_s} if prediction.start_s else {}),
     }
 
 

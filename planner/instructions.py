@@ -157,7 +157,8 @@ class LoweredPlan:
     """A plan ready to be simulated and executed.
 
     ``instructions[s][t]`` belongs to ``program.segments[s].tasks[t]``, which also says which values
-    to free after it. ``loss`` is a replicated scalar at the end of each micro-batch.
+    to free after it. ``loss`` is a replicated scalar at the end of each micro-batch. ``start`` runs once, before the
+    first step.
     """
 
     graph: OperatorGraph
@@ -168,6 +169,7 @@ class LoweredPlan:
     inputs: tuple[LoweredInput, ...]
     loss: str
     micro_batches: int
+    start: tuple[Instruction, ...] = ()
 
     @property
     def devices(self) -> int:
@@ -226,7 +228,7 @@ class StageInstructions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInstructions:
-    """What all ranks of one pipeline rank hold and do at the end of a step.
+    """What all ranks of one pipeline rank hold, do once before the first step (``start``) and at the end of each.
 
     ``ties`` are sets of pipeline ranks that hold a parameter together; the group of number t is the mesh axis
     ``len(mesh.axes) + t`` of messages in ``update``.
@@ -236,6 +238,7 @@ class RankInstructions:
     parameters: tuple[StoredParameter, ...]
     update: tuple[Instruction, ...]
     ties: tuple[tuple[int, ...], ...]
+    start: tuple[Instruction, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch
@@ -27,7 +27,7 @@ class Prediction:
     ``mfu`` is the share of the devices' peak that the network's own floating point operations reach;
     ``breakdown`` adds up to the step time (the mean of all pipeline ranks); ``memory_at_peak`` to the peak, which is
     that of pipeline rank ``peak_rank``. ``analytic`` are the parts of the closed form that the search minimised, where
-    it did.
+    it did. ``start_s`` passes once, before the first step.
     """
 
     step_time_s: float
@@ -42,6 +42,7 @@ class Prediction:
     breakdown: Mapping[str, float]
     peak_rank: int = 0
     analytic: Mapping[str, float] = field(default_factory=dict)
+    start_s: float = 0.0
 
 
 def check_products(hardware: Hardware, dtype: str) -> None:
@@ -73,7 +74,7 @@ def predict(plan: Plan, lowered: LoweredPlan, hardware: Hardware) -> tuple[Predi
 
 def prediction_of(plan: Plan, graph: OperatorGraph, hardware: Hardware, timeline: Timeline) -> Prediction:
     """Figures of a simulated step; `graph` is that of one micro-batch, folded or not."""
-    return figures(
+    found = figures(
         plan,
         hardware,
         step_time_s=timeline.step_time_s,
@@ -86,6 +87,16 @@ def prediction_of(plan: Plan, graph: OperatorGraph, hardware: Hardware, timeline
         memory={str(kind): float(size) for kind, size in timeline.memory_at_peak.items()},
         breakdown=timeline.breakdown,
     )
+    return _with_start(found, plan, graph, hardware)
+
+
+def _with_start(found: Prediction, plan: Plan, graph: OperatorGraph, hardware: Hardware) -> Prediction:
+    """The prediction with what is sent once, before the first step; the network is folded or not."""
+    if not plan.exchange.broadcast:
+        return found
+    from planner.start_time import start_s
+
+    return replace(found, start_s=start_s(plan, graph, hardware))
 
 
 def trained_dtype(graph: OperatorGraph) -> str:
@@ -151,6 +162,6 @@ def predict_plan(plan: Plan, graph: OperatorGraph, hardware: Hardware) -> Predic
     if plan.pipeline * plan.virtual > 1:
         from planner.pipeline_prediction import predict_pipeline
 
-        return predict_pipeline(plan, graph, hardware).prediction
+        return _with_start(predict_pipeline(plan, graph, hardware).prediction, plan, graph, hardware)
     timeline = fast_engine.simulate(lowered_step(plan, graph), hardware)
     return prediction_of(plan, at_batch(graph, plan.samples), hardware, timeline)

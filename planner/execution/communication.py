@@ -52,8 +52,13 @@ def make_message(
         if work is not None:
             work.wait()
         for target, value, dtype in zip(targets, unpack(received, shapes), dtypes, strict=True):
-            if target >= 0:
+            if target < 0:
+                continue
+            kept = slots[target] if instruction.collective is Collective.BROADCAST else None
+            if kept is None:
                 slots[target] = value.to(dtype)
+            else:
+                kept.copy_(value)  # a parameter, which its update knows by its memory
 
     return Message(start=start, finish=finish)
 
@@ -64,6 +69,9 @@ def _parts(
     size = group.size()
     if instruction.collective is Collective.ALL_REDUCE:
         return _pack_copy, _unpack_flat, lambda _, out: dist.all_reduce(out, group=group, async_op=True)
+    if instruction.collective is Collective.BROADCAST:
+        first = dist.get_global_rank(group, 0)
+        return _pack_copy, _unpack_flat, lambda _, out: dist.broadcast(out, first, group=group, async_op=True)
     if instruction.collective is Collective.ALL_GATHER:
         return (
             lambda tensors: _pack_gather(tensors, size),
@@ -86,7 +94,7 @@ def _parts(
         )
     raise UnsupportedError(
         f"collective {instruction.collective.value!r} cannot be executed yet; "
-        "execution knows all_reduce, all_gather, reduce_scatter and all_to_all"
+        "execution knows all_reduce, all_gather, reduce_scatter, all_to_all and broadcast"
     )
 
 

@@ -28,6 +28,8 @@ class Interpreter:
         self._machine = machine
         self._inputs = [machine.number(entry.value) for entry in lowered.inputs]
         self._loss = machine.number(lowered.loss)
+        for action in machine.compile(lowered.start, [()] * len(lowered.start)):
+            action()
         self._segments = [
             (segment.count, machine.compile(instructions, [task.releases for task in segment.tasks]))
             for segment, instructions in zip(lowered.program.segments, lowered.instructions, strict=True)

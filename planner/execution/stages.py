@@ -112,6 +112,8 @@ class StageInterpreter:
 
         self._stages = {number: Stage(lowered.stages[number], machine(), lowered.loss) for number in mine.stages}
         self._update = machine()
+        for action in machine().compile(mine.start, [()] * len(mine.start)):
+            action()
         names = {name for stage in self._stages.values() for name in stage.instructions.gradients}
         self._given = {
             (number, name): self._update.number(gradient_of_stage(name, number))

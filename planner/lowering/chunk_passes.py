@@ -235,7 +235,7 @@ class PassWriter:
 
     def _message(self, moved: Sequence[Moved], after: list[int], ahead: bool = False, stream: int = BESIDE) -> int:
         """Append a step on the way to a placement; `stream` is where it runs if it is no message."""
-        (ref, value, target, step), graph = moved[0], self.source.graph
+        (ref, *_, step), graph = moved[0], self.source.graph
         if not isinstance(step.operation, Collective):
             task = Task(
                 name=f"{step.operation} {self.source.written_name(ref)}",

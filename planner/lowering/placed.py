@@ -11,7 +11,7 @@ from math import inf, prod
 from planner.graph.chain import Chain
 from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, Role, TensorRef, TensorSpec
 from planner.instructions import LoweredInput
-from planner.lowering.replicas import REPLICAS
+from planner.lowering.loaded import BATCH_AXES, loaded_placements
 from planner.lowering.units import no_units, units_of
 from planner.sharding.context import sequence_cut
 from planner.sharding.placement import PARTIAL, REPLICATE, Mesh, Placements, placement_name
@@ -27,9 +27,6 @@ from simulator.program import (
     BufferKind,
     Collective,
 )
-
-BATCH_AXES = ("data", REPLICAS, "expert")
-"""Axes along which ranks have samples of their own."""
 
 CONTEXT = "context"
 """The mesh axis along which sequences are shared."""
@@ -94,14 +91,15 @@ class PlacedGraph:
         self.gradient_of = {p.gradient: p.node for p in graph.parameters if p.gradient is not None}
         self.rules: list[NodeRules] = []
         own_samples: dict[int, NodeRules] = {}
+        places = {entry.node: number for number, entry in enumerate(graph.inputs)}
         for node in graph.nodes:
             if node.role is Role.CONSTANT:
                 everywhere = Rule(
                     (REPLICATE,) * len(node.tensor_inputs), (REPLICATE,) * len(node.outputs), splits_work=False
                 )
                 self.rules.append((everywhere,) * axes)
-            elif node.role is Role.INPUT and node.name in options.exchange.inputs:
-                self.rules.append(self._loaded(options.exchange.inputs[node.name]))
+            elif options.exchange.data and len(self.rules) in places:
+                self.rules.append(self._loaded(node, places[len(self.rules)], rules[node.name]))
             elif options.exchange.cross_batch and any(rule.reduced_elements for rule in rules[node.name]):
                 chosen = rules[node.name]
                 self.rules.append(own_samples.setdefault(id(chosen), self._of_own_samples(node, chosen)))
@@ -120,10 +118,11 @@ class PlacedGraph:
         self.read = {*graph.consumers, graph.loss, *(p.gradient for p in graph.parameters if p.gradient)}
         self.loss_value = self.value_name(graph.loss, self.replicated)
 
-    def _loaded(self, cuts: Mapping[str, int]) -> NodeRules:
-        """How a batch tensor arrives, given the dim that each axis cuts."""
-        places = [cuts.get("data" if a.name == REPLICAS else a.name, REPLICATE) for a in self.options.mesh.axes]
-        return tuple(Rule((), (place,), splits_work=False) for place in places)
+    def _loaded(self, node: Node, number: int, own: NodeRules) -> NodeRules:
+        """How a batch tensor arrives."""
+        shape, written = node.outputs[0].shape, tuple(rule.outputs[0] for rule in own)
+        found = loaded_placements(self.options.exchange.data, number, shape, self.options.mesh.axes, written)
+        return tuple(Rule((), (placement,), splits_work=False) for placement in found)
 
     def _of_own_samples(self, node: Node, chosen: NodeRules) -> NodeRules:
         """Rules with which a rank reduces over its own samples alone; the gradients of parameters are then partial."""

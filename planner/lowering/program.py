@@ -16,6 +16,7 @@ from planner.lowering.placed import LoweringOptions, PlacedGraph
 from planner.lowering.replicas import data_axis, replicated_rules, with_replicas
 from planner.lowering.resolved import step_columns
 from planner.lowering.segment import SegmentWriter
+from planner.lowering.start import start_instructions
 from planner.lowering.writer import finished
 from planner.strategy.plan import NodeRules
 from simulator.columns import KINDS, ProgramColumns, SegmentColumns
@@ -88,6 +89,7 @@ def lower_graph(graph: OperatorGraph, rules: Mapping[str, NodeRules], options: L
         inputs=source.inputs(range(len(graph.nodes))),
         loss=source.loss_value,
         micro_batches=options.micro_batches,
+        start=start_instructions(source, [parameter.node for parameter in graph.parameters]),
     )
 
 

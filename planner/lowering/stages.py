@@ -34,6 +34,7 @@ from planner.lowering.options import lowering_options
 from planner.lowering.pipeline import chunk_units, plan_schedule
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.program import spread
+from planner.lowering.start import start_instructions
 from planner.lowering.sums import summed
 from planner.lowering.unit_work import UnitWork, units_work
 from planner.lowering.work import Work
@@ -204,6 +205,7 @@ def _ranks(
                 parameters=_stored(source, parameters),
                 update=tuple(_update(source, [stages[s] for s in mine], mine, parameters, tied)),
                 ties=ties,
+                start=start_instructions(source, parameters),
             )
         )
     return tuple(found)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from simulator.program import Collective
 
 FusedBytes = int | None
 """Bytes at which a message of several tensors is full; None for those of the plan's buckets, 0 for one tensor each."""
+DataStrategy = Literal["", "data_parallel", "full_batch"] | tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,8 @@ class Exchange:
     cross_batch : operators over the batch see the samples of one rank alone
     broadcast : parameters that are stored whole are sent out by the first rank before the first step
     layerwise : parameters of which every rank has its own, by name: their gradients are not added up
-    inputs : for batch tensors by name the dim that each mesh axis cuts; {} where every rank loads them whole
+    data : what a rank loads of the batch: "" as the placements of the plan say, ``"data_parallel"`` its own samples,
+        ``"full_batch"`` everything, or for every batch tensor in how many parts each of its dims is cut
     """
 
     gradient_dtype: Literal["", "float32"] = ""
@@ -43,7 +44,7 @@ class Exchange:
     cross_batch: bool = False
     broadcast: bool = False
     layerwise: tuple[str, ...] = ()
-    inputs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    data: DataStrategy = ""
 
     def fused_bytes(self, collective: Collective, usual: int) -> int:
         """Size of fused messages of one kind; `usual` where nothing is said."""

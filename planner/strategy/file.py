@@ -278,12 +278,20 @@ def _stages(plan: Plan) -> list[dict[str, object]]:
 
 def _exchange(plan: Plan) -> dict[str, object]:
     """What a context says, where it says something."""
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in plan.exchange.named().items()}
+    return {name: _listed(value) for name, value in plan.exchange.named().items()}
 
 
 def _exchange_of(model: ExchangeModel) -> Exchange:
-    given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in model.model_dump().items()}
+    given: dict[str, Any] = {name: _frozen(value) for name, value in model.model_dump().items()}
     return Exchange(**given)
+
+
+def _listed(value: object) -> object:
+    return [_listed(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _frozen(value: object) -> object:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
 def _placements(rules: Mapping[str, NodeRules]) -> dict[str, dict[str, list[str]]]:

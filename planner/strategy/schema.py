@@ -121,7 +121,7 @@ class ExchangeModel(_Strict):
     cross_batch: bool = False
     broadcast: bool = False
     layerwise: list[Text] = Field(default_factory=list)
-    inputs: dict[Text, dict[Text, Count]] = Field(default_factory=dict)
+    data: Literal["", "data_parallel", "full_batch"] | list[list[Positive]] = ""
 
 
 class CertificateModel(_Strict):
@@ -147,6 +147,7 @@ class PredictionModel(_Strict):
     objective_s: Seconds | None = None
     differing_term: Text | None = None
     analytic_breakdown: dict[Text, Seconds] = Field(default_factory=dict)
+    start_s: Seconds = 0.0
     interval_s: Annotated[list[Seconds], Field(min_length=2, max_length=2)]
     label: Literal["calibrated", "interpolated", "extrapolated"]
     samples_per_s: Fraction

@@ -201,7 +201,7 @@ def test_a_plan_comes_back_equal_and_its_bytes_are_stable(plan: Plan) -> None:
 def test_files_are_written_and_read(tmp_path: Path) -> None:
     path = write_plan(small_plan(), tmp_path / "strategy.json", PREDICTION)
     assert read_plan(path) == small_plan()
-    unsaid = {"objective_s": None, "analytic_breakdown": {}, "differing_term": None}
+    unsaid = {"objective_s": None, "analytic_breakdown": {}, "differing_term": None, "start_s": 0.0}
     assert read_strategy(path).prediction == {**PREDICTION, **unsaid}
     assert path.read_text().endswith("}\n")
     assert [p.name for p in path.parent.iterdir()] == ["strategy.json"], "nothing is left beside the file"
