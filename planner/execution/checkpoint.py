@@ -114,9 +114,6 @@ class Piece:
         index = MetadataIndex(name, torch.Size(self.place.offsets))
         return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
 
-    def __get_tensor_shard__(self, _: MetadataIndex) -> Tensor:
-        return self.local
-
 
 def _parameter_key(name: str) -> str:
     return f"parameters/{name}"
@@ -143,6 +140,17 @@ SCALAR = Place(whole=(), offsets=(), sizes=())
 # Saving
 
 
+class _SavePlanner(DefaultSavePlanner):
+    """Takes pieces, which are not tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        piece: Piece = self.state_dict[index.fqn]
+        return piece.local.detach()
+
+
 def save_checkpoint(
     folder: Path, record: CheckpointRecord, pieces: Mapping[str, Piece], group: dist.ProcessGroup | None = None
 ) -> Path:
@@ -160,8 +168,7 @@ def save_checkpoint(
     beside = folder / _from_first(lambda: _make_beside(folder, name), group)
     with _explained(f"checkpoint {folder / name} could not be written", "free some space or save elsewhere"):
         writer = FileSystemWriter(beside, sync_files=True, overwrite=False)
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        save(dict(pieces), storage_writer=writer, planner=planner, process_group=group)
+        save(dict(pieces), storage_writer=writer, planner=_SavePlanner(), process_group=group)
     _from_first(lambda: _finish(folder, beside, name, record), group)
     return folder / name
 
@@ -270,6 +277,10 @@ class _LoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        piece: Piece = self.state_dict[index.fqn]
+        return piece.local
 
 
 def load_checkpoint(
