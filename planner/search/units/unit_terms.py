@@ -16,7 +16,7 @@ from planner.search.units.amounts import NOTHING, AmountLedger, Ways
 from planner.search.units.factors import Part, Scope
 from planner.search.units.unit_model import UnitModel
 from planner.sharding.placement import REPLICATE
-from simulator.program import Phase
+from simulator.program import Kernel, Phase
 
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
@@ -225,10 +225,33 @@ class _Builder:
             self._keep(base, (writer, reader), size)
 
     def _saved(self, ref: TensorRef, readers: frozenset[int], owner: int | None) -> Iterator[tuple[Scope, IntArray]]:
-        """Amounts of keeping a tensor for the backward operators of a unit."""
+        """Amounts of keeping a tensor for the backward operators of a unit.
+
+        A view that repeats numbers keeps only those, until a reader wants it in another placement.
+        """
+        base = self._repeated(ref)
         for scope, placements, differs in self.parts.saved_pieces(ref, readers, owner):
             size = self.ledger.bytes_of(ref, placements)
-            yield scope, size if differs is None else np.where(differs, size[None, :], NOTHING)
+            if differs is not None:
+                yield scope, np.where(differs, size[None, :], NOTHING)
+            elif base is None or owner is None:
+                yield scope, size
+            elif scope == (owner,):
+                yield scope, self._read(base, owner)
+            else:
+                same = self._numbers(ref, owner)[:, None] == self._numbers(ref, scope[0], reads=True)[None, :]
+                yield (owner, *scope), np.where(same, self._read(base, owner)[:, None], size[None, :])
+
+    def _repeated(self, ref: TensorRef) -> TensorRef | None:
+        """What a tensor views and repeats, if it does."""
+        node = self.model.graph.nodes[ref.node]
+        if node.kernel is not Kernel.VIEW or not node.tensor_inputs:
+            return None
+        base, graph = node.tensor_inputs[0], self.model.graph
+        owner = self.model.decisions.of_node[ref.node]
+        if owner not in self.sizes or base not in self.parts.states(owner).variable.choices[0].reads:
+            return None
+        return base if graph.spec(base).size_bytes < graph.spec(ref).size_bytes else None
 
     def _keep(self, ref: TensorRef, scope: Scope, size: IntArray) -> None:
         """Charge bytes of a tensor that is kept, and that stands for a while where it is computed again instead."""

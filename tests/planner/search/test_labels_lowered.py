@@ -12,6 +12,7 @@ from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.scaling import at_batch
 from planner.lowering import LoweringOptions, lower_graph
+from planner.networks import load_network
 from planner.search.units.labels import RECOMPUTE, StageTables, rules_of, stage_decisions, stage_tables
 from planner.sharding.placement import Mesh
 from planner.strategy.plan import LayerRules, NodeRules
@@ -22,7 +23,7 @@ from simulator.hardware import Hardware, load_profile
 from simulator.kernels import kernel_time, matmul_time
 from simulator.program import BufferKind, Phase, Program, Task
 from simulator.topology import group_shape
-from tests.planner.search.problems import BUCKET_BYTES, captured_small, make_mesh
+from tests.planner.search.problems import BUCKET_BYTES, captured_small, deepened, make_mesh
 
 HARDWARE = "dgx-a100"
 MORE = (("gpt", 4), ("llama", 2), ("llama", 4))
@@ -140,6 +141,20 @@ def test_seconds_and_bytes_are_those_of_the_lowered_program(
     if 1 not in modes or price < 1e-7:
         # Beyond, kept tensors that are gathered again stand as gathered from the forward pass on.
         assert kept_bytes(program, whole) == pytest.approx(kept, rel=tolerance)
+
+
+@pytest.mark.slow
+def test_a_view_that_repeats_numbers_keeps_only_those() -> None:
+    tables = tables_of(deepened(load_network("zoo:mixtral-8x7b").capture(), 2), make_mesh(tensor=4))
+    chosen = path(tables, (0,), 0.0)
+    rules = by_node(*rules_of(tables, chosen, 1, sharded=False))
+    options = LoweringOptions(
+        mesh=make_mesh(tensor=4), micro_batches=1, optimizer=optimizer("adamw"), bucket_bytes=BUCKET_BYTES
+    )
+    whole = unfold(tables.parts.graph)
+    numbers = zip(tables.chain.positions, chosen, strict=True)
+    kept = sum(float(tables.units[number].activation_bytes[label]) for number, label in numbers)
+    assert kept_bytes(lower_graph(whole, rules, options).program, whole) == pytest.approx(kept, rel=0.02)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
