@@ -29,27 +29,42 @@ _ROUNDING = 1e-9
 def least_busiest(task: PartitionTask) -> float:
     """Bound on the time of the busiest rank, the sum of its chunks, that ranks need to hold all of the equal blocks.
 
-    Infinite where the memory of all ranks does not suffice. Blocks of the most frequent kind may lie anywhere; the
-    first and the last unit take their least time and memory of their ranks. What is left of the synchronisation is at
-    least what messages take longer than the passes that hide them.
+    Infinite where the memory of all ranks does not suffice. Blocks of the most frequent kind may lie anywhere, and as
+    if in the chunk of their rank that has the fewest micro-batches in flight; the first and the last unit take their
+    least time and memory of their ranks. What is left of the synchronisation is at least what messages take longer
+    than the passes that hide them.
     """
     most = int(np.argmax(task.counts))
     block, count = task.kinds[most], task.counts[most]
+    values = block.values
     highest = min(count, 2 * -(-count // task.ranks) + 2)
-    columns = [(STEADY,), (STEADY, BACKLOG)]
-    ends = [_ends(task, most, *which) for which in columns]
-    ends_bytes = ends[0][1]
-    room = task.limit_bytes - block.values[:, TRANSIENT].min() - ends_bytes
-    scale = float(block.values[:, ACTIVATION].max()) or 1.0
-    prices = PRICES * float(block.values[:, STEADY].min()) / scale
-    flights = _by_rank(task)
-    different, place = np.unique(np.column_stack([flights, room]), axis=0, return_inverse=True)
+    flight = np.full(task.ranks, np.inf)
+    np.minimum.at(flight, task.rank_of, task.in_flight)
+    room = task.limit_bytes - values[:, TRANSIENT].min() - _ends_bytes(task, most)
+    free = room[:, None] - np.arange(highest + 1) * values[:, RESIDENT].min()
+    alone = free >= flight[:, None] * np.arange(highest + 1) * values[:, ACTIVATION].min() * (1 - _ROUNDING)
+    if _held(alone, count, highest) < count:
+        return np.inf
+    scale = float(values[:, ACTIVATION].max()) or 1.0
+    prices = PRICES * float(values[:, STEADY].min()) / scale
+    seconds = np.stack([values[:, STEADY], values[:, [STEADY, BACKLOG]].sum(axis=1)])
+    tables, kept = _tables(block, highest, prices, seconds)
+    for _ in range((task.chunks - 1).bit_length()):
+        tables, kept = _shared(tables), _shared(kept)
+    fits = flight[:, None] * kept <= free * (1 + _ROUNDING)
     times = np.zeros((task.ranks, highest + 1))
-    for (ends_s, _), which in zip(ends, columns, strict=True):
-        table = _table(block, highest, prices, block.values[:, which].sum(axis=1))
-        rows = np.array([_rank_times(block, table, prices, row[:-1], row[-1]) for row in different])
-        times = np.maximum(times, rows[place.reshape(-1)] + ends_s[:, None])
+    for table, columns in zip(tables, ((STEADY,), (STEADY, BACKLOG)), strict=True):
+        least = _rank_times(table, prices, flight, free, fits)
+        times = np.maximum(times, least + _ends_s(task, most, *columns)[:, None])
     return _least(times, count, highest)
+
+
+def _held(fits: NDArray[np.bool_], count: int, highest: int) -> int:
+    """Blocks that all ranks together hold at most; `fits` (ranks, blocks + 1) says how many one rank may hold."""
+    each = fits.shape[1] - 1 - np.argmax(fits[:, ::-1], axis=1)
+    each = np.where(fits.any(axis=1), each, 0)
+    # Nothing is known of ranks that hold more than was tabled.
+    return int(np.where(each >= highest, count, each).sum())
 
 
 def _least(times: FloatArray, count: int, highest: int) -> float:
@@ -57,9 +72,7 @@ def _least(times: FloatArray, count: int, highest: int) -> float:
     limits = np.unique(times[np.isfinite(times)])
 
     def held(limit: float) -> int:
-        each = (times <= limit * (1 + _ROUNDING)).sum(axis=1) - 1
-        # Nothing is known of ranks that hold more than was tabled.
-        return int(np.where(each >= highest, count, np.maximum(each, 0)).sum())
+        return _held(times <= limit * (1 + _ROUNDING), count, highest)
 
     if not len(limits) or held(float(limits[-1])) < count:
         return np.inf
@@ -70,79 +83,87 @@ def _least(times: FloatArray, count: int, highest: int) -> float:
     return float(limits[low])
 
 
-def _by_rank(task: PartitionTask) -> FloatArray:
-    """(ranks, chunks) micro-batches in flight of each rank's chunks, most first."""
-    order = np.lexsort((-task.in_flight, task.rank_of))
-    return task.in_flight[order].reshape(task.ranks, task.chunks)
+def _ends(task: PartitionTask, most: int) -> list[tuple[FloatArray, int, float]]:
+    """Values, rank and micro-batches in flight of the network's first and last unit that are not of the kind `most`."""
+    ends = {0: 0, len(task.kinds) - 1: -1}
+    return [
+        (task.kinds[kind].values, int(task.rank_of[chunk]), float(task.in_flight[chunk]))
+        for kind, chunk in ends.items()
+        if kind != most
+    ]
 
 
-def _ends(task: PartitionTask, most: int, *columns: int) -> tuple[FloatArray, FloatArray]:
-    """(ranks,) least seconds and bytes of the network's first and last unit where they are not of the kind `most`."""
-    seconds, held = np.zeros(task.ranks), np.zeros(task.ranks)
-    for kind, chunk in {0: 0, len(task.kinds) - 1: -1}.items():
-        if kind != most:
-            values, rank = task.kinds[kind].values, task.rank_of[chunk]
-            seconds[rank] += values[:, columns].sum(axis=1).min()
-            held[rank] += (task.in_flight[chunk] * values[:, ACTIVATION] + values[:, RESIDENT]).min()
-    return seconds, held
+def _ends_s(task: PartitionTask, most: int, *columns: int) -> FloatArray:
+    """(ranks,) least seconds of the network's first and last unit."""
+    seconds = np.zeros(task.ranks)
+    for values, rank, _ in _ends(task, most):
+        seconds[rank] += values[:, columns].sum(axis=1).min()
+    return seconds
+
+
+def _ends_bytes(task: PartitionTask, most: int) -> FloatArray:
+    """(ranks,) least bytes of the network's first and last unit."""
+    held = np.zeros(task.ranks)
+    for values, rank, flight in _ends(task, most):
+        held[rank] += (flight * values[:, ACTIVATION] + values[:, RESIDENT]).min()
+    return held
 
 
 def _rank_times(
-    block: Fragments, table: FloatArray, prices: FloatArray, flights: FloatArray, room: float
+    table: FloatArray, prices: FloatArray, flight: FloatArray, free: FloatArray, fits: NDArray[np.bool_]
 ) -> FloatArray:
-    """(blocks + 1,) least time of so many blocks on a rank whose chunks have `flights` micro-batches in flight."""
-    resident = block.values[:, RESIDENT].min()
-    free = room - np.arange(table.shape[1]) * resident
-    kept = _shared([flight * table[-1:] for flight in flights.tolist()])[0]
-    per_byte = prices[1:] / max(float(flights.mean()), _ROUNDING)
-    parts = [_priced(table[:-1], prices, per_byte * flight) for flight in flights.tolist()]
-    bounds = _shared(parts) - per_byte[:, None] * free
-    least = np.maximum(table[0], bounds.max(axis=0))
-    least = np.where(kept <= free * (1 + _ROUNDING), least, np.inf)
+    """(ranks, blocks + 1) least time of so many blocks on a rank with `free` bytes for their activations.
+
+    Parameters
+    ----------
+    table : (prices, blocks + 1) least seconds and priced bytes of one micro-batch
+    """
+    per_byte = prices[1:, None] / np.maximum(flight, _ROUNDING)[:, None, None]
+    # Blocks that cannot follow one another cannot at any price.
+    least = np.maximum(table[0], (table[1:] - per_byte * free[:, None, :]).max(axis=1))
+    least = np.where(fits, least, np.inf)
     if np.any(table[0, 1:] < table[0, :-1]):
         # Blocks that hide messages of others may leave their rank less to do than fewer of them.
-        times: FloatArray = np.minimum.accumulate(least[::-1])[::-1]
+        times: FloatArray = np.minimum.accumulate(least[:, ::-1], axis=1)[:, ::-1]
     else:
-        times = np.maximum.accumulate(least)
+        times = np.maximum.accumulate(least, axis=1)
     return times
 
 
-def _table(block: Fragments, highest: int, prices: FloatArray, seconds: FloatArray) -> FloatArray:
-    """(prices + 1, highest + 1) least `seconds` and priced bytes of so many blocks in a row; last, bytes alone."""
+def _tables(block: Fragments, highest: int, prices: FloatArray, seconds: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Least sums of up to `highest` blocks in a row: seconds and priced bytes, and bytes alone.
+
+    Parameters
+    ----------
+    seconds : (columns, ways)
+
+    Returns
+    -------
+    (columns, prices, highest + 1) and (highest + 1,)
+    """
     states, inverse = np.unique(np.concatenate([block.entry, block.exit]), return_inverse=True)
     entry, leave = inverse.reshape(2, -1)
-    values = seconds + prices[:, None] * block.values[:, ACTIVATION]
-    values = np.vstack([values, block.values[:, ACTIVATION]])
+    held = block.values[:, ACTIVATION]
+    values = np.concatenate([(seconds[:, None, :] + prices[:, None] * held).reshape(-1, len(held)), held[None]])
     width = len(states)
+    order = np.argsort(entry * width + leave, kind="stable")
+    keys, begins = np.unique((entry * width + leave)[order], return_index=True)
     pairs = np.full((len(values), width * width), np.inf)
-    for way, key in enumerate((entry * width + leave).tolist()):
-        np.minimum(pairs[:, key], values[:, way], out=pairs[:, key])
+    pairs[:, keys] = np.minimum.reduceat(values[:, order], begins, axis=1)
     step = pairs.reshape(len(values), width, width)
     row: FloatArray = np.zeros((len(values), width))
     found = [row.min(axis=1)]
     for _ in range(highest):
         row = (row[:, :, None] + step).min(axis=1)
         found.append(row.min(axis=1))
-    return np.stack(found, axis=1)
+    sums = np.stack(found, axis=1)
+    return sums[:-1].reshape(len(seconds), len(prices), -1), sums[-1]
 
 
-def _priced(table: FloatArray, prices: FloatArray, wanted: FloatArray) -> FloatArray:
-    """(wanted, highest + 1) at prices in between: the least sum is concave in the price, so that chords bound it."""
-    place = np.clip(np.searchsorted(prices, wanted), 1, len(prices) - 1)
-    share = np.clip((wanted - prices[place - 1]) / (prices[place] - prices[place - 1]), 0.0, 1.0)[:, None]
-    known = np.where(np.isfinite(table), table, 0.0)
-    between = (1 - share) * known[place - 1] + share * known[place]
-    # Blocks that cannot follow one another cannot at any price.
-    return np.where(np.isfinite(table[:1]), between, np.inf)
-
-
-def _shared(parts: list[FloatArray]) -> FloatArray:
-    """(prices, highest + 1) least sums over all ways to share so many blocks out over the parts."""
-    total = parts[0]
-    highest = total.shape[1] - 1
-    apart = np.arange(highest + 1)[:, None] - np.arange(highest + 1)[None, :]
-    outside: NDArray[np.bool_] = apart < 0
-    for part in parts[1:]:
-        moved = np.where(outside, np.inf, part[:, np.maximum(apart, 0)])
-        total = (total[:, None, :] + moved).min(axis=2)
-    return total
+def _shared(table: FloatArray) -> FloatArray:
+    """(…, blocks + 1) least sums of two rows of blocks that hold so many together."""
+    size = table.shape[-1]
+    left = np.arange(size)[:, None] - np.arange(size)[None, :]
+    rest = np.where(left < 0, np.inf, table[..., np.maximum(left, 0)])
+    shared: FloatArray = (table[..., None, :] + rest).min(axis=-1)
+    return shared
