@@ -1,0 +1,194 @@
+"""Training as one writes it by hand in PyTorch, to hold an executed plan of the same parallelism against.
+
+Data parallelism by ``DistributedDataParallel``, sharded states by ``fully_shard`` (FSDP2), and for a perceptron tensor
+parallelism by columns and rows with two all-reduces a pair of layers (Shoeybi et al., *Megatron-LM*, 2019).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from planner.execution.data import Batches, InputSpec, Shard, open_dataset
+from planner.execution.optimizers import Hyperparameters
+from planner.networks import load_network
+from planner.networks.losses import mean_absolute_error
+from planner.networks.zoo.mlp import MultilayerPerceptron
+from simulator.calibration.launch import run_workers
+from simulator.errors import InputError
+
+
+class Way(StrEnum):
+    """How the work is split."""
+
+    DDP = "DDP"
+    FSDP2 = "FSDP2"
+    TENSOR = "tensor parallel"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandWritten:
+    """A run by hand: the same network, data, seed and optimizer as a plan's on as many processes."""
+
+    way: Way
+    network: str
+    sequence_length: int | None
+    inputs: tuple[InputSpec, ...]
+    data: str | None
+    optimizer: str
+    constants: Hyperparameters
+    seed: int
+    steps: int
+    warm_up_steps: int
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandResult:
+    """Seconds of each timed step, the slowest rank's, and the mean loss of every step."""
+
+    step_times_s: tuple[float, ...]
+    losses: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        """Median seconds of a step."""
+        return float(np.median(self.step_times_s))
+
+
+def train_by_hand(work: HandWritten, processes: int) -> HandResult:
+    """Train on new processes of this machine.
+
+    Raises
+    ------
+    InputError
+        Tensor parallelism by hand is written for perceptrons of an even number of layers.
+    ExecutionError
+        A rank failed.
+    """
+    results = run_workers(_train, (work,), processes)
+    times = np.max([times for times, _ in results], axis=0)
+    losses = np.mean([losses for _, losses in results], axis=0)
+    return HandResult(step_times_s=tuple(times.tolist()), losses=tuple(losses.tolist()))
+
+
+def _train(work: HandWritten) -> tuple[list[float], list[float]]:
+    """One rank: seconds of the timed steps and the losses of all."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=work.timeout_s))
+    try:
+        whole = load_network(work.network, sequence_length=work.sequence_length).build(work.seed)
+        module, parameters = _wrapped(work.way, whole)
+        optimizer = _optimizer(work, parameters)
+        split = work.way is not Way.TENSOR
+        shard = Shard(num_shards=dist.get_world_size(), shard_id=dist.get_rank()) if split else Shard()
+        batches = Batches(dataset=open_dataset(work.data, work.inputs, work.seed), seed=work.seed)
+        times, losses = [], []
+        for step in range(work.steps):
+            start = step * work.inputs[0].shape[0]
+            inputs = [batches.load(spec, start, shard).contiguous() for spec in work.inputs]
+            dist.barrier()
+            begun = time.perf_counter()
+            loss = module(*inputs)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            times.append(time.perf_counter() - begun)
+            losses.append(float(loss.detach()))
+        return times[work.warm_up_steps :], losses
+    finally:
+        dist.destroy_process_group()
+
+
+def _wrapped(way: Way, module: nn.Module) -> tuple[Callable[..., Tensor], Sequence[nn.Parameter]]:
+    if way is Way.DDP:
+        wrapped = DistributedDataParallel(module)
+        return wrapped, list(wrapped.parameters())
+    if way is Way.FSDP2:
+        for child in module.modules():
+            if isinstance(child, nn.ModuleList):
+                for block in child:
+                    fully_shard(block)
+        fully_shard(module)
+        return module, list(module.parameters())
+    if not isinstance(module, MultilayerPerceptron) or len(module.layers) % 2:
+        raise InputError(f"{type(module).__name__} has no tensor parallelism by hand; take a perceptron of even depth")
+    cut = TensorParallelPerceptron(module, dist.get_rank(), dist.get_world_size())
+    return cut, list(cut.parameters())
+
+
+class TensorParallelPerceptron(nn.Module):
+    """A perceptron whose layers are cut by columns and by rows in turn."""
+
+    def __init__(self, whole: MultilayerPerceptron, rank: int, size: int) -> None:
+        super().__init__()
+        weights, biases = [], []
+        for number, layer in enumerate(whole.layers):
+            assert isinstance(layer, nn.Linear)
+            weight, bias = layer.weight.detach(), layer.bias.detach()
+            by_rows = number % 2 == 1
+            weights.append(nn.Parameter(weight.chunk(size, 1 if by_rows else 0)[rank].contiguous()))
+            biases.append(nn.Parameter(bias.clone() if by_rows else bias.chunk(size)[rank].clone()))
+        self.weights, self.biases = nn.ParameterList(weights), nn.ParameterList(biases)
+
+    def forward(self, features: Tensor, target: Tensor) -> Tensor:
+        """Loss of features ``(batch, in)`` against targets ``(batch, out)``, the same on all ranks."""
+        hidden = features
+        for number in range(0, len(self.weights), 2):
+            entered = _Enter.apply(hidden)  # type: ignore[no-untyped-call]
+            wide = nn.functional.linear(entered, self.weights[number], self.biases[number]).relu()
+            summed = _Leave.apply(nn.functional.linear(wide, self.weights[number + 1]))  # type: ignore[no-untyped-call]
+            hidden = summed + self.biases[number + 1]
+            if number + 2 < len(self.weights):
+                hidden = hidden.relu()
+        return mean_absolute_error(hidden, target)
+
+
+class _Enter(torch.autograd.Function):
+    """Into a part that is cut: the gradients of all ranks are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class _Leave(torch.autograd.Function):
+    """Out of a part that is cut: the results of all ranks are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        value = value.contiguous()
+        dist.all_reduce(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _optimizer(work: HandWritten, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    constants = work.constants
+    if work.optimizer in ("adam", "adamw"):
+        kind = torch.optim.Adam if work.optimizer == "adam" else torch.optim.AdamW
+        return kind(parameters, lr=constants.learning_rate, betas=(constants.beta1, constants.beta2),
+                    eps=constants.epsilon, weight_decay=constants.weight_decay, fused=True)  # fmt: skip
+    if work.optimizer in ("sgd", "momentum"):
+        momentum = constants.momentum if work.optimizer == "momentum" else 0.0
+        return torch.optim.SGD(parameters, lr=constants.learning_rate, momentum=momentum)
+    raise InputError(f"optimizer {work.optimizer!r} is not written by hand; take sgd, momentum, adam or adamw")

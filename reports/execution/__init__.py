@@ -1,0 +1,1 @@
+"""Plans run on this machine beside their predictions and beside PyTorch written by hand."""

@@ -1,0 +1,245 @@
+"""The page, the table and the document of the runs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from planner.quantities import bytes_text, interval_text, seconds_text
+from reports import page
+from reports.execution.figures import Figure, choice_regrets, figures, network_taus
+from reports.execution.running import Result
+from reports.page import PALETTE, SYMBOLS, Cell, Html
+
+COLUMNS = (
+    "network",
+    "processes",
+    "plan",
+    "error",
+    "steps",
+    "predicted_step_time_s",
+    "measured_step_time_s",
+    "measured_p10_s",
+    "measured_p90_s",
+    "time_error",
+    "predicted_peak_memory_bytes",
+    "measured_peak_memory_bytes",
+    "memory_error",
+    "by_hand",
+    "by_hand_step_time_s",
+    "overhead",
+    "by_hand_loss_difference",
+)
+LEAST_SHARE = 0.005
+
+
+def runs_csv(results: Iterable[Result]) -> str:
+    """One row a plan."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for result in results:
+        values = (getattr(result, name) for name in COLUMNS)
+        writer.writerow(["" if value is None else value for value in values])
+    return stream.getvalue()
+
+
+def document(results: Sequence[Result], machine: str) -> dict[str, Any]:
+    """Figures, their aims and all results."""
+    return {
+        "machine": machine,
+        "figures": {one.key: {**asdict(one), "met": one.met} for one in figures(results)},
+        "kendall_tau": network_taus(results),
+        "regret": choice_regrets(results),
+        "plans": [
+            asdict(r) | {"time_error": r.time_error, "memory_error": r.memory_error, "overhead": r.overhead}
+            for r in results
+        ],
+    }
+
+
+def to_json(found: dict[str, Any]) -> str:
+    """The document as text."""
+    return json.dumps(found, indent=1) + "\n"
+
+
+def execution_page(results: Sequence[Result], planned: int, machine: str) -> str:
+    """The page as text; `planned` plans should have been run."""
+    found = figures(results)
+    ran = [result for result in results if not result.error]
+    lead = (
+        f"{len(ran)} plans of {len({r.network for r in ran})} networks, planned for this machine and run: {machine}. "
+        "Every step is timed on its slowest rank; predictions were made before the runs, on a profile measured just "
+        "before."
+    )
+    parts = [page.paragraph(lead, lead=True), page.cards([_card(one) for one in found])]
+    notes = sorted({r.waited_share_note for r in ran if "core" in r.waited_share_note})
+    if notes:
+        parts.append(
+            page.paragraph(f"The machine was not idle, so that measured times are not the plans': {notes[0]}.")
+        )
+    if len(results) < planned:
+        parts.append(page.paragraph(f"{planned - len(results)} of {planned} plans have not been run yet."))
+    if ran:
+        parts += [
+            page.heading("Predicted beside measured"),
+            page.grid(_scatter(ran), _error_chart(ran)),
+            page.grid(*(_overhead_chart(ran) if any(r.overhead is not None for r in ran) else ())),
+        ]
+    parts += [_table(results), page.heading("Why predictions were off"), _reasons(ran)]
+    parts += [_list("Kendall tau by network", network_taus(ran), ""), _list("Regret", choice_regrets(ran), "%")]
+    return page.page("Plans executed", parts, footer="Written by python -m reports.execution.")
+
+
+def _card(one: Figure) -> tuple[str, str, str]:
+    if one.value is None:
+        return one.name, "–", "nothing run"
+    text = f"{one.value:.2f}" if one.at_least else f"{100 * one.value:.1f} %"
+    aim = f"{one.aim:.2g}" if one.at_least else f"{100 * one.aim:.0f} %"
+    verdict = "met" if one.met else "missed"
+    return one.name, text, f"aim {'≥' if one.at_least else '≤'} {aim}: {verdict} ({one.runs} values)"
+
+
+def _label(result: Result) -> str:
+    return f"{result.network}, {result.processes}: {result.plan}"
+
+
+def _scatter(results: Sequence[Result]) -> Html:
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    pairs = [
+        (r, r.predicted_step_time_s, r.measured_step_time_s)
+        for r in results
+        if r.predicted_step_time_s is not None and r.measured_step_time_s is not None
+    ]
+    times = [1e3 * value for _, a, b in pairs for value in (a, b)]
+    ends = [min(times) * 0.8, max(times) * 1.25]
+    figure.add_scatter(x=ends, y=ends, mode="lines", line={"color": "#8a93a3", "width": 1, "dash": "dot"},
+                       name="equal", hoverinfo="skip")  # fmt: skip
+    for index, network in enumerate(dict.fromkeys(r.network for r in results)):
+        mine = [(r, a, b) for r, a, b in pairs if r.network == network]
+        figure.add_scatter(
+            x=[1e3 * a for _, a, _ in mine],
+            y=[1e3 * b for *_, b in mine],
+            mode="markers",
+            name=network,
+            text=[_label(r) for r, *_ in mine],
+            marker={"color": PALETTE[index], "symbol": SYMBOLS[index], "size": 9},
+            hovertemplate="%{text}<br>predicted %{x:.3g} ms<br>measured %{y:.3g} ms<extra></extra>",
+        )
+    figure.update_xaxes(title="predicted, ms", type="log")
+    figure.update_yaxes(title="measured, ms", type="log")
+    return page.chart(figure, identity="scatter", title="Step time",
+                      caption="Below the dotted line the step was faster than predicted.", height=380)  # fmt: skip
+
+
+def _error_chart(results: Sequence[Result]) -> Html:
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    groups = {"a core for each process": [r for r in results if r.processes <= 2],
+              "cores shared": [r for r in results if r.processes > 2]}  # fmt: skip
+    for index, (name, members) in enumerate(groups.items()):
+        errors = [(r, 100 * r.time_error) for r in members if r.time_error is not None]
+        if errors:
+            figure.add_bar(
+                y=[_label(r) for r, _ in errors],
+                x=[error for _, error in errors],
+                orientation="h",
+                name=name,
+                marker={"color": PALETTE[index]},
+                hovertemplate="%{y}: %{x:+.1f} %<extra></extra>",
+            )
+    figure.update_xaxes(title="predicted over measured step time, less one, %", zeroline=True, zerolinecolor="#8a93a3")
+    figure.update_yaxes(autorange="reversed", tickfont={"size": 11})
+    return page.chart(figure, identity="errors", title="Error of the step time",
+                      caption="To the left the prediction was too low.", height=120 + 22 * len(results))  # fmt: skip
+
+
+def _overhead_chart(results: Sequence[Result]) -> tuple[Html]:
+    import plotly.graph_objects as go
+
+    rows = [(r, r.measured_step_time_s, r.by_hand_step_time_s) for r in results if r.overhead is not None]
+    names = [f"{_label(r)} / {r.by_hand}" for r, *_ in rows]
+    figure = go.Figure()
+    seconds = [(plan_s or 0.0, hand_s or 0.0) for _, plan_s, hand_s in rows]
+    for index, name in enumerate(("executed plan", "by hand")):
+        figure.add_bar(y=names, x=[1e3 * times[index] for times in seconds], name=name, orientation="h",
+                       marker={"color": PALETTE[index]}, hovertemplate="%{x:.4g} ms<extra></extra>")  # fmt: skip
+    figure.update_xaxes(title="milliseconds a step", rangemode="tozero")
+    figure.update_yaxes(autorange="reversed", tickfont={"size": 11})
+    caption = "The same network, data, seed, optimizer and parallelism, run one after the other."
+    return (page.chart(figure, identity="overhead", title="Plans beside PyTorch written by hand", caption=caption,
+                       height=140 + 40 * len(rows)),)  # fmt: skip
+
+
+def _table(results: Sequence[Result]) -> Html:
+    columns = ["network", "processes", "plan", "predicted", "measured", "error", "memory predicted", "measured",
+               "error", "by hand", "overhead"]  # fmt: skip
+    return page.table(columns, [_row(result) for result in results], caption="All plans; in brackets the middle 80 % "
+                      "of the steps", numbers=(1, 3, 4, 5, 6, 7, 8, 9, 10), close=True)  # fmt: skip
+
+
+def _row(result: Result) -> list[Cell]:
+    if result.error:
+        failed = Html(f'<span class="wrap bad">{page.escape(result.error)}</span>')
+        return [result.network, str(result.processes), result.plan, failed, *[""] * 7]
+    measured = seconds_text(result.measured_step_time_s or 0.0)
+    return [
+        result.network,
+        str(result.processes),
+        result.plan,
+        _seconds(result.predicted_step_time_s),
+        f"{measured} ({interval_text(result.measured_p10_s or 0.0, result.measured_p90_s or 0.0)})",
+        _percent(result.time_error),
+        _bytes(result.predicted_peak_memory_bytes),
+        _bytes(result.measured_peak_memory_bytes),
+        _percent(result.memory_error),
+        f"{_seconds(result.by_hand_step_time_s)} {result.by_hand}" if result.by_hand else "",
+        _percent(result.overhead),
+    ]
+
+
+def _reasons(results: Sequence[Result]) -> Html:
+    """For every class of work the share of all steps' time by which it was off, by network."""
+    networks = list(dict.fromkeys(r.network for r in results))
+    sums: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for result in results:
+        whole = sum(row["measured_s"] for row in result.errors)
+        for row in result.errors:
+            name = str(row["name"]).split(" on ")[0]
+            off = (row["measured_s"] - row["predicted_s"]) / whole if whole else 0.0
+            sums.setdefault((str(row["kind"]), name), {}).setdefault(result.network, []).append(off)
+    counts = {network: sum(bool(r.errors) for r in results if r.network == network) for network in networks}
+    rows: list[list[Cell]] = []
+    for (kind, name), by_network in sums.items():
+        shares = [sum(by_network.get(network, ())) / max(counts[network], 1) for network in networks]
+        if max(map(abs, shares), default=0.0) >= LEAST_SHARE:
+            rows.append([name, kind, *(f"{100 * share:+.1f} %" for share in shares)])
+    return page.table(["class of work", "", *networks], rows, numbers=range(2, 2 + len(networks)),
+                      caption="Measured less predicted, in parts of the measured step: the mean over a network's "
+                      "plans")  # fmt: skip
+
+
+def _list(title: str, values: dict[str, float], unit: str) -> Html:
+    rows: list[list[Cell]] = [
+        [name, f"{100 * value:.1f} %" if unit else f"{value:.2f}"] for name, value in values.items()
+    ]
+    return page.table([title, ""], rows, caption=title, numbers=(1,))
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else seconds_text(value)
+
+
+def _bytes(value: int | None) -> str:
+    return "" if value is None else bytes_text(value)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:+.1f} %"

@@ -1,0 +1,219 @@
+"""Running the plans within a limit of time; what has run is kept, so that a second call goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from planner.execution.by_hand import HandWritten, Way, train_by_hand
+from planner.execution.job import input_specs
+from planner.execution.optimizers import hyperparameters
+from planner.execution.run import ExecuteOptions, ExecutionReport, execute_plan
+from planner.planning import PlanRequest, plan_network
+from planner.strategy.file import write_plan
+from planner.strategy.loading import lower_to_run
+from planner.strategy.plan import Plan
+from reports.execution.cases import Case
+from simulator.calibration.calibrate import CalibrateOptions, calibrate
+from simulator.errors import MeshwrightError
+from simulator.hardware import load_profile
+
+PROFILE, JOURNAL = "local.yaml", "runs.jsonl"
+WARM_UP = 2
+FEWEST, MOST = 5, 25
+CASE_S = 12.0
+"""Seconds that the timed steps of a case may take together."""
+START_S = 25.0
+"""What a case takes beside its steps, about: it is not begun with less time left."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came of one plan: seconds and bytes, ``error`` where there are none."""
+
+    network: str
+    processes: int
+    plan: str
+    error: str = ""
+    steps: int = 0
+    predicted_step_time_s: float | None = None
+    measured_step_time_s: float | None = None
+    measured_p10_s: float | None = None
+    measured_p90_s: float | None = None
+    predicted_peak_memory_bytes: int | None = None
+    measured_peak_memory_bytes: int | None = None
+    by_hand: str = ""
+    by_hand_step_time_s: float | None = None
+    by_hand_loss_difference: float | None = None
+    waited_share_note: str = ""
+    errors: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def time_error(self) -> float | None:
+        """Predicted over measured step time, less one."""
+        if self.predicted_step_time_s is None or not self.measured_step_time_s:
+            return None
+        return self.predicted_step_time_s / self.measured_step_time_s - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """Predicted over measured peak memory, less one."""
+        if self.predicted_peak_memory_bytes is None or not self.measured_peak_memory_bytes:
+            return None
+        return self.predicted_peak_memory_bytes / self.measured_peak_memory_bytes - 1
+
+    @property
+    def overhead(self) -> float | None:
+        """Step time of the plan over that written by hand, less one."""
+        if self.measured_step_time_s is None or not self.by_hand_step_time_s:
+            return None
+        return self.measured_step_time_s / self.by_hand_step_time_s - 1
+
+
+def run_all(cases: Sequence[Case], folder: Path, minutes: float, say: Say) -> tuple[Result, ...]:
+    """Calibrate, then plan and run every case, until the time is up; cases of an earlier call are not run again.
+
+    Parameters
+    ----------
+    folder : where profile, strategy files and journal are kept between calls
+    minutes : after so many no further case begins
+    """
+    begun = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    profile, journal = folder / PROFILE, folder / JOURNAL
+    if not profile.exists():
+        say("calibrating")
+        most = max(2, *(case.processes for case in cases))
+        calibrate(CalibrateOptions(processes=most, out=profile))
+    known = read_journal(journal, load_profile(str(profile)).hash)
+    for number, case in enumerate(cases, 1):
+        if key_of(case) in known:
+            continue
+        if time.monotonic() - begun > 60 * minutes - START_S:
+            say(f"{60 * minutes:.0f} s are over; call again for the other {len(cases) - number + 1} plans")
+            break
+        say(f"{number} of {len(cases)}: {case.network.name} on {case.processes}, {case.name}")
+        found = run_case(case, profile, folder)
+        known[key_of(case)] = found
+        _append(journal, {"key": key_of(case), "profile": load_profile(str(profile)).hash, "result": asdict(found)})
+    return tuple(known[key_of(case)] for case in cases if key_of(case) in known)
+
+
+def key_of(case: Case) -> str:
+    """What tells a case from all others."""
+    return json.dumps(asdict(case), sort_keys=True)
+
+
+def run_case(case: Case, profile: Path, folder: Path) -> Result:
+    """Plan and run one case, then the same by hand; a failure is a result."""
+    names: dict[str, Any] = {"network": case.network.name, "processes": case.processes, "plan": case.name}
+    try:
+        plan, predicted_s = _plan(case, profile)
+        file = folder / f"{'-'.join(f'{case.network.name} {case.processes} {case.name}'.split())}.json"
+        write_plan(plan, file)
+        steps = WARM_UP + max(FEWEST, min(MOST, int(CASE_S / predicted_s)))
+        report = execute_plan(plan, ExecuteOptions(strategy=file, steps=steps, measure=True))
+        hand = _by_hand(case, plan, steps, report) if case.by_hand is not None else {}
+    except MeshwrightError as error:
+        return Result(**names, error=str(error))
+    except Exception as error:  # noqa: BLE001 -- one plan's defect must not lose the others' results
+        return Result(**names, error=f"{type(error).__name__}: {error}")
+    time_s = report.measured_step_time_s
+    errors = () if report.comparison is None else tuple(asdict(row) for row in report.comparison.errors)
+    return Result(
+        **names,
+        steps=steps - WARM_UP,
+        predicted_step_time_s=report.predicted_step_time_s,
+        measured_step_time_s=time_s.median,
+        measured_p10_s=time_s.p10,
+        measured_p90_s=time_s.p90,
+        predicted_peak_memory_bytes=report.predicted_peak_memory_bytes,
+        measured_peak_memory_bytes=report.measured_peak_memory_bytes,
+        waited_share_note="; ".join(report.notes),
+        errors=errors,
+        **hand,
+    )
+
+
+def _plan(case: Case, profile: Path) -> tuple[Plan, float]:
+    network = case.network
+    request = PlanRequest(
+        network=network.spec,
+        hardware=str(profile),
+        devices=case.processes,
+        global_batch=network.global_batch,
+        sequence_length=network.sequence_length,
+        precision="fp32",
+        optimizer=network.optimizer,
+        pins=dict(case.pins),
+        top=1,
+    )
+    result = plan_network(request)
+    if not result.candidates:
+        raise MeshwrightError(result.infeasible)
+    best = result.candidates[0]
+    return best.plan, best.prediction.step_time_s
+
+
+def _by_hand(case: Case, plan: Plan, steps: int, report: ExecutionReport) -> dict[str, Any]:
+    lowered = lower_to_run(plan, plan.network)
+    specs = input_specs(lowered)
+    work = HandWritten(
+        way=Way(case.by_hand or ""),
+        network=plan.network,
+        sequence_length=plan.sequence_length,
+        inputs=specs,
+        data=None,
+        optimizer=plan.optimizer,
+        constants=hyperparameters(plan.optimizer, None, plan.global_batch),
+        seed=report.seed,
+        steps=steps,
+        warm_up_steps=WARM_UP,
+    )
+    found = train_by_hand(work, case.processes)
+    apart = max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(found.losses, report.losses, strict=False))
+    return {
+        "by_hand": str(case.by_hand),
+        "by_hand_step_time_s": found.median_s,
+        "by_hand_loss_difference": apart,
+    }
+
+
+# The journal: one JSON object a line
+
+
+def read_journal(journal: Path, profile_hash: str) -> dict[str, Result]:
+    """Results by case that were found with this profile; damaged lines do not count."""
+    found: dict[str, Result] = {}
+    for line in _lines(journal):
+        with suppress(ValueError, KeyError, TypeError):
+            document = json.loads(line)
+            if document["profile"] == profile_hash:
+                kept = document["result"]
+                found[document["key"]] = Result(**{**kept, "errors": tuple(kept["errors"])})
+    return found
+
+
+def _lines(journal: Path) -> Iterable[str]:
+    try:
+        return journal.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ()
+
+
+def _append(journal: Path, document: Mapping[str, object]) -> None:
+    with journal.open("a+b") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        if size:
+            stream.seek(size - 1)
+            if stream.read(1) != b"\n":
+                stream.write(b"\n")
+        stream.write(json.dumps(document).encode() + b"\n")
