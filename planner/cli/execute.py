@@ -21,6 +21,7 @@ from planner.cli.options import (
     seconds,
 )
 from planner.cli.terminal import Terminal
+from simulator.errors import InputError
 
 if TYPE_CHECKING:
     from planner.execution.run import ExecutionReport
@@ -60,6 +61,10 @@ def execute(
         typer.Option(
             "--timeout", parser=seconds, metavar="SECONDS", help="How long a rank may keep the others waiting [60]."
         ),
+    ] = None,
+    top: Annotated[
+        int | None,
+        typer.Option("--top", parser=natural, metavar="K", help="Run the best K plans, and compare their order."),
     ] = None,
     join_timeout: Annotated[
         float | None,
@@ -106,6 +111,9 @@ def execute(
       meshwright execute strategy.json --processes 8 --steps 20 --verify
     Why was the prediction off, and a trace with both to open at https://ui.perfetto.dev
       meshwright execute strategy.json --measure --trace run.trace.json
+    The best three plans, and whether they are as fast as predicted
+      meshwright plan zoo:mlp --hw local.yaml --devices 2 --top 3 --out strategy.json
+      meshwright execute strategy.json --top 3
     Save every 100 steps; after a crash, or with another plan for other devices, go on from the newest
       meshwright execute strategy.json --steps 1000 --save run1 --save-every 100
       meshwright execute other.json --steps 1000 --resume run1 --save run1 --save-every 100
@@ -141,6 +149,13 @@ def execute(
         measure=measure,
         trace=trace,
     )
+    if top is not None:
+        from planner.cli.shoot_out import run_shoot_out
+
+        if trace is not None:
+            raise InputError("--trace draws one plan, --top runs several; leave one of them out")
+        run_shoot_out(terminal, strategy, top, options, out)
+        return
     with terminal.working(f"running {strategy}") as say:
         report = run(options, say=say)
     if report.rank:
