@@ -169,6 +169,7 @@ class LoweredPlan:
     inputs: tuple[LoweredInput, ...]
     loss: str
     micro_batches: int
+    offload_optimizer: bool = False
     start: tuple[Instruction, ...] = ()
 
     @property
@@ -254,6 +255,7 @@ class LoweredStages:
     inputs: tuple[LoweredInput, ...]
     loss: str
     micro_batches: int
+    offload_optimizer: bool = False
 
     @property
     def devices(self) -> int:

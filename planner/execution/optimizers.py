@@ -96,15 +96,18 @@ def hyperparameters(
     return replace(found, learning_rate=learning_rate)
 
 
-def make_step(optimizer: str, constants: Hyperparameters) -> ElementStep | SummedStep:
+def make_step(optimizer: str, constants: Hyperparameters, *, offload: bool = False) -> ElementStep | SummedStep:
     """Make the update of one parameter; its state begins at zero with the first gradient.
 
-    The formulas and their order of rounding are those of `torch.optim`, so that both agree to the last bits.
+    The formulas and their order of rounding are those of `torch.optim`, so that both agree to the last bits. With
+    `offload` states lie in the memory of the host, which also updates: gradients go there, parameters come back.
     """
     if optimizer == "lamb":
-        return _lamb(constants)
+        found = _lamb(constants)
+        return _summed_on_host(found) if offload else found
     makers = {"sgd": _sgd, "momentum": _momentum, "adam": _adam, "adamw": _adamw}
-    return ElementStep(change=_in_single_precision(makers[optimizer](constants)))
+    change = _in_single_precision(makers[optimizer](constants))
+    return ElementStep(change=_on_host(change) if offload else change)
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
@@ -113,6 +116,57 @@ def is_narrow(dtype: torch.dtype) -> bool:
 
 
 Change = Callable[[Tensor, Tensor, State], None]
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.is_cpu
+
+
+class _HostCopy:
+    """A parameter's piece as the host has it."""
+
+    def __init__(self) -> None:
+        self.piece: Tensor | None = None
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The copy, made of the parameter the first time; the parameter itself where it is on the host."""
+        if _is_on_host(parameter):
+            return parameter
+        if self.piece is None:
+            self.piece = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
+            self.piece.copy_(parameter)
+        return self.piece
+
+
+def _on_host(change: Change) -> Change:
+    """Change a copy on the host, with states that lie there, and copy the result back."""
+    copy = _HostCopy()
+
+    def host_change(parameter: Tensor, gradient: Tensor, state: State) -> None:
+        state.update((name, value.cpu()) for name, value in state.items() if not value.is_cpu)
+        piece = copy.of(parameter)
+        change(piece, gradient.cpu(), state)
+        if piece is not parameter:
+            parameter.copy_(piece)
+
+    return host_change
+
+
+def _summed_on_host(step: SummedStep) -> SummedStep:
+    """Do the same where an update needs sums over whole parameters."""
+    copy, state = _HostCopy(), step.state
+
+    def begin(parameter: Tensor, gradient: Tensor) -> Tensor:
+        state.update((name, value.cpu()) for name, value in state.items() if not value.is_cpu)
+        return step.begin(copy.of(parameter), gradient.cpu()).to(parameter.device)
+
+    def finish(parameter: Tensor, sums: Tensor) -> None:
+        piece = copy.of(parameter)
+        step.finish(piece, sums.cpu())
+        if piece is not parameter:
+            parameter.copy_(piece)
+
+    return SummedStep(begin=begin, finish=finish, state=state)
 
 
 def _in_single_precision(change: Change) -> Change:

@@ -96,7 +96,9 @@ def _train_rank(job: Job, device: torch.device, store: Store, watch: Watch) -> R
     _touch_libraries(context)
     memory = PeakMemory(device)
     parameters, buffers = _own_tensors(job, coordinates, device)
-    updates = {name: make_step(job.optimizer, job.constants) for name in parameters}
+    updates = {
+        name: make_step(job.optimizer, job.constants, offload=job.lowered.offload_optimizer) for name in parameters
+    }
     kept = Held(parameters=parameters, optimizers=updates, buffers=buffers)
     save = keep_checkpoints(job, kept, updates, places(job.lowered, held_parameters(job.lowered), coordinates))
     memory.restart()

@@ -89,6 +89,7 @@ def lower_graph(graph: OperatorGraph, rules: Mapping[str, NodeRules], options: L
         inputs=source.inputs(range(len(graph.nodes))),
         loss=source.loss_value,
         micro_batches=options.micro_batches,
+        offload_optimizer=options.offload_optimizer,
         start=start_instructions(source, [parameter.node for parameter in graph.parameters]),
     )
 

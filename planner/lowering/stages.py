@@ -80,6 +80,7 @@ def lower_stages(plan: Plan, graph: OperatorGraph) -> LoweredStages:
         inputs=source.inputs(range(len(whole.nodes))),
         loss=source.loss_value,
         micro_batches=plan.micro_batches,
+        offload_optimizer=options.offload_optimizer,
     )
 
 

@@ -73,6 +73,40 @@ def test_low_precision_keeps_what_rounds_away():
         assert parameter.float().max() < 1, name
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(DEFAULTS))
+def test_states_on_the_host(name, dtype, monkeypatch):
+    """As if the parameter were on a device of its own: a copy is updated and comes back, rounded as it is without."""
+    generator = torch.Generator().manual_seed(0)
+    ours = torch.randn(6, 5, generator=generator, dtype=torch.float64).to(dtype)
+    theirs = ours.clone()
+    offloaded, plain = make_step(name, DEFAULTS[name], offload=True), make_step(name, DEFAULTS[name])
+    for _ in range(5):
+        gradient = torch.randn(6, 5, generator=generator, dtype=torch.float64).to(dtype)
+        with monkeypatch.context() as patched:
+            patched.setattr("planner.execution.optimizers._is_on_host", lambda tensor: False)
+            offloaded(ours, gradient)
+        plain(theirs, gradient)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert all(value.is_cpu for value in offloaded.state.values())
+    assert offloaded.state.keys() == plain.state.keys()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", sorted(DEFAULTS))
+def test_states_of_a_device_on_the_host(name):
+    generator = torch.Generator().manual_seed(0)
+    theirs = torch.randn(6, 5, generator=generator, dtype=torch.float64)
+    ours = theirs.cuda()
+    offloaded, plain = make_step(name, DEFAULTS[name], offload=True), make_step(name, DEFAULTS[name])
+    for _ in range(5):
+        gradient = torch.randn(6, 5, generator=generator, dtype=torch.float64)
+        offloaded(ours, gradient.cuda())
+        plain(theirs, gradient)
+    torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-12, atol=1e-12)
+    assert all(value.is_cpu for value in offloaded.state.values())
+
+
 def test_gradients_are_left_alone():
     for name, constants in DEFAULTS.items():
         gradient = torch.ones(3)
