@@ -16,6 +16,9 @@ from planner.estimate.columns import Columns, FloatArray
 
 ROUTER_BYTES = 4  # routers compute in float32
 
+_SOFTMAX_BATCHES = 4  # ``FusedScaleMaskSoftmax.is_kernel_available`` of Megatron-LM
+_UNFUSED_SOFTMAX_KERNELS = 5.0  # scale, mask, softmax, cast, dropout
+
 
 class Part(StrEnum):
     """Where in the network an operator stands."""
@@ -79,7 +82,7 @@ class Pointwise:
     part: Part
     forward_bytes: FloatArray
     backward_bytes: FloatArray
-    kernels: float = 1.0
+    kernels: FloatArray | float = 1.0
     core: bool = False
 
 
@@ -165,6 +168,7 @@ def _norm_bytes(c: Columns, element: float) -> tuple[FloatArray, FloatArray]:
 
 def _attention_block(c: Columns, element: float, part: Part) -> list[Operator]:
     width = (attention_width(c) + local_key_value_heads(c) * c.head_size) * c.tokens * element
+    outputs = c.tokens * (attention_width(c) + 2 * local_key_value_heads(c) * c.head_size + c.hidden)
     return [
         *_norms_and_sums(c, element, part, 2),
         *_projections(c, part),
@@ -174,6 +178,7 @@ def _attention_block(c: Columns, element: float, part: Part) -> list[Operator]:
         ),
         *_attention_core(c, element, part, _seen_keys(c)),
         _attention_output(c, part),
+        _bias_gradients(c, element, part, outputs),
     ]  # fmt: skip
 
 
@@ -239,8 +244,10 @@ def _attention_core(c: Columns, element: float, part: Part, keys: FloatArray) ->
     heads = np.maximum(c.heads / c.tp, 1.0)
     scores = c.micro_batch * heads * queries * every_key * scores_kept
     drop = c.dropout * (2 * element + 1)
-    softmax = np.where(c.fused_softmax > 0, 2 * element, 10 * element + 12)
-    softmax_back = np.where(c.fused_softmax > 0, 3 * element, 10 * element + 12)
+    # Megatron's kernel takes four matrices of scores at a time; other numbers go the long way.
+    one_kernel = (c.fused_softmax > 0) & (np.rint(c.micro_batch * heads) % _SOFTMAX_BATCHES == 0)
+    softmax = np.where(one_kernel, 2 * element, 10 * element + 12)
+    softmax_back = np.where(one_kernel, 3 * element, 10 * element + 12)
     batch = c.micro_batch * heads * scores_kept
     value = np.where(c.latent > 0, c.value_head, c.head_size)
     return [
@@ -255,7 +262,8 @@ def _attention_core(c: Columns, element: float, part: Part, keys: FloatArray) ->
         ),
         Pointwise(
             name="softmax", part=part, forward_bytes=scores * (softmax + drop),
-            backward_bytes=scores * (softmax_back + drop), kernels=2, core=True,
+            backward_bytes=scores * (softmax_back + drop), kernels=np.where(one_kernel, 2.0, _UNFUSED_SOFTMAX_KERNELS),
+            core=True,
         ),
         MatrixProduct(
             name="weighted values", part=part, m=queries, n=value, k=every_key, batch=batch, weight=False,
@@ -272,7 +280,16 @@ def _dense_network(c: Columns, element: float, part: Part) -> list[Operator]:
         MatrixProduct(name="feed-forward in", part=part, m=tokens, n=inner * (1 + c.gated), k=c.hidden),
         _activation(c, "activation", part, wide),
         MatrixProduct(name="feed-forward out", part=part, m=tokens, n=c.hidden, k=inner),
+        _bias_gradients(c, element, part, tokens * (inner * (1 + c.gated) + c.hidden)),
     ]
+
+
+def _bias_gradients(c: Columns, element: float, part: Part, size: FloatArray) -> Pointwise:
+    """Summing the gradients of outputs over the tokens, which biases need."""
+    summed = size * element * (c.biases > 0)
+    return Pointwise(
+        name="bias gradients", part=part, forward_bytes=np.zeros_like(summed), backward_bytes=summed, kernels=2
+    )
 
 
 def _activation(c: Columns, name: str, part: Part, wide: FloatArray) -> Pointwise:

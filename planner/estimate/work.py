@@ -165,7 +165,7 @@ def _misaligned(operator: Operator) -> tuple[npt.NDArray[np.bool_], FloatArray] 
     return np.any(sides % _ALIGNMENT != 0, axis=0), slower
 
 
-def _launches(operator: Operator, phase: Phase) -> float:
+def _launches(operator: Operator, phase: Phase) -> FloatArray | float:
     if isinstance(operator, Pointwise):
         return operator.kernels
     # Both gradients of a product of two activations count as input gradients.

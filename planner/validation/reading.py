@@ -13,7 +13,7 @@ from planner.validation.measurement_file import FileRow, read_rows
 from planner.validation.reading_hardware import hardware_for
 from planner.validation.reading_network import MissingFactError, is_transformer, read_network
 from planner.validation.reading_plan import read_setup
-from planner.validation.reading_setup import release
+from planner.validation.reading_setup import SIMULATORS_DEFAULT, release
 from simulator.errors import MeshwrightError
 
 
@@ -112,7 +112,24 @@ def _run(row: FileRow, notes: list[str]) -> TrainingRun:
     hardware = hardware_for(row, notes)
     setup = read_setup(row, network, hardware, notes)
     run = TrainingRun(network=network, setup=setup, hardware=hardware, assumed=tuple(dict.fromkeys(notes)))
+    if SIMULATORS_DEFAULT in notes:
+        return _recomputing_where_needed(run)
     return _recomputing(run) if f"recomputation not stated: {Recompute.NONE}" in notes else run
+
+
+def _recomputing_where_needed(run: TrainingRun) -> TrainingRun:
+    """`run` as it is where its network needs recomputation, else without.
+
+    A simulator's default says nothing of the run. A network is taken to be trained one way in all plans: with
+    recomputation where one sample on each device, without any parallelism but replicas, does not fit otherwise.
+    """
+    alone = replace(
+        run.setup, dp=run.setup.devices, tp=1, pp=1, vpp=1, cp=1, ep=1, expert_tp=1, micro_batch=1, micro_batches=1,
+        schedule="1f1b", layers_per_stage=(), recompute=Recompute.NONE, recompute_layers=0,
+    )  # fmt: skip
+    if not training_memory(replace(run, setup=alone)).fits:
+        return run
+    return replace(run, setup=replace(run.setup, recompute=Recompute.NONE, recompute_layers=0))
 
 
 def _recomputing(run: TrainingRun) -> TrainingRun:

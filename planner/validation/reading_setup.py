@@ -19,6 +19,8 @@ from planner.validation.reading_suites import mixed_precision_ignored
 Network = TransformerShape | LayeredNetwork
 FROZEN_TRAINED_FRACTION = 0.005
 """Low-rank adapters of rank 8 to 32 hold some 0.1 to 1 % of a network's weights."""
+SIMULATORS_DEFAULT = "recomputation stated by a simulator alone: where one sample does not fit a device without"
+"""Note on a run whose recomputation is that of a simulator's configuration, not of the run."""
 
 
 def all_words(row: FileRow) -> str:
@@ -284,6 +286,8 @@ def shard_group(row: FileRow, dp: int, cp: int) -> int:
 def recompute(row: FileRow, network: Network, pp: int, notes: list[str]) -> tuple[Recompute, int]:
     """What is computed again, and in how many layers of a stage (0: all)."""
     text, kind = row.text("recompute").lower(), row.text("recompute_kind").lower()
+    if "simulator" in text:
+        notes.append(SIMULATORS_DEFAULT)
     per_stage = max(1, network.layers // pp) if isinstance(network, TransformerShape) else 1
     if re.search(r"select\w* (?:layer|op|\(op)|selective \(config", text) and "torchtitan" in row.text("framework"):
         notes.append("selective checkpointing of PyTorch taken as recomputing every second layer")

@@ -10,7 +10,14 @@ import pytest
 from planner.estimate.columns import columns_of
 from planner.estimate.stage_parameters import parameter_count
 from planner.estimate.training_run import AttentionKernel, TrainingRun, TransformerShape
-from planner.estimate.transformer_work import FusedAttention, MatrixProduct, Part, operators, sent_copies
+from planner.estimate.transformer_work import (
+    FusedAttention,
+    MatrixProduct,
+    Part,
+    Pointwise,
+    operators,
+    sent_copies,
+)
 from tests.planner.estimate.transformers import DEEPSEEK, GPT, LLAMA, MIXTRAL, T5, run
 
 
@@ -127,3 +134,30 @@ def test_experts_are_shared_out_and_nothing_else() -> None:
     assert many.expert_parameters * 8 == pytest.approx(one.expert_parameters)
     assert many.dense_parameters == pytest.approx(one.dense_parameters)
     assert (one.expert_replicas[0], many.expert_replicas[0]) == (8, 1)
+
+
+def softmax(wanted: TrainingRun) -> Pointwise:
+    found = [o for o in operators(columns_of([wanted]), 2.0) if isinstance(o, Pointwise) and o.name == "softmax"]
+    return next(o for o in found if np.sum(o.forward_bytes) > 0)
+
+
+def test_fused_softmax_takes_four_matrices_of_scores_at_a_time() -> None:
+    whole, ragged = (
+        softmax(run(GPT, attention=AttentionKernel.FUSED_SOFTMAX, tp=GPT.heads // 2, micro_batch=size))
+        for size in (2, 1)
+    )
+    apart = softmax(unfused(GPT, tp=GPT.heads // 2, micro_batch=1))
+    assert ragged.forward_bytes == pytest.approx(apart.forward_bytes)
+    assert np.all(ragged.forward_bytes > whole.forward_bytes)
+    assert np.all(np.asarray(ragged.kernels) > whole.kernels)
+
+
+def test_biases_have_their_gradients_summed_over_the_tokens() -> None:
+    def read(shape: TransformerShape) -> float:
+        found = operators(columns_of([run(shape)]), 2.0)
+        return float(sum(np.sum(o.backward_bytes) for o in found if isinstance(o, Pointwise) and "bias" in o.name))
+
+    tokens = GPT.sequence_length
+    outputs = 3 * GPT.hidden + GPT.hidden + GPT.feed_forward + GPT.hidden
+    assert read(GPT) == pytest.approx(2.0 * tokens * outputs)
+    assert read(replace(GPT, biases=False)) == 0.0

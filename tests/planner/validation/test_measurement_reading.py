@@ -192,6 +192,18 @@ def test_words_of_the_setup(tmp_path: Path, changes: dict[str, str], field: str,
     assert getattr(run_of(tmp_path, **changes).setup, field) == value
 
 
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "expected"), [("24", "1024", "16", "none"), ("40", "6144", "48", "full")]
+)
+def test_recomputation_of_a_simulators_configuration_counts_where_it_is_needed(
+    tmp_path: Path, layers: str, hidden: str, heads: str, expected: str
+) -> None:
+    # Whether it is needed is a fact of the network, not of the plan: a large micro-batch changes nothing.
+    network = {"n_layers": layers, "hidden": hidden, "n_heads": heads, "recompute": "full (default of the simulator)"}
+    found = {run_of(tmp_path, micro_batch=size, **network).setup.recompute for size in ("1", "32")}
+    assert found == {Recompute(expected)}
+
+
 def test_network_between_nodes(tmp_path: Path) -> None:
     slow = run_of(tmp_path, inter_node_link="InfiniBand 100 Gb/s").hardware
     again = run_of(tmp_path, inter_node_link="100 Gb/s EDR per node").hardware
