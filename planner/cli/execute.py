@@ -24,7 +24,7 @@ from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
 if TYPE_CHECKING:
-    from planner.execution.run import ExecutionReport
+    from planner.execution.run import ExecuteOptions, ExecutionReport
 
 
 class Device(StrEnum):
@@ -85,6 +85,9 @@ def execute(
     force: Annotated[
         bool, typer.Option("--force", help="Start even if the prediction says that memory does not suffice.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only tell what each rank would do; start nothing.")
+    ] = False,
     log_dir: Annotated[
         Path | None, typer.Option("--log-dir", metavar="DIR", help="Keep what every rank says in DIR/device<rank>.")
     ] = None,
@@ -114,6 +117,8 @@ def execute(
     The best three plans, and whether they are as fast as predicted
       meshwright plan zoo:mlp --hw local.yaml --devices 2 --top 3 --out strategy.json
       meshwright execute strategy.json --top 3
+    Before a large job: would it start, and what would each rank do
+      meshwright execute strategy.json --dry-run
     Save every 100 steps; after a crash, or with another plan for other devices, go on from the newest
       meshwright execute strategy.json --steps 1000 --save run1 --save-every 100
       meshwright execute other.json --steps 1000 --resume run1 --save run1 --save-every 100
@@ -156,6 +161,9 @@ def execute(
             raise InputError("--trace draws one plan, --top runs several; leave one of them out")
         run_shoot_out(terminal, strategy, top, options, out)
         return
+    if dry_run:
+        _rehearse(terminal, options, out)
+        return
     with terminal.working(f"running {strategy}") as say:
         report = run(options, say=say)
     if report.rank:
@@ -177,6 +185,29 @@ def execute(
             from planner.cli.comparison_tables import comparison_report
 
             terminal.show(*comparison_report(report.comparison, report.predicted_step_time_s, trace))
+
+
+def _rehearse(terminal: Terminal, options: ExecuteOptions, out: Path | None) -> None:
+    """Tell what each rank would do."""
+    from dataclasses import asdict
+    from json import dumps
+
+    from planner.execution.run import rehearse
+    from simulator.whole_file import write_whole
+
+    with terminal.working(f"looking at {options.strategy}") as say:
+        found = rehearse(options, say)
+    document = _finite(asdict(found))
+    if out is not None:
+        write_whole(out, dumps(document, indent=2) + "\n")
+    if terminal.json:
+        terminal.document(document)
+    elif terminal.quiet:
+        terminal.line(found.refused or "")
+    else:
+        from planner.cli.dry_run_tables import dry_run_report
+
+        terminal.show(*dry_run_report(found))
 
 
 def report_document(report: ExecutionReport) -> dict[str, Any]:

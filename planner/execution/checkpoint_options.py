@@ -123,15 +123,8 @@ def _check_same(path: Path, record: CheckpointRecord, plan: Plan, precision: str
             raise InputError(f"checkpoint {path}: its {what} is {shown[0]}, the plan's {shown[1]}; {remedy}")
 
 
-def checkpoints(
-    save: str | Path | None, every: int | None, begin: Begin, record: CheckpointRecord, *, first: bool = True
-) -> Checkpoints:
-    """Check where to save, and clear away what a crash has left there.
-
-    Parameters
-    ----------
-    first : bool
-        Whether this is the process that does such things for the whole job.
+def checkpoints(save: str | Path | None, every: int | None, begin: Begin, record: CheckpointRecord) -> Checkpoints:
+    """Check where to save.
 
     Raises
     ------
@@ -147,13 +140,11 @@ def checkpoints(
         raise InputError(f"--save {save} is a file; name a folder")
     present = finished_checkpoints(folder)
     own = begin.resume is not None and begin.resume.absolute().parent == folder
-    if first and present and not own:
+    if present and not own:
         raise InputError(
             f"--save {save} holds checkpoints already, the newest {present[-1].name}; go on from it with "
             f"--resume {save}, or name another folder"
         )
-    if first:
-        remove_unfinished(folder)
     return Checkpoints(
         save=folder,
         every=every or 0,
@@ -166,6 +157,12 @@ def checkpoints(
 def last_checkpoint(orders: Checkpoints, steps: int) -> str | None:
     """The checkpoint that a run has left when it ends; None where it saves none."""
     return None if orders.save is None else str(orders.save / checkpoint_name(steps))
+
+
+def prepare_folder(orders: Checkpoints) -> None:
+    """Clear away what a crash has left where a run is about to save; one process does this for the whole job."""
+    if orders.save is not None:
+        remove_unfinished(orders.save)
 
 
 def check_verifiable(begin: Begin, plan: Plan, verify: bool) -> None:

@@ -15,7 +15,10 @@ SLURM_PORTS = 20000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """One rank's place in a job: its number, how many there are and where rank 0 listens."""
+    """One rank's place in a job: its number, how many there are and where rank 0 listens.
+
+    ``local_size`` ranks are on its machine, as far as its launcher says.
+    """
 
     launcher: str
     rank: int
@@ -23,6 +26,7 @@ class Membership:
     local_rank: int
     address: str
     port: int
+    local_size: int = 1
 
 
 def find_membership(environment: Mapping[str, str]) -> Membership | None:
@@ -64,6 +68,7 @@ def _from_torchrun(environment: Mapping[str, str]) -> Membership:
         local_rank=_number(environment, "LOCAL_RANK", rank),
         address=environment["MASTER_ADDR"],
         port=_number(environment, "MASTER_PORT", DEFAULT_PORT),
+        local_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
     )
 
 
@@ -78,6 +83,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Membership:
         local_rank=_number(environment, "SLURM_LOCALID", 0),
         address=environment.get("MASTER_ADDR") or first_host(nodes),
         port=_number(environment, "MASTER_PORT", FIRST_SLURM_PORT + job % SLURM_PORTS),
+        local_size=_first_count(environment.get("SLURM_STEP_TASKS_PER_NODE", "1")),
     )
 
 
@@ -91,6 +97,7 @@ def _from_msrun(environment: Mapping[str, str]) -> Membership:
         local_rank=_number(environment, "DEVICE_ID", rank),
         address=environment["MS_SCHED_HOST"],
         port=_number(environment, "MS_SCHED_PORT", DEFAULT_PORT),
+        local_size=_number(environment, "MS_LOCAL_WORKER_NUM", 1),
     )
 
 
@@ -102,6 +109,12 @@ def first_host(node_list: str) -> str:
     """
     match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,]*))?", node_list)
     return "" if match is None else "".join(part or "" for part in match.groups())
+
+
+def _first_count(tasks: str) -> int:
+    """Tasks of the first host in Slurm's notation, such as ``4(x2),1``."""
+    match = re.match(r"\d+", tasks)
+    return int(match[0]) if match else 1
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -12,6 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 STATUS = Path("/proc/self/status")
 CLEAR_REFERENCES = Path("/proc/self/clear_refs")
 SCHEDULER_STATISTICS = Path("/proc/self/schedstat")
+MEMORY = Path("/proc/meminfo")
+GROUP = Path("/sys/fs/cgroup")
 RESET_PEAK = "5"
 
 
@@ -64,6 +66,34 @@ class PeakMemory:
         if self._device.type != "cpu":
             return "peak of the device allocator"
         return "peak of the allocator in the warm-up steps" if self._recorded else "growth of resident memory"
+
+
+def free_memory(device_type: str, local_rank: int) -> int | None:
+    """Bytes free for new tensors on a device, or on this machine where its container allows that; None if unknown."""
+    if device_type != "cpu":
+        module = getattr(torch, device_type)
+        return int(module.mem_get_info(local_rank)[0]) if hasattr(module, "mem_get_info") else None
+    found = [bound for bound in (_available(), _left_in_group()) if bound is not None]
+    return min(found, default=None)
+
+
+def _available() -> int | None:
+    try:
+        lines = MEMORY.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _left_in_group() -> int | None:
+    """What the limit of this process's control group leaves; file cache does not count as used."""
+    try:
+        limit, used = (GROUP / "memory.max").read_text(), int((GROUP / "memory.current").read_text())
+        lines = (GROUP / "memory.stat").read_text().splitlines()
+        cache = next((int(line.split()[1]) for line in lines if line.startswith("file ")), 0)
+        return max(0, int(limit) - used + cache)
+    except (OSError, ValueError):  # no such group, or no limit
+        return None
 
 
 def waited_s() -> float:

@@ -142,7 +142,7 @@ def _groups(lowered: LoweredPlan | LoweredStages) -> Iterator[tuple[int, list[in
 
 def rank_entries(plan: Plan, lowered: LoweredPlan | LoweredStages, rank: int) -> list[Entry]:
     """The tasks of `planner.execution.measuring.catalogue`, in its order."""
-    known = {id(instruction): task for instruction, task, _ in _timed(lowered, rank)}
+    known = {id(instruction): task for instruction, task, _ in timed_instructions(lowered, rank)}
     found = []
     for instruction in catalogue(lowered, rank):
         task = known.get(id(instruction)) or _update_task(plan, lowered, rank, instruction)
@@ -154,12 +154,12 @@ def quiet_tasks(lowered: LoweredPlan | LoweredStages, rank: int) -> list[tuple[T
     """Tasks that another instruction runs, such as sums inside operators, and how often a step has each."""
     return [
         (task, times)
-        for instruction, task, times in _timed(lowered, rank)
+        for instruction, task, times in timed_instructions(lowered, rank)
         if isinstance(instruction, Communicate) and not instruction.sources and times
     ]
 
 
-def _timed(lowered: LoweredPlan | LoweredStages, rank: int) -> Iterator[tuple[Instruction, Task, int]]:
+def timed_instructions(lowered: LoweredPlan | LoweredStages, rank: int) -> Iterator[tuple[Instruction, Task, int]]:
     """Every instruction with its task and how often a step runs it."""
     if isinstance(lowered, LoweredPlan):
         for segment, instructions in zip(lowered.program.segments, lowered.instructions, strict=True):

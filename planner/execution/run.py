@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from planner.execution.checkpoint_options import (
-    check_verifiable,
-    checkpoints,
-    digest_of,
-    find_beginning,
     last_checkpoint,
+    prepare_folder,
 )
 from planner.execution.comparing import Comparison, compare
-from planner.execution.data import check_dataset, open_dataset
-from planner.execution.job import Job, check_precision, input_specs
+from planner.execution.dry_run import DryRun, dry_run
+from planner.execution.job import Job
 from planner.execution.membership import Membership, find_membership, is_scheduler
-from planner.execution.optimizers import hyperparameters
 from planner.execution.rank_log import kept_on_failure
 from planner.execution.recorded import rank_times
 from planner.execution.reference import run_reference
 from planner.execution.run_trace import write_run_trace
+from planner.execution.starting import Prepared, check_host, check_options, prepare
 from planner.execution.verification import (
     PERTURBATION,
     check_finite,
@@ -36,22 +31,19 @@ from planner.execution.verification import (
     tolerances,
 )
 from planner.execution.worker import BACKENDS, RankResult, train
-from planner.instructions import LoweredPlan, LoweredStages
+from planner.instructions import LoweredPlan
 from planner.lowering.checked import checked_graph
-from planner.prediction import predict, predict_plan
+from planner.prediction import predict
 from planner.strategy.file import read_plan
-from planner.strategy.loading import lower_to_run, naming
+from planner.strategy.loading import lower_to_run
 from planner.strategy.plan import Plan
 from simulator.calibration.launch import run_workers
-from simulator.calibration.machine import count_devices
 from simulator.calibration.process import available_cores, settle_worker, worker_threads
-from simulator.errors import ExecutionError, InputError, MeshwrightError, ProfileError
+from simulator.errors import ExecutionError, MeshwrightError
 from simulator.hardware import load_profile
 
 DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_JOIN_TIMEOUT_S = 300.0
-WARM_UP_STEPS = 2
-RECORDED_STEPS = 5
 BUSY_SHARE = 0.1
 
 Say = Callable[[str], None]
@@ -159,50 +151,37 @@ def execute(options: ExecuteOptions, say: Say = lambda _: None) -> ExecutionRepo
     return execute_plan(read_plan(options.strategy), options, say)
 
 
+def rehearse(options: ExecuteOptions, say: Say = lambda _: None) -> DryRun:
+    """Do all that `execute` does before it starts processes, and tell what they would do.
+
+    Raises
+    ------
+    InputError
+        An option, the plan or the data do not fit.
+    """
+    plan = read_plan(options.strategy)
+    membership = find_membership(os.environ)
+    check_options(plan, options, membership)
+    prepared = prepare(plan, options, membership, say)
+    refused = None
+    try:
+        check_host(plan, options, prepared, membership)
+    except MeshwrightError as error:  # another machine may have what this one lacks
+        refused = str(error)
+    return dry_run(prepared, refused)
+
+
 def execute_plan(plan: Plan, options: ExecuteOptions, say: Say = lambda _: None) -> ExecutionReport:
     """Do what `execute` does with a plan already read."""
     membership = find_membership(os.environ)
-    _check(plan, options, membership)
-    precision = options.precision or plan.precision
-    check_precision(precision)
-    with naming(options.strategy):
-        hyperparameters(plan.optimizer)
-    begin = find_beginning(
-        options.resume,
-        plan,
-        steps=options.steps,
-        precision=precision,
-        seed=options.seed,
-        data=options.data,
-        learning_rate=options.learning_rate,
-    )
-    check_verifiable(begin, plan, options.verify)
-    constants = hyperparameters(plan.optimizer, begin.learning_rate, plan.global_batch)
-    say("lowering the plan")
-    lowered = lower_to_run(plan, options.strategy, precision=precision)
-    dataset = open_dataset(begin.data, input_specs(lowered), begin.seed)
-    check_dataset(dataset, input_specs(lowered))
+    check_options(plan, options, membership)
+    prepared = prepare(plan, options, membership, say)
+    check_host(plan, options, prepared, membership)
+    job, precision, first = prepared.job, prepared.precision, prepared.job.checkpoints.position.step
     rank = 0 if membership is None else membership.rank
-    record = begin.record(plan, constants.learning_rate, precision)
-    job = Job(
-        lowered=lowered,
-        network=plan.network,
-        sequence_length=plan.sequence_length,
-        optimizer=plan.optimizer,
-        constants=constants,
-        data=begin.data,
-        seed=begin.seed,
-        steps=options.steps,
-        warm_up_steps=min(WARM_UP_STEPS, options.steps - begin.position.step - 1),
-        device_type=options.device or _best_device(plan.devices),
-        timeout_s=options.timeout_s,
-        join_timeout_s=options.join_timeout_s,
-        digest=digest_of(plan, replace(options, strategy="", log_dir=None)),
-        logs=None if options.log_dir is None else Path(options.log_dir).absolute(),
-        checkpoints=checkpoints(options.save, options.save_every, begin, record, first=rank == 0),
-        recorded_steps=RECORDED_STEPS if options.measure or options.trace is not None else 0,
-    )
-    say(f"training {options.steps - begin.position.step} steps on {plan.devices} processes")
+    if rank == 0:
+        prepare_folder(job.checkpoints)
+    say(f"training {options.steps - first} steps on {plan.devices} processes")
     results = _run_job(job, membership)
     losses = losses_of(results)
     check_finite(losses)
@@ -212,12 +191,12 @@ def execute_plan(plan: Plan, options: ExecuteOptions, say: Say = lambda _: None)
         say("training again in one process")
         unbroken = run_reference(job)
         check_finite(unbroken, "training in one process")
-        whole = (*unbroken[: begin.position.step], *losses)
+        whole = (*unbroken[:first], *losses)
         exact = _exact_if_needed(plan, job, whole, unbroken, precision, say)
         compare_losses(whole, unbroken, precision, exact)
         allowed = tolerances(precision, unbroken, exact)
-        reference = unbroken[begin.position.step :]
-    report = _report(plan, job, results, membership, reference, allowed, precision, dataset.description)
+        reference = unbroken[first:]
+    report = _report(prepared, results, membership, reference, allowed)
     return report if rank else _with_comparison(report, plan, job, results, options.trace)
 
 
@@ -272,68 +251,16 @@ def _run_job(job: Job, membership: Membership | None) -> list[RankResult]:
         ) from error
 
 
-def _check(plan: Plan, options: ExecuteOptions, membership: Membership | None) -> None:
-    size = plan.devices
-    if membership is not None and membership.world_size != size:
-        raise InputError(
-            f"{membership.launcher} started {membership.world_size} processes, the plan is for {size} devices; "
-            f"start {size} processes or plan for --devices {membership.world_size}"
-        )
-    if options.processes is not None and options.processes != size:
-        raise InputError(
-            f"--processes {options.processes} differs from the plan's {size} devices; "
-            f"use --processes {size} or plan for --devices {options.processes}"
-        )
-    if options.steps < 1:
-        raise InputError(f"--steps {options.steps} is less than 1; train at least one step")
-    if not options.timeout_s > 0:
-        raise InputError(f"a timeout of {options.timeout_s} s is not positive; give seconds, such as 60")
-    if options.device is not None and options.device not in BACKENDS:
-        raise InputError(f"device {options.device!r} is not one of {', '.join(BACKENDS)}; choose one of them")
-    if options.device not in (None, "cpu"):
-        _check_accelerators(options.device, size, membership)
-
-
-def _check_accelerators(device: str, processes: int, membership: Membership | None) -> None:
-    """Each process takes the device of its number on its machine."""
-    found = count_devices(device)
-    if membership is None and processes > found:
-        raise InputError(
-            f"--device {device}: this machine has {found} {device} devices, the plan needs {processes}; "
-            f"use --device cpu or plan for --devices {found}"
-        )
-    if membership is not None and membership.local_rank >= found:
-        raise InputError(
-            f"--device {device}: this machine has {found} {device} devices, but {membership.launcher} started "
-            f"local rank {membership.local_rank} here; start one process for each device or use --device cpu"
-        )
-
-
-def _best_device(processes: int) -> str:
-    """Take an accelerator that has a device for each process, else the CPU."""
-    if torch.cuda.is_available() and torch.cuda.device_count() >= processes:
-        return "cuda"
-    if importlib.util.find_spec("torch_npu") is not None:
-        import torch_npu
-
-        if torch_npu.npu.is_available() and torch_npu.npu.device_count() >= processes:
-            return "npu"
-    return "cpu"
-
-
 def _report(
-    plan: Plan,
-    job: Job,
+    prepared: Prepared,
     results: list[RankResult],
     membership: Membership | None,
     reference: list[float],
     allowed: list[float],
-    precision: str,
-    data: str,
 ) -> ExecutionReport:
+    job, step_time = prepared.job, prepared.predicted_step_time_s
     slowest = np.max([result.step_times_s for result in results], axis=0)[job.warm_up_steps :]
     p10, median, p90 = (float(value) for value in np.quantile(slowest, (0.1, 0.5, 0.9)))
-    step_time, peak, notes = _prediction(plan, job.lowered)
     losses = losses_of(results)
     differences = [relative_difference(*pair) for pair in zip(losses, reference, strict=False)]
     return ExecutionReport(
@@ -344,8 +271,8 @@ def _report(
         steps=job.steps,
         first_step=job.checkpoints.position.step,
         warm_up_steps=job.warm_up_steps,
-        precision=precision,
-        data=data,
+        precision=prepared.precision,
+        data=prepared.data,
         seed=job.seed,
         checkpoint=last_checkpoint(job.checkpoints, job.steps),
         losses=losses,
@@ -358,8 +285,8 @@ def _report(
         error=None if step_time is None else step_time / median - 1,
         measured_peak_memory_bytes=max(result.peak_memory_bytes for result in results),
         measured_memory_method=results[0].memory_method,
-        predicted_peak_memory_bytes=peak,
-        notes=(*notes, *_busy(results, job.device_type)),
+        predicted_peak_memory_bytes=prepared.predicted_peak_bytes,
+        notes=(*prepared.notes, *_busy(results, job.device_type)),
     )
 
 
@@ -371,19 +298,3 @@ def _busy(results: list[RankResult], device_type: str) -> tuple[str, ...]:
     return (
         f"other programs kept the processes waiting for a core {share:.0%} of the time; measure on an idle machine",
     )
-
-
-def _prediction(plan: Plan, lowered: LoweredPlan | LoweredStages) -> tuple[float | None, int | None, tuple[str, ...]]:
-    """Predict step time and peak memory on the plan's hardware, with notes where something is missing."""
-    try:
-        hardware = load_profile(plan.hardware)
-    except ProfileError as error:
-        return None, None, (f"no prediction: {error}, and correct hardware.profile in the strategy file",)
-    notes: tuple[str, ...] = ()
-    if hardware.hash != plan.hardware_hash:
-        notes = (f"profile {plan.hardware} has changed since the plan was made",)
-    if isinstance(lowered, LoweredPlan):
-        prediction, _ = predict(plan, lowered, hardware)
-    else:
-        prediction = predict_plan(plan, checked_graph(plan), hardware)
-    return prediction.step_time_s, prediction.peak_memory_bytes, notes

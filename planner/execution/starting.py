@@ -1,0 +1,228 @@
+"""From a plan and what is asked of it to a job that may start, or the reason why not."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from planner.execution.checkpoint_options import check_verifiable, checkpoints, digest_of, find_beginning
+from planner.execution.data import check_dataset, open_dataset
+from planner.execution.job import Job, check_precision, input_specs
+from planner.execution.memory import free_memory
+from planner.execution.optimizers import hyperparameters
+from planner.execution.worker import BACKENDS
+from planner.instructions import LoweredPlan, LoweredStages
+from planner.lowering.checked import checked_graph
+from planner.prediction import Prediction, predict, predict_plan
+from planner.strategy.loading import lower_to_run, naming
+from planner.strategy.plan import Plan
+from simulator.calibration.machine import count_devices
+from simulator.errors import InfeasibleError, InputError, ProfileError
+from simulator.hardware import load_profile
+from simulator.program import BufferKind
+
+if TYPE_CHECKING:
+    from planner.execution.membership import Membership
+    from planner.execution.run import ExecuteOptions
+
+WARM_UP_STEPS = 2
+RECORDED_STEPS = 5
+GIGABYTE = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A job with what is known of it before it starts.
+
+    ``predicted_peak_bytes`` is of the plan's own hardware; ``predicted_tensor_bytes`` leaves out what its drivers and
+    its allocator hold. None where the plan's profile cannot be read, which ``notes`` say.
+    """
+
+    job: Job
+    precision: str
+    data: str
+    predicted_step_time_s: float | None
+    predicted_peak_bytes: int | None
+    predicted_tensor_bytes: int | None
+    notes: tuple[str, ...]
+
+
+def prepare(plan: Plan, options: ExecuteOptions, membership: Membership | None, say: Callable[[str], None]) -> Prepared:
+    """Lower a plan and make the job of all ranks.
+
+    Raises
+    ------
+    InputError
+        The plan, the data or the checkpoint to resume from do not fit the network or each other.
+    """
+    precision = options.precision or plan.precision
+    check_precision(precision)
+    with naming(options.strategy):
+        hyperparameters(plan.optimizer)
+    begin = find_beginning(
+        options.resume,
+        plan,
+        steps=options.steps,
+        precision=precision,
+        seed=options.seed,
+        data=options.data,
+        learning_rate=options.learning_rate,
+    )
+    check_verifiable(begin, plan, options.verify)
+    constants = hyperparameters(plan.optimizer, begin.learning_rate, plan.global_batch)
+    record = begin.record(plan, constants.learning_rate, precision)
+    orders = checkpoints(options.save, options.save_every, begin, record)
+    say("lowering the plan")
+    lowered = lower_to_run(plan, options.strategy, precision=precision)
+    dataset = open_dataset(begin.data, input_specs(lowered), begin.seed)
+    check_dataset(dataset, input_specs(lowered))
+    job = Job(
+        lowered=lowered,
+        network=plan.network,
+        sequence_length=plan.sequence_length,
+        optimizer=plan.optimizer,
+        constants=constants,
+        data=begin.data,
+        seed=begin.seed,
+        steps=options.steps,
+        warm_up_steps=min(WARM_UP_STEPS, options.steps - begin.position.step - 1),
+        device_type=options.device or _best_device(plan.devices),
+        timeout_s=options.timeout_s,
+        join_timeout_s=options.join_timeout_s,
+        digest=digest_of(plan, replace(options, strategy="", log_dir=None)),
+        logs=None if options.log_dir is None else Path(options.log_dir).absolute(),
+        checkpoints=orders,
+        recorded_steps=RECORDED_STEPS if options.measure or options.trace is not None else 0,
+    )
+    prediction, notes = _prediction(plan, lowered)
+    peak = None if prediction is None else prediction.peak_memory_bytes
+    return Prepared(
+        job=job,
+        precision=precision,
+        data=dataset.description,
+        predicted_step_time_s=None if prediction is None else prediction.step_time_s,
+        predicted_peak_bytes=peak,
+        predicted_tensor_bytes=None if prediction is None or peak is None else peak - _of_drivers(prediction),
+        notes=notes,
+    )
+
+
+def _of_drivers(prediction: Prediction) -> int:
+    held = (BufferKind.CONTEXT, BufferKind.ALLOCATOR_SLACK)
+    return sum(prediction.memory_at_peak.get(kind.value, 0) for kind in held)
+
+
+def check_options(plan: Plan, options: ExecuteOptions, membership: Membership | None) -> None:
+    """Check what was asked for against the plan; nothing has been lowered yet.
+
+    Raises
+    ------
+    InputError
+        Something does not fit.
+    """
+    size = plan.devices
+    if membership is not None and membership.world_size != size:
+        raise InputError(
+            f"{membership.launcher} started {membership.world_size} processes, the plan is for {size} devices; "
+            f"start {size} processes or plan for --devices {membership.world_size}"
+        )
+    if options.processes is not None and options.processes != size:
+        raise InputError(
+            f"--processes {options.processes} differs from the plan's {size} devices; "
+            f"use --processes {size} or plan for --devices {options.processes}"
+        )
+    if options.steps < 1:
+        raise InputError(f"--steps {options.steps} is less than 1; train at least one step")
+    if not options.timeout_s > 0:
+        raise InputError(f"a timeout of {options.timeout_s} s is not positive; give seconds, such as 60")
+    if options.device is not None and options.device not in BACKENDS:
+        raise InputError(f"device {options.device!r} is not one of {', '.join(BACKENDS)}; choose one of them")
+    if not options.join_timeout_s > 0:
+        raise InputError(f"a join timeout of {options.join_timeout_s} s is not positive; give seconds, such as 300")
+
+
+def _check_accelerators(device: str, processes: int, membership: Membership | None) -> None:
+    """Each process takes the device of its number on its machine."""
+    found = count_devices(device)
+    if membership is None and processes > found:
+        raise InputError(
+            f"--device {device}: this machine has {found} {device} devices, the plan needs {processes}; "
+            f"use --device cpu or plan for --devices {found}"
+        )
+    if membership is not None and membership.local_rank >= found:
+        raise InputError(
+            f"--device {device}: this machine has {found} {device} devices, but {membership.launcher} started "
+            f"local rank {membership.local_rank} here; start one process for each device or use --device cpu"
+        )
+
+
+def _best_device(processes: int) -> str:
+    """Take an accelerator that has a device for each process, else the CPU."""
+    if torch.cuda.is_available() and torch.cuda.device_count() >= processes:
+        return "cuda"
+    if importlib.util.find_spec("torch_npu") is not None:
+        import torch_npu
+
+        if torch_npu.npu.is_available() and torch_npu.npu.device_count() >= processes:
+            return "npu"
+    return "cpu"
+
+
+def check_host(plan: Plan, options: ExecuteOptions, prepared: Prepared, membership: Membership | None) -> None:
+    """Check that this machine has the devices, the backend and the memory for its part of a job.
+
+    Raises
+    ------
+    InputError
+        It has not the devices, or torch not the backend.
+    InfeasibleError
+        The prediction exceeds its memory, and ``options.force`` does not say to try it.
+    """
+    device = prepared.job.device_type
+    if device != "cpu":
+        _check_accelerators(device, plan.devices, membership)
+    if not dist.is_backend_available(BACKENDS[device]):
+        raise InputError(
+            f"--device {device} needs the backend {BACKENDS[device]}, which this torch ({torch.__version__}) was built "
+            "without; install a torch that has it or use --device cpu"
+        )
+    if not options.force:
+        _check_memory(plan, prepared, membership)
+
+
+def _check_memory(plan: Plan, prepared: Prepared, membership: Membership | None) -> None:
+    needed, device = prepared.predicted_tensor_bytes, prepared.job.device_type
+    free = free_memory(device, 0 if membership is None else membership.local_rank)
+    if needed is None or free is None:
+        return
+    sharing = 1
+    if device == "cpu":
+        sharing = plan.devices if membership is None else membership.local_size
+    if needed * sharing > free:
+        each = f"{sharing} processes of {needed / GIGABYTE:.3g} GB" if sharing > 1 else f"{needed / GIGABYTE:.3g} GB"
+        place = "on this machine" if device == "cpu" else f"on its {device} device"
+        raise InfeasibleError(
+            f"the step is predicted to need {each} at its peak, but there are {free / GIGABYTE:.3g} GB free {place}; "
+            "plan for more devices, with --pin optimizer_sharding=zero3 or --pin recompute=full, or start it anyway "
+            "with --force"
+        )
+
+
+def _prediction(plan: Plan, lowered: LoweredPlan | LoweredStages) -> tuple[Prediction | None, tuple[str, ...]]:
+    """Predict a step on the plan's hardware, with notes where something is missing."""
+    try:
+        hardware = load_profile(plan.hardware)
+    except ProfileError as error:
+        return None, (f"no prediction: {error}, and correct hardware.profile in the strategy file",)
+    notes: tuple[str, ...] = ()
+    if hardware.hash != plan.hardware_hash:
+        notes = (f"profile {plan.hardware} has changed since the plan was made",)
+    if isinstance(lowered, LoweredPlan):
+        return predict(plan, lowered, hardware)[0], notes
+    return predict_plan(plan, checked_graph(plan), hardware), notes
