@@ -69,6 +69,8 @@ LOOSE = 4
 """After so many partitions with several chunks a rank, it counts how far they lie from their bounds."""
 PROOF = 1e-9
 """Relative distance to the bound up to which a plan counts as proven to be the best."""
+VERY_SHORT = 4
+"""Units of a chain up to which all ways are tried at once."""
 WIDEST = WIDTH * 8
 """Most ways of a fragment where fewer do not prove a partition."""
 
@@ -408,7 +410,9 @@ class _Search:
         if np.isinf(limited):
             self._misfit(node.configuration, node.task)
         else:
-            self._push(limited, _Node(_Stage.BOUNDED, node.configuration, node.task))
+            # All ways of very few units are soon tried.
+            width = WIDEST if task.units <= VERY_SHORT and task.chunks == 1 < task.pieces else WIDTH
+            self._push(limited, _Node(_Stage.BOUNDED, node.configuration, task, width=width))
 
     def _solve(self, bound: float, node: _Node) -> None:
         """Partition a configuration, or partition it again with more ways where its proof was too weak."""

@@ -174,9 +174,13 @@ def micro_batch_sizes(extent: Extent, data_parallel: int) -> list[int]:
 
 
 def schedules(extent: Extent, pipeline: int, micro_batches: int) -> Iterator[tuple[str, int]]:
-    """Schedules with their chunks a rank that exist for so many ranks and micro-batches."""
+    """Schedules with their chunks a rank that exist for so many ranks and micro-batches.
+
+    Of one micro-batch 1F1B and GPipe are the same.
+    """
     pins = extent.pins
-    names = [ONE_STAGE, *SEARCHED] if pins.schedule is None else [pins.schedule]
+    searched = [name for name in SEARCHED if name != "gpipe" or micro_batches > 1]
+    names = [ONE_STAGE, *searched] if pins.schedule is None else [pins.schedule]
     for name in names:
         chunks = [2] if name in TWO_CHUNKS else [1]
         if name == "interleaved_1f1b":

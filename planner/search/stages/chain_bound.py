@@ -22,8 +22,9 @@ LONG = 48
 WIDE = 160
 """Most units times boundary states that are followed; else the cheapest of all states counts for each row."""
 _BEGIN = -1
-_GRID = np.append(np.geomspace(1.0, 2.0, 24), np.inf)
-"""Limits on a chunk that are tried, as parts of the least one; between two of them the lower one counts."""
+_GRIDS = (np.geomspace(1.0, 2.0, 24), np.geomspace(2.0, 64.0, 32))
+"""Limits on a chunk that are tried, as parts of the least one, as long as more may be better; between two of them the
+lower one counts."""
 _ROUNDING = 1e-9
 
 
@@ -37,21 +38,22 @@ class ChainRows:
     Attributes
     ----------
     busy, fill : both terms of the objective
-    shared : their sum, where that of all ranks is shared out evenly
+    both, shared : their sum, and that of the fill and the part of the other which is shared out over all ranks
     begin : place of the state at the network's ends
     """
 
     busy: FloatArray
     fill: FloatArray
+    both: FloatArray
     shared: FloatArray
     begin: int = 0
 
     @property
     def anywhere(self) -> ChainRows:
         """The same with the cheapest states for each row."""
-        least = (seconds.min(axis=(1, 3))[:, None, :, None] for seconds in (self.busy, self.fill, self.shared))
-        busy, fill, shared = least
-        return ChainRows(busy=busy, fill=fill, shared=shared)
+        terms = (self.busy, self.fill, self.both, self.shared)
+        busy, fill, both, shared = (seconds.min(axis=(1, 3))[:, None, :, None] for seconds in terms)
+        return ChainRows(busy=busy, fill=fill, both=both, shared=shared)
 
 
 def unlike(counts: Sequence[int], pieces: int) -> bool:
@@ -89,9 +91,9 @@ def cuts_bound(busy: FloatArray, sends: FloatArray, rank_of: IntArray) -> float:
     busy = np.where(np.isfinite(fill), busy, np.inf)
     if pieces > ranks and few_cuts(units, pieces):
         return least_listed(busy, fill, rank_of, in_turns=False)
-    shape = (units, 1, units, 1)
-    rows = ChainRows(busy=busy.reshape(shape), fill=fill.reshape(shape), shared=(fill + busy / ranks).reshape(shape))
-    return rows_bound(rows, ranks, pieces)
+    terms = (each.reshape(units, 1, units, 1) for each in (busy, fill, fill + busy, fill + busy / ranks))
+    longest, paid, both, shared = terms
+    return rows_bound(ChainRows(busy=longest, fill=paid, both=both, shared=shared), ranks, pieces)
 
 
 def rows_bound(rows: ChainRows, ranks: int, pieces: int) -> float:
@@ -99,19 +101,28 @@ def rows_bound(rows: ChainRows, ranks: int, pieces: int) -> float:
 
     Notes
     -----
-    The busiest rank takes at least as long as the longest chunk, and at least the mean of all ranks.
+    The busiest rank takes at least as long as the longest chunk, and at least the mean of all ranks. What is fast may
+    have a long fill: in a chunk that takes at most T the fill is at least the least sum of both less T.
     """
     units, states = rows.busy.shape[:2]
     size = units * states
-    busy, fill, shared = (seconds.reshape(size, size) for seconds in (rows.busy, rows.fill, rows.shared))
+    busy, fill, both, shared = (each.reshape(size, size) for each in (rows.busy, rows.fill, rows.both, rows.shared))
     longest = float(_least_path(busy[None], rows, pieces, longest=True)[0])
     mean = float(_least_path(np.maximum(shared, fill + busy / ranks)[None], rows, pieces)[0])
     if not np.isfinite(longest):
         return np.inf
-    limits = max(longest, _ROUNDING * _ROUNDING) * _GRID
-    allowed = np.where(busy <= limits[:, None, None] * (1 + _ROUNDING), fill, np.inf)
-    spent = _least_path(allowed, rows, pieces)
-    return max(mean, float((np.append(longest, limits[:-1]) + spent).min()))
+    longest, found = max(longest, _ROUNDING * _ROUNDING), np.inf
+    least_fill = float(_least_path(fill[None], rows, pieces)[0])
+    for grid in _GRIDS:
+        limits = longest * grid[1:, None, None]
+        allowed = busy <= limits * (1 + _ROUNDING)
+        coupled = np.maximum(fill, np.maximum(both - limits, shared - limits / ranks))
+        spent = _least_path(np.where(allowed, coupled, np.inf), rows, pieces)
+        found = min(found, float((longest * grid[:-1] + spent).min()))
+        beyond = longest * float(grid[-1]) + least_fill
+        if found <= beyond:
+            return max(mean, found)
+    return max(mean, min(found, beyond))
 
 
 def _least_path(costs: FloatArray, rows: ChainRows, pieces: int, *, longest: bool = False) -> FloatArray:
@@ -143,7 +154,7 @@ def chain_rows(task: PartitionTask) -> ChainRows:
     states = np.unique(np.concatenate([[_BEGIN], *(side for k in task.kinds for side in (k.entry, k.exit))]))
     place = {int(state): number for number, state in enumerate(states)}
     kinds = np.repeat(np.arange(len(task.counts)), task.counts)
-    first, behind, fill, both = _paths(task, kinds, states)
+    first, behind, fill, shared, both = _paths(task, kinds, states)
     sends = np.zeros((len(kinds), len(states)))
     for state, number in place.items():
         if state >= 0 and task.units > 1:
@@ -156,31 +167,31 @@ def chain_rows(task: PartitionTask) -> ChainRows:
         return found
 
     busy = np.maximum(waited(first), waited(behind))
-    fill = fill + task.fill_sends * sent
-    return ChainRows(busy=busy, fill=fill, shared=both + task.fill_sends * sent, begin=place[_BEGIN])
+    fill, shared, both = (each + task.fill_sends * sent for each in (fill, shared, waited(both)))
+    return ChainRows(busy=busy, fill=fill, both=both, shared=shared, begin=place[_BEGIN])
 
 
 def _paths(task: PartitionTask, kinds: IntArray, states: IntArray) -> FloatArray:
-    """(4, units, states, units, states) least seconds from one unit to another between boundary states.
+    """(5, units, states, units, states) least seconds from one unit to another between boundary states.
 
     Steady ones with what synchronisation leaves of the first unit, steady ones with what falls behind, what the fill
-    pays, and that with steady ones shared out evenly.
+    pays, that with steady ones shared out evenly, and that with the first.
     """
     width, units = len(states), len(kinds)
     steps = []
     for kind in task.kinds:
         key = np.searchsorted(states, kind.entry) * width + np.searchsorted(states, kind.exit)
         steady, fill = kind.values[:, STEADY], kind.values[:, FILL]
-        behind, both = steady + kind.values[:, BACKLOG], fill + steady / task.ranks
-        step = np.full((5, width * width), np.inf)
-        for column, seconds in enumerate((steady, behind, fill, both)):
+        left = steady + np.maximum(0.0, kind.values[:, QUEUE])
+        inside = (steady, steady + kind.values[:, BACKLOG], fill, fill + steady / task.ranks, fill + steady)
+        step = np.full((7, width * width), np.inf)
+        for column, seconds in enumerate((*inside, left, fill + left)):
             np.minimum.at(step[column], key, seconds)
-        np.minimum.at(step[4], key, steady + np.maximum(0.0, kind.values[:, QUEUE]))
-        steps.append(step.reshape(5, 1, 1, width, width))
-    found = np.full((4, units, width, units, width), np.inf)
+        steps.append(step.reshape(7, 1, 1, width, width))
+    found = np.full((5, units, width, units, width), np.inf)
     for unit, kind in enumerate(kinds.tolist()):
         if unit:
             before = found[:, :unit, :, unit - 1, :, None]
-            found[:, :unit, :, unit] = (before + steps[kind][:4]).min(axis=3)
-        found[:, unit, :, unit] = steps[kind][[4, 1, 2, 3], 0, 0]
+            found[:, :unit, :, unit] = (before + steps[kind][:5]).min(axis=3)
+        found[:, unit, :, unit] = steps[kind][[5, 1, 2, 3, 6], 0, 0]
     return found
