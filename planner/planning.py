@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from planner.configured import Configured
+from planner.context.exchange import check_data
+from planner.context.layerwise import layerwise_names
 from planner.context.marks import Marks
 from planner.context.placing import PlacedMarks, with_stages
 from planner.explanations import (
@@ -37,6 +39,7 @@ from planner.search.configurations.pin_checks import check_pins
 from planner.search.stages.unit_pins import FREE
 from planner.sharding.rules import has_rule
 from planner.shared_tables import NetworkTables, SharedTables
+from planner.strategy.exchange import Exchange
 from planner.strategy.plan import (
     Status,
 )
@@ -414,8 +417,18 @@ def _base_plan(
         "bucket_bytes": bucket_bytes,
         "parallel_mode": request.parallel_mode,
         "search_mode": request.search_mode,
-        "exchange": request.exchange,
+        "exchange": _exchange(request, network, graph, batch),
     }
+
+
+def _exchange(request: PlanRequest, network: Network, graph: OperatorGraph, batch: int) -> Exchange:
+    """How tensors travel, with the parameters of which every rank has its own named one by one."""
+    check_data(request.exchange.data, {spec.name: spec.shape for spec in network.inputs}, batch)
+    if request.parallel_mode != "hybrid_parallel":
+        return request.exchange
+    return replace(
+        request.exchange, layerwise=layerwise_names(graph, (*request.exchange.layerwise, *network.layerwise))
+    )
 
 
 def _with_reasons(ranked: list[Candidate], found: _Configurations | None, hardware: Hardware) -> tuple[Candidate, ...]:

@@ -23,6 +23,8 @@ PRECISIONS: Mapping[str, str] = {
     "fp8": "float8_e4m3fn",
 }
 SEARCH_MODES = ("dynamic_programming", "recursive_programming", "sharding_propagation")
+BY_SAMPLES = ("data_parallel", "hybrid_parallel")
+"""Modes that cut nothing but the batch."""
 PARALLEL_MODES = ("stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel", "auto_parallel")
 DEGREES = ("dp", "tp", "pp", "vpp", "cp", "ep", "micro_batch", "micro_batches", "shard_size")
 WORDS: Mapping[str, tuple[str, ...]] = {
@@ -170,7 +172,7 @@ def read_pins(request: PlanRequest) -> Pins:
     """
     one_of(request.search_mode, SEARCH_MODES, "search mode")
     one_of(request.parallel_mode, PARALLEL_MODES, "parallel mode")
-    if request.parallel_mode in ("hybrid_parallel", "semi_auto_parallel"):
+    if request.parallel_mode == "semi_auto_parallel":
         raise UnsupportedError(
             f"parallel mode {request.parallel_mode!r} is not supported yet; use auto_parallel with --pin, "
             "data_parallel or stand_alone"
@@ -178,14 +180,14 @@ def read_pins(request: PlanRequest) -> Pins:
     if request.parallel_mode == "stand_alone" and request.devices != 1:
         raise InputError(f"parallel mode stand_alone runs on one device, not {request.devices}; use --devices 1")
     pins = Pins(**{name: _value(name, text) for name, text in request.pins.items()})  # type: ignore[arg-type]
-    if request.parallel_mode == "data_parallel":
+    if (mode := request.parallel_mode) in BY_SAMPLES:
         for name in ("tp", "pp", "vpp", "cp", "ep"):
             if (getattr(pins, name) or 1) > 1:
                 value = getattr(pins, name)
-                raise InputError(f"pin {name}={value} contradicts parallel mode data_parallel; leave one of them out")
+                raise InputError(f"pin {name}={value} contradicts parallel mode {mode}; leave one of them out")
         if pins.optimizer_sharding not in (None, "none"):
             raise InputError(
-                f"pin optimizer_sharding={pins.optimizer_sharding} contradicts parallel mode data_parallel, which "
+                f"pin optimizer_sharding={pins.optimizer_sharding} contradicts parallel mode {mode}, which "
                 "replicates parameters; use --parallel-mode auto_parallel --pin tp=1"
             )
         pins = replace(pins, tp=1, pp=1, cp=1, ep=1, optimizer_sharding="none", batch_only=True)

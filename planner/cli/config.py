@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from planner.cli.options import Optimizer, ParallelMode, Precision, SearchMode, nearest
+from planner.strategy.exchange import UNASKED, Exchange
 from simulator.errors import InputError
 
 if TYPE_CHECKING:
@@ -90,13 +91,15 @@ def _settings(path: Path, data: Mapping[Any, Any]) -> PlanSettings:
 class Configuration:
     """Options of the command line and a file together, and what to say of the file.
 
-    ``alltoall`` is False where the file forbids all-to-alls; ``marks`` are for single layers of the network.
+    ``alltoall`` is False where the file forbids all-to-alls; ``marks`` are for single layers of the network, and
+    ``exchange`` says how tensors travel.
     """
 
     settings: PlanSettings
     notes: tuple[str, ...] = ()
     alltoall: bool = True
     marks: Marks | None = None
+    exchange: Exchange = UNASKED
 
 
 def with_config(given: PlanSettings, path: Path) -> Configuration:
@@ -117,8 +120,11 @@ def with_config(given: PlanSettings, path: Path) -> Configuration:
         file = _settings(path, {**translated.options, "pin": translated.pins})
         settings = merged(given, _with_modes(file, translated))
         settings, marks, notes = _checked(settings, translated)
+        exchange = translated.exchange
     off = translated.context.counts("enable_alltoall") and not translated.context.get("enable_alltoall")
-    return Configuration(settings=settings, notes=(*translated.notes, *notes), alltoall=not off, marks=marks)
+    return Configuration(
+        settings=settings, notes=(*translated.notes, *notes), alltoall=not off, marks=marks, exchange=exchange
+    )
 
 
 def _with_modes(file: PlanSettings, translated: Translated) -> PlanSettings:
@@ -137,12 +143,10 @@ def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettin
     """Hold what a file in MindFormers' style says against devices and network; what is slow is said."""
     from planner.cli.options import read_pins
     from planner.context.notes import check_micro_batches, check_sizes, sizes_of, used_devices
-    from planner.context.requests import usual_precision
     from planner.networks import load_network
 
     pins, notes = read_pins(settings.pin), []
-    if settings.hw is not None or settings.precision is not None:
-        translated.check_supported(str(settings.precision or usual_precision(settings.hw or "")))
+    translated.check_supported()
     used, idle = used_devices(pins, settings.devices)
     if translated.configured:
         settings = settings.model_copy(update={"devices": used})

@@ -25,7 +25,6 @@ from planner.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     from planner.cli.config import Configuration, PlanSettings
-    from planner.context.marks import Marks
     from planner.planning import PlanRequest, PlanResult
 
 
@@ -115,7 +114,7 @@ def _run(terminal: Terminal, found: Configuration, config: Path | None, *, debug
     from planner.quantities import seconds_text
 
     settings = found.settings
-    request = _request(settings, found.marks)
+    request = _request(settings, found)
     path = settings.out or "strategy.json"
     check_out("--out", path, (settings.hw, settings.hints, config))
     with terminal.working(f"planning {request.network} for {request.devices} devices"):
@@ -129,7 +128,7 @@ def _run(terminal: Terminal, found: Configuration, config: Path | None, *, debug
     _finish(terminal, request, result, path, several=settings.top is not None)
 
 
-def _request(settings: PlanSettings, marks: Marks | None) -> PlanRequest:
+def _request(settings: PlanSettings, found: Configuration) -> PlanRequest:
     from planner.cli.config import require
     from planner.cli.options import read_pins
     from planner.planning import PlanRequest
@@ -148,7 +147,8 @@ def _request(settings: PlanSettings, marks: Marks | None) -> PlanRequest:
         pins=read_pins(settings.pin),
         hints=() if settings.hints is None else load_hints(settings.hints),
         top=settings.top or 5,
-        marks=marks,
+        marks=found.marks,
+        exchange=found.exchange,
     )
 
 

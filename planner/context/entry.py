@@ -155,6 +155,12 @@ def _check_agrees(request: PlanRequest, found: Plan, where: str) -> None:
                 f"{where} has {name}={text}, and {name}={value} is asked for; plan again without the file, or ask for "
                 f"what it has"
             )
+    for name, value in request.exchange.named().items():
+        if name != "layerwise" and getattr(found.exchange, name) != value:
+            raise ContextError(
+                f"{where} has {name}={getattr(found.exchange, name)!r}, and the context asks for {value!r}; plan again "
+                f"without the file, or leave out the key that asks for it"
+            )
 
 
 def refuse_all_to_alls(plan: Plan, hardware: str, graph: OperatorGraph | None = None) -> None:
@@ -162,9 +168,9 @@ def refuse_all_to_alls(plan: Plan, hardware: str, graph: OperatorGraph | None = 
     names = all_to_alls(plan, hardware, graph)
     if names:
         raise UnsupportedError(
-            f"enable_alltoall=False is not supported yet for this plan, which has {len(names)} all-to-alls, the first "
-            f"for {names[0]!r}: they are not replaced by all-gather, split and concat; set enable_alltoall=True, or "
-            f"use other pins, for example ep=1, context_algorithm=ring or tp=1"
+            f"enable_alltoall=False contradicts context_algorithm=all_to_all of this plan: its attention exchanges "
+            f"sequence for heads in {len(names)} all-to-alls, the first of them {names[0]!r}, and gathering would "
+            f"give every rank the whole sequence; set enable_alltoall=True, or use --pin context_algorithm=ring or cp=1"
         )
 
 

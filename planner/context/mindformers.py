@@ -10,6 +10,7 @@ from typing import Any
 from planner.context.checks import Check, boolean, choice, integer, unknown
 from planner.context.context import AutoParallelContext
 from planner.context.errors import ContextError
+from planner.context.exchange import exchange_of
 from planner.context.keys import KEYS
 from planner.context.layers import LayerSettings, layer_settings
 from planner.context.mindformers_keys import (
@@ -24,6 +25,7 @@ from planner.context.mindformers_keys import (
 )
 from planner.context.requests import pins_of, searched_mode
 from planner.context.unsupported import check_supported
+from planner.strategy.exchange import Exchange
 from simulator.errors import UnsupportedError
 
 OTHER_CONFIG = ("use_seq_parallel", "vocab_emb_dp", "context_parallel_algo", "gradient_aggregation_group")
@@ -64,15 +66,26 @@ class Translated:
             return 1
         return int(self.context.get("device_num")) if self.context.is_set("device_num") else None
 
-    def check_supported(self, precision: str) -> None:
+    @property
+    def _searched(self) -> AutoParallelContext:
+        """The context, in the mode in which it is searched."""
+        if not self.configured:
+            return self.context
+        context = self.context.copy()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            context.set(parallel_mode="auto_parallel")
+        return context
+
+    @property
+    def exchange(self) -> Exchange:
+        """What the keys of ``parallel`` say of messages, gradients and data."""
+        return exchange_of(self._searched)
+
+    def check_supported(self) -> None:
         """Raise UnsupportedError for a key of ``parallel`` that nothing follows yet."""
-        context = self.context
-        if self.configured:
-            context = context.copy()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                context.set(parallel_mode="auto_parallel")
-        check_supported(context, precision)
+        context = self._searched
+        check_supported(context)
         if context.counts("strategy_ckpt_load_file") and context.get("strategy_ckpt_load_file"):
             path = context.get("strategy_ckpt_load_file")
             raise UnsupportedError(

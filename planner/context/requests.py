@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from planner.context.checks import unknown
 from planner.context.context import AutoParallelContext
 from planner.context.errors import ContextError
+from planner.context.exchange import exchange_of, exchange_pins
 from planner.context.keys import KEYS
 from planner.context.unsupported import check_supported
 from planner.request import PlanRequest
@@ -15,12 +17,11 @@ from planner.request import PlanRequest
 if TYPE_CHECKING:
     from planner.networks.network import Network
 
-FUSION_MB = 64
-"""Size of fused messages in mode auto."""
 THRESHOLD_KB = 64
 """Parameters of less stay whole where the parallel optimizer is on and no threshold is given."""
 LEVELS: Mapping[str, str] = {"level1": "zero1", "level2": "zero2", "level3": "zero3"}
 OPTIONS = ("global_batch", "sequence_length", "precision", "optimizer", "hints", "marks", "top", "sensitivity")
+NAMES = (*OPTIONS, "layerwise_parallel")
 DATA_ONLY: Mapping[str, str] = {
     **dict.fromkeys(("tp", "pp", "cp", "ep"), "1"),
     "recompute": "none",
@@ -47,7 +48,8 @@ def request_of(
         More pins than the context's.
     **options
         Other fields of the request: ``global_batch``, ``sequence_length``, ``precision``, ``optimizer``, ``hints``,
-        ``marks``, ``top``, ``sensitivity``.
+        ``marks``, ``top``, ``sensitivity``; and ``layerwise_parallel``, names or patterns of parameters of which every
+        rank has its own in ``hybrid_parallel``.
 
     Raises
     ------
@@ -57,10 +59,11 @@ def request_of(
         A key is set to what neither plan, simulation nor execution follow.
     """
     for name in options:
-        if name not in OPTIONS:
-            raise ContextError(f"a plan has {unknown(name, ('pins', *OPTIONS)).replace('key', 'option', 1)}")
+        if name not in NAMES:
+            raise ContextError(f"a plan has {unknown(name, ('pins', *NAMES)).replace('key', 'option', 1)}")
     check_mode_is_said(context)
-    check_supported(context, options.get("precision") or usual_precision(hardware))
+    check_supported(context)
+    exchange = replace(exchange_of(context), layerwise=_layerwise(context, options.pop("layerwise_parallel", ())))
     own = pins_of(context)
     for name, text in (pins or {}).items():
         if own.get(name, text) != text:
@@ -74,8 +77,21 @@ def request_of(
         parallel_mode=searched_mode(context),
         search_mode=context.get("search_mode"),
         pins={**own, **(pins or {})},
+        exchange=exchange,
         **options,
     )
+
+
+def _layerwise(context: AutoParallelContext, names: Any) -> tuple[str, ...]:
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ContextError(f"layerwise_parallel={names!r}: give a list of names of parameters, for example ['head.*']")
+    mode = context.get("parallel_mode")
+    if names and mode != "hybrid_parallel":
+        raise ContextError(
+            f"layerwise_parallel={list(names)} with parallel_mode={mode}: only hybrid_parallel leaves parameters out "
+            f"of the gradients' aggregation; set parallel_mode='hybrid_parallel'"
+        )
+    return tuple(names)
 
 
 def check_mode_is_said(context: AutoParallelContext) -> None:
@@ -113,19 +129,11 @@ def pins_of(context: AutoParallelContext) -> dict[str, str]:
         found["pp"] = str(context.get("pipeline_stages"))
     if context.counts("grad_accumulation_step"):
         found["micro_batches"] = str(context.get("grad_accumulation_step"))
-    if context.counts("comm_fusion"):
-        found |= _fusion_pins(context.get("comm_fusion"))
+    for name, text in exchange_pins(context).items():
+        found.setdefault(name, text)
     if context.counts("enable_parallel_optimizer"):
         found |= _optimizer_pins(context)
     return found
-
-
-def _fusion_pins(fusion: Mapping[str, Any]) -> dict[str, str]:
-    """One size for all messages; `check_supported` has seen that they agree."""
-    settings = [setting for kind, setting in fusion.items() if kind != "openstate"]
-    if not settings:
-        return {"bucket_mb": str(FUSION_MB)} if fusion.get("openstate") else {}
-    return {"bucket_mb": str(settings[0]["config"] or FUSION_MB)}
 
 
 def _optimizer_pins(context: AutoParallelContext) -> dict[str, str]:
@@ -139,6 +147,9 @@ def _optimizer_pins(context: AutoParallelContext) -> dict[str, str]:
     }
     if "optimizer_weight_shard_size" in config:
         found["shard_size"] = str(config["optimizer_weight_shard_size"])
+    elif found["sharding_threshold_kb"] == "0" and context.get("parallel_mode") == "data_parallel":
+        # Shards over all ranks are those of the search over configurations, whose operators split the batch alone.
+        found["shard_size"] = str(context.get("device_num"))
     return found
 
 

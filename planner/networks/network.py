@@ -39,7 +39,7 @@ class Network:
     ``forward(*inputs)`` is the scalar mean loss. ``depth`` is the number of equal blocks, if ``make`` can
     leave some out. ``content`` identifies what the graph depends on; empty: never cached. ``decoder`` is
     set for known families: their graph is written from it, without torch, equal to the capture's. ``marks`` are
-    those that the network's own code has on its modules.
+    those that the network's own code has on its modules, ``layerwise`` the parameters it marks as each rank's own.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Network:
     notes: tuple[str, ...] = ()
     decoder: Decoder | None = None
     marks: Marks | None = None
+    layerwise: tuple[str, ...] = ()
 
     def capture(self) -> OperatorGraph:
         """Return the operator graph at batch 1, from the cache where it can."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from planner.context.layerwise import marked_layerwise
 from planner.context.marks import marks_of
 from planner.graph.capture_errors import is_library, short_path
 from planner.networks.network import Family, InputSpec, Network
@@ -98,6 +99,7 @@ def _described(
         inputs=inputs,
         make=lambda depth: make(),
         marks=marks_of(module),
+        layerwise=marked_layerwise(module),
     )
 
 

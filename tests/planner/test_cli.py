@@ -155,7 +155,7 @@ def test_infeasible_is_a_result_with_exit_code_3(monkeypatch: pytest.MonkeyPatch
         ([*PLAN, "--pin", "tp=3"], ["tp=3"]),
         ([*PLAN, "--pin", "recompute=half"], ["'half' is no value of recompute"]),
         ([*PLAN, "--search-mode", "guess"], ["'guess'", "dynamic_programming"]),
-        ([*PLAN, "--parallel-mode", "hybrid_parallel"], ["hybrid_parallel", "not supported yet"]),
+        ([*PLAN, "--parallel-mode", "hybrid_parallel", "--pin", "tp=2"], ["hybrid_parallel", "tp=2"]),
         ([*PLAN, "--precision", "fp8"], ["fp8", "float8", "--precision bf16"]),
         ([*PLAN, "--optimizer", "adamx"], ["'adamx'", "adamw"]),
         ([*PLAN, "--global-batch", "7", "--pin", "dp=8"], ["7"]),

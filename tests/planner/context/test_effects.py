@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 import planner
 from planner import AutoParallelContext, ContextError, Planned, planning
+from planner.context.entry import refuse_all_to_alls
 from planner.graph.scaling import at_precision
 from planner.instructions import Communicate
 from planner.lowering.checked import lower
@@ -54,16 +56,16 @@ def test_stages_and_accumulation() -> None:
 
 
 def test_the_size_of_messages_is_that_of_the_simulated_program() -> None:
-    one_axis = {"dp": "8", "optimizer_sharding": "none", "recompute": "none"}
+    mode = {"parallel_mode": "data_parallel"}
     counts = {}
     for size in (1, 64):
-        found = planned(pins=one_axis, comm_fusion={"allreduce": {"mode": "size", "config": size}}).plan
+        found = planned(**mode, comm_fusion={"allreduce": {"mode": "size", "config": size}}).plan
         assert found.bucket_bytes == size * 2**20
         counts[size] = sum(task.collective is Collective.ALL_REDUCE for task in messages(found))
         executed = [i for part in lower(found).instructions for i in part if isinstance(i, Communicate)]
         assert counts[size] == sum(i.collective is Collective.ALL_REDUCE for i in executed)
     assert counts[1] > counts[64] >= 1
-    auto = planned(pins=one_axis, comm_fusion={"allreduce": {"mode": "auto"}}).plan
+    auto = planned(**mode, comm_fusion={"allreduce": {"mode": "auto"}}).plan
     assert auto.bucket_bytes == 64 * 2**20
 
 
@@ -173,7 +175,9 @@ def test_a_plan_with_all_to_alls_is_refused_where_they_are_off(tmp_path: Path) -
     pins |= {"recompute": "none", "optimizer_sharding": "zero1", "shard_size": "2", "offload_optimizer": "false"}
     found = planned("zoo:gpt2", pins=pins, enable_alltoall=True, strategy_ckpt_save_file=path).plan
     assert found.context_algorithm == "all_to_all"
-    with pytest.raises(UnsupportedError, match="enable_alltoall=True"):
+    with pytest.raises(UnsupportedError, match=r"enable_alltoall=False contradicts .*all_to_all.*enable_alltoall=True"):
+        refuse_all_to_alls(replace(found, exchange=replace(found.exchange, all_to_all=False)), "dgx-a100")
+    with pytest.raises(ContextError, match="has all_to_all=True, and the context asks for False"):
         planned("zoo:gpt2", pins=pins, enable_alltoall=False, strategy_ckpt_load_file=path)
 
 

@@ -209,9 +209,6 @@ def test_what_is_wrong_is_said(
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ({"parallel": {"parallel_mode": 3}}, ("hybrid_parallel",)),
-        ({"parallel": {"full_batch": True}}, ("full_batch=True", "leave it out")),
-        ({"parallel": {"dataset_strategy": [[2, 1]]}}, ("dataset_strategy=((2, 1),)",)),
         ({"parallel": {"pipeline_config": {"pipeline_interleave": True}}}, ("parallel.pipeline_config",)),
         ({"parallel": {"strategy_ckpt_load_file": "a.json"}}, ("meshwright simulate a.json",)),
         ({"parallel_config": {"context_parallel_algo": "hybrid_cp"}}, ("hybrid_cp", "ulysses_cp")),
