@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,11 @@ _PRODUCTS = {
 """Devices reach much the same part of their peak in convolutions; held tight, so that the few sources of one device,
 whose hosts may be slow, do not make a slow device of it. Without tensor units the peak is easily reached, and
 Winograd's algorithm needs fewer operations than are counted."""
+_OLD_PRODUCTS = {"hopper": 0.63, "blackwell": 0.63}
+"""Share of the peak that ``mma`` instructions reach where tensor units want asynchronous products of warp groups, which
+few convolutions use (Luo et al., arXiv:2402.13499, section on tensor cores)."""
+_KNOWN_DEVICES = {"volta": ("half", "single"), **dict.fromkeys(("ampere", "hopper", "blackwell"), ("half", "tf32"))}
+"""Devices that are predicted without a row of theirs, by what is expected of them."""
 DEVICE_PRIORS = {
     "memory": Prior(centre=0.85, spread=0.1),
     "grouped": Prior(centre=0.12, spread=0.8),
@@ -113,7 +118,7 @@ def priors_of(runs: Sequence[TrainingRun]) -> dict[tuple[str, str, str], Prior]:
     found: dict[tuple[str, str, str], Prior] = {}
     for run in runs:
         family, stack = family_of(run.hardware.device_name), str(run.setup.stack)
-        found["devices", family, product_kind(run)] = _PRODUCTS[product_kind(run)]
+        found["devices", family, product_kind(run)] = _product_prior(family, product_kind(run))
         device = DEVICE_PRIORS | SINK_PRIORS if family.startswith("ascend") else DEVICE_PRIORS
         found |= {("devices", family, name): prior for name, prior in device.items()}
         software = STACK_PRIORS | dict(STACK_OWN_PRIORS.get(stack, {}))
@@ -122,7 +127,15 @@ def priors_of(runs: Sequence[TrainingRun]) -> dict[tuple[str, str, str], Prior]:
         host = PYTHON_HOST_PRIORS if run.setup.stack is Stack.MINDSPORE_TOOLKIT else HOST_PRIORS
         if kind in host:
             found["stacks", stack, f"host_{kind.replace(' ', '_')}_s"] = host[kind]
+    for family, kinds in _KNOWN_DEVICES.items():
+        expected = {kind: _product_prior(family, kind) for kind in kinds} | DEVICE_PRIORS
+        found |= {("devices", family, name): prior for name, prior in expected.items()}
     return found
+
+
+def _product_prior(family: str, kind: str) -> Prior:
+    usual = _PRODUCTS[kind]
+    return replace(usual, centre=usual.centre * _OLD_PRODUCTS.get(family, 1.0))
 
 
 def fit_layered(rows: Sequence[MeasuredRow], near: LayeredCoefficients | None = None) -> LayeredFit:

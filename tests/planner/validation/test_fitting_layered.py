@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from planner.estimate.layered import lookup
 from planner.estimate.layered_work import LayeredCoefficients, predict_layered
@@ -49,4 +50,13 @@ def test_sources_left_out_are_predicted_by_the_others() -> None:
 def test_coefficients_belong_to_families_and_stacks_only() -> None:
     runs = [row.run for row in made_rows() if row.run]
     groups = {(part, group) for part, group, _ in priors_of(runs)}
-    assert groups == {("devices", "ampere"), ("stacks", "eager")}
+    devices = {("devices", family) for family in ("volta", "ampere", "hopper", "blackwell")}
+    assert groups == {*devices, ("stacks", "eager")}
+
+
+def test_devices_without_rows_are_as_expected_of_them() -> None:
+    devices = fit_layered(made_rows()).coefficients.devices
+    # Convolutions use the tensor units of Hopper as those of its predecessors.
+    assert devices["hopper"]["half"] == pytest.approx(0.63 * 0.45, rel=1e-3)
+    assert devices["volta"]["half"] == pytest.approx(0.45, rel=1e-3)
+    assert devices["ampere"]["half"] != pytest.approx(0.45, rel=1e-3)
