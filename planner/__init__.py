@@ -12,6 +12,7 @@ from planner.context.entry import Planned, plan
 from planner.context.errors import ContextError, IgnoredKeyWarning
 from planner.context.marks import recompute, set_comm_fusion, set_pipeline_stage
 from planner.context.pipeline import Pipeline
+from planner.context.shard import shard
 
 __all__ = [
     "AutoParallel",
@@ -28,4 +29,5 @@ __all__ = [
     "set_auto_parallel_context",
     "set_comm_fusion",
     "set_pipeline_stage",
+    "shard",
 ]

@@ -61,6 +61,7 @@ __all__ = [
 KIB = 1024
 RESCORED = 5
 """So many of the best plans by the closed form are simulated, however few are asked for: the best is the same."""
+SEMI_AUTOMATIC = "semi_auto_parallel"
 NEAR_ENOUGH = 1.25
 """Operators are searched one by one where plans of one stage cost up to so many times the best."""
 
@@ -139,6 +140,10 @@ def plan_network(
     tables = shared.at(dtype)
     graph = tables.graph
     even, choices = tables.aligned
+    pins, placed = _marked(request, network, graph, tables, pins)
+    if placed is not None:
+        request = replace(request, hints=(*request.hints, *placed.hints()))
+    pins = _semi_automatic(request, pins)
     space = Space(
         graph=even,
         decisions=choices,
@@ -150,10 +155,10 @@ def plan_network(
         bucket_bytes=bucket,
         search_mode=request.search_mode,
         hints=request.hints,
+        rest_by_data=request.parallel_mode == SEMI_AUTOMATIC,
     )
     base = _base_plan(request, network, graph, hardware, precision, update.name, batch, bucket)
     ruled = time.perf_counter()
-    pins, placed = _marked(request, network, graph, tables, pins)
     search = Configured(
         graph=graph,
         hardware=hardware,
@@ -234,6 +239,17 @@ def _marked(
     return replace(pins, by_unit=bool(marks.stages or marks.recompute)), placed
 
 
+def _semi_automatic(request: PlanRequest, pins: Pins) -> Pins:
+    """Pins with which nothing but the batch is sharded, where no operator is configured in semi-automatic mode.
+
+    There are as many pipeline stages as are asked for.
+    """
+    if request.parallel_mode != SEMI_AUTOMATIC:
+        return pins
+    pins = replace(pins, pp=pins.pp or 1)
+    return pins if request.hints else replace(pins, tp=pins.tp or 1, cp=pins.cp or 1, ep=pins.ep or 1)
+
+
 def _searches_configurations(request: PlanRequest, pins: Pins, search: Configured) -> bool:
     """Whether pipelines, recomputation and the like are searched; UnsupportedError where they are asked for but not."""
     unusual = request.search_mode != "dynamic_programming" or bool(request.hints) or pins.batch_only
@@ -242,7 +258,7 @@ def _searches_configurations(request: PlanRequest, pins: Pins, search: Configure
         if not pins.one_stage and _falls_back(request, pins):
             check_pins(search.extent(pins))
             return True
-        named = " ".join(f"{name}={value}" for name, value in pins.named().items())
+        named = " ".join(f"{name}={value}" for name, value in pins.named().items()) or "of single modules"
         what = "hints decide operators" if request.hints else f"parallel mode {request.parallel_mode!r} shards batches"
         refusal = UnsupportedError(
             f"pins {named} ask for more than data and tensor parallelism, and {what} in plans of one stage that keep "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from planner.strategy.exchange import UNASKED, Exchange
-from simulator.errors import InputError, UnsupportedError
+from simulator.errors import InputError
 
 if TYPE_CHECKING:
     from planner.context.marks import Marks
@@ -163,7 +163,7 @@ def _value(name: str, text: str) -> int | str | bool:
 
 
 def read_pins(request: PlanRequest) -> Pins:
-    """Check modes and pins; UnsupportedError for what no search covers yet.
+    """Check modes and pins.
 
     Raises
     ------
@@ -172,11 +172,6 @@ def read_pins(request: PlanRequest) -> Pins:
     """
     one_of(request.search_mode, SEARCH_MODES, "search mode")
     one_of(request.parallel_mode, PARALLEL_MODES, "parallel mode")
-    if request.parallel_mode == "semi_auto_parallel":
-        raise UnsupportedError(
-            f"parallel mode {request.parallel_mode!r} is not supported yet; use auto_parallel with --pin, "
-            "data_parallel or stand_alone"
-        )
     if request.parallel_mode == "stand_alone" and request.devices != 1:
         raise InputError(f"parallel mode stand_alone runs on one device, not {request.devices}; use --devices 1")
     pins = Pins(**{name: _value(name, text) for name, text in request.pins.items()})  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ forward pass do.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +22,8 @@ from planner.graph.recompute import MODES, recomputed
 from planner.graph.unfolding import run_start
 from planner.request import Pins
 from planner.search.configurations.pin_checks import CHUNKS
+from planner.search.problem.cuts import OperatorCuts
+from planner.search.problem.hints import Hint
 from planner.search.stages.unit_pins import UnitPins
 from simulator.errors import UnsupportedError
 from simulator.program import Phase
@@ -30,6 +33,7 @@ WRAPPERS = ("_backbone", "network", "module")
 
 
 Value = TypeVar("Value")
+_INDEX = re.compile(r"\.\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +194,19 @@ class PlacedMarks:
     def unit_pins(self) -> UnitPins:
         """What marks fix of single units."""
         return UnitPins(cuts=self.cuts(), modes=self.modes())
+
+    # Strategies of operators
+
+    def hints(self) -> tuple[Hint, ...]:
+        """Strategies as hints; modules that are alike but for indices in their names and have the same share one."""
+        groups: dict[tuple[str, OperatorCuts], list[str]] = {}
+        for name, cuts in self.marks.cuts.items():
+            path = self._path(name, "shard")
+            groups.setdefault((_INDEX.sub(".*", path), cuts), []).append(path)
+        return tuple(
+            Hint(pattern=pattern if len(paths) > 1 else paths[0], cuts=cuts, modules=frozenset(paths))
+            for (pattern, cuts), paths in groups.items()
+        )
 
     # Fusion
 

@@ -19,6 +19,7 @@ from planner.context.layerwise import marked_layerwise
 from planner.context.marks import marks_of
 from planner.graph.capture_errors import is_library, short_path
 from planner.networks.network import Family, InputSpec, Network
+from planner.networks.sharded_call import know_calls
 from simulator.errors import InputError, NetworkError
 
 CONTRACT = (
@@ -138,6 +139,7 @@ def _call(place: str, factory: Callable[[], Any]) -> tuple[nn.Module, tuple[Tens
     if not isinstance(result, (tuple, list)) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
         raise NetworkError(f"network 'py:{place}': the factory returns {_kind(result)}; it must {CONTRACT}")
     module, inputs = result[0], result[1]
+    know_calls(module)
     inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
     if not isinstance(inputs, (tuple, list)) or not inputs or not all(isinstance(i, Tensor) for i in inputs):
         raise NetworkError(f"network 'py:{place}': the factory's inputs are {_kind(inputs)}; it must {CONTRACT}")

@@ -6,13 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
+from planner.context.errors import ContextError
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.request import Pins
 from planner.search import dynamic_programming, recursive_programming, sharding_propagation
 from planner.search.dynamic_programming import fastest, least_bytes
+from planner.search.problem.by_data import FREE_AXES, rest_by_data
 from planner.search.problem.costs import MeshCosts
-from planner.search.problem.hints import Hint, constrained
+from planner.search.problem.hints import Hint, check_cuts, constrained, targets
 from planner.search.problem.problem import Problem, Setting
 from planner.search.problem.solution import Solution
 from planner.search.problem.variables import Decisions
@@ -36,7 +38,10 @@ HOPELESS = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """Everything that is fixed for all candidates of one request; ``graph`` is at batch 1."""
+    """Everything that is fixed for all candidates of one request; ``graph`` is at batch 1.
+
+    With ``rest_by_data`` operators without a hint shard the batch (`planner.search.problem.by_data`).
+    """
 
     graph: OperatorGraph
     decisions: Decisions
@@ -48,6 +53,7 @@ class Space:
     bucket_bytes: int
     search_mode: str = "dynamic_programming"
     hints: tuple[Hint, ...] = ()
+    rest_by_data: bool = False
 
     def solve(self, problem: Problem, limit_bytes: float) -> tuple[Solution | None, tuple[str, ...]]:
         """Search one problem in the space's mode; messages are those about hints."""
@@ -102,7 +108,7 @@ def meshes(space: Space) -> list[tuple[int, int]]:
     """
     devices, pins, batch = space.devices, space.pins, space.global_batch
     pairs = [(d, devices // d) for d in range(1, devices + 1) if devices % d == 0]
-    pinned = [(d, t) for d, t in pairs if pins.dp in (None, d) and pins.tp in (None, t)]
+    pinned = _that_can_cut(space, [(d, t) for d, t in pairs if pins.dp in (None, d) and pins.tp in (None, t)])
     if pins.storage == "sharded":
         # Parameters are sharded along the data axis, so there has to be one.
         pinned = [(d, t) for d, t in pinned if d > 1] or pinned
@@ -125,6 +131,28 @@ def meshes(space: Space) -> list[tuple[int, int]]:
     return fitting
 
 
+def _that_can_cut(space: Space, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Meshes whose axes can cut tensors as hints have it; the data axis alone where it suffices for those and the rest.
+
+    Raises
+    ------
+    ContextError
+        No mesh can.
+    """
+    cuts = [hint for hint in space.hints if hint.cuts is not None]
+    found = [(d, t) for d, t in pairs if all(hint.cuts.fits_mesh((d, t)) for hint in cuts if hint.cuts)]
+    if pairs and not found:
+        apart = next((h for h in cuts if h.cuts and not any(h.cuts.fits_mesh(pair) for pair in pairs)), None)
+        asked = str(apart) if apart is not None else " and ".join(str(hint) for hint in cuts)
+        raise ContextError(
+            f"strategy {asked} on {space.devices} devices: no mesh of two axes, data × tensor, cuts so"
+            f"{'' if apart is not None else ' for all of them at once'}; use numbers of parts that are 1, one of two "
+            f"factors of {space.devices}, or their product"
+        )
+    only = [pair for pair in found if pair[1] == 1]
+    return only if space.rest_by_data and only and len(cuts) == len(space.hints) else found
+
+
 def explore(
     space: Space, limit_bytes: float, *, incumbent_s: float = float("inf"), wanted: int | None = None
 ) -> Iterator[Found | Misfit]:
@@ -138,11 +166,23 @@ def explore(
     """
     waiting: list[tuple[float, int, int, _Shape]] = []
     graphs: dict[int, OperatorGraph] = {}
+    refused: InputError | None = None
+    possible = False
     for data, tensor in meshes(space):
         shape = _Shape(space, data, tensor, graphs)
-        work = shape.problem(shape.counts[0]).least_work_s
+        try:
+            work = shape.problem(shape.counts[0]).least_work_s
+            if space.hints and space.search_mode == "sharding_propagation":
+                check_cuts(shape.problem(shape.counts[0]), space.hints)
+        except ContextError as error:
+            # Another mesh may be able to.
+            refused = error
+            continue
+        possible = True
         if work <= NEAR_ENOUGH * incumbent_s:
             heappush(waiting, (work, tensor, data, shape))
+    if refused is not None and not possible:
+        raise refused
     known = [incumbent_s]
     while waiting:
         bound, tensor, data, shape = heappop(waiting)
@@ -261,8 +301,11 @@ def _problem(space: Space, costs: MeshCosts, count: int, graph: OperatorGraph) -
         storage=space.pins.storage,
         batch_only=space.pins.batch_only,
         sharded_gradients=space.pins.optimizer_sharding == "zero2",
+        free_axes=FREE_AXES if space.rest_by_data or any(hint.cuts for hint in space.hints) else frozenset(),
     )
     problem = Problem(graph, space.decisions, setting)
+    if space.rest_by_data:
+        problem = rest_by_data(problem, targets(problem, space.hints).keys())
     # Propagation settles contradictions between hints itself.
     free = not space.hints or space.search_mode == "sharding_propagation"
     return problem if free else constrained(problem, space.hints)

@@ -241,11 +241,16 @@ class Descent:
         Along one axis after the other, heaviest first; and along all axes at once in the order of `by_distance`, with
         everything decided in its turn, and with only `late` not folded before its turn.
         """
-        start = unsplit(self.tables)
+        start = [self._allowed(instance, state) for instance, state in enumerate(unsplit(self.tables))]
         openings = [self._axis_by_axis(start, by_weight)]
         openings += [self.round(start, by_distance, waiting, None)[0] for waiting in (by_distance, late)]
         settled = [self.settle(states, by_weight, 1) for states in openings]
         return self.settle(min(settled, key=self.total), by_weight, SWEEPS)
+
+    def _allowed(self, instance: int, state: int) -> int:
+        """The state, or the cheapest that is allowed: several axes may have to change for it."""
+        mask = self.allowed.get(instance)
+        return state if mask is None or mask[state] else int(self.unary[instance].argmin())
 
     def _axis_by_axis(self, start: Sequence[int], order: Sequence[int]) -> list[int]:
         """Decide every axis, outermost first, with light operators folded and then without."""

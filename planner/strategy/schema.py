@@ -189,7 +189,7 @@ class StrategyModel(_Strict):
     batch: BatchModel
     data_sharding: dict[Text, Text]
     stages: Annotated[list[StageModel], Field(min_length=1)]
-    parallel_mode: Literal["stand_alone", "data_parallel", "hybrid_parallel", "auto_parallel"]
+    parallel_mode: Literal["stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel", "auto_parallel"]
     search_mode: Literal["dynamic_programming", "recursive_programming", "sharding_propagation"]
     recompute: RecomputeModel
     optimizer_sharding: Literal["none", "zero1", "zero2", "zero3"]

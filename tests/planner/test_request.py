@@ -79,7 +79,6 @@ def test_wrong_pins_and_modes_are_refused(fields: Mapping[str, object], texts: t
 @pytest.mark.parametrize(
     "fields",
     [
-        {"parallel_mode": "semi_auto_parallel"},
         {"pins": {"schedule": "dualpipe", "pp": "2"}},
     ],
 )

@@ -1,8 +1,9 @@
 """Hints: placements that a user gives to some operators, by pattern of their names.
 
-A hint speaks of one mesh axis. Its pattern is that of `fnmatch`; with a ``/`` it is matched with names of operators
-(``blocks.*.expand/addmm``), else with names of parameters and inputs, and with the module of products, convolutions
-and attentions (``blocks.*.expand``). Layers of a run are matched one by one, by the names they would have unfolded.
+A hint speaks of one mesh axis, or says in how many parts dims are cut (`planner.search.problem.cuts`). Its pattern is
+that of `fnmatch`; with a ``/`` it is matched with names of operators (``blocks.*.expand/addmm``), else with names of
+parameters and inputs, and with the module of products, convolutions and attentions (``blocks.*.expand``). Layers of a
+run are matched one by one, by the names they would have unfolded.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from planner.context.checks import strategy
+from planner.context.errors import ContextError
 from planner.graph.operator_graph import Node, OperatorGraph, Role
+from planner.search.problem.cuts import OperatorCuts, main_operator, operand_cuts
 from planner.search.problem.problem import Cost, Problem
 from planner.search.problem.solution import block_index, template_name
 from planner.sharding.placement import Placement, parse_placement, placement_name
 from planner.sharding.rules import Rule
+from planner.strategy import mindspore
 from simulator.errors import InputError, UnsupportedError
 from simulator.program import Phase
 
@@ -38,15 +43,20 @@ Placed = tuple[Placement | None, ...]
 class Hint:
     """Placements of the inputs and outputs of the operators that `pattern` names, along mesh axis `axis`.
 
-    Empty ``inputs`` or ``outputs`` say nothing about them.
+    Empty ``inputs`` or ``outputs`` say nothing about them. With ``cuts`` in their place no axis is named. ``modules``
+    are those that the hint is for, where it is for these alone.
     """
 
     pattern: str
-    axis: str
+    axis: str = ""
     inputs: Placed = ()
     outputs: Placed = ()
+    cuts: OperatorCuts | None = None
+    modules: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        if self.cuts is not None:
+            return
         if self.axis not in AXES:
             near = difflib.get_close_matches(self.axis, AXES, 1)
             meant = f"; did you mean {near[0]!r}?" if near else ""
@@ -61,6 +71,8 @@ class Hint:
         return wild, -len(self.pattern)
 
     def __str__(self) -> str:
+        if self.cuts is not None:
+            return f"{self.pattern!r} ({self.cuts})"
         sides = (("inputs", self.inputs), ("outputs", self.outputs))
         said = ", ".join(f"{name} {_names(placed)}" for name, placed in sides if placed)
         return f"{self.pattern!r} ({self.axis}: {said})"
@@ -80,7 +92,9 @@ def hint(pattern: str, axis: str, *, inputs: Sequence[str] = (), outputs: Sequen
 
 
 def load_hints(path: str | Path) -> tuple[Hint, ...]:
-    """Read hints from a YAML list of ``{operators, axis, inputs, outputs}``.
+    """Read hints from a YAML list of ``{operators, axis, inputs, outputs}`` or ``{operators, in_strategy}``.
+
+    A JSON strategy file of MindSpore is read as well: the parts that it cuts the inputs of operators in.
 
     Raises
     ------
@@ -91,12 +105,32 @@ def load_hints(path: str | Path) -> tuple[Hint, ...]:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"hints {str(path)!r} cannot be read: {' '.join(str(error).split())}") from error
+    if mindspore.is_mindspore(content):
+        found = mindspore.parts_by_operator(content, str(path)).items()
+        return tuple(Hint(pattern=name, cuts=OperatorCuts(inputs=parts)) for name, parts in found if parts)
     if not isinstance(content, list):
         raise InputError(f"hints {str(path)!r}: write a list of hints, each with operators, axis and inputs or outputs")
     return tuple(_read(f"{path}: hint {number}", item) for number, item in enumerate(content, 1))
 
 
+def _read_cuts(place: str, item: Mapping[str, object]) -> Hint:
+    known = ("operators", "in_strategy", "out_strategy")
+    unknown = next((key for key in item if key not in known), None)
+    if unknown is not None or not isinstance(item.get("operators"), str) or "in_strategy" not in item:
+        raise InputError(f"{place} has {unknown or 'no name or strategy'!r}; it takes {', '.join(known)}")
+
+    def read(key: str) -> tuple[tuple[int, ...], ...]:
+        rows = item[key]
+        tuples = tuple(tuple(row) if isinstance(row, list) else row for row in rows) if isinstance(rows, list) else rows
+        return strategy(f"{place}: {key}", tuples)
+
+    outputs = read("out_strategy") if "out_strategy" in item else ()
+    return Hint(pattern=str(item["operators"]), cuts=OperatorCuts(inputs=read("in_strategy"), outputs=outputs))
+
+
 def _read(place: str, item: object) -> Hint:
+    if isinstance(item, dict) and ("in_strategy" in item or "out_strategy" in item):
+        return _read_cuts(place, item)
     known = ("operators", "axis", "inputs", "outputs")
     if not isinstance(item, dict) or not {"operators", "axis"} <= item.keys() <= set(known):
         raise InputError(f"{place} has other keys than {', '.join(known)}; operators and axis are needed")
@@ -143,15 +177,11 @@ def targets(problem: Problem, hints: Sequence[Hint]) -> Targets:
     found: dict[int, dict[int, tuple[Target, ...]]] = {}
     names = list(_named(problem.graph)) if hints else []
     for number, item in enumerate(hints):
-        matching = re.compile(translate(item.pattern)).match
         matched = False
-        for index, layer, name in names:
-            if not matching(name if "/" in item.pattern else name.partition("/")[0]):
-                continue
-            if "/" not in item.pattern and "/" in name and not problem.graph.nodes[index].flops:
-                continue
+        for index, layer, name in _matching(problem.graph, item, names):
             matched = True
-            _check_count(item, problem.graph.nodes[index], name)
+            if item.cuts is None:
+                _check_count(item, problem.graph.nodes[index], name)
             variable = problem.decisions.of_node[index]
             position = problem.decisions.variables[variable].nodes.index(index)
             layers = found.setdefault(variable, {})
@@ -159,6 +189,51 @@ def targets(problem: Problem, hints: Sequence[Hint]) -> Targets:
         if not matched:
             raise _no_match(item, [name for _, layer, name in names if layer <= 1])
     return found
+
+
+def _matching(
+    graph: OperatorGraph, item: Hint, names: Sequence[tuple[int, int, str]]
+) -> Iterator[tuple[int, int, str]]:
+    """Node, layer and name of all that a hint is for."""
+    matching = re.compile(translate(item.pattern)).match
+    if item.cuts is not None and "/" not in item.pattern:
+        yield from _modules(graph, item, names)
+        return
+    for index, layer, name in names:
+        if not matching(name if "/" in item.pattern else name.partition("/")[0]):
+            continue
+        if "/" in item.pattern or "/" not in name or graph.nodes[index].flops:
+            yield index, layer, name
+
+
+def _modules(graph: OperatorGraph, item: Hint, names: Sequence[tuple[int, int, str]]) -> Iterator[tuple[int, int, str]]:
+    """The one operator of each module that cuts are for.
+
+    Raises
+    ------
+    ContextError
+        A module has several operators, or one of the listed modules has none.
+    """
+    matching = re.compile(translate(item.pattern)).match
+    members: dict[str, list[tuple[int, int, str]]] = {}
+    for entry in names:
+        module, slash, _ = entry[2].partition("/")
+        if slash and (module in item.modules if item.modules else matching(module)):
+            members.setdefault(module, []).append(entry)
+    missing = next(iter(sorted(item.modules - members.keys())), None)
+    if missing is not None:
+        inside = sorted({name.partition("/")[0] for _, _, name in names if name.startswith(f"{missing}.")})
+        inner = f"; shard the modules inside it: {', '.join(inside[:6])}" if inside else "; leave the strategy out"
+        raise ContextError(f"shard of {missing!r} ({item.cuts}): no operator is its own{inner}")
+    for module, entries in members.items():
+        main = main_operator(graph, [index for index, _, _ in entries])
+        if main is None:
+            own = ", ".join(name for _, _, name in entries)
+            raise ContextError(
+                f"hint {item}: module {module!r} has several operators ({own}), and a strategy is for one; name one of "
+                "them in a hints file, or shard the calls one by one"
+            )
+        yield next(entry for entry in entries if entry[0] == main)
 
 
 def _named(graph: OperatorGraph) -> Iterator[tuple[int, int, str]]:
@@ -206,6 +281,8 @@ def mask_of(problem: Problem, variable: int, target: Target, item: Hint) -> NDAr
     InputError
         If it allows none.
     """
+    if item.cuts is not None:
+        return _cuts_mask(problem, variable, target, item)
     states = problem.states[variable]
     names = [axis.name for axis in problem.setting.costs.mesh.axes]
     if item.axis not in names:
@@ -218,6 +295,42 @@ def mask_of(problem: Problem, variable: int, target: Target, item: Hint) -> NDAr
         offered = dict.fromkeys(_described(states.variable.choices[c].rules[target.position]) for c in row)
         why = "what it asks for does not divide, or a pin forbids it" if agrees.any() else "no rule is like that"
         raise InputError(f"hint {item}: {node.name!r} cannot take it: {why}; it offers {'; '.join(offered)}")
+    return allowed
+
+
+def check_cuts(problem: Problem, hints: Sequence[Hint]) -> None:
+    """Raise ContextError where an operator cannot be cut as a hint has it on the problem's mesh."""
+    for variable, layers in targets(problem, [hint for hint in hints if hint.cuts]).items():
+        given = [hint for hint in hints if hint.cuts]
+        for target in {target for found in layers.values() for target in found}:
+            mask_of(problem, variable, target, given[target.hint])
+
+
+def _cuts_mask(problem: Problem, variable: int, target: Target, item: Hint) -> NDArray[np.bool_]:
+    assert item.cuts is not None  # the caller has looked
+    states, mesh = problem.states[variable], problem.setting.costs.mesh
+    index = states.variable.nodes[target.position]
+    node = problem.graph.nodes[index]
+    of_module = "/" not in item.pattern
+    wanted = operand_cuts(
+        problem.graph, index, item.cuts, of_module=of_module, devices=mesh.size, what=f"strategy of {node.name!r}"
+    )
+    allowed = np.ones(len(states), dtype=np.bool_)
+    sizes = np.array(mesh.sizes, dtype=np.int64)[:, None]
+    for side, operands in (("inputs", wanted.inputs), ("outputs", wanted.outputs)):
+        for place, parts in enumerate(operands):
+            if parts is None:
+                continue
+            row = np.array([getattr(c.rules[target.position], side)[place] for c in states.variable.choices])
+            placed = row[states.choice]
+            for dim, number in enumerate(parts):
+                allowed &= np.where(placed == dim, sizes, 1).prod(axis=0) == number
+    if not allowed.any():
+        offered = dict.fromkeys(_described(c.rules[target.position]) for c in states.variable.choices)
+        shape = " × ".join(f"{axis.name} {axis.size}" for axis in mesh.axes) or "one device"
+        raise ContextError(
+            f"hint {item}: {node.name!r} cannot be cut so on {shape}; along one axis it offers {'; '.join(offered)}"
+        )
     return allowed
 
 

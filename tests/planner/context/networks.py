@@ -31,3 +31,40 @@ def make_double_recursion() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module
     planner.recompute(network.relu1)
     planner.recompute(network.relu2)
     return network, (torch.zeros(32, 1, 28, 28), torch.zeros(32, 1)), nn.L1Loss()
+
+
+class Configured(nn.Module):
+    """A column-wise and a row-wise linear layer, and one without a strategy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expand = planner.shard(nn.Linear(64, 128), in_strategy=((2, 1), (4, 1)))
+        self.relu = nn.ReLU()
+        self.contract = planner.shard(nn.Linear(128, 64), in_strategy=((2, 4), (1, 4)))
+        self.product = planner.shard(torch.matmul, in_strategy=((2, 1), (1, 4)), out_strategy=((2, 4),))
+        self.matrix = nn.Parameter(torch.full((64, 32), 0.01))
+        self.last = nn.Linear(32, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.contract(self.relu(self.expand(features)))
+        return self.last(self.product(hidden, self.matrix))  # type: ignore[no-any-return]
+
+
+def make_configured() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    """The network and its loss."""
+    return Configured(), (torch.zeros(32, 64), torch.zeros(32, 1)), nn.L1Loss()
+
+
+def make_loose() -> tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]:
+    """A network that calls a function with a strategy which none of its modules has."""
+    product = planner.shard(torch.matmul, in_strategy=((2, 1), (1, 4)))
+
+    class Loose(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = nn.Parameter(torch.ones(64, 1))
+
+        def forward(self, features: Tensor) -> Tensor:
+            return product(features, self.matrix)  # type: ignore[no-any-return]
+
+    return Loose(), (torch.zeros(32, 64), torch.zeros(32, 1)), nn.L1Loss()
