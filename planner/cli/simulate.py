@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,7 @@ from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
 if TYPE_CHECKING:
-    from planner.cli.reliability import SlowOptions
+    from planner.cli.reliability import Reliability, SlowOptions
     from planner.goodput import StraggledStep
     from planner.instructions import LoweredPlan
     from planner.planning import Prediction
@@ -110,18 +111,10 @@ def simulate(
       meshwright simulate strategy.json --goodput --days 30 --seed 1
     What is not given of failures and storage comes from the profile.
     """
-    from planner.cli.reliability import JobOptions, Reliability, SlowOptions, reliability_document, reliability_report
-    from planner.goodput import checkpoint_bytes
-    from planner.lowering.checked import precision_dtype
-    from planner.prediction import check_products, precision_notes
-    from planner.strategy.file import read_plan
-    from planner.strategy.loading import lower_strategy
-    from planner.work import optimizer
+    from planner.cli.reliability import JobOptions, Reliability, SlowOptions
     from simulator.mixed_cluster import cluster_at
-    from simulator.trace import write_trace
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
-    links = read_shares(slow_link or [])
     given = {
         "device_mtbf_s": device_mtbf,
         "restart_s": restart,
@@ -130,40 +123,83 @@ def simulate(
     }
     job = JobOptions(given=given, interval_s=checkpoint_interval, asynchronous=asynchronous, days=days, seed=seed)
     job.check(wanted=goodput)
+    slow = SlowOptions(ranks=stragglers, slowdown=slowdown, links=read_shares(slow_link or []), seed=seed)
     if slowdown is not None and stragglers is None:
         raise InputError("--slowdown was given without --stragglers; add it")
     if snapshot_bandwidth is not None and not asynchronous:
         raise InputError("--snapshot-bandwidth was given without --async-checkpoint; add it")
     if trace is not None:
         check_out("--trace", trace, (strategy, hardware))
+    extra = Reliability(slow=slow if slow.ranks is not None or slow.links else None, job=job if goodput else None)
+    plan, profile = _read(terminal, strategy, hardware)
+    asked = Simulation(
+        strategy=strategy,
+        plan=plan,
+        hardware=profile,
+        engine=engine,
+        trace=trace,
+        extra=extra,
+        seed=seed,
+        # Slow ranks are simulated at the pace of the slowest type, so the step beside them is, too.
+        cluster=cluster_at(hardware or plan.hardware) if extra.slow is None else None,
+    )
+    if plan.pipeline * plan.virtual > 1:
+        from planner.cli.simulate_pipeline import simulate_pipeline_plan
+
+        simulate_pipeline_plan(terminal, asked, schedule_file)
+    elif schedule_file is not None:
+        raise InputError("--schedule-file orders the passes of a pipeline, but the plan has one stage; leave it out")
+    else:
+        _simulate_stage(terminal, asked)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What is simulated: a plan on a cluster, whose nodes are in ``cluster`` where they are of several types."""
+
+    strategy: Path
+    plan: Plan
+    hardware: Hardware
+    engine: Engine
+    trace: Path | None
+    extra: Reliability
+    seed: int
+    cluster: MixedCluster | None
+
+
+def _read(terminal: Terminal, strategy: Path, hardware: str | None) -> tuple[Plan, Hardware]:
+    """The plan and the profile it is simulated on; says what the profile does not know of the plan's precision."""
+    from planner.lowering.checked import precision_dtype
+    from planner.prediction import check_products, precision_notes
+    from planner.strategy.file import read_plan
+
     plan = read_plan(strategy)
     profile = _profile(terminal, strategy, plan, hardware)
     check_products(profile, precision_dtype(plan.precision))
     for note in precision_notes(profile, precision_dtype(plan.precision)):
         terminal.note(note)
-    slow = SlowOptions(ranks=stragglers, slowdown=slowdown, links=links, seed=seed)
-    extra = Reliability(slow=slow if stragglers is not None or links else None, job=job if goodput else None)
-    # Slow ranks are simulated at the pace of the slowest type, so the step beside them is, too.
-    cluster = cluster_at(hardware or plan.hardware) if extra.slow is None else None
-    if plan.pipeline * plan.virtual > 1:
-        from planner.cli.simulate_pipeline import simulate_pipeline_plan
+    return plan, profile
 
-        simulate_pipeline_plan(
-            terminal, strategy, plan, profile, str(engine), trace, schedule_file, extra, seed, cluster
-        )
-        return
-    if schedule_file is not None:
-        raise InputError("--schedule-file orders the passes of a pipeline, but the plan has one stage; leave it out")
+
+def _simulate_stage(terminal: Terminal, asked: Simulation) -> None:
+    """Simulate a plan of one stage and print what it does, with what was asked of slow ranks and failures."""
+    from planner.cli.reliability import reliability_document, reliability_report
+    from planner.goodput import checkpoint_bytes
+    from planner.strategy.loading import lower_strategy
+    from planner.work import optimizer
+    from simulator.trace import write_trace
+
+    plan, profile, extra, trace = asked.plan, asked.hardware, asked.extra, asked.trace
     with terminal.working(f"simulating {plan.network} on {plan.devices} devices"):
-        lowered = lower_strategy(plan, strategy)
-        prediction, timeline = _predicted(engine, plan, lowered, profile, cluster)
+        lowered = lower_strategy(plan, asked.strategy)
+        prediction, timeline = _predicted(asked.engine, plan, lowered, profile, asked.cluster)
         if trace is not None:
             write_trace(timeline, lowered.program, trace, hardware=profile)
         straggled = None if extra.slow is None else _straggled(lowered, profile, extra.slow)
         size = checkpoint_bytes(lowered, optimizer(plan.optimizer))
         kept = None if extra.job is None else extra.job.goodput(size, plan.devices, profile, timeline.step_time_s)
-    found = _document(strategy, plan, profile, engine, prediction, timeline, lowered.program, trace)
-    found |= reliability_document(prediction, straggled, kept, seed)
+    found = _document(asked.strategy, plan, profile, asked.engine, prediction, timeline, lowered.program, trace)
+    found |= reliability_document(prediction, straggled, kept, asked.seed)
     if terminal.json:
         terminal.document(found)
     elif terminal.quiet:
@@ -172,7 +208,7 @@ def simulate(
         from planner.cli.tables import simulation_report
 
         terminal.show(*simulation_report(plan, profile, prediction, timeline, lowered.program, trace))
-        terminal.show(*reliability_report(prediction, straggled, kept, seed))
+        terminal.show(*reliability_report(prediction, straggled, kept, asked.seed))
 
 
 def _predicted(

@@ -12,33 +12,21 @@ from planner.cli.terminal import Terminal
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from planner.cli.reliability import Reliability
+    from planner.cli.simulate import Simulation
     from planner.goodput import PlanGoodput, StraggledStep
     from planner.lowering.pipeline import PassTasks
     from planner.pipeline_prediction import PipelinePrediction
     from planner.strategy.plan import Plan
     from simulator.hardware import Hardware
-    from simulator.mixed_cluster import MixedCluster
     from simulator.schedules import Schedule
 
 _SHOWN = 10
 
 
-def simulate_pipeline_plan(
-    terminal: Terminal,
-    strategy: Path,
-    plan: Plan,
-    hardware: Hardware,
-    engine: str,
-    trace: Path | None,
-    schedule_file: Path | None,
-    extra: Reliability,
-    seed: int,
-    cluster: MixedCluster | None,
-) -> None:
+def simulate_pipeline_plan(terminal: Terminal, asked: Simulation, schedule_file: Path | None) -> None:
     """Simulate one step of a pipeline and print what it does, with what was asked of slow ranks and failures.
 
-    ``cluster`` are the nodes that `hardware` stands for, where they are of several types.
+    ``schedule_file`` orders the passes of each rank instead of the plan's schedule.
     """
     from planner.cli.reliability import reliability_document, reliability_report
     from planner.pipeline_prediction import write_trace
@@ -46,30 +34,26 @@ def simulate_pipeline_plan(
     from simulator import engine as reference
     from simulator.schedules.exchange import parse_schedule_csv
 
+    plan, hardware = asked.plan, asked.hardware
     schedule = None if schedule_file is None else parse_schedule_csv(schedule_file)
     with terminal.working(f"simulating {plan.network} on {plan.devices} devices"):
-        run = reference.run if engine == "reference" else None
-        found = predict_pipeline_strategy(plan, strategy, hardware, schedule, run, cluster)
-        if trace is not None:
-            write_trace(found, plan, trace)
-        straggled, kept = _reliability(plan, strategy, hardware, found, schedule, extra)
+        run = reference.run if asked.engine == "reference" else None
+        found = predict_pipeline_strategy(plan, asked.strategy, hardware, schedule, run, asked.cluster)
+        if asked.trace is not None:
+            write_trace(found, plan, asked.trace)
+        straggled, kept = _reliability(asked, found, schedule)
     if terminal.json:
-        document = _document(strategy, plan, hardware, engine, found, trace)
-        terminal.document(document | reliability_document(found.prediction, straggled, kept, seed))
+        document = _document(asked, found)
+        terminal.document(document | reliability_document(found.prediction, straggled, kept, asked.seed))
     elif terminal.quiet:
         terminal.line(f"{found.prediction.step_time_s!r}")
     else:
-        terminal.show(*_report(plan, hardware, found, trace))
-        terminal.show(*reliability_report(found.prediction, straggled, kept, seed))
+        terminal.show(*_report(plan, hardware, found, asked.trace))
+        terminal.show(*reliability_report(found.prediction, straggled, kept, asked.seed))
 
 
 def _reliability(
-    plan: Plan,
-    strategy: Path,
-    hardware: Hardware,
-    found: PipelinePrediction,
-    schedule: Schedule | None,
-    extra: Reliability,
+    asked: Simulation, found: PipelinePrediction, schedule: Schedule | None
 ) -> tuple[StraggledStep | None, PlanGoodput | None]:
     from planner.goodput import pipeline_checkpoint_bytes
     from planner.lowering.checked import checked_graph
@@ -77,9 +61,10 @@ def _reliability(
     from planner.pipeline_stragglers import straggle_pipeline
     from planner.strategy.loading import naming
 
+    plan, hardware, extra = asked.plan, asked.hardware, asked.extra
     if extra.slow is None and extra.job is None:
         return None, None
-    with naming(strategy):
+    with naming(asked.strategy):
         graph = checked_graph(plan)
     straggled = kept = None
     if extra.slow is not None:
@@ -128,26 +113,19 @@ def _collectives(work: PassTasks, counts: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _document(
-    strategy: Path,
-    plan: Plan,
-    hardware: Hardware,
-    engine: str,
-    found: PipelinePrediction,
-    trace: Path | None,
-) -> dict[str, Any]:
+def _document(asked: Simulation, found: PipelinePrediction) -> dict[str, Any]:
     from planner.documents import plan_document, prediction_document
 
     work = found.lowered.work
     counts = work.counts(found.lowered.schedule)
     return {
-        "strategy_file": str(strategy),
-        "network": plan.network,
-        "hw": hardware.name,
-        "engine": engine,
+        "strategy_file": str(asked.strategy),
+        "network": asked.plan.network,
+        "hw": asked.hardware.name,
+        "engine": str(asked.engine),
         "step_time_s": found.prediction.step_time_s,
         "prediction": prediction_document(found.prediction),
-        "plan": plan_document(plan, hardware),
+        "plan": plan_document(asked.plan, asked.hardware),
         "ranks": [
             {
                 "rank": rank,
@@ -159,7 +137,7 @@ def _document(
         ],
         "collectives": _collectives(work, counts),
         "operators": _operators(work, counts),
-        "trace": None if trace is None else str(trace),
+        "trace": None if asked.trace is None else str(asked.trace),
     }
 
 
