@@ -18,13 +18,18 @@ from planner.cli.options import (
     natural,
     natural_or_zero,
     rate,
+    read_shares,
     seconds,
 )
+from planner.cli.simulate import Slowdown, SlowLinks, Stragglers
 from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
 if TYPE_CHECKING:
     from planner.execution.run import ExecuteOptions, ExecutionReport
+
+
+STEPS, VIRTUAL_STEPS = 10, 3
 
 
 class Device(StrEnum):
@@ -41,7 +46,10 @@ def execute(
         int | None,
         typer.Option("--processes", parser=natural, metavar="N", help="Local processes; default: the plan's devices."),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", parser=natural, metavar="N", help="Training steps.")] = 10,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", parser=natural, metavar="N", help="Training steps [10; virtual ones 3]."),
+    ] = None,
     data: Annotated[
         str | None, typer.Option("--data", metavar="DATASET", help="Default: a real data set that fits the network.")
     ] = None,
@@ -91,6 +99,12 @@ def execute(
     log_dir: Annotated[
         Path | None, typer.Option("--log-dir", metavar="DIR", help="Keep what every rank says in DIR/device<rank>.")
     ] = None,
+    virtual: Annotated[
+        bool, typer.Option("--virtual", help="Sleep instead of computing: any number of ranks on a few cores.")
+    ] = False,
+    stragglers: Stragglers = None,
+    slowdown: Slowdown = None,
+    slow_link: SlowLinks = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Clock every instruction, and say why the prediction was off.")
     ] = False,
@@ -122,6 +136,8 @@ def execute(
     Save every 100 steps; after a crash, or with another plan for other devices, go on from the newest
       meshwright execute strategy.json --steps 1000 --save run1 --save-every 100
       meshwright execute other.json --steps 1000 --resume run1 --save run1 --save-every 100
+    The order of 64 ranks on this machine's cores, one of them slow: simulated beside run
+      meshwright execute strategy.json --virtual --stragglers 1 --slowdown 1.5
     Under torchrun
       torchrun --nproc-per-node 8 -m planner.cli execute strategy.json --steps 20
     """
@@ -137,7 +153,7 @@ def execute(
     options = ExecuteOptions(
         strategy=strategy,
         processes=processes,
-        steps=steps,
+        steps=STEPS if steps is None else steps,
         data=data,
         verify=verify,
         precision=None if precision is None else str(precision),
@@ -154,6 +170,25 @@ def execute(
         measure=measure,
         trace=trace,
     )
+    links = read_shares(slow_link or [])
+    if (stragglers is not None or slowdown is not None or links) and not virtual:
+        raise InputError("slow ranks and links were given without --virtual, which alone can make some; add it")
+    if virtual:
+        from planner.cli.reliability import SLOWDOWN
+        from planner.cli.virtual import run_virtually
+        from planner.execution.virtual import VirtualOptions
+
+        if top is not None or measure or trace is not None or verify:
+            raise InputError("--virtual computes nothing to verify, measure or compare; leave the other options out")
+        slow = VirtualOptions(
+            steps=VIRTUAL_STEPS if steps is None else steps,
+            slow_ranks=stragglers or 0,
+            slowdown=SLOWDOWN if slowdown is None else slowdown,
+            slow_links=links,
+            seed=seed or 0,
+        )
+        run_virtually(terminal, strategy, slow, out)
+        return
     if top is not None:
         from planner.cli.shoot_out import run_shoot_out
 

@@ -163,9 +163,9 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient)
-        return gradient
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
 
 
 class _Leave(torch.autograd.Function):
@@ -173,9 +173,9 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
-        value = value.contiguous()
-        dist.all_reduce(value)
-        return value
+        total = value.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

@@ -10,13 +10,13 @@ import numpy as np
 from planner.execution.machine import FINISH, RUN, START
 from planner.execution.measuring import RECEIVE, REDUCTION, RankRecord
 from planner.execution.recorded import FloatArray, RankTimes, quiet_tasks, rank_times
+from planner.execution.virtual_script import predicted_times
 from planner.instructions import LoweredPlan, LoweredStages
 from planner.prediction import ROUNDING
 from planner.strategy.plan import Plan
 from simulator.hardware import Hardware
-from simulator.program import COMPUTE_STREAM, Program, ProgramAxis, Segment, Task
+from simulator.program import COMPUTE_STREAM, Task
 from simulator.timeline import Timeline
-from simulator.timing import task_times
 
 OPERATORS, MESSAGES, REST = "operators", "messages", "rest"
 WAITING, STAGES, BETWEEN = "waiting for other ranks", "waiting for other stages", "between instructions"
@@ -117,7 +117,7 @@ def compare(
     quiet = [quiet_tasks(lowered, rank) for rank in range(len(ranks))]
     tasks = {id(entry.task): entry.task for rank in ranks for entry in rank.entries}
     tasks |= {id(task): task for of_rank in quiet for task, _ in of_rank}
-    seconds = dict(zip(tasks, _predicted(plan, lowered, list(tasks.values()), hardware), strict=True))
+    seconds = dict(zip(tasks, predicted_times(plan, lowered, list(tasks.values()), hardware), strict=True))
     whole = np.max([rank.durations_s for rank in ranks], axis=0)
     middle = middle_step(ranks)
     hidden = {} if timeline is None or not isinstance(lowered, LoweredPlan) else _shown(lowered, timeline)
@@ -139,21 +139,6 @@ def middle_step(ranks: Sequence[RankTimes]) -> int:
     """The recorded step of median length."""
     whole = np.max([rank.durations_s for rank in ranks], axis=0)
     return int(np.argsort(whole, kind="stable")[(len(whole) - 1) // 2])
-
-
-def _predicted(
-    plan: Plan, lowered: LoweredPlan | LoweredStages, tasks: Sequence[Task], hardware: Hardware
-) -> list[float]:
-    """Seconds of each task in a job of the plan's size; nothing of messages that the simulator does not time."""
-    mesh = lowered.mesh
-    program = Program(
-        name=plan.network,
-        devices=plan.devices,
-        axes=tuple(ProgramAxis(name=a.name, size=a.size, stride=mesh.stride(i)) for i, a in enumerate(mesh.axes)),
-        segments=(Segment(name="all", tasks=tuple(t for t in tasks if t.collective is None or t.axis)),),
-    )
-    found = iter(task_times(program, hardware)[0].tolist())
-    return [next(found) if task.collective is None or task.axis else 0.0 for task in tasks]
 
 
 def _shown(lowered: LoweredPlan, timeline: Timeline) -> dict[int, float]:

@@ -1,0 +1,249 @@
+"""What each rank of a virtual run does, in order, with the seconds that it is predicted to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from planner.instructions import (
+    Communicate,
+    Instruction,
+    LoweredPlan,
+    LoweredStages,
+    read_values,
+    written_values,
+)
+from planner.lowering.pipeline import LoweredPipeline
+from planner.strategy.plan import Plan
+from simulator.hardware import Hardware
+from simulator.pipeline_operators import PLAIN, action_variants
+from simulator.program import Collective, Program, ProgramAxis, Segment, Task
+from simulator.schedules import ActionKind
+from simulator.timing import task_times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Computation."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """Send one's part of message `number` to the group of an axis; it takes so long once all have sent theirs.
+
+    ``slow_seconds`` is what it takes where a link of the group is slow.
+    """
+
+    number: int
+    axis: int
+    collective: Collective
+    seconds: float
+    slow_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """Wait for message `number`."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Post:
+    """Send to the pipeline rank of a stage; with `blocking` the sender is busy as long as it takes."""
+
+    rank: int
+    tag: int
+    seconds: float
+    slow_seconds: float
+    blocking: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """Receive from the pipeline rank of a stage."""
+
+    rank: int
+    tag: int
+
+
+Deed = Work | Begin | End | Post | Fetch
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Writes deeds; computation in a row becomes one."""
+
+    overlaps: bool
+    deeds: list[Deed] = field(default_factory=list)
+    open: list[tuple[int, frozenset[str], frozenset[str]]] = field(default_factory=list)
+    count: int = 0
+
+    def work(self, seconds: float) -> None:
+        last = self.deeds[-1] if self.deeds else None
+        if isinstance(last, Work):
+            self.deeds[-1] = Work(seconds=last.seconds + seconds)
+        elif seconds > 0:
+            self.deeds.append(Work(seconds=seconds))
+
+    def settle(self, instruction: Instruction, released: Sequence[str]) -> None:
+        """Wait for messages whose results are touched or whose sources change."""
+        written = frozenset(written_values(instruction))
+        touched = frozenset(read_values(instruction)) | written | frozenset(released)
+        still = []
+        for number, sources, targets in self.open:
+            if targets & touched or sources & written:
+                self.deeds.append(End(number=number))
+            else:
+                still.append((number, sources, targets))
+        self.open = still
+
+    def message(self, task: Task, axis: int, instruction: Communicate, seconds: float, slow_seconds: float) -> None:
+        assert task.collective is not None
+        begin = Begin(
+            number=self.count, axis=axis, collective=task.collective, seconds=seconds, slow_seconds=slow_seconds
+        )
+        self.count += 1
+        self.deeds.append(begin)
+        if self.overlaps and instruction.asynchronous:
+            self.open.append((begin.number, frozenset(instruction.sources), frozenset(instruction.targets)))
+        else:
+            self.deeds.append(End(number=begin.number))
+
+    def drain(self) -> None:
+        self.deeds += [End(number=number) for number, *_ in self.open]
+        self.open = []
+
+
+Times = Mapping[int, tuple[float, float]]
+"""Seconds of each task, by its identity, and those where links are slow."""
+
+
+def predicted_times(
+    plan: Plan, lowered: LoweredPlan | LoweredStages, tasks: Sequence[Task], hardware: Hardware
+) -> list[float]:
+    """Seconds of each task in a job of the plan's size; nothing of messages that the simulator does not time."""
+    mesh = lowered.mesh
+    program = Program(
+        name=plan.network,
+        devices=plan.devices,
+        axes=tuple(ProgramAxis(name=a.name, size=a.size, stride=mesh.stride(i)) for i, a in enumerate(mesh.axes)),
+        segments=(Segment(name="all", tasks=tuple(t for t in tasks if t.collective is None or t.axis)),),
+    )
+    found = iter(task_times(program, hardware)[0].tolist())
+    return [next(found) if task.collective is None or task.axis else 0.0 for task in tasks]
+
+
+def one_stage_script(plan: Plan, lowered: LoweredPlan, hardware: Hardware, slow: Hardware) -> list[Deed]:
+    """The step of every rank of a plan on one stage."""
+    tasks = [task for segment in lowered.program.segments for task in segment.tasks]
+    times = _both(plan, lowered, tasks, hardware, slow)
+    writer = _Writer(overlaps=hardware.overlaps_communication)
+    for segment, instructions in zip(lowered.program.segments, lowered.instructions, strict=True):
+        for _ in range(segment.count):
+            releases = [task.releases for task in segment.tasks]
+            _run(writer, lowered, instructions, segment.tasks, releases, times)
+            writer.drain()
+    return writer.deeds
+
+
+def pipeline_scripts(
+    plan: Plan, lowered: LoweredStages, timed: LoweredPipeline, slow_timed: LoweredPipeline, hardware: Hardware,
+    slow: Hardware,
+) -> list[list[Deed]]:  # fmt: skip
+    """The step of each pipeline rank.
+
+    Parameters
+    ----------
+    timed, slow_timed : what the simulator runs, with links as they are and slow, for messages between stages
+    """
+    tasks = [task for stage in lowered.stages for one in stage.passes.values() for task in one.tasks]
+    times = _both(plan, lowered, tasks, hardware, slow)
+    return [_rank_script(lowered, timed, slow_timed, times, rank, hardware) for rank in range(lowered.schedule.ranks)]
+
+
+def _both(
+    plan: Plan, lowered: LoweredPlan | LoweredStages, tasks: Sequence[Task], hardware: Hardware, slow: Hardware
+) -> Times:
+    pairs = zip(*(predicted_times(plan, lowered, tasks, one) for one in (hardware, slow)), strict=True)
+    return {id(task): pair for task, pair in zip(tasks, pairs, strict=True)}
+
+
+def _run(
+    writer: _Writer,
+    lowered: LoweredPlan | LoweredStages,
+    instructions: Sequence[Instruction],
+    tasks: Sequence[Task],
+    releases: Sequence[Sequence[str]],
+    times: Times,
+) -> None:
+    names = [axis.name for axis in lowered.mesh.axes]
+    for instruction, task, released in zip(instructions, tasks, releases, strict=True):
+        writer.settle(instruction, released)
+        seconds, slow_seconds = times[id(task)]
+        if task.collective is None:
+            writer.work(seconds)
+        else:
+            assert isinstance(instruction, Communicate)
+            writer.message(task, names.index(task.axis), instruction, seconds, slow_seconds)
+
+
+def _rank_script(
+    lowered: LoweredStages,
+    timed: LoweredPipeline,
+    slow_timed: LoweredPipeline,
+    times: Times,
+    rank: int,
+    hardware: Hardware,
+) -> list[Deed]:
+    schedule = lowered.schedule
+    writer = _Writer(overlaps=hardware.overlaps_communication)
+    variants = action_variants(schedule)
+    sends = [np.broadcast_to(np.asarray(one.costs.send_s), schedule.stages) for one in (timed, slow_timed)]
+    blocking = not timed.costs.overlap_sends
+    for i in range(int(schedule.offsets[rank]), int(schedule.offsets[rank + 1])):
+        kind, stage, batch = ActionKind(int(schedule.kind[i])), int(schedule.stage[i]), int(schedule.micro_batch[i])
+        one = lowered.stages[stage]
+        key = (kind, int(variants[i]) if (kind, int(variants[i])) in one.passes else PLAIN)
+        forward, last = kind is ActionKind.FORWARD, kind is ActionKind.WEIGHT_GRADIENT
+        arrives = one.arrives if forward else one.gradient_arrives
+        leaves = one.leaves if forward else one.gradient_leaves
+        before, behind = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+        count, direction = lowered.micro_batches, 0 if forward else 1
+        if arrives is not None and not last and int(schedule.stage_rank[before]) != rank:
+            tag = (before * 2 + direction) * count + batch
+            writer.deeds.append(Fetch(rank=int(schedule.stage_rank[before]), tag=tag))
+        given = one.passes[key]
+        _run(writer, lowered, given.instructions, given.tasks, given.releases, times)
+        if leaves is not None and not last and int(schedule.stage_rank[behind]) != rank:
+            tag = (stage * 2 + direction) * count + batch
+            there = int(schedule.stage_rank[behind])
+            seconds, slow_seconds = (float(row[stage]) for row in sends)
+            writer.deeds.append(
+                Post(rank=there, tag=tag, seconds=seconds, slow_seconds=slow_seconds, blocking=blocking)
+            )
+    writer.drain()
+    for place, (members, seconds) in enumerate(timed.costs.meetings):
+        if rank in members:
+            tie = len(lowered.mesh.axes) + lowered.ranks[0].ties.index(tuple(members))
+            slow_seconds = float(slow_timed.costs.meetings[place][1])
+            writer.deeds += [
+                Begin(number=writer.count, axis=tie, collective=Collective.ALL_REDUCE, seconds=float(seconds),
+                      slow_seconds=slow_seconds),
+                End(number=writer.count),
+            ]  # fmt: skip
+            writer.count += 1
+    epilogue = np.broadcast_to(np.asarray(timed.costs.epilogue_s), schedule.ranks)
+    writer.work(float(epilogue[rank]))
+    return writer.deeds
+
+
+def messages(deeds: Sequence[Deed]) -> Iterator[float]:
+    """Seconds of every message of a script."""
+    for deed in deeds:
+        if isinstance(deed, Begin | Post):
+            yield deed.seconds
