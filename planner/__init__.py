@@ -13,6 +13,7 @@ from planner.context.errors import ContextError, IgnoredKeyWarning
 from planner.context.marks import recompute, set_comm_fusion, set_pipeline_stage
 from planner.context.pipeline import Pipeline
 from planner.context.shard import shard
+from planner.running import execute
 
 __all__ = [
     "AutoParallel",
@@ -22,6 +23,7 @@ __all__ = [
     "Pipeline",
     "Planned",
     "auto_parallel_context",
+    "execute",
     "get_auto_parallel_context",
     "plan",
     "recompute",

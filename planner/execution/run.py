@@ -17,6 +17,7 @@ from planner.execution.comparing import Comparison, compare
 from planner.execution.dry_run import DryRun, dry_run
 from planner.execution.job import Job
 from planner.execution.membership import Membership, find_membership, is_scheduler
+from planner.execution.progress import Monitor, monitored
 from planner.execution.rank_log import kept_on_failure
 from planner.execution.recorded import rank_times
 from planner.execution.reference import run_reference
@@ -127,7 +128,7 @@ class ExecutionReport:
     comparison: Comparison | None = None
 
 
-def execute(options: ExecuteOptions, say: Say = lambda _: None) -> ExecutionReport:
+def execute(options: ExecuteOptions, say: Say = lambda _: None, monitor: Monitor | None = None) -> ExecutionReport:
     """Train a network as its strategy file says, on as many processes as the plan has devices.
 
     Parameters
@@ -136,6 +137,8 @@ def execute(options: ExecuteOptions, say: Say = lambda _: None) -> ExecutionRepo
         What to run.
     say : callable
         Told in a few words what begins.
+    monitor : callable, optional
+        Told the number of each step, from 0, and its loss while local processes train.
 
     Raises
     ------
@@ -146,9 +149,7 @@ def execute(options: ExecuteOptions, say: Say = lambda _: None) -> ExecutionRepo
     SystemExit
         With code 0 in the scheduler process of msrun, which has nothing to do.
     """
-    if is_scheduler(os.environ):
-        raise SystemExit(0)
-    return execute_plan(read_plan(options.strategy), options, say)
+    return execute_plan(read_plan(options.strategy), options, say, monitor)
 
 
 def rehearse(options: ExecuteOptions, say: Say = lambda _: None) -> DryRun:
@@ -171,8 +172,12 @@ def rehearse(options: ExecuteOptions, say: Say = lambda _: None) -> DryRun:
     return dry_run(prepared, refused)
 
 
-def execute_plan(plan: Plan, options: ExecuteOptions, say: Say = lambda _: None) -> ExecutionReport:
+def execute_plan(
+    plan: Plan, options: ExecuteOptions, say: Say = lambda _: None, monitor: Monitor | None = None
+) -> ExecutionReport:
     """Do what `execute` does with a plan already read."""
+    if is_scheduler(os.environ):
+        raise SystemExit(0)
     membership = find_membership(os.environ)
     check_options(plan, options, membership)
     prepared = prepare(plan, options, membership, say)
@@ -182,7 +187,7 @@ def execute_plan(plan: Plan, options: ExecuteOptions, say: Say = lambda _: None)
     if rank == 0:
         prepare_folder(job.checkpoints)
     say(f"training {options.steps - first} steps on {plan.devices} processes")
-    results = _run_job(job, membership)
+    results = _run_job(job, membership, monitor)
     losses = losses_of(results)
     check_finite(losses)
     reference: list[float] = []
@@ -235,9 +240,9 @@ def losses_of(results: list[RankResult]) -> tuple[float, ...]:
     return tuple(float(np.mean(of_step)) for of_step in zip(*known, strict=True)) if known else ()
 
 
-def _run_job(job: Job, membership: Membership | None) -> list[RankResult]:
+def _run_job(job: Job, membership: Membership | None, monitor: Monitor | None) -> list[RankResult]:
     if membership is None:
-        with kept_on_failure(job.logs) as logs:
+        with kept_on_failure(job.logs) as logs, monitored(logs, job.lowered.devices, monitor):
             return run_workers(train, (replace(job, logs=logs),), job.lowered.devices, logs=logs)[0]
     settle_worker(owned=False)
     try:
