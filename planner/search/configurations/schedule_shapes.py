@@ -29,7 +29,10 @@ class ScheduleShape:
     rank_of : (chunks,) rank of each chunk in the order of the network
     in_flight : (chunks,) micro-batches that a chunk keeps when its rank keeps most of all its chunks
     fill_share : part of a chunk's passes that the fill pays
-    split : the fill pays for the longer of a forward and half a backward pass instead of both passes
+    split : the fill pays for the longest of a forward pass, half a backward pass and what that does not put off,
+        instead of both passes
+    put_off : or of both passes without what is put off, less so many times that; with two chunks a rank a backward
+        pass may stand for the forward pass
     fill_sends, steady_sends : how often the fill and a rank pay for the messages over a cut
     hidden_share : part of a rank's own time behind which its messages hide
     """
@@ -41,10 +44,16 @@ class ScheduleShape:
     fill_sends: float
     steady_sends: float
     hidden_share: float = 0.0
+    put_off: float = 0.0
 
-    def fill_s(self, forward_s: FloatArray, backward_s: FloatArray) -> FloatArray:
-        """Seconds that passes add to the fill of the pipeline."""
-        seconds = np.maximum(forward_s, backward_s / 2) if self.split else forward_s + backward_s
+    def fill_s(self, forward_s: FloatArray, backward_s: FloatArray, late_s: FloatArray) -> FloatArray:
+        """Seconds that passes add to the fill of the pipeline; `late_s` of the backward pass may be put off."""
+        seconds = forward_s + backward_s
+        if self.split:
+            early = backward_s - late_s
+            ahead = forward_s if self.put_off == 1 else np.maximum(forward_s, early)
+            waits = ahead + early - self.put_off * late_s
+            seconds = np.maximum(np.maximum(forward_s, backward_s / 2), np.maximum(early, waits))
         filled: FloatArray = self.fill_share * seconds
         return filled
 
@@ -54,8 +63,9 @@ def schedule_shape(name: str, ranks: int, chunks: int, micro_batches: int) -> Sc
     """The shape of a schedule of `chunks` chunks a rank.
 
     With F and B the passes of one rank's chunks together, a step takes M (F + B) and the fill, which is (p - 1)(F + B)
-    for 1F1B and GPipe, that over v for v interleaved chunks, (p - 1) max(F, B / 2) for ZB-H1 and half of that for ZBV,
-    whose backward passes are split in two halves (`simulator.schedules.formulas` has the sources). 1F1B and ZB-H1 have
+    for 1F1B and GPipe, and that over v for v interleaved chunks. Where backward passes B put off weight gradients W, it
+    is (p - 1)(F + B - 2 W) for ZB-H1 and half of (p - 1)(max(F, B - W) + B - 3 W) for ZBV, and at least
+    (p - 1) max(F, B - W), or half of that (`simulator.schedules.formulas` has the sources). 1F1B and ZB-H1 have
     as many micro-batches in flight as there are ranks behind a rank: they then wait for the messages of every one of
     them, (p - 1)/p times on average, and ZB-H1 does its weight gradients meanwhile, a third of both passes. GPipe's
     messages follow one another beside the passes, so that the longer of both counts. Interleaved, the first rank has
@@ -82,6 +92,7 @@ def schedule_shape(name: str, ranks: int, chunks: int, micro_batches: int) -> Sc
         in_flight=_in_flight(name, ranks, chunks, micro_batches),
         fill_share=1.0 / chunks,
         split=name in SPLIT,
+        put_off=float(chunks),
         fill_sends=1.0,
         steady_sends=waits,
         hidden_share=hidden,
@@ -118,7 +129,7 @@ def _uneven(name: str, ranks: int, chunks: int, micro_batches: int, seconds: tup
     else:
         made = step_s(few)
         made += (made - step_s(few - ranks)) / ranks * (micro_batches - few)
-    fill = schedule_shape(name, ranks, chunks, micro_batches).fill_s(forward, backward)
+    fill = schedule_shape(name, ranks, chunks, micro_batches).fill_s(forward, backward, backward / 2)
     turns = (micro_batches * both - fill).reshape(chunks, ranks)
     return made - float(fill.sum() + turns.max(axis=1).sum())
 

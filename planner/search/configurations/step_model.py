@@ -166,6 +166,7 @@ class StepModel:
         return StoredWays(
             forward_s=forward_s,
             backward_s=backward_s,
+            late_s=labels.late_s,
             stall_s=stall_s,
             once_s=self._once_s(labels, elements, forward_s, c, bucket, trained)
             + c.pipeline / whole.units * (self._first_gather_s(c, bucket)),

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 class StoredWays:
     """Ways to run units whose states are stored in one way, whatever the order of passes: (ways,) each.
 
-    Seconds of both passes of a micro-batch, of what a rank waits besides in every micro-batch, and of what is done once
-    a step; what the synchronisation of gradients has left to do after the last backward pass and by how much it falls
-    behind; and bytes.
+    Seconds of both passes of a micro-batch, of what the backward pass may put off, of what a rank waits besides in
+    every micro-batch, and of what is done once a step; what the synchronisation of gradients has left to do after the
+    last backward pass and by how much it falls behind; and bytes.
     """
 
     forward_s: FloatArray
     backward_s: FloatArray
+    late_s: FloatArray
     stall_s: FloatArray
     once_s: FloatArray
     queue_s: FloatArray
@@ -37,7 +38,7 @@ class StoredWays:
 
     def values(self, shape: ScheduleShape, micro_batches: int) -> FloatArray:
         """(ways, 7) columns of `planner.search.stages.fragments.Fragments` under a schedule."""
-        fill = shape.fill_s(self.forward_s, self.backward_s)
+        fill = shape.fill_s(self.forward_s, self.backward_s, self.late_s)
         steady = micro_batches * (self.forward_s + self.backward_s + self.stall_s) - fill + self.once_s
         held = (self.activation_bytes, self.resident_bytes, self.transient_bytes)
         return np.stack([fill, steady, self.queue_s, self.backlog_s, *held], axis=1)

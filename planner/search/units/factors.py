@@ -34,9 +34,10 @@ class Part(IntEnum):
     UNSUMMED = 21
     CUT = 22
     CUT_LAST = 23
+    LATE = 24
 
 
-PARTS = 24
+PARTS = 25
 
 
 def rows_of(weights: Weights, modes: Sequence[int]) -> FloatArray:

@@ -23,11 +23,13 @@ class UnitLabels:
 
     ``forward_s`` and ``backward_s`` are computation and the collectives inside the stage mesh, of which
     ``forward_communication_s`` and ``backward_communication_s`` are communication. Of the backward pass ``again_s``
-    computes again. ``activation_bytes`` are kept from forward to backward, ``transient_bytes`` stand only while the
-    unit goes backward, of which ``recomputed_bytes`` are computed again. ``step_s`` are messages once a step, beside
-    data parallelism: ``gather_s`` of them gather parameters, the others sum gradients. In ``cut_s`` gradients that are
-    whole on an axis which shards their parameter are cut, before they are scattered over the data axis, and in
-    ``cut_last_s`` those of one dim, afterwards. ``parameter_elements`` are local
+    computes again and ``late_s`` may wait until the gradient of the input is sent back. ``activation_bytes`` are kept
+    from forward to backward, ``transient_bytes`` stand only while the unit goes backward, of which
+    ``recomputed_bytes`` are computed again.
+
+    ``step_s`` are messages once a step, beside data parallelism: ``gather_s`` of them gather parameters, the others sum
+    gradients. In ``cut_s`` gradients that are whole on an axis which shards their parameter are cut, before they are
+    scattered over the data axis, and in ``cut_last_s`` those of one dim, afterwards. ``parameter_elements`` are local
     trained elements as stored, without those that the expert axis shards, ``expert_elements``. ``gathered_elements``
     are those of gathered parameters as they are read; by ``unsummed_elements`` gradients are larger before they are
     summed than stored parameters. ``recompute`` are codes of `RECOMPUTE`. ``entry`` and ``exit`` are numbers of
@@ -43,6 +45,7 @@ class UnitLabels:
     transient_bytes: FloatArray
     recomputed_bytes: FloatArray
     again_s: FloatArray
+    late_s: FloatArray
     step_s: FloatArray
     gather_s: FloatArray
     cut_s: FloatArray

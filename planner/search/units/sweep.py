@@ -180,6 +180,7 @@ def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> Un
         cut_s=parts[Part.CUT, best],
         cut_last_s=parts[Part.CUT_LAST, best],
         again_s=again[best],
+        late_s=parts[Part.LATE, best],
         gathered_elements=parts[Part.GATHERED, best],
         unsummed_elements=parts[Part.UNSUMMED, best],
         parameter_elements=parts[Part.ELEMENTS, best],

@@ -51,6 +51,7 @@ class UnitModel:
         self.shared = self._shared(stations)
         self.variables = self._variables()
         self.edges = self._edges()
+        self.late = self._late(before.gradient if before else None)
         self.again = {mode: self._again(mode) for mode in MODES}
         self.saved = self._saved(saved)
         behind_readers = saved.get(self.exit_tensor, ()) if self.exit_tensor else ()
@@ -93,6 +94,19 @@ class UnitModel:
             if ends <= members and (ends & inner or ends == {self.entry, self.exit}):
                 found.append(edge)
         return tuple(found)
+
+    def _late(self, sent_back: TensorRef | None) -> frozenset[int]:
+        """Backward operators that do not lead to the gradient sent back: schedules may put them off."""
+        needed = {sent_back.node} if sent_back else set()
+        late = set()
+        for index in sorted(self.nodes, reverse=True):
+            node = self.graph.nodes[index]
+            if node.phase is Phase.BACKWARD and node.role in (Role.OPERATOR, Role.GRADIENT_SUM):
+                if index in needed:
+                    needed.update(ref.node for ref in node.tensor_inputs)
+                else:
+                    late.add(index)
+        return frozenset(late)
 
     def _again(self, mode: str) -> Again:
         nodes = frozenset(recomputed(self.graph, self.nodes, mode))

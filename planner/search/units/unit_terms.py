@@ -123,7 +123,8 @@ class _Builder:
             again = [mode for mode, name in enumerate(MODES) if index in self.model.again[name].nodes]
             own = Part.FORWARD if forward else Part.BACKWARD
             waits = Part.FORWARD_COMMUNICATION if forward else Part.BACKWARD_COMMUNICATION
-            self._charge((own, *(Part.AGAIN + mode for mode in again)), (number,), total)
+            late = (Part.LATE,) if index in self.model.late else ()
+            self._charge((own, *late, *(Part.AGAIN + mode for mode in again)), (number,), total)
             self._charge((waits, *(Part.AGAIN_COMMUNICATION + mode for mode in again)), (number,), inside)
         if variable.kind is Kind.STATION:
             back = self.ledger.handing_back(states)

@@ -62,6 +62,7 @@ def labels(unit: MadeUnit, samples: float, message_s: float, first: bool, last: 
         transient_bytes=unit.activation_bytes * samples - kept,
         recomputed_bytes=unit.activation_bytes * samples - kept,
         again_s=again,
+        late_s=passes,
         step_s=nothing,
         gather_s=nothing,
         cut_s=nothing,

@@ -1,0 +1,43 @@
+"""What the closed form says of schedules that put weight gradients off, beside the schedules themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.search.configurations.schedule_shapes import schedule_shape
+from simulator.pipeline import PipelineCosts, simulate_pipeline
+from simulator.schedules import make_schedule
+
+SECONDS = st.integers(10, 30).map(lambda tenths: tenths / 10)
+
+
+def filled_s(name: str, ranks: int, chunks: int, micro_batches: int, passes: tuple[float, float, float]) -> float:
+    """Seconds by which the step of equal stages is longer than the passes of one rank."""
+    forward, early, late = (seconds * np.ones(ranks * chunks) for seconds in passes)
+    costs = PipelineCosts(forward_s=forward, backward_s=early + late, input_gradient_s=early, weight_gradient_s=late)
+    step_s = simulate_pipeline(make_schedule(name, ranks, micro_batches, chunks), costs).step_time_s
+    return step_s - micro_batches * chunks * sum(passes)
+
+
+@settings(max_examples=30, deadline=None)
+@given(ranks=st.integers(2, 5), more=st.integers(0, 6), forward=SECONDS, early=SECONDS, share=st.integers(1, 10))
+def test_zb_h1_pays_for_what_is_not_put_off(ranks: int, more: int, forward: float, early: float, share: int) -> None:
+    late, micro_batches = min(forward, early) * share / 10, 2 * ranks + more
+    shape = schedule_shape("zb_h1", ranks, 1, micro_batches)
+    fill = shape.fill_s(np.array([forward]), np.array([early + late]), np.array([late]))[0]
+    passes = (forward, early, late)
+    assert (ranks - 1) * fill == pytest.approx(filled_s("zb_h1", ranks, 1, micro_batches, passes), rel=1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(ranks=st.integers(2, 5), more=st.integers(0, 6), longer=st.integers(10, 20), share=st.integers(6, 10))
+def test_zbv_pays_for_the_longer_of_what_follows(ranks: int, more: int, longer: int, share: int) -> None:
+    """Where, as in networks, the gradient of the input takes longest and that of the weights not much less."""
+    forward, early, late, micro_batches = 1.0, longer / 10, share / 10, 2 * ranks + more
+    shape = schedule_shape("zbv", ranks, 2, micro_batches)
+    fill = shape.fill_s(np.array([forward]), np.array([early + late]), np.array([late]))[0]
+    found = filled_s("zbv", ranks, 2, micro_batches, (forward, early, late))
+    assert 2 * (ranks - 1) * fill == pytest.approx(found, rel=0.1)
