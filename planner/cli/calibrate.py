@@ -36,9 +36,21 @@ def calibrate(
             "and, without --hw, what whole training steps leave open to MEASUREMENTS_DIR/*.csv (minutes).",
         ),
     ] = None,
+    from_run: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-run",
+            metavar="RUN.json",
+            help="Measure nothing: correct the profile of a run by what `execute --measure --out RUN.json` found.",
+        ),
+    ] = None,
     hw: Annotated[
         list[str] | None,
-        typer.Option("--hw", metavar="NAME", help="With --from-measurements: only this profile; may be repeated."),
+        typer.Option(
+            "--hw",
+            metavar="NAME",
+            help="With --from-measurements: only this profile; may be repeated. With --from-run: what to correct.",
+        ),
     ] = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -53,8 +65,17 @@ def calibrate(
     \b
     Example: fit one shipped profile to published timings, into a folder of your own
       meshwright calibrate --from-measurements measurements --hw dgx-a100 --out profiles
+    \b
+    Example: run a plan, and let what was measured improve the profile
+      meshwright execute strategy.json --measure --out run.json
+      meshwright calibrate --from-run run.json --out better.yaml
     """
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
+    if from_run is not None:
+        if from_measurements is not None:
+            raise InputError("--from-run and --from-measurements were given; leave one of them out")
+        _correct(terminal, from_run, hw or [], out or Path("local.yaml"))
+        return
     if from_measurements is not None:
         _fit(terminal, from_measurements, hw, out)
         return
@@ -83,6 +104,27 @@ def _measure(terminal: Terminal, device: Device, processes: int, out: Path) -> N
         from planner.cli.tables import calibration_report
 
         terminal.show(*calibration_report(hardware, str(out)))
+
+
+def _correct(terminal: Terminal, run: Path, names: list[str], out: Path) -> None:
+    """Correct a profile by a run and write the new one."""
+    from planner.cli.options import check_out
+    from planner.documents import profile_document
+    from simulator.calibration.from_run import correct_profile, correction_rows
+
+    if len(names) > 1:
+        raise InputError(f"--hw was given {len(names)} times; --from-run corrects one profile")
+    check_out("--out", out, (run, *names))
+    found = correct_profile(run, names[0] if names else None, out)
+    if terminal.json:
+        corrections = correction_rows(found.corrections)
+        terminal.document({**profile_document(found.hardware), "file": str(out), "corrections": corrections})
+    elif terminal.quiet:
+        terminal.line(str(out))
+    else:
+        from planner.cli.correction_tables import correction_report
+
+        terminal.show(*correction_report(found))
 
 
 def _fit(terminal: Terminal, measurements: Path, names: list[str] | None, out: Path | None) -> None:

@@ -1,0 +1,312 @@
+"""Correcting a profile by what a run of a plan measured, so that the next plan is predicted better.
+
+Kernels of a class took ``a`` times their fixed cost and ``b`` times the rest of what was predicted; a message of a size
+took so many times what the profile's table says. Both are properties of the machine, not of the network that ran: they
+hold for other plans as far as those use the same classes and sizes.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime as dt
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from scipy.optimize import minimize
+
+from simulator.calibration.fits import rounded
+from simulator.calibration.process import available_cores
+from simulator.errors import InputError
+from simulator.hardware import Hardware, load_profile, write_profile
+from simulator.program import Kernel
+
+PRIOR = 0.02
+"""Weight of "nothing to correct" against the logarithmic errors of a class, whose weights add up to one."""
+MOST = 20.0
+"""Largest factor of a correction."""
+MAX_FILE_BYTES = 2**28
+
+Data = dict[str, Any]
+Positive = Field(gt=0, lt=1e6, allow_inf_nan=False)
+Size = Field(ge=0, lt=1e18, allow_inf_nan=False)
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class WorkModel(_Model):
+    """Calls of kernels with the same work, as `meshwright execute --measure` writes them."""
+
+    kernel: Kernel
+    dtype: str
+    flops: float = Size
+    bytes_moved: float = Size
+    calls: int = Field(ge=1)
+    predicted_s: float = Field(ge=0, lt=1e6, allow_inf_nan=False)
+    measured_s: float = Field(ge=0, lt=1e6, allow_inf_nan=False)
+    busy_s: float = Field(ge=0, lt=1e6, allow_inf_nan=False)
+
+
+class MessageModel(_Model):
+    """Equal messages."""
+
+    collective: str
+    group_size: int = Field(ge=1)
+    payload_bytes: float = Size
+    calls: int = Field(ge=1)
+    predicted_s: float = Field(ge=0, lt=1e6, allow_inf_nan=False)
+    measured_s: float = Field(ge=0, lt=1e6, allow_inf_nan=False)
+    waited_s: float = Field(ge=0, lt=1e6, allow_inf_nan=False)
+
+
+class ComparisonModel(_Model):
+    """What of a run calibration learns from."""
+
+    network: str
+    hardware: str
+    hardware_hash: str
+    processes: int = Field(ge=1)
+    work: list[WorkModel]
+    messages: list[MessageModel]
+
+
+class RunModel(_Model):
+    """A run's document."""
+
+    backend: str
+    comparison: ComparisonModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """What a run changes: a class of kernels (``fixed`` and ``rest`` factors) or messages of a group (``rest`` alone).
+
+    ``before`` and ``after`` are mean relative errors of the run's own rows, weighted by their time.
+    """
+
+    name: str
+    rows: int
+    fixed: float | None
+    rest: float
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Corrected:
+    """The new profile and what was changed."""
+
+    hardware: Hardware
+    path: Path
+    corrections: tuple[Correction, ...]
+    network: str
+    processes: int
+
+
+def read_run(path: str | Path) -> RunModel:
+    """Read the document of ``execute --measure --out``.
+
+    Raises
+    ------
+    InputError
+        It is no such document; names the file and the field.
+    """
+    file = Path(path)
+    try:
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise InputError(f"{file} is larger than {MAX_FILE_BYTES} bytes; give a file of `meshwright execute --out`")
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{file} cannot be read as JSON: {error}; give a file of `meshwright execute --out`") from None
+    if isinstance(document, dict) and document.get("comparison") is None:
+        raise InputError(f"{file} has no measurements of instructions; run `meshwright execute --measure --out {file}`")
+    try:
+        return RunModel.model_validate(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise InputError(f"{file}: {field}: {first['msg']}; run `meshwright execute --measure --out` again") from None
+
+
+def correct_profile(run_file: str | Path, profile: str | None, out: str | Path) -> Corrected:
+    """Correct a profile by a run that was predicted on it, and write the new one.
+
+    Parameters
+    ----------
+    run_file : document of ``execute --measure --out``
+    profile : the profile to correct; by default the one that the run's prediction was made on
+    out : where to write; the old profile stays as it is
+
+    Raises
+    ------
+    InputError
+        The run was predicted on another profile than this one, or has nothing to correct it by.
+    """
+    run = read_run(run_file)
+    found = run.comparison
+    name = profile or found.hardware
+    hardware = load_profile(name)
+    if hardware.hash != found.hardware_hash:
+        raise InputError(
+            f"{name} is not the profile that the run in {run_file} was predicted on; give that one with --hw, or run "
+            "`meshwright execute --measure` with a plan for this one"
+        )
+    content: Data = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+    data = copy.deepcopy(content)
+    origin = f"a run of {found.network} on {found.processes} processes, {dt.datetime.now(dt.UTC).date().isoformat()}"
+    corrections = [
+        *_correct_kernels(data, hardware, found, accelerator=run.backend != "gloo", origin=origin),
+        *_correct_messages(data, found, origin),
+    ]
+    if not corrections:
+        raise InputError(f"the run in {run_file} has no kernel or message that {name} describes; nothing to correct")
+    data["name"] = Path(out).stem
+    return Corrected(
+        hardware=write_profile(data, out),
+        path=Path(out),
+        corrections=tuple(corrections),
+        network=found.network,
+        processes=found.processes,
+    )
+
+
+# Kernels
+
+
+def _correct_kernels(
+    data: Data, hardware: Hardware, run: ComparisonModel, *, accelerator: bool, origin: str
+) -> Iterator[Correction]:
+    slowdown = hardware.compute_slowdown(run.processes)
+    turns = 1.0 if accelerator else max(1.0, run.processes / available_cores())
+    for kernel in Kernel:
+        rows = [row for row in run.work if row.kernel is kernel and row.predicted_s > 0 and _took(row, turns) > 0]
+        section = data.get("kernels", {}).get(kernel.value)
+        if not rows or section is None:
+            continue
+        fixed = slowdown * hardware.kernels[kernel].overhead_s
+        predicted = np.array([row.predicted_s for row in rows])
+        measured = np.array([_took(row, turns) for row in rows])
+        weights = np.array([row.calls for row in rows]) * measured
+        a, b = fit_factors(np.minimum(fixed, predicted), np.maximum(predicted - fixed, 0.0), measured, weights)
+        _scale(section, "overhead_s", a, origin)
+        for entry in ("bandwidth_efficiency", "compute_efficiency"):
+            if entry == "bandwidth_efficiency" or not section.get("peak_flops"):
+                _scale(section, entry, 1 / b, origin, most=1.0)
+        for dtype in section.get("peak_flops", {}):
+            _scale(section["peak_flops"], dtype, 1 / b, origin)
+        after = a * np.minimum(fixed, predicted) + b * np.maximum(predicted - fixed, 0.0)
+        yield Correction(
+            name=kernel.value,
+            rows=len(rows),
+            fixed=a,
+            rest=b,
+            before=_error(predicted, measured, weights),
+            after=_error(after, measured, weights),
+        )
+
+
+def _took(row: WorkModel, turns: float) -> float:
+    """Seconds of a call without other programs: processor time, and the turns of processes that share cores."""
+    return row.busy_s * turns
+
+
+def fit_factors(
+    fixed: np.ndarray[Any, Any],
+    rest: np.ndarray[Any, Any],
+    measured: np.ndarray[Any, Any],
+    weights: np.ndarray[Any, Any],
+) -> tuple[float, float]:
+    """Factors a and b for which ``a fixed + b rest`` comes nearest to `measured`, all (n,).
+
+    Minimises the weighted mean of ``log((a fixed + b rest) / measured)^2`` and a small pull of both towards 1, which
+    decides where the rows do not.
+    """
+    shares = weights / weights.sum()
+
+    def loss(logs: np.ndarray[Any, Any]) -> float:
+        a, b = np.exp(logs)
+        apart = np.log(np.maximum(a * fixed + b * rest, 1e-12) / measured)
+        return float(shares @ apart**2 + PRIOR * (logs @ logs))
+
+    bound = float(np.log(MOST))
+    found = minimize(loss, np.zeros(2), method="L-BFGS-B", bounds=[(-bound, bound)] * 2)
+    a, b = np.exp(found.x)
+    return float(a), float(b)
+
+
+def _error(predicted: np.ndarray[Any, Any], measured: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) -> float:
+    return float(np.average(np.abs(predicted / measured - 1), weights=weights))
+
+
+def _scale(section: Data, name: str, factor: float, origin: str, *, most: float = float("inf")) -> None:
+    entry = section.get(name)
+    if not isinstance(entry, dict) or not isinstance(entry.get("value"), (int, float)):
+        return
+    before = str(entry["source"]).split("; corrected")[0]
+    entry["value"] = min(most, rounded(float(entry["value"]) * factor))
+    entry["source"] = f"{before}; corrected by {factor:.3g} for {origin}"
+
+
+# Messages
+
+
+def _correct_messages(data: Data, run: ComparisonModel, origin: str) -> Iterator[Correction]:
+    for table in data.get("collectives", []):
+        rows = [
+            row
+            for row in run.messages
+            if row.collective == table["collective"] and row.group_size == table["group_size"] and row.predicted_s > 0
+        ]
+        if not rows:
+            continue
+        sizes, ratios = _ratios(rows)
+        at = np.exp(np.interp(np.log(np.maximum(table["payload_bytes"], 1.0)), np.log(sizes), np.log(ratios)))
+        table["seconds"] = [
+            rounded(seconds * float(ratio)) for seconds, ratio in zip(table["seconds"], at, strict=True)
+        ]
+        before = str(table["source"]).split("; corrected")[0]
+        table["source"] = f"{before}; corrected by {at.min():.3g} to {at.max():.3g} for {origin}"
+        predicted = np.array([row.predicted_s for row in rows])
+        measured = np.array([row.measured_s + row.waited_s for row in rows])
+        weights = np.array([row.calls for row in rows]) * measured
+        after = predicted * np.exp(
+            np.interp(np.log([max(r.payload_bytes, 1.0) for r in rows]), np.log(sizes), np.log(ratios))
+        )
+        yield Correction(
+            name=f"{table['collective']} among {table['group_size']}",
+            rows=len(rows),
+            fixed=None,
+            rest=float(np.average(measured / predicted, weights=weights)),
+            before=_error(predicted, measured, weights),
+            after=_error(after, measured, weights),
+        )
+
+
+def _ratios(rows: Sequence[MessageModel]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """(sizes,), (sizes,) payloads, rising, and how much longer than predicted ranks were held up by messages of each.
+
+    What a rank waits for a late one is part of it: a step pays it at its messages, and nothing else of a profile
+    knows of it.
+    """
+    found: dict[float, list[tuple[float, int]]] = {}
+    for row in rows:
+        ratio = max(1 / MOST, min(MOST, (row.measured_s + row.waited_s) / row.predicted_s))
+        found.setdefault(max(row.payload_bytes, 1.0), []).append((ratio, row.calls))
+    sizes = sorted(found)
+    ratios = [float(np.average([r for r, _ in found[s]], weights=[c for _, c in found[s]])) for s in sizes]
+    return np.array(sizes), np.array(ratios)
+
+
+def correction_rows(corrections: Sequence[Correction]) -> list[Mapping[str, object]]:
+    """The corrections as plain data."""
+    return [
+        {"name": c.name, "rows": c.rows, "fixed": c.fixed, "rest": c.rest, "before": c.before, "after": c.after}
+        for c in corrections
+    ]
