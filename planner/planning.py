@@ -143,6 +143,7 @@ def plan_network(
     pins, placed = _marked(request, network, graph, tables, pins)
     if placed is not None:
         request = replace(request, hints=(*request.hints, *placed.hints()))
+        request, pins = _with_groups(request, pins, placed)
     pins = _semi_automatic(request, pins)
     space = Space(
         graph=even,
@@ -237,6 +238,31 @@ def _marked(
             "computed again; leave one of them out"
         )
     return replace(pins, by_unit=bool(marks.stages or marks.recompute)), placed
+
+
+def _with_groups(request: PlanRequest, pins: Pins, placed: PlacedMarks) -> tuple[PlanRequest, Pins]:
+    """The request with the groups that gradients travel in.
+
+    Raises
+    ------
+    InputError
+        All-reduces are fused by places as well, or there are pipeline stages.
+    """
+    groups = placed.fusion()
+    if not groups:
+        return request, pins
+    if request.exchange.fusion_places:
+        raise InputError(
+            f"comm_fusion of {next(iter(groups))!r} and all-reduces fused by the places "
+            f"{list(request.exchange.fusion_places)} both say which gradients travel together; leave one of them out"
+        )
+    if (pins.pp or 1) > 1:
+        raise UnsupportedError(
+            f"comm_fusion of {next(iter(groups))!r} with {pins.pp} pipeline stages is not supported yet: gradients of "
+            "a stage are fused by size; use one stage, or comm_fusion by size"
+        )
+    exchange = replace(request.exchange, fusion_groups=tuple(groups.items()))
+    return replace(request, exchange=exchange), replace(pins, pp=1)
 
 
 def _semi_automatic(request: PlanRequest, pins: Pins) -> Pins:

@@ -288,10 +288,23 @@ class PlacedGraph:
 
     @cached_property
     def fusion_groups(self) -> dict[int, int]:
-        """For all-reduces that are fused by their parameters' places: the message of each trained parameter."""
-        places = self.options.exchange.fusion_places
+        """The message of each trained parameter whose gradient's message is said, counted from 1.
+
+        Where parameters have groups, those of group 0 travel alone.
+        """
+        places, named = self.options.exchange.fusion_places, dict(self.options.exchange.fusion_groups)
         trained = [p.node for p in self.graph.parameters if p.gradient is not None]
-        return {node: bisect_right(places, place) for place, node in enumerate(trained)} if places else {}
+        if places:
+            return {node: bisect_right(places, place) + 1 for place, node in enumerate(trained)}
+        groups = {node: named[self.graph.nodes[node].name] for node in trained if self.graph.nodes[node].name in named}
+        most = max(groups.values(), default=0)
+        return {node: group or most + place for place, (node, group) in enumerate(groups.items(), 1)}
+
+    def fusion_group(self, parameter: int, collective: Collective) -> int:
+        """The message that a gradient travels in, 0 where its size decides; places speak of all-reduces alone."""
+        if collective is not Collective.ALL_REDUCE and (self.options.exchange.fusion_places or self.by_unit):
+            return 0
+        return self.fusion_groups.get(parameter, 0)
 
     def divisor(self, parameter: int) -> float:
         """What the gradient of a parameter, summed over micro-batches and ranks, is divided by."""

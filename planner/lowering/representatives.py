@@ -57,7 +57,7 @@ def representatives(plan: Plan, graph: OperatorGraph) -> Representatives:
     graph : OperatorGraph
         Folded, at the plan's precision and any batch.
     """
-    if plan.exchange.fusion_places or plan.exchange.layerwise:
+    if plan.exchange.fusion_places or plan.exchange.fusion_groups or plan.exchange.layerwise:
         raise UnalikeError(f"{plan.network}: the context says of single layers what is sent; plan it on one stage")
     deep = chain(graph)
     names = deep.names()

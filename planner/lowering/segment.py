@@ -281,7 +281,7 @@ class SegmentWriter(Writer):
             self._flush(move.key)
 
     def _is_full(self, kind: Kind, bucket: _Pending) -> bool:
-        if kind[0] is Collective.ALL_REDUCE and self.source.fusion_groups:
+        if kind[3]:
             return len(bucket.entries) == self._assigned[kind]
         if self._by_unit(kind[0]) and self.source.options.exchange.reduce_scatter_bytes is None:
             return False
@@ -289,15 +289,14 @@ class SegmentWriter(Writer):
 
     @cached_property
     def _assigned(self) -> Counter[Kind]:
-        """How many gradients are to travel in each message, where their parameters' places say which."""
+        """How many gradients are to travel in each message, where it is said which."""
         steps = [(p, step) for p in self.source.fusion_groups for part in self.source.gradient_path(p) for step in part]
-        return Counter(self._kind(p, step) for p, step in steps if step.operation is Collective.ALL_REDUCE)
+        return Counter(self._kind(p, step) for p, step in steps if isinstance(step.operation, Collective))
 
     def _kind(self, parameter: int, step: Step) -> Kind:
         assert isinstance(step.operation, Collective)  # slices and masks are moved at once
         dtype = self.source.travelling_dtype(self.graph.spec(self.source.gradient_ref(parameter)))
-        group = self.source.fusion_groups.get(parameter, 0) if step.operation is Collective.ALL_REDUCE else 0
-        return step.operation, step.axis, dtype, group
+        return step.operation, step.axis, dtype, self.source.fusion_group(parameter, step.operation)
 
     def _move_of(self, parameter: int, step: Step) -> _Move:
         key = parameter, id(step)

@@ -23,6 +23,8 @@ class Exchange:
     all_reduce_bytes, all_gather_bytes, reduce_scatter_bytes : size of fused messages of each kind
     fusion_places : all-reduces of gradients are fused by the place of their parameter in the network instead: those
         before the first place in one message, those before the second in another, and the rest in the last
+    fusion_groups : names of parameters with their group, whose gradients travel in one message; each of group 0
+        travels alone, and those that are not named in messages of the usual size
     group_power : gradients are multiplied by the size of the group that adds them up, to this power: 1 for the sum of
         the gradients of every rank's own mean loss, −1 for what is divided by the group although the loss is a mean
     repeated_loss : gradients are multiplied by how many ranks compute the same part of the loss
@@ -39,6 +41,7 @@ class Exchange:
     all_gather_bytes: FusedBytes = None
     reduce_scatter_bytes: FusedBytes = None
     fusion_places: tuple[int, ...] = ()
+    fusion_groups: tuple[tuple[str, int], ...] = ()
     group_power: int = 0
     repeated_loss: bool = False
     cross_batch: bool = False

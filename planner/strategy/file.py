@@ -278,7 +278,8 @@ def _stages(plan: Plan) -> list[dict[str, object]]:
 
 def _exchange(plan: Plan) -> dict[str, object]:
     """What a context says, where it says something."""
-    return {name: _listed(value) for name, value in plan.exchange.named().items()}
+    said = {name: _listed(value) for name, value in plan.exchange.named().items()}
+    return said | ({"fusion_groups": dict(plan.exchange.fusion_groups)} if plan.exchange.fusion_groups else {})
 
 
 def _exchange_of(model: ExchangeModel) -> Exchange:
@@ -291,6 +292,8 @@ def _listed(value: object) -> object:
 
 
 def _frozen(value: object) -> object:
+    if isinstance(value, dict):
+        return tuple(value.items())
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 

@@ -116,6 +116,7 @@ class ExchangeModel(_Strict):
     all_gather_bytes: Count | None = None
     reduce_scatter_bytes: Count | None = None
     fusion_places: list[Positive] = Field(default_factory=list)
+    fusion_groups: dict[Text, Count] = Field(default_factory=dict)
     group_power: Literal[-1, 0, 1] = 0
     repeated_loss: bool = False
     cross_batch: bool = False
