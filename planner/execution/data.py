@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from planner.execution.formats import read_cifar10, read_mnist
+from planner.execution.token_files import Tokens, read_tokens, token_offset
 from simulator.errors import InputError
 
 LANGUAGE_KINDS = {"tokens", "next_tokens"}
+LANGUAGE_DATA = ("text", "tokens")
 SYNTHETIC_SAMPLES = 4096
 BYTE_VALUES = 256
 
@@ -85,9 +88,15 @@ class Batches:
         epochs, offsets = positions // self.dataset.samples, positions % self.dataset.samples
         rows = np.empty(size, np.int64)
         for epoch in np.unique(epochs):
-            order = np.random.default_rng((self.seed, int(epoch))).permutation(self.dataset.samples)
+            order = _order(self.seed, int(epoch), self.dataset.samples)
             rows[epochs == epoch] = order[offsets[epochs == epoch]]
         return rows
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, samples: int) -> Rows:
+    """The order of an epoch; a batch may lie in two."""
+    return np.random.default_rng((seed, epoch)).permutation(samples)
 
 
 def open_dataset(name: str | None, specs: tuple[InputSpec, ...], seed: int) -> Dataset:
@@ -96,8 +105,8 @@ def open_dataset(name: str | None, specs: tuple[InputSpec, ...], seed: int) -> D
     Parameters
     ----------
     name : str or None
-        ``digits``, ``text``, ``text:FILE``, ``mnist:FOLDER``, ``cifar10:FOLDER`` or ``synthetic``; None
-        takes digits for images and features, text for tokens.
+        ``digits``, ``text``, ``text:FILE``, ``tokens:FILE``, ``mnist:FOLDER``, ``cifar10:FOLDER`` or ``synthetic``;
+        None takes digits for images and features, text for tokens.
     specs : tuple of InputSpec
         The inputs of the network.
     seed : int
@@ -108,18 +117,20 @@ def open_dataset(name: str | None, specs: tuple[InputSpec, ...], seed: int) -> D
     kind, _, place = name.partition(":")
     if kind == "synthetic":
         return _synthetic(seed)
-    if kind in ("digits", "mnist", "cifar10", "text") and language != (kind == "text"):
-        wanted = "text or text:FILE" if language else "digits, mnist:FOLDER or cifar10:FOLDER"
+    if kind in ("digits", "mnist", "cifar10", *LANGUAGE_DATA) and language != (kind in LANGUAGE_DATA):
+        wanted = "text, text:FILE or tokens:FILE" if language else "digits, mnist:FOLDER or cifar10:FOLDER"
         raise InputError(f"data set {name!r} cannot feed inputs {[s.kind for s in specs]}; choose {wanted}")
     if kind == "text":
         return _text(place, specs)
+    if kind == "tokens" and place:
+        return _token_file(Path(place), specs)
     if kind == "digits":
         return _digits()
     if kind in ("mnist", "cifar10") and place:
         return _images(f"{kind} in {place}", *(read_mnist if kind == "mnist" else read_cifar10)(Path(place)))
     raise InputError(
-        f"data set {name!r} is not one of digits, text, text:FILE, mnist:FOLDER, cifar10:FOLDER, synthetic; "
-        "choose one of them"
+        f"data set {name!r} is not one of digits, text, text:FILE, tokens:FILE, mnist:FOLDER, cifar10:FOLDER, "
+        "synthetic; choose one of them"
     )
 
 
@@ -198,38 +209,59 @@ def _resized(pixels: Tensor, spec: InputSpec) -> Tensor:
 
 def _text(place: str, specs: tuple[InputSpec, ...]) -> Dataset:
     path = Path(place) if place else _bundled_text()
-    for spec in specs:
-        if spec.kind in LANGUAGE_KINDS and len(spec.shape) != 2:
-            raise InputError(
-                f"text cannot feed input {spec.name!r} of shape {spec.shape}, only (samples, tokens); "
-                "use --data synthetic"
-            )
     try:
         content = np.frombuffer(path.read_bytes(), np.uint8)
     except OSError as error:
         raise InputError(
             f"text file {path} cannot be read: {error.strerror}; give another with --data text:FILE"
         ) from None
-    length = max(spec.shape[1] for spec in specs if spec.kind in LANGUAGE_KINDS)
+    source = f"text file {path}"
+    bounds = [spec.high for spec in specs if spec.kind in LANGUAGE_KINDS and spec.high is not None]
+    if bounds and min(bounds) < BYTE_VALUES:  # better known now than in the middle of training
+        _check_vocabulary(content, np.arange(len(content)), content.astype(np.int64), min(bounds), source)
+    return _windows(content, source, f"bytes of {place or path.name}", specs)
+
+
+def _token_file(path: Path, specs: tuple[InputSpec, ...]) -> Dataset:
+    return _windows(read_tokens(path), f"token file {path}", f"tokens of {path}", specs)
+
+
+def _windows(content: Tokens, source: str, description: str, specs: tuple[InputSpec, ...]) -> Dataset:
+    """Serve windows of consecutive tokens, one behind the other; the next tokens are those one place later."""
+    language = [spec for spec in specs if spec.kind in LANGUAGE_KINDS]
+    for spec in language:
+        if len(spec.shape) != 2:
+            raise InputError(
+                f"text cannot feed input {spec.name!r} of shape {spec.shape}, only (samples, tokens); "
+                "use --data synthetic"
+            )
+    length = max(spec.shape[1] for spec in language)
     windows = (len(content) - 1) // length
     if windows < 1:
-        raise InputError(f"text file {path} has {len(content)} bytes, a sample needs {length + 1}; give a longer one")
-    small = [
-        spec for spec in specs if spec.kind in LANGUAGE_KINDS and spec.high is not None and spec.high < BYTE_VALUES
-    ]
-    if small and int(content.max()) >= min(spec.high or 0 for spec in small):
-        raise InputError(
-            f"text file {path} has byte {int(content.max())}, the network's vocabulary {small[0].high} tokens; "
-            "use a network with at least 256 or --data synthetic"
-        )
+        unit = "bytes" if content.dtype == np.uint8 else "tokens"
+        raise InputError(f"{source} has {len(content)} {unit}, a sample needs {length + 1}; give a longer one")
 
     def sample(spec: InputSpec, rows: Rows) -> Tensor:
         if spec.kind not in LANGUAGE_KINDS:
             raise InputError(f"text cannot feed input {spec.name!r} of kind {spec.kind!r}; use --data synthetic")
         starts = rows * length + (1 if spec.kind == "next_tokens" else 0)
-        return torch.from_numpy(content[starts[:, None] + np.arange(spec.shape[1])].astype(np.int64))
+        places = starts[:, None] + np.arange(spec.shape[1])
+        tokens = content[places].astype(np.int64)
+        if spec.high is not None and tokens.size:
+            _check_vocabulary(content, places, tokens, spec.high, source)
+        return torch.from_numpy(tokens)
 
-    return Dataset(description=f"bytes of {place or path.name}", samples=windows, sample=sample)
+    return Dataset(description=description, samples=windows, sample=sample)
+
+
+def _check_vocabulary(content: Tokens, places: Rows, tokens: Rows, high: int, source: str) -> None:
+    wrong = np.flatnonzero((tokens < 0) | (tokens >= high))
+    if len(wrong):
+        place = int(places.reshape(-1)[wrong[0]])
+        raise InputError(
+            f"{source} has token {int(tokens.reshape(-1)[wrong[0]])} at byte {token_offset(content, place)}, the "
+            f"network's vocabulary {high} tokens; use a network with more or --data synthetic"
+        )
 
 
 def _bundled_text() -> Path:

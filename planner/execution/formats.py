@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import zlib
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from simulator.errors import InputError
 
 IDX_UNSIGNED_BYTE = 8
 LARGEST_IDX_BYTES = 2**31
+PIECE_BYTES = 2**16
 CIFAR_SHAPE = (3, 32, 32)
 CIFAR_RECORD = 1 + 3 * 32 * 32
 CIFAR_CLASSES = 10
@@ -70,15 +72,20 @@ def read_idx(path: Path) -> Bytes:
 
 
 def _contents(path: Path) -> bytes:
+    found = io.BytesIO()
     try:
         if path.suffix != ".gz":
             return path.read_bytes()
         with gzip.open(path) as file:
-            data = file.read(LARGEST_IDX_BYTES)
+            while found.tell() < LARGEST_IDX_BYTES and (piece := file.read1(PIECE_BYTES)):
+                found.write(piece)
     except (OSError, EOFError, zlib.error) as error:
         size = path.stat().st_size if path.exists() else 0
-        raise InputError(f"{path} cannot be read ({error}) within its {size} bytes; copy the file again") from None
-    return data
+        raise InputError(
+            f"{path} cannot be read ({error}) within its {size} bytes, behind byte {found.tell()} of what it holds; "
+            "copy the file again"
+        ) from None
+    return found.getvalue()
 
 
 def read_cifar10(folder: Path) -> tuple[Bytes, Bytes]:

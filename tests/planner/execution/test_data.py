@@ -5,8 +5,12 @@ import numpy as np
 import pytest
 import torch
 
-from planner.execution.data import Batches, InputSpec, Shard, check_dataset, open_dataset
+from planner.execution.data import Batches, InputSpec, Position, Shard, check_dataset, open_dataset
 from planner.execution.formats import read_cifar10, read_idx, read_mnist
+from planner.execution.job import own_piece
+from planner.execution.loader import Loader, Share
+from planner.execution.token_files import read_tokens
+from planner.sharding.placement import Mesh, MeshAxis
 from simulator.errors import InputError
 
 
@@ -158,6 +162,143 @@ class TestText:
             batches("text", small)
 
 
+class TestTokenFiles:
+    """Tokens stay on the disk; every format gives the same samples."""
+
+    VALUES = (np.arange(100) * 7 % 251).astype(np.uint16)
+
+    def written(self, folder, name):
+        path = folder / name
+        if name.endswith(".npy"):
+            np.save(path, self.VALUES.astype(np.int32))
+        elif name.startswith("header"):
+            header = np.zeros(256, "<i4")
+            header[:3] = 20240520, 1, len(self.VALUES)
+            path.write_bytes(header.tobytes() + self.VALUES.astype("<u2").tobytes())
+        else:
+            path.write_bytes(self.VALUES.astype("<u4" if name.endswith(".u32") else "<u2").tobytes())
+        return path
+
+    @pytest.mark.parametrize("name", ["tokens.npy", "header.bin", "raw.bin", "raw.u32"])
+    def test_every_format(self, tmp_path, name):
+        path = self.written(tmp_path, name)
+        assert isinstance(read_tokens(path), np.memmap)
+        data = batches(f"tokens:{path}", TOKENS, NEXT)
+        assert data.dataset.samples == 99 // 16
+        rows = np.arange(6)
+        assert data.dataset.sample(TOKENS, rows).flatten().tolist() == self.VALUES[:96].tolist()
+        assert data.dataset.sample(NEXT, rows).flatten().tolist() == self.VALUES[1:97].tolist()
+
+    @pytest.mark.parametrize(
+        ("name", "cut", "words"),
+        [
+            ("tokens.npy", 3, "ends at byte 525, but 100 tokens from byte 128 need 528; the file is truncated"),
+            ("tokens.npy", 460, "has no readable header at byte 0"),
+            ("header.bin", 2, r"ends at byte 1222, but 100 tokens \(byte 8\) need 1224; the file is truncated"),
+            ("raw.bin", 1, "has 199 bytes: its last token begins at byte 198 and should be 2 bytes long"),
+            ("raw.u32", 1, "has 399 bytes: its last token begins at byte 396 and should be 4 bytes"),
+            ("raw.bin", 200, "is empty"),
+            ("raw.bin", 180, "has 10 tokens, a sample needs 17"),
+        ],
+    )
+    def test_broken_files_are_named_with_the_offset(self, tmp_path, name, cut, words):
+        path = self.written(tmp_path, name)
+        path.write_bytes(path.read_bytes()[:-cut])
+        with pytest.raises(InputError, match=rf"{name} {words}"):
+            batches(f"tokens:{path}", TOKENS)
+
+    def test_another_version(self, tmp_path):
+        path = self.written(tmp_path, "header.bin")
+        content = bytearray(path.read_bytes())
+        content[4] = 9
+        path.write_bytes(content)
+        with pytest.raises(InputError, match="version 9 at byte 4, version 1 is read"):
+            read_tokens(path)
+
+    def test_no_numbers_of_tokens(self, tmp_path):
+        np.save(tmp_path / "a.npy", np.zeros((4, 4), np.float32))
+        with pytest.raises(InputError, match=r"holds float32 of shape \(4, 4\)"):
+            read_tokens(tmp_path / "a.npy")
+
+    def test_objects_are_not_unpickled(self, tmp_path):
+        np.save(tmp_path / "a.npy", np.array([{}], object), allow_pickle=True)
+        with pytest.raises(InputError, match="holds object"):
+            read_tokens(tmp_path / "a.npy")
+
+    @pytest.mark.parametrize(("name", "start"), [("raw.bin", 0), ("header.bin", 1024)])
+    def test_a_token_beyond_the_vocabulary_is_named_with_its_offset(self, tmp_path, name, start):
+        path = self.written(tmp_path, name)
+        small = replace(TOKENS, high=200)
+        place = int(np.flatnonzero(self.VALUES >= 200)[0])
+        dataset = open_dataset(f"tokens:{path}", (small,), 0)
+        with pytest.raises(InputError, match=rf"token {self.VALUES[place]} at byte {start + 2 * place}, .* 200 tokens"):
+            dataset.sample(small, np.array([place // 16]))
+
+    def test_missing(self):
+        with pytest.raises(InputError, match=r"gone.bin cannot be read: No such file.*--data tokens:FILE"):
+            batches("tokens:gone.bin", TOKENS)
+
+
+START = Position()
+
+
+class TestLoader:
+    """Every rank loads its own piece of the same stream, from anywhere in it, ahead of time or not."""
+
+    MESH = Mesh((MeshAxis("data", 2), MeshAxis("tensor", 2)))
+
+    def loader(self, spec, placements, coordinates, *, ahead=0, position=START, name="digits"):
+        return Loader(
+            batches(name, spec),
+            [Share(spec=spec, placements=placements)],
+            self.MESH,
+            coordinates,
+            micro_batches=3,
+            position=position,
+            device=torch.device("cpu"),
+            ahead=ahead,
+        )
+
+    @pytest.mark.parametrize("placements", [(0, -1), (-1, 0), (0, 0), (-1, -1), (0, 3), (2, 3)])
+    def test_pieces_make_up_the_batch(self, placements):
+        whole = batches("digits", image()).load(image(), (2 * 3 + 1) * 8)
+        for coordinates in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            (piece,) = self.loader(image(), placements, coordinates)(2, 1)
+            assert torch.equal(piece, own_piece(whole, self.MESH, placements, coordinates))
+
+    @pytest.mark.parametrize("ahead", [1, 2, 7])
+    def test_prepared_in_a_thread_it_is_the_same(self, ahead):
+        plain, early = (self.loader(LABEL, (0, -1), (1, 0), ahead=n) for n in (0, ahead))
+        places = [(step, i) for step in range(4) for i in range(3)]
+        for place in [places[0], *places, (7, 0), (7, 1), (2, 0)]:
+            assert torch.equal(plain(*place)[0], early(*place)[0])
+        early.close()
+
+    @pytest.mark.parametrize("ahead", [0, 2])
+    def test_a_resumed_run_goes_on_where_the_other_stopped(self, ahead):
+        unbroken = self.loader(LABEL, (0, -1), (0, 0))
+        resumed = self.loader(LABEL, (0, -1), (0, 0), position=Position(step=5, sample=5 * 3 * 8), ahead=ahead)
+        for step in (5, 6):
+            for i in range(3):
+                assert torch.equal(unbroken(step, i)[0], resumed(step, i)[0])
+        resumed.close()
+
+    def test_another_batch_size_takes_the_samples_behind(self):
+        small = replace(LABEL, shape=(4,))
+        resumed = self.loader(small, (-1, -1), (0, 0), position=Position(step=5, sample=120))
+        following = batches("digits", LABEL).load(LABEL, 120)
+        assert torch.equal(torch.cat([resumed(5, i)[0] for i in range(2)]), following)
+
+    def test_what_goes_wrong_ahead_is_raised_where_it_is_wanted(self, tmp_path):
+        path = tmp_path / "tokens.bin"
+        path.write_bytes(np.arange(100, dtype="<u2").tobytes())
+        small = replace(TOKENS, shape=(1, 16), high=90)
+        loader = self.loader(small, (-1, -1), (0, 0), ahead=4, name=f"tokens:{path}")
+        with pytest.raises(InputError, match="has token 9. at byte"):
+            [loader(step, i) for step in range(2) for i in range(3)]
+        loader.close()
+
+
 class TestMnist:
     def test_read(self, mnist):
         folder, images, labels = mnist
@@ -175,7 +316,7 @@ class TestMnist:
     def test_truncated_gzip(self, mnist):
         path = mnist[0] / "train-images-idx3-ubyte.gz"
         path.write_bytes(path.read_bytes()[:-20])
-        with pytest.raises(InputError, match="copy the file again"):
+        with pytest.raises(InputError, match=r"within its \d+ bytes, behind byte \d+ of what it holds; copy"):
             read_mnist(mnist[0])
 
     @pytest.mark.parametrize("content", [b"", b"\0\0", b"\0\0\x0d\x01\0\0\0\x01", b"GIF89a", b"\0\0\x08\x02\0\0\0\x01"])
