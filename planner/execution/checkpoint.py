@@ -45,6 +45,7 @@ from planner.execution.checkpoint_record import (
 )
 from planner.execution.optimizers import ElementStep, SummedStep
 from planner.sharding.placement import Mesh, Placements
+from simulator.calibration.launch import is_peer_failure
 from simulator.errors import ExecutionError, InputError
 
 METADATA = ".metadata"
@@ -335,6 +336,8 @@ def _explained(what: str, remedy: str) -> Any:
     except CheckpointException as error:
         raise ExecutionError(f"{what}: {_failures(error)}; {remedy}") from None
     except (OSError, RuntimeError) as error:
+        if is_peer_failure(error):
+            raise  # another rank is gone, which has reasons of its own
         raise ExecutionError(f"{what}: {error}; {remedy}") from error
 
 

@@ -67,12 +67,12 @@ class Watch:
         size: int,
         *,
         stalls: bool = True,
-        silent_s: float = SILENT_S,
-        stall_s: float = STALL_S,
+        silent_s: float | None = None,
+        stall_s: float | None = None,
         end: Callable[[int], None] = os._exit,
     ) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._silent_s, self._stall_s = silent_s, stall_s
+        self._silent_s, self._stall_s = silent_s or SILENT_S, stall_s or STALL_S
         self._end = end
         self._main = threading.get_ident()
         self._clock = _clock_of(self._main) if stalls else None
