@@ -188,7 +188,7 @@ def _tuples(value: Any) -> Any:
 
 def _degrees(config: Mapping[str, Any], configured: bool) -> tuple[dict[str, str], list[str]]:
     """Pins of ``parallel_config``; where every degree is configured, one that is not said is 1."""
-    pins: dict[str, str] = dict.fromkeys(("dp", "tp", "pp", "cp", "ep"), "1") if configured else {}
+    pins: dict[str, str] = dict.fromkeys(("dp", "tp", "pp", "vpp", "cp", "ep"), "1") if configured else {}
     notes: list[str] = []
     for name, value in config.items():
         key = f"parallel_config.{name}"

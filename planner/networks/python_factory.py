@@ -53,7 +53,9 @@ def load_factory(place: str, sequence_length: int | None) -> Network:
     """
     module_name, _, factory_name = place.partition(":")
     factory = _find(module_name, factory_name)
-    module, example = _call(place, factory)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # drawn labels bound the classes, which must be the same in every process
+        module, example = _call(place, factory)
     return _described(place, factory_name, module, example, sequence_length, lambda: _call(place, factory)[0])
 
 

@@ -65,7 +65,11 @@ class ResNet(nn.Module):
 
     def forward(self, image: Tensor, label: Tensor) -> Tensor:
         """Loss of images ``(batch, 3, h, w)`` against class numbers ``(batch,)``."""
+        return mean_cross_entropy(self.logits(image), label)
+
+    def logits(self, image: Tensor) -> Tensor:
+        """Map images ``(batch, 3, h, w)`` to ``(batch, classes)``."""
         x = self.pool(self.bn1(self.conv1(image)).relu())
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             x = stage(x)
-        return mean_cross_entropy(self.fc(x.mean((2, 3))), label)
+        return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]

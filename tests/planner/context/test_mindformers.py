@@ -69,6 +69,7 @@ def test_degrees_are_pinned_and_their_product_is_the_devices(tmp_path: Path) -> 
         "dp": "2",
         "tp": "2",
         "pp": "2",
+        "vpp": "1",
         "cp": "1",
         "ep": "1",
         "micro_batches": "4",
@@ -93,7 +94,7 @@ def test_modes(tmp_path: Path, mode: object, expected: str, free: bool) -> None:
     found = configured(tmp_path, document, devices=4)
     assert found.settings.parallel_mode == expected
     assert pins(found.settings) == (
-        {"dp": "4"} if free else {"dp": "4", **dict.fromkeys(("tp", "pp", "cp", "ep"), "1")}
+        {"dp": "4"} if free else {"dp": "4", **dict.fromkeys(("tp", "pp", "vpp", "cp", "ep"), "1")}
     )
 
 

@@ -34,6 +34,10 @@ def classifier():
     return net, (torch.randn(4, 6), torch.zeros(4, dtype=torch.long)), nn.CrossEntropyLoss()
 
 
+def drawn():
+    return nn.Linear(6, 1000), (torch.randn(4, 6), torch.randint(1000, (4,))), nn.CrossEntropyLoss()
+
+
 class Tokens(nn.Module):
     def __init__(self):
         super().__init__()
@@ -161,6 +165,14 @@ def test_a_factory_may_build_on_the_meta_device_and_in_any_precision(module_name
 
 def test_a_factory_may_look_at_values(module_name: str) -> None:
     assert load_network(f"py:{module_name}:with_values").capture().parameter_count == 28
+
+
+def test_drawn_examples_do_not_change_the_network(module_name: str) -> None:
+    before = torch.get_rng_state()
+    fingerprints = {load_network(f"py:{module_name}:drawn").capture().fingerprint for _ in range(3)}
+    assert len(fingerprints) == 1
+    torch.rand(1)
+    assert not torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(
