@@ -47,6 +47,8 @@ from planner.estimate.training_run import (
 from simulator.errors import InputError
 from simulator.hardware import Hardware
 
+_PREFETCHED_ELEMENTS = 5e7
+"""DeepSpeed's default ``stage3_prefetch_bucket_size``."""
 _SHARDED_GRADIENTS = (OptimizerSharding.ZERO2, OptimizerSharding.ZERO3)
 
 
@@ -314,6 +316,11 @@ class _Rank:
         layer = max(dense.total if content.dense_layers else 0.0, expert.total if content.expert_layers else 0.0)
         ends = local_vocabulary(self.shape, setup.tp, self.traits.padded_vocabulary) * self.shape.hidden
         element = LOW_PRECISION_BYTES[setup.precision]
+        if setup.reduce_bucket_elements:
+            # DeepSpeed fetches a bucket ahead and frees the tables between their uses; the gradients of a layer go
+            # through the bucket that reduces them.
+            ahead, gradients = min(layer, _PREFETCHED_ELEMENTS), min(layer, setup.reduce_bucket_elements)
+            return (layer + ahead + gradients) * element
         tables = (content.embedding or content.head) + (content.embedding and content.head) * (
             not self.shape.tied_embeddings
         )
@@ -325,8 +332,9 @@ class _Rank:
         element = LOW_PRECISION_BYTES[setup.precision]
         buckets = self.traits.bucket_elements * element if setup.dp > 1 else 0.0
         if setup.dp > 1:
-            # Two buffers fill and reduce in turn, one gathers parameters.
-            buckets += 3 * min(setup.reduce_bucket_elements, parameters) * element
+            # Two buffers fill and reduce in turn, one gathers parameters; with sharded parameters it is one in all.
+            count = 1 if setup.optimizer_sharding is OptimizerSharding.ZERO3 else 3
+            buckets += count * min(setup.reduce_bucket_elements, parameters) * element
         if setup.pp == 1:
             return buckets
         tokens = setup.micro_batch * self.shape.sequence_length / setup.cp

@@ -96,7 +96,8 @@ def layer_activations(
         function=function,
         input=sizes.stream * element,
         alternate=_alternate(shape, setup, sizes, experts=experts),
-        working=max(working, widest) + gradients,
+        # What the feed-forward network kept is gone by the time attention goes back.
+        working=max(working - feed_forward, widest) + gradients,
     )
 
 

@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner.estimate.memory import training_memory
-from planner.estimate.training_run import LayeredNetwork, Recompute, TrainingRun, TransformerShape
+from planner.estimate.training_run import (
+    LayeredNetwork,
+    OptimizerSharding,
+    Recompute,
+    TrainingRun,
+    TransformerShape,
+)
 from planner.validation.measurement_file import FileRow, read_rows
 from planner.validation.reading_hardware import hardware_for
 from planner.validation.reading_network import MissingFactError, is_transformer, read_network
@@ -126,6 +132,7 @@ def _recomputing_where_needed(run: TrainingRun) -> TrainingRun:
     alone = replace(
         run.setup, dp=run.setup.devices, tp=1, pp=1, vpp=1, cp=1, ep=1, expert_tp=1, micro_batch=1, micro_batches=1,
         schedule="1f1b", layers_per_stage=(), recompute=Recompute.NONE, recompute_layers=0,
+        optimizer_sharding=OptimizerSharding.NONE,
     )  # fmt: skip
     if not training_memory(replace(run, setup=alone)).fits:
         return run

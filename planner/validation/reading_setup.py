@@ -255,6 +255,9 @@ def _stated_sharding(row: FileRow, used: Stack, notes: list[str]) -> OptimizerSh
         if re.search(pattern, text):
             return value
     value = _default_sharding(f"{row.text('framework')} {row.text('source_table')}".lower(), used)
+    # DeepSpeed's optimizer for bfloat16 (``BF16_Optimizer``) knows sharded states alone.
+    if re.fullmatch(r"megatron-deepspeed", row.text("framework").lower()) and row.text("precision_kind") == "bf16":
+        value = OptimizerSharding.ZERO1
     if value is OptimizerSharding.NONE and re.search(r"deepspeed 3d|\bbucket=\d", all_words(row)):
         value = OptimizerSharding.ZERO1
     if (row.whole("n_accels") or 1) > 1 and not text:

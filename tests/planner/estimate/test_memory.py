@@ -172,6 +172,25 @@ def test_fully_sharded_stages_stay_whole_between_micro_batches() -> None:
     assert staged.gathered_parameters == pytest.approx((2 + 4) * 8 * staged.parameters / 4)
 
 
+def test_deepspeed_gathers_one_layer_and_reduces_through_one_buffer() -> None:
+    bucket = 5e8
+    sharded: dict[str, Any] = {"dp": 8, "optimizer_sharding": OptimizerSharding.ZERO3, "stack": Stack.DEEPSPEED}
+    plain = training_memory(run(LLAMA_7B, **sharded)).fullest
+    buckets = training_memory(run(LLAMA_7B, **sharded, reduce_bucket_elements=bucket)).fullest
+    assert buckets.gathered_parameters < plain.gathered_parameters
+    assert buckets.communication - plain.communication == pytest.approx(2 * bucket)
+
+
+def test_feed_forward_is_gone_when_unfused_attention_goes_back() -> None:
+    """Scores and their gradients stand beside what attention keeps, not beside the feed-forward network as well."""
+    shape, setup = gpt(1, 1024, 64), run(gpt(1, 1024, 64), attention=AttentionKernel.UNFUSED).setup
+    narrow, wide = (
+        layer_activations(replace(shape, feed_forward=width), setup, traits_of(setup.stack)) for width in (1024, 8192)
+    )
+    assert wide.saved - narrow.saved > 0
+    assert wide.saved + wide.working == pytest.approx(narrow.saved + narrow.working)
+
+
 def test_components_add_up_and_figures_grow() -> None:
     memory = training_memory(run(LLAMA_7B, tp=2, pp=4, dp=2, micro_batches=8))
     figures = memory.figures()

@@ -89,6 +89,14 @@ def test_early_deepspeed_gathers_parameters_one_at_a_time(
     assert (run.setup.stack, run.setup.overlap_parameters) == (stack, ahead)
 
 
+@pytest.mark.parametrize(("kind", "sharding"), [("bf16", "zero1"), ("fp16", "none")])
+def test_deepspeed_shards_its_optimizer_for_bfloat16(tmp_path: Path, kind: str, sharding: str) -> None:
+    changes = {"framework": "Megatron-DeepSpeed", "precision": kind, "precision_kind": kind, "optimizer_sharding": ""}
+    run = read_one(tmp_path, **changes).run
+    assert run is not None
+    assert run.setup.optimizer_sharding == sharding
+
+
 VISION = {**LAMBDA, "source": "made", "per_accel_batch": "32", "accelerator": "Ascend 910", "accel_mem_gb": "32"}
 
 
