@@ -9,7 +9,7 @@ import torch
 from planner.execution.run import ExecuteOptions, execute, execute_plan
 from planner.planning import PlanRequest, plan_network
 from planner.strategy.file import write_plan
-from simulator.errors import ExecutionError, InputError, StrategyError
+from simulator.errors import ExecutionError, InfeasibleError, InputError, StrategyError
 
 HARDWARE = "dgx-a100"
 
@@ -131,6 +131,9 @@ def test_a_rank_that_fails_shows_its_own_error(mlp):
         ({"steps": 0}, "--steps 0"),
         ({"timeout_s": 0.0}, "timeout of 0.0"),
         ({"timeout_s": math.nan}, "timeout of nan"),
+        ({"join_timeout_s": 0.0}, "join timeout of 0.0"),
+        ({"save_every": 2}, "--save-every 2 needs a folder"),
+        ({"resume": "nowhere"}, "--resume nowhere: is no folder"),
         ({"device": "tpu"}, "device 'tpu'"),
         ({"precision": "fp8"}, "fp8"),
         ({"precision": "int4"}, "precision 'int4'"),
@@ -174,6 +177,21 @@ def test_accelerators_are_counted_before_anything_starts(mlp, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match="torchrun started local rank 1 here"):
         run(mlp, device="cuda")
+
+
+def test_memory_is_looked_at_before_anything_starts(mlp, monkeypatch):
+    monkeypatch.setattr("planner.execution.run.run_workers", lambda *_, **__: pytest.fail("workers were started"))
+    monkeypatch.setattr("planner.execution.starting.free_memory", lambda *_: 10**6)
+    with pytest.raises(InfeasibleError, match=r"2 processes of .* GB at its peak, but there are 0.001 GB free on this"):
+        run(mlp)
+    with pytest.raises(pytest.fail.Exception):
+        run(mlp, force=True)
+
+
+def test_a_backend_that_torch_was_built_without(mlp, monkeypatch):
+    monkeypatch.setattr("planner.execution.starting.dist.is_backend_available", lambda _: False)
+    with pytest.raises(InputError, match="--device cpu needs the backend gloo, which this torch"):
+        run(mlp, device="cpu")
 
 
 def test_an_accelerator_that_is_not_there(mlp, monkeypatch):

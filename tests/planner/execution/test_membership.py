@@ -39,6 +39,19 @@ def test_slurm_step():
     assert 1024 < found.port < 65536
 
 
+@pytest.mark.parametrize(
+    ("environment", "size"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "LOCAL_WORLD_SIZE": "4"}, 4),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}, 2),
+        (SLURM, 1),
+        ({**MSRUN, "MS_LOCAL_WORKER_NUM": "8"}, 8),
+    ],
+)
+def test_ranks_on_one_machine(environment, size):
+    assert find_membership(environment).local_size == size
+
+
 def test_slurm_allocation_without_a_step_is_no_job():
     assert find_membership({name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}) is None
 

@@ -1,6 +1,7 @@
 import torch
 
-from planner.execution.memory import PeakMemory, waited_s
+from planner.execution import memory as memory_module
+from planner.execution.memory import PeakMemory, free_memory, waited_s
 
 CPU = torch.device("cpu")
 MEGABYTE = 2**20
@@ -34,3 +35,16 @@ def test_waiting_never_shrinks():
     before = waited_s()
     assert before >= 0
     assert waited_s() >= before
+
+
+def test_a_container_leaves_less_than_the_machine_has(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_module, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(memory_module, "GROUP", tmp_path)
+    assert free_memory("cpu", 0) is None
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
+    assert free_memory("cpu", 0) == 4000 * 1024
+    for name, content in (("max", "3000000"), ("current", "1500000"), ("stat", "anon 1\nfile 500000\n")):
+        (tmp_path / f"memory.{name}").write_text(content)
+    assert free_memory("cpu", 0) == 2_000_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory("cpu", 0) == 4000 * 1024

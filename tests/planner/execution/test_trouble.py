@@ -1,0 +1,340 @@
+"""A rank in trouble stops the whole job, with its own error; nothing of the job stays."""
+
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from planner.execution import watch, worker
+from planner.execution.joining import meet
+from planner.execution.membership import Membership
+from planner.execution.verification import TOLERANCES
+from planner.execution.watch import ALARM, Agreement, Watch, waits_for_others
+from planner.strategy.file import write_plan
+from simulator.errors import ExecutionError, InputError
+from tests.planner.execution.made import make_plan, run
+
+ROOT = Path(__file__).parents[3]
+SICK_STEP, SICK_RANK = 2, 1
+
+
+def sleep_for_ever():
+    while True:
+        time.sleep(3600)
+
+
+def trouble(kind, loss):
+    """What happens to the sick rank in its step."""
+    if kind == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "raises":
+        raise ValueError("the disk is full")
+    elif kind == "hangs":
+        sleep_for_ever()
+    elif kind == "is stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return {"has no number": math.nan, "differs": None if loss is None else loss * 1.001}.get(kind, loss)
+
+
+def sicken(kind):
+    """Let one rank of this process's job fall ill, with a shorter patience than the usual."""
+    watch.STALL_S, watch.SILENT_S = 5.0, 8.0
+    healthy, steps = worker._run_step, []
+
+    def run_step(interpreter, batches, device):
+        steps.append(len(steps))
+        loss, seconds = healthy(interpreter, batches, device)
+        if steps[-1] == SICK_STEP and dist.get_rank() == SICK_RANK:
+            loss = trouble(kind, loss)
+        return loss, seconds
+
+    worker._run_step = run_step
+
+
+def sick_train(kind, pids, job, membership=None):
+    """Train as a rank of a job one rank of which falls ill."""
+    sicken(kind)
+    (pids / str(os.getpid())).touch()
+    return worker.train(job, membership)
+
+
+def alive(pid):
+    try:
+        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def assert_gone(pids):
+    found = [int(path.name) for path in pids.iterdir()]
+    assert found
+    end = time.monotonic() + 30
+    while any(map(alive, found)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not [pid for pid in found if alive(pid)]
+
+
+@pytest.fixture(scope="module")
+def mlp():
+    return make_plan("zoo:mlp", 2, batch=16, tp=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("dies", "rank 1 of 2 failed: it was ended by signal SIGKILL"),
+        ("raises", "rank 1 of 2 failed: ValueError: the disk is full"),
+        ("hangs", r"rank 1 of 2 hangs: no progress for 5 s in sleep_for_ever \(.*test_trouble.py:\d+\)"),
+        ("is stopped", "rank 1 of 2 is dead or stopped: it has not been heard of for 8 s"),
+        ("has no number", "training diverged at step 2: loss nan; lower --learning-rate"),
+        ("differs", r"ranks diverged at step 2: rank 1 has loss .*, rank 0 .*, 1.0\de-03 apart"),
+    ],
+)
+def test_one_rank_in_trouble(mlp, tmp_path, monkeypatch, kind, words):
+    pids, logs = tmp_path / "pids", tmp_path / "logs"
+    pids.mkdir()
+    monkeypatch.setattr("planner.execution.run.train", partial(sick_train, kind, pids))
+    with pytest.raises(ExecutionError, match=words):
+        run(mlp, steps=50, verify=False, log_dir=logs)
+    assert_gone(pids)
+    said = (logs / "device1" / "train.log").read_text()
+    assert "step: 1, loss: " in said
+    assert {"raises": "ValueError: the disk is full", "hangs": "in sleep_for_ever"}.get(kind, "") in said
+
+
+SICK_PROGRAM = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.planner.execution.test_trouble import sicken
+if __name__ == "__main__":
+    sicken({kind!r})
+    from planner.cli import main
+    main()
+"""
+
+
+def start(program, arguments, **variables):
+    return subprocess.Popen(
+        [sys.executable, *program, *arguments],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return str(probe.getsockname()[1])
+
+
+def agents(strategy, *, program=("-m", "planner.cli"), options=()):
+    """Two agents of torchrun, each with one rank, as two hosts would have them."""
+    port = free_port()
+    arguments = ["execute", str(strategy), "--precision", "fp64", *options]
+    launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "localhost"]
+    return [
+        start([*launcher, "--master-port", port, "--node-rank", str(node), *program], arguments) for node in range(2)
+    ]
+
+
+@pytest.mark.slow
+def test_two_agents_train_as_one_process_does(mlp, tmp_path):
+    write_plan(mlp, tmp_path / "strategy.json")
+    options = ["--steps", "3", "--verify", "--quiet", "--log-dir", str(tmp_path / "logs")]
+    ended = [agent.communicate(timeout=300) for agent in agents(tmp_path / "strategy.json", options=options)]
+    assert [bool(out.strip()) for out, _ in ended] == [True, False], ended
+    assert "step: 2, loss: " in (tmp_path / "logs" / "device1" / "train.log").read_text()
+    assert "MASTER_PORT=" in (tmp_path / "logs" / "device1" / "env.log").read_text()
+
+
+@pytest.mark.slow
+def test_trouble_on_one_host_reaches_the_other(mlp, tmp_path):
+    write_plan(mlp, tmp_path / "strategy.json")
+    program = tmp_path / "sick.py"
+    program.write_text(SICK_PROGRAM.format(root=str(ROOT), kind="hangs"))
+    started = agents(tmp_path / "strategy.json", program=[str(program)], options=["--steps", "50", "--quiet"])
+    ended = [agent.communicate(timeout=300) for agent in started]
+    assert all(agent.returncode for agent in started)
+    for _, errors in ended:
+        assert "rank 1 of 2 hangs: no progress" in errors
+
+
+# Coming together
+
+
+def place(rank, port, size=2):
+    return Membership(launcher="test", rank=rank, world_size=size, local_rank=rank, address="localhost", port=int(port))
+
+
+def met(members, timeout_s=60.0, digests=("a", "a", "a")):
+    """What comes of processes that meet, here threads: a store or an error."""
+    found = [None] * len(members)
+
+    def come(i):
+        try:
+            found[i] = meet(members[i], timeout_s, digests[i])
+        except (ExecutionError, InputError) as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=come, args=(i,)) for i in range(len(members))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_all_come():
+    port = free_port()
+    stores = met([place(0, port), place(1, port)])
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
+
+
+def test_one_does_not_come(monkeypatch):
+    monkeypatch.setattr("planner.execution.joining.LINGER_S", 0.2)
+    port = free_port()
+    first, second = met([place(0, port, 3), place(2, port, 3)], timeout_s=2.0)
+    words = f"only 2 of 3 processes came to localhost:{port} within 2 s, missing rank 1; .*--join-timeout"
+    assert isinstance(first, ExecutionError)
+    assert re.match(words, str(first))
+    assert isinstance(second, ExecutionError)
+
+
+def test_the_first_does_not_come():
+    port = free_port()
+    with pytest.raises(ExecutionError, match=rf"rank 1 of 2 did not reach localhost:{port} within 1 s"):
+        meet(place(1, port), 1.0, "a")
+
+
+def test_the_port_is_taken():
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        with pytest.raises(ExecutionError, match=r"rank 0 cannot listen at .*: the port is taken; set MASTER_PORT"):
+            meet(place(0, other.getsockname()[1]), 1.0, "a")
+
+
+def test_two_have_the_same_rank(monkeypatch):
+    monkeypatch.setattr("planner.execution.joining.LINGER_S", 0.2)
+    port = free_port()
+    found = met([place(0, port, 3), place(1, port, 3), place(1, port, 3)], timeout_s=2.0)
+    assert any("two processes have rank 1 of 3" in str(error) for error in found)
+
+
+def test_two_were_asked_for_different_things():
+    port = free_port()
+    found = met([place(0, port), place(1, port)], digests=("a", "b"))
+    assert "rank 1 was started with another strategy or other options than rank 0" in str(found[1])
+
+
+# Watching
+
+
+def _clonable(store):
+    """A store in this process, as a watch asks for it."""
+    return type("Clonable", (), {"clone": lambda self: store})()
+
+
+def watching(store, rank, size, **options):
+    ends = []
+    done = threading.Event()
+
+    def end(code):
+        ends.append(code)
+        done.set()
+
+    watched = Watch(store, rank, size, end=end, **options)
+    return watched, ends, done
+
+
+def test_losses_that_differ_by_more_than_rounding_are_found():
+    store = dist.HashStore()
+    leader, other = (Agreement(store, "all", rank, 0, "fp64") for rank in range(2))
+    leader.check(0, 1.0, 5.0)
+    other.check(0, 1.0 + TOLERANCES["fp64"] / 2, 5.0)
+    leader.check(1, 2.0, 5.0)
+    with pytest.raises(ExecutionError, match=r"ranks diverged at step 1: rank 1 has loss 2.01, rank 0 2.0"):
+        other.check(1, 2.01, 5.0)
+
+
+def test_the_first_alarm_is_what_all_are_told():
+    store = dist.HashStore()
+    first, second = (watching(_clonable(store), rank, 2)[0] for rank in range(2))
+    own = ValueError("the disk is full")
+    assert first.explain(own) is own
+    second.explain(ValueError("later"))
+    told = second.explain(RuntimeError("Connection closed by peer"))
+    assert isinstance(told, ExecutionError)
+    assert str(told) == "rank 0 of 2 failed: ValueError: the disk is full"
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """Beats ten times as fast."""
+    monkeypatch.setattr(watch, "BEAT_S", 0.1)
+    monkeypatch.setattr(watch, "GRACE_S", 0.1)
+
+
+def test_an_alarm_ends_a_rank_that_waits(fast, capsys):
+    store = dist.HashStore()
+    PrefixStore("watch", store).set(ALARM, "rank 7 of 8 failed: ValueError: of its own")
+    watched, ends, done = watching(_clonable(store), 1, 8)
+    watched.start()
+    assert done.wait(60)
+    watched._closed.set()
+    assert ends[0] == 4
+    assert "meshwright: rank 7 of 8 failed" in capsys.readouterr().err
+
+
+def test_a_silent_rank_is_noticed_by_the_first(fast):
+    store = dist.HashStore()
+    PrefixStore("watch", store).set("beat/1", "0")
+    watched, _, _ = watching(_clonable(store), 0, 2, silent_s=0.5)
+    watched.start()
+    PrefixStore("watch", store).wait([ALARM], timedelta(seconds=60))
+    watched.close()
+    assert b"rank 1 of 2 is dead or stopped" in PrefixStore("watch", store).get(ALARM)
+
+
+def test_a_rank_that_has_done_its_work_may_be_silent(fast):
+    store = dist.HashStore()
+    first, _, _ = watching(_clonable(store), 0, 2, silent_s=0.2)
+    second, _, _ = watching(_clonable(store), 1, 2)
+    second.close()
+    first.start()
+    time.sleep(1)
+    first.close()
+    assert not PrefixStore("watch", store).check([ALARM])
+
+
+def test_waiting_for_others_is_no_stall():
+    frames = []
+
+    def wait(work):
+        work.wait()
+
+    class Work:
+        def wait(self):
+            frames.extend([sys._getframe(), sys._getframe(1)])
+
+    wait(Work())
+    here, caller = frames
+    assert waits_for_others(caller)
+    assert not waits_for_others(here)
