@@ -69,7 +69,9 @@ def node_rules(problem: Problem, solution: Solution) -> tuple[dict[str, NodeRule
     for run, states in zip(graph.runs, solution.layers, strict=True):
         offset = block_index(graph.nodes[run.first[0]].name, run.prefix)
         rules = [_rules(problem, run.first, solution.assignment, run)]
-        rules += [_rules(problem, run.second, state, run) for state in states]
+        for place, state in enumerate(states):
+            alike = place > 0 and state == states[place - 1]
+            rules.append(rules[-1] if alike else _rules(problem, run.second, state, run))
         for same, members in groupby(enumerate(rules), key=lambda item: item[1]):
             numbers = [i for i, _ in members]
             layers.append(

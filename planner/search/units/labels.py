@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.graph.operator_graph import OperatorGraph
-from planner.search.exact.elimination import min_plus_power
 from planner.search.problem.parts import Parts, Setting
 from planner.search.problem.problem import Problem
 from planner.search.units.records import (
@@ -115,15 +114,6 @@ class StageTables:
         count once.
         """
         return self._stage.minimum(weights)
-
-    def run_minimum(self, weights: Weights, run: int, lengths: Sequence[int]) -> FloatArray:
-        """Least weighted cost of so many consecutive blocks of a run with free ends, shape (len(lengths),).
-
-        The blocks are those after the first, of which labels may differ from the first's.
-        """
-        number = next(i for i, u in enumerate(self.chain.units) if u.run == run and u.count > 1)
-        matrix = self._stage.matrices(weights, None, None)[number]
-        return np.array([min_plus_power(matrix[None], length).table.min() for length in lengths])
 
     def _tied(self) -> Iterator[TiedParameter]:
         stage = self._stage

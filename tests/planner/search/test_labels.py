@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -184,19 +184,6 @@ def test_no_choice_of_labels_is_cheaper_than_the_minimum(mesh: Mesh, weights: We
         best = after
     assert exact.value <= best[-1] * (1 + 1e-9)
     assert exact.value >= best[-1] * 0.95
-
-
-@given(weights=WEIGHTS)
-@settings(max_examples=15)
-def test_consecutive_blocks_cost_what_their_matrix_products_say(weights: Weights) -> None:
-    tables = tables_of("gpt", make_mesh(tensor=2))
-    block = tables.matrices(weights)[2]
-    lengths = (1, 2, 3)
-    expected = []
-    for length in lengths:
-        ways = product(range(len(block)), repeat=length + 1)
-        expected.append(min(sum(block[a, b] for a, b in pairwise(way)) for way in ways))
-    assert tables.run_minimum(weights, 0, lengths) == pytest.approx(np.array(expected))
 
 
 def brute_force(factors: UnitFactors, tables: StageTables, number: int, row: np.ndarray) -> np.ndarray:
