@@ -129,7 +129,23 @@ def _read(request: PlanRequest, graph: OperatorGraph, source: str) -> tuple[Plan
     hardware = load_profile(request.hardware)
     _check_agrees(request, found, where)
     with naming(source):
-        return found, predict_plan(found, checked_graph(found, graph), hardware)
+        checked = checked_graph(found, graph)
+        prediction = predict_plan(found, checked, hardware)
+    _check_marks(request, found, checked, where)
+    return found, prediction
+
+
+def _check_marks(request: PlanRequest, found: Plan, graph: OperatorGraph, where: str) -> None:
+    """Raise ContextError where modules are marked with something else than the plan that was read."""
+    from planner.context.marks import Marks
+    from planner.context.placing import PlacedMarks
+    from planner.graph.chain import chain
+    from planner.networks import load_network
+
+    own = load_network(request.network, sequence_length=request.sequence_length).marks or Marks()
+    marks = request.marks.over(own) if request.marks else own
+    if marks:
+        PlacedMarks(marks, graph, chain(graph)).check(found, graph, where)
 
 
 def _check_agrees(request: PlanRequest, found: Plan, where: str) -> None:

@@ -20,11 +20,13 @@ from planner.graph.chain import Chain
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.recompute import MODES, recomputed
 from planner.graph.unfolding import run_start
+from planner.lowering.options import recompute_modes
 from planner.request import Pins
 from planner.search.configurations.pin_checks import CHUNKS
 from planner.search.problem.cuts import OperatorCuts
-from planner.search.problem.hints import Hint
+from planner.search.problem.hints import Hint, first_not_kept
 from planner.search.stages.unit_pins import UnitPins
+from planner.strategy.plan import Plan, expanded_rules
 from simulator.errors import UnsupportedError
 from simulator.program import Phase
 
@@ -207,6 +209,27 @@ class PlacedMarks:
             Hint(pattern=pattern if len(paths) > 1 else paths[0], cuts=cuts, modules=frozenset(paths))
             for (pattern, cuts), paths in groups.items()
         )
+
+    def check(self, plan: Plan, graph: OperatorGraph, where: str) -> None:
+        """Raise ContextError where a plan that was read of `graph` at its micro-batch, breaks a mark."""
+        ends = [self.names.index(chunk.last) + 1 for chunk in plan.chunks[:-1]]
+        cuts = self.cuts()
+        said = ""
+        if cuts and not (len(ends) == len(cuts) and all(e in places for e, places in zip(ends, cuts, strict=True))):
+            said = f"cuts the network behind {_listed(chunk.last for chunk in plan.chunks[:-1]) or 'nothing'}"
+        modes = recompute_modes(plan, self.names)
+        if self.again and [MODES.index(modes.get(name, "none")) for name in self.names] != [*self.modes()]:
+            said = said or f"computes again {_listed(modes) or 'nothing'}"
+        if self.marks.fusion and dict(plan.exchange.fusion_groups) != self.fusion():
+            said = said or "fuses other gradients"
+        broken = first_not_kept(graph, expanded_rules(plan), plan.mesh.sizes, self.hints())
+        if broken is not None:
+            said = said or f"cuts {broken[1]!r} otherwise than {broken[0]}"
+        if said:
+            raise ContextError(
+                f"{where} {said}, and marks on modules of {plan.network} ask for something else; plan again without "
+                "the file, or leave out the marks"
+            )
 
     # Fusion
 

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -332,6 +333,37 @@ def _cuts_mask(problem: Problem, variable: int, target: Target, item: Hint) -> N
             f"hint {item}: {node.name!r} cannot be cut so on {shape}; along one axis it offers {'; '.join(offered)}"
         )
     return allowed
+
+
+def first_not_kept(
+    graph: OperatorGraph, rules: Mapping[str, Sequence[Rule]], sizes: Sequence[int], hints: Sequence[Hint]
+) -> tuple[Hint, str] | None:
+    """The first hint with cuts that strategies of a plan, by unfolded name, do not keep, and the operator's name.
+
+    Parameters
+    ----------
+    graph
+        The plan's network at its micro-batch.
+    sizes
+        Of the mesh's axes.
+    """
+    names = list(_named(graph))
+    for item in hints:
+        for index, _, name in _matching(graph, item, names) if item.cuts is not None else ():
+            assert item.cuts is not None  # others match nothing here
+            wanted = operand_cuts(
+                graph, index, item.cuts, of_module="/" not in item.pattern, devices=prod(sizes), what=repr(name)
+            )
+            for side, operands in (("inputs", wanted.inputs), ("outputs", wanted.outputs)):
+                for place, parts in enumerate(operands):
+                    placed = [getattr(rule, side)[place] for rule in rules[name]]
+                    made = [
+                        prod(size for size, p in zip(sizes, placed, strict=True) if p == dim)
+                        for dim in range(len(parts or ()))
+                    ]
+                    if parts is not None and tuple(made) != parts:
+                        return item, name
+    return None
 
 
 def _agrees(item: Hint, rule: Rule) -> bool:

@@ -14,12 +14,14 @@ import planner
 from planner import AutoParallel, ContextError, Pipeline
 from planner.context.marks import Marks
 from planner.context.placing import PlacedMarks
+from planner.execution.run import ExecuteOptions, execute_plan
 from planner.graph.chain import chain
 from planner.graph.operator_graph import OperatorGraph
 from planner.instructions import Compute
 from planner.lowering.checked import checked_graph
 from planner.lowering.stages import BACKWARD, FORWARD, lower_stages
 from planner.networks import load_network
+from planner.search.problem.cuts import OperatorCuts
 from planner.strategy.file import read_plan
 from simulator.errors import InputError, NetworkError, UnsupportedError
 from simulator.pipeline_operators import PLAIN
@@ -237,6 +239,36 @@ def test_a_saved_plan_is_loaded_again(tmp_path: Path) -> None:
     assert "parallel_strategy_item" in (tmp_path / "operators.json").read_text()
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("saved") / "plan.json")
+    made = AutoParallel(
+        Pipeline("zoo:mlp", 4, stage_config={"layers.0": 0, "layers.1": 1}), "dynamic_programming", device_num=2
+    )
+    made.save_param_strategy_file(path)
+    planner.plan(made, CLUSTER, **QUICK)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("marks", "words"),
+    [
+        (Marks(stages={"layers.0": 0, "layers.1": 0, "layers.2": 1}), "cuts the network behind layers.0, and marks"),
+        (Marks(recompute={"": True}), "computes again nothing"),
+        (Marks(fusion={"layers.1": 1}), "fuses other gradients"),
+        (
+            Marks(cuts={"layers.1": OperatorCuts(inputs=((1, 1), (2, 1)))}),
+            "needs 2 devices, and a stage has 1",
+        ),
+    ],
+)
+def test_a_file_that_does_otherwise_than_is_marked_is_refused(saved: str, marks: Marks, words: str) -> None:
+    context = planner.AutoParallelContext(parallel_mode="auto_parallel", device_num=2, strategy_ckpt_load_file=saved)
+    planner.plan("zoo:mlp", CLUSTER, context, marks=Marks(stages={"layers.0": 0, "layers.1": 1, "layers.2": 1}))
+    with pytest.raises(ContextError, match=words):
+        planner.plan("zoo:mlp", CLUSTER, context, marks=marks)
+
+
 def test_a_module_of_this_program_is_planned_and_stays_as_it_is() -> None:
     module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)).eval()
     planner.recompute(module[1])
@@ -309,3 +341,43 @@ def test_marked_stages_and_other_counts_contradict() -> None:
     made.pipeline(stages=2, scheduler="interleaved_1f1b")
     with pytest.raises(InputError, match="gives each rank several pieces of the network, stage_config one"):
         planner.plan(made, CLUSTER)
+
+
+# Recomputation
+
+
+def modes(again: dict[str, bool], network: str = "zoo:gpt2") -> list[int]:
+    graph = load_network(network).capture()
+    return list(PlacedMarks(Marks(recompute=again), graph, chain(graph)).modes())
+
+
+def test_single_layers_compute_again() -> None:
+    assert modes({"blocks.3": True, "blocks.7": True}) == [0, 0, 0, 0, 2, 0, 0, 0, 2, 0, 0, 0, 0, 0]
+    assert modes({"blocks": True, "blocks.3": False}) == [0, 2, 2, 2, 0, *[2] * 8, 0]
+
+
+def test_a_part_of_a_unit_alone_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="marks a part of unit 'blocks.2'.*mark .* as well"):
+        modes({"blocks.2.expand": True})
+
+
+def test_recomputed_layers_are_those_of_the_plan() -> None:
+    context = planner.AutoParallelContext(parallel_mode="auto_parallel", device_num=2)
+    found = planner.plan(
+        "zoo:gpt2-tiny", CLUSTER, context, marks=Marks(recompute={"blocks.1": True, "blocks.2": True}), **QUICK
+    ).plan
+    assert [(r.first, r.last, r.mode) for r in found.recompute_ranges] == [("blocks.1", "blocks.2", "full")]
+    with pytest.raises(InputError, match="pin recompute=full and recompute.. of 'blocks.1' both say"):
+        planner.plan(
+            "zoo:gpt2-tiny", CLUSTER, context, marks=Marks(recompute={"blocks.1": True}), pins={"recompute": "full"}
+        )
+
+
+@pytest.mark.slow
+def test_the_case_of_the_reference_is_executed() -> None:
+    made = AutoParallel(Pipeline(FACTORY, 4, stage_config=CONFIG), "recursive_programming", device_num=4)
+    made.hsdp()
+    made.pipeline(stages=2, scheduler="1f1b")
+    found = planner.plan(made, "dgx-a100", precision="fp32", **QUICK)
+    report = execute_plan(found.plan, ExecuteOptions(strategy="unused", steps=2, verify=True, precision="fp64"))
+    assert report.verified
