@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from planner.execution.data import Batches, open_dataset
+from planner.execution.factors import gradient_factors
 from planner.execution.job import Job
 from planner.execution.optimizers import is_narrow, torch_optimizer
 from planner.networks import load_network
@@ -33,6 +34,7 @@ def run_reference(job: Job, *, perturbation: float = 0.0) -> list[float]:
     masters = [torch.nn.Parameter(p.detach().float()) if is_narrow(p.dtype) else p for p in parameters]
     optimizer = torch_optimizer(job.optimizer, job.constants, masters)
     batches = Batches(dataset=open_dataset(job.data, specs, job.seed), seed=job.seed)
+    factors = gradient_factors(job.lowered)
     by_name = {spec.name: spec for spec in specs}
     count, losses = job.lowered.micro_batches, []
     for step in range(job.steps):
@@ -44,6 +46,7 @@ def run_reference(job: Job, *, perturbation: float = 0.0) -> list[float]:
             loss = module(*inputs)
             (loss / count).backward()
             total += float(loss.detach())
+        _multiply(module, factors)
         _update(optimizer, parameters, masters)
         losses.append(total / count)
     return losses
@@ -55,6 +58,14 @@ def _perturb(parameters: list[torch.nn.Parameter], relative: float) -> None:
     for parameter in parameters:
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.mul_(1 + relative * noise.to(parameter.device, parameter.dtype))
+
+
+def _multiply(module: torch.nn.Module, factors: dict[str, float]) -> None:
+    """Multiply gradients where the context asks for sums or other means; tied parameters go by any of their names."""
+    found = {parameter: factors[n] for n, parameter in module.named_parameters(remove_duplicate=False) if n in factors}
+    for parameter, factor in found.items():
+        if parameter.grad is not None and factor != 1.0:
+            parameter.grad *= factor
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from planner.execution.checkpoint_options import check_verifiable, checkpoints, digest_of, find_beginning
 from planner.execution.data import check_dataset, open_dataset
+from planner.execution.factors import check_comparable
 from planner.execution.job import Job, check_precision, input_specs
 from planner.execution.memory import free_memory
 from planner.execution.optimizers import hyperparameters
@@ -137,6 +138,8 @@ def check_options(plan: Plan, options: ExecuteOptions, membership: Membership | 
             f"--processes {options.processes} differs from the plan's {size} devices; "
             f"use --processes {size} or plan for --devices {options.processes}"
         )
+    if options.verify:
+        check_comparable(plan)
     if options.steps < 1:
         raise InputError(f"--steps {options.steps} is less than 1; train at least one step")
     if not options.timeout_s > 0:

@@ -185,3 +185,32 @@ def test_a_plan_with_all_to_alls_is_refused_where_they_are_off(tmp_path: Path) -
 def test_a_plan_without_is_not(stages: int) -> None:
     pins = {"tp": "1", "cp": "1", "recompute": "none", "optimizer_sharding": "none"}
     assert planned("zoo:mlp", pins=pins, pipeline_stages=stages, enable_alltoall=False).plan.pipeline == stages
+
+
+# Hybrid parallelism, and shards of everything
+
+
+def test_a_threshold_of_nothing_shards_all_that_divides() -> None:
+    keys: dict[str, Any] = {"parallel_mode": "data_parallel", "enable_parallel_optimizer": True}
+    found = planned(**keys, parallel_optimizer_config={"parallel_optimizer_threshold": 0}).plan
+    graph = load_network("zoo:mlp").capture()
+    shapes = {p.name: graph.nodes[p.node].outputs[0].shape for p in graph.parameters}
+    assert stored_whole(found) == {name for name, shape in shapes.items() if not any(n % 8 == 0 for n in shape)}
+    assert (found.degree("data"), found.sharding_threshold_bytes, found.optimizer_sharding) == (8, 0, "zero2")
+    layers = [node.name for node in graph.nodes if node.op in ("aten.addmm.default", "aten.relu.default")]
+    assert {found.rules[name][0].outputs for name in layers} == {(0,)}, "samples are cut, and nothing else"
+    assert layers
+
+
+def test_own_parameters_are_named() -> None:
+    context = AutoParallelContext(parallel_mode="hybrid_parallel", device_num=8, gradients_mean=True)
+    found = planner.plan("zoo:mlp", "dgx-a100", context, layerwise_parallel=["layers.2.*"], **FAST).plan
+    assert (found.parallel_mode, found.degree("data")) == ("hybrid_parallel", 8)
+    assert found.exchange.layerwise == ("layers.2.weight", "layers.2.bias")
+    with pytest.raises(ContextError, match=r"'head\.\*' names no parameter of .*layers\.0\.weight"):
+        planner.plan("zoo:mlp", "dgx-a100", context, layerwise_parallel=["head.*"], **FAST)
+
+
+def test_a_file_that_travels_otherwise_is_refused(two_stages: str) -> None:
+    with pytest.raises(ContextError, match="has gradient_dtype='', and the context asks for 'float32'"):
+        planned(pipeline_stages=2, gradient_fp32_sync=True, strategy_ckpt_load_file=two_stages)

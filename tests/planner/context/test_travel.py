@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
+from planner.execution.run import ExecuteOptions, execute_plan
 from planner.graph.scaling import at_batch, at_precision
 from planner.instructions import BeginUpdate, Communicate, Instruction, Slice, Update
 from planner.lowering.checked import lower
@@ -23,7 +24,7 @@ from planner.sharding.redistribution import redistribution
 from planner.strategy.exchange import Exchange
 from planner.strategy.file import plan_from_text, plan_to_text
 from planner.strategy.plan import Plan
-from simulator.errors import InputError, StrategyError
+from simulator.errors import InputError, StrategyError, UnsupportedError
 from simulator.hardware import load_profile
 from simulator.program import Collective, Task
 from tests.planner.lowering.plans import one_stage, pipelined
@@ -249,6 +250,15 @@ def test_own_parameters_are_not_added_up() -> None:
     assert all(divisors(plan)[name] == plan.micro_batches / 2 for name in own), "of a rank's own mean loss"
     fewer = sum(task.payload_bytes for task in gradients(simulated(plan)))
     assert 0 < fewer < sum(task.payload_bytes for task in gradients(simulated(plan_of())))
+
+
+@pytest.mark.parametrize(
+    ("exchange", "words"),
+    [({"cross_batch": True}, "cross_batch=True"), ({"layerwise": ("layers.0.weight",)}, "1 layerwise_parallel")],
+)
+def test_what_one_process_cannot_train_is_not_verified(exchange: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"--verify .*{words}.* without --verify"):
+        execute_plan(plan_of(exchange=exchange), ExecuteOptions(strategy="unused", verify=True))
 
 
 # Samples and data

@@ -16,10 +16,12 @@ from torch import Tensor
 
 import planner
 from planner.execution.data import Batches, open_dataset
+from planner.execution.factors import gradient_factors
 from planner.execution.interpreter import Interpreter
 from planner.execution.job import Job
 from planner.execution.machine import Held, RankContext
 from planner.execution.optimizers import hyperparameters, make_step
+from planner.execution.reference import run_reference
 from planner.execution.worker import _groups, _loader, _own_tensors
 from planner.instructions import LoweredPlan
 from planner.lowering.checked import lower
@@ -242,6 +244,13 @@ def descend(module: torch.nn.Module, rate: float) -> None:
     for parameter in module.parameters():
         if parameter.grad is not None:
             parameter.sub_(rate * parameter.grad)
+
+
+def test_one_process_multiplies_gradients_alike(ran: list[dict[str, Ran]], plans: dict[str, Plan]) -> None:
+    for case in ("plain", "summed", "divided"):
+        job = job_of(plans[case], "fp64", 2)
+        assert run_reference(job) == pytest.approx(ran[0][case].losses, rel=1e-10)
+        assert set(gradient_factors(job.lowered).values()) == {{"plain": 1.0, "summed": 2.0, "divided": 0.5}[case]}
 
 
 def test_parameters_are_those_of_the_first_rank(ran: list[dict[str, Ran]]) -> None:
