@@ -26,12 +26,14 @@ class Compute:
     nothing reads an output). Rules that send messages inside the operator (synchronised batch norm, attention on a
     context axis) do so here, over the axes whose rule says so. Attention that exchanges heads for the sequence has
     the exchanged query, key, value and output behind its outputs; its gradient reads those in place of the others.
+    ``cut`` is how a context axis shares the sequence, where the operator has to know.
     """
 
     node: int
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     rules: tuple[Rule, ...]
+    cut: SequenceCut | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ class Interpreter:
 
     def __init__(self, lowered: LoweredPlan, context: RankContext, held: Held) -> None:
         machine = Machine(lowered.graph, lowered.mesh.sizes, context, lowered.parameters, held)
-        self._machine = machine
+        self._machine, self._moment = machine, context.moment
         self._inputs = [machine.number(entry.value) for entry in lowered.inputs]
         self._loss = machine.number(lowered.loss)
         for action in machine.compile(lowered.start, [()] * len(lowered.start)):
@@ -44,14 +44,16 @@ class Interpreter:
             Gives this rank's piece of every input of a micro-batch, by the micro-batch's index.
         """
         losses: list[Tensor] = []
-        slots = self._machine.slots
+        slots, moment = self._machine.slots, self._moment
         for count, actions in self._segments:
             for _ in range(count):
+                moment.micro_batch = len(losses)
                 for slot, tensor in zip(self._inputs, feed(len(losses)), strict=True):
                     slots[slot] = tensor
                 for action in actions:
                     action()
                 losses.append(self._machine.value(self._loss))
+        moment.step += 1
         return losses
 
     def live_bytes(self) -> int:

@@ -11,7 +11,6 @@ from planner.execution.checkpoint_options import Checkpoints
 from planner.execution.data import InputSpec, Shard
 from planner.execution.optimizers import Hyperparameters
 from planner.instructions import LoweredPlan, LoweredStages
-from planner.lowering.placed import CONTEXT
 from planner.sharding.local_context import own_part
 from planner.sharding.placement import Mesh, Placements
 from planner.sharding.sequence import SequenceCut
@@ -99,8 +98,8 @@ def own_piece(
 
     ``cut`` is how a context axis shares the sequence.
     """
-    for axis, placement, coordinate in zip(mesh.axes, placements, coordinates, strict=True):
-        if placement >= 0 and cut is not None and axis.name == CONTEXT:
+    for number, (axis, placement, coordinate) in enumerate(zip(mesh.axes, placements, coordinates, strict=True)):
+        if placement >= 0 and cut is not None and number == cut.axis:
             tensor = own_part(tensor, placement, cut, coordinate, axis.size)
         elif placement >= 0:
             tensor = tensor.chunk(axis.size, placement)[coordinate]

@@ -25,6 +25,7 @@ from planner.instructions import (
     StoredParameter,
     Update,
 )
+from planner.sharding.local_call import Moment
 from planner.sharding.local_context import own_part
 from planner.sharding.local_operator import LocalOperator, Peers, prepare
 
@@ -54,13 +55,14 @@ class RankContext:
     """What differs from rank to rank: mesh coordinates, device, and the group this rank is in on each axis.
 
     With pipeline stages, groups of ranks that share a parameter follow; None where this rank is in none.
-    ``watch`` sees every action, where there is one.
+    ``watch`` sees every action, where there is one; ``moment`` is where training stands, moved on by the interpreter.
     """
 
     coordinates: tuple[int, ...]
     groups: tuple[dist.ProcessGroup | None, ...]
     device: torch.device
     watch: Watch | None = None
+    moment: Moment = field(default_factory=Moment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,7 @@ class Machine:
         self._sizes = sizes
         self._context = context
         self._buffers = held.buffers
-        self._peers = AxisPeers(context.groups, context.coordinates, context.watch)
+        self._peers = AxisPeers(context.groups, context.coordinates, context.moment, context.watch)
         self._numbers: dict[str, int] = {}
         self.slots: Slots = []
         self._stored = {entry.value: self.number(entry.value) for entry in stored}
@@ -234,7 +236,9 @@ class Machine:
         if node.op == BUFFER:
             buffer = (self._buffers[node.name],)
             return lambda tensors, peers: buffer
-        operator = prepare(graph, node, instruction.rules, self._sizes, self._context.coordinates, device=device)
+        operator = prepare(
+            graph, node, instruction.rules, self._sizes, self._context.coordinates, device=device, cut=instruction.cut
+        )
         if device.type == "cpu" or instruction.inputs:
             return operator
         return lambda tensors, peers: tuple(made.to(device) for made in operator(tensors, peers))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Parts = tuple[Tensor, ...]
+from planner.sharding.local_call import Moment, Parts
 
 
 class InnerWatch(Protocol):
@@ -28,6 +28,8 @@ class AxisPeers:
     groups : sequence of ProcessGroup or None
     coordinates : sequence of int
         Place of this rank on each axis, which is its rank in the axis's group.
+    moment : Moment
+        Where training stands.
     watch : InnerWatch, optional
     """
 
@@ -35,8 +37,10 @@ class AxisPeers:
         self,
         groups: Sequence[dist.ProcessGroup | None],
         coordinates: Sequence[int],
+        moment: Moment,
         watch: InnerWatch | None = None,
     ) -> None:
+        self.moment = moment
         self._groups, self._coordinates, self._watch = groups, coordinates, watch
 
     def sum(self, tensor: Tensor, axis: int) -> Tensor:

@@ -1,14 +1,27 @@
-"""The same training in one process, by plain PyTorch: nothing here comes from the plan."""
+"""The same training in one process, by plain PyTorch: nothing here comes from the plan.
+
+Only the masks of dropout are drawn as the captured graph draws them.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
 import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from planner.execution.data import Batches, open_dataset
 from planner.execution.factors import gradient_factors
 from planner.execution.job import Job
 from planner.execution.optimizers import is_narrow, torch_optimizer
+from planner.graph.operator_graph import DROPOUT
 from planner.networks import load_network
+from planner.sharding.local_call import Moment
+from planner.sharding.local_dropout import dropped, operator_number
+from simulator.program import Phase
 
 
 def run_reference(job: Job, *, perturbation: float = 0.0) -> list[float]:
@@ -36,6 +49,8 @@ def run_reference(job: Job, *, perturbation: float = 0.0) -> list[float]:
     batches = Batches(dataset=open_dataset(job.data, specs, job.seed), seed=job.seed)
     factors = gradient_factors(job.lowered)
     by_name = {spec.name: spec for spec in specs}
+    drawing = (node for node in graph.nodes if node.op == DROPOUT and node.phase is Phase.FORWARD)
+    numbers = [operator_number(graph, node) for node in drawing]
     count, losses = job.lowered.micro_batches, []
     for step in range(job.steps):
         total = 0.0
@@ -43,13 +58,52 @@ def run_reference(job: Job, *, perturbation: float = 0.0) -> list[float]:
         for micro_batch in range(count):
             start = (step * count + micro_batch) * graph.batch_size
             inputs = [batches.load(by_name[entry.name], start).to(device) for entry in graph.inputs]
-            loss = module(*inputs)
+            moment = Moment(seed=job.seed, step=step, micro_batch=micro_batch)
+            with _SameMasks(numbers, moment):
+                loss = module(*inputs)
             (loss / count).backward()
             total += float(loss.detach())
         _multiply(module, factors)
         _update(optimizer, parameters, masters)
         losses.append(total / count)
     return losses
+
+
+class _SameMasks(TorchFunctionMode):
+    """Lets torch's dropouts, in the order of their calls, draw what those of the graph do.
+
+    Kinds of dropout that capture leaves out are left out here as well.
+    """
+
+    def __init__(self, numbers: Iterable[int], moment: Moment) -> None:
+        super().__init__()
+        self._numbers, self._moment = iter(numbers), moment
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if function is functional.scaled_dot_product_attention:
+            given = {**given, "dropout_p": 0.0} if len(args) < 5 else given
+            return function(*args[:4], *((0.0, *args[5:]) if len(args) > 4 else ()), **given)
+        if function in _LEFT_OUT:
+            return args[0]
+        if function not in _DROPOUTS:
+            return function(*args, **given)
+        settings = inspect.signature(functional.dropout).bind(*args, **given)
+        settings.apply_defaults()
+        tensor, probability, training, *_ = settings.args
+        if not training or not probability:
+            return tensor
+        places = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
+        return dropped(tensor, probability, next(self._numbers), places, tensor.numel(), self._moment)
+
+
+_DROPOUTS = (functional.dropout, torch.dropout)
+_LEFT_OUT = (
+    *(functional.dropout1d, functional.dropout2d, functional.dropout3d),
+    *(functional.alpha_dropout, functional.feature_alpha_dropout, torch.feature_dropout, torch.alpha_dropout),
+)
 
 
 @torch.no_grad()

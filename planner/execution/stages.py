@@ -154,6 +154,7 @@ class StageInterpreter:
         for work, _ in self._sent:
             work.wait()
         self._sent = []
+        self._context.moment.step += 1
         return [losses[number] for number in sorted(losses)]
 
     def live_bytes(self) -> int:
@@ -172,6 +173,7 @@ class StageInterpreter:
         stage = self._stages[number]
         instructions, slots = stage.instructions, stage.machine.slots
         key = (kind, variant) if (kind, variant) in stage.actions else (kind, PLAIN)
+        self._context.moment.micro_batch = micro_batch
         stage.enter(micro_batch)
         if kind is ActionKind.FORWARD:
             pieces = dict(zip((entry.name for entry in self._lowered.inputs), feed(micro_batch), strict=True))

@@ -33,6 +33,7 @@ from planner.execution.step_end import StepEnd, keep_checkpoints, places, resume
 from planner.execution.watch import Watch
 from planner.instructions import LoweredPlan, LoweredStages, StoredParameter
 from planner.networks import load_network
+from planner.sharding.local_call import Moment
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 SPINNING = ("cpu", "cuda")
@@ -90,7 +91,13 @@ def _train_rank(job: Job, device: torch.device, store: Store, watch: Watch) -> R
     first = job.checkpoints.position.step
     coordinates = job.lowered.mesh.coordinates(dist.get_rank())
     recorder = Recorder(job.lowered, dist.get_rank(), device) if job.recorded_steps else None
-    context = RankContext(coordinates=coordinates, groups=_groups(job.lowered, timeout), device=device, watch=recorder)
+    context = RankContext(
+        coordinates=coordinates,
+        groups=_groups(job.lowered, timeout),
+        device=device,
+        watch=recorder,
+        moment=Moment(seed=job.seed, step=first),
+    )
     load = _loader(job, coordinates, device)
     load(first, 0)
     _touch_libraries(context)

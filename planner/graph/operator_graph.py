@@ -66,6 +66,10 @@ class TensorSpec:
         return self.elements * DTYPE_BYTES[self.dtype]
 
 
+DROPOUT = "meshwright.dropout.default"
+"""Dropout ``(x, p)``: whoever runs it draws the mask. Its gradient is the same operator, with the same mask."""
+
+
 class Role(StrEnum):
     """Why a node is in the graph."""
 

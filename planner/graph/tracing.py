@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.graph.capture_errors import capture_error, user_source
+from planner.graph.dropout import dropout_operator
 from simulator.errors import NetworkError
 
 MARKERS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)
@@ -163,11 +164,13 @@ def _without_running_statistics(module: nn.Module) -> list[str]:
 
 
 def _prepare(module: fx.GraphModule) -> list[str]:
-    """Remove guards and dropout from an exported module, and put losses and means in exact form."""
+    """Remove guards from an exported module, let dropout draw by place, and put losses and means in exact form."""
     notes: list[str] = []
     for node in list(module.graph.nodes):
         if node.op == "call_module" and not node.users:
             module.graph.erase_node(node)
+        elif node.target is aten.dropout.default and node.args[1] and node.args[2]:
+            node.args, node.target = node.args[:2], dropout_operator()
         elif node.target in _DROPOUTS:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from planner.graph.operator_graph import Node, Role, TensorRef
+from planner.graph.operator_graph import DROPOUT, Node, Role, TensorRef
 from planner.instructions import (
     Communicate,
     Compute,
@@ -18,6 +18,7 @@ from planner.sharding.context import copies_among
 from planner.sharding.inner_messages import inner_messages, message_bytes, message_count
 from planner.sharding.placement import PARTIAL, Placements, local_shape
 from planner.sharding.rules import InnerMessage
+from planner.sharding.sequence import SequenceCut
 from planner.work import cast_bytes
 from simulator.program import (
     Buffer,
@@ -206,7 +207,7 @@ class Body(Writer):
             bytes_moved=recipe.bytes_moved * part,
             matmul=recipe.matmul,
         )
-        instruction = Compute(node=index, inputs=names, outputs=tuple(outputs), rules=rules)
+        instruction = Compute(node=index, inputs=names, outputs=tuple(outputs), rules=rules, cut=self._cut(index, node))
         self._add(task, instruction, (*names, *beside[1:], *cast), tuple(writes), owners)
         if any(rule.reduced_elements or rule.messages for rule in rules):
             self._messages_behind(index, node, phase, tuple(name for name in outputs if name))
@@ -219,6 +220,12 @@ class Body(Writer):
             return tuple(self._fetch(ref, placements, phase) for ref, placements in wanted)
         first, last = (self._fetch(*wanted[place], phase) for place in (0, 1 + len(kept)))
         return (first, *kept, last, *(self._fetch(*more, phase) for more in wanted[2 + len(kept) :]))
+
+    def _cut(self, index: int, node: Node) -> SequenceCut | None:
+        """How a dropout, which must know the places of its elements, is shared along a context axis."""
+        places = enumerate(self.source.recipe(index).outputs[0]) if node.op == DROPOUT else ()
+        cuts = (self.source.cut(TensorRef(index), axis, dim) for axis, dim in places if dim >= 0)
+        return next((cut for cut in cuts if cut is not None), None)
 
     def _exchanges(self, index: int) -> bool:
         messages = (message for rule in self.source.rules[index] for message in rule.messages)

@@ -223,7 +223,7 @@ class PlacedGraph:
             return None
         key = ref, dim
         if key not in self._cuts:
-            self._cuts[key] = sequence_cut(self.graph, [rules[axis] for rules in self.rules], ref, dim)
+            self._cuts[key] = sequence_cut(self.graph, [rules[axis] for rules in self.rules], ref, dim, axis)
         return self._cuts[key]
 
     def path(self, source: Placements, target: Placements) -> tuple[Step, ...]:

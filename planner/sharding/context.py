@@ -199,7 +199,7 @@ class _Follower:
         )
 
 
-def sequence_cut(graph: OperatorGraph, rules: Sequence[Rule], ref: TensorRef, dim: int) -> SequenceCut:
+def sequence_cut(graph: OperatorGraph, rules: Sequence[Rule], ref: TensorRef, dim: int, axis: int = 0) -> SequenceCut:
     """How ranks of a context axis share a dim along the sequence, given the rule of every node on the axis."""
     length = sequence_length(graph)
     assert length is not None  # a network on a context axis reads sequences
@@ -207,7 +207,7 @@ def sequence_cut(graph: OperatorGraph, rules: Sequence[Rule], ref: TensorRef, di
     chunks = _chunks(graph, "ring") if any(rings) else 1
     whole = graph.spec(ref).shape[dim] == length
     span = Span(1, length) if whole else sequence_spans(graph)[ref][dim]
-    return SequenceCut(length=span.length, stride=span.stride, chunks=chunks)
+    return SequenceCut(axis=axis, length=span.length, stride=span.stride, chunks=chunks)
 
 
 def copies_among(divisor: int, heads: int) -> int:

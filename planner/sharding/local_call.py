@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from planner.graph.operator_graph import Argument, BatchSize, Node, OperatorGraph, TensorRef, TensorSpec
+from planner.graph.dropout import dropout_operator
+from planner.graph.operator_graph import DROPOUT, Argument, BatchSize, Node, OperatorGraph, TensorRef, TensorSpec
 from planner.sharding.placement import PARTIAL, REPLICATE, Placements, local_shape
 from planner.sharding.rule_notation import Rule
 from simulator.errors import ExecutionError
@@ -19,8 +20,22 @@ from simulator.errors import ExecutionError
 Parts = tuple[Tensor, ...]
 
 
+@dataclass(slots=True, kw_only=True)
+class Moment:
+    """Where training stands: masks of dropout follow from it and from the seed."""
+
+    seed: int = 0
+    step: int = 0
+    micro_batch: int = 0
+
+
 class Peers(Protocol):
-    """The other ranks of each mesh axis as operators meet them; tensors given together travel in one message."""
+    """The other ranks of each mesh axis as operators meet them; tensors given together travel in one message.
+
+    ``moment`` is where training stands, the same for all.
+    """
+
+    moment: Moment
 
     def sum(self, tensor: Tensor, axis: int) -> Tensor:
         """Sum a tensor over the ranks."""
@@ -137,6 +152,8 @@ def local_call(
 @cache
 def operator(op: str) -> torch._ops.OpOverload:
     """Find the torch operator of an overload name."""
+    if op == DROPOUT:
+        return dropout_operator()
     found: Any = torch.ops
     try:
         for part in op.split("."):

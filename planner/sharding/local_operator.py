@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from planner.graph.operator_graph import Node, OperatorGraph
+from planner.graph.operator_graph import DROPOUT, Node, OperatorGraph
 from planner.sharding import local_layers as layers
 from planner.sharding.local_attention import attention, attention_backward
-from planner.sharding.local_call import LocalCall, LocalOperator, Parts, Peers, invoke, local_call
+from planner.sharding.local_call import LocalCall, LocalOperator, Moment, Parts, Peers, invoke, local_call
 from planner.sharding.local_context import context_attention, context_attention_backward
+from planner.sharding.local_dropout import dropout, operator_number
 from planner.sharding.rule_notation import Rule
-from planner.sharding.sequence import ATTENTION, ATTENTION_BACKWARD
+from planner.sharding.sequence import ATTENTION, ATTENTION_BACKWARD, SequenceCut
 
 __all__ = ["Alone", "LocalOperator", "Peers", "call_operator", "prepare"]
 
@@ -75,16 +76,20 @@ def prepare(
     coordinates: tuple[int, ...],
     *,
     device: torch.device | None = None,
+    cut: SequenceCut | None = None,
 ) -> LocalOperator:
     """Resolve everything that can be known before run time of one rank's part of `node`.
 
     ``rules``, ``sizes`` and ``coordinates`` (of this rank) have one entry for each mesh axis, outermost
     first. Where two axes shard one dim the outer one cuts it first, into contiguous chunks. `device`
-    is where operators without tensor inputs make theirs. The result is called with this rank's
+    is where operators without tensor inputs make theirs, `cut` how a context axis shares the sequence of a dropout. The
+    result is called with this rank's
     tensors, aligned with ``node.tensor_inputs``, and with the other ranks of every axis; the tensors
     it returns may share memory with those it was given, as views do.
     """
     call = local_call(graph, node, rules, sizes, coordinates, device)
+    if node.op == DROPOUT:
+        return dropout(call, operator_number(graph, node), cut)
     if any(rule.messages for rule in rules):
         return _AMONG_RANKS[node.op](call)
     return _SPECIAL.get(node.op, invoke)(call)
@@ -100,6 +105,9 @@ def call_operator(graph: OperatorGraph, node: Node, tensors: Sequence[Tensor]) -
 
 class Alone:
     """The peers of a rank that meets none."""
+
+    def __init__(self) -> None:
+        self.moment = Moment()
 
     def sum(self, tensor: Tensor, axis: int) -> Tensor:
         """Return the tensor: there is nothing to add."""

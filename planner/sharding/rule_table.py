@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from planner.graph.operator_graph import DROPOUT
 from planner.sharding import rule_families as families
 from planner.sharding import rule_layers as layers
 from planner.sharding.rule_families import Family
@@ -56,6 +57,7 @@ _POINTWISE: dict[str, Family] = {
     "aten.masked_fill.Scalar": families.fill(2, (0,)),
     "aten.masked_fill.Tensor": families.pointwise((0, 2)),
     "aten.copy.default": families.pointwise((1,)),
+    DROPOUT: families.pointwise((0,)),
 }
 
 _SAME = "neg positive clone alias detach lift_fresh_copy _to_copy contiguous"

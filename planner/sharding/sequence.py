@@ -36,9 +36,11 @@ class Span:
 class SequenceCut:
     """How ranks of a context axis share a dim: it holds sequences of `length` steps, each of `stride` elements.
 
-    Each rank has one of equal pieces in a row, or with ``chunks`` 2 one from either end.
+    Each rank has one of equal pieces in a row, or with ``chunks`` 2 one from either end; ``axis`` is the number of the
+    mesh axis.
     """
 
+    axis: int
     length: int
     stride: int
     chunks: int

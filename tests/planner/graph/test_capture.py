@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from planner.graph.capture import capture_module
-from planner.graph.operator_graph import BatchSize, OperatorGraph, Role
+from planner.graph.operator_graph import DROPOUT, BatchSize, OperatorGraph, Role
 from planner.graph.scaling import at_batch, at_precision
 from planner.networks import InputSpec
+from planner.sharding.local_call import Moment
+from planner.sharding.local_dropout import dropped, operator_number
 from simulator.errors import NetworkError
 from simulator.program import Kernel, Phase
 from tests.oracles.graph_interpreter import autograd, random_inputs, run_graph
@@ -196,27 +199,29 @@ class _Losses(_Plain):
         )
 
 
-def test_mean_losses_hold_at_every_batch_and_dropout_is_said() -> None:
+def test_mean_losses_hold_at_every_batch_with_the_masks_of_the_graph() -> None:
     inputs = (
         InputSpec(name="x", kind="features", shape=(4,)),
         InputSpec(name="y", kind="target", shape=(3,)),
         InputSpec(name="label", kind="label", shape=(), dtype="int64"),
     )
     graph = capture_module(_Losses, inputs, name="losses", twice=True)
-    assert graph.notes == ("dropout (0.5) is left out",)
+    assert graph.notes == ()
     assert graph.inputs[2].high == 3
     graph = at_precision(at_batch(graph, 5), "float64")
     torch.manual_seed(0)
     module = _Losses().double()
     values = random_inputs(graph, seed=3)
     loss, gradients = run_graph(graph, module, values)
-    with torch.random.fork_rng():
-        original = torch.nn.functional.dropout
-        try:
-            torch.nn.functional.dropout = lambda x, p: x  # type: ignore[assignment]
-            expected, expected_gradients = autograd(module, values)
-        finally:
-            torch.nn.functional.dropout = original
+    number = next(operator_number(graph, node) for node in graph.nodes if node.op == DROPOUT)
+
+    def drop(x: torch.Tensor, p: float) -> torch.Tensor:
+        return dropped(x, p, number, torch.arange(x.numel()).view(x.shape), x.numel(), Moment())
+
+    with patch.object(torch.nn.functional, "dropout", drop):
+        expected, expected_gradients = autograd(module, values)
+    with patch.object(torch.nn.functional, "dropout", lambda x, p: x):
+        assert not loss.allclose(autograd(module, values)[0])
     torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
     for name, gradient in expected_gradients.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-12, atol=1e-15)

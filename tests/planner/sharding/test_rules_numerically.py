@@ -256,6 +256,7 @@ CALLS: list[tuple[Any, ...]] = [
     ("aten._adaptive_avg_pool2d_backward.default", Given((4, 8, 3, 2)), IMAGE),
     ("aten._scaled_dot_product_flash_attention_for_cpu.default", HEADS, HEADS, HEADS, 0.0, False, {"attn_mask": MASK}),
     ("aten.arange.default", 8, {"dtype": torch.float64}),
+    ("meshwright.dropout.default", IMAGE, 0.3),
 ]
 
 

@@ -1,0 +1,45 @@
+"""Plans from the search for the tests of their execution, and runs of them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from planner.execution.run import ExecuteOptions, ExecutionReport, execute_plan
+from planner.planning import PlanRequest, plan_network
+from planner.strategy.plan import Plan
+
+HARDWARE = "dgx-a100"
+
+
+@cache
+def _planned(network: str, devices: int, batch: int, precision: str, pins: tuple[tuple[str, str], ...]) -> Plan:
+    request = PlanRequest(
+        network=network,
+        hardware=HARDWARE,
+        devices=devices,
+        global_batch=batch,
+        precision=precision,
+        pins=dict(pins),
+        top=1,
+    )
+    return plan_network(request).candidates[0].plan
+
+
+def make_plan(network: str, devices: int, *, batch: int, precision: str = "fp32", **pins: object) -> Plan:
+    """The best plan under these pins."""
+    return _planned(network, devices, batch, precision, tuple((name, str(value)) for name, value in pins.items()))
+
+
+def run(plan: Plan, **options: Any) -> ExecutionReport:
+    """Three steps in float64 beside one process."""
+    settings = {
+        "strategy": "unused",
+        "steps": 3,
+        "verify": True,
+        "precision": "fp64",
+        "device": "cpu",
+        "data": "synthetic",
+        **options,
+    }
+    return execute_plan(plan, ExecuteOptions(**settings))

@@ -1,0 +1,80 @@
+"""Networks that train in a moment, as factories for ``py:tests.planner.execution.small:NAME``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from planner.networks.zoo.configs import GPTConfig, LlamaConfig, MixtralConfig
+from planner.networks.zoo.gpt import GPT
+from planner.networks.zoo.llama import Llama
+from planner.networks.zoo.mixtral import Mixtral
+from planner.networks.zoo.resnet import ResNet
+
+VOCABULARY, LENGTH = 32, 16
+
+
+def place(name: str) -> str:
+    """What plans call one of these networks."""
+    return f"py:{__name__}:{name}"
+
+
+def _language(module: nn.Module) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCABULARY
+    return module, (tokens, tokens)
+
+
+def gpt() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """Positions that are learned, a tied embedding."""
+    return _language(GPT(GPTConfig(vocabulary=VOCABULARY, hidden=16, layers=2, heads=4, positions=LENGTH)))
+
+
+def llama() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """Rotary positions, pairs of heads that share keys and values."""
+    return _language(
+        Llama(
+            LlamaConfig(
+                vocabulary=VOCABULARY,
+                hidden=32,
+                layers=2,
+                heads=8,
+                key_value_heads=4,
+                intermediate=24,
+                positions=LENGTH,
+            )
+        )
+    )
+
+
+def mixtral() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """Two of four experts a token."""
+    return _language(
+        Mixtral(
+            MixtralConfig(
+                vocabulary=VOCABULARY,
+                hidden=16,
+                layers=2,
+                heads=4,
+                key_value_heads=2,
+                intermediate=24,
+                positions=LENGTH,
+                experts=4,
+                chosen_experts=2,
+            )
+        )
+    )
+
+
+def resnet() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """One block a stage."""
+    return ResNet((1, 1, 1, 1), classes=10), (torch.zeros(2, 3, 32, 32), torch.arange(2) + 8)
+
+
+def dropping() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """A GPT with two dropouts a block."""
+    module, inputs = gpt()
+    blocks: nn.ModuleList = module.blocks  # type: ignore[assignment]
+    for block in blocks:
+        block.attention = nn.Sequential(block.attention, nn.Dropout(0.2))
+        block.contract = nn.Sequential(block.contract, nn.Dropout(0.1))
+    return module, inputs
