@@ -27,6 +27,8 @@ slow = pytest.mark.slow
         pytest.param({"tensor": 2}, "full", {}, marks=slow),
         pytest.param({"tensor": 2}, "selective", {}, marks=slow),
         pytest.param({"data": 2}, "none", {"offload_optimizer": True}, marks=slow),
+        pytest.param({"data": 2}, "none", {"optimizer_sharding": "zero3", "offload_optimizer": True}, marks=slow),
+        pytest.param({"data": 2}, "none", {"optimizer": "lamb", "offload_optimizer": True}, marks=slow),
     ],
 )
 def test_losses_are_those_of_one_process(axes: dict[str, int], mode: str, changes: dict[str, Any]) -> None:
