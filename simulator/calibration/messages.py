@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from simulator.calibration.process import available_cores
-from simulator.calibration.timing import kernel_clock, lower_quartile, synchronize
+from simulator.calibration.timing import kernel_clock, synchronize
 from simulator.program import Collective
 
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
@@ -94,9 +94,9 @@ def _spread(mix: Callable[[], None], device: torch.device) -> float:
 
 
 def _time_collective(collective: Collective, size: int, device: torch.device) -> float:
-    """Lower quartile over repeats of the slowest rank's time, with the copies and buffers execution makes.
+    """Median over repeats of the slowest rank's time, with the copies and buffers execution makes.
 
-    Each call follows a matrix product, whose own time is taken off: in a step the ranks compute between
+    A step waits for its messages as they come: a lower quantile would be the time of lucky ones. Each call follows a matrix product, whose own time is taken off: in a step the ranks compute between
     messages, meet late and find the communication threads asleep.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -124,7 +124,8 @@ def _time_collective(collective: Collective, size: int, device: torch.device) ->
         call()
 
     among, alone = (
-        lower_quartile([_slowest(_loop(run, count, device), device) for _ in range(REPEATS)]) for run in (mixed, fill)
+        statistics.median([_slowest(_loop(run, count, device), device) for _ in range(REPEATS)])
+        for run in (mixed, fill)
     )
     return max(among - alone, LEAST_SHARE * once)
 

@@ -1,0 +1,95 @@
+"""Virtual devices: the order and the messages of a plan, with sleep in place of computation."""
+
+import numpy as np
+import pytest
+
+from planner.execution.virtual import VirtualOptions, _Job, _stretch, run_virtual
+from planner.execution.virtual_script import Begin, End, Fetch, Post, Work, one_stage_script, pipeline_scripts
+from planner.lowering.checked import checked_graph
+from planner.lowering.pipeline import lower_pipeline
+from planner.planning import PlanRequest, plan_network
+from planner.strategy.loading import lower_to_run
+from simulator.errors import InputError
+from simulator.hardware import load_profile
+from simulator.stragglers import slow_level
+
+HARDWARE = "dgx-a100"
+
+
+def make_plan(devices, batch=16, **pins):
+    request = PlanRequest(
+        network="zoo:mlp",
+        hardware=HARDWARE,
+        devices=devices,
+        global_batch=batch,
+        pins={name: str(value) for name, value in pins.items()},
+        top=1,
+    )
+    return plan_network(request).candidates[0].plan
+
+
+def test_a_script_holds_all_work_and_all_messages():
+    plan = make_plan(4, dp=2, tp=2, micro_batch=4)
+    lowered = lower_to_run(plan, "unused")
+    hardware = load_profile(HARDWARE)
+    deeds = one_stage_script(plan, lowered, hardware, slow_level(hardware, hardware.levels[0].name, 0.5))
+    begun = [deed for deed in deeds if isinstance(deed, Begin)]
+    messages = sum(
+        segment.count * sum(task.collective is not None for task in segment.tasks)
+        for segment in lowered.program.segments
+    )
+    assert len(begun) == messages
+    assert sorted(deed.number for deed in begun) == sorted(deed.number for deed in deeds if isinstance(deed, End))
+    assert all(deed.slow_seconds >= deed.seconds for deed in begun)
+    assert any(deed.slow_seconds > deed.seconds for deed in begun)
+    open_now = set()
+    for deed in deeds:
+        if isinstance(deed, Begin):
+            open_now.add(deed.number)
+        elif isinstance(deed, End):
+            open_now.remove(deed.number)
+    assert not open_now
+
+
+def test_what_one_stage_sends_another_fetches():
+    plan = make_plan(2, pp=2, micro_batch=4, schedule="1f1b")
+    hardware = load_profile(HARDWARE)
+    lowered, timed = lower_to_run(plan, "unused"), lower_pipeline(plan, checked_graph(plan), hardware)
+    scripts = pipeline_scripts(plan, lowered, timed, timed, hardware, hardware)
+    posts = {(rank, deed.rank, deed.tag) for rank, s in enumerate(scripts) for deed in s if isinstance(deed, Post)}
+    fetches = {(deed.rank, rank, deed.tag) for rank, s in enumerate(scripts) for deed in s if isinstance(deed, Fetch)}
+    assert posts == fetches
+    assert len(posts) == 2 * plan.micro_batches
+
+
+def test_time_is_stretched_until_messages_do_not_show():
+    def job(seconds, step_s):
+        script = [
+            Work(seconds=step_s - seconds),
+            Begin(number=0, axis=0, collective=None, seconds=seconds, slow_seconds=seconds),
+        ]
+        return _Job(scripts=[script], groups=[], pipeline_stride=0, factors=[1.0], link_ranks=None, slow=False,
+                    steps=1, step_s=step_s, stretch=None)  # fmt: skip
+
+    assert _stretch(job(1e-6, 1.0), message_s=1e-6) == 1.0
+    stretch = _stretch(job(1e-5, 1e-3), message_s=1e-3)
+    assert np.log2(stretch) == int(np.log2(stretch))
+    assert stretch > 64
+    assert _stretch(job(1e-5, 4.0), message_s=10.0) == 2.0, "no step is stretched beyond the longest"
+
+
+def test_options_are_checked():
+    with pytest.raises(InputError, match="must be positive"):
+        run_virtual(make_plan(2, dp=2), VirtualOptions(steps=0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pins", [{"dp": 2, "tp": 1, "micro_batch": 4}, {"pp": 2, "micro_batch": 4}])
+def test_sleeping_ranks_run_a_whole_step(pins):
+    """Sleep never ends early: a step is at least as long as a rank's work. How much longer is not asserted."""
+    report = run_virtual(make_plan(2, **pins), VirtualOptions(steps=2, slow_ranks=1, slowdown=2.0, stretch=64.0))
+    assert report.processes == 2
+    assert len(report.step_times_s) == 2
+    assert report.predicted_step_time_s > report.undisturbed_step_time_s
+    assert min(report.step_times_s) > 0.5 * report.undisturbed_step_time_s
+    assert list(report.slow_ranks.values()) == [2.0]
