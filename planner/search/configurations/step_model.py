@@ -361,15 +361,16 @@ class StepModel:
                 gather = gather + self._fused_s(Collective.ALL_GATHER, elements, shards, c.stride("data"), bucket)
             hidden = forward_s if hardware.overlaps_communication else 0.0
             seconds = seconds + np.maximum(gather - hidden, 0.0)
-        if c.offload:
-            seconds = seconds + 2.0 * elements / shards * DTYPE_BYTES[self.dtype] / host_bandwidth(hardware)
         return np.where(elements > 0, seconds, labels.step_s)
 
     def _update_s(self, elements: FloatArray, c: Configuration, trained: int | IntArray) -> FloatArray:
-        """Seconds of the update of the states that a rank holds."""
+        """Seconds of the update of the states that a rank holds, and of the way to the host and back."""
         held = elements / self.shards(c)
         traffic = held * update_traffic(self.optimizer, self.dtype)
-        return self._kernels_s(Kernel.OPTIMIZER, held * self.optimizer.flops, traffic, c, trained)
+        seconds = self._kernels_s(Kernel.OPTIMIZER, held * self.optimizer.flops, traffic, c, trained)
+        if c.offload:
+            seconds = seconds + 2.0 * held * DTYPE_BYTES[self.dtype] / host_bandwidth(self.hardware)
+        return seconds
 
     def _first_gather_s(self, c: Configuration, bucket: float) -> float:
         """Seconds of the first message of gathered parameters: no pass is there to hide it."""
