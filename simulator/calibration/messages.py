@@ -96,8 +96,9 @@ def _spread(mix: Callable[[], None], device: torch.device) -> float:
 def _time_collective(collective: Collective, size: int, device: torch.device) -> float:
     """Median over repeats of the slowest rank's time, with the copies and buffers execution makes.
 
-    A step waits for its messages as they come: a lower quantile would be the time of lucky ones. Each call follows a matrix product, whose own time is taken off: in a step the ranks compute between
-    messages, meet late and find the communication threads asleep.
+    A step waits for its messages as they come: a lower quantile would be the time of lucky ones. Each call follows a
+    matrix product, whose own time is taken off: in a step the ranks compute between messages, meet late and find the
+    communication threads asleep.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     elements = max(world, size // 4 // world * world)
