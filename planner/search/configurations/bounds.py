@@ -140,6 +140,14 @@ def standing_bytes(model: StepModel, tables: StageTables, configuration: Configu
     )
 
 
+def bare(configuration: Configuration) -> Configuration:
+    """Degrees and order alone."""
+    c = configuration
+    return Configuration(
+        pipeline=c.pipeline, data=c.data, context=c.context, expert=c.expert, tensor=c.tensor, order=c.order
+    )
+
+
 @lru_cache(maxsize=4096)
 def never_faster(hardware: Hardware, usual: Configuration, other: Configuration) -> bool:
     """Whether no message inside a stage is faster in another order of the same axes, at any payload of `_PAYLOADS`."""
@@ -199,3 +207,18 @@ def memory_bound(task: PartitionTask) -> float:
     if resident > task.ranks * task.limit_bytes:
         return np.inf
     return least_fill(task) + least_busiest(task)
+
+
+def least_memory(task: PartitionTask) -> tuple[int, float]:
+    """The rank that cannot do with less than the most memory, and the bytes it needs; units shared out evenly."""
+    flight = np.full(task.ranks, np.inf)
+    np.minimum.at(flight, task.rank_of, task.in_flight)
+    units = np.repeat(np.arange(len(task.counts)), task.counts)
+    needed = np.zeros(task.ranks)
+    for rank, part in enumerate(np.array_split(units, task.ranks)):
+        for kind in part.tolist():
+            ways = task.kinds[kind]
+            needed[rank] += float((flight[rank] * ways.values[:, 4] + ways.values[:, 5]).min())
+        needed[rank] += max((float(task.kinds[k].values[:, 6].min()) for k in part.tolist()), default=0.0)
+    fullest = int(np.argmax(needed))
+    return fullest, float(needed[fullest])

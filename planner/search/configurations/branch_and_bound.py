@@ -21,8 +21,10 @@ import numpy as np
 
 from planner.search.configurations.alternatives import PER_SHAPE, different, shape_of
 from planner.search.configurations.bounds import (
+    bare,
     computed_ahead,
     even_bound,
+    least_memory,
     memory_bound,
     never_faster,
     passes_bound,
@@ -46,16 +48,20 @@ TablesOf = Callable[[Configuration], StageTables]
 SOLVES = 96
 """Most partitions of one search."""
 TABLES = 96
-"""Most tables of one search, those of a stage mesh with one axis counting once."""
+"""Most tables of one search, as `TABLE_AXIS` and `TABLE_AGAIN` count them."""
+LABELLED = 16
+"""Most tables whose labels are made once a plan is found."""
 DIVE = 6
 """After so many tables each, the search goes for a plan before it makes more."""
 BY_TURNS = 1e-3
 """By how much the bound of one more base of a stage mesh counts as higher when bases are opened."""
 TABLE_AXIS = 3
-"""How many times as much a table counts for each further axis of its stage mesh."""
+"""How many times as much the first table with some axes counts for each further one of them."""
+TABLE_AGAIN = 0.1
+"""How much others with the same axes count: they are made together with the first."""
 NODES = 40_000
 """Most nodes that are opened in one search."""
-WORK = {"bounds": 400, "partition": 450}
+WORK = {"bounds": 1000, "partition": 450}
 """Memory bounds, and kinds of units in partitions, that one search may count: one that has found a plan ends behind
 those bounds, and behind those partitions what is left is bounded alone. Counts, so that every machine finds the same.
 """
@@ -63,6 +69,8 @@ IDEALISED = 4
 """How many times as much a bound counts that partitions units which cannot be divided."""
 NEAR = 1.3
 """Alternatives are looked for up to so many times the best objective."""
+OTHERS = 500
+"""Nodes that are opened for them at most where enough plans are there that differ less."""
 NAMED = 32
 """Configurations of which it is said by how much they do not fit where none does."""
 LOOSE = 4
@@ -153,7 +161,9 @@ class _Search:
         self.made: dict[tuple[object, ...], StageTables | None] = {}
         self.least: dict[tuple[object, ...], FloatArray] = {}
         self.sends: dict[tuple[object, ...], FloatArray] = {}
-        self.table_work = self.dives = 0
+        self.families: set[tuple[str, ...]] = set()
+        self.labelled: set[tuple[object, ...]] = set()
+        self.table_work, self.dives, self.others = 0.0, 0, 0
         self.serial = 0
         self.best = np.inf
         self.until_found = False
@@ -210,6 +220,7 @@ class _Search:
             return None
         while self.later and self.later[0][0] <= self.best * NEAR and not self._enough():
             entry = heapq.heappop(self.later)
+            self.others += 1
             if self._needs_table(entry[3]):
                 self.held.append(entry[2])
             elif self.shapes[shape_of(entry[3].configuration)] >= PER_SHAPE:
@@ -231,11 +242,14 @@ class _Search:
         """Whether a node waits for a table when there are to be no more of them."""
         share = max(self.solves / SOLVES, 0.4)
         made = node.stage > _Stage.ORDER or (node.stage is _Stage.ORDER and node.configuration.table_key in self.made)
+        if node.stage is _Stage.WHOLE and node.configuration.table_key not in self.labelled:
+            return bool(self.result.found) and len(self.labelled) >= LABELLED
         return not made and self.table_work >= TABLES * share
 
     def _deepest(self) -> tuple[float, _Node] | None:
         """The node nearest to a plan, so that a good one is known before all tables are made."""
-        near = [e for e in self.heap if e[2] < self.best * (1 - PROOF) and e[3].stage >= _Stage.EVEN]
+        under = self.best * (1 - PROOF)
+        near = [e for e in self.heap if e[2] < under and e[3].stage >= _Stage.EVEN and not self._needs_table(e[3])]
         if not near:
             self.dives = self.result.tables // DIVE
             return None
@@ -260,7 +274,8 @@ class _Search:
     def _enough(self) -> bool:
         if len(self.result.found) < self.wanted:
             return False
-        return different(p for p in self.result.found if p.objective_s <= self.best * NEAR) >= self.wanted
+        near = (p for p in self.result.found if p.objective_s <= self.best * NEAR)
+        return self.others >= OTHERS or different(near) >= self.wanted
 
     def _push(self, bound: float, node: _Node, hoped_s: float = 0.0) -> None:
         self.serial += 1
@@ -292,8 +307,8 @@ class _Search:
         else:
             if node.stage is _Stage.WHOLE:
                 with self._timed("cost_tables"):
-                    # Labels are made when they are first asked for.
-                    len(self._table(node.configuration).units)
+                    len(self._table(node.configuration).units)  # labels are made when they are first asked for
+                    self.labelled.add(node.configuration.table_key)
             with self._timed("bounds"):
                 self._bound(bound, node)
 
@@ -335,9 +350,8 @@ class _Search:
             for other in node.others:
                 slower = never_faster(self.extent.hardware, bare(placed), bare(other))
                 passes = self.least[key] if slower else np.zeros_like(self.least[key])
-                self._push(
-                    max(bound, self._even_bound(tables, other, passes)), _Node(_Stage.ORDER, other), hoped_s=least
-                )
+                even = max(bound, self._even_bound(tables, other, passes))
+                self._push(even, _Node(_Stage.ORDER, other), hoped_s=least / _OPTIMISM[_Stage.ORDER])
             self._push(least, _Node(_Stage.EVEN, placed))
 
     def _even_bound(self, tables: StageTables, placed: Configuration, passes_s: FloatArray) -> float:
@@ -360,7 +374,9 @@ class _Search:
     def _tables(self, placed: Configuration) -> StageTables | None:
         try:
             self.result.tables += 1
-            self.table_work += TABLE_AXIS ** max(0, len(placed.inner_mesh().axes) - 1)
+            axes = tuple(axis.name for axis in placed.inner_mesh().axes)
+            self.table_work += TABLE_AGAIN if axes in self.families else TABLE_AXIS ** max(0, len(axes) - 1)
+            self.families.add(axes)
             return self.tables_of(placed)
         except InputError as error:
             self.result.refused = self.result.refused or str(error)
@@ -481,26 +497,3 @@ class _Search:
     def _misfit(self, configuration: Configuration, task: PartitionTask) -> None:
         rank, needed = least_memory(task)
         self.result.unfit.append(Unfit(configuration=configuration, rank=rank, needed_bytes=needed))
-
-
-def bare(configuration: Configuration) -> Configuration:
-    """Degrees and order alone."""
-    c = configuration
-    return Configuration(
-        pipeline=c.pipeline, data=c.data, context=c.context, expert=c.expert, tensor=c.tensor, order=c.order
-    )
-
-
-def least_memory(task: PartitionTask) -> tuple[int, float]:
-    """The rank that cannot do with less than the most memory, and the bytes it needs; units shared out evenly."""
-    flight = np.full(task.ranks, np.inf)
-    np.minimum.at(flight, task.rank_of, task.in_flight)
-    units = np.repeat(np.arange(len(task.counts)), task.counts)
-    needed = np.zeros(task.ranks)
-    for rank, part in enumerate(np.array_split(units, task.ranks)):
-        for kind in part.tolist():
-            ways = task.kinds[kind]
-            needed[rank] += float((flight[rank] * ways.values[:, 4] + ways.values[:, 5]).min())
-        needed[rank] += max((float(task.kinds[k].values[:, 6].min()) for k in part.tolist()), default=0.0)
-    fullest = int(np.argmax(needed))
-    return fullest, float(needed[fullest])
