@@ -11,7 +11,7 @@ from typing import Any
 
 from planner.quantities import bytes_text, interval_text, seconds_text
 from reports import page
-from reports.execution.figures import Figure, choice_regrets, figures, network_taus
+from reports.execution.figures import OWN_CORES, Figure, choice_regrets, figures, network_taus
 from reports.execution.running import Result
 from reports.page import PALETTE, SYMBOLS, Cell, Html
 
@@ -155,10 +155,11 @@ def _error_chart(results: Sequence[Result]) -> Html:
                 marker={"color": PALETTE[index]},
                 hovertemplate="%{y}: %{x:+.1f} %<extra></extra>",
             )
-    figure.update_xaxes(title="predicted over measured step time, less one, %", zeroline=True, zerolinecolor="#8a93a3")
+    figure.update_xaxes(title="error, %", zeroline=True, zerolinecolor="#8a93a3")
     figure.update_yaxes(autorange="reversed", tickfont={"size": 11})
-    return page.chart(figure, identity="errors", title="Error of the step time",
-                      caption="To the left the prediction was too low.", height=120 + 22 * len(results))  # fmt: skip
+    caption = "Predicted over measured step time, less one: to the left the prediction was too low."
+    height = 120 + 22 * len(results)
+    return page.chart(figure, identity="errors", title="Error of the step time", caption=caption, height=height)
 
 
 def _overhead_chart(results: Sequence[Result]) -> tuple[Html]:
@@ -213,8 +214,11 @@ def _reasons(results: Sequence[Result]) -> Html:
         whole = sum(row["measured_s"] for row in result.errors)
         for row in result.errors:
             name = str(row["name"]).split(" on ")[0]
-            off = (row["measured_s"] - row["predicted_s"]) / whole if whole else 0.0
-            sums.setdefault((str(row["kind"]), name), {}).setdefault(result.network, []).append(off)
+            # Where each process should have a core, other programs took what it had to wait for one.
+            taken = row["without_core_s"] if result.processes <= OWN_CORES else 0.0
+            off = row["measured_s"] - row["predicted_s"] - taken
+            for key, seconds in (((str(row["kind"]), name), off), (("rest", "without a core: other programs"), taken)):
+                sums.setdefault(key, {}).setdefault(result.network, []).append(seconds / whole if whole else 0.0)
     counts = {network: sum(bool(r.errors) for r in results if r.network == network) for network in networks}
     rows: list[list[Cell]] = []
     for (kind, name), by_network in sums.items():

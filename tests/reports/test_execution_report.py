@@ -1,0 +1,101 @@
+"""The report of plans that were run."""
+
+import json
+
+import pytest
+
+from reports.execution.__main__ import main
+from reports.execution.cases import all_cases, tiny_cases
+from reports.execution.execution_page import document, execution_page, runs_csv
+from reports.execution.figures import choice_regrets, figures, network_taus
+from reports.execution.running import JOURNAL, Result, key_of, read_journal
+
+
+def result(network="MLP", processes=1, plan="one process", predicted=1.0, measured=1.0, **others):
+    return Result(
+        network=network,
+        processes=processes,
+        plan=plan,
+        predicted_step_time_s=predicted,
+        measured_step_time_s=measured,
+        measured_p10_s=measured,
+        measured_p90_s=measured,
+        predicted_peak_memory_bytes=110,
+        measured_peak_memory_bytes=100,
+        **others,
+    )
+
+
+RESULTS = (
+    result(predicted=0.9),
+    result(processes=2, plan="dp=2", predicted=0.5, measured=0.4, by_hand="DDP", by_hand_step_time_s=0.32,
+           errors=({"kind": "operators", "name": "matmul", "calls": 2, "predicted_s": 0.5, "measured_s": 0.4,
+                    "without_core_s": 0.1},)),
+    result(processes=2, plan="tp=2", predicted=0.4, measured=0.5),
+    result(processes=4, plan="dp=4", predicted=0.3, measured=0.25),
+    Result(network="GPT-2 small", processes=8, plan="dp=8", error="rank 3 of 8 failed: <killed>"),
+)  # fmt: skip
+
+
+def test_figures():
+    found = {one.key: one for one in figures(RESULTS)}
+    assert found["time_mean"].value == pytest.approx((0.1 + 0.25 + 0.2) / 3)
+    assert found["time_worst"].value == pytest.approx(0.25)
+    assert found["shared_time_mean"].value == pytest.approx(0.2)
+    assert found["memory_worst"].value == pytest.approx(0.1)
+    assert found["overhead"].value == pytest.approx(0.25)
+    assert found["overhead"].met is False
+    assert found["regret"].value == pytest.approx(0.25)
+    assert network_taus(RESULTS)["MLP"] == pytest.approx(2 / 3)
+    assert set(choice_regrets(RESULTS)) == {"MLP, 2 processes"}
+    assert all(one.met is None for one in figures(()))
+
+
+def test_page_and_tables_hold_every_plan():
+    page = execution_page(RESULTS, planned=7, machine="two <cores>")
+    assert "two &lt;cores&gt;" in page
+    assert "rank 3 of 8 failed: &lt;killed&gt;" in page
+    assert "2 of 7 plans have not been run yet" in page
+    rows = runs_csv(RESULTS).splitlines()
+    assert len(rows) == 1 + len(RESULTS)
+    found = json.loads(json.dumps(document(RESULTS, "here"), allow_nan=False))
+    assert len(found["plans"]) == len(RESULTS)
+    assert found["figures"]["shared_time_mean"]["met"] is True
+    assert execution_page((), planned=1, machine="none")
+
+
+def test_cases_cover_what_is_promised():
+    cases = all_cases()
+    assert len({case.network.name for case in cases}) == 3
+    assert {case.processes for case in cases} == {1, 2, 4, 8}
+    assert len({key_of(case) for case in cases}) == len(cases) >= 12
+    assert {case.by_hand for case in cases} == {None, "DDP", "FSDP2", "tensor parallel"}
+    for case in cases:
+        degrees = [int(case.pins.get(name, 1)) for name in ("dp", "tp", "pp")]
+        assert degrees[0] * degrees[1] * degrees[2] == case.processes
+
+
+def test_damaged_lines_of_the_journal_do_not_count(tmp_path):
+    from dataclasses import asdict
+
+    line = json.dumps({"key": "a", "profile": "p", "result": asdict(RESULTS[0])})
+    other = json.dumps({"key": "b", "profile": "other", "result": asdict(RESULTS[0])})
+    path = tmp_path / "runs.jsonl"
+    path.write_text(f'{line}\n{other}\n{{"key": 1}}\n{line[:40]}')
+    assert read_journal(path, "p") == {"a": RESULTS[0]}
+
+
+@pytest.mark.slow
+def test_the_command_goes_on_where_it_stopped(tmp_path):
+    """No time is left for any plan at first; then each runs once, and a third call runs none."""
+    out, work = tmp_path / "out", tmp_path / "work"
+    arguments = ["--tiny", "--out", str(out), "--work", str(work)]
+    main([*arguments, "--minutes", "0"])
+    assert json.loads((out / "runs.json").read_text())["plans"] == []
+    main(arguments)
+    found = json.loads((out / "runs.json").read_text())["plans"]
+    assert [plan["error"] for plan in found] == [""] * len(tiny_cases())
+    assert all(plan["by_hand_loss_difference"] < 1e-4 for plan in found if plan["by_hand"])
+    before = (work / JOURNAL).read_bytes()
+    main(arguments)
+    assert (work / JOURNAL).read_bytes() == before
