@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from planner.context.checks import FUSION_KINDS
@@ -103,7 +104,7 @@ def exchange_pins(context: AutoParallelContext) -> dict[str, str]:
         found["pp"] = "1"
     if isinstance(exchange.data, tuple):
         batch = max((cuts[0] for cuts in exchange.data if cuts), default=1)
-        inside = max((_product(cuts[1:]) for cuts in exchange.data), default=1)
+        inside = max((prod(cuts[1:]) for cuts in exchange.data), default=1)
         found |= {"dp": str(batch)} if batch > 1 else {}
         found |= {"tp": str(inside)} if inside > 1 else {}
     return found
@@ -137,10 +138,3 @@ def check_data(data: DataStrategy, shapes: Mapping[str, tuple[int, ...]], batch:
                 raise ContextError(
                     f"dataset_strategy[{number}][{dim}]={parts} does not divide {name!r} of shape {whole}; use {near}"
                 )
-
-
-def _product(numbers: tuple[int, ...]) -> int:
-    found = 1
-    for number in numbers:
-        found *= number
-    return found

@@ -10,7 +10,7 @@ import pytest
 
 import planner
 from planner import AutoParallelContext, ContextError, Planned, planning
-from planner.context.entry import refuse_all_to_alls
+from planner.context.entry import all_to_alls, refuse_all_to_alls
 from planner.graph.scaling import at_precision
 from planner.instructions import Communicate
 from planner.lowering.checked import lower
@@ -185,6 +185,20 @@ def test_a_plan_with_all_to_alls_is_refused_where_they_are_off(tmp_path: Path) -
 def test_a_plan_without_is_not(stages: int) -> None:
     pins = {"tp": "1", "cp": "1", "recompute": "none", "optimizer_sharding": "none"}
     assert planned("zoo:mlp", pins=pins, pipeline_stages=stages, enable_alltoall=False).plan.pipeline == stages
+
+
+def test_experts_are_gathered_instead() -> None:
+    """Samples come to their experts by all-gathers and slices, which move more."""
+    pins = {"ep": "8", "dp": "16", "tp": "1", "pp": "1", "cp": "1", "micro_batch": "1", "recompute": "full"}
+    pins |= {"optimizer_sharding": "zero3", "offload_optimizer": "false"}
+    found = {}
+    for allowed in (True, False):
+        context = AutoParallelContext(parallel_mode="auto_parallel", device_num=16, enable_alltoall=allowed)
+        options: dict[str, Any] = {"global_batch": 16, "sequence_length": 512, **FAST}
+        found[allowed] = planner.plan("zoo:mixtral-8x7b", "dgx-h100", context, pins=pins, **options)
+    assert [bool(all_to_alls(found[allowed].plan, "dgx-h100")) for allowed in (True, False)] == [True, False]
+    assert found[True].plan.rules == found[False].plan.rules
+    assert found[False].prediction.step_time_s > found[True].prediction.step_time_s
 
 
 # Hybrid parallelism, and shards of everything
