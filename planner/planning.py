@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from planner.configured import Configured
+from planner.context.applying import SEMI_AUTOMATIC, marked, semi_automatic, with_groups
 from planner.context.exchange import check_data
 from planner.context.layerwise import layerwise_names
-from planner.context.marks import Marks
-from planner.context.placing import PlacedMarks, with_stages
 from planner.explanations import (
     ShadowPrices,
     describe,
@@ -38,7 +37,7 @@ from planner.search.configurations.explored import Placed
 from planner.search.configurations.pin_checks import check_pins
 from planner.search.stages.unit_pins import FREE
 from planner.sharding.rules import has_rule
-from planner.shared_tables import NetworkTables, SharedTables
+from planner.shared_tables import SharedTables
 from planner.strategy.exchange import Exchange
 from planner.strategy.plan import (
     Status,
@@ -61,7 +60,6 @@ __all__ = [
 KIB = 1024
 RESCORED = 5
 """So many of the best plans by the closed form are simulated, however few are asked for: the best is the same."""
-SEMI_AUTOMATIC = "semi_auto_parallel"
 NEAR_ENOUGH = 1.25
 """Operators are searched one by one where plans of one stage cost up to so many times the best."""
 
@@ -140,11 +138,11 @@ def plan_network(
     tables = shared.at(dtype)
     graph = tables.graph
     even, choices = tables.aligned
-    pins, placed = _marked(request, network, graph, tables, pins)
+    pins, placed = marked(request, network, graph, tables.decisions.chain, pins)
     if placed is not None:
         request = replace(request, hints=(*request.hints, *placed.hints()))
-        request, pins = _with_groups(request, pins, placed)
-    pins = _semi_automatic(request, pins)
+        request, pins = with_groups(request, pins, placed)
+    pins = semi_automatic(request, pins)
     space = Space(
         graph=even,
         decisions=choices,
@@ -212,68 +210,6 @@ def plan_network(
         pin_costs=found.costs if found else (),
         interrupted=stopped,
     )
-
-
-def _marked(
-    request: PlanRequest, network: Network, graph: OperatorGraph, tables: NetworkTables, pins: Pins
-) -> tuple[Pins, PlacedMarks | None]:
-    """Marks of modules on the units of the network, those of the request over those of its code, and pins with them.
-
-    Raises
-    ------
-    InputError
-        Marks name no module, contradict each other or the pins.
-    """
-    own = network.marks or Marks()
-    marks = request.marks.over(own) if request.marks else own
-    if not marks:
-        return pins, None
-    placed = PlacedMarks(marks, graph, tables.decisions.chain)
-    stages = placed.stage_count()
-    if stages is not None:
-        pins = with_stages(pins, stages)
-    if marks.recompute and pins.recompute is not None:
-        raise InputError(
-            f"pin recompute={pins.recompute} and recompute() of {next(iter(marks.recompute))!r} both say what is "
-            "computed again; leave one of them out"
-        )
-    return replace(pins, by_unit=bool(marks.stages or marks.recompute)), placed
-
-
-def _with_groups(request: PlanRequest, pins: Pins, placed: PlacedMarks) -> tuple[PlanRequest, Pins]:
-    """The request with the groups that gradients travel in.
-
-    Raises
-    ------
-    InputError
-        All-reduces are fused by places as well, or there are pipeline stages.
-    """
-    groups = placed.fusion()
-    if not groups:
-        return request, pins
-    if request.exchange.fusion_places:
-        raise InputError(
-            f"comm_fusion of {next(iter(groups))!r} and all-reduces fused by the places "
-            f"{list(request.exchange.fusion_places)} both say which gradients travel together; leave one of them out"
-        )
-    if (pins.pp or 1) > 1:
-        raise UnsupportedError(
-            f"comm_fusion of {next(iter(groups))!r} with {pins.pp} pipeline stages is not supported yet: gradients of "
-            "a stage are fused by size; use one stage, or comm_fusion by size"
-        )
-    exchange = replace(request.exchange, fusion_groups=tuple(groups.items()))
-    return replace(request, exchange=exchange), replace(pins, pp=1)
-
-
-def _semi_automatic(request: PlanRequest, pins: Pins) -> Pins:
-    """Pins with which nothing but the batch is sharded, where no operator is configured in semi-automatic mode.
-
-    There are as many pipeline stages as are asked for.
-    """
-    if request.parallel_mode != SEMI_AUTOMATIC:
-        return pins
-    pins = replace(pins, pp=pins.pp or 1)
-    return pins if request.hints else replace(pins, tp=pins.tp or 1, cp=pins.cp or 1, ep=pins.ep or 1)
 
 
 def _searches_configurations(request: PlanRequest, pins: Pins, search: Configured) -> bool:

@@ -211,7 +211,7 @@ class PlacedMarks:
         )
 
     def check(self, plan: Plan, graph: OperatorGraph, where: str) -> None:
-        """Raise ContextError where a plan that was read of `graph` at its micro-batch, breaks a mark."""
+        """Raise ContextError where a plan that was read, of `graph` at its micro-batch, breaks a mark."""
         ends = [self.names.index(chunk.last) + 1 for chunk in plan.chunks[:-1]]
         cuts = self.cuts()
         said = ""

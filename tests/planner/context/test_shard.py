@@ -106,7 +106,10 @@ def test_wrong_marks_are_refused(act: Any, words: str) -> None:
 # Planned
 
 
-@pytest.fixture(scope="module", params=["semi_auto", "sharding_propagation", "dynamic_programming"])
+SLOW_MODE = pytest.param("dynamic_programming", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=["semi_auto", "sharding_propagation", SLOW_MODE])
 def planned(request: pytest.FixtureRequest) -> tuple[str, Plan]:
     mode = str(request.param)
     return mode, planner.plan(AutoParallel(CONFIGURED, mode, device_num=8), CLUSTER, **QUICK).plan
@@ -307,6 +310,7 @@ def test_wrong_files_are_refused(tmp_path: Path, text: str, words: str) -> None:
     assert str(path) in str(error.value)
 
 
+@pytest.mark.slow
 def test_saved_operator_strategies_are_kept_by_the_next_search(tmp_path: Path) -> None:
     path = str(tmp_path / "operators.json")
     first = AutoParallel(CONFIGURED, "semi_auto", device_num=8)
