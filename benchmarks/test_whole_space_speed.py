@@ -18,6 +18,8 @@ CASES = {
     "llama2-7b-64": ("zoo:llama2-7b", "dgx-a100", 64),
     "mixtral-8x7b-64": ("zoo:mixtral-8x7b", "dgx-a100", 64),
     "gpt2-8": ("zoo:gpt2", "dgx-a100", 8),
+    "gpt3-175b-32": ("zoo:gpt3-175b", "dgx-a100", 32),
+    "resnet50-64": ("zoo:resnet50", "dgx-a100", 64),
     "mlp-1024": ("zoo:mlp", "dgx-a100", 1024),
 }
 
