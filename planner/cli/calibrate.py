@@ -37,11 +37,12 @@ def calibrate(
         ),
     ] = None,
     from_run: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
             "--from-run",
             metavar="RUN.json",
-            help="Measure nothing: correct the profile of a run by what `execute --measure --out RUN.json` found.",
+            help="Measure nothing: correct the profile of a run by what `execute --measure --out RUN.json` found; "
+            "may be repeated.",
         ),
     ] = None,
     hw: Annotated[
@@ -71,7 +72,7 @@ def calibrate(
       meshwright calibrate --from-run run.json --out better.yaml
     """
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
-    if from_run is not None:
+    if from_run:
         if from_measurements is not None:
             raise InputError("--from-run and --from-measurements were given; leave one of them out")
         _correct(terminal, from_run, hw or [], out or Path("local.yaml"))
@@ -106,16 +107,16 @@ def _measure(terminal: Terminal, device: Device, processes: int, out: Path) -> N
         terminal.show(*calibration_report(hardware, str(out)))
 
 
-def _correct(terminal: Terminal, run: Path, names: list[str], out: Path) -> None:
-    """Correct a profile by a run and write the new one."""
+def _correct(terminal: Terminal, runs: list[Path], names: list[str], out: Path) -> None:
+    """Correct a profile by runs and write the new one."""
     from planner.cli.options import check_out
     from planner.documents import profile_document
     from simulator.calibration.from_run import correct_profile, correction_rows
 
     if len(names) > 1:
         raise InputError(f"--hw was given {len(names)} times; --from-run corrects one profile")
-    check_out("--out", out, (run, *names))
-    found = correct_profile(run, names[0] if names else None, out)
+    check_out("--out", out, (*runs, *names))
+    found = correct_profile(runs, names[0] if names else None, out)
     if terminal.json:
         corrections = correction_rows(found.corrections)
         terminal.document({**profile_document(found.hardware), "file": str(out), "corrections": corrections})

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def correction_report(found: Corrected) -> Iterable[RenderableType]:
     """Everything `meshwright calibrate --from-run` prints."""
-    yield Text(f"corrected by a run of {found.network} on {found.processes} processes", style="bold")
+    yield Text(f"corrected by {' and '.join(found.runs)}", style="bold")
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True)
     for name in ("", "sizes", "fixed cost", "the rest", "error before", "after"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)

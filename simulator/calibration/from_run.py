@@ -1,4 +1,4 @@
-"""Correcting a profile by what a run of a plan measured, so that the next plan is predicted better.
+"""Correcting a profile by what runs of plans measured, so that the next plan is predicted better.
 
 Kernels of a class took ``a`` times their fixed cost and ``b`` times the rest of what was predicted; a message of a size
 took so many times what the profile's table says. Both are properties of the machine, not of the network that ran: they
@@ -86,9 +86,9 @@ class RunModel(_Model):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What a run changes: a class of kernels (``fixed`` and ``rest`` factors) or messages of a group (``rest`` alone).
+    """What runs change: a class of kernels (``fixed`` and ``rest`` factors) or messages of a group (``rest`` alone).
 
-    ``before`` and ``after`` are mean relative errors of the run's own rows, weighted by their time.
+    ``before`` and ``after`` are mean relative errors of the runs' own rows, weighted by their time.
     """
 
     name: str
@@ -106,8 +106,7 @@ class Corrected:
     hardware: Hardware
     path: Path
     corrections: tuple[Correction, ...]
-    network: str
-    processes: int
+    runs: tuple[str, ...]
 
 
 def read_run(path: str | Path) -> RunModel:
@@ -135,81 +134,81 @@ def read_run(path: str | Path) -> RunModel:
         raise InputError(f"{file}: {field}: {first['msg']}; run `meshwright execute --measure --out` again") from None
 
 
-def correct_profile(run_file: str | Path, profile: str | None, out: str | Path) -> Corrected:
-    """Correct a profile by a run that was predicted on it, and write the new one.
+def correct_profile(run_files: Sequence[str | Path], profile: str | None, out: str | Path) -> Corrected:
+    """Correct a profile by runs that were predicted on it, all of them together, and write the new one.
 
     Parameters
     ----------
-    run_file : document of ``execute --measure --out``
-    profile : the profile to correct; by default the one that the run's prediction was made on
+    run_files : documents of ``execute --measure --out``
+    profile : the profile to correct; by default the one that the first run's prediction was made on
     out : where to write; the old profile stays as it is
 
     Raises
     ------
     InputError
-        The run was predicted on another profile than this one, or has nothing to correct it by.
+        A run was predicted on another profile than this one, or there is nothing to correct it by.
     """
-    run = read_run(run_file)
-    found = run.comparison
-    name = profile or found.hardware
+    runs = [read_run(file) for file in run_files]
+    name = profile or runs[0].comparison.hardware
     hardware = load_profile(name)
-    if hardware.hash != found.hardware_hash:
-        raise InputError(
-            f"{name} is not the profile that the run in {run_file} was predicted on; give that one with --hw, or run "
-            "`meshwright execute --measure` with a plan for this one"
-        )
-    content: Data = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
-    data = copy.deepcopy(content)
-    origin = f"a run of {found.network} on {found.processes} processes, {dt.datetime.now(dt.UTC).date().isoformat()}"
+    for file, run in zip(run_files, runs, strict=True):
+        if hardware.hash != run.comparison.hardware_hash:
+            raise InputError(
+                f"{name} is not the profile that the run in {file} was predicted on; give that one with --hw, or run "
+                "`meshwright execute --measure` with a plan for this one"
+            )
+    data: Data = copy.deepcopy(yaml.safe_load(Path(name).read_text(encoding="utf-8")))
+    names = tuple(f"{run.comparison.network} on {run.comparison.processes} processes" for run in runs)
+    origin = f"{' and '.join(names)}, {dt.datetime.now(dt.UTC).date().isoformat()}"
     corrections = [
-        *_correct_kernels(data, hardware, found, accelerator=run.backend != "gloo", origin=origin),
-        *_correct_messages(data, found, origin),
+        *_correct_kernels(data, hardware, runs, origin),
+        *_correct_messages(data, [row for run in runs for row in run.comparison.messages], origin),
     ]
     if not corrections:
-        raise InputError(f"the run in {run_file} has no kernel or message that {name} describes; nothing to correct")
+        raise InputError(f"{run_files[0]} has no kernel or message that {name} describes; nothing to correct")
     data["name"] = Path(out).stem
-    return Corrected(
-        hardware=write_profile(data, out),
-        path=Path(out),
-        corrections=tuple(corrections),
-        network=found.network,
-        processes=found.processes,
-    )
+    return Corrected(hardware=write_profile(data, out), path=Path(out), corrections=tuple(corrections), runs=names)
 
 
 # Kernels
 
 
-def _correct_kernels(
-    data: Data, hardware: Hardware, run: ComparisonModel, *, accelerator: bool, origin: str
-) -> Iterator[Correction]:
-    slowdown = hardware.compute_slowdown(run.processes)
-    turns = 1.0 if accelerator else max(1.0, run.processes / available_cores())
+def _correct_kernels(data: Data, hardware: Hardware, runs: Sequence[RunModel], origin: str) -> Iterator[Correction]:
     for kernel in Kernel:
-        rows = [row for row in run.work if row.kernel is kernel and row.predicted_s > 0 and _took(row, turns) > 0]
         section = data.get("kernels", {}).get(kernel.value)
+        rows = [
+            (row, hardware.compute_slowdown(run.comparison.processes), _turns(run))
+            for run in runs
+            for row in run.comparison.work
+            if row.kernel is kernel and row.predicted_s > 0 and row.busy_s > 0
+        ]
         if not rows or section is None:
             continue
-        fixed = slowdown * hardware.kernels[kernel].overhead_s
-        predicted = np.array([row.predicted_s for row in rows])
-        measured = np.array([_took(row, turns) for row in rows])
-        weights = np.array([row.calls for row in rows]) * measured
-        a, b = fit_factors(np.minimum(fixed, predicted), np.maximum(predicted - fixed, 0.0), measured, weights)
+        predicted = np.array([row.predicted_s for row, *_ in rows])
+        overhead = hardware.kernels[kernel].overhead_s
+        fixed = np.minimum([slowdown * overhead for _, slowdown, _ in rows], predicted)
+        measured = np.array([_took(row, turns) for row, _, turns in rows])
+        weights = np.array([row.calls for row, *_ in rows]) * measured
+        a, b = fit_factors(fixed, predicted - fixed, measured, weights)
         _scale(section, "overhead_s", a, origin)
         for entry in ("bandwidth_efficiency", "compute_efficiency"):
             if entry == "bandwidth_efficiency" or not section.get("peak_flops"):
                 _scale(section, entry, 1 / b, origin, most=1.0)
         for dtype in section.get("peak_flops", {}):
             _scale(section["peak_flops"], dtype, 1 / b, origin)
-        after = a * np.minimum(fixed, predicted) + b * np.maximum(predicted - fixed, 0.0)
         yield Correction(
             name=kernel.value,
             rows=len(rows),
             fixed=a,
             rest=b,
             before=_error(predicted, measured, weights),
-            after=_error(after, measured, weights),
+            after=_error(a * fixed + b * (predicted - fixed), measured, weights),
         )
+
+
+def _turns(run: RunModel) -> float:
+    """How often longer a kernel takes because processes that share the cores of a CPU take turns."""
+    return max(1.0, run.comparison.processes / available_cores()) if run.backend == "gloo" else 1.0
 
 
 def _took(row: WorkModel, turns: float) -> float:
@@ -257,11 +256,11 @@ def _scale(section: Data, name: str, factor: float, origin: str, *, most: float 
 # Messages
 
 
-def _correct_messages(data: Data, run: ComparisonModel, origin: str) -> Iterator[Correction]:
+def _correct_messages(data: Data, messages: Sequence[MessageModel], origin: str) -> Iterator[Correction]:
     for table in data.get("collectives", []):
         rows = [
             row
-            for row in run.messages
+            for row in messages
             if row.collective == table["collective"] and row.group_size == table["group_size"] and row.predicted_s > 0
         ]
         if not rows:

@@ -72,7 +72,7 @@ def test_factors_are_found(fixed, rest):
 def test_the_new_profile_predicts_what_was_measured(profile, tmp_path):
     run = write_run(tmp_path / "run.json", profile, fixed=1.5, rest=1.8, message=2.0)
     old, out = load_profile(str(profile)), tmp_path / "new.yaml"
-    found = correct_profile(run, None, out)
+    found = correct_profile([run], None, out)
     matmul = next(one for one in found.corrections if one.name == "matmul")
     assert matmul.after < 0.1 < matmul.before
     new = load_profile(str(out))
@@ -90,15 +90,26 @@ def test_the_new_profile_predicts_what_was_measured(profile, tmp_path):
 
 def test_a_run_as_predicted_changes_hardly_anything(profile, tmp_path):
     run = write_run(tmp_path / "run.json", profile)
-    found = correct_profile(run, None, tmp_path / "new.yaml")
+    found = correct_profile([run], None, tmp_path / "new.yaml")
     assert all(one.rest == pytest.approx(1.0, rel=0.02) for one in found.corrections)
+
+
+def test_several_runs_are_fitted_together(profile, tmp_path):
+    """Half as long and twice as long: neither alone decides."""
+    runs = [write_run(tmp_path / f"{rest}.json", profile, rest=rest, message=rest) for rest in (0.5, 2.0)]
+    found = correct_profile(runs, None, tmp_path / "new.yaml")
+    matmul = next(one for one in found.corrections if one.name == "matmul")
+    assert 0.6 < matmul.rest < 1.9
+    assert matmul.rows == 2 * len(SIZES)
+    message = next(one for one in found.corrections if one.name.startswith("all_reduce"))
+    assert message.rows == 2
 
 
 def test_sources_do_not_grow(profile, tmp_path):
     first = tmp_path / "first.yaml"
-    correct_profile(write_run(tmp_path / "run.json", profile, rest=2.0), None, first)
+    correct_profile([write_run(tmp_path / "run.json", profile, rest=2.0)], None, first)
     second = tmp_path / "second.yaml"
-    correct_profile(write_run(tmp_path / "again.json", first, rest=2.0), None, second)
+    correct_profile([write_run(tmp_path / "again.json", first, rest=2.0)], None, second)
     source = yaml.safe_load(second.read_text())["kernels"]["matmul"]["overhead_s"]["source"]
     assert source.count("corrected by") == 1
 
@@ -106,7 +117,7 @@ def test_sources_do_not_grow(profile, tmp_path):
 def test_what_does_not_fit_is_refused(profile, tmp_path):
     run = write_run(tmp_path / "run.json", profile)
     with pytest.raises(InputError, match="is not the profile"):
-        correct_profile(run, "dgx-a100", tmp_path / "new.yaml")
+        correct_profile([run], "dgx-a100", tmp_path / "new.yaml")
     (tmp_path / "plain.json").write_text('{"backend": "gloo", "comparison": null}')
     with pytest.raises(InputError, match="--measure"):
         read_run(tmp_path / "plain.json")
