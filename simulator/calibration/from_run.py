@@ -190,6 +190,10 @@ def _correct_kernels(data: Data, hardware: Hardware, runs: Sequence[RunModel], o
         measured = np.array([_took(row, turns) for row, _, turns in rows])
         weights = np.array([row.calls for row, *_ in rows]) * measured
         a, b = fit_factors(fixed, predicted - fixed, measured, weights)
+        before = _error(predicted, measured, weights)
+        after = _error(a * fixed + b * (predicted - fixed), measured, weights)
+        if after >= before:  # rows that contradict each other correct nothing
+            continue
         _scale(section, "overhead_s", a, origin)
         for entry in ("bandwidth_efficiency", "compute_efficiency"):
             if entry == "bandwidth_efficiency" or not section.get("peak_flops"):
@@ -201,8 +205,8 @@ def _correct_kernels(data: Data, hardware: Hardware, runs: Sequence[RunModel], o
             rows=len(rows),
             fixed=a,
             rest=b,
-            before=_error(predicted, measured, weights),
-            after=_error(a * fixed + b * (predicted - fixed), measured, weights),
+            before=before,
+            after=after,
         )
 
 
