@@ -166,7 +166,8 @@ class StepModel:
         return StoredWays(
             forward_s=forward_s,
             backward_s=backward_s,
-            late_s=labels.late_s,
+            # With ZeRO-3 both parts wait for messages, and are taken as halves.
+            late_s=backward_s / 2 if c.optimizer_sharding == "zero3" else labels.late_s,
             stall_s=stall_s,
             once_s=self._once_s(labels, elements, forward_s, c, bucket, trained)
             + c.pipeline / whole.units * (self._first_gather_s(c, bucket)),
