@@ -21,6 +21,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.multiprocessing.spawn import ProcessContext
 
 from simulator.calibration.process import settle_worker, worker_environment, worker_threads
 from simulator.errors import ExecutionError
@@ -77,7 +78,7 @@ def run_workers(
     )
     keep = False
     try:
-        with _quiet_elastic(), _own_signals(), _environment(worker_environment()):
+        with _quiet_elastic(), _own_signals(), _stopped_workers_end_too(), _environment(worker_environment()):
             returned = elastic_launch(config, _work)(function, arguments)
     except ChildFailedError as error:
         if error.get_first_failure()[1].exitcode == -signal.SIGINT:
@@ -125,6 +126,21 @@ def _quiet_elastic() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@contextmanager
+def _stopped_workers_end_too() -> Iterator[None]:
+    """Kill workers that do not end when told; torch gives them half a minute, which stopped ones use up."""
+    patient = ProcessContext._join_procs_with_timeout
+
+    def join(context: ProcessContext, timeout: float) -> None:
+        patient(context, min(timeout, SHUTDOWN_S))
+
+    ProcessContext._join_procs_with_timeout = join  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        ProcessContext._join_procs_with_timeout = patient  # type: ignore[method-assign]
 
 
 @contextmanager
