@@ -26,6 +26,8 @@ from simulator.topology import group_shape
 _STREAMING = frozenset((Kernel.ELEMENTWISE, Kernel.ACTIVATION, Kernel.SOFTMAX, Kernel.NORMALIZATION, Kernel.REDUCTION))
 
 _ROUNDING = 1e-9
+TABLE_AXIS = 3
+"""How many times as much a table counts for each further axis of its stage mesh."""
 _PAYLOADS: FloatArray = np.exp2(np.arange(41, dtype=np.float64))
 _INSIDE = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
 _BUSY = ([STEADY], [STEADY, BACKLOG])
@@ -222,3 +224,8 @@ def least_memory(task: PartitionTask) -> tuple[int, float]:
         needed[rank] += max((float(task.kinds[k].values[:, 6].min()) for k in part.tolist()), default=0.0)
     fullest = int(np.argmax(needed))
     return fullest, float(needed[fullest])
+
+
+def weight(configuration: Configuration) -> int:
+    """How many times as much a table counts as one with a single axis."""
+    return int(TABLE_AXIS ** max(0, len(configuration.inner_mesh().axes) - 1))

@@ -30,6 +30,7 @@ from planner.search.configurations.bounds import (
     passes_bound,
     standing_bytes,
     task_bound,
+    weight,
 )
 from planner.search.configurations.explored import Explored, Placed, Unfit
 from planner.search.configurations.space import Extent, bases, offloaded, orders, storages
@@ -48,15 +49,13 @@ TablesOf = Callable[[Configuration], StageTables]
 SOLVES = 96
 """Most partitions of one search."""
 TABLES = 96
-"""Most tables of one search, as `TABLE_AXIS` and `TABLE_AGAIN` count them."""
-LABELLED = 16
-"""Most tables whose labels are made once a plan is found."""
+"""Most tables of one search, as `weight` and `TABLE_AGAIN` count them."""
+LABELLED = 48
+"""Most tables whose labels are made once a plan is found, each counted as the first one with its axes."""
 DIVE = 6
 """After so many tables each, the search goes for a plan before it makes more."""
 BY_TURNS = 1e-3
 """By how much the bound of one more base of a stage mesh counts as higher when bases are opened."""
-TABLE_AXIS = 3
-"""How many times as much the first table with some axes counts for each further one of them."""
 TABLE_AGAIN = 0.1
 """How much others with the same axes count: they are made together with the first."""
 NODES = 40_000
@@ -162,7 +161,7 @@ class _Search:
         self.least: dict[tuple[object, ...], FloatArray] = {}
         self.sends: dict[tuple[object, ...], FloatArray] = {}
         self.families: set[tuple[str, ...]] = set()
-        self.labelled: set[tuple[object, ...]] = set()
+        self.labelled: dict[tuple[object, ...], int] = {}
         self.table_work, self.dives, self.others = 0.0, 0, 0
         self.serial = 0
         self.best = np.inf
@@ -243,7 +242,7 @@ class _Search:
         share = max(self.solves / SOLVES, 0.4)
         made = node.stage > _Stage.ORDER or (node.stage is _Stage.ORDER and node.configuration.table_key in self.made)
         if node.stage is _Stage.WHOLE and node.configuration.table_key not in self.labelled:
-            return bool(self.result.found) and len(self.labelled) >= LABELLED
+            return bool(self.result.found) and sum(self.labelled.values()) >= LABELLED
         return not made and self.table_work >= TABLES * share
 
     def _deepest(self) -> tuple[float, _Node] | None:
@@ -308,7 +307,7 @@ class _Search:
             if node.stage is _Stage.WHOLE:
                 with self._timed("cost_tables"):
                     len(self._table(node.configuration).units)  # labels are made when they are first asked for
-                    self.labelled.add(node.configuration.table_key)
+                    self.labelled[node.configuration.table_key] = weight(node.configuration)
             with self._timed("bounds"):
                 self._bound(bound, node)
 
@@ -375,7 +374,7 @@ class _Search:
         try:
             self.result.tables += 1
             axes = tuple(axis.name for axis in placed.inner_mesh().axes)
-            self.table_work += TABLE_AGAIN if axes in self.families else TABLE_AXIS ** max(0, len(axes) - 1)
+            self.table_work += TABLE_AGAIN if axes in self.families else weight(placed)
             self.families.add(axes)
             return self.tables_of(placed)
         except InputError as error:
