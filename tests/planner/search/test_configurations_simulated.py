@@ -114,7 +114,7 @@ def test_every_schedule_recomputation_and_sharding_agrees(tensor: int, level: st
         apart.append(check(search, replace(shape, tp=tensor, optimizer_sharding=level, recompute=mode, micro_batch=2)))
     assert max(apart) <= 0.062
     assert np.quantile(apart, 0.9) <= 0.052
-    assert np.median(apart) <= 0.03
+    assert np.median(apart) <= 0.035
 
 
 @st.composite
