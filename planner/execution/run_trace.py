@@ -110,7 +110,8 @@ def _described(rank: RankTimes, event: int) -> dict[str, Any]:
     part, number = int(rank.part[event]), int(rank.number[event])
     waited = {"waited_us": round(float(rank.waited_s[event]) * MICROSECONDS, 3)} if rank.waited_s[event] else {}
     if part == RECEIVE:
-        return {"tid": 2, "cat": "communication", "name": f"receive from stage {number}", "args": waited}
+        name = f"receive from stage {number}" if number >= 0 else "what was sent arrives"
+        return {"tid": 2, "cat": "communication", "name": name, "args": waited}
     if part not in (RUN, START, FINISH):
         return {"tid": 1, "cat": "communication", "name": "sum inside an operator", "args": waited}
     task = rank.entries[number].task

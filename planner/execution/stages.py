@@ -15,6 +15,8 @@ from planner.lowering.stages import gradient_of_stage
 from simulator.pipeline_operators import PLAIN, action_variants
 from simulator.schedules import ActionKind
 
+SENT = -1
+"""In place of the stage a message comes from: the wait for what this rank has sent."""
 FORWARD, GRADIENT = range(2)
 """Directions in which tensors cross between stages."""
 
@@ -152,7 +154,7 @@ class StageInterpreter:
         for slot in self._made:
             self._update.slots[slot] = None
         for work, _ in self._sent:
-            work.wait()
+            self._clocked(SENT, work.wait)
         self._sent = []
         self._context.moment.step += 1
         return [losses[number] for number in sorted(losses)]
@@ -223,12 +225,16 @@ class StageInterpreter:
             return
         value = torch.empty(crossing.shape, dtype=getattr(torch, crossing.dtype), device=self._context.device)
         group, tag = self._way(direction, origin, micro_batch)
-        source, watch = self._neighbours.rank_of[origin], self._context.watch
-        if watch is None:
-            dist.recv(value, source, group=group, tag=tag)
-        else:
-            watch.crossing(origin, lambda: dist.recv(value, source, group=group, tag=tag))
+        source = self._neighbours.rank_of[origin]
+        self._clocked(origin, lambda: dist.recv(value, source, group=group, tag=tag))
         stage.machine.slots[slot] = value
+
+    def _clocked(self, stage: int, crossing: Callable[[], object]) -> None:
+        watch = self._context.watch
+        if watch is None:
+            crossing()
+        else:
+            watch.crossing(stage, crossing)
 
     def _way(self, direction: int, origin: int, micro_batch: int) -> tuple[dist.ProcessGroup | None, int]:
         """Group and tag of the messages that leave a stage in one direction."""
