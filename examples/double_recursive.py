@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from planner.execution.progress import loss_monitor
+from planner.execution.launch.progress import loss_monitor
 from planner.networks.losses import mean_absolute_error
 
 BATCH, STEPS = 32, 4

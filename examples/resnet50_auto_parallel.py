@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import planner
-from planner.execution.progress import loss_monitor
+from planner.execution.launch.progress import loss_monitor
 from planner.networks.zoo.resnet import ResNet
 
 CLASSES = 10

@@ -24,7 +24,7 @@ def execute(
         What `planner.plan` found, or a strategy file.
     monitor
         Told the number of each step, from 0, and its loss while training goes on
-        (`planner.execution.progress.loss_monitor` writes lines).
+        (`planner.execution.launch.progress.loss_monitor` writes lines).
     options
         As `planner.execution.run.ExecuteOptions` has them: ``steps``, ``verify``, ``precision``, ``data``, ….
 

@@ -14,7 +14,7 @@ from planner.cli.tables import facts
 from planner.quantities import percent_text, seconds_text
 
 if TYPE_CHECKING:
-    from planner.execution.comparing import Comparison, ErrorRow
+    from planner.execution.measuring.comparing import Comparison, ErrorRow
 
 NAMED = 3
 """So many rows are named as the reasons."""

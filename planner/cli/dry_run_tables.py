@@ -14,7 +14,7 @@ from planner.quantities import bytes_text, seconds_text
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from planner.execution.dry_run import DryRun, MessageLine, RankLine
+    from planner.execution.launch.dry_run import DryRun, MessageLine, RankLine
 
 SHOWN_RANKS = 64
 SHOWN_PASSES = 12

@@ -176,7 +176,7 @@ def execute(
     if virtual:
         from planner.cli.reliability import SLOWDOWN
         from planner.cli.virtual import run_virtually
-        from planner.execution.virtual import VirtualOptions
+        from planner.execution.virtual.devices import VirtualOptions
 
         if top is not None or measure or trace is not None or verify:
             raise InputError("--virtual computes nothing to verify, measure or compare; leave the other options out")

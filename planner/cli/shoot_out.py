@@ -18,15 +18,15 @@ from planner.strategy.file import read_plan
 
 if TYPE_CHECKING:
     from planner.cli.terminal import Terminal
+    from planner.execution.measuring.shoot_out import Outcome, ShootOut
     from planner.execution.run import ExecuteOptions
-    from planner.execution.shoot_out import Outcome, ShootOut
 
 
 def run_shoot_out(terminal: Terminal, strategy: Path, top: int, options: ExecuteOptions, out: Path | None) -> None:
     """Run the best plans, show what came of them and write it."""
     from json import dumps
 
-    from planner.execution.shoot_out import shoot_out
+    from planner.execution.measuring.shoot_out import shoot_out
     from simulator.errors import ExecutionError
     from simulator.whole_file import write_whole
 

@@ -17,14 +17,14 @@ from planner.quantities import interval_text, percent_text, seconds_text
 
 if TYPE_CHECKING:
     from planner.cli.terminal import Terminal
-    from planner.execution.virtual import VirtualOptions, VirtualReport
+    from planner.execution.virtual.devices import VirtualOptions, VirtualReport
 
 
 def run_virtually(terminal: Terminal, strategy: Path, options: VirtualOptions, out: Path | None) -> None:
     """Run a strategy file on virtual devices, show what came of it and write it."""
     from json import dumps
 
-    from planner.execution.virtual import run_virtual
+    from planner.execution.virtual.devices import run_virtual
     from planner.strategy.file import read_plan
     from simulator.whole_file import write_whole
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from planner.execution.checkpoint_options import Checkpoints
-from planner.execution.data import InputSpec, Shard
+from planner.execution.checkpoints.options import Checkpoints
+from planner.execution.data.samples import InputSpec, Shard
 from planner.execution.optimizers import Hyperparameters
 from planner.instructions import LoweredPlan, LoweredStages
 from planner.sharding.local_context import own_part

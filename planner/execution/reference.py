@@ -13,9 +13,9 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from planner.execution.data import Batches, open_dataset
-from planner.execution.factors import gradient_factors
+from planner.execution.data.samples import Batches, open_dataset
 from planner.execution.job import Job
+from planner.execution.measuring.factors import gradient_factors
 from planner.execution.optimizers import is_narrow, torch_optimizer
 from planner.graph.operator_graph import DROPOUT
 from planner.networks import load_network

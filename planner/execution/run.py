@@ -9,20 +9,20 @@ from pathlib import Path
 
 import numpy as np
 
-from planner.execution.checkpoint_options import (
+from planner.execution.checkpoints.options import (
     last_checkpoint,
     prepare_folder,
 )
-from planner.execution.comparing import Comparison, compare
-from planner.execution.dry_run import DryRun, dry_run
 from planner.execution.job import Job
-from planner.execution.membership import Membership, find_membership, is_scheduler
-from planner.execution.progress import Monitor, monitored
-from planner.execution.rank_log import kept_on_failure
-from planner.execution.recorded import rank_times
+from planner.execution.launch.dry_run import DryRun, dry_run
+from planner.execution.launch.membership import Membership, find_membership, is_scheduler
+from planner.execution.launch.progress import Monitor, monitored
+from planner.execution.launch.rank_log import kept_on_failure
+from planner.execution.launch.starting import Prepared, check_host, check_options, prepare
+from planner.execution.measuring.comparing import Comparison, compare
+from planner.execution.measuring.recorded import rank_times
+from planner.execution.measuring.run_trace import write_run_trace
 from planner.execution.reference import run_reference
-from planner.execution.run_trace import write_run_trace
-from planner.execution.starting import Prepared, check_host, check_options, prepare
 from planner.execution.verification import (
     PERTURBATION,
     check_finite,
@@ -55,7 +55,7 @@ class ExecuteOptions:
     """What to run and how.
 
     ``processes`` must equal the plan's devices and may be left out. ``data`` names a data set
-    (`planner.execution.data.open_dataset`), ``precision`` replaces the plan's. Without a seed it is that of the
+    (`planner.execution.data.samples.open_dataset`), ``precision`` replaces the plan's. Without a seed it is that of the
     checkpoint to ``resume``, else 0. ``steps`` count from the beginning of training. Checkpoints go to ``save`` after
     every ``save_every`` steps and at the end. ``force`` starts a run that is predicted not to fit in memory. Logs of
     the ranks go to ``log_dir``. ``join_timeout_s`` bounds the meeting of the processes and ``timeout_s``

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from planner.execution.checkpoint import (
+from planner.execution.checkpoints.checkpoint import (
     Place,
     Steps,
     load_checkpoint,
@@ -21,8 +21,8 @@ from planner.execution.checkpoint import (
     state_pieces,
 )
 from planner.execution.job import Job
+from planner.execution.launch.watch import Agreement
 from planner.execution.machine import Held
-from planner.execution.watch import Agreement
 from planner.instructions import LoweredPlan, LoweredStages, StoredParameter
 from simulator.errors import ExecutionError
 

@@ -17,20 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from planner.execution.data import Batches, open_dataset
+from planner.execution.data.loader import Loader, Share
+from planner.execution.data.samples import Batches, open_dataset
 from planner.execution.interpreter import Interpreter
 from planner.execution.job import Job, own_piece
-from planner.execution.joining import meet, process_group
-from planner.execution.loader import Loader, Share
+from planner.execution.launch.joining import meet, process_group
+from planner.execution.launch.membership import Membership, find_membership
+from planner.execution.launch.rank_log import rank_log
+from planner.execution.launch.watch import Watch
 from planner.execution.machine import BUFFER, Held, RankContext
-from planner.execution.measuring import RankRecord, Recorder
-from planner.execution.membership import Membership, find_membership
+from planner.execution.measuring.clocks import RankRecord, Recorder
 from planner.execution.memory import PeakMemory, waited_s
 from planner.execution.optimizers import make_step
-from planner.execution.rank_log import rank_log
 from planner.execution.stages import Neighbours, StageInterpreter
 from planner.execution.step_end import StepEnd, keep_checkpoints, places, resumed_states
-from planner.execution.watch import Watch
 from planner.instructions import LoweredPlan, LoweredStages, StoredParameter
 from planner.networks import load_network
 from planner.sharding.local_call import Moment

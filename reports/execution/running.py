@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.execution.by_hand import HandWritten, Way, train_by_hand
 from planner.execution.job import input_specs
+from planner.execution.measuring.by_hand import HandWritten, Way, train_by_hand
 from planner.execution.optimizers import hyperparameters
 from planner.execution.run import ExecuteOptions, ExecutionReport, execute_plan
 from planner.planning import PlanRequest, plan_network

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import planner
-from planner.execution.data import Batches, open_dataset
-from planner.execution.factors import gradient_factors
+from planner.execution.data.samples import Batches, open_dataset
 from planner.execution.interpreter import Interpreter
 from planner.execution.job import Job
 from planner.execution.machine import Held, RankContext
+from planner.execution.measuring.factors import gradient_factors
 from planner.execution.optimizers import hyperparameters, make_step
 from planner.execution.reference import run_reference
 from planner.execution.worker import _groups, _loader, _own_tensors

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.execution import checkpoint
-from planner.execution.checkpoint import Piece, load_checkpoint, place_of, save_checkpoint, state_pieces
-from planner.execution.checkpoint_options import Begin, checkpoints, find_beginning
-from planner.execution.checkpoint_record import (
+from planner.execution.checkpoints import checkpoint
+from planner.execution.checkpoints.checkpoint import Piece, load_checkpoint, place_of, save_checkpoint, state_pieces
+from planner.execution.checkpoints.options import Begin, checkpoints, find_beginning
+from planner.execution.checkpoints.record import (
     RECORD,
     CheckpointRecord,
     checkpoint_name,
@@ -25,7 +25,7 @@ from planner.execution.checkpoint_record import (
     remove_unfinished,
     write_record,
 )
-from planner.execution.data import Position
+from planner.execution.data.samples import Position
 from planner.execution.job import own_piece
 from planner.execution.optimizers import hyperparameters, make_step
 from planner.sharding.placement import Mesh, MeshAxis

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from planner.cli.comparison_tables import comparison_report, reasons
-from planner.execution.comparing import BETWEEN, MESSAGES, OPERATORS, WAITING, ErrorRow, compare
 from planner.execution.machine import FINISH, RUN, START
-from planner.execution.measuring import RankRecord, Recorder, catalogue
-from planner.execution.recorded import rank_entries, rank_times
+from planner.execution.measuring.clocks import RankRecord, Recorder, catalogue
+from planner.execution.measuring.comparing import BETWEEN, MESSAGES, OPERATORS, WAITING, ErrorRow, compare
+from planner.execution.measuring.recorded import rank_entries, rank_times
+from planner.execution.measuring.run_trace import MEASURED
 from planner.execution.run import ExecuteOptions, execute_plan
-from planner.execution.run_trace import MEASURED
 from planner.instructions import Communicate
 from planner.planning import PlanRequest, plan_network
 from planner.strategy.loading import lower_to_run

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from planner.execution.data import Batches, InputSpec, Position, Shard, check_dataset, open_dataset
-from planner.execution.formats import read_cifar10, read_idx, read_mnist
+from planner.execution.data.formats import read_cifar10, read_idx, read_mnist
+from planner.execution.data.loader import Loader, Share
+from planner.execution.data.samples import Batches, InputSpec, Position, Shard, check_dataset, open_dataset
+from planner.execution.data.token_files import read_tokens
 from planner.execution.job import own_piece
-from planner.execution.loader import Loader, Share
-from planner.execution.token_files import read_tokens
 from planner.sharding.placement import Mesh, MeshAxis
 from simulator.errors import InputError
 

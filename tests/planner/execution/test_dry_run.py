@@ -6,7 +6,7 @@ from math import prod
 import pytest
 from torch.distributed.pipelining.schedules import _Action
 
-from planner.execution.dry_run import rank_line
+from planner.execution.launch.dry_run import rank_line
 from planner.execution.run import ExecuteOptions, rehearse
 from planner.strategy.file import write_plan
 from planner.strategy.loading import lower_to_run
@@ -56,7 +56,7 @@ def test_stages_send_to_one_another():
 
 def test_a_dry_run_starts_nothing_and_says_what_this_machine_lacks(tmp_path, monkeypatch):
     monkeypatch.setattr("planner.execution.run.run_workers", lambda *_, **__: pytest.fail("workers were started"))
-    monkeypatch.setattr("planner.execution.starting.free_memory", lambda *_: 1000)
+    monkeypatch.setattr("planner.execution.launch.starting.free_memory", lambda *_: 1000)
     path = tmp_path / "strategy.json"
     write_plan(make_plan("zoo:mlp", 2, batch=16, tp=2), path)
     found = rehearse(ExecuteOptions(strategy=path, steps=7))

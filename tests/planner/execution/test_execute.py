@@ -181,7 +181,7 @@ def test_accelerators_are_counted_before_anything_starts(mlp, monkeypatch):
 
 def test_memory_is_looked_at_before_anything_starts(mlp, monkeypatch):
     monkeypatch.setattr("planner.execution.run.run_workers", lambda *_, **__: pytest.fail("workers were started"))
-    monkeypatch.setattr("planner.execution.starting.free_memory", lambda *_: 10**6)
+    monkeypatch.setattr("planner.execution.launch.starting.free_memory", lambda *_: 10**6)
     with pytest.raises(InfeasibleError, match=r"2 processes of .* GB at its peak, but there are 0.001 GB free on this"):
         run(mlp)
     with pytest.raises(pytest.fail.Exception):
@@ -189,7 +189,7 @@ def test_memory_is_looked_at_before_anything_starts(mlp, monkeypatch):
 
 
 def test_a_backend_that_torch_was_built_without(mlp, monkeypatch):
-    monkeypatch.setattr("planner.execution.starting.dist.is_backend_available", lambda _: False)
+    monkeypatch.setattr("planner.execution.launch.starting.dist.is_backend_available", lambda _: False)
     with pytest.raises(InputError, match="--device cpu needs the backend gloo, which this torch"):
         run(mlp, device="cpu")
 

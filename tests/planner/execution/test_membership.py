@@ -1,6 +1,6 @@
 import pytest
 
-from planner.execution.membership import Membership, find_membership, first_host, is_scheduler
+from planner.execution.launch.membership import Membership, find_membership, first_host, is_scheduler
 from simulator.errors import InputError
 
 SLURM = {

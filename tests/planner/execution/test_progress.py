@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from planner.execution.progress import loss_monitor, monitored
-from planner.execution.rank_log import rank_folder
+from planner.execution.launch.progress import loss_monitor, monitored
+from planner.execution.launch.rank_log import rank_folder
 
 
 def write(logs: Path, rank: int, text: str) -> None:

@@ -4,13 +4,13 @@ import sys
 
 import pytest
 
-from planner.execution.rank_log import kept_on_failure, rank_log
+from planner.execution.launch.rank_log import kept_on_failure, rank_log
 from simulator.errors import ExecutionError, InputError
 
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from planner.execution.rank_log import rank_log
+from planner.execution.launch.rank_log import rank_log
 print("before")
 try:
     with rank_log(Path(sys.argv[1]), 3):

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from planner.execution.measuring.shoot_out import SUFFIX, Outcome, order_figures, shoot_out
 from planner.execution.run import ExecuteOptions
-from planner.execution.shoot_out import SUFFIX, Outcome, order_figures, shoot_out
 from planner.planning import PlanRequest, plan_network
 from planner.strategy.alternatives import alternative_file, write_alternatives
 from planner.strategy.file import write_plan

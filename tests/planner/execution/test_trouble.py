@@ -17,11 +17,12 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from planner.execution import watch, worker
-from planner.execution.joining import meet
-from planner.execution.membership import Membership
+from planner.execution import worker
+from planner.execution.launch import watch
+from planner.execution.launch.joining import meet
+from planner.execution.launch.membership import Membership
+from planner.execution.launch.watch import ALARM, Agreement, Watch, waits_for_others
 from planner.execution.verification import TOLERANCES
-from planner.execution.watch import ALARM, Agreement, Watch, waits_for_others
 from planner.strategy.file import write_plan
 from simulator.errors import ExecutionError, InputError
 from tests.planner.execution.made import make_plan, run
@@ -208,7 +209,7 @@ def test_all_come():
 
 
 def test_one_does_not_come(monkeypatch):
-    monkeypatch.setattr("planner.execution.joining.LINGER_S", 0.2)
+    monkeypatch.setattr("planner.execution.launch.joining.LINGER_S", 0.2)
     port = free_port()
     first, second = met([place(0, port, 3), place(2, port, 3)], timeout_s=2.0)
     words = f"only 2 of 3 processes came to localhost:{port} within 2 s, missing rank 1; .*--join-timeout"
@@ -232,7 +233,7 @@ def test_the_port_is_taken():
 
 
 def test_two_have_the_same_rank(monkeypatch):
-    monkeypatch.setattr("planner.execution.joining.LINGER_S", 0.2)
+    monkeypatch.setattr("planner.execution.launch.joining.LINGER_S", 0.2)
     port = free_port()
     found = met([place(0, port, 3), place(1, port, 3), place(1, port, 3)], timeout_s=2.0)
     assert any("two processes have rank 1 of 3" in str(error) for error in found)

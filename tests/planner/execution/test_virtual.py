@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from planner.execution.virtual import VirtualOptions, _Job, _stretch, run_virtual
-from planner.execution.virtual_script import Begin, End, Fetch, Post, Work, one_stage_script, pipeline_scripts
+from planner.execution.virtual.devices import VirtualOptions, _Job, _stretch, run_virtual
+from planner.execution.virtual.script import Begin, End, Fetch, Post, Work, one_stage_script, pipeline_scripts
 from planner.lowering.checked import checked_graph
 from planner.lowering.pipeline import lower_pipeline
 from planner.planning import PlanRequest, plan_network

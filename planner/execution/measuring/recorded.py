@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.execution.machine import FINISH, RUN, START
-from planner.execution.measuring import RECEIVE, REDUCTION, IntArray, RankRecord, aligned, catalogue
+from planner.execution.measuring.clocks import RECEIVE, REDUCTION, IntArray, RankRecord, aligned, catalogue
 from planner.instructions import (
     Accumulate,
     BeginUpdate,
@@ -45,7 +45,7 @@ class RankTimes:
     Attributes
     ----------
     entries : instructions by their number
-    number, part, step : (E,) as in `planner.execution.measuring.RankRecord`, and the step's number
+    number, part, step : (E,) as in `planner.execution.measuring.clocks.RankRecord`, and the step's number
     begin_s, end_s : (E,) from the beginning of the step
     seconds, busy_s : (E,) and of it with a core, without what is inside of an operator and has an event of its own
     waited_s : (E,) the part of a message for which another rank was late
@@ -141,7 +141,7 @@ def _groups(lowered: LoweredPlan | LoweredStages) -> Iterator[tuple[int, list[in
 
 
 def rank_entries(plan: Plan, lowered: LoweredPlan | LoweredStages, rank: int) -> list[Entry]:
-    """The tasks of `planner.execution.measuring.catalogue`, in its order."""
+    """The tasks of `planner.execution.measuring.clocks.catalogue`, in its order."""
     known = {id(instruction): task for instruction, task, _ in timed_instructions(lowered, rank)}
     found = []
     for instruction in catalogue(lowered, rank):

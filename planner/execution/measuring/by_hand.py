@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from planner.execution.data import Batches, InputSpec, Shard, open_dataset
+from planner.execution.data.samples import Batches, InputSpec, Shard, open_dataset
 from planner.execution.optimizers import Hyperparameters
 from planner.networks import load_network
 from planner.networks.losses import mean_absolute_error

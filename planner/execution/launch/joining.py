@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from planner.execution.membership import Membership
+from planner.execution.launch.membership import Membership
 from simulator.errors import ExecutionError, InputError
 
 LINGER_S = 2.0

@@ -10,8 +10,8 @@ from math import prod
 import torch
 
 from planner.execution.job import input_specs
-from planner.execution.recorded import timed_instructions
-from planner.execution.starting import Prepared
+from planner.execution.launch.starting import Prepared
+from planner.execution.measuring.recorded import timed_instructions
 from planner.execution.worker import BACKENDS
 from planner.instructions import Communicate, Instruction, LoweredPlan, LoweredStages, StoredParameter
 from planner.lowering.stages import gradient_of_stage

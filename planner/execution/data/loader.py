@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from planner.execution.data import Batches, InputSpec, Position
+from planner.execution.data.samples import Batches, InputSpec, Position
 from planner.execution.job import batch_shard, own_piece
 from planner.sharding.placement import Mesh, Placements
 from planner.sharding.sequence import SequenceCut

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from planner.execution.checkpoint_options import check_verifiable, checkpoints, digest_of, find_beginning
-from planner.execution.data import check_dataset, open_dataset
-from planner.execution.factors import check_comparable
+from planner.execution.checkpoints.options import check_verifiable, checkpoints, digest_of, find_beginning
+from planner.execution.data.samples import check_dataset, open_dataset
 from planner.execution.job import Job, check_precision, input_specs
+from planner.execution.measuring.factors import check_comparable
 from planner.execution.memory import free_memory
 from planner.execution.optimizers import hyperparameters
 from planner.execution.worker import BACKENDS
@@ -29,7 +29,7 @@ from simulator.hardware import load_profile
 from simulator.program import BufferKind
 
 if TYPE_CHECKING:
-    from planner.execution.membership import Membership
+    from planner.execution.launch.membership import Membership
     from planner.execution.run import ExecuteOptions
 
 WARM_UP_STEPS = 2

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from planner.execution.rank_log import rank_folder
+from planner.execution.launch.rank_log import rank_folder
 
 POLL_S = 0.2
 LINE = re.compile(rb"^step: (\d+), loss: (\S+), seconds:", re.MULTILINE)
@@ -42,7 +42,7 @@ def monitored(logs: Path, ranks: int, monitor: Monitor | None) -> Iterator[None]
     Parameters
     ----------
     logs
-        Folder of the logs (`planner.execution.rank_log`).
+        Folder of the logs (`planner.execution.launch.rank_log`).
     ranks
         Processes of the run; the first that knows the loss of a step counts.
     """

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from planner.execution.checkpoint_record import (
+from planner.execution.checkpoints.record import (
     CheckpointRecord,
     checkpoint_name,
     find_checkpoint,
@@ -14,7 +14,7 @@ from planner.execution.checkpoint_record import (
     read_record,
     remove_unfinished,
 )
-from planner.execution.data import Position
+from planner.execution.data.samples import Position
 from planner.strategy.plan import Plan
 from simulator.errors import InputError
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from planner.execution.virtual_script import (
+from planner.execution.virtual.script import (
     Begin,
     Deed,
     End,

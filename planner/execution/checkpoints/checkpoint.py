@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from planner.execution.checkpoint_record import (
+from planner.execution.checkpoints.record import (
     RECORD,
     CheckpointRecord,
     checkpoint_name,

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from planner.execution.formats import read_cifar10, read_mnist
-from planner.execution.token_files import Tokens, read_tokens, token_offset
+from planner.execution.data.formats import read_cifar10, read_mnist
+from planner.execution.data.token_files import Tokens, read_tokens, token_offset
 from simulator.errors import InputError
 
 LANGUAGE_KINDS = {"tokens", "next_tokens"}

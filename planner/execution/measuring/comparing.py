@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from planner.execution.machine import FINISH, RUN, START
-from planner.execution.measuring import RECEIVE, REDUCTION, RankRecord
-from planner.execution.recorded import FloatArray, RankTimes, quiet_tasks, rank_times
-from planner.execution.virtual_script import predicted_times
+from planner.execution.measuring.clocks import RECEIVE, REDUCTION, RankRecord
+from planner.execution.measuring.recorded import FloatArray, RankTimes, quiet_tasks, rank_times
+from planner.execution.virtual.script import predicted_times
 from planner.instructions import LoweredPlan, LoweredStages
 from planner.prediction import ROUNDING
 from planner.strategy.plan import Plan

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from planner.execution.comparing import middle_step
 from planner.execution.machine import FINISH, RUN, START
-from planner.execution.measuring import RECEIVE
-from planner.execution.recorded import RankTimes
+from planner.execution.measuring.clocks import RECEIVE
+from planner.execution.measuring.comparing import middle_step
+from planner.execution.measuring.recorded import RankTimes
 from planner.graph.operator_graph import OperatorGraph
 from planner.instructions import LoweredPlan, LoweredStages
 from planner.strategy.plan import Plan
@@ -45,7 +45,7 @@ def write_run_trace(
     ----------
     graph : the network, folded, as the prediction of a pipeline takes it
     timeline : the simulated step of a plan on one stage
-    ranks : what `planner.execution.recorded.rank_times` found
+    ranks : what `planner.execution.measuring.recorded.rank_times` found
     """
     document = _predicted(plan, lowered, graph, hardware, timeline)
     step = middle_step(ranks)

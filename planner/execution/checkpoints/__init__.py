@@ -1,0 +1,1 @@
+"""Sharded state on disk: written whole or not at all, read by any plan."""

@@ -1,0 +1,1 @@
+"""What a run measures, beside what was predicted of it."""

@@ -1,0 +1,1 @@
+"""Runs whose computation sleeps for its predicted time."""
