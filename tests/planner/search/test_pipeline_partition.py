@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from planner.search.configurations.bounds import memory_bound, task_bound
 from planner.search.configurations.whole_units import chunk_times, least_turns
-from planner.search.stages import chain_bound as chains
 from planner.search.stages import cutting
 from planner.search.stages import partition as pipeline
 from planner.search.stages.chain_bound import chain_bound
@@ -172,11 +171,6 @@ def hiding_task() -> PartitionTask:
 def test_bounds_hold(task: PartitionTask) -> None:
     best = brute_force(task)
     assert chain_bound(task) <= best + 1e-9 * abs(best)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chains, "few_cuts", lambda units, pieces: False)
-        assert chain_bound(task) <= best + 1e-9 * abs(best)
-        patch.setattr(chains, "WIDE", 0)
-        assert chain_bound(task) <= best + 1e-9 * abs(best)
     assert task_bound(task) <= best * (1 + 1e-9)
     assert memory_bound(task) <= best * (1 + 1e-9)
     ideal = partition(idealised(task), width=10_000)
@@ -184,23 +178,6 @@ def test_bounds_hold(task: PartitionTask) -> None:
         assert best == np.inf
     else:
         assert ideal.lower_bound_s <= best * (1 + 1e-9)
-
-
-@given(tasks().filter(lambda task: task.pieces > 1))
-def test_one_way_a_unit_is_bounded_by_what_it_takes(task: PartitionTask) -> None:
-    """Without a choice of ways nor of what synchronisation leaves, the bound of a chain is its best partition."""
-    rows = [kind.values[:1] * [1, 1, 0, 0, 0, 0, 0] for kind in task.kinds]
-    ends = [0 if number else -1 for number in range(len(rows))]
-    leave = [*ends[1:], -1]
-    kinds = tuple(
-        Fragments(values, np.array([entry]), np.array([out]), np.zeros((1, 1), dtype=np.int64))
-        for values, entry, out in zip(rows, ends, leave, strict=True)
-    )
-    alone = replace(task, kinds=kinds, limit_bytes=np.inf)
-    best = brute_force(alone)
-    assert chain_bound(alone) <= best * (1 + 1e-9)
-    if task.ranks == 2 and not alone.units - 2:
-        assert chain_bound(alone) == pytest.approx(best)
 
 
 @given(
