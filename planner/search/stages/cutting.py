@@ -58,6 +58,30 @@ def cut(segments: Segments, costs: FloatArray, which: IntArray) -> list[int] | N
     return picks[::-1]
 
 
+def reaches(segments: Segments, fits: Sequence[Sequence[int]], which: Sequence[int]) -> bool:
+    """Whether some row of segments fits, as `cut` would find one.
+
+    The units behind which a row of so many chunks may end are the bits of one number for each boundary state, so that
+    a group of segments moves all of them at once.
+
+    Parameters
+    ----------
+    fits : (rows,) groups that are allowed in each row
+    which : (chunks,) row of `fits` for each chunk
+    """
+    moves = segments.moves
+    ends = [0] * len(segments.states)
+    ends[0] = 1
+    for row in which:
+        behind = [0] * len(ends)
+        for group in fits[row]:
+            starts, length, entry, leave = moves[group]
+            if found := ends[entry] & starts:
+                behind[leave] |= found << length
+        ends = behind
+    return bool(ends[0] >> segments.task.units & 1)
+
+
 def run_cuts(
     costs: Sequence[float],
     which: Sequence[int],

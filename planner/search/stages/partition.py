@@ -21,7 +21,7 @@ import numpy as np
 
 from planner.search.stages.chain_bound import unlike
 from planner.search.stages.chunk_terms import memory_bytes, step_s, turns_s
-from planner.search.stages.cutting import cut
+from planner.search.stages.cutting import cut, reaches
 from planner.search.stages.exact_turns import SHORT, exact_turns
 from planner.search.stages.fragments import (
     ACTIVATION,
@@ -163,6 +163,16 @@ class _Cutter:
         fitting = segments.busy[np.any(np.stack(self.allowed), axis=0)]
         self.limits = np.unique(fitting)
         """Values that the limit on a rank's time may take."""
+        usable = [np.where(allowed & np.isfinite(segments.fill), segments.busy, np.inf) for allowed in self.allowed]
+        self.least_busy = [np.minimum.reduceat(busy, segments.offsets) for busy in usable]
+        """(groups,) the least such value of each group, for each kind of chunk."""
+
+    def _exists(self, limits_s: FloatArray) -> bool:
+        """Whether there is a cut with each chunk's time under its limit, (chunks,)."""
+        pairs = list(zip(self.kind.tolist(), limits_s.tolist(), strict=True))
+        places = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
+        fits = [np.flatnonzero(self.least_busy[kind] <= limit * (1 + ROUNDING)).tolist() for kind, limit in places]
+        return reaches(self.segments, fits, [places[pair] for pair in pairs])
 
     def picks(self, limits_s: FloatArray) -> Picks | None:
         """Rows of the cheapest fill with each chunk's time under its limit, (chunks,)."""
@@ -187,15 +197,14 @@ class _Cutter:
 
     def least(self, low: int, high: int, limits_of: Callable[[float], FloatArray]) -> tuple[int, Picks | None]:
         """First place in `limits` from which a cut exists, given that one exists at `high`; and that cut."""
-        found: Picks | None = None
+        last = high
         while low < high:
             middle = (low + high) // 2
-            picks = self.picks(limits_of(float(self.limits[middle])))
-            if picks is None:
-                low = middle + 1
+            if self._exists(limits_of(float(self.limits[middle]))):
+                high = middle
             else:
-                found, high = picks, middle
-        return low, found
+                low = middle + 1
+        return low, self.picks(limits_of(float(self.limits[low]))) if low < last else None
 
 
 def _search(segments: Segments) -> Partition | None:

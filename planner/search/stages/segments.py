@@ -159,6 +159,7 @@ class Segments:
     fill, busy : (ways,) both terms of the objective
     offsets : (groups,) first row of each group
     shape_arrays : (groups,) each: first start, end of the starts, length, entry and exit state
+    moves : (groups,) first units as the bits of one number, length, entry and exit state
     states : place of each boundary state in arrays over states; that of the network's two ends is 0
     exact : whether all ways are there that may matter
     complete : whether every segment is there
@@ -214,6 +215,7 @@ class Segments:
         self.offsets = np.array([g.first for g in self.groups], dtype=np.int64)
         shape = [(g.starts.start, g.starts.stop, g.length, g.entry, g.exit) for g in self.groups]
         self.shape_arrays = tuple(np.array(shape, dtype=np.int64).reshape(-1, 5).T.copy())
+        self.moves = [((1 << g.starts.stop) - (1 << g.starts.start), g.length, g.entry, g.exit) for g in self.groups]
         self.fill = self.values[:, FILL]
         self.busy = self.values[:, STEADY] + np.maximum(self.values[:, QUEUE], 0.0)
 
