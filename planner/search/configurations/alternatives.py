@@ -66,8 +66,9 @@ def _all(ranked: list[Placed], _: list[Placed]) -> Iterator[Placed]:
 def _manner(placed: Placed) -> tuple[object, ...]:
     """What a user would call another plan."""
     c = placed.configuration
-    units = (placed.tables.units[unit] for unit in placed.tables.chain.positions)
-    modes = {int(unit.recompute[pick]) for unit, pick in zip(units, placed.partition.labels, strict=True)}
+    units = placed.tables.units
+    picked = set(zip(placed.tables.chain.positions, placed.partition.labels, strict=True))
+    modes = {int(units[unit].recompute[pick]) for unit, pick in picked}
     storage = c.optimizer_sharding if c.data > 1 else "none"
     return (*c.degrees.values(), c.context_algorithm, _schedule(c), storage, frozenset(modes))
 

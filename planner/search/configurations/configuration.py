@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from planner.search.configurations.schedule_shapes import ONE_STAGE
@@ -64,13 +65,19 @@ class Configuration:
 
     def inner_mesh(self) -> Mesh:
         """The stage mesh without its data axis: what one table of labels is about."""
-        names = [a for a in AXES[2:] if self.degrees[a] > 1]
-        return Mesh(
-            tuple(MeshAxis(name, self.degrees[name]) for name in names), tuple(self.stride(name) for name in names)
-        )
+        return _inner_mesh(self.pipeline, self.data, self.context, self.expert, self.tensor, self.order)
 
     @property
     def table_key(self) -> tuple[object, ...]:
         """Configurations with equal keys share a table of labels."""
         mesh = self.inner_mesh()
         return (mesh, self.micro_batch, self.context_algorithm)
+
+
+@lru_cache(maxsize=4096)
+def _inner_mesh(pipeline: int, data: int, context: int, expert: int, tensor: int, order: tuple[str, ...]) -> Mesh:
+    """As `Configuration.inner_mesh`, made once for all configurations of these degrees."""
+    c = Configuration(pipeline=pipeline, data=data, context=context, expert=expert, tensor=tensor, order=order)
+    degrees = c.degrees
+    names = [axis for axis in AXES[2:] if degrees[axis] > 1]
+    return Mesh(tuple(MeshAxis(name, degrees[name]) for name in names), tuple(c.stride(name) for name in names))
