@@ -105,6 +105,7 @@ class Node:
     source: str = ""
     flops: float = 0.0
     product_dtype: str = ""
+    _tensors: tuple[TensorRef, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def kernel_dtype(self) -> str:
@@ -114,11 +115,14 @@ class Node:
     @property
     def tensor_inputs(self) -> tuple[TensorRef, ...]:
         """Tensor arguments in order, lists flattened, then keyword arguments."""
-        found: list[TensorRef] = []
-        _collect(self.args, found)
-        for _, value in self.kwargs:
-            _collect((value,), found)
-        return tuple(found)
+        if self._tensors is None:
+            found: list[TensorRef] = []
+            _collect(self.args, found)
+            for _, value in self.kwargs:
+                _collect((value,), found)
+            object.__setattr__(self, "_tensors", tuple(found))  # asked for again and again
+        assert self._tensors is not None  # found above
+        return self._tensors
 
 
 def _collect(arguments: tuple[Argument, ...], found: list[TensorRef]) -> None:

@@ -314,9 +314,9 @@ def _meetings(lowering: _Lowering) -> list[tuple[tuple[int, ...], float]]:
     """Gradients of parameters that several ranks hold, summed among them once a step."""
     source, found = lowering.source, []
     shared: dict[tuple[int, ...], float] = {}
+    places = _unit_ranks(lowering)
     for index in dict.fromkeys(i for unit in lowering.units for i in unit.parameters):
-        holders = _holders(lowering, index)
-        for ranks in holders:
+        for ranks in _holders(lowering, places, index):
             spec = source.graph.nodes[index].outputs[0]
             share = local_share(source.stored[index], source.sizes)
             shared[ranks] = shared.get(ranks, 0.0) + source.travelling_bytes(spec) * share
@@ -329,21 +329,30 @@ def _meetings(lowering: _Lowering) -> list[tuple[tuple[int, ...], float]]:
     return found
 
 
-def _holders(lowering: _Lowering, index: int) -> list[tuple[int, ...]]:
-    """Groups of two or more ranks that train one parameter together: tied ones, and copies of the whole network."""
-    schedule = lowering.schedule
-    per_chain = schedule.chain_stages
-    users = [n for n, unit in enumerate(lowering.units) if index in unit.parameters]
-    ranks_of_unit: dict[int, list[int]] = {}
+def _unit_ranks(lowering: _Lowering) -> dict[int, list[tuple[int, ...]]]:
+    """For each unit that stands for others, the ranks that hold each of the units like it."""
+    schedule, per_chain = lowering.schedule, lowering.schedule.chain_stages
+    kinds: dict[int, int] = {}
+    ranks_of: dict[int, list[int]] = {}
+    start = 0
     for stage, key in enumerate(lowering.keys):
-        start = sum(len(k) for k in lowering.keys[stage - stage % per_chain : stage])
-        for offset, number in enumerate(key):
-            if number in users:
-                ranks_of_unit.setdefault(start + offset, []).append(int(schedule.stage_rank[stage]))
+        start = 0 if stage % per_chain == 0 else start + len(lowering.keys[stage - 1])
+        for place, number in enumerate(key, start):
+            kinds[place] = number
+            ranks_of.setdefault(place, []).append(int(schedule.stage_rank[stage]))
+    found: dict[int, list[tuple[int, ...]]] = {}
+    for place, ranks in ranks_of.items():
+        found.setdefault(kinds[place], []).append(tuple(ranks))
+    return found
+
+
+def _holders(lowering: _Lowering, places: dict[int, list[tuple[int, ...]]], index: int) -> list[tuple[int, ...]]:
+    """Groups of two or more ranks that train one parameter together: tied ones, and copies of the whole network."""
+    users = [n for n, unit in enumerate(lowering.units) if index in unit.parameters]
+    groups = [ranks for number in users for ranks in places.get(number, ())]
     if len(users) > 1:  # tied: all units that use it share one
-        ranks_of_unit = {0: [rank for ranks in ranks_of_unit.values() for rank in ranks]}
-    groups = (tuple(sorted(set(ranks))) for ranks in ranks_of_unit.values())
-    return [ranks for ranks in groups if len(ranks) > 1]
+        groups = [tuple(rank for ranks in groups for rank in ranks)]
+    return [ranks for ranks in (tuple(sorted(set(group))) for group in groups) if len(ranks) > 1]
 
 
 def _flops(lowering: _Lowering) -> float:

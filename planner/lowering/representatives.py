@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from planner.graph.chain import Boundary, Chain, chain
 from planner.graph.folding import run_start, unfold
@@ -59,18 +59,13 @@ def representatives(plan: Plan, graph: OperatorGraph) -> Representatives:
     """
     if plan.exchange.fusion_places or plan.exchange.fusion_groups or plan.exchange.layerwise:
         raise UnalikeError(f"{plan.network}: the context says of single layers what is sent; plan it on one stage")
-    deep = chain(graph)
+    deep = _deep(_Same(graph))
     names = deep.names()
     modes = recompute_modes(plan, names)
     kinds = _Kinds(plan, graph, deep, modes)
     kept = {run.prefix: kinds.kept(number) for number, run in enumerate(graph.runs)}
-    short_graph = replace(
-        at_batch(graph, plan.samples),
-        runs=tuple(replace(run, count=len(kept[run.prefix].layers)) for run in graph.runs),
-    )
     short = replace(plan, layers=kinds.short_layers(kept))
-    unfolded = unfold(short_graph)
-    found = chain(unfolded)
+    unfolded, found = _shallow(_Same(graph), plan.samples, tuple(len(kept[run.prefix].layers) for run in graph.runs))
     copies = _copies(deep, kept)
     of_unit = copies.of_unit
     if max(of_unit) != len(found.units) - 1:
@@ -84,6 +79,36 @@ def representatives(plan: Plan, graph: OperatorGraph) -> Representatives:
     )
     options, rules = spread(unfolded, expanded_rules(short), options)
     return Representatives(source=PlacedGraph(unfolded, rules, options, found), chain=found, names=names, copies=copies)
+
+
+class _Same:
+    """A graph by identity: plans of one network share what is made of it."""
+
+    __slots__ = ("graph",)
+
+    def __init__(self, graph: OperatorGraph) -> None:
+        self.graph = graph
+
+    def __hash__(self) -> int:
+        return id(self.graph)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.graph is self.graph
+
+
+@lru_cache(maxsize=4)
+def _deep(network: _Same) -> Chain:
+    """The chain of the whole network."""
+    return chain(network.graph)
+
+
+@lru_cache(maxsize=8)
+def _shallow(network: _Same, samples: int, counts: tuple[int, ...]) -> tuple[OperatorGraph, Chain]:
+    """The network at a batch, its runs with so many layers, unfolded; and its chain."""
+    graph = at_batch(network.graph, samples)
+    runs = tuple(replace(run, count=count) for run, count in zip(graph.runs, counts, strict=True))
+    unfolded = unfold(replace(graph, runs=runs))
+    return unfolded, chain(unfolded)
 
 
 class _Kinds:
