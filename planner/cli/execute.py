@@ -99,6 +99,10 @@ def execute(
     log_dir: Annotated[
         Path | None, typer.Option("--log-dir", metavar="DIR", help="Keep what every rank says in DIR/device<rank>.")
     ] = None,
+    log_every: Annotated[
+        int | None,
+        typer.Option("--log-every", parser=natural, metavar="N", help="Say the loss after every N steps, on stderr."),
+    ] = None,
     virtual: Annotated[
         bool, typer.Option("--virtual", help="Sleep instead of computing: any number of ranks on a few cores.")
     ] = False,
@@ -142,8 +146,6 @@ def execute(
       torchrun --nproc-per-node 8 -m planner.cli execute strategy.json --steps 20
     """
     from planner.execution.run import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_TIMEOUT_S, ExecuteOptions
-    from planner.execution.run import execute as run
-    from simulator.whole_file import write_whole
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     if out is not None:
@@ -174,39 +176,60 @@ def execute(
     if (stragglers is not None or slowdown is not None or links) and not virtual:
         raise InputError("slow ranks and links were given without --virtual, which alone can make some; add it")
     if virtual:
-        from planner.cli.reliability import SLOWDOWN
-        from planner.cli.virtual import run_virtually
-        from planner.execution.virtual.devices import VirtualOptions
-
         if top is not None or measure or trace is not None or verify:
             raise InputError("--virtual computes nothing to verify, measure or compare; leave the other options out")
-        slow = VirtualOptions(
-            steps=VIRTUAL_STEPS if steps is None else steps,
-            slow_ranks=stragglers or 0,
-            slowdown=SLOWDOWN if slowdown is None else slowdown,
-            slow_links=links,
-            seed=seed or 0,
-        )
-        run_virtually(terminal, strategy, slow, out)
-        return
-    if top is not None:
+        _run_virtually(terminal, options, steps, stragglers or 0, slowdown, links, out)
+    elif top is not None:
         from planner.cli.shoot_out import run_shoot_out
 
         if trace is not None:
             raise InputError("--trace draws one plan, --top runs several; leave one of them out")
         run_shoot_out(terminal, strategy, top, options, out)
-        return
-    if dry_run:
+    elif dry_run:
         _rehearse(terminal, options, out)
-        return
-    with terminal.working(f"running {strategy}") as say:
-        report = run(options, say=say)
+    else:
+        _train(terminal, options, log_every, out)
+
+
+def _run_virtually(
+    terminal: Terminal,
+    options: ExecuteOptions,
+    steps: int | None,
+    stragglers: int,
+    slowdown: float | None,
+    links: dict[str, float],
+    out: Path | None,
+) -> None:
+    """Let the ranks sleep instead of computing."""
+    from planner.cli.reliability import SLOWDOWN
+    from planner.cli.virtual import run_virtually
+    from planner.execution.virtual.devices import VirtualOptions
+
+    slow = VirtualOptions(
+        steps=VIRTUAL_STEPS if steps is None else steps,
+        slow_ranks=stragglers,
+        slowdown=SLOWDOWN if slowdown is None else slowdown,
+        slow_links=links,
+        seed=options.seed or 0,
+    )
+    run_virtually(terminal, Path(options.strategy), slow, out)
+
+
+def _train(terminal: Terminal, options: ExecuteOptions, log_every: int | None, out: Path | None) -> None:
+    """Train, say losses meanwhile where that is asked for, and show what was measured beside the prediction."""
+    from json import dumps
+
+    from planner.execution.launch.progress import loss_monitor
+    from planner.execution.run import execute as run
+    from simulator.whole_file import write_whole
+
+    monitor = None if log_every is None else loss_monitor(terminal.note, options.steps, log_every)
+    with terminal.working(f"running {options.strategy}") as say:
+        report = run(options, say=say, monitor=monitor)
     if report.rank:
         return
     document = report_document(report)
     if out is not None:
-        from json import dumps
-
         write_whole(out, dumps(document, indent=2) + "\n")
     if terminal.json:
         terminal.document(document)
@@ -219,6 +242,7 @@ def execute(
         if report.comparison is not None:
             from planner.cli.comparison_tables import comparison_report
 
+            trace = None if options.trace is None else Path(options.trace)
             terminal.show(*comparison_report(report.comparison, report.predicted_step_time_s, trace))
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+from planner.cli.app import app
 from planner.execution.launch.progress import loss_monitor, monitored
 from planner.execution.launch.rank_log import rank_folder
 
@@ -46,3 +50,15 @@ def test_lines_every_so_many_steps_and_after_the_last() -> None:
     for step in range(5):
         monitor(step, 1.0)
     assert [line.split(",")[0] for line in lines] == ["step: 2 of 5", "step: 4 of 5", "step: 5 of 5"]
+
+
+@pytest.mark.slow
+def test_the_command_says_losses_meanwhile(tmp_path: Path) -> None:
+    strategy = str(tmp_path / "strategy.json")
+    run = CliRunner().invoke
+    made = run(app, ["plan", "zoo:mlp", "--hw", "dgx-a100", "--devices", "1", "--top", "1", "--out", strategy, "-q"])
+    assert made.exit_code == 0, made.output
+    found = run(app, ["execute", strategy, "--steps", "4", "--log-every", "2", "--device", "cpu"])
+    assert found.exit_code == 0, found.output
+    lines = [line.split(",")[0] for line in found.stderr.splitlines() if line.startswith("step:")]
+    assert lines == ["step: 2 of 4", "step: 4 of 4"]
