@@ -141,7 +141,7 @@ def plan_network(
     pins, placed = marked(request, network, graph, tables.decisions.chain, pins)
     if placed is not None:
         request = replace(request, hints=(*request.hints, *placed.hints()))
-        request, pins = with_groups(request, pins, placed)
+        request = with_groups(request, placed)
     pins = semi_automatic(request, pins)
     space = Space(
         graph=even,

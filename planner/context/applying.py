@@ -10,7 +10,7 @@ from planner.graph.chain import Chain
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks import Network
 from planner.request import Pins, PlanRequest
-from simulator.errors import InputError, UnsupportedError
+from simulator.errors import InputError
 
 SEMI_AUTOMATIC = "semi_auto_parallel"
 
@@ -41,29 +41,24 @@ def marked(
     return replace(pins, by_unit=bool(marks.stages or marks.recompute)), placed
 
 
-def with_groups(request: PlanRequest, pins: Pins, placed: PlacedMarks) -> tuple[PlanRequest, Pins]:
+def with_groups(request: PlanRequest, placed: PlacedMarks) -> PlanRequest:
     """The request with the groups that gradients travel in.
 
     Raises
     ------
     InputError
-        All-reduces are fused by places as well, or there are pipeline stages.
+        All-reduces are fused by places as well.
     """
     groups = placed.fusion()
     if not groups:
-        return request, pins
+        return request
     if request.exchange.fusion_places:
         raise InputError(
             f"comm_fusion of {next(iter(groups))!r} and all-reduces fused by the places "
             f"{list(request.exchange.fusion_places)} both say which gradients travel together; leave one of them out"
         )
-    if (pins.pp or 1) > 1:
-        raise UnsupportedError(
-            f"comm_fusion of {next(iter(groups))!r} with {pins.pp} pipeline stages is not supported yet: gradients of "
-            "a stage are fused by size; use one stage, or comm_fusion by size"
-        )
     exchange = replace(request.exchange, fusion_groups=tuple(groups.items()))
-    return replace(request, exchange=exchange), replace(pins, pp=1)
+    return replace(request, exchange=exchange)
 
 
 def semi_automatic(request: PlanRequest, pins: Pins) -> Pins:

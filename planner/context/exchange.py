@@ -10,7 +10,6 @@ from typing import Any
 from planner.context.checks import FUSION_KINDS
 from planner.context.context import AutoParallelContext
 from planner.context.errors import ContextError
-from planner.context.keys import AUTO_MODES
 from planner.strategy.exchange import DataStrategy, Exchange
 
 FUSION_MB = 64
@@ -93,15 +92,6 @@ def exchange_pins(context: AutoParallelContext) -> dict[str, str]:
     exchange = exchange_of(context)
     if exchange.all_reduce_bytes is not None:
         found["bucket_mb"] = str(max(1, exchange.all_reduce_bytes // MIB))
-    if exchange.fusion_places and context.get("parallel_mode") in AUTO_MODES:
-        if context.counts("pipeline_stages") and context.get("pipeline_stages") > 1:
-            stages = context.get("pipeline_stages")
-            raise ContextError(
-                f"all-reduces fused by the places {list(exchange.fusion_places)} of parameters with "
-                f"pipeline_stages={stages}: places count the parameters of one stage; use pipeline_stages=1, or fuse "
-                f"by size"
-            )
-        found["pp"] = "1"
     if isinstance(exchange.data, tuple):
         batch = max((cuts[0] for cuts in exchange.data if cuts), default=1)
         inside = max((prod(cuts[1:]) for cuts in exchange.data), default=1)

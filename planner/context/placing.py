@@ -19,7 +19,7 @@ from planner.context.marks import Marks
 from planner.graph.chain import Chain
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.recompute import MODES, recomputed
-from planner.graph.unfolding import run_start
+from planner.lowering.groups import trained_names
 from planner.lowering.options import recompute_modes
 from planner.request import Pins
 from planner.search.configurations.pin_checks import CHUNKS
@@ -241,7 +241,7 @@ class PlacedMarks:
         ContextError
             A mark names neither a module nor a parameter, or one without trained parameters.
         """
-        names = tuple(self._trained())
+        names = tuple(trained_names(self.graph))
         found: dict[str, int] = {}
         used: set[str] = set()
         for name in names:
@@ -255,18 +255,6 @@ class PlacedMarks:
             meant = f"; near are {', '.join(near)}" if near else ""
             raise ContextError(f"comm_fusion marks {unused!r}, where no parameter is trained{meant}; leave it out")
         return found
-
-    def _trained(self) -> Iterator[str]:
-        runs = {i: run for run in self.graph.runs for i in run.second}
-        for parameter in self.graph.parameters:
-            if parameter.gradient is None:
-                continue
-            run = runs.get(parameter.node)
-            if run is None:
-                yield parameter.name
-                continue
-            start, rest = run_start(self.graph, run), parameter.name[len(run.prefix) + 1 :].partition(".")[2]
-            yield from (f"{run.prefix}.{start + block}.{rest}" for block in range(1, run.count))
 
 
 def with_stages(pins: Pins, stages: int) -> Pins:

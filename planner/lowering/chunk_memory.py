@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES
+from planner.lowering.groups import ALONE, BY_SIZE
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.unit_work import UnitWork
 from planner.work import state_bytes
@@ -111,19 +112,31 @@ def _pending(source: PlacedGraph, units: Sequence[UnitWork]) -> list[int]:
 
     They do where gradients travel every micro-batch; elsewhere each is added to its accumulator at once.
     """
-    waiting, found = 0, [0] * len(units)
+    found = [0] * len(units)
     limit = inf if source.by_unit else source.options.bucket_bytes
+    waiting: Counter[int] = Counter()
+    missing = Counter(group for unit in units for index in unit.parameters for group, _ in _sent_first(source, index))
     for number in range(len(units) - 1, -1, -1):
         for index in units[number].parameters:
-            steps = source.gradient_path(index)[0] if source.is_trained(index) else ()
-            sent = next((step for step in steps if isinstance(step.operation, Collective)), None)
-            if sent is not None:
-                waiting += source.local_bytes(source.graph.spec(source.gradient_ref(index)), sent.before)
-                found[number] = max(found[number], waiting)
-                waiting = 0 if waiting >= limit else waiting
-        found[number] = max(found[number], waiting)
-        waiting = 0 if source.by_unit else waiting
+            for group, size in _sent_first(source, index):
+                waiting[group] += size
+                missing[group] -= 1
+                found[number] = max(found[number], waiting.total())
+                full = waiting[group] >= limit if group == BY_SIZE else group == ALONE or not missing[group]
+                waiting[group] = 0 if full else waiting[group]
+        found[number] = max(found[number], waiting.total())
+        waiting[BY_SIZE] = 0 if source.by_unit else waiting[BY_SIZE]
     return found
+
+
+def _sent_first(source: PlacedGraph, index: int) -> Iterator[tuple[int, int]]:
+    """Group and bytes of a parameter's gradient, whole, if it travels every micro-batch."""
+    steps = source.gradient_path(index)[0] if source.is_trained(index) else ()
+    for step in steps:
+        if isinstance(step.operation, Collective):
+            size = source.local_bytes(source.graph.spec(source.gradient_ref(index)), step.before)
+            yield source.fusion_group(index, step.operation), size
+            return
 
 
 def _gathered(source: PlacedGraph, units: Sequence[UnitWork], chunk: Sequence[int]) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 
 from planner.graph.operator_graph import TensorRef
 from planner.instructions import NOTHING, Accumulate
+from planner.lowering.groups import ALONE, BY_SIZE
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.together import together
 from planner.lowering.unit_work import BESIDE, KERNELS, Mark, Part, UnitWork
@@ -40,6 +41,8 @@ class Draft:
 
 
 Then = Callable[["Value"], None]
+Kind = tuple[Collective, int, str, int]
+"""Gradients that may travel together: by collective, axis, type on the way, and group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,7 @@ class PassWriter:
         self.accumulations = accumulations
         self.draft = Draft()
         self.arrivals: list[dict[str, int]] = [{} for _ in units]
-        self.pending: dict[tuple[Collective, int, str], _Bucket] = {}
+        self.pending: dict[Kind, _Bucket] = {}
         self.kernel = -1
         self.shared_done: set[int] = set()
         self.terms: dict[object, list[Value]] = {}
@@ -133,6 +136,7 @@ class PassWriter:
             if count > 1
         }
         """Parameters that several units of the chunk share, and how many terms their gradient has."""
+        self.grouped = self._grouped()
 
     def write(self) -> Draft:
         """Return the operators of the pass."""
@@ -344,15 +348,40 @@ class PassWriter:
             self._synchronise(Value(value.mark, step.after, at, target), steps[1:], then)
             return
         spec = self.source.graph.spec(value.mark.gradient)
-        key = (step.operation, step.axis, self.source.travelling_dtype(spec))
+        key = self._kind(value.mark, step)
         bucket = self.pending.setdefault(key, _Bucket())
         bucket.entries.append((value, steps, then))
         on_wire = self.source.travelling_bytes(spec)
         bucket.size_bytes += int(on_wire / prod(self.source.sizes[a] for a in step.sharded_axes))
-        if self._by_unit(step.operation) and self.source.options.exchange.reduce_scatter_bytes is None:
-            return
-        if bucket.size_bytes >= self.source.fused_bytes(step.operation):
+        if self._is_full(key, bucket):
             self._flush(key)
+
+    def _is_full(self, kind: Kind, bucket: _Bucket) -> bool:
+        if kind[3] != BY_SIZE:
+            return kind[3] == ALONE or len(bucket.entries) == self.grouped[kind]
+        if self._by_unit(kind[0]) and self.source.options.exchange.reduce_scatter_bytes is None:
+            return False
+        return bucket.size_bytes >= self.source.fused_bytes(kind[0])
+
+    def _kind(self, mark: Mark, step: Step) -> Kind:
+        assert isinstance(step.operation, Collective)  # slices and masks are moved at once
+        dtype = self.source.travelling_dtype(self.source.graph.spec(mark.gradient))
+        return step.operation, step.axis, dtype, self.source.fusion_group(mark.parameter, step.operation)
+
+    def _grouped(self) -> Counter[Kind]:
+        """How many gradients of the chunk travel in each message of a group in this pass."""
+        found: Counter[Kind] = Counter()
+        seen: set[int] = set()
+        for part in self.parts if self.source.fusion_groups else ():
+            marks = {mark.parameter: mark for operator in part.operators for mark in operator.marks}
+            for parameter, mark in marks.items():
+                if parameter in self.tied and parameter in seen:
+                    continue
+                seen.add(parameter)
+                ahead, behind = self._path(mark)
+                steps = (*ahead, *behind) if self.last else ahead
+                found.update(self._kind(mark, step) for step in steps if isinstance(step.operation, Collective))
+        return found
 
     def _by_unit(self, collective: Collective) -> bool:
         """Whether gradients travel unit by unit, as the parameters do."""
@@ -362,7 +391,7 @@ class PassWriter:
         for key in [key for key in self.pending if self._by_unit(key[0])]:
             self._flush(key)
 
-    def _flush(self, key: tuple[Collective, int, str]) -> None:
+    def _flush(self, key: Kind) -> None:
         bucket = self.pending.pop(key)
         waits = {v.operator for v, _, _ in bucket.entries if self.draft.stream[v.operator] != BESIDE}
         targets = [self._name_after(value, steps[0]) for value, steps, _ in bucket.entries]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,6 +10,7 @@ from math import inf, prod
 from planner.graph.chain import Chain
 from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, Role, TensorRef, TensorSpec
 from planner.instructions import LoweredInput
+from planner.lowering.groups import BY_SIZE, message_groups
 from planner.lowering.loaded import BATCH_AXES, loaded_placements
 from planner.lowering.units import no_units, units_of
 from planner.sharding.context import sequence_cut
@@ -37,7 +37,8 @@ class LoweringOptions:
     """What a plan says beside the strategies.
 
     ``recompute`` holds the mode of the units that compute again, by name; ``shard_size`` the ranks of the data axis
-    over which stored shards are spread, 0 for all.
+    over which stored shards are spread, 0 for all. ``groups`` are those of gradients by the name of their parameter
+    (`planner.lowering.groups`), where a shallow network has those of a deeper one; None for what ``exchange`` says.
     """
 
     mesh: Mesh
@@ -49,6 +50,7 @@ class LoweringOptions:
     shard_size: int = 0
     offload_optimizer: bool = False
     exchange: Exchange = UNASKED
+    groups: Mapping[str, int] | None = None
 
 
 def local_share(placements: Placements, sizes: tuple[int, ...]) -> float:
@@ -288,23 +290,17 @@ class PlacedGraph:
 
     @cached_property
     def fusion_groups(self) -> dict[int, int]:
-        """The message of each trained parameter whose gradient's message is said, counted from 1.
-
-        Where parameters have groups, those of group 0 travel alone.
-        """
-        places, named = self.options.exchange.fusion_places, dict(self.options.exchange.fusion_groups)
-        trained = [p.node for p in self.graph.parameters if p.gradient is not None]
-        if places:
-            return {node: bisect_right(places, place) + 1 for place, node in enumerate(trained)}
-        groups = {node: named[self.graph.nodes[node].name] for node in trained if self.graph.nodes[node].name in named}
-        most = max(groups.values(), default=0)
-        return {node: group or most + place for place, (node, group) in enumerate(groups.items(), 1)}
+        """The group of each trained parameter whose gradient's message is said, by its node."""
+        trained = {self.graph.nodes[p.node].name: p.node for p in self.graph.parameters if p.gradient is not None}
+        groups = self.options.groups
+        groups = message_groups(self.options.exchange, list(trained)) if groups is None else groups
+        return {trained[name]: group for name, group in groups.items() if name in trained}
 
     def fusion_group(self, parameter: int, collective: Collective) -> int:
-        """The message that a gradient travels in, 0 where its size decides; places speak of all-reduces alone."""
+        """The group that a gradient travels with; places speak of all-reduces alone."""
         if collective is not Collective.ALL_REDUCE and (self.options.exchange.fusion_places or self.by_unit):
-            return 0
-        return self.fusion_groups.get(parameter, 0)
+            return BY_SIZE
+        return self.fusion_groups.get(parameter, BY_SIZE)
 
     def divisor(self, parameter: int) -> float:
         """What the gradient of a parameter, summed over micro-batches and ranks, is divided by."""

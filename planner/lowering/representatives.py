@@ -12,6 +12,7 @@ from planner.graph.folding import run_start, unfold
 from planner.graph.operator_graph import OperatorGraph, Run, TensorRef
 from planner.graph.scaling import at_batch
 from planner.lowering.copies import Copies, Row, UnalikeError
+from planner.lowering.groups import message_groups, trained_names
 from planner.lowering.options import lowering_options, recompute_modes
 from planner.lowering.placed import LoweringOptions, PlacedGraph
 from planner.lowering.program import spread
@@ -50,19 +51,22 @@ class _Kept:
 def representatives(plan: Plan, graph: OperatorGraph) -> Representatives:
     """Keep as few layers of every run as show each kind of layer between the same ends.
 
-    Two layers are alike if their strategies and their recomputation are, and the tensors at both their ends.
+    Two layers are alike if their strategies and their recomputation are, the tensors at both their ends, and, in a
+    pipeline, the groups that their gradients travel in.
 
     Parameters
     ----------
     graph : OperatorGraph
         Folded, at the plan's precision and any batch.
     """
-    if plan.exchange.fusion_places or plan.exchange.fusion_groups or plan.exchange.layerwise:
+    asked = plan.exchange
+    groups = message_groups(asked, list(trained_names(graph))) if asked.fusion_places or asked.fusion_groups else {}
+    if asked.layerwise or (groups and plan.pipeline * plan.virtual == 1):
         raise UnalikeError(f"{plan.network}: the context says of single layers what is sent; plan it on one stage")
     deep = _deep(_Same(graph))
     names = deep.names()
     modes = recompute_modes(plan, names)
-    kinds = _Kinds(plan, graph, deep, modes)
+    kinds = _Kinds(plan, graph, deep, modes, groups)
     kept = {run.prefix: kinds.kept(number) for number, run in enumerate(graph.runs)}
     short = replace(plan, layers=kinds.short_layers(kept))
     unfolded, found = _shallow(_Same(graph), plan.samples, tuple(len(kept[run.prefix].layers) for run in graph.runs))
@@ -75,7 +79,9 @@ def representatives(plan: Plan, graph: OperatorGraph) -> Representatives:
         )
     short_modes = {found.units[of_unit[i]].name: modes[name] for i, name in enumerate(names) if name in modes}
     options: LoweringOptions = replace(
-        lowering_options(replace(plan, recompute_ranges=()), graph), recompute=short_modes
+        lowering_options(replace(plan, recompute_ranges=()), graph),
+        recompute=short_modes,
+        groups=kinds.short_groups(kept) if groups else None,
     )
     options, rules = spread(unfolded, expanded_rules(short), options)
     return Representatives(source=PlacedGraph(unfolded, rules, options, found), chain=found, names=names, copies=copies)
@@ -114,9 +120,17 @@ def _shallow(network: _Same, samples: int, counts: tuple[int, ...]) -> tuple[Ope
 class _Kinds:
     """Kinds of the layers of a plan, and the states between them."""
 
-    def __init__(self, plan: Plan, graph: OperatorGraph, deep: Chain, modes: Mapping[str, str]) -> None:
+    def __init__(
+        self, plan: Plan, graph: OperatorGraph, deep: Chain, modes: Mapping[str, str], groups: Mapping[str, int]
+    ) -> None:
         self.plan, self.graph, self.deep, self.modes = plan, graph, deep, modes
         self.starts = {run.prefix: run_start(graph, run) for run in graph.runs}
+        self.outside: dict[str, int] = {}
+        self.inside: dict[str, dict[str, int]] = {}
+        heads = [f"{run.prefix}.{self.starts[run.prefix] + n}" for run in graph.runs for n in range(run.count)]
+        for name, group in groups.items():
+            head = next((head for head in heads if name.startswith(f"{head}.")), "")
+            (self.inside.setdefault(head, {}) if head else self.outside)[name[len(head) :]] = group
         self._states: dict[tuple[int, int, int], tuple[Placements, ...]] = {}
         for part in plan.layers:
             self._check(part)
@@ -163,7 +177,11 @@ class _Kinds:
         }
         parts = [part_of.get(n, -1) for n in range(start, start + run.count)]
         kinds = [
-            (self._numbers[part] if part >= 0 else -1, self.modes.get(f"{run.prefix}.{n}", "none"))
+            (
+                self._numbers[part] if part >= 0 else -1,
+                self.modes.get(f"{run.prefix}.{n}", "none"),
+                tuple(self.inside.get(f"{run.prefix}.{n}", {}).items()),
+            )
             for n, part in enumerate(parts, start)
         ]
         boundary = self.deep.boundaries[unit]
@@ -219,6 +237,15 @@ class _Kinds:
                 if part is not None:
                     found.append(replace(part, first=start + place, last=start + place))
         return tuple(found)
+
+    def short_groups(self, kept: Mapping[str, _Kept]) -> dict[str, int]:
+        """Groups of gradients by the names that parameters have in the shallow network."""
+        found = dict(self.outside)
+        for prefix, start in self.starts.items():
+            for place, layer in enumerate(kept[prefix].layers):
+                own = self.inside.get(f"{prefix}.{start + layer}", {})
+                found |= {f"{prefix}.{start + place}{rest}": group for rest, group in own.items()}
+        return found
 
 
 def _cover(edges: Sequence[Edge]) -> _Kept:

@@ -20,6 +20,7 @@ from planner.instructions import (
 from planner.lowering.blueprint import Block, Blueprint, Use
 from planner.lowering.body import Gather
 from planner.lowering.copies import NOBODY
+from planner.lowering.groups import ALONE, BY_SIZE
 from planner.lowering.placed import local_share
 from planner.lowering.sums import Summed, summed
 from planner.lowering.together import together
@@ -281,8 +282,8 @@ class SegmentWriter(Writer):
             self._flush(move.key)
 
     def _is_full(self, kind: Kind, bucket: _Pending) -> bool:
-        if kind[3]:
-            return len(bucket.entries) == self._assigned[kind]
+        if kind[3] != BY_SIZE:
+            return kind[3] == ALONE or len(bucket.entries) == self._assigned[kind]
         if self._by_unit(kind[0]) and self.source.options.exchange.reduce_scatter_bytes is None:
             return False
         return bucket.size_bytes >= self.source.fused_bytes(kind[0])

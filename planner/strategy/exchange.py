@@ -22,9 +22,11 @@ class Exchange:
     all_to_all : False makes an all-gather and a slice of every all-to-all
     all_reduce_bytes, all_gather_bytes, reduce_scatter_bytes : size of fused messages of each kind
     fusion_places : all-reduces of gradients are fused by the place of their parameter in the network instead: those
-        before the first place in one message, those before the second in another, and the rest in the last
+        before the first place in one message, those before the second in another, and the rest in the last; each chunk
+        of a pipeline sends its part of them
     fusion_groups : names of parameters with their group, whose gradients travel in one message; each of group 0
-        travels alone, and those that are not named in messages of the usual size
+        travels alone, and those that are not named in messages of the usual size; a group that spans chunks of a
+        pipeline is divided by chunk
     group_power : gradients are multiplied by the size of the group that adds them up, to this power: 1 for the sum of
         the gradients of every rank's own mean loss, −1 for what is divided by the group although the loss is a mean
     repeated_loss : gradients are multiplied by how many ranks compute the same part of the loss

@@ -15,12 +15,14 @@ from planner.execution.run import ExecuteOptions, execute_plan
 from planner.graph.chain import chain
 from planner.instructions import Communicate
 from planner.lowering.checked import checked_graph, lower
+from planner.lowering.stages import lower_stages
 from planner.lowering.step import lowered_step
 from planner.networks import load_network
 from planner.strategy.file import plan_from_text, plan_to_text
 from planner.strategy.plan import Plan
-from simulator.errors import UnsupportedError
+from simulator.pipeline_operators import LAST
 from simulator.program import Collective
+from simulator.schedules import ActionKind
 
 CLUSTER = "dgx-a100"
 GROUPS = {"layers.0": 1, "layers.1.weight": 1, "layers.1.bias": 0, "layers.2.weight": 0}
@@ -119,6 +121,30 @@ def test_groups_of_nothing_are_refused() -> None:
         plan_with({"layer.0": 1})
 
 
-def test_groups_in_a_pipeline_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="with 2 pipeline stages is not supported yet"):
-        plan_with(GROUPS, dp="2", pp="2")
+# Pipelines
+
+
+def stage_messages(plan: Plan, collective: Collective) -> list[list[list[str]]]:
+    """Parameters whose gradients travel in each message of the last micro-batch, for each chunk."""
+    return [
+        [
+            [target.partition(".gradient")[0] for target in step.targets]
+            for step in stage.passes[ActionKind.BACKWARD, LAST].instructions
+            if isinstance(step, Communicate) and step.collective is collective and ".gradient" in step.targets[0]
+        ]
+        for stage in lower_stages(plan, checked_graph(plan)).stages
+    ]
+
+
+def test_a_group_that_spans_stages_is_divided_by_stage() -> None:
+    plan = plan_with({**GROUPS, "layers.2.bias": 1}, dp="2", pp="2")
+    assert plan.pipeline == 2
+    chunks = stage_messages(plan, Collective.ALL_REDUCE)
+    members = [[name for name, group in plan.exchange.fusion_groups if group == 1] for _ in chunks]
+    found = [sorted(sorted(names) for names in chunk) for chunk in chunks]
+    held = [{name for names in chunk for name in names} for chunk in chunks]
+    assert set().union(*held) == {f"layers.{n}.{kind}" for n in range(3) for kind in ("weight", "bias")}
+    for chunk, own, group in zip(found, held, members, strict=True):
+        together = sorted(own & set(group))
+        assert together  # the group has gradients on both stages
+        assert chunk == sorted([together, *([name] for name in own - set(together))])

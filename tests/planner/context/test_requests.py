@@ -153,7 +153,7 @@ def test_keys_say_how_tensors_travel(keys: dict[str, Any], said: dict[str, Any])
 @pytest.mark.parametrize(
     ("keys", "pins"),
     [
-        ({"all_reduce_fusion_config": [3, 5]}, {"pp": "1"}),
+        ({"all_reduce_fusion_config": [3, 5]}, {}),
         ({**DATA, "all_reduce_fusion_config": [3, 5]}, {}),
         ({"comm_fusion": {"openstate": False}}, {"bucket_mb": "1"}),
         ({"dataset_strategy": ((8, 1), (8,))}, {"dp": "8"}),
@@ -174,7 +174,6 @@ def test_shards_of_everything_are_searched_with_the_batch_alone() -> None:
 @pytest.mark.parametrize(
     ("keys", "options", "words"),
     [
-        ({"all_reduce_fusion_config": [3], "pipeline_stages": 2}, {}, ("[3]", "pipeline_stages=2", "by size")),
         ({"dataset_strategy": ((8, 1), (8,)), "pipeline_stages": 2}, {}, ("dataset_strategy[0]=(8, 1)", "4 devices")),
         (DATA, {"layerwise_parallel": ["layers.0.*"]}, ("layerwise_parallel", "parallel_mode='hybrid_parallel'")),
         (HYBRID, {"layerwise_parallel": "layers.0.*"}, ("'layers.0.*'", "list of names")),
