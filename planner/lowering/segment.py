@@ -105,6 +105,7 @@ class SegmentWriter(Writer):
         """Values that outlive a micro-batch, beside parameters, the batch and the loss."""
         self.made: dict[object, Block] = {}
         self.moves: dict[tuple[int, int], _Move] = {}
+        self.written: dict[TensorRef, tuple[int, int, tuple[Step, ...]]] = {}
         self.sums: dict[int, str] = {}
         """What sums over whole parameters are called now, by node, where the update needs some."""
 
@@ -220,9 +221,11 @@ class SegmentWriter(Writer):
 
     def _gradient(self, ref: TensorRef, unit: int) -> None:
         """Hand a complete gradient on: to its accumulator, or first to the rank that accumulates its part."""
-        parameter = self.source.gradient_of[ref]
-        value = self.blueprint.named(self.source.value_name(ref, self.source.output_placements(ref)))
-        ahead, _ = self.source.gradient_path(parameter)
+        if ref not in self.written:
+            parameter = self.source.gradient_of[ref]
+            value = self.blueprint.named(self.source.value_name(ref, self.source.output_placements(ref)))
+            self.written[ref] = parameter, value, self.source.gradient_path(parameter)[0]
+        parameter, value, ahead = self.written[ref]
         self._synchronise(_Gradient(parameter, unit, value), ahead, self._accumulate)
 
     def _accumulate(self, gradient: _Gradient) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -187,20 +188,26 @@ def _by_name(tables: StageTables, units: Sequence[UnitRules]) -> tuple[dict[str,
     blocks: list[list[dict[str, NodeRules]]] = [[] for _ in graph.runs]
     named: dict[tuple[int, int], dict[str, NodeRules]] = {}
     for number, found in zip(chain.positions, units, strict=True):
-        unit = chain.units[number]
-        for index, node_rules in found.items():
-            if index not in inside:
-                rules.setdefault(graph.nodes[index].name, node_rules)
+        unit, key = chain.units[number], (number, id(found))
+        if key not in named:  # equal layers are named once
+            for index, node_rules in found.items():
+                if index not in inside:
+                    rules.setdefault(graph.nodes[index].name, node_rules)
+            named[key] = {}
+            if unit.run is not None:
+                own, prefix = (i for i in found if i in inside), graph.runs[unit.run].prefix
+                named[key] = {template_name(graph.nodes[i].name, prefix): found[i] for i in own}
         if unit.run is not None:
-            key = (number, id(found))
-            if key not in named:
-                prefix = graph.runs[unit.run].prefix
-                named[key] = {template_name(graph.nodes[i].name, prefix): r for i, r in found.items() if i in inside}
             blocks[unit.run].append(named[key])
-    layers = []
+    layers: list[LayerRules] = []
     for run, made in zip(graph.runs, blocks, strict=True):
-        start = run_start(graph, run)
-        for same, members in groupby(enumerate(made), key=lambda item: item[1]):
-            numbers = [i for i, _ in members]
-            layers.append(LayerRules(prefix=run.prefix, first=start + numbers[0], last=start + numbers[-1], rules=same))
+        first = run_start(graph, run)
+        for _, one_object in groupby(made, key=id):
+            members = list(one_object)
+            last = first + len(members) - 1
+            if layers and layers[-1].prefix == run.prefix and layers[-1].rules == members[0]:
+                layers[-1] = replace(layers[-1], last=last)
+            else:
+                layers.append(LayerRules(prefix=run.prefix, first=first, last=last, rules=members[0]))
+            first = last + 1
     return rules, tuple(layers)
