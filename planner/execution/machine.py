@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.execution.communication import Message, Slots, make_message
-from planner.execution.optimizers import StepFunction, SummedStep
+from planner.execution.optimizers import StepFunction, SummedStep, loss_scale
 from planner.execution.peers import AxisPeers
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.instructions import (
@@ -35,6 +35,8 @@ RUN, START, FINISH = range(3)
 NOWHERE = -1
 BUFFER = Role.CONSTANT.value
 """Operator of a constant that is a buffer of the network."""
+SEED = "loss_gradient"
+"""Node of the constant that the backward pass begins with."""
 
 
 class Watch(Protocol):
@@ -239,6 +241,8 @@ class Machine:
         operator = prepare(
             graph, node, instruction.rules, self._sizes, self._context.coordinates, device=device, cut=instruction.cut
         )
+        if node.role is Role.CONSTANT and node.name.partition(".")[0] == SEED:
+            operator = _scaled(operator, loss_scale(getattr(torch, node.outputs[0].dtype)))
         if device.type == "cpu" or instruction.inputs:
             return operator
         return lambda tensors, peers: tuple(made.to(device) for made in operator(tensors, peers))
@@ -348,6 +352,13 @@ def _release(slots: Slots, freed: Iterable[int]) -> list[Action]:
             slots[slot] = None
 
     return [run]
+
+
+def _scaled(operator: LocalOperator, scale: float) -> LocalOperator:
+    """Multiply what an operator makes."""
+    if scale == 1:
+        return operator
+    return lambda tensors, peers: tuple(made * scale for made in operator(tensors, peers))
 
 
 def _compute(

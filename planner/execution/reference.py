@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from planner.execution.data.samples import Batches, open_dataset
 from planner.execution.job import Job
 from planner.execution.measuring.factors import gradient_factors
-from planner.execution.optimizers import is_narrow, torch_optimizer
+from planner.execution.optimizers import is_narrow, loss_scale, torch_optimizer
 from planner.graph.operator_graph import DROPOUT
 from planner.networks import load_network
 from planner.sharding.local_call import Moment
@@ -61,7 +61,7 @@ def run_reference(job: Job, *, perturbation: float = 0.0) -> list[float]:
             moment = Moment(seed=job.seed, step=step, micro_batch=micro_batch)
             with _SameMasks(numbers, moment):
                 loss = module(*inputs)
-            (loss / count).backward()
+            (loss / count).backward(torch.full_like(loss, loss_scale(dtype)))
             total += float(loss.detach())
         _multiply(module, factors)
         _update(optimizer, parameters, masters)
@@ -129,7 +129,8 @@ def _update(
     """Update the float32 copies of parameters of low precision, and the parameters from them."""
     for parameter, master in zip(parameters, masters, strict=True):
         if master is not parameter:
-            master.grad = None if parameter.grad is None else parameter.grad.float()
+            gradient = parameter.grad
+            master.grad = None if gradient is None else gradient.float() / loss_scale(parameter.dtype)
     optimizer.step()
     for parameter, master in zip(parameters, masters, strict=True):
         if master is not parameter:

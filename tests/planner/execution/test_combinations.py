@@ -42,7 +42,8 @@ def drawn(random: Random) -> tuple[str, dict[str, Any]]:
 
 def samples() -> list[tuple[str, dict[str, Any]]]:
     """The same ones each time, no two alike."""
-    random, found = Random(SEED), []
+    random = Random(SEED)
+    found: list[tuple[str, dict[str, Any]]] = []
     while len(found) < COUNT:
         sample = drawn(random)
         if sample not in found:

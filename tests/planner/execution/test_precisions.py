@@ -10,7 +10,7 @@ from planner.execution.verification import TOLERANCES, relative_difference
 from tests.planner.execution.made import make_plan, run
 from tests.planner.execution.small import place
 
-ROUNDING = {"bf16": 2.0**-8}
+ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 MULTIPLE = 3.0
 """How much more than one process's own error sums in another order may make, beside one rounding of the loss."""
 
@@ -20,6 +20,8 @@ MULTIPLE = 3.0
     ("network", "precision", "devices", "pins"),
     [
         ("gpt", "bf16", 4, {"dp": 2, "tp": 2, "optimizer_sharding": "zero1"}),
+        ("gpt", "fp16", 2, {"dp": 2, "optimizer_sharding": "zero3", "micro_batch": 2}),
+        ("gpt", "fp16", 2, {"pp": 2, "micro_batch": 2, "recompute": "full"}),
     ],
 )
 def test_no_worse_than_one_process(network: str, precision: str, devices: int, pins: dict[str, Any]) -> None:
