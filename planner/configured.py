@@ -9,6 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from planner.analytic import analytic_breakdown
+from planner.graph.host_tables import host_tables
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.prediction import Prediction, predict_plan
 from planner.request import Pins
@@ -124,7 +125,15 @@ class Configured:
             limit_bytes=float(hardware.device_memory_bytes if limit_bytes is None else limit_bytes),
             bucket_bytes=self.bucket_bytes,
             unit_pins=self.unit_pins,
+            host_elements=self._host_elements(),
         )
+
+    def _host_elements(self) -> float:
+        """Trained elements that the plans keep in the memory of the host."""
+        if not self.base.get("host_embeddings"):
+            return 0.0
+        tables = host_tables(self.graph).parameters
+        return float(sum(self.graph.multiplicity[i] * self.graph.nodes[i].outputs[0].elements for i in tables))
 
     def tables(self, pins: Pins, configuration: Configuration, hardware: Hardware | None = None) -> StageTables:
         """Tables of a configuration's stage mesh at its micro-batch."""

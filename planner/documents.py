@@ -69,6 +69,7 @@ def plan_document(plan: Plan, hardware: Hardware) -> Document:
         "optimizer_sharding": plan.optimizer_sharding,
         "shard_size": plan.shard_size,
         "offload_optimizer": plan.offload_optimizer,
+        "host_embeddings": plan.host_embeddings,
         "context_algorithm": plan.context_algorithm,
         "bucket_bytes": plan.bucket_bytes,
         "sharding_threshold_bytes": plan.sharding_threshold_bytes,

@@ -26,7 +26,8 @@ class Compute:
     nothing reads an output). Rules that send messages inside the operator (synchronised batch norm, attention on a
     context axis) do so here, over the axes whose rule says so. Attention that exchanges heads for the sequence has
     the exchanged query, key, value and output behind its outputs; its gradient reads those in place of the others.
-    ``cut`` is how a context axis shares the sequence, where the operator has to know.
+    ``cut`` is how a context axis shares the sequence, where the operator has to know. ``on_host``: the host runs it, on
+    tensors in its memory.
     """
 
     node: int
@@ -34,6 +35,16 @@ class Compute:
     outputs: tuple[str, ...]
     rules: tuple[Rule, ...]
     cut: SequenceCut | None = None
+    on_host: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCopy:
+    """Copy `source` to the memory of the host, or from there to the device."""
+
+    source: str
+    target: str
+    to_host: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +143,7 @@ class Update:
     sums: str = ""
 
 
-Instruction = Compute | Slice | Mask | Communicate | Accumulate | BeginUpdate | Update
+Instruction = Compute | HostCopy | Slice | Mask | Communicate | Accumulate | BeginUpdate | Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +171,7 @@ class LoweredPlan:
 
     ``instructions[s][t]`` belongs to ``program.segments[s].tasks[t]``, which also says which values
     to free after it. ``loss`` is a replicated scalar at the end of each micro-batch. ``start`` runs once, before the
-    first step.
+    first step. ``host_tables`` are the values of parameters that lie in the memory of the host.
     """
 
     graph: OperatorGraph
@@ -172,6 +183,7 @@ class LoweredPlan:
     loss: str
     micro_batches: int
     offload_optimizer: bool = False
+    host_tables: tuple[str, ...] = ()
     start: tuple[Instruction, ...] = ()
 
     @property
@@ -294,7 +306,7 @@ def written_values(instruction: Instruction) -> tuple[str, ...]:
         found = instruction.targets
     elif isinstance(instruction, Accumulate):
         found = (instruction.accumulator,)
-    elif isinstance(instruction, Slice | Mask | BeginUpdate):
+    elif isinstance(instruction, HostCopy | Slice | Mask | BeginUpdate):
         found = (instruction.target,)
     else:
         found = ()

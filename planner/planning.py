@@ -22,6 +22,7 @@ from planner.explanations import (
     shadow_prices,
 )
 from planner.graph.operator_graph import OperatorGraph, Role
+from planner.hosted import with_host_tables
 from planner.infeasible import why_infeasible
 from planner.lowering.checked import lower, precision_dtype
 from planner.networks import Network, load_network
@@ -142,7 +143,7 @@ def plan_network(
     if placed is not None:
         request = replace(request, hints=(*request.hints, *placed.hints()))
         request = with_groups(request, placed)
-    pins = semi_automatic(request, pins)
+    pins = with_host_tables(semi_automatic(request, pins), graph, update, hardware)
     space = Space(
         graph=even,
         decisions=choices,
@@ -157,6 +158,7 @@ def plan_network(
         rest_by_data=request.parallel_mode == SEMI_AUTOMATIC,
     )
     base = _base_plan(request, network, graph, hardware, precision, update.name, batch, bucket)
+    base["host_embeddings"] = bool(pins.host_embeddings)
     ruled = time.perf_counter()
     search = Configured(
         graph=graph,

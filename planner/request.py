@@ -33,7 +33,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "schedule": ("none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipe", "dualpipe_v"),
     "context_algorithm": ("none", "ring", "all_to_all"),
 }
-FLAGS = ("sequence_parallel", "offload_optimizer")
+FLAGS = ("sequence_parallel", "offload_optimizer", "host_embeddings")
 SIZES: Mapping[str, tuple[int, int]] = {"bucket_mb": (1, 2**14), "sharding_threshold_kb": (0, 2**24)}
 """Pins that are sizes in MiB or KiB, with the least and the largest."""
 PIN_NAMES = (*DEGREES, *WORDS, *FLAGS, *SIZES)
@@ -80,7 +80,8 @@ class Pins:
 
     ``micro_batch`` are the samples of a micro-batch on one data-parallel rank, ``micro_batches`` their number.
     ``batch_only`` shards nothing but the batch (pure data parallelism). ``shard_size`` is the number of data-parallel
-    ranks that optimizer states are sharded over, ``offload_optimizer`` whether they live in host memory;
+    ranks that optimizer states are sharded over, ``offload_optimizer`` whether they live in host memory,
+    ``host_embeddings`` whether tables of embeddings do;
     ``by_unit`` says that units are fixed one by one (`planner.search.stages.unit_pins`).
     ``bucket_mb`` is the size of fused messages of gradients in MiB, and parameters of less than
     ``sharding_threshold_kb`` KiB stay whole.
@@ -101,6 +102,7 @@ class Pins:
     context_algorithm: str | None = None
     sequence_parallel: bool | None = None
     offload_optimizer: bool | None = None
+    host_embeddings: bool | None = None
     bucket_mb: int | None = None
     sharding_threshold_kb: int | None = None
     batch_only: bool = False
@@ -117,7 +119,7 @@ class Pins:
         degrees = all(value in (None, 1) for value in (self.pp, self.vpp, self.cp, self.ep)) and not self.by_unit
         words = self.recompute in (None, "none") and self.schedule in (None, "none")
         stored = self.optimizer_sharding in _STORAGE and self.shard_size is None and not self.offload_optimizer
-        stored = stored and not self.sharding_threshold_kb
+        stored = stored and not self.sharding_threshold_kb and not self.host_embeddings
         return degrees and words and stored and self.context_algorithm in (None, "none") and not self.sequence_parallel
 
     def named(self) -> dict[str, str]:

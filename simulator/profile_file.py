@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from simulator.errors import ProfileError
 from simulator.hardware import (
+    HOST_MEMORY_BANDWIDTH,
     CollectiveTable,
     Hardware,
     KernelModel,
@@ -300,6 +301,7 @@ def _hardware(profile: ProfilePart) -> Hardware:
     device, topology = profile.device, profile.topology
     slowdown = profile.compute_slowdown
     overhead, algorithms = topology.collective_overhead_s, topology.collective_algorithms
+    memory = topology.host_memory_bandwidth_bytes_per_s
     kernels = {kernel: _kernel(profile.kernels.get(kernel)) for kernel in Kernel}
     return Hardware(
         name=profile.name,
@@ -319,6 +321,7 @@ def _hardware(profile: ProfilePart) -> Hardware:
         uncertainty=Uncertainty(**profile.uncertainty.model_dump()),
         overlaps_communication=profile.overlaps_communication.value,
         collective_overhead_s=overhead.value if overhead else 0.0,
+        host_memory_bandwidth=memory.value if memory else HOST_MEMORY_BANDWIDTH,
         collective_algorithms=tuple(algorithms.value) if algorithms else ("tree", "hierarchical", "switch"),
         collective_tables=tuple(_table(table) for table in profile.collectives),
         slowdown_table=tuple(zip(slowdown.processes, slowdown.factor, strict=True)) if slowdown else ((1, 1.0),),
@@ -359,12 +362,16 @@ def _values(entries: Mapping[Any, Sourced[float]]) -> dict[str, float]:
     return {str(key): entry.value for key, entry in entries.items()}
 
 
+_OPTIONAL = ("node", "fabric", "pinned_algorithms", "host_memory_bandwidth_bytes_per_s")
+"""Parts of a topology that need not be there."""
+
+
 def _digest(profile: ProfilePart) -> str:
     # Parts that are not there do not count, so that new ones leave the hash of old profiles as it was; nor does
     # how often devices fail, on which neither a plan nor its time depends.
     absent = {name for name in ("operators", "overlap", "training") if getattr(profile, name) is None} | {"reliability"}
     device = {"multiprocessors"} if profile.device.multiprocessors is None else set()
-    topology = {name for name in ("node", "fabric", "pinned_algorithms") if getattr(profile.topology, name) is None}
+    topology = {name for name in _OPTIONAL if getattr(profile.topology, name) is None}
     left_out: dict[str, Any] = {**dict.fromkeys(absent, True), "device": device, "topology": topology}
     if profile.training is not None:
         left_out["training"] = {n for n, part in profile.training if part is None and n.startswith("planned_")}

@@ -95,7 +95,8 @@ class Task:
     ``after`` holds indices of tasks of the same segment that must end first; tasks of one stream
     also run in the order of their indices. ``allocates`` happens when the task starts,
     ``releases`` (names of buffers) when it ends. ``matmul`` holds batch, m, n and k of a matrix product, whose
-    time depends on its shape.
+    time depends on its shape. ``on_host``: the host works, or hosts exchange, on tensors in their memory, while the
+    device waits in its stream.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Task:
     collective: Collective | None = None
     axis: str = ""
     payload_bytes: float = 0.0
+    on_host: bool = False
     allocates: tuple[Buffer, ...] = ()
     releases: tuple[str, ...] = ()
 

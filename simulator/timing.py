@@ -16,6 +16,8 @@ from simulator.program import HOST, Collective, Kernel, Program, Task
 from simulator.topology import GroupShape, group_shape
 
 FloatArray = npt.NDArray[np.float64]
+HOST_PASSES = 3.0
+"""How often a message among hosts reads or writes each of its bytes in memory: the sender, the receiver, the copy."""
 
 
 def host_time(hardware: Hardware, size_bytes: float) -> float:
@@ -25,10 +27,27 @@ def host_time(hardware: Hardware, size_bytes: float) -> float:
     return size_bytes / bandwidth if bandwidth else 0.0
 
 
+def host_memory_time(hardware: Hardware, size_bytes: FloatArray) -> FloatArray:
+    """Seconds (n,) in which a host moves bytes of its memory for one device; the devices of a node share it."""
+    return size_bytes * hardware.devices_per_node / hardware.host_memory_bandwidth
+
+
+def host_message_time(hardware: Hardware, collective: Collective, payload: FloatArray, group: GroupShape) -> FloatArray:
+    """Seconds (n,) of a collective on tensors in the memory of hosts.
+
+    Between hosts it crosses the links that devices use; in each it is written out, read in and copied: `HOST_PASSES`
+    of the payload, twice as many where it is summed and sent on. The slower of both counts.
+    """
+    passes = HOST_PASSES * (2.0 if collective is Collective.ALL_REDUCE else 1.0)
+    moved = np.asarray(host_memory_time(hardware, passes * payload))
+    return np.maximum(message_time(hardware, collective, payload, group), moved)
+
+
 def task_times(program: Program | ProgramColumns, hardware: Hardware) -> list[FloatArray]:
     """Seconds of every task: one array (tasks,) for each segment.
 
-    Tasks that share an efficiency are timed together; `simulator.corrections` says what slows them.
+    Tasks that share an efficiency are timed together; `simulator.corrections` says what slows them. What the host runs
+    takes a kernel's overhead on the device, and its bytes over the memory of the host.
 
     Raises
     ------
@@ -58,6 +77,9 @@ def _seconds(program: Program | ProgramColumns, tasks: Sequence[Task], hardware:
         for i in compute if kernel is Kernel.COPY else ():
             if tasks[i].axis == HOST:
                 seconds[i] = host_time(hardware, tasks[i].bytes_moved)
+        if hosted := [i for i in compute if tasks[i].on_host]:
+            moved = np.array([tasks[i].bytes_moved for i in hosted])
+            seconds[hosted] = hardware.kernels[kernel].overhead_s + host_memory_time(hardware, moved)
     for (collective, axis), messages in collectives.items():
         if axis not in shapes:
             raise ProgramError(
@@ -66,6 +88,9 @@ def _seconds(program: Program | ProgramColumns, tasks: Sequence[Task], hardware:
             )
         payload = np.array([tasks[i].payload_bytes for i in messages])
         seconds[messages] = message_time(hardware, collective, payload, shapes[axis])
+        if hosted := [i for i in messages if tasks[i].on_host]:
+            payload = np.array([tasks[i].payload_bytes for i in hosted])
+            seconds[hosted] = host_message_time(hardware, collective, payload, shapes[axis])
     return seconds
 
 

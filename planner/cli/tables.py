@@ -63,6 +63,8 @@ def stages_text(plan: Plan) -> str:
         parts.append(f"states shared by {plan.shard_size} ranks")
     if plan.offload_optimizer:
         parts.append("states in host memory")
+    if plan.host_embeddings:
+        parts.append("embedding tables in host memory")
     if plan.context_algorithm != "none":
         parts.append(f"attention by {plan.context_algorithm}")
     if plan.degree("data") > 1:

@@ -19,6 +19,7 @@ from planner.instructions import (
     BeginUpdate,
     Communicate,
     Compute,
+    HostCopy,
     Instruction,
     Mask,
     Slice,
@@ -33,6 +34,7 @@ Action = Callable[[], None]
 RUN, START, FINISH = range(3)
 """What an action does of its instruction: all of it, or of a collective that it is started or waited for."""
 NOWHERE = -1
+HOST = torch.device("cpu")
 BUFFER = Role.CONSTANT.value
 """Operator of a constant that is a buffer of the network."""
 SEED = "loss_gradient"
@@ -185,7 +187,7 @@ class Machine:
         """List the slots an instruction reads or writes, and those whose memory it changes."""
         if isinstance(instruction, Compute):
             return {self.number(name) for name in (*instruction.inputs, *instruction.outputs) if name}, set()
-        if isinstance(instruction, Slice | Mask):
+        if isinstance(instruction, HostCopy | Slice | Mask):
             return {self.number(instruction.source), self.number(instruction.target)}, set()
         if isinstance(instruction, Communicate):
             return {self.number(name) for name in (*instruction.sources, *instruction.targets) if name}, set()
@@ -220,6 +222,8 @@ class Machine:
             inputs = [self.number(name) for name in instruction.inputs]
             outputs = [self.number(name) for name in instruction.outputs]
             return _compute(self.slots, self._operator(instruction), self._peers, inputs, outputs, freed)
+        if isinstance(instruction, HostCopy):
+            return self._host_copy(instruction, freed)
         if isinstance(instruction, Slice):
             return self._slice(instruction, freed)
         if isinstance(instruction, Mask):
@@ -233,7 +237,7 @@ class Machine:
         raise TypeError(f"instruction {type(instruction).__name__} has no action")
 
     def _operator(self, instruction: Compute) -> LocalOperator:
-        graph, device = self._graph, self._context.device
+        graph, device = self._graph, HOST if instruction.on_host else self._context.device
         node = graph.nodes[instruction.node]
         if node.op == BUFFER:
             buffer = (self._buffers[node.name],)
@@ -246,6 +250,17 @@ class Machine:
         if device.type == "cpu" or instruction.inputs:
             return operator
         return lambda tensors, peers: tuple(made.to(device) for made in operator(tensors, peers))
+
+    def _host_copy(self, instruction: HostCopy, freed: list[int]) -> Action:
+        slots, source, target = self.slots, self.number(instruction.source), self.number(instruction.target)
+        there = HOST if instruction.to_host else self._context.device
+
+        def run() -> None:
+            slots[target] = self.value(source).to(there)
+            for slot in freed:
+                slots[slot] = None
+
+        return run
 
     def _slice(self, instruction: Slice, freed: list[int]) -> Action:
         slots, source, target = self.slots, self.number(instruction.source), self.number(instruction.target)

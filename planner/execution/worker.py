@@ -71,7 +71,7 @@ def train(job: Job, membership: Membership | None = None) -> list[RankResult]:
         store = meet(membership, job.join_timeout_s, job.digest)
         watch = Watch(store, membership.rank, membership.world_size, stalls=device.type in SPINNING)
         try:
-            with process_group(BACKENDS[job.device_type], store, membership, job.timeout_s):
+            with process_group(_backend(job), store, membership, job.timeout_s):
                 watch.start()
                 mine = _train_rank(job, device, store, watch)
                 results: list[RankResult] = [mine] * dist.get_world_size()
@@ -84,6 +84,13 @@ def train(job: Job, membership: Membership | None = None) -> list[RankResult]:
         finally:
             watch.close()
     return results
+
+
+def _backend(job: Job) -> str:
+    """What carries messages; those of tables in the memory of hosts need one for processors as well."""
+    backend = BACKENDS[job.device_type]
+    hosted = isinstance(job.lowered, LoweredPlan) and job.lowered.host_tables
+    return f"cpu:gloo,{job.device_type}:{backend}" if hosted and job.device_type != "cpu" else backend
 
 
 def _train_rank(job: Job, device: torch.device, store: Store, watch: Watch) -> RankResult:
@@ -199,10 +206,12 @@ def _own_tensors(
     whole = dict(module.named_parameters(remove_duplicate=False))
     graph = job.lowered.graph
     dtypes = {entry.name: graph.nodes[entry.node].outputs[0].dtype for entry in graph.parameters}
+    on_host = job.lowered.host_tables if isinstance(job.lowered, LoweredPlan) else ()
     kept = {}
     for stored in held_parameters(job.lowered):
         piece = own_piece(whole[stored.name].detach(), job.lowered.mesh, stored.placements, coordinates)
-        kept[stored.name] = piece.to(device, getattr(torch, dtypes[stored.name]), copy=True).contiguous()
+        there = torch.device("cpu") if stored.value in on_host else device
+        kept[stored.name] = piece.to(there, getattr(torch, dtypes[stored.name]), copy=True).contiguous()
     held = dict(module.named_buffers(remove_duplicate=False))
     buffers = {
         node.name: held[node.name].to(device, getattr(torch, node.outputs[0].dtype), copy=True)

@@ -178,6 +178,9 @@ class Body(Writer):
 
     def _compute(self, index: int, node: Node, phase: Phase) -> None:
         source, recipe = self.source, self.source.recipe(index)
+        if source.host.runs(index):
+            self._on_host(index, node, phase)
+            return
         names = self._read(index, node, phase)
         outputs, writes, owners = [], [], {}
         view = node.kernel is Kernel.VIEW and bool(names)
@@ -211,6 +214,40 @@ class Body(Writer):
         self._add(task, instruction, (*names, *beside[1:], *cast), tuple(writes), owners)
         if any(rule.reduced_elements or rule.messages for rule in rules):
             self._messages_behind(index, node, phase, tuple(name for name in outputs if name))
+
+    def _on_host(self, index: int, node: Node, phase: Phase) -> None:
+        """An operator on a table in the memory of the host: what it reads goes there, rows come to the device."""
+        source, recipe, ref = self.source, self.source.recipe(index), TensorRef(index)
+        made = self._value_name(ref, recipe.outputs[0])
+        inputs = []
+        for name, read, placements in zip(
+            self._read(index, node, phase), node.tensor_inputs, recipe.inputs, strict=True
+        ):
+            inputs.append(name)
+            if not source.host.holds(read):
+                inputs[-1] = f"{name} on the host for {made}"
+                there = Buffer(name=inputs[-1], size_bytes=0, kind=BufferKind.COMMUNICATION)
+                size = source.local_bytes(self.graph.spec(read), placements)
+                self._host_copy(name, there, size, phase, to_host=True)
+        stays = source.host.holds(ref)
+        result = Buffer(name=made if stays else f"{made} on the host", size_bytes=0, kind=self._kind(ref))
+        task = Task(
+            name=node.name if phase is node.phase else f"recompute {node.name}",
+            phase=phase,
+            kernel=node.kernel,
+            dtype=node.kernel_dtype,
+            flops=recipe.flops,
+            bytes_moved=recipe.bytes_moved,
+            on_host=True,
+        )
+        instruction = Compute(
+            node=index, inputs=tuple(inputs), outputs=(result.name,), rules=source.rules[index], on_host=True
+        )
+        self._add(task, instruction, tuple(inputs), (result,))
+        if not stays:
+            rows = Buffer(name=made, size_bytes=recipe.sizes[0], kind=self._kind(ref))
+            self._host_copy(result.name, rows, recipe.sizes[0], phase, to_host=False)
+        self.versions[ref] = {recipe.outputs[0]: made}
 
     def _read(self, index: int, node: Node, phase: Phase) -> tuple[str, ...]:
         """Values an operator reads; the gradient of an exchanging attention those that were exchanged."""

@@ -30,6 +30,7 @@ def lowering_options(plan: Plan, graph: OperatorGraph) -> LoweringOptions:
         recompute=recompute_modes(plan, names),
         shard_size=plan.shard_size,
         offload_optimizer=plan.offload_optimizer,
+        host_embeddings=plan.host_embeddings,
         exchange=plan.exchange,
     )
 

@@ -12,9 +12,9 @@ from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, Role
 from planner.instructions import NOTHING
 from planner.lowering.chunk_memory import chunk_bytes, rank_bytes
 from planner.lowering.chunk_passes import Draft, chunk_drafts
+from planner.lowering.host import host_copy
 from planner.lowering.placed import PlacedGraph, local_share
 from planner.lowering.representatives import Representatives, representatives
-from planner.lowering.segment import host_copy
 from planner.lowering.sums import summed
 from planner.lowering.unit_work import Mark, UnitWork, units_work
 from planner.lowering.work import Work

@@ -8,6 +8,7 @@ from functools import cached_property
 from math import inf, prod
 
 from planner.graph.chain import Chain
+from planner.graph.host_tables import NO_TABLES, host_tables
 from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, Role, TensorRef, TensorSpec
 from planner.instructions import LoweredInput
 from planner.lowering.groups import BY_SIZE, message_groups
@@ -49,6 +50,7 @@ class LoweringOptions:
     recompute: Mapping[str, str] = field(default_factory=dict)
     shard_size: int = 0
     offload_optimizer: bool = False
+    host_embeddings: bool = False
     exchange: Exchange = UNASKED
     groups: Mapping[str, int] | None = None
 
@@ -82,6 +84,7 @@ class PlacedGraph:
     ) -> None:
         self.graph = graph
         self.options = options
+        self.host = host_tables(graph) if options.host_embeddings else NO_TABLES
         self.sizes = options.mesh.sizes
         axes = len(self.sizes)
         self.replicated: Placements = (REPLICATE,) * axes
@@ -170,6 +173,10 @@ class PlacedGraph:
     def local_bytes(self, spec: TensorSpec, placements: Placements) -> int:
         """Bytes of one rank's piece of a tensor."""
         return int(spec.size_bytes * local_share(placements, self.sizes))
+
+    def device_bytes(self, ref: TensorRef, placements: Placements) -> int:
+        """Bytes of one rank's piece of a tensor in the memory of its device."""
+        return 0 if self.host.holds(ref) else self.local_bytes(self.graph.spec(ref), placements)
 
     def written_name(self, ref: TensorRef) -> str:
         """Name of a tensor in the placement its node writes."""
@@ -333,7 +340,9 @@ class PlacedGraph:
             kind = BufferKind.PARAMETER if node.role is Role.PARAMETER else BufferKind.ACTIVATION
             buffers.append(Buffer(name=node.name, size_bytes=size, kind=kind))
             states = state_bytes(self.options.optimizer, spec.dtype) * size // DTYPE_BYTES[spec.dtype]
-            if node.role is Role.PARAMETER and states and not self.options.offload_optimizer:
+            if index in self.host.parameters:
+                buffers.pop()
+            elif node.role is Role.PARAMETER and states and not self.options.offload_optimizer:
                 name = f"{node.name}.states"
                 buffers.append(Buffer(name=name, size_bytes=states, kind=BufferKind.OPTIMIZER_STATE))
         return buffers

@@ -90,6 +90,7 @@ def lower_graph(graph: OperatorGraph, rules: Mapping[str, NodeRules], options: L
         loss=source.loss_value,
         micro_batches=options.micro_batches,
         offload_optimizer=options.offload_optimizer,
+        host_tables=tuple(graph.nodes[index].name for index in sorted(source.host.parameters)),
         start=start_instructions(source, [parameter.node for parameter in graph.parameters]),
     )
 

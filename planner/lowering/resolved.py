@@ -177,6 +177,8 @@ class _Step:
         rows: list[tuple[int, int, int]] = []
         states: list[int] = []
         for value, index in zip(self.stored.tolist(), self.stored_nodes, strict=True):
+            if index in source.host.parameters:
+                continue
             node = graph.nodes[index]
             spec = node.outputs[0]
             size = source.local_bytes(spec, source.stored[index])

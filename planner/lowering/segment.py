@@ -9,18 +9,12 @@ from functools import cached_property, partial
 from math import prod
 
 from planner.graph.operator_graph import DTYPE_BYTES, TensorRef
-from planner.instructions import (
-    NOTHING,
-    Accumulate,
-    BeginUpdate,
-    Communicate,
-    Update,
-    all_reduced,
-)
+from planner.instructions import NOTHING, Accumulate, BeginUpdate, Communicate, Update, all_reduced
 from planner.lowering.blueprint import Block, Blueprint, Use
 from planner.lowering.body import Gather
 from planner.lowering.copies import NOBODY
 from planner.lowering.groups import ALONE, BY_SIZE
+from planner.lowering.host import host_copy
 from planner.lowering.placed import local_share
 from planner.lowering.sums import Summed, summed
 from planner.lowering.together import together
@@ -28,21 +22,13 @@ from planner.lowering.writer import Draft, Moved, Writer
 from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step
 from planner.work import finish_traffic, sum_bytes, update_traffic
-from simulator.program import (
-    COMPUTE_STREAM,
-    HOST,
-    Buffer,
-    BufferKind,
-    Collective,
-    Kernel,
-    Phase,
-    Task,
-)
+from simulator.program import COMPUTE_STREAM, Buffer, BufferKind, Collective, Kernel, Phase, Task
 
 Then = Callable[["_Gradient"], None]
 """Takes what a gradient has become."""
-Kind = tuple[Collective, int, str, int]
-"""Gradients that may travel together: by collective, axis, type on the way, and the message they are assigned to."""
+Kind = tuple[Collective, int, str, int, bool]
+"""Gradients that may travel together: by collective, axis, type on the way, the message they are assigned to, and
+whether they lie in the memory of the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +63,6 @@ class _Pending:
 
     entries: list[_Entry] = field(default_factory=list)
     size_bytes: int = 0
-
-
-def host_copy(size_bytes: float) -> Task:
-    """A task that moves bytes between a device and its host."""
-    return Task(
-        name="optimizer states in host memory",
-        phase=Phase.UPDATE,
-        kernel=Kernel.COPY,
-        axis=HOST,
-        bytes_moved=size_bytes,
-    )
 
 
 class SegmentWriter(Writer):
@@ -177,7 +152,18 @@ class SegmentWriter(Writer):
     def _ways(
         self, values: Sequence[tuple[TensorRef, Placements, str]], limit_bytes: float
     ) -> Iterator[tuple[list[Moved], list[int]]]:
-        """The moves of parameters to their placements, as far as they go together, with their places in `values`."""
+        """The moves of parameters to their placements, as far as they go together, with their places in `values`.
+
+        Those in the memory of the host travel apart.
+        """
+        for on_host in (False, True):
+            places = [n for n, (ref, *_) in enumerate(values) if self.source.host.holds(ref) is on_host]
+            for items, numbers in self._alike([values[place] for place in places], limit_bytes):
+                yield items, [places[number] for number in numbers]
+
+    def _alike(
+        self, values: Sequence[tuple[TensorRef, Placements, str]], limit_bytes: float
+    ) -> Iterator[tuple[list[Moved], list[int]]]:
         specs = [self.graph.spec(ref) for ref, *_ in values]
         ways = [self.source.path(self.source.stored[ref.node], wanted) for ref, wanted, _ in values]
         names = [self.graph.nodes[ref.node].name for ref, *_ in values]
@@ -246,7 +232,8 @@ class SegmentWriter(Writer):
         ahead, _ = source.gradient_path(parameter)
         ref, name = source.gradient_ref(parameter), self.blueprint.names[value]
         spec = self.graph.spec(ref)
-        size = source.local_bytes(spec, ahead[-1].after if ahead else source.output_placements(ref))
+        placements = ahead[-1].after if ahead else source.output_placements(ref)
+        size = source.local_bytes(spec, placements)
         task = Task(
             name=f"accumulate {self.graph.nodes[parameter].name}",
             phase=Phase.BACKWARD,
@@ -254,8 +241,10 @@ class SegmentWriter(Writer):
             kernel=Kernel.VIEW if self.first else Kernel.ELEMENTWISE,
             dtype=spec.dtype,
             bytes_moved=0.0 if self.first else 3.0 * size,
+            on_host=source.host.holds(ref),
         )
-        writes = (Buffer(name=accumulator, size_bytes=size, kind=BufferKind.GRADIENT),) if self.first else ()
+        held = Buffer(name=accumulator, size_bytes=source.device_bytes(ref, placements), kind=BufferKind.GRADIENT)
+        writes = (held,) if self.first else ()
         instruction = Accumulate(source=name, accumulator=accumulator, first=self.first)
         self._add(task, instruction, (name,) if self.first else (name, accumulator), writes)
         self.drafts[-1].completes = (accumulator,)
@@ -299,13 +288,16 @@ class SegmentWriter(Writer):
 
     def _kind(self, parameter: int, step: Step) -> Kind:
         assert isinstance(step.operation, Collective)  # slices and masks are moved at once
-        dtype = self.source.travelling_dtype(self.graph.spec(self.source.gradient_ref(parameter)))
-        return step.operation, step.axis, dtype, self.source.fusion_group(parameter, step.operation)
+        ref = self.source.gradient_ref(parameter)
+        dtype = self.source.travelling_dtype(self.graph.spec(ref))
+        group = self.source.fusion_group(parameter, step.operation)
+        return step.operation, step.axis, dtype, group, self.source.host.holds(ref)
 
     def _move_of(self, parameter: int, step: Step) -> _Move:
         key = parameter, id(step)
         if key not in self.moves:
-            spec, kind = self.graph.spec(self.source.gradient_ref(parameter)), self._kind(parameter, step)
+            ref, kind = self.source.gradient_ref(parameter), self._kind(parameter, step)
+            spec = self.graph.spec(ref)
             on_wire = self.source.travelling_bytes(spec)
             self.moves[key] = _Move(
                 key=kind,
@@ -347,7 +339,7 @@ class SegmentWriter(Writer):
         if len(entries) > 1:
             name += f" and {len(entries) - 1} more"
         buffers = tuple([
-            Buffer(name=target, size_bytes=move.size_bytes, kind=BufferKind.GRADIENT)
+            Buffer(name=target, size_bytes=0 if key[4] else move.size_bytes, kind=BufferKind.GRADIENT)
             for target, (_, move, *_) in zip(targets, entries, strict=True)
         ])  # fmt: skip
         payload = sum(move.payload for _, move, *_ in entries)
@@ -355,15 +347,15 @@ class SegmentWriter(Writer):
         made = [(move.target, gradient.unit) for gradient, move, *_ in entries]
         home = self.blueprint.owners[head.parameter]
         if not cast:
-            self._message(name, Phase.BACKWARD, message, payload, writes=buffers, dtype=key[2])
+            self._message(name, Phase.BACKWARD, message, payload, writes=buffers, dtype=key[2], on_host=key[4])
             self._run_once(head.unit, home, reads, made)
         else:
             packed = self._pack(entries, reads, home)
-            self._message(name, Phase.BACKWARD, message, payload, dtype=key[2])
+            self._message(name, Phase.BACKWARD, message, payload, dtype=key[2], on_host=key[4])
             self._run_once(head.unit, home, [*reads, packed], ())
             came = sum(move.size_bytes for _, move, *_ in entries if move.narrow_bytes)
             axis = self.source.options.mesh.axes[key[1]].name
-            task = self._cast_task(f"cast back {name}", came, f"communication:{axis}")
+            task = self._cast_task(f"cast back {name}", came, f"communication:{axis}", on_host=key[4])
             self._add(task, NOTHING, (), buffers)
             self._run_once(head.unit, home, [packed], made)
         for gradient, move, steps, then in entries:
@@ -380,14 +372,15 @@ class SegmentWriter(Writer):
             self.came.get(names[head.value], COMPUTE_STREAM),
         )
         narrow = sum(move.narrow_bytes for _, move, *_ in entries)
-        task = self._cast_task(f"cast {len(entries)} gradients", narrow, stream)
-        size = int(sum(move.payload for _, move, *_ in entries))
+        on_host = entries[0][1].key[4]
+        task = self._cast_task(f"cast {len(entries)} gradients", narrow, stream, on_host=on_host)
+        size = 0 if on_host else int(sum(move.payload for _, move, *_ in entries))
         self._add(task, NOTHING, (), (Buffer(name=packed, size_bytes=size, kind=BufferKind.COMMUNICATION),))
         value = self.blueprint.value(packed, home)
         self._run_once(head.unit, home, reads, [(value, head.unit)])
         return value, head.unit
 
-    def _cast_task(self, name: str, narrow_bytes: int, stream: str) -> Task:
+    def _cast_task(self, name: str, narrow_bytes: int, stream: str, *, on_host: bool) -> Task:
         """Tensors read in their own type and written in one of twice the width, or the other way round."""
         return Task(
             name=name,
@@ -395,6 +388,7 @@ class SegmentWriter(Writer):
             stream=stream,
             kernel=Kernel.ELEMENTWISE,
             bytes_moved=3.0 * narrow_bytes,
+            on_host=on_host,
         )
 
     def _update(self) -> None:
@@ -434,6 +428,7 @@ class SegmentWriter(Writer):
             dtype=node.outputs[0].dtype,
             flops=elements * flops,
             bytes_moved=elements * moved,
+            on_host=parameter in self.source.host.parameters,
         )
 
     # Optimizers that need sums over whole parameters
@@ -493,9 +488,9 @@ class SegmentWriter(Writer):
     def _through_host(self) -> None:
         """Gradients go to the host, whose memory holds the states, and parameters come back, before any update."""
         source, names = self.source, self.blueprint.names
+        moved = [g for g in self.synchronised if g.parameter not in source.host.parameters]
         sizes = [
-            source.local_bytes(self.graph.nodes[g.parameter].outputs[0], source.stored[g.parameter])
-            for g in self.synchronised
+            source.local_bytes(self.graph.nodes[g.parameter].outputs[0], source.stored[g.parameter]) for g in moved
         ]
-        self._add(host_copy(2.0 * sum(sizes)), NOTHING, tuple(names[g.value] for g in self.synchronised), ())
-        self._run_once(NOBODY, NOBODY, [(g.value, g.unit) for g in self.synchronised], ())
+        self._add(host_copy(2.0 * sum(sizes)), NOTHING, tuple(names[g.value] for g in moved), ())
+        self._run_once(NOBODY, NOBODY, [(g.value, g.unit) for g in moved], ())

@@ -34,6 +34,7 @@ def broadcasts(source: PlacedGraph, parameters: Iterable[int]) -> Iterator[tuple
                 collective=Collective.BROADCAST,
                 axis=one.name,
                 payload_bytes=float(sum(source.graph.nodes[index].outputs[0].size_bytes for index in members)),
+                on_host=members[0] in source.host.parameters,
             )
             nowhere = (-1,) * len(members)
             yield (
@@ -57,10 +58,11 @@ def start_instructions(source: PlacedGraph, parameters: Iterable[int]) -> tuple[
 
 
 def _full(source: PlacedGraph, parameters: Iterable[int], limit_bytes: int) -> Iterator[list[int]]:
-    """Parameters of one type each, as many together as fill a message."""
-    by_type: dict[str, list[int]] = {}
+    """Parameters of one type each, on the host or on the device, as many together as fill a message."""
+    by_type: dict[tuple[str, bool], list[int]] = {}
     for index in parameters:
-        by_type.setdefault(source.graph.nodes[index].outputs[0].dtype, []).append(index)
+        key = source.graph.nodes[index].outputs[0].dtype, index in source.host.parameters
+        by_type.setdefault(key, []).append(index)
     for members in by_type.values():
         held: list[int] = []
         size = 0

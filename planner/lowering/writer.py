@@ -9,10 +9,12 @@ from math import prod
 from planner.graph.operator_graph import Role, TensorRef
 from planner.instructions import (
     Communicate,
+    HostCopy,
     Instruction,
     Mask,
     Slice,
 )
+from planner.lowering.host import host_copy
 from planner.lowering.placed import PlacedGraph
 from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step
@@ -62,6 +64,7 @@ def finished(task: Task, after: tuple[int, ...], allocates: tuple[Buffer, ...], 
         collective=task.collective,
         axis=task.axis,
         payload_bytes=task.payload_bytes,
+        on_host=task.on_host,
         allocates=allocates,
         releases=releases,
     )
@@ -138,13 +141,14 @@ class Writer:
         return target
 
     def _step(self, items: list[Moved], phase: Phase, asynchronous: bool) -> None:
-        """One move along one axis, of several tensors in one message if it is a collective."""
+        """One move along one axis, of several tensors in one message if it is a collective; all on the host or none."""
         source, step = self.source, items[0][3]
         specs = [self.graph.spec(ref) for ref, *_ in items]
         sizes = [source.local_bytes(spec, one.after) for spec, (*_, one) in zip(specs, items, strict=True)]
+        on_host = source.host.holds(items[0][0])
         kinds = [self._moved_kind(ref) for ref, *_ in items]
         writes = tuple(
-            Buffer(name=t, size_bytes=size, kind=kind)
+            Buffer(name=t, size_bytes=0 if on_host else size, kind=kind)
             for (_, _, t, _), size, kind in zip(items, sizes, kinds, strict=True)
         )
         if not isinstance(step.operation, Collective):
@@ -156,6 +160,7 @@ class Writer:
                 kernel=Kernel.COPY,
                 bytes_moved=2.0 * size,
                 dtype=specs[0].dtype,
+                on_host=on_host,
             )
             if value in self.came:
                 self.came[target] = self.came[value]
@@ -167,7 +172,15 @@ class Writer:
         )
         message = moving_message(items, asynchronous)
         what = items[0][1] if len(items) == 1 else f"{len(items)} tensors from {items[0][1]}"
-        self._message(f"{step.operation} {what}", phase, message, payload, writes=writes, dtype=specs[0].dtype)
+        self._message(
+            f"{step.operation} {what}", phase, message, payload,
+            writes=writes, dtype=specs[0].dtype, on_host=on_host,
+        )  # fmt: skip
+
+    def _host_copy(self, source: str, made: Buffer, size_bytes: float, phase: Phase, *, to_host: bool) -> None:
+        """Copy a value to the memory of the host or from there."""
+        task = host_copy(size_bytes, f"copy {source}", phase)
+        self._add(task, HostCopy(source=source, target=made.name, to_host=to_host), (source,), (made,))
 
     def _moved_kind(self, ref: TensorRef) -> BufferKind:
         role = self.graph.nodes[ref.node].role
@@ -185,6 +198,7 @@ class Writer:
         writes: tuple[Buffer, ...] = (),
         dtype: str = "float32",
         completes: tuple[str, ...] = (),
+        on_host: bool = False,
     ) -> None:
         axis = self.source.options.mesh.axes[message.axis].name
         stream = f"communication:{axis}"
@@ -198,6 +212,7 @@ class Writer:
             collective=message.collective,
             axis=axis,
             payload_bytes=payload,
+            on_host=on_host,
         )
         self._add(task, message, message.sources, writes)
         self.drafts[-1].completes = completes

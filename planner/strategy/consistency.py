@@ -37,6 +37,7 @@ def check_consistent(model: StrategyModel, mesh: Mesh, source: str) -> None:
     _check_ranks(model, mesh, source)
     _check_recompute(model, source)
     _check_storage(model, mesh, source)
+    _check_host(model, source)
     shards = prod(axis.size for axis in mesh.axes if axis.name in ("data", "expert"))
     batch = model.batch
     if batch.global_ != batch.micro * batch.micro_batches * shards:
@@ -130,6 +131,19 @@ def _check_recompute(model: StrategyModel, source: str) -> None:
         raise StrategyError(
             f"{source}: recompute.mode: {model.recompute.mode!r} is not the strongest of its ranges, {found!r}; "
             "correct it"
+        )
+
+
+def _check_host(model: StrategyModel, source: str) -> None:
+    if model.host_embeddings and model.pipeline.ranks > 1:
+        raise StrategyError(
+            f"{source}: host_embeddings: true with {model.pipeline.ranks} pipeline ranks; tables live on the host in "
+            "plans of one stage: use false"
+        )
+    if model.host_embeddings and model.optimizer == "lamb":
+        raise StrategyError(
+            f"{source}: host_embeddings: true with optimizer lamb, which adds up norms of tables and other parameters "
+            "in one message; use false or another optimizer"
         )
 
 

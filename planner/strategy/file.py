@@ -172,6 +172,7 @@ def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> 
         "shard_size": plan.shard_size,
         "sharding_threshold_bytes": plan.sharding_threshold_bytes,
         "offload_optimizer": plan.offload_optimizer,
+        **({"host_embeddings": True} if plan.host_embeddings else {}),
         "context_algorithm": plan.context_algorithm,
         "sequence_parallel": plan.sequence_parallel,
         "schedule": plan.schedule,
@@ -261,6 +262,7 @@ def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
         shard_size=model.shard_size,
         sharding_threshold_bytes=model.sharding_threshold_bytes,
         offload_optimizer=model.offload_optimizer,
+        host_embeddings=model.host_embeddings,
         context_algorithm=model.context_algorithm,
         exchange=_exchange_of(model.exchange),
     )

@@ -119,6 +119,7 @@ class Plan:
     shard_size : ranks of the data axis that share one copy of the states, which the others repeat; 0 for all
     sharding_threshold_bytes : smaller parameters stay whole
     offload_optimizer : optimizer states live in the memory of the host
+    host_embeddings : tables that are looked up alone live in the memory of the host, with their gradients and states
     context_algorithm : ``"none"``, ``"ring"`` or ``"all_to_all"``
     exchange : what a context says of how tensors travel
     """
@@ -152,6 +153,7 @@ class Plan:
     shard_size: int = 0
     sharding_threshold_bytes: int = 0
     offload_optimizer: bool = False
+    host_embeddings: bool = False
     context_algorithm: str = "none"
     exchange: Exchange = UNASKED
 

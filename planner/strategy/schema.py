@@ -197,6 +197,7 @@ class StrategyModel(_Strict):
     shard_size: Annotated[int, Field(ge=0, le=2**20)]
     sharding_threshold_bytes: Count
     offload_optimizer: bool
+    host_embeddings: bool = False
     context_algorithm: Literal["none", "ring", "all_to_all"]
     sequence_parallel: bool
     schedule: Literal["none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipe", "dualpipe_v"]

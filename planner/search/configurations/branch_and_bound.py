@@ -392,7 +392,7 @@ class _Search:
         key = (c.table_key, c.data, c.optimizer_sharding, c.shard_size, c.offload)
         if key not in self.standing:
             self.standing[key] = standing_bytes(self.model, self._table(c), c)
-        if self.standing[key] > c.pipeline * self.model.limit_bytes:
+        if self.standing[key] > c.pipeline * self.model.room_bytes(c):
             self.result.opened += 1
             self.misfits.append((self.standing[key] / c.pipeline, c))
             self._offload(bound, c)

@@ -75,7 +75,8 @@ __all__ = ["AXES", "Configuration", "StepModel", "StoredWays", "Whole", "host_ba
 class StepModel:
     """Turns labels into fragments and partition tasks of a configuration.
 
-    ``limit_bytes`` is the memory of a device, ``unit_pins`` what is fixed of single units.
+    ``limit_bytes`` is the memory of a device, ``unit_pins`` what is fixed of single units. ``host_elements`` are the
+    trained elements that live in the memory of the host: their memory is free, their time that on a device.
     """
 
     hardware: Hardware
@@ -84,6 +85,7 @@ class StepModel:
     limit_bytes: float
     bucket_bytes: float
     unit_pins: UnitPins = FREE
+    host_elements: float = 0.0
 
     def task(self, tables: StageTables, configuration: Configuration) -> PartitionTask:
         """The partition task of a configuration."""
@@ -102,7 +104,7 @@ class StepModel:
             chunks=configuration.virtual,
             rank_of=shape.rank_of,
             in_flight=shape.in_flight,
-            limit_bytes=self.limit_bytes,
+            limit_bytes=self.room_bytes(configuration),
             hidden_share=shape.hidden_share,
             uneven_s=partial(_uneven_s, configuration) if configuration.virtual > 1 else None,
             cuts=self.unit_pins.cuts,
@@ -402,6 +404,15 @@ class StepModel:
         state = 0.0 if c.offload else state_bytes(self.optimizer, self.dtype) / shards
         resident: FloatArray = held + gradient + elements * state
         return resident
+
+    def room_bytes(self, configuration: Configuration) -> float:
+        """Memory of a device with what tables on the host leave free at least: every axis inside may shard them."""
+        c, shards = configuration, self.shards(configuration)
+        elements = self.host_elements / (c.tensor * c.context * c.expert)
+        size = float(DTYPE_BYTES[self.dtype])
+        copies = 1.0 if c.optimizer_sharding in ("zero1", "zero2") else 0.0
+        state = 0.0 if c.offload else state_bytes(self.optimizer, self.dtype)
+        return self.limit_bytes + elements * (size * copies + (size + state) / shards)
 
     def _gathered_bytes(self, labels: UnitLabels, c: Configuration, bucket: float) -> FloatArray:
         """Bytes of whole gradients and parameters that stand while a unit goes backward."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from planner.networks.zoo.configs import GPTConfig, LlamaConfig, MixtralConfig
+from planner.networks.zoo.configs import GPTConfig, LlamaConfig, MixtralConfig, WideDeepConfig
 from planner.networks.zoo.gpt import GPT
 from planner.networks.zoo.llama import Llama
 from planner.networks.zoo.mixtral import Mixtral
 from planner.networks.zoo.resnet import ResNet
+from planner.networks.zoo.wide_deep import WideAndDeep
 
 VOCABULARY, LENGTH = 32, 16
+TABLE_ROWS = 4096
 
 
 def place(name: str) -> str:
@@ -68,6 +70,13 @@ def mixtral() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 def resnet() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     """One block a stage."""
     return ResNet((1, 1, 1, 1), classes=10), (torch.zeros(2, 3, 32, 32), torch.arange(2) + 8)
+
+
+def wide_and_deep() -> tuple[nn.Module, tuple[Tensor, Tensor, Tensor]]:
+    """Two tables that are looked up alone, larger than all other parameters."""
+    module = WideAndDeep(WideDeepConfig(rows=TABLE_ROWS, categories=4, numbers=4, width=8, hidden=(16, 8)))
+    rows = torch.tensor([[0, 1, 2, 3], [TABLE_ROWS - 1, 0, 0, 1]])
+    return module, (torch.zeros(2, 4), rows, torch.arange(2))
 
 
 def dropping() -> tuple[nn.Module, tuple[Tensor, Tensor]]:

@@ -1,0 +1,46 @@
+"""What a plan whose tables of embeddings live on the host needs of the request, the network and the profile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.graph.host_tables import host_tables
+from planner.graph.operator_graph import OperatorGraph
+from planner.request import Pins
+from planner.work import Optimizer
+from simulator.errors import InputError
+from simulator.hardware import Hardware
+from simulator.timing import host_time
+
+
+def with_host_tables(pins: Pins, graph: OperatorGraph, update: Optimizer, hardware: Hardware) -> Pins:
+    """The pins, with one stage where tables are to live on the host.
+
+    Raises
+    ------
+    InputError
+        Other pins, the optimizer, the network or the profile forbid it.
+    """
+    if not pins.host_embeddings:
+        return pins
+    what = "pin host_embeddings=true"
+    for name in ("pp", "vpp"):
+        if (value := getattr(pins, name) or 1) > 1:
+            raise InputError(f"{what}: tables live on the host in plans of one stage, not {name}={value}; use {name}=1")
+    if pins.by_unit or pins.batch_only:
+        raise InputError(
+            f"{what}: not with marks of single modules or a parallel mode that cuts the batch alone; use "
+            "--parallel-mode auto_parallel"
+        )
+    if update.sums:
+        raise InputError(
+            f"{what}: optimizer {update.name} adds up norms of tables and other parameters in one message; use "
+            "--optimizer adamw or leave the pin out"
+        )
+    if not host_time(hardware, 1.0):
+        raise InputError(
+            f"{what}: profile {hardware.name} does not say how fast devices reach their host; add "
+            "reliability.snapshot_bandwidth_bytes_per_s to the profile, or leave the pin out"
+        )
+    host_tables(graph)
+    return replace(pins, pp=1, vpp=1)

@@ -1,0 +1,197 @@
+"""Plans with tables of embeddings on the host: what lies where, what it costs, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from planner.graph.host_tables import LOOKUP, host_tables
+from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
+from planner.graph.scaling import at_precision
+from planner.instructions import Compute, HostCopy, LoweredPlan, read_values, written_values
+from planner.lowering.checked import lower, precision_dtype
+from planner.networks import load_network
+from planner.planning import PlanRequest, PlanResult, plan_network
+from planner.prediction import predict_plan
+from planner.strategy.file import plan_from_text, plan_to_text
+from planner.strategy.plan import Plan
+from simulator import engine, fast_engine
+from simulator.errors import InputError, StrategyError
+from simulator.hardware import HOST_MEMORY_BANDWIDTH, load_profile
+from simulator.program import COMPUTE_STREAM, HOST, Collective, Kernel, Task
+from simulator.timing import host_memory_time, host_message_time, task_times
+from simulator.topology import group_shape
+from tests.planner.execution.made import HARDWARE
+from tests.planner.execution.small import place
+
+WIDE, LLAMA = place("wide_and_deep"), place("llama")
+PROFILE = load_profile(HARDWARE)
+PINS = (
+    {"dp": 2, "optimizer_sharding": "none"},
+    {"dp": 2, "optimizer_sharding": "zero1", "micro_batches": 2},
+    {"dp": 2, "optimizer_sharding": "zero2", "micro_batches": 2, "offload_optimizer": "true"},
+    {"dp": 2, "optimizer_sharding": "zero3", "recompute": "full"},
+    {"tp": 2, "micro_batches": 2},
+)
+
+
+@cache
+def captured(network: str) -> OperatorGraph:
+    return load_network(network).capture()
+
+
+@cache
+def planned_with(network: str, number: int) -> Plan:
+    request = PlanRequest(
+        network=network,
+        hardware=HARDWARE,
+        devices=2,
+        global_batch=8,
+        pins={"host_embeddings": "true"} | {name: str(value) for name, value in PINS[number].items()},
+        top=1,
+        sensitivity=False,
+    )
+    return plan_network(request, graph=captured(network)).candidates[0].plan
+
+
+@cache
+def lowered_of(network: str, number: int, *, on_host: bool = True) -> LoweredPlan:
+    """The same strategies with tables on the host, or on the devices."""
+    plan = planned_with(network, number)
+    assert plan.host_embeddings
+    return lower(replace(plan, host_embeddings=on_host), captured(network))
+
+
+def rows(lowered: LoweredPlan) -> list[tuple[Task, object]]:
+    pairs = zip(lowered.program.segments, lowered.instructions, strict=True)
+    return [row for segment, own in pairs for row in zip(segment.tasks, own, strict=True)]
+
+
+@pytest.mark.parametrize("number", range(len(PINS)))
+@pytest.mark.parametrize("network", [WIDE, pytest.param(LLAMA, marks=pytest.mark.slow)])
+def test_everything_works_where_its_values_are(network: str, number: int) -> None:
+    lowered = lowered_of(network, number)
+    assert lowered.host_tables
+    on_host = dict.fromkeys((entry.value for entry in (*lowered.parameters, *lowered.inputs)), False)
+    on_host |= dict.fromkeys(lowered.host_tables, True)
+    copies = 0
+    for task, instruction in rows(lowered):
+        read = [on_host[name] for name in read_values(instruction)]
+        if isinstance(instruction, HostCopy):
+            assert read == [not instruction.to_host]
+            assert task.axis == HOST
+            assert task.stream == COMPUTE_STREAM
+            on_host[instruction.target] = instruction.to_host
+            copies += 1
+            continue
+        assert len(set(read)) <= 1, f"{task.name} reads from two memories"
+        assert task.on_host == (bool(read) and read[0]), task.name
+        if isinstance(instruction, Compute):
+            assert instruction.on_host == task.on_host
+        on_host |= dict.fromkeys(written_values(instruction), task.on_host)
+        if task.on_host:
+            assert all(buffer.size_bytes == 0 for buffer in task.allocates)
+    lookups = sum(node.op == LOOKUP for node in lowered.graph.nodes)
+    assert copies >= 4 * lookups, "row numbers and rows, their gradients and row numbers"
+
+
+@pytest.mark.parametrize("number", range(len(PINS)))
+def test_memory_falls_by_the_tables_and_the_step_waits_for_the_host(number: int) -> None:
+    plain, hosted = (lowered_of(WIDE, number, on_host=on_host) for on_host in (False, True))
+    kept = [{b.name: b.size_bytes for b in one.program.resident} for one in (plain, hosted)]
+    gone = kept[0].keys() - kept[1].keys()
+    assert {name for name in gone if not name.endswith(".states")} == set(hosted.host_tables)
+    assert {name: kept[0][name] for name in kept[1]} == kept[1]
+    timelines = [fast_engine.simulate(one.program, PROFILE) for one in (plain, hosted)]
+    less = sum(kept[0][name] for name in gone)
+    assert timelines[1].peak_memory_bytes < timelines[0].peak_memory_bytes - less
+    slower = fast_engine.simulate(hosted.program, replace(PROFILE, host_memory_bandwidth=1e9))
+    assert slower.step_time_s > max(timeline.step_time_s for timeline in timelines)
+    reference = engine.simulate(hosted.program, PROFILE)
+    assert reference.step_time_s == pytest.approx(timelines[1].step_time_s, rel=1e-9)
+    assert timelines[1].memory.unreleased == (hosted.loss,)
+
+
+@pytest.mark.parametrize("network", [WIDE, pytest.param(LLAMA, marks=pytest.mark.slow)])
+def test_equal_layers_are_written_once_and_take_as_long(network: str) -> None:
+    lowered = lowered_of(network, 1)
+    plan = planned_with(network, 1)
+    found = predict_plan(plan, at_precision(captured(network), precision_dtype(plan.precision)), PROFILE)
+    timeline = fast_engine.simulate(lowered.program, PROFILE)
+    assert found.step_time_s == pytest.approx(timeline.step_time_s, rel=1e-9)
+    assert found.peak_memory_bytes == timeline.peak_memory_bytes
+
+
+def test_host_work_takes_its_bytes_over_the_memory_of_the_host() -> None:
+    lowered = lowered_of(WIDE, 0)
+    seconds = np.concatenate(task_times(lowered.program, PROFILE))
+    share = HOST_MEMORY_BANDWIDTH / PROFILE.devices_per_node
+    kernels = []
+    for took, (task, _) in zip(seconds, rows(lowered), strict=True):
+        if task.on_host and task.collective is None:
+            assert took == pytest.approx(PROFILE.kernels[task.kernel].overhead_s + task.bytes_moved / share)
+            kernels.append(task.kernel)
+    assert kernels.count(Kernel.EMBEDDING) == 4
+    assert kernels.count(Kernel.OPTIMIZER) == 2
+    elements = sum(lowered.graph.nodes[i].outputs[0].elements for i in host_tables(lowered.graph).parameters)
+    updates = [t.bytes_moved for t, _ in rows(lowered) if t.on_host and t.kernel is Kernel.OPTIMIZER]
+    assert sum(updates) == 7 * DTYPE_BYTES["float32"] * elements
+    assert planned_with(WIDE, 0).optimizer == "adamw"
+
+
+def test_messages_among_hosts_are_no_faster_than_their_memory_nor_their_links() -> None:
+    group, payload = group_shape(PROFILE, 8, 1), np.array([1e3, 1e9])
+    slow_links = replace(PROFILE, host_memory_bandwidth=1e18)
+    memory = host_memory_time(PROFILE, 3.0 * payload)
+    found = host_message_time(PROFILE, Collective.ALL_GATHER, payload, group)
+    links = host_message_time(slow_links, Collective.ALL_GATHER, payload, group)
+    assert found[1] == memory[1] > links[1]
+    assert found[0] == links[0] > memory[0]
+    assert host_message_time(PROFILE, Collective.ALL_REDUCE, payload, group)[1] == 2 * memory[1]
+
+
+def test_the_strategy_file_keeps_it_and_contradictions_are_refused() -> None:
+    plan = planned_with(WIDE, 0)
+    text = plan_to_text(plan)
+    assert plan_from_text(text).plan == plan
+    assert "host_embeddings" not in plan_to_text(replace(plan, host_embeddings=False))
+    with pytest.raises(StrategyError, match=r"host_embeddings.*lamb"):
+        plan_from_text(plan_to_text(replace(plan, optimizer="lamb")))
+
+
+def planned(network: str, hardware: str = HARDWARE, devices: int = 1, **pins: str) -> PlanResult:
+    optimizer = pins.pop("optimizer", None)
+    request = PlanRequest(network=network, hardware=hardware, devices=devices, global_batch=64, pins=pins)
+    return plan_network(replace(request, optimizer=optimizer, sensitivity=False, top=1))
+
+
+@pytest.mark.parametrize(
+    ("network", "pins", "words"),
+    [
+        ("zoo:gpt2-tiny", {}, ["embedding", "used by", "untie"]),
+        ("zoo:mlp", {}, ["looks nothing up"]),
+        (LLAMA, {"pp": "2"}, ["pp=2", "use pp=1"]),
+        (LLAMA, {"optimizer": "lamb"}, ["lamb", "adamw"]),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_reason(network: str, pins: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        planned(network, devices=2, host_embeddings="true", **pins)
+    for word in ("host_embeddings", *words):
+        assert word in str(caught.value)
+
+
+def test_tables_larger_than_a_device_are_planned_on_the_host(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "hw_profiles" / f"{HARDWARE}.yaml").read_text()
+    line = next(line for line in text.splitlines() if line.strip().startswith("memory_bytes:"))
+    profile = tmp_path / "small.yaml"
+    profile.write_text(text.replace(line, '  memory_bytes: {value: 4000000000, source: "assumed: a small device"}'))
+    assert load_profile(str(profile)).device_memory_bytes < 2 * 652e6 * 4
+    assert not planned("zoo:widedeep", str(profile)).candidates
+    best = planned("zoo:widedeep", str(profile), host_embeddings="true").candidates[0]
+    assert best.plan.host_embeddings
+    assert best.prediction.peak_memory_bytes < 10e9 / 100
