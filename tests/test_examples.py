@@ -69,6 +69,7 @@ def test_a_gpt_from_a_file_in_mindformers_style(tmp_path: Path) -> None:
     plan = read_plan(strategy)
     assert (plan.degree("data"), plan.degree("tensor"), plan.pipeline, plan.virtual) == (2, 2, 2, 1)
     assert plan.sequence_parallel
+    assert len({group for _, group in plan.exchange.fusion_groups}) == 4
     training = ("--steps", "3", "--verify", "--precision", "fp64", "--out", str(out), "-q")
     run("-m", "planner.cli", "execute", str(strategy), *training, folder=ROOT)
     assert json.loads(out.read_text())["max_loss_difference"] < 1e-10

@@ -142,7 +142,8 @@ def _with_modes(file: PlanSettings, translated: Translated) -> PlanSettings:
 def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettings, Marks | None, list[str]]:
     """Hold what a file in MindFormers' style says against devices and network; what is slow is said."""
     from planner.cli.options import read_pins
-    from planner.context.notes import check_micro_batches, check_sizes, sizes_of, used_devices
+    from planner.context.marks import Marks
+    from planner.context.notes import check_micro_batches, check_sizes, sizes_of, used_devices, vocabulary_marks
     from planner.networks import load_network
 
     pins, notes = read_pins(settings.pin), []
@@ -152,12 +153,18 @@ def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettin
         settings = settings.model_copy(update={"devices": used})
         notes += [idle] if idle else []
     check_micro_batches(pins)
-    sized = translated.vocabulary_cut or any(pins.get(name, "1") != "1" for name in ("tp", "pp"))
+    cut = translated.vocabulary_cut
+    sized = cut is not None or any(pins.get(name, "1") != "1" for name in ("tp", "pp"))
     marks = None
     if (sized or translated.layers) and settings.network is not None:
         graph = load_network(settings.network, sequence_length=settings.seq_len).capture()
-        notes += check_sizes(pins, sizes_of(graph), vocabulary_cut=translated.vocabulary_cut)
+        notes += check_sizes(pins, sizes_of(graph), vocabulary_cut=cut)
         marks = translated.layers.marks(graph, int(pins.get("pp", "1"))) if translated.layers else None
+        if cut is not None and translated.parallel_mode == ParallelMode.AUTO_PARALLEL:
+            by_layer = bool(translated.layers.offset or translated.layers.recompute)
+            table, left = vocabulary_marks(pins, graph, cut=cut, by_layer=by_layer)
+            marks = (marks or Marks()).over(table)
+            notes += [left] if left else []
     return settings, marks, notes
 
 

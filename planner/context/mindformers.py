@@ -37,7 +37,8 @@ class Translated:
     """What a file says.
 
     ``options`` are options of ``plan`` that stand in the file, ``pins`` what its keys pin; ``configured`` where all
-    degrees are (semi-automatic mode), and ``vocabulary_cut`` where the embedding is to be cut along its vocabulary.
+    degrees are (semi-automatic mode); ``vocabulary_cut`` says whether the table of tokens is cut along its vocabulary,
+    None for nothing said.
     ``layers`` are settings layer by layer, ``notes`` say what was not read.
     """
 
@@ -45,7 +46,7 @@ class Translated:
     context: AutoParallelContext
     pins: Mapping[str, str]
     configured: bool = False
-    vocabulary_cut: bool = False
+    vocabulary_cut: bool | None = None
     layers: LayerSettings = field(default_factory=LayerSettings)
     notes: tuple[str, ...] = field(default=())
 
@@ -140,7 +141,7 @@ def translate(document: Mapping[Any, Any]) -> Translated:
         context=context,
         pins={**pins, **_recompute(document)},
         configured=configured,
-        vocabulary_cut=not config.get("vocab_emb_dp", True),
+        vocabulary_cut=not config["vocab_emb_dp"] if "vocab_emb_dp" in config else None,
         layers=layer_settings(config, _section(document, "recompute_config"), model, stages),
         notes=(*notes, *more),
     )

@@ -8,9 +8,12 @@ from math import ceil, prod
 from typing import TYPE_CHECKING
 
 from planner.context.errors import ContextError
+from planner.search.problem.cuts import OperatorCuts
 from simulator.errors import UnsupportedError
+from simulator.program import Phase
 
 if TYPE_CHECKING:
+    from planner.context.marks import Marks
     from planner.graph.operator_graph import OperatorGraph
 
 DEGREES: Mapping[str, str] = {
@@ -29,6 +32,58 @@ class Sizes:
     hidden: int = 0
     heads: int = 0
     vocabulary: int = 0
+
+
+def vocabulary_marks(
+    pins: Mapping[str, str], graph: OperatorGraph, *, cut: bool, by_layer: bool = False
+) -> tuple[Marks, str]:
+    """Marks with which the table of tokens is whole on every tensor-parallel rank, or cut along its vocabulary.
+
+    Parameters
+    ----------
+    by_layer
+        Whether layers are placed or recomputed one by one.
+
+    Returns
+    -------
+    Marks
+    str
+        What to say where the search decides after all: strategies of operators are kept only in plans of one stage
+        without recomputation and the like.
+
+    Raises
+    ------
+    ContextError
+        Data or model parallelism is not configured, or the network has no table of tokens.
+    UnsupportedError
+        The table is to be cut in a plan of another kind.
+    """
+    from planner.context.marks import Marks
+    from planner.request import Pins, PlanRequest, read_pins
+
+    said = f"parallel_config.vocab_emb_dp={not cut}"
+    found = read_pins(PlanRequest(network=graph.network, hardware="", devices=1, pins=pins))
+    beyond = [f"{n}={text}" for n, text in found.named().items() if not Pins(**{n: getattr(found, n)}).one_stage]
+    beyond += ["settings of single layers"] if by_layer else []
+    if beyond and cut:
+        raise UnsupportedError(
+            f"{said} with {', '.join(beyond)} is not supported yet: strategies of operators are kept in plans of one "
+            "stage that keep everything; leave it out, and the search decides how the table is cut"
+        )
+    if beyond:
+        return Marks(), f"{said} is left to the search: strategies of operators are not kept with {', '.join(beyond)}"
+    vocabulary = sizes_of(graph).vocabulary
+    tables = (node for node in graph.nodes if node.op == "aten.embedding.default" and node.phase is Phase.FORWARD)
+    table = next((n for n in tables if vocabulary and graph.spec(n.tensor_inputs[0]).shape[0] >= vocabulary), None)
+    if table is None and not cut:
+        return Marks(), ""
+    if table is None:
+        raise ContextError(f"{said}: {graph.network} has no table of tokens; leave it out")
+    if not {"dp", "tp"} <= pins.keys():
+        raise ContextError(f"{said} needs data_parallel and model_parallel: they say how the table is cut; add them")
+    rest = (1,) * (len(graph.spec(table.tensor_inputs[1]).shape) - 1)
+    inputs = ((int(pins["dp"]), *rest), (int(pins["tp"]) if cut else 1, 1))
+    return Marks(cuts={table.module: OperatorCuts(inputs=inputs)}), ""
 
 
 def sizes_of(graph: OperatorGraph) -> Sizes:
@@ -76,7 +131,7 @@ def check_micro_batches(pins: Mapping[str, str]) -> None:
         )
 
 
-def check_sizes(pins: Mapping[str, str], sizes: Sizes, *, vocabulary_cut: bool = False) -> tuple[str, ...]:
+def check_sizes(pins: Mapping[str, str], sizes: Sizes, *, vocabulary_cut: bool | None = None) -> tuple[str, ...]:
     """Hold degrees against a network; what is possible but slow is returned as notes.
 
     Raises
@@ -84,8 +139,6 @@ def check_sizes(pins: Mapping[str, str], sizes: Sizes, *, vocabulary_cut: bool =
     ContextError
         Model parallelism does not divide the width or the heads (or the vocabulary, where it is to be cut), or there
         are more stages than layers.
-    UnsupportedError
-        The vocabulary is to be cut.
     """
     tensor, stages = int(pins.get("tp", "1")), int(pins.get("pp", "1"))
     cut = {"hidden_size": sizes.hidden, "num_heads": sizes.heads}
@@ -99,11 +152,6 @@ def check_sizes(pins: Mapping[str, str], sizes: Sizes, *, vocabulary_cut: bool =
                 f"model_parallel={tensor} does not divide {name}={size}, {size % tensor} are left over: parameters "
                 f"could not be cut evenly; use model_parallel={near}{other}"
             )
-    if vocabulary_cut:
-        raise UnsupportedError(
-            "parallel_config.vocab_emb_dp=False is not supported yet: the search decides how the embedding is cut; "
-            "leave it out"
-        )
     if not sizes.layers:
         return ()
     if stages > sizes.layers:

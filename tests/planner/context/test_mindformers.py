@@ -12,11 +12,15 @@ from typer.testing import CliRunner, Result
 
 from planner.cli.app import app
 from planner.cli.config import Configuration, PlanSettings, with_config
+from planner.context.errors import ContextError
 from planner.context.marks import Marks
 from planner.context.mindformers import Translated, is_mindformers, translate
-from planner.context.notes import Sizes, check_sizes, sizes_of, used_devices
+from planner.context.notes import Sizes, check_sizes, sizes_of, used_devices, vocabulary_marks
+from planner.execution.run import ExecuteOptions, execute_plan
 from planner.networks import load_network
+from planner.sharding.placement import REPLICATE
 from planner.strategy.file import read_plan
+from planner.strategy.plan import Plan
 from simulator.errors import InputError, UnsupportedError
 
 FILE: dict[str, Any] = {
@@ -284,6 +288,49 @@ def test_all_to_alls_are_refused_where_the_file_forbids_them(tmp_path: Path, mon
     assert result.exit_code == 2
     assert "enable_alltoall=True" in result.stderr
     assert not Path("strategy.json").exists()
+
+
+def table_of(
+    tmp_path: Path, cut: bool, mode: str = "dynamic_programming", devices: int = 4
+) -> tuple[tuple[int, ...], Plan]:
+    """Where the table of tokens of GPT-2 lies on the axes that are not of samples, and the plan."""
+    config = {"data_parallel": 2, "model_parallel": devices // 2, "vocab_emb_dp": not cut}
+    file, out = tmp_path / "v.yaml", tmp_path / f"{cut}.json"
+    file.write_text(yaml.safe_dump({"parallel": {"parallel_mode": 1, "search_mode": mode}, "parallel_config": config}))
+    options = ("--hw", "dgx-a100", "--devices", str(devices), "--config", str(file), "--out", str(out), "-q")
+    result = run("plan", "zoo:gpt2-tiny", *options)
+    assert result.exit_code == 0, result.stderr
+    plan = read_plan(out)
+    rules = plan.rules["token_embedding/embedding"]
+    return tuple(r.inputs[0] for a, r in zip(plan.mesh.axes, rules, strict=True) if a.name != "data"), plan
+
+
+@pytest.mark.parametrize("mode", ["dynamic_programming", "sharding_propagation"])
+def test_the_table_of_tokens_is_whole_or_cut(tmp_path: Path, mode: str) -> None:
+    assert table_of(tmp_path, cut=True, mode=mode)[0] == (0,)
+    assert table_of(tmp_path, cut=False, mode=mode)[0] == (REPLICATE,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_table_that_is_whole_or_cut_is_executed(tmp_path: Path, cut: bool) -> None:
+    _, plan = table_of(tmp_path, cut=cut)
+    report = execute_plan(plan, ExecuteOptions(strategy="unused", steps=2, verify=True, precision="fp64"))
+    assert report.verified
+
+
+def test_where_no_strategies_are_kept_the_table_is_left_to_the_search(tmp_path: Path) -> None:
+    notes = configured(tmp_path, FILE).notes
+    assert any("vocab_emb_dp=True is left to the search" in note and "pp=2" in note for note in notes)
+    mlp = vocabulary_marks({"dp": "2", "tp": "2"}, load_network("zoo:mlp").capture(), cut=False)
+    assert mlp == (Marks(), "")
+    graph = load_network("zoo:gpt2-tiny").capture()
+    with pytest.raises(ContextError, match="vocab_emb_dp=False: mlp has no table of tokens"):
+        vocabulary_marks({"dp": "2", "tp": "2"}, load_network("zoo:mlp").capture(), cut=True)
+    with pytest.raises(ContextError, match="needs data_parallel and model_parallel"):
+        vocabulary_marks({"tp": "2"}, graph, cut=True)
+    with pytest.raises(UnsupportedError, match="settings of single layers"):
+        vocabulary_marks({"dp": "2", "tp": "2"}, graph, cut=True, by_layer=True)
 
 
 # Layers one by one
