@@ -307,12 +307,16 @@ class ParetoSearch:
             near = [p for p in waiting if not labels.variables or set(p.variables) & set(labels.variables)]
             part = (near or waiting)[0]
             waiting = [p for p in waiting if p is not part]
-            pairs = self._paired(labels, part)
-            if remains is not None and not waiting:
-                for price, rest in zip(self.prices, remains.tables, strict=True):
-                    pairs = pairs.picked(price.cost(pairs, rest[remains.at(pairs)]) <= price.threshold)
-            labels = pairs.labels()
+            labels = self._both(labels, part, None if waiting else remains)
         return labels
+
+    def _both(self, left: Labels, right: Labels, remains: Remains | None) -> Labels:
+        """Every way to take a label of each so that the states agree; the parents of the left one come first."""
+        pairs = self._paired(left, right)
+        if remains is not None:
+            for price, rest in zip(self.prices, remains.tables, strict=True):
+                pairs = pairs.picked(price.cost(pairs, rest[remains.at(pairs)]) <= price.threshold)
+        return pairs.labels()
 
     def _row(self, number: int) -> Labels:
         """Labels of a whole row of blocks: one layer after the other."""
@@ -333,7 +337,8 @@ class ParetoSearch:
         row = self._completable(row, Remains(_REACHED, (), [r.after[1] for r in rows]))
         for layer in range(2, block.count + 1):
             remains = Remains(_LONGER, (), [r.after[layer] for r in rows])
-            row = replace(self._completable(self._joined([row, one], remains), remains), variables=_REACHED)
+            # Parents are the layers in their order, however many labels there are of each.
+            row = replace(self._completable(self._both(row, one, remains), remains), variables=_REACHED)
         ends = [
             _apart(row.states[:, i], [sizes[v] for v in vs])
             for i, vs in enumerate((block.shared, block.entrance, block.exit))

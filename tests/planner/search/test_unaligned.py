@@ -55,7 +55,7 @@ def graph_of(block: type[nn.Module], monkeypatch: pytest.MonkeyPatch, count: int
     return load_network("py:made_of_blocks:make").capture()
 
 
-@pytest.mark.parametrize("block", [Negated, pytest.param(Twofold, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("block", [Negated, Twofold])
 def test_the_odd_block_is_taken_out(block: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_of(block, monkeypatch)
     (run,) = graph.runs
@@ -78,6 +78,7 @@ def test_the_odd_block_is_taken_out(block: type[nn.Module], monkeypatch: pytest.
     assert found is not None
     assert expected is not None
     assert found.objective_s == pytest.approx(expected.objective_s, rel=1e-9)
+    assert found.memory_bytes <= limit
 
 
 @pytest.mark.parametrize("mode", SEARCH_MODES)
