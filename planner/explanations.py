@@ -148,8 +148,10 @@ def pin_costs(search: Configured, pins: Pins, best: Placed) -> Iterator[tuple[st
     The best plan is one without the pin as well: only what beats it is looked for.
     """
     for name, text in pins.named().items():
-        if name == "sharding_threshold_kb":
+        if name in ("sharding_threshold_kb", "host_embeddings"):
             continue  # the closed form does not tell parameters apart
+        if pins.host_embeddings and name in ("pp", "vpp"):
+            continue  # tables on the host need one stage
         try:
             free = search.explore(without(pins, name), solves=FEW_SOLVES, wanted=0, incumbent_s=best.objective_s)
         except InputError:

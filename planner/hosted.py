@@ -1,11 +1,13 @@
-"""What a plan whose tables of embeddings live on the host needs of the request, the network and the profile."""
+"""What plans whose tables of embeddings live on the host need of request, network and profile, and what they cost."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from planner.configured import Configured, Scored
 from planner.graph.host_tables import host_tables
 from planner.graph.operator_graph import OperatorGraph
+from planner.prediction import predict_plan
 from planner.request import Pins
 from planner.work import Optimizer
 from simulator.errors import InputError
@@ -44,3 +46,12 @@ def with_host_tables(pins: Pins, graph: OperatorGraph, update: Optimizer, hardwa
         )
     host_tables(graph)
     return replace(pins, pp=1, vpp=1)
+
+
+def host_tables_cost_s(search: Configured, scored: Scored) -> float | None:
+    """Seconds of a simulated step that tables on the host cost; None where they are not there or fit nowhere else."""
+    if not scored.plan.host_embeddings:
+        return None
+    other = predict_plan(replace(scored.plan, host_embeddings=False), search.graph, search.hardware)
+    fits = other.peak_memory_bytes <= other.device_memory_bytes
+    return max(0.0, scored.prediction.step_time_s - other.step_time_s) if fits else None

@@ -185,6 +185,26 @@ def test_what_cannot_be_is_refused_with_a_reason(network: str, pins: dict[str, s
         assert word in str(caught.value)
 
 
+def test_what_the_pin_costs_is_simulated() -> None:
+    names = ("dp", "host_embeddings", "optimizer_sharding", "micro_batches", "bucket_mb", "offload_optimizer")
+    values = ("2", "true", "none", "1", "1", "false")
+    request = PlanRequest(
+        network="zoo:widedeep",
+        hardware=HARDWARE,
+        devices=2,
+        global_batch=64,
+        pins=dict(zip(names, values, strict=True)),
+    )
+    found = plan_network(request)
+    costs = {name: seconds for name, seconds, _ in found.pin_costs}
+    assert "pp=1" not in costs
+    best = found.candidates[0]
+    graph = at_precision(captured("zoo:widedeep"), precision_dtype(best.plan.precision))
+    other = predict_plan(replace(best.plan, host_embeddings=False), graph, PROFILE)
+    assert costs["host_embeddings=true"] == pytest.approx(best.prediction.step_time_s - other.step_time_s)
+    assert costs["host_embeddings=true"] > other.step_time_s > 0
+
+
 def test_tables_larger_than_a_device_are_planned_on_the_host(tmp_path: Path) -> None:
     text = (Path(__file__).parents[3] / "hw_profiles" / f"{HARDWARE}.yaml").read_text()
     line = next(line for line in text.splitlines() if line.strip().startswith("memory_bytes:"))
