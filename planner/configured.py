@@ -11,6 +11,7 @@ import numpy as np
 from planner.analytic import analytic_breakdown
 from planner.graph.host_tables import host_tables
 from planner.graph.operator_graph import OperatorGraph, Role
+from planner.lowering.checked import fits_copies
 from planner.prediction import Prediction, predict_plan
 from planner.request import Pins
 from planner.search.configurations.alternatives import diverse
@@ -260,6 +261,8 @@ class Configured:
         allowed = placed.task.limit_bytes
         for _ in range(TIGHTER + 1):
             plan = self.plan(placed, self.certificate(explored))
+            if not fits_copies(plan, self.graph):
+                return None
             prediction = predict_plan(plan, self.graph, self.hardware)
             over = prediction.peak_memory_bytes - limit
             if over > 0:

@@ -36,6 +36,7 @@ class Compute:
     rules: tuple[Rule, ...]
     cut: SequenceCut | None = None
     on_host: bool = False
+    copy: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +144,15 @@ class Update:
     sums: str = ""
 
 
+def value_of_copy(name: str, copy: int) -> str:
+    """What a value of the first copy of a micro-batch is called in another.
+
+    >>> value_of_copy("blocks.0.norm", 0), value_of_copy("blocks.0.norm", 1)
+    ('blocks.0.norm', 'blocks.0.norm of copy 2')
+    """
+    return f"{name} of copy {copy + 1}" if name and copy else name
+
+
 Instruction = Compute | HostCopy | Slice | Mask | Communicate | Accumulate | BeginUpdate | Update
 
 
@@ -171,7 +181,9 @@ class LoweredPlan:
 
     ``instructions[s][t]`` belongs to ``program.segments[s].tasks[t]``, which also says which values
     to free after it. ``loss`` is a replicated scalar at the end of each micro-batch. ``start`` runs once, before the
-    first step. ``host_tables`` are the values of parameters that lie in the memory of the host.
+    first step. ``host_tables`` are the values of parameters that lie in the memory of the host. With ``copies`` a
+    segment runs as many batches of the graph's size in turn: ``inputs`` and ``loss`` name the values of the first,
+    `value_of_copy` those of the others, and ``micro_batches`` counts every one of them.
     """
 
     graph: OperatorGraph
@@ -185,6 +197,7 @@ class LoweredPlan:
     offload_optimizer: bool = False
     host_tables: tuple[str, ...] = ()
     start: tuple[Instruction, ...] = ()
+    copies: int = 1
 
     @property
     def devices(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from planner.graph.operator_graph import OperatorGraph, Role
+from planner.lowering.checked import fits_copies
 from planner.prediction import Prediction, predict_plan
 from planner.quantities import bytes_text
 from planner.request import Pins, PlanRequest
@@ -124,6 +125,8 @@ class _Scorer:
         if space.search_mode != "dynamic_programming":
             item = replace(item, solution=_bounded(item, limit))
         plan, allowed = _make_plan(space, self.graph, self.base, item), float(limit)
+        if not fits_copies(plan, self.graph):
+            return []
         prediction = predict_plan(plan, self.graph, space.hardware)
         for _ in range(retries if item.solution.memory_bytes > ROOMY * limit else 0):
             over = prediction.peak_memory_bytes - limit
@@ -137,6 +140,8 @@ class _Scorer:
             bound = min(item.solution.lower_bound_s, again.solution.lower_bound_s)
             again = replace(again, solution=replace(again.solution, lower_bound_s=bound))
             plan = _make_plan(space, self.graph, self.base, again)
+            if not fits_copies(plan, self.graph):
+                return []
             prediction = predict_plan(plan, self.graph, space.hardware)
         fits = prediction.peak_memory_bytes <= limit
         return [Candidate(plan=plan, prediction=prediction, reason="")] if fits else []

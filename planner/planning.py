@@ -160,6 +160,7 @@ def plan_network(
     )
     base = _base_plan(request, network, graph, hardware, precision, update.name, batch, bucket)
     base["host_embeddings"] = bool(pins.host_embeddings)
+    base["copies"] = pins.copies or 1
     ruled = time.perf_counter()
     search = Configured(
         graph=graph,

@@ -73,13 +73,13 @@ def predict(plan: Plan, lowered: LoweredPlan, hardware: Hardware) -> tuple[Predi
 
 
 def prediction_of(plan: Plan, graph: OperatorGraph, hardware: Hardware, timeline: Timeline) -> Prediction:
-    """Figures of a simulated step; `graph` is that of one micro-batch, folded or not."""
+    """Figures of a simulated step; `graph` is that of one micro-batch or copy, folded or not."""
     found = figures(
         plan,
         hardware,
         step_time_s=timeline.step_time_s,
         flops=sum(
-            node.flops * times
+            node.flops * times * plan.copies
             for node, times in zip(graph.nodes, graph.multiplicity, strict=True)
             if node.role is Role.OPERATOR
         ),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from planner.strategy.exchange import UNASKED, Exchange
-from simulator.errors import InputError
+from simulator.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
     from planner.context.marks import Marks
@@ -36,7 +36,8 @@ WORDS: Mapping[str, tuple[str, ...]] = {
 FLAGS = ("sequence_parallel", "offload_optimizer", "host_embeddings")
 SIZES: Mapping[str, tuple[int, int]] = {"bucket_mb": (1, 2**14), "sharding_threshold_kb": (0, 2**24)}
 """Pins that are sizes in MiB or KiB, with the least and the largest."""
-PIN_NAMES = (*DEGREES, *WORDS, *FLAGS, *SIZES)
+COPIES = ("1", "2")
+PIN_NAMES = (*DEGREES, *WORDS, *FLAGS, *SIZES, "copies")
 
 ParameterStorage = Literal["free", "replicated", "sharded"]
 _STORAGE: Mapping[str | None, ParameterStorage] = {
@@ -84,7 +85,8 @@ class Pins:
     ``host_embeddings`` whether tables of embeddings do;
     ``by_unit`` says that units are fixed one by one (`planner.search.stages.unit_pins`).
     ``bucket_mb`` is the size of fused messages of gradients in MiB, and parameters of less than
-    ``sharding_threshold_kb`` KiB stay whole.
+    ``sharding_threshold_kb`` KiB stay whole. ``copies`` are the parts of a micro-batch whose operators are issued in
+    turn; without it there is one.
     """
 
     dp: int | None = None
@@ -105,6 +107,7 @@ class Pins:
     host_embeddings: bool | None = None
     bucket_mb: int | None = None
     sharding_threshold_kb: int | None = None
+    copies: int | None = None
     batch_only: bool = False
     by_unit: bool = False
 
@@ -161,6 +164,8 @@ def _value(name: str, text: str) -> int | str | bool:
         return _size(name, text)
     if name in FLAGS:
         return one_of(text.lower(), ("true", "false"), name) == "true"
+    if name == "copies":
+        return int(one_of(text, COPIES, name))
     return one_of(text, WORDS[name], name)
 
 
@@ -188,4 +193,23 @@ def read_pins(request: PlanRequest) -> Pins:
                 "replicates parameters; use --parallel-mode auto_parallel --pin tp=1"
             )
         pins = replace(pins, tp=1, pp=1, cp=1, ep=1, optimizer_sharding="none", batch_only=True)
-    return pins
+    return _in_copies(pins)
+
+
+def _in_copies(pins: Pins) -> Pins:
+    """Plans of one stage where micro-batches are run in copies; InputError where pins leave nothing to divide."""
+    copies = pins.copies or 1
+    if copies == 1:
+        return pins
+    if (pins.pp or 1) > 1:
+        raise UnsupportedError(
+            f"pins pp={pins.pp} copies={copies}: passes of pipelines run micro-batches whole, copies are run in turn "
+            "on one stage only; use --pin pp=1 or copies=1"
+        )
+    if pins.micro_batch is not None and pins.micro_batch % copies:
+        more = pins.micro_batch + copies - pins.micro_batch % copies
+        raise InputError(
+            f"pins micro_batch={pins.micro_batch} copies={copies}: a micro-batch of {pins.micro_batch} cannot be "
+            f"divided into {copies} copies; use --pin micro_batch={more} or copies=1"
+        )
+    return replace(pins, pp=1)

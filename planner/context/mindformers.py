@@ -25,6 +25,7 @@ from planner.context.mindformers_keys import (
 )
 from planner.context.requests import pins_of, searched_mode
 from planner.context.unsupported import check_supported
+from planner.request import COPIES
 from planner.strategy.exchange import Exchange
 from simulator.errors import UnsupportedError
 
@@ -122,7 +123,7 @@ def translate(document: Mapping[Any, Any]) -> Translated:
         notes += [f"use_parallel is False: {', '.join(said)} are not read"] if said else []
         context = AutoParallelContext(parallel_mode="stand_alone")
         return Translated(options=options, context=context, pins=_recompute(document), notes=tuple(notes))
-    _check_interleaving(document)
+    _check_swap(document)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         context = _context(_section(document, "parallel"))
@@ -139,7 +140,7 @@ def translate(document: Mapping[Any, Any]) -> Translated:
     return Translated(
         options=options,
         context=context,
-        pins={**pins, **_recompute(document)},
+        pins={**pins, **_recompute(document), **_copies(document)},
         configured=configured,
         vocabulary_cut=not config["vocab_emb_dp"] if "vocab_emb_dp" in config else None,
         layers=layer_settings(config, _section(document, "recompute_config"), model, stages),
@@ -261,13 +262,20 @@ def _refuse(key: str, value: Any, default: Any) -> None:
         raise UnsupportedError(f"{key}={value!r} is not supported yet; leave it out, its default is {default!r}")
 
 
-def _check_interleaving(document: Mapping[Any, Any]) -> None:
+def _copies(document: Mapping[Any, Any]) -> dict[str, str]:
     key: str = "micro_batch_interleave_num"
     whole: Check = integer(1)
-    if key in document and whole(key, document[key]) != 1:
+    if key not in document or whole(key, document[key]) == 1:
+        return {}
+    if str(document[key]) not in COPIES:
         raise UnsupportedError(
-            f"{key}={document[key]} is not supported yet: plans have one copy; use 1 or leave it out"
+            f"{key}={document[key]} is not supported yet: micro-batches are run whole or in {COPIES[-1]} copies; use "
+            f"{' or '.join(COPIES)}"
         )
+    return {"copies": str(document[key])}
+
+
+def _check_swap(document: Mapping[Any, Any]) -> None:
     swap = _section(document, "swap_config")
     if boolean("swap_config.swap", swap.get("swap", False)):
         raise UnsupportedError(

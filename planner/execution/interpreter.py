@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from planner.execution.machine import Held, Machine, RankContext
-from planner.instructions import LoweredPlan
+from planner.instructions import LoweredPlan, value_of_copy
 
 
 class Interpreter:
@@ -24,10 +24,11 @@ class Interpreter:
     """
 
     def __init__(self, lowered: LoweredPlan, context: RankContext, held: Held) -> None:
-        machine = Machine(lowered.graph, lowered.mesh.sizes, context, lowered.parameters, held)
-        self._machine, self._moment = machine, context.moment
-        self._inputs = [machine.number(entry.value) for entry in lowered.inputs]
-        self._loss = machine.number(lowered.loss)
+        copies = range(lowered.copies)
+        machine = Machine(lowered.graph, lowered.mesh.sizes, context, lowered.parameters, held, lowered.copies)
+        self._machine = machine
+        self._inputs = [[machine.number(value_of_copy(i.value, copy)) for i in lowered.inputs] for copy in copies]
+        self._losses = [machine.number(value_of_copy(lowered.loss, copy)) for copy in copies]
         for action in machine.compile(lowered.start, [()] * len(lowered.start)):
             action()
         self._segments = [
@@ -36,24 +37,26 @@ class Interpreter:
         ]
 
     def run_step(self, feed: Callable[[int], Sequence[Tensor]]) -> list[Tensor]:
-        """Run one optimizer step and return the loss of each micro-batch.
+        """Run one optimizer step and return the loss of each micro-batch, or of each of its copies.
 
         Parameters
         ----------
         feed : callable
-            Gives this rank's piece of every input of a micro-batch, by the micro-batch's index.
+            Gives this rank's piece of every input of a micro-batch, by the micro-batch's index; copies count as such.
         """
         losses: list[Tensor] = []
-        slots, moment = self._machine.slots, self._moment
+        slots, moments = self._machine.slots, self._machine.moments
         for count, actions in self._segments:
             for _ in range(count):
-                moment.micro_batch = len(losses)
-                for slot, tensor in zip(self._inputs, feed(len(losses)), strict=True):
-                    slots[slot] = tensor
+                for number, (moment, inputs) in enumerate(zip(moments, self._inputs, strict=True), len(losses)):
+                    moment.micro_batch = number
+                    for slot, tensor in zip(inputs, feed(number), strict=True):
+                        slots[slot] = tensor
                 for action in actions:
                     action()
-                losses.append(self._machine.value(self._loss))
-        moment.step += 1
+                losses += [self._machine.value(loss) for loss in self._losses]
+        for moment in moments:
+            moment.step += 1
         return losses
 
     def live_bytes(self) -> int:

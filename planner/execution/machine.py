@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -109,6 +109,8 @@ class Machine:
         Parameters that this rank holds.
     held : Held
         Those parameters, their updates, and buffers.
+    copies : int
+        Of a micro-batch; ``moments`` is where training stands with each.
     """
 
     def __init__(
@@ -118,12 +120,15 @@ class Machine:
         context: RankContext,
         stored: Sequence[StoredParameter],
         held: Held,
+        copies: int = 1,
     ) -> None:
         self._graph = graph
         self._sizes = sizes
         self._context = context
         self._buffers = held.buffers
-        self._peers = AxisPeers(context.groups, context.coordinates, context.moment, context.watch)
+        self.moments = [replace(context.moment) for _ in range(copies - 1)]
+        self.moments.insert(0, context.moment)
+        self._peers = [AxisPeers(context.groups, context.coordinates, moment, context.watch) for moment in self.moments]
         self._numbers: dict[str, int] = {}
         self.slots: Slots = []
         self._stored = {entry.value: self.number(entry.value) for entry in stored}
@@ -221,7 +226,8 @@ class Machine:
         if isinstance(instruction, Compute):
             inputs = [self.number(name) for name in instruction.inputs]
             outputs = [self.number(name) for name in instruction.outputs]
-            return _compute(self.slots, self._operator(instruction), self._peers, inputs, outputs, freed)
+            peers = self._peers[instruction.copy]
+            return _compute(self.slots, self._operator(instruction), peers, inputs, outputs, freed)
         if isinstance(instruction, HostCopy):
             return self._host_copy(instruction, freed)
         if isinstance(instruction, Slice):

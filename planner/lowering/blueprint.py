@@ -15,6 +15,7 @@ from planner.instructions import Instruction
 from planner.lowering.body import Body, Gather, Item
 from planner.lowering.copies import NOBODY, Copies, Row, UnalikeError
 from planner.lowering.placed import PlacedGraph
+from planner.lowering.turns import draft_of_copy, in_turn, is_message, stored_values, values_of_samples
 from planner.lowering.writer import Draft
 from simulator.columns import KIND_INDEX
 from simulator.program import BufferKind, Phase, Task
@@ -36,10 +37,14 @@ class Block(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A complete gradient, or the place where a unit needs its parameters, in the copy number `unit`."""
+    """A complete gradient, or the place where a unit needs its parameters, in the copy number `unit`.
+
+    ``copy`` is the part of the micro-batch that the gradient is of.
+    """
 
     item: TensorRef | Gather
     unit: int
+    copy: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,8 @@ class Blueprint:
         self.views: list[tuple[int, int, int]] = []
         """Draft, view, and the value whose memory it stands in."""
         for index in source.stored:
-            self.value(self.graph.nodes[index].name, self.owners[index])
+            for name in stored_values(source, index):
+                self.value(name, self.owners[index])
         self.script = tuple(self._script(Body(source)))
 
     def value(self, name: str, home: int) -> int:
@@ -129,10 +135,32 @@ class Blueprint:
     # The order of a micro-batch
 
     def _script(self, body: Body) -> Iterator[Block | Event]:
-        spans = [_Span(unit, phase, self._events(items, unit)) for unit, phase, items in self._spans(body)]
-        for span, unit in self._visits(spans):
-            for event in span.events:
-                yield event._replace(unit=unit)
+        count = self.source.options.copies
+        own: frozenset[str] = frozenset()
+        if count > 1:
+            own = values_of_samples(self.source, (item for item in body.items if isinstance(item, Draft)))
+        spans = [
+            _Span(unit, phase, [self._events(self._of_copy(items, own, copy), unit, copy) for copy in range(count)])
+            for unit, phase, items in self._spans(body)
+        ]
+        visits = [*self._visits(spans)]
+        copies = [
+            [event._replace(unit=unit) for span, unit in visits for event in span.events[copy]] for copy in range(count)
+        ]
+        yield from copies[0] if count == 1 else in_turn(copies, self._ends_turn)
+
+    def _of_copy(self, items: Sequence[Item], own: frozenset[str], copy: int) -> Sequence[Item]:
+        """Items of a span in one copy of the micro-batch; parameters are gathered for all by the first."""
+        if self.source.options.copies == 1:
+            return items
+        return [
+            draft_of_copy(item, own, copy) if isinstance(item, Draft) else item
+            for item in items
+            if copy == 0 or not isinstance(item, Gather)
+        ]
+
+    def _ends_turn(self, event: Block | Event) -> bool:
+        return isinstance(event, Block) and is_message(self.instructions[event.last - 1])
 
     def _spans(self, body: Body) -> Iterator[tuple[int, Phase, list[Item]]]:
         """Items of the body by the unit and the pass that they belong to."""
@@ -152,17 +180,20 @@ class Blueprint:
         if current is not None:
             yield *current, items
 
-    def _events(self, items: Sequence[Item], unit: int) -> list[Block | Event]:
+    def _events(self, items: Sequence[Item], unit: int, copy: int) -> list[Block | Event]:
         found: list[Block | Event] = []
         begin = len(self.tasks)
+        in_turns = self.source.options.copies > 1
         for item in items:
             if isinstance(item, Draft):
                 self.add(item, unit)
-                continue
+                if not in_turns or not is_message(item.instruction):
+                    continue
             if len(self.tasks) > begin:
                 found.append(Block(begin, len(self.tasks), unit))
                 begin = len(self.tasks)
-            found.append(Event(item, unit))
+            if not isinstance(item, Draft):
+                found.append(Event(item, unit, copy))
         if len(self.tasks) > begin:
             found.append(Block(begin, len(self.tasks), unit))
         return found
@@ -192,7 +223,8 @@ class Blueprint:
 class _Span:
     unit: int
     phase: Phase
-    events: list[Block | Event]
+    events: list[list[Block | Event]]
+    """Of each copy of the micro-batch."""
 
 
 def _in_row(block: Sequence[_Span], row: Row, phase: Phase) -> bool:

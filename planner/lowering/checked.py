@@ -72,6 +72,22 @@ def lower(plan: Plan, graph: OperatorGraph | None = None, *, precision: str | No
     return lower_graph(unfold(found), expanded_rules(plan), lowering_options(plan, found))
 
 
+def fits_copies(plan: Plan, graph: OperatorGraph) -> bool:
+    """Whether every strategy of a plan, chosen for whole micro-batches, divides what their copies have.
+
+    Parameters
+    ----------
+    graph : OperatorGraph
+        The network, folded, at the plan's precision and any batch.
+    """
+    if plan.copies > 1:
+        try:
+            check_rules(plan, at_batch(graph, plan.samples))
+        except StrategyError:
+            return False
+    return True
+
+
 def check_rules(plan: Plan, graph: OperatorGraph) -> None:
     """Check that every node of a folded graph has a strategy, and one that fits; StrategyError where not."""
     known = _Known(plan, graph)

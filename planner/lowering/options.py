@@ -32,6 +32,7 @@ def lowering_options(plan: Plan, graph: OperatorGraph) -> LoweringOptions:
         offload_optimizer=plan.offload_optimizer,
         host_embeddings=plan.host_embeddings,
         exchange=plan.exchange,
+        copies=plan.copies,
     )
 
 

@@ -40,6 +40,7 @@ class LoweringOptions:
     ``recompute`` holds the mode of the units that compute again, by name; ``shard_size`` the ranks of the data axis
     over which stored shards are spread, 0 for all. ``groups`` are those of gradients by the name of their parameter
     (`planner.lowering.groups`), where a shallow network has those of a deeper one; None for what ``exchange`` says.
+    The operators of a micro-batch run on each of its ``copies``.
     """
 
     mesh: Mesh
@@ -53,6 +54,7 @@ class LoweringOptions:
     host_embeddings: bool = False
     exchange: Exchange = UNASKED
     groups: Mapping[str, int] | None = None
+    copies: int = 1
 
 
 def local_share(placements: Placements, sizes: tuple[int, ...]) -> float:
@@ -316,7 +318,7 @@ class PlacedGraph:
         summing = {step.axis for step in steps if step.operation in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)}
         group = float(prod(self.sizes[axis] for axis in summing))
         power = 1 if self.is_layerwise(parameter) else asked.group_power
-        divisor: float = self.options.micro_batches / group**power
+        divisor: float = self.options.micro_batches * self.options.copies / group**power
         if asked.repeated_loss:
             written = self.output_placements(self.graph.loss)
             divisor /= prod(size for p, size in zip(written, self.sizes, strict=True) if p == REPLICATE)

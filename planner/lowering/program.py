@@ -17,6 +17,7 @@ from planner.lowering.replicas import data_axis, replicated_rules, with_replicas
 from planner.lowering.resolved import step_columns
 from planner.lowering.segment import SegmentWriter
 from planner.lowering.start import start_instructions
+from planner.lowering.turns import more_batches
 from planner.lowering.writer import finished
 from planner.strategy.plan import NodeRules
 from simulator.columns import KINDS, ProgramColumns, SegmentColumns
@@ -73,7 +74,7 @@ def lower_graph(graph: OperatorGraph, rules: Mapping[str, NodeRules], options: L
             Segment(name=segment.name, tasks=written_out(segment, blueprint.names), count=segment.count)
             for segment in columns.segments
         ),
-        resident=tuple(source.resident()),
+        resident=(*source.resident(), *more_batches(source)),
     )
     return LoweredPlan(
         graph=graph,
@@ -88,10 +89,11 @@ def lower_graph(graph: OperatorGraph, rules: Mapping[str, NodeRules], options: L
         ),
         inputs=source.inputs(range(len(graph.nodes))),
         loss=source.loss_value,
-        micro_batches=options.micro_batches,
+        micro_batches=options.micro_batches * options.copies,
         offload_optimizer=options.offload_optimizer,
         host_tables=tuple(graph.nodes[index].name for index in sorted(source.host.parameters)),
         start=start_instructions(source, [parameter.node for parameter in graph.parameters]),
+        copies=options.copies,
     )
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES, Role
+from planner.instructions import value_of_copy
 from planner.lowering.blueprint import SAME, Block, Blueprint, BufferNames, Placing, Use
 from planner.lowering.segment import SegmentWriter
+from planner.lowering.turns import stored_values
 from planner.work import state_bytes
 from simulator.columns import KIND_INDEX, Changes, ProgramColumns, SegmentColumns
 from simulator.program import COMPUTE_STREAM, BufferKind, ProgramAxis
@@ -64,9 +66,14 @@ class _Step:
             for name, uses in (("reads", blueprint.reads), ("writes", blueprint.writes), ("done", blueprint.completes))
         }
         stored = blueprint.source.stored
-        owned = [(unit, index) for index in stored for unit in blueprint.copies.places[blueprint.owners[index]]]
-        self.stored_nodes = [index for _, index in owned]
-        self.stored = self._placed([(blueprint.named(blueprint.graph.nodes[i].name), unit) for unit, i in owned])
+        owned = [
+            (index, blueprint.named(name), unit)
+            for index in stored
+            for name in stored_values(blueprint.source, index)
+            for unit in blueprint.copies.places[blueprint.owners[index]]
+        ]
+        self.stored_nodes = [index for index, *_ in owned]
+        self.stored = self._placed([(value, unit) for _, value, unit in owned])
 
     def _placed(self, uses: Sequence[Use]) -> IntArray:
         pairs = np.array(uses, dtype=np.int64).reshape(len(uses), 2)
@@ -91,7 +98,7 @@ class _Step:
         dependencies, offsets = self._dependencies(which, reads, made, finished, done)
         last = self._last_uses(which, unit, reads, writes)
         released = self._released(writer, last, (made >= 0) | (finished >= 0))
-        new = writes.value != self._loss if not writer.first else np.ones(len(writes.row), dtype=bool)
+        new = ~np.isin(writes.value, self._losses) if not writer.first else np.ones(len(writes.row), dtype=bool)
         kept = writes.use[new]
         sizes = np.array(self.blueprint.write_bytes, dtype=np.int64)[kept]
         kinds = np.array(self.blueprint.write_kind, dtype=np.int64)[kept]
@@ -114,8 +121,11 @@ class _Step:
         )
 
     @property
-    def _loss(self) -> int:
-        return int(self._placed([(self.blueprint.named(self.blueprint.source.loss_value), 0)])[0])
+    def _losses(self) -> IntArray:
+        """The loss of every copy of the micro-batch."""
+        source = self.blueprint.source
+        names = [value_of_copy(source.loss_value, copy) for copy in range(source.options.copies)]
+        return self._placed([(self.blueprint.named(name), 0) for name in names])
 
     def _nowhere(self) -> IntArray:
         return np.full(self.placing.count, -1, dtype=np.int64)
@@ -166,7 +176,7 @@ class _Step:
         lasting = np.zeros(self.placing.count, dtype=bool)
         lasting[self._placed(writer.persistent)] = True
         fixed = np.zeros(self.placing.count, dtype=bool)
-        fixed[self.stored] = fixed[self._loss] = True
+        fixed[self.stored] = fixed[self._losses] = True
         keep = fixed if writer.last else fixed | lasting
         goes = (produced | lasting) if writer.last else produced
         return np.flatnonzero((last >= 0) & ~keep & goes)

@@ -9,7 +9,8 @@ from functools import cached_property, partial
 from math import prod
 
 from planner.graph.operator_graph import DTYPE_BYTES, TensorRef
-from planner.instructions import NOTHING, Accumulate, BeginUpdate, Communicate, Update, all_reduced
+from planner.instructions import NOTHING, BeginUpdate, Communicate, Update, all_reduced, value_of_copy
+from planner.lowering.adding import addition
 from planner.lowering.blueprint import Block, Blueprint, Use
 from planner.lowering.body import Gather
 from planner.lowering.copies import NOBODY
@@ -80,7 +81,7 @@ class SegmentWriter(Writer):
         """Values that outlive a micro-batch, beside parameters, the batch and the loss."""
         self.made: dict[object, Block] = {}
         self.moves: dict[tuple[int, int], _Move] = {}
-        self.written: dict[TensorRef, tuple[int, int, tuple[Step, ...]]] = {}
+        self.written: dict[tuple[TensorRef, int], tuple[int, int, tuple[Step, ...]]] = {}
         self.sums: dict[int, str] = {}
         """What sums over whole parameters are called now, by node, where the update needs some."""
 
@@ -97,7 +98,7 @@ class SegmentWriter(Writer):
                 self._gather_units(gathers, passed)
                 passed += 1
             else:
-                self._gradient(event.item, event.unit)
+                self._gradient(event.item, event.unit, event.copy)
         while self.pending:
             self._flush(next(iter(self.pending)))
         if self.last:
@@ -205,13 +206,22 @@ class SegmentWriter(Writer):
 
     # Gradients
 
-    def _gradient(self, ref: TensorRef, unit: int) -> None:
+    def _gradient(self, ref: TensorRef, unit: int, copy: int) -> None:
         """Hand a complete gradient on: to its accumulator, or first to the rank that accumulates its part."""
-        if ref not in self.written:
+        if (ref, copy) not in self.written:
             parameter = self.source.gradient_of[ref]
-            value = self.blueprint.named(self.source.value_name(ref, self.source.output_placements(ref)))
-            self.written[ref] = parameter, value, self.source.gradient_path(parameter)[0]
-        parameter, value, ahead = self.written[ref]
+            name = value_of_copy(self.source.value_name(ref, self.source.output_placements(ref)), copy)
+            self.written[ref, copy] = parameter, self.blueprint.named(name), self.source.gradient_path(parameter)[0]
+        parameter, value, ahead = self.written[ref, copy]
+        copies = self.source.options.copies
+        if copies > 1:
+            total, home = f"{self.graph.nodes[parameter].name}.gradient of all copies", self.blueprint.owners[parameter]
+            placements = self.source.output_placements(ref)
+            write = partial(self._add_to, parameter, value, total, placements, first=copy == 0)
+            self._run(("add up", parameter, copy), unit, home, write)
+            value = self.blueprint.value(total, home)
+        if copy + 1 < copies:
+            return
         self._synchronise(_Gradient(parameter, unit, value), ahead, self._accumulate)
 
     def _accumulate(self, gradient: _Gradient) -> None:
@@ -230,24 +240,13 @@ class SegmentWriter(Writer):
     def _accumulation(self, parameter: int, value: int, accumulator: str) -> None:
         source = self.source
         ahead, _ = source.gradient_path(parameter)
-        ref, name = source.gradient_ref(parameter), self.blueprint.names[value]
-        spec = self.graph.spec(ref)
-        placements = ahead[-1].after if ahead else source.output_placements(ref)
-        size = source.local_bytes(spec, placements)
-        task = Task(
-            name=f"accumulate {self.graph.nodes[parameter].name}",
-            phase=Phase.BACKWARD,
-            stream=self.came.get(name, COMPUTE_STREAM),
-            kernel=Kernel.VIEW if self.first else Kernel.ELEMENTWISE,
-            dtype=spec.dtype,
-            bytes_moved=0.0 if self.first else 3.0 * size,
-            on_host=source.host.holds(ref),
-        )
-        held = Buffer(name=accumulator, size_bytes=source.device_bytes(ref, placements), kind=BufferKind.GRADIENT)
-        writes = (held,) if self.first else ()
-        instruction = Accumulate(source=name, accumulator=accumulator, first=self.first)
-        self._add(task, instruction, (name,) if self.first else (name, accumulator), writes)
-        self.drafts[-1].completes = (accumulator,)
+        placements = ahead[-1].after if ahead else source.output_placements(source.gradient_ref(parameter))
+        self._add_to(parameter, value, accumulator, placements, first=self.first)
+
+    def _add_to(self, parameter: int, value: int, accumulator: str, placements: Placements, *, first: bool) -> None:
+        name = self.blueprint.names[value]
+        stream = self.came.get(name, COMPUTE_STREAM)
+        self.drafts.append(addition(self.source, parameter, name, accumulator, placements, stream, first=first))
 
     def _synchronise(self, gradient: _Gradient, steps: tuple[Step, ...], then: Then) -> None:
         """Queue a gradient's next message; full buckets travel at once, and `then` takes what arrives."""

@@ -115,13 +115,13 @@ def meshes(space: Space) -> list[tuple[int, int]]:
     if not pinned:
         asked = " ".join(f"{n}={v}" for n, v in (("dp", pins.dp), ("tp", pins.tp)) if v is not None)
         raise InputError(f"pins {asked}: dp × tp must be the device count, {devices}; change the pins or --devices")
-    size = (pins.micro_batch or 1) * (pins.micro_batches or 1)
+    size = (pins.micro_batch or pins.copies or 1) * (pins.micro_batches or 1)
     exact = bool(pins.micro_batch and pins.micro_batches)
     fitting = [(d, t) for d, t in pinned if batch % (d * size) == 0 and (not exact or batch == d * size)]
     if not fitting:
         least = min(d for d, _ in pinned) * size
         rule = "must be" if exact else "must divide"
-        named = [f"{n}={v}" for n in ("micro_batch", "micro_batches") if (v := getattr(pins, n))]
+        named = [f"{n}={v}" for n in ("micro_batch", "micro_batches", "copies") if (v := getattr(pins, n))]
         what = " × ".join([*named, "dp"])
         near = max(least, round(batch / least) * least)
         raise InputError(
@@ -286,9 +286,10 @@ def _micro_batch_counts(space: Space, data: int) -> list[int]:
         return [space.pins.micro_batches]
     if space.pins.micro_batch:
         return [per_rank // space.pins.micro_batch]
+    most = per_rank // (space.pins.copies or 1)
     counts = [1]
-    for count in range(2, per_rank + 1):
-        if per_rank % count == 0 and (count >= 2 * counts[-1] or count == per_rank):
+    for count in range(2, most + 1):
+        if most % count == 0 and (count >= 2 * counts[-1] or count == most):
             counts.append(count)
     return counts
 

@@ -45,6 +45,7 @@ def check_consistent(model: StrategyModel, mesh: Mesh, source: str) -> None:
             f"{source}: batch.global: {batch.global_} is not micro {batch.micro} × micro_batches {batch.micro_batches} "
             f"× data-parallel size {shards}; make the product equal"
         )
+    _check_copies(model, source)
     if model.prediction is not None:
         low, high = model.prediction.interval_s
         if not low <= model.prediction.step_time_s <= high:
@@ -103,6 +104,19 @@ def _check_stage(stage: StageModel, number: int, model: StrategyModel, mesh: Mes
         raise StrategyError(f'{where}: a single stage holds all layers; write "layers": "all" and no units')
     if len(model.stages) > 1 and (not all(named) or stage.layers is not None):
         raise StrategyError(f"{where}: a chunk names its first and last unit, and no layers; correct it")
+
+
+def _check_copies(model: StrategyModel, source: str) -> None:
+    if batch_obstacle := model.batch.micro % model.copies:
+        raise StrategyError(
+            f"{source}: copies: a micro-batch of {model.batch.micro} cannot be divided into {model.copies} copies, "
+            f"{batch_obstacle} would be left; use copies 1, or a batch.micro that divides"
+        )
+    if model.copies > 1 and model.pipeline.ranks > 1:
+        raise StrategyError(
+            f"{source}: copies: {model.copies} with {model.pipeline.ranks} pipeline ranks: passes of pipelines run "
+            "micro-batches whole; use copies 1, or one pipeline rank"
+        )
 
 
 def _check_ranks(model: StrategyModel, mesh: Mesh, source: str) -> None:

@@ -178,6 +178,7 @@ def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> 
         "schedule": plan.schedule,
         "fusion": {"bucket_bytes": plan.bucket_bytes},
         **({"exchange": exchange} if (exchange := _exchange(plan)) else {}),
+        **({"copies": plan.copies} if plan.copies > 1 else {}),
         "certificate": {
             "status": plan.certificate.status.value,
             "objective_s": plan.certificate.objective_s,
@@ -265,6 +266,7 @@ def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
         host_embeddings=model.host_embeddings,
         context_algorithm=model.context_algorithm,
         exchange=_exchange_of(model.exchange),
+        copies=model.copies,
     )
     return StrategyFile(plan=plan, prediction=model.prediction.model_dump() if model.prediction else None)
 

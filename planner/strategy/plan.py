@@ -122,6 +122,8 @@ class Plan:
     host_embeddings : tables that are looked up alone live in the memory of the host, with their gradients and states
     context_algorithm : ``"none"``, ``"ring"`` or ``"all_to_all"``
     exchange : what a context says of how tensors travel
+    copies : parts that the samples of a micro-batch are divided into, whose operators are issued in turn so that the
+        messages of one travel while another computes
     """
 
     network: str
@@ -156,6 +158,7 @@ class Plan:
     host_embeddings: bool = False
     context_algorithm: str = "none"
     exchange: Exchange = UNASKED
+    copies: int = 1
 
     @property
     def devices(self) -> int:
@@ -164,8 +167,11 @@ class Plan:
 
     @property
     def samples(self) -> int:
-        """Samples of a micro-batch on all data-parallel ranks: those of the data and of the expert axis."""
-        return self.micro_batch * self.degree("data") * self.degree("expert")
+        """Samples that operators work on at once on all data-parallel ranks, of the data and of the expert axis.
+
+        They are those of a micro-batch, or of one of its copies.
+        """
+        return self.micro_batch // self.copies * self.degree("data") * self.degree("expert")
 
     def degree(self, axis: str) -> int:
         """Size of the mesh axis called `axis`, 1 where the mesh has none."""

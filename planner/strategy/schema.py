@@ -203,6 +203,7 @@ class StrategyModel(_Strict):
     schedule: Literal["none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipe", "dualpipe_v"]
     fusion: FusionModel
     exchange: ExchangeModel = Field(default_factory=ExchangeModel)
+    copies: Literal[1, 2] = 1
     certificate: CertificateModel
     prediction: PredictionModel | None
     placements: PlacementsModel

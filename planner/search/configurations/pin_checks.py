@@ -100,12 +100,12 @@ def _context(extent: Extent) -> None:
     raise InputError(f"pin cp={size}: {why}; use --pin cp={_nearest(size, possible)}")
 
 
-_MICRO = ("micro_batch", "micro_batches")
+_MICRO = ("micro_batch", "micro_batches", "copies")
 
 
 def _batch(extent: Extent) -> None:
     pins, batch = extent.pins, extent.global_batch
-    size = (pins.micro_batch or 1) * (pins.micro_batches or 1)
+    size = (pins.micro_batch or pins.copies or 1) * (pins.micro_batches or 1)
     possible = sorted({dp for _, dp, *_ in degrees(extent)})
     if possible and all(batch % (dp * size) for dp in possible):
         least = possible[0] * size
@@ -262,6 +262,8 @@ def _others(extent: Extent, name: str, value: object) -> Iterator[object]:
         yield from (word for word in WORDS[name] if word != value)
     elif name in FLAGS:
         yield not value
+    elif name == "copies" and value != 1:
+        yield 1
     elif name in DEGREES and isinstance(value, int):
         most = extent.global_batch if name in _MICRO else extent.devices
         found = range(1, MOST_CHUNKS + 1) if name == "vpp" else divisors(most)

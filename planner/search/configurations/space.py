@@ -157,18 +157,19 @@ def _pinned(value: int | None, free: Iterable[int]) -> list[int]:
 
 
 def micro_batch_sizes(extent: Extent, data_parallel: int) -> list[int]:
-    """Samples of a micro-batch on one data-parallel rank."""
-    if extent.global_batch % data_parallel:
+    """Samples of a micro-batch on one data-parallel rank, which its copies share."""
+    copies = extent.pins.copies or 1
+    if extent.global_batch % (data_parallel * copies):
         return []
     each = extent.global_batch // data_parallel
     pinned, count = extent.pins.micro_batch, extent.pins.micro_batches
     if count is not None:
-        return [each // count] if each % count == 0 and pinned in (None, each // count) else []
+        return [each // count] if each % (count * copies) == 0 and pinned in (None, each // count) else []
     if pinned is not None:
-        return [pinned] if each % pinned == 0 else []
-    found = [1]
+        return [pinned] if each % pinned == 0 and pinned % copies == 0 else []
+    found = [copies]
     for size in divisors(each):
-        if size >= 2 * found[-1] or (size == each and size > found[-1]):
+        if size % copies == 0 and (size >= 2 * found[-1] or (size == each and size > found[-1])):
             found.append(size)
     return found
 

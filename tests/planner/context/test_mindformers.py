@@ -218,7 +218,7 @@ def test_what_is_wrong_is_said(
         ({"parallel": {"strategy_ckpt_load_file": "a.json"}}, ("meshwright simulate a.json",)),
         ({"parallel_config": {"context_parallel_algo": "hybrid_cp"}}, ("hybrid_cp", "ulysses_cp")),
         ({"parallel_config": {"vocab_emb_dp": False, "model_parallel": 1}}, ("vocab_emb_dp=False",)),
-        ({"micro_batch_interleave_num": 2}, ("micro_batch_interleave_num=2",)),
+        ({"micro_batch_interleave_num": 3}, ("micro_batch_interleave_num=3", "use 1 or 2")),
         ({"recompute_config": {"recompute": [True, 2]}}, ("recompute=[True, 2]", "[2, 0]")),
         ({"recompute_config": {"select_recompute": 3}}, ("select_recompute=3",)),
         ({"recompute_config": {"mp_comm_recompute": False}}, ("default is True",)),
@@ -427,3 +427,18 @@ def test_a_plan_follows_what_a_file_says_of_layers(tmp_path: Path) -> None:
         ("blocks.3", "norm"),
     ]
     assert [(part.first, part.last) for part in plan.recompute_ranges] == [("blocks.0", "blocks.1"), ("blocks.3",) * 2]
+
+
+def test_interleaved_micro_batches_are_run_in_copies(tmp_path: Path) -> None:
+    alone = {"parallel_config": {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 1}}
+    file, out = tmp_path / "c.yaml", tmp_path / "c.json"
+    file.write_text(yaml.safe_dump({**alone, "micro_batch_interleave_num": 2}))
+    options = ("--hw", "dgx-a100", "--devices", "4", "--global-batch", "8", "--config", str(file), "--out", str(out))
+    result = run("plan", "zoo:gpt2-tiny", *options, "-q")
+    assert result.exit_code == 0, result.stderr
+    assert read_plan(out).copies == 2
+    alone["parallel_config"]["pipeline_stage"] = 2
+    file.write_text(yaml.safe_dump({**alone, "micro_batch_interleave_num": 2}))
+    result = run("plan", "zoo:gpt2-tiny", *options[:3], "8", *options[4:])
+    assert result.exit_code == 2
+    assert "copies=2" in result.stderr

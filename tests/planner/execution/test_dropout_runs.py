@@ -17,6 +17,7 @@ from tests.planner.execution.small import place
         (4, {"dp": 2, "tp": 2, "recompute": "full", "micro_batch": 2}),
         (2, {"tp": 2, "sequence_parallel": "true", "recompute": "selective"}),
         (2, {"cp": 2, "context_algorithm": "ring"}),
+        (4, {"dp": 2, "tp": 2, "sequence_parallel": "true", "recompute": "full", "micro_batch": 2, "copies": 2}),
         (4, {"pp": 2, "dp": 2, "micro_batch": 2, "optimizer_sharding": "zero3"}),
     ],
 )

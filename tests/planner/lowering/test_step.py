@@ -82,6 +82,7 @@ CASES = st.tuples(
     st.sampled_from([1, 2, 4]),
     st.sampled_from(["zero1", "zero2", "zero3"]),
     st.sampled_from([2**14, 2**18, 2**25]),
+    st.sampled_from([1, 2]),
 )
 
 
@@ -92,17 +93,22 @@ CASES = st.tuples(
     modes=st.lists(st.sampled_from(MODES), min_size=LAYERS, max_size=LAYERS),
 )
 @example(
-    case=((("data", 2), ("tensor", 2)), 2, "zero3", 2**25),
+    case=((("data", 2), ("tensor", 2)), 2, "zero3", 2**25, 1),
+    choice=[False, True] * 3 + [True],
+    modes=["none", "full", "selective", "none", "full", "selective", "none"],
+)
+@example(
+    case=((("data", 2), ("tensor", 2)), 2, "zero3", 2**18, 2),
     choice=[False, True] * 3 + [True],
     modes=["none", "full", "selective", "none", "full", "selective", "none"],
 )
 def test_layers_written_once_make_the_same_step(
-    case: tuple[tuple[tuple[str, int], ...], int, str, int], choice: list[bool], modes: list[str]
+    case: tuple[tuple[tuple[str, int], ...], int, str, int, int], choice: list[bool], modes: list[str]
 ) -> None:
-    axes, micro_batches, level, bucket = case
+    axes, micro_batches, level, bucket, copies = case
     storage = "sharded" if dict(axes).get("data") else "replicated"
     plan, other = (one_stage("gpt2-tiny", LAYERS, axes, storage=way) for way in (storage, "replicated"))
-    plan = mixed(replace(plan, bucket_bytes=bucket), other, choice, modes)
+    plan = mixed(replace(plan, bucket_bytes=bucket, copies=copies), other, choice, modes)
     plan = replace(plan, micro_batches=micro_batches, global_batch=plan.global_batch // 4 * micro_batches)
     plan = replace(plan, optimizer_sharding=level) if storage == "sharded" else plan
     assert_same(step.lowered_step(plan, GRAPH), whole(plan, GRAPH))

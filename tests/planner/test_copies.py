@@ -1,0 +1,127 @@
+"""Micro-batches in copies whose operators are issued in turn: what is lowered, what it costs, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from planner.instructions import Accumulate, Communicate, Compute
+from planner.lowering.checked import fits_copies, lower
+from planner.planning import PlanRequest, plan_network
+from planner.prediction import predict_plan
+from planner.strategy.file import plan_from_text, plan_to_text
+from planner.strategy.plan import Plan
+from simulator.errors import InputError, StrategyError, UnsupportedError
+from simulator.hardware import load_profile
+from tests.planner.lowering.plans import one_stage
+from tests.planner.search.problems import captured
+
+HARDWARE = load_profile("dgx-a100")
+
+
+@cache
+def cut() -> Plan:
+    """A plan whose layers send messages along a tensor axis."""
+    pins = {"tp": "2", "micro_batch": "4", "sequence_parallel": "true", "copies": "2"}
+    request = PlanRequest(network="zoo:gpt2-tiny", hardware="dgx-a100", devices=2, global_batch=16, pins=pins, top=1)
+    return plan_network(request).candidates[0].plan
+
+
+def planned(**pins: str) -> Plan:
+    request = PlanRequest(network="zoo:mlp", hardware="dgx-a100", devices=2, global_batch=16, pins=pins, top=1)
+    return plan_network(request).candidates[0].plan
+
+
+def test_messages_of_one_copy_travel_while_the_other_computes() -> None:
+    """Work that grows with the samples takes as long in two parts, and all but a little of the messages is hidden."""
+    graph = captured("gpt2", 4)
+    whole = replace(one_stage("gpt2", 4, (("tensor", 8),), micro_batch=32, micro_batches=1), precision="fp32")
+    one, two = (predict_plan(replace(whole, copies=copies), graph, HARDWARE) for copies in (1, 2))
+    exposed = [found.breakdown["exposed_communication_s"] for found in (one, two)]
+    assert exposed[1] < 0.5 * exposed[0]
+    assert two.step_time_s < one.step_time_s
+    assert two.mfu * two.step_time_s == pytest.approx(one.mfu * one.step_time_s)
+    assert two.peak_memory_bytes < 1.1 * one.peak_memory_bytes
+
+
+def test_turns_end_with_messages_and_every_gradient_is_the_sum_of_both() -> None:
+    plan = cut()
+    lowered = lower(plan)
+    assert lowered.micro_batches == 2 * plan.micro_batches
+    assert lowered.graph.batch_size * 2 == plan.micro_batch
+    first, alone = lowered.instructions[0], lower(replace(plan, copies=1)).instructions[0]
+    order = [one.copy for one in first if isinstance(one, Compute)]
+    messages = sum(isinstance(one, Communicate) and bool(one.sources) and not one.asynchronous for one in alone)
+    assert messages > 5
+    assert messages // 2 < sum(one != other for one, other in pairwise(order)) <= 2 * messages + 1
+    assert order.count(0) == order.count(1) == sum(isinstance(one, Compute) for one in alone)
+    sums = [one for one in first if isinstance(one, Accumulate) and one.accumulator.endswith("of all copies")]
+    trained = sum(p.gradient is not None for p in lowered.graph.parameters)
+    assert [one.first for one in sums].count(True) == [one.first for one in sums].count(False) == trained
+
+
+def test_what_waits_for_a_message_comes_after_it() -> None:
+    """Every value is made before it is read, by the same copy, and the message that brings it need not be over yet."""
+    lowered = lower(cut())
+    for instructions, segment in zip(lowered.instructions, lowered.program.segments, strict=True):
+        made: dict[str, int] = {}
+        for place, (instruction, task) in enumerate(zip(instructions, segment.tasks, strict=True)):
+            if isinstance(instruction, Compute):
+                waits = {made[name] for name in instruction.inputs if name in made}
+                messages = {row for row in waits if segment.tasks[row].collective is not None}
+                assert messages <= set(task.after)
+                made |= {name: place for name in instruction.outputs if name}
+            elif isinstance(instruction, Communicate):
+                assert instruction.asynchronous == bool(instruction.sources)
+                made |= dict.fromkeys(instruction.targets, place)
+
+
+def test_the_pin_gives_plans_whose_micro_batches_divide() -> None:
+    for plan in (cut(), planned(copies="2", dp="2")):
+        assert (plan.copies, plan.pipeline, plan.micro_batch % 2) == (2, 1, 0)
+    assert planned(tp="2").copies == planned(copies="1", tp="2").copies == 1
+
+
+def test_strategies_that_cut_the_samples_must_fit_a_copy() -> None:
+    graph = captured("gpt2-tiny")
+    plan = one_stage(axes=(("data", 2),), micro_batch=2)
+    assert fits_copies(replace(plan, copies=2), graph)
+    # The samples of a micro-batch are cut along the tensor axis as well.
+    narrow = replace(one_stage(axes=(("data", 2),), micro_batch=1), mesh=cut().mesh, micro_batch=2)
+    assert fits_copies(narrow, graph)
+    assert not fits_copies(replace(narrow, copies=2), graph)
+
+
+@pytest.mark.parametrize(
+    ("pins", "error", "message"),
+    [
+        ({"copies": "2", "micro_batch": "1"}, InputError, "a micro-batch of 1 cannot be divided into 2 copies"),
+        ({"copies": "2", "micro_batch": "3"}, InputError, r"use --pin micro_batch=4 or copies=1"),
+        ({"copies": "2", "pp": "2"}, UnsupportedError, "pins pp=2 copies=2: passes of pipelines run micro"),
+        ({"copies": "3"}, InputError, "copies '3' is not one of 1, 2"),
+        ({"copies": "two"}, InputError, "copies 'two' is not one of 1, 2"),
+        ({"copies": "2", "micro_batches": "16"}, InputError, "global batch 16 does not divide"),
+        ({"copies": "2", "micro_batches": "8", "dp": "2"}, InputError, "global batch 16 does not divide"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(pins: dict[str, str], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        planned(**pins)
+
+
+def test_a_strategy_file_holds_them() -> None:
+    plan = replace(planned(tp="2", micro_batch="4"), copies=2)
+    text = plan_to_text(plan)
+    assert plan_from_text(text).plan == plan
+    alone: dict[str, Any] = json.loads(plan_to_text(replace(plan, copies=1)))
+    assert "copies" not in alone
+    for copies, micro, message in ((2, 1, "a micro-batch of 1 cannot be divided into 2 copies"), (3, 4, "copies")):
+        document = alone | {"copies": copies}
+        document["batch"] = {"global": 16, "micro": micro, "micro_batches": 16 // micro}
+        with pytest.raises(StrategyError, match=message):
+            plan_from_text(json.dumps(document))
