@@ -108,7 +108,9 @@ def kept_bytes(program: Program, graph: OperatorGraph) -> float:
     return sum(size for name, size in standing.items() if name not in apart)
 
 
-@pytest.mark.parametrize(("price", "tolerance"), [(0.0, 1e-6), (1e-9, 1e-3), (1e-7, 0.02)])
+# Where memory is dear a layer slices what it hands on; labels gather it again for the sum behind the next attention,
+# while the program still has it whole: one gather a layer, 2.3 % of a small Llama.
+@pytest.mark.parametrize(("price", "tolerance"), [(0.0, 1e-6), (1e-9, 1e-3), (1e-7, 0.03)])
 @pytest.mark.parametrize("modes", [(0,), (1,), (2,), (2, 0, 1)], ids=["none", "selective", "full", "mixed"])
 @pytest.mark.parametrize(
     ("name", "degree"), [("gpt", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
