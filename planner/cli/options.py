@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from planner.cli.terminal import DEBUG_KEY
-from planner.request import DEGREES, FLAGS, PIN_NAMES, SIZES, WORDS
+from planner.request import COPIES, DEGREES, FLAGS, PIN_NAMES, SIZES, WORDS
 from simulator.errors import InputError
 
 MAX_DEVICES = 2**20
@@ -134,7 +134,7 @@ Pins = Annotated[
 ]
 
 _NUMBERS = DEGREES
-_WORDS = {**dict.fromkeys(FLAGS, ("true", "false")), **WORDS}
+_WORDS = {**dict.fromkeys(FLAGS, ("true", "false")), **WORDS, "copies": COPIES}
 PIN_KEYS = PIN_NAMES
 
 

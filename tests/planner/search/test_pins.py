@@ -65,6 +65,7 @@ CONTRADICTIONS: list[tuple[Extent, dict[str, Any], tuple[str, ...]]] = [
     (GPT, {"sequence_parallel": True, "tp": 1}, ("sequence_parallel=true tp=1", "tp=2")),
     (IMAGES, {"sequence_parallel": True}, ("sequence_parallel=true", "no token sequences")),
     (GPT, {"tp": 8, "shard_size": 2}, ("tp=8 shard_size=2", "tp=4")),
+    (GPT, {"dp": 8, "micro_batches": 64, "copies": 2}, ("micro_batches=64 × copies=2", "--global-batch 1024")),
 ]
 
 
@@ -103,6 +104,7 @@ VALUES: Mapping[str, Any] = {
     **{name: st.sampled_from(words) for name, words in WORDS.items()},
     **{name: st.booleans() for name in FLAGS},
     **{name: st.sampled_from([1, 64]) for name in SIZES},
+    "copies": st.sampled_from([1, 2]),
 }
 
 
