@@ -28,6 +28,9 @@ from tests.planner.search.problems import BUCKET_BYTES, captured_small, deepened
 HARDWARE = "dgx-a100"
 MORE = (("gpt", 4), ("llama", 2), ("llama", 4))
 
+SLICED = """Where memory is so dear that a layer slices what it hands on, labels let the next layer gather that again; the
+program reads the tensor whole where it still stands, which takes one gather less and keeps it for the backward pass."""
+
 
 def tables_of(graph: OperatorGraph, mesh: Mesh, micro_batch: int = 2, **options: object) -> StageTables:
     return stage_tables(
@@ -108,16 +111,16 @@ def kept_bytes(program: Program, graph: OperatorGraph) -> float:
     return sum(size for name, size in standing.items() if name not in apart)
 
 
-# Where memory is dear a layer slices what it hands on; labels gather it again for the sum behind the next attention,
-# while the program still has it whole: one gather a layer, 2.3 % of a small Llama.
-@pytest.mark.parametrize(("price", "tolerance"), [(0.0, 1e-6), (1e-9, 1e-3), (1e-7, 0.03)])
+@pytest.mark.parametrize(("price", "tolerance"), [(0.0, 1e-6), (1e-9, 1e-3), (1e-7, 0.02)])
 @pytest.mark.parametrize("modes", [(0,), (1,), (2,), (2, 0, 1)], ids=["none", "selective", "full", "mixed"])
 @pytest.mark.parametrize(
     ("name", "degree"), [("gpt", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 )
 def test_seconds_and_bytes_are_those_of_the_lowered_program(
-    name: str, modes: tuple[int, ...], price: float, tolerance: float, degree: int
+    name: str, modes: tuple[int, ...], price: float, tolerance: float, degree: int, request: pytest.FixtureRequest
 ) -> None:
+    if (name, modes, price) == ("llama", (2,), 1e-7):
+        request.applymarker(pytest.mark.xfail(strict=True, reason=SLICED))
     hardware, mesh = load_profile(HARDWARE), make_mesh(tensor=degree)
     tables = small_tables(name, degree)
     chosen = path(tables, modes, price)
