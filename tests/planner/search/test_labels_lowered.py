@@ -28,8 +28,10 @@ from tests.planner.search.problems import BUCKET_BYTES, captured_small, deepened
 HARDWARE = "dgx-a100"
 MORE = (("gpt", 4), ("llama", 2), ("llama", 4))
 
-SLICED = """Where memory is so dear that a layer slices what it hands on, labels let the next layer gather that again; the
-program reads the tensor whole where it still stands, which takes one gather less and keeps it for the backward pass."""
+SLICED = (
+    "where memory is so dear that a layer slices what it hands on, labels let the next layer gather it again; the program "
+    "reads the whole tensor where it still stands, one gather less, and keeps it for the backward pass"
+)
 
 
 def tables_of(graph: OperatorGraph, mesh: Mesh, micro_batch: int = 2, **options: object) -> StageTables:
