@@ -30,6 +30,7 @@ def test_planning_from_python(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in lines] == ["dgx1-v100", "dgx-a100", "dgx-h100"]
 
 
+@pytest.mark.slow
 def test_planning_a_network_of_ones_own(tmp_path: Path) -> None:
     command = ("plan", "py:my_network:autoencoder", "--hw", "dgx-a100", "--devices", "8")
     out = tmp_path / "mine.json"

@@ -296,7 +296,7 @@ def test_an_interrupt_gives_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_failed_run_gives_exit_code_4(monkeypatch: pytest.MonkeyPatch) -> None:
     import planner.execution.run
 
-    def fail(options: object, say: object) -> None:
+    def fail(options: object, say: object, monitor: object) -> None:
         raise ExecutionError("rank 1 failed")
 
     monkeypatch.setattr(planner.execution.run, "execute", fail)

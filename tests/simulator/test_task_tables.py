@@ -34,6 +34,7 @@ def test_engines_agree(table: TaskTable) -> None:
     assert_agree(table)
 
 
+@pytest.mark.slow
 def test_compiled_code_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tables run as Python; here all run as machine code."""
 

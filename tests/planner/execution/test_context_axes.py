@@ -16,7 +16,7 @@ RING, EXCHANGE = ({"context_algorithm": name} for name in ("ring", "all_to_all")
 @pytest.mark.parametrize(
     ("network", "devices", "pins"),
     [
-        ("gpt", 2, {"cp": 2, **RING}),
+        pytest.param("gpt", 2, {"cp": 2, **RING}, marks=slow),
         pytest.param("llama", 2, {"cp": 2, **EXCHANGE}, marks=slow),
         pytest.param("gpt", 4, {"cp": 4, **RING, "micro_batch": 2}, marks=slow),
         pytest.param("llama", 4, {"cp": 4, **RING}, marks=slow),

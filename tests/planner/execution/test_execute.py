@@ -59,7 +59,13 @@ def test_a_strategy_file_trains_as_one_process_does(mlp, tmp_path):
     ("network", "devices", "batch", "pins"),
     [
         ("zoo:gpt2-tiny", 4, 4, {"dp": 2, "tp": 2}),
-        ("zoo:gpt2-tiny", 2, 8, {"tp": 2, "micro_batch": 4, "sequence_parallel": "true", "copies": 2}),
+        pytest.param(
+            "zoo:gpt2-tiny",
+            2,
+            8,
+            {"tp": 2, "micro_batch": 4, "sequence_parallel": "true", "copies": 2},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "zoo:gpt2-tiny",
             4,
@@ -216,6 +222,7 @@ def test_an_accelerator_that_is_not_there(mlp, monkeypatch):
         run(mlp, device="cuda")
 
 
+@pytest.mark.slow
 def test_training_that_diverges_says_so(mlp):
     with pytest.raises(ExecutionError, match="training diverged at step .: loss (nan|inf); lower --learning-rate"):
         run(mlp, learning_rate=1e30, verify=False, precision="fp32")
@@ -233,6 +240,7 @@ def test_a_strategy_for_another_network(mlp):
         run(dataclasses.replace(mlp, fingerprint="0" * 64))
 
 
+@pytest.mark.slow
 def test_a_profile_that_is_gone_leaves_the_prediction_out(mlp):
     report = run(dataclasses.replace(mlp, hardware="gone.yaml"), steps=1, verify=False)
     assert report.predicted_step_time_s is None

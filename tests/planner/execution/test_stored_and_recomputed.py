@@ -17,7 +17,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "mode", "changes"),
     [
-        ({"data": 2}, "full", {"optimizer_sharding": "zero3"}),
+        pytest.param({"data": 2}, "full", {"optimizer_sharding": "zero3"}, marks=slow),
         pytest.param({"data": 2, "tensor": 2}, "full", {"optimizer_sharding": "zero3"}, marks=slow),
         pytest.param({"data": 2}, "none", {}, marks=slow),
         pytest.param({"data": 2}, "none", {"optimizer_sharding": "zero2"}, marks=slow),

@@ -29,8 +29,8 @@ HARDWARE = "dgx-a100"
 MORE = (("gpt", 4), ("llama", 2), ("llama", 4))
 
 SLICED = (
-    "where memory is so dear that a layer slices what it hands on, labels let the next layer gather it again; the program "
-    "reads the whole tensor where it still stands, one gather less, and keeps it for the backward pass"
+    "where memory is so dear that a layer slices what it hands on, labels let the next layer gather it again; the "
+    "program reads the whole tensor where it still stands, one gather less, and keeps it for the backward pass"
 )
 
 

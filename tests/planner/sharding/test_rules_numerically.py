@@ -57,6 +57,7 @@ def test_every_pair_of_rules_of_small_networks(name: str) -> None:
     assert sum(check(network, node, pairs=1000) for node in distinct_nodes(network)) > 500
 
 
+@pytest.mark.slow
 def test_resnet50() -> None:
     """The built-in network, on small images: the channels are what its rules are about."""
     make = ZOO["resnet50"].make
