@@ -9,9 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from planner.configured import Configured
-from planner.context.applying import SEMI_AUTOMATIC, marked, semi_automatic, with_groups
-from planner.context.exchange import check_data
-from planner.context.layerwise import layerwise_names
 from planner.explanations import (
     ShadowPrices,
     describe,
@@ -22,30 +19,25 @@ from planner.explanations import (
     shadow_prices,
 )
 from planner.graph.operator_graph import OperatorGraph, Role
-from planner.hosted import host_tables_cost_s, with_host_tables
+from planner.hosted import host_tables_cost_s
 from planner.infeasible import why_infeasible
-from planner.lowering.checked import lower, precision_dtype
-from planner.networks import Network, load_network
+from planner.lowering.checked import lower
+from planner.networks import load_network
 from planner.one_stage import Candidate, OneStage, search_one_stage
 from planner.one_stage import why_infeasible as why_one_stage_does_not_fit
-from planner.prediction import Prediction, check_products, precision_notes, predict, trained_dtype
+from planner.prediction import Prediction, precision_notes, predict
 from planner.quantities import percent_text
-from planner.refining import largest_threshold, refined, threshold_cost_s
-from planner.request import PRECISIONS, Pins, PlanRequest, read_pins
+from planner.refining import refined, threshold_cost_s
+from planner.request import Pins, PlanRequest
 from planner.search.candidates import Space
-from planner.search.configurations.buckets import MIB, USUAL
 from planner.search.configurations.explored import Placed
 from planner.search.configurations.pin_checks import check_pins
-from planner.search.stages.unit_pins import FREE
+from planner.setting import Setting, setting_of
 from planner.sharding.rules import has_rule
 from planner.shared_tables import SharedTables
-from planner.strategy.exchange import Exchange
-from planner.strategy.plan import (
-    Status,
-)
-from planner.work import optimizer
-from simulator.errors import InputError, UnsupportedError
-from simulator.hardware import Hardware, load_profile
+from planner.strategy.plan import Status
+from simulator.errors import UnsupportedError
+from simulator.hardware import Hardware
 
 __all__ = [
     "Candidate",
@@ -58,7 +50,6 @@ __all__ = [
     "predict",
 ]
 
-KIB = 1024
 RESCORED = 5
 """So many of the best plans by the closed form are simulated, however few are asked for: the best is the same."""
 NEAR_ENOUGH = 1.05
@@ -122,97 +113,74 @@ def plan_network(
 
     A KeyboardInterrupt during the search ends it with the best plan so far, and is raised where there is none.
     """
-    pins = read_pins(request)
-    hardware = load_profile(request.hardware)
-    hardware.check_devices(request.devices)
-    network = load_network(request.network, sequence_length=request.sequence_length)
-    precision = request.precision or {v: k for k, v in PRECISIONS.items()}[hardware.default_precision]
-    dtype = precision_dtype(precision)
-    check_products(hardware, dtype)
-    update = optimizer(request.optimizer or network.default_optimizer)
-    batch = network.default_global_batch if request.global_batch is None else request.global_batch
-    if batch < 1:
-        raise InputError(f"global batch {batch} is not positive; use --global-batch with a whole number of samples")
-    bucket = USUAL if pins.bucket_mb is None else pins.bucket_mb * MIB
-    started = time.perf_counter()
-    shared = shared or SharedTables(network.capture() if graph is None else graph)
-    captured = time.perf_counter()
-    tables = shared.at(dtype)
-    graph = tables.graph
-    even, choices = tables.aligned
-    pins, placed = marked(request, network, graph, tables.decisions.chain, pins)
-    if placed is not None:
-        request = replace(request, hints=(*request.hints, *placed.hints()))
-        request = with_groups(request, placed)
-    pins = with_host_tables(semi_automatic(request, pins), graph, update, hardware)
-    space = Space(
-        graph=even,
-        decisions=choices,
-        hardware=hardware,
-        devices=request.devices,
-        global_batch=batch,
-        optimizer=update,
-        pins=pins,
-        bucket_bytes=bucket,
-        search_mode=request.search_mode,
-        hints=request.hints,
-        rest_by_data=request.parallel_mode == SEMI_AUTOMATIC,
+    setting = setting_of(request, graph, shared)
+    pins, hardware, graph = setting.pins, setting.search.hardware, setting.search.graph
+    request = setting.request
+    searched = _searched(setting)
+    one, found = searched.one, searched.found
+    began = time.perf_counter()
+    ranked, stopped = _refined(
+        setting.search, pins, _ranked(one, found)[: max(request.top, 1)], found, searched.interrupted
     )
-    base = _base_plan(request, network, graph, hardware, precision, update.name, batch, bucket)
-    base["host_embeddings"] = bool(pins.host_embeddings)
-    base["copies"] = pins.copies or 1
-    ruled = time.perf_counter()
-    search = Configured(
-        graph=graph,
-        hardware=hardware,
-        devices=request.devices,
-        global_batch=batch,
-        optimizer=update,
-        dtype=trained_dtype(graph),
-        bucket_bytes=bucket,
-        sequence=network.sequence_length or 0,
-        base=base,
-        shared=tables,
-        threshold_bytes=threshold_bytes(graph, pins),
-        unit_pins=placed.unit_pins() if placed else FREE,
+    refining = time.perf_counter() - began
+    timings = {
+        "capture": setting.captured - setting.started,
+        "rules": setting.ruled - setting.captured,
+        "operators": searched.operators_s - one.simulation_s,
+        "refining": refining,
+        **(found.timings if found else {}),
+    }
+    notes = (*graph.notes, *_without_rules(graph), *precision_notes(hardware, setting.dtype), *_idle_axes(ranked))
+    return PlanResult(
+        status=ranked[0].plan.certificate.status if ranked else Status.INFEASIBLE,
+        candidates=_with_reasons(ranked, found, hardware),
+        elapsed_s=time.perf_counter() - setting.captured,
+        capture_s=setting.captured - setting.started,
+        messages=(*notes, *one.messages, *(found.messages(stopped) if found else ()), *_beyond(request, found)),
+        simulation_s=one.simulation_s + refining + (found.timings["rescoring"] if found else 0.0),
+        infeasible="" if ranked else _no_plan(setting.space, one, found),
+        timings=timings,
+        shadow_prices=found.prices if found else None,
+        pin_costs=found.costs if found else (),
+        interrupted=stopped,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Searched:
+    """Plans whose operators were searched one by one, and how long that took; configurations, where they were."""
+
+    one: OneStage
+    found: _Configurations | None
+    operators_s: float
+    interrupted: bool
+
+
+def _searched(setting: Setting) -> _Searched:
+    request, pins, search = setting.request, setting.pins, setting.search
     wide = _searches_configurations(request, pins, search)
     scored = replace(request, top=max(request.top, RESCORED))
     found = _Configurations(search, pins, scored) if wide else None
-    configured = time.perf_counter()
+    began = time.perf_counter()
     one, stopped = OneStage(), False
     if found is None or not found.scored or found.leaves_operators:
         incumbent = found.best_s if found is not None and found.scored else float("inf")
+        refusable = wide or _falls_back(request, pins)
         try:
-            refusable = wide or _falls_back(request, pins)
-            one = search_one_stage(space, graph, base, pins, scored, refusable=refusable, incumbent_s=incumbent)
+            one = search_one_stage(
+                setting.space, search.graph, search.base, pins, scored, refusable=refusable, incumbent_s=incumbent
+            )
         except KeyboardInterrupt:
             if found is None or not found.scored:
                 raise
             stopped = True
     if found is None and not one.scored and _falls_back(request, pins):
         found = _Configurations(search, pins, scored)
-    stopped = stopped or one.interrupted or (found is not None and found.explored.interrupted)
-    began = time.perf_counter()
-    ranked, stopped = _refined(search, pins, _ranked(one, found)[: max(request.top, 1)], found, stopped)
-    refining = time.perf_counter() - began
-    messages = (*graph.notes, *_without_rules(graph), *precision_notes(hardware, dtype), *_idle_axes(ranked))
-    operators = began - configured - one.simulation_s
-    timings = {"capture": captured - started, "rules": ruled - captured, "operators": operators, "refining": refining}
-    if found is not None:
-        timings.update(found.timings)
-    return PlanResult(
-        status=ranked[0].plan.certificate.status if ranked else Status.INFEASIBLE,
-        candidates=_with_reasons(ranked, found, hardware),
-        elapsed_s=time.perf_counter() - captured,
-        capture_s=captured - started,
-        messages=(*messages, *one.messages, *(found.messages(stopped) if found else ()), *_beyond(request, found)),
-        simulation_s=one.simulation_s + refining + (found.timings["rescoring"] if found else 0.0),
-        infeasible="" if ranked else _no_plan(space, one, found),
-        timings=timings,
-        shadow_prices=found.prices if found else None,
-        pin_costs=found.costs if found else (),
-        interrupted=stopped,
+    return _Searched(
+        one=one,
+        found=found,
+        operators_s=time.perf_counter() - began,
+        interrupted=stopped or one.interrupted or (found is not None and found.explored.interrupted),
     )
 
 
@@ -351,68 +319,11 @@ def _refined(
     return [best, *ranked[1:]], False
 
 
-def threshold_bytes(graph: OperatorGraph, pins: Pins) -> int:
-    """The pinned size under which parameters stay whole.
-
-    Raises
-    ------
-    InputError
-        Most of the network would stay whole.
-    """
-    if not pins.sharding_threshold_kb:
-        return 0
-    wanted = pins.sharding_threshold_kb * KIB
-    largest = largest_threshold(graph, pins.tp or 1)
-    if wanted > largest:
-        raise InputError(
-            f"pin sharding_threshold_kb={pins.sharding_threshold_kb}: more than half of the network lies in smaller "
-            f"parameters and nothing much would be sharded; use --pin sharding_threshold_kb={largest // KIB} or less, "
-            "or --pin optimizer_sharding=none"
-        )
-    return wanted
-
-
 def _no_plan(space: Space, one: OneStage, found: _Configurations | None) -> str:
     return (
         why_one_stage_does_not_fit(space, one.misfits)
         if found is None
         else why_infeasible(found.search, found.pins, found.explored)
-    )
-
-
-def _base_plan(
-    request: PlanRequest,
-    network: Network,
-    graph: OperatorGraph,
-    hardware: Hardware,
-    precision: str,
-    update: str,
-    batch: int,
-    bucket_bytes: int,
-) -> dict[str, object]:
-    return {
-        "network": network.spec,
-        "fingerprint": graph.fingerprint,
-        "sequence_length": network.sequence_length,
-        "hardware": request.hardware,
-        "hardware_hash": hardware.hash,
-        "precision": precision,
-        "optimizer": update,
-        "global_batch": batch,
-        "bucket_bytes": bucket_bytes,
-        "parallel_mode": request.parallel_mode,
-        "search_mode": request.search_mode,
-        "exchange": _exchange(request, network, graph, batch),
-    }
-
-
-def _exchange(request: PlanRequest, network: Network, graph: OperatorGraph, batch: int) -> Exchange:
-    """How tensors travel, with the parameters of which every rank has its own named one by one."""
-    check_data(request.exchange.data, {spec.name: spec.shape for spec in network.inputs}, batch)
-    if request.parallel_mode != "hybrid_parallel":
-        return request.exchange
-    return replace(
-        request.exchange, layerwise=layerwise_names(graph, (*request.exchange.layerwise, *network.layerwise))
     )
 
 

@@ -83,7 +83,7 @@ def test_the_best_plan_so_far_is_written_with_its_gap(tmp_path: Path, where: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["planner.configured:stage_tables", "planner.planning:load_network"])
+@pytest.mark.parametrize("where", ["planner.configured:stage_tables", "planner.setting:load_network"])
 def test_before_any_plan_nothing_is_written(tmp_path: Path, where: str) -> None:
     code, text, out = plan_interrupted(tmp_path, where)
     assert code == 130

@@ -1,0 +1,169 @@
+"""What a request for plans comes to: the network with its marks, the pins read, and what the searches start from."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from planner.configured import Configured
+from planner.context.applying import SEMI_AUTOMATIC, marked, semi_automatic, with_groups
+from planner.context.exchange import check_data
+from planner.context.layerwise import layerwise_names
+from planner.graph.operator_graph import OperatorGraph
+from planner.hosted import with_host_tables
+from planner.lowering.checked import precision_dtype
+from planner.networks import Network, load_network
+from planner.prediction import check_products, trained_dtype
+from planner.refining import largest_threshold
+from planner.request import PRECISIONS, Pins, PlanRequest, read_pins
+from planner.search.candidates import Space
+from planner.search.configurations.buckets import MIB, USUAL
+from planner.search.stages.unit_pins import FREE
+from planner.shared_tables import SharedTables
+from planner.strategy.exchange import Exchange
+from planner.work import optimizer
+from simulator.errors import InputError
+from simulator.hardware import Hardware, load_profile
+
+KIB = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is searched: operators on meshes (``space``), configurations (``search``), under ``request`` and ``pins``.
+
+    ``started``, ``captured`` and ``ruled`` are moments of the performance counter.
+    """
+
+    request: PlanRequest
+    pins: Pins
+    dtype: str
+    space: Space
+    search: Configured
+    started: float
+    captured: float
+    ruled: float
+
+
+def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: SharedTables | None) -> Setting:
+    """Read and check a request; `graph` is its network, captured already, `shared` what earlier requests made of it."""
+    pins = read_pins(request)
+    hardware = load_profile(request.hardware)
+    hardware.check_devices(request.devices)
+    network = load_network(request.network, sequence_length=request.sequence_length)
+    precision = request.precision or {v: k for k, v in PRECISIONS.items()}[hardware.default_precision]
+    dtype = precision_dtype(precision)
+    check_products(hardware, dtype)
+    update = optimizer(request.optimizer or network.default_optimizer)
+    batch = network.default_global_batch if request.global_batch is None else request.global_batch
+    if batch < 1:
+        raise InputError(f"global batch {batch} is not positive; use --global-batch with a whole number of samples")
+    bucket = USUAL if pins.bucket_mb is None else pins.bucket_mb * MIB
+    started = time.perf_counter()
+    shared = shared or SharedTables(network.capture() if graph is None else graph)
+    captured = time.perf_counter()
+    tables = shared.at(dtype)
+    graph = tables.graph
+    even, choices = tables.aligned
+    pins, placed = marked(request, network, graph, tables.decisions.chain, pins)
+    if placed is not None:
+        request = replace(request, hints=(*request.hints, *placed.hints()))
+        request = with_groups(request, placed)
+    pins = with_host_tables(semi_automatic(request, pins), graph, update, hardware)
+    space = Space(
+        graph=even,
+        decisions=choices,
+        hardware=hardware,
+        devices=request.devices,
+        global_batch=batch,
+        optimizer=update,
+        pins=pins,
+        bucket_bytes=bucket,
+        search_mode=request.search_mode,
+        hints=request.hints,
+        rest_by_data=request.parallel_mode == SEMI_AUTOMATIC,
+    )
+    base = _base_plan(request, network, graph, hardware, precision, update.name, batch, bucket)
+    base |= {"host_embeddings": bool(pins.host_embeddings), "copies": pins.copies or 1}
+    ruled = time.perf_counter()
+    search = Configured(
+        graph=graph,
+        hardware=hardware,
+        devices=request.devices,
+        global_batch=batch,
+        optimizer=update,
+        dtype=trained_dtype(graph),
+        bucket_bytes=bucket,
+        sequence=network.sequence_length or 0,
+        base=base,
+        shared=tables,
+        threshold_bytes=threshold_bytes(graph, pins),
+        unit_pins=placed.unit_pins() if placed else FREE,
+    )
+    return Setting(
+        request=request,
+        pins=pins,
+        dtype=dtype,
+        space=space,
+        search=search,
+        started=started,
+        captured=captured,
+        ruled=ruled,
+    )
+
+
+def threshold_bytes(graph: OperatorGraph, pins: Pins) -> int:
+    """The pinned size under which parameters stay whole.
+
+    Raises
+    ------
+    InputError
+        Most of the network would stay whole.
+    """
+    if not pins.sharding_threshold_kb:
+        return 0
+    wanted = pins.sharding_threshold_kb * KIB
+    largest = largest_threshold(graph, pins.tp or 1)
+    if wanted > largest:
+        raise InputError(
+            f"pin sharding_threshold_kb={pins.sharding_threshold_kb}: more than half of the network lies in smaller "
+            f"parameters and nothing much would be sharded; use --pin sharding_threshold_kb={largest // KIB} or less, "
+            "or --pin optimizer_sharding=none"
+        )
+    return wanted
+
+
+def _base_plan(
+    request: PlanRequest,
+    network: Network,
+    graph: OperatorGraph,
+    hardware: Hardware,
+    precision: str,
+    update: str,
+    batch: int,
+    bucket_bytes: int,
+) -> dict[str, object]:
+    return {
+        "network": network.spec,
+        "fingerprint": graph.fingerprint,
+        "sequence_length": network.sequence_length,
+        "hardware": request.hardware,
+        "hardware_hash": hardware.hash,
+        "precision": precision,
+        "optimizer": update,
+        "global_batch": batch,
+        "bucket_bytes": bucket_bytes,
+        "parallel_mode": request.parallel_mode,
+        "search_mode": request.search_mode,
+        "exchange": _exchange(request, network, graph, batch),
+    }
+
+
+def _exchange(request: PlanRequest, network: Network, graph: OperatorGraph, batch: int) -> Exchange:
+    """How tensors travel, with the parameters of which every rank has its own named one by one."""
+    check_data(request.exchange.data, {spec.name: spec.shape for spec in network.inputs}, batch)
+    if request.parallel_mode != "hybrid_parallel":
+        return request.exchange
+    return replace(
+        request.exchange, layerwise=layerwise_names(graph, (*request.exchange.layerwise, *network.layerwise))
+    )
