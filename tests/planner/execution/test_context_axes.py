@@ -17,18 +17,11 @@ RING, EXCHANGE = ({"context_algorithm": name} for name in ("ring", "all_to_all")
     ("network", "devices", "pins"),
     [
         pytest.param("gpt", 2, {"cp": 2, **RING}, marks=slow),
-        pytest.param("llama", 2, {"cp": 2, **EXCHANGE}, marks=slow),
-        pytest.param("gpt", 4, {"cp": 4, **RING, "micro_batch": 2}, marks=slow),
         pytest.param("llama", 4, {"cp": 4, **RING}, marks=slow),
         pytest.param("llama", 4, {"cp": 4, **EXCHANGE, "recompute": "selective"}, marks=slow),
         pytest.param("gpt", 4, {"cp": 2, "dp": 2, **EXCHANGE, "optimizer_sharding": "zero3"}, marks=slow),
-        pytest.param("llama", 4, {"cp": 2, "dp": 2, **RING, "optimizer_sharding": "zero2", "micro_batch": 2},
-                     marks=slow),
         pytest.param("llama", 4, {"cp": 2, "tp": 2, **RING, "sequence_parallel": "true"}, marks=slow),
-        pytest.param("gpt", 4, {"cp": 2, "tp": 2, **EXCHANGE, "recompute": "full"}, marks=slow),
-        pytest.param("gpt", 4, {"cp": 2, "pp": 2, **RING, "micro_batch": 2}, marks=slow),
         pytest.param("llama", 4, {"cp": 2, "pp": 2, **EXCHANGE, "micro_batch": 2, "recompute": "full"}, marks=slow),
-        pytest.param("llama", 8, {"cp": 2, "pp": 2, "tp": 2, **RING, "micro_batch": 4}, marks=slow),
     ],
 )  # fmt: skip
 def test_losses_are_those_of_one_process(network: str, devices: int, pins: dict[str, Any]) -> None:

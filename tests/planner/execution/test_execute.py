@@ -69,23 +69,12 @@ def test_a_strategy_file_trains_as_one_process_does(mlp, tmp_path):
         pytest.param(
             "zoo:gpt2-tiny",
             4,
-            16,
-            {"dp": 2, "tp": 2, "micro_batch": 4, "sequence_parallel": "true", "copies": 2},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "zoo:gpt2-tiny",
-            4,
             8,
             {"dp": 2, "tp": 2, "micro_batch": 4, "optimizer_sharding": "zero3", "copies": 2},
             marks=pytest.mark.slow,
         ),
         pytest.param("zoo:resnet50", 2, 4, {"dp": 2, "micro_batch": 2, "copies": 2}, marks=pytest.mark.slow),
-        pytest.param("zoo:mlp", 2, 16, {"dp": 2}, marks=pytest.mark.slow),
         pytest.param("zoo:mlp", 4, 16, {"dp": 2, "tp": 2, "micro_batch": 2}, marks=pytest.mark.slow),
-        pytest.param("zoo:gpt2-tiny", 2, 8, {"dp": 2, "micro_batch": 2}, marks=pytest.mark.slow),
-        pytest.param("zoo:gpt2-tiny", 2, 4, {"tp": 2}, marks=pytest.mark.slow),
-        pytest.param("zoo:gpt2-tiny", 8, 8, {"dp": 2, "tp": 4}, marks=pytest.mark.slow),
         pytest.param("zoo:resnet50", 2, 4, {"dp": 2}, marks=pytest.mark.slow),
     ],
 )
@@ -96,7 +85,7 @@ def test_equals_one_process(network, devices, batch, pins):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw", "lamb"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "lamb"])
 def test_every_optimizer(mlp, optimizer):
     report = run(dataclasses.replace(mlp, optimizer=optimizer))
     assert report.max_loss_difference < 1e-10
@@ -107,9 +96,7 @@ def test_every_optimizer(mlp, optimizer):
     ("devices", "pins"),
     [
         (2, {"dp": 2, "optimizer_sharding": "zero2", "micro_batch": 2}),
-        (2, {"tp": 2, "micro_batch": 4}),
         (4, {"dp": 2, "tp": 2, "optimizer_sharding": "zero1"}),
-        (2, {"dp": 2, "optimizer_sharding": "none"}),
     ],
 )
 def test_norms_of_whole_parameters_are_summed_over_their_shards(devices, pins):

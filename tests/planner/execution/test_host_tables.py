@@ -27,8 +27,6 @@ def trained(network: str, devices: int, device: str = "cpu", **pins: object) -> 
 @pytest.mark.parametrize(
     ("network", "devices", "pins"),
     [
-        pytest.param(WIDE, 2, {"dp": 2, "optimizer_sharding": "none", "micro_batches": 2}, marks=slow),
-        pytest.param(WIDE, 2, {"dp": 2, "optimizer_sharding": "zero1"}, marks=slow),
         pytest.param(WIDE, 2, {"dp": 2, "optimizer_sharding": "zero3", "micro_batches": 2}, marks=slow),
         pytest.param(WIDE, 2, {"tp": 2, "micro_batches": 2}, marks=slow),
         pytest.param(WIDE, 2, {"dp": 2, "optimizer_sharding": "zero2", "offload_optimizer": "true"}, marks=slow),
