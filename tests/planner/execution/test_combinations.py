@@ -10,7 +10,7 @@ import pytest
 from tests.planner.execution.made import make_plan, run
 from tests.planner.execution.small import place
 
-DEVICES, BATCH, COUNT, SEED = 4, 8, 6, 20
+DEVICES, BATCH, COUNT, SEED = 4, 8, 4, 20
 AXES = {"gpt": ("dp", "tp", "cp", "pp"), "llama": ("dp", "tp", "cp", "pp"), "mixtral": ("dp", "tp", "pp")}
 
 

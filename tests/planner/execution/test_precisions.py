@@ -21,7 +21,6 @@ MULTIPLE = 3.0
     [
         ("gpt", "bf16", 4, {"dp": 2, "tp": 2, "optimizer_sharding": "zero1"}),
         ("gpt", "fp16", 2, {"dp": 2, "optimizer_sharding": "zero3", "micro_batch": 2}),
-        ("gpt", "fp16", 2, {"pp": 2, "micro_batch": 2, "recompute": "full"}),
     ],
 )
 def test_no_worse_than_one_process(network: str, precision: str, devices: int, pins: dict[str, Any]) -> None:
