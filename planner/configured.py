@@ -87,7 +87,9 @@ class Configured:
         """The space that pins leave; raises UnsupportedError for a pinned context axis that the network forbids."""
         devices = devices or self.devices
         if self.unit_pins.pieces is not None:
-            pins = replace(pins, pp=self.unit_pins.pieces, vpp=1)
+            virtual = self.unit_pins.virtual
+            schedule = "interleaved_1f1b" if virtual > 1 else pins.schedule
+            pins = replace(pins, pp=self.unit_pins.pieces // virtual, vpp=virtual, schedule=schedule)
         return Extent(
             hardware=self.hardware,
             devices=devices,

@@ -159,9 +159,10 @@ def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettin
     if (sized or translated.layers) and settings.network is not None:
         graph = load_network(settings.network, sequence_length=settings.seq_len).capture()
         notes += check_sizes(pins, sizes_of(graph), vocabulary_cut=cut)
-        marks = translated.layers.marks(graph, int(pins.get("pp", "1"))) if translated.layers else None
+        stages, virtual = (int(pins.get(name, "1")) for name in ("pp", "vpp"))
+        marks = translated.layers.marks(graph, stages, virtual) if translated.layers else None
         if cut is not None and translated.parallel_mode == ParallelMode.AUTO_PARALLEL:
-            by_layer = bool(translated.layers.offset or translated.layers.recompute)
+            by_layer = bool(translated.layers.offset or translated.layers.recomputes)
             table, left = vocabulary_marks(pins, graph, cut=cut, by_layer=by_layer)
             marks = (marks or Marks()).over(table)
             notes += [left] if left else []

@@ -32,7 +32,7 @@ def marked(
     placed = PlacedMarks(marks, graph, units)
     stages = placed.stage_count()
     if stages is not None:
-        pins = with_stages(pins, stages)
+        pins = with_stages(pins, stages, marks.virtual)
     if marks.recompute and pins.recompute is not None:
         raise InputError(
             f"pin recompute={pins.recompute} and recompute() of {next(iter(marks.recompute))!r} both say what is "

@@ -38,26 +38,30 @@ class Marks:
 
     Attributes
     ----------
-    stages : pipeline stage of modules
-    recompute : whether modules compute again in the backward pass
+    stages : pipeline stage of modules; with several chunks a stage the number of their chunk, in model order
+    virtual : chunks of a stage
+    recompute : whether modules compute again in the backward pass, ``"selective"`` for what is cheap in them
     fusion : group of modules, and of parameters by their own names, whose gradients travel in one message; 0 alone
     cuts : in how many parts the tensors of an operator are cut
     modules : all module paths, where they are known
     """
 
     stages: Mapping[str, int] = field(default_factory=dict)
-    recompute: Mapping[str, bool] = field(default_factory=dict)
+    recompute: Mapping[str, bool | str] = field(default_factory=dict)
     fusion: Mapping[str, int] = field(default_factory=dict)
     cuts: Mapping[str, OperatorCuts] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
+    virtual: int = 1
 
     def __bool__(self) -> bool:
         return bool(self.stages or self.recompute or self.fusion or self.cuts)
 
     def over(self, other: Marks) -> Marks:
         """These marks, and those of `other` where these say nothing."""
-        found = {f.name: {**getattr(other, f.name), **getattr(self, f.name)} for f in fields(self)[:-1]}
-        return Marks(**found, modules=self.modules or other.modules)
+        names = ("stages", "recompute", "fusion", "cuts")
+        found: dict[str, Any] = {name: {**getattr(other, name), **getattr(self, name)} for name in names}
+        virtual = self.virtual if self.stages else other.virtual
+        return Marks(**found, modules=self.modules or other.modules, virtual=virtual)
 
 
 def set_pipeline_stage(module: Marked, stage: int) -> Marked:
@@ -122,7 +126,7 @@ def marks_of(network: Any) -> Marks:
 
     A parameter may also carry its group in an attribute of its own, ``parameter.comm_fusion = 2``.
     """
-    found: dict[str, dict[str, Any]] = {"stages": {}, "recompute": {}, "fusion": {}, "cuts": {}}
+    found: dict[str, Any] = {"stages": {}, "recompute": {}, "fusion": {}, "cuts": {}}
     names = {"stage": "stages"}
     modules = []
     for path, marks in _marked(network):

@@ -12,7 +12,7 @@ from planner.context.context import AutoParallelContext
 from planner.context.errors import ContextError
 from planner.context.exchange import exchange_of
 from planner.context.keys import KEYS
-from planner.context.layers import LayerSettings, layer_settings
+from planner.context.layers import LayerSettings, layer_settings, said_by_layer
 from planner.context.mindformers_keys import (
     DEGREES,
     LATER_CONFIG,
@@ -21,6 +21,7 @@ from planner.context.mindformers_keys import (
     MARKS,
     MODES,
     OPTIONS,
+    RECOMPUTE_KEYS,
     SECTIONS,
 )
 from planner.context.requests import pins_of, searched_mode
@@ -122,7 +123,9 @@ def translate(document: Mapping[Any, Any]) -> Translated:
         said = [name for name in MARKS if name in document and name not in ("use_parallel", "recompute_config")]
         notes += [f"use_parallel is False: {', '.join(said)} are not read"] if said else []
         context = AutoParallelContext(parallel_mode="stand_alone")
-        return Translated(options=options, context=context, pins=_recompute(document), notes=tuple(notes))
+        pins = _recompute(document, {})
+        layers = layer_settings({}, _section(document, "recompute_config"), {})
+        return Translated(options=options, context=context, pins=pins, layers=layers, notes=tuple(notes))
     _check_swap(document)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -136,14 +139,13 @@ def translate(document: Mapping[Any, Any]) -> Translated:
     number = model.get("pp_interleave_num")
     if (chunks := interleave("model.model_config.pp_interleave_num", 1 if number is None else number)) > 1:
         pins["vpp"] = str(chunks)
-    stages = int(pins.get("pp", "1"))
     return Translated(
         options=options,
         context=context,
-        pins={**pins, **_recompute(document), **_copies(document)},
+        pins={**_recompute(document, pins), **_copies(document)},
         configured=configured,
         vocabulary_cut=not config["vocab_emb_dp"] if "vocab_emb_dp" in config else None,
-        layers=layer_settings(config, _section(document, "recompute_config"), model, stages),
+        layers=layer_settings(config, _section(document, "recompute_config"), model),
         notes=(*notes, *more),
     )
 
@@ -219,33 +221,61 @@ def _degrees(config: Mapping[str, Any], configured: bool) -> tuple[dict[str, str
     return pins, notes
 
 
-def _recompute(document: Mapping[Any, Any]) -> dict[str, str]:
+def _recompute(document: Mapping[Any, Any], pins: dict[str, str]) -> dict[str, str]:
+    """Pins, with those of ``recompute_config``; what it says of single layers is for `layer_settings`."""
     section = _section(document, "recompute_config")
-    said: dict[str, bool] = {}
     for name, value in section.items():
-        key = f"recompute_config.{name}"
-        if name in ("recompute", "select_recompute"):
-            if name == "recompute" and isinstance(value, int | list) and not isinstance(value, bool):
-                continue  # layers of stages: see `layer_settings`
-            if isinstance(value, int | list) and not isinstance(value, bool):
-                raise UnsupportedError(
-                    f"{key}={value!r} is not supported yet: layers are chosen by recompute=[…], or by the search; use "
-                    f"True or False, or leave it out"
-                )
-            said[name] = boolean(key, value)
-        elif name in LATER_RECOMPUTE:
-            _refuse(key, value, LATER_RECOMPUTE[name])
-        else:
-            known = ("recompute", "select_recompute", *LATER_RECOMPUTE)
-            raise ContextError(f"recompute_config has {unknown(name, known)}")
-    if said.get("recompute") and said.get("select_recompute"):
+        if name in LATER_RECOMPUTE:
+            _refuse(f"recompute_config.{name}", value, LATER_RECOMPUTE[name])
+        elif name not in RECOMPUTE_KEYS:
+            raise ContextError(f"recompute_config has {unknown(name, (*RECOMPUTE_KEYS, *LATER_RECOMPUTE))}")
+    whole, part = section.get("recompute"), section.get("select_recompute")
+    if whole is True and part:
         raise ContextError(
-            "recompute_config.recompute=True and select_recompute=True contradict each other: layers are recomputed "
-            "whole or in part; set one of them to False"
+            f"recompute_config.recompute=True and select_recompute={part!r} contradict each other: layers are "
+            "recomputed whole or in part; set one of them to False"
         )
-    if not said:
+    again = bool(whole or part)
+    if section.get("select_comm_recompute") and not again:
+        raise UnsupportedError(
+            f"recompute_config.select_comm_recompute={section['select_comm_recompute']!r} is not supported yet where "
+            "nothing else computes again: messages are sent again where a layer computes again; set recompute or "
+            "select_recompute as well, or leave it out"
+        )
+    found = {**pins, **_sliced(section, pins, again), **_gathered_again(section, pins)}
+    if said_by_layer(section) or (whole is None and part is None):
+        return found
+    return {**found, "recompute": "full" if whole else "selective" if part else "none"}
+
+
+def _sliced(section: Mapping[str, Any], pins: Mapping[str, str], again: bool) -> dict[str, str]:
+    """What layers that compute again keep is cut over model-parallel ranks where sequences are."""
+    key = "recompute_config.recompute_slice_activation"
+    if not boolean(key, section.get("recompute_slice_activation") or False):
         return {}
-    return {"recompute": "full" if said.get("recompute") else "selective" if said.get("select_recompute") else "none"}
+    if not again:
+        raise ContextError(f"{key}=True, and nothing computes again; set recompute=True, or leave it out")
+    if pins.get("sequence_parallel") == "false":
+        raise ContextError(
+            f"{key}=True and parallel_config.use_seq_parallel=False contradict each other: what layers keep is cut "
+            "over model-parallel ranks along the sequence; set use_seq_parallel=True, or leave one of them out"
+        )
+    return {"sequence_parallel": "true"} if pins.get("tp") != "1" else {}
+
+
+def _gathered_again(section: Mapping[str, Any], pins: Mapping[str, str]) -> dict[str, str]:
+    """Whether sharded parameters are gathered once more for the backward pass: so they are with zero3, and only so."""
+    key = "recompute_config.parallel_optimizer_comm_recompute"
+    if not boolean(key, section.get("parallel_optimizer_comm_recompute") or False):
+        return {}
+    level = pins.get("optimizer_sharding", "zero3")
+    if level != "zero3":
+        raise UnsupportedError(
+            f"{key}=True is not supported yet with optimizer_sharding={level}: parameters are gathered again for the "
+            "backward pass at optimizer_level level3, which stores them in shards; set parallel_optimizer_config: "
+            "{optimizer_level: level3}, or leave it out"
+        )
+    return {"optimizer_sharding": "zero3"}
 
 
 def _joined(first: dict[str, str], second: Mapping[str, str]) -> dict[str, str]:

@@ -48,14 +48,11 @@ LATER_CONFIG: Mapping[str, Any] = {
     "optimizer_shard": None,
 }
 """Keys of ``parallel_config`` that nothing follows yet, with their defaults."""
-LATER_RECOMPUTE: Mapping[str, Any] = {
-    "parallel_optimizer_comm_recompute": False,
-    "mp_comm_recompute": True,
-    "select_comm_recompute": False,
-    "recompute_slice_activation": False,
-    "select_recompute_exclude": False,
-    "select_comm_recompute_exclude": False,
-}
+RECOMPUTE_KEYS = (
+    *("recompute", "select_recompute", "select_recompute_exclude", "select_comm_recompute"),
+    *("recompute_slice_activation", "parallel_optimizer_comm_recompute"),
+)
+LATER_RECOMPUTE: Mapping[str, Any] = {"mp_comm_recompute": True, "select_comm_recompute_exclude": False}
 LATER_PARALLEL: Mapping[str, Any] = {
     "sharding_propagation": False,
     "strategy_ckpt_config": None,

@@ -171,13 +171,15 @@ class PlacedMarks:
         return tuple(self._mode(number) for number in range(len(self.names)))
 
     def _mode(self, number: int) -> int:
-        marked = {m.node for m in self.members[number] if _nearest(self.again, m.module)}
+        found = {m.node: _nearest(self.again, m.module) for m in self.members[number]}
+        marked = {node for node, mode in found.items() if mode}
         if not marked:
             return 0
         unit = self.chain.units[self.chain.positions[number]]
         for code in (2, 1):
             again = recomputed(self.graph, unit.nodes, MODES[code])
-            if again and marked.issuperset(again):
+            in_part = code == 2 and any(found.get(node) == MODES[1] for node in again)
+            if again and marked.issuperset(again) and not in_part:
                 return code
         again = recomputed(self.graph, unit.nodes, MODES[1])
         if not marked.intersection(recomputed(self.graph, unit.nodes, MODES[2])):
@@ -195,7 +197,7 @@ class PlacedMarks:
 
     def unit_pins(self) -> UnitPins:
         """What marks fix of single units."""
-        return UnitPins(cuts=self.cuts(), modes=self.modes())
+        return UnitPins(cuts=self.cuts(), modes=self.modes(), virtual=self.marks.virtual)
 
     # Strategies of operators
 
@@ -257,14 +259,16 @@ class PlacedMarks:
         return found
 
 
-def with_stages(pins: Pins, stages: int) -> Pins:
-    """Pins with the pipeline that marked stages make, a chunk a rank.
+def with_stages(pins: Pins, stages: int, virtual: int = 1) -> Pins:
+    """Pins with the pipeline that marked stages make, a chunk a rank, or `virtual` of them that are interleaved.
 
     Raises
     ------
     ContextError
         They ask for another one.
     """
+    if virtual > 1:
+        return _interleaved(pins, stages // virtual, virtual)
     if pins.pp not in (None, stages):
         raise ContextError(
             f"stage_config uses {stages} stages, and {pins.pp} are asked for (pp={pins.pp}); use pipeline_stages="
@@ -281,6 +285,20 @@ def with_stages(pins: Pins, stages: int) -> Pins:
             "gpipe or zb_h1, or leave stage_config out"
         )
     return replace(pins, pp=stages, vpp=1)
+
+
+def _interleaved(pins: Pins, stages: int, virtual: int) -> Pins:
+    if pins.pp not in (None, stages) or pins.vpp not in (None, virtual):
+        raise ContextError(
+            f"offset gives {stages} stages {virtual} chunks each, and pp={pins.pp}, vpp={pins.vpp} are asked for; use "
+            f"pipeline_stage={stages} and pp_interleave_num={virtual}, or leave offset out"
+        )
+    if pins.schedule not in (None, "interleaved_1f1b"):
+        raise ContextError(
+            f"offset says which layers are in the chunks of stages, and schedule={pins.schedule} deals chunks out in "
+            "another order; use interleaved_1f1b, or leave offset out"
+        )
+    return replace(pins, pp=stages, vpp=virtual, schedule="interleaved_1f1b")
 
 
 def within(path: str, outer: str) -> bool:

@@ -19,10 +19,12 @@ class UnitPins:
     ----------
     cuts : for each cut between chunks, in model order, the numbers of units that may lie before it; empty: free
     modes : code of the recompute mode of every unit; empty: free
+    virtual : chunks of a pipeline rank, where cuts are fixed
     """
 
     cuts: tuple[range, ...] = ()
     modes: tuple[int, ...] = ()
+    virtual: int = 1
 
     def __bool__(self) -> bool:
         return bool(self.cuts or self.modes)

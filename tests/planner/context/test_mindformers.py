@@ -14,7 +14,7 @@ from planner.cli.app import app
 from planner.cli.config import Configuration, PlanSettings, with_config
 from planner.context.errors import ContextError
 from planner.context.marks import Marks
-from planner.context.mindformers import Translated, is_mindformers, translate
+from planner.context.mindformers import is_mindformers, translate
 from planner.context.notes import Sizes, check_sizes, sizes_of, used_devices, vocabulary_marks
 from planner.execution.run import ExecuteOptions, execute_plan
 from planner.networks import load_network
@@ -39,6 +39,9 @@ FILE: dict[str, Any] = {
     "recompute_config": {"recompute": True, "select_recompute": False, "mp_comm_recompute": True},
     "swap_config": {"swap": False},
 }
+
+
+OPTIMIZER = {"enable_parallel_optimizer": True}
 
 
 def changed(**parts: Any) -> dict[str, Any]:
@@ -194,6 +197,30 @@ def test_one_stage_reads_no_number_of_micro_batches(tmp_path: Path) -> None:
         ({"parallel_config": [1]}, {}, ("parallel_config=[1]", "mapping")),
         ({"recompute_config": {"recompte": True}}, {}, ("did you mean 'recompute'",)),
         ({"recompute_config": {"select_recompute": True}}, {}, ("recompute=True", "select_recompute=True")),
+        ({"recompute_config": {"select_recompute": [1, 0]}}, {}, ("recompute=True", "select_recompute=[1, 0]")),
+        ({"recompute_config": {"recompute": [True, 2]}}, {}, ("recompute=[True, 2]", "[1, 0]")),
+        (
+            {"recompute_config": {"recompute": False, "select_recompute": {"actvation": True}}},
+            {},
+            ("'actvation'", "names nothing", "attention_norm.native_layer_norm"),
+        ),
+        ({"recompute_config": {"recompute": 0, "select_recompute": ["(add"]}}, {}, ("'(add'", "no regular expression")),
+        ({"recompute_config": {"recompute": False, "select_recompute": {3: True}}}, {}, ("3 for a pattern",)),
+        (
+            {"recompute_config": {"recompute_slice_activation": True}, "parallel_config": {"use_seq_parallel": False}},
+            {},
+            ("recompute_slice_activation=True", "use_seq_parallel=False"),
+        ),
+        (
+            {"recompute_config": {"recompute": False, "recompute_slice_activation": True}},
+            {},
+            ("recompute_slice_activation=True", "nothing computes again"),
+        ),
+        (
+            {"recompute_config": {"recompute": False, "select_recompute": [1, 2, 3]}},
+            {},
+            ("select_recompute=[1, 2, 3]", "3 numbers for pipeline_stage=2"),
+        ),
         ({"paralel_config": {}}, {}, ("did you mean 'parallel_config'",)),
         ({"use_parallel": "yes"}, {}, ("use_parallel='yes'",)),
         ({"devices": 0}, {}, ("devices", "0")),
@@ -219,11 +246,28 @@ def test_what_is_wrong_is_said(
         ({"parallel_config": {"context_parallel_algo": "hybrid_cp"}}, ("hybrid_cp", "ulysses_cp")),
         ({"parallel_config": {"vocab_emb_dp": False, "model_parallel": 1}}, ("vocab_emb_dp=False",)),
         ({"micro_batch_interleave_num": 3}, ("micro_batch_interleave_num=3", "use 1 or 2")),
-        ({"recompute_config": {"recompute": [True, 2]}}, ("recompute=[True, 2]", "[2, 0]")),
-        ({"recompute_config": {"select_recompute": 3}}, ("select_recompute=3",)),
+        (
+            {"recompute_config": {"recompute": False, "select_comm_recompute": True}},
+            ("select_comm_recompute=True", "nothing else computes again"),
+        ),
+        (
+            {"recompute_config": {"recompute": [2, 0], "select_comm_recompute": [3, 0]}},
+            ("select_comm_recompute names layer 2", "keeps everything"),
+        ),
+        (
+            {"recompute_config": {"recompute": False, "select_recompute": {"gelu": True}}},
+            ("for gelu alone", "name attention_norm.native_layer_norm, add, feed_forward_norm.native_layer_norm as"),
+        ),
+        (
+            {"recompute_config": {"select_recompute_exclude": [r"attention\.output"]}},
+            ("select_recompute_exclude", "leave out", "attention.query.addmm"),
+        ),
+        (
+            {"recompute_config": {"parallel_optimizer_comm_recompute": True}, "parallel": OPTIMIZER},
+            ("optimizer_sharding=zero2", "optimizer_level: level3"),
+        ),
         ({"recompute_config": {"mp_comm_recompute": False}}, ("default is True",)),
         ({"swap_config": {"swap": True}}, ("offload_optimizer",)),
-        ({"model": {"model_config": {"offset": [[0, 1], [1, -2]]}}}, ("offset", "chunks of a rank")),
     ],
 )
 def test_what_is_not_followed_yet_is_refused(tmp_path: Path, parts: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -331,102 +375,6 @@ def test_where_no_strategies_are_kept_the_table_is_left_to_the_search(tmp_path: 
         vocabulary_marks({"tp": "2"}, graph, cut=True)
     with pytest.raises(UnsupportedError, match="settings of single layers"):
         vocabulary_marks({"dp": "2", "tp": "2"}, graph, cut=True, by_layer=True)
-
-
-# Layers one by one
-
-
-def layered(**parts: Any) -> Translated:
-    """A file in the automatic mode with two stages and what `parts` say."""
-    config = {"pipeline_stage": 2, **parts.pop("parallel_config", {})}
-    return translate({"parallel": {"parallel_mode": 2}, "parallel_config": config, **parts})
-
-
-def marks_of_gpt(translated: Translated, stages: int = 2) -> Marks:
-    return translated.layers.marks(load_network("zoo:gpt2").capture(), stages)
-
-
-def model(**keys: Any) -> dict[str, Any]:
-    return {"model": {"model_config": keys}}
-
-
-def test_an_offset_moves_layers_between_stages() -> None:
-    found = marks_of_gpt(layered(**model(offset=[1, -1])))
-    assert [found.stages[f"blocks.{layer}"] for layer in range(12)] == [0] * 7 + [1] * 5
-    assert not found.recompute
-    assert not found.fusion
-
-
-@pytest.mark.parametrize(
-    ("numbers", "again"), [([2, 1], {0, 1, 6}), (3, {0, 1, 2, 6, 7, 8}), ([0, 6], set(range(6, 12))), (0, set())]
-)
-def test_the_first_layers_of_stages_compute_again(numbers: object, again: set[int]) -> None:
-    found = marks_of_gpt(layered(recompute_config={"recompute": numbers}))
-    assert {layer for layer in range(12) if found.recompute[f"blocks.{layer}"]} == again
-    assert set(found.stages.values()) == {0, 1}
-    assert "recompute" not in layered(recompute_config={"recompute": numbers}).pins
-
-
-def test_without_stages_layers_are_counted_from_the_first() -> None:
-    found = marks_of_gpt(translate({"recompute_config": {"recompute": 5}, "parallel": {"parallel_mode": 2}}), 1)
-    assert [found.recompute[f"blocks.{layer}"] for layer in range(12)] == [True] * 5 + [False] * 7
-    assert not found.stages
-
-
-@pytest.mark.parametrize(("groups", "size"), [(4, 3), (2, 6), (1, 13), (12, 1), (40, 1)])
-def test_gradients_of_neighbouring_layers_are_a_group(groups: int, size: int) -> None:
-    found = marks_of_gpt(layered(parallel_config={"gradient_aggregation_group": groups}))
-    assert [found.fusion[f"blocks.{layer}"] for layer in range(12)] == [layer // size + 1 for layer in range(12)]
-
-
-def test_interleaving_is_pinned() -> None:
-    assert layered(**model(pp_interleave_num=3)).pins["vpp"] == "3"
-    assert "vpp" not in layered(**model(pp_interleave_num=1)).pins
-
-
-@pytest.mark.parametrize(
-    ("parts", "words"),
-    [
-        (model(offset=[1, 1]), ("[7, 7] layers, 14 in all", "there are 12", "add up to 0")),
-        (model(offset=[6, -6]), ("[12, 0] layers", "at least 1")),
-        (model(offset=[1, 0, -1]), ("3 numbers for pipeline_stage=2",)),
-        (model(offset=[1.5, -1]), ("no list of whole numbers",)),
-        (model(pp_interleave_num=0), ("pp_interleave_num",)),
-        ({"recompute_config": {"recompute": [1, 2, 3]}}, ("3 numbers for pipeline_stage=2",)),
-        ({"recompute_config": {"recompute": [-1, 2]}}, ("recompute_config.recompute",)),
-        ({"parallel_config": {"gradient_aggregation_group": 0}}, ("gradient_aggregation_group",)),
-        (
-            {"parallel_config": {"pipeline_stage": 5}, "recompute_config": {"recompute": 1}},
-            ("pipeline_stage=5 does not divide num_layers=12", "offset"),
-        ),
-    ],
-)
-def test_what_does_not_fit_the_layers_is_said(parts: dict[str, Any], words: tuple[str, ...]) -> None:
-    with pytest.raises(InputError) as raised:
-        marks_of_gpt(layered(**parts), parts.get("parallel_config", {}).get("pipeline_stage", 2))
-    for word in words:
-        assert word in str(raised.value)
-
-
-def test_a_network_without_layers_is_said() -> None:
-    with pytest.raises(InputError, match="no row of equal layers, which offset speaks of"):
-        layered(**model(offset=[1, -1])).layers.marks(load_network("zoo:mlp").capture(), 2)
-
-
-@pytest.mark.slow
-def test_a_plan_follows_what_a_file_says_of_layers(tmp_path: Path) -> None:
-    file, out = tmp_path / "gpt.yaml", tmp_path / "strategy.json"
-    config = {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 4}
-    document = {"parallel": {"parallel_mode": 1}, "parallel_config": config, **model(offset=[1, -1])}
-    file.write_text(yaml.safe_dump({**document, "recompute_config": {"recompute": [2, 1]}}))
-    found = run("plan", "zoo:gpt2-tiny", "--hw", "dgx-a100", "--devices", "8", "--config", str(file), "--out", str(out))
-    assert found.exit_code == 0, found.output
-    plan = read_plan(out)
-    assert [(chunk.first, chunk.last) for chunk in plan.chunks] == [
-        ("token_embedding", "blocks.2"),
-        ("blocks.3", "norm"),
-    ]
-    assert [(part.first, part.last) for part in plan.recompute_ranges] == [("blocks.0", "blocks.1"), ("blocks.3",) * 2]
 
 
 def test_interleaved_micro_batches_are_run_in_copies(tmp_path: Path) -> None:
