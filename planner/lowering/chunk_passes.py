@@ -12,12 +12,12 @@ import numpy as np
 from planner.graph.operator_graph import TensorRef
 from planner.instructions import NOTHING, Accumulate
 from planner.lowering.groups import ALONE, BY_SIZE
-from planner.lowering.placed import PlacedGraph
+from planner.lowering.placed import PlacedGraph, placements_text
 from planner.lowering.together import together
 from planner.lowering.unit_work import BESIDE, KERNELS, Mark, Part, UnitWork
 from planner.lowering.work import Work
 from planner.lowering.writer import Moved, local_move, moving_message
-from planner.sharding.placement import Placements, placement_name
+from planner.sharding.placement import Placements
 from planner.sharding.redistribution import Step
 from simulator.pipeline_operators import FIRST, LAST, PLAIN
 from simulator.program import Collective, Kernel, Phase, Task
@@ -442,4 +442,4 @@ class PassWriter:
 
     def _name_after(self, value: Value, step: Step) -> str:
         name = self.source.graph.nodes[value.mark.parameter].name
-        return f"{name}.gradient@{','.join(map(placement_name, step.after))}"
+        return f"{name}.gradient@{placements_text(step.after)}"

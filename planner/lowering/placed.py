@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf, prod
 
 from planner.graph.chain import Chain
@@ -57,9 +57,20 @@ class LoweringOptions:
     copies: int = 1
 
 
+@cache
 def local_share(placements: Placements, sizes: tuple[int, ...]) -> float:
     """Part of a tensor that one rank holds."""
     return 1.0 / prod(size for p, size in zip(placements, sizes, strict=True) if p >= 0)
+
+
+@cache
+def placements_text(placements: Placements) -> str:
+    """Names of placements, outermost axis first.
+
+    >>> placements_text((0, -1))
+    'S(0),R'
+    """
+    return ",".join(map(placement_name, placements))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +102,7 @@ class PlacedGraph:
         axes = len(self.sizes)
         self.replicated: Placements = (REPLICATE,) * axes
         self._recipes: dict[tuple[int, int, str], Recipe] = {}
+        self._recipe_of: list[Recipe | None] = [None] * len(graph.nodes)
         self._gathered: dict[int, list[Placements]] = {}
         self._gradient_paths: dict[TensorRef, tuple[tuple[Step, ...], tuple[Step, ...]]] = {}
         self._cuts: dict[tuple[TensorRef, int], SequenceCut] = {}
@@ -143,6 +155,9 @@ class PlacedGraph:
 
     def recipe(self, index: int) -> Recipe:
         """Local work of a node; equal blocks with equal strategies share it."""
+        return self._recipe_of[index] or self._find_recipe(index)
+
+    def _find_recipe(self, index: int) -> Recipe:
         node, rules = self.graph.nodes[index], self.rules[index]
         key = (id(node.outputs), id(rules), node.op)
         if key not in self._recipes:
@@ -161,6 +176,7 @@ class PlacedGraph:
                 bytes_moved=traffic_bytes(self.graph, node, shares),
                 matmul=product and (float(product[0]), float(product[1]), float(product[2]), float(product[3])),
             )
+        self._recipe_of[index] = self._recipes[key]
         return self._recipes[key]
 
     def shares(self, index: int) -> list[float]:
@@ -190,7 +206,7 @@ class PlacedGraph:
         name = self.written_name(ref)
         if placements == self.output_placements(ref):
             return name
-        return f"{name}@{','.join(map(placement_name, placements))}"
+        return f"{name}@{placements_text(placements)}"
 
     def gathered(self, node: int) -> list[Placements]:
         """Placements other than the stored one in which a parameter is read and that need a message."""
@@ -241,10 +257,9 @@ class PlacedGraph:
         """Steps of a redistribution; StrategyError where there are none."""
         steps = self.way(source, target)
         if steps is None:
-            names = (",".join(map(placement_name, placements)) for placements in (source, target))
             raise StrategyError(
-                f"a tensor that is written as {next(names)} is read as {next(names)}, and nothing sharded can become "
-                "partial; plan the network again"
+                f"a tensor that is written as {placements_text(source)} is read as {placements_text(target)}, and "
+                "nothing sharded can become partial; plan the network again"
             )
         return steps
 

@@ -15,8 +15,8 @@ from planner.instructions import (
     Slice,
 )
 from planner.lowering.host import host_copy
-from planner.lowering.placed import PlacedGraph
-from planner.sharding.placement import Placements, placement_name
+from planner.lowering.placed import PlacedGraph, placements_text
+from planner.sharding.placement import Placements
 from planner.sharding.redistribution import Step
 from simulator.program import (
     COMPUTE_STREAM,
@@ -120,7 +120,7 @@ class Writer:
             return self.source.value_name(ref, placements)
         if placements == self.source.output_placements(ref):
             return name
-        return f"{name}@{','.join(map(placement_name, placements))}"
+        return f"{name}@{placements_text(placements)}"
 
     def _fetch(self, ref: TensorRef, wanted: Placements, phase: Phase) -> str:
         versions = self.versions[ref]
