@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from math import gcd
 
-from planner.graph.operator_graph import Argument, Node, OperatorGraph, Role, TensorRef, TensorSpec
+from planner.graph.operator_graph import DTYPE_BYTES, Argument, Node, OperatorGraph, Role, TensorRef, TensorSpec
+from planner.graph.statistics import wide_nodes
 from planner.work import is_product
 from simulator.errors import InputError
 from simulator.program import Kernel
@@ -49,6 +50,7 @@ def at_batch(graph: OperatorGraph, batch: int) -> OperatorGraph:
 def at_precision(graph: OperatorGraph, dtype: str) -> OperatorGraph:
     """Return the graph (captured in float32) with every float32 tensor and dtype argument as `dtype`.
 
+    In half the width, what norms of `planner.graph.statistics` compute of a row stays in float32.
     In 8 bits tensors are bfloat16 and the products of linear layers cast their factors, forward and backward, as in
     Micikevicius et al., FP8 Formats for Deep Learning (arXiv:2209.05433); both formats are as fast.
     """
@@ -58,8 +60,11 @@ def at_precision(graph: OperatorGraph, dtype: str) -> OperatorGraph:
         raise InputError(f"precision {dtype!r} is unknown; use one of {', '.join(PRECISIONS)}")
     if dtype == CAPTURED_PRECISION:
         return graph
+    wide = wide_nodes(graph) if DTYPE_BYTES[dtype] < DTYPE_BYTES[CAPTURED_PRECISION] else frozenset()
     nodes = tuple(
-        replace(
+        node
+        if index in wide
+        else replace(
             node,
             args=tuple(_with_dtype(argument, dtype) for argument in node.args),
             kwargs=tuple((key, _with_dtype(argument, dtype)) for key, argument in node.kwargs),
@@ -67,7 +72,7 @@ def at_precision(graph: OperatorGraph, dtype: str) -> OperatorGraph:
                 replace(spec, dtype=dtype) if spec.dtype == CAPTURED_PRECISION else spec for spec in node.outputs
             ),
         )
-        for node in graph.nodes
+        for index, node in enumerate(graph.nodes)
     )
     return replace(graph, nodes=nodes)
 

@@ -18,6 +18,7 @@ from planner.sharding.rule_notation import Rule
 from simulator.errors import ExecutionError
 
 Parts = tuple[Tensor, ...]
+NARROW = frozenset({"float16", "bfloat16"})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -171,6 +172,23 @@ def invoke(call: LocalCall, arguments: tuple[Any, ...] | None = None) -> LocalOp
     if len(call.outputs) == 1:
         return lambda tensors, peers: as_tuple(run(tensors))
     return lambda tensors, peers: tuple(run(tensors))
+
+
+def widened(call: LocalCall, run: LocalOperator) -> LocalOperator:
+    """Compute in float32 where some of an operator's tensors are in it and others in half the width."""
+    found = {spec.dtype for spec in (*call.inputs, *call.outputs)}
+    if "float32" not in found or not found & NARROW:
+        return run
+    narrow = [position for position, spec in enumerate(call.inputs) if spec.dtype in NARROW]
+    dtypes = [getattr(torch, spec.dtype) for spec in call.outputs]
+
+    def run_wide(tensors: Sequence[Tensor], peers: Peers) -> Parts:
+        given = list(tensors)
+        for position in narrow:
+            given[position] = given[position].float()
+        return tuple(made.to(dtype) for made, dtype in zip(run(given, peers), dtypes, strict=True))
+
+    return run_wide
 
 
 def as_tuple(result: Any) -> tuple[Tensor, ...]:

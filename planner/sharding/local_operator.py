@@ -10,7 +10,7 @@ from torch import Tensor
 from planner.graph.operator_graph import DROPOUT, Node, OperatorGraph
 from planner.sharding import local_layers as layers
 from planner.sharding.local_attention import attention, attention_backward
-from planner.sharding.local_call import LocalCall, LocalOperator, Moment, Parts, Peers, invoke, local_call
+from planner.sharding.local_call import LocalCall, LocalOperator, Moment, Parts, Peers, invoke, local_call, widened
 from planner.sharding.local_context import context_attention, context_attention_backward
 from planner.sharding.local_dropout import dropout, operator_number
 from planner.sharding.rule_notation import Rule
@@ -92,7 +92,7 @@ def prepare(
         return dropout(call, operator_number(graph, node), cut)
     if any(rule.messages for rule in rules):
         return _AMONG_RANKS[node.op](call)
-    return _SPECIAL.get(node.op, invoke)(call)
+    return widened(call, _SPECIAL.get(node.op, invoke)(call))
 
 
 def call_operator(graph: OperatorGraph, node: Node, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ from planner.networks.zoo.configs import LlamaConfig
 
 
 class RootMeanSquareNorm(nn.Module):
-    """Scale to unit root mean square, then by a weight."""
+    """Scale to unit root mean square, which is computed in float32 where tensors are narrower, then by a weight."""
 
     def __init__(self, hidden: int, epsilon: float) -> None:
         super().__init__()
@@ -23,7 +23,9 @@ class RootMeanSquareNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(..., hidden)`` to the same shape."""
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return self.weight * scaled.to(x.dtype)
 
 
 def rotary_table(length: int, dim: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
