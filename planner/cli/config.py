@@ -91,13 +91,11 @@ def _settings(path: Path, data: Mapping[Any, Any]) -> PlanSettings:
 class Configuration:
     """Options of the command line and a file together, and what to say of the file.
 
-    ``alltoall`` is False where the file forbids all-to-alls; ``marks`` are for single layers of the network, and
-    ``exchange`` says how tensors travel.
+    ``marks`` are for single layers of the network, and ``exchange`` says how tensors travel.
     """
 
     settings: PlanSettings
     notes: tuple[str, ...] = ()
-    alltoall: bool = True
     marks: Marks | None = None
     exchange: Exchange = UNASKED
 
@@ -121,10 +119,7 @@ def with_config(given: PlanSettings, path: Path) -> Configuration:
         settings = merged(given, _with_modes(file, translated))
         settings, marks, notes = _checked(settings, translated)
         exchange = translated.exchange
-    off = translated.context.counts("enable_alltoall") and not translated.context.get("enable_alltoall")
-    return Configuration(
-        settings=settings, notes=(*translated.notes, *notes), alltoall=not off, marks=marks, exchange=exchange
-    )
+    return Configuration(settings=settings, notes=(*translated.notes, *notes), marks=marks, exchange=exchange)
 
 
 def _with_modes(file: PlanSettings, translated: Translated) -> PlanSettings:

@@ -119,10 +119,6 @@ def _run(terminal: Terminal, found: Configuration, config: Path | None, *, debug
     check_out("--out", path, (settings.hw, settings.hints, config))
     with terminal.working(f"planning {request.network} for {request.devices} devices"):
         result = plan_network(request)
-    if result.candidates and not found.alltoall:
-        from planner.context.entry import refuse_all_to_alls
-
-        refuse_all_to_alls(result.candidates[0].plan, request.hardware)
     if debug:
         terminal.note("; ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in result.timings.items()))
     _finish(terminal, request, result, path, several=settings.top is not None)

@@ -12,7 +12,7 @@ from planner.context.context import AutoParallelContext, current_context
 from planner.context.errors import ContextError
 from planner.context.requests import request_of
 from planner.context.sources import source_of
-from simulator.errors import InfeasibleError, UnsupportedError
+from simulator.errors import InfeasibleError
 
 if TYPE_CHECKING:
     from planner.graph.operator_graph import OperatorGraph
@@ -93,8 +93,6 @@ def plan(
         if not result.candidates:
             raise InfeasibleError(result.infeasible)
         found, prediction = result.candidates[0].plan, result.candidates[0].prediction
-    if context.counts("enable_alltoall") and not context.get("enable_alltoall"):
-        refuse_all_to_alls(found, hardware, graph)
     written = None
     if target:
         from planner.documents import prediction_document
@@ -177,30 +175,3 @@ def _check_agrees(request: PlanRequest, found: Plan, where: str) -> None:
                 f"{where} has {name}={getattr(found.exchange, name)!r}, and the context asks for {value!r}; plan again "
                 f"without the file, or leave out the key that asks for it"
             )
-
-
-def refuse_all_to_alls(plan: Plan, hardware: str, graph: OperatorGraph | None = None) -> None:
-    """Raise UnsupportedError for a plan with all-to-alls; `graph` is its network, where it is captured already."""
-    names = all_to_alls(plan, hardware, graph)
-    if names:
-        raise UnsupportedError(
-            f"enable_alltoall=False contradicts context_algorithm=all_to_all of this plan: its attention exchanges "
-            f"sequence for heads in {len(names)} all-to-alls, the first of them {names[0]!r}, and gathering would "
-            f"give every rank the whole sequence; set enable_alltoall=True, or use --pin context_algorithm=ring or cp=1"
-        )
-
-
-def all_to_alls(plan: Plan, hardware: str, graph: OperatorGraph | None = None) -> list[str]:
-    """Names of the all-to-alls in the simulated program of a plan."""
-    from planner.lowering.checked import checked_graph
-    from planner.lowering.pipeline import lower_pipeline
-    from planner.lowering.step import lowered_step
-    from simulator.hardware import load_profile
-    from simulator.program import Collective
-
-    found = checked_graph(plan, graph)
-    if plan.pipeline * plan.virtual > 1:
-        tasks = list(lower_pipeline(plan, found, load_profile(hardware)).work.tasks)
-    else:
-        tasks = [task for segment in lowered_step(plan, found).segments for task in segment.tasks]
-    return [task.name for task in tasks if task.collective is Collective.ALL_TO_ALL]

@@ -71,10 +71,21 @@ class AxisPeers:
 
         return arrive
 
-    def exchange(self, tensors: Parts, axis: int, split: int, join: int) -> Parts:
-        """Cut each tensor along a dim, a piece for every rank, and join what comes along another, in one message."""
+    def exchange(self, tensors: Parts, axis: int, split: int, join: int, *, all_to_all: bool = True) -> Parts:
+        """Cut each tensor along a dim, a piece for every rank, and join what comes along another, in one message.
+
+        Without `all_to_all` that is an all-gather of the tensors, of which this rank keeps its pieces.
+        """
         group = self._group(axis)
         size = group.size()
+        if not all_to_all:
+            sent = _packed(tensors)
+            received = sent.new_empty(size * sent.numel())
+            self._run(axis, lambda: dist.all_gather_into_tensor(received, sent, group=group))
+            mine, whole = self._coordinates[axis], [tensor.shape for tensor in tensors]
+            gathered = [_unpacked(part, whole) for part in received.chunk(size)]
+            own = [[tensor.chunk(size, split)[mine] for tensor in parts] for parts in gathered]
+            return tuple(torch.cat(parts, join) for parts in zip(*own, strict=True))
         pieces = [tensor.chunk(size, split) for tensor in tensors]
         sent = torch.cat([one[rank].reshape(-1) for rank in range(size) for one in pieces])
         received = torch.empty_like(sent)

@@ -15,7 +15,7 @@ from planner.lowering.placed import PlacedGraph
 from planner.lowering.units import NOWHERE
 from planner.lowering.writer import Draft, Writer
 from planner.sharding.context import copies_among
-from planner.sharding.inner_messages import inner_messages, message_bytes, message_count
+from planner.sharding.inner_messages import EXCHANGES, inner_messages, message_bytes, message_count
 from planner.sharding.placement import PARTIAL, Placements, local_shape
 from planner.sharding.rules import InnerMessage
 from planner.sharding.sequence import SequenceCut
@@ -23,7 +23,6 @@ from planner.work import cast_bytes
 from simulator.program import (
     Buffer,
     BufferKind,
-    Collective,
     Kernel,
     Phase,
     Task,
@@ -266,7 +265,7 @@ class Body(Writer):
 
     def _exchanges(self, index: int) -> bool:
         messages = (message for rule in self.source.rules[index] for message in rule.messages)
-        return any(message.collective is Collective.ALL_TO_ALL for message in messages)
+        return any(message.collective in EXCHANGES for message in messages)
 
     def _exchanged(self, index: int, node: Node) -> list[Buffer]:
         """Query, key, value and output of an attention over whole sequences by this rank's heads, for the gradient."""
@@ -275,7 +274,7 @@ class Body(Writer):
         recipe, shares = self.source.recipe(index), self.source.shares(index)
         base = self._value_name(TensorRef(index), recipe.outputs[0])
         kind = BufferKind.RECOMPUTED if TensorRef(index) in self.renamed else BufferKind.ACTIVATION
-        messages = [replace(message, elements=0) for _, message in self._inner(index)]
+        messages = [replace(message, elements=0, gathered=1) for _, message in self._inner(index)]
         alone = [replace(m, tensors=(place,)) for m in messages for place in m.tensors]
         sizes = [message_bytes(self.graph, node, one, shares) for one in alone]
         made = [
@@ -379,5 +378,10 @@ class Body(Writer):
         )
         for _ in range(message_count(message, self.source.sizes[axis])):
             name = f"{message.collective} inside {node.name}"
-            self._message(name, phase, inner, payload, completes=completes)
+            base = self._value_name(TensorRef(index), self.source.recipe(index).outputs[0])
+            came = f"gathered by message {len(self.drafts)} for {base}"
+            whole = Buffer(name=came, size_bytes=int(payload), kind=BufferKind.COMMUNICATION)
+            writes = (whole,) if message.gathered > 1 else ()
+            dtype = "float32" if message.elements else node.outputs[0].dtype
+            self._message(name, phase, inner, payload, completes=completes, writes=writes, dtype=dtype)
             self.drafts[-1].reads = waits_for

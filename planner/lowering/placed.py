@@ -15,6 +15,7 @@ from planner.lowering.groups import BY_SIZE, message_groups
 from planner.lowering.loaded import BATCH_AXES, loaded_placements
 from planner.lowering.units import no_units, units_of
 from planner.sharding.context import sequence_cut
+from planner.sharding.inner_messages import without_all_to_alls
 from planner.sharding.placement import PARTIAL, REPLICATE, Mesh, Placements, placement_name
 from planner.sharding.redistribution import Step, redistribution
 from planner.sharding.rules import Rule
@@ -110,6 +111,7 @@ class PlacedGraph:
         self.gradient_of = {p.gradient: p.node for p in graph.parameters if p.gradient is not None}
         self.rules: list[NodeRules] = []
         own_samples: dict[int, NodeRules] = {}
+        gathering: dict[int, NodeRules] = {}
         places = {entry.node: number for number, entry in enumerate(graph.inputs)}
         for node in graph.nodes:
             if node.role is Role.CONSTANT:
@@ -122,6 +124,9 @@ class PlacedGraph:
             elif options.exchange.cross_batch and any(rule.reduced_elements for rule in rules[node.name]):
                 chosen = rules[node.name]
                 self.rules.append(own_samples.setdefault(id(chosen), self._of_own_samples(node, chosen)))
+            elif not options.exchange.all_to_all and any(rule.messages for rule in rules[node.name]):
+                chosen = rules[node.name]
+                self.rules.append(gathering.setdefault(id(chosen), self._without_all_to_alls(chosen)))
             else:
                 self.rules.append(rules[node.name])
         self.stored: dict[int, Placements] = {
@@ -142,6 +147,9 @@ class PlacedGraph:
         shape, written = node.outputs[0].shape, tuple(rule.outputs[0] for rule in own)
         found = loaded_placements(self.options.exchange.data, number, shape, self.options.mesh.axes, written)
         return tuple(Rule((), (placement,), splits_work=False) for placement in found)
+
+    def _without_all_to_alls(self, chosen: NodeRules) -> NodeRules:
+        return tuple(without_all_to_alls(rule, size) for rule, size in zip(chosen, self.sizes, strict=True))
 
     def _of_own_samples(self, node: Node, chosen: NodeRules) -> NodeRules:
         """Rules with which a rank reduces over its own samples alone; the gradients of parameters are then partial."""

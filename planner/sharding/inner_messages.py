@@ -8,6 +8,7 @@ arXiv:2310.01889), the exchange between sequence and heads (Jacobs et al., arXiv
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -43,8 +44,25 @@ def message_bytes(graph: OperatorGraph, node: Node, message: InnerMessage, share
     specs = (*(graph.spec(ref) for ref in node.tensor_inputs), *node.outputs)
     total = shares[0] * 0.0 + message.elements * DTYPE_BYTES[node.outputs[0].dtype]
     for position in message.tensors:
-        total = total + shares[position] * (specs[position].size_bytes / message.divisor)
+        total = total + shares[position] * (specs[position].size_bytes * message.gathered / message.divisor)
     return total
+
+
+EXCHANGES = (Collective.ALL_TO_ALL, Collective.ALL_GATHER)
+"""How an operator exchanges one cut of its tensors for another."""
+
+
+def without_all_to_alls(rule: Rule, size: int) -> Rule:
+    """The rule with an all-gather, of which every rank keeps its piece, for each all-to-all inside the operator."""
+    if all(message.collective is not Collective.ALL_TO_ALL for message in rule.messages):
+        return rule
+    messages = tuple(
+        replace(message, collective=Collective.ALL_GATHER, gathered=size)
+        if message.collective is Collective.ALL_TO_ALL
+        else message
+        for message in rule.messages
+    )
+    return replace(rule, messages=messages)
 
 
 def waiting_time(message: InnerMessage, size: int, message_s: Amount, work_s: Amount) -> Amount:

@@ -46,8 +46,11 @@ class Peers(Protocol):
         """Send tensors to the next rank; what is returned waits for those of the rank before."""
         ...
 
-    def exchange(self, tensors: Parts, axis: int, split: int, join: int) -> Parts:
-        """Cut tensors along dim `split`, a piece for every rank, and join what comes along `join`, in rank order."""
+    def exchange(self, tensors: Parts, axis: int, split: int, join: int, *, all_to_all: bool = True) -> Parts:
+        """Cut tensors along dim `split`, a piece for every rank, and join what comes along `join`, in rank order.
+
+        Without `all_to_all` every rank gathers all tensors whole and keeps its pieces.
+        """
         ...
 
 

@@ -22,7 +22,7 @@ from simulator.program import Collective
 PassOn = Callable[[Parts], Callable[[], Parts]]
 """Sends tensors to the next rank of the axis; what it returns waits for those of the rank before."""
 Exchange = Callable[[Parts, int, int], Parts]
-"""All-to-all: cuts each tensor along the first dim given, and joins what arrives along the second, in rank order."""
+"""Cuts each tensor along the first dim given, and joins what arrives along the second, in rank order."""
 
 _HEADS, _LENGTH = 1, 2
 
@@ -55,11 +55,13 @@ def context_attention(call: LocalCall) -> LocalOperator:
 
         return circulate
 
+    directly = _messages(call)[0].collective is Collective.ALL_TO_ALL
+
     def exchange(tensors: Sequence[Tensor], peers: Peers) -> Parts:
         query, key, value = tensors
         return exchanged_attention(
             query, key, value, causal=causal, scale=scale, copies=copies,
-            exchange=lambda parts, split, join: peers.exchange(parts, axis, split, join),
+            exchange=lambda parts, split, join: peers.exchange(parts, axis, split, join, all_to_all=directly),
         )  # fmt: skip
 
     return exchange
@@ -79,10 +81,12 @@ def context_attention_backward(call: LocalCall) -> LocalOperator:
 
         return circulate
 
+    directly = _messages(call)[0].collective is Collective.ALL_TO_ALL
+
     def exchange(tensors: Sequence[Tensor], peers: Peers) -> Parts:
         return exchanged_attention_backward(
             tensors, causal=causal, scale=scale, copies=copies,
-            exchange=lambda parts, split, join: peers.exchange(parts, axis, split, join),
+            exchange=lambda parts, split, join: peers.exchange(parts, axis, split, join, all_to_all=directly),
         )  # fmt: skip
 
     return exchange

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 
 import planner
 from planner import AutoParallelContext, ContextError, Planned, planning
-from planner.context.entry import all_to_alls, refuse_all_to_alls
 from planner.graph.scaling import at_precision
 from planner.instructions import Communicate
 from planner.lowering.checked import lower
@@ -19,7 +17,7 @@ from planner.networks import load_network
 from planner.planning import PlanResult
 from planner.strategy.file import read_plan
 from planner.strategy.plan import Plan, Status
-from simulator.errors import InfeasibleError, UnsupportedError
+from simulator.errors import InfeasibleError
 from simulator.program import Collective, Task
 
 FAST: dict[str, Any] = {"top": 1, "sensitivity": False}
@@ -169,22 +167,22 @@ def test_an_infeasible_network_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 # All-to-alls
 
 
-def test_a_plan_with_all_to_alls_is_refused_where_they_are_off(tmp_path: Path) -> None:
+def kinds(plan: Plan) -> set[Collective | None]:
+    return {task.collective for task in messages(plan)}
+
+
+def test_attention_gathers_where_all_to_alls_are_off(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     pins = {"dp": "2", "cp": "4", "context_algorithm": "all_to_all", "tp": "1", "pp": "1", "micro_batch": "1"}
     pins |= {"recompute": "none", "optimizer_sharding": "zero1", "shard_size": "2", "offload_optimizer": "false"}
-    found = planned("zoo:gpt2", pins=pins, enable_alltoall=True, strategy_ckpt_save_file=path).plan
-    assert found.context_algorithm == "all_to_all"
-    with pytest.raises(UnsupportedError, match=r"enable_alltoall=False contradicts .*all_to_all.*enable_alltoall=True"):
-        refuse_all_to_alls(replace(found, exchange=replace(found.exchange, all_to_all=False)), "dgx-a100")
+    found = planned("zoo:gpt2", pins=pins, enable_alltoall=True, strategy_ckpt_save_file=path)
+    without = planned("zoo:gpt2", pins=pins, enable_alltoall=False)
+    assert (found.plan.context_algorithm, without.plan.context_algorithm) == ("all_to_all", "all_to_all")
+    assert Collective.ALL_TO_ALL in kinds(found.plan)
+    assert Collective.ALL_TO_ALL not in kinds(without.plan)
+    assert without.prediction.step_time_s > found.prediction.step_time_s
     with pytest.raises(ContextError, match="has all_to_all=True, and the context asks for False"):
         planned("zoo:gpt2", pins=pins, enable_alltoall=False, strategy_ckpt_load_file=path)
-
-
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_plan_without_is_not(stages: int) -> None:
-    pins = {"tp": "1", "cp": "1", "recompute": "none", "optimizer_sharding": "none"}
-    assert planned("zoo:mlp", pins=pins, pipeline_stages=stages, enable_alltoall=False).plan.pipeline == stages
 
 
 def test_experts_are_gathered_instead() -> None:
@@ -196,7 +194,8 @@ def test_experts_are_gathered_instead() -> None:
         context = AutoParallelContext(parallel_mode="auto_parallel", device_num=16, enable_alltoall=allowed)
         options: dict[str, Any] = {"global_batch": 16, "sequence_length": 512, **FAST}
         found[allowed] = planner.plan("zoo:mixtral-8x7b", "dgx-h100", context, pins=pins, **options)
-    assert [bool(all_to_alls(found[allowed].plan, "dgx-h100")) for allowed in (True, False)] == [True, False]
+    sent = {allowed: kinds(one.plan) for allowed, one in found.items()}
+    assert [Collective.ALL_TO_ALL in sent[allowed] for allowed in (True, False)] == [True, False]
     assert found[True].plan.rules == found[False].plan.rules
     assert found[False].prediction.step_time_s > found[True].prediction.step_time_s
 

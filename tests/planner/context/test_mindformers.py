@@ -323,17 +323,6 @@ def test_the_command_plans_from_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert "micro_batch_num=4 is not read" in result.stderr
 
 
-@pytest.mark.slow
-def test_all_to_alls_are_refused_where_the_file_forbids_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = {"context_parallel": 4, "context_parallel_algo": "ulysses_cp", "data_parallel": 2}
-    Path("a.yaml").write_text(yaml.safe_dump({"parallel": {"enable_alltoall": False}, "parallel_config": config}))
-    result = run("plan", "zoo:gpt2", "--hw", "dgx-a100", "--config", "a.yaml", "--top", "1")
-    assert result.exit_code == 2
-    assert "enable_alltoall=True" in result.stderr
-    assert not Path("strategy.json").exists()
-
-
 def table_of(
     tmp_path: Path, cut: bool, mode: str = "dynamic_programming", devices: int = 4
 ) -> tuple[tuple[int, ...], Plan]:

@@ -116,11 +116,11 @@ def job_of(plan: Plan, precision: str, steps: int) -> Job:
     )
 
 
-def made(network: str, mode: str = "data_parallel", **keys: Any) -> Plan:
-    """A data-parallel plan on two devices."""
+def made(network: str, mode: str = "data_parallel", pins: dict[str, str] | None = None, **keys: Any) -> Plan:
+    """A plan on two devices."""
     context = planner.AutoParallelContext(parallel_mode=mode, device_num=2, **keys)
     options: dict[str, Any] = {"global_batch": 8, "top": 1, "sensitivity": False, "optimizer": "sgd"}
-    return planner.plan(network, "dgx-a100", context, **options).plan
+    return planner.plan(network, "dgx-a100", context, pins=pins, **options).plan
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,9 @@ def plans() -> dict[str, Plan]:
     sharded = made("zoo:mlp", enable_parallel_optimizer=True, parallel_optimizer_config=config)
     sharded = replace(sharded, micro_batch=2, micro_batches=2)
     gpt = replace(made("zoo:gpt2-tiny"), micro_batch=4, micro_batches=1)
+    pins = {"cp": "2", "context_algorithm": "all_to_all", "optimizer_sharding": "none", "recompute": "none"}
+    exchanged = made("zoo:gpt2-tiny", "auto_parallel", pins=pins)
+    exchanged = replace(exchanged, micro_batch=8, micro_batches=1)
     normalised = replace(made(f"{place}:normalised"), micro_batch=4, micro_batches=1)
     own = replace(made(f"{place}:with_own_head", "hybrid_parallel"), micro_batch=4, micro_batches=1)
     asked = {
@@ -150,6 +153,8 @@ def plans() -> dict[str, Plan]:
         "full": (gpt, {"data": "full_batch"}),
         "cut": (gpt, {"data": ((1, 2), (2, 1))}),
         "cut, gathered": (gpt, {"data": ((1, 2), (2, 1)), "all_to_all": False}),
+        "exchanged": (exchanged, {}),
+        "exchanged, gathered": (exchanged, {"all_to_all": False}),
         "statistics": (normalised, {}),
         "own statistics": (normalised, {"cross_batch": True}),
     }
@@ -280,6 +285,15 @@ def test_all_to_alls_are_gathered_instead(ran: list[dict[str, Ran]]) -> None:
     assert "all_to_all" in kinds("cut")
     assert "all_to_all" not in kinds("cut, gathered")
     assert "all_gather" in kinds("cut, gathered") - kinds("gpt")
+
+
+def test_attention_gathers_what_it_would_exchange(ran: list[dict[str, Ran]]) -> None:
+    for rank in ran:
+        sent = {case: {kind for kind, *_ in rank[case].sent} for case in ("exchanged", "exchanged, gathered")}
+        assert "all_to_all" in sent["exchanged"] - sent["exchanged, gathered"]
+        assert "all_gather" in sent["exchanged, gathered"] - sent["exchanged"]
+        for case in sent:
+            assert rank[case].losses == pytest.approx(rank["gpt"].losses, rel=1e-12)
 
 
 def test_statistics_are_of_all_samples_or_of_a_rank_alone(ran: list[dict[str, Ran]], plans: dict[str, Plan]) -> None:

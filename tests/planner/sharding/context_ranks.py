@@ -60,7 +60,9 @@ class RankPeers(Alone):
 
         return arrive
 
-    def exchange(self, tensors: tuple[Tensor, ...], axis: int, split: int, join: int) -> tuple[Tensor, ...]:
+    def exchange(
+        self, tensors: tuple[Tensor, ...], axis: int, split: int, join: int, *, all_to_all: bool = True
+    ) -> tuple[Tensor, ...]:
         self.ranks.sent[self.rank] += sum(t.numel() for t in tensors)
         size = self.ranks.size
         pieces = self.ranks.share(self.rank, [t.chunk(size, split) for t in tensors])
