@@ -477,6 +477,8 @@ class _Search:
     def _worth_widening(task: PartitionTask, width: int) -> bool:
         """Whether more ways of a fragment, or of a unit in a short chain, may prove what fewer did not."""
         few = simplified(task) is not task
+        if task.pieces == 1:
+            return False
         if task.chunks > 1:
             return few and task.units <= SHORT and width == WIDTH
         return width < WIDEST and (task.units <= SHORT or not few)

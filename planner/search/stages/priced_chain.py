@@ -1,0 +1,388 @@
+"""Units of one rank one by one whose standing bytes have so much room: bounds at prices of a byte, and ways through.
+
+A price of a byte (Lagrange; Handler and Zang, Networks 10, 1980) bounds what any completion costs. Exposed
+synchronisation is at least what any one unit leaves behind those before it, so that it counts in the sum up to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from planner.search.stages.byte_grid import LONG, ByteGrid, GridKind, spacing_of
+from planner.search.stages.fragments import FloatArray, IntArray, dominated
+from planner.search.stages.segments import ROUNDING, BoolArray
+
+PRICES = 16
+"""Prices of a byte that are tried at once."""
+ROUNDS = 3
+"""How often the prices are set closer to the best one."""
+LIKELY = 1e-3
+"""Ways with which a choice takes at most so much longer than the bound say how bytes are spaced."""
+TIME, LEFT, BEHIND, STANDING = range(4)
+"""Columns of a way: seconds, exposed and outstanding synchronisation, standing bytes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ways:
+    """Ways of one unit: values (ways, 4), bytes while it goes backward, places of its states, numbers in the task."""
+
+    values: FloatArray
+    peak: FloatArray
+    entry: IntArray
+    exit: IntArray
+    number: IntArray
+
+    def below(self, peak: float) -> Ways:
+        """Those that need at most so much while the unit goes backward."""
+        rows = np.flatnonzero(self.peak <= peak)
+        return Ways(self.values[rows], self.peak[rows], self.entry[rows], self.exit[rows], self.number[rows])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """The way of every unit, (units,) numbers in its kind, their seconds, and both kinds of bytes."""
+
+    ways: IntArray
+    seconds: float
+    standing: float
+    peak: float
+
+
+class PricedChain:
+    """Units one by one whose standing bytes have so much room, and the least that those behind any of them cost.
+
+    ``bound_s`` bounds every choice, infinite where none fits, and ``binds`` says whether a byte has a price.
+    """
+
+    def __init__(self, kinds: list[Ways], counts: tuple[int, ...], room: float) -> None:
+        self.kinds, self.counts = kinds, counts
+        self.numbers = np.repeat(np.arange(len(kinds)), counts)
+        self.units = [kinds[number] for number in self.numbers.tolist()]
+        self.room, self.binds = room, False
+        self.width = 1 + max(int(side.max(initial=0)) for kind in kinds for side in (kind.entry, kind.exit))
+        self.between = [_Between.of(kind, self.width) for kind in kinds]
+        self.bound_s = np.inf
+        most = np.array([0.0, *(float(kind.values[:, STANDING].max(initial=0.0)) for kind in reversed(self.units))])
+        self.most_bytes = np.cumsum(most)[::-1]
+        held = [kind.values[None, :, STANDING] for kind in kinds]
+        self.standing = [step(each)[0] for step, each in zip(self.between, held, strict=True)]
+        least = np.full((1, self.width), np.inf)
+        least[0, 0] = 0.0
+        for step, count in zip(reversed(self.standing), reversed(counts), strict=True):
+            least = _ahead(step[None], count, least)
+        if least[0, 0] <= room:
+            self._price()
+
+    @cached_property
+    def least_bytes(self) -> FloatArray:
+        """(units + 1, states) least standing bytes from each unit and entry state on."""
+        found = np.full((len(self.units) + 1, self.width), np.inf)
+        found[-1, 0] = 0.0
+        for unit in reversed(range(len(self.units))):
+            found[unit] = (self.standing[self.numbers[unit]] + found[unit + 1]).min(axis=1)
+        return found
+
+    @cached_property
+    def least_left(self) -> list[float]:
+        """(units + 1,) seconds that synchronisation from each unit on leaves at least."""
+        return self._exposed(np.min)
+
+    @cached_property
+    def most_left(self) -> list[float]:
+        """(units + 1,) seconds that it leaves at most."""
+        return self._exposed(np.max)
+
+    def _exposed(self, pick: Callable[[FloatArray], float]) -> list[float]:
+        each = [(float(pick(kind.values[:, LEFT])), float(pick(kind.values[:, BEHIND]))) for kind in self.kinds]
+        found = [0.0]
+        for number in reversed(self.numbers.tolist()):
+            left, behind = each[number]
+            found.append(max(left, behind + found[-1]))
+        return found[::-1]
+
+    @cached_property
+    def potentials(self) -> FloatArray:
+        """(units + 1, rows, states) least sum from each unit and entry state on, a row for each price kept.
+
+        Seconds and priced bytes, and what the synchronisation of units up to the last one leaves to do behind it.
+        """
+        found = np.full((len(self.units) + 1, len(self.prices), self.width), np.inf)
+        found[-1, :, 0] = 0.0
+        unit = len(self.units)
+        for table, count in reversed(self._rows(self.prices, self.last)):
+            for _ in range(count):
+                unit -= 1
+                found[unit] = (table + found[unit + 1][:, None, :]).min(axis=2)
+        return found
+
+    def _rows(self, prices: FloatArray, last: IntArray) -> list[tuple[FloatArray, int]]:
+        """(rows, entries, exits) least cost of one unit between its boundary states, and of how many in a row.
+
+        Of `prices` and `last` (rows,), in the order of the network.
+        """
+        units = np.arange(len(self.units))[:, None]
+        keys = np.stack([self.numbers, (units < last).sum(axis=1), (units == last).sum(axis=1)], axis=1)
+        begins = np.flatnonzero(np.concatenate([[True], np.any(keys[1:] != keys[:-1], axis=1)]))
+        tables: dict[int, list[FloatArray]] = {}
+        found = []
+        for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(units)], strict=True):
+            number = int(self.numbers[begin])
+            if number not in tables:
+                tables[number] = self._tables(number, prices)
+            before, at, after = tables[number]
+            early, here = (begin < last)[:, None, None], np.equal(last, begin)[:, None, None]
+            found.append((np.where(early, before, np.where(here, at, after)), end - begin))
+        return found
+
+    def _tables(self, number: int, prices: FloatArray) -> list[FloatArray]:
+        """Least costs of a kind (rows, entries, exits) before the last unit that is waited for, at it and behind it."""
+        kind = self.kinds[number]
+        cost = kind.values[:, TIME] + prices[:, None] * kind.values[:, STANDING]
+        costs = np.stack([cost + kind.values[:, BEHIND], cost + kind.values[:, LEFT], cost])
+        return list(self.between[number](costs.reshape(-1, costs.shape[-1])).reshape(3, -1, self.width, self.width))
+
+    def _bounds(self, prices: FloatArray, last: IntArray) -> FloatArray:
+        """(rows,) least sum of the whole chain."""
+        found = np.full((len(prices), self.width), np.inf)
+        found[:, 0] = 0.0
+        for table, count in reversed(self._rows(prices, last)):
+            found = _ahead(table, count, found)
+        whole: FloatArray = found[:, 0]
+        return whole
+
+    @cached_property
+    def _arrivals(self) -> FloatArray:
+        """(units + 1, rows, states) as the potentials, of the units before each."""
+        found = np.full_like(self.potentials, np.inf)
+        found[0, :, 0] = 0.0
+        unit = 0
+        for table, count in self._rows(self.prices, self.last):
+            for _ in range(count):
+                found[unit + 1] = (found[unit][:, :, None] + table).min(axis=1)
+                unit += 1
+        return found
+
+    def _worth(self, unit: int, limit_s: float) -> IntArray:
+        """Ways of a unit with which a choice may take less than `limit_s`."""
+        found: IntArray = np.flatnonzero(self._worthy(int(self.numbers[unit]), slice(unit, unit + 1), limit_s))
+        return found
+
+    def _worthy(self, number: int, units: slice, limit_s: float) -> BoolArray:
+        """(ways,) whether a choice with a way in one of some units of a kind may take less than `limit_s`."""
+        kind = self.kinds[number]
+        if np.isinf(limit_s):
+            return np.ones(len(kind.values), dtype=np.bool_)
+        after = self.last < np.arange(units.start, units.stop)[:, None]
+        at = np.equal(self.last, np.arange(units.start, units.stop)[:, None])
+        queue = np.where(after[:, :, None], 0.0, np.where(at[:, :, None], kind.values[:, LEFT], kind.values[:, BEHIND]))
+        own = kind.values[:, TIME] + self.prices[:, None] * kind.values[:, STANDING] + queue
+        least = self._arrivals[units][:, :, kind.entry] + own
+        least += self.potentials[units.start + 1 : units.stop + 1][:, :, kind.exit]
+        worthy: BoolArray = ((least - self.prices[:, None] * self.room).max(axis=1) < limit_s).any(axis=0)
+        return worthy
+
+    def _price(self) -> None:
+        """Set prices around the one whose bound is largest, and keep some of them.
+
+        Exposed synchronisation is at least what any one unit leaves behind those before it: that of the unit that
+        bounds most and none are tried.
+        """
+        lasts = np.unique([-1, self._waited_for()])
+        seconds = sum(float(np.ptp(kind.values[:, TIME])) for kind in self.kinds)
+        held = sum(float(np.ptp(kind.values[:, STANDING])) for kind in self.kinds)
+        scale = seconds / held if held > 0 and self.most_bytes[0] > self.room else 0.0
+        prices = np.concatenate([[0.0], scale * np.geomspace(1e-3, 1e3, PRICES - 1)]) if scale else np.zeros(1)
+        for _ in range(ROUNDS):
+            each_price, each_last = np.repeat(prices, len(lasts)), np.tile(lasts, len(prices))
+            bounds = self._bounds(each_price, each_last) - each_price * self.room
+            place = int(np.argmax(bounds)) // len(lasts)
+            low, high = max(place - 1, 0), min(place + 1, len(prices) - 1)
+            kept = np.flatnonzero(np.isin(each_price, prices[[0, low, place, high]]))
+            self.bound_s, self.binds = float(bounds.max()), place > 0
+            self.prices, self.last = each_price[kept], each_last[kept]
+            if low == high:
+                break
+            prices = np.unique([0.0, prices[place], *np.linspace(prices[low], prices[high], PRICES)])
+
+    def _waited_for(self) -> int:
+        """The unit behind whose synchronisation every choice takes longest at least, memory aside; -1 where none is."""
+        tables = [self._tables(number, np.zeros(1)) for number in range(len(self.kinds))]
+        before, at, after = (np.stack([each[n][0] for each in tables])[self.numbers] for n in range(3))
+        units = len(self.units)
+        arrived, rest = np.full((units + 1, self.width), np.inf), np.full((units + 1, self.width), np.inf)
+        arrived[0, 0] = rest[-1, 0] = 0.0
+        for unit in range(units):
+            arrived[unit + 1] = (arrived[unit][:, None] + before[unit]).min(axis=0)
+            rest[units - 1 - unit] = (after[units - 1 - unit] + rest[units - unit]).min(axis=1)
+        each = (arrived[:-1, :, None] + at + rest[1:, None, :]).min(axis=(1, 2))
+        return int(np.argmax(np.append(rest[0, 0], each))) - 1
+
+    def followed(self, limit_s: float, beam: int) -> tuple[Choice | None, float]:
+        """The best choice below `limit_s` with `beam` ways a state, if any, and a bound on what was left out."""
+        values, state, left_out = np.zeros((1, 4)), np.zeros(1, dtype=np.int64), np.inf
+        history: list[tuple[IntArray, IntArray]] = []
+        for unit, kind in enumerate(self.units):
+            worth = self._worth(unit, limit_s)
+            before, way = np.nonzero(state[:, None] == kind.entry[None, worth])
+            way = worth[way]
+            values = self._after(values[before], kind.values[way], unit)
+            state = kind.exit[way]
+            bound = self._bound(values, state, unit + 1)
+            rows, dropped = _kept(values, state, bound, np.flatnonzero(bound < limit_s), beam)
+            left_out = min(left_out, dropped)
+            if not len(rows):
+                return None, left_out
+            history.append((before[rows], way[rows]))
+            values, state = values[rows], state[rows]
+        row = int(np.argmin(values[:, TIME] + values[:, LEFT]))
+        ways = []
+        for earlier, picks in reversed(history):
+            ways.append(int(picks[row]))
+            row = int(earlier[row])
+        return self._chosen(ways[::-1]), left_out
+
+    def _chosen(self, ways: Sequence[int]) -> Choice:
+        picked = list(zip(self.units, ways, strict=True))
+        values = np.array([kind.values[way] for kind, way in picked])
+        behind = np.cumsum(values[:, BEHIND]) - values[:, BEHIND]
+        return Choice(
+            ways=np.array([kind.number[way] for kind, way in picked]),
+            seconds=float(values[:, TIME].sum() + max(0.0, float((behind + values[:, LEFT]).max()))),
+            standing=float(values[:, STANDING].sum()),
+            peak=max(float(kind.peak[way]) for kind, way in picked),
+        )
+
+    # Evenly spaced bytes
+
+    @cached_property
+    def spacing(self) -> float:
+        """How far apart the bytes of likely ways lie; negative where they are not evenly spaced, or without a price."""
+        found = spacing_of(self._grid_kinds) if self.binds and max(self.counts) >= LONG else None
+        return -1.0 if found is None else found
+
+    @cached_property
+    def _grid_kinds(self) -> list[GridKind]:
+        limit_s, found, begin = self.bound_s * (1 + LIKELY), [], 0
+        for number, (kind, count) in enumerate(zip(self.kinds, self.counts, strict=True)):
+            likely = np.flatnonzero(self._worthy(number, slice(begin, begin + count), limit_s))
+            found.append(GridKind(kind.values[:, STANDING], kind.entry, kind.exit, count, likely))
+            begin += count
+        return found
+
+    def spaced(self, limit_s: float) -> tuple[list[Choice], float]:
+        """Choices from a table over evenly spaced bytes, and a bound on all choices below `limit_s`."""
+        if any(not len(kind.likely) for kind in self._grid_kinds):
+            return [], self.bound_s
+        grid = ByteGrid(self._grid_kinds, self._costs(limit_s), self.spacing, self.room)
+        if not grid.small:
+            return [], self.bound_s
+        grid.fill()
+        least = grid.best()
+        if least is None:
+            return [], np.inf
+        choices = [self._chosen(least[1])]
+        if choices[0].standing > self.room and (smaller := grid.best(fewer=1)) is not None:
+            choices.append(self._chosen(smaller[1]))
+        return choices, least[0]
+
+    def _costs(self, limit_s: float) -> list[FloatArray]:
+        """(units,) seconds of the ways of each with the wait that bounds most, infinite beyond the limit."""
+        last = int(self.last[int(np.argmax(self.potentials[0, :, 0] - self.prices * self.room))])
+        found: list[FloatArray] = []
+        begin = 0
+        for number, (kind, count) in enumerate(zip(self.kinds, self.counts, strict=True)):
+            worth = self._worthy(number, slice(begin, begin + count), limit_s)
+            time = np.where(worth, kind.values[:, TIME], np.inf)
+            before, at = time + kind.values[:, BEHIND], time + kind.values[:, LEFT]
+            places = range(begin, begin + count)
+            found += [before if unit < last else at if unit == last else time for unit in places]
+            begin += count
+        return found
+
+    def _after(self, before: FloatArray, own: FloatArray, unit: int) -> FloatArray:
+        """Values of ways with one more unit; what no completion can tell apart counts alike."""
+        values = before + own
+        left = np.maximum(before[:, LEFT], before[:, BEHIND] + own[:, LEFT])
+        values[:, LEFT] = np.maximum(left, values[:, BEHIND] + self.least_left[unit + 1])
+        values[:, BEHIND] = np.maximum(values[:, BEHIND], left - self.most_left[unit + 1])
+        # A little less than the room, so that sums of bytes are not too many by rounding.
+        enough = self.room * (1 - ROUNDING) - self.most_bytes[unit + 1]
+        values[:, STANDING] = np.maximum(values[:, STANDING], enough)
+        return values
+
+    def _bound(self, values: FloatArray, state: IntArray, unit: int) -> FloatArray:
+        """Least seconds of any completion, infinite where none fits."""
+        room = self.room - values[:, STANDING]
+        behind = np.where((self.last < unit)[:, None], values[:, LEFT], values[:, BEHIND])
+        ahead = self.potentials[unit][:, state] + behind - self.prices[:, None] * room
+        bound = values[:, TIME] + ahead.max(axis=0)
+        least: FloatArray = np.where(self.least_bytes[unit][state] <= room, bound, np.inf)
+        return least
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Between:
+    """Ways of one kind in the order of their boundary states, where each pair of states begins, and its place."""
+
+    order: IntArray
+    begins: IntArray
+    pairs: IntArray
+    width: int
+
+    @classmethod
+    def of(cls, kind: Ways, width: int) -> _Between:
+        """Sort the ways of a kind."""
+        keys = kind.entry * width + kind.exit
+        order = np.argsort(keys, kind="stable")
+        pairs, begins = np.unique(keys[order], return_index=True)
+        return cls(order, begins, pairs, width)
+
+    def __call__(self, cost: FloatArray) -> FloatArray:
+        """(rows, entries, exits) least of costs (rows, ways) between boundary states."""
+        found = np.full((len(cost), self.width * self.width), np.inf)
+        if len(self.begins):
+            found[:, self.pairs] = np.minimum.reduceat(cost[:, self.order], self.begins, axis=1)
+        return found.reshape(len(cost), self.width, self.width)
+
+
+def _ahead(table: FloatArray, count: int, rest: FloatArray) -> FloatArray:
+    """(rows, entries) least cost of `count` equal units (rows, entries, exits) and of the rest (rows, exits)."""
+    while True:
+        if count & 1:
+            rest = (table + rest[:, None, :]).min(axis=2)
+        count >>= 1
+        if not count:
+            return rest
+        table = (table[:, :, :, None] + table[:, None, :, :]).min(axis=2)
+
+
+def _kept(values: FloatArray, state: IntArray, bound: FloatArray, rows: IntArray, beam: int) -> tuple[IntArray, float]:
+    """Rows that no other one in the same state beats, at most `beam` in each, and the least bound of the others."""
+    found, left_out = [rows[:0]], np.inf
+    for place in np.unique(state[rows]).tolist():
+        same = rows[state[rows] == place]
+        for most, beaten in ((4 * beam, _beaten), (beam, None)):
+            if len(same) > most:
+                same = same[np.argsort(bound[same], kind="stable")]
+                left_out = min(left_out, float(bound[same[most]]))
+                same = same[:most]
+            if beaten is not None:
+                same = same[np.lexsort(values[same].T[::-1])]
+                same = same[~beaten(values[same])]
+        found.append(same)
+    return np.concatenate(found), left_out
+
+
+def _beaten(values: FloatArray) -> BoolArray:
+    """As `dominated`, by sorting where two columns differ; rows are in lexical order."""
+    distinct = [c for c in range(values.shape[1]) if np.ptp(values[:, c]) > 0] if len(values) else []
+    if len(distinct) != 2:
+        return dominated(values)
+    other = values[:, distinct[1]]
+    beaten = np.zeros(len(values), dtype=np.bool_)
+    beaten[1:] = other[1:] >= np.minimum.accumulate(other)[:-1]
+    return beaten
