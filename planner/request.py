@@ -187,12 +187,14 @@ def read_pins(request: PlanRequest) -> Pins:
             if (getattr(pins, name) or 1) > 1:
                 value = getattr(pins, name)
                 raise InputError(f"pin {name}={value} contradicts parallel mode {mode}; leave one of them out")
-        if pins.optimizer_sharding not in (None, "none"):
+        sharded = pins.optimizer_sharding not in (None, "none")
+        if sharded and mode != "hybrid_parallel":
             raise InputError(
                 f"pin optimizer_sharding={pins.optimizer_sharding} contradicts parallel mode {mode}, which "
                 "replicates parameters; use --parallel-mode auto_parallel --pin tp=1"
             )
-        pins = replace(pins, tp=1, pp=1, cp=1, ep=1, optimizer_sharding="none", batch_only=True)
+        pins = replace(pins, tp=1, pp=1, cp=1, ep=1, batch_only=not sharded)
+        pins = pins if sharded else replace(pins, optimizer_sharding="none")
     return _in_copies(pins)
 
 

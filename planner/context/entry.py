@@ -64,8 +64,6 @@ def plan(
     ------
     ContextError
         Keys contradict each other, the pins or the file.
-    UnsupportedError
-        A key is set to what is not followed yet.
     InfeasibleError
         No plan fits.
     """

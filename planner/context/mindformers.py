@@ -25,7 +25,6 @@ from planner.context.mindformers_keys import (
     SECTIONS,
 )
 from planner.context.requests import pins_of, searched_mode
-from planner.context.unsupported import check_supported
 from planner.request import COPIES
 from planner.strategy.exchange import Exchange
 from simulator.errors import UnsupportedError
@@ -88,7 +87,6 @@ class Translated:
     def check_supported(self) -> None:
         """Raise UnsupportedError for a key of ``parallel`` that nothing follows yet."""
         context = self._searched
-        check_supported(context)
         if context.counts("strategy_ckpt_load_file") and context.get("strategy_ckpt_load_file"):
             path = context.get("strategy_ckpt_load_file")
             raise UnsupportedError(

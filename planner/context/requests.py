@@ -11,8 +11,7 @@ from planner.context.context import AutoParallelContext
 from planner.context.errors import ContextError
 from planner.context.exchange import exchange_of, exchange_pins
 from planner.context.keys import KEYS
-from planner.context.unsupported import check_supported
-from planner.request import PlanRequest
+from planner.request import BY_SAMPLES, PlanRequest
 
 if TYPE_CHECKING:
     from planner.networks.network import Network
@@ -55,14 +54,11 @@ def request_of(
     ------
     ContextError
         A key is set that the default mode does not read, or a pin contradicts a key.
-    UnsupportedError
-        A key is set to what neither plan, simulation nor execution follow.
     """
     for name in options:
         if name not in NAMES:
             raise ContextError(f"a plan has {unknown(name, ('pins', *NAMES)).replace('key', 'option', 1)}")
     check_mode_is_said(context)
-    check_supported(context)
     exchange = replace(exchange_of(context), layerwise=_layerwise(context, options.pop("layerwise_parallel", ())))
     own = pins_of(context)
     for name, text in (pins or {}).items():
@@ -110,7 +106,10 @@ def check_mode_is_said(context: AutoParallelContext) -> None:
 
 
 def searched_mode(context: AutoParallelContext) -> str:
-    """The request's parallel mode: data parallelism that shards states is searched with only a data axis."""
+    """The request's parallel mode: data parallelism that shards states is searched with only a data axis.
+
+    So is hybrid parallelism, where the request says which parameters every rank has of its own.
+    """
     mode = str(context.get("parallel_mode"))
     return "auto_parallel" if mode == "data_parallel" and shards_states(context) else mode
 
@@ -123,7 +122,7 @@ def shards_states(context: AutoParallelContext) -> bool:
 def pins_of(context: AutoParallelContext) -> dict[str, str]:
     """The pins that the keys set stand for; a key that is not set leaves its choice to the search."""
     found: dict[str, str] = {}
-    if context.get("parallel_mode") == "data_parallel" and shards_states(context):
+    if context.get("parallel_mode") in BY_SAMPLES and shards_states(context):
         found |= DATA_ONLY
     if context.counts("pipeline_stages"):
         found["pp"] = str(context.get("pipeline_stages"))
@@ -147,7 +146,7 @@ def _optimizer_pins(context: AutoParallelContext) -> dict[str, str]:
     }
     if "optimizer_weight_shard_size" in config:
         found["shard_size"] = str(config["optimizer_weight_shard_size"])
-    elif found["sharding_threshold_kb"] == "0" and context.get("parallel_mode") == "data_parallel":
+    elif found["sharding_threshold_kb"] == "0" and context.get("parallel_mode") in BY_SAMPLES:
         # Shards over all ranks are those of the search over configurations, whose operators split the batch alone.
         found["shard_size"] = str(context.get("device_num"))
     return found

@@ -112,6 +112,7 @@ class PlacedGraph:
         self.rules: list[NodeRules] = []
         own_samples: dict[int, NodeRules] = {}
         gathering: dict[int, NodeRules] = {}
+        layerwise = frozenset(options.exchange.layerwise)
         places = {entry.node: number for number, entry in enumerate(graph.inputs)}
         for node in graph.nodes:
             if node.role is Role.CONSTANT:
@@ -119,6 +120,8 @@ class PlacedGraph:
                     (REPLICATE,) * len(node.tensor_inputs), (REPLICATE,) * len(node.outputs), splits_work=False
                 )
                 self.rules.append((everywhere,) * axes)
+            elif node.name in layerwise:
+                self.rules.append((Rule((), (REPLICATE,), splits_work=False),) * axes)
             elif options.exchange.data and len(self.rules) in places:
                 self.rules.append(self._loaded(node, places[len(self.rules)], rules[node.name]))
             elif options.exchange.cross_batch and any(rule.reduced_elements for rule in rules[node.name]):

@@ -224,6 +224,18 @@ def test_own_parameters_are_named() -> None:
         planner.plan("zoo:mlp", "dgx-a100", context, layerwise_parallel=["head.*"], **FAST)
 
 
+def test_own_parameters_stay_whole_where_the_others_are_sharded() -> None:
+    keys = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 0}}
+    context = AutoParallelContext(parallel_mode="hybrid_parallel", device_num=8, gradients_mean=True, **keys)
+    options: dict[str, Any] = {"layerwise_parallel": ["layers.2.*"], **FAST}
+    found = planner.plan("zoo:mlp", "dgx-a100", context, **options).plan
+    lowered = lower(found)
+    assert (found.parallel_mode, found.optimizer_sharding, found.degree("data")) == ("hybrid_parallel", "zero2", 8)
+    stored = {one.name: one.placements for one in lowered.parameters}
+    assert stored["layers.0.weight"] != (-1,)
+    assert {stored[name] for name in found.exchange.layerwise} == {(-1,)}
+
+
 def test_a_file_that_travels_otherwise_is_refused(two_stages: str) -> None:
     with pytest.raises(ContextError, match="has gradient_dtype='', and the context asks for 'float32'"):
         planned(pipeline_stages=2, gradient_fp32_sync=True, strategy_ckpt_load_file=two_stages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from planner import AutoParallelContext, ContextError
 from planner.context.keys import KEYS
 from planner.context.requests import DATA_ONLY, request_of
 from planner.request import PlanRequest, read_pins
-from simulator.errors import UnsupportedError
+from simulator.errors import InputError
 
 
 def requested(pins: dict[str, str] | None = None, options: dict[str, Any] | None = None, **keys: Any) -> PlanRequest:
@@ -185,9 +186,12 @@ def test_contradictions_are_said(keys: dict[str, Any], options: dict[str, Any], 
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_own_parameters_of_ranks_are_not_sharded() -> None:
-    with pytest.raises(UnsupportedError, match="enable_parallel_optimizer=True is not supported yet: in hybrid"):
-        requested(**HYBRID, enable_parallel_optimizer=True)
+def test_what_ranks_have_in_common_is_sharded_in_hybrid_parallelism() -> None:
+    found = requested(**HYBRID, enable_parallel_optimizer=True)
+    assert (found.parallel_mode, found.pins) == ("hybrid_parallel", {**DATA_ONLY, **ZERO2})
+    assert read_pins(found).optimizer_sharding == "zero2"
+    with pytest.raises(InputError, match="tp=2 contradicts parallel mode hybrid_parallel"):
+        read_pins(replace(found, pins={**found.pins, "tp": "2"}))
 
 
 def test_gradients_in_single_precision_are_synchronised_in_it() -> None:

@@ -159,7 +159,10 @@ def plans() -> dict[str, Plan]:
         "own statistics": (normalised, {"cross_batch": True}),
     }
     found = {name: replace(plan, exchange=Exchange(**exchange)) for name, (plan, exchange) in asked.items()}
-    return found | {"own bias": own}
+    config = {"parallel_optimizer_threshold": 0, "optimizer_level": "level2"}
+    keys: dict[str, Any] = {"enable_parallel_optimizer": True, "parallel_optimizer_config": config}
+    shared = replace(made(f"{place}:with_own_head", "hybrid_parallel", **keys), micro_batch=4, micro_batches=1)
+    return found | {"own bias": own, "own bias, sharded": shared}
 
 
 @pytest.fixture(scope="module")
@@ -316,6 +319,20 @@ def statistics(plan: Plan, parts: int) -> list[float]:
         found.append(float(sum(losses).detach()))  # type: ignore[union-attr]
         descend(module, RATE)
     return found
+
+
+def test_what_ranks_share_is_sharded_beside_their_own(ran: list[dict[str, Ran]], plans: dict[str, Plan]) -> None:
+    plan = plans["own bias, sharded"]
+    assert (plan.parallel_mode, plan.optimizer_sharding) == ("hybrid_parallel", "zero2")
+    wholes, pieces = ([rank[case].parameters for rank in ran] for case in ("own bias", "own bias, sharded"))
+    for whole, piece in zip(wholes, pieces, strict=True):
+        assert torch.allclose(piece[OWN], whole[OWN], rtol=1e-10)
+    for name in wholes[0].keys() - {OWN}:
+        halves, whole = [piece[name] for piece in pieces], wholes[0][name]
+        cut = next((dim for dim, size in enumerate(whole.shape) if halves[0].shape[dim] != size), None)
+        assert torch.allclose(halves[0] if cut is None else torch.cat(halves, cut), whole, rtol=1e-10), name
+    assert any(pieces[0][name].shape != wholes[0][name].shape for name in pieces[0])
+    assert {kind for kind, *_ in ran[0]["own bias, sharded"].sent} >= {"all_gather", "reduce_scatter"}
 
 
 def test_own_parameters_go_their_own_way(ran: list[dict[str, Ran]], plans: dict[str, Plan]) -> None:
