@@ -7,7 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+
+from simulator.calibration.allocations import recorded_growth
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFERENCES = Path("/proc/self/clear_refs")
@@ -46,13 +47,7 @@ class PeakMemory:
         if self._device.type != "cpu":
             work()
             return
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            work()
-        events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
-        held = held_bytes
-        for event in sorted(events, key=lambda e: e.start_ns()):
-            held += event.nbytes()
-            self._recorded = max(self._recorded, held)
+        self._recorded = max(self._recorded, held_bytes + recorded_growth(work))
 
     def peak_bytes(self) -> int:
         """Peak of tensors, in bytes; resident growth where nothing was recorded."""

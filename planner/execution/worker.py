@@ -138,9 +138,9 @@ def _train_rank(job: Job, device: torch.device, store: Store, watch: Watch) -> R
             times.append(seconds)
             end_step(step, loss, seconds)
 
-    if job.warm_up_steps:
+    for step in range(first, first + job.warm_up_steps):
         held = sum(one.untyped_storage().nbytes() for one in (*buffers.values(), *resumed_states(updates)))
-        memory.record(partial(run, first, first + job.warm_up_steps), held + interpreter.live_bytes())
+        memory.record(partial(run, step, step + 1), held + interpreter.live_bytes())
     waited = waited_s()
     run(first + job.warm_up_steps, job.steps)
     waited = waited_s() - waited

@@ -172,11 +172,20 @@ class Watch:
             if self._clock is None:
                 continue
             used = time.clock_gettime(self._clock)
-            frame = sys._current_frames().get(self._main)
-            if not self._armed or used - before > PROGRESS_S or frame is None or waits_for_others(frame):
+            if self._makes_progress(used - before):
                 before, since = used, now
             elif now - since > self._stall_s:
-                self._report_stall(frame)
+                self._report_stall(sys._current_frames()[self._main])
+
+    def _makes_progress(self, used_s: float) -> bool:
+        """Whether the main thread computes, waits for others, or is not in a step.
+
+        Its frame is looked at only if it used no processor, and not kept: it keeps alive the tensors that it names.
+        """
+        if not self._armed or used_s > PROGRESS_S:
+            return True
+        frame = sys._current_frames().get(self._main)
+        return frame is None or waits_for_others(frame)
 
     def _report_stall(self, frame: FrameType) -> None:
         code = frame.f_code

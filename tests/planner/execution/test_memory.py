@@ -2,6 +2,7 @@ import torch
 
 from planner.execution import memory as memory_module
 from planner.execution.memory import PeakMemory, free_memory, waited_s
+from simulator.calibration.allocations import peak_growth
 
 CPU = torch.device("cpu")
 MEGABYTE = 2**20
@@ -48,3 +49,11 @@ def test_a_container_leaves_less_than_the_machine_has(tmp_path, monkeypatch):
     assert free_memory("cpu", 0) == 2_000_000
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory("cpu", 0) == 4000 * 1024
+
+
+def test_a_block_in_the_place_of_another_says_that_it_has_gone():
+    assert peak_growth([(100, 10), (200, 10), (100, -10), (300, 5)]) == 20
+    assert peak_growth([(100, 10), (200, 10), (105, 20)]) == 30
+    assert peak_growth([(100, 10), (110, 10), (90, 25), (300, 1)]) == 26
+    assert peak_growth([(50, -40), (100, 30), (200, 30)]) == 20
+    assert peak_growth([(50, -40)]) == 0

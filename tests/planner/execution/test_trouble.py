@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -339,3 +340,20 @@ def test_waiting_for_others_is_no_stall():
     here, caller = frames
     assert waits_for_others(caller)
     assert not waits_for_others(here)
+
+
+def test_who_looks_at_a_rank_keeps_nothing_alive(fast, monkeypatch):
+    watched, _, _ = watching(_clonable(dist.HashStore()), 0, 1)
+
+    def hold():
+        held = dist.HashStore()
+        time.sleep(0.5)  # no processor is used, so its frame is looked at
+        monkeypatch.setattr(watch, "BEAT_S", 60.0)
+        time.sleep(0.3)
+        return weakref.ref(held)
+
+    watched.start()
+    with watched.step():
+        reference = hold()
+    assert reference() is None
+    watched._closed.set()
