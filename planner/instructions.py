@@ -119,6 +119,21 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckGradients:
+    """Look whether gradients are numbers: `target` becomes 0 if all are, else 1, which ranks add up."""
+
+    gradients: tuple[str, ...]
+    target: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettleScale:
+    """Leave the updates that follow out where `source` is not 0, and set the scale of the next step's loss."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BeginUpdate:
     """Take the gradient of one parameter's stored shard, divided by `divisor`, into the optimizer's states.
 
@@ -153,7 +168,9 @@ def value_of_copy(name: str, copy: int) -> str:
     return f"{name} of copy {copy + 1}" if name and copy else name
 
 
-Instruction = Compute | HostCopy | Slice | Mask | Communicate | Accumulate | BeginUpdate | Update
+Instruction = (
+    Compute | HostCopy | Slice | Mask | Communicate | Accumulate | CheckGradients | SettleScale | BeginUpdate | Update
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +319,8 @@ def read_values(instruction: Instruction) -> tuple[str, ...]:
         found = instruction.sources
     elif isinstance(instruction, Accumulate):
         found = (instruction.source,) if instruction.first else (instruction.source, instruction.accumulator)
+    elif isinstance(instruction, CheckGradients):
+        found = instruction.gradients
     elif isinstance(instruction, BeginUpdate):
         found = (instruction.parameter, instruction.gradient)
     elif isinstance(instruction, Update):
@@ -319,7 +338,7 @@ def written_values(instruction: Instruction) -> tuple[str, ...]:
         found = instruction.targets
     elif isinstance(instruction, Accumulate):
         found = (instruction.accumulator,)
-    elif isinstance(instruction, HostCopy | Slice | Mask | BeginUpdate):
+    elif isinstance(instruction, HostCopy | Slice | Mask | CheckGradients | BeginUpdate):
         found = (instruction.target,)
     else:
         found = ()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from planner.execution import loss_scaling
 from planner.execution.checkpoints.options import Checkpoints
 from planner.execution.data.samples import InputSpec, Shard
 from planner.execution.optimizers import Hyperparameters
@@ -26,8 +27,8 @@ class Job:
     ``device_type`` is ``"cpu"``, ``"cuda"`` or ``"npu"``; ``timeout_s`` bounds every collective and ``join_timeout_s``
     the meeting of the processes, all of which must have been given the same ``digest``. ``steps`` count from the
     beginning of training, before that of this run if it resumes another. ``logs`` gets a folder for each rank. Behind
-    the steps come
-    ``recorded_steps`` whose instructions are clocked one by one.
+    the steps come ``recorded_steps`` whose instructions are clocked one by one. ``first_scale`` is the scale of the
+    loss that training begins with where it has one.
     """
 
     lowered: LoweredPlan | LoweredStages
@@ -46,6 +47,7 @@ class Job:
     digest: str = ""
     logs: Path | None = None
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    first_scale: float = field(default_factory=lambda: loss_scaling.FIRST_SCALE)
 
     @property
     def inputs(self) -> tuple[InputSpec, ...]:

@@ -11,17 +11,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.execution.communication import Message, Slots, make_message
-from planner.execution.optimizers import StepFunction, SummedStep, loss_scale
+from planner.execution.loss_scaling import LossScale, overflow, unscaled
+from planner.execution.optimizers import StepFunction, SummedStep
 from planner.execution.peers import AxisPeers
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.instructions import (
     Accumulate,
     BeginUpdate,
+    CheckGradients,
     Communicate,
     Compute,
     HostCopy,
     Instruction,
     Mask,
+    SettleScale,
     Slice,
     StoredParameter,
     Update,
@@ -59,7 +62,8 @@ class RankContext:
     """What differs from rank to rank: mesh coordinates, device, and the group this rank is in on each axis.
 
     With pipeline stages, groups of ranks that share a parameter follow; None where this rank is in none.
-    ``watch`` sees every action, where there is one; ``moment`` is where training stands, moved on by the interpreter.
+    ``watch`` sees every action, where there is one; ``moment`` is where training stands, moved on by the interpreter;
+    ``scale`` is that of the loss, set by the instructions.
     """
 
     coordinates: tuple[int, ...]
@@ -67,6 +71,7 @@ class RankContext:
     device: torch.device
     watch: Watch | None = None
     moment: Moment = field(default_factory=Moment)
+    scale: LossScale = field(default_factory=LossScale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +203,10 @@ class Machine:
             return {self.number(name) for name in (*instruction.sources, *instruction.targets) if name}, set()
         if isinstance(instruction, Accumulate):
             return {self.number(instruction.source), self.number(instruction.accumulator)}, set()
+        if isinstance(instruction, CheckGradients):
+            return {self.number(name) for name in (*instruction.gradients, instruction.target)}, set()
+        if isinstance(instruction, SettleScale):
+            return {self.number(instruction.source)}, set()
         if isinstance(instruction, BeginUpdate):
             return {self.number(instruction.gradient), self.number(instruction.target)}, set()
         read = instruction.sums or instruction.gradient
@@ -236,6 +245,10 @@ class Machine:
             return self._mask(instruction, freed)
         if isinstance(instruction, Accumulate):
             return self._accumulate(instruction, freed)
+        if isinstance(instruction, CheckGradients):
+            return self._check(instruction, freed)
+        if isinstance(instruction, SettleScale):
+            return self._settle(instruction, freed)
         if isinstance(instruction, BeginUpdate):
             return self._begin_update(instruction, freed)
         if isinstance(instruction, Update):
@@ -252,7 +265,7 @@ class Machine:
             graph, node, instruction.rules, self._sizes, self._context.coordinates, device=device, cut=instruction.cut
         )
         if node.role is Role.CONSTANT and node.name.partition(".")[0] == SEED:
-            operator = _scaled(operator, loss_scale(getattr(torch, node.outputs[0].dtype)))
+            operator = _scaled(operator, self._context.scale)
         if device.type == "cpu" or instruction.inputs:
             return operator
         return lambda tensors, peers: tuple(made.to(device) for made in operator(tensors, peers))
@@ -309,14 +322,35 @@ class Machine:
 
         return run
 
+    def _check(self, instruction: CheckGradients, freed: list[int]) -> Action:
+        slots, target = self.slots, self.number(instruction.target)
+        gradients = [self.number(name) for name in instruction.gradients]
+
+        def run() -> None:
+            slots[target] = overflow([self.value(gradient) for gradient in gradients], self._context.device)
+            for slot in freed:
+                slots[slot] = None
+
+        return run
+
+    def _settle(self, instruction: SettleScale, freed: list[int]) -> Action:
+        slots, source, scale = self.slots, self.number(instruction.source), self._context.scale
+
+        def run() -> None:
+            scale.settle(bool(self.value(source)))
+            for slot in freed:
+                slots[slot] = None
+
+        return run
+
     def _update(self, instruction: Update, freed: list[int]) -> Action:
         slots, gradient, divisor = self.slots, self.number(instruction.gradient), instruction.divisor
-        parameter = self.value(self._stored[instruction.parameter])
+        parameter, scale = self.value(self._stored[instruction.parameter]), self._context.scale
         step = self._updates[instruction.parameter]
 
         def run() -> None:
-            value = self.value(gradient)
-            step(parameter, value if divisor == 1 else value / divisor)
+            if not scale.skips:
+                step(parameter, unscaled(self.value(gradient), divisor, scale))
             for slot in freed:
                 slots[slot] = None
 
@@ -325,11 +359,13 @@ class Machine:
     def _begin_update(self, instruction: BeginUpdate, freed: list[int]) -> Action:
         slots, gradient, target = self.slots, self.number(instruction.gradient), self.number(instruction.target)
         parameter, divisor = self.value(self._stored[instruction.parameter]), instruction.divisor
-        step = self._summed(instruction.parameter)
+        step, scale = self._summed(instruction.parameter), self._context.scale
 
         def run() -> None:
-            value = self.value(gradient)
-            slots[target] = step.begin(parameter, value if divisor == 1 else value / divisor)
+            if scale.skips:  # messages go on as ever, of nothing
+                slots[target] = parameter.new_zeros(2, dtype=torch.promote_types(parameter.dtype, torch.float32))
+            else:
+                slots[target] = step.begin(parameter, unscaled(self.value(gradient), divisor, scale))
             for slot in freed:
                 slots[slot] = None
 
@@ -338,9 +374,11 @@ class Machine:
     def _finish_update(self, instruction: Update, freed: list[int]) -> Action:
         slots, sums = self.slots, self.number(instruction.sums)
         parameter, step = self.value(self._stored[instruction.parameter]), self._summed(instruction.parameter)
+        scale = self._context.scale
 
         def run() -> None:
-            step.finish(parameter, self.value(sums))
+            if not scale.skips:
+                step.finish(parameter, self.value(sums))
             for slot in freed:
                 slots[slot] = None
 
@@ -375,11 +413,11 @@ def _release(slots: Slots, freed: Iterable[int]) -> list[Action]:
     return [run]
 
 
-def _scaled(operator: LocalOperator, scale: float) -> LocalOperator:
+def _scaled(operator: LocalOperator, scale: LossScale) -> LocalOperator:
     """Multiply what an operator makes."""
-    if scale == 1:
-        return operator
-    return lambda tensors, peers: tuple(made * scale for made in operator(tensors, peers))
+    return lambda tensors, peers: tuple(
+        made if scale.value == 1 else made * scale.value for made in operator(tensors, peers)
+    )
 
 
 def _compute(

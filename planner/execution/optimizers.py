@@ -1,8 +1,7 @@
 """Optimizers as functions of a stored shard, so that they work on any piece of a parameter.
 
 All but LAMB are element-wise. LAMB needs the norms of whole tensors: each rank squares its own piece, the ranks add
-that up, and with the sums each updates its piece. Gradients in float16 come multiplied by the scale of the loss; the
-update divides by it in float32.
+that up, and with the sums each updates its piece.
 """
 
 from __future__ import annotations
@@ -38,12 +37,6 @@ DEFAULTS = {
 
 FUSED_DEVICES = ("cpu", "cuda")
 """Devices on which torch has Adam in one kernel."""
-
-LOSS_SCALES = {torch.float16: 1024.0}
-"""By what the loss is multiplied before its gradient is taken, so that small gradients do not become zero.
-
-Micikevicius et al., *Mixed precision training* (arXiv:1710.03740), section 3.2. A power of two rounds nothing.
-"""
 
 State = dict[str, Tensor]
 """What an optimizer keeps of one piece from step to step, by name: tensors of the piece's shape, or scalars."""
@@ -122,21 +115,6 @@ def is_narrow(dtype: torch.dtype) -> bool:
     return dtype.itemsize < torch.float32.itemsize
 
 
-def loss_scale(dtype: torch.dtype) -> float:
-    """By what gradients of this dtype are multiplied.
-
-    >>> loss_scale(torch.float16), loss_scale(torch.bfloat16)
-    (1024.0, 1.0)
-    """
-    return LOSS_SCALES.get(dtype, 1.0)
-
-
-def _widened(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The gradient of a parameter of low precision in float32, without the scale of the loss."""
-    scale = loss_scale(parameter.dtype)
-    return gradient.float() if scale == 1 else gradient.float() / scale
-
-
 Change = Callable[[Tensor, Tensor, State], None]
 
 
@@ -200,7 +178,7 @@ def _in_single_precision(change: Change) -> Change:
             return
         if MASTER not in state:
             state[MASTER] = parameter.float()
-        change(state[MASTER], _widened(gradient, parameter), state)
+        change(state[MASTER], gradient.float(), state)
         parameter.copy_(state[MASTER])
 
     return wide_change
@@ -295,7 +273,7 @@ def _lamb(constants: Hyperparameters) -> SummedStep:
         if is_narrow(parameter.dtype) and MASTER not in state:
             state[MASTER] = parameter.float()
         weight = state.get(MASTER, parameter)
-        gradient = gradient.to(weight.dtype) if weight is parameter else _widened(gradient, parameter)
+        gradient = gradient.to(weight.dtype)
         _begin_moments(state, weight)
         count = int(state[COUNT])
         state["first"].lerp_(gradient, 1 - constants.beta1)

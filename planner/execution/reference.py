@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from planner.execution.data.samples import Batches, open_dataset
 from planner.execution.job import Job
+from planner.execution.loss_scaling import SCALED, LossScale, first_scale, overflow, unscaled
 from planner.execution.measuring.factors import gradient_factors
-from planner.execution.optimizers import is_narrow, loss_scale, torch_optimizer
+from planner.execution.optimizers import is_narrow, torch_optimizer
 from planner.graph.operator_graph import DROPOUT
 from planner.networks import load_network
 from planner.sharding.local_call import Moment
@@ -52,6 +53,8 @@ def run_reference(job: Job, *, perturbation: float = 0.0) -> list[float]:
     drawing = (node for node in graph.nodes if node.op == DROPOUT and node.phase is Phase.FORWARD)
     numbers = [operator_number(graph, node) for node in drawing]
     count, losses = job.lowered.micro_batches, []
+    scale = first_scale(dtype, job.first_scale)
+    divisor = 1 if dtype in SCALED else count
     for step in range(job.steps):
         total = 0.0
         module.zero_grad()
@@ -61,10 +64,10 @@ def run_reference(job: Job, *, perturbation: float = 0.0) -> list[float]:
             moment = Moment(seed=job.seed, step=step, micro_batch=micro_batch)
             with _SameMasks(numbers, moment):
                 loss = module(*inputs)
-            (loss / count).backward(torch.full_like(loss, loss_scale(dtype)))
+            (loss / divisor).backward(torch.full_like(loss, scale.value))
             total += float(loss.detach())
         _multiply(module, factors)
-        _update(optimizer, parameters, masters)
+        _update(optimizer, parameters, masters, count / divisor, scale)
         losses.append(total / count)
     return losses
 
@@ -124,13 +127,25 @@ def _multiply(module: torch.nn.Module, factors: dict[str, float]) -> None:
 
 @torch.no_grad()
 def _update(
-    optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], masters: list[torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer,
+    parameters: list[torch.nn.Parameter],
+    masters: list[torch.nn.Parameter],
+    divisor: float,
+    scale: LossScale,
 ) -> None:
-    """Update the float32 copies of parameters of low precision, and the parameters from them."""
+    """Update the float32 copies of parameters of low precision, and the parameters from them.
+
+    Scaled gradients are sums over micro-batches, of which `divisor` is the number; those that overflow are left out.
+    """
+    given = [p.grad for p in parameters if p.grad is not None]
+    if given[0].dtype in SCALED:
+        scale.settle(bool(overflow(given, given[0].device)))
+        if scale.skips:
+            return
     for parameter, master in zip(parameters, masters, strict=True):
         if master is not parameter:
             gradient = parameter.grad
-            master.grad = None if gradient is None else gradient.float() / loss_scale(parameter.dtype)
+            master.grad = None if gradient is None else unscaled(gradient, divisor, scale).float()
     optimizer.step()
     for parameter, master in zip(parameters, masters, strict=True):
         if master is not parameter:

@@ -22,6 +22,7 @@ from planner.execution.checkpoints.checkpoint import (
 )
 from planner.execution.job import Job
 from planner.execution.launch.watch import Agreement
+from planner.execution.loss_scaling import LossScale
 from planner.execution.machine import Held
 from planner.instructions import LoweredPlan, LoweredStages, StoredParameter
 from simulator.errors import ExecutionError
@@ -92,7 +93,9 @@ def places(
     return {p.name: place_of(tuple(shapes[p.name]), lowered.mesh, p.placements, coordinates) for p in stored}
 
 
-def keep_checkpoints(job: Job, kept: Held, steps: Steps, where: dict[str, Place]) -> Callable[[int], Path | None]:
+def keep_checkpoints(
+    job: Job, kept: Held, steps: Steps, where: dict[str, Place], scale: LossScale
+) -> Callable[[int], Path | None]:
     """Load what the run resumes from, and make the function that saves, given how many steps have been done.
 
     All ranks wait for the slowest disk, longer than they would for a message.
@@ -108,7 +111,8 @@ def keep_checkpoints(job: Job, kept: Held, steps: Steps, where: dict[str, Place]
         if orders.save is None or orders.record is None:
             return None
         samples = orders.position.sample + (done - orders.position.step) * orders.record.global_batch
-        record = orders.record.model_copy(update={"step": done, "samples": samples})
+        scaled = {"loss_scale": scale.value, "good_steps": scale.good_steps} if _dtype(job.lowered) == "float16" else {}
+        record = orders.record.model_copy(update={"step": done, "samples": samples, **scaled})
         return save_checkpoint(orders.save, record, state_pieces(kept.parameters, steps, where), group)
 
     return save

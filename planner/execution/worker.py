@@ -25,6 +25,7 @@ from planner.execution.launch.joining import meet, process_group
 from planner.execution.launch.membership import Membership, find_membership
 from planner.execution.launch.rank_log import rank_log
 from planner.execution.launch.watch import Watch
+from planner.execution.loss_scaling import LossScale, first_scale
 from planner.execution.machine import BUFFER, Held, RankContext
 from planner.execution.measuring.clocks import RankRecord, Recorder
 from planner.execution.memory import PeakMemory, waited_s
@@ -104,6 +105,7 @@ def _train_rank(job: Job, device: torch.device, store: Store, watch: Watch) -> R
         device=device,
         watch=recorder,
         moment=Moment(seed=job.seed, step=first),
+        scale=_loss_scale(job),
     )
     load = _loader(job, coordinates, device)
     load(first, 0)
@@ -114,7 +116,8 @@ def _train_rank(job: Job, device: torch.device, store: Store, watch: Watch) -> R
         name: make_step(job.optimizer, job.constants, offload=job.lowered.offload_optimizer) for name in parameters
     }
     kept = Held(parameters=parameters, optimizers=updates, buffers=buffers)
-    save = keep_checkpoints(job, kept, updates, places(job.lowered, held_parameters(job.lowered), coordinates))
+    where = places(job.lowered, held_parameters(job.lowered), coordinates)
+    save = keep_checkpoints(job, kept, updates, where, context.scale)
     memory.restart()
     interpreter: Interpreter | StageInterpreter
     if isinstance(job.lowered, LoweredStages):
@@ -178,6 +181,13 @@ def _run_step(
     _synchronize(device)
     seconds = time.perf_counter() - start
     return (sum(float(loss) for loss in found) / len(found) if found else None), seconds
+
+
+def _loss_scale(job: Job) -> LossScale:
+    """The scale that this run begins with."""
+    graph, orders = job.lowered.graph, job.checkpoints
+    scale = first_scale(getattr(torch, graph.nodes[graph.parameters[0].node].outputs[0].dtype), job.first_scale)
+    return scale if orders.loss_scale is None else LossScale(value=orders.loss_scale, good_steps=orders.good_steps)
 
 
 def _loader(job: Job, coordinates: tuple[int, ...], device: torch.device) -> Loader:

@@ -13,6 +13,7 @@ from planner.instructions import NOTHING
 from planner.lowering.chunk_memory import chunk_bytes, rank_bytes
 from planner.lowering.chunk_passes import Draft, chunk_drafts
 from planner.lowering.host import host_copy
+from planner.lowering.overflow import FLAG_BYTES, check_task, checks_gradients, flag_messages, settle_task
 from planner.lowering.placed import PlacedGraph, local_share
 from planner.lowering.representatives import Representatives, representatives
 from planner.lowering.sums import summed
@@ -258,6 +259,9 @@ def _updates(lowering: _Lowering, rank: int) -> list[tuple[int, int]]:
         found.append((lowering.work.add(task, NOTHING), times))
     messages = summed(source, _rank_parameters(lowering, rank).items())
     found += [(lowering.work.add(message.task, NOTHING), 1) for message in messages]
+    if checks_gradients(source):
+        checks = (check_task(moved / 2), *(task for _, task in flag_messages(source)), settle_task())
+        found += [(lowering.work.add(task, NOTHING), 1) for task in checks]
     if source.options.offload_optimizer:
         found.append((lowering.work.add(host_copy(moved), NOTHING), 1))
     return found
@@ -320,6 +324,9 @@ def _meetings(lowering: _Lowering) -> list[tuple[tuple[int, ...], float]]:
             spec = source.graph.nodes[index].outputs[0]
             share = local_share(source.stored[index], source.sizes)
             shared[ranks] = shared.get(ranks, 0.0) + source.travelling_bytes(spec) * share
+    if checks_gradients(source):  # all pipeline ranks tell each other whether they are numbers
+        everyone = tuple(range(lowering.schedule.ranks))
+        shared[everyone] = shared.get(everyone, 0.0) + FLAG_BYTES
     for ranks, payload in sorted(shared.items()):
         pair = _pair_shape(lowering, ranks[0], ranks[-1])
         members = tuple(len(ranks) if count > 1 else 1 for count in pair.members)

@@ -16,6 +16,7 @@ from planner.lowering.body import Gather
 from planner.lowering.copies import NOBODY
 from planner.lowering.groups import ALONE, BY_SIZE
 from planner.lowering.host import host_copy
+from planner.lowering.overflow import check_blocks, checks_gradients
 from planner.lowering.placed import local_share
 from planner.lowering.sums import Summed, summed
 from planner.lowering.together import together
@@ -393,6 +394,8 @@ class SegmentWriter(Writer):
     def _update(self) -> None:
         if self.source.options.offload_optimizer:
             self._through_host()
+        if checks_gradients(self.source):
+            self.order += check_blocks(self.blueprint, [(g.parameter, (g.value, g.unit)) for g in self.synchronised])
         if self.source.options.optimizer.sums:
             self._begin_updates()
         for gradient in self.synchronised:

@@ -17,11 +17,13 @@ from planner.graph.operator_graph import OperatorGraph, TensorRef
 from planner.instructions import (
     Accumulate,
     BeginUpdate,
+    CheckGradients,
     Crossing,
     Instruction,
     LoweredStages,
     PassInstructions,
     RankInstructions,
+    SettleScale,
     StageInstructions,
     StoredParameter,
     Update,
@@ -31,6 +33,7 @@ from planner.instructions import (
 )
 from planner.lowering.chunk_passes import chunk_drafts
 from planner.lowering.options import lowering_options
+from planner.lowering.overflow import FLAG, checks_gradients, flag_messages
 from planner.lowering.pipeline import chunk_units, plan_schedule
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.program import spread
@@ -194,7 +197,9 @@ def _ranks(
     for stage, nodes in enumerate(held):
         for index in nodes:
             holders.setdefault(index, set()).add(int(schedule.stage_rank[stage]))
-    ties = tuple(sorted({tuple(sorted(ranks)) for ranks in holders.values() if len(ranks) > 1}))
+    tied_ranks = {tuple(sorted(ranks)) for ranks in holders.values() if len(ranks) > 1}
+    everyone = tuple(range(schedule.ranks))
+    ties = tuple(sorted(tied_ranks | ({everyone} if checks_gradients(source) and schedule.ranks > 1 else set())))
     found = []
     for rank in range(schedule.ranks):
         mine = np.flatnonzero(schedule.stage_rank == rank).tolist()
@@ -204,7 +209,7 @@ def _ranks(
             RankInstructions(
                 stages=tuple(mine),
                 parameters=_stored(source, parameters),
-                update=tuple(_update(source, [stages[s] for s in mine], mine, parameters, tied)),
+                update=tuple(_update(source, [stages[s] for s in mine], mine, parameters, tied, ties)),
                 ties=ties,
                 start=start_instructions(source, parameters),
             )
@@ -232,6 +237,7 @@ def _update(
     numbers: Sequence[int],
     parameters: Sequence[int],
     tied: Mapping[int, int],
+    ties: Sequence[tuple[int, ...]],
 ) -> Iterable[Instruction]:
     """Sum what stages and ranks have of a gradient, then update; messages in the same order on all ranks."""
     axes = len(source.sizes)
@@ -254,6 +260,8 @@ def _update(
             spec = source.graph.spec(source.gradient_ref(index))
             wide = source.travelling_dtype(spec)
             yield all_reduced(axes + tied[index], [before], [totals[index]], "" if wide == spec.dtype else wide)
+    if checks_gradients(source):
+        yield from _check(source, list(totals.values()), ties)
     sums = (
         {index: f"{source.graph.nodes[index].name}.sums" for index in totals} if source.options.optimizer.sums else {}
     )
@@ -267,3 +275,16 @@ def _update(
     for index, total in totals.items():
         name = source.graph.nodes[index].name
         yield Update(parameter=name, gradient=total, divisor=source.divisor(index), sums=sums.get(index, ""))
+
+
+def _check(source: PlacedGraph, gradients: Sequence[str], ties: Sequence[tuple[int, ...]]) -> Iterable[Instruction]:
+    """All ranks of all stages agree whether every gradient is a number; the largest tie is of all pipeline ranks."""
+    yield CheckGradients(gradients=tuple(gradients), target=FLAG)
+    told = FLAG
+    axes = [(number, task.axis) for number, task in flag_messages(source)]
+    if ties:
+        axes.append((len(source.sizes) + ties.index(max(ties, key=len)), "pipeline"))
+    for number, name in axes:
+        before, told = told, f"{told}@{name}"
+        yield all_reduced(number, [before], [told])
+    yield SettleScale(source=told)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from planner.graph.operator_graph import Role
-from planner.instructions import Accumulate, BeginUpdate, Communicate, Compute, Instruction, Update, value_of_copy
+from planner.instructions import Communicate, Compute, HostCopy, Instruction, Mask, Slice, value_of_copy
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.writer import Draft
 from simulator.program import Buffer, BufferKind
@@ -71,7 +71,7 @@ def _instruction_of_copy(instruction: Instruction, named: Callable[[str], str], 
     if isinstance(instruction, Communicate):
         sources, targets = tuple(map(named, instruction.sources)), tuple(map(named, instruction.targets))
         return replace(instruction, sources=sources, targets=targets, asynchronous=bool(sources))
-    assert not isinstance(instruction, Accumulate | BeginUpdate | Update)  # those are of all copies
+    assert isinstance(instruction, HostCopy | Slice | Mask)  # the others are of all copies
     return replace(instruction, source=named(instruction.source), target=named(instruction.target))
 
 

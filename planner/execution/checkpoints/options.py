@@ -23,7 +23,8 @@ from simulator.errors import InputError
 class Checkpoints:
     """What ranks are told: where to save and how often (0: only at the end), and what to begin with.
 
-    ``record`` is what the checkpoints of this run will say, but for their step.
+    ``record`` is what the checkpoints of this run will say, but for their step. ``loss_scale`` is that of the
+    checkpoint, if it has one, and ``good_steps`` how long it has stood.
     """
 
     save: Path | None = None
@@ -31,6 +32,8 @@ class Checkpoints:
     resume: Path | None = None
     position: Position = field(default_factory=Position)
     record: CheckpointRecord | None = None
+    loss_scale: float | None = None
+    good_steps: int = 0
 
     def is_due(self, done: int, steps: int) -> bool:
         """Whether a checkpoint is to be saved when ``done`` of ``steps`` steps have been done."""
@@ -47,6 +50,8 @@ class Begin:
     position: Position = field(default_factory=Position)
     resume: Path | None = None
     global_batch: int | None = None
+    loss_scale: float | None = None
+    good_steps: int = 0
 
     def record(self, plan: Plan, learning_rate: float, precision: str) -> CheckpointRecord:
         """What the checkpoints of this run will say, but for their step."""
@@ -109,6 +114,8 @@ def find_beginning(
         position=Position(step=record.step, sample=record.samples),
         resume=path,
         global_batch=record.global_batch,
+        loss_scale=record.loss_scale,
+        good_steps=record.good_steps,
     )
 
 
@@ -134,7 +141,9 @@ def checkpoints(save: str | Path | None, every: int | None, begin: Begin, record
     if save is None:
         if every is not None:
             raise InputError(f"--save-every {every} needs a folder to save in; give --save DIR")
-        return Checkpoints(position=begin.position, resume=begin.resume)
+        return Checkpoints(
+            position=begin.position, resume=begin.resume, loss_scale=begin.loss_scale, good_steps=begin.good_steps
+        )
     folder = Path(save).absolute()
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--save {save} is a file; name a folder")
@@ -151,6 +160,8 @@ def checkpoints(save: str | Path | None, every: int | None, begin: Begin, record
         resume=None if begin.resume is None else begin.resume.absolute(),
         position=begin.position,
         record=record,
+        loss_scale=begin.loss_scale,
+        good_steps=begin.good_steps,
     )
 
 

@@ -18,7 +18,10 @@ UNFINISHED = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}\.tmp")
 
 
 class CheckpointRecord(BaseModel):
-    """What has been trained until a checkpoint: ``step`` steps on ``samples`` samples of the data set."""
+    """What has been trained until a checkpoint: ``step`` steps on ``samples`` samples of the data set.
+
+    In float16 the next step's loss is scaled by ``loss_scale``, which has stood for ``good_steps`` steps.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -35,6 +38,8 @@ class CheckpointRecord(BaseModel):
     data: str | None
     seed: int = Field(ge=0)
     devices: int = Field(ge=1)
+    loss_scale: float | None = Field(default=None, ge=1)
+    good_steps: int = Field(default=0, ge=0)
 
 
 def checkpoint_name(step: int) -> str:

@@ -14,6 +14,7 @@ from planner.execution.launch.starting import Prepared
 from planner.execution.measuring.recorded import timed_instructions
 from planner.execution.worker import BACKENDS
 from planner.instructions import Communicate, Instruction, LoweredPlan, LoweredStages, StoredParameter
+from planner.lowering.overflow import FLAG, FLAG_BYTES
 from planner.lowering.stages import gradient_of_stage
 from planner.sharding.placement import local_shape
 from simulator.program import Task
@@ -233,4 +234,6 @@ def _update_bytes(lowered: LoweredStages, rank: int, message: Communicate, store
     sizes = _stored_bytes(lowered, stored)
     stages = lowered.ranks[lowered.pipeline_rank(rank)].stages
     gradients = {gradient_of_stage(value, stage): size for value, size in sizes.items() for stage in stages}
+    if message.sources[0].startswith(FLAG):
+        return FLAG_BYTES
     return sum(gradients.get(source, SUMS * torch.float32.itemsize) for source in message.sources)

@@ -1,0 +1,92 @@
+"""In float16 a step whose gradients overflow is left out by all ranks, which agree on it before any update.
+
+Micikevicius et al., *Mixed precision training* (arXiv:1710.03740), section 3.2. A rank looks at its gradients, a
+message of a few bytes on every axis tells the others, and the scale of the next step's loss is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from planner.graph.operator_graph import Role
+from planner.instructions import CheckGradients, SettleScale, all_reduced
+from planner.lowering.blueprint import Block, Blueprint, Use
+from planner.lowering.copies import NOBODY
+from planner.lowering.placed import PlacedGraph
+from planner.lowering.writer import Draft
+from simulator.program import Buffer, BufferKind, Collective, Kernel, Phase, Task
+
+NARROW_RANGE = "float16"
+FLAG = "gradients that are no numbers"
+FLAG_BYTES = 4
+PASSES = 2.0
+"""How often a gradient's bytes are moved: it is read, and a byte for each number is written and read."""
+
+
+def checks_gradients(source: PlacedGraph) -> bool:
+    """Whether the network trains in a format whose range gradients may leave."""
+    nodes = source.graph.nodes
+    return any(node.role is Role.PARAMETER and node.outputs[0].dtype == NARROW_RANGE for node in nodes)
+
+
+def check_task(gradient_bytes: float) -> Task:
+    """Time a look at all gradients of a rank."""
+    return Task(
+        name="look for gradients that are no numbers",
+        phase=Phase.UPDATE,
+        kernel=Kernel.REDUCTION,
+        dtype=NARROW_RANGE,
+        bytes_moved=PASSES * gradient_bytes,
+    )
+
+
+def settle_task() -> Task:
+    """Time the decision whether to update, once all ranks have told."""
+    return Task(
+        name="settle the scale of the loss", phase=Phase.UPDATE, kernel=Kernel.COPY, bytes_moved=float(FLAG_BYTES)
+    )
+
+
+def flag_messages(source: PlacedGraph) -> Iterator[tuple[int, Task]]:
+    """One message for every axis that has several ranks, with the axis's number."""
+    for number, axis in enumerate(source.options.mesh.axes):
+        if axis.size > 1:
+            task = Task(
+                name=f"{Collective.ALL_REDUCE} whether gradients are numbers",
+                phase=Phase.UPDATE,
+                stream=f"communication:{axis.name}",
+                dtype="float32",
+                collective=Collective.ALL_REDUCE,
+                axis=axis.name,
+                payload_bytes=float(FLAG_BYTES),
+            )
+            yield number, task
+
+
+def check_blocks(blueprint: Blueprint, gradients: Sequence[tuple[int, Use]]) -> Iterator[Block]:
+    """Write what a plan on one stage runs before its updates, given parameters by node with their gradients."""
+    source, names = blueprint.source, blueprint.names
+    size = sum(source.local_bytes(source.graph.nodes[i].outputs[0], source.stored[i]) for i, _ in gradients)
+    looked_at = [use for _, use in gradients]
+    check = CheckGradients(gradients=tuple(names[value] for value, _ in looked_at), target=FLAG)
+    yield _block(blueprint, Draft(check_task(float(size)), check, (), (_flag(FLAG),)), looked_at)
+    told = FLAG
+    for axis, task in flag_messages(source):
+        before, told = told, f"{told}@{task.axis}"
+        message = all_reduced(axis, [before], [told])
+        yield _block(blueprint, Draft(task, message, (), (_flag(told),)), [_use(blueprint, before)])
+    yield _block(blueprint, Draft(settle_task(), SettleScale(source=told), (), ()), [_use(blueprint, told)])
+
+
+def _block(blueprint: Blueprint, draft: Draft, reads: Sequence[Use]) -> Block:
+    writes = [_use(blueprint, buffer.name) for buffer in draft.writes]
+    number = blueprint.add(draft, NOBODY, reads, writes)
+    return Block(number, number + 1, NOBODY)
+
+
+def _use(blueprint: Blueprint, name: str) -> Use:
+    return blueprint.value(name, NOBODY), NOBODY
+
+
+def _flag(name: str) -> Buffer:
+    return Buffer(name=name, size_bytes=FLAG_BYTES, kind=BufferKind.COMMUNICATION)
