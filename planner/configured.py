@@ -9,28 +9,32 @@ from itertools import groupby
 import numpy as np
 
 from planner.analytic import analytic_breakdown
+from planner.context.errors import ContextError
 from planner.graph.host_tables import host_tables
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.checked import fits_copies
 from planner.prediction import Prediction, predict_plan
 from planner.request import Pins
+from planner.search.candidates import that_can_cut
 from planner.search.configurations.alternatives import diverse
 from planner.search.configurations.bounds import work_bound
 from planner.search.configurations.branch_and_bound import PROOF, explore
 from planner.search.configurations.explored import Explored, Placed, Unfit
 from planner.search.configurations.pin_checks import check_pins
-from planner.search.configurations.space import LONG_SEQUENCE, Extent, bases
+from planner.search.configurations.space import LONG_SEQUENCE, Extent, bases, divisors
 from planner.search.configurations.step_model import Configuration, StepModel
+from planner.search.problem.hints import first_not_kept
 from planner.search.stages.partition import partition
 from planner.search.stages.segments import simplified
 from planner.search.stages.unit_pins import FREE, UnitPins
+from planner.search.units.hinted import NO_HINTS, StageHints, StageMesh, check_possible, hinted_decisions
 from planner.search.units.labels import RECOMPUTE, StageDecisions, StageTables, rules_of, stage_tables
 from planner.sharding.context import ALGORITHMS, Algorithm, ContextAxis
 from planner.sharding.placement import Mesh
 from planner.shared_tables import NetworkTables
-from planner.strategy.plan import Certificate, Chunk, Plan, RecomputeRange, Status
+from planner.strategy.plan import Certificate, Chunk, Plan, RecomputeRange, Status, expanded_rules
 from planner.work import Optimizer
-from simulator.errors import UnsupportedError
+from simulator.errors import InputError, UnsupportedError
 from simulator.hardware import Hardware
 from simulator.program import Kernel
 
@@ -53,7 +57,7 @@ class Configured:
 
     ``graph`` is folded, at the request's precision and batch 1; ``base`` are the fields of every plan; ``shared`` is
     what searches of the same graph have made before; parameters of less than ``threshold_bytes`` stay whole;
-    ``unit_pins`` fix single units.
+    ``unit_pins`` fix single units, ``hints`` strategies of operators.
     """
 
     graph: OperatorGraph
@@ -68,6 +72,7 @@ class Configured:
     shared: NetworkTables | None = None
     threshold_bytes: int = 0
     unit_pins: UnitPins = FREE
+    hints: StageHints = NO_HINTS
 
     def __post_init__(self) -> None:
         if self.shared is None:
@@ -141,13 +146,15 @@ class Configured:
     def tables(self, pins: Pins, configuration: Configuration, hardware: Hardware | None = None) -> StageTables:
         """Tables of a configuration's stage mesh at its micro-batch."""
         hardware = hardware or self.hardware
-        asked = (pins.recompute, pins.sequence_parallel)
+        asked: tuple[object, ...] = (pins.recompute, pins.sequence_parallel)
         algorithm: Algorithm = "all_to_all" if configuration.context_algorithm == "all_to_all" else "ring"
-        return self._shared.tables(
+        if self.hints:
+            asked = (*asked, self.hints, configuration.data)
+        found = self._shared.tables(
             (hardware, configuration.table_key, self.optimizer, self.bucket_bytes, *asked),
             lambda: stage_tables(
                 self._shared.at_batch(configuration.micro_batch * configuration.expert),
-                self.decisions,
+                self._left(configuration, hardware),
                 hardware,
                 configuration.inner_mesh(),
                 optimizer=self.optimizer,
@@ -157,12 +164,98 @@ class Configured:
                 context_algorithm=algorithm,
             ),
         )
+        if self.hints:
+            check_possible(found.decisions, found.least_passes_s)
+        return found
+
+    def _left(self, configuration: Configuration, hardware: Hardware) -> StageDecisions:
+        """Decisions of a configuration's stages: all of them, or what hints leave."""
+        if not self.hints:
+            return self.decisions
+        c = configuration
+        mesh = StageMesh(hardware=hardware, data=c.data, tensor=c.tensor)
+        graph = self._shared.at_batch(c.micro_batch * c.data)
+        return hinted_decisions(self.decisions, graph, mesh, self.optimizer, self.hints)
 
     def explore(
         self, pins: Pins, *, wanted: int = 1, devices: int | None = None, limit_bytes: float | None = None,
         solves: int | None = None, incumbent_s: float = np.inf, until_found: bool = False,
     ) -> Explored:  # fmt: skip
-        """Search the space that pins leave, on other devices or with other memory if so asked."""
+        """Search the space that pins leave, on other devices or with other memory if so asked.
+
+        Hints are kept on each mesh of data × tensor that can; where none cuts the batch alone along its data axis, that
+        may do something else.
+        """
+        options = (wanted, devices, limit_bytes, solves)
+        if not self.hints:
+            return self._explore(pins, *options, incumbent_s, until_found)
+        try:
+            return self._explore_meshes(pins, options, incumbent_s, until_found)
+        except ContextError:
+            if self.hints.anywhere:
+                raise
+        anywhere = replace(self, hints=replace(self.hints, anywhere=True))
+        return anywhere._explore_meshes(pins, options, incumbent_s, until_found)
+
+    def _explore_meshes(
+        self, pins: Pins, options: tuple[int, int | None, float | None, int | None], incumbent_s: float, first: bool
+    ) -> Explored:
+        done: list[Explored] = []
+        refused: InputError | None = None
+        for fixed in self._meshes(pins, options[1] or self.devices):
+            try:
+                found = self._explore(fixed, *options, incumbent_s, first)
+            except InputError as error:
+                # Another mesh may be able to.
+                refused = refused or error
+                continue
+            done.append(found)
+            incumbent_s = min([incumbent_s, *(placed.objective_s for placed in found.found)])
+            if found.interrupted or (first and found.found):
+                break
+        if refused is not None and not done:
+            raise refused
+        explored = joined(done)
+        if explored.refused and not explored.found and not explored.unfit:
+            raise ContextError(explored.refused)
+        return explored
+
+    def _meshes(self, pins: Pins, devices: int) -> Iterator[Pins]:
+        """Pins of each mesh of data × tensor that can cut as hints have it.
+
+        Raises
+        ------
+        ContextError
+            There is none.
+        UnsupportedError
+            Other axes are asked for.
+        """
+        beyond = [f"{name}={getattr(pins, name)}" for name in ("cp", "ep") if (getattr(pins, name) or 1) > 1]
+        if beyond:
+            raise UnsupportedError(
+                f"pins {' '.join(beyond)} with strategies of operators: they are kept on meshes of data × tensor; "
+                "leave out the pins, or the strategies"
+            )
+        found: list[Pins] = []
+        refused: ContextError | None = None
+        for stages in (n for n in divisors(devices) if pins.pp in (None, n)):
+            each = devices // stages
+            pairs = [(d, each // d) for d in divisors(each) if pins.dp in (None, d) and pins.tp in (None, each // d)]
+            try:
+                cutting = that_can_cut(pairs, self.hints.hints, each)
+            except ContextError as error:
+                refused = refused or error
+                continue
+            found += [replace(pins, pp=stages, dp=d, tp=t, cp=1, ep=1) for d, t in cutting]
+        if refused is not None and not found:
+            raise refused
+        # Where pins leave nothing, the check of pins says why.
+        yield from found or [pins]
+
+    def _explore(
+        self, pins: Pins, wanted: int, devices: int | None, limit_bytes: float | None, solves: int | None,
+        incumbent_s: float, until_found: bool,
+    ) -> Explored:  # fmt: skip
         extent = self.extent(pins, devices)
         check_pins(extent)
         self.decisions.expect(self.hardware, self.bucket_bytes, _stages(extent))
@@ -222,9 +315,11 @@ class Configured:
         Simulation may rank another plan first, or find that the best needs less memory than the closed form allows it.
         """
         best = min(placed.objective_s for placed in explored.found)
+        estimated = any(placed.tables.decisions.estimated for placed in explored.found)
         bound = min(explored.lower_bound_s, best)
+        proven = Status.OPTIMAL if bound >= best * (1 - PROOF) else Status.BOUNDED
         return Certificate(
-            status=Status.OPTIMAL if bound >= best * (1 - PROOF) else Status.BOUNDED,
+            status=Status.HEURISTIC if estimated else proven,
             objective_s=best,
             lower_bound_s=bound,
             elimination_width=0,
@@ -256,7 +351,20 @@ class Configured:
                 found.append(item)
             if found and explored.interrupted:
                 break
+        if self.hints and explored.refused and not found and not explored.unfit:
+            raise ContextError(explored.refused)
         return found
+
+    def _not_kept(self, plan: Plan) -> str | None:
+        """Which hint a plan does not keep, and for which operator."""
+        graph = self._shared.at_batch(plan.micro_batch * plan.degree("data"))
+        broken = first_not_kept(graph, expanded_rules(plan), plan.mesh.axes, self.hints.hints)
+        if broken is None:
+            return None
+        return (
+            f"hint {broken[0]} is not kept for {broken[1]!r} in plans of stages: something else that is asked for, "
+            "such as where parameters are stored, decides it; leave one of them out"
+        )
 
     def _fitting(self, explored: Explored, placed: Placed) -> Scored | None:
         limit = float(self.hardware.device_memory_bytes)
@@ -264,6 +372,9 @@ class Configured:
         for _ in range(TIGHTER + 1):
             plan = self.plan(placed, self.certificate(explored))
             if not fits_copies(plan, self.graph):
+                return None
+            if self.hints and (broken := self._not_kept(plan)) is not None:
+                explored.refused = explored.refused or broken
                 return None
             prediction = predict_plan(plan, self.graph, self.hardware)
             over = prediction.peak_memory_bytes - limit
@@ -283,6 +394,23 @@ class Configured:
                 return None
             placed = replace(placed, partition=again)
         return None
+
+
+def joined(each: Sequence[Explored]) -> Explored:
+    """What searches of parts of a space found together."""
+    if len(each) == 1:
+        return each[0]
+    return Explored(
+        found=sorted((p for one in each for p in one.found), key=lambda placed: placed.objective_s),
+        unfit=[unfit for one in each for unfit in one.unfit],
+        lower_bound_s=min((one.lower_bound_s for one in each), default=np.inf),
+        opened=sum(one.opened for one in each),
+        solved=sum(one.solved for one in each),
+        tables=sum(one.tables for one in each),
+        refused=next((one.refused for one in each if one.refused), ""),
+        interrupted=any(one.interrupted for one in each),
+        timings={phase: sum(one.timings[phase] for one in each) for phase in (each[0] if each else Explored()).timings},
+    )
 
 
 def _stages(extent: Extent) -> Iterator[tuple[Mesh, int]]:

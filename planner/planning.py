@@ -189,14 +189,15 @@ def _searches_configurations(request: PlanRequest, pins: Pins, search: Configure
     unusual = request.search_mode != "dynamic_programming" or bool(request.hints) or pins.batch_only
     refusal: UnsupportedError | None = None
     if unusual:
-        if not pins.one_stage and _falls_back(request, pins):
-            check_pins(search.extent(pins))
+        if not pins.one_stage and not pins.batch_only:
+            if not request.hints:
+                check_pins(search.extent(pins))
             return True
         named = " ".join(f"{name}={value}" for name, value in pins.named().items()) or "of single modules"
-        what = "hints decide operators" if request.hints else f"parallel mode {request.parallel_mode!r} shards batches"
         refusal = UnsupportedError(
-            f"pins {named} ask for more than data and tensor parallelism, and {what} in plans of one stage that keep "
-            f"everything; leave out the pins, or the {'hints' if request.hints else 'parallel mode'}"
+            f"pins {named} ask for more than data and tensor parallelism, and parallel mode "
+            f"{request.parallel_mode!r} shards batches in plans of one stage that keep everything; leave out the pins, "
+            "or the parallel mode"
         )
     else:
         try:
@@ -239,7 +240,8 @@ class _Configurations:
         best = min(self.explored.found, key=lambda placed: placed.objective_s, default=None)
         self.prices: ShadowPrices | None = None
         self.costs: tuple[tuple[str, float, str], ...] = ()
-        if best is not None and request.sensitivity and not self.explored.interrupted:
+        # What strategies of operators cost is another question than what pins do.
+        if best is not None and request.sensitivity and not request.hints and not self.explored.interrupted:
             try:
                 self.prices = shadow_prices(search, pins, self.explored, best)
                 self.costs = tuple(self._pin_costs(best))

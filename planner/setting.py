@@ -19,6 +19,7 @@ from planner.request import PRECISIONS, Pins, PlanRequest, read_pins
 from planner.search.candidates import Space
 from planner.search.configurations.buckets import MIB, USUAL
 from planner.search.stages.unit_pins import FREE
+from planner.search.units.hinted import StageHints
 from planner.shared_tables import SharedTables
 from planner.strategy.exchange import Exchange
 from planner.work import optimizer
@@ -99,6 +100,7 @@ def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: Shared
         shared=tables,
         threshold_bytes=threshold_bytes(graph, pins),
         unit_pins=placed.unit_pins() if placed else FREE,
+        hints=StageHints(hints=request.hints, rest_by_data=request.parallel_mode == SEMI_AUTOMATIC),
     )
     return Setting(
         request=request,

@@ -224,7 +224,7 @@ class PlacedMarks:
             said = said or f"computes again {_listed(modes) or 'nothing'}"
         if self.marks.fusion and dict(plan.exchange.fusion_groups) != self.fusion():
             said = said or "fuses other gradients"
-        broken = first_not_kept(graph, expanded_rules(plan), plan.mesh.sizes, self.hints())
+        broken = first_not_kept(graph, expanded_rules(plan), plan.mesh.axes, self.hints())
         if broken is not None:
             said = said or f"cuts {broken[1]!r} otherwise than {broken[0]}"
         if said:

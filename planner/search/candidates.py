@@ -108,7 +108,8 @@ def meshes(space: Space) -> list[tuple[int, int]]:
     """
     devices, pins, batch = space.devices, space.pins, space.global_batch
     pairs = [(d, devices // d) for d in range(1, devices + 1) if devices % d == 0]
-    pinned = _that_can_cut(space, [(d, t) for d, t in pairs if pins.dp in (None, d) and pins.tp in (None, t)])
+    pinned = [(d, t) for d, t in pairs if pins.dp in (None, d) and pins.tp in (None, t)]
+    pinned = that_can_cut(pinned, space.hints, devices, rest_by_data=space.rest_by_data)
     if pins.storage == "sharded":
         # Parameters are sharded along the data axis, so there has to be one.
         pinned = [(d, t) for d, t in pinned if d > 1] or pinned
@@ -131,26 +132,37 @@ def meshes(space: Space) -> list[tuple[int, int]]:
     return fitting
 
 
-def _that_can_cut(space: Space, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Meshes whose axes can cut tensors as hints have it; the data axis alone where it suffices for those and the rest.
+def that_can_cut(
+    pairs: Sequence[tuple[int, int]], hints: Sequence[Hint], devices: int, *, rest_by_data: bool = False
+) -> list[tuple[int, int]]:
+    """Meshes whose axes can cut tensors as hints have it.
+
+    Parameters
+    ----------
+    pairs
+        Data and tensor degrees.
+    devices
+        Devices of a stage, for the message.
+    rest_by_data
+        Of these the data axis alone, where it suffices for all hints and for a batch cut everywhere else.
 
     Raises
     ------
     ContextError
         No mesh can.
     """
-    cuts = [hint for hint in space.hints if hint.cuts is not None]
+    cuts = [hint for hint in hints if hint.cuts is not None]
     found = [(d, t) for d, t in pairs if all(hint.cuts.fits_mesh((d, t)) for hint in cuts if hint.cuts)]
     if pairs and not found:
         apart = next((h for h in cuts if h.cuts and not any(h.cuts.fits_mesh(pair) for pair in pairs)), None)
         asked = str(apart) if apart is not None else " and ".join(str(hint) for hint in cuts)
         raise ContextError(
-            f"strategy {asked} on {space.devices} devices: no mesh of two axes, data × tensor, cuts so"
+            f"strategy {asked} on {devices} devices: no mesh of two axes, data × tensor, cuts so"
             f"{'' if apart is not None else ' for all of them at once'}; use numbers of parts that are 1, one of two "
-            f"factors of {space.devices}, or their product"
+            f"factors of {devices}, or their product"
         )
     only = [pair for pair in found if pair[1] == 1]
-    return only if space.rest_by_data and only and len(cuts) == len(space.hints) else found
+    return only if rest_by_data and only and len(cuts) == len(hints) else found
 
 
 def explore(
@@ -173,7 +185,7 @@ def explore(
         try:
             work = shape.problem(shape.counts[0]).least_work_s
             if space.hints and space.search_mode == "sharding_propagation":
-                check_cuts(shape.problem(shape.counts[0]), space.hints)
+                check_cuts(shape.problem(shape.counts[0]).parts, space.hints)
         except ContextError as error:
             # Another mesh may be able to.
             refused = error
@@ -306,7 +318,7 @@ def _problem(space: Space, costs: MeshCosts, count: int, graph: OperatorGraph) -
     )
     problem = Problem(graph, space.decisions, setting)
     if space.rest_by_data:
-        problem = rest_by_data(problem, targets(problem, space.hints).keys())
+        problem = rest_by_data(problem, targets(problem.parts, space.hints).keys())
     # Propagation settles contradictions between hints itself.
     free = not space.hints or space.search_mode == "sharding_propagation"
     return problem if free else constrained(problem, space.hints)

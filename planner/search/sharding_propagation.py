@@ -63,7 +63,7 @@ def propagate(problem: Problem, memory_limit_bytes: float, hints: Sequence[Hint]
     InputError
         For hints that match nothing, that an operator cannot take, or that no plan can keep all together.
     """
-    wanted = targets(problem, hints)
+    wanted = targets(problem.parts, hints)
     tables = LayeredTables(problem, _starts(problem, wanted))
     waves = _Waves(tables, hints, wanted, memory_limit_bytes)
     ranks = sorted(range(len(hints)), key=lambda h: (hints[h].vagueness, h))
@@ -135,7 +135,7 @@ class _Waves:
         variable = self.tables.instances[instance].variable
         key = (variable, target)
         if key not in self._masks:
-            self._masks[key] = mask_of(self.tables.problem, variable, target, self.hints[target.hint])
+            self._masks[key] = mask_of(self.tables.problem.parts, variable, target, self.hints[target.hint])
         return self._masks[key]
 
     def under(self, ranks: Sequence[int]) -> _Spread:

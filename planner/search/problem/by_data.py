@@ -8,8 +8,8 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.graph.operator_graph import Role, TensorRef
-from planner.search.problem.parts import States
+from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
+from planner.search.problem.parts import Parts, States
 from planner.search.problem.problem import Cost, Problem
 from planner.search.problem.variables import Kind
 from planner.sharding.placement import PARTIAL
@@ -20,7 +20,17 @@ FREE_AXES = frozenset({"tensor"})
 
 
 def rest_by_data(problem: Problem, configured: Collection[int]) -> Problem:
-    """The problem in which every operator that is not configured shards the batch, over all ranks where it divides.
+    """The problem in which every operator that is not configured shards the batch (`states_by_data`)."""
+    unary = list(problem.unary)
+    for number, allowed in states_by_data(problem.parts, configured).items():
+        unary[number] = Cost(np.where(allowed, unary[number].time, np.inf), unary[number].memory)
+    result = copy.copy(problem)
+    result.unary = tuple(unary)
+    return result
+
+
+def states_by_data(parts: Parts, configured: Collection[int]) -> dict[int, NDArray[np.bool_]]:
+    """States in which what is not configured shards the batch, over all ranks where it divides, shape (states,).
 
     What reads no batch, and parameters that configured operators read, are left to the search; other parameters are
     whole on the tensor axis.
@@ -30,22 +40,15 @@ def rest_by_data(problem: Problem, configured: Collection[int]) -> Problem:
     configured
         Variables that hints speak of.
     """
-    unary = list(problem.unary)
-    free = _made_for(problem, configured)
-    for number, states in enumerate(problem.states):
-        if number in configured or number in free:
-            continue
-        allowed = _allowed(problem, states)
-        unary[number] = Cost(np.where(allowed, unary[number].time, np.inf), unary[number].memory)
-    result = copy.copy(problem)
-    result.unary = tuple(unary)
-    return result
+    free = {*configured, *_made_for(parts, configured)}
+    rest = (number for number in range(len(parts.decisions.variables)) if number not in free)
+    return {number: _allowed(parts, parts.states(number)) for number in rest}
 
 
-def _made_for(problem: Problem, configured: Collection[int]) -> set[int]:
+def _made_for(parts: Parts, configured: Collection[int]) -> set[int]:
     """Variables of parameters, and of what is made of parameters alone, that configured operators read."""
-    graph, of_node = problem.graph, problem.decisions.of_node
-    wanted = [i for v in configured for i in problem.decisions.variables[v].nodes if _forward(problem, i)]
+    graph, of_node = parts.graph, parts.decisions.of_node
+    wanted = [i for v in configured for i in parts.decisions.variables[v].nodes if _forward(graph, i)]
     found: set[int] = set()
     while wanted:
         for ref in graph.nodes[wanted.pop()].tensor_inputs:
@@ -55,24 +58,23 @@ def _made_for(problem: Problem, configured: Collection[int]) -> set[int]:
     return found
 
 
-def _forward(problem: Problem, index: int) -> bool:
-    return problem.graph.nodes[index].phase is Phase.FORWARD
+def _forward(graph: OperatorGraph, index: int) -> bool:
+    return graph.nodes[index].phase is Phase.FORWARD
 
 
-def _allowed(problem: Problem, states: States) -> NDArray[np.bool_]:
+def _allowed(parts: Parts, states: States) -> NDArray[np.bool_]:
     """States with the batch over as many ranks as it divides by, and nothing else sharded; all for stations."""
-    variable, graph = states.variable, problem.graph
+    variable, graph, names = states.variable, parts.graph, parts.names
     everything = np.ones(len(states), dtype=np.bool_)
     if variable.kind in (Kind.STATION, Kind.INPUT):
         return everything
-    names = [axis.name for axis in problem.setting.costs.mesh.axes]
     if variable.kind is Kind.PARAMETER:
         placed = states.placements(TensorRef(variable.nodes[0]), reads=False)
         whole = everything.copy()
         for axis, name in enumerate(names):
             whole &= (placed[axis] < 0) | (name == "data")
         return whole if whole.any() else everything
-    sizes = np.array(problem.setting.costs.mesh.sizes, dtype=np.int64)
+    sizes = np.array(parts.sizes, dtype=np.int64)
     allowed, ways = everything.copy(), np.zeros((len(sizes), len(states)), dtype=np.bool_)
     batched = False
     for position, index in enumerate(variable.nodes):

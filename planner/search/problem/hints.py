@@ -25,9 +25,10 @@ from planner.context.checks import strategy
 from planner.context.errors import ContextError
 from planner.graph.operator_graph import Node, OperatorGraph, Role
 from planner.search.problem.cuts import OperatorCuts, main_operator, operand_cuts
+from planner.search.problem.parts import Parts
 from planner.search.problem.problem import Cost, Problem
 from planner.search.problem.solution import block_index, template_name
-from planner.sharding.placement import Placement, parse_placement, placement_name
+from planner.sharding.placement import MeshAxis, Placement, parse_placement, placement_name
 from planner.sharding.rules import Rule
 from planner.strategy import mindspore
 from simulator.errors import InputError, UnsupportedError
@@ -167,7 +168,7 @@ Targets = Mapping[int, Mapping[int, tuple[Target, ...]]]
 """For each hinted variable the targets in each layer; outside runs, and in a first block, the layer is 0."""
 
 
-def targets(problem: Problem, hints: Sequence[Hint]) -> Targets:
+def targets(parts: Parts, hints: Sequence[Hint]) -> Targets:
     """Find the variables that hints are for.
 
     Raises
@@ -176,15 +177,16 @@ def targets(problem: Problem, hints: Sequence[Hint]) -> Targets:
         For a hint that matches nothing, or gives another number of placements than an operator has tensors.
     """
     found: dict[int, dict[int, tuple[Target, ...]]] = {}
-    names = list(_named(problem.graph)) if hints else []
+    graph, decisions = parts.graph, parts.decisions
+    names = list(_named(graph)) if hints else []
     for number, item in enumerate(hints):
         matched = False
-        for index, layer, name in _matching(problem.graph, item, names):
+        for index, layer, name in _matching(graph, item, names):
             matched = True
             if item.cuts is None:
-                _check_count(item, problem.graph.nodes[index], name)
-            variable = problem.decisions.of_node[index]
-            position = problem.decisions.variables[variable].nodes.index(index)
+                _check_count(item, graph.nodes[index], name)
+            variable = decisions.of_node[index]
+            position = decisions.variables[variable].nodes.index(index)
             layers = found.setdefault(variable, {})
             layers[layer] = (*layers.get(layer, ()), Target(number, position))
         if not matched:
@@ -274,7 +276,7 @@ def _no_match(item: Hint, names: Sequence[str]) -> InputError:
 # What a hint leaves to choose
 
 
-def mask_of(problem: Problem, variable: int, target: Target, item: Hint) -> NDArray[np.bool_]:
+def mask_of(parts: Parts, variable: int, target: Target, item: Hint) -> NDArray[np.bool_]:
     """States of a variable that a hint allows, shape (states,); all where the mesh has no such axis.
 
     Raises
@@ -283,48 +285,47 @@ def mask_of(problem: Problem, variable: int, target: Target, item: Hint) -> NDAr
         If it allows none.
     """
     if item.cuts is not None:
-        return _cuts_mask(problem, variable, target, item)
-    states = problem.states[variable]
-    names = [axis.name for axis in problem.setting.costs.mesh.axes]
-    if item.axis not in names:
+        return _cuts_mask(parts, variable, target, item)
+    states = parts.states(variable)
+    if item.axis not in parts.names:
         return np.ones(len(states), dtype=np.bool_)
     agrees = np.array([_agrees(item, c.rules[target.position]) for c in states.variable.choices])
-    row = states.choice[names.index(item.axis)]
+    row = states.choice[parts.names.index(item.axis)]
     allowed: NDArray[np.bool_] = agrees[row]
     if not allowed.any():
-        node = problem.graph.nodes[states.variable.nodes[target.position]]
+        node = parts.graph.nodes[states.variable.nodes[target.position]]
         offered = dict.fromkeys(_described(states.variable.choices[c].rules[target.position]) for c in row)
         why = "what it asks for does not divide, or a pin forbids it" if agrees.any() else "no rule is like that"
         raise InputError(f"hint {item}: {node.name!r} cannot take it: {why}; it offers {'; '.join(offered)}")
     return allowed
 
 
-def check_cuts(problem: Problem, hints: Sequence[Hint]) -> None:
-    """Raise ContextError where an operator cannot be cut as a hint has it on the problem's mesh."""
-    for variable, layers in targets(problem, [hint for hint in hints if hint.cuts]).items():
-        given = [hint for hint in hints if hint.cuts]
+def check_cuts(parts: Parts, hints: Sequence[Hint]) -> None:
+    """Raise ContextError where an operator cannot be cut as a hint has it on the mesh of `parts`."""
+    given = [hint for hint in hints if hint.cuts]
+    for variable, layers in targets(parts, given).items():
         for target in {target for found in layers.values() for target in found}:
-            mask_of(problem, variable, target, given[target.hint])
+            mask_of(parts, variable, target, given[target.hint])
 
 
-def _cuts_mask(problem: Problem, variable: int, target: Target, item: Hint) -> NDArray[np.bool_]:
+def _cuts_mask(parts: Parts, variable: int, target: Target, item: Hint) -> NDArray[np.bool_]:
     assert item.cuts is not None  # the caller has looked
-    states, mesh = problem.states[variable], problem.setting.costs.mesh
+    states, mesh = parts.states(variable), parts.setting.costs.mesh
     index = states.variable.nodes[target.position]
-    node = problem.graph.nodes[index]
+    node = parts.graph.nodes[index]
     of_module = "/" not in item.pattern
     wanted = operand_cuts(
-        problem.graph, index, item.cuts, of_module=of_module, devices=mesh.size, what=f"strategy of {node.name!r}"
+        parts.graph, index, item.cuts, of_module=of_module, devices=mesh.size, what=f"strategy of {node.name!r}"
     )
     allowed = np.ones(len(states), dtype=np.bool_)
     sizes = np.array(mesh.sizes, dtype=np.int64)[:, None]
     for side, operands in (("inputs", wanted.inputs), ("outputs", wanted.outputs)):
-        for place, parts in enumerate(operands):
-            if parts is None:
+        for place, cut in enumerate(operands):
+            if cut is None:
                 continue
             row = np.array([getattr(c.rules[target.position], side)[place] for c in states.variable.choices])
             placed = row[states.choice]
-            for dim, number in enumerate(parts):
+            for dim, number in enumerate(cut):
                 allowed &= np.where(placed == dim, sizes, 1).prod(axis=0) == number
     if not allowed.any():
         offered = dict.fromkeys(_described(c.rules[target.position]) for c in states.variable.choices)
@@ -336,34 +337,45 @@ def _cuts_mask(problem: Problem, variable: int, target: Target, item: Hint) -> N
 
 
 def first_not_kept(
-    graph: OperatorGraph, rules: Mapping[str, Sequence[Rule]], sizes: Sequence[int], hints: Sequence[Hint]
+    graph: OperatorGraph, rules: Mapping[str, Sequence[Rule]], axes: Sequence[MeshAxis], hints: Sequence[Hint]
 ) -> tuple[Hint, str] | None:
-    """The first hint with cuts that strategies of a plan, by unfolded name, do not keep, and the operator's name.
+    """The first hint that strategies of a plan, by unfolded name, do not keep, and the name of what it is for.
 
     Parameters
     ----------
     graph
         The plan's network at its micro-batch.
-    sizes
-        Of the mesh's axes.
+    axes
+        Of the plan's mesh.
     """
     names = list(_named(graph))
     for item in hints:
-        for index, _, name in _matching(graph, item, names) if item.cuts is not None else ():
-            assert item.cuts is not None  # others match nothing here
-            wanted = operand_cuts(
-                graph, index, item.cuts, of_module="/" not in item.pattern, devices=prod(sizes), what=repr(name)
-            )
-            for side, operands in (("inputs", wanted.inputs), ("outputs", wanted.outputs)):
-                for place, parts in enumerate(operands):
-                    placed = [getattr(rule, side)[place] for rule in rules[name]]
-                    made = [
-                        prod(size for size, p in zip(sizes, placed, strict=True) if p == dim)
-                        for dim in range(len(parts or ()))
-                    ]
-                    if parts is not None and tuple(made) != parts:
-                        return item, name
+        for index, _, name in _matching(graph, item, names):
+            chosen = rules[name]
+            if item.cuts is not None:
+                kept = _cut_so(graph, index, item, chosen, tuple(axis.size for axis in axes))
+            else:
+                along = next((rule for rule, axis in zip(chosen, axes, strict=True) if axis.name == item.axis), None)
+                kept = along is None or _agrees(item, along)
+            if not kept:
+                return item, name
     return None
+
+
+def _cut_so(graph: OperatorGraph, index: int, item: Hint, chosen: Sequence[Rule], sizes: tuple[int, ...]) -> bool:
+    """Whether the rules of an operator along all axes cut it as a hint has it."""
+    assert item.cuts is not None  # the caller has looked
+    what = repr(graph.nodes[index].name)
+    wanted = operand_cuts(graph, index, item.cuts, of_module="/" not in item.pattern, devices=prod(sizes), what=what)
+    for side, operands in (("inputs", wanted.inputs), ("outputs", wanted.outputs)):
+        for place, parts in enumerate(operands):
+            placed = [getattr(rule, side)[place] for rule in chosen]
+            made = [
+                prod(size for size, p in zip(sizes, placed, strict=True) if p == dim) for dim in range(len(parts or ()))
+            ]
+            if parts is not None and tuple(made) != parts:
+                return False
+    return True
 
 
 def _agrees(item: Hint, rule: Rule) -> bool:
@@ -383,33 +395,45 @@ def constrained(problem: Problem, hints: Sequence[Hint]) -> Problem:
 
     Raises
     ------
-    InputError
-        If hints contradict each other at one operator.
-    UnsupportedError
-        If they tell layers of a run apart, other than the first from the rest.
+    InputError, UnsupportedError
+        As `allowed_states`.
     """
     unary = list(problem.unary)
-    for variable, layers in targets(problem, hints).items():
-        _check_layers(problem, variable, layers, hints)
-        allowed = np.ones(len(problem.states[variable]), dtype=np.bool_)
-        for target in next(iter(layers.values())):
-            allowed &= mask_of(problem, variable, target, hints[target.hint])
-            if not allowed.any():
-                asked = " and ".join(str(hints[t.hint]) for t in next(iter(layers.values())))
-                name = problem.graph.nodes[problem.decisions.variables[variable].nodes[0]].name
-                raise InputError(f"hints {asked} contradict each other at {name!r}; leave one of them out")
+    for variable, allowed in allowed_states(problem.parts, hints).items():
         unary[variable] = Cost(np.where(allowed, unary[variable].time, np.inf), unary[variable].memory)
     result = copy.copy(problem)
     result.unary = tuple(unary)
     return result
 
 
-def _check_layers(
-    problem: Problem, variable: int, layers: Mapping[int, tuple[Target, ...]], hints: Sequence[Hint]
-) -> None:
+def allowed_states(parts: Parts, hints: Sequence[Hint]) -> dict[int, NDArray[np.bool_]]:
+    """States that all hints together allow of each variable that they are for, shape (states,).
+
+    Raises
+    ------
+    InputError
+        If hints contradict each other at one operator.
+    UnsupportedError
+        If they tell layers of a run apart, other than the first from the rest.
+    """
+    found = {}
+    for variable, layers in targets(parts, hints).items():
+        _check_layers(parts, variable, layers, hints)
+        allowed = np.ones(len(parts.states(variable)), dtype=np.bool_)
+        for target in next(iter(layers.values())):
+            allowed &= mask_of(parts, variable, target, hints[target.hint])
+            if not allowed.any():
+                asked = " and ".join(str(hints[t.hint]) for t in next(iter(layers.values())))
+                name = parts.graph.nodes[parts.decisions.variables[variable].nodes[0]].name
+                raise InputError(f"hints {asked} contradict each other at {name!r}; leave one of them out")
+        found[variable] = allowed
+    return found
+
+
+def _check_layers(parts: Parts, variable: int, layers: Mapping[int, tuple[Target, ...]], hints: Sequence[Hint]) -> None:
     """Refuse hints that only some of the layers of a second block have."""
-    nodes = problem.decisions.variables[variable].nodes
-    run = next((run for run in problem.graph.runs if nodes and nodes[0] in run.second), None)
+    nodes = parts.decisions.variables[variable].nodes
+    run = next((run for run in parts.graph.runs if nodes and nodes[0] in run.second), None)
     if run is None or (len(layers) == run.count - 1 and len(set(layers.values())) == 1):
         return
     given = [{target.hint for target in targets} for targets in layers.values()]

@@ -176,7 +176,7 @@ def stage_tables(
         raise InputError(f"recompute modes {list(recompute)} are not some of {', '.join(RECOMPUTE)}; correct them")
     costs = decisions.costs(hardware, mesh, bucket_bytes)
     context = decisions.context(mesh, context_algorithm)
-    setting = Setting(costs=costs, micro_batches=1, optimizer=optimizer, context=context)
+    setting = Setting(costs=costs, micro_batches=1, optimizer=optimizer, context=context, free_axes=decisions.free_axes)
     options = StageOptions(
         modes=tuple(sorted({RECOMPUTE.index(mode) for mode in recompute})), sequence_parallel=sequence_parallel
     )

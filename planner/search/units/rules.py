@@ -7,6 +7,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from planner.graph.folding import run_start
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
 from planner.graph.scaling import at_batch
@@ -101,28 +103,36 @@ def _rules(source: StageDecisions, parts: Parts, number: int, states: Mapping[in
 
 def _data_axis(source: StageDecisions, parts: Parts, data: int) -> _DataAxis:
     """The data axis of a plan, found once for all plans with as many ranks and samples."""
+    fixed = source.along_data is not None
+    source = source.along_data or source
     costs = source.costs(
         parts.setting.costs.hardware, Mesh((MeshAxis("data", data),)), parts.setting.costs.bucket_bytes
     )
     key = (id(costs), parts.graph.batch_size * data)
     if key not in source.data_axes:
-        source.data_axes[key] = _DataAxis(source, parts, data)
+        source.data_axes[key] = _DataAxis(source, parts, data, batch_only=not fixed)
     found = source.data_axes[key]
     assert isinstance(found, _DataAxis)  # made here
     return found
 
 
 class _DataAxis:
-    """The best strategy along the data axis alone; ``numbers`` say which of its assignments each unit takes."""
+    """The best strategy along the data axis alone; ``numbers`` say which of its assignments each unit takes.
 
-    def __init__(self, source: StageDecisions, parts: Parts, data: int) -> None:
+    Raises
+    ------
+    InputError
+        The choices that are left do not fit each other.
+    """
+
+    def __init__(self, source: StageDecisions, parts: Parts, data: int, *, batch_only: bool) -> None:
         mesh = Mesh((MeshAxis("data", data),))
         setting = Setting(
             costs=source.costs(parts.setting.costs.hardware, mesh, parts.setting.costs.bucket_bytes),
             micro_batches=1,
             optimizer=parts.setting.optimizer,
             storage="replicated",
-            batch_only=True,
+            batch_only=batch_only,
         )
         graph = at_batch(parts.graph, parts.graph.batch_size * data)
         self.source = source
@@ -130,6 +140,11 @@ class _DataAxis:
         stage = Stage(source, self.parts, StageOptions(modes=(0,), sequence_parallel=None))
         # Gradients are summed once a step, not in every micro-batch, though one micro-batch takes equally long in both.
         best = stage.minimum(Weights(step=STEP_WEIGHTS[0]))
+        if not np.isfinite(best.value):
+            raise InputError(
+                f"strategies of operators do not fit each other along the data axis of {data}: what one writes another "
+                "cannot read; leave one of them out"
+            )
         self.assignments: list[Mapping[int, int]] = []
         self.numbers = []
         known: dict[tuple[int, int, int], int] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -29,13 +29,25 @@ from simulator.topology import group_shape
 
 
 class StageDecisions:
-    """The chain of a graph and its decisions, with what no mesh or micro-batch changes."""
+    """The chain of a graph and its decisions, with what no mesh or micro-batch changes.
 
-    def __init__(self, graph: OperatorGraph) -> None:
+    Parameters
+    ----------
+    made
+        The chain and its decisions, where they are known.
+    """
+
+    def __init__(self, graph: OperatorGraph, made: tuple[Chain, Decisions] | None = None) -> None:
         self.graph = graph
-        self.chain: Chain = chain(graph)
+        self.chain: Chain = made[0] if made else chain(graph)
         _check_runs(graph, self.chain)
-        self.decisions: Decisions = decisions(graph, self.chain.boundaries)
+        self.decisions: Decisions = made[1] if made else decisions(graph, self.chain.boundaries)
+        self.free_axes: frozenset[str] = frozenset()
+        """Axes that may shard the batch even where they are named ``tensor``."""
+        self.along_data: StageDecisions | None = None
+        """What is left to choose along the data axis, where some of it is fixed."""
+        self.estimated = False
+        """Whether operators do more along the data axis than the tables of units know."""
         self._costs: dict[tuple[int, Mesh, int], MeshCosts] = {}
         self._costs_of_links: dict[tuple[object, ...], MeshCosts] = {}
         self._contexts: dict[Algorithm, ContextAxis] = {}
@@ -43,7 +55,38 @@ class StageDecisions:
         self._flights: dict[int, Flight] = {}
         self.data_axes: dict[tuple[int, int], object] = {}
         self._families: dict[tuple[object, ...], Family] = {}
+        self._restricted: dict[tuple[object, ...], StageDecisions] = {}
         self._expected: dict[tuple[str, ...], dict[tuple[int, int], Case]] = {}
+
+    def restricted(
+        self,
+        kept: Mapping[int, Sequence[int]],
+        *,
+        free_axes: frozenset[str] = frozenset(),
+        along_data: StageDecisions | None = None,
+        estimated: bool = False,
+    ) -> StageDecisions:
+        """The same where only some choices of some variables are left, made once; times of messages are shared."""
+        key = (tuple(sorted((n, tuple(choices)) for n, choices in kept.items())), free_axes, id(along_data))
+        if key not in self._restricted:
+            found = self._restrict(kept)
+            found.free_axes, found.along_data, found.estimated = free_axes, along_data, estimated
+            self._restricted[key] = found
+        return self._restricted[key]
+
+    def _restrict(self, kept: Mapping[int, Sequence[int]]) -> StageDecisions:
+        made = self.decisions
+        names: dict[object, int] = {}
+        alike = tuple(
+            names.setdefault((first, tuple(kept[n]) if n in kept else None), n) for n, first in enumerate(made.alike)
+        )
+        variables = tuple(
+            replace(v, choices=tuple(v.choices[c] for c in kept[n])) if n in kept else v
+            for n, v in enumerate(made.variables)
+        )
+        found = StageDecisions(self.graph, (self.chain, replace(made, variables=variables, alike=alike)))
+        found._costs, found._costs_of_links = self._costs, self._costs_of_links
+        return found
 
     @cached_property
     def models(self) -> tuple[UnitModel, ...]:

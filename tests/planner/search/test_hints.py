@@ -20,7 +20,7 @@ def problem() -> Problem:
 
 def names(problem: Problem, pattern: str) -> dict[str, list[int]]:
     """First nodes of the variables that a pattern is for, with their layers."""
-    found = targets(problem, [hint(pattern, "tensor", outputs=["R"])])
+    found = targets(problem.parts, [hint(pattern, "tensor", outputs=["R"])])
     decisions = problem.decisions
     return {problem.graph.nodes[decisions.variables[v].nodes[0]].name: list(layers) for v, layers in found.items()}
 
@@ -57,7 +57,7 @@ def test_the_exact_search_keeps_hints(problem: Problem) -> None:
     pinned = constrained(problem, [hint("blocks.*.expand", "tensor", outputs=["P"])])
     found = fastest(pinned)
     assert free.objective_s < found.objective_s < float("inf")
-    for number in targets(problem, [hint("blocks.*.expand", "tensor", outputs=["P"])]):
+    for number in targets(problem.parts, [hint("blocks.*.expand", "tensor", outputs=["P"])]):
         axis = problem.states[number].choice[1, found.assignment[number]]
         assert problem.states[number].variable.choices[axis].rules[0].outputs == (-2,)
     assert fastest(problem).objective_s == free.objective_s
