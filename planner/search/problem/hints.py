@@ -46,7 +46,8 @@ class Hint:
     """Placements of the inputs and outputs of the operators that `pattern` names, along mesh axis `axis`.
 
     Empty ``inputs`` or ``outputs`` say nothing about them. With ``cuts`` in their place no axis is named. ``modules``
-    are those that the hint is for, where it is for these alone.
+    are those that the hint is for, where it is for these alone. ``exact`` says that the pattern is the whole name of an
+    operator, of whose own tensors the cuts are, even where it has no ``/``.
     """
 
     pattern: str
@@ -55,6 +56,7 @@ class Hint:
     outputs: Placed = ()
     cuts: OperatorCuts | None = None
     modules: frozenset[str] = frozenset()
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if self.cuts is not None:
@@ -71,6 +73,16 @@ class Hint:
         """Smaller for patterns that say more: fewer wildcards, then more letters."""
         wild = len(re.findall(r"[*?\[]", self.pattern))
         return wild, -len(self.pattern)
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """What it says, whatever it is for; cuts are those of a module or of an operator."""
+        return self.axis, self.inputs, self.outputs, self.cuts, self.of_module
+
+    @property
+    def of_module(self) -> bool:
+        """Whether cuts are those of a module's tensors."""
+        return self.cuts is not None and not self.exact and "/" not in self.pattern
 
     def __str__(self) -> str:
         if self.cuts is not None:
@@ -109,7 +121,7 @@ def load_hints(path: str | Path) -> tuple[Hint, ...]:
         raise InputError(f"hints {str(path)!r} cannot be read: {' '.join(str(error).split())}") from error
     if mindspore.is_mindspore(content):
         found = mindspore.parts_by_operator(content, str(path)).items()
-        return tuple(Hint(pattern=name, cuts=OperatorCuts(inputs=parts)) for name, parts in found if parts)
+        return tuple(Hint(pattern=name, cuts=OperatorCuts(inputs=parts), exact=True) for name, parts in found if parts)
     if not isinstance(content, list):
         raise InputError(f"hints {str(path)!r}: write a list of hints, each with operators, axis and inputs or outputs")
     return tuple(_read(f"{path}: hint {number}", item) for number, item in enumerate(content, 1))
@@ -199,10 +211,14 @@ def _matching(
 ) -> Iterator[tuple[int, int, str]]:
     """Node, layer and name of all that a hint is for."""
     matching = re.compile(translate(item.pattern)).match
-    if item.cuts is not None and "/" not in item.pattern:
+    if item.of_module:
         yield from _modules(graph, item, names)
         return
     for index, layer, name in names:
+        if item.exact:
+            if name == item.pattern:
+                yield index, layer, name
+            continue
         if not matching(name if "/" in item.pattern else name.partition("/")[0]):
             continue
         if "/" in item.pattern or "/" not in name or graph.nodes[index].flops:
@@ -313,9 +329,8 @@ def _cuts_mask(parts: Parts, variable: int, target: Target, item: Hint) -> NDArr
     states, mesh = parts.states(variable), parts.setting.costs.mesh
     index = states.variable.nodes[target.position]
     node = parts.graph.nodes[index]
-    of_module = "/" not in item.pattern
     wanted = operand_cuts(
-        parts.graph, index, item.cuts, of_module=of_module, devices=mesh.size, what=f"strategy of {node.name!r}"
+        parts.graph, index, item.cuts, of_module=item.of_module, devices=mesh.size, what=f"strategy of {node.name!r}"
     )
     allowed = np.ones(len(states), dtype=np.bool_)
     sizes = np.array(mesh.sizes, dtype=np.int64)[:, None]
@@ -366,7 +381,7 @@ def _cut_so(graph: OperatorGraph, index: int, item: Hint, chosen: Sequence[Rule]
     """Whether the rules of an operator along all axes cut it as a hint has it."""
     assert item.cuts is not None  # the caller has looked
     what = repr(graph.nodes[index].name)
-    wanted = operand_cuts(graph, index, item.cuts, of_module="/" not in item.pattern, devices=prod(sizes), what=what)
+    wanted = operand_cuts(graph, index, item.cuts, of_module=item.of_module, devices=prod(sizes), what=what)
     for side, operands in (("inputs", wanted.inputs), ("outputs", wanted.outputs)):
         for place, parts in enumerate(operands):
             placed = [getattr(rule, side)[place] for rule in chosen]
@@ -434,7 +449,8 @@ def _check_layers(parts: Parts, variable: int, layers: Mapping[int, tuple[Target
     """Refuse hints that only some of the layers of a second block have."""
     nodes = parts.decisions.variables[variable].nodes
     run = next((run for run in parts.graph.runs if nodes and nodes[0] in run.second), None)
-    if run is None or (len(layers) == run.count - 1 and len(set(layers.values())) == 1):
+    said = {frozenset((hints[t.hint].content, t.position) for t in found) for found in layers.values()}
+    if run is None or (len(layers) == run.count - 1 and len(said) == 1):
         return
     given = [{target.hint for target in targets} for targets in layers.values()]
     number = next(h for h in sorted(set().union(*given)) if sum(h in said for said in given) < run.count - 1)
@@ -442,5 +458,5 @@ def _check_layers(parts: Parts, variable: int, layers: Mapping[int, tuple[Target
     raise UnsupportedError(
         f"hint {hints[number]} is for {times} of the layers of {run.prefix!r}: the exact search has hints "
         f"for the first layer and for all {run.count - 1} others; use --search-mode "
-        f"sharding_propagation, or a pattern such as {run.prefix}.*"
+        f"sharding_propagation in plans of one stage, or a pattern such as {run.prefix}.*"
     )

@@ -15,12 +15,13 @@ import planner
 from planner import AutoParallel, ContextError
 from planner.context.marks import Marks
 from planner.execution.run import ExecuteOptions, execute_plan
+from planner.graph.scaling import at_batch
 from planner.lowering.checked import lower
 from planner.networks import load_network
 from planner.search.problem.cuts import OperatorCuts, viewed
-from planner.search.problem.hints import load_hints
+from planner.search.problem.hints import Hint, first_not_kept, load_hints
 from planner.sharding.placement import PARTIAL, REPLICATE
-from planner.strategy.plan import Plan
+from planner.strategy.plan import Plan, expanded_rules
 from simulator.errors import InputError, NetworkError, UnsupportedError
 from simulator.program import Collective
 
@@ -162,6 +163,63 @@ def test_what_is_planned_is_executed() -> None:
     assert report.verified
     assert report.max_loss_difference is not None
     assert report.max_loss_difference < 1e-10
+
+
+# In pipeline stages
+
+
+STAGED = "py:tests.planner.context.networks:make_double_recursion"
+IN_STAGES = {
+    "layer1": OperatorCuts(inputs=((1, 1), (2, 1))),
+    "layer2": OperatorCuts(inputs=((1, 2), (1, 2))),
+}
+
+
+def staged(mode: str) -> Plan:
+    """Two stages of two devices: a column-wise layer, recomputed ReLUs, and a row-wise layer on the next stage."""
+    stages = {"layer1": 0, "relu1": 0, "layer2": 1, "relu2": 1, "layer3": 1}
+    parallel = AutoParallel(planner.Pipeline(STAGED, 4, stage_config=stages), mode, device_num=4)
+    parallel.pipeline(stages=2)
+    hints = tuple(Hint(pattern=f"*{name}", cuts=cuts) for name, cuts in IN_STAGES.items())
+    return planner.plan(parallel, "dgx-a100", hints=hints, precision="fp32", **QUICK).plan
+
+
+@pytest.mark.parametrize(("mode", "relu"), [("semi_auto", (2, 1)), ("sharding_propagation", (1, 2))])
+def test_strategies_are_kept_in_marked_stages(mode: str, relu: tuple[int, int]) -> None:
+    plan = staged(mode)
+    assert [chunk.last for chunk in plan.chunks] == ["module.layer1", "module.layer3"]
+    assert plan.recompute == "selective"
+    assert cuts_of(plan, "module.layer1/addmm")[1:] == [(1, 1), (1, 2)]
+    assert cuts_of(plan, "module.layer2/addmm")[1:] == [(1, 2), (2, 1)]
+    assert cuts_of(plan, "module.relu1/relu") == [relu]
+
+
+@pytest.mark.slow
+def test_saved_strategies_of_stages_are_kept_by_the_next_search(tmp_path: Path) -> None:
+    """Each layer of the file is an operator of its own; those of a run say the same."""
+    path = str(tmp_path / "operators.json")
+    plans: list[Plan] = []
+    for use in ("save_operator_strategy_file", "load_operator_strategy_file"):
+        parallel = AutoParallel("zoo:gpt2-tiny", "dynamic_programming", device_num=8)
+        parallel.pipeline(stages=2)
+        getattr(parallel, use)(path)
+        pins = {"tp": "2"} if not plans else {}
+        plans.append(planner.plan(parallel, CLUSTER, global_batch=16, pins=pins, **QUICK).plan)
+    hints = load_hints(path)
+    assert len(hints) > 50
+    graph = load_network("zoo:gpt2-tiny").capture()
+    for plan in plans:
+        found = first_not_kept(at_batch(graph, plan.samples), expanded_rules(plan), plan.mesh.axes, hints)
+        assert found is None
+
+
+@pytest.mark.slow
+def test_strategies_in_stages_are_executed() -> None:
+    options = ExecuteOptions(strategy="unused", steps=2, verify=True, precision="fp64")
+    report = execute_plan(staged("semi_auto"), options)
+    assert report.verified
+    assert report.max_loss_difference is not None
+    assert report.max_loss_difference <= 1e-10
 
 
 # Checked against shapes and devices

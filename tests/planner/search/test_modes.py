@@ -58,9 +58,9 @@ def test_the_fast_modes_leave_pipelines_to_the_search_over_configurations(mode: 
     assert any(message.startswith(mode) and "over configurations" in message for message in result.messages)
 
 
-def test_hints_with_pipelines_are_refused_with_the_reason() -> None:
-    fields = {**vars(REQUEST), "pins": {"pp": "2"}, "hints": NOTHING, "search_mode": "recursive_programming"}
-    with pytest.raises(UnsupportedError, match=r"pp=2.*hints decide operators.*leave out"):
+def test_pipelines_of_modes_that_shard_batches_are_refused_with_the_reason() -> None:
+    fields = {**vars(REQUEST), "pins": {"recompute": "full"}, "parallel_mode": "data_parallel"}
+    with pytest.raises(UnsupportedError, match=r"recompute=full.*'data_parallel' shards batches.*leave out"):
         plan_network(PlanRequest(**fields), graph=captured("gpt2-tiny"))
 
 

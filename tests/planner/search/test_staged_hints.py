@@ -1,0 +1,219 @@
+"""Hints in plans with pipeline stages: what is left to choose is exact, every hint is kept, and wrong ones are said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.context.errors import ContextError
+from planner.graph.scaling import at_batch
+from planner.planning import PlanRequest, PlanResult, plan_network
+from planner.search.problem.by_data import FREE_AXES
+from planner.search.problem.cuts import OperatorCuts
+from planner.search.problem.hints import Hint, first_not_kept, hint
+from planner.search.units.factors import rows_of
+from planner.search.units.hinted import StageHints, StageMesh, hinted_decisions
+from planner.search.units.labels import StageDecisions, StageTables, Weights, stage_decisions, stage_tables
+from planner.sharding.placement import MeshAxis, placement_name
+from planner.sharding.rules import Rule
+from planner.strategy.plan import Plan, Status, expanded_rules
+from planner.work import optimizer
+from simulator.errors import InputError, UnsupportedError
+from simulator.hardware import load_profile
+from tests.planner.search.problems import BUCKET_BYTES, captured, make_mesh
+from tests.planner.search.test_labels import brute_force
+
+HARDWARE = load_profile("dgx-a100")
+COLUMNS = Hint(pattern="layers.0", cuts=OperatorCuts(inputs=((2, 1), (2, 1))))
+ROWS = Hint(pattern="layers.1", cuts=OperatorCuts(inputs=((2, 2), (1, 2))))
+NOTHING = Rule((), (), splits_work=False)
+
+
+@cache
+def source() -> StageDecisions:
+    return stage_decisions(captured("mlp"))
+
+
+def left(*hints: Hint, data: int = 2, samples: int = 8, rest_by_data: bool = False, anywhere: bool = False) -> Any:
+    asked = StageHints(hints=hints, rest_by_data=rest_by_data, anywhere=anywhere)
+    mesh = StageMesh(hardware=HARDWARE, data=data, tensor=2)
+    return hinted_decisions(source(), at_batch(source().graph, samples * data), mesh, optimizer("adamw"), asked)
+
+
+def tabled(decisions: StageDecisions, samples: int = 8) -> StageTables:
+    graph = at_batch(decisions.graph, samples)
+    mesh = make_mesh(tensor=2)
+    return stage_tables(
+        graph, decisions, HARDWARE, mesh, optimizer=optimizer("adamw"), bucket_bytes=BUCKET_BYTES, recompute=("none",)
+    )
+
+
+def outputs_of(tables: StageTables, variable: int, name: str) -> np.ndarray:
+    """Placement of an operator's output on the tensor axis in every state of its variable."""
+    states = tables.parts.states(variable)
+    position = [tables.parts.graph.nodes[i].name for i in states.variable.nodes].index(name)
+    return np.array([states.variable.choices[c].rules[position].outputs[0] for c in states.choice[0]])
+
+
+WANTED = {"layers.0/addmm": 1, "layers.1/addmm": -2}
+"""Placements of outputs on the tensor axis that `COLUMNS` and `ROWS` leave beside a data axis that cuts the batch."""
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("number", [0, 1])
+def test_tables_are_those_of_all_placements_that_keep_the_hints(number: int, seed: int) -> None:
+    """Every placement of every operator of a unit is tried; those that break a hint do not count."""
+    random = np.random.default_rng(seed)
+    weights = Weights(forward=random.uniform(0.1, 2), backward=random.uniform(0.1, 2), step=random.uniform(0, 1))
+    found = tabled(left(COLUMNS, ROWS)).matrices(weights)[number]
+    free = tabled(source())
+    factors, names = free._stage.unit(number).factors, [node.name for node in source().graph.nodes]
+    forbidden = factors.forbidden.copy()
+    for name, wanted in WANTED.items():
+        variable = source().decisions.of_node[names.index(name)]
+        for start, scope in zip(factors.starts, factors.scopes, strict=True):
+            if variable in scope:
+                breaks = outputs_of(free, variable, name) != wanted
+                shape = [len(breaks) if v == variable else 1 for v in scope]
+                whole = np.broadcast_to(breaks.reshape(shape), [factors.sizes[v] for v in scope]).ravel()
+                forbidden[start : start + len(whole)] |= whole
+    assert forbidden.sum() > factors.forbidden.sum()
+    exact = brute_force(replace(factors, forbidden=forbidden), free, number, rows_of(weights, (0,))[0])
+    assert found == pytest.approx(exact)
+
+
+CUTS = st.sampled_from([(1, 1), (2, 1), (1, 2)])
+
+
+@settings(max_examples=25)
+@given(data=st.sampled_from([1, 2, 4]), batch=st.sampled_from([1, 2, 4]), rows=CUTS, samples=st.sampled_from([1, 2, 4]))
+def test_choices_of_both_axes_are_allowed_in_every_combination(
+    data: int, batch: int, rows: tuple[int, int], samples: int
+) -> None:
+    """What is left on the data axis and what is left on the tensor axis cut as asked, whichever of them are taken."""
+    asked = Hint(pattern="layers.1", cuts=OperatorCuts(inputs=((batch, rows[1]), rows)))
+    try:
+        decisions = left(asked, data=data, samples=samples, anywhere=True)
+    except InputError:
+        return
+    graph = at_batch(source().graph, samples * data)
+    names = [node.name for node in graph.nodes]
+    number = source().decisions.of_node[names.index("layers.1/addmm")]
+    sides = [decisions.along_data, decisions] if data > 1 else [decisions]
+    axes = [MeshAxis("data", data), MeshAxis("tensor", 2)][2 - len(sides) :]
+    choices = [side.decisions.variables[number].choices for side in sides]
+    assert all(choices)
+    everything = {name: (NOTHING,) * len(axes) for name in names}
+    for chosen in product(*choices):
+        rules = everything | {"layers.1/addmm": tuple(choice.rules[0] for choice in chosen)}
+        assert first_not_kept(graph, rules, axes, [asked]) is None
+    if data > 1 and batch in (data, 2 * data):
+        assert not decisions.estimated
+
+
+def test_the_rest_cuts_the_batch_on_both_axes() -> None:
+    decisions = left(COLUMNS, rest_by_data=True)
+    assert decisions.free_axes == FREE_AXES
+    tables = tabled(decisions)
+    names = [node.name for node in source().graph.nodes]
+    best = tables.minimum(Weights(step=1.0))
+    states = {v: s for assignment in best.assignments for v, s in assignment.items()}
+    for name, wanted in {"layers.0/addmm": 1, "layers.1/addmm": 0, "relu": 0, "layers.2/addmm": 0}.items():
+        variable = decisions.decisions.of_node[names.index(name)]
+        assert outputs_of(tables, variable, name)[states[variable]] == wanted
+
+
+def test_what_the_data_axis_does_not_cut_is_left_to_meshes_that_have_no_other() -> None:
+    with pytest.raises(ContextError, match="it does not cut the batch in 2"):
+        left(Hint(pattern="layers.1", cuts=OperatorCuts(inputs=((1, 2), (1, 2)))))
+    assert left(Hint(pattern="layers.1", cuts=OperatorCuts(inputs=((1, 2), (1, 2)))), anywhere=True).estimated
+    with pytest.raises(ContextError, match=r"'layers.1/addmm'.* does not divide a micro-batch of 1"):
+        left(Hint(pattern="layers.1", cuts=OperatorCuts(inputs=((2, 1), (4, 1)))), data=4, samples=1, anywhere=True)
+
+
+# Plans
+
+
+def planned(network: str = "gpt2-tiny", *, devices: int = 8, mode: str = "auto_parallel", **options: Any) -> PlanResult:
+    usual: dict[str, Any] = {"pins": {"pp": "2"}, "global_batch": 16, "top": 1, "sensitivity": False}
+    given_options = usual | options
+    request = PlanRequest(
+        network=f"zoo:{network}", hardware="dgx-a100", devices=devices, parallel_mode=mode, **given_options
+    )
+    return plan_network(request, graph=captured(network))
+
+
+def kept(plan: Plan, hints: tuple[Hint, ...]) -> bool:
+    graph = at_batch(captured(plan.network.removeprefix("zoo:")), plan.samples)
+    return first_not_kept(graph, expanded_rules(plan), plan.mesh.axes, hints) is None
+
+
+def test_the_choice_of_the_free_search_as_hints_gives_its_plan() -> None:
+    free = planned(pins={"pp": "2", "tp": "2", "dp": "2"}).candidates[0]
+    rules = {name: own for part in free.plan.layers for name, own in part.rules.items()}
+    hints = tuple(
+        hint(name, axis.name, outputs=[placement_name(p) for p in own[place].outputs])
+        for name, own in rules.items()
+        if name.endswith("/addmm")
+        for place, axis in enumerate(free.plan.mesh.axes)
+    )
+    assert len(hints) == 12
+    again = planned(pins={"pp": "2", "tp": "2", "dp": "2"}, hints=hints).candidates[0]
+    assert kept(free.plan, hints)
+    assert again.plan.certificate.objective_s == pytest.approx(free.plan.certificate.objective_s)
+    assert again.prediction.step_time_s == pytest.approx(free.prediction.step_time_s)
+
+
+PAIR = (
+    Hint(pattern="blocks.*.expand", cuts=OperatorCuts(inputs=((2, 1, 1), (2, 1)))),
+    Hint(pattern="blocks.*.contract", cuts=OperatorCuts(inputs=((2, 1, 2), (1, 2)))),
+)
+
+
+@pytest.mark.parametrize(
+    "search_mode", ["dynamic_programming", pytest.param("sharding_propagation", marks=pytest.mark.slow)]
+)
+def test_every_mode_keeps_strategies_in_stages(search_mode: str) -> None:
+    result = planned(hints=PAIR, search_mode=search_mode)
+    plan = result.candidates[0].plan
+    assert plan.pipeline == 2
+    assert {axis.name: axis.size for axis in plan.mesh.axes} == {"data": 2, "tensor": 2}
+    assert plan.certificate.status is not Status.HEURISTIC
+    assert kept(plan, PAIR)
+
+
+@pytest.mark.slow
+def test_strategies_are_kept_beside_a_free_pipeline_and_recomputation() -> None:
+    plan = planned(hints=PAIR, pins={"recompute": "full"}, devices=4).candidates[0].plan
+    assert plan.recompute == "full"
+    assert kept(plan, PAIR)
+
+
+@pytest.mark.parametrize(
+    ("hints", "options", "error", "words"),
+    [
+        ((COLUMNS,), {}, InputError, "matches no operator"),
+        (PAIR, {"pins": {"pp": "2", "ep": "2"}}, UnsupportedError, "pins ep=2 with strategies of operators"),
+        (PAIR, {"pins": {"pp": "8"}}, ContextError, "on 1 devices: no mesh of two axes"),
+        (PAIR, {"pins": {"pp": "2", "tp": "4"}}, ContextError, "no mesh of two axes"),
+        ((hint("blocks.2.expand", "tensor", outputs=["P"]),), {}, InputError, "is for 1 of the layers"),
+        (
+            (*PAIR, hint("blocks.*.expand", "tensor", outputs=["P"])),
+            {"pins": {"pp": "2", "tp": "2", "dp": "2"}},
+            InputError,
+            "contradict each other at 'blocks",
+        ),
+    ],
+)
+def test_what_cannot_be_kept_is_said(
+    hints: tuple[Hint, ...], options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        planned(hints=hints, **options)
