@@ -240,8 +240,7 @@ class _Configurations:
         best = min(self.explored.found, key=lambda placed: placed.objective_s, default=None)
         self.prices: ShadowPrices | None = None
         self.costs: tuple[tuple[str, float, str], ...] = ()
-        # What strategies of operators cost is another question than what pins do.
-        if best is not None and request.sensitivity and not request.hints and not self.explored.interrupted:
+        if best is not None and request.sensitivity and not self.explored.interrupted:
             try:
                 self.prices = shadow_prices(search, pins, self.explored, best)
                 self.costs = tuple(self._pin_costs(best))

@@ -157,8 +157,7 @@ def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettin
         stages, virtual = (int(pins.get(name, "1")) for name in ("pp", "vpp"))
         marks = translated.layers.marks(graph, stages, virtual) if translated.layers else None
         if cut is not None and translated.parallel_mode == ParallelMode.AUTO_PARALLEL:
-            by_layer = bool(translated.layers.offset or translated.layers.recomputes)
-            table, left = vocabulary_marks(pins, graph, cut=cut, by_layer=by_layer)
+            table, left = vocabulary_marks(pins, graph, cut=cut)
             marks = (marks or Marks()).over(table)
             notes += [left] if left else []
     return settings, marks, notes

@@ -34,41 +34,30 @@ class Sizes:
     vocabulary: int = 0
 
 
-def vocabulary_marks(
-    pins: Mapping[str, str], graph: OperatorGraph, *, cut: bool, by_layer: bool = False
-) -> tuple[Marks, str]:
+def vocabulary_marks(pins: Mapping[str, str], graph: OperatorGraph, *, cut: bool) -> tuple[Marks, str]:
     """Marks with which the table of tokens is whole on every tensor-parallel rank, or cut along its vocabulary.
-
-    Parameters
-    ----------
-    by_layer
-        Whether layers are placed or recomputed one by one.
 
     Returns
     -------
     Marks
     str
-        What to say where the search decides after all: strategies of operators are kept only in plans of one stage
-        without recomputation and the like.
+        What to say where the search decides after all: strategies of operators are kept on meshes of data × tensor.
 
     Raises
     ------
     ContextError
         Data or model parallelism is not configured, or the network has no table of tokens.
     UnsupportedError
-        The table is to be cut in a plan of another kind.
+        The table is to be cut beside a context or an expert axis.
     """
     from planner.context.marks import Marks
-    from planner.request import Pins, PlanRequest, read_pins
 
     said = f"parallel_config.vocab_emb_dp={not cut}"
-    found = read_pins(PlanRequest(network=graph.network, hardware="", devices=1, pins=pins))
-    beyond = [f"{n}={text}" for n, text in found.named().items() if not Pins(**{n: getattr(found, n)}).one_stage]
-    beyond += ["settings of single layers"] if by_layer else []
+    beyond = [f"{name}={pins[name]}" for name in ("cp", "ep") if pins.get(name, "1") != "1"]
     if beyond and cut:
         raise UnsupportedError(
-            f"{said} with {', '.join(beyond)} is not supported yet: strategies of operators are kept in plans of one "
-            "stage that keep everything; leave it out, and the search decides how the table is cut"
+            f"{said} with {', '.join(beyond)} is not supported yet: strategies of operators are kept on meshes of "
+            "data × tensor; leave it out, and the search decides how the table is cut"
         )
     if beyond:
         return Marks(), f"{said} is left to the search: strategies of operators are not kept with {', '.join(beyond)}"

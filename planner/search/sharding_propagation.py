@@ -63,7 +63,7 @@ def propagate(problem: Problem, memory_limit_bytes: float, hints: Sequence[Hint]
     InputError
         For hints that match nothing, that an operator cannot take, or that no plan can keep all together.
     """
-    wanted = targets(problem.parts, hints)
+    wanted = targets(problem.parts, hints) if hints else {}
     tables = LayeredTables(problem, _starts(problem, wanted))
     waves = _Waves(tables, hints, wanted, memory_limit_bytes)
     ranks = sorted(range(len(hints)), key=lambda h: (hints[h].vagueness, h))

@@ -244,7 +244,6 @@ def test_what_is_wrong_is_said(
         ({"parallel": {"pipeline_config": {"pipeline_interleave": True}}}, ("parallel.pipeline_config",)),
         ({"parallel": {"strategy_ckpt_load_file": "a.json"}}, ("meshwright simulate a.json",)),
         ({"parallel_config": {"context_parallel_algo": "hybrid_cp"}}, ("hybrid_cp", "ulysses_cp")),
-        ({"parallel_config": {"vocab_emb_dp": False, "model_parallel": 1}}, ("vocab_emb_dp=False",)),
         ({"micro_batch_interleave_num": 3}, ("micro_batch_interleave_num=3", "use 1 or 2")),
         (
             {"recompute_config": {"recompute": False, "select_comm_recompute": True}},
@@ -352,9 +351,26 @@ def test_a_table_that_is_whole_or_cut_is_executed(tmp_path: Path, cut: bool) -> 
     assert report.verified
 
 
-def test_where_no_strategies_are_kept_the_table_is_left_to_the_search(tmp_path: Path) -> None:
-    notes = configured(tmp_path, FILE).notes
-    assert any("vocab_emb_dp=True is left to the search" in note and "pp=2" in note for note in notes)
+@pytest.mark.slow
+def test_the_table_of_tokens_is_cut_in_stages(tmp_path: Path) -> None:
+    config = {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "vocab_emb_dp": False}
+    options = ("--hw", "dgx-a100", "--devices", "8", "--out", str(tmp_path / "plan.json"), "-q")
+    for number, extra in enumerate(({}, {"recompute_config": {"recompute": True}})):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(yaml.safe_dump({"parallel": {"parallel_mode": 1}, "parallel_config": config, **extra}))
+        result = run("plan", "zoo:gpt2-tiny", "--config", str(file), *options)
+        assert result.exit_code == 0, result.stderr
+        plan = read_plan(tmp_path / "plan.json")
+        assert (plan.pipeline, plan.recompute == "none") == (2, not extra)
+        assert [r.inputs[0] for r in plan.rules["token_embedding/embedding"]] == [REPLICATE, 0]
+
+
+def test_where_no_strategies_are_kept_the_table_is_left_to_the_search() -> None:
+    pins = {"dp": "2", "tp": "2", "cp": "2"}
+    note = vocabulary_marks(pins, load_network("zoo:gpt2-tiny").capture(), cut=False)
+    assert note[0] == Marks()
+    assert "vocab_emb_dp=True is left to the search" in note[1]
+    assert "cp=2" in note[1]
     mlp = vocabulary_marks({"dp": "2", "tp": "2"}, load_network("zoo:mlp").capture(), cut=False)
     assert mlp == (Marks(), "")
     graph = load_network("zoo:gpt2-tiny").capture()
@@ -362,8 +378,8 @@ def test_where_no_strategies_are_kept_the_table_is_left_to_the_search(tmp_path: 
         vocabulary_marks({"dp": "2", "tp": "2"}, load_network("zoo:mlp").capture(), cut=True)
     with pytest.raises(ContextError, match="needs data_parallel and model_parallel"):
         vocabulary_marks({"tp": "2"}, graph, cut=True)
-    with pytest.raises(UnsupportedError, match="settings of single layers"):
-        vocabulary_marks({"dp": "2", "tp": "2"}, graph, cut=True, by_layer=True)
+    with pytest.raises(UnsupportedError, match="vocab_emb_dp=False with ep=2"):
+        vocabulary_marks({"dp": "2", "tp": "2", "ep": "2"}, graph, cut=True)
 
 
 def test_interleaved_micro_batches_are_run_in_copies(tmp_path: Path) -> None:
