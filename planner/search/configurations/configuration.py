@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -55,7 +55,7 @@ class Configuration:
     def stride(self, axis: str) -> int:
         """Distance in rank between neighbours along an axis."""
         inner = self.order[self.order.index(axis) + 1 :]
-        return prod(self.degrees[name] for name in inner)
+        return prod(int(getattr(self, name)) for name in inner)
 
     def mesh(self) -> Mesh:
         """Mesh of one stage, axes of one rank left out."""
@@ -72,6 +72,11 @@ class Configuration:
         """Configurations with equal keys share a table of labels."""
         mesh = self.inner_mesh()
         return (mesh, self.micro_batch, self.context_algorithm)
+
+
+def unstored(configuration: Configuration) -> Configuration:
+    """The same for every way in which states are stored."""
+    return replace(configuration, optimizer_sharding="none", shard_size=0, offload=False, bucket_bytes=0)
 
 
 @lru_cache(maxsize=4096)

@@ -37,25 +37,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from math import ceil
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES
-from planner.search.configurations.configuration import AXES, Configuration
+from planner.search.configurations.configuration import AXES, Configuration, unstored
 from planner.search.configurations.messages import batch_sums_s, message_s, sends_s
 from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape, schedule_shape, uneven_s
 from planner.search.configurations.stored_ways import (
+    JoinedUnits,
     StoredWays,
     Whole,
     holding,
     merged,
-    together,
     trained_parameters,
 )
-from planner.search.stages.fragments import FloatArray, Fragments, IntArray
+from planner.search.stages.fragments import FloatArray, IntArray
 from planner.search.stages.segments import PartitionTask
 from planner.search.stages.unit_pins import FREE, UnitPins
 from planner.work import Optimizer, state_bytes, update_traffic
@@ -90,10 +90,11 @@ class StepModel:
     def task(self, tables: StageTables, configuration: Configuration) -> PartitionTask:
         """The partition task of a configuration."""
         shape = self.shape(configuration)
-        units = self.labels(tables, configuration)
-        kinds = self._fragments(units, configuration, shape, Whole.of(tables), trained_parameters(tables))
+        joined = _joined(self, tables, unstored(configuration))
+        stored = self.stored(joined.labels, configuration, joined.whole, joined.trained)
+        kinds = joined.fragments(stored.values(shape, configuration.micro_batches))
         rows = [unit.count for unit in tables.chain.units]
-        kinds, counts = merged(*self.unit_pins.in_modes(kinds, rows, [unit.recompute for unit in units]))
+        kinds, counts = merged(*self.unit_pins.in_modes(kinds, rows, [unit.recompute for unit in joined.units]))
         return PartitionTask(
             kinds=tuple(kinds),
             counts=tuple(counts),
@@ -130,19 +131,6 @@ class StepModel:
         """The schedule in numbers."""
         c = configuration
         return schedule_shape(c.schedule, c.pipeline, c.virtual, c.micro_batches)
-
-    def _fragments(
-        self, units: Sequence[UnitLabels], c: Configuration, shape: ScheduleShape, whole: Whole, trained: Sequence[int]
-    ) -> list[Fragments]:
-        """Ways of every kind of unit, all of them at once."""
-        sizes = [len(labels) for labels in units]
-        values = self.stored(together(units), c, whole, np.repeat(trained, sizes)).values(shape, c.micro_batches)
-        parts = np.split(values, np.cumsum(sizes)[:-1])
-        states = [[np.asarray(side, dtype=np.int64) for side in (unit.entry, unit.exit)] for unit in units]
-        return [
-            Fragments(part, entry, leave, np.arange(len(part))[:, None])
-            for part, (entry, leave) in zip(parts, states, strict=True)
-        ]
 
     def stored(
         self, labels: UnitLabels, configuration: Configuration, whole: Whole, trained: int | IntArray = 1
@@ -468,6 +456,12 @@ class StepModel:
                 for number in others:
                     units[number] = holding(units[number], tied)
         return tuple(units)
+
+
+@lru_cache(maxsize=4)
+def _joined(model: StepModel, tables: StageTables, placed: Configuration) -> JoinedUnits:
+    """The units of a placed configuration: it is stored in several ways one after the other."""
+    return JoinedUnits.of(model.labels(tables, placed), tables)
 
 
 def _uneven_s(configuration: Configuration, passes_s: FloatArray) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 
 from planner.search.configurations.configuration import Configuration
 from planner.search.configurations.schedule_shapes import ScheduleShape
-from planner.search.stages.fragments import FloatArray, Fragments
+from planner.search.stages.fragments import FloatArray, Fragments, IntArray
 
 if TYPE_CHECKING:
     from planner.search.units.labels import StageTables, TiedParameter, UnitLabels
@@ -94,6 +94,44 @@ def together(units: Sequence[UnitLabels]) -> UnitLabels:
     arrays = [field.name for field in fields(units[0]) if field.name != "assignments"]
     joined = {name: np.concatenate([getattr(unit, name) for unit in units]) for name in arrays}
     return replace(units[0], **joined, assignments=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JoinedUnits:
+    """Labels of all units behind each other, whatever way their states are stored in.
+
+    ``ends`` are the places of the last way of each unit but the last, ``entries`` and ``exits`` its boundary states,
+    and ``trained`` (ways,) the trained parameters of the unit of each.
+    """
+
+    units: tuple[UnitLabels, ...]
+    labels: UnitLabels
+    whole: Whole
+    trained: IntArray
+    ends: IntArray
+    entries: tuple[IntArray, ...]
+    exits: tuple[IntArray, ...]
+    numbers: tuple[IntArray, ...]
+
+    @classmethod
+    def of(cls, units: tuple[UnitLabels, ...], tables: StageTables) -> JoinedUnits:
+        """Join the labels of the units of some tables."""
+        sizes = [len(labels) for labels in units]
+        return cls(
+            units=units,
+            labels=together(units),
+            whole=Whole.of(tables),
+            trained=np.repeat(trained_parameters(tables), sizes),
+            ends=np.cumsum(sizes)[:-1],
+            entries=tuple(np.asarray(unit.entry, dtype=np.int64) for unit in units),
+            exits=tuple(np.asarray(unit.exit, dtype=np.int64) for unit in units),
+            numbers=tuple(np.arange(size)[:, None] for size in sizes),
+        )
+
+    def fragments(self, values: FloatArray) -> list[Fragments]:
+        """Ways of each unit; `values` are those of all of them, as `StoredWays.values` gives them."""
+        parts = zip(np.split(values, self.ends), self.entries, self.exits, self.numbers, strict=True)
+        return [Fragments(*part) for part in parts]
 
 
 def merged(kinds: list[Fragments], counts: list[int]) -> tuple[list[Fragments], list[int]]:

@@ -67,10 +67,9 @@ def chain_bound(task: PartitionTask) -> float:
     What synchronisation leaves to do is at least what it leaves of the first unit of a chunk, and at least what
     messages take longer than the passes that hide them. Where turns may even out, a rank's chunks count together.
     """
-    rows = chain_rows(task)
     if task.chunks > 1 and few_cuts(task.units, task.pieces):
-        least = rows.anywhere
-        return least_listed(least.busy[:, 0, :, 0], least.fill[:, 0, :, 0], task.rank_of, task.uneven_s is None)
+        return least_listed(*cheapest_rows(task), task.rank_of, task.uneven_s is None)
+    rows = chain_rows(task)
     if rows.busy.shape[0] * rows.busy.shape[1] > WIDE:
         rows = rows.anywhere
     return rows_bound(rows, task.ranks, task.pieces)
@@ -151,47 +150,79 @@ def row_sums(seconds: FloatArray) -> FloatArray:
 
 def chain_rows(task: PartitionTask) -> ChainRows:
     """Least seconds of every row of consecutive units of a task."""
-    states = np.unique(np.concatenate([[_BEGIN], *(side for k in task.kinds for side in (k.entry, k.exit))]))
-    place = {int(state): number for number, state in enumerate(states)}
-    kinds = np.repeat(np.arange(len(task.counts)), task.counts)
-    first, behind, fill, shared, both = _paths(task, kinds, states)
-    sends = np.zeros((len(kinds), len(states)))
-    for state, number in place.items():
+    states = _states(task)
+    first, behind, fill, shared, both = _paths(task, states, 5)
+    sent = _sends(task, states)[:, :, None, None]
+    busy = np.maximum(_waited(task, first, sent), _waited(task, behind, sent))
+    fill, shared, both = (each + task.fill_sends * sent for each in (fill, shared, _waited(task, both, sent)))
+    return ChainRows(busy=busy, fill=fill, both=both, shared=shared, begin=int(np.searchsorted(states, _BEGIN)))
+
+
+def cheapest_rows(task: PartitionTask) -> tuple[FloatArray, FloatArray]:
+    """Both terms of every row of consecutive units in its cheapest boundary states, (units, units) each."""
+    states = _states(task)
+    first, behind, fill = _paths(task, states, 3)
+    sent = _sends(task, states)[:, :, None, None]
+    busy = np.maximum(_waited(task, first, sent), _waited(task, behind, sent))
+    return busy.min(axis=(1, 3)), (fill + task.fill_sends * sent).min(axis=(1, 3))
+
+
+def _states(task: PartitionTask) -> IntArray:
+    """Boundary states of all ways, ascending, with that of the network's ends."""
+    found: IntArray = np.unique(np.concatenate([[_BEGIN], *(side for k in task.kinds for side in (k.entry, k.exit))]))
+    return found
+
+
+def _sends(task: PartitionTask, states: IntArray) -> FloatArray:
+    """(units, states) seconds of the message over a cut before each unit."""
+    sends = np.zeros((task.units, len(states)))
+    for number, state in enumerate(states.tolist()):
         if state >= 0 and task.units > 1:
             sends[1:, number] = task.sends_s[:, state] if state < task.sends_s.shape[1] else 0.0
-    sent = sends[:, :, None, None]
-
-    def waited(seconds: FloatArray) -> FloatArray:
-        hidden = task.hidden_share * np.where(np.isfinite(seconds), seconds, 0.0)
-        found: FloatArray = seconds + np.maximum(0.0, task.steady_sends * sent - hidden)
-        return found
-
-    busy = np.maximum(waited(first), waited(behind))
-    fill, shared, both = (each + task.fill_sends * sent for each in (fill, shared, waited(both)))
-    return ChainRows(busy=busy, fill=fill, both=both, shared=shared, begin=place[_BEGIN])
+    return sends
 
 
-def _paths(task: PartitionTask, kinds: IntArray, states: IntArray) -> FloatArray:
-    """(5, units, states, units, states) least seconds from one unit to another between boundary states.
-
-    Steady ones with what synchronisation leaves of the first unit, steady ones with what falls behind, what the fill
-    pays, that with steady ones shared out evenly, and that with the first.
-    """
-    width, units = len(states), len(kinds)
-    steps = []
-    for kind in task.kinds:
-        key = np.searchsorted(states, kind.entry) * width + np.searchsorted(states, kind.exit)
-        steady, fill = kind.values[:, STEADY], kind.values[:, FILL]
-        left = steady + np.maximum(0.0, kind.values[:, QUEUE])
-        inside = (steady, steady + kind.values[:, BACKLOG], fill, fill + steady / task.ranks, fill + steady)
-        step = np.full((7, width * width), np.inf)
-        for column, seconds in enumerate((*inside, left, fill + left)):
-            np.minimum.at(step[column], key, seconds)
-        steps.append(step.reshape(7, 1, 1, width, width))
-    found = np.full((5, units, width, units, width), np.inf)
-    for unit, kind in enumerate(kinds.tolist()):
-        if unit:
-            before = found[:, :unit, :, unit - 1, :, None]
-            found[:, :unit, :, unit] = (before + steps[kind][:5]).min(axis=3)
-        found[:, unit, :, unit] = steps[kind][[5, 1, 2, 3, 6], 0, 0]
+def _waited(task: PartitionTask, seconds: FloatArray, sent: FloatArray) -> FloatArray:
+    """Seconds of rows with what messages before them are not hidden."""
+    hidden = task.hidden_share * np.where(np.isfinite(seconds), seconds, 0.0)
+    found: FloatArray = seconds + np.maximum(0.0, task.steady_sends * sent - hidden)
     return found
+
+
+def _paths(task: PartitionTask, states: IntArray, count: int) -> FloatArray:
+    """(count, units, states, units, states) least seconds from one unit to another between boundary states.
+
+    Of steady ones with what synchronisation leaves of the first unit, steady ones with what falls behind, what the fill
+    pays, that with steady ones shared out evenly, and that with the first: the first `count`.
+    """
+    width, units = len(states), task.units
+    inside, alone = _steps(task, states)
+    kinds = np.repeat(np.arange(len(task.counts)), task.counts).tolist()
+    # First units lie last, so that one sum runs along all of them.
+    found = np.full((count, units, width, width, units), np.inf)
+    for unit, kind in enumerate(kinds):
+        if unit:
+            before = found[:, unit - 1, :, :, None, :unit]
+            found[:, unit, :, :, :unit] = (before + inside[kind, :count, None, :, :, None]).min(axis=2)
+        found[:, unit, :, :, unit] = alone[kind, :count]
+    return found.transpose(0, 4, 2, 1, 3)
+
+
+def _steps(task: PartitionTask, states: IntArray) -> tuple[FloatArray, FloatArray]:
+    """Terms of `_paths` for each kind of unit behind others, and where it comes first: (kinds, 5, states, states)."""
+    width = len(states)
+    values = np.concatenate([kind.values for kind in task.kinds])
+    sides = [np.concatenate([getattr(kind, side) for kind in task.kinds]) for side in ("entry", "exit")]
+    number = np.repeat(np.arange(len(task.kinds)), [len(kind) for kind in task.kinds])
+    entry, leave = (np.searchsorted(states, side) for side in sides)
+    key = (number * width + entry) * width + leave
+    steady, fill = values[:, STEADY], values[:, FILL]
+    left = steady + np.maximum(0.0, values[:, QUEUE])
+    behind = steady + values[:, BACKLOG]
+    terms = np.stack([steady, behind, fill, fill + steady / task.ranks, fill + steady, left, fill + left])
+    order = np.argsort(key, kind="stable")
+    first = np.flatnonzero(np.diff(key[order], prepend=-1))
+    found = np.full((7, len(task.kinds) * width * width), np.inf)
+    found[:, key[order[first]]] = np.minimum.reduceat(terms[:, order], first, axis=1)
+    steps = found.reshape(7, len(task.kinds), width, width).transpose(1, 0, 2, 3)
+    return steps[:, :5], steps[:, [5, 1, 2, 3, 6]]

@@ -30,6 +30,13 @@ def listed_cuts(units: int, pieces: int) -> tuple[IntArray, IntArray]:
     return first, last
 
 
+@lru_cache(maxsize=32)
+def _places(units: int, pieces: int) -> IntArray:
+    """(chunks, cuts) places of the chunks of every cut in a flat table of first and last units."""
+    first, last = listed_cuts(units, pieces)
+    return first * units + last
+
+
 def listed_s(busy: FloatArray, fill: FloatArray, rank_of: IntArray, in_turns: bool) -> FloatArray:
     """(cuts,) seconds of every cut.
 
@@ -39,8 +46,7 @@ def listed_s(busy: FloatArray, fill: FloatArray, rank_of: IntArray, in_turns: bo
     rank_of : (chunks,) rank of each chunk
     in_turns : the longest chunk of each turn counts; else the busiest rank with all of its chunks
     """
-    first, last = listed_cuts(len(busy), len(rank_of))
-    place = first * len(busy) + last
+    place = _places(len(busy), len(rank_of))
     chunks = busy.ravel()[place]
     ranks = int(rank_of.max()) + 1
     if in_turns:

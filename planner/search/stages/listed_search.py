@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.stages.chain_bound import chain_rows
+from planner.search.stages.chain_bound import cheapest_rows
 from planner.search.stages.chunk_terms import memory_bytes, step_s
 from planner.search.stages.fragments import (
     ACTIVATION,
@@ -47,8 +47,7 @@ def listed_partition(task: PartitionTask) -> Partition | None:
 
     Its bound is the least of all cuts, memory and what turns of unequal length cost aside.
     """
-    rows = chain_rows(task).anywhere
-    busy, fill = rows.busy[:, 0, :, 0], rows.fill[:, 0, :, 0]
+    busy, fill = cheapest_rows(task)
     first, last = listed_cuts(task.units, task.pieces)
     seconds = np.where(_allowed(task, last), listed_s(busy, fill, task.rank_of, task.uneven_s is None), np.inf)
     order = np.argsort(seconds, kind="stable")[:LISTED]

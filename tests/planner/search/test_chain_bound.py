@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from planner.search.stages import chain_bound as chains
-from planner.search.stages.chain_bound import chain_bound
+from planner.search.stages.chain_bound import chain_bound, chain_rows, cheapest_rows
 from planner.search.stages.fragments import FILL, STEADY, Fragments
 from planner.search.stages.listed_cuts import listed_cuts
 from planner.search.stages.listed_search import listed_partition
@@ -47,6 +47,14 @@ def test_listed_cuts_of_units_without_choice_are_exact(task: PartitionTask) -> N
     assume(1 < task.pieces <= task.units and (task.hidden_share == 0))
     alone = without_choice(task)
     assert chain_bound(alone) == pytest.approx(brute_force(alone))
+
+
+@settings(max_examples=50)
+@given(st.one_of(tasks(), tasks(chunks=2)))
+def test_the_cheapest_rows_are_those_of_any_states(task: PartitionTask) -> None:
+    anywhere = chain_rows(task).anywhere
+    for found, expected in zip(cheapest_rows(task), (anywhere.busy, anywhere.fill), strict=True):
+        assert np.array_equal(found, expected[:, 0, :, 0])
 
 
 def test_cuts_are_listed_once_each() -> None:
