@@ -14,13 +14,13 @@ from planner.quantities import GIB, seconds_text
 from planner.request import Pins
 from planner.search.configurations.explored import Explored, Placed
 from planner.search.configurations.step_model import Configuration
-from planner.search.stages.fragments import FILL, STEADY, FloatArray
+from planner.search.stages.fragments import ACTIVATION, FILL, RESIDENT, STEADY, TRANSIENT, FloatArray
 from planner.search.stages.partition import partition
-from planner.search.stages.segments import simplified
+from planner.search.stages.segments import PartitionTask, simplified
 from planner.strategy.plan import Plan
 from simulator.errors import InputError
 from simulator.hardware import Hardware
-from simulator.topology import level_of_axis
+from simulator.topology import group_shape, level_of_axis
 
 MORE_BANDWIDTH = 1.1
 FEW_SOLVES = 12
@@ -190,8 +190,9 @@ def shadow_prices(search: Configured, pins: Pins, explored: Explored, best: Plac
         if placed is not best and behind < FARTHEST * (best.objective_s - with_more):
             with_more = min(with_more, _roomier_s(placed))
     # Measured times of collectives are those of the links as they are.
-    plain = replace(search.hardware, collective_tables=())
-    before = _objective_s(search, pins, best, plain) if search.hardware.collective_tables else best.objective_s
+    measured = bool(search.hardware.collective_tables)
+    plain = replace(search.hardware, collective_tables=()) if measured else search.hardware
+    before = _objective_s(search, pins, best, plain, plain) if measured else best.objective_s
     links = {}
     for number, level in enumerate(plain.levels):
         if number and plain.levels[number - 1].size >= search.devices:
@@ -199,22 +200,43 @@ def shadow_prices(search: Configured, pins: Pins, explored: Explored, best: Plac
             continue
         faster = replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * MORE_BANDWIDTH)
         hardware = replace(plain, levels=(*plain.levels[:number], faster, *plain.levels[number + 1 :]))
-        after = _objective_s(search, pins, best, hardware)
+        inside = number <= _outermost(plain, best.configuration)
+        after = _objective_s(search, pins, best, hardware, hardware if inside else plain)
         links[level.name] = max(0.0, before - after) if np.isfinite(after) else 0.0
     return ShadowPrices(memory_gib_s=best.objective_s - with_more, links_s=links)
 
 
-def _objective_s(search: Configured, pins: Pins, best: Placed, hardware: Hardware) -> float:
-    """Seconds of a configuration's step on other hardware, its stages cut anew; infinite where none fits."""
-    tables = search.tables(pins, best.configuration, hardware)
-    found = partition(simplified(search.model(hardware, best.task.limit_bytes).task(tables, best.configuration)))
+def _outermost(hardware: Hardware, c: Configuration) -> int:
+    """The outermost level that messages inside a stage cross, -1 where there are none."""
+    axes = [(axis.size, c.stride(axis.name)) for axis in c.inner_mesh().axes]
+    return max((group_shape(hardware, *axis).outermost for axis in axes), default=-1)
+
+
+def _objective_s(search: Configured, pins: Pins, best: Placed, hardware: Hardware, inside: Hardware) -> float:
+    """Seconds of a configuration's step on other hardware, its stages cut anew; infinite where none fits.
+
+    `inside` is what messages inside a stage run on, which may be as it was.
+    """
+    c = best.configuration
+    tables = search.tables(pins, c, inside) if c.inner_mesh().axes else best.tables
+    found = partition(simplified(search.model(hardware, best.task.limit_bytes).task(tables, c)))
     return np.inf if found is None else found.objective_s
 
 
 def _roomier_s(placed: Placed) -> float:
     """Step time of a configuration once its stages are cut with one more GiB on every device."""
+    if _fits_anyhow(placed.task):
+        return placed.objective_s
     found = partition(simplified(replace(placed.task, limit_bytes=placed.task.limit_bytes + GIB)))
     return placed.objective_s if found is None else min(placed.objective_s, found.objective_s)
+
+
+def _fits_anyhow(task: PartitionTask) -> bool:
+    """Whether one rank could hold the whole network however it runs: then no limit on memory binds."""
+    flight = float(task.in_flight.max())
+    held = [float((flight * k.values[:, ACTIVATION] + k.values[:, RESIDENT]).max()) for k in task.kinds]
+    once = max(float(kind.values[:, TRANSIENT].max()) for kind in task.kinds)
+    return once + sum(count * size for count, size in zip(task.counts, held, strict=True)) <= task.limit_bytes
 
 
 def shadow_messages(prices: ShadowPrices) -> tuple[str, ...]:
