@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from planner.cli.execute import Device
+from planner.cli.execute_options import Device
 from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, natural
 from planner.cli.terminal import Terminal
 from simulator.errors import InputError

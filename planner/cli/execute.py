@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import math
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from planner.cli.options import (
-    DebugFlag,
-    JsonFlag,
-    Precision,
-    QuietFlag,
-    check_out,
-    natural,
-    natural_or_zero,
-    rate,
-    read_shares,
-    seconds,
+from planner.cli.execute_options import (
+    Data,
+    DeviceKind,
+    DryRunFlag,
+    ForceFlag,
+    JoinTimeout,
+    LearningRate,
+    LogEvery,
+    LogFolder,
+    MeasureFlag,
+    OtherPrecision,
+    OutFile,
+    Processes,
+    ResumeFrom,
+    RunTrace,
+    SaveEvery,
+    SaveFolder,
+    Seed,
+    Steps,
+    Strategy,
+    Timeout,
+    TopPlans,
+    VerifyFlag,
+    VirtualFlag,
 )
+from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, check_out, read_shares
 from planner.cli.simulate import Slowdown, SlowLinks, Stragglers
 from planner.cli.terminal import Terminal
 from simulator.errors import InputError
@@ -32,91 +44,33 @@ if TYPE_CHECKING:
 STEPS, VIRTUAL_STEPS = 10, 3
 
 
-class Device(StrEnum):
-    """What to run on."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-    NPU = "npu"
-
-
 def execute(
-    strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="A strategy file.")],
-    processes: Annotated[
-        int | None,
-        typer.Option("--processes", parser=natural, metavar="N", help="Local processes; default: the plan's devices."),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option("--steps", parser=natural, metavar="N", help="Training steps [10; virtual ones 3]."),
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option("--data", metavar="DATASET", help="Default: a real data set that fits the network.")
-    ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Train again in one process; exit code 4 if the losses differ.")
-    ] = False,
-    precision: Annotated[Precision | None, typer.Option("--precision", help="Default: the plan's.")] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", parser=natural_or_zero, metavar="N", help="Seed of parameters and data [0].")
-    ] = None,
-    learning_rate: Annotated[
-        float | None, typer.Option("--learning-rate", parser=rate, metavar="X", help="Default: the optimizer's.")
-    ] = None,
-    device: Annotated[Device | None, typer.Option("--device", help="Default: the best there is.")] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            "--timeout", parser=seconds, metavar="SECONDS", help="How long a rank may keep the others waiting [60]."
-        ),
-    ] = None,
-    top: Annotated[
-        int | None,
-        typer.Option("--top", parser=natural, metavar="K", help="Run the best K plans, and compare their order."),
-    ] = None,
-    join_timeout: Annotated[
-        float | None,
-        typer.Option(
-            "--join-timeout", parser=seconds, metavar="SECONDS", help="How long to wait for all processes [300]."
-        ),
-    ] = None,
-    save: Annotated[
-        Path | None, typer.Option("--save", metavar="DIR", help="Save a checkpoint in this folder at the end.")
-    ] = None,
-    save_every: Annotated[
-        int | None, typer.Option("--save-every", parser=natural, metavar="N", help="And after every N steps.")
-    ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option("--resume", metavar="DIR", help="Go on from a checkpoint, or the newest in a folder of them."),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Start even if the prediction says that memory does not suffice.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only tell what each rank would do; start nothing.")
-    ] = False,
-    log_dir: Annotated[
-        Path | None, typer.Option("--log-dir", metavar="DIR", help="Keep what every rank says in DIR/device<rank>.")
-    ] = None,
-    log_every: Annotated[
-        int | None,
-        typer.Option("--log-every", parser=natural, metavar="N", help="Say the loss after every N steps, on stderr."),
-    ] = None,
-    virtual: Annotated[
-        bool, typer.Option("--virtual", help="Sleep instead of computing: any number of ranks on a few cores.")
-    ] = False,
+    strategy: Strategy,
+    processes: Processes = None,
+    steps: Steps = None,
+    data: Data = None,
+    verify: VerifyFlag = False,
+    precision: OtherPrecision = None,
+    seed: Seed = None,
+    learning_rate: LearningRate = None,
+    device: DeviceKind = None,
+    timeout: Timeout = None,
+    top: TopPlans = None,
+    join_timeout: JoinTimeout = None,
+    save: SaveFolder = None,
+    save_every: SaveEvery = None,
+    resume: ResumeFrom = None,
+    force: ForceFlag = False,
+    dry_run: DryRunFlag = False,
+    log_dir: LogFolder = None,
+    log_every: LogEvery = None,
+    virtual: VirtualFlag = False,
     stragglers: Stragglers = None,
     slowdown: Slowdown = None,
     slow_link: SlowLinks = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Clock every instruction, and say why the prediction was off.")
-    ] = False,
-    trace: Annotated[
-        Path | None,
-        typer.Option("--trace", metavar="FILE", help="Write the step as predicted and as measured for Perfetto."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the result as JSON.")] = None,
+    measure: MeasureFlag = False,
+    trace: RunTrace = None,
+    out: OutFile = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
@@ -148,10 +102,9 @@ def execute(
     from planner.execution.run import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_TIMEOUT_S, ExecuteOptions
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
-    if out is not None:
-        check_out("--out", out, (strategy,))
-    if trace is not None:
-        check_out("--trace", trace, (strategy,))
+    for name, file in (("--out", out), ("--trace", trace)):
+        if file is not None:
+            check_out(name, file, (strategy,))
     options = ExecuteOptions(
         strategy=strategy,
         processes=processes,
@@ -172,18 +125,13 @@ def execute(
         measure=measure,
         trace=trace,
     )
-    links = read_shares(slow_link or [])
-    if (stragglers is not None or slowdown is not None or links) and not virtual:
-        raise InputError("slow ranks and links were given without --virtual, which alone can make some; add it")
-    if virtual:
-        if top is not None or measure or trace is not None or verify:
-            raise InputError("--virtual computes nothing to verify, measure or compare; leave the other options out")
-        _run_virtually(terminal, options, steps, stragglers or 0, slowdown, links, out)
+    slow = _slow(stragglers, slowdown, read_shares(slow_link or []), virtual=virtual)
+    _check_apart(options, top, virtual=virtual)
+    if slow is not None:
+        _run_virtually(terminal, options, steps, slow, out)
     elif top is not None:
         from planner.cli.shoot_out import run_shoot_out
 
-        if trace is not None:
-            raise InputError("--trace draws one plan, --top runs several; leave one of them out")
         run_shoot_out(terminal, strategy, top, options, out)
     elif dry_run:
         _rehearse(terminal, options, out)
@@ -191,28 +139,49 @@ def execute(
         _train(terminal, options, log_every, out)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slow:
+    """What is slow of virtual devices: how many ranks and how much, and levels with the shares of their links."""
+
+    ranks: int
+    slowdown: float
+    links: dict[str, float]
+
+
+def _slow(stragglers: int | None, slowdown: float | None, links: dict[str, float], *, virtual: bool) -> _Slow | None:
+    """Read what is to be slow, which only virtual devices can be; None without them."""
+    from planner.cli.reliability import SLOWDOWN
+
+    if virtual:
+        return _Slow(ranks=stragglers or 0, slowdown=SLOWDOWN if slowdown is None else slowdown, links=links)
+    if stragglers is not None or slowdown is not None or links:
+        raise InputError("slow ranks and links were given without --virtual, which alone can make some; add it")
+    return None
+
+
+def _check_apart(options: ExecuteOptions, top: int | None, *, virtual: bool) -> None:
+    """Refuse options that mean nothing together."""
+    if virtual and (top is not None or options.measure or options.trace is not None or options.verify):
+        raise InputError("--virtual computes nothing to verify, measure or compare; leave the other options out")
+    if top is not None and options.trace is not None:
+        raise InputError("--trace draws one plan, --top runs several; leave one of them out")
+
+
 def _run_virtually(
-    terminal: Terminal,
-    options: ExecuteOptions,
-    steps: int | None,
-    stragglers: int,
-    slowdown: float | None,
-    links: dict[str, float],
-    out: Path | None,
+    terminal: Terminal, options: ExecuteOptions, steps: int | None, slow: _Slow, out: Path | None
 ) -> None:
     """Let the ranks sleep instead of computing."""
-    from planner.cli.reliability import SLOWDOWN
     from planner.cli.virtual import run_virtually
     from planner.execution.virtual.devices import VirtualOptions
 
-    slow = VirtualOptions(
+    asked = VirtualOptions(
         steps=VIRTUAL_STEPS if steps is None else steps,
-        slow_ranks=stragglers,
-        slowdown=SLOWDOWN if slowdown is None else slowdown,
-        slow_links=links,
+        slow_ranks=slow.ranks,
+        slowdown=slow.slowdown,
+        slow_links=slow.links,
         seed=options.seed or 0,
     )
-    run_virtually(terminal, Path(options.strategy), slow, out)
+    run_virtually(terminal, Path(options.strategy), asked, out)
 
 
 def _train(terminal: Terminal, options: ExecuteOptions, log_every: int | None, out: Path | None) -> None:

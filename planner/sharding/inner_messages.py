@@ -18,14 +18,28 @@ from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph
 from planner.sharding.rule_notation import InnerMessage, Rule
 from simulator.program import Collective
 
+PAIR = 2
+"""Keys and values, or their gradients."""
 Amount = TypeVar("Amount", float, NDArray[np.float64])
 
 
 def inner_messages(rule: Rule) -> tuple[InnerMessage, ...]:
-    """List the collectives inside an operator along one mesh axis, in order."""
-    if not rule.reduced_elements:
-        return rule.messages
-    return (InnerMessage(Collective.ALL_REDUCE, elements=rule.reduced_elements), *rule.messages)
+    """List the collectives inside an operator along one mesh axis, in order.
+
+    What goes round behind keys and values, the sums of their gradients, is a piece late, and so in messages of its own.
+    """
+    found = [one for message in rule.messages for one in _apart(message)]
+    if rule.reduced_elements:
+        found.insert(0, InnerMessage(Collective.ALL_REDUCE, elements=rule.reduced_elements))
+    return tuple(found)
+
+
+def _apart(message: InnerMessage) -> tuple[InnerMessage, ...]:
+    half = len(message.tensors) // 2
+    if not message.circulating or half < PAIR:
+        return (message,)
+    halves = message.tensors[:half], message.tensors[half:]
+    return tuple(replace(message, tensors=tensors, together=len(halves)) for tensors in halves)
 
 
 def message_count(message: InnerMessage, size: int) -> int:
@@ -68,8 +82,8 @@ def without_all_to_alls(rule: Rule, size: int) -> Rule:
 def waiting_time(message: InnerMessage, size: int, message_s: Amount, work_s: Amount) -> Amount:
     r"""Seconds an operator takes longer because of a message.
 
-    A circulating message that is overlapped travels beside size − 1 of the size equal parts of the work:
-    :math:`(n - 1) \max(0, t - w / n)`; any other is waited for.
+    A circulating message that is overlapped travels beside size − 1 of the size equal parts of the work, of which it
+    has its share where k messages do: :math:`(n - 1) \max(0, t - w / (k n))`; any other is waited for.
 
     Parameters
     ----------
@@ -78,6 +92,6 @@ def waiting_time(message: InnerMessage, size: int, message_s: Amount, work_s: Am
     """
     if not message.overlapped:
         return message_s * message_count(message, size)
-    part = work_s / (size if message.circulating else 1)
+    part = work_s / ((size if message.circulating else 1) * message.together)
     late = (message_s - part) * message_count(message, size)
     return late * (late > 0)

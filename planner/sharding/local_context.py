@@ -161,14 +161,17 @@ def ring_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `ring_attention` for ``saved``: gradient, query, key, value, output and log-sum-exp.
 
-    Keys and values go round once more, the sums of their gradients behind them and in the end home. Of heads that
-    are copies of one the first has the whole gradient: only their sum is asked for.
+    Keys and values go round once more, each piece while the one before is worked on; the sums of their gradients follow
+    one piece behind, and in the end go home. Of heads that are copies of one the first has the whole gradient: only
+    their sum is asked for.
     """
     gradient, query, key, value, output, normaliser = saved
     pieces = _single(key, copies), _single(value, copies)
     of_query = torch.zeros_like(query)
     sums = torch.zeros_like(pieces[0]), torch.zeros_like(pieces[1])
     for turn in range(size):
+        arriving = pass_on(pieces) if turn < size - 1 else None
+        coming = pass_on(sums) if turn else None
         asks, offers, masked = _visible(query.shape[_LENGTH], rank, (rank - turn) % size, causal)
         key, value = (_wide(part[:, :, offers], copies) for part in pieces)
         found = attend_backward_anywhere(
@@ -176,13 +179,13 @@ def ring_attention_backward(
             key, value, causal=masked, scale=scale,
         )  # fmt: skip
         of_query[:, :, asks] += found[0]
+        if coming is not None:
+            sums = _pair(coming())
         for total, part in zip(sums, found[1:], strict=True):
             total[:, :, offers] += _summed(part, copies)
-        if turn < size - 1:
-            key, value, *rest = pass_on((*pieces, *sums))()
-            pieces, sums = (key, value), _pair(rest)
-        else:
-            sums = _pair(pass_on(sums)())
+        if arriving is not None:
+            pieces = _pair(arriving())
+    sums = _pair(pass_on(sums)())
     return of_query, _spread(sums[0], copies), _spread(sums[1], copies)
 
 

@@ -186,7 +186,7 @@ class Messages:
         sent: Sequence[tuple[float, int, IntArray]],
     ) -> None:
         """Add a message inside the kernels `rows`; `sent` are bytes, growth and masks (rows,) of what is sent."""
-        key = (message.collective, axis, message.circulating, message.overlapped, len(sent))
+        key = (message.collective, axis, message.circulating, message.overlapped, message.together, len(sent))
         group = self._inner.setdefault(key, _Inner(message))
         self._axes[key] = axis
         group.rows.append(rows)
