@@ -134,6 +134,7 @@ class Configured:
             bucket_bytes=self.bucket_bytes,
             unit_pins=self.unit_pins,
             host_elements=self._host_elements(),
+            parameters_away=bool(self.base.get("offload_parameters")),
         )
 
     def _host_elements(self) -> float:

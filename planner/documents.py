@@ -69,6 +69,8 @@ def plan_document(plan: Plan, hardware: Hardware) -> Document:
         "optimizer_sharding": plan.optimizer_sharding,
         "shard_size": plan.shard_size,
         "offload_optimizer": plan.offload_optimizer,
+        "offload_to": plan.offload_to if plan.offload_optimizer else None,
+        "offload_parameters": plan.offload_parameters,
         "host_embeddings": plan.host_embeddings,
         "context_algorithm": plan.context_algorithm,
         "bucket_bytes": plan.bucket_bytes,

@@ -32,8 +32,9 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "optimizer_sharding": ("none", "zero1", "zero2", "zero3"),
     "schedule": ("none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipe", "dualpipe_v"),
     "context_algorithm": ("none", "ring", "all_to_all"),
+    "offload_to": ("host", "disk"),
 }
-FLAGS = ("sequence_parallel", "offload_optimizer", "host_embeddings")
+FLAGS = ("sequence_parallel", "offload_optimizer", "offload_parameters", "host_embeddings")
 SIZES: Mapping[str, tuple[int, int]] = {"bucket_mb": (1, 2**14), "sharding_threshold_kb": (0, 2**24)}
 """Pins that are sizes in MiB or KiB, with the least and the largest."""
 COPIES = ("1", "2")
@@ -81,7 +82,8 @@ class Pins:
 
     ``micro_batch`` are the samples of a micro-batch on one data-parallel rank, ``micro_batches`` their number.
     ``batch_only`` shards nothing but the batch (pure data parallelism). ``shard_size`` is the number of data-parallel
-    ranks that optimizer states are sharded over, ``offload_optimizer`` whether they live in host memory,
+    ranks that optimizer states are sharded over, ``offload_optimizer`` whether they live beside the host, in its
+    memory or where ``offload_to`` says, ``offload_parameters`` whether parameters lie in its memory too,
     ``host_embeddings`` whether tables of embeddings do;
     ``by_unit`` says that units are fixed one by one (`planner.search.stages.unit_pins`).
     ``bucket_mb`` is the size of fused messages of gradients in MiB, and parameters of less than
@@ -104,6 +106,8 @@ class Pins:
     context_algorithm: str | None = None
     sequence_parallel: bool | None = None
     offload_optimizer: bool | None = None
+    offload_to: str | None = None
+    offload_parameters: bool | None = None
     host_embeddings: bool | None = None
     bucket_mb: int | None = None
     sharding_threshold_kb: int | None = None
@@ -195,7 +199,22 @@ def read_pins(request: PlanRequest) -> Pins:
             )
         pins = replace(pins, tp=1, pp=1, cp=1, ep=1, batch_only=not sharded)
         pins = pins if sharded else replace(pins, optimizer_sharding="none")
-    return _in_copies(pins)
+    return _in_copies(_offloaded(pins))
+
+
+def _offloaded(pins: Pins) -> Pins:
+    """States away from the device where it is said where to; InputError where they are to stay."""
+    given = {"offload_to": pins.offload_to, "offload_parameters": pins.offload_parameters or None}
+    name, value = next(((name, value) for name, value in given.items() if value is not None), ("", None))
+    if value is None:
+        return pins
+    if pins.offload_optimizer is False:
+        why = "the host updates what it holds" if name == "offload_parameters" else "states that stay go nowhere"
+        raise InputError(
+            f"pins offload_optimizer=false {name}={str(value).lower()}: {why}; use --pin offload_optimizer=true, or "
+            f"leave {name} out"
+        )
+    return replace(pins, offload_optimizer=True)
 
 
 def _in_copies(pins: Pins) -> Pins:

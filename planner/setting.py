@@ -86,6 +86,7 @@ def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: Shared
     )
     base = _base_plan(request, network, graph, hardware, precision, update.name, batch, bucket)
     base |= {"host_embeddings": bool(pins.host_embeddings), "copies": pins.copies or 1}
+    base |= {"offload_to": pins.offload_to or "host", "offload_parameters": bool(pins.offload_parameters)}
     ruled = time.perf_counter()
     search = Configured(
         graph=graph,

@@ -23,6 +23,8 @@ PROFILE_SUFFIXES = (PROFILE_SUFFIX, ".yml")
 CLUSTER_FILE_SUFFIXES = (".json", ".txt")
 HOST_MEMORY_BANDWIDTH = 2 * 8 * 25.6e9
 """Bytes a second of a node whose profile does not say: two processors with eight channels of DDR4-3200 each."""
+DISK_BANDWIDTH = 7e9
+"""Bytes a second of the disks of a node whose profile does not say: one NVMe drive on four lanes of PCIe 4.0."""
 CLUSTER_FORMAT = re.compile(rb"^format: *meshwright-cluster *$", re.MULTILINE)
 _WIDER_DTYPE = {
     "float8_e4m3fn": "bfloat16",
@@ -178,7 +180,8 @@ class Hardware:
     them the roofline of ``kernels`` counts. ``overlap_compute_speed`` and ``overlap_transfer_speed`` are the
     parts of their speed that kernels and messages keep while they run at the same time. ``training`` holds factors
     that whole training steps put on kernels and messages: `planner.estimate.coefficients` says which.
-    ``host_memory_bandwidth`` is that of a node's processors in bytes/s, which its devices share.
+    ``host_memory_bandwidth`` is that of a node's processors in bytes/s, ``disk_bandwidth`` that of its disks; its
+    devices share both.
     """
 
     name: str
@@ -200,6 +203,7 @@ class Hardware:
     overlaps_communication: bool = True
     collective_overhead_s: float = 0.0
     host_memory_bandwidth: float = HOST_MEMORY_BANDWIDTH
+    disk_bandwidth: float = DISK_BANDWIDTH
     collective_algorithms: tuple[str, ...] = ("tree", "hierarchical", "switch")
     pinned_algorithms: Mapping[Collective, str] = field(default_factory=dict)
     collective_tables: tuple[CollectiveTable, ...] = ()

@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from simulator.errors import ProfileError
 from simulator.hardware import (
+    DISK_BANDWIDTH,
     HOST_MEMORY_BANDWIDTH,
     CollectiveTable,
     Hardware,
@@ -301,7 +302,7 @@ def _hardware(profile: ProfilePart) -> Hardware:
     device, topology = profile.device, profile.topology
     slowdown = profile.compute_slowdown
     overhead, algorithms = topology.collective_overhead_s, topology.collective_algorithms
-    memory = topology.host_memory_bandwidth_bytes_per_s
+    memory, disk = topology.host_memory_bandwidth_bytes_per_s, topology.disk_bandwidth_bytes_per_s
     kernels = {kernel: _kernel(profile.kernels.get(kernel)) for kernel in Kernel}
     return Hardware(
         name=profile.name,
@@ -322,6 +323,7 @@ def _hardware(profile: ProfilePart) -> Hardware:
         overlaps_communication=profile.overlaps_communication.value,
         collective_overhead_s=overhead.value if overhead else 0.0,
         host_memory_bandwidth=memory.value if memory else HOST_MEMORY_BANDWIDTH,
+        disk_bandwidth=disk.value if disk else DISK_BANDWIDTH,
         collective_algorithms=tuple(algorithms.value) if algorithms else ("tree", "hierarchical", "switch"),
         collective_tables=tuple(_table(table) for table in profile.collectives),
         slowdown_table=tuple(zip(slowdown.processes, slowdown.factor, strict=True)) if slowdown else ((1, 1.0),),
@@ -362,7 +364,10 @@ def _values(entries: Mapping[Any, Sourced[float]]) -> dict[str, float]:
     return {str(key): entry.value for key, entry in entries.items()}
 
 
-_OPTIONAL = ("node", "fabric", "pinned_algorithms", "host_memory_bandwidth_bytes_per_s")
+_OPTIONAL = (
+    *("node", "fabric", "pinned_algorithms", "host_memory_bandwidth_bytes_per_s"),
+    "disk_bandwidth_bytes_per_s",
+)
 """Parts of a topology that need not be there."""
 
 

@@ -53,6 +53,7 @@ class TopologyPart(Part):
     node_device_counts: Sourced[Annotated[list[Count], Field(min_length=1)]]
     collective_overhead_s: Sourced[NonNegative] | None = None
     host_memory_bandwidth_bytes_per_s: Sourced[Positive] | None = None
+    disk_bandwidth_bytes_per_s: Sourced[Positive] | None = None
     collective_algorithms: (
         Sourced[list[Literal["tree", "hierarchical", "switch", "halving-doubling", "mesh", "ring-halving"]]] | None
     ) = None

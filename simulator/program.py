@@ -11,6 +11,7 @@ from enum import StrEnum
 
 COMPUTE_STREAM = "compute"
 HOST = "host"
+DISK = "disk"
 """Axis of copies between a device and its host."""
 
 

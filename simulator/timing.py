@@ -12,7 +12,7 @@ from simulator.corrections import kernel_factor, message_time
 from simulator.errors import ProgramError
 from simulator.hardware import Hardware
 from simulator.kernels import kernel_time, matmul_time
-from simulator.program import HOST, Collective, Kernel, Program, Task
+from simulator.program import DISK, HOST, Collective, Kernel, Program, Task
 from simulator.topology import GroupShape, group_shape
 
 FloatArray = npt.NDArray[np.float64]
@@ -25,6 +25,11 @@ def host_time(hardware: Hardware, size_bytes: float) -> float:
     through_node = hardware.node.host_bandwidth_bytes_per_s if hardware.node else 0.0
     bandwidth = hardware.reliability.snapshot_bandwidth_bytes_per_s or through_node
     return size_bytes / bandwidth if bandwidth else 0.0
+
+
+def disk_time(hardware: Hardware, size_bytes: float) -> float:
+    """Seconds in which a host reads and writes bytes for one device; the devices of a node share its disks."""
+    return size_bytes * hardware.devices_per_node / hardware.disk_bandwidth
 
 
 def host_memory_time(hardware: Hardware, size_bytes: FloatArray) -> FloatArray:
@@ -77,6 +82,8 @@ def _seconds(program: Program | ProgramColumns, tasks: Sequence[Task], hardware:
         for i in compute if kernel is Kernel.COPY else ():
             if tasks[i].axis == HOST:
                 seconds[i] = host_time(hardware, tasks[i].bytes_moved)
+            elif tasks[i].axis == DISK:
+                seconds[i] = disk_time(hardware, tasks[i].bytes_moved)
         if hosted := [i for i in compute if tasks[i].on_host]:
             moved = np.array([tasks[i].bytes_moved for i in hosted])
             seconds[hosted] = hardware.kernels[kernel].overhead_s + host_memory_time(hardware, moved)

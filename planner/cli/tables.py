@@ -62,7 +62,9 @@ def stages_text(plan: Plan) -> str:
     if plan.shard_size:
         parts.append(f"states shared by {plan.shard_size} ranks")
     if plan.offload_optimizer:
-        parts.append("states in host memory")
+        parts.append("states in host memory" if plan.offload_to == "host" else "states on disk")
+    if plan.offload_parameters:
+        parts.append("parameters in host memory")
     if plan.host_embeddings:
         parts.append("embedding tables in host memory")
     if plan.context_algorithm != "none":

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from planner.execution.mapped import MappedStates
 from simulator.errors import InputError
 
 
@@ -96,18 +97,22 @@ def hyperparameters(
     return replace(found, learning_rate=learning_rate)
 
 
-def make_step(optimizer: str, constants: Hyperparameters, *, offload: bool = False) -> ElementStep | SummedStep:
+def make_step(
+    optimizer: str, constants: Hyperparameters, *, offload: bool = False, to: str = "host"
+) -> ElementStep | SummedStep:
     """Make the update of one parameter; its state begins at zero with the first gradient.
 
     The formulas and their order of rounding are those of `torch.optim`, so that both agree to the last bits. With
-    `offload` states lie in the memory of the host, which also updates: gradients go there, parameters come back.
+    `offload` states lie in the memory of the host, or with `to` ``"disk"`` in files that it maps, and the host also
+    updates: gradients go there, parameters come back.
     """
+    settle = _settling(to)
     if optimizer == "lamb":
         found = _lamb(constants)
-        return _summed_on_host(found) if offload else found
+        return _summed_on_host(found, settle) if offload else found
     makers = {"sgd": _sgd, "momentum": _momentum, "adam": _adam, "adamw": _adamw}
     change = _in_single_precision(makers[optimizer](constants))
-    return ElementStep(change=_on_host(change) if offload else change)
+    return ElementStep(change=_on_host(change, settle) if offload else change)
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
@@ -138,27 +143,42 @@ class _HostCopy:
         return self.piece
 
 
-def _on_host(change: Change) -> Change:
+Settle = Callable[[State], None]
+"""Puts states where they belong."""
+
+
+def _settling(to: str) -> Settle:
+    return MappedStates().settle if to == "disk" else _to_host
+
+
+def _to_host(state: State) -> None:
+    state.update((name, value.cpu()) for name, value in state.items() if not value.is_cpu)
+
+
+def _on_host(change: Change, settle: Settle) -> Change:
     """Change a copy on the host, with states that lie there, and copy the result back."""
     copy = _HostCopy()
 
     def host_change(parameter: Tensor, gradient: Tensor, state: State) -> None:
-        state.update((name, value.cpu()) for name, value in state.items() if not value.is_cpu)
+        settle(state)
         piece = copy.of(parameter)
         change(piece, gradient.cpu(), state)
+        settle(state)
         if piece is not parameter:
             parameter.copy_(piece)
 
     return host_change
 
 
-def _summed_on_host(step: SummedStep) -> SummedStep:
+def _summed_on_host(step: SummedStep, settle: Settle) -> SummedStep:
     """Do the same where an update needs sums over whole parameters."""
     copy, state = _HostCopy(), step.state
 
     def begin(parameter: Tensor, gradient: Tensor) -> Tensor:
-        state.update((name, value.cpu()) for name, value in state.items() if not value.is_cpu)
-        return step.begin(copy.of(parameter), gradient.cpu()).to(parameter.device)
+        settle(state)
+        found = step.begin(copy.of(parameter), gradient.cpu()).to(parameter.device)
+        settle(state)
+        return found
 
     def finish(parameter: Tensor, sums: Tensor) -> None:
         piece = copy.of(parameter)

@@ -90,7 +90,7 @@ def train(job: Job, membership: Membership | None = None) -> list[RankResult]:
 def _backend(job: Job) -> str:
     """What carries messages; those of tables in the memory of hosts need one for processors as well."""
     backend = BACKENDS[job.device_type]
-    hosted = isinstance(job.lowered, LoweredPlan) and job.lowered.host_tables
+    hosted = bool(job.lowered.host_parameters)
     return f"cpu:gloo,{job.device_type}:{backend}" if hosted and job.device_type != "cpu" else backend
 
 
@@ -113,7 +113,8 @@ def _train_rank(job: Job, device: torch.device, store: Store, watch: Watch) -> R
     memory = PeakMemory(device)
     parameters, buffers = _own_tensors(job, coordinates, device)
     updates = {
-        name: make_step(job.optimizer, job.constants, offload=job.lowered.offload_optimizer) for name in parameters
+        name: make_step(job.optimizer, job.constants, offload=job.lowered.offload_optimizer, to=job.lowered.offload_to)
+        for name in parameters
     }
     kept = Held(parameters=parameters, optimizers=updates, buffers=buffers)
     where = places(job.lowered, held_parameters(job.lowered), coordinates)
@@ -216,7 +217,7 @@ def _own_tensors(
     whole = dict(module.named_parameters(remove_duplicate=False))
     graph = job.lowered.graph
     dtypes = {entry.name: graph.nodes[entry.node].outputs[0].dtype for entry in graph.parameters}
-    on_host = job.lowered.host_tables if isinstance(job.lowered, LoweredPlan) else ()
+    on_host = job.lowered.host_parameters
     kept = {}
     for stored in held_parameters(job.lowered):
         piece = own_piece(whole[stored.name].detach(), job.lowered.mesh, stored.placements, coordinates)

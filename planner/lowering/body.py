@@ -117,9 +117,11 @@ class Body(Writer):
         if node.phase is Phase.FORWARD and unit not in self.gone_forward:
             self.gone_forward.add(unit)
             self._gather(unit, Phase.FORWARD)
+            self._bring(unit, Phase.FORWARD)
         elif node.phase is Phase.BACKWARD and unit not in self.gone_back:
             self.gone_back.add(unit)
             self._gather(unit, Phase.BACKWARD)
+            self._bring(unit, Phase.BACKWARD)
             self._run_again(unit)
 
     def _gather(self, unit: int, phase: Phase) -> None:
@@ -142,6 +144,23 @@ class Body(Writer):
         if values:
             self._collect()
             self.items.append(Gather(unit, phase, tuple((ref, wanted, n) for (ref, wanted), n in values.items())))
+
+    def _bring(self, unit: int, phase: Phase) -> None:
+        """Copy the parameters that a pass of a unit reads from the host."""
+        source = self.source
+        if not source.away:
+            return
+        again = source.units.again[unit] if phase is Phase.BACKWARD else ()
+        users = (*again, *(i for i in self.readers[unit] if self.graph.nodes[i].phase is phase))
+        read = dict.fromkeys(ref for index in users for ref in self.graph.nodes[index].tensor_inputs)
+        for ref in (one for one in read if one.node in source.away):
+            placements, stored = source.stored[ref.node], self.graph.nodes[ref.node].name
+            place = f"{'in' if phase is Phase.FORWARD else 'back in'} {source.units.names[unit]}"
+            self.renamed[ref] = f"{stored} {place}"
+            size = source.local_bytes(self.graph.spec(ref), placements)
+            made = Buffer(name=self.renamed[ref], size_bytes=size, kind=BufferKind.GATHERED_PARAMETER)
+            self._host_copy(stored, made, size, phase, to_host=False)
+            self.versions[ref] = {placements: made.name}
 
     def _run_again(self, unit: int) -> None:
         again = self.source.units.again[unit]

@@ -92,7 +92,7 @@ def _parameter_bytes(source: PlacedGraph, index: int) -> dict[BufferKind, int]:
     """Bytes of one parameter between passes: itself, its states, its accumulated gradient, and gathered for a step."""
     spec = source.graph.nodes[index].outputs[0]
     size = source.local_bytes(spec, source.stored[index])
-    found = {BufferKind.PARAMETER: size}
+    found = {BufferKind.PARAMETER: 0 if source.on_host(index) else size}
     if not source.options.offload_optimizer:
         states = state_bytes(source.options.optimizer, spec.dtype)
         found[BufferKind.OPTIMIZER_STATE] = states * size // DTYPE_BYTES[spec.dtype]

@@ -1,10 +1,38 @@
-"""Copies between a device and its host."""
+"""Copies between a device and its host, and between a host and its disks."""
 
 from __future__ import annotations
 
-from simulator.program import HOST, Kernel, Phase, Task
+from collections.abc import Iterable, Iterator
+
+from planner.graph.operator_graph import DTYPE_BYTES
+from planner.lowering.placed import PlacedGraph
+from planner.work import state_bytes
+from simulator.program import DISK, HOST, Kernel, Phase, Task
 
 
 def host_copy(size_bytes: float, name: str = "optimizer states in host memory", phase: Phase = Phase.UPDATE) -> Task:
     """A task that moves bytes between a device and its host."""
     return Task(name=name, phase=phase, kernel=Kernel.COPY, axis=HOST, bytes_moved=size_bytes)
+
+
+def offloading(source: PlacedGraph, parameters: Iterable[tuple[int, int]]) -> Iterator[Task]:
+    """What an update of parameters costs beside its work where their states are not on the device.
+
+    Gradients go to the host and parameters come back, unless they live there; states on a disk are read and written.
+
+    Parameters
+    ----------
+    parameters
+        Nodes, each with how many parameters like it there are.
+    """
+    moved = states = 0.0
+    ways = 1.0 if source.options.offload_parameters else 2.0
+    for index, times in parameters:
+        spec = source.graph.nodes[index].outputs[0]
+        size = times * source.local_bytes(spec, source.stored[index])
+        moved += ways * size
+        states += 2.0 * size * state_bytes(source.options.optimizer, spec.dtype) / DTYPE_BYTES[spec.dtype]
+    yield host_copy(moved)
+    if source.options.offload_to == "disk" and states:
+        name = "optimizer states on disk"
+        yield Task(name=name, phase=Phase.UPDATE, kernel=Kernel.COPY, axis=DISK, bytes_moved=states)

@@ -30,6 +30,8 @@ def lowering_options(plan: Plan, graph: OperatorGraph) -> LoweringOptions:
         recompute=recompute_modes(plan, names),
         shard_size=plan.shard_size,
         offload_optimizer=plan.offload_optimizer,
+        offload_to=plan.offload_to,
+        offload_parameters=plan.offload_parameters,
         host_embeddings=plan.host_embeddings,
         exchange=plan.exchange,
         copies=plan.copies,

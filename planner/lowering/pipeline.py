@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, Role
+from planner.graph.operator_graph import OperatorGraph, Role
 from planner.instructions import NOTHING
 from planner.lowering.chunk_memory import chunk_bytes, rank_bytes
 from planner.lowering.chunk_passes import Draft, chunk_drafts
-from planner.lowering.host import host_copy
+from planner.lowering.host import offloading
 from planner.lowering.overflow import FLAG_BYTES, check_task, checks_gradients, flag_messages, settle_task
 from planner.lowering.placed import PlacedGraph, local_share
 from planner.lowering.representatives import Representatives, representatives
@@ -243,11 +243,10 @@ def _updates(lowering: _Lowering, rank: int) -> list[tuple[int, int]]:
     """Append the optimizer's tasks of a rank; returns their numbers and how many of each there are."""
     source = lowering.source
     update = source.options.optimizer
-    found, moved = [], 0.0
+    found = []
     for index, times in _rank_parameters(lowering, rank).items():
         node = source.graph.nodes[index]
         elements = node.outputs[0].elements * local_share(source.stored[index], source.sizes)
-        moved += 2.0 * times * elements * DTYPE_BYTES[node.outputs[0].dtype]
         task = Task(
             name=f"update {node.name}",
             phase=Phase.UPDATE,
@@ -255,15 +254,21 @@ def _updates(lowering: _Lowering, rank: int) -> list[tuple[int, int]]:
             dtype=node.outputs[0].dtype,
             flops=elements * update.flops,
             bytes_moved=elements * update_traffic(update, node.outputs[0].dtype),
+            on_host=source.on_host(index),
         )
         found.append((lowering.work.add(task, NOTHING), times))
     messages = summed(source, _rank_parameters(lowering, rank).items())
     found += [(lowering.work.add(message.task, NOTHING), 1) for message in messages]
     if checks_gradients(source):
-        checks = (check_task(moved / 2), *(task for _, task in flag_messages(source)), settle_task())
+        size = sum(
+            times * source.local_bytes(source.graph.nodes[index].outputs[0], source.stored[index])
+            for index, times in _rank_parameters(lowering, rank).items()
+        )
+        checks = (check_task(float(size)), *(task for _, task in flag_messages(source)), settle_task())
         found += [(lowering.work.add(task, NOTHING), 1) for task in checks]
     if source.options.offload_optimizer:
-        found.append((lowering.work.add(host_copy(moved), NOTHING), 1))
+        copies = offloading(source, _rank_parameters(lowering, rank).items())
+        found += [(lowering.work.add(task, NOTHING), 1) for task in copies]
     return found
 
 

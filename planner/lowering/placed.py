@@ -52,6 +52,8 @@ class LoweringOptions:
     recompute: Mapping[str, str] = field(default_factory=dict)
     shard_size: int = 0
     offload_optimizer: bool = False
+    offload_to: str = "host"
+    offload_parameters: bool = False
     host_embeddings: bool = False
     exchange: Exchange = UNASKED
     groups: Mapping[str, int] | None = None
@@ -99,6 +101,9 @@ class PlacedGraph:
         self.graph = graph
         self.options = options
         self.host = host_tables(graph) if options.host_embeddings else NO_TABLES
+        parameters = frozenset(p.node for p in graph.parameters) if options.offload_parameters else frozenset()
+        self.away: frozenset[int] = parameters - self.host.parameters
+        """Parameters in the memory of the host that are copied to the device for each pass of a unit."""
         self.sizes = options.mesh.sizes
         axes = len(self.sizes)
         self.replicated: Placements = (REPLICATE,) * axes
@@ -137,11 +142,12 @@ class PlacedGraph:
             for i, node in enumerate(graph.nodes)
             if node.role in (Role.PARAMETER, Role.INPUT)
         }
-        self.by_unit = frozenset(
+        self.by_unit: frozenset[int] = frozenset(
             p.node for p in graph.parameters if options.optimizer_sharding == "zero3" and self.gathered(p.node)
         )
-        plain = units is None and not self.by_unit and set(options.recompute.values()) <= {"none"}
-        self.units = no_units(graph) if plain else units_of(graph, options.recompute, self.by_unit, units)
+        fetched = self.by_unit | self.away
+        plain = units is None and not fetched and set(options.recompute.values()) <= {"none"}
+        self.units = no_units(graph) if plain else units_of(graph, options.recompute, fetched, units)
         self.read = {*graph.consumers, graph.loss, *(p.gradient for p in graph.parameters if p.gradient)}
         self.loss_value = self.value_name(graph.loss, self.replicated)
 
@@ -212,6 +218,10 @@ class PlacedGraph:
         node = self.graph.nodes[ref.node]
         return node.name if len(node.outputs) == 1 else f"{node.name}:{ref.output}"
 
+    def on_host(self, parameter: int) -> bool:
+        """Whether a parameter is in the memory of the host between passes."""
+        return parameter in self.host.parameters or parameter in self.away
+
     def value_name(self, ref: TensorRef, placements: Placements) -> str:
         """Name of a tensor in one placement; as written, it is called like its node."""
         name = self.written_name(ref)
@@ -222,7 +232,8 @@ class PlacedGraph:
     def gathered(self, node: int) -> list[Placements]:
         """Placements other than the stored one in which a parameter is read and that need a message."""
         if node not in self._gathered:
-            self._gathered[node] = self._read_elsewhere(node)
+            # What comes from the host for a unit is taken to where it is read there and then.
+            self._gathered[node] = [] if node in self.away else self._read_elsewhere(node)
         return self._gathered[node]
 
     def _read_elsewhere(self, node: int) -> list[Placements]:
@@ -368,7 +379,7 @@ class PlacedGraph:
             kind = BufferKind.PARAMETER if node.role is Role.PARAMETER else BufferKind.ACTIVATION
             buffers.append(Buffer(name=node.name, size_bytes=size, kind=kind))
             states = state_bytes(self.options.optimizer, spec.dtype) * size // DTYPE_BYTES[spec.dtype]
-            if index in self.host.parameters:
+            if self.on_host(index):
                 buffers.pop()
             elif node.role is Role.PARAMETER and states and not self.options.offload_optimizer:
                 name = f"{node.name}.states"

@@ -91,7 +91,8 @@ def lower_graph(graph: OperatorGraph, rules: Mapping[str, NodeRules], options: L
         loss=source.loss_value,
         micro_batches=options.micro_batches * options.copies,
         offload_optimizer=options.offload_optimizer,
-        host_tables=tuple(graph.nodes[index].name for index in sorted(source.host.parameters)),
+        offload_to=options.offload_to,
+        host_parameters=tuple(graph.nodes[index].name for index in sorted({*source.host.parameters, *source.away})),
         start=start_instructions(source, [parameter.node for parameter in graph.parameters]),
         copies=options.copies,
     )

@@ -187,7 +187,7 @@ class _Step:
         rows: list[tuple[int, int, int]] = []
         states: list[int] = []
         for value, index in zip(self.stored.tolist(), self.stored_nodes, strict=True):
-            if index in source.host.parameters:
+            if source.on_host(index):
                 continue
             node = graph.nodes[index]
             spec = node.outputs[0]

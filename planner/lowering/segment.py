@@ -15,7 +15,7 @@ from planner.lowering.blueprint import Block, Blueprint, Use
 from planner.lowering.body import Gather
 from planner.lowering.copies import NOBODY
 from planner.lowering.groups import ALONE, BY_SIZE
-from planner.lowering.host import host_copy
+from planner.lowering.host import offloading
 from planner.lowering.overflow import check_blocks, checks_gradients
 from planner.lowering.placed import local_share
 from planner.lowering.sums import Summed, summed
@@ -430,7 +430,7 @@ class SegmentWriter(Writer):
             dtype=node.outputs[0].dtype,
             flops=elements * flops,
             bytes_moved=elements * moved,
-            on_host=parameter in self.source.host.parameters,
+            on_host=self.source.on_host(parameter),
         )
 
     # Optimizers that need sums over whole parameters
@@ -491,8 +491,6 @@ class SegmentWriter(Writer):
         """Gradients go to the host, whose memory holds the states, and parameters come back, before any update."""
         source, names = self.source, self.blueprint.names
         moved = [g for g in self.synchronised if g.parameter not in source.host.parameters]
-        sizes = [
-            source.local_bytes(self.graph.nodes[g.parameter].outputs[0], source.stored[g.parameter]) for g in moved
-        ]
-        self._add(host_copy(2.0 * sum(sizes)), NOTHING, tuple(names[g.value] for g in moved), ())
-        self._run_once(NOBODY, NOBODY, [(g.value, g.unit) for g in moved], ())
+        for task in offloading(source, [(g.parameter, 1) for g in moved]):
+            self._add(task, NOTHING, tuple(names[g.value] for g in moved), ())
+            self._run_once(NOBODY, NOBODY, [(g.value, g.unit) for g in moved], ())

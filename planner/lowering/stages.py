@@ -84,6 +84,8 @@ def lower_stages(plan: Plan, graph: OperatorGraph) -> LoweredStages:
         loss=source.loss_value,
         micro_batches=plan.micro_batches,
         offload_optimizer=options.offload_optimizer,
+        offload_to=options.offload_to,
+        host_parameters=tuple(whole.nodes[index].name for index in sorted(source.away)),
     )
 
 

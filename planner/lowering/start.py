@@ -34,7 +34,7 @@ def broadcasts(source: PlacedGraph, parameters: Iterable[int]) -> Iterator[tuple
                 collective=Collective.BROADCAST,
                 axis=one.name,
                 payload_bytes=float(sum(source.graph.nodes[index].outputs[0].size_bytes for index in members)),
-                on_host=members[0] in source.host.parameters,
+                on_host=source.on_host(members[0]),
             )
             nowhere = (-1,) * len(members)
             yield (
@@ -61,7 +61,7 @@ def _full(source: PlacedGraph, parameters: Iterable[int], limit_bytes: int) -> I
     """Parameters of one type each, on the host or on the device, as many together as fill a message."""
     by_type: dict[tuple[str, bool], list[int]] = {}
     for index in parameters:
-        key = source.graph.nodes[index].outputs[0].dtype, index in source.host.parameters
+        key = source.graph.nodes[index].outputs[0].dtype, source.on_host(index)
         by_type.setdefault(key, []).append(index)
     for members in by_type.values():
         held: list[int] = []

@@ -149,6 +149,16 @@ def _check_recompute(model: StrategyModel, source: str) -> None:
 
 
 def _check_host(model: StrategyModel, source: str) -> None:
+    if model.offload_to != "host" and not model.offload_optimizer:
+        raise StrategyError(
+            f"{source}: offload_to: {model.offload_to!r} with offload_optimizer false: states that stay on the device "
+            "go nowhere; use offload_optimizer true, or leave offload_to out"
+        )
+    if model.offload_parameters and not model.offload_optimizer:
+        raise StrategyError(
+            f"{source}: offload_parameters: true with offload_optimizer false: the host updates what it holds; use "
+            "offload_optimizer true, or leave offload_parameters out"
+        )
     if model.host_embeddings and model.pipeline.ranks > 1:
         raise StrategyError(
             f"{source}: host_embeddings: true with {model.pipeline.ranks} pipeline ranks; tables live on the host in "

@@ -118,7 +118,10 @@ class Plan:
         well, ``"zero3"`` parameters too: they are gathered unit by unit, in the forward and in the backward pass
     shard_size : ranks of the data axis that share one copy of the states, which the others repeat; 0 for all
     sharding_threshold_bytes : smaller parameters stay whole
-    offload_optimizer : optimizer states live in the memory of the host
+    offload_optimizer : optimizer states live beside the host: in its memory, or with ``offload_to`` ``"disk"`` in
+        files that it maps
+    offload_parameters : parameters live in the memory of the host as well, which updates them there: those of a unit
+        are copied to the device when a pass of it begins, and are gone when it ends
     host_embeddings : tables that are looked up alone live in the memory of the host, with their gradients and states
     context_algorithm : ``"none"``, ``"ring"`` or ``"all_to_all"``
     exchange : what a context says of how tensors travel
@@ -155,6 +158,8 @@ class Plan:
     shard_size: int = 0
     sharding_threshold_bytes: int = 0
     offload_optimizer: bool = False
+    offload_to: str = "host"
+    offload_parameters: bool = False
     host_embeddings: bool = False
     context_algorithm: str = "none"
     exchange: Exchange = UNASKED

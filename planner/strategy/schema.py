@@ -197,6 +197,8 @@ class StrategyModel(_Strict):
     shard_size: Annotated[int, Field(ge=0, le=2**20)]
     sharding_threshold_bytes: Count
     offload_optimizer: bool
+    offload_to: Literal["host", "disk"] = "host"
+    offload_parameters: bool = False
     host_embeddings: bool = False
     context_algorithm: Literal["none", "ring", "all_to_all"]
     sequence_parallel: bool

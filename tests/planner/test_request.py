@@ -32,6 +32,9 @@ def test_nothing_pinned_leaves_everything_free() -> None:
             {"pp": "1", "cp": "1", "recompute": "none", "schedule": "none", "sequence_parallel": "False"},
             Pins(pp=1, cp=1, recompute="none", schedule="none", sequence_parallel=False),
         ),
+        ({"offload_to": "disk"}, Pins(offload_to="disk", offload_optimizer=True)),
+        ({"offload_parameters": "true"}, Pins(offload_parameters=True, offload_optimizer=True)),
+        ({"offload_parameters": "false"}, Pins(offload_parameters=False)),
         (
             {"vpp": "2", "ep": "4", "shard_size": "8", "offload_optimizer": "true", "context_algorithm": "ring"},
             Pins(vpp=2, ep=4, shard_size=8, offload_optimizer=True, context_algorithm="ring"),
@@ -62,6 +65,14 @@ def test_data_parallel_mode_replicates_parameters_and_shards_only_batches() -> N
         (
             {"search_mode": "dynamic_programing"},
             ("search mode 'dynamic_programing'", "did you mean 'dynamic_programming'"),
+        ),
+        (
+            {"pins": {"offload_to": "disk", "offload_optimizer": "false"}},
+            ("offload_optimizer=false offload_to=disk", "offload_optimizer=true"),
+        ),
+        (
+            {"pins": {"offload_parameters": "true", "offload_optimizer": "false"}},
+            ("offload_optimizer=false offload_parameters=true", "the host updates what it holds"),
         ),
         ({"parallel_mode": "auto"}, ("parallel mode 'auto'", "auto_parallel")),
         ({"parallel_mode": "stand_alone"}, ("stand_alone", "not 4", "--devices 1")),

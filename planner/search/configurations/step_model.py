@@ -86,6 +86,7 @@ class StepModel:
     bucket_bytes: float
     unit_pins: UnitPins = FREE
     host_elements: float = 0.0
+    parameters_away: bool = False
 
     def task(self, tables: StageTables, configuration: Configuration) -> PartitionTask:
         """The partition task of a configuration."""
@@ -386,6 +387,8 @@ class StepModel:
             held = held + np.maximum(unsummed, labels.gathered_elements) * size
         elif c.optimizer_sharding == "none":
             held = held + labels.gathered_elements * size
+        if self.parameters_away:
+            held = np.zeros_like(held)
         gradient = (elements / shards if c.optimizer_sharding in ("zero2", "zero3") else unsummed) * size
         if c.pipeline == 1 and c.micro_batches == 1:
             gradient = np.maximum(gradient - labels.activation_bytes, 0.0)
@@ -406,7 +409,7 @@ class StepModel:
         """Bytes of whole gradients and parameters that stand while a unit goes backward."""
         whole = labels.parameter_elements + labels.expert_elements + labels.unsummed_elements
         size = whole * DTYPE_BYTES[self.dtype]
-        if c.optimizer_sharding == "zero3":
+        if c.optimizer_sharding == "zero3" or self.parameters_away:
             # A unit's parameters and gradients, and the parameters of the next one.
             return 3.0 * size
         if not self._scatters_each(c):

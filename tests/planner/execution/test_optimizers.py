@@ -1,10 +1,12 @@
+import errno
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from planner.execution.optimizers import DEFAULTS, hyperparameters, make_step, torch_optimizer
-from simulator.errors import InputError
+from simulator.errors import ExecutionError, InputError
 
 
 @pytest.mark.parametrize("fused", [("cpu",), ()], ids=["fused", "plain"])
@@ -34,6 +36,35 @@ def test_works_on_any_piece(name):
         on_whole(whole, gradient)
         on_piece(piece, gradient[2:4].contiguous())
     torch.testing.assert_close(piece, whole[2:4], rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", sorted(DEFAULTS))
+def test_states_on_disk_are_those_in_memory(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    start = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ours, theirs = start.clone(), start.clone()
+    on_disk = make_step(name, DEFAULTS[name], offload=True, to="disk")
+    in_memory = make_step(name, DEFAULTS[name], offload=True)
+    for _ in range(5):
+        gradient = torch.randn(7, 5).bfloat16()
+        on_disk(ours, gradient)
+        in_memory(theirs, gradient)
+    assert torch.equal(ours, theirs)
+    assert on_disk.state.keys() == in_memory.state.keys()
+    assert all(torch.equal(on_disk.state[key], value) for key, value in in_memory.state.items())
+    assert not list(tmp_path.iterdir()), "files have no name once they are mapped"
+    mapped = Path("/proc/self/maps").read_text().count(str(tmp_path))
+    assert mapped == sum(value.dim() > 0 for value in on_disk.state.values()) > 0
+
+
+def test_a_full_disk_is_said(monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    step = make_step("adam", DEFAULTS["adam"], offload=True, to="disk")
+    with pytest.raises(ExecutionError, match=r"No space left on device; set TMPDIR .* offload_to=host"):
+        step(torch.zeros(3), torch.ones(3))
 
 
 def test_lamb_moves_by_the_norm_of_the_whole():

@@ -12,6 +12,7 @@ from tests.planner.lowering.plans import one_stage, recomputing
 from tests.planner.search.problems import captured
 
 slow = pytest.mark.slow
+AWAY = {"offload_optimizer": True, "offload_parameters": True}
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,14 @@ slow = pytest.mark.slow
         pytest.param({"tensor": 2}, "full", {}, marks=slow),
         pytest.param({"data": 2}, "none", {"optimizer_sharding": "zero3", "offload_optimizer": True}, marks=slow),
         pytest.param({"data": 2}, "none", {"optimizer": "lamb", "offload_optimizer": True}, marks=slow),
+        pytest.param(
+            {"data": 2},
+            "none",
+            {"optimizer_sharding": "zero2", "offload_optimizer": True, "offload_to": "disk"},
+            marks=slow,
+        ),
+        pytest.param({"data": 2}, "none", {"optimizer_sharding": "zero2", **AWAY}, marks=slow),
+        pytest.param({"data": 2, "tensor": 2}, "full", {"optimizer": "lamb", **AWAY}, marks=slow),
     ],
 )
 def test_losses_are_those_of_one_process(axes: dict[str, int], mode: str, changes: dict[str, Any]) -> None:

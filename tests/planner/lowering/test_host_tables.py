@@ -75,9 +75,9 @@ def rows(lowered: LoweredPlan) -> list[tuple[Task, object]]:
 @pytest.mark.parametrize("network", [WIDE, pytest.param(LLAMA, marks=pytest.mark.slow)])
 def test_everything_works_where_its_values_are(network: str, number: int) -> None:
     lowered = lowered_of(network, number)
-    assert lowered.host_tables
+    assert lowered.host_parameters
     on_host = dict.fromkeys((entry.value for entry in (*lowered.parameters, *lowered.inputs)), False)
-    on_host |= dict.fromkeys(lowered.host_tables, True)
+    on_host |= dict.fromkeys(lowered.host_parameters, True)
     copies = 0
     for task, instruction in rows(lowered):
         read = [on_host[name] for name in read_values(instruction)]
@@ -104,7 +104,7 @@ def test_memory_falls_by_the_tables_and_the_step_waits_for_the_host(number: int)
     plain, hosted = (lowered_of(WIDE, number, on_host=on_host) for on_host in (False, True))
     kept = [{b.name: b.size_bytes for b in one.program.resident} for one in (plain, hosted)]
     gone = kept[0].keys() - kept[1].keys()
-    assert {name for name in gone if not name.endswith(".states")} == set(hosted.host_tables)
+    assert {name for name in gone if not name.endswith(".states")} == set(hosted.host_parameters)
     assert {name: kept[0][name] for name in kept[1]} == kept[1]
     timelines = [fast_engine.simulate(one.program, PROFILE) for one in (plain, hosted)]
     less = sum(kept[0][name] for name in gone)

@@ -20,7 +20,7 @@ from planner.strategy.plan import Plan, RecomputeRange, expanded_rules
 from simulator import fast_engine
 from simulator.errors import InputError
 from simulator.hardware import load_profile
-from simulator.program import BufferKind, Collective, Kernel, Phase
+from simulator.program import HOST, BufferKind, Collective, Kernel, Phase
 from tests.planner.lowering.plans import one_stage, recomputing
 from tests.planner.search.problems import captured
 from tests.planner.test_lowering import Rank, steps
@@ -121,6 +121,41 @@ def test_offloaded_states_are_not_in_device_memory_and_pass_the_host_link() -> N
     seconds = 2 * parameters / HARDWARE.reliability.snapshot_bandwidth_bytes_per_s
     # All gradients are there before any goes to the host, so the last messages hide behind no update.
     assert seconds <= more[1] - more[0] < seconds + 1e-4
+
+
+def test_states_on_disk_are_read_and_written_once_a_step() -> None:
+    away = {"offload_optimizer": True}
+    host, disk = lowered_of(sharded(**away)), lowered_of(sharded(**away, offload_to="disk"))
+    resident = lowered_of(sharded()).program.resident
+    states = sum(buffer.size_bytes for buffer in resident if buffer.kind is BufferKind.OPTIMIZER_STATE)
+    assert disk.program.resident == host.program.resident
+    steps = [fast_engine.simulate(one.program, HARDWARE).step_time_s for one in (host, disk)]
+    seconds = 2 * states * HARDWARE.devices_per_node / HARDWARE.disk_bandwidth
+    assert steps[1] - steps[0] == pytest.approx(seconds, rel=0.01)
+    faster = fast_engine.simulate(disk.program, replace(HARDWARE, disk_bandwidth=2 * HARDWARE.disk_bandwidth))
+    assert faster.step_time_s - steps[0] == pytest.approx(seconds / 2, rel=0.01)
+
+
+def test_parameters_on_the_host_come_for_each_pass_of_a_unit() -> None:
+    away = {"offload_optimizer": True}
+    states, both = (lowered_of(sharded(**away, offload_parameters=on_host)) for on_host in (False, True))
+    assert {buffer.kind for buffer in states.program.resident} == {BufferKind.PARAMETER, BufferKind.ACTIVATION}
+    assert {buffer.kind for buffer in both.program.resident} == {BufferKind.ACTIVATION}
+    assert set(both.host_parameters) == {parameter.value for parameter in both.parameters}
+    parameters = sum(b.size_bytes for b in states.program.resident if b.kind is BufferKind.PARAMETER)
+    assert copied(states) == pytest.approx(2 * parameters)
+    # Gradients go there once; parameters come for both passes of every micro-batch, the tied table to two units.
+    came = copied(both) - parameters
+    assert both.micro_batches * parameters < came < 2.1 * both.micro_batches * parameters
+    peaks = [fast_engine.simulate(one.program, HARDWARE).memory_at_peak for one in (states, both)]
+    assert 0 < peaks[1][BufferKind.GATHERED_PARAMETER] < 0.6 * 4 * GRAPH.parameter_count, "one unit at once"
+    assert peaks[1].get(BufferKind.PARAMETER, 0) == 0 < peaks[0][BufferKind.PARAMETER]
+
+
+def copied(lowered: LoweredPlan) -> float:
+    """Bytes of a step between a device and its host."""
+    tasks = [task for segment in lowered.program.segments for task in segment.tasks * segment.count]
+    return sum(task.bytes_moved for task in tasks if task.axis == HOST)
 
 
 def test_full_recomputation_costs_the_forward_pass_and_selective_the_cheap_part_of_it() -> None:

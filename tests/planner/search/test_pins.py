@@ -96,7 +96,14 @@ def test_a_value_that_a_message_names_is_one_that_would_do(extent: Extent, pins:
 
 def test_every_pin_is_tried() -> None:
     tried = {name for _, pins, _ in CONTRADICTIONS for name in pins}
-    assert tried | {"recompute", "bucket_mb", "offload_optimizer", "host_embeddings"} == set(PIN_NAMES)
+    assert tried | {
+        "recompute",
+        "bucket_mb",
+        "offload_optimizer",
+        "offload_to",
+        "offload_parameters",
+        "host_embeddings",
+    } == set(PIN_NAMES)
 
 
 VALUES: Mapping[str, Any] = {
