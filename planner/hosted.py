@@ -9,19 +9,18 @@ from planner.graph.host_tables import host_tables
 from planner.graph.operator_graph import OperatorGraph
 from planner.prediction import predict_plan
 from planner.request import Pins
-from planner.work import Optimizer
 from simulator.errors import InputError
 from simulator.hardware import Hardware
 from simulator.timing import host_time
 
 
-def with_host_tables(pins: Pins, graph: OperatorGraph, update: Optimizer, hardware: Hardware) -> Pins:
+def with_host_tables(pins: Pins, graph: OperatorGraph, hardware: Hardware) -> Pins:
     """The pins, with one stage where tables are to live on the host.
 
     Raises
     ------
     InputError
-        Other pins, the optimizer, the network or the profile forbid it.
+        Other pins, the network or the profile forbid it.
     """
     if not pins.host_embeddings:
         return pins
@@ -33,11 +32,6 @@ def with_host_tables(pins: Pins, graph: OperatorGraph, update: Optimizer, hardwa
         raise InputError(
             f"{what}: not with marks of single modules or a parallel mode that cuts the batch alone; use "
             "--parallel-mode auto_parallel"
-        )
-    if update.sums:
-        raise InputError(
-            f"{what}: optimizer {update.name} adds up norms of tables and other parameters in one message; use "
-            "--optimizer adamw or leave the pin out"
         )
     if not host_time(hardware, 1.0):
         raise InputError(

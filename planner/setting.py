@@ -70,7 +70,7 @@ def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: Shared
     if placed is not None:
         request = replace(request, hints=(*request.hints, *placed.hints()))
         request = with_groups(request, placed)
-    pins = with_host_tables(semi_automatic(request, pins), graph, update, hardware)
+    pins = with_host_tables(semi_automatic(request, pins), graph, hardware)
     space = Space(
         graph=even,
         decisions=choices,

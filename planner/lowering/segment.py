@@ -451,7 +451,7 @@ class SegmentWriter(Writer):
         size = self.source.local_bytes(spec, self.source.stored[parameter]) // DTYPE_BYTES[spec.dtype]
         direction = Buffer(
             name=self._direction_name(parameter),
-            size_bytes=size * max(4, DTYPE_BYTES[spec.dtype]),
+            size_bytes=0 if self.source.on_host(parameter) else size * max(4, DTYPE_BYTES[spec.dtype]),
             kind=BufferKind.GRADIENT,
         )
         sums = Buffer(name=target, size_bytes=sum_bytes(update, spec.dtype), kind=BufferKind.COMMUNICATION)
@@ -481,7 +481,10 @@ class SegmentWriter(Writer):
             )
             for name, gradient in zip(after, members, strict=True)
         )
-        self._message(task.name, Phase.UPDATE, instruction, task.payload_bytes, writes=writes, dtype=task.dtype)
+        self._message(
+            task.name, Phase.UPDATE, instruction, task.payload_bytes,
+            writes=writes, dtype=task.dtype, on_host=task.on_host,
+        )  # fmt: skip
         homes = [blueprint.owners[gradient.parameter] for gradient in members]
         reads = [(blueprint.value(before[g.parameter], home), g.unit) for g, home in zip(members, homes, strict=True)]
         made = [(blueprint.value(name, home), g.unit) for name, g, home in zip(after, members, homes, strict=True)]

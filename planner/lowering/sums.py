@@ -32,9 +32,19 @@ def summed(source: PlacedGraph, parameters: Iterable[tuple[int, int]]) -> Iterat
         Nodes, each with how many parameters like it there are.
     """
     update, given = source.options.optimizer, list(parameters)
+    if not update.sums:
+        return
+    for on_host in (False, True):
+        here = [(index, times) for index, times in given if source.on_host(index) is on_host]
+        yield from _summed(source, here, on_host=on_host)
+
+
+def _summed(source: PlacedGraph, given: Iterable[tuple[int, int]], *, on_host: bool) -> Iterator[Summed]:
+    """Messages of parameters that all lie on the device, or all in the memory of the host."""
+    update, given = source.options.optimizer, list(given)
     for axis, (one, size) in enumerate(zip(source.options.mesh.axes, source.sizes, strict=True)):
         members = [(index, times) for index, times in given if source.stored[index][axis] >= 0]
-        if not update.sums or not members or size == 1:
+        if not members or size == 1:
             continue
         dtypes = {source.graph.nodes[index].outputs[0].dtype for index, _ in members}
         payload = sum(times * sum_bytes(update, source.graph.nodes[index].outputs[0].dtype) for index, times in members)
@@ -46,5 +56,6 @@ def summed(source: PlacedGraph, parameters: Iterable[tuple[int, int]]) -> Iterat
             collective=Collective.ALL_REDUCE,
             axis=one.name,
             payload_bytes=float(payload),
+            on_host=on_host,
         )
         yield Summed(axis=axis, parameters=tuple(index for index, _ in members), task=task)

@@ -30,8 +30,8 @@ class InnerMessage:
     ``tensors``, which are numbered as ``Node.tensor_inputs`` with ``Node.outputs`` after them, divided by
     ``divisor``: the number of heads in a row that are copies of one. A ``circulating`` message is sent size − 1
     times, one after the other, until every rank has seen every piece; an ``overlapped`` one travels while the
-    operator works on the piece before, ``together`` with how many others of its size. An all-gather counts what arrives: the pieces of all ``gathered`` ranks.
-    `planner.sharding.inner_messages` counts and times them.
+    operator works on the piece before, ``together`` with how many others of its size. An all-gather counts what
+    arrives: the pieces of all ``gathered`` ranks. `planner.sharding.inner_messages` counts and times them.
     """
 
     collective: Collective

@@ -164,11 +164,6 @@ def _check_host(model: StrategyModel, source: str) -> None:
             f"{source}: host_embeddings: true with {model.pipeline.ranks} pipeline ranks; tables live on the host in "
             "plans of one stage: use false"
         )
-    if model.host_embeddings and model.optimizer == "lamb":
-        raise StrategyError(
-            f"{source}: host_embeddings: true with optimizer lamb, which adds up norms of tables and other parameters "
-            "in one message; use false or another optimizer"
-        )
 
 
 def _check_storage(model: StrategyModel, mesh: Mesh, source: str) -> None:

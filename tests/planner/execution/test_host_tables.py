@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,7 +18,9 @@ WIDE, LLAMA = place("wide_and_deep"), place("llama")
 
 def trained(network: str, devices: int, device: str = "cpu", **pins: object) -> ExecutionReport:
     """Three steps with tables on the host, beside one process that has everything in one place."""
+    optimizer = pins.pop("optimizer", None)
     plan = make_plan(network, devices, batch=8, precision="fp64", host_embeddings="true", **pins)
+    plan = replace(plan, optimizer=str(optimizer)) if optimizer else plan
     assert plan.host_embeddings
     report = run(plan, device=device)
     assert report.max_loss_difference is not None
@@ -31,6 +35,7 @@ def trained(network: str, devices: int, device: str = "cpu", **pins: object) -> 
         pytest.param(WIDE, 2, {"tp": 2, "micro_batches": 2}, marks=slow),
         pytest.param(WIDE, 2, {"dp": 2, "optimizer_sharding": "zero2", "offload_optimizer": "true"}, marks=slow),
         pytest.param(LLAMA, 2, {"dp": 2, "optimizer_sharding": "zero1", "recompute": "full"}, marks=slow),
+        pytest.param(WIDE, 2, {"dp": 2, "optimizer_sharding": "zero1", "optimizer": "lamb"}, marks=slow),
     ],
 )
 def test_losses_are_those_of_one_process(network: str, devices: int, pins: dict[str, object]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from planner.graph.host_tables import LOOKUP, host_tables
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
 from planner.graph.scaling import at_precision
-from planner.instructions import Compute, HostCopy, LoweredPlan, read_values, written_values
+from planner.instructions import Communicate, Compute, HostCopy, LoweredPlan, read_values, written_values
 from planner.lowering.checked import lower, precision_dtype
 from planner.networks import load_network
 from planner.planning import PlanRequest, PlanResult, plan_network
@@ -20,7 +20,7 @@ from planner.prediction import predict_plan
 from planner.strategy.file import plan_from_text, plan_to_text
 from planner.strategy.plan import Plan
 from simulator import engine, fast_engine
-from simulator.errors import InputError, StrategyError
+from simulator.errors import InputError
 from simulator.hardware import HOST_MEMORY_BANDWIDTH, load_profile
 from simulator.program import COMPUTE_STREAM, HOST, Collective, Kernel, Task
 from simulator.timing import host_memory_time, host_message_time, task_times
@@ -159,8 +159,25 @@ def test_the_strategy_file_keeps_it_and_contradictions_are_refused() -> None:
     text = plan_to_text(plan)
     assert plan_from_text(text).plan == plan
     assert "host_embeddings" not in plan_to_text(replace(plan, host_embeddings=False))
-    with pytest.raises(StrategyError, match=r"host_embeddings.*lamb"):
-        plan_from_text(plan_to_text(replace(plan, optimizer="lamb")))
+    with_sums = replace(plan, optimizer="lamb")
+    assert plan_from_text(plan_to_text(with_sums)).plan == with_sums
+
+
+def test_sums_of_tables_and_of_other_parameters_travel_apart() -> None:
+    plan = replace(planned_with(LLAMA, 1), optimizer="lamb")
+    lowered = lower(plan, captured(LLAMA))
+    on_host = set(lowered.host_parameters)
+    sums = [
+        (task, {source.partition(".sums")[0] for source in instruction.sources})
+        for task, instruction in rows(lowered)
+        if isinstance(instruction, Communicate) and "norms of" in task.name
+    ]
+    assert {task.on_host for task, _ in sums} == {False, True}
+    for task, parameters in sums:
+        assert bool(parameters & on_host) == task.on_host == (parameters <= on_host)
+    directions = [b for segment in lowered.program.segments for t in segment.tasks for b in t.allocates]
+    sizes = {b.name.partition(".direction")[0]: b.size_bytes for b in directions if b.name.endswith(".direction")}
+    assert {name for name, size in sizes.items() if not size} == on_host
 
 
 def planned(network: str, hardware: str = HARDWARE, devices: int = 1, **pins: str) -> PlanResult:
@@ -175,7 +192,6 @@ def planned(network: str, hardware: str = HARDWARE, devices: int = 1, **pins: st
         ("zoo:gpt2-tiny", {}, ["embedding", "used by", "untie"]),
         ("zoo:mlp", {}, ["looks nothing up"]),
         (WIDE, {"pp": "2"}, ["pp=2", "use pp=1"]),
-        (WIDE, {"optimizer": "lamb"}, ["lamb", "adamw"]),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_reason(network: str, pins: dict[str, str], words: list[str]) -> None:
