@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from planner.configured import Configured
 from planner.context.applying import SEMI_AUTOMATIC, marked, semi_automatic, with_groups
@@ -20,7 +21,7 @@ from planner.search.candidates import Space
 from planner.search.configurations.buckets import MIB, USUAL
 from planner.search.stages.unit_pins import FREE
 from planner.search.units.hinted import StageHints
-from planner.shared_tables import SharedTables
+from planner.shared_tables import NetworkTables, SharedTables
 from planner.strategy.exchange import Exchange
 from planner.work import optimizer
 from simulator.errors import InputError
@@ -33,17 +34,35 @@ KIB = 1024
 class Setting:
     """What is searched: operators on meshes (``space``), configurations (``search``), under ``request`` and ``pins``.
 
-    ``started``, ``captured`` and ``ruled`` are moments of the performance counter.
+    ``tables`` are those of the network; ``started``, ``captured`` and ``ruled`` moments of the performance counter.
     """
 
     request: PlanRequest
     pins: Pins
     dtype: str
-    space: Space
+    tables: NetworkTables
     search: Configured
     started: float
     captured: float
     ruled: float
+
+    @cached_property
+    def space(self) -> Space:
+        """Operators one by one on meshes of data × tensor parallelism; made where they are searched."""
+        even, choices = self.tables.aligned
+        return Space(
+            graph=even,
+            decisions=choices,
+            hardware=self.search.hardware,
+            devices=self.request.devices,
+            global_batch=self.search.global_batch,
+            optimizer=self.search.optimizer,
+            pins=self.pins,
+            bucket_bytes=self.search.bucket_bytes,
+            search_mode=self.request.search_mode,
+            hints=self.request.hints,
+            rest_by_data=self.request.parallel_mode == SEMI_AUTOMATIC,
+        )
 
 
 def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: SharedTables | None) -> Setting:
@@ -65,25 +84,11 @@ def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: Shared
     captured = time.perf_counter()
     tables = shared.at(dtype)
     graph = tables.graph
-    even, choices = tables.aligned
     pins, placed = marked(request, network, graph, tables.decisions.chain, pins)
     if placed is not None:
         request = replace(request, hints=(*request.hints, *placed.hints()))
         request = with_groups(request, placed)
     pins = with_host_tables(semi_automatic(request, pins), graph, hardware)
-    space = Space(
-        graph=even,
-        decisions=choices,
-        hardware=hardware,
-        devices=request.devices,
-        global_batch=batch,
-        optimizer=update,
-        pins=pins,
-        bucket_bytes=bucket,
-        search_mode=request.search_mode,
-        hints=request.hints,
-        rest_by_data=request.parallel_mode == SEMI_AUTOMATIC,
-    )
     base = _base_plan(request, network, graph, hardware, precision, update.name, batch, bucket)
     base |= {"host_embeddings": bool(pins.host_embeddings), "copies": pins.copies or 1}
     base |= {"offload_to": pins.offload_to or "host", "offload_parameters": bool(pins.offload_parameters)}
@@ -107,7 +112,7 @@ def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: Shared
         request=request,
         pins=pins,
         dtype=dtype,
-        space=space,
+        tables=tables,
         search=search,
         started=started,
         captured=captured,

@@ -31,20 +31,20 @@ def at_batch(graph: OperatorGraph, batch: int) -> OperatorGraph:
     scaled: dict[TensorSpec, TensorSpec] = {}
 
     def scale(spec: TensorSpec) -> TensorSpec:
+        if not any(spec.batch_dims):
+            return spec
         if spec not in scaled:
             dims = zip(spec.shape, spec.batch_dims, strict=True)
             scaled[spec] = replace(spec, shape=tuple(d // old * batch if grows else d for d, grows in dims))
         return scaled[spec]
 
-    nodes = tuple(
-        replace(
-            node,
-            outputs=tuple(scale(spec) for spec in node.outputs),
-            flops=node.flops / old * batch if node.flops and _touches_batch(graph, node) else node.flops,
-        )
-        for node in graph.nodes
-    )
-    return replace(graph, nodes=nodes, batch_size=batch)
+    def at(node: Node) -> Node:
+        flops = node.flops / old * batch if node.flops and _touches_batch(graph, node) else node.flops
+        if flops == node.flops and not any(any(spec.batch_dims) for spec in node.outputs):
+            return node
+        return replace(node, outputs=tuple(scale(spec) for spec in node.outputs), flops=flops)
+
+    return replace(graph, nodes=tuple(at(node) for node in graph.nodes), batch_size=batch)
 
 
 def at_precision(graph: OperatorGraph, dtype: str) -> OperatorGraph:

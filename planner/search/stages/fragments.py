@@ -118,8 +118,8 @@ def _frontier(values: FloatArray, entry: IntArray, leave: IntArray, width: int) 
 
 def dominated(values: FloatArray) -> NDArray[np.bool_]:
     """(n,) rows that another one, or an equal one before them, makes needless; rows are in lexical order."""
-    distinct = [c for c in range(values.shape[1]) if np.ptp(values[:, c]) > 0] if len(values) else []
-    if not distinct:
+    distinct = np.flatnonzero((values != values[:1]).any(axis=0))
+    if not len(distinct):
         return np.arange(len(values)) > 0
     columns = values[:, distinct]
     if len(columns) > _AT_ONCE:
