@@ -23,8 +23,10 @@ FACTORS: Mapping[Kernel, str] = {
         (
             Kernel.ELEMENTWISE,
             Kernel.ACTIVATION,
+            Kernel.TRANSCENDENTAL,
             Kernel.SOFTMAX,
             Kernel.NORMALIZATION,
+            Kernel.BATCH_NORMALIZATION,
             Kernel.REDUCTION,
             Kernel.EMBEDDING,
             Kernel.COPY,
@@ -41,7 +43,7 @@ def kernel_factor(hardware: Hardware, kernel: Kernel, dtype: str, devices: int) 
     factor = _factor(training, FACTORS.get(kernel, ""))
     if kernel is Kernel.MATMUL and training and hardware.peak_dtype(dtype).startswith("float8"):
         factor *= training.get("low_precision", 1.0) / training.get("matmul", 1.0)
-    return hardware.compute_slowdown(devices) * factor
+    return hardware.compute_slowdown(devices, kernel) * factor
 
 
 def message_time(hardware: Hardware, collective: Collective, payload: FloatArray, group: GroupShape) -> FloatArray:

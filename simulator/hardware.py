@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 
 from simulator.errors import ProfileError
-from simulator.program import Collective, Kernel
+from simulator.program import WIDER_CLASS, Collective, Kernel
 
 PROFILE_SUFFIX = ".yaml"
 PROFILE_SUFFIXES = (PROFILE_SUFFIX, ".yml")
@@ -38,6 +38,7 @@ _WIDER_DTYPE = {
 class KernelModel:
     """Speed of one class of kernels: ``overhead_s + max(compute time, memory time)``.
 
+    Of the shorter of both, ``serial_share`` passes beside the longer: 1 where nothing overlaps.
     ``compute_efficiency`` and ``bandwidth_efficiency`` are fractions of the device's peaks.
     ``peak_flops`` replaces the device's peak for single dtypes (float32 convolutions that run as TF32).
     """
@@ -46,6 +47,7 @@ class KernelModel:
     bandwidth_efficiency: float
     overhead_s: float
     peak_flops: Mapping[str, float] = field(default_factory=dict)
+    serial_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +184,8 @@ class Hardware:
     that whole training steps put on kernels and messages: `planner.estimate.coefficients` says which.
     ``host_memory_bandwidth`` is that of a node's processors in bytes/s, ``disk_bandwidth`` that of its disks; its
     devices share both.
+    ``kernel_slowdowns`` replace ``slowdown_table`` for single classes; ``message_workspace`` are bytes that a message
+    takes beside its source and its result while it is on its way, for each byte of its payload.
     """
 
     name: str
@@ -208,6 +212,8 @@ class Hardware:
     pinned_algorithms: Mapping[Collective, str] = field(default_factory=dict)
     collective_tables: tuple[CollectiveTable, ...] = ()
     slowdown_table: tuple[tuple[int, float], ...] = ((1, 1.0),)
+    kernel_slowdowns: Mapping[Kernel, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    message_workspace: Mapping[Collective, float] = field(default_factory=dict)
     multiprocessors: int = 1
     matmul_models: Mapping[str, MatmulModel] = field(default_factory=dict)
     sustained_matmul_speed: float = 1.0
@@ -247,14 +253,18 @@ class Hardware:
     def _peaks(self, kernel: Kernel) -> Mapping[str, float]:
         return {**self.peak_flops, **self.kernels[kernel].peak_flops}
 
-    def compute_slowdown(self, processes: int) -> float:
-        """Factor by which kernels slow down when `processes` of them share this machine's cores.
+    def compute_slowdown(self, processes: int, kernel: Kernel | None = None) -> float:
+        """Factor by which kernels, or those of a class, slow down when `processes` share this machine's cores.
 
         Between measured counts the factor is interpolated linearly; beyond the last it grows in
         proportion to the count, as time slicing does.
         """
-        counts = [count for count, _ in self.slowdown_table]
-        factors = [factor for _, factor in self.slowdown_table]
+        table = self.slowdown_table
+        if kernel is not None and self.kernel_slowdowns:
+            wider = self.kernel_slowdowns.get(WIDER_CLASS.get(kernel, kernel), table)
+            table = self.kernel_slowdowns.get(kernel, wider)
+        counts = [count for count, _ in table]
+        factors = [factor for _, factor in table]
         place = bisect.bisect_left(counts, processes)
         if place == len(counts):
             return factors[-1] * processes / counts[-1] if len(counts) > 1 else factors[-1]

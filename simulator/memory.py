@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from simulator.columns import KINDS, ProgramColumns, SegmentColumns
+from simulator.columns import KIND_INDEX, KINDS, Changes, ProgramColumns, SegmentColumns
 from simulator.errors import ProgramError
-from simulator.program import BufferKind
+from simulator.program import BufferKind, Collective
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -78,8 +78,13 @@ class _Block(NamedTuple):
     changes: _Changes
 
 
-def memory_timeline(program: ProgramColumns, spans: Sequence[SegmentSpan]) -> MemoryTimeline:
+def memory_timeline(
+    program: ProgramColumns, spans: Sequence[SegmentSpan], message_workspace: Mapping[Collective, float] | None = None
+) -> MemoryTimeline:
     """Memory of a device that runs `program` at the times of `spans`.
+
+    While a message is on its way it takes, beside its source and its result, as many bytes for each of its payload as
+    `message_workspace` says of its collective.
 
     A buffer stands from the start of the task that allocates it to the end of the task that
     releases it; at one instant, what ends is released before what starts is allocated. A repeated
@@ -91,6 +96,8 @@ def memory_timeline(program: ProgramColumns, spans: Sequence[SegmentSpan]) -> Me
     ProgramError
         When a buffer is allocated while it stands or released while it does not.
     """
+    if message_workspace:
+        program = _with_workspace(program, message_workspace)
     blocks = [_Block(-1, 0, _resident_changes(program))]
     for index, (segment, span) in enumerate(zip(program.segments, spans, strict=True)):
         changes = _segment_changes(segment, span)
@@ -119,6 +126,28 @@ def memory_timeline(program: ProgramColumns, spans: Sequence[SegmentSpan]) -> Me
         first=tuple(curves[index, 0] for index in segments),
         later=tuple(curves.get((index, 1), curves[index, 0]) for index in segments),
     )
+
+
+def _with_workspace(program: ProgramColumns, message_workspace: Mapping[Collective, float]) -> ProgramColumns:
+    """The program with a buffer more for every message."""
+    names, segments = list(program.buffers), []
+    for segment in program.segments:
+        share = [message_workspace.get(task.collective, 0.0) if task.collective else 0.0 for task in segment.tasks]
+        needed = np.array([task.payload_bytes * part for task, part in zip(segment.tasks, share, strict=True)])
+        sizes = needed[segment.which].astype(np.int64)
+        rows = np.flatnonzero(sizes)
+        numbers = len(names) + np.arange(len(rows))
+        names += [f"workspace of {segment.tasks[segment.which[row]].name}" for row in rows]
+        ones, given = np.ones(len(rows), np.int64), segment.changes
+        changes = Changes(
+            row=np.concatenate((given.row, rows, rows)),
+            sign=np.concatenate((given.sign, ones, -ones)),
+            buffer=np.concatenate((given.buffer, numbers, numbers)),
+            size_bytes=np.concatenate((given.size_bytes, sizes[rows], 0 * ones)),
+            kind=np.concatenate((given.kind, KIND_INDEX[BufferKind.WORKSPACE] * ones, 0 * ones)),
+        )
+        segments.append(replace(segment, changes=changes))
+    return replace(program, segments=tuple(segments), buffers=names)
 
 
 def _resident_changes(program: ProgramColumns) -> _Changes:

@@ -29,10 +29,10 @@ from simulator.hardware import (
     Uncertainty,
     format_number,
 )
-from simulator.profile_operators import OperatorsPart, OverlapPart, operator_models
+from simulator.profile_operators import OperatorsPart, OverlapPart, Share, operator_models
 from simulator.profile_parts import Count, Dtype, Fraction, Name, NonNegative, Part, Positive, Source, Sourced
 from simulator.profile_topology import TopologyPart
-from simulator.program import Collective, Kernel
+from simulator.program import WIDER_CLASS, Collective, Kernel
 from simulator.topology import check_graph
 from simulator.whole_file import write_whole
 
@@ -67,6 +67,7 @@ class KernelPart(Part):
     bandwidth_efficiency: Sourced[Fraction]
     overhead_s: Sourced[NonNegative]
     peak_flops: dict[Dtype, Sourced[Positive]] = Field(default_factory=dict)
+    serial_share: Sourced[Share] | None = None
 
 
 class CollectivePart(Part):
@@ -87,17 +88,27 @@ class CollectivePart(Part):
         return self
 
 
+Factors = Annotated[list[Annotated[float, Field(ge=1, lt=1e6)]], Field(min_length=1, max_length=100)]
+
+
 class SlowdownPart(Part):
     """How processes that share this machine's cores slow each other."""
 
     processes: Annotated[list[Count], Field(min_length=1, max_length=100)]
-    factor: Annotated[list[Annotated[float, Field(ge=1, lt=1e6)]], Field(min_length=1, max_length=100)]
+    factor: Factors
+    by_kernel: dict[Kernel, Factors] = Field(default_factory=dict)
     source: Source
+
+    def of_kernels(self) -> dict[Kernel, tuple[tuple[int, float], ...]]:
+        """Counts and factors of the classes that have their own."""
+        found = self.by_kernel.items()
+        return {kernel: tuple(zip(self.processes, factors, strict=True)) for kernel, factors in found}
 
     @model_validator(mode="after")
     def _lists_agree(self) -> SlowdownPart:
-        if len(self.processes) != len(self.factor):
-            raise ValueError(f"{len(self.processes)} processes but {len(self.factor)} factors")
+        for factors in (self.factor, *self.by_kernel.values()):
+            if len(self.processes) != len(factors):
+                raise ValueError(f"{len(self.processes)} processes but {len(factors)} factors")
         if self.processes != sorted(set(self.processes)) or self.processes[0] != 1:
             raise ValueError("processes must ascend from 1")
         return self
@@ -160,6 +171,7 @@ class ProfilePart(Part):
     uncertainty: UncertaintyPart
     collectives: list[CollectivePart] = Field(default_factory=list)
     compute_slowdown: SlowdownPart | None = None
+    message_workspace: Sourced[dict[Collective, NonNegative]] | None = None
     reliability: ReliabilityPart = ReliabilityPart()
     operators: OperatorsPart | None = None
     overlap: OverlapPart | None = None
@@ -167,7 +179,8 @@ class ProfilePart(Part):
 
     @model_validator(mode="after")
     def _every_kernel_is_there(self) -> ProfilePart:
-        missing = [kernel.value for kernel in Kernel if kernel not in self.kernels and kernel is not Kernel.VIEW]
+        needed = (kernel for kernel in Kernel if kernel is not Kernel.VIEW and kernel not in WIDER_CLASS)
+        missing = [kernel.value for kernel in needed if kernel not in self.kernels]
         if missing:
             raise ValueError(f"kernels lacks {', '.join(missing)}")
         if self.default_precision.value not in self.device.peak_flops:
@@ -303,7 +316,8 @@ def _hardware(profile: ProfilePart) -> Hardware:
     slowdown = profile.compute_slowdown
     overhead, algorithms = topology.collective_overhead_s, topology.collective_algorithms
     memory, disk = topology.host_memory_bandwidth_bytes_per_s, topology.disk_bandwidth_bytes_per_s
-    kernels = {kernel: _kernel(profile.kernels.get(kernel)) for kernel in Kernel}
+    known = profile.kernels
+    kernels = {kernel: _kernel(known.get(kernel) or known.get(WIDER_CLASS.get(kernel, kernel))) for kernel in Kernel}
     return Hardware(
         name=profile.name,
         hash=_digest(profile),
@@ -327,6 +341,8 @@ def _hardware(profile: ProfilePart) -> Hardware:
         collective_algorithms=tuple(algorithms.value) if algorithms else ("tree", "hierarchical", "switch"),
         collective_tables=tuple(_table(table) for table in profile.collectives),
         slowdown_table=tuple(zip(slowdown.processes, slowdown.factor, strict=True)) if slowdown else ((1, 1.0),),
+        kernel_slowdowns=slowdown.of_kernels() if slowdown else {},
+        message_workspace=profile.message_workspace.value if profile.message_workspace else {},
         multiprocessors=device.multiprocessors.value if device.multiprocessors else 1,
         **operator_models(profile.operators),
         overlap_compute_speed=profile.overlap.compute_speed.value if profile.overlap else 1.0,
@@ -345,6 +361,7 @@ def _kernel(part: KernelPart | None) -> KernelModel:
         bandwidth_efficiency=part.bandwidth_efficiency.value,
         overhead_s=part.overhead_s.value,
         peak_flops=_values(part.peak_flops),
+        serial_share=part.serial_share.value if part.serial_share else 0.0,
     )
 
 
@@ -374,10 +391,16 @@ _OPTIONAL = (
 def _digest(profile: ProfilePart) -> str:
     # Parts that are not there do not count, so that new ones leave the hash of old profiles as it was; nor does
     # how often devices fail, on which neither a plan nor its time depends.
-    absent = {name for name in ("operators", "overlap", "training") if getattr(profile, name) is None} | {"reliability"}
+    optional = ("operators", "overlap", "training", "message_workspace")
+    absent = {name for name in optional if getattr(profile, name) is None} | {"reliability"}
     device = {"multiprocessors"} if profile.device.multiprocessors is None else set()
     topology = {name for name in _OPTIONAL if getattr(profile.topology, name) is None}
     left_out: dict[str, Any] = {**dict.fromkeys(absent, True), "device": device, "topology": topology}
+    left_out["kernels"] = {
+        name: {"serial_share"} for name, part in profile.kernels.items() if part.serial_share is None
+    }
+    if profile.compute_slowdown is not None and not profile.compute_slowdown.by_kernel:
+        left_out["compute_slowdown"] = {"by_kernel"}
     if profile.training is not None:
         left_out["training"] = {n for n, part in profile.training if part is None and n.startswith("planned_")}
     numbers = _without_text(profile.model_dump(mode="json", exclude=left_out))

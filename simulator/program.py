@@ -31,13 +31,21 @@ class Kernel(StrEnum):
     ATTENTION = "attention"
     ELEMENTWISE = "elementwise"
     ACTIVATION = "activation"
+    TRANSCENDENTAL = "transcendental"
+    """Activations with exponentials, such as GELU: of the speed of `ACTIVATION` where a profile does not tell."""
     SOFTMAX = "softmax"
     NORMALIZATION = "normalization"
+    BATCH_NORMALIZATION = "batch_normalization"
+    """Statistics of channels over the batch: of the speed of `NORMALIZATION` where a profile does not tell."""
     REDUCTION = "reduction"
     EMBEDDING = "embedding"
     OPTIMIZER = "optimizer"
     COPY = "copy"
     VIEW = "view"
+
+
+WIDER_CLASS = {Kernel.TRANSCENDENTAL: Kernel.ACTIVATION, Kernel.BATCH_NORMALIZATION: Kernel.NORMALIZATION}
+"""The class whose speed counts for another that a profile does not have."""
 
 
 class Collective(StrEnum):

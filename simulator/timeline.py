@@ -107,6 +107,7 @@ def simulate_program(
         transfers=segment_transfers(program, hardware, alone),
         compute_speed=hardware.overlap_compute_speed,
         transfer_speed=hardware.overlap_transfer_speed,
+        message_workspace=hardware.message_workspace,
     )
 
 
@@ -119,6 +120,7 @@ def simulate_segments(
     transfers: Sequence[Transfers | None],
     compute_speed: float,
     transfer_speed: float,
+    message_workspace: Mapping[Collective, float] | None = None,
 ) -> Timeline:
     """The timeline of a program whose tasks take `times` alone, each segment run by `run` as the table of one rank.
 
@@ -157,7 +159,7 @@ def simulate_segments(
         segments=tuple(segments),
         breakdown=_breakdown(program, segments),
         collectives=_collective_totals(program, segments),
-        memory=memory_timeline(program, spans),
+        memory=memory_timeline(program, spans, message_workspace),
     )
 
 

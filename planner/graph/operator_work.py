@@ -18,16 +18,18 @@ _CLASSES: dict[Kernel, tuple[str, ...]] = {
         "_scaled_dot_product_flash_attention_for_cpu_backward",
     ),
     Kernel.ACTIVATION: (
-        *("relu", "threshold_backward", "gelu", "gelu_backward", "silu", "silu_backward", "tanh", "tanh_backward"),
-        *("sigmoid", "sigmoid_backward", "leaky_relu", "leaky_relu_backward", "elu", "elu_backward", "hardtanh"),
-        *("hardtanh_backward", "softplus", "softplus_backward", "mish", "mish_backward"),
+        *("relu", "threshold_backward", "leaky_relu", "leaky_relu_backward", "hardtanh", "hardtanh_backward"),
+    ),
+    Kernel.TRANSCENDENTAL: (
+        *("gelu", "gelu_backward", "silu", "silu_backward", "tanh", "tanh_backward", "sigmoid", "sigmoid_backward"),
+        *("elu", "elu_backward", "softplus", "softplus_backward", "mish", "mish_backward"),
     ),
     Kernel.SOFTMAX: ("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
     Kernel.NORMALIZATION: (
         *("native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"),
-        *("_native_batch_norm_legit", "native_batch_norm", "native_batch_norm_backward", "_fused_rms_norm"),
-        "_fused_rms_norm_backward",
+        *("_fused_rms_norm", "_fused_rms_norm_backward"),
     ),
+    Kernel.BATCH_NORMALIZATION: ("_native_batch_norm_legit", "native_batch_norm", "native_batch_norm_backward"),
     Kernel.REDUCTION: (
         *("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "var_mean", "prod", "any", "all"),
         *("cumsum", "nll_loss_forward", "avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d", "topk"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.execution.job import input_specs
-from planner.execution.measuring.by_hand import HandWritten, Way, train_by_hand
+from planner.execution.measuring.by_hand import HandResult, HandWritten, Way, train_by_hand
 from planner.execution.optimizers import hyperparameters
 from planner.execution.run import ExecuteOptions, ExecutionReport, execute_plan
 from planner.planning import PlanRequest, plan_network
@@ -116,7 +116,7 @@ def run_case(case: Case, profile: Path, folder: Path) -> Result:
     """Plan and run one case, then the same by hand; a failure is a result."""
     names: dict[str, Any] = {"network": case.network.name, "processes": case.processes, "plan": case.name}
     try:
-        plan, predicted_s = _plan(case, profile)
+        plan, predicted_s = plan_case(case, profile)
         file = folder / f"{'-'.join(f'{case.network.name} {case.processes} {case.name}'.split())}.json"
         write_plan(plan, file)
         steps = WARM_UP + max(FEWEST, min(MOST, int(CASE_S / predicted_s)))
@@ -143,7 +143,14 @@ def run_case(case: Case, profile: Path, folder: Path) -> Result:
     )
 
 
-def _plan(case: Case, profile: Path) -> tuple[Plan, float]:
+def plan_case(case: Case, profile: Path) -> tuple[Plan, float]:
+    """The best plan of a case, and its predicted seconds a step.
+
+    Raises
+    ------
+    MeshwrightError
+        There is none.
+    """
     network = case.network
     request = PlanRequest(
         network=network.spec,
@@ -163,7 +170,8 @@ def _plan(case: Case, profile: Path) -> tuple[Plan, float]:
     return best.plan, best.prediction.step_time_s
 
 
-def _by_hand(case: Case, plan: Plan, steps: int, report: ExecutionReport) -> dict[str, Any]:
+def written_by_hand(case: Case, plan: Plan, steps: int, seed: int) -> HandResult:
+    """Train as a plan does, by hand."""
     lowered = lower_to_run(plan, plan.network)
     specs = input_specs(lowered)
     work = HandWritten(
@@ -174,11 +182,15 @@ def _by_hand(case: Case, plan: Plan, steps: int, report: ExecutionReport) -> dic
         data=None,
         optimizer=plan.optimizer,
         constants=hyperparameters(plan.optimizer, None, plan.global_batch),
-        seed=report.seed,
+        seed=seed,
         steps=steps,
         warm_up_steps=WARM_UP,
     )
-    found = train_by_hand(work, case.processes)
+    return train_by_hand(work, case.processes)
+
+
+def _by_hand(case: Case, plan: Plan, steps: int, report: ExecutionReport) -> dict[str, Any]:
+    found = written_by_hand(case, plan, steps, report.seed)
     apart = max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(found.losses, report.losses, strict=False))
     return {
         "by_hand": str(case.by_hand),

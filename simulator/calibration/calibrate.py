@@ -14,7 +14,7 @@ from simulator.calibration.cases import Case, all_cases
 from simulator.calibration.fitting import KernelFit, Measured, fit_kernel, predict_row, split_held_out
 from simulator.calibration.launch import run_workers
 from simulator.calibration.machine import Machine, find_machine
-from simulator.calibration.messages import MessageTimes, measure_messages, measure_slowdown
+from simulator.calibration.messages import MessageTimes, Slowdown, measure_messages, measure_slowdown
 from simulator.calibration.profile_data import Findings, Residual, profile_data
 from simulator.calibration.timing import interleaved_factor, lower_quartile, measure_case
 from simulator.errors import InputError
@@ -115,7 +115,7 @@ def findings(
     rows: Sequence[Measured],
     mixing: float,
     messages: Sequence[MessageTimes],
-    slowdown: Sequence[tuple[int, float]],
+    slowdown: Sequence[tuple[int, Slowdown]],
     options: CalibrateOptions,
 ) -> Findings:
     """Fit what was measured, and check the fits on rows held back.
@@ -144,7 +144,11 @@ def findings(
         mixing=mixing,
         best_flops_per_s=best,
         messages=tuple(messages),
-        slowdown=tuple((count, seconds / slowdown[0][1]) for count, seconds in slowdown),
+        slowdown=tuple((count, found.mix_s / slowdown[0][1].mix_s) for count, found in slowdown),
+        class_slowdown={
+            kernel: tuple((count, found.classes_s[kernel] / alone) for count, found in slowdown)
+            for kernel, alone in (slowdown[0][1].classes_s.items() if slowdown else ())
+        },
         residuals=tuple(residuals),
         origin=f"{command} on {today}, {machine.device_name}, torch {torch.__version__}",
     )

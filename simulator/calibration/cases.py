@@ -17,6 +17,16 @@ Operator = Callable[..., object]
 MEMORY_SIZES = (256, 4096, 65536, 524288, 4194304)
 """Elements of the tensors of memory-bound kernels: from the cost of a call to beyond the caches."""
 LARGE_MEMORY_SIZES = (1 << 24, 1 << 26)
+SMALL_IMAGES = (
+    (32, 64, 64, 8, 3),
+    (32, 128, 512, 4, 1),
+    (16, 256, 256, 4, 3),
+    (16, 1024, 256, 2, 1),
+    (16, 256, 256, 2, 3),
+    (16, 512, 1024, 1, 1),
+    (16, 256, 256, 1, 3),
+)
+"""Batch, channels in and out, side of image and window of convolutions whose weights outweigh their images."""
 CUBES = (16, 64, 128, 256, 512)
 LARGE_CUBES = (1024, 2048, 4096, 8192)
 SKINNY_PRODUCTS = (
@@ -28,6 +38,15 @@ SKINNY_PRODUCTS = (
     (128, 1024, 256),
 )
 """Rows, inner size and columns of products whose matrices are far from square."""
+WIDE_PRODUCTS = (
+    (64, 1024, 4096),
+    (64, 4096, 1024),
+    (1024, 64, 4096),
+    (256, 768, 3072),
+    (3072, 256, 768),
+    (256, 768, 8192),
+)
+"""The same at the sizes of layers and of the gradients of their weights; in single precision alone."""
 COMPUTE_DTYPES = ("float32", "float64", "bfloat16")
 ROW = 256
 
@@ -68,7 +87,7 @@ def _width(dtype: str) -> int:
 def _matmuls(dtypes: tuple[str, ...], cubes: tuple[int, ...]) -> Iterator[Case]:
     products = [*((size, size, size) for size in cubes), *SKINNY_PRODUCTS]
     for dtype in dtypes:
-        for rows, inner, columns in products:
+        for rows, inner, columns in (*products, *(WIDE_PRODUCTS if dtype == "float32" else ())):
             shapes = ((rows, inner), (inner, columns))
             size = rows * inner + inner * columns + rows * columns
             yield Case(
@@ -85,7 +104,7 @@ def _matmuls(dtypes: tuple[str, ...], cubes: tuple[int, ...]) -> Iterator[Case]:
 def _convolutions() -> Iterator[Case]:
     layers = [(8, 64, 64, 16, 3), (4, 64, 256, 14, 1), (8, 128, 128, 8, 3), (4, 256, 64, 14, 1), (2, 512, 512, 7, 3)]
     for dtype in ("float32", "float64"):
-        for batch, inputs, outputs, size, width in layers:
+        for batch, inputs, outputs, size, width in (*layers, *(SMALL_IMAGES if dtype == "float32" else ())):
             image, kernel = (batch, inputs, size, size), (outputs, inputs, width, width)
             geometry = ([1, 1], [width // 2] * 2, [1, 1], False, [0, 0], 1)
             result = batch * outputs * size * size
@@ -151,6 +170,8 @@ class _Family:
     moved: float = 2.0
     """Times the tensor is read or written."""
     arguments: tuple[object, ...] = ()
+    least: int = 0
+    """Elements of the smallest tensor that it takes."""
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool) -> object:
@@ -165,12 +186,13 @@ def _gelu_backward(gradient: Tensor, values: Tensor) -> object:
     return aten.gelu_backward.default(gradient, values, approximate="tanh")
 
 
-def _batch_norm(values: Tensor) -> object:
-    return aten._native_batch_norm_legit.no_stats(values.view(-1, 16, 4, 4), None, None, True, 0.1, 1e-5)
+def _batch_norm(values: Tensor, channels: int, side: int) -> object:
+    images = values.view(-1, channels, side, side)
+    return aten._native_batch_norm_legit.no_stats(images, None, None, True, 0.1, 1e-5)
 
 
-def _batch_norm_backward(gradient: Tensor, values: Tensor) -> object:
-    shape, mean = (-1, 16, 4, 4), values.view(-1)[:16]
+def _batch_norm_backward(gradient: Tensor, values: Tensor, channels: int, side: int) -> object:
+    shape, mean = (-1, channels, side, side), values.view(-1)[:channels]
     gradient, values = gradient.view(shape), values.view(shape)
     return aten.native_batch_norm_backward.default(
         gradient, values, None, None, None, mean, mean, True, 1e-5, [True, True, True]
@@ -202,12 +224,15 @@ def _adam(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor) ->
     return parameter
 
 
+BATCH_NORMS = ((16, 4), (64, 8), (256, 2), (512, 1))
+"""Channels, and side of the images of each."""
 FAMILIES = (
     _Family(kernel=Kernel.ELEMENTWISE, name="add", operator=aten.add.Tensor, inputs=2, moved=3),
     _Family(kernel=Kernel.ELEMENTWISE, name="scale", operator=aten.mul.Tensor, arguments=(0.5,)),
     _Family(kernel=Kernel.ACTIVATION, name="relu", operator=aten.relu.default),
-    _Family(kernel=Kernel.ACTIVATION, name="gelu", operator=_gelu),
-    _Family(kernel=Kernel.ACTIVATION, name="silu", operator=aten.silu.default),
+    _Family(kernel=Kernel.TRANSCENDENTAL, name="gelu", operator=_gelu),
+    _Family(kernel=Kernel.TRANSCENDENTAL, name="silu", operator=aten.silu.default),
+    _Family(kernel=Kernel.TRANSCENDENTAL, name="tanh", operator=aten.tanh.default),
     _Family(
         kernel=Kernel.ACTIVATION,
         name="relu backward",
@@ -216,7 +241,7 @@ FAMILIES = (
         moved=3,
         arguments=(0,),
     ),
-    _Family(kernel=Kernel.ACTIVATION, name="gelu backward", operator=_gelu_backward, inputs=2, moved=3),
+    _Family(kernel=Kernel.TRANSCENDENTAL, name="gelu backward", operator=_gelu_backward, inputs=2, moved=3),
     _Family(kernel=Kernel.SOFTMAX, name="softmax", operator=aten._softmax.default, arguments=(-1, False)),
     _Family(kernel=Kernel.SOFTMAX, name="log softmax", operator=aten._log_softmax.default, arguments=(-1, False)),
     _Family(
@@ -226,8 +251,28 @@ FAMILIES = (
         arguments=([ROW], None, None, 1e-5),
     ),
     _Family(kernel=Kernel.NORMALIZATION, name="layer norm backward", operator=_layer_norm_backward, inputs=2, moved=3),
-    _Family(kernel=Kernel.NORMALIZATION, name="batch norm", operator=_batch_norm),
-    _Family(kernel=Kernel.NORMALIZATION, name="batch norm backward", operator=_batch_norm_backward, inputs=2, moved=3),
+    *(
+        family
+        for channels, side in BATCH_NORMS
+        for family in (
+            _Family(
+                kernel=Kernel.BATCH_NORMALIZATION,
+                name=f"batch norm of {channels}",
+                operator=_batch_norm,
+                arguments=(channels, side),
+                least=channels * side**2,
+            ),
+            _Family(
+                kernel=Kernel.BATCH_NORMALIZATION,
+                name=f"backward of batch norm of {channels}",
+                operator=_batch_norm_backward,
+                inputs=2,
+                moved=3,
+                arguments=(channels, side),
+                least=channels * side**2,
+            ),
+        )
+    ),
     _Family(kernel=Kernel.REDUCTION, name="sum of rows", operator=aten.sum.dim_IntList, arguments=([0],), moved=1),
     _Family(kernel=Kernel.REDUCTION, name="sum", operator=aten.sum.default, moved=1),
     _Family(kernel=Kernel.COPY, name="clone", operator=aten.clone.default),
@@ -239,7 +284,7 @@ FAMILIES = (
 
 def _memory_bound(sizes: tuple[int, ...]) -> Iterator[Case]:
     for family in FAMILIES:
-        for elements in sizes:
+        for elements in (size for size in sizes if size >= family.least):
             yield Case(
                 kernel=family.kernel,
                 name=f"{family.name} {elements}",

@@ -13,6 +13,8 @@ from simulator.program import Kernel
 WIDEST = 1.5
 NARROWEST = 1e-3
 HELD_OUT = 4
+SERIAL_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+WEIGHT = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,7 @@ class KernelFit:
     rows: int
     error: float
     """Median relative error on the rows of the fit."""
+    serial_share: float = 0.0
 
 
 def split_held_out(rows: Sequence[Measured]) -> tuple[list[Measured], list[Measured]]:
@@ -49,22 +52,33 @@ def split_held_out(rows: Sequence[Measured]) -> tuple[list[Measured], list[Measu
 def predict_row(fit: KernelFit, row: Measured) -> float:
     """Evaluate the model of `simulator.kernels.kernel_time` for one measured row."""
     compute = row.flops / fit.flops_per_s[row.dtype] if row.flops else 0.0
-    return fit.overhead_s + max(compute, row.bytes_moved / fit.bytes_per_s)
+    moving = row.bytes_moved / fit.bytes_per_s
+    return fit.overhead_s + max(compute, moving) + fit.serial_share * min(compute, moving)
 
 
 def fit_kernel(rows: Sequence[Measured]) -> KernelFit:
-    """Fit ``t = overhead + max(flops / rate(dtype), bytes / bandwidth)`` to the rows of one class.
+    """Fit ``t = overhead + max(compute, moving) + serial_share min(compute, moving)`` to the rows of one class.
 
-    Minimises the mean of ``log(predicted / measured)^2``, which weighs short and long kernels alike, by
-    coordinate descent on the logarithms of the parameters with a shrinking step.
+    With ``compute = flops / rate(dtype)`` and ``moving = bytes / bandwidth``. Minimises the mean of
+    ``log(predicted / measured)^2``, long kernels weighing more, as they do in a step (by the fourth root of their
+    time), by coordinate descent on the logarithms of the parameters with a shrinking step, for several shares.
     """
+    shares = SERIAL_SHARES if any(row.flops > 0 for row in rows) else SERIAL_SHARES[:1]
+    return min((_fit(rows, share) for share in shares), key=lambda found: found[0])[1]
+
+
+def _fit(rows: Sequence[Measured], share: float) -> tuple[float, KernelFit]:
+    """What is left to fit, and the fit, with a given serial share."""
     dtypes = sorted({row.dtype for row in rows if row.flops > 0})
     flops = np.array([[row.flops if row.dtype == dtype else 0.0 for dtype in dtypes] for row in rows])
     moved = np.array([row.bytes_moved for row in rows])
     seconds = np.array([row.seconds for row in rows])
 
+    weights = seconds**WEIGHT
+    weights = weights / weights.sum()
+
     def loss(logs: NDArray[np.float64]) -> float:
-        return float(np.mean(np.log(_times(np.exp(logs), flops, moved) / seconds) ** 2))
+        return float(weights @ np.log(_times(np.exp(logs), flops, moved, share) / seconds) ** 2)
 
     logs = np.log(_first_guess(flops, moved, seconds))
     step = WIDEST
@@ -78,21 +92,25 @@ def fit_kernel(rows: Sequence[Measured]) -> KernelFit:
                     logs, best = trial, loss(trial)
         step *= 0.8
     found = np.exp(logs)
-    errors = np.abs(_times(found, flops, moved) / seconds - 1)
-    return KernelFit(
+    errors = np.abs(_times(found, flops, moved, share) / seconds - 1)
+    return loss(logs), KernelFit(
         overhead_s=float(found[0]),
         bytes_per_s=float(found[1]),
         flops_per_s={dtype: float(rate) for dtype, rate in zip(dtypes, found[2:], strict=True)},
         rows=len(rows),
         error=float(np.median(errors)),
+        serial_share=share,
     )
 
 
-def _times(found: NDArray[np.float64], flops: NDArray[np.float64], moved: NDArray[np.float64]) -> NDArray[np.float64]:
+def _times(
+    found: NDArray[np.float64], flops: NDArray[np.float64], moved: NDArray[np.float64], share: float
+) -> NDArray[np.float64]:
     """Model times (rows,) for parameters (overhead, bandwidth, rates…) and work (rows, dtypes), (rows,)."""
     work = moved / found[1]
     if flops.shape[1]:
-        work = np.maximum(work, np.max(flops / found[2:], axis=1))
+        compute = np.max(flops / found[2:], axis=1)
+        work = np.maximum(work, compute) + share * np.minimum(work, compute)
     return np.asarray(found[0] + work)
 
 

@@ -177,7 +177,7 @@ def _correct_kernels(data: Data, hardware: Hardware, runs: Sequence[RunModel], o
     for kernel in Kernel:
         section = data.get("kernels", {}).get(kernel.value)
         rows = [
-            (row, hardware.compute_slowdown(run.comparison.processes), _turns(run))
+            (row, hardware.compute_slowdown(run.comparison.processes, kernel), _turns(run))
             for run in runs
             for row in run.comparison.work
             if row.kernel is kernel and row.predicted_s > 0 and row.busy_s > 0

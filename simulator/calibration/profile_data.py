@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -34,7 +34,8 @@ class Residual:
 class Findings:
     """All that calibration measured and fitted.
 
-    ``slowdown`` pairs process counts with factors; ``mixing`` is already in the overheads of the fits.
+    ``slowdown`` and ``class_slowdown`` pair process counts with factors; ``mixing`` is already in the overheads of the
+    fits.
     """
 
     machine: Machine
@@ -45,6 +46,7 @@ class Findings:
     slowdown: tuple[tuple[int, float], ...]
     residuals: tuple[Residual, ...]
     origin: str
+    class_slowdown: Mapping[Kernel, tuple[tuple[int, float], ...]] = field(default_factory=dict)
 
 
 def profile_data(found: Findings, name: str) -> Data:
@@ -89,8 +91,19 @@ def profile_data(found: Findings, name: str) -> Data:
         data["compute_slowdown"] = {
             "processes": [count for count, _ in found.slowdown],
             "factor": [_rounded(max(1.0, factor)) for _, factor in found.slowdown],
+            "by_kernel": {
+                kernel.value: [_rounded(max(1.0, factor)) for _, factor in factors]
+                for kernel, factors in found.class_slowdown.items()
+            },
             "source": measured,
         }
+    workspace = {
+        collective.value: _rounded(max(group.workspace.get(collective, 0.0) for group in found.messages))
+        for group in found.messages[:1]
+        for collective in group.workspace
+    }
+    if workspace:
+        data["message_workspace"] = {"value": workspace, "source": f"{measured}; of several tensors in one message"}
     return data
 
 
@@ -104,6 +117,8 @@ def _kernel(fit: KernelFit, bandwidth: float, found: Findings) -> Data:
             "source": f"{source}; {found.mixing:.2f} times a kernel's own loop, as measured among others",
         },
     }
+    if fit.serial_share:
+        part["serial_share"] = {"value": fit.serial_share, "source": source}
     if fit.flops_per_s:
         part["peak_flops"] = {
             dtype: {"value": _rounded(rate), "source": source} for dtype, rate in fit.flops_per_s.items()

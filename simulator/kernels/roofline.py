@@ -25,7 +25,8 @@ def kernel_time(
     """Seconds of one kernel, by the roofline with a fixed cost per kernel.
 
     ``t = overhead + max(flops / (peak * e_c), bytes / (bandwidth * e_b))``; Williams, Waterman and
-    Patterson, "Roofline", CACM 52(4), 2009, with the efficiencies ``e_c``, ``e_b`` of the kernel's class.
+    Patterson, "Roofline", CACM 52(4), 2009, with the efficiencies ``e_c``, ``e_b`` of the kernel's class. The shorter
+    of both counts with the class's ``serial_share``: processors without threads to hide it wait for memory.
     A view moves nothing and costs nothing beyond its overhead, zero unless the profile says otherwise.
 
     Parameters
@@ -41,8 +42,9 @@ def kernel_time(
     else:
         # A kernel without arithmetic needs no peak, so copies of any dtype work on any device.
         peak = hardware.peak(dtype, kernel) if np.any(compute > 0) else np.inf
-        seconds = model.overhead_s + np.maximum(
-            compute / (peak * model.compute_efficiency),
-            memory / (hardware.memory_bandwidth * model.bandwidth_efficiency),
-        )
+        computing = compute / (peak * model.compute_efficiency)
+        moving = memory / (hardware.memory_bandwidth * model.bandwidth_efficiency)
+        seconds = model.overhead_s + np.maximum(computing, moving)
+        if model.serial_share:
+            seconds = seconds + model.serial_share * np.minimum(computing, moving)
     return float(seconds) if seconds.ndim == 0 else seconds

@@ -9,7 +9,7 @@ from simulator.calibration.calibrate import CalibrateOptions, calibrate, finding
 from simulator.calibration.cases import all_cases
 from simulator.calibration.fitting import Measured, fit_kernel, predict_row, split_held_out
 from simulator.calibration.machine import find_machine
-from simulator.calibration.messages import SIZES, MessageTimes
+from simulator.calibration.messages import SIZES, MessageTimes, Slowdown
 from simulator.calibration.profile_data import Residual, profile_data
 from simulator.calibration.timing import lower_quartile, measure_case
 from simulator.collectives import collective_time
@@ -35,14 +35,20 @@ def synthetic_rows(overhead=2e-6, bandwidth=4e10, rates=(("float32", 1e11), ("fl
 
 def synthetic_messages(processes):
     seconds = {kind: tuple(1e-4 * processes + size / 2e9 for size in SIZES) for kind in Collective}
-    return MessageTimes(processes=processes, seconds=seconds, overlap=1.0, resident_bytes=300 * 2**20)
+    workspace = {Collective.ALL_GATHER: 1 + 1 / processes}
+    return MessageTimes(
+        processes=processes, seconds=seconds, overlap=1.0, resident_bytes=300 * 2**20, workspace=workspace
+    )
 
 
 @pytest.fixture
 def found():
     machine = find_machine("cpu", 4)
     messages = [synthetic_messages(2), synthetic_messages(4)]
-    slowdown = [(1, 1.0), (2, 1.05), (4, 2.1), (8, 4.3)]
+    slowdown = [
+        (count, Slowdown(mix_s=factor, classes_s={Kernel.OPTIMIZER: 3 * factor**1.5}))
+        for count, factor in ((1, 1.0), (2, 1.05), (4, 2.1), (8, 4.3))
+    ]
     return findings(machine, list(synthetic_rows()), 1.0, messages, slowdown, OPTIONS)
 
 
@@ -80,6 +86,19 @@ def test_cases_run(case):
     assert 0 < seconds < 1
 
 
+def test_fit_finds_work_that_does_not_overlap():
+    rows = [row for row in synthetic_rows() if row.kernel is Kernel.CONVOLUTION]
+    rates = {"float32": 1e11, "float64": 4e10}
+    rows = [
+        dataclasses.replace(row, seconds=2e-6 + row.flops / rates[row.dtype] + row.bytes_moved / 2e9) for row in rows
+    ]
+    fit = fit_kernel(rows)
+    assert fit.serial_share == 1.0
+    for row in rows:
+        assert predict_row(fit, row) == pytest.approx(row.seconds, rel=0.1)
+    assert fit_kernel([row for row in synthetic_rows() if row.kernel is Kernel.CONVOLUTION]).serial_share == 0.0
+
+
 def test_profile_predicts_what_was_measured(found, tmp_path):
     path = tmp_path / "here.yaml"
     write_profile(profile_data(found, path.stem), path)
@@ -88,6 +107,9 @@ def test_profile_predicts_what_was_measured(found, tmp_path):
     assert hardware.default_precision == "float32"
     assert not hardware.overlaps_communication
     assert hardware.compute_slowdown(4) == pytest.approx(2.1)
+    assert hardware.compute_slowdown(4, Kernel.MATMUL) == pytest.approx(2.1)
+    assert hardware.compute_slowdown(4, Kernel.OPTIMIZER) == pytest.approx(2.1**1.5, rel=1e-3)
+    assert hardware.message_workspace == {Collective.ALL_GATHER: 1.5}
     for row in synthetic_rows():
         if row.kernel in (Kernel.MATMUL, Kernel.ELEMENTWISE, Kernel.NORMALIZATION):
             predicted = kernel_time(hardware, row.kernel, row.dtype, row.flops, row.bytes_moved)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from simulator.errors import ProfileError
 from simulator.hardware import KernelModel, load_profile, profile_names
 from simulator.kernels import kernel_time
-from simulator.program import Kernel
+from simulator.program import WIDER_CLASS, Kernel
 
 profile = cache(load_profile)
 WORK = st.floats(min_value=0, max_value=1e18)
@@ -27,6 +27,23 @@ def test_a_kernel_takes_the_longer_of_computing_and_moving() -> None:
     assert kernel_time(hardware, Kernel.MATMUL, "bfloat16", 156e9, 1.0) == pytest.approx(2e-6 + 1e-3)
     assert kernel_time(hardware, Kernel.MATMUL, "bfloat16", 1.0, 1.6e9) == pytest.approx(2e-6 + 1e-3)
     assert kernel_time(hardware, Kernel.MATMUL, "float32", 19.5e9, 0.0) == pytest.approx(2e-6 + 2e-3)
+
+
+def test_the_shorter_part_counts_as_far_as_it_does_not_overlap() -> None:
+    model = KernelModel(compute_efficiency=0.5, bandwidth_efficiency=0.8, overhead_s=2e-6, serial_share=0.75)
+    hardware = replace(profile("dgx-a100"), memory_bandwidth=2e12)
+    hardware = replace(hardware, kernels={**hardware.kernels, Kernel.MATMUL: model})
+    assert kernel_time(hardware, Kernel.MATMUL, "bfloat16", 156e9, 0.8e9) == pytest.approx(2e-6 + 1e-3 + 0.375e-3)
+    assert kernel_time(hardware, Kernel.MATMUL, "bfloat16", 78e9, 1.6e9) == pytest.approx(2e-6 + 1e-3 + 0.375e-3)
+
+
+def test_a_class_that_a_profile_lacks_has_the_speed_of_the_wider_one() -> None:
+    hardware = profile("dgx-a100")
+    for kernel, wider in WIDER_CLASS.items():
+        assert hardware.kernels[kernel] == hardware.kernels[wider]
+    slowed = replace(hardware, kernel_slowdowns={Kernel.NORMALIZATION: ((1, 1.0), (2, 3.0))})
+    assert slowed.compute_slowdown(2, Kernel.BATCH_NORMALIZATION) == 3.0
+    assert slowed.compute_slowdown(2, Kernel.MATMUL) == 1.0
 
 
 def test_a_view_is_free() -> None:

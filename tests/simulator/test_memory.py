@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 
 from simulator.errors import ProgramError
-from simulator.fast_engine import replay
-from simulator.program import Buffer, BufferKind, Program
+from simulator.fast_engine import replay, simulate
+from simulator.hardware import load_profile
+from simulator.program import Buffer, BufferKind, Collective, Program
 from tests.simulator.programs import buffer, communication, program, segment, task, timed_programs
 
 
@@ -145,3 +148,19 @@ def test_a_release_that_comes_too_early_is_found() -> None:
     with pytest.raises(ProgramError, match="task 2 'free'"):
         replay(program(segment(*tasks)), [np.ones(3)])
     assert replay(program(segment(*tasks)), [np.array([1.0, 1.0, 3.0])]).memory.final_bytes == 0
+
+
+def test_messages_take_what_the_hardware_says_while_they_are_on_their_way() -> None:
+    reads = {"allocates": (buffer("x", 10),)}
+    tasks = (
+        task("a", **reads),
+        communication("m", collective=Collective.ALL_GATHER, payload_bytes=40.0, after=(0,), releases=("x",)),
+        communication("n", payload_bytes=1000.0, after=(1,)),
+        task("b", after=(2,), allocates=(buffer("y", 30),), releases=("y",)),
+    )
+    hardware = replace(load_profile("dgx-a100"), message_workspace={Collective.ALL_GATHER: 1.5})
+    memory = simulate(program(segment(*tasks, count=3)), hardware).memory
+    assert memory.peak_bytes == 70
+    assert memory.at_peak == {BufferKind.ACTIVATION: 10, BufferKind.WORKSPACE: 60}
+    assert memory.final_bytes == 0
+    assert memory.unreleased == ()

@@ -126,12 +126,12 @@ def _mean(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
 
 def _gelu(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
     args, kwargs = (gradients[0], call.args[0]), dict(call.kwargs)
-    yield call.args[0], elementwise(tape, "gelu_backward.default", *args, kernel=Kernel.ACTIVATION, kwargs=kwargs)
+    yield call.args[0], elementwise(tape, "gelu_backward.default", *args, kernel=Kernel.TRANSCENDENTAL, kwargs=kwargs)
 
 
 def _silu(tape: Tape, call: Call, gradients: Gradients) -> Pairs:
     x = call.args[0]
-    yield x, elementwise(tape, "silu_backward.default", gradients[0], x, kernel=Kernel.ACTIVATION)
+    yield x, elementwise(tape, "silu_backward.default", gradients[0], x, kernel=Kernel.TRANSCENDENTAL)
 
 
 def _view(tape: Tape, call: Call, gradients: Gradients) -> Pairs:

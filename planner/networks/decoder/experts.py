@@ -54,9 +54,9 @@ def mix_experts(tape: Tape, x: Value, index: Value, weights: Value, parameters: 
 
 def _silu(tape: Tape, x: Value, module: str) -> Value:
     if not module:
-        return elementwise(tape, "silu.default", x, kernel=Kernel.ACTIVATION)
+        return elementwise(tape, "silu.default", x, kernel=Kernel.TRANSCENDENTAL)
     with tape.inside(module):
-        return elementwise(tape, "silu.default", x, kernel=Kernel.ACTIVATION)
+        return elementwise(tape, "silu.default", x, kernel=Kernel.TRANSCENDENTAL)
 
 
 def bmm(tape: Tape, x: Value, y: Value) -> Value:

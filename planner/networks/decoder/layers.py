@@ -66,12 +66,12 @@ def multiply(tape: Tape, x: Value, y: Value) -> Value:
 
 def gelu(tape: Tape, x: Value) -> Value:
     """The approximation of GELU by a hyperbolic tangent."""
-    return write.elementwise(tape, "gelu.default", x, kernel=Kernel.ACTIVATION, kwargs={"approximate": "tanh"})
+    return write.elementwise(tape, "gelu.default", x, kernel=Kernel.TRANSCENDENTAL, kwargs={"approximate": "tanh"})
 
 
 def silu(tape: Tape, x: Value) -> Value:
     """SiLU."""
-    return write.elementwise(tape, "silu.default", x, kernel=Kernel.ACTIVATION)
+    return write.elementwise(tape, "silu.default", x, kernel=Kernel.TRANSCENDENTAL)
 
 
 def heads(tape: Tape, x: Value, head: int) -> Value:

@@ -23,7 +23,12 @@ from simulator.kernels.matmul import matmul_model
 from simulator.program import Collective, Kernel
 from simulator.topology import group_shape
 
-_STREAMING = frozenset((Kernel.ELEMENTWISE, Kernel.ACTIVATION, Kernel.SOFTMAX, Kernel.NORMALIZATION, Kernel.REDUCTION))
+_STREAMING = frozenset(
+    (
+        *(Kernel.ELEMENTWISE, Kernel.ACTIVATION, Kernel.TRANSCENDENTAL, Kernel.SOFTMAX, Kernel.REDUCTION),
+        *(Kernel.NORMALIZATION, Kernel.BATCH_NORMALIZATION),
+    )
+)
 
 _ROUNDING = 1e-9
 TABLE_AXIS = 3
