@@ -71,6 +71,9 @@ def choose(task: PartitionTask, width: int) -> tuple[IntArray | None, float]:
             choices, missed = chain.spaced(limit_s)
             fits = (c for c in choices if c.peak + c.standing <= allowed and c.seconds < limit_s)
             found = min(fits, key=lambda choice: choice.seconds, default=None)
+        elif not tries and not chain.binds:
+            choice = chain.straight()
+            found = choice if choice.peak + choice.standing <= allowed and choice.seconds < limit_s else None
         elif not parted and tries:
             found, missed = chain.followed(limit_s, beams[tries - 1])
         if found is not None and found.peak + found.standing <= allowed:

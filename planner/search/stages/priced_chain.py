@@ -256,6 +256,20 @@ class PricedChain:
             peak=max(float(kind.peak[way]) for kind, way in picked),
         )
 
+    def straight(self) -> Choice:
+        """The choice that takes least where a byte has no price."""
+        free = np.where(self.prices == 0.0, self.potentials[0, :, 0], -np.inf)
+        row, state, ways = int(np.argmax(free)), 0, []
+        last = int(self.last[row])
+        for unit, number in enumerate(self.numbers.tolist()):
+            kind = self.kinds[number]
+            queue = LEFT if unit == last else BEHIND
+            own = kind.values[:, TIME] + (kind.values[:, queue] if unit <= last else 0.0)
+            rest = np.where(kind.entry == state, own + self.potentials[unit + 1, row, kind.exit], np.inf)
+            ways.append(int(np.argmin(rest)))
+            state = int(kind.exit[ways[-1]])
+        return self._chosen(ways)
+
     # Evenly spaced bytes
 
     @cached_property
@@ -268,15 +282,15 @@ class PricedChain:
     def _grid_kinds(self) -> list[GridKind]:
         limit_s, found, begin = self.bound_s * (1 + LIKELY), [], 0
         for number, (kind, count) in enumerate(zip(self.kinds, self.counts, strict=True)):
-            likely = np.flatnonzero(self._worthy(number, slice(begin, begin + count), limit_s))
+            worthy = self._worthy(number, slice(begin, begin + count), limit_s)
+            # Each price may leave out others.
+            likely = np.flatnonzero(worthy if worthy.any() else ~worthy)
             found.append(GridKind(kind.values[:, STANDING], kind.entry, kind.exit, count, likely))
             begin += count
         return found
 
     def spaced(self, limit_s: float) -> tuple[list[Choice], float]:
         """Choices from a table over evenly spaced bytes, and a bound on all choices below `limit_s`."""
-        if any(not len(kind.likely) for kind in self._grid_kinds):
-            return [], self.bound_s
         grid = ByteGrid(self._grid_kinds, self._costs(limit_s), self.spacing, self.room)
         if not grid.small:
             return [], self.bound_s

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner.search.stages import one_rank
@@ -89,8 +89,21 @@ def task_of(kinds: list[list[Way]], counts: list[int], room: float) -> Partition
     )
 
 
+NO_WAY_AT_EVERY_PRICE: tuple[list[list[Way]], list[int], float, float] = (
+    [
+        [(1, 0.0, -1, 0), (3, 0.0, -1, 1)],
+        [(1, 64.0, 0, 0), (2, 0.0, 0, 0), (2, 0.0, 0, 1), (1, 0.0, 1, 0), (1, 0.0, 1, 1)],
+        [(1, 0.0, 0, -1), (1, 0.0, 1, -1)],
+    ],
+    [1, 8, 1],
+    0.5,
+    0.0,
+)
+
+
 @settings(max_examples=60)
 @given(chains())
+@example(NO_WAY_AT_EVERY_PRICE)
 def test_one_rank_of_evenly_spaced_bytes_is_the_best(drawn: tuple[list[list[Way]], list[int], float, float]) -> None:
     kinds, counts, room = chain_of(drawn)
     found, best = partition(task_of(kinds, counts, room)), least_seconds(kinds, counts, room)
