@@ -16,9 +16,18 @@ from benchmarks.published_runs import Run
 from planner.estimate.columns import FloatArray
 from planner.estimate.device_family import family_of
 from planner.estimate.software_file import shipped_software
-from planner.validation.step_factors import NAMES, PlannedSteps, StepFactors, centres, fit_factors, left_out_s
+from planner.validation.step_factors import (
+    NAMES,
+    PlannedSteps,
+    StepFactors,
+    centres,
+    fit_factors,
+    left_out_s,
+    usual_launch_s,
+)
 from simulator.calibration.profile_text import with_fields
 from simulator.hardware import PROFILE_SUFFIX, Hardware, load_profile
+from simulator.launches import NAME
 from simulator.whole_file import write_whole
 
 COMMAND = "python -m benchmarks.whole_steps MEASUREMENTS_DIR --fit --write"
@@ -38,7 +47,27 @@ def responses(predictor: Predictor, run: Run) -> dict[str, float]:
 
 def _with(training: Mapping[str, float]) -> Callable[[Hardware], Hardware]:
     name = ",".join(training)
-    return lambda hardware: replace(hardware, training=dict(training), hash=f"{hardware.hash} {name}")
+    return lambda hardware: replace(
+        hardware, training={**_launches(hardware), **training}, hash=f"{hardware.hash} {name}"
+    )
+
+
+def _launches(hardware: Hardware) -> dict[str, float]:
+    """The host's time for a launch as profiles state it: that of the usual software on the device's hosts.
+
+    Ascend devices get whole graphs to run, kernel by kernel, from themselves.
+    """
+    if family_of(hardware.device_name).startswith("ascend"):
+        return {}
+    stacks = shipped_software().coefficients.stacks
+    return {NAME: usual_launch_s(stacks) * hardware.training.get("launch", 1.0)}
+
+
+def _launch_source(hardware: Hardware) -> str:
+    own = next(row.source for row in hardware.rows if row.field == "training.launch")
+    return (
+        f"{own}; times the median of PyTorch's stacks for an operator (launch_s of hw_profiles/software/training.yaml)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,6 +146,8 @@ def write_corrections(found: Corrections) -> list[Path]:
             f"training.planned_{name}": {"value": float(f"{value:.4g}"), "source": source}
             for name, value in zip(NAMES, found.of_family(family), strict=True)
         }
+        for name, seconds in _launches(hardware).items():
+            fields[f"training.{name}"] = {"value": float(f"{seconds:.4g}"), "source": _launch_source(hardware)}
         low, high, part, which = found.interval(hardware.name, family)
         fields["uncertainty.low"], fields["uncertainty.high"] = float(f"{low:.2f}"), float(f"{high:.2f}")
         fields["uncertainty.source"] = _interval_source(part, which)

@@ -239,13 +239,15 @@ class Crossing:
 class PassInstructions:
     """One pass of a chunk: what it runs in order, values to free after each, and those to free when it has ended.
 
-    ``tasks[i]`` is what the simulator times for ``instructions[i]``.
+    ``tasks[i]`` is what the simulator times for ``instructions[i]``. The first ``ahead`` of them need nothing that
+    arrives for the pass.
     """
 
     instructions: tuple[Instruction, ...]
     releases: tuple[tuple[str, ...], ...]
     drops: tuple[str, ...]
     tasks: tuple[Task, ...] = ()
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -154,6 +154,7 @@ class TrainingPart(Part):
     planned_optimizer: Sourced[Positive] | None = None
     planned_inside: Sourced[Positive] | None = None
     planned_outside: Sourced[Positive] | None = None
+    planned_launch_s: Sourced[Positive] | None = None
 
 
 class ProfilePart(Part):

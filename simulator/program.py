@@ -105,7 +105,8 @@ class Task:
     also run in the order of their indices. ``allocates`` happens when the task starts,
     ``releases`` (names of buffers) when it ends. ``matmul`` holds batch, m, n and k of a matrix product, whose
     time depends on its shape. ``on_host``: the host works, or hosts exchange, on tensors in their memory, while the
-    device waits in its stream.
+    device waits in its stream. ``launched_with`` numbers the pass of a unit in which the host launches it, −1 for what
+    runs besides: kernels of a pass take at least as long as their launches (`simulator.launches`).
     """
 
     name: str
@@ -121,6 +122,7 @@ class Task:
     axis: str = ""
     payload_bytes: float = 0.0
     on_host: bool = False
+    launched_with: int = -1
     allocates: tuple[Buffer, ...] = ()
     releases: tuple[str, ...] = ()
 

@@ -12,6 +12,7 @@ from simulator.corrections import kernel_factor, message_time
 from simulator.errors import ProgramError
 from simulator.hardware import Hardware
 from simulator.kernels import kernel_time, matmul_time
+from simulator.launches import paced
 from simulator.program import DISK, HOST, Collective, Kernel, Program, Task
 from simulator.topology import GroupShape, group_shape
 
@@ -51,7 +52,8 @@ def host_message_time(hardware: Hardware, collective: Collective, payload: Float
 def task_times(program: Program | ProgramColumns, hardware: Hardware) -> list[FloatArray]:
     """Seconds of every task: one array (tasks,) for each segment.
 
-    Tasks that share an efficiency are timed together; `simulator.corrections` says what slows them. What the host runs
+    Tasks that share an efficiency are timed together; `simulator.corrections` says what slows them, and
+    `simulator.launches` where the host is slower. What the host runs
     takes a kernel's overhead on the device, and its bytes over the memory of the host.
 
     Raises
@@ -98,7 +100,7 @@ def _seconds(program: Program | ProgramColumns, tasks: Sequence[Task], hardware:
         if hosted := [i for i in messages if tasks[i].on_host]:
             payload = np.array([tasks[i].payload_bytes for i in hosted])
             seconds[hosted] = host_message_time(hardware, collective, payload, shapes[axis])
-    return seconds
+    return paced(tasks, seconds, hardware)
 
 
 def group_shapes(program: Program | ProgramColumns, hardware: Hardware) -> dict[str, GroupShape]:

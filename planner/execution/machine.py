@@ -172,9 +172,17 @@ class Machine:
 
         A collective that may run beside computation is waited for at the first use.
         """
+        return self.compile_parts(instructions, releases, 0)[1]
+
+    def compile_parts(
+        self, instructions: Sequence[Instruction], releases: Sequence[tuple[str, ...]], ahead: int
+    ) -> tuple[list[Action], list[Action]]:
+        """`compile` in two parts, the first of them so many instructions."""
         actions: list[Action] = []
         under_way: list[_Open] = []
-        for instruction, names in zip(instructions, releases, strict=True):
+        first = 0
+        for number, (instruction, names) in enumerate(zip(instructions, releases, strict=True)):
+            first = len(actions) if number == ahead else first
             touched, written = self._touches(instruction)
             freed = [self._numbers[name] for name in names if name in self._numbers]
             under_way = _wait(under_way, touched | set(freed), written, actions)
@@ -190,8 +198,9 @@ class Machine:
                 actions.extend(_release(self.slots, freed))
             else:
                 actions.append(self._watched(instruction, RUN, self._action(instruction, freed)))
+        first = len(actions) if ahead >= len(instructions) else first
         _wait(under_way, {slot for entry in under_way for slot in entry.targets}, set(), actions)
-        return actions
+        return actions[:first], actions[first:]
 
     def _touches(self, instruction: Instruction) -> tuple[set[int], set[int]]:
         """List the slots an instruction reads or writes, and those whose memory it changes."""

@@ -47,13 +47,14 @@ class Stage:
         self.machine = machine
         self.inputs = [machine.number(entry.value) for entry in instructions.inputs]
         self.loss = machine.number(loss)
+        self.ahead: dict[PassKey, list[Action]] = {}
         self.actions: dict[PassKey, list[Action]] = {}
         self.drops: dict[PassKey, list[int]] = {}
         for crossing in (instructions.arrives, instructions.gradient_arrives):
             if crossing is not None:
                 machine.number(crossing.value)
         for key, one in instructions.passes.items():
-            self.actions[key] = machine.compile(one.instructions, one.releases)
+            self.ahead[key], self.actions[key] = machine.compile_parts(one.instructions, one.releases, one.ahead)
             self.drops[key] = [machine.number(name) for name in one.drops]
         lasting = {machine.number(name) for name in instructions.lasting}
         self.lasting = sorted(lasting)
@@ -177,6 +178,8 @@ class StageInterpreter:
         key = (kind, variant) if (kind, variant) in stage.actions else (kind, PLAIN)
         self._context.moment.micro_batch = micro_batch
         stage.enter(micro_batch)
+        for action in stage.ahead[key]:
+            action()  # parameters are gathered while what the pass needs is still on its way
         if kind is ActionKind.FORWARD:
             pieces = dict(zip((entry.name for entry in self._lowered.inputs), feed(micro_batch), strict=True))
             for entry, slot in zip(instructions.inputs, stage.inputs, strict=True):

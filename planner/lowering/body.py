@@ -95,6 +95,13 @@ class Body(Writer):
                 found[units.of_node[index]].append(index)
         return found
 
+    def _adds_uses(self, index: int, node: Node) -> bool:
+        """Whether a node adds gradients of several uses of a parameter, which pipelines do apart from any pass."""
+        return node.role is Role.GRADIENT_SUM and TensorRef(index) in self.gradients
+
+    def _pass(self, phase: Phase) -> int:
+        return 2 * self.unit + (phase is Phase.BACKWARD)
+
     def _node(self, index: int, node: Node) -> None:
         if node.role in (Role.PARAMETER, Role.INPUT):
             return
@@ -227,6 +234,7 @@ class Body(Writer):
             flops=recipe.flops * part,
             bytes_moved=recipe.bytes_moved * part,
             matmul=recipe.matmul,
+            launched_with=-1 if self._adds_uses(index, node) else self._pass(phase),
         )
         instruction = Compute(node=index, inputs=names, outputs=tuple(outputs), rules=rules, cut=self._cut(index, node))
         self._add(task, instruction, (*names, *beside[1:], *cast), tuple(writes), owners)
@@ -316,6 +324,7 @@ class Body(Writer):
             kernel=Kernel.ELEMENTWISE,
             dtype=node.outputs[0].dtype,
             bytes_moved=cast_bytes(self.graph, node, self.source.shares(index)),
+            launched_with=self._pass(phase),
         )
         made = Buffer(name=f"{node.product_dtype} factors of {name}", size_bytes=0, kind=BufferKind.COMMUNICATION)
         nothing = Compute(node=index, inputs=inputs[-2:], outputs=(), rules=())
@@ -353,6 +362,7 @@ class Body(Writer):
             dtype=node.outputs[0].dtype,
             flops=recipe.flops * (1 - 1 / pieces),
             bytes_moved=recipe.bytes_moved * (1 - 1 / pieces),
+            launched_with=self._pass(phase),
         )
         nothing = Communicate(
             collective=found[0][1].collective, axis=found[0][0], sources=(), targets=(), gather_dims=(), split_dims=()

@@ -39,6 +39,16 @@ class Draft:
     output: int = -1
     synchronised: dict[int, str] = field(default_factory=dict)
 
+    @property
+    def leading(self) -> int:
+        """Tasks at the beginning that wait for no input of the pass."""
+        count = 0
+        for tasks, ahead in zip(self.tasks, self.ahead, strict=True):
+            if tasks and not ahead:
+                break
+            count += len(tasks)
+        return count
+
 
 Then = Callable[["Value"], None]
 Kind = tuple[Collective, int, str, int]

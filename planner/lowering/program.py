@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from planner.graph.chain import chain
 from planner.graph.operator_graph import OperatorGraph
 from planner.instructions import (
     LoweredPlan,
@@ -63,7 +64,7 @@ def lower_graph(graph: OperatorGraph, rules: Mapping[str, NodeRules], options: L
     cheapest to start from.
     """
     options, rules = spread(graph, rules, options)
-    source = PlacedGraph(graph, rules, options)
+    source = PlacedGraph(graph, rules, options, chain(graph))
     blueprint = Blueprint(source)
     columns = lower_step(blueprint)
     program = Program(

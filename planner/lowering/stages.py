@@ -124,7 +124,11 @@ def _stage(
     stored = {source.graph.nodes[i].name for i in source.stored}
     return StageInstructions(
         passes={
-            key: replace(_with_releases(key[0], given, written, lasting | stored, leaving), tasks=timed[key])
+            key: replace(
+                _with_releases(key[0], given, written, lasting | stored, leaving),
+                tasks=timed[key],
+                ahead=drafts[key].leading,
+            )
             for key, given in written.items()
         },
         arrives=crossings[FORWARD, True],

@@ -65,6 +65,7 @@ def finished(task: Task, after: tuple[int, ...], allocates: tuple[Buffer, ...], 
         axis=task.axis,
         payload_bytes=task.payload_bytes,
         on_host=task.on_host,
+        launched_with=task.launched_with,
         allocates=allocates,
         releases=releases,
     )
@@ -161,6 +162,7 @@ class Writer:
                 bytes_moved=2.0 * size,
                 dtype=specs[0].dtype,
                 on_host=on_host,
+                launched_with=self._pass(phase),
             )
             if value in self.came:
                 self.came[target] = self.came[value]
@@ -181,6 +183,10 @@ class Writer:
         """Copy a value to the memory of the host or from there."""
         task = host_copy(size_bytes, f"copy {source}", phase)
         self._add(task, HostCopy(source=source, target=made.name, to_host=to_host), (source,), (made,))
+
+    def _pass(self, phase: Phase) -> int:
+        """Number of the pass in which the host launches what is written now; -1 where it is in none."""
+        return -1
 
     def _moved_kind(self, ref: TensorRef) -> BufferKind:
         role = self.graph.nodes[ref.node].role
@@ -213,6 +219,7 @@ class Writer:
             axis=axis,
             payload_bytes=payload,
             on_host=on_host,
+            launched_with=-1 if message.asynchronous else self._pass(phase),
         )
         self._add(task, message, message.sources, writes)
         self.drafts[-1].completes = completes

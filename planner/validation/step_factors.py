@@ -68,6 +68,13 @@ def centres(
     }
 
 
+def usual_launch_s(stacks: Mapping[str, Mapping[str, float]]) -> float:
+    """Seconds that the host takes to launch an operator with software that a plan does not name."""
+    return float(
+        np.median([stacks[stack]["launch_s"] for stack in USUAL_STACKS if "launch_s" in stacks.get(stack, {})])
+    )
+
+
 def fit_factors(
     steps: PlannedSteps, known: Mapping[str, FloatArray], rows: npt.NDArray[np.bool_] | None = None
 ) -> StepFactors:

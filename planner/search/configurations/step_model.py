@@ -21,7 +21,8 @@ may even out: what the schedule says of them is simulated pass by pass, but no r
 With several micro-batches every one but the first adds its gradients to those before, a kernel for each parameter.
 ZeRO-2 reduce-scatters every micro-batch's gradients in buckets, ZeRO-3 those of a unit in one message, and gathers a
 unit's parameters in one before its forward and its backward pass, over the data axis and inside the stage mesh: a pass
-of a unit takes as long as the longer of its own work and its messages. ``stall`` is what ZeRO-3 exposes between the
+of a unit takes as long as the longer of its work and its messages (`.passes`: in pipelines, of the work beside them).
+No pass is shorter than the launches of its kernels (`simulator.launches`). ``stall`` is what ZeRO-3 exposes between the
 passes of a chunk (the scatter and the gather of its first unit), and by how much the sum of the loss takes longer than
 the passes beside it. What happens at both ends of a chunk is shared out over the units, so that the objective stays a
 sum. Nothing else overlaps, and links are shared as `simulator.topology` has it for groups of one kind.
@@ -46,6 +47,7 @@ import numpy as np
 from planner.graph.operator_graph import DTYPE_BYTES
 from planner.search.configurations.configuration import AXES, Configuration, unstored
 from planner.search.configurations.messages import batch_sums_s, message_s, sends_s
+from planner.search.configurations.passes import paced_passes, passes_beside_messages
 from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape, schedule_shape, uneven_s
 from planner.search.configurations.stored_ways import (
     JoinedUnits,
@@ -122,7 +124,7 @@ class StepModel:
         """Seconds (ways,) of the kernels of a micro-batch in their stream, and of the update."""
         c = configuration
         elements = labels.parameter_elements + labels.expert_elements
-        passes = labels.forward_s + labels.backward_s
+        passes = sum(paced_passes(self.hardware, labels)[:2])
         kernels = passes - labels.forward_communication_s - labels.backward_communication_s
         if not self._scatters_each(c):
             kernels = kernels + self._accumulation_s(labels, elements, c, trained)
@@ -158,7 +160,7 @@ class StepModel:
             forward_s=forward_s,
             backward_s=backward_s,
             # With ZeRO-3 both parts wait for messages, and are taken as halves.
-            late_s=backward_s / 2 if c.optimizer_sharding == "zero3" else labels.late_s,
+            late_s=backward_s / 2 if c.optimizer_sharding == "zero3" else paced_passes(self.hardware, labels)[2],
             stall_s=stall_s,
             once_s=self._once_s(labels, elements, forward_s, c, bucket, trained)
             + c.pipeline / whole.units * (self._first_gather_s(c, bucket)),
@@ -278,10 +280,10 @@ class StepModel:
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Passes with the messages of every micro-batch, and what those expose at the ends of chunks.
 
-        Between a backward pass and the next one stand the scatter and the gather of the first unit of a chunk. A rank
-        of a pipeline gathers for its backward pass ahead, while it waits; alone it does not.
+        Between a backward pass and the next one stand the scatter and the gather of the first unit of a chunk.
         """
-        forward_s, backward_s = labels.forward_s, labels.backward_s + self._cuts_s(labels, c)[0]
+        forward_s, backward_s, _ = paced_passes(self.hardware, labels)
+        backward_s = backward_s + self._cuts_s(labels, c)[0]
         size = elements * DTYPE_BYTES[self.dtype]
         shards, stride = self.shards(c), c.stride("data")
         accumulation = self._accumulation_s(labels, elements, c, trained)
@@ -297,6 +299,8 @@ class StepModel:
         gather = np.where(size > 0, self.message_s(Collective.ALL_GATHER, size, shards, stride), 0.0) + labels.gather_s
         scatter = np.where(size > 0, self.message_s(Collective.REDUCE_SCATTER, sent, shards, stride), 0.0) + inside_s
         scatter = scatter + accumulation
+        if c.pipeline > 1 and self.hardware.overlaps_communication:
+            return self._passes_of_stages(labels, (forward_s, backward_s), (gather, scatter), c, whole)
         if c.schedule in SPLIT:
             half = backward_s / 2
             backward_s = self._beside(half, gather) + self._beside(half, scatter)
@@ -304,10 +308,27 @@ class StepModel:
             backward_s = self._beside(backward_s, gather + scatter)
         first, last = np.asarray(labels.entry) < 0, np.asarray(labels.exit) < 0
         exposed = np.where(first, 1.0, whole.inner_ends(c)) * (scatter + gather)
-        exposed = exposed + np.where(last & (c.pipeline == 1), gather, 0.0)
+        exposed = exposed + np.where(last, gather, 0.0)
         if not self.hardware.overlaps_communication:
             exposed = np.zeros_like(exposed)
         return self._beside(forward_s, gather), backward_s, exposed
+
+    def _passes_of_stages(
+        self,
+        labels: UnitLabels,
+        passes_s: tuple[FloatArray, FloatArray],
+        messages_s: tuple[FloatArray, FloatArray],
+        c: Configuration,
+        whole: Whole,
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """`_passes` of units whose parameters a rank of a pipeline gathers one unit ahead."""
+        first, last = np.asarray(labels.entry) < 0, np.asarray(labels.exit) < 0
+        usual = np.full(1, max(1.0, whole.usual_elements * DTYPE_BYTES[self.dtype]))
+        usual_s = self.message_s(Collective.ALL_GATHER, usual, self.shards(c), c.stride("data"))
+        forward_s, backward_s = passes_beside_messages(
+            passes_s, messages_s, (first, last), (*whole.usual_s, float(usual_s[0])), split=c.schedule in SPLIT
+        )
+        return forward_s, backward_s, np.where(first, 1.0, whole.inner_ends(c)) * sum(messages_s)
 
     def _accumulation_s(
         self, labels: UnitLabels, elements: FloatArray, c: Configuration, trained: int | IntArray

@@ -25,7 +25,8 @@ class UnitLabels:
     ``forward_communication_s`` and ``backward_communication_s`` are communication. Of the backward pass ``again_s``
     computes again and ``late_s`` may wait until the gradient of the input is sent back. ``activation_bytes`` are kept
     from forward to backward, ``transient_bytes`` stand only while the unit goes backward, of which
-    ``recomputed_bytes`` are computed again.
+    ``recomputed_bytes`` are computed again. ``forward_launches`` and ``backward_launches`` count the kernels that the
+    host launches in both passes.
 
     ``step_s`` are messages once a step, beside data parallelism: ``gather_s`` of them gather parameters, the others sum
     gradients. In ``cut_s`` gradients that are whole on an axis which shards their parameter are cut, before they are
@@ -46,6 +47,8 @@ class UnitLabels:
     recomputed_bytes: FloatArray
     again_s: FloatArray
     late_s: FloatArray
+    forward_launches: FloatArray
+    backward_launches: FloatArray
     step_s: FloatArray
     gather_s: FloatArray
     cut_s: FloatArray

@@ -167,6 +167,7 @@ def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> Un
     for variable, sharded in stage.shape.sequence_states(number).items():
         sequence |= sharded[states[variable]]
     nothing = np.full(len(best), -1)
+    forward_launches, backward_launches = unit.model.launches
     return UnitLabels(
         forward_s=parts[Part.FORWARD, best],
         backward_s=(parts[Part.BACKWARD] + again)[best],
@@ -181,6 +182,8 @@ def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> Un
         cut_last_s=parts[Part.CUT_LAST, best],
         again_s=again[best],
         late_s=parts[Part.LATE, best],
+        forward_launches=np.full(len(best), float(forward_launches)),
+        backward_launches=np.array(backward_launches, dtype=np.float64)[mode[best]],
         gathered_elements=parts[Part.GATHERED, best],
         unsummed_elements=parts[Part.UNSUMMED, best],
         parameter_elements=parts[Part.ELEMENTS, best],

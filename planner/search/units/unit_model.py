@@ -11,6 +11,7 @@ from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
 from planner.graph.recompute import MODES, recomputed
 from planner.search.problem.parts import stations_of
 from planner.search.problem.variables import Decisions, Edge
+from simulator.launches import NOT_LAUNCHED
 from simulator.program import Kernel, Phase
 
 
@@ -56,6 +57,22 @@ class UnitModel:
         self.saved = self._saved(saved)
         behind_readers = saved.get(self.exit_tensor, ()) if self.exit_tensor else ()
         self.read_behind = bool(set(behind_readers) - {*self.variables, self.entry, *self.shared})
+
+    @cached_property
+    def launches(self) -> tuple[int, tuple[int, ...]]:
+        """Kernels that the host launches forward, and backward in each mode of `MODES`."""
+        forward, backward = (
+            sum(self._launched(i) for i in self.nodes if self.graph.nodes[i].phase is phase)
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+        )
+        return forward, tuple(backward + sum(map(self._launched, self.again[mode].nodes)) for mode in MODES)
+
+    def _launched(self, index: int) -> int:
+        """Launches of a node: one, and one more for the casts of a product's factors."""
+        node = self.graph.nodes[index]
+        if node.role not in (Role.OPERATOR, Role.GRADIENT_SUM) or node.kernel in NOT_LAUNCHED:
+            return 0
+        return 2 if node.product_dtype else 1
 
     def _owners(self, node: int) -> int:
         return sum(node in unit.nodes for unit in self.chain.units)

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.graph.chain import chain
+from planner.instructions import Communicate, read_values
 from planner.lowering import representatives
 from planner.lowering.pipeline import lower_pipeline
+from planner.lowering.stages import lower_stages
 from planner.pipeline_prediction import predict_pipeline, write_trace
 from planner.prediction import predict_plan
 from planner.strategy.plan import Chunk, Plan
@@ -20,7 +22,7 @@ from simulator.errors import InputError, StrategyError
 from simulator.hardware import load_profile
 from simulator.pipeline_operators import operator_table
 from simulator.pipeline_passes import simulate_operators
-from simulator.program import BufferKind
+from simulator.program import BufferKind, Collective
 from simulator.schedules import ActionKind, make_schedule
 from tests.planner.lowering.plans import one_stage, pipelined, recomputing
 from tests.planner.search.problems import captured
@@ -275,3 +277,18 @@ def test_the_first_pass_of_a_stage_waits_for_the_stage_before_whatever_parameter
     kernels = [float(p.seconds[p.communication == 0].sum()) for p in costs.first[ActionKind.FORWARD]]
     one, two = (float(ends[place[stage, int(ActionKind.FORWARD)]]) for stage in (0, 1))
     assert two >= one + kernels[1] * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_parameters_are_gathered_before_a_pass_receives_its_input(schedule: str) -> None:
+    plan = replace(one_stage("gpt2-tiny", LAYERS, (("data", 2),), storage="sharded"), optimizer_sharding="zero3")
+    lowered = lower_stages(pipelined(plan, GRAPH, 2, schedule), GRAPH)
+    for stage in lowered.stages:
+        for (kind, _), one in stage.passes.items():
+            arrives = stage.arrives if kind is ActionKind.FORWARD else stage.gradient_arrives
+            leading, rest = one.instructions[: one.ahead], one.instructions[one.ahead :]
+            gathers = kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
+            assert bool(leading) or not gathers
+            assert all(isinstance(i, Communicate) and i.collective is Collective.ALL_GATHER for i in leading)
+            assert arrives is None or not any(arrives.value in read_values(i) for i in leading)
+            assert rest or kind is ActionKind.WEIGHT_GRADIENT

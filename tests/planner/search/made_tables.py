@@ -63,6 +63,8 @@ def labels(unit: MadeUnit, samples: float, message_s: float, first: bool, last: 
         recomputed_bytes=unit.activation_bytes * samples - kept,
         again_s=again,
         late_s=passes,
+        forward_launches=nothing,
+        backward_launches=nothing,
         step_s=nothing,
         gather_s=nothing,
         cut_s=nothing,

@@ -1,0 +1,66 @@
+"""Passes of units: at the pace of the host at least, and with what messages beside them expose."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.stages.fragments import FloatArray
+from simulator.hardware import Hardware
+from simulator.launches import launch_time
+
+if TYPE_CHECKING:
+    from planner.search.units.labels import UnitLabels
+
+BoolArray = NDArray[np.bool_]
+
+
+def paced_passes(hardware: Hardware, labels: UnitLabels) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Seconds (ways,) of both passes, and of what the backward pass may put off, at the pace of the host at least.
+
+    Kernels of a pass are slowed down together, as `simulator.launches` has it.
+    """
+    each = launch_time(hardware)
+    if not each:
+        return labels.forward_s, labels.backward_s, labels.late_s
+    forward_s = np.maximum(labels.forward_s, each * labels.forward_launches)
+    backward_s = np.maximum(labels.backward_s, each * labels.backward_launches)
+    return forward_s, backward_s, labels.late_s * (backward_s / np.maximum(labels.backward_s, 1e-30))
+
+
+def passes_beside_messages(
+    passes_s: tuple[FloatArray, FloatArray],
+    messages_s: tuple[FloatArray, FloatArray],
+    ends: tuple[BoolArray, BoolArray],
+    usual_s: tuple[float, float, float],
+    *,
+    split: bool,
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds (ways,) of both passes of units with what their messages expose.
+
+    On a rank of a pipeline the messages of a unit travel while the unit beside it works, which is of the usual kind
+    where it begins or ends the network, else like itself. What begins the network is gathered before its pass and not
+    for its backward pass, which reads no table of tokens; what ends it is gathered for its backward pass while it goes
+    forward, and the usual unit before it while it goes backward.
+
+    Parameters
+    ----------
+    passes_s : forward and backward work, (ways,) each
+    messages_s : gather of a unit's parameters and scatter of its gradients, (ways,) each
+    ends : whether a unit begins, or ends, the network, (ways,) each
+    usual_s : both passes of the usual kind of unit, and its gather
+    split : the schedule puts weight gradients off; gathers and scatters then have half a backward pass each
+    """
+    (forward_s, backward_s), (gather, scatter), (first, last) = passes_s, messages_s, ends
+    usual_forward, usual_backward, usual_gather = usual_s
+    beside = np.where(first | last, usual_backward, backward_s)
+    gathered = np.where(last, usual_gather, gather)
+    if split:
+        waits = np.maximum(gathered - beside / 2, 0.0) + np.maximum(scatter - beside / 2, 0.0)
+    else:
+        waits = np.maximum(gathered + scatter - beside, 0.0)
+    waits = waits + np.where(last, np.maximum(gather - forward_s, 0.0), 0.0)
+    ahead = np.maximum(gather - np.where(last, usual_forward, forward_s), 0.0)
+    return forward_s + np.where(first, 0.0, ahead), backward_s + np.where(first, 0.0, waits)

@@ -1,0 +1,63 @@
+"""Passes of units: what their messages expose, and the pace of the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.search.configurations.passes import paced_passes, passes_beside_messages
+from simulator.hardware import load_profile
+from simulator.launches import NAME
+from tests.planner.search.made_tables import MadeUnit, labels
+
+SECONDS = st.floats(0.0, 1.0)
+
+
+def one(value: float) -> np.ndarray:  # type: ignore[type-arg]
+    return np.array([value])
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS)
+def test_among_equal_units_a_pass_is_the_longer_of_work_and_messages(
+    forward: float, backward: float, gather: float, scatter: float
+) -> None:
+    found = passes_beside_messages(
+        (one(forward), one(backward)),
+        (one(gather), one(scatter)),
+        (np.array([False]), np.array([False])),
+        (forward, backward, gather),
+        split=False,
+    )
+    assert found[0][0] == pytest.approx(max(forward, gather))
+    assert found[1][0] == pytest.approx(max(backward, gather + scatter))
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS, st.booleans())
+def test_a_large_head_hides_behind_the_unit_before_it(
+    forward: float, backward: float, gather: float, scatter: float, split: bool
+) -> None:
+    ends = (np.array([True, False]), np.array([False, True]))
+    pair = (np.full(2, forward), np.full(2, backward)), (np.full(2, gather), np.full(2, scatter))
+    found = passes_beside_messages(*pair, ends, (0.1, 0.2, 0.05), split=split)
+    # The first unit is gathered before its pass, and its gradients leave behind it: neither makes the pass longer.
+    assert (found[0][0], found[1][0]) == (forward, backward)
+    assert found[0][1] == pytest.approx(forward + max(gather - 0.1, 0.0))
+    assert found[1][1] >= backward + max(gather - forward, 0.0) - 1e-12
+
+
+def test_no_pass_is_shorter_than_its_launches_where_the_profile_states_them() -> None:
+    hardware = load_profile("dgx-a100")
+    unit = MadeUnit(count=1, forward_s=1e-4, activation_bytes=1.0, elements=1.0)
+    many = replace(
+        labels(unit, 1.0, 0.0, False, False), forward_launches=np.full(3, 5.0), backward_launches=np.full(3, 9.0)
+    )
+    free = paced_passes(replace(hardware, training={}), many)
+    np.testing.assert_array_equal(free[0], many.forward_s)
+    slow = paced_passes(replace(hardware, training={NAME: 40e-6}), many)
+    np.testing.assert_allclose(slow[0], 2e-4)
+    np.testing.assert_allclose(slow[1], np.maximum(many.backward_s, 3.6e-4))
+    np.testing.assert_allclose(slow[2] / slow[1], many.late_s / many.backward_s)

@@ -1,0 +1,70 @@
+"""The pace at which the host launches kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator.hardware import Hardware, load_profile
+from simulator.launches import NAME, paced
+from simulator.program import Collective, Kernel, Task
+from simulator.timing import task_times
+from tests.simulator.programs import communication, program, segment, task
+
+HARDWARE = load_profile("dgx-a100")
+EACH = 40e-6
+
+
+def hosted(seconds: float) -> Hardware:
+    return replace(HARDWARE, training={NAME: seconds} if seconds else {})
+
+
+def launched(number: int, kernel: Kernel = Kernel.ELEMENTWISE) -> Task:
+    return replace(task("k", kernel=kernel, flops=1.0, bytes_moved=1e3), launched_with=number)
+
+
+def test_short_kernels_of_a_pass_end_at_the_pace_of_their_launches() -> None:
+    tasks = [launched(0), launched(0), launched(0, Kernel.VIEW), launched(1), launched(-1)]
+    found = paced(tasks, np.array([1e-6, 3e-6, 0.0, 60e-6, 2e-6]), hosted(EACH))
+    # Two launches of the first pass; its view has none. The second pass is longer than its launch, the last task alone.
+    np.testing.assert_allclose(found, [20e-6, 60e-6, 0.0, 60e-6, 2e-6])
+
+
+def test_the_host_runs_ahead_while_messages_of_the_pass_travel() -> None:
+    message = replace(communication("c", "tensor", collective=Collective.ALL_REDUCE), launched_with=0)
+    seconds = np.array([10e-6, 10e-6, 50e-6])
+    found = paced([launched(0), launched(0), message], seconds, hosted(EACH))
+    np.testing.assert_allclose(found, [15e-6, 15e-6, 50e-6])
+    long = np.array([10e-6, 10e-6, 70e-6])
+    np.testing.assert_allclose(paced([launched(0), launched(0), message], long, hosted(EACH)), long)
+
+
+def test_a_profile_that_states_no_launches_counts_none() -> None:
+    tasks = [launched(0), launched(0)]
+    alone = task_times(program(segment(*tasks)), hosted(0.0))[0]
+    assert alone.sum() < 2 * EACH
+    assert task_times(program(segment(*tasks)), hosted(EACH))[0].sum() == pytest.approx(2 * EACH)
+
+
+@given(
+    st.lists(st.tuples(st.integers(-1, 3), st.sampled_from(list(Kernel)), st.floats(0.0, 1e-3)), min_size=1),
+    st.floats(1e-6, 1e-4),
+)
+def test_a_pass_takes_the_longer_of_its_kernels_and_their_launches(
+    given_tasks: list[tuple[int, Kernel, float]], each: float
+) -> None:
+    tasks = [launched(number, kernel) for number, kernel, _ in given_tasks]
+    seconds = np.array([0.0 if kernel is Kernel.VIEW else s + 1e-9 for _, kernel, s in given_tasks])
+    found = paced(tasks, seconds, hosted(each))
+    assert (found >= seconds).all()
+    for number in range(4):
+        rows = [i for i, one in enumerate(tasks) if one.launched_with == number]
+        count = sum(tasks[i].kernel not in (Kernel.VIEW, Kernel.COPY) for i in rows)
+        least = max(seconds[rows].sum(), count * each) if count else seconds[rows].sum()
+        assert found[rows].sum() == pytest.approx(least)
+    outside = [i for i, one in enumerate(tasks) if one.launched_with < 0]
+    np.testing.assert_array_equal(found[outside], seconds[outside])
