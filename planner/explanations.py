@@ -148,8 +148,10 @@ def pin_costs(search: Configured, pins: Pins, best: Placed) -> Iterator[tuple[st
     The best plan is one without the pin as well: only what beats it is looked for.
     """
     for name, text in pins.named().items():
-        if name in ("sharding_threshold_kb", "host_embeddings"):
-            continue  # the closed form does not tell parameters apart
+        if name in ("sharding_threshold_kb", "host_embeddings", "offload_to", "offload_parameters"):
+            continue  # the closed form does not tell parameters apart, nor where on the host something is
+        if name == "offload_optimizer" and (pins.offload_to or pins.offload_parameters):
+            continue  # those go with states on the host
         if pins.host_embeddings and name in ("pp", "vpp"):
             continue  # tables on the host need one stage
         try:

@@ -1,8 +1,10 @@
-"""What plans whose tables of embeddings live on the host need of request, network and profile, and what they cost."""
+"""What plans with tables of embeddings on the host need, and what it costs to have something off the devices."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from planner.configured import Configured, Scored
 from planner.graph.host_tables import host_tables
@@ -42,10 +44,24 @@ def with_host_tables(pins: Pins, graph: OperatorGraph, hardware: Hardware) -> Pi
     return replace(pins, pp=1, vpp=1)
 
 
-def host_tables_cost_s(search: Configured, scored: Scored) -> float | None:
-    """Seconds of a simulated step that tables on the host cost; None where they are not there or fit nowhere else."""
-    if not scored.plan.host_embeddings:
-        return None
-    other = predict_plan(replace(scored.plan, host_embeddings=False), search.graph, search.hardware)
-    fits = other.peak_memory_bytes <= other.device_memory_bytes
-    return max(0.0, scored.prediction.step_time_s - other.step_time_s) if fits else None
+def away_costs(search: Configured, scored: Scored) -> Iterator[tuple[str, float, str]]:
+    """What is not on the devices: its pin, the seconds of a simulated step that it costs, and the plan without it.
+
+    Nothing is said of what fits nowhere else.
+    """
+    plan = scored.plan
+    others: tuple[tuple[bool, str, str, dict[str, Any]], ...] = (
+        (plan.host_embeddings, "host_embeddings=true", "with tables on the devices", {"host_embeddings": False}),
+        (plan.offload_to == "disk", "offload_to=disk", "with states in host memory", {"offload_to": "host"}),
+        (
+            plan.offload_parameters,
+            "offload_parameters=true",
+            "with parameters on the devices",
+            {"offload_parameters": False},
+        ),
+    )
+    for away, pin, where, change in others:
+        if away:
+            other = predict_plan(replace(plan, **change), search.graph, search.hardware)
+            if other.peak_memory_bytes <= other.device_memory_bytes:
+                yield pin, max(0.0, scored.prediction.step_time_s - other.step_time_s), where

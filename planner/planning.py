@@ -19,7 +19,7 @@ from planner.explanations import (
     shadow_prices,
 )
 from planner.graph.operator_graph import OperatorGraph, Role
-from planner.hosted import host_tables_cost_s
+from planner.hosted import away_costs
 from planner.infeasible import why_infeasible
 from planner.lowering.checked import lower
 from planner.networks import load_network
@@ -256,9 +256,9 @@ class _Configurations:
         if kept is not None and first is not None:
             seconds = threshold_cost_s(self.search, first)
             yield f"sharding_threshold_kb={kept}", seconds, f"{describe(first.placed.configuration)} with no threshold"
-
-        if first is not None and (more := host_tables_cost_s(self.search, first)) is not None:
-            yield "host_embeddings=true", more, f"{describe(first.placed.configuration)} with tables on the devices"
+        if first is not None:
+            for pin, seconds, where in away_costs(self.search, first):
+                yield pin, seconds, f"{describe(first.placed.configuration)} {where}"
 
     @property
     def best_s(self) -> float:

@@ -150,14 +150,16 @@ def auto_parallel_context(**keys: Any) -> Iterator[AutoParallelContext]:
 
 def _checked(keys: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    given: dict[str, str] = {}
     for name, value in keys.items():
         if name not in KEYS:
             raise ContextError(f"the auto-parallel context has {unknown(name, KEYS)}")
         newest = OLDER_NAMES.get(name, name)
         checked = KEYS[name].check(name, copy.deepcopy(value))
         if newest in found and found[newest] != checked:
-            raise ContextError(f"{name}={value!r} and {newest}={found[newest]!r} are one key; give {newest} alone")
-        found[newest] = checked
+            other = given[newest]
+            raise ContextError(f"{other}={found[newest]!r} and {name}={value!r} are one key; give {newest} alone")
+        found[newest], given[newest] = checked, name
     return found
 
 

@@ -307,8 +307,9 @@ def _check_swap(document: Mapping[Any, Any]) -> None:
     swap = _section(document, "swap_config")
     if boolean("swap_config.swap", swap.get("swap", False)):
         raise UnsupportedError(
-            "swap_config.swap=True is not supported yet; leave swap_config out, or move optimizer states to the host "
-            "with --pin offload_optimizer=true"
+            "swap_config.swap=True is not supported yet: activations stay on the device; leave swap_config out and use "
+            "recompute_config, or move optimizer states off the device with --pin offload_optimizer=true, and "
+            "parameters with --pin offload_parameters=true"
         )
 
 

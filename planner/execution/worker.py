@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -259,25 +259,39 @@ def _return_free_memory() -> None:
 
 
 def _groups(lowered: LoweredPlan | LoweredStages, timeout: timedelta) -> tuple[dist.ProcessGroup | None, ...]:
-    """Make the groups of every mesh axis and of tied parameters, in one order on all ranks, and return this rank's."""
+    """Make the groups of every mesh axis and of tied parameters, in one order on all ranks, and return this rank's.
+
+    Where an axis or a tie joins ranks as one before it does, both have the same groups: each is made once.
+    """
+    wanted = _members(lowered)
+    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+    for groups in wanted:
+        if groups not in made:
+            made[groups] = _own_group(groups, timeout)
+    return tuple(made[groups] for groups in wanted)
+
+
+def _members(lowered: LoweredPlan | LoweredStages) -> list[tuple[tuple[int, ...], ...]]:
+    """Ranks of every group of each mesh axis, then of each set of tied parameters."""
     mesh = lowered.mesh
+    axes = range(len(mesh.axes))
     if isinstance(lowered, LoweredPlan):
-        return tuple(_own_group(mesh.groups(axis), timeout) for axis in range(len(mesh.axes)))
+        return [tuple(tuple(ranks) for ranks in mesh.groups(axis)) for axis in axes]
     shifts = [stage * lowered.pipeline_stride for stage in range(lowered.schedule.ranks)]
     found = [
-        _own_group([[rank + shift for rank in ranks] for shift in shifts for ranks in mesh.groups(axis)], timeout)
-        for axis in range(len(mesh.axes))
+        tuple(tuple(rank + shift for rank in ranks) for shift in shifts for ranks in mesh.groups(axis)) for axis in axes
     ]
-    ties = [[[rank + shifts[m] for m in members] for rank in mesh.ranks()] for members in lowered.ranks[0].ties]
-    return (*found, *(_own_group(groups, timeout) for groups in ties))
+    ties = lowered.ranks[0].ties
+    return [*found, *(tuple(tuple(rank + shifts[m] for m in members) for rank in mesh.ranks()) for members in ties)]
 
 
-def _own_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+def _own_group(groups: Iterable[Iterable[int]], timeout: timedelta) -> dist.ProcessGroup | None:
     """Make these groups and return the one that this rank is in."""
     rank, mine = dist.get_rank(), None
     for ranks in groups:
-        group = dist.new_group(ranks, timeout=timeout)
-        if rank in ranks:
+        members = list(ranks)
+        group = dist.new_group(members, timeout=timeout)
+        if rank in members:
             mine = group
     return mine
 

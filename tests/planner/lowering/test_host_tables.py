@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -231,3 +232,21 @@ def test_tables_larger_than_a_device_are_planned_on_the_host(tmp_path: Path) -> 
     best = planned("zoo:widedeep", str(profile), host_embeddings="true").candidates[0]
     assert best.plan.host_embeddings
     assert best.prediction.peak_memory_bytes < 10e9 / 100
+
+
+def test_what_is_off_the_devices_costs_what_is_simulated() -> None:
+    pins = {"dp": "2", "optimizer_sharding": "none", "offload_to": "disk", "offload_parameters": "true"}
+    request = PlanRequest(network="zoo:mlp", hardware=HARDWARE, devices=2, global_batch=64, pins=pins, top=1)
+    found = plan_network(request, graph=captured("zoo:mlp"))
+    best, costs = found.candidates[0], {pin: seconds for pin, seconds, _ in found.pin_costs}
+    assert (best.plan.offload_optimizer, best.plan.offload_to, best.plan.offload_parameters) == (True, "disk", True)
+    assert "offload_optimizer=true" not in costs
+    graph = at_precision(captured("zoo:mlp"), precision_dtype(best.plan.precision))
+    elsewhere: dict[str, dict[str, Any]] = {
+        "offload_to=disk": {"offload_to": "host"},
+        "offload_parameters=true": {"offload_parameters": False},
+    }
+    for name, there in elsewhere.items():
+        other = predict_plan(replace(best.plan, **there), graph, PROFILE)
+        assert costs[name] == pytest.approx(best.prediction.step_time_s - other.step_time_s)
+        assert costs[name] > 0
