@@ -1,7 +1,7 @@
 """Step time of executed plans over PyTorch written by hand for the same parallelism.
 
-Called by ``python -m benchmarks.execution_overhead``. Plan and hand-written training take turns, so that whatever else the
-machine does meets both; the median of the rounds' ratios counts.
+Called by ``python -m benchmarks.execution_overhead``. Plan and hand-written training take turns, so that whatever
+else the machine does meets both; the median of the ratios of all rounds counts.
 """
 
 from __future__ import annotations

@@ -66,10 +66,7 @@ def all_cases() -> tuple[Case, ...]:
         _case(RESNET, 2, pp=2, micro_batch=8),
         _case(GPT, 2, pp=2, micro_batch=2),
         _case(RESNET, 4, dp=2, pp=2, micro_batch=8),
-        _case(GPT, 4, tp=4),
         _case(MLP, 8, dp=4, tp=2),
-        _case(RESNET, 8, dp=4, pp=2, micro_batch=4),
-        _case(GPT, 8, dp=2, tp=4),
     )
 
 

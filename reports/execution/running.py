@@ -27,7 +27,7 @@ from simulator.hardware import load_profile
 PROFILE, JOURNAL = "local.yaml", "runs.jsonl"
 WARM_UP = 2
 FEWEST, MOST = 5, 25
-CASE_S = 12.0
+CASE_S = 8.0
 """Seconds that the timed steps of a case may take together."""
 START_S = 25.0
 """What a case takes beside its steps, about: it is not begun with less time left."""

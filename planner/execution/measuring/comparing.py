@@ -10,7 +10,7 @@ import numpy as np
 from planner.execution.machine import FINISH, RUN, START
 from planner.execution.measuring.clocks import RECEIVE, REDUCTION, RankRecord
 from planner.execution.measuring.recorded import FloatArray, RankTimes, quiet_tasks, rank_times
-from planner.execution.virtual.script import predicted_times
+from planner.execution.virtual.script import predicted_times, tie_axes
 from planner.instructions import LoweredPlan, LoweredStages
 from planner.prediction import ROUNDING
 from planner.strategy.plan import Plan
@@ -279,7 +279,7 @@ def _work_rows(ranks: Sequence[RankTimes], seconds: Mapping[int, float]) -> Iter
 def _message_rows(
     lowered: LoweredPlan | LoweredStages, ranks: Sequence[RankTimes], seconds: Mapping[int, float]
 ) -> Iterator[MessageRow]:
-    sizes = {axis.name: axis.size for axis in lowered.mesh.axes}
+    sizes = {axis.name: axis.size for axis in (*lowered.mesh.axes, *tie_axes(lowered))}
     found: dict[tuple[str, str, float], _Samples] = {}
     for rank in ranks:
         begun: dict[int, list[float]] = {}

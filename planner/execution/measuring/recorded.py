@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from planner.execution.machine import FINISH, RUN, START
 from planner.execution.measuring.clocks import RECEIVE, REDUCTION, IntArray, RankRecord, aligned, catalogue
+from planner.execution.virtual.script import tie_axes
+from planner.graph.operator_graph import DTYPE_BYTES
 from planner.instructions import (
     Accumulate,
     BeginUpdate,
@@ -128,13 +130,17 @@ def _arrivals(times: RankTimes, record: RankRecord, axis: int) -> tuple[IntArray
 
 
 def _groups(lowered: LoweredPlan | LoweredStages) -> Iterator[tuple[int, list[int]]]:
-    """Every group of every mesh axis, on all stages."""
+    """Every group of every mesh axis, on all stages, and of every set of stages that share parameters."""
     stages = 1 if isinstance(lowered, LoweredPlan) else lowered.schedule.ranks
     stride = 0 if isinstance(lowered, LoweredPlan) else lowered.pipeline_stride
     for axis in range(len(lowered.mesh.axes)):
         for members in lowered.mesh.groups(axis):
             for stage in range(stages):
                 yield axis, [rank + stage * stride for rank in members]
+    if isinstance(lowered, LoweredStages):
+        for tie, members in enumerate(lowered.ranks[0].ties, len(lowered.mesh.axes)):
+            for rank in lowered.mesh.ranks():
+                yield tie, [rank + stage * stride for stage in members]
 
 
 # Instructions and tasks
@@ -179,13 +185,31 @@ def timed_instructions(lowered: LoweredPlan | LoweredStages, rank: int) -> Itera
                 yield instruction, task, runs.get((stage, kind, variant), 0)
 
 
+def _update_payload(lowered: LoweredPlan | LoweredStages, rank: int, message: Communicate) -> float:
+    """Bytes of the gradients that a message at the end of a pipeline's step adds up; those of a number for others."""
+    assert isinstance(lowered, LoweredStages)
+    total = 0.0
+    for stored in lowered.ranks[lowered.pipeline_rank(rank)].parameters:
+        if any(source.startswith(f"{stored.value}.gradient") for source in message.sources):
+            spec = next(node for node in lowered.graph.nodes if node.name == stored.value).outputs[0]
+            width = DTYPE_BYTES[message.dtype or spec.dtype]
+            total += width * float(np.prod(local_shape(spec.shape, stored.placements, lowered.mesh.sizes)))
+    return total or float(DTYPE_BYTES["float32"])
+
+
 def _update_task(plan: Plan, lowered: LoweredPlan | LoweredStages, rank: int, instruction: Instruction) -> Task:
     """What an instruction at the end of a pipeline's step is timed as."""
     mesh = lowered.mesh
     if isinstance(instruction, Communicate):
-        axis = mesh.axes[instruction.axis].name if instruction.axis < len(mesh.axes) else ""
-        name = "messages of the update"
-        return Task(name=name, phase=Phase.UPDATE, stream="communication", collective=instruction.collective, axis=axis)
+        names = [axis.name for axis in (*mesh.axes, *tie_axes(lowered))]
+        return Task(
+            name="messages of the update",
+            phase=Phase.UPDATE,
+            stream="communication",
+            collective=instruction.collective,
+            axis=names[instruction.axis],
+            payload_bytes=_update_payload(lowered, rank, instruction),
+        )
     if not isinstance(instruction, Update | BeginUpdate):
         kernel = Kernel.ELEMENTWISE if isinstance(instruction, Accumulate) else Kernel.COPY
         return Task(name="gradients of stages", phase=Phase.UPDATE, stream=COMPUTE_STREAM, kernel=kernel)

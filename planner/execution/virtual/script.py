@@ -128,14 +128,29 @@ def predicted_times(
 ) -> list[float]:
     """Seconds of each task in a job of the plan's size; nothing of messages that the simulator does not time."""
     mesh = lowered.mesh
+    axes = [ProgramAxis(name=a.name, size=a.size, stride=mesh.stride(i)) for i, a in enumerate(mesh.axes)]
     program = Program(
         name=plan.network,
         devices=plan.devices,
-        axes=tuple(ProgramAxis(name=a.name, size=a.size, stride=mesh.stride(i)) for i, a in enumerate(mesh.axes)),
+        axes=(*axes, *tie_axes(lowered)),
         segments=(Segment(name="all", tasks=tuple(t for t in tasks if t.collective is None or t.axis)),),
     )
     found = iter(task_times(program, hardware)[0].tolist())
     return [next(found) if task.collective is None or task.axis else 0.0 for task in tasks]
+
+
+def tie_axes(lowered: LoweredPlan | LoweredStages) -> tuple[ProgramAxis, ...]:
+    """The groups of stages that share parameters, in the order of `RankInstructions.ties`, as axes."""
+    if isinstance(lowered, LoweredPlan):
+        return ()
+    return tuple(
+        ProgramAxis(
+            name=f"stages {', '.join(map(str, members))}",
+            size=len(members),
+            stride=lowered.pipeline_stride * (members[1] - members[0]),
+        )
+        for members in lowered.ranks[0].ties
+    )
 
 
 def one_stage_script(plan: Plan, lowered: LoweredPlan, hardware: Hardware, slow: Hardware) -> list[Deed]:

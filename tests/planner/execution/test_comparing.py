@@ -152,3 +152,25 @@ def test_a_run_is_drawn_beside_its_prediction(pins, tmp_path):
     assert sum(row.predicted_s for row in found.errors) == pytest.approx(report.predicted_step_time_s)
     assert len(report.losses) == 3
     assert list(comparison_report(found, report.predicted_step_time_s, trace))
+
+
+def test_messages_among_stages_that_share_a_parameter_are_predicted():
+    request = PlanRequest(
+        network="zoo:gpt2-tiny",
+        hardware=HARDWARE,
+        devices=2,
+        global_batch=4,
+        precision="fp32",
+        sequence_length=16,
+        pins={"pp": "2", "dp": "1", "tp": "1", "micro_batch": "2", "optimizer_sharding": "none"},
+        top=1,
+    )
+    plan = plan_network(request).candidates[0].plan
+    lowered = lower_to_run(plan, plan.network)
+    records = [recorded(lowered, rank, late_ms=rank) for rank in range(2)]
+    found = compare(plan, lowered, records, load_profile(HARDWARE), 0.01)
+    shared = [row for row in found.messages if row.axis == "stages 0, 1"]
+    table = next(node for node in lowered.graph.nodes if "token_embedding" in node.name)
+    assert max(row.payload_bytes for row in shared) == table.outputs[0].size_bytes
+    assert all(row.group_size == 2 and row.predicted_s > 0 for row in shared)
+    assert any(row.name == "all_reduce on stages 0, 1" and row.predicted_s > 0 for row in found.errors)
