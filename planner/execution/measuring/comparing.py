@@ -279,7 +279,7 @@ def _work_rows(ranks: Sequence[RankTimes], seconds: Mapping[int, float]) -> Iter
 def _message_rows(
     lowered: LoweredPlan | LoweredStages, ranks: Sequence[RankTimes], seconds: Mapping[int, float]
 ) -> Iterator[MessageRow]:
-    sizes = {axis.name: axis.size for axis in (*lowered.mesh.axes, *tie_axes(lowered))}
+    sizes = {axis.name: axis.size for axis in lowered.mesh.axes} | {a.name: a.size for a in tie_axes(lowered)}
     found: dict[tuple[str, str, float], _Samples] = {}
     for rank in ranks:
         begun: dict[int, list[float]] = {}

@@ -201,7 +201,7 @@ def _update_task(plan: Plan, lowered: LoweredPlan | LoweredStages, rank: int, in
     """What an instruction at the end of a pipeline's step is timed as."""
     mesh = lowered.mesh
     if isinstance(instruction, Communicate):
-        names = [axis.name for axis in (*mesh.axes, *tie_axes(lowered))]
+        names = [axis.name for axis in mesh.axes] + [axis.name for axis in tie_axes(lowered)]
         return Task(
             name="messages of the update",
             phase=Phase.UPDATE,
