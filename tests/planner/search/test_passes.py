@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from planner.search.configurations.passes import paced_passes, passes_beside_messages
 from simulator.hardware import load_profile
@@ -17,7 +18,7 @@ from tests.planner.search.made_tables import MadeUnit, labels
 SECONDS = st.floats(0.0, 1.0)
 
 
-def one(value: float) -> np.ndarray:  # type: ignore[type-arg]
+def one(value: float) -> NDArray[np.float64]:
     return np.array([value])
 
 
