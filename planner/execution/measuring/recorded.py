@@ -138,9 +138,9 @@ def _groups(lowered: LoweredPlan | LoweredStages) -> Iterator[tuple[int, list[in
             for stage in range(stages):
                 yield axis, [rank + stage * stride for rank in members]
     if isinstance(lowered, LoweredStages):
-        for tie, members in enumerate(lowered.ranks[0].ties, len(lowered.mesh.axes)):
+        for tie, holders in enumerate(lowered.ranks[0].ties, len(lowered.mesh.axes)):
             for rank in lowered.mesh.ranks():
-                yield tie, [rank + stage * stride for stage in members]
+                yield tie, [rank + stage * stride for stage in holders]
 
 
 # Instructions and tasks
