@@ -89,5 +89,7 @@ class Loader:
             start = self._position.sample + number * share.spec.shape[0]
             rows = self._batches.load(share.spec, start, batch_shard(self._mesh, share.placements, self._coordinates))
             others = tuple(placement if placement > 0 else -1 for placement in share.placements)
-            pieces.append(own_piece(rows, self._mesh, others, self._coordinates, share.cut).contiguous())
+            piece = own_piece(rows, self._mesh, others, self._coordinates, share.cut).contiguous()
+            # Only a copy out of memory that stays in its place goes on beside computation.
+            pieces.append(piece if self._device.type == "cpu" else piece.pin_memory())
         return pieces

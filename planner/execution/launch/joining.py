@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from planner.execution.launch.interfaces import name_interface
 from planner.execution.launch.membership import Membership
 from simulator.errors import ExecutionError, InputError
 
@@ -123,6 +124,7 @@ def _wait(store: Store, membership: Membership, end: float, timeout_s: float) ->
 @contextmanager
 def process_group(backend: str, store: Store, membership: Membership, timeout_s: float) -> Iterator[None]:
     """Have a default process group whose operations wait no longer than ``timeout_s`` for another rank."""
+    name_interface(membership.address, membership.port)
     dist.init_process_group(
         backend,
         store=PrefixStore("group", store),

@@ -247,7 +247,7 @@ class TestLoader:
 
     MESH = Mesh((MeshAxis("data", 2), MeshAxis("tensor", 2)))
 
-    def loader(self, spec, placements, coordinates, *, ahead=0, position=START, name="digits"):
+    def loader(self, spec, placements, coordinates, *, ahead=0, position=START, name="digits", device="cpu"):
         return Loader(
             batches(name, spec),
             [Share(spec=spec, placements=placements)],
@@ -255,9 +255,17 @@ class TestLoader:
             coordinates,
             micro_batches=3,
             position=position,
-            device=torch.device("cpu"),
+            device=torch.device(device),
             ahead=ahead,
         )
+
+    @pytest.mark.parametrize("device", ["cpu", "meta"])
+    def test_what_goes_to_an_accelerator_is_pinned(self, device, monkeypatch):
+        pinned = []
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+        (piece,) = self.loader(LABEL, (0, -1), (0, 0), device=device)(0, 0)
+        assert piece.device.type == device
+        assert len(pinned) == (device != "cpu")
 
     @pytest.mark.parametrize("placements", [(0, -1), (-1, 0), (0, 0), (-1, -1), (0, 3), (2, 3)])
     def test_pieces_make_up_the_batch(self, placements):
