@@ -179,9 +179,7 @@ def _overhead_chart(results: Sequence[Result]) -> tuple[Html]:
     figure.add_vline(x=100 * OVERHEAD_AIM, line={"color": "#8a93a3", "width": 1, "dash": "dot"}, annotation_text="aim")
     figure.update_xaxes(title="longer than by hand, %", zeroline=True, zerolinecolor="#8a93a3")
     figure.update_yaxes(autorange="reversed", tickfont={"size": 11})
-    caption = (
-        "The same network, data, seed, optimizer and parallelism, one after the other; left of 0 plans win."
-    )
+    caption = "The same network, data, seed, optimizer and parallelism, one after the other; left of 0 plans win."
     return (page.chart(figure, identity="overhead", title="Plans beside PyTorch written by hand", caption=caption,
                        height=140 + 30 * len(rows)),)  # fmt: skip
 
