@@ -21,7 +21,7 @@ from planner.search.configurations.bounds import work_bound
 from planner.search.configurations.branch_and_bound import PROOF, explore
 from planner.search.configurations.explored import Explored, Placed, Unfit
 from planner.search.configurations.pin_checks import check_pins
-from planner.search.configurations.space import LONG_SEQUENCE, Extent, bases, divisors
+from planner.search.configurations.space import LONG_SEQUENCE, Extent, bases, divisors, orders
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.problem.hints import first_not_kept
 from planner.search.stages.partition import partition
@@ -259,7 +259,7 @@ class Configured:
     ) -> Explored:  # fmt: skip
         extent = self.extent(pins, devices)
         check_pins(extent)
-        self.decisions.expect(self.hardware, self.bucket_bytes, _stages(extent))
+        self.decisions.expect(self.hardware, self.bucket_bytes, *_stages(extent))
         options = {} if solves is None else {"solves": solves}
         model = self.model(limit_bytes=limit_bytes)
         return explore(
@@ -414,12 +414,18 @@ def joined(each: Sequence[Explored]) -> Explored:
     )
 
 
-def _stages(extent: Extent) -> Iterator[tuple[Mesh, int]]:
-    """Stage meshes of a space in the usual order of axes, with the batch of one of their micro-batches."""
-    found: dict[tuple[int, int, int, int], Configuration] = {}
+def _stages(extent: Extent) -> list[dict[tuple[Mesh, int], None]]:
+    """Stage meshes with the batch of one of their micro-batches: those in the usual order of axes, and in others."""
+    batches: dict[tuple[int, ...], tuple[Configuration, dict[int, None]]] = {}
     for base in bases(extent):
-        found.setdefault((base.context, base.expert, base.tensor, base.micro_batch), base)
-    return ((base.inner_mesh(), base.micro_batch * base.expert) for base in found.values())
+        degrees = (base.pipeline, base.data, base.context, base.expert, base.tensor)
+        batches.setdefault(degrees, (base, {}))[1][base.micro_batch * base.expert] = None
+    groups: list[dict[tuple[Mesh, int], None]] = [{}, {}]
+    for base, sizes in batches.values():
+        for number, placed in enumerate(orders(extent, base)):
+            mesh = placed.inner_mesh()
+            groups[min(number, 1)].update(dict.fromkeys((mesh, size) for size in sizes))
+    return groups
 
 
 def experts_of(graph: OperatorGraph) -> int:

@@ -14,8 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from enum import IntEnum
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,6 +32,7 @@ from planner.search.configurations.bounds import (
     weight,
 )
 from planner.search.configurations.explored import Explored, Placed, Unfit
+from planner.search.configurations.nodes import BY_TURNS, OPTIMISM, VERY_SHORT, WIDEST, Node, Stage
 from planner.search.configurations.space import Extent, bases, offloaded, orders, storages
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.stages.chain_bound import chain_bound, unlike
@@ -52,10 +52,10 @@ TABLES = 96
 """Most tables of one search, as `weight` and `TABLE_AGAIN` count them."""
 LABELLED = 48
 """Most tables whose labels are made once a plan is found, each counted as the first one with its axes."""
+PROOFS = 64
+"""Tables whose labels are made beside those for the sake of the proof, the least bounds first, counted likewise."""
 DIVE = 6
 """After so many tables each, the search goes for a plan before it makes more."""
-BY_TURNS = 1e-3
-"""By how much the bound of one more base of a stage mesh counts as higher when bases are opened."""
 TABLE_AGAIN = 0.1
 """How much others with the same axes count: they are made together with the first."""
 NODES = 40_000
@@ -76,44 +76,6 @@ LOOSE = 4
 """After so many partitions with several chunks a rank, it counts how far they lie from their bounds."""
 PROOF = 1e-9
 """Relative distance to the bound up to which a plan counts as proven to be the best."""
-VERY_SHORT = 4
-"""Units of a chain up to which all ways are tried at once."""
-WIDEST = WIDTH * 8
-"""Most ways of a fragment where fewer do not prove a partition."""
-
-
-class _Stage(IntEnum):
-    BASE = 0
-    ORDER = 1
-    EVEN = 2
-    WHOLE = 3
-    STORAGE = 4
-    TIMED = 5
-    BOUNDED = 6
-    SOLVED = 7
-
-
-_OPTIMISM = {
-    _Stage.BASE: 1.3,
-    _Stage.ORDER: 1.25,
-    _Stage.EVEN: 1.05,
-    _Stage.WHOLE: 1.05,
-    _Stage.STORAGE: 1.05,
-    _Stage.TIMED: 1.0,
-    _Stage.BOUNDED: 1.0,
-    _Stage.SOLVED: 1.0,
-}
-"""How far bounds of each stage usually lie below the objective: whose bound times this is least is opened first."""
-
-
-@dataclass(slots=True)
-class _Node:
-    stage: _Stage
-    configuration: Configuration
-    task: PartitionTask | None = None
-    placed: Placed | None = None
-    width: int = WIDTH
-    others: tuple[Configuration, ...] = ()
 
 
 def explore(
@@ -154,9 +116,10 @@ class _Search:
         self.extent, self.model, self.tables_of = extent, model, tables_of
         self.sample_s, self.wanted, self.solves = sample_s, wanted, solves
         self.result = Explored()
-        self.heap: list[tuple[float, int, float, _Node]] = []
-        self.later: list[tuple[float, int, float, _Node]] = []
-        self.spare: list[tuple[float, int, float, _Node]] = []
+        self.heap: list[tuple[float, int, float, Node]] = []
+        self.deep: list[tuple[int, float, int, float, Node]] = []
+        self.later: list[tuple[float, int, float, Node]] = []
+        self.spare: list[tuple[float, int, float, Node]] = []
         self.made: dict[tuple[object, ...], StageTables | None] = {}
         self.least: dict[tuple[object, ...], FloatArray] = {}
         self.sends: dict[tuple[object, ...], FloatArray] = {}
@@ -169,7 +132,8 @@ class _Search:
         self.unproven: list[float] = []
         self.apart: list[float] = []
         self.work = dict.fromkeys(WORK, 0)
-        self.held: list[float] = []
+        self.held: list[tuple[float, int, Node]] = []
+        self.proven: dict[tuple[object, ...], int] = {}
         self.shapes: Counter[tuple[int, int, int]] = Counter()
         self.moved: set[Configuration] = set()
         self.standing: dict[tuple[object, ...], float] = {}
@@ -184,7 +148,7 @@ class _Search:
             # The work of a sample is shared by all ranks but those of the data axis.
             each = self.sample_s * base.micro_batch / (base.tensor * base.context)
             bound = even_bound(base, each)
-            self._push(bound, _Node(_Stage.BASE, base), hoped_s=bound * (1 + BY_TURNS * turns[mesh]))
+            self._push(bound, Node(Stage.BASE, base), hoped_s=bound * (1 + BY_TURNS * turns[mesh]))
         try:
             while not self._spent() and (entry := self._next()) is not None:
                 try:
@@ -197,20 +161,24 @@ class _Search:
         self.result.found.sort(key=lambda placed: placed.objective_s)
         if not self.result.found:
             self._name_misfits()
-        waiting = (entry[2] for entry in (*self.heap, *self.later, *self.spare))
-        self.result.lower_bound_s = min([self.best, *self.unproven, *self.held, *waiting])
+        waits = (entry for entry in self.heap if entry[3].waits)
+        waiting = (entry[2] for entry in (*waits, *self.later, *self.spare))
+        self.result.lower_bound_s = min([self.best, *self.unproven, *(bound for bound, *_ in self.held), *waiting])
         return self.result
 
-    def _next(self) -> tuple[float, _Node] | None:
+    def _next(self) -> tuple[float, Node] | None:
         """What is opened next: all that may beat the best, then alternatives that come near while there are too few."""
         if self.until_found and self.result.found:
             return None
         if self.result.tables >= DIVE * (self.dives + 1) and (deepest := self._deepest()) is not None:
             return deepest
-        while self.heap:
+        while self.heap or self._proves():
             _, serial, bound, node = heapq.heappop(self.heap)
+            if not node.waits:
+                continue
+            node.waits = False
             if self._needs_table(node):
-                self.held.append(bound)
+                heapq.heappush(self.held, (bound, serial, node))
             elif bound < self.best * (1 - PROOF):
                 return bound, node
             else:
@@ -218,45 +186,60 @@ class _Search:
         if self._over("partition") and self.result.found:
             return None
         while self.later and self.later[0][0] <= self.best * NEAR and not self._enough():
-            entry = heapq.heappop(self.later)
+            key, serial, bound, node = heapq.heappop(self.later)
             self.others += 1
-            if self._needs_table(entry[3]):
-                self.held.append(entry[2])
-            elif self.shapes[shape_of(entry[3].configuration)] >= PER_SHAPE:
-                heapq.heappush(self.spare, entry)
+            if self._needs_table(node):
+                heapq.heappush(self.held, (bound, serial, node))
+            elif self.shapes[shape_of(node.configuration)] >= PER_SHAPE:
+                heapq.heappush(self.spare, (key, serial, bound, node))
             else:
-                return entry[2:]
+                return bound, node
         return self._further()
 
-    def _further(self) -> tuple[float, _Node] | None:
+    def _further(self) -> tuple[float, Node] | None:
         """While there are fewer plans than wanted: more of the same degrees, then what is farther from the best."""
         while len(self.result.found) < self.wanted and (self.spare or self.later) and np.isfinite(self.best):
-            _, _, bound, node = heapq.heappop(self.spare or self.later)
+            _, serial, bound, node = heapq.heappop(self.spare or self.later)
             if not self._needs_table(node):
                 return bound, node
-            self.held.append(bound)
+            heapq.heappush(self.held, (bound, serial, node))
         return None
 
-    def _needs_table(self, node: _Node) -> bool:
+    def _proves(self) -> bool:
+        """Where nothing else may be the best, let the node with the least bound have labels, for a better proof."""
+        if not self.held or self.held[0][0] >= self.best * (1 - PROOF) or not self.wanted:
+            return False
+        bound, _, node = self.held[0]
+        key = node.configuration.table_key
+        if node.stage is not Stage.WHOLE:
+            return False
+        if key not in self.labelled and key not in self.proven:
+            if sum(self.proven.values()) >= PROOFS:
+                return False
+            self.proven[key] = weight(node.configuration)
+        heapq.heappop(self.held)
+        self._push(bound, node)
+        return True
+
+    def _needs_table(self, node: Node) -> bool:
         """Whether a node waits for a table when there are to be no more of them."""
         share = max(self.solves / SOLVES, 0.4)
-        made = node.stage > _Stage.ORDER or (node.stage is _Stage.ORDER and node.configuration.table_key in self.made)
-        if node.stage is _Stage.WHOLE and node.configuration.table_key not in self.labelled:
+        made = node.stage > Stage.ORDER or (node.stage is Stage.ORDER and node.configuration.table_key in self.made)
+        key = node.configuration.table_key
+        if node.stage is Stage.WHOLE and key not in self.labelled and key not in self.proven:
             return bool(self.result.found) and sum(self.labelled.values()) >= LABELLED
         return not made and self.table_work >= TABLES * share
 
-    def _deepest(self) -> tuple[float, _Node] | None:
+    def _deepest(self) -> tuple[float, Node] | None:
         """The node nearest to a plan, so that a good one is known before all tables are made."""
-        under = self.best * (1 - PROOF)
-        near = [e for e in self.heap if e[2] < under and e[3].stage >= _Stage.EVEN and not self._needs_table(e[3])]
-        if not near:
-            self.dives = self.result.tables // DIVE
-            return None
-        entry = max(near, key=lambda e: (e[3].stage, -e[0], -e[1]))
-        self.heap.remove(entry)
-        heapq.heapify(self.heap)
-        self.dives += entry[3].stage is _Stage.BOUNDED
-        return entry[2], entry[3]
+        while self.deep:
+            *_, bound, node = heapq.heappop(self.deep)
+            if node.waits and bound < self.best * (1 - PROOF) and not self._needs_table(node):
+                node.waits = False
+                self.dives += node.stage is Stage.BOUNDED
+                return bound, node
+        self.dives = self.result.tables // DIVE
+        return None
 
     def _spent(self) -> bool:
         result, share = self.result, self.solves / SOLVES
@@ -276,12 +259,15 @@ class _Search:
         near = (p for p in self.result.found if p.objective_s <= self.best * NEAR)
         return self.others >= OTHERS or different(near) >= self.wanted
 
-    def _push(self, bound: float, node: _Node, hoped_s: float = 0.0) -> None:
+    def _push(self, bound: float, node: Node, hoped_s: float = 0.0) -> None:
         self.serial += 1
-        hoped_s = max(bound, hoped_s) * _OPTIMISM[node.stage]
-        if node.stage is _Stage.BOUNDED and node.configuration.virtual > 1:
+        hoped_s = max(bound, hoped_s) * OPTIMISM[node.stage]
+        if node.stage is Stage.BOUNDED and node.configuration.virtual > 1:
             hoped_s = max(hoped_s, bound * self._nearest())
+        node.waits = True
         heapq.heappush(self.heap, (hoped_s, self.serial, bound, node))
+        if node.stage >= Stage.EVEN:
+            heapq.heappush(self.deep, (-node.stage, hoped_s, self.serial, bound, node))
 
     def _nearest(self) -> float:
         """How far partitions with several chunks a rank have lain from their bounds at least, times the bound."""
@@ -296,15 +282,18 @@ class _Search:
             return False
         return bound * self._nearest() >= self.best
 
-    def _open(self, bound: float, node: _Node) -> None:
+    def _open(self, bound: float, node: Node) -> None:
         self.result.opened += 1
-        if node.stage is _Stage.ORDER:
+        if node.stage is Stage.ORDER:
             self._open_order(bound, node)
-        elif node.stage is _Stage.SOLVED or node.stage is _Stage.BOUNDED:
+        elif node.stage is Stage.SOLVED or node.stage is Stage.BOUNDED:
             with self._timed("partition"):
                 self._solve(bound, node)
+        elif node.stage is Stage.ORDERS:
+            for other in node.others:
+                self._push(bound, Node(Stage.ORDER, other))
         else:
-            if node.stage is _Stage.WHOLE:
+            if node.stage is Stage.WHOLE:
                 with self._timed("cost_tables"):
                     len(self._table(node.configuration).units)  # labels are made when they are first asked for
                     self.labelled[node.configuration.table_key] = weight(node.configuration)
@@ -317,41 +306,52 @@ class _Search:
         yield
         self.result.timings[phase] += time.perf_counter() - began
 
-    def _bound(self, bound: float, node: _Node) -> None:
-        if node.stage is _Stage.BASE:
+    def _bound(self, bound: float, node: Node) -> None:
+        if node.stage is Stage.BASE:
             usual, *others = orders(self.extent, node.configuration)
-            self._push(bound, _Node(_Stage.ORDER, usual, others=tuple(others)))
-        elif node.stage is _Stage.EVEN:
+            self._push(bound, Node(Stage.ORDER, usual, others=tuple(others)))
+        elif node.stage is Stage.EVEN:
             least = max(bound, self._passes_bound(node.configuration))
-            self._push(least, _Node(_Stage.WHOLE, node.configuration))
-        elif node.stage is _Stage.WHOLE:
+            self._push(least, Node(Stage.WHOLE, node.configuration))
+        elif node.stage is Stage.WHOLE:
             for stored in storages(self.extent, node.configuration):
                 self._store(bound, stored)
-        elif node.stage is _Stage.STORAGE:
+        elif node.stage is Stage.STORAGE:
             self._time(bound, node.configuration)
         else:
             self._limit(bound, node)
 
-    def _open_order(self, bound: float, node: _Node) -> None:
+    def _open_order(self, bound: float, node: Node) -> None:
         """Table an order's stage mesh and bound it by the work of all units; other orders wait for what it says."""
-        placed, key = node.configuration, node.configuration.table_key
+        placed = node.configuration
+        tables = self._opened(placed)
+        if tables is None:
+            return
+        with self._timed("bounds"):
+            passes = self.least[placed.table_key]
+            least = max(bound, self._even_bound(tables, placed, passes))
+            self._push(least, Node(Stage.EVEN, placed))
+            wait_s = least / OPTIMISM[Stage.ORDER]
+            slower = [o for o in node.others if never_faster(self.extent.hardware, bare(placed), bare(o))]
+            for other in (o for o in node.others if o not in slower):
+                even = max(bound, self._even_bound(tables, other, np.zeros_like(passes)))
+                self._push(even, Node(Stage.ORDER, other), hoped_s=wait_s)
+            if slower:
+                # Those in which no pass is faster wait together.
+                even = max(bound, min(self._even_bound(tables, other, passes) for other in slower))
+                self._push(even, Node(Stage.ORDERS, placed, others=tuple(slower)), hoped_s=wait_s)
+
+    def _opened(self, placed: Configuration) -> StageTables | None:
+        """The tables of a configuration's stage mesh; None where the network cannot take them."""
+        key = placed.table_key
         with self._timed("cost_tables"):
             if key not in self.made:
                 self.made[key] = self._tables(placed)
             tables = self.made[key]
-            if tables is None:
-                return
-            if key not in self.least:
+            if tables is not None and key not in self.least:
                 # Tables are filled when they are first asked.
                 self.least[key] = tables.least_passes_s
-        with self._timed("bounds"):
-            least = max(bound, self._even_bound(tables, placed, self.least[key]))
-            for other in node.others:
-                slower = never_faster(self.extent.hardware, bare(placed), bare(other))
-                passes = self.least[key] if slower else np.zeros_like(self.least[key])
-                even = max(bound, self._even_bound(tables, other, passes))
-                self._push(even, _Node(_Stage.ORDER, other), hoped_s=least / _OPTIMISM[_Stage.ORDER])
-            self._push(least, _Node(_Stage.EVEN, placed))
+        return tables
 
     def _even_bound(self, tables: StageTables, placed: Configuration, passes_s: FloatArray) -> float:
         """Bound by the least passes of each unit, and the sums over the batch for which they wait."""
@@ -397,7 +397,7 @@ class _Search:
             self.misfits.append((self.standing[key] / c.pipeline, c))
             self._offload(bound, c)
         else:
-            self._push(bound, _Node(_Stage.STORAGE, c))
+            self._push(bound, Node(Stage.STORAGE, c))
 
     def _time(self, bound: float, stored: Configuration) -> None:
         """Bound a storage by time alone."""
@@ -405,9 +405,9 @@ class _Search:
         timed = max(bound, task_bound(task))
         if timed < self.best * NEAR and unlike(task.counts, task.pieces):
             timed = max(timed, chain_bound(task))
-        self._push(timed, _Node(_Stage.TIMED, stored, task))
+        self._push(timed, Node(Stage.TIMED, stored, task))
 
-    def _limit(self, bound: float, node: _Node) -> None:
+    def _limit(self, bound: float, node: Node) -> None:
         """Bound it with the memory limit."""
         assert node.task is not None  # timed nodes have one
         limited = max(bound, memory_bound(node.task))
@@ -427,9 +427,9 @@ class _Search:
         else:
             # All ways of very few units are soon tried.
             width = WIDEST if task.units <= VERY_SHORT and task.chunks == 1 < task.pieces else WIDTH
-            self._push(limited, _Node(_Stage.BOUNDED, node.configuration, task, width=width))
+            self._push(limited, Node(Stage.BOUNDED, node.configuration, task, width=width))
 
-    def _solve(self, bound: float, node: _Node) -> None:
+    def _solve(self, bound: float, node: Node) -> None:
         """Partition a configuration, or partition it again with more ways where its proof was too weak."""
         tables, task = self._table(node.configuration), node.task
         assert task is not None  # bounded nodes have one
@@ -447,7 +447,7 @@ class _Search:
         if found is None:
             if node.placed is None and not proves_misfit(task, few, node.width):
                 if self._worth_widening(task, node.width):
-                    self._push(bound, replace(node, stage=_Stage.SOLVED, width=node.width * 8))
+                    self._push(bound, replace(node, stage=Stage.SOLVED, width=node.width * 8))
                     return
                 self.unproven.append(bound)
             if node.placed is None:
@@ -468,7 +468,7 @@ class _Search:
         self.best = min(self.best, placed.objective_s)
         if placed.partition.lower_bound_s < placed.objective_s * (1 - PROOF):
             if self._worth_widening(task, node.width):
-                again = _Node(_Stage.SOLVED, node.configuration, task, placed, node.width * 8)
+                again = Node(Stage.SOLVED, node.configuration, task, placed, node.width * 8)
                 self._push(placed.partition.lower_bound_s, again)
             else:
                 self.unproven.append(placed.partition.lower_bound_s)

@@ -56,7 +56,7 @@ class StageDecisions:
         self.data_axes: dict[tuple[int, int], object] = {}
         self._families: dict[tuple[object, ...], Family] = {}
         self._restricted: dict[tuple[object, ...], StageDecisions] = {}
-        self._expected: dict[tuple[str, ...], dict[tuple[int, int], Case]] = {}
+        self._expected: dict[tuple[str, ...], list[dict[tuple[int, int], Case]]] = {}
 
     def restricted(
         self,
@@ -187,19 +187,24 @@ class StageDecisions:
             self._costs[key] = self._costs_of_links[links]
         return self._costs[key]
 
-    def expect(self, hardware: Hardware, bucket_bytes: int, stages: Iterable[tuple[Mesh, int]]) -> None:
-        """Announce stage meshes with the batches of their graphs: when one is bounded, so are the others.
+    def expect(self, hardware: Hardware, bucket_bytes: int, *groups: Iterable[tuple[Mesh, int]]) -> None:
+        """Announce groups of stage meshes with the batches of their graphs: when one is bounded, so is its group.
 
         What was announced before no longer counts.
         """
         self._expected.clear()
-        for mesh, batch in stages:
-            case = Case(self.costs(hardware, mesh, bucket_bytes), batch)
-            self._expected.setdefault(_names(mesh), {})[case.key] = case
+        for stages in groups:
+            named: dict[tuple[str, ...], dict[tuple[int, int], Case]] = {}
+            for mesh, batch in stages:
+                case = Case(self.costs(hardware, mesh, bucket_bytes), batch)
+                named.setdefault(_names(mesh), {})[case.key] = case
+            for names, cases in named.items():
+                self._expected.setdefault(names, []).append(cases)
 
     def expected(self, case: Case) -> Iterator[Case]:
-        """Announced stages of the same cluster with the same axes."""
-        for other in self._expected.get(_names(case.costs.mesh), {}).values():
+        """Announced stages of the same cluster with the same axes, of the first group that the stage is in."""
+        groups = self._expected.get(_names(case.costs.mesh), ())
+        for other in next((group for group in groups if case.key in group), {}).values():
             if other.costs.hardware is case.costs.hardware:
                 yield other
 

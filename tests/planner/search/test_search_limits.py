@@ -25,6 +25,18 @@ def test_limits_leave_a_true_bound(name: str, value: object, monkeypatch: pytest
     assert all(placed.objective_s >= best * (1 - 1e-9) for placed in ended.found)
 
 
+def test_labels_for_the_proof_raise_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    units = network(4, elements=2e8)
+    best = search(units, 8, 16, 8.0).found[0].objective_s
+    monkeypatch.setattr(branch_and_bound, "LABELLED", 1)
+    monkeypatch.setattr(branch_and_bound, "PROOFS", 0)
+    without = search(units, 8, 16, 8.0)
+    monkeypatch.setattr(branch_and_bound, "PROOFS", 64)
+    proven = search(units, 8, 16, 8.0, wanted=1)
+    assert without.lower_bound_s < proven.lower_bound_s
+    assert proven.lower_bound_s == pytest.approx(best)
+
+
 def test_gpipe_of_one_micro_batch_is_1f1b() -> None:
     units = network(4)
     found = [

@@ -1,0 +1,59 @@
+"""Nodes of the search over configurations, and how promising their bounds are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from planner.search.configurations.explored import Placed
+from planner.search.configurations.step_model import Configuration
+from planner.search.stages.fragments import WIDTH
+from planner.search.stages.segments import PartitionTask
+
+BY_TURNS = 1e-3
+"""By how much the bound of one more base of a stage mesh counts as higher when bases are opened."""
+VERY_SHORT = 4
+"""Units of a chain up to which all ways are tried at once."""
+WIDEST = WIDTH * 8
+"""Most ways of a fragment where fewer do not prove a partition."""
+
+
+class Stage(IntEnum):
+    """How far a configuration is looked into."""
+
+    BASE = 0
+    ORDERS = 1
+    ORDER = 2
+    EVEN = 3
+    WHOLE = 4
+    STORAGE = 5
+    TIMED = 6
+    BOUNDED = 7
+    SOLVED = 8
+
+
+OPTIMISM = {
+    Stage.BASE: 1.3,
+    Stage.ORDERS: 1.25,
+    Stage.ORDER: 1.25,
+    Stage.EVEN: 1.05,
+    Stage.WHOLE: 1.05,
+    Stage.STORAGE: 1.05,
+    Stage.TIMED: 1.0,
+    Stage.BOUNDED: 1.0,
+    Stage.SOLVED: 1.0,
+}
+"""How far bounds of each stage usually lie below the objective: whose bound times this is least is opened first."""
+
+
+@dataclass(slots=True)
+class Node:
+    """A configuration, or several orders of its axes, that wait to be opened."""
+
+    stage: Stage
+    configuration: Configuration
+    task: PartitionTask | None = None
+    placed: Placed | None = None
+    width: int = WIDTH
+    others: tuple[Configuration, ...] = ()
+    waits: bool = False
