@@ -64,6 +64,7 @@ def plan_document(plan: Plan, hardware: Hardware) -> Document:
         "global_batch": plan.global_batch,
         "micro_batch": plan.micro_batch,
         "micro_batches": plan.micro_batches,
+        "copies": plan.copies,
         "sequence_parallel": plan.sequence_parallel,
         "recompute": plan.recompute,
         "optimizer_sharding": plan.optimizer_sharding,

@@ -228,7 +228,10 @@ class LoweredPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """A tensor that goes from stage to stage: its value's name, and its shape and type on one rank."""
+    """A tensor that goes from stage to stage: its value's name, and its shape and type on one rank.
+
+    Those of all copies of a micro-batch go together.
+    """
 
     value: str
     shape: tuple[int, ...]
@@ -291,7 +294,10 @@ class RankInstructions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoweredStages:
-    """A plan with pipeline stages ready to be executed; ``loss`` is a replicated scalar on the last stage."""
+    """A plan with pipeline stages ready to be executed; ``loss`` is a replicated scalar on the last stage.
+
+    With ``copies`` names are those of the first copy of a micro-batch, and ``micro_batches`` counts every copy.
+    """
 
     graph: OperatorGraph
     mesh: Mesh
@@ -305,6 +311,7 @@ class LoweredStages:
     offload_optimizer: bool = False
     offload_to: str = "host"
     host_parameters: tuple[str, ...] = ()
+    copies: int = 1
 
     @property
     def devices(self) -> int:

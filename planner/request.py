@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from planner.strategy.exchange import UNASKED, Exchange
-from simulator.errors import InputError, UnsupportedError
+from simulator.errors import InputError
 
 if TYPE_CHECKING:
     from planner.context.marks import Marks
@@ -218,19 +218,14 @@ def _offloaded(pins: Pins) -> Pins:
 
 
 def _in_copies(pins: Pins) -> Pins:
-    """Plans of one stage where micro-batches are run in copies; InputError where pins leave nothing to divide."""
+    """Plans of the pinned stages, else of one, where micro-batches are run in copies; InputError where none divides."""
     copies = pins.copies or 1
     if copies == 1:
         return pins
-    if (pins.pp or 1) > 1:
-        raise UnsupportedError(
-            f"pins pp={pins.pp} copies={copies}: passes of pipelines run micro-batches whole, copies are run in turn "
-            "on one stage only; use --pin pp=1 or copies=1"
-        )
     if pins.micro_batch is not None and pins.micro_batch % copies:
         more = pins.micro_batch + copies - pins.micro_batch % copies
         raise InputError(
             f"pins micro_batch={pins.micro_batch} copies={copies}: a micro-batch of {pins.micro_batch} cannot be "
             f"divided into {copies} copies; use --pin micro_batch={more} or copies=1"
         )
-    return replace(pins, pp=1)
+    return replace(pins, pp=pins.pp or 1)

@@ -51,11 +51,13 @@ def axes_text(plan: Plan) -> str:
 
 
 def stages_text(plan: Plan) -> str:
-    """Pipeline, recomputation, context, storage and messages of a plan in words; empty where it has none."""
+    """Pipeline, copies, recomputation, context, storage and messages of a plan in words; empty where it has none."""
     parts = []
     if plan.pipeline > 1:
         chunks = f" × {plan.virtual} chunks" if plan.virtual > 1 else ""
         parts.append(f"{plan.pipeline} stages{chunks}, {plan.schedule}")
+    if plan.copies > 1:
+        parts.append(f"micro-batches in {plan.copies} copies")
     if plan.recompute != "none":
         parts.append(f"recomputation {plan.recompute}")
     parts += [f"{name} {plan.degree(name)}" for name in ("context", "expert") if plan.degree(name) > 1]

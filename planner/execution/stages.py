@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.execution.machine import Action, Held, Machine, RankContext
-from planner.instructions import Crossing, LoweredStages, StageInstructions
+from planner.instructions import Crossing, LoweredStages, StageInstructions, value_of_copy
 from planner.lowering.stages import gradient_of_stage
 from simulator.pipeline_operators import PLAIN, action_variants
 from simulator.schedules import ActionKind
@@ -45,14 +45,15 @@ class Stage:
     def __init__(self, instructions: StageInstructions, machine: Machine, loss: str) -> None:
         self.instructions = instructions
         self.machine = machine
-        self.inputs = [machine.number(entry.value) for entry in instructions.inputs]
-        self.loss = machine.number(loss)
+        self.copies = range(len(machine.moments))
+        self.inputs = [self.numbers(entry.value) for entry in instructions.inputs]
+        self.losses = self.numbers(loss)
         self.ahead: dict[PassKey, list[Action]] = {}
         self.actions: dict[PassKey, list[Action]] = {}
         self.drops: dict[PassKey, list[int]] = {}
         for crossing in (instructions.arrives, instructions.gradient_arrives):
             if crossing is not None:
-                machine.number(crossing.value)
+                self.numbers(crossing.value)
         for key, one in instructions.passes.items():
             self.ahead[key], self.actions[key] = machine.compile_parts(one.instructions, one.releases, one.ahead)
             self.drops[key] = [machine.number(name) for name in one.drops]
@@ -61,6 +62,10 @@ class Stage:
         stays = lasting | {slot for slot, value in enumerate(machine.slots) if value is not None}
         self.passing = [slot for slot in range(len(machine.slots)) if slot not in stays]
         self.frames: dict[int, Frame] = {}
+
+    def numbers(self, name: str) -> list[int]:
+        """Slots of a value of every copy of a micro-batch."""
+        return [self.machine.number(value_of_copy(name, copy)) for copy in self.copies]
 
     def enter(self, micro_batch: int) -> None:
         """Put the values of a micro-batch in place."""
@@ -111,7 +116,7 @@ class StageInterpreter:
         mine = lowered.ranks[rank]
 
         def machine() -> Machine:
-            return Machine(lowered.graph, lowered.mesh.sizes, context, mine.parameters, held)
+            return Machine(lowered.graph, lowered.mesh.sizes, context, mine.parameters, held, lowered.copies)
 
         self._stages = {number: Stage(lowered.stages[number], machine(), lowered.loss) for number in mine.stages}
         self._update = machine()
@@ -131,7 +136,7 @@ class StageInterpreter:
             (ActionKind(int(schedule.kind[i])), int(schedule.stage[i]), int(schedule.micro_batch[i]), int(variants[i]))
             for i in own
         ]
-        self._local: dict[tuple[int, int, int], Tensor] = {}
+        self._local: dict[tuple[int, int, int], list[Tensor]] = {}
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def run_step(self, feed: Callable[[int], Sequence[Tensor]]) -> list[Tensor]:
@@ -176,14 +181,17 @@ class StageInterpreter:
         stage = self._stages[number]
         instructions, slots = stage.instructions, stage.machine.slots
         key = (kind, variant) if (kind, variant) in stage.actions else (kind, PLAIN)
-        self._context.moment.micro_batch = micro_batch
         stage.enter(micro_batch)
+        first = micro_batch * len(stage.copies)
+        for copy, moment in enumerate(stage.machine.moments):
+            moment.step, moment.micro_batch = self._context.moment.step, first + copy
         for action in stage.ahead[key]:
             action()  # parameters are gathered while what the pass needs is still on its way
         if kind is ActionKind.FORWARD:
-            pieces = dict(zip((entry.name for entry in self._lowered.inputs), feed(micro_batch), strict=True))
-            for entry, slot in zip(instructions.inputs, stage.inputs, strict=True):
-                slots[slot] = pieces[entry.name]
+            for copy in stage.copies:
+                pieces = dict(zip((entry.name for entry in self._lowered.inputs), feed(first + copy), strict=True))
+                for entry, numbers in zip(instructions.inputs, stage.inputs, strict=True):
+                    slots[numbers[copy]] = pieces[entry.name]
             self._receive(stage, instructions.arrives, FORWARD, number - 1, micro_batch)
         elif kind is not ActionKind.WEIGHT_GRADIENT:
             self._receive(stage, instructions.gradient_arrives, GRADIENT, number + 1, micro_batch)
@@ -192,7 +200,7 @@ class StageInterpreter:
         if kind is ActionKind.FORWARD:
             self._send(stage, instructions.leaves, FORWARD, number, number + 1, micro_batch)
             if self._is_last(number):
-                losses[micro_batch] = stage.machine.value(stage.loss)
+                losses |= {first + copy: stage.machine.value(slot) for copy, slot in enumerate(stage.losses)}
         elif kind is not ActionKind.WEIGHT_GRADIENT:
             self._send(stage, instructions.gradient_leaves, GRADIENT, number, number - 1, micro_batch)
         stage.leave(micro_batch, key, done=kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT))
@@ -207,11 +215,11 @@ class StageInterpreter:
     ) -> None:
         if crossing is None:
             return
-        value = stage.machine.value(stage.machine.number(crossing.value))
+        values = [stage.machine.value(slot) for slot in stage.numbers(crossing.value)]
         if there in self._stages:
-            self._local[direction, there, micro_batch] = value
+            self._local[direction, there, micro_batch] = values
             return
-        message = value.contiguous()
+        message = values[0].contiguous() if len(values) == 1 else torch.stack(values)
         group, tag = self._way(direction, number, micro_batch)
         work = dist.isend(message, self._neighbours.rank_of[there], group=group, tag=tag)
         assert work is not None  # this rank is in the group
@@ -221,16 +229,19 @@ class StageInterpreter:
     def _receive(self, stage: Stage, crossing: Crossing | None, direction: int, origin: int, micro_batch: int) -> None:
         if crossing is None:
             return
-        slot = stage.machine.number(crossing.value)
+        slots, numbers = stage.machine.slots, stage.numbers(crossing.value)
         here = origin + 1 if direction == FORWARD else origin - 1
         if origin in self._stages:
-            stage.machine.slots[slot] = self._local.pop((direction, here, micro_batch))
+            for slot, one in zip(numbers, self._local.pop((direction, here, micro_batch)), strict=True):
+                slots[slot] = one
             return
-        value = torch.empty(crossing.shape, dtype=getattr(torch, crossing.dtype), device=self._context.device)
+        shape = crossing.shape if len(numbers) == 1 else (len(numbers), *crossing.shape)
+        value = torch.empty(shape, dtype=getattr(torch, crossing.dtype), device=self._context.device)
         group, tag = self._way(direction, origin, micro_batch)
         source = self._neighbours.rank_of[origin]
         self._clocked(origin, lambda: dist.recv(value, source, group=group, tag=tag))
-        stage.machine.slots[slot] = value
+        for slot, one in zip(numbers, [value] if len(numbers) == 1 else value.unbind(), strict=True):
+            slots[slot] = one
 
     def _clocked(self, stage: int, crossing: Callable[[], object]) -> None:
         watch = self._context.watch

@@ -29,19 +29,23 @@ class ChunkBytes:
 
 
 def chunk_bytes(source: PlacedGraph, units: Sequence[UnitWork]) -> ChunkBytes:
-    """Add up the units of a chunk: what one keeps stands while another works."""
+    """Add up the units of a chunk: what one keeps stands while another works.
+
+    Copies of a micro-batch work on a unit at the same time.
+    """
     pending = _pending(source, units)
     kept = []
     for number, unit in enumerate(units):
         memory = unit.memory
         own_input = memory.keeps_input and not (number and units[number - 1].memory.keeps_output)
         kept.append(memory.kept + (memory.input if own_input else 0))
-    total = sum(kept)
-    forward = max(sum(kept[:n]) + unit.memory.forward for n, unit in enumerate(units))
-    backward = max(unit.memory.backward + pending[n] - sum(kept[n + 1 :]) for n, unit in enumerate(units))
+    total = source.options.copies * sum(kept)
+    each = source.options.copies
+    forward = max(each * (sum(kept[:n]) + unit.memory.forward) for n, unit in enumerate(units))
+    backward = max(each * (unit.memory.backward - sum(kept[n + 1 :])) + pending[n] for n, unit in enumerate(units))
     return ChunkBytes(
         kept=total,
-        deferred=sum(unit.memory.deferred for unit in units),
+        deferred=each * sum(unit.memory.deferred for unit in units),
         forward=max(0, forward - total),
         backward=max(0, backward),
     )

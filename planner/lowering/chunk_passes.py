@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
 
 from planner.graph.operator_graph import TensorRef
-from planner.instructions import NOTHING, Accumulate
+from planner.instructions import NOTHING, Accumulate, value_of_copy
 from planner.lowering.groups import ALONE, BY_SIZE
 from planner.lowering.placed import PlacedGraph, placements_text
 from planner.lowering.together import together
+from planner.lowering.turns import in_turn
 from planner.lowering.unit_work import BESIDE, KERNELS, Mark, Part, UnitWork
 from planner.lowering.work import Work
 from planner.lowering.writer import Moved, local_move, moving_message
@@ -50,6 +51,8 @@ class Draft:
         return count
 
 
+BEGIN, END = -2, -1
+"""In place of an operator: the begin and the end of a unit."""
 Then = Callable[["Value"], None]
 Kind = tuple[Collective, int, str, int]
 """Gradients that may travel together: by collective, axis, type on the way, and group."""
@@ -135,7 +138,8 @@ class PassWriter:
         self.arrivals: list[dict[str, int]] = [{} for _ in units]
         self.pending: dict[Kind, _Bucket] = {}
         self.kernel = -1
-        self.shared_done: set[int] = set()
+        self.copies = source.options.copies
+        self.shared_done: set[tuple[int, int]] = set()
         self.terms: dict[object, list[Value]] = {}
         self.counts = {id(part): Counter(m.parameter for o in part.operators for m in o.marks) for part in parts}
         distinct = {id(unit): unit for unit in units}.values()
@@ -156,17 +160,37 @@ class PassWriter:
             self._add([], KERNELS, [])
         if ahead and not self.source.by_unit:
             self._gather_ahead()
-        outputs = -1
-        for number, part in enumerate(self.parts):
-            self._gather_units(number)
-            outputs = self._unit(number, part, outputs)
-            self._flush_units()
+        places = [[{} for _ in self.parts] for _ in range(self.copies)]  # type: list[list[dict[int, int]]]
+        outputs = [-1] * self.copies
+        for copy, number, index in in_turn([self._turn(copy) for copy in range(self.copies)], self._ends_turn):
+            part, place = self.parts[number], places[copy][number]
+            if index == BEGIN and copy == 0:
+                self._gather_units(number)
+            elif index == END:
+                outputs[copy] = place[part.output] if part.output >= 0 else -1
+                self.shared_done.update((copy, operator.shared) for operator in part.operators)
+                if copy == self.copies - 1:
+                    self._flush_units()
+            elif index != BEGIN:
+                self._operator(copy, number, index, place, outputs[copy])
         while self.pending:
             self._flush(next(iter(self.pending)))
         if self.kernel < 0:
             self._add([], KERNELS, [])
-        self.draft.output = outputs if outputs >= 0 else self.kernel
+        self.draft.output = max(outputs) if max(outputs) >= 0 else self.kernel
         return self.draft
+
+    def _turn(self, copy: int) -> Iterator[tuple[int, int, int]]:
+        """What a copy of the micro-batch runs: itself, the unit, and the operator or `BEGIN` or `END` of the unit."""
+        for number, part in enumerate(self.parts):
+            yield copy, number, BEGIN
+            yield from ((copy, number, index) for index in range(len(part.operators)))
+            yield copy, number, END
+
+    def _ends_turn(self, step: tuple[int, int, int]) -> bool:
+        """Whether another copy goes on behind a step: while a message travels."""
+        _, number, index = step
+        return index >= 0 and self.parts[number].operators[index].stream != KERNELS
 
     def _add(self, tasks: list[int], stream: int, after: list[int], ahead: bool = False) -> int:
         self.draft.tasks.append(tasks)
@@ -178,22 +202,20 @@ class PassWriter:
             self.kernel = number
         return number
 
-    def _unit(self, number: int, part: Part, given: int) -> int:
-        """Append a unit's operators; returns the operator that yields what it hands on."""
-        place: dict[int, int] = {}
-        for index, operator in enumerate(part.operators):
-            if operator.shared >= 0 and operator.shared in self.shared_done:
-                place[index] = self.kernel
-                continue
-            after = {place[n] for n in operator.after if place[n] >= 0}
-            if operator.reads_input and given >= 0 and self.draft.stream[given] != operator.stream:
-                after.add(given)
-            after.update(self.arrivals[number][name] for name in operator.gathered if name in self.arrivals[number])
-            place[index] = self._add(operator.tasks, operator.stream, sorted(after))
-            for mark in operator.marks:
-                self._gradient(number, mark, place[index])
-        self.shared_done.update(operator.shared for operator in part.operators)
-        return place[part.output] if part.output >= 0 else -1
+    def _operator(self, copy: int, number: int, index: int, place: dict[int, int], given: int) -> None:
+        """Append an operator of a unit behind those in `place`; `given` yields what the unit before hands on."""
+        operator = self.parts[number].operators[index]
+        if operator.shared >= 0 and (copy, operator.shared) in self.shared_done:
+            place[index] = self.kernel
+            return
+        after = {place[n] for n in operator.after if place[n] >= 0}
+        if operator.reads_input and given >= 0 and self.draft.stream[given] != operator.stream:
+            after.add(given)
+        after.update(self.arrivals[number][name] for name in operator.gathered if name in self.arrivals[number])
+        tasks = operator.tasks if self.copies == 1 else [self.work.in_copy(task, copy) for task in operator.tasks]
+        place[index] = self._add(tasks, operator.stream, sorted(after))
+        for mark in operator.marks:
+            self._gradient(number, mark, place[index], copy)
 
     # Parameters
 
@@ -282,12 +304,14 @@ class PassWriter:
 
     # Gradients
 
-    def _gradient(self, number: int, mark: Mark, operator: int) -> None:
-        """Hand a complete gradient on, once every unit of the chunk that shares its parameter has sent its term."""
+    def _gradient(self, number: int, mark: Mark, operator: int, copy: int) -> None:
+        """Hand a complete gradient on, once every copy and every unit that shares its parameter has sent its term."""
         placements = self.source.output_placements(mark.gradient)
-        value = Value(mark, placements, operator, self.source.value_name(mark.gradient, placements))
+        name = value_of_copy(self.source.value_name(mark.gradient, placements), copy)
+        value = Value(mark, placements, operator, name)
         tied = mark.parameter in self.tied
         expected = self.tied[mark.parameter] if tied else self.counts[id(self.parts[number])][mark.parameter]
+        expected *= self.copies
         if expected > 1:
             terms = self.terms.setdefault(mark.parameter if tied else (number, mark.parameter), [])
             terms.append(value)

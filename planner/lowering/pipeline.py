@@ -313,7 +313,7 @@ def _send_times(lowering: _Lowering) -> FloatArray:
             continue
         assert following  # chunks hold at least one unit
         ref = chain.boundaries[key[-1]].forward
-        payload = source.local_bytes(source.graph.spec(ref), source.output_placements(ref))
+        payload = source.options.copies * source.local_bytes(source.graph.spec(ref), source.output_placements(ref))
         shape = _pair_shape(lowering, here, there)
         seconds[stage] = message_time(lowering.hardware, Collective.SEND, np.array([float(payload)]), shape)[0]
     return seconds
@@ -372,4 +372,4 @@ def _flops(lowering: _Lowering) -> float:
     graph, total = lowering.source.graph, 0.0
     for unit in (lowering.found.chain.units[n] for n in lowering.found.of_unit):
         total += sum(graph.nodes[i].flops for i in unit.nodes if graph.nodes[i].role is Role.OPERATOR)
-    return total
+    return lowering.source.options.copies * total

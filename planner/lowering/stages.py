@@ -29,6 +29,7 @@ from planner.instructions import (
     Update,
     all_reduced,
     read_values,
+    value_of_copy,
     written_values,
 )
 from planner.lowering.chunk_passes import chunk_drafts
@@ -82,7 +83,8 @@ def lower_stages(plan: Plan, graph: OperatorGraph) -> LoweredStages:
         ranks=_ranks(source, units, chunks, schedule, stages),
         inputs=source.inputs(range(len(whole.nodes))),
         loss=source.loss_value,
-        micro_batches=plan.micro_batches,
+        micro_batches=plan.micro_batches * options.copies,
+        copies=options.copies,
         offload_optimizer=options.offload_optimizer,
         offload_to=options.offload_to,
         host_parameters=tuple(whole.nodes[index].name for index in sorted(source.away)),
@@ -115,10 +117,10 @@ def _stage(
     synchronised = next((d.synchronised for (kind, _), d in drafts.items() if d.synchronised), {})
     nodes = {index for n in chunk for index in found.units[n].nodes}
     inputs = source.inputs(nodes)
-    lasting = _lasting(source, members, synchronised) | {entry.value for entry in inputs}
-    leaving = {one.value for (_, arrives), one in crossings.items() if one and not arrives}
-    if last:
-        leaving.add(source.loss_value)
+    batch = _of_all_copies(source, (entry.value for entry in inputs))
+    lasting = _lasting(source, members, synchronised) | batch
+    sent = [one.value for (_, arrives), one in crossings.items() if one and not arrives]
+    leaving = _of_all_copies(source, [*sent, *([source.loss_value] if last else [])])
     written = {key: [work.instructions[n] for n in joined(*draft.tasks)] for key, draft in drafts.items()}
     timed = {key: tuple(work.tasks[n] for n in joined(*draft.tasks)) for key, draft in drafts.items()}
     stored = {source.graph.nodes[i].name for i in source.stored}
@@ -136,9 +138,14 @@ def _stage(
         gradient_arrives=crossings[BACKWARD, True],
         gradient_leaves=crossings[BACKWARD, False],
         inputs=inputs,
-        lasting=frozenset(lasting - {entry.value for entry in inputs}),
+        lasting=frozenset(lasting - batch),
         gradients={source.graph.nodes[parameter].name: name for parameter, name in synchronised.items()},
     )
+
+
+def _of_all_copies(source: PlacedGraph, names: Iterable[str]) -> set[str]:
+    """Values of all copies of a micro-batch."""
+    return {value_of_copy(name, copy) for name in names for copy in range(source.options.copies)}
 
 
 def _crossing(source: PlacedGraph, ref: TensorRef | None) -> Crossing | None:

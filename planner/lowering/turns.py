@@ -64,6 +64,11 @@ def draft_of_copy(draft: Draft, own: Collection[str], copy: int) -> Draft:
     )
 
 
+def in_copy(instruction: Instruction, own: Collection[str], copy: int) -> Instruction:
+    """The same instruction in a copy, whose `own` values have names of their own; messages travel beside others."""
+    return _instruction_of_copy(instruction, lambda name: value_of_copy(name, copy) if name in own else name, copy)
+
+
 def _instruction_of_copy(instruction: Instruction, named: Callable[[str], str], copy: int) -> Instruction:
     if isinstance(instruction, Compute):
         inputs, outputs = tuple(map(named, instruction.inputs)), tuple(map(named, instruction.outputs))

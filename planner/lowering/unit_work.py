@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from planner.graph.chain import Chain
 from planner.graph.operator_graph import Role, TensorRef
+from planner.instructions import written_values
 from planner.lowering.body import Body, Gather
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.unit_memory import UnitMemory, unit_memory
@@ -80,7 +81,10 @@ def units_work(source: PlacedGraph, found: Chain, work: Work) -> tuple[UnitWork,
         i for i, n in seen.items() if n > 1 and source.graph.nodes[i].role not in (Role.PARAMETER, Role.INPUT)
     )
     terms, sums = gradient_terms(source)
-    return tuple(_unit_work(source, found, number, work, shared, terms, sums) for number in range(len(found.units)))
+    made = tuple(_unit_work(source, found, number, work, shared, terms, sums) for number in range(len(found.units)))
+    batch = {node.name for node in source.graph.nodes if node.role is Role.INPUT}
+    work.own = frozenset(batch.union(*map(written_values, work.instructions)))
+    return made
 
 
 def gradient_terms(source: PlacedGraph) -> tuple[dict[TensorRef, int], frozenset[int]]:

@@ -112,11 +112,6 @@ def _check_copies(model: StrategyModel, source: str) -> None:
             f"{source}: copies: a micro-batch of {model.batch.micro} cannot be divided into {model.copies} copies, "
             f"{batch_obstacle} would be left; use copies 1, or a batch.micro that divides"
         )
-    if model.copies > 1 and model.pipeline.ranks > 1:
-        raise StrategyError(
-            f"{source}: copies: {model.copies} with {model.pipeline.ranks} pipeline ranks: passes of pipelines run "
-            "micro-batches whole; use copies 1, or one pipeline rank"
-        )
 
 
 def _check_ranks(model: StrategyModel, mesh: Mesh, source: str) -> None:

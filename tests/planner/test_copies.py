@@ -10,14 +10,19 @@ from typing import Any
 
 import pytest
 
-from planner.instructions import Accumulate, Communicate, Compute
+from planner.execution.run import ExecuteOptions, execute_plan
+from planner.graph.scaling import at_batch
+from planner.instructions import Accumulate, Communicate, Compute, read_values, value_of_copy, written_values
 from planner.lowering.checked import fits_copies, lower
+from planner.lowering.stages import lower_stages
 from planner.planning import PlanRequest, plan_network
 from planner.prediction import predict_plan
 from planner.strategy.file import plan_from_text, plan_to_text
 from planner.strategy.plan import Plan
-from simulator.errors import InputError, StrategyError, UnsupportedError
+from simulator.errors import InputError, StrategyError
 from simulator.hardware import load_profile
+from simulator.pipeline_operators import FIRST
+from simulator.schedules import ActionKind
 from tests.planner.lowering.plans import one_stage
 from tests.planner.search.problems import captured
 
@@ -97,12 +102,90 @@ def test_strategies_that_cut_the_samples_must_fit_a_copy() -> None:
     assert not fits_copies(replace(narrow, copies=2), graph)
 
 
+# In pipeline stages
+
+
+@cache
+def staged(schedule: str = "1f1b") -> Plan:
+    """Two stages of two devices that send messages along a tensor axis, a micro-batch of four samples in copies."""
+    pins = {"pp": "2", "tp": "2", "dp": "1", "micro_batch": "4", "sequence_parallel": "true", "copies": "2"}
+    pins |= {"schedule": schedule, "recompute": "none"}
+    request = PlanRequest(
+        network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, global_batch=16, pins=pins, top=1, sensitivity=False
+    )
+    return plan_network(request, graph=captured("gpt2-tiny")).candidates[0].plan
+
+
+def test_passes_of_stages_run_both_copies_in_turn() -> None:
+    plan = staged()
+    assert (plan.copies, plan.pipeline) == (2, 2)
+    lowered = lower_stages(plan, at_batch(captured("gpt2-tiny"), plan.samples))
+    alone = lower_stages(replace(plan, copies=1), at_batch(captured("gpt2-tiny"), plan.micro_batch))
+    assert (lowered.micro_batches, alone.micro_batches) == (2 * plan.micro_batches, plan.micro_batches)
+    for stage, whole in zip(lowered.stages, alone.stages, strict=True):
+        for key, one in stage.passes.items():
+            order = [i.copy for i in one.instructions if isinstance(i, Compute)]
+            single = [i for i in whole.passes[key].instructions if isinstance(i, Compute)]
+            assert order.count(0) == order.count(1) == len(single)
+            sent = [i for i in whole.passes[key].instructions if isinstance(i, Communicate) and i.sources]
+            waited = sum(not message.asynchronous for message in sent)
+            assert waited
+            assert waited // 2 < sum(a != b for a, b in pairwise(order)) <= 2 * waited + 1
+            assert all(i.asynchronous for i in one.instructions if isinstance(i, Communicate) and i.sources)
+
+
+def test_every_value_of_a_pass_is_there_when_it_is_read() -> None:
+    plan = staged()
+    lowered = lower_stages(plan, at_batch(captured("gpt2-tiny"), plan.samples))
+    for number, stage in enumerate(lowered.stages):
+        stored = {p.value for rank in lowered.ranks for p in rank.parameters if number in rank.stages}
+        crossing = [one.value for one in (stage.arrives, stage.gradient_arrives) if one is not None]
+        known = stored | {value_of_copy(name, copy) for name in crossing for copy in range(2)}
+        known |= {value_of_copy(entry.value, copy) for entry in stage.inputs for copy in range(2)}
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+            for instruction in stage.passes[kind, FIRST].instructions:
+                sums = isinstance(instruction, Accumulate) and instruction.first
+                assert sums or known.issuperset(read_values(instruction)), instruction
+                known.update(written_values(instruction))
+
+
+def test_copies_hide_the_messages_of_stages() -> None:
+    """Work that grows with the samples takes as long in two parts; of the messages inside stages little is left."""
+    graph = captured("gpt2", 4)
+    pins = {
+        "pp": "2",
+        "tp": "8",
+        "dp": "1",
+        "micro_batch": "32",
+        "recompute": "none",
+        "schedule": "1f1b",
+        "copies": "2",
+    }
+    request = PlanRequest(
+        network="zoo:gpt2", hardware="dgx-a100", devices=16, global_batch=128, pins=pins, top=1, sensitivity=False
+    )
+    plan = plan_network(request, graph=graph).candidates[0].plan
+    one, two = (predict_plan(replace(plan, copies=copies), graph, HARDWARE) for copies in (1, 2))
+    assert two.breakdown["exposed_communication_s"] < 0.6 * one.breakdown["exposed_communication_s"]
+    assert two.mfu * two.step_time_s == pytest.approx(one.mfu * one.step_time_s)
+    assert 0.9 * one.peak_memory_bytes < two.peak_memory_bytes < 1.1 * one.peak_memory_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_copies_in_stages_train_as_one_process_does(schedule: str) -> None:
+    options = ExecuteOptions(strategy="unused", steps=2, verify=True, precision="fp64")
+    report = execute_plan(replace(staged(schedule), precision="fp32"), options)
+    assert report.verified
+    assert report.max_loss_difference is not None
+    assert report.max_loss_difference <= 1e-10
+
+
 @pytest.mark.parametrize(
     ("pins", "error", "message"),
     [
         ({"copies": "2", "micro_batch": "1"}, InputError, "a micro-batch of 1 cannot be divided into 2 copies"),
         ({"copies": "2", "micro_batch": "3"}, InputError, r"use --pin micro_batch=4 or copies=1"),
-        ({"copies": "2", "pp": "2"}, UnsupportedError, "pins pp=2 copies=2: passes of pipelines run micro"),
         ({"copies": "3"}, InputError, "copies '3' is not one of 1, 2"),
         ({"copies": "two"}, InputError, "copies 'two' is not one of 1, 2"),
         ({"copies": "2", "micro_batches": "16"}, InputError, "global batch 16 does not divide"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -392,6 +393,7 @@ def test_interleaved_micro_batches_are_run_in_copies(tmp_path: Path) -> None:
     assert read_plan(out).copies == 2
     alone["parallel_config"]["pipeline_stage"] = 2
     file.write_text(yaml.safe_dump({**alone, "micro_batch_interleave_num": 2}))
-    result = run("plan", "zoo:gpt2-tiny", *options[:3], "8", *options[4:])
-    assert result.exit_code == 2
-    assert "copies=2" in result.stderr
+    result = run("plan", "zoo:gpt2-tiny", *options[:3], "8", *options[4:], "--json")
+    assert result.exit_code == 0, result.stderr
+    said = json.loads(result.stdout)["plan"]
+    assert (said["copies"], said["pp"]) == (2, 2)
