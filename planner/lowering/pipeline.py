@@ -329,7 +329,7 @@ def _meetings(lowering: _Lowering) -> list[tuple[tuple[int, ...], float]]:
             spec = source.graph.nodes[index].outputs[0]
             share = local_share(source.stored[index], source.sizes)
             shared[ranks] = shared.get(ranks, 0.0) + source.travelling_bytes(spec) * share
-    if checks_gradients(source):  # all pipeline ranks tell each other whether they are numbers
+    if checks_gradients(source) and lowering.schedule.ranks > 1:  # stages tell each other whether they are numbers
         everyone = tuple(range(lowering.schedule.ranks))
         shared[everyone] = shared.get(everyone, 0.0) + FLAG_BYTES
     for ranks, payload in sorted(shared.items()):
