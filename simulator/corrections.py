@@ -18,6 +18,7 @@ FACTORS: Mapping[Kernel, str] = {
     Kernel.MATMUL: "matmul",
     Kernel.ATTENTION: "attention",
     Kernel.CONVOLUTION: "convolution",
+    Kernel.CONVOLUTION_BACKWARD: "convolution",
     Kernel.OPTIMIZER: "optimizer",
     **dict.fromkeys(
         (

@@ -28,6 +28,8 @@ class Kernel(StrEnum):
 
     MATMUL = "matmul"
     CONVOLUTION = "convolution"
+    CONVOLUTION_BACKWARD = "convolution_backward"
+    """Both gradients of a convolution: of the speed of `CONVOLUTION` where a profile does not tell."""
     ATTENTION = "attention"
     ELEMENTWISE = "elementwise"
     ACTIVATION = "activation"
@@ -44,7 +46,11 @@ class Kernel(StrEnum):
     VIEW = "view"
 
 
-WIDER_CLASS = {Kernel.TRANSCENDENTAL: Kernel.ACTIVATION, Kernel.BATCH_NORMALIZATION: Kernel.NORMALIZATION}
+WIDER_CLASS = {
+    Kernel.CONVOLUTION_BACKWARD: Kernel.CONVOLUTION,
+    Kernel.TRANSCENDENTAL: Kernel.ACTIVATION,
+    Kernel.BATCH_NORMALIZATION: Kernel.NORMALIZATION,
+}
 """The class whose speed counts for another that a profile does not have."""
 
 

@@ -12,7 +12,7 @@ from planner.graph.unfolding import run_start
 from simulator.program import Kernel, Phase
 
 _LEVELS = 3
-_HEAVY = frozenset((Kernel.MATMUL, Kernel.CONVOLUTION, Kernel.ATTENTION, Kernel.EMBEDDING))
+_HEAVY = frozenset((Kernel.MATMUL, Kernel.CONVOLUTION, Kernel.CONVOLUTION_BACKWARD, Kernel.ATTENTION, Kernel.EMBEDDING))
 _ANYWHERE = -1
 """Position of what depends on inputs and constants only: every unit that reads it has it."""
 

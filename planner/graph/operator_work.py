@@ -12,7 +12,8 @@ from simulator.program import Kernel
 
 _CLASSES: dict[Kernel, tuple[str, ...]] = {
     Kernel.MATMUL: ("mm", "addmm", "bmm", "baddbmm", "mv", "dot"),
-    Kernel.CONVOLUTION: ("convolution", "convolution_backward"),
+    Kernel.CONVOLUTION: ("convolution",),
+    Kernel.CONVOLUTION_BACKWARD: ("convolution_backward",),
     Kernel.ATTENTION: (
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",

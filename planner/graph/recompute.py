@@ -11,7 +11,7 @@ from simulator.program import Kernel, Phase
 MODES = ("none", "selective", "full")
 """From keeping everything to keeping only the input of each unit."""
 
-DEAR = frozenset({Kernel.MATMUL, Kernel.CONVOLUTION, Kernel.ATTENTION, Kernel.EMBEDDING})
+DEAR = frozenset({Kernel.MATMUL, Kernel.CONVOLUTION, Kernel.CONVOLUTION_BACKWARD, Kernel.ATTENTION, Kernel.EMBEDDING})
 """Operators whose results selective recomputation keeps, attention written out in products excepted."""
 
 

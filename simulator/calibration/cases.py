@@ -25,8 +25,11 @@ SMALL_IMAGES = (
     (16, 256, 256, 2, 3),
     (16, 512, 1024, 1, 1),
     (16, 256, 256, 1, 3),
+    (16, 128, 128, 8, 3, 2),
+    (16, 512, 1024, 4, 1, 2),
+    (16, 512, 1024, 2, 1, 2),
 )
-"""Batch, channels in and out, side of image and window of convolutions whose weights outweigh their images."""
+"""Batch, channels in and out, side of image and window of convolutions whose weights outweigh their images; stride."""
 CUBES = (16, 64, 128, 256, 512)
 LARGE_CUBES = (1024, 2048, 4096, 8192)
 SKINNY_PRODUCTS = (
@@ -104,12 +107,15 @@ def _matmuls(dtypes: tuple[str, ...], cubes: tuple[int, ...]) -> Iterator[Case]:
 def _convolutions() -> Iterator[Case]:
     layers = [(8, 64, 64, 16, 3), (4, 64, 256, 14, 1), (8, 128, 128, 8, 3), (4, 256, 64, 14, 1), (2, 512, 512, 7, 3)]
     for dtype in ("float32", "float64"):
-        for batch, inputs, outputs, size, width in (*layers, *(SMALL_IMAGES if dtype == "float32" else ())):
+        for batch, inputs, outputs, size, width, *strides in (*layers, *(SMALL_IMAGES if dtype == "float32" else ())):
             image, kernel = (batch, inputs, size, size), (outputs, inputs, width, width)
-            geometry = ([1, 1], [width // 2] * 2, [1, 1], False, [0, 0], 1)
-            result = batch * outputs * size * size
+            stride = strides[0] if strides else 1
+            side = size // stride
+            geometry = ([stride] * 2, [width // 2] * 2, [1, 1], False, [0, 0], 1)
+            result = batch * outputs * side * side
             work, moved = 2.0 * result * inputs * width * width, prod(image) + prod(kernel) + result
             name = f"conv {batch}x{inputs}x{size}x{size} to {outputs}, {width}x{width}"
+            name += f" by {stride}" if strides else ""
             yield Case(
                 kernel=Kernel.CONVOLUTION,
                 name=name,
@@ -121,20 +127,26 @@ def _convolutions() -> Iterator[Case]:
                 bytes_moved=moved * _width(dtype),
             )
             yield Case(
-                kernel=Kernel.CONVOLUTION,
+                kernel=Kernel.CONVOLUTION_BACKWARD,
                 name=f"backward of {name}",
                 dtype=dtype,
-                shapes=((batch, outputs, size, size), image, kernel),
+                shapes=((batch, outputs, side, side), image, kernel),
                 operator=aten.convolution_backward.default,
                 arguments=(None, *geometry, [True, True, False]),
                 flops=2 * work,
-                bytes_moved=2 * moved * _width(dtype),
+                bytes_moved=(moved + prod(image) + prod(kernel)) * _width(dtype),
             )
 
 
 def _attentions(attention: Operator) -> Iterator[Case]:
     for dtype in ("float32", "float64"):
-        for batch, heads, length, width in ((2, 4, 64, 32), (4, 4, 128, 64), (2, 8, 256, 64), (1, 8, 512, 64)):
+        for batch, heads, length, width in (
+            (8, 8, 32, 64),
+            (2, 4, 64, 32),
+            (4, 4, 128, 64),
+            (2, 8, 256, 64),
+            (1, 8, 512, 64),
+        ):
             shape = (batch, heads, length, width)
             work, moved = 2.0 * prod(shape[:3]) * length * width, prod(shape) * _width(dtype)
             name = f"attention {batch}x{heads}x{length}x{width}"
@@ -232,7 +244,6 @@ FAMILIES = (
     _Family(kernel=Kernel.ACTIVATION, name="relu", operator=aten.relu.default),
     _Family(kernel=Kernel.TRANSCENDENTAL, name="gelu", operator=_gelu),
     _Family(kernel=Kernel.TRANSCENDENTAL, name="silu", operator=aten.silu.default),
-    _Family(kernel=Kernel.TRANSCENDENTAL, name="tanh", operator=aten.tanh.default),
     _Family(
         kernel=Kernel.ACTIVATION,
         name="relu backward",

@@ -79,7 +79,10 @@ class Recount:
 
     def factor(self, kernel: Kernel) -> float:
         """Slow-down by other processes and the correction of whole steps."""
-        own = (Kernel.MATMUL, Kernel.ATTENTION, Kernel.CONVOLUTION, Kernel.OPTIMIZER)
+        own = (
+            *(Kernel.MATMUL, Kernel.ATTENTION, Kernel.CONVOLUTION, Kernel.CONVOLUTION_BACKWARD),
+            Kernel.OPTIMIZER,
+        )
         correction = self.correction(kernel.value if kernel in own else "memory")
         return self.costs.hardware.compute_slowdown(self.mesh.size) * correction
 
