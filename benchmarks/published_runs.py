@@ -14,6 +14,7 @@ from planner.estimate.training_run import (
     LayeredNetwork,
     OptimizerSharding,
     Recompute,
+    Stack,
     TrainingRun,
     TransformerShape,
 )
@@ -67,7 +68,10 @@ def read_run(row: MeasuredRow, *, stages: bool = False, any_attention: bool = Fa
     require((setup.cp, setup.ep) == (1, 1), "context or experts")
     require(stages or (setup.pp, setup.recompute) == (1, Recompute.NONE), "pipeline or recomputation")
     require(not setup.recompute_layers, "recomputes some layers only")
-    require(not setup.offload_optimizer and not setup.offload_activations, "offload")
+    offload = setup.offload_optimizer or setup.offload_parameters or setup.offload_activations
+    require(not offload, "offload")
+    require(setup.stack is not Stack.MINDSPORE_TOOLKIT, "the host changes images in Python, which plans do not time")
+    require(not setup.deterministic, "a functional test, bound by the host")
     precision = "fp32" if setup.precision == "tf32" and network == "zoo:resnet50" else setup.precision
     require(precision in ("fp32", "fp16", "bf16"), f"precision {precision}")
     return Run(

@@ -9,10 +9,21 @@ from dataclasses import asdict
 from pathlib import Path
 
 from planner.quantities import percent_text
-from planner.validation.aims import AIMS, ASCEND, CONVOLUTIONAL, ELSEWHERE, FSDP, IN_PART, TRANSFORMERS, Aim, metrics_of
+from planner.validation.aims import (
+    AIMS,
+    ASCEND,
+    CONVOLUTIONAL,
+    ELSEWHERE,
+    FSDP,
+    FUNCTIONAL,
+    IN_PART,
+    TRANSFORMERS,
+    Aim,
+    metrics_of,
+)
 from planner.validation.memory_doubts import DOUBTS
 from planner.validation.metrics import metrics_of_rows
-from planner.validation.outliers import outliers
+from planner.validation.outliers import Outlier, outliers
 from planner.validation.predictions import prediction_lines
 from planner.validation.results import Accuracy, AccuracyResult, Metrics, ScoredRow
 from reports import accuracy_plots, page
@@ -111,7 +122,7 @@ def accuracy_page(result: AccuracyResult, *, command: str, date: str) -> str:
         page.heading("By kind of run"),
         _sources(fits, by_group=True),
         page.heading("What the predictions do not explain"),
-        _outliers(judged),
+        *_outliers(judged),
         page.heading("Rows without a prediction"),
         _skipped(judged),
         page.heading("How this page was made"),
@@ -370,26 +381,45 @@ def _figure(metrics: Metrics, figure: str) -> str:
     return percent_text(value)
 
 
-def _outliers(judged: Accuracy) -> Html:
-    found = outliers(judged.rows, limit=MAX_OUTLIERS)
+def _outliers(judged: Accuracy) -> list[Html]:
+    """All rows that are far off by likely cause, and the worst of them one by one."""
+    found = outliers(judged.rows)
     if not found:
-        return page.paragraph("No row is off by more than a quarter.")
+        return [page.paragraph("No row is off by more than a quarter.")]
+    # Functional tests are no surprise one by one: they would fill the list.
+    worst = [one for one in found if one.row.group != FUNCTIONAL][:MAX_OUTLIERS]
     lines: list[list[Cell]] = [
         [
             one.row.row_id,
             _wrapped(one.row.source),
             f"{one.row.device or '?'} × {one.row.devices:,}",
             f"{100 * one.error:+.0f} %".replace("-", "−"),
-            _wrapped(one.cause),
+            _wrapped(one.cause.words),
         ]
-        for one in found
+        for one in worst
     ]
-    return page.table(
+    kinds: dict[str, list[Outlier]] = {}
+    for one in found:
+        kinds.setdefault(one.cause.kind, []).append(one)
+    ordered = sorted(kinds.items(), key=lambda item: (-len(item[1]), item[0]))
+    causes: list[list[Cell]] = [
+        [_wrapped(kind), f"{len(ones):,}", _wrapped(_some([one.row.source for one in ones], 3))]
+        for kind, ones in ordered
+    ]
+    by_cause = page.table(
+        ["likely cause", "rows", "from"],
+        causes,
+        caption=f"The {len(found):,} rows whose time is off by more than a quarter, by likely cause",
+        numbers=(1,),
+    )
+    one_by_one = page.table(
         ["row", "source", "devices", "error", "likely cause"],
         lines,
-        caption=f"The {len(found)} rows whose time is predicted worst, by the ratio of predicted and measured",
+        caption=f"The {len(worst)} of them that are predicted worst, by the ratio of predicted and measured, "
+        "functional tests left aside",
         numbers=(3,),
     )
+    return [by_cause, one_by_one]
 
 
 def _skipped(judged: Accuracy) -> Html:

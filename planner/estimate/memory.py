@@ -394,6 +394,10 @@ def _states(parameters: RankParameters, setup: TrainingSetup, traits: MemoryTrai
     frozen = setup.frozen_weight_bytes or width
     has_master = low == 2 and width == 2 and state == 4
     on_device = 0.0 if setup.offload_optimizer else updated
+    if setup.offload_optimizer and sharding in _SHARDED_GRADIENTS:
+        reduced = 0.0  # each bucket goes to the host as soon as it is reduced (ZeRO-Offload, arXiv:2101.06840)
+    if setup.offload_parameters and sharding is OptimizerSharding.ZERO3:
+        held = 0.0
     return _States(
         parameters=held * (trained * width + (1 - trained) * frozen),
         gradients=reduced * (4 if low == 4 else setup.gradient_bytes),

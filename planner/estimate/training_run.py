@@ -243,6 +243,9 @@ class TrainingSetup:
     gradient_bytes: int = 4
     """Bytes of a gradient element as it is accumulated and reduced."""
     offload_optimizer: bool = False
+    """Optimizer states wait in the memory of the host, and with them a rank's share of sharded gradients."""
+    offload_parameters: bool = False
+    """A rank's share of the parameters waits there as well (ZeRO-3)."""
     trained_fraction: float = 1.0
     layers_per_stage: tuple[int, ...] = ()
     deterministic: bool = False

@@ -8,10 +8,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.validation.aims import FUNCTIONAL
 from planner.validation.results import ScoredRow
 
 SHORT_STEP_S = 0.1
 FEW_ROWS = 4
+FAR_OFF = math.log(4.0)
+"""Beyond, no property of hardware or software that rows share is left to explain it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why a row is probably off: ``kind`` is the same for rows of like causes, ``words`` are the row's own."""
+
+    kind: str
+    words: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +31,7 @@ class Outlier:
 
     row: ScoredRow
     error: float
-    cause: str
+    cause: Cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +42,7 @@ class _Kin:
     workloads: dict[str, list[float]]
 
 
-def outliers(rows: Sequence[ScoredRow], *, limit: int = 40, least: float = 0.25) -> list[Outlier]:
+def outliers(rows: Sequence[ScoredRow], *, limit: int | None = None, least: float = 0.25) -> list[Outlier]:
     """The rows whose time is off by more than `least` in either direction, worst first, ties by name.
 
     Errors count as logarithms, so that half and double are equally far off.
@@ -41,35 +52,51 @@ def outliers(rows: Sequence[ScoredRow], *, limit: int = 40, least: float = 0.25)
     found.sort(key=lambda item: (-abs(item[1]), item[0].file, item[0].row_id))
     kin = _kin(rows)
     return [
-        Outlier(row=row, error=math.expm1(error), cause=row.likely_cause or likely_cause(row, kin[row.source]))
+        Outlier(row=row, error=math.expm1(error), cause=likely_cause(row, kin[row.source]))
         for row, error in found[:limit]
     ]
 
 
-def likely_cause(row: ScoredRow, kin: _Kin) -> str:
+def likely_cause(row: ScoredRow, kin: _Kin) -> Cause:
     """A guess from the rows of the same source and of the same workload, and from what was assumed."""
     error = _log_error(row)
     sign = math.copysign(1.0, error)
     others = [other for other in kin.workloads.get(row.workload, []) if other != error] if row.workload else []
+    if row.likely_cause:
+        return Cause(kind="as the comparison says", words=row.likely_cause)
     if len(others) >= FEW_ROWS and abs(float(np.median(others))) < abs(error) / 3:
-        return (
-            f"the other {len(others)} plans of this workload are off by {_percent(float(np.median(others)))} in the "
-            "median: this plan does something that is not modelled, or its run was disturbed"
+        return Cause(
+            kind="other plans of its workload are predicted",
+            words=f"the other {len(others)} plans of this workload are off by {_percent(float(np.median(others)))} in "
+            "the median: this plan does something that is not modelled, or its run was disturbed",
+        )
+    if row.group == FUNCTIONAL:
+        return Cause(
+            kind="a functional test",
+            words="a functional test of a small network: checks, logs and the host set its pace, which differs from "
+            "machine to machine and from one software version to the next",
         )
     same = float(np.mean(np.sign(kin.source) == sign)) if kin.source.size else 0.0
     middle = float(np.median(kin.source)) if kin.source.size else 0.0
     if kin.source.size >= FEW_ROWS and same > 0.8 and abs(middle) > 0.1:
-        return (
-            f"{100 * same:.0f} % of the {kin.source.size} rows of this source are off in the same direction (median "
-            f"{_percent(middle)}): something its rows share, unstated or unknown to the fit"
+        return Cause(
+            kind="its source is off as a whole",
+            words=f"{100 * same:.0f} % of the {kin.source.size} rows of this source are off in the same direction "
+            f"(median {_percent(middle)}): something its rows share, unstated or unknown to the fit",
         )
     if row.measured_step_time_s and row.measured_step_time_s < SHORT_STEP_S:
-        return "a short step: the host, not the device, sets the pace, and hosts differ"
-    if row.reason:
-        return f"assumed: {row.reason}"
+        return Cause(
+            kind="a short step", words="a short step: the host, not the device, sets the pace, and hosts differ"
+        )
+    assumed = f"assumed: {row.reason}" if row.reason else ""
+    if abs(error) > FAR_OFF:
+        doubt = "more than four times off: a time, a batch or a count of devices is probably not what its column says"
+        return Cause(kind="more than four times off", words="; ".join(filter(None, (doubt, assumed))))
+    if assumed:
+        return Cause(kind="something had to be assumed", words=assumed)
     if row.label == "extrapolated":
-        return "outside of what was fitted"
-    return "unexplained"
+        return Cause(kind="outside of what was fitted", words="outside of what was fitted")
+    return Cause(kind="unexplained", words="unexplained")
 
 
 def _kin(rows: Iterable[ScoredRow]) -> dict[str, _Kin]:

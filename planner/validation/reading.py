@@ -17,10 +17,14 @@ from planner.estimate.training_run import (
 )
 from planner.validation.measurement_file import FileRow, read_rows
 from planner.validation.reading_hardware import hardware_for
+from planner.validation.reading_memory import stated_memory_gib
 from planner.validation.reading_network import MissingFactError, is_transformer, read_network
 from planner.validation.reading_plan import read_setup
 from planner.validation.reading_setup import SIMULATORS_DEFAULT, release
 from simulator.errors import MeshwrightError
+
+_DECISIVE = ("precision not stated", "recomputation not stated")
+"""Notes on facts without which the work of a step is guessed: its products' rate, and whether they run once more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +50,8 @@ class MeasuredRow:
     transformer
         Whether the network is one, also where the row has no run.
     complete
-        Whether the source states shape and plan in full (``plan_complete``).
+        Whether the source states shape and plan in full (``plan_complete``), what matrices are multiplied in and what
+        is computed again included.
     """
 
     row_id: str
@@ -91,7 +96,7 @@ def measured_row(row: FileRow) -> MeasuredRow:
     if row.fault:
         return replace(known, fault=row.fault, reason=row.fault)
     complete = row.text("plan_complete").lower() in ("yes", "oom")
-    known = replace(known, transformer=is_transformer(row), complete=complete)
+    known = replace(known, transformer=is_transformer(row))
     notes: list[str] = []
     try:
         run = _run(row, notes)
@@ -100,10 +105,11 @@ def measured_row(row: FileRow) -> MeasuredRow:
     except MeshwrightError as error:
         return replace(known, reason=f"cannot be described: {error}")
     seconds, column = measured_time(row, run)
-    memory = row.number("mem_gib_per_gpu")
+    memory = stated_memory_gib(row)
     return replace(
         known,
         run=run,
+        complete=complete and not any(note.startswith(_DECISIVE) for note in run.assumed),
         reason="; ".join(run.assumed),
         measured_time_s=seconds,
         time_column=column,

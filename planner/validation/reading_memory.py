@@ -52,13 +52,25 @@ def memory_settings(row: FileRow) -> MemorySettings:
         # Megatron's runs with ZeRO-3 keep checkpoints in the host's memory (``PA_CPU``) unless they say otherwise.
         or ("megatron" in framework and "zero-3" in framework and "pa_cpu=n" not in words)
         or cumulative(row, "activation offloading"),
-        recompute_activation_function="activation-function recompute" in words,
+        recompute_activation_function="activation-function recompute" in words
+        # Megatron-Core's ``--recompute-modules moe_act``.
+        or bool(re.search(r"\b(?:moe_)?act\b", row.text("recompute").lower())),
         every_second_product="torchtitan" in framework
         and bool(re.search(r"select\w*(?: \(?op\b| \(config)", row.text("recompute").lower())),
         fused_loss=bool(re.search(r"cross[-_]entropy[-_](?:loss[-_])?fusion", words)),
         deferred_head_batches=_DEFERRED * bool(re.search(r"defer[-_]embedding[-_]wgrad", words)),
         packed_attention="llm-foundry" not in framework,
     )
+
+
+def stated_memory_gib(row: FileRow) -> float | None:
+    """Peak memory of a device in GiB, None where the row states none.
+
+    ``nvidia-smi`` shows MiB alone: who reports GB has left out the last three digits.
+    """
+    stated = row.number("mem_gib_per_gpu")
+    thousands = "nvidia-smi gb" in row.text("mem_kind").lower()
+    return stated * 1000 / 1024 if stated and thousands else stated
 
 
 def _loss_chunks(row: FileRow, framework: str) -> int:

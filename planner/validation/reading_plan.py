@@ -61,8 +61,9 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
         overlap_tensor=overlap_tensor, gradient_bytes=words.gradient_bytes(row, used, kind),
         offload_optimizer=whole_on_one_device(row)
         or bool(re.search(r"opt offl=y|cpu.?offload(?!=false)|optimizer.?offload(?!=false)", flags)),
+        offload_parameters=bool(re.search(r"par(?:am(?:eter)?s?)? ?-?offl(?:oad)?=y", flags)),
         trained_fraction=words.trained_fraction(row, notes), layers_per_stage=stages,
-        deterministic=bool(re.search(r"deterministic[- ](mode|settings)|allow_nondeterministic_algo=0", flags)),
+        deterministic=words.functional_test(row),
         scattered_gradients=not words.is_scaling(row), sent_gradient_bytes=4 * words.is_scaling(row),
         separate_gate=words.is_scaling(row),
         **memory_settings(row),

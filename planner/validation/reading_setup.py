@@ -375,6 +375,17 @@ def is_recipe(row: FileRow) -> bool:
     return bool(re.search(r"nemo|megatron-bridge|dgxc", origin)) and "automodel" not in origin
 
 
+def functional_test(row: FileRow) -> bool:
+    """Whether a row is a test of functions, which trains a small network under checks, with reproducible kernels.
+
+    Megatron-LM's say so in their flags, MindSpeed-LLM's in the name of their baselines of continuous integration.
+    """
+    return bool(
+        re.search(r"deterministic[- ](mode|settings)|allow_nondeterministic_algo=0", all_words(row))
+        or re.search(r"\bci baselines?\b", row.text("source").lower())
+    )
+
+
 def is_scaling(row: FileRow) -> bool:
     """Whether a row ran Aleph Alpha's Scaling.
 

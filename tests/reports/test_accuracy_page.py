@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.validation.aims import AIMS, EVERYTHING, metrics_of
+from planner.validation.aims import AIMS, EVERYTHING, FUNCTIONAL, metrics_of
 from planner.validation.metrics import accuracy_of
 from planner.validation.outliers import outliers
 from planner.validation.results import AccuracyResult, ScoredRow
@@ -116,8 +116,8 @@ def test_outliers_are_the_worst_by_ratio_with_a_cause() -> None:
     calm = [row(index, 0.01, workload="w") for index in range(6)]
     found = outliers([*calm, row(7, 1.0, workload="w"), row(8, -0.6), row(9, 0.3, likely_cause="known")])
     assert [one.row.row_id for one in found] == ["r8", "r7", "r9"]
-    assert "the other 6 plans of this workload" in found[1].cause
-    assert found[2].cause == "known"
+    assert "the other 6 plans of this workload" in found[1].cause.words
+    assert found[2].cause.words == "known"
     assert found[1].error == pytest.approx(1.0)
 
 
@@ -129,7 +129,10 @@ def test_outliers_are_the_worst_by_ratio_with_a_cause() -> None:
         ([row(0, 0.5, reason="heads not stated: 8 of 128")], "assumed: heads"),
         ([row(0, 0.5, label="extrapolated")], "outside of what was fitted"),
         ([row(0, 0.5)], "unexplained"),
+        ([row(index, 0.5, group=FUNCTIONAL) for index in range(8)], "a functional test"),
+        ([row(0, 3.5, reason="heads not stated: 8 of 128")], "more than four times off: a time"),
+        ([row(0, -0.8)], "more than four times off: a time"),
     ],
 )
 def test_causes(rows: list[ScoredRow], words: str) -> None:
-    assert words in outliers(rows)[0].cause
+    assert words in outliers(rows)[0].cause.words

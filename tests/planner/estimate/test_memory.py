@@ -299,3 +299,26 @@ def test_a_layered_network_keeps_what_its_layers_save() -> None:
 def test_what_cannot_be_estimated_is_said(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         training_memory(run(LLAMA_7B, **changes))
+
+
+@pytest.mark.parametrize("sharding", [OptimizerSharding.ZERO2, OptimizerSharding.ZERO3])
+def test_offloaded_shards_wait_in_the_memory_of_the_host(sharding: OptimizerSharding) -> None:
+    setup = TrainingSetup(devices=8, dp=8, optimizer_sharding=sharding, stack=Stack.DEEPSPEED)
+
+    def stage(**changes: Any) -> Any:
+        run = TrainingRun(network=gpt(24, 2048, 16), setup=replace(setup, **changes), hardware=A100)
+        return training_memory(run).stages[0]
+
+    here, states = stage(), stage(offload_optimizer=True)
+    assert min(here.gradients, here.master_weights, here.moments) > 0
+    assert (states.gradients, states.master_weights, states.moments) == (0, 0, 0)
+    assert states.parameters == here.parameters
+    everything = stage(offload_optimizer=True, offload_parameters=True)
+    # Whole copies of what is only sharded in its states stay where they are.
+    assert everything.parameters == (0 if sharding is OptimizerSharding.ZERO3 else here.parameters)
+
+
+def test_gradients_that_every_rank_keeps_whole_stay_on_the_device() -> None:
+    setup = TrainingSetup(devices=8, dp=8, optimizer_sharding=OptimizerSharding.ZERO1, offload_optimizer=True)
+    run = TrainingRun(network=gpt(24, 2048, 16), setup=setup, hardware=A100)
+    assert training_memory(run).stages[0].gradients > 0

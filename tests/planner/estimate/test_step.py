@@ -185,3 +185,28 @@ def test_the_published_step_of_deepseek_is_near() -> None:
     expected = transformer_times([wanted], SOFTWARE, simulate=True)[0].step_time_s
     published = 2.664e6 * 3600 / 2048 / (14.8e12 / (15360 * 4096))
     assert expected == pytest.approx(published, rel=0.25)
+
+
+def test_where_the_host_sets_the_pace_more_tensor_ranks_wait_longer_for_the_last() -> None:
+    host = Coefficients(launch_s=1e-3)
+
+    def layer(tp: int) -> float:
+        return float(
+            stage_times(work_of([run(replace(GPT, heads=32, key_value_heads=32), tp=tp)]), host).layer_forward[0]
+        )
+
+    # Two messages a layer and pass, late by a launch for each doubling of the ranks.
+    assert layer(2) - layer(1) == pytest.approx(2e-3, rel=0.05)
+    assert layer(8) - layer(1) == pytest.approx(6e-3, rel=0.05)
+
+
+def test_host_and_device_of_equal_pace_wait_for_each_other() -> None:
+    work = work_of([run(GPT)])
+    device = float(stage_times(work, Coefficients(launch_s=0.0)).layer_forward[0])
+    launch = device / (float(stage_times(work, Coefficients(launch_s=1.0)).layer_forward[0]))
+    both = float(stage_times(work, Coefficients(launch_s=launch)).layer_forward[0])
+    assert 1.1 * device < both < 1.4 * device
+    # Far apart, the slower one alone counts.
+    assert float(stage_times(work, Coefficients(launch_s=5 * launch)).layer_forward[0]) == pytest.approx(
+        5 * device, rel=0.01
+    )

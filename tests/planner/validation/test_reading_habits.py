@@ -48,6 +48,14 @@ def test_scaling_of_aleph_alpha(tmp_path: Path) -> None:
         ({"framework": "torchtitan", "recompute": "selective (config default)"}, "every_second_product", True),
         ({"framework": "torchtitan", "recompute": "full"}, "every_second_product", False),
         ({"framework": "Megatron-LM", "recompute": "selective (op SAC)"}, "every_second_product", False),
+        ({"recompute": "norm, act"}, "recompute_activation_function", True),
+        ({"recompute": "activations"}, "recompute_activation_function", False),
+        ({"other_flags": "Opt Offl=Y; Par Offl=Y"}, "offload_parameters", True),
+        ({"other_flags": "Opt Offl=Y; Par Offl=Y"}, "offload_optimizer", True),
+        ({"other_flags": "Opt Offl=Y; Par Offl=N"}, "offload_parameters", False),
+        ({"source": "MindSpeed-LLM CI baselines (tests/*/baseline*.json)"}, "deterministic", True),
+        ({"other_flags": DETERMINISTIC}, "deterministic", True),
+        ({"source": "Ascend MindSpeed-LLM README"}, "deterministic", False),
     ],
 )
 def test_words_of_single_stacks(tmp_path: Path, changes: dict[str, str], field: str, value: object) -> None:
@@ -98,3 +106,26 @@ def test_releases_are_no_plans(tmp_path: Path) -> None:
 )
 def test_doubts_about_memory(tmp_path: Path, changes: dict[str, str], doubt: str) -> None:
     assert memory_doubt(read_one(tmp_path, **changes)) == doubt
+
+
+@pytest.mark.parametrize(
+    ("kind", "gib"), [("nvidia-smi GB, max (first/last stage)", 75000 / 1024), ("peak reserved", 75.0)]
+)
+def test_gigabytes_of_nvidia_smi_are_thousands_of_mebibytes(tmp_path: Path, kind: str, gib: float) -> None:
+    assert read_one(tmp_path, mem_gib_per_gpu="75", mem_kind=kind).memory_gib == pytest.approx(gib)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complete"),
+    [
+        ({}, True),
+        ({"plan_complete": "no"}, False),
+        ({"precision": "", "precision_kind": ""}, False),
+        ({"recompute": "", "recompute_kind": ""}, False),
+    ],
+)
+def test_a_row_in_full_says_what_it_multiplies_in_and_what_it_computes_again(
+    tmp_path: Path, changes: dict[str, str], complete: bool
+) -> None:
+    full = {"plan_complete": "yes", "precision": "bf16", "recompute": "full", "recompute_kind": "full"}
+    assert read_one(tmp_path, **{**full, **changes}).complete is complete
