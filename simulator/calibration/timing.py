@@ -13,9 +13,9 @@ from torch import Tensor
 
 from simulator.calibration.cases import Case
 
-COLD_BYTES = 24 * 2**20
-"""Inputs are taken in turn from this much memory, because in training they have left the inner caches."""
-MOST_COPIES = 16
+COLD_BYTES = 64 * 2**20
+"""Inputs are taken in turn from this much memory, because in training weights and states have left the caches."""
+MOST_COPIES = 128
 REPEATS = 5
 FILLER_ELEMENTS = 1 << 17
 INTERLEAVED_S = 0.5
@@ -124,7 +124,8 @@ def _input_sets(case: Case, device: torch.device) -> list[list[Tensor]]:
     size = max(1, int(case.bytes_moved))
     copies = max(1, min(MOST_COPIES, COLD_BYTES // size))
     generator = torch.Generator().manual_seed(0)
-    return [_inputs(case, device, generator) for _ in range(copies)]
+    first = _inputs(case, device, generator)
+    return [first, *([tensor.clone() for tensor in first] for _ in range(copies - 1))]
 
 
 def _inputs(case: Case, device: torch.device, generator: torch.Generator) -> list[Tensor]:
