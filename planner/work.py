@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import TypeVar
 
 import numpy as np
@@ -46,9 +45,6 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 
 LOOKUPS: Mapping[str, int] = {"embedding": 0, "gather": 0, "index_select": 0, "nll_loss_forward": 0}
 """Operators that read only as much of one input as they return: its position."""
-
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
-"""Operators that multiply their last two inputs as matrices."""
 
 SHAPE_ONLY: Mapping[str, int] = {"nll_loss_backward": 1}
 """Operators that need only the shape of one input: its position."""
@@ -155,57 +151,3 @@ def cast_sizes(graph: OperatorGraph, node: Node) -> list[tuple[int, float]]:
     places = range(len(node.tensor_inputs) - 2, len(node.tensor_inputs))
     specs = [(place, graph.spec(node.tensor_inputs[place])) for place in places]
     return [(p, float(s.size_bytes + s.elements * DTYPE_BYTES[node.product_dtype])) for p, s in specs]
-
-
-def product_shape(
-    graph: OperatorGraph, node: Node, shares: Sequence[Amount], work: Amount
-) -> tuple[Amount, Amount, Amount, Amount] | None:
-    """Local batch, m, n and k of a matrix product; None for any other operator.
-
-    Parameters
-    ----------
-    shares : sequence
-        For each tensor input, then each output: the part of the tensor that is local.
-    work : float or array
-        The part of the multiplications that is local.
-    """
-    if not is_product(node):
-        return None
-    inputs = node.tensor_inputs
-    left, right = graph.spec(inputs[-2]).shape, graph.spec(inputs[-1]).shape
-    first, second, result = shares[len(inputs) - 2], shares[len(inputs) - 1], shares[len(inputs)]
-    sizes = (float(prod(left[:-2])), float(left[-2]), float(right[-1]), float(left[-1]))
-    return local_product(sizes, (first, second, result), work)
-
-
-def is_product(node: Node) -> bool:
-    """Whether an operator multiplies its last two inputs as matrices."""
-    return node.kernel is Kernel.MATMUL and "." in node.op and node.op.split(".")[1] in PRODUCTS
-
-
-def local_product(
-    sizes: Sequence[Amount | float], shares: tuple[Amount, Amount, Amount], work: Amount
-) -> tuple[Amount, Amount, Amount, Amount]:
-    """Local batch, m, n and k of a matrix product.
-
-    Parameters
-    ----------
-    sizes : sequence
-        Batch, m, n and k of the whole product.
-    shares : tuple
-        Local parts of both factors and of the result.
-    work : float or array
-        The part of the multiplications that is local.
-    """
-    first, second, result = shares
-    # With parts b, m, n, k of the four dims the tensors' shares are bmk, bkn and bmn, the work's is bmnk.
-    batch = first * second * result / (work * work)
-    parts = (
-        batch,
-        np.sqrt(first * result / (second * batch)),
-        np.sqrt(second * result / (first * batch)),
-        np.sqrt(first * second / (result * batch)),
-    )
-    # Rounded, so that no error of the roots begins another tile.
-    b, m, n, k = (np.round(size * part, 6) for size, part in zip(sizes, parts, strict=True))
-    return b, m, n, k

@@ -109,10 +109,13 @@ class Task:
 
     ``after`` holds indices of tasks of the same segment that must end first; tasks of one stream
     also run in the order of their indices. ``allocates`` happens when the task starts,
-    ``releases`` (names of buffers) when it ends. ``matmul`` holds batch, m, n and k of a matrix product, whose
-    time depends on its shape. ``on_host``: the host works, or hosts exchange, on tensors in their memory, while the
-    device waits in its stream. ``launched_with`` numbers the pass of a unit in which the host launches it, −1 for what
-    runs besides: kernels of a pass take at least as long as their launches (`simulator.launches`).
+    ``releases`` (names of buffers) when it ends. ``on_host``: the host works, or hosts exchange, on tensors in their
+    memory, while the device waits in its stream. ``launched_with`` numbers the pass of a unit in which the host launches
+    it, −1 for what runs besides: kernels of a pass take at least as long as their launches (`simulator.launches`).
+
+    ``shape`` is that of a kernel whose time depends on it: batch, m, n and k of a matrix product; groups, output
+    positions, output channels of a group, and input channels of a group times the window's area of a convolution;
+    heads of all sequences, queries, keys that a query attends to on average, and head size of fused attention.
     """
 
     name: str
@@ -123,7 +126,7 @@ class Task:
     dtype: str = "float32"
     flops: float = 0.0
     bytes_moved: float = 0.0
-    matmul: tuple[float, float, float, float] | None = None
+    shape: tuple[float, float, float, float] | None = None
     collective: Collective | None = None
     axis: str = ""
     payload_bytes: float = 0.0

@@ -11,7 +11,7 @@ from simulator.columns import ProgramColumns
 from simulator.corrections import kernel_factor, message_time
 from simulator.errors import ProgramError
 from simulator.hardware import Hardware
-from simulator.kernels import kernel_time, matmul_time
+from simulator.kernels import has_shape_model, kernel_time, shaped_time
 from simulator.launches import paced
 from simulator.program import DISK, HOST, Collective, Kernel, Program, Task
 from simulator.topology import GroupShape, group_shape
@@ -75,11 +75,11 @@ def _seconds(program: Program | ProgramColumns, tasks: Sequence[Task], hardware:
     kernels, collectives = tasks_by_work(tasks)
     for (kernel, dtype, shaped), compute in kernels.items():
         slowdown = kernel_factor(hardware, kernel, dtype, program.devices)
-        if shaped and hardware.matmul_models:
-            batch, m, n, k = np.array([tasks[i].matmul for i in compute]).T
-            seconds[compute] = slowdown * matmul_time(hardware, dtype, m, n, k, batch)
-            continue
         work = np.array([(tasks[i].flops, tasks[i].bytes_moved) for i in compute])
+        if shaped and has_shape_model(hardware, kernel):
+            shape = np.array([tasks[i].shape for i in compute]).T
+            seconds[compute] = slowdown * shaped_time(hardware, kernel, dtype, tuple(shape), work[:, 0], work[:, 1])
+            continue
         seconds[compute] = slowdown * kernel_time(hardware, kernel, dtype, work[:, 0], work[:, 1])
         for i in compute if kernel is Kernel.COPY else ():
             if tasks[i].axis == HOST:
@@ -116,7 +116,7 @@ def tasks_by_work(
     collectives: dict[tuple[Collective, str], list[int]] = {}
     for index, task in enumerate(tasks):
         if task.collective is None:
-            kernels.setdefault((task.kernel, task.dtype, task.matmul is not None), []).append(index)
+            kernels.setdefault((task.kernel, task.dtype, task.shape is not None), []).append(index)
         else:
             collectives.setdefault((task.collective, task.axis), []).append(index)
     return kernels, collectives

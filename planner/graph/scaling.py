@@ -7,7 +7,7 @@ from math import gcd
 
 from planner.graph.operator_graph import DTYPE_BYTES, Argument, Node, OperatorGraph, Role, TensorRef, TensorSpec
 from planner.graph.statistics import wide_nodes
-from planner.work import is_product
+from planner.kernel_shapes import is_product
 from simulator.errors import InputError
 from simulator.program import Kernel
 

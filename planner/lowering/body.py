@@ -233,7 +233,7 @@ class Body(Writer):
             dtype=node.kernel_dtype,
             flops=recipe.flops * part,
             bytes_moved=recipe.bytes_moved * part,
-            matmul=recipe.matmul,
+            shape=recipe.shape_of(part),
             launched_with=-1 if self._adds_uses(index, node) else self._pass(phase),
         )
         instruction = Compute(node=index, inputs=names, outputs=tuple(outputs), rules=rules, cut=self._cut(index, node))
@@ -362,6 +362,7 @@ class Body(Writer):
             dtype=node.outputs[0].dtype,
             flops=recipe.flops * (1 - 1 / pieces),
             bytes_moved=recipe.bytes_moved * (1 - 1 / pieces),
+            shape=recipe.shape_of(1 - 1 / pieces),
             launched_with=self._pass(phase),
         )
         nothing = Communicate(

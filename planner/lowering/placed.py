@@ -11,6 +11,7 @@ from planner.graph.chain import Chain
 from planner.graph.host_tables import NO_TABLES, host_tables
 from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, Role, TensorRef, TensorSpec
 from planner.instructions import LoweredInput
+from planner.kernel_shapes import kernel_shape, local_shape
 from planner.lowering.groups import BY_SIZE, message_groups
 from planner.lowering.loaded import BATCH_AXES, loaded_placements
 from planner.lowering.units import no_units, units_of
@@ -22,7 +23,7 @@ from planner.sharding.rules import Rule
 from planner.sharding.sequence import SequenceCut
 from planner.strategy.exchange import UNASKED, Exchange
 from planner.strategy.plan import NodeRules
-from planner.work import Optimizer, product_shape, state_bytes, traffic_bytes
+from planner.work import Optimizer, state_bytes, traffic_bytes
 from simulator.errors import StrategyError
 from simulator.program import (
     Buffer,
@@ -85,7 +86,11 @@ class Recipe:
     sizes: tuple[int, ...]
     flops: float
     bytes_moved: float
-    matmul: tuple[float, float, float, float] | None
+    shape: tuple[float, float, float, float] | None
+
+    def shape_of(self, part: float) -> tuple[float, float, float, float] | None:
+        """Shape of a part of the work, cut by its first size: batch, groups or heads."""
+        return self.shape and (self.shape[0] * part, *self.shape[1:])
 
 
 class PlacedGraph:
@@ -184,17 +189,24 @@ class PlacedGraph:
             outputs = tuple(tuple(rule.outputs[o] for rule in rules) for o in range(len(node.outputs)))
             shares = [local_share(placements, self.sizes) for placements in (*inputs, *outputs)]
             split = prod(size for rule, size in zip(rules, self.sizes, strict=True) if rule.splits_work)
-            product = product_shape(self.graph, node, shares, 1.0 / split)
             self._recipes[key] = Recipe(
                 inputs=inputs,
                 outputs=outputs,
                 sizes=tuple(self.local_bytes(spec, p) for spec, p in zip(node.outputs, outputs, strict=True)),
                 flops=node.flops / split,
                 bytes_moved=traffic_bytes(self.graph, node, shares),
-                matmul=product and (float(product[0]), float(product[1]), float(product[2]), float(product[3])),
+                shape=self._shape(node, shares, 1.0 / split),
             )
         self._recipe_of[index] = self._recipes[key]
         return self._recipes[key]
+
+    def _shape(self, node: Node, shares: list[float], work: float) -> tuple[float, float, float, float] | None:
+        whole = kernel_shape(self.graph, node)
+        if whole is None:
+            return None
+        one, two, three = (shares[port] for port in whole.ports)
+        first, second, third, fourth = local_shape(node.kernel, whole.sizes, (one, two, three), work)
+        return float(first), float(second), float(third), float(fourth)
 
     def shares(self, index: int) -> list[float]:
         """Part of each tensor input, then of each output of a node that is local."""

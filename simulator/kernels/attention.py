@@ -49,16 +49,46 @@ def attention_time(
     # Forward reads q, k, v and writes o; backward reads these and do, and writes dq, dk, dv.
     tensors = count * size * (own * rows + shared * columns) * ELEMENT_BYTES.get(dtype, 4)
     moved = tensors * (4.0 if backward else 2.0)
-    model = _model(hardware, kind, backward)
-    if model is None:
+    if not hardware.attention_models:
         flops = passes * 4.0 * count * own * rows * seen * size
         return np.asarray(kernel_time(hardware, Kernel.ATTENTION, dtype, flops, moved))
-    share = count * own * np.ceil(rows / model.tile_queries) / hardware.multiprocessors
+    model = attention_model(hardware, kind, backward=backward)
+    return attention_kernel_time(
+        hardware, dtype, model, heads=count * own, queries=rows, seen=seen, head_size=size, passes=passes, moved=moved
+    )
+
+
+def attention_kernel_time(
+    hardware: Hardware,
+    dtype: str,
+    model: AttentionModel,
+    *,
+    heads: FloatArray,
+    queries: FloatArray,
+    seen: FloatArray,
+    head_size: FloatArray,
+    passes: FloatArray | float,
+    moved: FloatArray,
+) -> FloatArray:
+    """Seconds of a fused kernel by one direction's model; `attention_time` has the formula.
+
+    Parameters
+    ----------
+    heads
+        Those of all sequences together.
+    seen
+        Keys that a query attends to on average.
+    passes
+        Two products each: 1 forward, 2.5 backward.
+    moved
+        Bytes read and written.
+    """
+    share = heads * np.ceil(queries / model.tile_queries) / hardware.multiprocessors
     waves = np.maximum(share, 1.0)
     waves = waves + model.wave_share * (np.ceil(share) - waves)
     peak = hardware.peak(dtype, Kernel.ATTENTION) * model.compute_efficiency
     pairs = hardware.multiprocessors * waves * model.tile_queries * (seen + model.fill_keys)
-    compute = passes * 4.0 * pairs * (size + model.fill_head_size) / peak
+    compute = passes * 4.0 * pairs * (head_size + model.fill_head_size) / peak
     memory = moved / (hardware.memory_bandwidth * model.bandwidth_efficiency)
     return np.asarray(model.overhead_s + np.maximum(compute, memory))
 
@@ -94,9 +124,8 @@ def unfused_attention_time(
     return np.asarray(scores + values + kernel_time(hardware, Kernel.SOFTMAX, dtype, np.zeros_like(moved), moved))
 
 
-def _model(hardware: Hardware, kind: AttentionKind, backward: bool) -> AttentionModel | None:
+def attention_model(hardware: Hardware, kind: AttentionKind = "flash2", *, backward: bool) -> AttentionModel:
+    """The profile's model of a kind of attention in one direction, or of the kind most like it; there must be one."""
     models = hardware.attention_models
-    if not models:
-        return None
     passes = models.get(kind) or next(models[other] for other in _INSTEAD[kind] if other in models)
     return passes.backward if backward else passes.forward

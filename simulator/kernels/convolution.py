@@ -43,14 +43,43 @@ def convolution_time(
     model, efficiency = matmul_model(hardware, dtype), hardware.convolution_efficiency
     if model is None or efficiency is None:
         return np.asarray(kernel_time(hardware, Kernel.CONVOLUTION, dtype, flops, moved))
-    peak = hardware.peak(dtype, Kernel.CONVOLUTION) * model.compute_efficiency * efficiency
-    peak = peak * hardware.sustained_matmul_speed
-    work = padded_work(model, hardware.multiprocessors, positions, columns, depth, parts)
-    compute = work / (peak * utilisation(model.utilisation, work))
-    roofline = hardware.kernels[Kernel.CONVOLUTION]
-    vector = flops / (
-        hardware.peak(dtype, Kernel.CONVOLUTION) * hardware.kernels[Kernel.ELEMENTWISE].compute_efficiency
+    return convolution_kernel_time(
+        hardware, dtype, groups=parts, rows=positions, columns=columns, depth=depth, passes=1.0, moved=moved
     )
-    compute = np.where(parts > 1.0, np.minimum(compute, vector), compute)
+
+
+def convolution_kernel_time(
+    hardware: Hardware,
+    dtype: str,
+    *,
+    groups: FloatArray,
+    rows: FloatArray,
+    columns: FloatArray,
+    depth: FloatArray,
+    passes: FloatArray | float,
+    moved: FloatArray,
+) -> FloatArray:
+    """Seconds of `passes` kernels of one convolution's shape; `convolution_time` has the formula.
+
+    The profile must have ``convolution_efficiency`` and a model of products.
+
+    Parameters
+    ----------
+    groups, rows, columns, depth
+        The products that the convolution comes to: ``(rows, depth)`` by ``(depth, columns)`` for each group.
+    moved
+        Bytes that all passes read and write.
+    """
+    model, efficiency = matmul_model(hardware, dtype), hardware.convolution_efficiency
+    assert model is not None
+    assert efficiency is not None
+    rate = hardware.peak(dtype, Kernel.CONVOLUTION)
+    peak = rate * model.compute_efficiency * efficiency * hardware.sustained_matmul_speed
+    work = padded_work(model, hardware.multiprocessors, rows, columns, depth, groups)
+    compute = passes * work / (peak * utilisation(model.utilisation, work))
+    flops = passes * 2.0 * groups * rows * columns * depth
+    vector = flops / (rate * hardware.kernels[Kernel.ELEMENTWISE].compute_efficiency)
+    compute = np.where(groups > 1.0, np.minimum(compute, vector), compute)
+    roofline = hardware.kernels[Kernel.CONVOLUTION]
     memory = moved / (hardware.memory_bandwidth * roofline.bandwidth_efficiency)
-    return np.asarray(roofline.overhead_s + np.maximum(compute, memory))
+    return np.asarray(passes * roofline.overhead_s + np.maximum(compute, memory))

@@ -86,8 +86,8 @@ def test_a_plan_is_faster_by_its_products_less_the_casts_and_takes_as_much_memor
             assert after[name] == seconds
     factor = kernel_factor(H100, Kernel.MATMUL, EIGHT_BITS, 1)
     for name, task in changed.items():
-        assert task.matmul is not None
-        batch, m, n, k = task.matmul
+        assert task.shape is not None
+        batch, m, n, k = task.shape
         assert after[name] == pytest.approx(factor * float(matmul_time(H100, EIGHT_BITS, m, n, k, batch)))
     casts = {name: s for name, s in after.items() if name not in before}
     moved = {t.name: t.bytes_moved for t in tasks if t.name in casts}

@@ -56,7 +56,7 @@ def test_corrections_of_whole_steps_multiply_what_they_name() -> None:
     plain = dataclasses.replace(load_profile("dgx-h100"), training={})
     corrected = dataclasses.replace(plain, training=training)
     kernels = [task(kernel.value, kernel=kernel, dtype="bfloat16", flops=1e12, bytes_moved=1e9) for kernel in Kernel]
-    kernels.append(task("product", dtype="bfloat16", matmul=(1.0, 4096.0, 4096.0, 4096.0)))
+    kernels.append(task("product", dtype="bfloat16", shape=(1.0, 4096.0, 4096.0, 4096.0)))
     kernels.append(task("eight bits", dtype="float8_e4m3fn", flops=1e12))
     found = program(segment(*kernels, communication("c")))
     with_them, without = task_times(found, corrected)[0], task_times(found, plain)[0]

@@ -19,7 +19,7 @@ from planner.search.units.labels import StageTables
 from planner.work import traffic_bytes
 from simulator.corrections import kernel_factor, message_time
 from simulator.hardware import Hardware
-from simulator.kernels.matmul import matmul_model
+from simulator.kernels import best_rate
 from simulator.program import Collective, Kernel
 from simulator.topology import group_shape
 
@@ -54,27 +54,15 @@ def work_bound(graph: OperatorGraph, hardware: Hardware, dtype: str, devices: in
 
 
 def _least(graph: OperatorGraph, node: Node, hardware: Hardware, dtype: str) -> float:
-    if node.kernel is Kernel.MATMUL:
-        return node.flops / (hardware.peak(dtype) * _best_efficiency(hardware, dtype))
+    if node.kernel in {Kernel.MATMUL, Kernel.ATTENTION}:
+        return node.flops / best_rate(hardware, node.kernel, dtype)
     kernel = hardware.kernels[node.kernel]
-    if node.kernel is Kernel.ATTENTION:
-        return node.flops / (hardware.peak(dtype, node.kernel) * kernel.compute_efficiency)
     if node.kernel not in _STREAMING:
         return 0.0
     shares = [float(any(graph.spec(ref).batch_dims)) for ref in node.tensor_inputs]
     shares += [float(any(spec.batch_dims)) for spec in node.outputs]
     moved = traffic_bytes(graph, node, shares) if shares else 0.0
     return moved / (hardware.memory_bandwidth * kernel.bandwidth_efficiency)
-
-
-def _best_efficiency(hardware: Hardware, dtype: str) -> float:
-    """Largest part of the peak that `simulator.kernels.matmul_time` gives any product."""
-    model = matmul_model(hardware, dtype)
-    if model is None:
-        return hardware.kernels[Kernel.MATMUL].compute_efficiency
-    loss = min(1.0 + model.tile_loss * 64.0 * (1.0 / rows + 1.0 / columns) for rows, columns in model.tiles)
-    factor = max([factor for _, factor in model.utilisation] or [1.0])
-    return float(model.compute_efficiency) * hardware.sustained_matmul_speed * factor / loss
 
 
 def even_bound(configuration: Configuration, passes_s: float, ahead: float = 0.0) -> float:

@@ -15,15 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
+from planner.kernel_shapes import kernel_shape, local_shape
 from planner.request import ParameterStorage
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.variables import Choice, Decisions, Edge, Kind, Variable, masks, unnamed
 from planner.sharding.inner_messages import inner_messages, message_bytes, waiting_time
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.redistribution import placement_index
-from planner.work import Optimizer, cast_bytes, product_shape, traffic_bytes, update_traffic
+from planner.work import Optimizer, cast_bytes, traffic_bytes, update_traffic
 from simulator.corrections import kernel_factor
-from simulator.kernels import kernel_time, matmul_time
+from simulator.kernels import has_shape_model, kernel_time, shaped_time
 from simulator.program import Kernel, Phase
 
 FloatArray = NDArray[np.float64]
@@ -271,13 +272,14 @@ class Parts:
         ports += [[c.rules[position].outputs[i] for c in choices] for i in range(len(node.outputs))]
         shares = [self.shares(states, codes) for codes in ports]
         dtype = node.kernel_dtype
-        product = product_shape(self.graph, node, shares, work) if hardware.matmul_models else None
-        if product is None:
-            moved = traffic_bytes(self.graph, node, shares)
-            time = kernel_time(hardware, node.kernel, dtype, node.flops * work, moved)
+        moved, flops = traffic_bytes(self.graph, node, shares), node.flops * work
+        shape = kernel_shape(self.graph, node) if has_shape_model(hardware, node.kernel) else None
+        if shape is None:
+            time = kernel_time(hardware, node.kernel, dtype, flops, moved)
         else:
-            batch, m, n, k = product
-            time = matmul_time(hardware, dtype, m, n, k, batch)
+            first, second, result = (shares[port] for port in shape.ports)
+            local = local_shape(node.kernel, shape.sizes, (first, second, result), work)
+            time = shaped_time(hardware, node.kernel, dtype, local, flops, moved)
         time = time * self._factor(node.kernel, dtype)
         if node.product_dtype:
             narrow = cast_bytes(self.graph, node, shares)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.kernel_shapes import KernelShape, local_shape
 from planner.search.problem.costs import MeshCosts
 from planner.sharding.inner_messages import waiting_time
 from planner.sharding.rule_notation import InnerMessage
-from planner.work import local_product
 from simulator.corrections import kernel_factor
-from simulator.kernels import kernel_time, matmul_time
+from simulator.kernels import has_shape_model, kernel_time, shaped_time
 from simulator.program import Collective, Kernel
 
 FloatArray = NDArray[np.float64]
@@ -71,7 +71,7 @@ class Kernels:
     """Kernels of operators, a row for each state of each operator."""
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[Kernel, str, bool, int], _Group] = {}
+        self._groups: dict[tuple[Kernel, str, tuple[int, int, int] | None, int], _Group] = {}
         self._before: list[tuple[IntArray, IntArray]] = []
         self._count = 0
 
@@ -89,7 +89,7 @@ class Kernels:
         work: IntArray,
         moved: Sequence[tuple[float, int]],
         ports: Sequence[IntArray],
-        product: Sequence[tuple[float, int]] | None,
+        shape: KernelShape | None,
     ) -> IntArray:
         """Add an operator and return its rows, shape (states,).
 
@@ -103,21 +103,22 @@ class Kernels:
             Bytes of each port with their growth.
         ports : sequence of array, shape (states,)
             Masks of the axes that cut each port.
-        product : sequence of tuple, optional
-            Batch, m, n and k of a matrix product with their growth.
+        shape : KernelShape, optional
+            Where the time depends on it.
         """
         rows = np.arange(self._count, self._count + len(work))
         self._count += len(work)
-        group = self._groups.setdefault((*kind, product is not None, len(moved)), _Group())
+        group = self._groups.setdefault((*kind, shape.ports if shape else None, len(moved)), _Group())
         group.rows.append(rows)
         group.work.add(np.full(len(work), flops[0]), flops[1], work)
         if not group.ports:
             group.ports = [Scaled() for _ in moved]
-            group.sizes = [Scaled() for _ in product or ()]
+            group.sizes = [Scaled() for _ in shape.sizes] if shape else []
         for port, (size, growth), axes in zip(group.ports, moved, ports, strict=False):
             port.add(np.full(len(axes), size), growth, axes)
-        for dim, (size, growth) in zip(group.sizes, product or (), strict=True):
-            dim.add(np.full(len(work), size), growth, work)
+        if shape:
+            for dim, size, growth in zip(group.sizes, shape.sizes, shape.growth, strict=True):
+                dim.add(np.full(len(work), size), growth, work)
         return rows
 
     def close(self) -> None:
@@ -131,18 +132,17 @@ class Kernels:
         """Seconds of every kernel alone, shape (cases, kernels)."""
         found = np.zeros((len(costs), self._count))
         hardware = costs[0].hardware
-        for (kernel, dtype, product, _), group in self._groups.items():
-            if product and hardware.matmul_models:
-                work = share[:, group.work.axes]
-                first, second, result = (share[:, port.axes] for port in group.ports[-3:])
+        for (kernel, dtype, ports, _), group in self._groups.items():
+            flops = group.work.values(ratio, share)
+            moved = np.zeros_like(flops)
+            for port in group.ports:
+                moved = moved + port.values(ratio, share)
+            if ports and has_shape_model(hardware, kernel):
+                first, second, result = (share[:, group.ports[port].axes] for port in ports)
                 sizes = [scaled(dim.whole, dim.growth, ratio) for dim in group.sizes]
-                batch, m, n, k = local_product(sizes, (first, second, result), work)
-                time = matmul_time(hardware, dtype, m, n, k, batch)
+                shape = local_shape(kernel, sizes, (first, second, result), share[:, group.work.axes])
+                time = shaped_time(hardware, kernel, dtype, shape, flops, moved)
             else:
-                flops = group.work.values(ratio, share)
-                moved = np.zeros_like(flops)
-                for port in group.ports:
-                    moved = moved + port.values(ratio, share)
                 time = kernel_time(hardware, kernel, dtype, flops, moved)
             factors = [kernel_factor(hardware, kernel, dtype, cost.mesh.size) for cost in costs]
             found[:, group.rows[0]] = time * np.array(factors)[:, None]

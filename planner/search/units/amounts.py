@@ -14,7 +14,8 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, TensorRef, TensorSpec
+from planner.graph.operator_graph import DTYPE_BYTES, TensorRef, TensorSpec
+from planner.kernel_shapes import kernel_shape
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.parts import Parts, States
 from planner.search.problem.variables import Edge, masks
@@ -22,7 +23,7 @@ from planner.search.units.amount_rows import Kernels, Messages, Scaled
 from planner.sharding.inner_messages import inner_messages
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.redistribution import StepTable, placement_index, step_table
-from planner.work import cast_sizes, is_product, traffic_sizes
+from planner.work import cast_sizes, traffic_sizes
 from simulator.program import Kernel
 
 FloatArray = NDArray[np.float64]
@@ -166,8 +167,9 @@ class AmountLedger:
         flops = (node.flops, int(any(grows)))
         dtype = node.outputs[0].dtype
         moved = [] if node.kernel is Kernel.VIEW else list(zip(traffic_sizes(self.graph, node), grows, strict=True))
-        product = _product(self.graph, states.variable.nodes[position]) if is_product(node) else None
-        rows = self.kernels.add((node.kernel, node.kernel_dtype), flops, work, moved, ports, product)
+        rows = self.kernels.add(
+            (node.kernel, node.kernel_dtype), flops, work, moved, ports, kernel_shape(self.graph, node)
+        )
         if node.product_dtype:
             casts = cast_sizes(self.graph, node)
             narrow = [(size, grows[place]) for place, size in casts]
@@ -322,18 +324,6 @@ def _masks(states: States, cuts: NDArray[np.bool_]) -> IntArray:
 def _growth(spec: TensorSpec) -> int:
     """How many dims grow with the batch."""
     return sum(spec.batch_dims)
-
-
-def _product(graph: OperatorGraph, index: int) -> list[tuple[float, int]]:
-    """Batch, m, n and k of a whole product, each with how many of its dims grow with the batch."""
-    inputs = graph.nodes[index].tensor_inputs
-    left, right = graph.spec(inputs[-2]), graph.spec(inputs[-1])
-    return [
-        (float(prod(left.shape[:-2])), sum(left.batch_dims[:-2])),
-        (float(left.shape[-2]), int(left.batch_dims[-2])),
-        (float(right.shape[-1]), int(right.batch_dims[-1])),
-        (float(left.shape[-1]), int(left.batch_dims[-1])),
-    ]
 
 
 def _coded(numbers: IntArray | int, kind: int) -> IntArray:

@@ -20,7 +20,7 @@ from planner.work import optimizer
 from simulator.corrections import kernel_factor, message_time
 from simulator.errors import InputError
 from simulator.hardware import Hardware, load_profile
-from simulator.kernels import kernel_time, matmul_time
+from simulator.kernels import has_shape_model, kernel_time, shaped_time
 from simulator.program import BufferKind, Phase, Program, Task
 from simulator.topology import group_shape
 from tests.planner.search.problems import BUCKET_BYTES, captured_small, deepened, make_mesh
@@ -84,10 +84,10 @@ def seconds(program: Program, task: Task, hardware: Hardware) -> float:
         group = group_shape(hardware, axis.size, axis.stride)
         return float(message_time(hardware, task.collective, np.array([max(task.payload_bytes, 1.0)]), group)[0])
     factor = kernel_factor(hardware, task.kernel, task.dtype, program.devices)
-    if task.matmul is not None and hardware.matmul_models:
-        batch, m, n, k = task.matmul
-        return factor * float(matmul_time(hardware, task.dtype, m, n, k, batch))
-    return factor * kernel_time(hardware, task.kernel, task.dtype, task.flops, task.bytes_moved)
+    if task.shape is None or not has_shape_model(hardware, task.kernel):
+        return factor * kernel_time(hardware, task.kernel, task.dtype, task.flops, task.bytes_moved)
+    shape, flops, moved = map(np.asarray, (task.shape, task.flops, task.bytes_moved))
+    return factor * float(shaped_time(hardware, task.kernel, task.dtype, shape, flops, moved))
 
 
 def totals(program: Program, graph: OperatorGraph, hardware: Hardware) -> dict[Phase, float]:
