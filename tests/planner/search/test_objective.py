@@ -22,6 +22,7 @@ from planner.work import state_bytes, update_traffic
 from simulator.collectives import collective_time
 from simulator.hardware import load_profile
 from simulator.kernels import kernel_time, matmul_time
+from simulator.kernels.attention import attention_kernel_time
 from simulator.program import Collective, Kernel
 from simulator.topology import group_shape
 from tests.planner.search.problems import BUCKET_BYTES, captured, make_mesh, make_problem
@@ -74,6 +75,9 @@ class Recount:
                     batch, m, n, k = self.product(index, rules)
                     yield self.factor(node.kernel) * float(matmul_time(self.costs.hardware, dtype, m, n, k, batch))
                     continue
+                if node.kernel is Kernel.ATTENTION and self.costs.hardware.attention_models:
+                    yield self.factor(node.kernel) * self.attention(index, rules, moved)
+                    continue
                 seconds = kernel_time(self.costs.hardware, node.kernel, dtype, node.flops / split, moved)
                 yield self.factor(node.kernel) * seconds
 
@@ -96,6 +100,19 @@ class Recount:
         refs = self.graph.nodes[index].tensor_inputs
         left, right = (self.local_shape(index, rules, place) for place in (len(refs) - 2, len(refs) - 1))
         return float(prod(left[:-2])), left[-2], right[-1], left[-1]
+
+    def attention(self, index: int, rules: Sequence[Rule], moved: float) -> float:
+        """Seconds of causal attention on local heads."""
+        hardware, node = self.costs.hardware, self.graph.nodes[index]
+        backward = "backward" in node.op
+        *heads, queries, size = (np.float64(n) for n in self.local_shape(index, rules, 1 if backward else 0))
+        model = hardware.attention_models["flash2"]
+        return float(
+            attention_kernel_time(
+                hardware, node.outputs[0].dtype, model.backward if backward else model.forward, heads=prod(heads),
+                queries=queries, seen=queries / 2, head_size=size, passes=2.5 if backward else 1.0, moved=moved,
+            )
+        )  # fmt: skip
 
     def local_shape(self, index: int, rules: Sequence[Rule], place: int) -> list[float]:
         shape = self.graph.spec(self.graph.nodes[index].tensor_inputs[place]).shape
