@@ -110,8 +110,9 @@ class Task:
     ``after`` holds indices of tasks of the same segment that must end first; tasks of one stream
     also run in the order of their indices. ``allocates`` happens when the task starts,
     ``releases`` (names of buffers) when it ends. ``on_host``: the host works, or hosts exchange, on tensors in their
-    memory, while the device waits in its stream. ``launched_with`` numbers the pass of a unit in which the host launches
-    it, −1 for what runs besides: kernels of a pass take at least as long as their launches (`simulator.launches`).
+    memory, while the device waits in its stream. ``launched_with`` numbers the pass of a unit in which the host
+    launches it, −1 for what runs besides: kernels of a pass take at least as long as their launches
+    (`simulator.launches`).
 
     ``shape`` is that of a kernel whose time depends on it: batch, m, n and k of a matrix product; groups, output
     positions, output channels of a group, and input channels of a group times the window's area of a convolution;
