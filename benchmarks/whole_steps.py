@@ -27,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from joblib import Parallel, delayed
 from rich.console import Console
 from rich.table import Table
 
@@ -109,6 +110,30 @@ def compare(
     return pd.DataFrame(lines), skipped
 
 
+def compare_apart(
+    runs: Sequence[Published], limit_s: float, jobs: int, *, simulated: bool, with_responses: bool
+) -> tuple[pd.DataFrame, dict[tuple[str, str], int]]:
+    """What `compare` gives, from several processes; runs of one network share their tables."""
+    networks: dict[tuple[str, int | None], list[Published]] = {}
+    for item in runs:
+        networks.setdefault((item.run.network, item.run.sequence_length), []).append(item)
+    work = sorted(networks.values(), key=len, reverse=True)
+    options = {"simulated": simulated, "with_responses": with_responses}
+    found = Parallel(n_jobs=jobs)(delayed(_compare_in_folder)(part, limit_s, **options) for part in work)
+    skipped: dict[tuple[str, str], int] = {}
+    for _, reasons in found:
+        for key, count in reasons.items():
+            skipped[key] = skipped.get(key, 0) + count
+    return pd.concat([table for table, _ in found], ignore_index=True), skipped
+
+
+def _compare_in_folder(
+    runs: Sequence[Published], limit_s: float, *, simulated: bool, with_responses: bool
+) -> tuple[pd.DataFrame, dict[tuple[str, str], int]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return compare(runs, Predictor(Path(folder), limit_s), simulated=simulated, with_responses=with_responses)
+
+
 def summary(name: str, table: pd.DataFrame) -> tuple[str, ...]:
     """One line of the table: errors of one profile, and the interval that 90 % of its runs lie in."""
     known, ratio = load_profile(name).uncertainty, table.ratio
@@ -136,6 +161,7 @@ def main() -> None:
     parser.add_argument("measurements", type=Path)
     parser.add_argument("--runs", type=int, default=RUNS, help="at most so many runs of one source")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of computation for one run")
+    parser.add_argument("--jobs", type=int, default=2, help="processes; runs of one network stay together")
     parser.add_argument("--rows", action="store_true", help="print every run")
     parser.add_argument("--simulated", action="store_true", help="simulate the plans")
     parser.add_argument("--fit", action="store_true", help="fit factors and intervals")
@@ -145,9 +171,9 @@ def main() -> None:
         parser.error(f"{str(arguments.measurements)!r} holds no *.csv; name a folder of measurements")
     console = Console(width=180)
     runs, unread = published(arguments.measurements, arguments.runs)
-    with tempfile.TemporaryDirectory() as folder:
-        predictor = Predictor(Path(folder), arguments.limit)
-        table, skipped = compare(runs, predictor, simulated=arguments.simulated, with_responses=arguments.fit)
+    table, skipped = compare_apart(
+        runs, arguments.limit, arguments.jobs, simulated=arguments.simulated, with_responses=arguments.fit
+    )
     if table.empty:
         parser.error(f"{str(arguments.measurements)!r} holds no whole steps that can be planned")
     if arguments.rows:
