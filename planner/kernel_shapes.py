@@ -42,7 +42,7 @@ def kernel_shape(graph: OperatorGraph, node: Node) -> KernelShape | None:
     """Shape of the whole operator; None where its time does not depend on it."""
     if is_product(node):
         return _product(graph, node)
-    if node.kernel is Kernel.CONVOLUTION and node.flops > 0:
+    if node.kernel in {Kernel.CONVOLUTION, Kernel.CONVOLUTION_BACKWARD} and node.flops > 0:
         return _convolution(graph, node)
     if node.kernel is Kernel.ATTENTION and node.flops > 0:
         return _attention(graph, node)

@@ -14,13 +14,16 @@ from simulator.kernels.matmul import matmul_model, matmul_time
 from simulator.program import Kernel
 
 FloatArray = NDArray[np.float64]
+_CONVOLUTIONS = (Kernel.CONVOLUTION, Kernel.CONVOLUTION_BACKWARD)
+_BACKWARD = 1.5
+"""Passes from which attention goes backward."""
 
 
 def has_shape_model(hardware: Hardware, kernel: Kernel) -> bool:
     """Whether the profile says how the time of `kernel` depends on its shape."""
     if kernel is Kernel.MATMUL:
         return bool(hardware.matmul_models)
-    if kernel is Kernel.CONVOLUTION:
+    if kernel in _CONVOLUTIONS:
         return bool(hardware.matmul_models) and hardware.convolution_efficiency is not None
     return kernel is Kernel.ATTENTION and bool(hardware.attention_models)
 
@@ -47,7 +50,7 @@ def shaped_time(
     if kernel is Kernel.MATMUL:
         return matmul_time(hardware, dtype, second, third, fourth, first)
     whole = np.maximum(first * second * third * fourth, 1.0)
-    if kernel is Kernel.CONVOLUTION:
+    if kernel in _CONVOLUTIONS:
         passes = flops / (2.0 * whole)
         return convolution_kernel_time(
             hardware, dtype, groups=first, rows=second, columns=third, depth=fourth, passes=passes, moved=bytes_moved
@@ -60,11 +63,7 @@ def shaped_time(
         )
         for model in (attention_model(hardware, backward=False), attention_model(hardware, backward=True))
     )  # fmt: skip
-    return np.asarray(np.where(passes > _FORWARD, backward, forward))
-
-
-_FORWARD = 1.5
-"""Passes from which attention goes backward."""
+    return np.asarray(np.where(passes > _BACKWARD, backward, forward))
 
 
 def best_rate(hardware: Hardware, kernel: Kernel, dtype: str) -> float:
