@@ -25,6 +25,9 @@ from simulator.topology import group_shape, level_of_axis
 MORE_BANDWIDTH = 1.1
 FEW_SOLVES = 12
 """Partitions of a search that answers a question beside the plan."""
+SIMULATED = frozenset({"sharding_threshold_kb", "host_embeddings", "offload_to", "offload_parameters", "copies"})
+"""Pins whose cost only simulation tells: the closed form does not tell parameters apart, nor where on the host
+something is, nor what copies of a micro-batch hide."""
 CONSIDERED = 3
 """Plans that are partitioned again with more memory, at most: the best, and those near it."""
 FARTHEST = 4
@@ -148,8 +151,8 @@ def pin_costs(search: Configured, pins: Pins, best: Placed) -> Iterator[tuple[st
     The best plan is one without the pin as well: only what beats it is looked for.
     """
     for name, text in pins.named().items():
-        if name in ("sharding_threshold_kb", "host_embeddings", "offload_to", "offload_parameters"):
-            continue  # the closed form does not tell parameters apart, nor where on the host something is
+        if name in SIMULATED:
+            continue
         if name == "offload_optimizer" and (pins.offload_to or pins.offload_parameters):
             continue  # those go with states on the host
         if pins.host_embeddings and name in ("pp", "vpp"):

@@ -1,4 +1,4 @@
-"""What plans with tables of embeddings on the host need, and what it costs to have something off the devices."""
+"""What plans with tables of embeddings on the host need, and what pins cost whose price only simulation tells."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def with_host_tables(pins: Pins, graph: OperatorGraph, hardware: Hardware) -> Pi
     return replace(pins, pp=1, vpp=1)
 
 
-def away_costs(search: Configured, scored: Scored) -> Iterator[tuple[str, float, str]]:
-    """What is not on the devices: its pin, the seconds of a simulated step that it costs, and the plan without it.
+def simulated_costs(search: Configured, scored: Scored) -> Iterator[tuple[str, float, str]]:
+    """What is not on the devices, and copies: the pin, the seconds of a simulated step it costs, the plan without it.
 
     Nothing is said of what fits nowhere else.
     """
@@ -59,9 +59,10 @@ def away_costs(search: Configured, scored: Scored) -> Iterator[tuple[str, float,
             "with parameters on the devices",
             {"offload_parameters": False},
         ),
+        (plan.copies > 1, f"copies={plan.copies}", "with micro-batches run whole", {"copies": 1}),
     )
-    for away, pin, where, change in others:
-        if away:
+    for asked, pin, where, change in others:
+        if asked:
             other = predict_plan(replace(plan, **change), search.graph, search.hardware)
             if other.peak_memory_bytes <= other.device_memory_bytes:
                 yield pin, max(0.0, scored.prediction.step_time_s - other.step_time_s), where

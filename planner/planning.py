@@ -19,7 +19,7 @@ from planner.explanations import (
     shadow_prices,
 )
 from planner.graph.operator_graph import OperatorGraph, Role
-from planner.hosted import away_costs
+from planner.hosted import simulated_costs
 from planner.infeasible import why_infeasible
 from planner.lowering.checked import lower
 from planner.networks import load_network
@@ -257,7 +257,7 @@ class _Configurations:
             seconds = threshold_cost_s(self.search, first)
             yield f"sharding_threshold_kb={kept}", seconds, f"{describe(first.placed.configuration)} with no threshold"
         if first is not None:
-            for pin, seconds, where in away_costs(self.search, first):
+            for pin, seconds, where in simulated_costs(self.search, first):
                 yield pin, seconds, f"{describe(first.placed.configuration)} {where}"
 
     @property

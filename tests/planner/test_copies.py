@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from planner.execution.run import ExecuteOptions, execute_plan
-from planner.graph.scaling import at_batch
+from planner.graph.scaling import at_batch, at_precision
 from planner.instructions import Accumulate, Communicate, Compute, read_values, value_of_copy, written_values
 from planner.lowering.checked import fits_copies, lower
 from planner.lowering.stages import lower_stages
@@ -90,6 +90,18 @@ def test_the_pin_gives_plans_whose_micro_batches_divide() -> None:
     for plan in (cut(), planned(copies="2", dp="2")):
         assert (plan.copies, plan.pipeline, plan.micro_batch % 2) == (2, 1, 0)
     assert planned(tp="2").copies == planned(copies="1", tp="2").copies == 1
+
+
+def test_what_copies_cost_is_simulated() -> None:
+    pins = {"tp": "1", "dp": "2", "micro_batch": "8", "optimizer_sharding": "none", "copies": "2"}
+    graph = captured("mlp")
+    request = PlanRequest(network="zoo:mlp", hardware="dgx-a100", devices=2, global_batch=16, pins=pins, top=1)
+    found = plan_network(request, graph=graph)
+    best, costs = found.candidates[0], {pin: seconds for pin, seconds, _ in found.pin_costs}
+    whole = predict_plan(replace(best.plan, copies=1), at_precision(graph, "bfloat16"), HARDWARE)
+    # Small kernels cost most of their time twice.
+    assert costs["copies=2"] == pytest.approx(best.prediction.step_time_s - whole.step_time_s)
+    assert costs["copies=2"] > 0.1 * whole.step_time_s
 
 
 def test_strategies_that_cut_the_samples_must_fit_a_copy() -> None:
