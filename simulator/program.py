@@ -11,8 +11,9 @@ from enum import StrEnum
 
 COMPUTE_STREAM = "compute"
 HOST = "host"
-DISK = "disk"
 """Axis of copies between a device and its host."""
+DISK = "disk"
+"""Axis of copies between a host and its disks."""
 
 
 class Phase(StrEnum):

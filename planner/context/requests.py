@@ -150,11 +150,3 @@ def _optimizer_pins(context: AutoParallelContext) -> dict[str, str]:
         # Shards over all ranks are those of the search over configurations, whose operators split the batch alone.
         found["shard_size"] = str(context.get("device_num"))
     return found
-
-
-def usual_precision(hardware: str) -> str:
-    """What a network trains in on a cluster where nothing else is asked."""
-    from planner.request import PRECISIONS
-    from simulator.hardware import load_profile
-
-    return {wide: short for short, wide in PRECISIONS.items()}[load_profile(hardware).default_precision]

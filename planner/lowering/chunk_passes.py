@@ -160,7 +160,7 @@ class PassWriter:
             self._add([], KERNELS, [])
         if ahead and not self.source.by_unit:
             self._gather_ahead()
-        places = [[{} for _ in self.parts] for _ in range(self.copies)]  # type: list[list[dict[int, int]]]
+        places: list[list[dict[int, int]]] = [[{} for _ in self.parts] for _ in range(self.copies)]
         outputs = [-1] * self.copies
         for copy, number, index in in_turn([self._turn(copy) for copy in range(self.copies)], self._ends_turn):
             part, place = self.parts[number], places[copy][number]
