@@ -260,7 +260,7 @@ def _ranks(table: RankTable) -> Iterator[str]:
     ranks = [device.rank for device in table.devices]
     for rank, count in Counter(ranks).items():
         if count > 1:
-            yield f"rank_id {rank} stands {count} times; every rank is one device"
+            yield f"rank_id {rank} stands {count} times; every rank is one device: give them 0 to {len(ranks) - 1}"
     missing = sorted(set(range(len(ranks))) - set(ranks))
     if missing:
         yield f"{len(ranks)} ranks, but none with rank_id {missing[0]}; ranks run from 0 to {len(ranks) - 1}"
@@ -270,7 +270,10 @@ def _devices(table: RankTable) -> Iterator[str]:
     places = Counter((device.server, device.device) for device in table.devices)
     for (server, number), count in places.items():
         if count > 1:
-            yield f"device_id {number} of server {server} stands {count} times; every device has one rank"
+            yield (
+                f"device_id {number} of server {server} stands {count} times; every device has one rank: give each its "
+                "own device_id, or leave the others out"
+            )
 
 
 def _addresses(table: RankTable) -> Iterator[str]:
@@ -289,7 +292,7 @@ def _addresses(table: RankTable) -> Iterator[str]:
             yield f"device_ip {device.address!r} of rank {device.rank} is no IP address, for example 192.168.100.10"
     for address, count in Counter(device.address for device in table.devices if device.address).items():
         if count > 1:
-            yield f"device_ip {address} stands {count} times; every port has an address of its own"
+            yield f"device_ip {address} stands {count} times; give every port its own address (/etc/hccn.conf)"
 
 
 def _order(table: RankTable) -> Iterator[str]:
