@@ -19,6 +19,7 @@ from planner.context.mindformers_keys import (
     LATER_PARALLEL,
     LATER_RECOMPUTE,
     MARKS,
+    MODEL_KEYS,
     MODES,
     OPTIONS,
     RECOMPUTE_KEYS,
@@ -114,10 +115,11 @@ def translate(document: Mapping[Any, Any]) -> Translated:
         if name not in (*MARKS, *OPTIONS, *SECTIONS):
             raise ContextError(f"there is {unknown(str(name), (*MARKS, *OPTIONS, *SECTIONS))}")
     options = {name: value for name, value in document.items() if name in OPTIONS and not isinstance(value, dict)}
-    not_read = [name for name in document if name in SECTIONS and name not in options]
+    model, parallel = _model(document.get("model")), boolean("use_parallel", document.get("use_parallel", True))
+    read = {*options, *(["model"] if parallel and MODEL_KEYS & model.keys() else [])}
+    not_read = [name for name in document if name in SECTIONS and name not in read]
     notes = [f"not read, for they say nothing of the plan: {', '.join(not_read)}"] if not_read else []
-    model = _model(document.get("model"))
-    if not boolean("use_parallel", document.get("use_parallel", True)):
+    if not parallel:
         said = [name for name in MARKS if name in document and name not in ("use_parallel", "recompute_config")]
         notes += [f"use_parallel is False: {', '.join(said)} are not read"] if said else []
         context = AutoParallelContext(parallel_mode="stand_alone")

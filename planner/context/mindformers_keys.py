@@ -26,6 +26,8 @@ SECTIONS = (
     *("layer_scale", "layer_decay", "lr_scale", "lr_scale_factor"),
 )
 """Sections of such a file that say nothing of the plan."""
+MODEL_KEYS = frozenset({"offset", "pp_interleave_num"})
+"""Keys of ``model.model_config`` that do."""
 MODES: Mapping[int, str] = {
     0: "data_parallel",
     1: "semi_auto_parallel",

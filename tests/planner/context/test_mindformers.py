@@ -118,6 +118,18 @@ def test_no_parallelism(tmp_path: Path) -> None:
     assert any("parallel_config" in note and "not read" in note for note in found.notes)
 
 
+def test_sections_that_say_nothing_of_the_plan_are_named(tmp_path: Path) -> None:
+    of_stages = {"model": {"model_config": {"offset": [1, -1]}}, "seed": 1}
+    of_shapes = {"model": {"model_config": {"hidden_size": 768}}, "seed": 1}
+    for sections, named in (
+        (of_stages, "seed"),
+        (of_shapes, "model, seed"),
+        (of_stages | {"use_parallel": False}, "model, seed"),
+    ):
+        notes = translate({"parallel_config": {"pipeline_stage": 2}, **sections}).notes
+        assert f"not read, for they say nothing of the plan: {named}" in notes
+
+
 def test_the_command_line_wins(tmp_path: Path) -> None:
     found = configured(tmp_path, changed(parallel={"strategy_ckpt_save_file": "a.json"}), pin=("pp=4",), out="b.json")
     assert found.settings.devices == 16
