@@ -156,10 +156,11 @@ def that_can_cut(
     if pairs and not found:
         apart = next((h for h in cuts if h.cuts and not any(h.cuts.fits_mesh(pair) for pair in pairs)), None)
         asked = str(apart) if apart is not None else " and ".join(str(hint) for hint in cuts)
+        there = " or ".join(f"{data} × {tensor}" for data, tensor in pairs)
         raise ContextError(
             f"strategy {asked} on {devices} devices: no mesh of two axes, data × tensor, cuts so"
-            f"{'' if apart is not None else ' for all of them at once'}; use numbers of parts that are 1, one of two "
-            f"factors of {devices}, or their product"
+            f"{'' if apart is not None else ' for all of them at once'}; with the parallel mode and the pins there is "
+            f"{there}: use numbers of parts that are 1, one of the two, or their product"
         )
     only = [pair for pair in found if pair[1] == 1]
     return only if rest_by_data and only and len(cuts) == len(hints) else found

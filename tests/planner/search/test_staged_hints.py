@@ -203,7 +203,7 @@ def test_strategies_are_kept_beside_a_free_pipeline_and_recomputation() -> None:
         ((COLUMNS,), {}, InputError, "matches no operator"),
         (PAIR, {"pins": {"pp": "2", "ep": "2"}}, UnsupportedError, "pins ep=2 with strategies of operators"),
         (PAIR, {"pins": {"pp": "8"}}, ContextError, "on 1 devices: no mesh of two axes"),
-        (PAIR, {"pins": {"pp": "2", "tp": "4"}}, ContextError, "no mesh of two axes"),
+        (PAIR, {"pins": {"pp": "2", "tp": "4"}}, ContextError, "no mesh of two axes.*there is 1 × 4: use"),
         ((hint("blocks.2.expand", "tensor", outputs=["P"]),), {}, InputError, "is for 1 of the layers"),
         (
             (*PAIR, hint("blocks.*.expand", "tensor", outputs=["P"])),
