@@ -134,6 +134,25 @@ def _uneven(name: str, ranks: int, chunks: int, micro_batches: int, seconds: tup
     return made - float(fill.sum() + turns.max(axis=1).sum())
 
 
+def apart_s(
+    micro_batches: int, forward_s: FloatArray, backward_s: FloatArray, fill_s: FloatArray, busy_s: FloatArray
+) -> float:
+    """Seconds of a step of GPipe, whose forward passes go at the pace of their slowest rank and then backward passes.
+
+    A backward pass comes from the last rank: only those from its own rank on slow a rank down. Where one rank is the
+    slowest in both, that is the fill and its busy time.
+
+    Parameters
+    ----------
+    forward_s, backward_s : (ranks,) one pass of one micro-batch
+    fill_s, busy_s : (ranks,) both terms of the objective
+    """
+    more = micro_batches - 1
+    behind = np.maximum.accumulate(backward_s[::-1])[::-1]
+    once = busy_s - more * (forward_s + backward_s)
+    return float(fill_s.sum() + more * forward_s.max() + (more * behind + once).max())
+
+
 def fits_schedule(name: str, ranks: int, chunks: int, micro_batches: int) -> bool:
     """Whether the schedule exists for these numbers and its closed form holds."""
     if name == ONE_STAGE:

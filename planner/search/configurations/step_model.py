@@ -96,8 +96,8 @@ class StepModel:
         joined = _joined(self, tables, unstored(configuration))
         stored = self.stored(joined.labels, configuration, joined.whole, joined.trained)
         kinds = joined.fragments(stored.values(shape, configuration.micro_batches))
-        rows = [unit.count for unit in tables.chain.units]
-        kinds, counts = merged(*self.unit_pins.in_modes(kinds, rows, [unit.recompute for unit in joined.units]))
+        modes, rows = [unit.recompute for unit in joined.units], [unit.count for unit in tables.chain.units]
+        kinds, counts = merged(*self.unit_pins.in_modes(kinds, rows, modes))
         return PartitionTask(
             kinds=tuple(kinds),
             counts=tuple(counts),
@@ -112,6 +112,7 @@ class StepModel:
             hidden_share=shape.hidden_share,
             uneven_s=partial(_uneven_s, configuration) if configuration.virtual > 1 else None,
             cuts=self.unit_pins.cuts,
+            apart_s=joined.apart_s(stored, tables, configuration),
         )
 
     def labels(self, tables: StageTables, configuration: Configuration) -> tuple[UnitLabels, ...]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from planner.search.configurations.configuration import Configuration
-from planner.search.configurations.schedule_shapes import ScheduleShape
+from planner.search.configurations.schedule_shapes import ScheduleShape, apart_s
 from planner.search.stages.fragments import FloatArray, Fragments, IntArray
+from planner.search.stages.outcome import Partition
 
 if TYPE_CHECKING:
     from planner.search.units.labels import StageTables, TiedParameter, UnitLabels
@@ -144,6 +145,23 @@ class JoinedUnits:
         """Ways of each unit; `values` are those of all of them, as `StoredWays.values` gives them."""
         parts = zip(np.split(values, self.ends), self.entries, self.exits, self.numbers, strict=True)
         return [Fragments(*part) for part in parts]
+
+    def apart_s(
+        self, stored: StoredWays, tables: StageTables, configuration: Configuration
+    ) -> Callable[[Partition], float] | None:
+        """Seconds of a step by the passes of each chunk where all forward passes come first; None elsewhere."""
+        if configuration.schedule != "gpipe" or configuration.micro_batches == 1:
+            return None
+        forward_s, backward_s = (np.split(passes, self.ends) for passes in (stored.forward_s, stored.backward_s))
+
+        def seconds(found: Partition) -> float:
+            picked = list(zip(tables.chain.positions, found.labels, strict=True))
+            first = [0, *found.ends[:-1]]
+            forward = np.add.reduceat([forward_s[unit][label] for unit, label in picked], first)
+            backward = np.add.reduceat([backward_s[unit][label] for unit, label in picked], first)
+            return apart_s(configuration.micro_batches, forward, backward, found.fill_s, found.busy_s)
+
+        return seconds
 
 
 def merged(kinds: list[Fragments], counts: list[int]) -> tuple[list[Fragments], list[int]]:

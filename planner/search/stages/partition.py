@@ -62,7 +62,16 @@ def partition(task: PartitionTask, *, width: int = WIDTH) -> Partition | None:
     (`planner.search.stages.one_rank`). With one chunk a rank it is exact while no fragment has more than `width` ways
     and the limit settles within `SCANS` trials, and bounded otherwise. Several chunks share the memory of their rank
     in proportion to what an average unit takes in each, and their bound is that without the memory limit's share in it.
+    Where passes of both kinds follow apart, the partition is the one that is best as if they alternated, and its
+    objective what it takes then; the bound stays.
     """
+    found = _partition(task, width)
+    if found is None or task.apart_s is None:
+        return found
+    return replace(found, objective_s=max(found.objective_s, task.apart_s(found)))
+
+
+def _partition(task: PartitionTask, width: int) -> Partition | None:
     if task.units < task.pieces:
         return None
     if task.pieces == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,9 @@ from planner.search.stages.fragments import (
     repeated,
     thinned,
 )
+
+if TYPE_CHECKING:
+    from planner.search.stages.outcome import Partition
 
 BoolArray = NDArray[np.bool_]
 ROUNDING = 1e-12
@@ -48,6 +52,8 @@ class PartitionTask:
     uneven_s : what turns of unequal length add to the step, from the seconds (ranks * chunks,) of all passes of each
         chunk; None where a rank has one chunk
     cuts : for each cut between chunks the numbers of units that may lie before it; empty where cuts are free
+    apart_s : seconds of the step of a partition, never less than its objective, where the schedule does all forward
+        passes before the backward passes and each of the two may have its slowest rank; None elsewhere
     """
 
     kinds: tuple[Fragments, ...]
@@ -63,6 +69,7 @@ class PartitionTask:
     hidden_share: float = 0.0
     uneven_s: Callable[[FloatArray], float] | None = None
     cuts: tuple[range, ...] = ()
+    apart_s: Callable[[Partition], float] | None = None
 
     @property
     def units(self) -> int:
@@ -116,7 +123,7 @@ def idealised(task: PartitionTask) -> PartitionTask:
         rows = [kind.values[(kind.entry == entry) & (kind.exit == leave)].min(axis=0) for entry, leave in pairs]
         entries, exits = np.array(list(pairs), dtype=np.int64).T
         kinds.append(Fragments(np.array(rows), entries, exits, np.arange(len(rows))[:, None]))
-    return replace(task, kinds=tuple(kinds))
+    return replace(task, kinds=tuple(kinds), apart_s=None)
 
 
 def _orders(block: Fragments, rows: IntArray) -> tuple[IntArray, IntArray]:

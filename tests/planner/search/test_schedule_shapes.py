@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.search.configurations.schedule_shapes import schedule_shape
+from planner.search.configurations.schedule_shapes import apart_s, schedule_shape
 from simulator.pipeline import PipelineCosts, simulate_pipeline
 from simulator.schedules import make_schedule
 
@@ -41,3 +41,25 @@ def test_zbv_pays_for_the_longer_of_what_follows(ranks: int, more: int, longer: 
     fill = shape.fill_s(np.array([forward]), np.array([early + late]), np.array([late]))[0]
     found = filled_s("zbv", ranks, 2, micro_batches, (forward, early, late))
     assert 2 * (ranks - 1) * fill == pytest.approx(found, rel=0.1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(ranks=st.integers(2, 5), micro_batches=st.integers(2, 9), data=st.data())
+def test_gpipe_goes_at_the_pace_of_its_slowest_forward_and_its_slowest_backward_pass(
+    ranks: int, micro_batches: int, data: st.DataObject
+) -> None:
+    draws = st.lists(SECONDS, min_size=ranks, max_size=ranks).map(np.array)
+    forward, backward, once = (data.draw(draws) for _ in range(3))
+    both = forward + backward
+    found = apart_s(micro_batches, forward, backward, both, (micro_batches - 1) * both + once)
+    assert found >= both.sum() + ((micro_batches - 1) * both + once).max() - 1e-9
+
+    def simulated_s(epilogue: np.ndarray) -> float:
+        costs = PipelineCosts(forward_s=forward, backward_s=backward, epilogue_s=epilogue)
+        return simulate_pipeline(make_schedule("gpipe", ranks, micro_batches, 1), costs).step_time_s
+
+    # What the first rank does last, nothing hides; other ranks end earlier by the passes that follow theirs at most.
+    first = np.where(np.arange(ranks) == 0, once.max() + both.sum(), 0.0)
+    last = apart_s(micro_batches, forward, backward, both, (micro_batches - 1) * both + first)
+    assert last == pytest.approx(simulated_s(first), rel=1e-9)
+    assert simulated_s(once) <= found + 1e-9 <= simulated_s(once) + backward[:-1].sum() + 2e-9
