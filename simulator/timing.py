@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +18,16 @@ from simulator.program import DISK, HOST, Collective, Kernel, Program, Task
 from simulator.topology import GroupShape, group_shape
 
 FloatArray = npt.NDArray[np.float64]
+Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
 HOST_PASSES = 3.0
 """How often a message among hosts reads or writes each of its bytes in memory: the sender, the receiver, the copy."""
 
 
-def host_time(hardware: Hardware, size_bytes: float) -> float:
+def host_time(hardware: Hardware, size_bytes: Amount) -> Amount:
     """Seconds of a transfer between a device and its host; 0 where the profile does not say how fast it is."""
     through_node = hardware.node.host_bandwidth_bytes_per_s if hardware.node else 0.0
     bandwidth = hardware.reliability.snapshot_bandwidth_bytes_per_s or through_node
-    return size_bytes / bandwidth if bandwidth else 0.0
+    return size_bytes / bandwidth if bandwidth else 0.0 * size_bytes
 
 
 def disk_time(hardware: Hardware, size_bytes: float) -> float:
@@ -53,8 +55,8 @@ def task_times(program: Program | ProgramColumns, hardware: Hardware) -> list[Fl
     """Seconds of every task: one array (tasks,) for each segment.
 
     Tasks that share an efficiency are timed together; `simulator.corrections` says what slows them, and
-    `simulator.launches` where the host is slower. What the host runs
-    takes a kernel's overhead on the device, and its bytes over the memory of the host.
+    `simulator.launches` where the host is slower. What the host runs takes a kernel's overhead on the device, and its
+    bytes over the memory of the host; where the profile knows no way between them, as of a CPU, both are one.
 
     Raises
     ------
@@ -72,6 +74,7 @@ def _seconds(program: Program | ProgramColumns, tasks: Sequence[Task], hardware:
     """(tasks,) seconds of each of `tasks`."""
     shapes = group_shapes(program, hardware)
     seconds = np.zeros(len(tasks))
+    reaches_host = host_time(hardware, 1.0) > 0
     kernels, collectives = tasks_by_work(tasks)
     for (kernel, dtype, shaped), compute in kernels.items():
         slowdown = kernel_factor(hardware, kernel, dtype, program.devices)
@@ -86,7 +89,7 @@ def _seconds(program: Program | ProgramColumns, tasks: Sequence[Task], hardware:
                 seconds[i] = host_time(hardware, tasks[i].bytes_moved)
             elif tasks[i].axis == DISK:
                 seconds[i] = disk_time(hardware, tasks[i].bytes_moved)
-        if hosted := [i for i in compute if tasks[i].on_host]:
+        if reaches_host and (hosted := [i for i in compute if tasks[i].on_host]):
             moved = np.array([tasks[i].bytes_moved for i in hosted])
             seconds[hosted] = hardware.kernels[kernel].overhead_s + host_memory_time(hardware, moved)
     for (collective, axis), messages in collectives.items():

@@ -254,7 +254,7 @@ def _updates(lowering: _Lowering, rank: int) -> list[tuple[int, int]]:
             dtype=node.outputs[0].dtype,
             flops=elements * update.flops,
             bytes_moved=elements * update_traffic(update, node.outputs[0].dtype),
-            on_host=source.on_host(index),
+            on_host=source.updated_on_host(index),
         )
         found.append((lowering.work.add(task, NOTHING), times))
     messages = summed(source, _rank_parameters(lowering, rank).items())

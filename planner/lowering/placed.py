@@ -234,6 +234,10 @@ class PlacedGraph:
         """Whether a parameter is in the memory of the host between passes."""
         return parameter in self.host.parameters or parameter in self.away
 
+    def updated_on_host(self, parameter: int) -> bool:
+        """Whether the host updates a parameter: it does what it holds, or the states of."""
+        return self.options.offload_optimizer or self.on_host(parameter)
+
     def value_name(self, ref: TensorRef, placements: Placements) -> str:
         """Name of a tensor in one placement; as written, it is called like its node."""
         name = self.written_name(ref)

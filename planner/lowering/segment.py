@@ -430,7 +430,7 @@ class SegmentWriter(Writer):
             dtype=node.outputs[0].dtype,
             flops=elements * flops,
             bytes_moved=elements * moved,
-            on_host=self.source.on_host(parameter),
+            on_host=self.source.updated_on_host(parameter),
         )
 
     # Optimizers that need sums over whole parameters
@@ -451,7 +451,7 @@ class SegmentWriter(Writer):
         size = self.source.local_bytes(spec, self.source.stored[parameter]) // DTYPE_BYTES[spec.dtype]
         direction = Buffer(
             name=self._direction_name(parameter),
-            size_bytes=0 if self.source.on_host(parameter) else size * max(4, DTYPE_BYTES[spec.dtype]),
+            size_bytes=0 if self.source.updated_on_host(parameter) else size * max(4, DTYPE_BYTES[spec.dtype]),
             kind=BufferKind.GRADIENT,
         )
         sums = Buffer(name=target, size_bytes=sum_bytes(update, spec.dtype), kind=BufferKind.COMMUNICATION)

@@ -18,11 +18,12 @@ from itertools import permutations, product
 from planner.request import Pins
 from planner.search.configurations.buckets import MIB, bucket_bytes
 from planner.search.configurations.schedule_shapes import ONE_STAGE, SEARCHED, fits_schedule
-from planner.search.configurations.step_model import AXES, Configuration, host_bandwidth
+from planner.search.configurations.step_model import AXES, Configuration
 from planner.sharding.context import ALGORITHMS, ContextAxis
 from simulator.errors import InputError
 from simulator.hardware import Hardware
 from simulator.schedules.generators import TWO_CHUNKS
+from simulator.timing import host_time
 from simulator.topology import group_shape
 
 LONG_SEQUENCE = 32_768
@@ -96,7 +97,7 @@ def offloaded(extent: Extent, stored: Configuration) -> Configuration | None:
     It is slower and takes less memory: without a limit on memory it is never better.
     """
     free = extent.pins.offload_optimizer is None and not stored.offload
-    return replace(stored, offload=True) if free and host_bandwidth(extent.hardware) else None
+    return replace(stored, offload=True) if free and host_time(extent.hardware, 1.0) else None
 
 
 def configurations(extent: Extent) -> Iterator[Configuration]:
@@ -218,7 +219,7 @@ def _inside_levels(hardware: Hardware, size: int, stride: int) -> list[int]:
 
 def _offload(extent: Extent) -> bool:
     wanted = bool(extent.pins.offload_optimizer)
-    if wanted and not host_bandwidth(extent.hardware):
+    if wanted and not host_time(extent.hardware, 1.0):
         raise InputError(
             f"pin offload_optimizer=true: profile {extent.hardware.name} does not say how fast devices reach their "
             "host; add reliability.snapshot_bandwidth_bytes_per_s to the profile, or leave the pin out"

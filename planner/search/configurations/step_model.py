@@ -65,12 +65,13 @@ from simulator.corrections import kernel_factor
 from simulator.hardware import Hardware
 from simulator.kernels import kernel_time
 from simulator.program import Collective, Kernel
+from simulator.timing import host_memory_time, host_time
 from simulator.topology import neighbour_distances
 
 if TYPE_CHECKING:
     from planner.search.units.labels import StageTables, UnitLabels
 
-__all__ = ["AXES", "Configuration", "StepModel", "StoredWays", "Whole", "host_bandwidth", "trained_parameters"]
+__all__ = ["AXES", "Configuration", "StepModel", "StoredWays", "Whole", "trained_parameters"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -378,13 +379,14 @@ class StepModel:
         return np.where(elements > 0, seconds, labels.step_s)
 
     def _update_s(self, elements: FloatArray, c: Configuration, trained: int | IntArray) -> FloatArray:
-        """Seconds of the update of the states that a rank holds, and of the way to the host and back."""
+        """Seconds of the update of the states that a rank holds, or of its host's, with the way there and back."""
         held = elements / self.shards(c)
         traffic = held * update_traffic(self.optimizer, self.dtype)
-        seconds = self._kernels_s(Kernel.OPTIMIZER, held * self.optimizer.flops, traffic, c, trained)
         if c.offload:
-            seconds = seconds + 2.0 * held * DTYPE_BYTES[self.dtype] / host_bandwidth(self.hardware)
-        return seconds
+            overhead = np.where(traffic > 0, trained * self.hardware.kernels[Kernel.OPTIMIZER].overhead_s, 0.0)
+            copies = host_time(self.hardware, 2.0 * held * DTYPE_BYTES[self.dtype])
+            return np.asarray(overhead + host_memory_time(self.hardware, traffic) + copies)
+        return self._kernels_s(Kernel.OPTIMIZER, held * self.optimizer.flops, traffic, c, trained)
 
     def _first_gather_s(self, c: Configuration, bucket: float) -> float:
         """Seconds of the first message of gathered parameters: no pass is there to hide it."""
@@ -492,10 +494,3 @@ def _joined(model: StepModel, tables: StageTables, placed: Configuration) -> Joi
 def _uneven_s(configuration: Configuration, passes_s: FloatArray) -> float:
     c = configuration
     return uneven_s(c.schedule, c.pipeline, c.virtual, c.micro_batches, passes_s / c.micro_batches)
-
-
-def host_bandwidth(hardware: Hardware) -> float:
-    """Bytes a second between one device and its host; 0 where the profile does not say."""
-    node = hardware.node
-    direct = node.host_bandwidth_bytes_per_s if node is not None else 0.0
-    return direct or hardware.reliability.snapshot_bandwidth_bytes_per_s

@@ -19,8 +19,9 @@ from planner.lowering import lower_graph, lowering_options
 from planner.strategy.plan import Plan, RecomputeRange, expanded_rules
 from simulator import fast_engine
 from simulator.errors import InputError
-from simulator.hardware import load_profile
+from simulator.hardware import Hardware, Reliability, load_profile
 from simulator.program import HOST, BufferKind, Collective, Kernel, Phase
+from simulator.timing import task_times
 from tests.planner.lowering.plans import one_stage, recomputing
 from tests.planner.search.problems import captured
 from tests.planner.test_lowering import Rank, steps
@@ -119,8 +120,46 @@ def test_offloaded_states_are_not_in_device_memory_and_pass_the_host_link() -> N
     parameters = sum(b.size_bytes for b in plain.program.resident if b.kind is BufferKind.PARAMETER)
     more = [fast_engine.simulate(one.program, HARDWARE).step_time_s for one in (plain, offloaded)]
     seconds = 2 * parameters / HARDWARE.reliability.snapshot_bandwidth_bytes_per_s
+    seconds += updating(offloaded, HARDWARE) - updating(plain, HARDWARE)
     # All gradients are there before any goes to the host, so the last messages hide behind no update.
     assert seconds <= more[1] - more[0] < seconds + 1e-4
+
+
+def updating(lowered: LoweredPlan, hardware: Hardware) -> float:
+    """Seconds of the updates of a step."""
+    found = 0.0
+    for segment, times in zip(lowered.program.segments, task_times(lowered.program, hardware), strict=True):
+        found += sum(t for task, t in zip(segment.tasks, times, strict=True) if task.kernel is Kernel.OPTIMIZER)
+    return found
+
+
+def test_the_host_updates_at_its_own_speed() -> None:
+    plain, offloaded = lowered_of(sharded()), lowered_of(sharded(offload_optimizer=True))
+    updates = [task for s in plain.program.segments for task in s.tasks if task.kernel is Kernel.OPTIMIZER]
+    moved, overhead = sum(task.bytes_moved for task in updates), HARDWARE.kernels[Kernel.OPTIMIZER].overhead_s
+    share = HARDWARE.host_memory_bandwidth / HARDWARE.devices_per_node
+    assert updating(offloaded, HARDWARE) == pytest.approx(len(updates) * overhead + moved / share, rel=1e-9)
+    slower = replace(HARDWARE, host_memory_bandwidth=HARDWARE.host_memory_bandwidth / 2)
+    assert updating(offloaded, slower) - updating(offloaded, HARDWARE) == pytest.approx(moved / share, rel=1e-9)
+    assert updating(plain, slower) == updating(plain, HARDWARE)
+    # What no profile says a way to is the device itself, as a CPU is its own host.
+    alone = replace(HARDWARE, node=None, reliability=Reliability())
+    assert updating(offloaded, alone) == pytest.approx(updating(plain, alone))
+
+
+def test_norms_that_the_host_needs_stand_in_its_memory() -> None:
+    plain, offloaded = (lowered_of(sharded(optimizer="lamb", offload_optimizer=on)) for on in (False, True))
+    sizes = [
+        sum(
+            b.size_bytes
+            for s in one.program.segments
+            for task in s.tasks
+            for b in task.allocates
+            if "direction" in b.name
+        )
+        for one in (plain, offloaded)
+    ]
+    assert sizes[0] > sizes[1] == 0
 
 
 def test_states_on_disk_are_read_and_written_once_a_step() -> None:
