@@ -138,7 +138,8 @@ class _HostCopy:
         if _is_on_host(parameter):
             return parameter
         if self.piece is None:
-            self.piece = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
+            # Memory is pinned for whichever accelerator there is; a CPU has none to pin it for.
+            self.piece = torch.empty_like(parameter, device="cpu", pin_memory=parameter.device.type != "cpu")
             self.piece.copy_(parameter)
         return self.piece
 

@@ -1,11 +1,12 @@
 import errno
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from planner.execution.optimizers import DEFAULTS, hyperparameters, make_step, torch_optimizer
+from planner.execution.optimizers import DEFAULTS, _HostCopy, hyperparameters, make_step, torch_optimizer
 from simulator.errors import ExecutionError, InputError
 
 
@@ -136,6 +137,21 @@ def test_states_of_a_device_on_the_host(name):
         plain(theirs, gradient)
     torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-12, atol=1e-12)
     assert all(value.is_cpu for value in offloaded.state.values())
+
+
+@pytest.mark.parametrize(("device", "pinned"), [("cpu", False), ("cuda", True), ("privateuseone", True)])
+def test_copies_on_the_host_are_pinned_beside_any_accelerator(device, pinned, monkeypatch):
+    """An NPU calls itself by the name that torch keeps for devices of others."""
+    asked = []
+
+    def empty_like(like, **options):
+        asked.append(options["pin_memory"])
+        return SimpleNamespace(copy_=lambda other: None)
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    there = torch.device(device)
+    _HostCopy().of(SimpleNamespace(device=there, is_cpu=False, is_cuda=there.type == "cuda"))
+    assert asked == [pinned]
 
 
 def test_gradients_are_left_alone():
