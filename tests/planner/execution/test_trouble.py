@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -128,39 +129,38 @@ if __name__ == "__main__":
 """
 
 
-def start(program, arguments, **variables):
-    return subprocess.Popen(
-        [sys.executable, *program, *arguments],
-        env={**os.environ, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-
-
 def free_port():
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return str(probe.getsockname()[1])
 
 
-def agents(strategy, *, program=("-m", "planner.cli"), options=()):
-    """Two agents of torchrun, each with one rank, as two hosts would have them."""
-    port = free_port()
-    arguments = ["execute", str(strategy), "--precision", "fp64", *options]
+def run_agents(folder, *, program=("-m", "planner.cli"), options=()):
+    """Two agents of torchrun, each with one rank, as two hosts would have them: exit code, output and errors of each.
+
+    They write to files: while one is waited for, the pipe of the other could fill up, and both would wait for ever.
+    """
     launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "localhost"]
-    return [
-        start([*launcher, "--master-port", port, "--node-rank", str(node), *program], arguments) for node in range(2)
-    ]
+    launcher += ["--master-port", free_port(), "--node-rank"]
+    arguments = ["execute", str(folder / "strategy.json"), "--precision", "fp64", *options]
+    files = [(folder / f"agent{node}.out", folder / f"agent{node}.err") for node in range(2)]
+    with ExitStack() as opened:
+        started = []
+        for node, paths in enumerate(files):
+            out, errors = (opened.enter_context(path.open("w")) for path in paths)
+            command = [sys.executable, *launcher, str(node), *program, *arguments]
+            started.append(subprocess.Popen(command, stdout=out, stderr=errors, cwd=ROOT))
+            opened.callback(started[-1].kill)
+        codes = [agent.wait(timeout=300) for agent in started]
+    return [(code, out.read_text(), errors.read_text()) for code, (out, errors) in zip(codes, files, strict=True)]
 
 
 @pytest.mark.slow
 def test_two_agents_train_as_one_process_does(mlp, tmp_path):
     write_plan(mlp, tmp_path / "strategy.json")
     options = ["--steps", "3", "--verify", "--quiet", "--log-dir", str(tmp_path / "logs")]
-    ended = [agent.communicate(timeout=300) for agent in agents(tmp_path / "strategy.json", options=options)]
-    assert [bool(out.strip()) for out, _ in ended] == [True, False], ended
+    ended = run_agents(tmp_path, options=options)
+    assert [(code, bool(out.strip())) for code, out, _ in ended] == [(0, True), (0, False)], ended
     assert "step: 2, loss: " in (tmp_path / "logs" / "device1" / "train.log").read_text()
     assert "MASTER_PORT=" in (tmp_path / "logs" / "device1" / "env.log").read_text()
 
@@ -170,10 +170,8 @@ def test_trouble_on_one_host_reaches_the_other(mlp, tmp_path):
     write_plan(mlp, tmp_path / "strategy.json")
     program = tmp_path / "sick.py"
     program.write_text(SICK_PROGRAM.format(root=str(ROOT), kind="hangs"))
-    started = agents(tmp_path / "strategy.json", program=[str(program)], options=["--steps", "50", "--quiet"])
-    ended = [agent.communicate(timeout=300) for agent in started]
-    assert all(agent.returncode for agent in started)
-    for _, errors in ended:
+    for code, _, errors in run_agents(tmp_path, program=[str(program)], options=["--steps", "50", "--quiet"]):
+        assert code
         assert "rank 1 of 2 hangs: no progress" in errors
 
 
