@@ -23,7 +23,6 @@ from planner.estimate.training_run import (
     AttentionKernel,
     OptimizerSharding,
     Recompute,
-    Stack,
     TrainingRun,
     TrainingSetup,
     TransformerShape,
@@ -117,7 +116,6 @@ class Columns:
     fused_softmax: FloatArray
     fused_norm: FloatArray
     fused_gate: FloatArray
-    fused_accumulation: FloatArray
     deterministic: FloatArray
 
     @property
@@ -202,8 +200,6 @@ _DELAYED = {"zb_h1": 2.0, "zb_h2": 3.0, "zbv": 3.0, "dualpipe": 3.0, "dualpipe_v
 """Weight gradients that a schedule moves into each stage of the bubble (Qi et al., arXiv:2401.10241, table 2)."""
 _PAIRED = ("multi_copy", "dualpipe", "dualpipe_v")
 _UNFUSED = (AttentionKernel.UNFUSED, AttentionKernel.FUSED_SOFTMAX)
-_ADDING_PRODUCTS = (Stack.MEGATRON, Stack.TRANSFORMER_ENGINE, Stack.MINDSPEED)
-"""Stacks whose products add gradients of weights to those before (``gradient_accumulation_fusion``)."""
 _STATED = (
     "devices", "dp", "tp", "pp", "vpp", "cp", "ep", "expert_tp", "micro_batch", "micro_batches",
     "sequence_parallel", "recompute_layers", "gradient_bytes", "overlap_gradients", "overlap_parameters",
@@ -222,7 +218,6 @@ _SETUP: dict[str, Callable[[TrainingSetup], Any]] = {
     "passes_in_bubble": lambda s: 2.0 if schedule_name(s.schedule) == "multi_copy" else 1.0,
     "fused_norm": lambda s: s.fused_norm or traits_of(s.stack).fused_rms_norm,
     "fused_gate": lambda s: traits_of(s.stack).fused_gate,
-    "fused_accumulation": lambda s: s.stack in _ADDING_PRODUCTS,
     "fused_attention": lambda s: s.attention not in _UNFUSED,
     "fused_softmax": lambda s: s.attention is AttentionKernel.FUSED_SOFTMAX,
 }

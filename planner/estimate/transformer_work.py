@@ -17,7 +17,6 @@ from planner.estimate.columns import Columns, FloatArray
 ROUTER_BYTES = 4  # routers compute in float32
 
 _SOFTMAX_BATCHES = 4  # ``FusedScaleMaskSoftmax.is_kernel_available`` of Megatron-LM
-_PARAMETERS_SHARDED = 3
 _UNFUSED_SOFTMAX_KERNELS = 5.0  # scale, mask, softmax, cast, dropout
 
 
@@ -180,25 +179,7 @@ def _attention_block(c: Columns, element: float, part: Part) -> list[Operator]:
         *_attention_core(c, element, part, _seen_keys(c)),
         _attention_output(c, part),
         _bias_gradients(c, element, part, outputs),
-        _gradient_accumulation(c, element, part),
     ]  # fmt: skip
-
-
-def _gradient_accumulation(c: Columns, element: float, part: Part) -> Pointwise:
-    """Adding the gradients of an average layer's weights to those of the micro-batches before.
-
-    In a kernel of its own that is the new gradient and the sum read and the sum written, but for the first micro-batch,
-    whose gradients are the sum; in the product itself the sum is read and written in place of the gradient. Shards
-    (ZeRO-3) are small.
-    """
-    weights = (c.dense_parameters + c.expert_parameters) / np.maximum(c.fullest_layers, 1.0) * c.trained_fraction
-    apart = (element + 2 * c.gradient_bytes) * (1 - 1 / c.micro_batches)
-    inside = np.maximum(2 * c.gradient_bytes - element, 0.0)
-    each = np.where(c.fused_accumulation > 0, inside, apart) * (c.sharding < _PARAMETERS_SHARDED)
-    return Pointwise(
-        name="gradient accumulation", part=part, forward_bytes=np.zeros_like(c.tp), backward_bytes=weights * each,
-        kernels=0,
-    )  # fmt: skip
 
 
 def _norms_and_sums(c: Columns, element: float, part: Part, count: int) -> list[Operator]:

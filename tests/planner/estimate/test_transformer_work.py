@@ -9,7 +9,7 @@ import pytest
 
 from planner.estimate.columns import columns_of
 from planner.estimate.stage_parameters import parameter_count
-from planner.estimate.training_run import AttentionKernel, OptimizerSharding, Stack, TrainingRun, TransformerShape
+from planner.estimate.training_run import AttentionKernel, TrainingRun, TransformerShape
 from planner.estimate.transformer_work import (
     FusedAttention,
     MatrixProduct,
@@ -161,28 +161,3 @@ def test_biases_have_their_gradients_summed_over_the_tokens() -> None:
     outputs = 3 * GPT.hidden + GPT.hidden + GPT.feed_forward + GPT.hidden
     assert read(GPT) == pytest.approx(2.0 * tokens * outputs)
     assert read(replace(GPT, biases=False)) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("setup", "bytes_a_weight"),
-    [
-        # In kernels of their own: the new gradient of 2 bytes and the sum are read, the sum is written.
-        ({"stack": Stack.EAGER, "micro_batches": 4, "gradient_bytes": 2}, 6 * 3 / 4),
-        ({"stack": Stack.DEEPSPEED, "micro_batches": 2, "gradient_bytes": 4}, 10 / 2),
-        ({"stack": Stack.EAGER, "micro_batches": 1, "gradient_bytes": 2}, 0),
-        # In the product: the sum is read and written, the gradient of 2 bytes is not.
-        ({"stack": Stack.MEGATRON, "micro_batches": 1, "gradient_bytes": 4}, 6),
-        ({"stack": Stack.TRANSFORMER_ENGINE, "micro_batches": 8, "gradient_bytes": 2}, 2),
-        ({"stack": Stack.EAGER, "micro_batches": 4, "dp": 8, "optimizer_sharding": OptimizerSharding.ZERO3}, 0),
-    ],
-)
-@pytest.mark.parametrize("degrees", [{}, {"tp": 4}, {"pp": 4}])
-def test_gradients_of_all_weights_are_accumulated(
-    setup: dict[str, object], bytes_a_weight: float, degrees: dict[str, int]
-) -> None:
-    c = columns_of([run(GPT, **setup, **degrees)])
-    found = next(o for o in operators(c, 2.0) if o.name == "gradient accumulation")
-    assert isinstance(found, Pointwise)
-    assert not np.any(found.forward_bytes)
-    moved = float((found.backward_bytes * c.fullest_layers)[0])
-    assert moved == pytest.approx(float(c.dense_parameters[0]) * bytes_a_weight)
