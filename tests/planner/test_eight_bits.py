@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import EIGHT_BITS, at_batch, at_precision
+from planner.graph.statistics import wide_nodes
 from planner.lowering.checked import lower
 from planner.planning import PlanRequest, plan_network
 from planner.work import cast_bytes
+from simulator import launches
 from simulator.corrections import kernel_factor
 from simulator.errors import InputError
 from simulator.hardware import load_profile
@@ -40,7 +42,9 @@ def narrow(graph: OperatorGraph) -> list[int]:
 def test_linear_layers_alone_multiply_in_eight_bits(name: str, forward: set[str], wide: set[str]) -> None:
     """With all of their backward products; weights with a side that 16 does not divide stay wide."""
     graph = at_precision(captured(name), EIGHT_BITS)
-    assert not {spec.dtype for node in graph.nodes for spec in node.outputs} & {EIGHT_BITS, "float32"}
+    wide_statistics = wide_nodes(captured(name))
+    narrow_nodes = (node for index, node in enumerate(graph.nodes) if index not in wide_statistics)
+    assert not {spec.dtype for node in narrow_nodes for spec in node.outputs} & {EIGHT_BITS, "float32"}
     found = {graph.nodes[i].forward or i for i in narrow(graph)}
     assert {graph.nodes[i].phase for i in found} == {Phase.FORWARD}
     names = [graph.nodes[i].module for i in found]
@@ -71,10 +75,12 @@ def test_a_plan_is_faster_by_its_products_less_the_casts_and_takes_as_much_memor
     plan = replace(best.plan, precision="bf16")
     wide = lower(plan, captured("gpt2-tiny"))
     eight = lower(replace(plan, precision="fp8"), captured("gpt2-tiny"))
+    # So small a network waits for its host, which launches the casts as well.
+    unhurried = replace(H100, training={k: v for k, v in H100.training.items() if k != launches.NAME})
     before, after = (
         {
             task.name: float(s)
-            for task, s in zip(x.program.segments[0].tasks, task_times(x.program, H100)[0], strict=True)
+            for task, s in zip(x.program.segments[0].tasks, task_times(x.program, unhurried)[0], strict=True)
         }
         for x in (wide, eight)
     )
