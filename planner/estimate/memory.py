@@ -15,11 +15,9 @@ from functools import lru_cache
 
 from planner.estimate.device_family import family_of
 from planner.estimate.memory_traits import (
-    EIGHT_BIT_OPTIMIZERS,
     FUSED_LOSS_BYTES,
     GATHERED_LOGITS_BYTES,
     LOW_PRECISION_BYTES,
-    MOMENTS,
     OLDER_WORKSPACE_BYTES,
     PLAIN_LOSS_BYTES,
     MemoryTraits,
@@ -36,6 +34,7 @@ from planner.estimate.stage_parameters import (
     stage_contents,
     stage_parameters,
 )
+from planner.estimate.standing_states import States, shards, states_of, step_bytes
 from planner.estimate.training_run import (
     LayeredNetwork,
     OptimizerSharding,
@@ -44,12 +43,10 @@ from planner.estimate.training_run import (
     TrainingSetup,
     TransformerShape,
 )
-from simulator.errors import InputError
 from simulator.hardware import Hardware
 
 _PREFETCHED_ELEMENTS = 5e7
 """DeepSpeed's default ``stage3_prefetch_bucket_size``."""
-_SHARDED_GRADIENTS = (OptimizerSharding.ZERO2, OptimizerSharding.ZERO3)
 
 
 class MemoryFigure(StrEnum):
@@ -222,7 +219,7 @@ class _Rank:
         """
         shape, setup, content = self.shape, self.setup, self.contents[index]
         parameters = stage_parameters(shape, setup, content, self.traits.padded_vocabulary)
-        states, shard = _states(parameters, setup, self.traits)
+        states, shard = states_of(parameters, setup, self.traits)
         in_flight = micro_batches_in_flight(setup.schedule, index, setup.pp, setup.vpp, setup.micro_batches)
         activations = self._kept(content) * in_flight
         if setup.offload_activations:
@@ -234,7 +231,7 @@ class _Rank:
             activations += ends
             working = max(working, loss)
         gathered = self._gathered(content, parameters.total)
-        step = _step_bytes(setup, self.traits) * shard
+        step = step_bytes(setup, self.traits) * shard
         if step > activations + working + gathered:
             activations, working, gathered = 0.0, step, 0.0
         return _stage_memory(
@@ -308,7 +305,7 @@ class _Rank:
         Between the micro-batches of a pipeline all of a stage stays whole, and so do its gradients until the last one.
         """
         setup = self.setup
-        if setup.optimizer_sharding is not OptimizerSharding.ZERO3 or _shards(setup)[0] == 1:
+        if setup.optimizer_sharding is not OptimizerSharding.ZERO3 or shards(setup)[0] == 1:
             return 0.0
         if setup.pp > 1:
             return parameters * (LOW_PRECISION_BYTES[setup.precision] + setup.gradient_bytes)
@@ -354,80 +351,6 @@ def _activations(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _States:
-    """Bytes that stand through the whole step."""
-
-    parameters: float
-    gradients: float
-    master_weights: float
-    moments: float
-
-    @property
-    def total(self) -> float:
-        """All of them."""
-        return self.parameters + self.gradients + self.master_weights + self.moments
-
-
-def _shards(setup: TrainingSetup) -> tuple[int, float]:
-    """Over how many ranks dense and expert states are shared out, where they are."""
-    ranks = setup.shard_group or setup.dp * setup.cp
-    return ranks, max(ranks * setup.tp / (setup.ep * setup.expert_tp), 1.0)
-
-
-def _states(parameters: RankParameters, setup: TrainingSetup, traits: MemoryTraits) -> tuple[_States, float]:
-    """Bytes of parameters, gradients and optimizer states, and how many parameters the rank updates.
-
-    Sharding is that of Rajbhandari et al., "ZeRO" (arXiv:1910.02054).
-    """
-    if setup.optimizer not in MOMENTS:
-        raise InputError(f"optimizer {setup.optimizer!r} is unknown; choose one of {', '.join(sorted(MOMENTS))}")
-    low = LOW_PRECISION_BYTES[setup.precision]
-    sharding, trained = setup.optimizer_sharding, setup.trained_fraction
-    dense_ranks, expert_ranks = _shards(setup)
-    shard = parameters.dense / dense_ranks + parameters.expert / expert_ranks
-    updated = (parameters.total if sharding is OptimizerSharding.NONE else shard) * trained
-    held = shard if sharding is OptimizerSharding.ZERO3 else parameters.total
-    reduced = (shard if sharding in _SHARDED_GRADIENTS else parameters.total) * trained
-    width = low if traits.low_precision_weights or _pure(setup, traits) else 4
-    state = 2 if _pure(setup, traits) else 4
-    moment = 1 if setup.optimizer in EIGHT_BIT_OPTIMIZERS else state
-    frozen = setup.frozen_weight_bytes or width
-    has_master = low == 2 and width == 2 and state == 4
-    on_device = 0.0 if setup.offload_optimizer else updated
-    if setup.offload_optimizer and sharding in _SHARDED_GRADIENTS:
-        reduced = 0.0  # each bucket goes to the host as soon as it is reduced (ZeRO-Offload, arXiv:2101.06840)
-    if setup.offload_parameters and sharding is OptimizerSharding.ZERO3:
-        held = 0.0
-    return _States(
-        parameters=held * (trained * width + (1 - trained) * frozen),
-        gradients=reduced * (4 if low == 4 else setup.gradient_bytes),
-        master_weights=setup.master_weight_bytes * on_device if has_master else 0.0,
-        moments=MOMENTS[setup.optimizer] * moment * on_device,
-    ), updated
-
-
-def _pure(setup: TrainingSetup, traits: MemoryTraits) -> bool:
-    """Whether everything is in 16 bits: gradients of two bytes without master weights mean states of two as well."""
-    low = LOW_PRECISION_BYTES[setup.precision] == 2 and setup.gradient_bytes <= 2
-    return low and not traits.low_precision_weights
-
-
-def _step_bytes(setup: TrainingSetup, traits: MemoryTraits) -> float:
-    """Bytes a parameter that the optimizer step needs for a moment.
-
-    16-bit gradients are copied to float32; DeepSpeed clones and flattens them before (2 + 2 + 4 bytes,
-    ``stage_1_and_2.py``); PyTorch's multi-tensor Adam holds the denominators.
-    """
-    if setup.offload_optimizer or LOW_PRECISION_BYTES[setup.precision] == 4 or _pure(setup, traits):
-        return 0.0
-    if setup.reduce_bucket_elements:
-        return 8.0
-    if setup.gradient_bytes < 4:
-        return 4.0
-    return traits.step_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Moment:
     """Bytes that come and go, at the fullest moment."""
 
@@ -440,7 +363,7 @@ class _Moment:
 
 
 def _stage_memory(
-    states: _States, traits: MemoryTraits, moment: _Moment, hardware: Hardware, context: float
+    states: States, traits: MemoryTraits, moment: _Moment, hardware: Hardware, context: float
 ) -> StageMemory:
     moving = moment.activations + moment.working + moment.gathered + moment.communication
     workspace = _workspace(traits, hardware, fixed=moment.fixed_workspaces)
@@ -491,7 +414,7 @@ def _layered(network: LayeredNetwork, setup: TrainingSetup, hardware: Hardware) 
     element = LOW_PRECISION_BYTES[setup.precision]
     saved = sum(layer.saved * layer.count for layer in network.layers)
     widest = max((layer.saved for layer in network.layers), default=0.0)
-    states, _ = _states(RankParameters(dense=network.parameters), setup, traits)
+    states, _ = states_of(RankParameters(dense=network.parameters), setup, traits)
     casts = network.parameters * element if element < 4 and not traits.low_precision_weights else 0.0
     return _stage_memory(
         states,
