@@ -126,7 +126,7 @@ def execute(
         trace=trace,
     )
     slow = _slow(stragglers, slowdown, read_shares(slow_link or []), virtual=virtual)
-    _check_apart(options, top, virtual=virtual)
+    _check_apart(options, top, virtual=virtual, dry_run=dry_run)
     if slow is not None:
         _run_virtually(terminal, options, steps, slow, out)
     elif top is not None:
@@ -152,6 +152,8 @@ def _slow(stragglers: int | None, slowdown: float | None, links: dict[str, float
     """Read what is to be slow, which only virtual devices can be; None without them."""
     from planner.cli.reliability import SLOWDOWN
 
+    if virtual and slowdown is not None and stragglers is None:
+        raise InputError("--slowdown was given without --stragglers; add it")
     if virtual:
         return _Slow(ranks=stragglers or 0, slowdown=SLOWDOWN if slowdown is None else slowdown, links=links)
     if stragglers is not None or slowdown is not None or links:
@@ -159,8 +161,11 @@ def _slow(stragglers: int | None, slowdown: float | None, links: dict[str, float
     return None
 
 
-def _check_apart(options: ExecuteOptions, top: int | None, *, virtual: bool) -> None:
+def _check_apart(options: ExecuteOptions, top: int | None, *, virtual: bool, dry_run: bool) -> None:
     """Refuse options that mean nothing together."""
+    if dry_run and (virtual or top is not None):
+        other = "--virtual" if virtual else f"--top {top}"
+        raise InputError(f"--dry-run starts nothing, and {other} starts runs; leave one of them out")
     if virtual and (top is not None or options.measure or options.trace is not None or options.verify):
         raise InputError("--virtual computes nothing to verify, measure or compare; leave the other options out")
     if top is not None and options.trace is not None:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from planner.cli.app import app
 from planner.cli.config import PlanSettings, merged, read_config
 from planner.cli.options import read_device_counts, read_pins
 from simulator.errors import InputError
@@ -137,3 +139,20 @@ def test_a_config_that_is_no_file(tmp_path: Path) -> None:
         read_config(tmp_path / "none.yaml")
     with pytest.raises(InputError, match="not a file"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--dry-run", "--top", "2"], "--dry-run starts nothing, and --top 2 starts runs"),
+        (["--dry-run", "--virtual"], "--dry-run starts nothing, and --virtual starts runs"),
+        (["--virtual", "--slowdown", "2"], "--slowdown was given without --stragglers; add it"),
+        (["--stragglers", "1"], "without --virtual"),
+        (["--virtual", "--verify"], "--virtual computes nothing to verify"),
+        (["--top", "2", "--trace", "run.json"], "--trace draws one plan, --top runs several"),
+    ],
+)
+def test_options_of_execute_that_mean_nothing_together(tmp_path: Path, options: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["execute", str(tmp_path / "strategy.json"), *options])
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.split())
