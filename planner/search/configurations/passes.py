@@ -31,14 +31,14 @@ def paced_passes(hardware: Hardware, labels: UnitLabels) -> tuple[FloatArray, Fl
 
 
 def passes_beside_messages(
-    passes_s: tuple[FloatArray, FloatArray],
+    passes_s: tuple[FloatArray, FloatArray, FloatArray],
     messages_s: tuple[FloatArray, FloatArray],
     ends: tuple[BoolArray, BoolArray],
-    usual_s: tuple[float, float, float],
+    usual_s: tuple[float, float, float, float],
     *,
     split: bool,
-) -> tuple[FloatArray, FloatArray]:
-    """Seconds (ways,) of both passes of units with what their messages expose.
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Seconds (ways,) of both passes of units, and of what may be put off, with what their messages expose.
 
     On a rank of a pipeline the messages of a unit travel while the unit beside it works, which is of the usual kind
     where it begins or ends the network, else like itself. What begins the network is gathered before its pass and not
@@ -47,20 +47,22 @@ def passes_beside_messages(
 
     Parameters
     ----------
-    passes_s : forward and backward work, (ways,) each
+    passes_s : forward and backward work, and what of the latter may be put off, (ways,) each
     messages_s : gather of a unit's parameters and scatter of its gradients, (ways,) each
     ends : whether a unit begins, or ends, the network, (ways,) each
-    usual_s : both passes of the usual kind of unit, and its gather
-    split : the schedule puts weight gradients off; gathers and scatters then have half a backward pass each
+    usual_s : the same three of the usual kind of unit, and its gather
+    split : the schedule puts weight gradients off; scatters then travel beside these, gathers beside the rest
     """
-    (forward_s, backward_s), (gather, scatter), (first, last) = passes_s, messages_s, ends
-    usual_forward, usual_backward, usual_gather = usual_s
+    (forward_s, backward_s, late_s), (gather, scatter), (first, last) = passes_s, messages_s, ends
+    usual_forward, usual_backward, usual_late, usual_gather = usual_s
     beside = np.where(first | last, usual_backward, backward_s)
     gathered = np.where(last, usual_gather, gather)
     if split:
-        waits = np.maximum(gathered - beside / 2, 0.0) + np.maximum(scatter - beside / 2, 0.0)
+        beside_late = np.where(first | last, usual_late, late_s)
+        late_waits = np.where(first, 0.0, np.maximum(scatter - beside_late, 0.0))
+        waits, late_s = np.maximum(gathered - beside + beside_late, 0.0) + late_waits, late_s + late_waits
     else:
         waits = np.maximum(gathered + scatter - beside, 0.0)
     waits = waits + np.where(last, np.maximum(gather - forward_s, 0.0), 0.0)
     ahead = np.maximum(gather - np.where(last, usual_forward, forward_s), 0.0)
-    return forward_s + np.where(first, 0.0, ahead), backward_s + np.where(first, 0.0, waits)
+    return forward_s + np.where(first, 0.0, ahead), backward_s + np.where(first, 0.0, waits), late_s

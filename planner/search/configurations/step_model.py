@@ -147,7 +147,7 @@ class StepModel:
         c = configuration
         elements = labels.parameter_elements + labels.expert_elements
         bucket = self._message_bytes(whole, c)
-        forward_s, backward_s, stall_s = self._passes(labels, elements, c, bucket, whole, trained)
+        forward_s, backward_s, late_s, stall_s = self._passes(labels, elements, c, bucket, whole, trained)
         loss_s = self.message_s(Collective.ALL_REDUCE, np.ones(1), c.data, c.stride("data"))
         ends = c.pipeline * c.virtual / whole.units
         stall_s = stall_s + np.maximum(0.0, ends * loss_s - forward_s - backward_s)
@@ -161,8 +161,7 @@ class StepModel:
         return StoredWays(
             forward_s=forward_s,
             backward_s=backward_s,
-            # With ZeRO-3 both parts wait for messages, and are taken as halves.
-            late_s=backward_s / 2 if c.optimizer_sharding == "zero3" else paced_passes(self.hardware, labels)[2],
+            late_s=late_s,
             stall_s=stall_s,
             once_s=self._once_s(labels, elements, forward_s, c, bucket, trained)
             + c.pipeline / whole.units * (self._first_gather_s(c, bucket)),
@@ -279,12 +278,12 @@ class StepModel:
         bucket: float,
         whole: Whole,
         trained: int | IntArray,
-    ) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Passes with the messages of every micro-batch, and what those expose at the ends of chunks.
+    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        """Passes with the messages of every micro-batch, what may be put off, and what is exposed at ends of chunks.
 
         Between a backward pass and the next one stand the scatter and the gather of the first unit of a chunk.
         """
-        forward_s, backward_s, _ = paced_passes(self.hardware, labels)
+        forward_s, backward_s, late_s = paced_passes(self.hardware, labels)
         backward_s = backward_s + self._cuts_s(labels, c)[0]
         size = elements * DTYPE_BYTES[self.dtype]
         shards, stride = self.shards(c), c.stride("data")
@@ -297,15 +296,15 @@ class StepModel:
             scatter = self._scattered_s(self._written(labels, elements), c, bucket) + inside_s
             backward_s = self._beside(backward_s, scatter + accumulation)
         if c.optimizer_sharding != "zero3":
-            return forward_s, backward_s, np.zeros_like(forward_s)
+            return forward_s, backward_s, late_s, np.zeros_like(forward_s)
         gather = np.where(size > 0, self.message_s(Collective.ALL_GATHER, size, shards, stride), 0.0) + labels.gather_s
         scatter = np.where(size > 0, self.message_s(Collective.REDUCE_SCATTER, sent, shards, stride), 0.0) + inside_s
         scatter = scatter + accumulation
         if c.pipeline > 1 and self.hardware.overlaps_communication:
-            return self._passes_of_stages(labels, (forward_s, backward_s), (gather, scatter), c, whole)
+            return self._passes_of_stages(labels, (forward_s, backward_s, late_s), (gather, scatter), c, whole)
         if c.schedule in SPLIT:
-            half = backward_s / 2
-            backward_s = self._beside(half, gather) + self._beside(half, scatter)
+            early_s, late_s = self._beside(backward_s - late_s, gather), self._beside(late_s, scatter)
+            backward_s = early_s + late_s
         else:
             backward_s = self._beside(backward_s, gather + scatter)
         first, last = np.asarray(labels.entry) < 0, np.asarray(labels.exit) < 0
@@ -313,24 +312,24 @@ class StepModel:
         exposed = exposed + np.where(last, gather, 0.0)
         if not self.hardware.overlaps_communication:
             exposed = np.zeros_like(exposed)
-        return self._beside(forward_s, gather), backward_s, exposed
+        return self._beside(forward_s, gather), backward_s, late_s, exposed
 
     def _passes_of_stages(
         self,
         labels: UnitLabels,
-        passes_s: tuple[FloatArray, FloatArray],
+        passes_s: tuple[FloatArray, FloatArray, FloatArray],
         messages_s: tuple[FloatArray, FloatArray],
         c: Configuration,
         whole: Whole,
-    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """`_passes` of units whose parameters a rank of a pipeline gathers one unit ahead."""
         first, last = np.asarray(labels.entry) < 0, np.asarray(labels.exit) < 0
         usual = np.full(1, max(1.0, whole.usual_elements * DTYPE_BYTES[self.dtype]))
         usual_s = self.message_s(Collective.ALL_GATHER, usual, self.shards(c), c.stride("data"))
-        forward_s, backward_s = passes_beside_messages(
+        found_s = passes_beside_messages(
             passes_s, messages_s, (first, last), (*whole.usual_s, float(usual_s[0])), split=c.schedule in SPLIT
         )
-        return forward_s, backward_s, np.where(first, 1.0, whole.inner_ends(c)) * sum(messages_s)
+        return *found_s, np.where(first, 1.0, whole.inner_ends(c)) * sum(messages_s)
 
     def _accumulation_s(
         self, labels: UnitLabels, elements: FloatArray, c: Configuration, trained: int | IntArray

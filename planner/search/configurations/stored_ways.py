@@ -53,13 +53,13 @@ class Whole:
     ----------
     units : pieces that move between stages
     elements : trained elements that the ranks of all stages hold together, each unit run in its fastest way
-    usual_s : seconds of both passes of the most frequent kind of unit, run so
+    usual_s : seconds of both passes of the most frequent kind of unit, run so, and of what may be put off
     usual_elements : its trained elements on a rank
     """
 
     units: int
     elements: float
-    usual_s: tuple[float, float] = (0.0, 0.0)
+    usual_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
     usual_elements: float = 0.0
 
     @classmethod
@@ -76,7 +76,7 @@ class Whole:
         return cls(
             units=sum(counts),
             elements=sum(count * elements for count, elements in zip(counts, held, strict=True)),
-            usual_s=(float(usual.forward_s[label]), float(usual.backward_s[label])),
+            usual_s=(float(usual.forward_s[label]), float(usual.backward_s[label]), float(usual.late_s[label])),
             usual_elements=held[most],
         )
 

@@ -27,10 +27,10 @@ def test_among_equal_units_a_pass_is_the_longer_of_work_and_messages(
     forward: float, backward: float, gather: float, scatter: float
 ) -> None:
     found = passes_beside_messages(
-        (one(forward), one(backward)),
+        (one(forward), one(backward), one(backward / 2)),
         (one(gather), one(scatter)),
         (np.array([False]), np.array([False])),
-        (forward, backward, gather),
+        (forward, backward, backward / 2, gather),
         split=False,
     )
     assert found[0][0] == pytest.approx(max(forward, gather))
@@ -42,12 +42,31 @@ def test_a_large_head_hides_behind_the_unit_before_it(
     forward: float, backward: float, gather: float, scatter: float, split: bool
 ) -> None:
     ends = (np.array([True, False]), np.array([False, True]))
-    pair = (np.full(2, forward), np.full(2, backward)), (np.full(2, gather), np.full(2, scatter))
-    found = passes_beside_messages(*pair, ends, (0.1, 0.2, 0.05), split=split)
+    pair = (
+        (np.full(2, forward), np.full(2, backward), np.full(2, backward / 3)),
+        (np.full(2, gather), np.full(2, scatter)),
+    )
+    found = passes_beside_messages(*pair, ends, (0.1, 0.2, 0.08, 0.05), split=split)
     # The first unit is gathered before its pass, and its gradients leave behind it: neither makes the pass longer.
     assert (found[0][0], found[1][0]) == (forward, backward)
     assert found[0][1] == pytest.approx(forward + max(gather - 0.1, 0.0))
     assert found[1][1] >= backward + max(gather - forward, 0.0) - 1e-12
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS, st.floats(0.0, 1.0))
+def test_where_weight_gradients_are_put_off_scatters_travel_beside_them(
+    forward: float, backward: float, gather: float, scatter: float, share: float
+) -> None:
+    late = share * backward
+    found = passes_beside_messages(
+        (one(forward), one(backward), one(late)),
+        (one(gather), one(scatter)),
+        (np.array([False]), np.array([False])),
+        (forward, backward, late, gather),
+        split=True,
+    )
+    assert found[2][0] == pytest.approx(max(late, scatter))
+    assert found[1][0] - found[2][0] == pytest.approx(max(backward - late, gather))
 
 
 def test_no_pass_is_shorter_than_its_launches_where_the_profile_states_them() -> None:
