@@ -42,7 +42,7 @@ class _Kin:
     workloads: dict[str, list[float]]
 
 
-def outliers(rows: Sequence[ScoredRow], *, limit: int | None = None, least: float = 0.25) -> list[Outlier]:
+def outliers(rows: Sequence[ScoredRow], *, least: float = 0.25) -> list[Outlier]:
     """The rows whose time is off by more than `least` in either direction, worst first, ties by name.
 
     Errors count as logarithms, so that half and double are equally far off.
@@ -51,10 +51,7 @@ def outliers(rows: Sequence[ScoredRow], *, limit: int | None = None, least: floa
     found = [(row, error) for row, error in timed if abs(error) > math.log1p(least)]
     found.sort(key=lambda item: (-abs(item[1]), item[0].file, item[0].row_id))
     kin = _kin(rows)
-    return [
-        Outlier(row=row, error=math.expm1(error), cause=likely_cause(row, kin[row.source]))
-        for row, error in found[:limit]
-    ]
+    return [Outlier(row=row, error=math.expm1(error), cause=likely_cause(row, kin[row.source])) for row, error in found]
 
 
 def likely_cause(row: ScoredRow, kin: _Kin) -> Cause:
