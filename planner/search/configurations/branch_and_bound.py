@@ -32,11 +32,10 @@ from planner.search.configurations.bounds import (
     weight,
 )
 from planner.search.configurations.explored import Explored, Placed, Unfit
-from planner.search.configurations.nodes import BY_TURNS, OPTIMISM, VERY_SHORT, WIDEST, Node, Stage
+from planner.search.configurations.nodes import BY_TURNS, OPTIMISM, VERY_SHORT, WIDEST, Node, Stage, worth_widening
 from planner.search.configurations.space import Extent, bases, offloaded, orders, storages
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.stages.chain_bound import chain_bound, unlike
-from planner.search.stages.exact_turns import SHORT
 from planner.search.stages.fragments import WIDTH, FloatArray
 from planner.search.stages.partition import lists_cuts, partition, proves_misfit
 from planner.search.stages.segments import MANY, PartitionTask, idealised, simplified, undominated
@@ -438,15 +437,18 @@ class _Search:
             self.unproven.append(bound)
             return
         task = undominated(task)
+        few = task if node.width > WIDTH or lists_cuts(task) else simplified(task)
+        if few is not task and not worth_widening(task, node.width) and self._far(few):
+            self.unproven.append(bound)
+            return
         self.result.solved += 1
         self.work["partition"] += len(task.kinds)
-        few = task if node.width > WIDTH or lists_cuts(task) else simplified(task)
         found = partition(few, width=node.width)
         if node.placed is None and (found is None or found.objective_s > bound * (1 + PROOF)):
             self._offload(bound, node.configuration)
         if found is None:
             if node.placed is None and not proves_misfit(task, few, node.width):
-                if self._worth_widening(task, node.width):
+                if worth_widening(task, node.width):
                     self._push(bound, replace(node, stage=Stage.SOLVED, width=node.width * 8))
                     return
                 self.unproven.append(bound)
@@ -467,21 +469,16 @@ class _Search:
         self.result.found = [*(p for p in self.result.found if p is not node.placed), placed]
         self.best = min(self.best, placed.objective_s)
         if placed.partition.lower_bound_s < placed.objective_s * (1 - PROOF):
-            if self._worth_widening(task, node.width):
+            if worth_widening(task, node.width):
                 again = Node(Stage.SOLVED, node.configuration, task, placed, node.width * 8)
                 self._push(placed.partition.lower_bound_s, again)
             else:
                 self.unproven.append(placed.partition.lower_bound_s)
 
-    @staticmethod
-    def _worth_widening(task: PartitionTask, width: int) -> bool:
-        """Whether more ways of a fragment, or of a unit in a short chain, may prove what fewer did not."""
-        few = simplified(task) is not task
-        if task.pieces == 1:
-            return False
-        if task.chunks > 1:
-            return few and task.units <= SHORT and width == WIDTH
-        return width < WIDEST and (task.units <= SHORT or not few)
+    def _far(self, few: PartitionTask) -> bool:
+        """Whether the few ways that are tried take too long for an alternative: to partition them proves nothing."""
+        least = chain_bound(few) if unlike(few.counts, few.pieces) else task_bound(few)
+        return least > self.best * NEAR
 
     def _offload(self, bound: float, stored: Configuration) -> None:
         """Where memory binds, states may move to the host, which makes nothing faster."""

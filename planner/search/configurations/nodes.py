@@ -7,8 +7,9 @@ from enum import IntEnum
 
 from planner.search.configurations.explored import Placed
 from planner.search.configurations.step_model import Configuration
+from planner.search.stages.exact_turns import SHORT
 from planner.search.stages.fragments import WIDTH
-from planner.search.stages.segments import PartitionTask
+from planner.search.stages.segments import PartitionTask, simplified
 
 BY_TURNS = 1e-3
 """By how much the bound of one more base of a stage mesh counts as higher when bases are opened."""
@@ -57,3 +58,13 @@ class Node:
     width: int = WIDTH
     others: tuple[Configuration, ...] = ()
     waits: bool = False
+
+
+def worth_widening(task: PartitionTask, width: int) -> bool:
+    """Whether more ways of a fragment, or of a unit in a short chain, may prove what fewer did not."""
+    if task.pieces == 1:
+        return False
+    few = simplified(task) is not task
+    if task.chunks > 1:
+        return few and task.units <= SHORT and width == WIDTH
+    return width < WIDEST and (task.units <= SHORT or not few)

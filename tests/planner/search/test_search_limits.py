@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from planner.request import Pins
 from planner.search.configurations import branch_and_bound
+from planner.search.configurations.nodes import Node, Stage
 from planner.search.configurations.space import Extent, schedules
-from tests.planner.search.test_configurations import A100, network, search
+from planner.search.configurations.step_model import Configuration
+from planner.search.stages.chain_bound import chain_bound
+from planner.search.stages.exact_turns import SHORT
+from planner.search.stages.fragments import Fragments
+from planner.search.stages.segments import MANY, PartitionTask, simplified, undominated
+from tests.planner.search.made_tables import made_tables
+from tests.planner.search.test_configurations import A100, model, network, search
 
 
 @pytest.mark.parametrize(
@@ -35,6 +43,37 @@ def test_labels_for_the_proof_raise_the_bound(monkeypatch: pytest.MonkeyPatch) -
     proven = search(units, 8, 16, 8.0, wanted=1)
     assert without.lower_bound_s < proven.lower_bound_s
     assert proven.lower_bound_s == pytest.approx(best)
+
+
+def unlike_task(units: int, ways: int) -> PartitionTask:
+    """A chain of different units with many ways each on two ranks, in one boundary state."""
+    random = np.random.default_rng(0)
+    kinds = []
+    for unit in range(units):
+        values = random.uniform(1.0, 2.0, (ways, 7))
+        entry, leave = (np.full(ways, -1 if at_end else 0) for at_end in (unit == 0, unit == units - 1))
+        kinds.append(Fragments(values, entry, leave, np.arange(ways)[:, None]))
+    return PartitionTask(
+        kinds=tuple(kinds), counts=(1,) * units, sends_s=np.zeros((units - 1, 1)), fill_sends=1.0, steady_sends=0.0,
+        ranks=2, chunks=1, rank_of=np.arange(2), in_flight=np.ones(2), limit_bytes=1e3,
+    )  # fmt: skip
+
+
+def test_few_ways_far_from_the_best_are_not_partitioned_and_prove_as_much() -> None:
+    task = unlike_task(SHORT + 2, MANY + 4)
+    placed = Configuration(pipeline=2, schedule="1f1b", data=4, micro_batches=4)
+    extent = Extent(hardware=A100, devices=8, global_batch=16, pins=Pins(), units=task.units)
+    bound, least = 1.0, chain_bound(simplified(undominated(task)))
+    found = []
+    for best in (np.inf, least / branch_and_bound.NEAR * (1 - 1e-6)):
+        tried = branch_and_bound._Search(extent, model(8.0), lambda c: made_tables(network(), c, A100), 0.0, 3, 96)
+        tried.made[placed.table_key], tried.best = made_tables(network(), placed, A100), best
+        tried._solve(bound, Node(Stage.BOUNDED, placed, task))
+        found.append(tried)
+    every, near = found
+    assert (every.result.solved, near.result.solved) == (1, 0)
+    assert every.unproven == near.unproven == [bound]
+    assert every.best >= least > near.best * branch_and_bound.NEAR
 
 
 def test_gpipe_of_one_micro_batch_is_1f1b() -> None:
