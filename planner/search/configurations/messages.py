@@ -27,6 +27,12 @@ def message_s(hardware: Hardware, collective: Collective, payload: FloatArray, s
     return message_time(hardware, collective, np.maximum(payload, 1.0), group_shape(hardware, size, stride))
 
 
+@lru_cache(maxsize=4096)
+def one_message_s(hardware: Hardware, collective: Collective, payload: float, size: int, stride: int) -> float:
+    """Seconds of one message: configurations that differ in their schedules or passes send the same ones."""
+    return float(message_s(hardware, collective, np.full(1, payload), size, stride)[0])
+
+
 @lru_cache(maxsize=256)
 def batch_sums_s(hardware: Hardware, sums: BatchSums, size: int, stride: int) -> FloatArray:
     """(units, 2) seconds in which the operators of each unit sum over the batch, forward and backward.

@@ -46,7 +46,7 @@ import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES
 from planner.search.configurations.configuration import AXES, Configuration, unstored
-from planner.search.configurations.messages import batch_sums_s, message_s, sends_s
+from planner.search.configurations.messages import batch_sums_s, message_s, one_message_s, sends_s
 from planner.search.configurations.passes import paced_passes, passes_beside_messages
 from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape, schedule_shape, uneven_s
 from planner.search.configurations.stored_ways import (
@@ -56,6 +56,7 @@ from planner.search.configurations.stored_ways import (
     holding,
     merged,
     trained_parameters,
+    waiting,
 )
 from planner.search.stages.fragments import FloatArray, IntArray
 from planner.search.stages.segments import PartitionTask
@@ -118,7 +119,7 @@ class StepModel:
 
     def labels(self, tables: StageTables, configuration: Configuration) -> tuple[UnitLabels, ...]:
         """Labels of the units with what depends on the whole pipeline and the data axis."""
-        return self._with_batch_sums(tables, self._with_tied(tables, configuration), configuration)
+        return self._with_batch_sums(tables, self.with_tied(tables, configuration), configuration)
 
     def kernels_s(
         self, labels: UnitLabels, configuration: Configuration, trained: int | IntArray = 1
@@ -148,7 +149,7 @@ class StepModel:
         elements = labels.parameter_elements + labels.expert_elements
         bucket = self._message_bytes(whole, c)
         forward_s, backward_s, late_s, stall_s = self._passes(labels, elements, c, bucket, whole, trained)
-        loss_s = self.message_s(Collective.ALL_REDUCE, np.ones(1), c.data, c.stride("data"))
+        loss_s = one_message_s(self.hardware, Collective.ALL_REDUCE, 1.0, c.data, c.stride("data"))
         ends = c.pipeline * c.virtual / whole.units
         stall_s = stall_s + np.maximum(0.0, ends * loss_s - forward_s - backward_s)
         sync_s, last_s = self._synchronisation_s(labels, elements, c, bucket, trained)
@@ -199,6 +200,9 @@ class StepModel:
     ) -> FloatArray:
         """Seconds of messages that are fused up to the size of a bucket."""
         payload = elements * DTYPE_BYTES[self.dtype]
+        if float(payload.max(initial=0.0)) <= bucket_bytes:
+            fused = one_message_s(self.hardware, collective, bucket_bytes, size, stride)
+            return np.asarray(fused * (payload / bucket_bytes))
         sent = np.maximum(payload, bucket_bytes)
         return np.asarray(self.message_s(collective, sent, size, stride) * (payload / sent))
 
@@ -324,10 +328,10 @@ class StepModel:
     ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """`_passes` of units whose parameters a rank of a pipeline gathers one unit ahead."""
         first, last = np.asarray(labels.entry) < 0, np.asarray(labels.exit) < 0
-        usual = np.full(1, max(1.0, whole.usual_elements * DTYPE_BYTES[self.dtype]))
-        usual_s = self.message_s(Collective.ALL_GATHER, usual, self.shards(c), c.stride("data"))
+        usual = max(1.0, whole.usual_elements * DTYPE_BYTES[self.dtype])
+        usual_s = one_message_s(self.hardware, Collective.ALL_GATHER, usual, self.shards(c), c.stride("data"))
         found_s = passes_beside_messages(
-            passes_s, messages_s, (first, last), (*whole.usual_s, float(usual_s[0])), split=c.schedule in SPLIT
+            passes_s, messages_s, (first, last), (*whole.usual_s, usual_s), split=c.schedule in SPLIT
         )
         return *found_s, np.where(first, 1.0, whole.inner_ends(c)) * sum(messages_s)
 
@@ -391,8 +395,7 @@ class StepModel:
         """Seconds of the first message of gathered parameters: no pass is there to hide it."""
         if c.optimizer_sharding not in ("zero1", "zero2") or not self.hardware.overlaps_communication:
             return 0.0
-        found = self.message_s(Collective.ALL_GATHER, np.full(1, bucket), self.shards(c), c.stride("data"))
-        return float(found[0])
+        return one_message_s(self.hardware, Collective.ALL_GATHER, bucket, self.shards(c), c.stride("data"))
 
     def resident_bytes(self, labels: UnitLabels, configuration: Configuration) -> FloatArray:
         """Bytes of parameters, gradients and optimizer states that stand through the step.
@@ -451,21 +454,10 @@ class StepModel:
         self, tables: StageTables, units: Sequence[UnitLabels], c: Configuration
     ) -> tuple[UnitLabels, ...]:
         """Labels with the sums over the batch that operators wait for, once more where they run again."""
-        found = list(units)
-        for number, (forward, backward) in enumerate(self.batch_sums_s(tables, c).tolist()):
-            if forward or backward:
-                unit = found[number]
-                again = np.where(np.asarray(unit.recompute) > 0, forward, 0.0)
-                found[number] = replace(
-                    unit,
-                    forward_s=unit.forward_s + forward,
-                    backward_s=unit.backward_s + backward + again,
-                    forward_communication_s=unit.forward_communication_s + forward,
-                    backward_communication_s=unit.backward_communication_s + backward + again,
-                )
-        return tuple(found)
+        sums_s = self.batch_sums_s(tables, c).tolist()
+        return tuple(waiting(unit, *each) if any(each) else unit for unit, each in zip(units, sums_s, strict=True))
 
-    def _with_tied(self, tables: StageTables, c: Configuration) -> tuple[UnitLabels, ...]:
+    def with_tied(self, tables: StageTables, c: Configuration) -> tuple[UnitLabels, ...]:
         """Labels with tied parameters stored on every rank that reads them: they count in the first unit that does.
 
         On one stage the terms of their gradients wait for the last one.
@@ -487,7 +479,14 @@ class StepModel:
 @lru_cache(maxsize=4)
 def _joined(model: StepModel, tables: StageTables, placed: Configuration) -> JoinedUnits:
     """The units of a placed configuration: it is stored in several ways one after the other."""
-    return JoinedUnits.of(model.labels(tables, placed), tables)
+    joined = JoinedUnits.of(model.with_tied(tables, placed), tables) if tables.tied else _together(tables)
+    return joined.waiting(model.batch_sums_s(tables, placed))
+
+
+@lru_cache(maxsize=32)
+def _together(tables: StageTables) -> JoinedUnits:
+    """The units of all configurations with these tables where no parameter is tied."""
+    return JoinedUnits.of(tables.units, tables)
 
 
 def _uneven_s(configuration: Configuration, passes_s: FloatArray) -> float:

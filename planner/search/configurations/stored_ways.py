@@ -96,6 +96,18 @@ def holding(labels: UnitLabels, tied: TiedParameter) -> UnitLabels:
     )
 
 
+def waiting(labels: UnitLabels, forward_s: float | FloatArray, backward_s: float | FloatArray) -> UnitLabels:
+    """Labels with sums over the batch that operators wait for, once more where they run again."""
+    behind = backward_s + np.where(np.asarray(labels.recompute) > 0, forward_s, 0.0)
+    return replace(
+        labels,
+        forward_s=labels.forward_s + forward_s,
+        backward_s=labels.backward_s + behind,
+        forward_communication_s=labels.forward_communication_s + forward_s,
+        backward_communication_s=labels.backward_communication_s + behind,
+    )
+
+
 def trained_parameters(tables: StageTables) -> list[int]:
     """Trained parameters of every unit, at least 1."""
     trained = {parameter.node for parameter in tables.parts.graph.parameters if parameter.gradient is not None}
@@ -140,6 +152,13 @@ class JoinedUnits:
             exits=tuple(np.asarray(unit.exit, dtype=np.int64) for unit in units),
             numbers=tuple(np.arange(size)[:, None] for size in sizes),
         )
+
+    def waiting(self, sums_s: FloatArray) -> JoinedUnits:
+        """The same with the sums over the batch of each unit, (units, 2) seconds forward and backward."""
+        if not sums_s.any():
+            return self
+        forward_s, backward_s = np.repeat(sums_s, [len(entry) for entry in self.entries], axis=0).T
+        return replace(self, labels=waiting(self.labels, forward_s, backward_s))
 
     def fragments(self, values: FloatArray) -> list[Fragments]:
         """Ways of each unit; `values` are those of all of them, as `StoredWays.values` gives them."""

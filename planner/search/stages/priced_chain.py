@@ -393,7 +393,7 @@ def _kept(values: FloatArray, state: IntArray, bound: FloatArray, rows: IntArray
 
 def _beaten(values: FloatArray) -> BoolArray:
     """As `dominated`, by sorting where two columns differ; rows are in lexical order."""
-    distinct = [c for c in range(values.shape[1]) if np.ptp(values[:, c]) > 0] if len(values) else []
+    distinct = np.flatnonzero((values != values[:1]).any(axis=0))
     if len(distinct) != 2:
         return dominated(values)
     other = values[:, distinct[1]]
