@@ -35,6 +35,8 @@ class ScheduleShape:
         pass may stand for the forward pass
     fill_sends, steady_sends : how often the fill and a rank pay for the messages over a cut
     hidden_share : part of a rank's own time behind which its messages hide
+    mixes : how many of a rank's micro-batches in flight have gone forward, and how many wait for weight gradients
+        alone, as parts of most in flight: at the instants with most of the former, of the latter, and of both
     """
 
     rank_of: IntArray
@@ -45,6 +47,12 @@ class ScheduleShape:
     steady_sends: float
     hidden_share: float = 0.0
     put_off: float = 0.0
+    mixes: tuple[tuple[float, float], ...] = ((1.0, 0.0),)
+
+    def held_bytes(self, kept: FloatArray, waiting: FloatArray) -> FloatArray:
+        """Bytes of a micro-batch in flight, of those kept from the forward pass and those weight gradients read."""
+        held: FloatArray = np.max([gone * kept + late * waiting for gone, late in self.mixes], axis=0)
+        return held
 
     def fill_s(self, forward_s: FloatArray, backward_s: FloatArray, late_s: FloatArray) -> FloatArray:
         """Seconds that passes add to the fill of the pipeline; `late_s` of the backward pass may be put off."""
@@ -84,12 +92,14 @@ def schedule_shape(name: str, ranks: int, chunks: int, micro_batches: int) -> Sc
         waits, hidden = (micro_batches - 1) * (ranks - 1) / ranks, 0.0 if name == "1f1b" else 1 / 3
     elif name == "gpipe":
         waits, hidden = micro_batches - 1.0, 1.0
+    in_flight, mixes = _in_flight(name, ranks, chunks, micro_batches)
     if name == "interleaved_1f1b":
         around, passes = ranks * chunks, ranks * chunks + ranks - 1
         waits, hidden = micro_batches * (around - 1) / passes, (ranks - 1) / passes
     return ScheduleShape(
         rank_of=schedule.stage_rank.astype(np.int64),
-        in_flight=_in_flight(name, ranks, chunks, micro_batches),
+        in_flight=in_flight,
+        mixes=mixes,
         fill_share=1.0 / chunks,
         split=name in SPLIT,
         put_off=float(chunks),
@@ -173,19 +183,30 @@ def _enough(name: str, ranks: int, micro_batches: int) -> int:
     return micro_batches if name == "gpipe" else min(micro_batches, 3 * ranks)
 
 
-def _in_flight(name: str, ranks: int, chunks: int, micro_batches: int) -> FloatArray:
-    """(chunks,) forward passes less finished backward passes of each chunk, when its rank has most in flight."""
+def _in_flight(
+    name: str, ranks: int, chunks: int, micro_batches: int
+) -> tuple[FloatArray, tuple[tuple[float, float], ...]]:
+    """(chunks,) forward passes less finished backward passes of each chunk, when its rank has most in flight.
+
+    And `ScheduleShape.mixes`.
+    """
     if name == "gpipe":
-        return np.full(ranks, float(micro_batches))
+        return np.full(ranks, float(micro_batches)), ((1.0, 0.0),)
     schedule = make_schedule(name, ranks, _enough(name, ranks, micro_batches), chunks)
     change = np.zeros((schedule.size, ranks * chunks), dtype=np.int64)
     begins = schedule.kind == ActionKind.FORWARD
     ends = (schedule.kind == ActionKind.BACKWARD) | (schedule.kind == ActionKind.WEIGHT_GRADIENT)
     rows = np.arange(schedule.size)
     change[rows, schedule.stage] = begins.astype(np.int64) - ends
-    result = np.zeros(ranks * chunks)
+    started = (schedule.kind == ActionKind.INPUT_GRADIENT).astype(np.int64)
+    waits = started - (schedule.kind == ActionKind.WEIGHT_GRADIENT)
+    result, mixes = np.zeros(ranks * chunks), set[tuple[float, float]]()
     for rank in range(ranks):
-        level = np.cumsum(change[schedule.offsets[rank] : schedule.offsets[rank + 1]], axis=0)
-        mine = schedule.stage_rank == rank
-        result[mine] = level[int(np.argmax(level.sum(axis=1)))][mine]
-    return result
+        own = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+        level = np.cumsum(change[own], axis=0)
+        whole, mine = level.sum(axis=1), schedule.stage_rank == rank
+        result[mine] = level[int(np.argmax(whole))][mine]
+        waiting, most = np.cumsum(waits[own]), whole.max()
+        mixes.update(zip(((whole - waiting) / most).tolist(), (waiting / most).tolist(), strict=True))
+    ends = max(mixes), max(mixes, key=lambda mix: (mix[1], mix[0])), max(mixes, key=lambda mix: (sum(mix), mix[1]))
+    return result, tuple(dict.fromkeys(ends))

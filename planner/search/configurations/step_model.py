@@ -30,8 +30,8 @@ sum. Nothing else overlaps, and links are shared as `simulator.topology` has it 
 Memory of a rank: parameters, gradients and optimizer states, each whole or sharded by the ZeRO level; parameters that
 are gathered for the step; gradients as large as operators write them before they are summed; activations of the
 micro-batches in flight; what stands while one unit goes backward: gradients on their way, gathered parameters, and
-the term of a tied parameter that waits for the others. In schedules that put weight gradients off, what was computed
-again waits as long as activations do.
+the term of a tied parameter that waits for the others. In schedules that put weight gradients off, micro-batches in
+flight have gone forward only, or wait for those with what they read, at whatever instant takes most.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class StepModel:
     ) -> StoredWays:
         """The ways of units with the states of a configuration, `trained` parameters in the unit of each.
 
-        Of the schedule it matters whether backward passes are split, and how many chunks there are.
+        Of the schedule it matters how backward passes are split, and how many chunks there are.
         """
         c = configuration
         elements = labels.parameter_elements + labels.expert_elements
@@ -156,9 +156,9 @@ class StepModel:
         behind = sync_s + np.where(np.asarray(labels.exit) < 0, loss_s, 0.0)
         if self.hardware.overlaps_communication:
             behind = behind - backward_s
-        split = c.schedule in SPLIT
-        again = labels.recomputed_bytes if split else np.zeros_like(elements)
-        kept = labels.activation_bytes + again
+        kept = labels.activation_bytes
+        if c.schedule in SPLIT:
+            kept = self.shape(c).held_bytes(kept, labels.waiting_bytes)
         return StoredWays(
             forward_s=forward_s,
             backward_s=backward_s,
@@ -170,7 +170,7 @@ class StepModel:
             backlog_s=behind,
             activation_bytes=kept,
             resident_bytes=self.resident_bytes(labels, c),
-            transient_bytes=labels.transient_bytes - again + self._gathered_bytes(labels, c, bucket),
+            transient_bytes=labels.transient_bytes + self._gathered_bytes(labels, c, bucket),
         )
 
     def sends_s(self, tables: StageTables, configuration: Configuration) -> FloatArray:

@@ -24,9 +24,9 @@ class UnitLabels:
     ``forward_s`` and ``backward_s`` are computation and the collectives inside the stage mesh, of which
     ``forward_communication_s`` and ``backward_communication_s`` are communication. Of the backward pass ``again_s``
     computes again and ``late_s`` may wait until the gradient of the input is sent back. ``activation_bytes`` are kept
-    from forward to backward, ``transient_bytes`` stand only while the unit goes backward, of which
-    ``recomputed_bytes`` are computed again. ``forward_launches`` and ``backward_launches`` count the kernels that the
-    host launches in both passes.
+    from forward to backward, ``transient_bytes`` stand only while the unit goes backward; what is put off
+    reads ``waiting_bytes``, kept or made until the gradient of the input is sent back. ``forward_launches`` and
+    ``backward_launches`` count the kernels that the host launches in both passes.
 
     ``step_s`` are messages once a step, beside data parallelism: ``gather_s`` of them gather parameters, the others sum
     gradients. In ``cut_s`` gradients that are whole on an axis which shards their parameter are cut, before they are
@@ -44,7 +44,7 @@ class UnitLabels:
     backward_communication_s: FloatArray
     activation_bytes: FloatArray
     transient_bytes: FloatArray
-    recomputed_bytes: FloatArray
+    waiting_bytes: FloatArray
     again_s: FloatArray
     late_s: FloatArray
     forward_launches: FloatArray

@@ -162,7 +162,7 @@ def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> Un
     best = best[np.lexsort((kept[best], seconds[best], mode[best], found.exit[best], found.entry[best]))]
     states = {v: s[best] for v, s in found.states.items()}
     number = unit.model.number
-    gradients = stage.shape.flight(number).peak(stage.parts.graph, states, mode[best])
+    gradients, waiting = stage.shape.flight(number).peak(stage.parts.graph, states, mode[best])
     sequence = np.zeros(len(best), dtype=np.bool_)
     for variable, sharded in stage.shape.sequence_states(number).items():
         sequence |= sharded[states[variable]]
@@ -175,7 +175,7 @@ def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> Un
         backward_communication_s=(parts[Part.BACKWARD_COMMUNICATION] + again_communication)[best],
         activation_bytes=kept[best],
         transient_bytes=transient[best] + gradients,
-        recomputed_bytes=transient[best],
+        waiting_bytes=waiting,
         step_s=parts[Part.STEP, best],
         gather_s=parts[Part.GATHER, best],
         cut_s=parts[Part.CUT, best],

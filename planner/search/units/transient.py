@@ -18,6 +18,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 Piece = tuple[TensorRef, int]
 """A tensor as a variable writes it; whole where the variable is −1."""
+_COMPUTED = (Role.OPERATOR, Role.GRADIENT_SUM)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +27,8 @@ class Flight:
 
     ``standing[p, i]`` says how often piece i stands at place p, ``released[m, i]`` how much less where mode m computes
     again. ``copies`` are tensors that a reader may want in another placement than its writer's, ``beside[p, c]`` says
-    at which place copy c stands.
+    at which place copy c stands. ``waiting`` are the numbers of the pieces that operators read which may be put off
+    until the gradient of the input has been sent back, and that others wrote.
     """
 
     pieces: tuple[Piece, ...]
@@ -34,6 +36,7 @@ class Flight:
     released: FloatArray
     copies: tuple[tuple[TensorRef, int, int], ...]
     beside: FloatArray
+    waiting: IntArray
 
 
 def flight_of(model: UnitModel) -> Flight:
@@ -62,13 +65,14 @@ class _Follower:
         released = self._released()
         self._follow()
         copies, beside = self._copies()
+        waiting = np.array(self._waiting(), dtype=np.int64)
         change = np.zeros((len(self.order) + 2, len(self.pieces)))
         for place, piece, sign in self.changes:
             change[place, piece] += sign
         less = np.zeros((len(MODES), len(self.pieces)))
         for mode, piece in released:
             less[mode, piece] += 1.0
-        return Flight(tuple(self.pieces), np.cumsum(change, axis=0)[:-1], less, copies, beside)
+        return Flight(tuple(self.pieces), np.cumsum(change, axis=0)[:-1], less, copies, beside, waiting)
 
     def _last(self) -> dict[TensorRef, int]:
         """Last place at which each tensor is read."""
@@ -119,6 +123,20 @@ class _Follower:
             found += [(mode, self._piece(r, self.model.decisions.of_node[r.node])) for r in sorted(kept, key=_order)]
         return found
 
+    def _waiting(self) -> list[int]:
+        """Pieces that weight gradients read, written before them: values of the forward pass, and gradients."""
+        graph, model, of_node = self.graph, self.model, self.model.decisions.of_node
+        read = {_base(self.owner, ref) for index in model.late for ref in graph.nodes[index].tensor_inputs}
+        found = []
+        for ref in sorted(read - self.final, key=_order):
+            if _arrives(model, ref):
+                found.append(self._piece(ref, model.exit))
+            elif ref == model.entry_tensor:
+                found.append(self._piece(ref, model.entry))
+            elif ref.node in model.nodes - model.late and graph.nodes[ref.node].role in _COMPUTED:
+                found.append(self._piece(ref, of_node[ref.node]))
+        return found
+
     def _copies(self) -> tuple[tuple[tuple[TensorRef, int, int], ...], FloatArray]:
         """Copies that operators read in other placements than those were written in."""
         of_node, variables = self.model.decisions.of_node, self.model.decisions.variables
@@ -151,8 +169,12 @@ class FlightSizes:
         (self._read, self._first_read), (self._here, self._first_here) = _behind(read), _behind(here)
         self._there, _ = _behind(there)
 
-    def peak(self, graph: OperatorGraph, states: Mapping[int, IntArray], mode: IntArray) -> FloatArray:
-        """Most bytes of gradients of activations that stand at once in each assignment, shape (n,).
+    def peak(
+        self, graph: OperatorGraph, states: Mapping[int, IntArray], mode: IntArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """Most bytes of gradients of activations that stand at once in each assignment, and what waits, (n,) each.
+
+        What waits for the gradients of weights is what they read of both passes, whatever is computed again.
 
         Parameters
         ----------
@@ -175,7 +197,7 @@ class FlightSizes:
             places = readers + self._first_read[:, None]
             differs = self._here[writers + self._first_here[:, None]] != self._there[places]
             level = level + flight.beside @ (differs * (whole[:, None] * self._read[places]))
-        return np.asarray(np.maximum(level.max(axis=0), 0.0))
+        return np.asarray(np.maximum(level.max(axis=0), 0.0)), np.asarray(sizes[flight.waiting].sum(axis=0))
 
 
 def _share(parts: Parts, ref: TensorRef, variable: int, *, reads: bool) -> FloatArray:

@@ -60,7 +60,7 @@ def labels(unit: MadeUnit, samples: float, message_s: float, first: bool, last: 
         backward_communication_s=nothing,
         activation_bytes=kept,
         transient_bytes=unit.activation_bytes * samples - kept,
-        recomputed_bytes=unit.activation_bytes * samples - kept,
+        waiting_bytes=kept,
         again_s=again,
         late_s=passes,
         forward_launches=nothing,

@@ -60,8 +60,8 @@ def agreed_time(pins: Pins) -> float:
 def agreed_memory(pins: Pins) -> float:
     """How far both peaks may lie apart."""
     if pins.schedule in SPLIT:
-        # Of what is kept, or was computed again, a part waits for the gradients of the weights; all of it is counted.
-        return {"selective": 0.5, "full": 0.25}.get(str(pins.recompute), 0.12)
+        # As many as wait for the gradients of the weights on one rank, or were kept on another, count on all.
+        return 0.12 if pins.recompute in (None, "none") else 0.25
     return 0.12
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from planner.search.configurations.schedule_shapes import apart_s, schedule_shape
 from simulator.pipeline import PipelineCosts, simulate_pipeline
+from simulator.pipeline_memory import PipelineBytes, pipeline_memory
 from simulator.schedules import make_schedule
 
 SECONDS = st.integers(10, 30).map(lambda tenths: tenths / 10)
@@ -63,3 +64,22 @@ def test_gpipe_goes_at_the_pace_of_its_slowest_forward_and_its_slowest_backward_
     last = apart_s(micro_batches, forward, backward, both, (micro_batches - 1) * both + first)
     assert last == pytest.approx(simulated_s(first), rel=1e-9)
     assert simulated_s(once) <= found + 1e-9 <= simulated_s(once) + backward[:-1].sum() + 2e-9
+
+
+@settings(max_examples=30, deadline=None)
+@given(name=st.sampled_from(["zb_h1", "zbv"]), ranks=st.integers(2, 5), kept=SECONDS, waiting=SECONDS)
+def test_what_is_kept_and_what_waits_for_weight_gradients_count_as_many_as_there_are(
+    name: str, ranks: int, kept: float, waiting: float
+) -> None:
+    chunks, micro_batches = (1 if name == "zb_h1" else 2), 3 * ranks
+    shape, schedule = (
+        schedule_shape(name, ranks, chunks, micro_batches),
+        make_schedule(name, ranks, micro_batches, chunks),
+    )
+    held = shape.held_bytes(np.array([kept]), np.array([waiting]))[0]
+    found = np.bincount(shape.rank_of, shape.in_flight * held).max()
+    costs = PipelineCosts(forward_s=1.0, backward_s=2.0, input_gradient_s=1.0, weight_gradient_s=1.0)
+    made = simulate_pipeline(schedule, costs)
+    sizes = PipelineBytes(activations=kept, weight_activations=waiting)
+    peaks = [rank.peak_bytes for rank in pipeline_memory(schedule, made.starts_s, made.ends_s, sizes)]
+    assert found == pytest.approx(max(peaks), rel=1e-9 if name == "zb_h1" else 0.15)
