@@ -36,6 +36,7 @@ from planner.strategy.plan import Certificate, Chunk, Plan, RecomputeRange, Stat
 from planner.work import Optimizer
 from simulator.errors import InputError, UnsupportedError
 from simulator.hardware import Hardware
+from simulator.launches import launch_time
 from simulator.program import Kernel
 
 TIGHTER = 2
@@ -106,7 +107,16 @@ class Configured:
             context=self._context(pins),
             gradient_bytes=float(trained_bytes(self.graph)),
             sample_s=work_bound(self.graph, self.hardware, self.dtype, devices),
+            launch_s=self._launch_s(),
         )
+
+    def _launch_s(self) -> float:
+        """Seconds in which a host launches one micro-batch's passes at least."""
+        each, units = launch_time(self.hardware), self.decisions.chain.units
+        if not each:
+            return 0.0
+        counts = (model.launches for model in self.decisions.models)
+        return each * sum(u.count * (ahead + min(back)) for u, (ahead, back) in zip(units, counts, strict=True))
 
     def _context(self, pins: Pins) -> Mapping[str, ContextAxis] | None:
         """What the network does on a context axis by algorithm, where one is searched; None where none is."""

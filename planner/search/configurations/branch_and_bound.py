@@ -145,7 +145,8 @@ class _Search:
             mesh = (base.context, base.expert, base.tensor)
             turns[mesh] += 1
             # The work of a sample is shared by all ranks but those of the data axis.
-            each = self.sample_s * base.micro_batch / (base.tensor * base.context)
+            # Every rank of a stage launches all kernels of its own.
+            each = max(self.sample_s * base.micro_batch / (base.tensor * base.context), self.extent.launch_s)
             bound = even_bound(base, each)
             self._push(bound, Node(Stage.BASE, base), hoped_s=bound * (1 + BY_TURNS * turns[mesh]))
         try:

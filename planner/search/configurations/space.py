@@ -38,8 +38,9 @@ class Extent:
 
     ``units`` is the number of pieces the network may be cut into, ``sequence`` the tokens of a sample (0: none),
     ``experts`` those of the largest layer; ``context`` says by algorithm which context axes are possible, None where
-    that is not known. ``gradient_bytes`` are those of all trained parameters and ``sample_s`` the device seconds of one
-    sample, 0 where they are not known.
+    that is not known. ``gradient_bytes`` are those of all trained parameters, ``sample_s`` the device seconds of one
+    sample and ``launch_s`` the host's for the launches of one micro-batch's passes, both at least; 0 where they are
+    not known.
     """
 
     hardware: Hardware
@@ -52,6 +53,7 @@ class Extent:
     context: Mapping[str, ContextAxis] | None = None
     gradient_bytes: float = 0.0
     sample_s: float = 0.0
+    launch_s: float = 0.0
 
 
 def bases(extent: Extent) -> Iterator[Configuration]:

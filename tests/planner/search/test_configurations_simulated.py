@@ -19,6 +19,7 @@ from planner.documents import prediction_document
 from planner.graph.scaling import at_precision
 from planner.networks import load_network
 from planner.request import Pins
+from planner.search.configurations.bounds import even_bound
 from planner.work import optimizer
 from simulator.hardware import load_profile
 from tests.planner.search.problems import captured
@@ -63,6 +64,17 @@ def agreed_memory(pins: Pins) -> float:
         # As many as wait for the gradients of the weights on one rank, or were kept on another, count on all.
         return 0.12 if pins.recompute in (None, "none") else 0.25
     return 0.12
+
+
+def test_no_plan_is_faster_than_the_launches_of_its_passes() -> None:
+    search = configured(4, 8, "gpt2-tiny")
+    pins = Pins(optimizer_sharding="none", recompute="none")
+    launch_s, found = search.extent(pins).launch_s, search.explore(pins, wanted=5).found
+    bounds = [even_bound(placed.configuration, launch_s) for placed in found]
+    assert found
+    assert all(placed.objective_s >= bound > 0 for placed, bound in zip(found, bounds, strict=True))
+    # So small a network waits for its host.
+    assert found[0].objective_s < 2 * bounds[0]
 
 
 def check(search: Configured, pins: Pins) -> float:
