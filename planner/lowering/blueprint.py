@@ -57,9 +57,8 @@ class Uses:
 
     def add(self, uses: Sequence[Use]) -> None:
         """Add the row of one more draft."""
-        for value, unit in uses:
-            self.values.append(value)
-            self.units.append(unit)
+        self.values.extend([value for value, _ in uses])
+        self.units.extend([unit for _, unit in uses])
         self.offsets.append(len(self.values))
 
 

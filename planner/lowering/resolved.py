@@ -186,17 +186,25 @@ class _Step:
         source, graph = self.blueprint.source, self.blueprint.graph
         rows: list[tuple[int, int, int]] = []
         states: list[int] = []
-        for value, index in zip(self.stored.tolist(), self.stored_nodes, strict=True):
+        state = KIND_INDEX[BufferKind.OPTIMIZER_STATE]
+        sizes: dict[int, tuple[int, int, int]] = {}
+        for index in dict.fromkeys(self.stored_nodes):
             if source.on_host(index):
                 continue
             node = graph.nodes[index]
             spec = node.outputs[0]
             size = source.local_bytes(spec, source.stored[index])
             parameter = node.role is Role.PARAMETER
-            rows.append((value, size, KIND_INDEX[BufferKind.PARAMETER if parameter else BufferKind.ACTIVATION]))
+            kind = KIND_INDEX[BufferKind.PARAMETER if parameter else BufferKind.ACTIVATION]
             more = state_bytes(source.options.optimizer, spec.dtype) * size // DTYPE_BYTES[spec.dtype]
-            if parameter and more and not source.options.offload_optimizer:
-                rows.append((self.placing.count + len(states), more, KIND_INDEX[BufferKind.OPTIMIZER_STATE]))
+            sizes[index] = size, kind, 0 if source.options.offload_optimizer or not parameter else more
+        for value, index in zip(self.stored.tolist(), self.stored_nodes, strict=True):
+            if index not in sizes:
+                continue
+            size, kind, more = sizes[index]
+            rows.append((value, size, kind))
+            if more:
+                rows.append((self.placing.count + len(states), more, state))
                 states.append(value)
         table = np.array(rows, dtype=np.int64).reshape(len(rows), 3).T
         zeros = np.zeros(len(rows), dtype=np.int64)

@@ -19,7 +19,7 @@ from planner.lowering.host import offloading
 from planner.lowering.overflow import check_blocks, checks_gradients
 from planner.lowering.placed import local_share
 from planner.lowering.sums import Summed, summed
-from planner.lowering.together import together
+from planner.lowering.ways import Wanted, moves_together
 from planner.lowering.writer import Draft, Moved, Writer
 from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step
@@ -48,6 +48,7 @@ class _Move:
 
     key: Kind
     target: int
+    made: Buffer
     size_bytes: int
     payload: float
     dims: tuple[int, int]
@@ -114,7 +115,8 @@ class SegmentWriter(Writer):
                 self.blueprint.add(draft, home)
             self.drafts = []
             self.made[key] = Block(before, len(self.blueprint.tasks), home)
-        self.order.append(self.made[key]._replace(unit=unit))
+        first, last, _ = self.made[key]
+        self.order.append(Block(first, last, unit))
 
     def _run_once(self, unit: int, home: int, reads: Sequence[Use], writes: Sequence[Use]) -> None:
         """Run the one draft just written, whose values are of several units."""
@@ -128,21 +130,23 @@ class SegmentWriter(Writer):
         """Fetch stored shards once a step, in fused messages ahead of their use."""
         blueprint, source = self.blueprint, self.source
         nodes = [p.node for p in self.graph.parameters if p.node not in source.by_unit and source.gathered(p.node)]
+        of_node: dict[int, list[Wanted]] = {}
+        for node in nodes:
+            ref = TensorRef(node)
+            of_node[node] = [(ref, wanted, source.value_name(ref, wanted)) for wanted in source.gathered(node)]
         values = []
         for unit, node in blueprint.copies.in_order((blueprint.owners[node], node) for node in nodes):
-            ref = TensorRef(node)
-            for wanted in source.gathered(node):
-                name = source.value_name(ref, wanted)
-                self.persistent.append((blueprint.value(name, blueprint.owners[node]), unit))
-                values.append((ref, wanted, name, unit))
+            for value in of_node[node]:
+                self.persistent.append((blueprint.value(value[2], blueprint.owners[node]), unit))
+                values.append((value, unit))
         if self.first:
             self._gather_fused(values)
 
-    def _gather_fused(self, values: Sequence[tuple[TensorRef, Placements, str, int]]) -> None:
+    def _gather_fused(self, values: Sequence[tuple[Wanted, int]]) -> None:
         """Fetch parameters of all units in messages that are full at the size of a bucket."""
         blueprint = self.blueprint
-        units = [unit for *_, unit in values]
-        for items, numbers in self._ways([value[:3] for value in values], self.source.gather_limit(of_unit=False)):
+        units = [unit for _, unit in values]
+        for items, numbers in self._ways([value for value, _ in values], self.source.gather_limit(of_unit=False)):
             self._step(items, Phase.FORWARD, asynchronous=True)
             homes = [blueprint.owners[ref.node] for ref, *_ in items]
             reads = [
@@ -151,38 +155,15 @@ class SegmentWriter(Writer):
             made = [(blueprint.value(t, h), units[n]) for (_, _, t, _), n, h in zip(items, numbers, homes, strict=True)]
             self._run_once(units[numbers[0]], homes[0], reads, made)
 
-    def _ways(
-        self, values: Sequence[tuple[TensorRef, Placements, str]], limit_bytes: float
-    ) -> Iterator[tuple[list[Moved], list[int]]]:
+    def _ways(self, values: Sequence[Wanted], limit_bytes: float) -> Iterator[tuple[list[Moved], list[int]]]:
         """The moves of parameters to their placements, as far as they go together, with their places in `values`.
 
         Those in the memory of the host travel apart.
         """
         for on_host in (False, True):
             places = [n for n, (ref, *_) in enumerate(values) if self.source.host.holds(ref) is on_host]
-            for items, numbers in self._alike([values[place] for place in places], limit_bytes):
+            for items, numbers in moves_together(self.source, [values[place] for place in places], limit_bytes):
                 yield items, [places[number] for number in numbers]
-
-    def _alike(
-        self, values: Sequence[tuple[TensorRef, Placements, str]], limit_bytes: float
-    ) -> Iterator[tuple[list[Moved], list[int]]]:
-        specs = [self.graph.spec(ref) for ref, *_ in values]
-        ways = [self.source.path(self.source.stored[ref.node], wanted) for ref, wanted, _ in values]
-        names = [self.graph.nodes[ref.node].name for ref, *_ in values]
-        done = [0] * len(values)
-
-        def size_bytes(number: int, step: Step) -> float:
-            return self.source.local_bytes(specs[number], step.after)
-
-        for moves in together(ways, [spec.dtype for spec in specs], size_bytes, limit_bytes):
-            items: list[Moved] = []
-            for number, step in moves:
-                ref, _, goal = values[number]
-                done[number] += 1
-                target = goal if done[number] == len(ways[number]) else f"{goal}.step{done[number]}"
-                items.append((ref, names[number], target, step))
-                names[number] = target
-            yield items, [number for number, _ in moves]
 
     def _gather_units(self, gathers: Sequence[tuple[Gather, int]], position: int) -> None:
         """At the first operator of a unit, gather what the next one needs, and its own where none was before.
@@ -299,10 +280,12 @@ class SegmentWriter(Writer):
             ref, kind = self.source.gradient_ref(parameter), self._kind(parameter, step)
             spec = self.graph.spec(ref)
             on_wire = self.source.travelling_bytes(spec)
+            name, size = self._synchronised_name(parameter, step), self.source.local_bytes(spec, step.after)
             self.moves[key] = _Move(
                 key=kind,
-                target=self.blueprint.value(self._synchronised_name(parameter, step), self.blueprint.owners[parameter]),
-                size_bytes=self.source.local_bytes(spec, step.after),
+                target=self.blueprint.value(name, self.blueprint.owners[parameter]),
+                made=Buffer(name=name, size_bytes=0 if kind[4] else size, kind=BufferKind.GRADIENT),
+                size_bytes=size,
                 payload=on_wire / prod(self.source.sizes[a] for a in step.sharded_axes),
                 dims=(step.gather_dim, step.split_dim),
                 narrow_bytes=0 if spec.dtype == kind[2] else self.source.local_bytes(spec, step.before),
@@ -322,15 +305,14 @@ class SegmentWriter(Writer):
 
     def _flush(self, key: Kind) -> None:
         entries, names = self.pending.pop(key).entries, self.blueprint.names
-        cast = any(move.narrow_bytes for _, move, *_ in entries)
-        targets = [names[move.target] for _, move, *_ in entries]
+        cast = any(move.narrow_bytes for _, move, _, _ in entries)
         message = Communicate(
             collective=key[0],
             axis=key[1],
-            sources=tuple([names[gradient.value] for gradient, *_ in entries]),
-            targets=tuple(targets),
-            gather_dims=tuple([move.dims[0] for _, move, *_ in entries]),
-            split_dims=tuple([move.dims[1] for _, move, *_ in entries]),
+            sources=tuple([names[gradient.value] for gradient, _, _, _ in entries]),
+            targets=tuple([move.made.name for _, move, _, _ in entries]),
+            gather_dims=tuple([move.dims[0] for _, move, _, _ in entries]),
+            split_dims=tuple([move.dims[1] for _, move, _, _ in entries]),
             asynchronous=True,
             dtype=key[2] if cast else "",
         )
@@ -338,13 +320,10 @@ class SegmentWriter(Writer):
         name = f"{key[0]} gradients of {self.graph.nodes[head.parameter].name}"
         if len(entries) > 1:
             name += f" and {len(entries) - 1} more"
-        buffers = tuple([
-            Buffer(name=target, size_bytes=0 if key[4] else move.size_bytes, kind=BufferKind.GRADIENT)
-            for target, (_, move, *_) in zip(targets, entries, strict=True)
-        ])  # fmt: skip
-        payload = sum(move.payload for _, move, *_ in entries)
-        reads = [(gradient.value, gradient.unit) for gradient, *_ in entries]
-        made = [(move.target, gradient.unit) for gradient, move, *_ in entries]
+        buffers = tuple([move.made for _, move, _, _ in entries])
+        payload = sum([move.payload for _, move, _, _ in entries])
+        reads = [(gradient.value, gradient.unit) for gradient, _, _, _ in entries]
+        made = [(move.target, gradient.unit) for gradient, move, _, _ in entries]
         home = self.blueprint.owners[head.parameter]
         if not cast:
             self._message(name, Phase.BACKWARD, message, payload, writes=buffers, dtype=key[2], on_host=key[4])

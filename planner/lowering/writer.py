@@ -87,13 +87,23 @@ def moving_message(moved: Sequence[Moved], asynchronous: bool, dtype: str = "") 
     return Communicate(
         collective=step.operation,
         axis=step.axis,
-        sources=tuple(value for _, value, *_ in moved),
-        targets=tuple(target for _, _, target, _ in moved),
-        gather_dims=tuple(way.gather_dim for *_, way in moved),
-        split_dims=tuple(way.split_dim for *_, way in moved),
+        sources=tuple([value for _, value, _, _ in moved]),
+        targets=tuple([target for _, _, target, _ in moved]),
+        gather_dims=tuple([way.gather_dim for _, _, _, way in moved]),
+        split_dims=tuple([way.split_dim for _, _, _, way in moved]),
         asynchronous=asynchronous,
         dtype=dtype,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What one tensor is of a move: its bytes behind the step, those that it adds to the message, and what is made."""
+
+    step: Step
+    size_bytes: int
+    payload: float
+    made: Buffer
 
 
 class Writer:
@@ -113,6 +123,7 @@ class Writer:
         """Values that moves have made."""
         self.came: dict[str, str] = {}
         """Streams of the messages beside the passes that bring values: local work on these follows there."""
+        self._parts: dict[str, _Part] = {}
 
     def _value_name(self, ref: TensorRef, placements: Placements) -> str:
         """Name of a tensor in one placement, as it stands now."""
@@ -144,23 +155,19 @@ class Writer:
     def _step(self, items: list[Moved], phase: Phase, asynchronous: bool) -> None:
         """One move along one axis, of several tensors in one message if it is a collective; all on the host or none."""
         source, step = self.source, items[0][3]
-        specs = [self.graph.spec(ref) for ref, *_ in items]
-        sizes = [source.local_bytes(spec, one.after) for spec, (*_, one) in zip(specs, items, strict=True)]
+        dtype = self.graph.spec(items[0][0]).dtype
         on_host = source.host.holds(items[0][0])
-        kinds = [self._moved_kind(ref) for ref, *_ in items]
-        writes = tuple(
-            Buffer(name=t, size_bytes=0 if on_host else size, kind=kind)
-            for (_, _, t, _), size, kind in zip(items, sizes, kinds, strict=True)
-        )
+        parts = [self._part(item) for item in items]
+        writes = tuple([part.made for part in parts])
         if not isinstance(step.operation, Collective):
-            (_, value, target, _), size = items[0], sizes[0]
+            (_, value, target, _), size = items[0], parts[0].size_bytes
             task = Task(
                 name=f"{step.operation} {value}",
                 phase=phase,
                 stream=self.came.get(value, COMPUTE_STREAM),
                 kernel=Kernel.COPY,
                 bytes_moved=2.0 * size,
-                dtype=specs[0].dtype,
+                dtype=dtype,
                 on_host=on_host,
                 launched_with=self._pass(phase),
             )
@@ -168,16 +175,29 @@ class Writer:
                 self.came[target] = self.came[value]
             self._add(task, local_move(source, items[0]), (value,), writes)
             return
-        payload = sum(
-            spec.size_bytes / prod(source.sizes[a] for a in one.sharded_axes)
-            for spec, (*_, one) in zip(specs, items, strict=True)
-        )
+        payload = sum([part.payload for part in parts])
         message = moving_message(items, asynchronous)
         what = items[0][1] if len(items) == 1 else f"{len(items)} tensors from {items[0][1]}"
         self._message(
             f"{step.operation} {what}", phase, message, payload,
-            writes=writes, dtype=specs[0].dtype, on_host=on_host,
+            writes=writes, dtype=dtype, on_host=on_host,
         )  # fmt: skip
+
+    def _part(self, moved: Moved) -> _Part:
+        """One tensor's part of a move; layers that are written once move the same ones again and again."""
+        ref, _, target, step = moved
+        part = self._parts.get(target)
+        if part is None or part.step is not step:
+            spec, source = self.graph.spec(ref), self.source
+            size = source.local_bytes(spec, step.after)
+            stays = 0 if source.host.holds(ref) else size
+            part = self._parts[target] = _Part(
+                step=step,
+                size_bytes=size,
+                payload=spec.size_bytes / prod(source.sizes[a] for a in step.sharded_axes),
+                made=Buffer(name=target, size_bytes=stays, kind=self._moved_kind(ref)),
+            )
+        return part
 
     def _host_copy(self, source: str, made: Buffer, size_bytes: float, phase: Phase, *, to_host: bool) -> None:
         """Copy a value to the memory of the host or from there."""
