@@ -72,8 +72,8 @@ def test_each_stage_runs_at_its_own_pace() -> None:
     old = step_s(plan, cluster(OLD, OLD))
     paced = predict_pipeline(plan, captured("gpt2-tiny", LAYERS), pacing_hardware(cluster(NEW, OLD)))
     # Fused attention takes longer to begin on the newer devices.
-    assert new < mixed <= 1.01 * paced.prediction.step_time_s
-    assert new < turned <= 1.01 * paced.prediction.step_time_s
+    assert new < mixed <= 1.03 * paced.prediction.step_time_s
+    assert new < turned <= 1.03 * paced.prediction.step_time_s
     assert mixed < old
 
 
