@@ -49,7 +49,7 @@ def kernel_shape(graph: OperatorGraph, node: Node) -> KernelShape | None:
     return None
 
 
-def local_shape(
+def local_kernel(
     kernel: Kernel, sizes: Sequence[Amount | float], shares: tuple[Amount, Amount, Amount], work: Amount
 ) -> tuple[Amount, Amount, Amount, Amount]:
     """Local sizes of a kernel.

@@ -13,9 +13,9 @@ from planner.graph.operator_graph import TensorRef
 from planner.instructions import NOTHING, Accumulate, value_of_copy
 from planner.lowering.groups import ALONE, BY_SIZE
 from planner.lowering.placed import PlacedGraph, placements_text
-from planner.lowering.together import together
 from planner.lowering.turns import in_turn
 from planner.lowering.unit_work import BESIDE, KERNELS, Mark, Part, UnitWork
+from planner.lowering.ways import moves_together
 from planner.lowering.work import Work
 from planner.lowering.writer import Moved, local_move, moving_message
 from planner.sharding.placement import Placements
@@ -246,26 +246,10 @@ class PassWriter:
         self, values: Sequence[tuple[int, TensorRef, Placements, str]], after: list[int], *, ahead: bool = False
     ) -> None:
         """Append messages for ``(unit, parameter, placements, name)``; by unit a single one of each kind."""
-        source = self.source
-        specs = [source.graph.spec(ref) for _, ref, *_ in values]
-        ways = [source.path(source.stored[ref.node], wanted) for _, ref, wanted, _ in values]
-        names = [source.graph.nodes[ref.node].name for _, ref, *_ in values]
-        done = [0] * len(values)
-        limit = source.gather_limit(of_unit=bool(source.by_unit))
-
-        def size_bytes(number: int, step: Step) -> float:
-            return source.local_bytes(specs[number], step.after)
-
-        for moves in together(ways, [spec.dtype for spec in specs], size_bytes, limit):
-            items: list[Moved] = []
-            for number, step in moves:
-                _, ref, _, goal = values[number]
-                done[number] += 1
-                target = goal if done[number] == len(ways[number]) else f"{goal}.step{done[number]}"
-                items.append((ref, names[number], target, step))
-                names[number] = target
+        limit = self.source.gather_limit(of_unit=bool(self.source.by_unit))
+        for items, numbers in moves_together(self.source, [value[1:] for value in values], limit):
             at = self._message(items, list(after), ahead)
-            for number, _ in moves:
+            for number in numbers:
                 unit, *_, name = values[number]
                 self.arrivals[unit][name] = at
 

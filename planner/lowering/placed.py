@@ -11,7 +11,7 @@ from planner.graph.chain import Chain
 from planner.graph.host_tables import NO_TABLES, host_tables
 from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, Role, TensorRef, TensorSpec
 from planner.instructions import LoweredInput
-from planner.kernel_shapes import kernel_shape, local_shape
+from planner.kernel_shapes import kernel_shape, local_kernel
 from planner.lowering.groups import BY_SIZE, message_groups
 from planner.lowering.loaded import BATCH_AXES, loaded_placements
 from planner.lowering.units import no_units, units_of
@@ -205,7 +205,7 @@ class PlacedGraph:
         if whole is None:
             return None
         one, two, three = (shares[port] for port in whole.ports)
-        first, second, third, fourth = local_shape(node.kernel, whole.sizes, (one, two, three), work)
+        first, second, third, fourth = local_kernel(node.kernel, whole.sizes, (one, two, three), work)
         return float(first), float(second), float(third), float(fourth)
 
     def shares(self, index: int) -> list[float]:

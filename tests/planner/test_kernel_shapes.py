@@ -9,7 +9,7 @@ import pytest
 
 from planner.graph.operator_graph import OperatorGraph, TensorRef
 from planner.graph.scaling import at_batch
-from planner.kernel_shapes import KernelShape, kernel_shape, local_shape
+from planner.kernel_shapes import KernelShape, kernel_shape, local_kernel
 from planner.lowering.placed import local_share
 from simulator.hardware import load_profile
 from simulator.kernels import attention_time, best_rate, convolution_time, has_shape_model, shaped_time
@@ -42,7 +42,7 @@ def test_convolutions_are_cut_as_their_tensors_are(samples: int, outputs: int, i
     # The image as read, the weights, and the result, cut by samples, output channels and input channels.
     shares = (1 / samples / inputs, 1 / inputs / outputs, 1 / samples / outputs)
     for _, whole in operators(graph, Kernel.CONVOLUTION, backward=backward):
-        groups, positions, columns, depth = local_shape(
+        groups, positions, columns, depth = local_kernel(
             Kernel.CONVOLUTION, whole.sizes, shares, 1 / samples / outputs / inputs
         )
         assert groups == whole.sizes[0] == 1
@@ -81,7 +81,7 @@ def test_a_convolution_takes_the_time_of_its_shape() -> None:
 def test_attention_takes_the_time_of_its_local_heads(heads: int, samples: int, *, backward: bool) -> None:
     graph = at_batch(captured("gpt2-tiny"), BATCH)
     index, whole = operators(graph, Kernel.ATTENTION, backward=backward)[0]
-    count, queries, seen, size = local_shape(
+    count, queries, seen, size = local_kernel(
         Kernel.ATTENTION, whole.sizes, (1 / heads / samples,) * 3, local_share((0, 1), (samples, heads))
     )
     spec = graph.spec(graph.nodes[index].tensor_inputs[1 if backward else 0])

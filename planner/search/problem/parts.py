@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
-from planner.kernel_shapes import kernel_shape, local_shape
+from planner.kernel_shapes import kernel_shape, local_kernel
 from planner.request import ParameterStorage
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.variables import Choice, Decisions, Edge, Kind, Variable, masks, unnamed
@@ -278,7 +278,7 @@ class Parts:
             time = kernel_time(hardware, node.kernel, dtype, flops, moved)
         else:
             first, second, result = (shares[port] for port in shape.ports)
-            local = local_shape(node.kernel, shape.sizes, (first, second, result), work)
+            local = local_kernel(node.kernel, shape.sizes, (first, second, result), work)
             time = shaped_time(hardware, node.kernel, dtype, local, flops, moved)
         time = time * self._factor(node.kernel, dtype)
         if node.product_dtype:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.kernel_shapes import KernelShape, local_shape
+from planner.kernel_shapes import KernelShape, local_kernel
 from planner.search.problem.costs import MeshCosts
 from planner.sharding.inner_messages import waiting_time
 from planner.sharding.rule_notation import InnerMessage
@@ -140,7 +140,7 @@ class Kernels:
             if ports and has_shape_model(hardware, kernel):
                 first, second, result = (share[:, group.ports[port].axes] for port in ports)
                 sizes = [scaled(dim.whole, dim.growth, ratio) for dim in group.sizes]
-                shape = local_shape(kernel, sizes, (first, second, result), share[:, group.work.axes])
+                shape = local_kernel(kernel, sizes, (first, second, result), share[:, group.work.axes])
                 time = shaped_time(hardware, kernel, dtype, shape, flops, moved)
             else:
                 time = kernel_time(hardware, kernel, dtype, flops, moved)
