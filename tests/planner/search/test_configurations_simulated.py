@@ -51,8 +51,8 @@ def configured(devices: int, batch: int, name: str = "gpt2", layers: int | None 
 
 def agreed_time(pins: Pins) -> float:
     """How far both times may lie apart; beyond 5 % where the ends of chunks, shared out over all units, differ."""
-    if pins.optimizer_sharding == "zero3" and pins.schedule in SPLIT:
-        # Gathers beside one part of few backward passes, scatters beside the other.
+    if pins.optimizer_sharding == "zero3" and pins.schedule in ("gpipe", *SPLIT):
+        # Gathers beside one part of few backward passes, scatters beside the other; all forward passes in a row.
         return 0.08
     unlike = pins.optimizer_sharding == "zero3" or pins.schedule in ("interleaved_1f1b", *SPLIT) or pins.tp != 1
     return 0.07 if unlike else 0.05
