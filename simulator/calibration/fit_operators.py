@@ -41,7 +41,7 @@ from simulator.calibration.fit_shapes import (
 from simulator.calibration.fits import Fit, rounded
 from simulator.hardware import AttentionModel, Hardware, MatmulModel, load_profile
 from simulator.profile_operators import OperatorsPart, operator_models
-from simulator.program import Kernel
+from simulator.program import WIDER_CLASS, Kernel
 
 Fields = dict[str, dict[str, object]]
 """Content of fields, value and source, by their dotted path in the profile."""
@@ -182,7 +182,8 @@ def _classes(folder: Path, rows: Rows, hardware: Hardware, fits: OperatorFits) -
     if rows.layers:
         small = layers[Kernel.ELEMENTWISE] if rows.layers == "Ascend" else fit_overhead(folder, rows.layers)
         for kernel in Kernel:
-            if kernel not in {Kernel.MATMUL, Kernel.ATTENTION, Kernel.VIEW}:
+            # Classes that the profile has no entry of their own for are as fast as the wider one.
+            if kernel not in {Kernel.MATMUL, Kernel.ATTENTION, Kernel.VIEW, *WIDER_CLASS}:
                 fits.add(small, f"kernels.{kernel}.overhead_s", {"value": small.numbers["overhead_s"]})
 
 

@@ -168,8 +168,8 @@ def test_the_choice_of_the_free_search_as_hints_gives_its_plan() -> None:
     assert len(hints) == 12
     again = planned(pins={"pp": "2", "tp": "2", "dp": "2"}, hints=hints).candidates[0]
     assert kept(free.plan, hints)
-    # Of ways that the host's launches make equal another is the usual one of a unit, and messages are shared out by it.
-    assert again.plan.certificate.objective_s == pytest.approx(free.plan.certificate.objective_s, rel=1e-3)
+    assert again.plan.certificate.objective_s == pytest.approx(free.plan.certificate.objective_s)
+    # Of ways that the closed form cannot tell apart either may be taken.
     assert again.prediction.step_time_s == pytest.approx(free.prediction.step_time_s, rel=5e-3)
 
 
