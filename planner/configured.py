@@ -307,7 +307,7 @@ class Configured:
             optimizer_sharding=c.optimizer_sharding,
             certificate=certificate,
             recompute=RECOMPUTE[max(RECOMPUTE.index(mode) for mode in modes)],
-            recompute_ranges=_ranges(names, modes),
+            recompute_ranges=_ranges(names, modes, self.unit_pins.keeps or (False,) * len(names)),
             schedule=c.schedule,
             sequence_parallel=sharded and c.tensor > 1,
             pipeline=c.pipeline,
@@ -464,12 +464,12 @@ def _chunks(names: Sequence[str], placed: Placed) -> tuple[Chunk, ...]:
     return tuple(found)
 
 
-def _ranges(names: Sequence[str], modes: Sequence[str]) -> tuple[RecomputeRange, ...]:
-    """Rows of units that compute again in one mode."""
+def _ranges(names: Sequence[str], modes: Sequence[str], keeps: Sequence[bool]) -> tuple[RecomputeRange, ...]:
+    """Rows of units that compute again in one mode and keep what messages bring, or do not."""
     found, begin = [], 0
-    for mode, members in groupby(modes):
+    for (mode, kept), members in groupby(zip(modes, keeps, strict=True)):
         end = begin + len(list(members))
         if mode != RECOMPUTE[0]:
-            found.append(RecomputeRange(first=names[begin], last=names[end - 1], mode=mode))
+            found.append(RecomputeRange(first=names[begin], last=names[end - 1], mode=mode, messages=not kept))
         begin = end
     return tuple(found)

@@ -67,6 +67,7 @@ def plan_document(plan: Plan, hardware: Hardware) -> Document:
         "copies": plan.copies,
         "sequence_parallel": plan.sequence_parallel,
         "recompute": plan.recompute,
+        "recompute_messages": all(part.messages for part in plan.recompute_ranges),
         "optimizer_sharding": plan.optimizer_sharding,
         "shard_size": plan.shard_size,
         "offload_optimizer": plan.offload_optimizer,

@@ -25,9 +25,11 @@ from simulator.topology import group_shape, level_of_axis
 MORE_BANDWIDTH = 1.1
 FEW_SOLVES = 12
 """Partitions of a search that answers a question beside the plan."""
-SIMULATED = frozenset({"sharding_threshold_kb", "host_embeddings", "offload_to", "offload_parameters", "copies"})
+SIMULATED = frozenset(
+    {"sharding_threshold_kb", "host_embeddings", "offload_to", "offload_parameters", "copies", "recompute_messages"}
+)
 """Pins whose cost only simulation tells: the closed form does not tell parameters apart, nor where on the host
-something is, nor what copies of a micro-batch hide."""
+something is, nor what copies of a micro-batch hide, nor what units that compute again keep of messages."""
 CONSIDERED = 3
 """Plans that are partitioned again with more memory, at most: the best, and those near it."""
 FARTHEST = 4

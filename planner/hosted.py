@@ -59,6 +59,12 @@ def simulated_costs(search: Configured, scored: Scored) -> Iterator[tuple[str, f
             "with parameters on the devices",
             {"offload_parameters": False},
         ),
+        (
+            not all(part.messages for part in plan.recompute_ranges),
+            "recompute_messages=false",
+            "with messages sent again",
+            {"recompute_ranges": tuple(replace(part, messages=True) for part in plan.recompute_ranges)},
+        ),
         (plan.copies > 1, f"copies={plan.copies}", "with micro-batches run whole", {"copies": 1}),
     )
     for asked, pin, where, change in others:

@@ -34,7 +34,10 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "context_algorithm": ("none", "ring", "all_to_all"),
     "offload_to": ("host", "disk"),
 }
-FLAGS = ("sequence_parallel", "offload_optimizer", "offload_parameters", "host_embeddings")
+FLAGS = (
+    *("sequence_parallel", "recompute_messages"),
+    *("offload_optimizer", "offload_parameters", "host_embeddings"),
+)
 SIZES: Mapping[str, tuple[int, int]] = {"bucket_mb": (1, 2**14), "sharding_threshold_kb": (0, 2**24)}
 """Pins that are sizes in MiB or KiB, with the least and the largest."""
 COPIES = ("1", "2")
@@ -84,7 +87,8 @@ class Pins:
     ``batch_only`` shards nothing but the batch (pure data parallelism). ``shard_size`` is the number of data-parallel
     ranks that optimizer states are sharded over, ``offload_optimizer`` whether they live beside the host, in its
     memory or where ``offload_to`` says, ``offload_parameters`` whether parameters lie in its memory too,
-    ``host_embeddings`` whether tables of embeddings do;
+    ``host_embeddings`` whether tables of embeddings do; ``recompute_messages`` whether messages of units that compute
+    again are sent again, which they are if nothing is said;
     ``by_unit`` says that units are fixed one by one (`planner.search.stages.unit_pins`).
     ``bucket_mb`` is the size of fused messages of gradients in MiB, and parameters of less than
     ``sharding_threshold_kb`` KiB stay whole. ``copies`` are the parts of a micro-batch whose operators are issued in
@@ -101,6 +105,7 @@ class Pins:
     micro_batches: int | None = None
     shard_size: int | None = None
     recompute: str | None = None
+    recompute_messages: bool | None = None
     optimizer_sharding: str | None = None
     schedule: str | None = None
     context_algorithm: str | None = None
@@ -199,6 +204,11 @@ def read_pins(request: PlanRequest) -> Pins:
             )
         pins = replace(pins, tp=1, pp=1, cp=1, ep=1, batch_only=not sharded)
         pins = pins if sharded else replace(pins, optimizer_sharding="none")
+    if pins.recompute == "none" and pins.recompute_messages is False:
+        raise InputError(
+            "pins recompute=none recompute_messages=false: nothing computes again whose messages could be kept; use "
+            "--pin recompute=full or selective, or leave recompute_messages out"
+        )
     return _in_copies(_offloaded(pins))
 
 

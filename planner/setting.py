@@ -10,6 +10,8 @@ from planner.configured import Configured
 from planner.context.applying import SEMI_AUTOMATIC, marked, semi_automatic, with_groups
 from planner.context.exchange import check_data
 from planner.context.layerwise import layerwise_names
+from planner.context.placing import PlacedMarks
+from planner.graph.chain import Chain
 from planner.graph.operator_graph import OperatorGraph
 from planner.hosted import with_host_tables
 from planner.lowering.checked import precision_dtype
@@ -19,7 +21,7 @@ from planner.refining import largest_threshold
 from planner.request import PRECISIONS, Pins, PlanRequest, read_pins
 from planner.search.candidates import Space
 from planner.search.configurations.buckets import MIB, USUAL
-from planner.search.stages.unit_pins import FREE
+from planner.search.stages.unit_pins import FREE, UnitPins
 from planner.search.units.hinted import StageHints
 from planner.shared_tables import NetworkTables, SharedTables
 from planner.strategy.exchange import Exchange
@@ -105,7 +107,7 @@ def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: Shared
         base=base,
         shared=tables,
         threshold_bytes=threshold_bytes(graph, pins),
-        unit_pins=placed.unit_pins() if placed else FREE,
+        unit_pins=_unit_pins(placed, pins, tables.decisions.chain),
         hints=StageHints(hints=request.hints, rest_by_data=request.parallel_mode == SEMI_AUTOMATIC),
     )
     return Setting(
@@ -118,6 +120,14 @@ def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: Shared
         captured=captured,
         ruled=ruled,
     )
+
+
+def _unit_pins(placed: PlacedMarks | None, pins: Pins, units: Chain) -> UnitPins:
+    """What marks and pins fix of single units."""
+    found = placed.unit_pins() if placed else FREE
+    if pins.recompute_messages is not None:
+        found = replace(found, keeps=(not pins.recompute_messages,) * len(units.names()))
+    return found
 
 
 def threshold_bytes(graph: OperatorGraph, pins: Pins) -> int:

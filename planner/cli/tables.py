@@ -59,7 +59,8 @@ def stages_text(plan: Plan) -> str:
     if plan.copies > 1:
         parts.append(f"micro-batches in {plan.copies} copies")
     if plan.recompute != "none":
-        parts.append(f"recomputation {plan.recompute}")
+        kept = not all(part.messages for part in plan.recompute_ranges)
+        parts.append(f"recomputation {plan.recompute}" + (" but of messages" if kept else ""))
     parts += [f"{name} {plan.degree(name)}" for name in ("context", "expert") if plan.degree(name) > 1]
     if plan.shard_size:
         parts.append(f"states shared by {plan.shard_size} ranks")

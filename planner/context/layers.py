@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain as joined
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,8 @@ class LayerSettings:
     recompute : which layers compute again whole, where they are counted
     select : which layers compute again in part, and what of them
     exclude : what does not compute again
-    messages : layers whose messages are sent again, which is so wherever a layer computes again
+    messages : layers whose messages are sent again, though they compute again in part or ``resends`` is not so
+    resends : whether the messages of layers that compute again whole are sent again
     groups : groups of neighbouring layers whose gradients travel in one message; None for none said
     """
 
@@ -39,6 +40,7 @@ class LayerSettings:
     select: tuple[Choice, ...] = ()
     exclude: tuple[Choice, ...] = ()
     messages: tuple[Choice, ...] = ()
+    resends: bool = True
     groups: int | None = None
 
     def __bool__(self) -> bool:
@@ -79,7 +81,9 @@ class LayerSettings:
             marked |= {"stages": dict(zip(names, numbers, strict=True)), "virtual": virtual}
         if self.recomputes:
             modes = self._modes(Layer.of(graph, run), chunks, stages if apart else 1)
+            sent = self._sent(modes, chunks, stages if apart else 1)
             marked["recompute"] = {name: _MARKS[mode] for name, mode in zip(names, modes, strict=True)}
+            marked["messages"] = dict(zip(names, sent, strict=True))
         if self.groups is not None:
             size = max((run.count + 1) // self.groups, 1)
             marked["fusion"] = {name: layer // size + 1 for layer, name in enumerate(names)}
@@ -139,6 +143,14 @@ class LayerSettings:
                 )
         return found
 
+    def _sent(self, modes: Sequence[str], chunks: list[int], stages: int) -> list[bool]:
+        """Whether each layer sends its messages again."""
+        named = [choice.counts.chosen(chunks, stages) for choice in self.messages]
+        return [
+            mode == KEPT or (mode == WHOLE and self.resends) or any(of[number] for of in named)
+            for number, mode in enumerate(modes)
+        ]
+
     def _counted(self) -> list[LayerCounts]:
         of = [choice.counts for choice in (*self.select, *self.exclude, *self.messages)]
         return [one for one in (self.recompute, *of) if one is not None and one.rows]
@@ -185,6 +197,7 @@ def layer_settings(config: Mapping[str, Any], recompute: Mapping[str, Any], mode
         select=select if layered else (),
         exclude=exclude,
         messages=messages if layered else (),
+        resends=recompute.get("mp_comm_recompute") is not False,
         groups=None if groups is None else integer(1)("parallel_config.gradient_aggregation_group", groups),
     )
 

@@ -28,6 +28,7 @@ class ModuleMarks:
 
     stage: int | None = None
     recompute: bool | None = None
+    messages: bool | None = None
     fusion: int | None = None
     cuts: OperatorCuts | None = None
 
@@ -41,6 +42,7 @@ class Marks:
     stages : pipeline stage of modules; with several chunks a stage the number of their chunk, in model order
     virtual : chunks of a stage
     recompute : whether modules compute again in the backward pass, ``"selective"`` for what is cheap in them
+    messages : whether messages of modules that compute again are sent again; they are where nothing is said
     fusion : group of modules, and of parameters by their own names, whose gradients travel in one message; 0 alone
     cuts : in how many parts the tensors of an operator are cut
     modules : all module paths, where they are known
@@ -48,6 +50,7 @@ class Marks:
 
     stages: Mapping[str, int] = field(default_factory=dict)
     recompute: Mapping[str, bool | str] = field(default_factory=dict)
+    messages: Mapping[str, bool] = field(default_factory=dict)
     fusion: Mapping[str, int] = field(default_factory=dict)
     cuts: Mapping[str, OperatorCuts] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
@@ -58,7 +61,7 @@ class Marks:
 
     def over(self, other: Marks) -> Marks:
         """These marks, and those of `other` where these say nothing."""
-        names = ("stages", "recompute", "fusion", "cuts")
+        names = ("stages", "recompute", "messages", "fusion", "cuts")
         found: dict[str, Any] = {name: {**getattr(other, name), **getattr(self, name)} for name in names}
         virtual = self.virtual if self.stages else other.virtual
         return Marks(**found, modules=self.modules or other.modules, virtual=virtual)
@@ -75,12 +78,14 @@ def set_pipeline_stage(module: Marked, stage: int) -> Marked:
     return _mark(module, "set_pipeline_stage", stage=integer(0, LARGEST_STAGE)("pipeline_stage", stage))
 
 
-def recompute(module: Marked, mode: bool = True) -> Marked:
+def recompute(module: Marked, mode: bool = True, mp_comm_recompute: bool = True) -> Marked:
     """Mark a module to keep nothing from the forward to the backward pass but its input; returns the module.
 
-    ``mode=False`` takes a part of a marked module out again.
+    ``mode=False`` takes a part of a marked module out again. With ``mp_comm_recompute=False`` the messages of its
+    operators are not sent again: what they have brought is kept.
     """
-    return _mark(module, "recompute", recompute=boolean("recompute mode", mode))
+    mode, again = boolean("recompute mode", mode), boolean("mp_comm_recompute", mp_comm_recompute)
+    return _mark(module, "recompute", recompute=mode, messages=again if mode else None)
 
 
 def set_comm_fusion(module_or_parameter: Marked, fusion_type: int) -> Marked:
@@ -126,7 +131,7 @@ def marks_of(network: Any) -> Marks:
 
     A parameter may also carry its group in an attribute of its own, ``parameter.comm_fusion = 2``.
     """
-    found: dict[str, Any] = {"stages": {}, "recompute": {}, "fusion": {}, "cuts": {}}
+    found: dict[str, Any] = {"stages": {}, "recompute": {}, "messages": {}, "fusion": {}, "cuts": {}}
     names = {"stage": "stages"}
     modules = []
     for path, marks in _marked(network):

@@ -243,9 +243,14 @@ def _recompute(document: Mapping[Any, Any], pins: dict[str, str]) -> dict[str, s
             "select_recompute as well, or leave it out"
         )
     found = {**pins, **_sliced(section, pins, again), **_gathered_again(section, pins)}
+    key = "recompute_config.mp_comm_recompute"
+    sent = boolean(key, True if section.get("mp_comm_recompute") is None else section["mp_comm_recompute"])
     if said_by_layer(section) or (whole is None and part is None):
         return found
-    return {**found, "recompute": "full" if whole else "selective" if part else "none"}
+    found["recompute"] = "full" if whole else "selective" if part else "none"
+    if again and not (whole and sent) and not section.get("select_comm_recompute"):
+        found["recompute_messages"] = "false"
+    return found
 
 
 def _sliced(section: Mapping[str, Any], pins: Mapping[str, str], again: bool) -> dict[str, str]:

@@ -52,9 +52,9 @@ LATER_CONFIG: Mapping[str, Any] = {
 """Keys of ``parallel_config`` that nothing follows yet, with their defaults."""
 RECOMPUTE_KEYS = (
     *("recompute", "select_recompute", "select_recompute_exclude", "select_comm_recompute"),
-    *("recompute_slice_activation", "parallel_optimizer_comm_recompute"),
+    *("recompute_slice_activation", "parallel_optimizer_comm_recompute", "mp_comm_recompute"),
 )
-LATER_RECOMPUTE: Mapping[str, Any] = {"mp_comm_recompute": True, "select_comm_recompute_exclude": False}
+LATER_RECOMPUTE: Mapping[str, Any] = {"select_comm_recompute_exclude": False}
 LATER_PARALLEL: Mapping[str, Any] = {
     "sharding_propagation": False,
     "strategy_ckpt_config": None,

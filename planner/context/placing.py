@@ -20,7 +20,7 @@ from planner.graph.chain import Chain
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.recompute import MODES, recomputed
 from planner.lowering.groups import trained_names
-from planner.lowering.options import recompute_modes
+from planner.lowering.options import keeps_messages, recompute_modes
 from planner.request import Pins
 from planner.search.configurations.pin_checks import CHUNKS
 from planner.search.problem.cuts import OperatorCuts
@@ -61,6 +61,7 @@ class PlacedMarks:
         self.members = tuple(self._members())
         self.stages = {self._path(name, "stage_config"): stage for name, stage in marks.stages.items()}
         self.again = {self._path(name, "recompute"): mode for name, mode in marks.recompute.items()}
+        self.sent = {self._path(name, "recompute"): sent for name, sent in marks.messages.items()}
 
     # Modules
 
@@ -170,6 +171,12 @@ class PlacedMarks:
             return ()
         return tuple(self._mode(number) for number in range(len(self.names)))
 
+    def keeps(self) -> tuple[bool, ...]:
+        """Whether every unit keeps what messages bring where it computes again; empty where none does."""
+        if all(self.sent.values()):
+            return ()
+        return tuple(any(_nearest(self.sent, m.module) is False for m in members) for members in self.members)
+
     def _mode(self, number: int) -> int:
         found = {m.node: _nearest(self.again, m.module) for m in self.members[number]}
         marked = {node for node, mode in found.items() if mode}
@@ -197,7 +204,7 @@ class PlacedMarks:
 
     def unit_pins(self) -> UnitPins:
         """What marks fix of single units."""
-        return UnitPins(cuts=self.cuts(), modes=self.modes(), virtual=self.marks.virtual)
+        return UnitPins(cuts=self.cuts(), modes=self.modes(), keeps=self.keeps(), virtual=self.marks.virtual)
 
     # Strategies of operators
 
@@ -222,6 +229,10 @@ class PlacedMarks:
         modes = recompute_modes(plan, self.names)
         if self.again and [MODES.index(modes.get(name, "none")) for name in self.names] != [*self.modes()]:
             said = said or f"computes again {_listed(modes) or 'nothing'}"
+        kept = keeps_messages(plan, self.names)
+        asked = {name for name, keep in zip(self.names, self.keeps(), strict=False) if keep and name in modes}
+        if self.again and kept != asked:
+            said = said or f"keeps what messages bring in {_listed(sorted(kept)) or 'no unit'}"
         if self.marks.fusion and dict(plan.exchange.fusion_groups) != self.fusion():
             said = said or "fuses other gradients"
         broken = first_not_kept(graph, expanded_rules(plan), plan.mesh.axes, self.hints())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,12 +17,14 @@ from planner.lowering.writer import Draft, Writer
 from planner.sharding.context import copies_among
 from planner.sharding.inner_messages import EXCHANGES, inner_messages, message_bytes, message_count
 from planner.sharding.placement import PARTIAL, Placements, local_shape
+from planner.sharding.redistribution import Step
 from planner.sharding.rules import InnerMessage
 from planner.sharding.sequence import SequenceCut
 from planner.work import cast_bytes
 from simulator.program import (
     Buffer,
     BufferKind,
+    Collective,
     Kernel,
     Phase,
     Task,
@@ -67,6 +69,8 @@ class Body(Writer):
         self.items: list[Item] = []
         self.exchanged: dict[int | None, tuple[str, ...]] = {}
         """What each attention has exchanged, by its node."""
+        self.sent: dict[TensorRef, dict[Placements, str]] = {}
+        """What messages of the forward pass have brought, by tensor."""
         self.gone_back: set[int] = set()
         self.gone_forward: set[int] = set()
         self.gradients = source.gradient_of if gradients is None else gradients
@@ -135,7 +139,7 @@ class Body(Writer):
         source = self.source
         if not source.by_unit:
             return
-        again = source.units.again[unit] if phase is Phase.BACKWARD else ()
+        again = self._again(unit) if phase is Phase.BACKWARD else ()
         users = [i for i in self.readers[unit] if self.graph.nodes[i].phase is phase]
         place = source.units.names[unit]
         values: dict[tuple[TensorRef, Placements], str] = {}
@@ -157,7 +161,7 @@ class Body(Writer):
         source = self.source
         if not source.away:
             return
-        again = source.units.again[unit] if phase is Phase.BACKWARD else ()
+        again = self._again(unit) if phase is Phase.BACKWARD else ()
         users = (*again, *(i for i in self.readers[unit] if self.graph.nodes[i].phase is phase))
         read = dict.fromkeys(ref for index in users for ref in self.graph.nodes[index].tensor_inputs)
         for ref in (one for one in read if one.node in source.away):
@@ -169,22 +173,64 @@ class Body(Writer):
             self._host_copy(stored, made, size, phase, to_host=False)
             self.versions[ref] = {placements: made.name}
 
+    def _again(self, unit: int) -> Sequence[int]:
+        """What runs again in a unit: less where it keeps what messages have brought."""
+        units = self.source.units
+        if units.names[unit] not in self.source.options.keeps_messages:
+            return units.again[unit]
+        readers = (i for i in self.readers[unit] if self.graph.nodes[i].phase is Phase.BACKWARD)
+        wanted = {read for index in readers for read in self._reads_again(index)}
+        found: list[int] = []
+        for index in reversed(units.again[unit]):
+            outputs = {TensorRef(index, output) for output in range(len(self.graph.nodes[index].outputs))}
+            if not self._has_inner(index) and any(ref in outputs and not self._brought(ref, p) for ref, p in wanted):
+                found.insert(0, index)
+                wanted.update(self._reads_again(index))
+        return found
+
+    def _reads_again(self, index: int) -> Iterator[tuple[TensorRef, Placements]]:
+        """What an operator reads, but for what an attention has exchanged before."""
+        node = self.graph.nodes[index]
+        kept = len(self.exchanged.get(node.forward, ())) if node.phase is Phase.BACKWARD else 0
+        wanted = zip(node.tensor_inputs, self.source.recipe(index).inputs, strict=True)
+        yield from (read for place, read in enumerate(wanted) if not 1 <= place <= kept)
+
+    def _has_inner(self, index: int) -> bool:
+        """Whether messages travel inside an operator."""
+        return any(rule.reduced_elements or rule.messages for rule in self.source.rules[index])
+
+    def _brought(self, ref: TensorRef, wanted: Placements) -> bool:
+        """Whether messages of the forward pass have brought a tensor, up to a slice of one's own."""
+        ways = (self.source.way(placements, wanted) for placements in self.sent.get(ref, ()))
+        return any(way is not None and not self.source.volume(way) for way in ways)
+
+    def _move(self, ref: TensorRef, value: str, step: Step, phase: Phase, *, asynchronous: bool = False) -> str:
+        target = super()._move(ref, value, step, phase, asynchronous=asynchronous)
+        if phase is Phase.FORWARD and isinstance(step.operation, Collective) and ref.node not in self.source.stored:
+            self.sent.setdefault(ref, {})[step.after] = target
+        return target
+
     def _run_again(self, unit: int) -> None:
-        again = self.source.units.again[unit]
-        if not again:
+        again = self._again(unit)
+        if not self.source.units.again[unit]:
             return
+        keeps = self.source.units.names[unit] in self.source.options.keeps_messages
+        sent = self.sent if keeps else {}
         rerun = set(again)
         if self.source.units.mode[unit] != "none":
             for index in (*again, *self.readers[unit]):
                 for ref in self.graph.nodes[index].tensor_inputs:
                     if ref.node not in rerun and ref.node not in self.source.stored and ref in self.versions:
-                        self.versions[ref] = self._kept(ref)
+                        self.versions[ref] = {**sent.get(ref, {}), **self._kept(ref)}
         for index in again:
             node = self.graph.nodes[index]
             for output in range(len(node.outputs)):
                 ref = TensorRef(index, output)
                 self.renamed[ref] = f"{self.source.written_name(ref)} again"
             self._compute(index, node, Phase.BACKWARD)
+            for output in range(len(node.outputs)):
+                ref = TensorRef(index, output)
+                self.versions[ref] |= sent.get(ref, {})
 
     def _kept(self, ref: TensorRef) -> dict[Placements, str]:
         """The version of a forward tensor that waits for the backward pass: as written, or once summed up."""
@@ -238,7 +284,7 @@ class Body(Writer):
         )
         instruction = Compute(node=index, inputs=names, outputs=tuple(outputs), rules=rules, cut=self._cut(index, node))
         self._add(task, instruction, (*names, *beside[1:], *cast), tuple(writes), owners)
-        if any(rule.reduced_elements or rule.messages for rule in rules):
+        if self._has_inner(index):
             self._messages_behind(index, node, phase, tuple(name for name in outputs if name))
 
     def _on_host(self, index: int, node: Node, phase: Phase) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from planner.graph.chain import chain
 from planner.graph.operator_graph import OperatorGraph
@@ -28,6 +29,7 @@ def lowering_options(plan: Plan, graph: OperatorGraph) -> LoweringOptions:
         bucket_bytes=plan.bucket_bytes,
         optimizer_sharding=plan.optimizer_sharding,
         recompute=recompute_modes(plan, names),
+        keeps_messages=keeps_messages(plan, names),
         shard_size=plan.shard_size,
         offload_optimizer=plan.offload_optimizer,
         offload_to=plan.offload_to,
@@ -57,6 +59,12 @@ def recompute_modes(plan: Plan, names: Sequence[str]) -> dict[str, str]:
             raise StrategyError(f"recompute.ranges.{number}: unit {twice!r} is in another range as well; keep one")
         found.update(dict.fromkeys(members, part.mode))
     return found
+
+
+def keeps_messages(plan: Plan, names: Sequence[str]) -> frozenset[str]:
+    """Units that compute again and keep what messages bring, given the names of all units in model order."""
+    without = replace(plan, recompute_ranges=tuple(part for part in plan.recompute_ranges if not part.messages))
+    return frozenset(recompute_modes(without, names))
 
 
 def shortened(names: Sequence[str]) -> str:

@@ -39,9 +39,9 @@ CONTEXT = "context"
 class LoweringOptions:
     """What a plan says beside the strategies.
 
-    ``recompute`` holds the mode of the units that compute again, by name; ``shard_size`` the ranks of the data axis
-    over which stored shards are spread, 0 for all. ``groups`` are those of gradients by the name of their parameter
-    (`planner.lowering.groups`), where a shallow network has those of a deeper one; None for what ``exchange`` says.
+    ``recompute`` holds the mode of the units that compute again, by name, of which those in ``keeps_messages`` keep
+    what messages bring; ``shard_size`` the ranks of the data axis over which stored shards are spread, 0 for all.
+    ``groups`` are those of gradients by the name of their parameter (`planner.lowering.groups`), where a shallow network has those of a deeper one; None for what ``exchange`` says.
     The operators of a micro-batch run on each of its ``copies``.
     """
 
@@ -51,6 +51,7 @@ class LoweringOptions:
     bucket_bytes: int
     optimizer_sharding: str = "zero1"
     recompute: Mapping[str, str] = field(default_factory=dict)
+    keeps_messages: frozenset[str] = frozenset()
     shard_size: int = 0
     offload_optimizer: bool = False
     offload_to: str = "host"

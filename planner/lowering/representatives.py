@@ -13,7 +13,7 @@ from planner.graph.operator_graph import OperatorGraph, Run, TensorRef
 from planner.graph.scaling import at_batch
 from planner.lowering.copies import Copies, Row, UnalikeError
 from planner.lowering.groups import message_groups, trained_names
-from planner.lowering.options import lowering_options, recompute_modes
+from planner.lowering.options import keeps_messages, lowering_options, recompute_modes
 from planner.lowering.placed import LoweringOptions, PlacedGraph
 from planner.lowering.program import spread
 from planner.search.problem.solution import template_name
@@ -65,8 +65,8 @@ def representatives(plan: Plan, graph: OperatorGraph) -> Representatives:
         raise UnalikeError(f"{plan.network}: the context says of single layers what is sent; plan it on one stage")
     deep = _deep(_Same(graph))
     names = deep.names()
-    modes = recompute_modes(plan, names)
-    kinds = _Kinds(plan, graph, deep, modes, groups)
+    modes, keeping = recompute_modes(plan, names), keeps_messages(plan, names)
+    kinds = _Kinds(plan, graph, deep, {name: (mode, name in keeping) for name, mode in modes.items()}, groups)
     kept = {run.prefix: kinds.kept(number) for number, run in enumerate(graph.runs)}
     short = replace(plan, layers=kinds.short_layers(kept))
     unfolded, found = _shallow(_Same(graph), plan.samples, tuple(len(kept[run.prefix].layers) for run in graph.runs))
@@ -81,6 +81,7 @@ def representatives(plan: Plan, graph: OperatorGraph) -> Representatives:
     options: LoweringOptions = replace(
         lowering_options(replace(plan, recompute_ranges=()), graph),
         recompute=short_modes,
+        keeps_messages=frozenset(found.units[of_unit[i]].name for i, name in enumerate(names) if name in keeping),
         groups=kinds.short_groups(kept) if groups else None,
     )
     options, rules = spread(unfolded, expanded_rules(short), options)
@@ -121,9 +122,14 @@ class _Kinds:
     """Kinds of the layers of a plan, and the states between them."""
 
     def __init__(
-        self, plan: Plan, graph: OperatorGraph, deep: Chain, modes: Mapping[str, str], groups: Mapping[str, int]
+        self,
+        plan: Plan,
+        graph: OperatorGraph,
+        deep: Chain,
+        treated: Mapping[str, object],
+        groups: Mapping[str, int],
     ) -> None:
-        self.plan, self.graph, self.deep, self.modes = plan, graph, deep, modes
+        self.plan, self.graph, self.deep, self.treated = plan, graph, deep, treated
         self.starts = {run.prefix: run_start(graph, run) for run in graph.runs}
         self.outside: dict[str, int] = {}
         self.inside: dict[str, dict[str, int]] = {}
@@ -179,7 +185,7 @@ class _Kinds:
         kinds = [
             (
                 self._numbers[part] if part >= 0 else -1,
-                self.modes.get(f"{run.prefix}.{n}", "none"),
+                self.treated.get(f"{run.prefix}.{n}"),
                 tuple(self.inside.get(f"{run.prefix}.{n}", {}).items()),
             )
             for n, part in enumerate(parts, start)

@@ -166,7 +166,11 @@ def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> 
         "search_mode": plan.search_mode,
         "recompute": {
             "mode": plan.recompute,
-            "ranges": [{"first": part.first, "last": part.last, "mode": part.mode} for part in plan.recompute_ranges],
+            "ranges": [
+                {"first": part.first, "last": part.last, "mode": part.mode}
+                | ({} if part.messages else {"messages": False})
+                for part in plan.recompute_ranges
+            ],
         },
         "optimizer_sharding": plan.optimizer_sharding,
         "shard_size": plan.shard_size,
@@ -260,7 +264,8 @@ def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
         virtual=model.pipeline.virtual,
         chunks=tuple(Chunk(rank=s.rank, first=s.first, last=s.last) for s in model.stages if s.first and s.last),
         recompute_ranges=tuple(
-            RecomputeRange(first=part.first, last=part.last, mode=part.mode) for part in model.recompute.ranges
+            RecomputeRange(first=part.first, last=part.last, mode=part.mode, messages=part.messages)
+            for part in model.recompute.ranges
         ),
         shard_size=model.shard_size,
         sharding_threshold_bytes=model.sharding_threshold_bytes,

@@ -91,11 +91,14 @@ class RecomputeRange:
     """Consecutive units, the first and the last by name, that compute again in the backward pass.
 
     ``mode`` is ``"full"`` (only the input of each unit is kept) or ``"selective"`` (what is cheap is computed again).
+    ``messages`` says whether messages between and inside operators that compute again are sent again; else what they
+    bring is kept, and what only they read does not compute again.
     """
 
     first: str
     last: str
     mode: str
+    messages: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

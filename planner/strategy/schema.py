@@ -92,6 +92,7 @@ class RecomputeRangeModel(_Strict):
     first: Text
     last: Text
     mode: Literal["selective", "full"]
+    messages: bool = True
 
 
 class RecomputeModel(_Strict):

@@ -19,11 +19,13 @@ class UnitPins:
     ----------
     cuts : for each cut between chunks, in model order, the numbers of units that may lie before it; empty: free
     modes : code of the recompute mode of every unit; empty: free
+    keeps : whether every unit, where it computes again, keeps what messages bring; empty: none does
     virtual : chunks of a pipeline rank, where cuts are fixed
     """
 
     cuts: tuple[range, ...] = ()
     modes: tuple[int, ...] = ()
+    keeps: tuple[bool, ...] = ()
     virtual: int = 1
 
     def __bool__(self) -> bool:

@@ -150,8 +150,11 @@ def test_options_stand_beside_the_sections(tmp_path: Path) -> None:
     ("section", "pinned"),
     [
         ({"recompute": True}, {"recompute": "full"}),
-        ({"select_recompute": True}, {"recompute": "selective"}),
-        ({"recompute": False, "select_recompute": True}, {"recompute": "selective"}),
+        ({"select_recompute": True}, {"recompute": "selective", "recompute_messages": "false"}),
+        (
+            {"recompute": False, "select_recompute": True, "select_comm_recompute": True},
+            {"recompute": "selective"},
+        ),
         ({"recompute": False}, {"recompute": "none"}),
         ({"mp_comm_recompute": True}, {}),
     ],
@@ -278,7 +281,7 @@ def test_what_is_wrong_is_said(
             {"recompute_config": {"parallel_optimizer_comm_recompute": True}, "parallel": OPTIMIZER},
             ("optimizer_sharding=zero2", "optimizer_level: level3"),
         ),
-        ({"recompute_config": {"mp_comm_recompute": False}}, ("default is True",)),
+        ({"recompute_config": {"select_comm_recompute_exclude": True}}, ("default is False",)),
         ({"swap_config": {"swap": True}}, ("offload_optimizer",)),
     ],
 )

@@ -79,6 +79,37 @@ def test_layers_compute_again_in_part(section: dict[str, Any], modes: dict[int, 
     assert "recompute" not in translated.pins
 
 
+@pytest.mark.parametrize(
+    ("section", "kept"),
+    [
+        ({"recompute": [2, 0]}, set()),
+        ({"recompute": [2, 0], "select_comm_recompute": False}, set()),
+        ({"recompute": [2, 1], "mp_comm_recompute": False}, {0, 1, 6}),
+        ({"recompute": [2, 1], "mp_comm_recompute": False, "select_comm_recompute": [1, 0]}, {1, 6}),
+        ({"recompute": [1, 0], "select_recompute": [2, 1], "select_comm_recompute": False}, {1, 6}),
+        ({"select_recompute": PARTS, "select_comm_recompute": [5, 6]}, {5}),
+    ],
+)
+def test_layers_keep_what_messages_have_brought(section: dict[str, Any], kept: set[int]) -> None:
+    found = marks_of_gpt(layered(recompute_config=section))
+    assert {layer for layer in range(12) if not found.messages[f"blocks.{layer}"]} == kept
+
+
+@pytest.mark.parametrize(
+    ("section", "pin"),
+    [
+        ({"recompute": True, "select_comm_recompute": False}, None),
+        ({"recompute": True, "mp_comm_recompute": False}, "false"),
+        ({"recompute": True, "mp_comm_recompute": False, "select_comm_recompute": True}, None),
+        ({"select_recompute": True, "select_comm_recompute": False}, "false"),
+        ({"select_recompute": True, "select_comm_recompute": True}, None),
+        ({"recompute": False, "mp_comm_recompute": False}, None),
+    ],
+)
+def test_a_network_keeps_what_messages_have_brought(section: dict[str, Any], pin: str | None) -> None:
+    assert layered(recompute_config=section).pins.get("recompute_messages") == pin
+
+
 @pytest.mark.parametrize(("offset", "sizes"), [([[1, 0], [0, -1]], [4, 3, 3, 2]), ([[0, 0], [0, 0]], [3, 3, 3, 3])])
 def test_an_offset_moves_layers_between_chunks(offset: list[list[int]], sizes: list[int]) -> None:
     found = marks_of_gpt(layered(**model(offset=offset, pp_interleave_num=2)))

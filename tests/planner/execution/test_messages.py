@@ -22,6 +22,8 @@ CASES = [
     pytest.param(place("gpt"), 2, 8, {"dp": 2, "optimizer_sharding": "zero3"}, {"all_gather"}, marks=slow),
     pytest.param("zoo:gpt2-tiny", 2, 8, {"tp": 2, "micro_batch": 4, "sequence_parallel": "true", "copies": 2},
                  {"all_gather", "reduce_scatter"}, marks=slow),
+    pytest.param("zoo:gpt2-tiny", 2, 8, {"tp": 2, "micro_batch": 4, "sequence_parallel": "true", "recompute": "full",
+                                         "recompute_messages": "false"}, {"all_gather"}, marks=slow),
     pytest.param(place("gpt"), 2, 8, {"cp": 2, "context_algorithm": "ring"}, {"send"}),
     pytest.param(place("llama"), 4, 8, {"cp": 4, "context_algorithm": "ring"}, {"send"}, marks=slow),
     pytest.param(place("llama"), 4, 8, {"cp": 2, "tp": 2, "context_algorithm": "all_to_all", "recompute": "full"},

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from planner.execution.run import ExecuteOptions, execute_plan
-from tests.planner.lowering.plans import one_stage, recomputing
+from tests.planner.lowering.plans import MEGATRON, one_stage, pipelined, recomputing
 from tests.planner.search.problems import captured
 
 slow = pytest.mark.slow
@@ -44,3 +44,16 @@ def test_losses_are_those_of_one_process(axes: dict[str, int], mode: str, change
     assert report.max_loss_difference is not None
     assert report.max_loss_difference < 1e-10
     assert report.losses[0] != report.losses[-1]
+
+
+@slow
+@pytest.mark.parametrize(("ranks", "mode"), [(1, "full"), (2, "selective"), (2, "full")])
+def test_losses_are_those_of_one_process_where_messages_are_kept(ranks: int, mode: str) -> None:
+    graph = captured("gpt2-tiny")
+    plan = one_stage(axes=(("tensor", 2),), micro_batches=2, micro_batch=1, hints=MEGATRON)
+    plan = recomputing(plan, graph, mode)
+    plan = replace(plan, recompute_ranges=tuple(replace(part, messages=False) for part in plan.recompute_ranges))
+    plan = pipelined(plan, graph, ranks, "1f1b") if ranks > 1 else plan
+    report = execute_plan(plan, ExecuteOptions(strategy="unused", steps=3, verify=True, precision="fp64"))
+    assert report.max_loss_difference is not None
+    assert report.max_loss_difference < 1e-10

@@ -13,6 +13,7 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.networks import load_network
 from planner.request import ParameterStorage
 from planner.search.dynamic_programming import fastest
+from planner.search.problem.hints import Hint, constrained, hint
 from planner.search.problem.solution import node_rules
 from planner.strategy.plan import Certificate, Chunk, Plan, RecomputeRange, Status
 from simulator.hardware import load_profile
@@ -23,6 +24,13 @@ CERTIFICATE = Certificate(
     status=Status.HEURISTIC, objective_s=1.0, lower_bound_s=0.0, elimination_width=1, operators=1, distinct_blocks=1
 )
 HARDWARE = "dgx-a100"
+MEGATRON = (
+    *(hint(f"blocks.*.attention.{name}", "tensor", outputs=["S(1)"]) for name in ("query", "key", "value")),
+    hint("blocks.*.attention.output", "tensor", outputs=["P"]),
+    hint("blocks.*.expand", "tensor", outputs=["S(1)"]),
+    hint("blocks.*.contract", "tensor", outputs=["P"]),
+)
+"""Strategies with which every layer sends messages."""
 
 
 @cache
@@ -34,14 +42,15 @@ def one_stage(
     micro_batches: int = 4,
     micro_batch: int = 2,
     storage: ParameterStorage = "replicated",
+    hints: tuple[Hint, ...] = (),
 ) -> Plan:
-    """The fastest strategies of a network on one stage."""
+    """The fastest strategies of a network on one stage, those that keep hints."""
     graph = captured(network, layers)
     data = dict(axes).get("data", 1)
     problem = make_problem(
         graph, make_mesh(**dict(axes)), batch=micro_batch * data, micro_batches=micro_batches, storage=storage
     )
-    rules, ranges = node_rules(problem, fastest(problem))
+    rules, ranges = node_rules(problem, fastest(constrained(problem, hints) if hints else problem))
     loaded = load_network(f"zoo:{network}")
     return Plan(
         network=loaded.spec,
