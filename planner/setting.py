@@ -12,7 +12,7 @@ from planner.context.exchange import check_data
 from planner.context.layerwise import layerwise_names
 from planner.context.placing import PlacedMarks
 from planner.graph.chain import Chain
-from planner.graph.operator_graph import OperatorGraph
+from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
 from planner.hosted import with_host_tables
 from planner.lowering.checked import precision_dtype
 from planner.networks import Network, load_network
@@ -25,7 +25,8 @@ from planner.search.stages.unit_pins import FREE, UnitPins
 from planner.search.units.hinted import StageHints
 from planner.shared_tables import NetworkTables, SharedTables
 from planner.strategy.exchange import Exchange
-from planner.work import optimizer
+from planner.work import Optimizer, optimizer, state_bytes
+from simulator.caches import in_caches
 from simulator.errors import InputError
 from simulator.hardware import Hardware, load_profile
 
@@ -97,7 +98,7 @@ def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: Shared
     ruled = time.perf_counter()
     search = Configured(
         graph=graph,
-        hardware=hardware,
+        hardware=in_caches(hardware, least_held_bytes(graph, update, request.devices), request.devices),
         devices=request.devices,
         global_batch=batch,
         optimizer=update,
@@ -128,6 +129,16 @@ def _unit_pins(placed: PlacedMarks | None, pins: Pins, units: Chain) -> UnitPins
     if pins.recompute_messages is not None:
         found = replace(found, keeps=(not pins.recompute_messages,) * len(units.names()))
     return found
+
+
+def least_held_bytes(graph: OperatorGraph, update: Optimizer, devices: int) -> float:
+    """An even share of parameters and optimizer states: a plan holds more, and finds less in the caches."""
+    held = 0
+    for parameter in graph.parameters:
+        spec = graph.nodes[parameter.node].outputs[0]
+        each = DTYPE_BYTES[spec.dtype] + state_bytes(update, spec.dtype)
+        held += graph.multiplicity[parameter.node] * spec.elements * each
+    return held / devices
 
 
 def threshold_bytes(graph: OperatorGraph, pins: Pins) -> int:

@@ -41,6 +41,7 @@ class KernelModel:
     Of the shorter of both, ``serial_share`` passes beside the longer: 1 where nothing overlaps.
     ``compute_efficiency`` and ``bandwidth_efficiency`` are fractions of the device's peaks.
     ``peak_flops`` replaces the device's peak for single dtypes (float32 convolutions that run as TF32).
+    ``cached_bandwidth`` counts, in bytes/s, for what lies in the caches; 0 where it is no other than the memory's.
     """
 
     compute_efficiency: float
@@ -48,6 +49,15 @@ class KernelModel:
     overhead_s: float
     peak_flops: Mapping[str, float] = field(default_factory=dict)
     serial_share: float = 0.0
+    cached_bandwidth: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caches:
+    """Caches between a device and its memory: its own, and one that the devices of a node share, in bytes."""
+
+    own_bytes: int
+    shared_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +196,8 @@ class Hardware:
     devices share both.
     ``kernel_slowdowns`` replace ``slowdown_table`` for single classes; ``message_workspace`` are bytes that a message
     takes beside its source and its result while it is on its way, for each byte of its payload.
+    ``cached_share`` is the part of what kernels move that lies in ``caches``, none where a profile states none:
+    `simulator.caches` says it of a working set.
     """
 
     name: str
@@ -214,6 +226,8 @@ class Hardware:
     slowdown_table: tuple[tuple[int, float], ...] = ((1, 1.0),)
     kernel_slowdowns: Mapping[Kernel, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     message_workspace: Mapping[Collective, float] = field(default_factory=dict)
+    caches: Caches | None = None
+    cached_share: float = 0.0
     multiprocessors: int = 1
     matmul_models: Mapping[str, MatmulModel] = field(default_factory=dict)
     sustained_matmul_speed: float = 1.0
@@ -252,6 +266,14 @@ class Hardware:
 
     def _peaks(self, kernel: Kernel) -> Mapping[str, float]:
         return {**self.peak_flops, **self.kernels[kernel].peak_flops}
+
+    def bandwidth(self, kernel: Kernel) -> float:
+        """Bytes/s that kernels of a class move, from the caches as far as they lie there."""
+        model = self.kernels[kernel]
+        memory = self.memory_bandwidth * model.bandwidth_efficiency
+        if not self.cached_share or not model.cached_bandwidth:
+            return memory
+        return 1.0 / (self.cached_share / model.cached_bandwidth + (1.0 - self.cached_share) / memory)
 
     def compute_slowdown(self, processes: int, kernel: Kernel | None = None) -> float:
         """Factor by which kernels, or those of a class, slow down when `processes` share this machine's cores.

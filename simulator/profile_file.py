@@ -21,6 +21,7 @@ from simulator.errors import ProfileError
 from simulator.hardware import (
     DISK_BANDWIDTH,
     HOST_MEMORY_BANDWIDTH,
+    Caches,
     CollectiveTable,
     Hardware,
     KernelModel,
@@ -52,6 +53,8 @@ class DevicePart(Part):
     memory_bandwidth_bytes_per_s: Sourced[Positive]
     peak_flops: Annotated[dict[Dtype, Sourced[Positive]], Field(min_length=1)]
     multiprocessors: Sourced[Count] | None = None
+    own_cache_bytes: Sourced[Annotated[int, Field(ge=0, lt=10**15)]] | None = None
+    shared_cache_bytes: Sourced[Annotated[int, Field(ge=0, lt=10**15)]] | None = None
 
     @model_validator(mode="after")
     def _some_memory_is_left(self) -> DevicePart:
@@ -68,6 +71,7 @@ class KernelPart(Part):
     overhead_s: Sourced[NonNegative]
     peak_flops: dict[Dtype, Sourced[Positive]] = Field(default_factory=dict)
     serial_share: Sourced[Share] | None = None
+    cached_bandwidth_bytes_per_s: Sourced[Positive] | None = None
 
 
 class CollectivePart(Part):
@@ -344,6 +348,7 @@ def _hardware(profile: ProfilePart) -> Hardware:
         slowdown_table=tuple(zip(slowdown.processes, slowdown.factor, strict=True)) if slowdown else ((1, 1.0),),
         kernel_slowdowns=slowdown.of_kernels() if slowdown else {},
         message_workspace=profile.message_workspace.value if profile.message_workspace else {},
+        caches=_caches(device),
         multiprocessors=device.multiprocessors.value if device.multiprocessors else 1,
         **operator_models(profile.operators),
         overlap_compute_speed=profile.overlap.compute_speed.value if profile.overlap else 1.0,
@@ -352,6 +357,11 @@ def _hardware(profile: ProfilePart) -> Hardware:
         training={name: part.value for name, part in profile.training or () if part is not None},
         rows=tuple(_rows(profile.model_dump(mode="json", exclude_unset=True), "")),
     )
+
+
+def _caches(device: DevicePart) -> Caches | None:
+    own, shared = (part.value if part else 0 for part in (device.own_cache_bytes, device.shared_cache_bytes))
+    return Caches(own_bytes=own, shared_bytes=shared) if own + shared else None
 
 
 def _kernel(part: KernelPart | None) -> KernelModel:
@@ -363,6 +373,7 @@ def _kernel(part: KernelPart | None) -> KernelModel:
         overhead_s=part.overhead_s.value,
         peak_flops=_values(part.peak_flops),
         serial_share=part.serial_share.value if part.serial_share else 0.0,
+        cached_bandwidth=part.cached_bandwidth_bytes_per_s.value if part.cached_bandwidth_bytes_per_s else 0.0,
     )
 
 
@@ -387,6 +398,8 @@ _OPTIONAL = (
     "disk_bandwidth_bytes_per_s",
 )
 """Parts of a topology that need not be there."""
+_OPTIONAL_OF_DEVICE = ("multiprocessors", "own_cache_bytes", "shared_cache_bytes")
+_OPTIONAL_OF_KERNEL = ("serial_share", "cached_bandwidth_bytes_per_s")
 
 
 def _digest(profile: ProfilePart) -> str:
@@ -394,11 +407,12 @@ def _digest(profile: ProfilePart) -> str:
     # how often devices fail, on which neither a plan nor its time depends.
     optional = ("operators", "overlap", "training", "message_workspace")
     absent = {name for name in optional if getattr(profile, name) is None} | {"reliability"}
-    device = {"multiprocessors"} if profile.device.multiprocessors is None else set()
+    device = {name for name in _OPTIONAL_OF_DEVICE if getattr(profile.device, name) is None}
     topology = {name for name in _OPTIONAL if getattr(profile.topology, name) is None}
     left_out: dict[str, Any] = {**dict.fromkeys(absent, True), "device": device, "topology": topology}
     left_out["kernels"] = {
-        name: {"serial_share"} for name, part in profile.kernels.items() if part.serial_share is None
+        name: {field for field in _OPTIONAL_OF_KERNEL if getattr(part, field) is None}
+        for name, part in profile.kernels.items()
     }
     if profile.compute_slowdown is not None and not profile.compute_slowdown.by_kernel:
         left_out["compute_slowdown"] = {"by_kernel"}

@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from simulator.caches import for_program
 from simulator.columns import ProgramColumns
 from simulator.corrections import kernel_factor, message_time
 from simulator.errors import ProgramError
@@ -54,7 +55,8 @@ def host_message_time(hardware: Hardware, collective: Collective, payload: Float
 def task_times(program: Program | ProgramColumns, hardware: Hardware) -> list[FloatArray]:
     """Seconds of every task: one array (tasks,) for each segment.
 
-    Tasks that share an efficiency are timed together; `simulator.corrections` says what slows them, and
+    What the program holds at its peak says how much of it stays in the caches (`simulator.caches`). Tasks that share an
+    efficiency are timed together; `simulator.corrections` says what slows them, and
     `simulator.launches` where the host is slower. What the host runs takes a kernel's overhead on the device, and its
     bytes over the memory of the host; where the profile knows no way between them, as of a CPU, both are one.
 
@@ -63,6 +65,7 @@ def task_times(program: Program | ProgramColumns, hardware: Hardware) -> list[Fl
     ProgramError
         When a collective names an axis the program does not have.
     """
+    hardware = for_program(hardware, program)
     if isinstance(program, Program):
         return [_seconds(program, segment.tasks, hardware) for segment in program.segments]
     distinct = {id(segment.tasks): segment.tasks for segment in program.segments}

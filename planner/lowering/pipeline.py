@@ -26,7 +26,7 @@ from simulator.errors import InputError, StrategyError
 from simulator.hardware import Hardware
 from simulator.pipeline_memory import PipelineBytes
 from simulator.pipeline_operators import FIRST, LAST, PLAIN, OperatorCosts, Operators, action_variants
-from simulator.program import Collective, Kernel, Phase, Program, ProgramAxis, Segment, Task
+from simulator.program import Buffer, BufferKind, Collective, Kernel, Phase, Program, ProgramAxis, Segment, Task
 from simulator.schedules import ActionKind, Schedule, make_schedule
 from simulator.task_table import FloatArray
 from simulator.timing import task_times
@@ -121,7 +121,17 @@ def lower_pipeline(
         for key in dict.fromkeys(keys)
     }
     updates = [_updates(lowering, rank) for rank in range(schedule.ranks)]
-    seconds = _seconds(lowering)
+    chunk = {key: chunk_bytes(found.source, [units[n] for n in key]) for key in dict.fromkeys(keys)}
+    sizes = PipelineBytes(
+        activations=np.array([chunk[key].kept for key in keys]),
+        weight_activations=np.array([chunk[key].deferred for key in keys]),
+        recomputed=np.array([chunk[key].backward for key in keys]),
+        forward=np.array([chunk[key].forward for key in keys]),
+        resident=rank_bytes(
+            found.source, units, [[keys[s] for s in stages] for stages in _stages_of(schedule)], plan.micro_batches
+        ),
+    )
+    seconds = _seconds(lowering, sizes)
     made = {
         key: {place: _operators(draft, seconds, hardware) for place, draft in passes.items()}
         for key, passes in drafts.items()
@@ -135,16 +145,6 @@ def lower_pipeline(
         epilogue_s=np.array([sum(times * float(seconds[number]) for number, times in rank) for rank in updates]),
         meetings=_meetings(lowering),
         overlap_sends=hardware.overlaps_communication,
-    )
-    chunk = {key: chunk_bytes(found.source, [units[n] for n in key]) for key in dict.fromkeys(keys)}
-    sizes = PipelineBytes(
-        activations=np.array([chunk[key].kept for key in keys]),
-        weight_activations=np.array([chunk[key].deferred for key in keys]),
-        recomputed=np.array([chunk[key].backward for key in keys]),
-        forward=np.array([chunk[key].forward for key in keys]),
-        resident=rank_bytes(
-            found.source, units, [[keys[s] for s in stages] for stages in _stages_of(schedule)], plan.micro_batches
-        ),
     )
     numbers = {
         key: {place: [n for operator in draft.tasks for n in operator] for place, draft in passes.items()}
@@ -225,8 +225,11 @@ def _operators(draft: Draft, seconds: FloatArray, hardware: Hardware) -> Operato
     )
 
 
-def _seconds(lowering: _Lowering) -> FloatArray:
-    """(tasks,) seconds of all tasks."""
+def _seconds(lowering: _Lowering, sizes: PipelineBytes) -> FloatArray:
+    """(tasks,) seconds of all tasks, with what the fullest rank and the largest pass hold as their working set."""
+    held = np.max(sum(np.asarray(part) for part in sizes.resident.values()))
+    moving = np.max(np.asarray(sizes.activations) + np.maximum(sizes.forward, sizes.recomputed))
+    buffer = Buffer(name="working set", size_bytes=int(held + moving), kind=BufferKind.PARAMETER)
     mesh = lowering.source.options.mesh
     program = Program(
         name=lowering.plan.network,
@@ -235,6 +238,7 @@ def _seconds(lowering: _Lowering) -> FloatArray:
             ProgramAxis(name=axis.name, size=axis.size, stride=mesh.stride(i)) for i, axis in enumerate(mesh.axes)
         ),
         segments=(Segment(name="everything", tasks=tuple(lowering.work.tasks)),),
+        resident=(buffer,),
     )
     return task_times(program, lowering.hardware)[0]
 

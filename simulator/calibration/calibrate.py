@@ -5,15 +5,16 @@ from __future__ import annotations
 import datetime as dt
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import torch
 
+from simulator.caches import ALL_BELOW
 from simulator.calibration.cases import Case, all_cases
 from simulator.calibration.fitting import KernelFit, Measured, fit_kernel, predict_row, split_held_out
 from simulator.calibration.launch import run_workers
-from simulator.calibration.machine import Machine, find_machine
+from simulator.calibration.machine import Machine, find_machine, processor_caches
 from simulator.calibration.messages import MessageTimes, Slowdown, measure_messages, measure_slowdown
 from simulator.calibration.profile_data import Findings, Residual, profile_data
 from simulator.calibration.timing import interleaved_factor, lower_quartile, measure_case
@@ -91,15 +92,21 @@ def calibrate(options: CalibrateOptions, progress: Progress = lambda share, text
 def measure_kernels(device_type: str) -> tuple[list[Measured], float]:
     """Measure every kernel case, and what small kernels cost more among others.
 
-    Rounds lie apart in time so that a passing disturbance hits few of them; on a busy machine there are fewer.
+    On a processor, what fits into its caches is measured in them as well. Rounds lie apart in time so that a passing
+    disturbance hits few of them; on a busy machine there are fewer.
     """
     device = torch.device(device_type, 0) if device_type != "cpu" else torch.device("cpu")
     cases = all_cases(accelerator=device_type != "cpu")
+    most = 0.0 if device_type != "cpu" else ALL_BELOW * sum(astuple(processor_caches()))
+    kinds = [(case, False) for case in cases] + [(case, True) for case in cases if 0 < case.bytes_moved <= most]
     begin = time.perf_counter()
     rounds: list[list[float]] = []
     while len(rounds) < MOST_ROUNDS and (not rounds or time.perf_counter() - begin < KERNELS_S / 2):
-        rounds.append([measure_case(case, device) for case in cases])
-    rows = [_measured(case, lower_quartile(times)) for case, *times in zip(cases, *rounds, strict=True)]
+        rounds.append([measure_case(case, device, turn_bytes=0 if cached else None) for case, cached in kinds])
+    rows = [
+        replace(_measured(case, lower_quartile(times)), cached=cached)
+        for (case, cached), *times in zip(kinds, *rounds, strict=True)
+    ]
     small = [case for case in cases if case.dtype == "float32" and case.bytes_moved < SMALL_BYTES]
     return rows, 1.0 if device_type != "cpu" else interleaved_factor(small, device)
 

@@ -5,15 +5,22 @@ from __future__ import annotations
 import importlib.util
 import platform
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 
+from simulator.caches import NONE_ABOVE
 from simulator.calibration.process import available_cores
 from simulator.errors import InputError, UnsupportedError
+from simulator.hardware import Caches
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 SMALLEST_CPU_MAXIMUM = 8
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+USUAL_CACHES = Caches(own_bytes=1 << 20, shared_bytes=31 << 20)
+"""Of a processor that does not say."""
+MOST_BEYOND_CACHES = 1 << 29
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +32,7 @@ class Machine:
     device_name: str
     devices: int
     memory_bytes: int
+    caches: Caches | None = None
 
     @property
     def is_accelerator(self) -> bool:
@@ -42,6 +50,7 @@ def find_machine(device_type: str, processes: int) -> Machine:
             device_name=f"one process on {available_cores()} cores of {_cpu_model()}",
             devices=devices,
             memory_bytes=_available_memory() // devices,
+            caches=processor_caches(),
         )
     devices = count_devices(device_type)
     properties = getattr(torch, device_type).get_device_properties(0)
@@ -69,6 +78,30 @@ def count_devices(device_type: str) -> int:
         raise UnsupportedError(f"device {device_type!r} is not available to this torch ({torch.__version__}) on this "
                                "machine; use --device cpu")  # fmt: skip
     return int(backend.device_count())
+
+
+@cache
+def processor_caches(folder: Path = CACHES) -> Caches:
+    """Last cache of one core of this machine's processor, and that of all its cores."""
+    found: dict[int, tuple[int, bool]] = {}
+    try:
+        for entry in folder.glob("index*"):
+            kind, level, size, cores = (
+                (entry / name).read_text().strip() for name in ("type", "level", "size", "shared_cpu_list")
+            )
+            if kind != "Instruction":
+                found[int(level)] = (int(size.removesuffix("K")) << 10, not cores.isdecimal())
+    except (OSError, ValueError):
+        return USUAL_CACHES
+    own = [size for _, (size, shared) in sorted(found.items()) if not shared]
+    common = [size for _, (size, shared) in sorted(found.items()) if shared]
+    return Caches(own_bytes=own[-1] if own else 0, shared_bytes=common[-1] if common else 0) if found else USUAL_CACHES
+
+
+def beyond_caches() -> int:
+    """Bytes of which little lies in the caches when they are used in turn."""
+    caches = processor_caches()
+    return min(MOST_BEYOND_CACHES, int(NONE_ABOVE * (caches.own_bytes + caches.shared_bytes)))
 
 
 def _cpu_model() -> str:

@@ -81,6 +81,7 @@ def profile_data(found: Findings, name: str) -> Data:
                 dtype: {"value": _rounded(rate), "source": f"{measured}; the fastest matrix product"}
                 for dtype, rate in sorted(found.best_flops_per_s.items())
             },
+            **_caches(machine, measured),
         },
         "kernels": {kernel.value: _kernel(fit, bandwidth, found) for kernel, fit in found.fits.items()},
         "topology": _topology(found, measured, bandwidth),
@@ -107,6 +108,16 @@ def profile_data(found: Findings, name: str) -> Data:
     return data
 
 
+def _caches(machine: Machine, measured: str) -> Data:
+    if machine.caches is None:
+        return {}
+    source = f"{measured}; as the processor says of itself"
+    return {
+        "own_cache_bytes": {"value": machine.caches.own_bytes, "source": source},
+        "shared_cache_bytes": {"value": machine.caches.shared_bytes, "source": source},
+    }
+
+
 def _kernel(fit: KernelFit, bandwidth: float, found: Findings) -> Data:
     source = f"fitted: {found.origin}; {fit.rows} rows, median error {fit.error:.0%}"
     part: Data = {
@@ -119,6 +130,8 @@ def _kernel(fit: KernelFit, bandwidth: float, found: Findings) -> Data:
     }
     if fit.serial_share:
         part["serial_share"] = {"value": fit.serial_share, "source": source}
+    if fit.cached_bytes_per_s:
+        part["cached_bandwidth_bytes_per_s"] = {"value": _rounded(fit.cached_bytes_per_s), "source": source}
     if fit.flops_per_s:
         part["peak_flops"] = {
             dtype: {"value": _rounded(rate), "source": source} for dtype, rate in fit.flops_per_s.items()

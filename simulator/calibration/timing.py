@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from simulator.calibration.cases import Case
+from simulator.calibration.machine import beyond_caches
 
-COLD_BYTES = 64 * 2**20
-"""Inputs are taken in turn from this much memory, because in training weights and states have left the caches."""
 MOST_COPIES = 128
 REPEATS = 5
 FILLER_ELEMENTS = 1 << 17
@@ -59,9 +58,16 @@ def repeated_seconds(run: Callable[[int], None], device: torch.device, budget_s:
     return lower_quartile(times)
 
 
-def measure_case(case: Case, device: torch.device, budget_s: float = CASE_S) -> float:
-    """Seconds of one call of a kernel."""
-    runs = [_closure(case, inputs) for inputs in _input_sets(case, device)]
+def measure_case(case: Case, device: torch.device, budget_s: float = CASE_S, *, turn_bytes: int | None = None) -> float:
+    """Seconds of one call of a kernel.
+
+    Parameters
+    ----------
+    turn_bytes : inputs are taken in turn from this much memory, so that they come from where as much lies; by default
+        from beyond all caches, as weights and states do in steps of large networks, and 0 for the same inputs always
+    """
+    turn_bytes = beyond_caches() if turn_bytes is None else turn_bytes
+    runs = [_closure(case, inputs) for inputs in _input_sets(case, device, turn_bytes)]
 
     def run(count: int) -> None:
         for index in range(count):
@@ -77,7 +83,7 @@ def interleaved_factor(cases: Sequence[Case], device: torch.device) -> float:
     that does the same, whose own time is taken off.
     """
     filler = torch.rand(FILLER_ELEMENTS, device=device)
-    small = [_closure(case, _input_sets(case, device)[0]) for case in cases]
+    small = [_closure(case, _input_sets(case, device, 0)[0]) for case in cases]
 
     def fill(count: int) -> None:
         for _ in range(count * len(small)):
@@ -120,9 +126,9 @@ def _closure(case: Case, inputs: list[Tensor]) -> Callable[[], None]:
     return act
 
 
-def _input_sets(case: Case, device: torch.device) -> list[list[Tensor]]:
+def _input_sets(case: Case, device: torch.device, turn_bytes: int) -> list[list[Tensor]]:
     size = max(1, int(case.bytes_moved))
-    copies = max(1, min(MOST_COPIES, COLD_BYTES // size))
+    copies = max(1, min(MOST_COPIES, turn_bytes // size))
     generator = torch.Generator().manual_seed(0)
     first = _inputs(case, device, generator)
     return [first, *([tensor.clone() for tensor in first] for _ in range(copies - 1))]

@@ -26,7 +26,8 @@ def kernel_time(
 
     ``t = overhead + max(flops / (peak * e_c), bytes / (bandwidth * e_b))``; Williams, Waterman and
     Patterson, "Roofline", CACM 52(4), 2009, with the efficiencies ``e_c``, ``e_b`` of the kernel's class. The shorter
-    of both counts with the class's ``serial_share``: processors without threads to hide it wait for memory.
+    of both counts with the class's ``serial_share``: processors without threads to hide it wait for memory. The part
+    ``cached_share`` of the bytes moves at the class's speed in the caches instead (`simulator.caches`).
     A view moves nothing and costs nothing beyond its overhead, zero unless the profile says otherwise.
 
     Parameters
@@ -43,7 +44,7 @@ def kernel_time(
         # A kernel without arithmetic needs no peak, so copies of any dtype work on any device.
         peak = hardware.peak(dtype, kernel) if np.any(compute > 0) else np.inf
         computing = compute / (peak * model.compute_efficiency)
-        moving = memory / (hardware.memory_bandwidth * model.bandwidth_efficiency)
+        moving = memory / hardware.bandwidth(kernel)
         seconds = model.overhead_s + np.maximum(computing, moving)
         if model.serial_share:
             seconds = seconds + model.serial_share * np.minimum(computing, moving)

@@ -8,13 +8,13 @@ import torch
 from simulator.calibration.calibrate import CalibrateOptions, calibrate, findings
 from simulator.calibration.cases import all_cases
 from simulator.calibration.fitting import Measured, fit_kernel, predict_row, split_held_out
-from simulator.calibration.machine import find_machine
+from simulator.calibration.machine import USUAL_CACHES, find_machine, processor_caches
 from simulator.calibration.messages import SIZES, MessageTimes, Slowdown
 from simulator.calibration.profile_data import Residual, profile_data
 from simulator.calibration.timing import lower_quartile, measure_case
 from simulator.collectives import collective_time
 from simulator.errors import InputError, UnsupportedError
-from simulator.hardware import describe, load_profile, write_profile
+from simulator.hardware import Caches, describe, load_profile, write_profile
 from simulator.kernels import kernel_time
 from simulator.program import Collective, Kernel
 from simulator.topology import group_shape
@@ -61,6 +61,38 @@ def test_fit_recovers_the_model():
     assert fit.error < 0.02
     for row in rows:
         assert predict_row(fit, row) == pytest.approx(row.seconds, rel=0.1)
+
+
+def test_fit_tells_the_speed_in_the_caches_from_that_beyond():
+    beyond = [row for row in synthetic_rows() if row.kernel is Kernel.ELEMENTWISE]
+    cached = [
+        dataclasses.replace(row, seconds=2e-6 + row.bytes_moved / 1.6e11, cached=True)
+        for row in beyond
+        if row.bytes_moved < 8e6
+    ]
+    fit = fit_kernel([*beyond, *cached])
+    assert fit.bytes_per_s == pytest.approx(4e10, rel=0.05)
+    assert fit.cached_bytes_per_s == pytest.approx(1.6e11, rel=0.05)
+    for row in (*beyond, *cached):
+        assert predict_row(fit, row) == pytest.approx(row.seconds, rel=0.1)
+    assert fit_kernel(beyond).cached_bytes_per_s == 0.0
+    # Noise that makes kernels slower in the caches than beyond them leaves them as fast.
+    slower = [dataclasses.replace(row, seconds=2 * row.seconds) for row in cached]
+    odd = fit_kernel([*beyond, *slower])
+    assert odd.cached_bytes_per_s >= odd.bytes_per_s
+
+
+def test_caches_are_read_from_what_the_system_says(tmp_path):
+    for number, (level, kind, size, cores) in enumerate(
+        ((1, "Data", "32K", "0"), (1, "Instruction", "32K", "0"), (2, "Unified", "1024K", "0"),
+         (3, "Unified", "32768K", "0-1"))
+    ):  # fmt: skip
+        folder = tmp_path / f"index{number}"
+        folder.mkdir()
+        for name, text in (("level", level), ("type", kind), ("size", size), ("shared_cpu_list", cores)):
+            (folder / name).write_text(f"{text}\n")
+    assert processor_caches(tmp_path) == Caches(own_bytes=1 << 20, shared_bytes=32 << 20)
+    assert processor_caches(tmp_path / "none") == USUAL_CACHES
 
 
 def test_fit_is_the_same_every_time():

@@ -56,13 +56,12 @@ def work_bound(graph: OperatorGraph, hardware: Hardware, dtype: str, devices: in
 def _least(graph: OperatorGraph, node: Node, hardware: Hardware, dtype: str) -> float:
     if node.kernel in {Kernel.MATMUL, Kernel.ATTENTION}:
         return node.flops / best_rate(hardware, node.kernel, dtype)
-    kernel = hardware.kernels[node.kernel]
     if node.kernel not in _STREAMING:
         return 0.0
     shares = [float(any(graph.spec(ref).batch_dims)) for ref in node.tensor_inputs]
     shares += [float(any(spec.batch_dims)) for spec in node.outputs]
     moved = traffic_bytes(graph, node, shares) if shares else 0.0
-    return moved / (hardware.memory_bandwidth * kernel.bandwidth_efficiency)
+    return moved / hardware.bandwidth(node.kernel)
 
 
 def even_bound(configuration: Configuration, passes_s: float, ahead: float = 0.0) -> float:

@@ -1,0 +1,127 @@
+"""What lies in the caches, by the working set of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator.caches import ALL_BELOW, NONE_ABOVE, cached_share, in_caches, working_set
+from simulator.columns import columns
+from simulator.hardware import Caches, Hardware, load_profile, write_profile
+from simulator.kernels import kernel_time
+from simulator.program import Buffer, BufferKind, Kernel, Phase, Program, Segment, Task
+from simulator.timing import task_times
+
+MIB = 1 << 20
+PROFILE = load_profile("dgx-a100")
+PLAIN = replace(PROFILE, training={})
+
+
+def processor(own: int = 1 * MIB, shared: int = 32 * MIB) -> Hardware:
+    """A profile of which memory-bound kernels are four times as fast in the caches."""
+    kernels = {
+        kernel: replace(model, cached_bandwidth=4 * PLAIN.memory_bandwidth * model.bandwidth_efficiency)
+        for kernel, model in PLAIN.kernels.items()
+    }
+    return replace(PLAIN, kernels=kernels, caches=Caches(own_bytes=own, shared_bytes=shared))
+
+
+def held(name: str, size: int) -> Buffer:
+    return Buffer(name=name, size_bytes=size, kind=BufferKind.ACTIVATION)
+
+
+def program(resident: int, *sizes: int, devices: int = 1, count: int = 1) -> Program:
+    """Every task allocates a tensor and releases the one before."""
+    tasks = tuple(
+        Task(
+            name=f"task {i}",
+            phase=Phase.FORWARD,
+            kernel=Kernel.ELEMENTWISE,
+            bytes_moved=1e6,
+            allocates=(held(f"tensor {i}", size),),
+            releases=(f"tensor {i - 1}",) if i else (),
+        )
+        for i, size in enumerate(sizes)
+    )
+    last = Task(name="last", phase=Phase.UPDATE, kernel=Kernel.COPY, releases=(f"tensor {len(sizes) - 1}",))
+    return Program(
+        name="chain",
+        devices=devices,
+        axes=(),
+        segments=(Segment(name="step", tasks=(*tasks, last), count=count),),
+        resident=(held("weights", resident),),
+    )
+
+
+def test_a_profile_without_caches_finds_nothing_in_them() -> None:
+    assert cached_share(PLAIN, 1.0, 1) == 0.0
+    assert in_caches(PLAIN, 1.0, 1) is PLAIN
+
+
+def test_small_steps_lie_in_the_caches_and_large_ones_do_not() -> None:
+    hardware, size = processor(), 33 * MIB
+    assert cached_share(hardware, ALL_BELOW * size, 1) == 1.0
+    assert cached_share(hardware, NONE_ABOVE * size, 1) == pytest.approx(0.0, abs=1e-12)
+    # Half way on the logarithm between a quarter and twice the caches.
+    assert cached_share(hardware, size * (ALL_BELOW * NONE_ABOVE) ** 0.5, 1) == pytest.approx(0.5)
+    # Two processes share what is common: each has 1 + 16 MiB.
+    assert cached_share(hardware, ALL_BELOW * 17 * MIB, 2) == 1.0
+    assert cached_share(hardware, ALL_BELOW * 33 * MIB, 2) < 1.0
+
+
+@given(st.floats(1.0, 1e12), st.floats(1.0, 100.0), st.integers(1, 64))
+def test_more_bytes_and_more_processes_find_less(size: float, more: float, processes: int) -> None:
+    hardware = processor()
+    share = cached_share(hardware, size, processes)
+    assert 0.0 <= share <= 1.0
+    assert cached_share(hardware, size * more, processes) <= share
+    assert cached_share(hardware, size, processes + 1) <= share
+
+
+@given(st.floats(0.0, 1.0), st.floats(1.0, 1e12))
+def test_a_kernel_takes_between_its_time_in_the_caches_and_beyond(share: float, moved: float) -> None:
+    hardware = processor()
+    beyond, cached, between = (
+        kernel_time(replace(hardware, cached_share=part), Kernel.COPY, "float32", 0.0, moved)
+        for part in (0.0, 1.0, share)
+    )
+    overhead = hardware.kernels[Kernel.COPY].overhead_s
+    assert between - overhead == pytest.approx(share * (cached - overhead) + (1 - share) * (beyond - overhead))
+    assert cached - overhead == pytest.approx((beyond - overhead) / 4)
+    assert beyond == kernel_time(PLAIN, Kernel.COPY, "float32", 0.0, moved)
+
+
+def test_the_working_set_is_what_stands_at_the_peak() -> None:
+    chain = program(100, 10, 20, 5, count=3)
+    assert working_set(chain) == 100 + 30
+    assert working_set(columns(chain)) == 130
+
+
+def test_programs_are_timed_by_what_they_hold() -> None:
+    hardware = processor()
+    (small,), (large,) = (task_times(program(size, 1000), hardware) for size in (1 * MIB, 1 << 30))
+    assert small[0] < large[0]
+    (plain,) = task_times(program(1 << 30, 1000), PLAIN)
+    np.testing.assert_array_equal(large, plain)
+    overhead = hardware.kernels[Kernel.ELEMENTWISE].overhead_s
+    assert small[0] - overhead == pytest.approx((large[0] - overhead) / 4)
+
+
+def test_a_profile_states_its_caches_and_speeds_in_them(tmp_path) -> None:
+    from importlib.resources import files
+
+    data = yaml.safe_load((files("hw_profiles") / "dgx-a100.yaml").read_text())
+    read = "assumed: for a test"
+    data["device"]["own_cache_bytes"] = {"value": MIB, "source": read}
+    data["device"]["shared_cache_bytes"] = {"value": 32 * MIB, "source": read}
+    data["kernels"]["copy"]["cached_bandwidth_bytes_per_s"] = {"value": 7e12, "source": read}
+    found = write_profile(data, tmp_path / "cached.yaml")
+    assert found.caches == Caches(own_bytes=MIB, shared_bytes=32 * MIB)
+    assert found.kernels[Kernel.COPY].cached_bandwidth == 7e12
+    assert found.hash != PROFILE.hash
+    assert any(row.field == "device.shared_cache_bytes" for row in found.rows)
