@@ -20,11 +20,13 @@ from simulator.errors import InputError
 LANGUAGE_KINDS = {"tokens", "next_tokens"}
 LANGUAGE_DATA = ("text", "tokens")
 SYNTHETIC_SAMPLES = 4096
-BYTE_VALUES = 256
+PIECE = 1 << 24
+"""Tokens that are looked through at a time."""
 
 Rows = NDArray[np.int64]
 Sample = Callable[["InputSpec", Rows], Tensor]
 """Makes the rows of one input; the first dim of the result is the number of rows."""
+Check = Callable[[tuple["InputSpec", ...]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +58,12 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Samples by number, from a source described in a few words."""
+    """Samples by number, from a source described in a few words; ``check`` looks through all of them."""
 
     description: str
     samples: int
     sample: Sample
+    check: Check = lambda specs: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +138,7 @@ def open_dataset(name: str | None, specs: tuple[InputSpec, ...], seed: int) -> D
 
 
 def check_dataset(dataset: Dataset, specs: tuple[InputSpec, ...]) -> None:
-    """Take one sample for every input; InputError where it is not what the network asks."""
+    """Take one sample for every input and look through all; InputError where they are not what the network asks."""
     for spec in specs:
         one = replace(spec, shape=(1, *spec.shape[1:]))
         found = tuple(dataset.sample(one, np.zeros(1, np.int64)).shape)
@@ -144,6 +147,7 @@ def check_dataset(dataset: Dataset, specs: tuple[InputSpec, ...]) -> None:
                 f"{dataset.description} gives input {spec.name!r} ({spec.kind}) samples of shape {found[1:]}, "
                 f"the network wants {one.shape[1:]}; choose other data or --data synthetic"
             )
+    dataset.check(specs)
 
 
 def _digits() -> Dataset:
@@ -215,11 +219,7 @@ def _text(place: str, specs: tuple[InputSpec, ...]) -> Dataset:
         raise InputError(
             f"text file {path} cannot be read: {error.strerror}; give another with --data text:FILE"
         ) from None
-    source = f"text file {path}"
-    bounds = [spec.high for spec in specs if spec.kind in LANGUAGE_KINDS and spec.high is not None]
-    if bounds and min(bounds) < BYTE_VALUES:  # better known now than in the middle of training
-        _check_vocabulary(content, np.arange(len(content)), content.astype(np.int64), min(bounds), source)
-    return _windows(content, source, f"bytes of {place or path.name}", specs)
+    return _windows(content, f"text file {path}", f"bytes of {place or path.name}", specs)
 
 
 def _token_file(path: Path, specs: tuple[InputSpec, ...]) -> Dataset:
@@ -251,7 +251,17 @@ def _windows(content: Tokens, source: str, description: str, specs: tuple[InputS
             _check_vocabulary(content, places, tokens, spec.high, source)
         return torch.from_numpy(tokens)
 
-    return Dataset(description=description, samples=windows, sample=sample)
+    def check(specs: tuple[InputSpec, ...]) -> None:
+        bounds = [spec.high for spec in specs if spec.kind in LANGUAGE_KINDS and spec.high is not None]
+        if not bounds or np.iinfo(content.dtype).max < min(bounds):
+            return
+        for first in range(0, len(content), PIECE):  # better known now than in the middle of training
+            tokens = np.asarray(content[first : first + PIECE])
+            if tokens.min() < 0 or tokens.max() >= min(bounds):
+                places = np.arange(first, first + len(tokens))
+                _check_vocabulary(content, places, tokens.astype(np.int64), min(bounds), source)
+
+    return Dataset(description=description, samples=windows, sample=sample, check=check)
 
 
 def _check_vocabulary(content: Tokens, places: Rows, tokens: Rows, high: int, source: str) -> None:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from planner.execution.data import samples
 from planner.execution.data.formats import read_cifar10, read_idx, read_mnist
 from planner.execution.data.loader import Loader, Share
 from planner.execution.data.samples import Batches, InputSpec, Position, Shard, check_dataset, open_dataset
@@ -159,7 +160,7 @@ class TestText:
     def test_small_vocabulary(self):
         small = InputSpec(name="tokens", kind="tokens", shape=(4, 16), dtype=torch.int64, high=32)
         with pytest.raises(InputError, match="vocabulary 32"):
-            batches("text", small)
+            check_dataset(open_dataset("text", (small,), 0), (small,))
 
 
 class TestTokenFiles:
@@ -233,6 +234,20 @@ class TestTokenFiles:
         dataset = open_dataset(f"tokens:{path}", (small,), 0)
         with pytest.raises(InputError, match=rf"token {self.VALUES[place]} at byte {start + 2 * place}, .* 200 tokens"):
             dataset.sample(small, np.array([place // 16]))
+
+    @pytest.mark.parametrize("name", ["raw.bin", "header.bin", "tokens.npy"])
+    def test_all_tokens_are_looked_through_before_training(self, tmp_path, monkeypatch, name):
+        path = self.written(tmp_path, name)
+        spec = replace(TOKENS, high=50257)
+        check_dataset(open_dataset(f"tokens:{path}", (spec,), 0), (spec,))
+        content = bytearray(path.read_bytes())
+        width = 4 if name.endswith(".npy") else 2
+        content[-2 * width : -width] = (60000).to_bytes(width, "little")  # the last but one, in no first sample
+        path.write_bytes(content)
+        monkeypatch.setattr(samples, "PIECE", 7)
+        dataset = open_dataset(f"tokens:{path}", (spec,), 0)
+        with pytest.raises(InputError, match=rf"{name} has token 60000 at byte {len(content) - 2 * width}, .*50257"):
+            check_dataset(dataset, (spec,))
 
     def test_missing(self):
         with pytest.raises(InputError, match=r"gone.bin cannot be read: No such file.*--data tokens:FILE"):

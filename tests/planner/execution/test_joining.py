@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,8 @@ def test_variables(strategy, launcher):
                 cwd=ROOT,
             )
         )
-    ended = [worker.communicate(timeout=120) for worker in workers]
+    with ThreadPoolExecutor(len(workers)) as readers:  # one that waits with a full pipe would hold up the other
+        ended = list(readers.map(lambda worker: worker.communicate(timeout=120), workers))
     assert [worker.returncode for worker in workers] == [0, 0], ended
     assert check([out for out, _ in ended])["launcher"] == launcher
 
