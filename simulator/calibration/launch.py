@@ -60,7 +60,9 @@ def run_workers(
         The user interrupted; all ranks are stopped.
     """
     folder = Path(tempfile.mkdtemp(prefix="meshwright-" if logs is None else "launcher-", dir=logs))
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["simulator.calibration.preload"])
+    # What workers need is imported once; only the first launch of a process says what.
+    preloaded = ["simulator.calibration.preload", function.__module__]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preloaded)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
