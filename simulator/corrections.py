@@ -38,7 +38,7 @@ FACTORS: Mapping[Kernel, str] = {
 """Keys of ``Hardware.training`` by kernel; views cost nothing anyway."""
 
 
-def kernel_factor(hardware: Hardware, kernel: Kernel, dtype: str, devices: int) -> float:
+def kernel_factor(hardware: Hardware, kernel: Kernel, dtype: str, devices: float) -> float:
     """Factor on the time of `kernel` in a job of `devices` devices; products below 16 bits have one of their own."""
     training = hardware.training
     factor = _factor(training, FACTORS.get(kernel, ""))

@@ -197,7 +197,8 @@ class Hardware:
     ``kernel_slowdowns`` replace ``slowdown_table`` for single classes; ``message_workspace`` are bytes that a message
     takes beside its source and its result while it is on its way, for each byte of its payload.
     ``cached_share`` is the part of what kernels move that lies in ``caches``, none where a profile states none:
-    `simulator.caches` says it of a working set.
+    `simulator.caches` says it of a working set. ``pace_s`` are the seconds that typical kernels took when the machine
+    was calibrated, 0 where that is not known; no prediction depends on it.
     """
 
     name: str
@@ -228,6 +229,7 @@ class Hardware:
     message_workspace: Mapping[Collective, float] = field(default_factory=dict)
     caches: Caches | None = None
     cached_share: float = 0.0
+    pace_s: float = 0.0
     multiprocessors: int = 1
     matmul_models: Mapping[str, MatmulModel] = field(default_factory=dict)
     sustained_matmul_speed: float = 1.0
@@ -275,7 +277,7 @@ class Hardware:
             return memory
         return 1.0 / (self.cached_share / model.cached_bandwidth + (1.0 - self.cached_share) / memory)
 
-    def compute_slowdown(self, processes: int, kernel: Kernel | None = None) -> float:
+    def compute_slowdown(self, processes: float, kernel: Kernel | None = None) -> float:
         """Factor by which kernels, or those of a class, slow down when `processes` share this machine's cores.
 
         Between measured counts the factor is interpolated linearly; beyond the last it grows in

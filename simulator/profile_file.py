@@ -55,6 +55,7 @@ class DevicePart(Part):
     multiprocessors: Sourced[Count] | None = None
     own_cache_bytes: Sourced[Annotated[int, Field(ge=0, lt=10**15)]] | None = None
     shared_cache_bytes: Sourced[Annotated[int, Field(ge=0, lt=10**15)]] | None = None
+    pace_s: Sourced[Positive] | None = None
 
     @model_validator(mode="after")
     def _some_memory_is_left(self) -> DevicePart:
@@ -349,6 +350,7 @@ def _hardware(profile: ProfilePart) -> Hardware:
         kernel_slowdowns=slowdown.of_kernels() if slowdown else {},
         message_workspace=profile.message_workspace.value if profile.message_workspace else {},
         caches=_caches(device),
+        pace_s=device.pace_s.value if device.pace_s else 0.0,
         multiprocessors=device.multiprocessors.value if device.multiprocessors else 1,
         **operator_models(profile.operators),
         overlap_compute_speed=profile.overlap.compute_speed.value if profile.overlap else 1.0,
@@ -407,7 +409,7 @@ def _digest(profile: ProfilePart) -> str:
     # how often devices fail, on which neither a plan nor its time depends.
     optional = ("operators", "overlap", "training", "message_workspace")
     absent = {name for name in optional if getattr(profile, name) is None} | {"reliability"}
-    device = {name for name in _OPTIONAL_OF_DEVICE if getattr(profile.device, name) is None}
+    device = {"pace_s"} | {name for name in _OPTIONAL_OF_DEVICE if getattr(profile.device, name) is None}
     topology = {name for name in _OPTIONAL if getattr(profile.topology, name) is None}
     left_out: dict[str, Any] = {**dict.fromkeys(absent, True), "device": device, "topology": topology}
     left_out["kernels"] = {

@@ -65,22 +65,36 @@ def task_times(program: Program | ProgramColumns, hardware: Hardware) -> list[Fl
     ProgramError
         When a collective names an axis the program does not have.
     """
-    hardware = for_program(hardware, program)
+    return program_times(program, for_program(hardware, program))
+
+
+def program_times(
+    program: Program | ProgramColumns, hardware: Hardware, computing: float | None = None
+) -> list[FloatArray]:
+    """`task_times` with as much in the caches as `hardware` already says.
+
+    Parameters
+    ----------
+    computing : how many devices compute at a time, which slow each other where they share cores; all by default
+    """
+    sharing = program.devices if computing is None else computing
     if isinstance(program, Program):
-        return [_seconds(program, segment.tasks, hardware) for segment in program.segments]
+        return [_seconds(program, segment.tasks, hardware, sharing) for segment in program.segments]
     distinct = {id(segment.tasks): segment.tasks for segment in program.segments}
-    found = {key: _seconds(program, tasks, hardware) for key, tasks in distinct.items()}
+    found = {key: _seconds(program, tasks, hardware, sharing) for key, tasks in distinct.items()}
     return [found[id(segment.tasks)][segment.which] for segment in program.segments]
 
 
-def _seconds(program: Program | ProgramColumns, tasks: Sequence[Task], hardware: Hardware) -> FloatArray:
+def _seconds(
+    program: Program | ProgramColumns, tasks: Sequence[Task], hardware: Hardware, sharing: float
+) -> FloatArray:
     """(tasks,) seconds of each of `tasks`."""
     shapes = group_shapes(program, hardware)
     seconds = np.zeros(len(tasks))
     reaches_host = host_time(hardware, 1.0) > 0
     kernels, collectives = tasks_by_work(tasks)
     for (kernel, dtype, shaped), compute in kernels.items():
-        slowdown = kernel_factor(hardware, kernel, dtype, program.devices)
+        slowdown = kernel_factor(hardware, kernel, dtype, sharing)
         work = np.array([(tasks[i].flops, tasks[i].bytes_moved) for i in compute])
         if shaped and has_shape_model(hardware, kernel):
             shape = np.array([tasks[i].shape for i in compute]).T

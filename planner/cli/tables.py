@@ -452,6 +452,14 @@ def execution_report(report: ExecutionReport, out: Path | None) -> Iterable[Rend
         f"{seconds_text(time.median)} ({interval_text(time.p10, time.p90)})",
         "" if report.error is None else f"{100 * report.error:+.1f} %",
     )
+    at_this_speed, speed = report.predicted_at_this_speed_s, report.machine_speed
+    if at_this_speed is not None and speed is not None and report.error_at_this_speed is not None:
+        table.add_row(
+            f"at this speed ({speed:.0%})",
+            seconds_text(at_this_speed),
+            "",
+            f"{100 * report.error_at_this_speed:+.1f} %",
+        )
     memory, measured = report.predicted_peak_memory_bytes, report.measured_peak_memory_bytes
     table.add_row(
         "peak memory",

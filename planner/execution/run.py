@@ -46,6 +46,8 @@ from simulator.hardware import load_profile
 DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_JOIN_TIMEOUT_S = 300.0
 BUSY_SHARE = 0.1
+CHANGED_SPEED = 0.1
+"""From this change of the machine's speed on a run says so."""
 
 Say = Callable[[str], None]
 
@@ -99,7 +101,9 @@ class ExecutionReport:
     ``error`` is predicted step time over measured median, less one. Without verification
     ``reference_losses`` is empty and ``verified``, ``max_loss_difference`` and ``tolerance`` are None;
     the difference is relative. Predictions are None where the plan's profile cannot be read.
-    ``rank`` is not 0 on the other ranks of a job that was joined, which should print nothing.
+    ``machine_speed`` is the speed of typical kernels after the steps over that when the profile was calibrated, None
+    where it does not know; ``predicted_at_this_speed_s`` is the prediction divided by it, and ``error_at_this_speed``
+    that prediction's error. ``rank`` is not 0 on the other ranks of a job that was joined, which should print nothing.
     """
 
     processes: int
@@ -126,6 +130,9 @@ class ExecutionReport:
     first_step: int = 0
     checkpoint: str | None = None
     comparison: Comparison | None = None
+    machine_speed: float | None = None
+    predicted_at_this_speed_s: float | None = None
+    error_at_this_speed: float | None = None
 
 
 def execute(options: ExecuteOptions, say: Say = lambda _: None, monitor: Monitor | None = None) -> ExecutionReport:
@@ -266,6 +273,10 @@ def _report(
     job, step_time = prepared.job, prepared.predicted_step_time_s
     slowest = np.max([result.step_times_s for result in results], axis=0)[job.warm_up_steps :]
     p10, median, p90 = (float(value) for value in np.quantile(slowest, (0.1, 0.5, 0.9)))
+    speed = None
+    if prepared.calibrated_pace_s is not None and results[0].pace_s is not None:
+        speed = prepared.calibrated_pace_s / results[0].pace_s
+    at_this_speed = None if step_time is None or speed is None else step_time / speed
     losses = losses_of(results)
     differences = [relative_difference(*pair) for pair in zip(losses, reference, strict=False)]
     return ExecutionReport(
@@ -291,7 +302,21 @@ def _report(
         measured_peak_memory_bytes=max(result.peak_memory_bytes for result in results),
         measured_memory_method=results[0].memory_method,
         predicted_peak_memory_bytes=prepared.predicted_peak_bytes,
-        notes=(*prepared.notes, *_busy(results, job.device_type)),
+        notes=(*prepared.notes, *_busy(results, job.device_type), *_changed(speed)),
+        machine_speed=speed,
+        predicted_at_this_speed_s=at_this_speed,
+        error_at_this_speed=None if at_this_speed is None else at_this_speed / median - 1,
+    )
+
+
+def _changed(speed: float | None) -> tuple[str, ...]:
+    """Say so where the machine has another speed than when it was calibrated."""
+    if speed is None or abs(speed - 1) < CHANGED_SPEED:
+        return ()
+    word = "slower" if speed < 1 else "faster"
+    return (
+        f"the machine has become {word} since it was calibrated: typical kernels ran at {speed:.0%} of their speed "
+        "then; calibrate again, or hold the step time against predicted_at_this_speed_s",
     )
 
 

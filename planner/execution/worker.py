@@ -35,6 +35,7 @@ from planner.execution.step_end import StepEnd, keep_checkpoints, places, resume
 from planner.instructions import LoweredPlan, LoweredStages, StoredParameter
 from planner.networks import load_network
 from planner.sharding.local_call import Moment
+from simulator.calibration.pace import pace
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 SPINNING = ("cpu", "cuda")
@@ -49,7 +50,8 @@ class RankResult:
 
     With pipeline stages only ranks of the last one do; the others have none.
     ``waited_share`` is the part of the timed steps in which the rank was ready but had no core. ``record`` is there
-    where steps were recorded.
+    where steps were recorded. ``pace_s`` is what typical kernels took after them, where rank 0 was told to time
+    these.
     """
 
     losses: tuple[float, ...]
@@ -58,6 +60,7 @@ class RankResult:
     peak_memory_bytes: int
     memory_method: str
     record: RankRecord | None = None
+    pace_s: float | None = None
 
 
 def train(job: Job, membership: Membership | None = None) -> list[RankResult]:
@@ -157,6 +160,8 @@ def _train_rank(job: Job, device: torch.device, store: Store, watch: Watch) -> R
         peak_memory_bytes=memory.peak_bytes(),
         memory_method=memory.method,
         record=None if recorder is None else recorder.record(),
+        # The other ranks have nothing left to do but to wait for this one.
+        pace_s=pace(device) if job.times_pace and dist.get_rank() == 0 else None,
     )
 
 

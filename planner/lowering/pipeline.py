@@ -21,15 +21,16 @@ from planner.lowering.unit_work import Mark, UnitWork, units_work
 from planner.lowering.work import Work
 from planner.strategy.plan import Plan
 from planner.work import update_traffic
+from simulator.caches import in_caches
 from simulator.corrections import message_time
 from simulator.errors import InputError, StrategyError
 from simulator.hardware import Hardware
 from simulator.pipeline_memory import PipelineBytes
 from simulator.pipeline_operators import FIRST, LAST, PLAIN, OperatorCosts, Operators, action_variants
-from simulator.program import Buffer, BufferKind, Collective, Kernel, Phase, Program, ProgramAxis, Segment, Task
+from simulator.program import Collective, Kernel, Phase, Program, ProgramAxis, Segment, Task
 from simulator.schedules import ActionKind, Schedule, make_schedule
 from simulator.task_table import FloatArray
-from simulator.timing import task_times
+from simulator.timing import program_times
 from simulator.topology import GroupShape
 
 FORWARD, BACKWARD, INPUT, WEIGHT = ActionKind
@@ -41,7 +42,8 @@ Key = tuple[int, ...]
 class LoweredPipeline:
     """One step of a pipeline.
 
-    ``flops`` are those of the network on one micro-batch of the whole stage mesh.
+    ``flops`` are those of the network on one micro-batch of the whole stage mesh; ``hardware`` is as its
+    kernels meet it, ``computing`` how many ranks compute at a time on average.
     """
 
     schedule: Schedule
@@ -49,6 +51,8 @@ class LoweredPipeline:
     sizes: PipelineBytes
     flops: float
     work: PassTasks
+    hardware: Hardware
+    computing: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,7 +135,8 @@ def lower_pipeline(
             found.source, units, [[keys[s] for s in stages] for stages in _stages_of(schedule)], plan.micro_batches
         ),
     )
-    seconds = _seconds(lowering, sizes)
+    met, computing = in_caches(hardware, _held_bytes(sizes), plan.devices), _computing(plan)
+    seconds = _seconds(lowering, met, computing)
     made = {
         key: {place: _operators(draft, seconds, hardware) for place, draft in passes.items()}
         for key, passes in drafts.items()
@@ -151,7 +156,15 @@ def lower_pipeline(
         for key, passes in drafts.items()
     }
     timed = PassTasks(tasks=work.tasks, seconds=seconds, passes=[numbers[key] for key in keys], updates=updates)
-    return LoweredPipeline(schedule=schedule, costs=costs, sizes=sizes, flops=_flops(lowering), work=timed)
+    return LoweredPipeline(
+        schedule=schedule,
+        costs=costs,
+        sizes=sizes,
+        flops=_flops(lowering),
+        work=timed,
+        hardware=met,
+        computing=computing,
+    )
 
 
 def plan_schedule(plan: Plan) -> Schedule:
@@ -225,11 +238,25 @@ def _operators(draft: Draft, seconds: FloatArray, hardware: Hardware) -> Operato
     )
 
 
-def _seconds(lowering: _Lowering, sizes: PipelineBytes) -> FloatArray:
-    """(tasks,) seconds of all tasks, with what the fullest rank and the largest pass hold as their working set."""
-    held = np.max(sum(np.asarray(part) for part in sizes.resident.values()))
+def _computing(plan: Plan) -> float:
+    """Ranks that compute at a time on average: in the bubble of the pipeline each has no work.
+
+    A bubble is ``(p - 1) / (v m + p - 1)`` of a step on p stages of v chunks each and m micro-batches (Narayanan et
+    al., *Efficient large-scale language model training on GPU clusters*, 2021).
+    """
+    passes = plan.virtual * plan.micro_batches
+    return plan.devices * passes / (passes + plan.pipeline - 1)
+
+
+def _held_bytes(sizes: PipelineBytes) -> int:
+    """What the fullest rank and the largest pass hold together."""
+    standing = np.max(sum(np.asarray(part) for part in sizes.resident.values()))
     moving = np.max(np.asarray(sizes.activations) + np.maximum(sizes.forward, sizes.recomputed))
-    buffer = Buffer(name="working set", size_bytes=int(held + moving), kind=BufferKind.PARAMETER)
+    return int(standing + moving)
+
+
+def _seconds(lowering: _Lowering, hardware: Hardware, computing: float) -> FloatArray:
+    """(tasks,) seconds of all tasks while so many ranks compute."""
     mesh = lowering.source.options.mesh
     program = Program(
         name=lowering.plan.network,
@@ -238,9 +265,8 @@ def _seconds(lowering: _Lowering, sizes: PipelineBytes) -> FloatArray:
             ProgramAxis(name=axis.name, size=axis.size, stride=mesh.stride(i)) for i, axis in enumerate(mesh.axes)
         ),
         segments=(Segment(name="everything", tasks=tuple(lowering.work.tasks)),),
-        resident=(buffer,),
     )
-    return task_times(program, lowering.hardware)[0]
+    return program_times(program, hardware, computing)[0]
 
 
 def _updates(lowering: _Lowering, rank: int) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from planner.execution.run import CHANGED_SPEED
 from planner.quantities import bytes_text, interval_text, seconds_text
 from reports import page
 from reports.execution.figures import OVERHEAD_AIM, OWN_CORES, Figure, choice_regrets, figures, network_taus
@@ -26,6 +27,8 @@ COLUMNS = (
     "measured_p10_s",
     "measured_p90_s",
     "time_error",
+    "machine_speed",
+    "time_error_at_this_speed",
     "predicted_peak_memory_bytes",
     "measured_peak_memory_bytes",
     "memory_error",
@@ -56,7 +59,9 @@ def document(results: Sequence[Result], machine: str) -> dict[str, Any]:
         "kendall_tau": network_taus(results),
         "regret": choice_regrets(results),
         "plans": [
-            asdict(r) | {"time_error": r.time_error, "memory_error": r.memory_error, "overhead": r.overhead}
+            asdict(r)
+            | {"time_error": r.time_error, "time_error_at_this_speed": r.time_error_at_this_speed}
+            | {"memory_error": r.memory_error, "overhead": r.overhead}
             for r in results
         ],
     }
@@ -81,6 +86,17 @@ def execution_page(results: Sequence[Result], planned: int, machine: str) -> str
     if notes:
         parts.append(
             page.paragraph(f"The machine was not idle, so that measured times are not the plans': {notes[0]}.")
+        )
+    changed = [
+        r.machine_speed for r in ran if r.machine_speed is not None and abs(r.machine_speed - 1) >= CHANGED_SPEED
+    ]
+    if changed:
+        parts.append(
+            page.paragraph(
+                f"Beside {len(changed)} of {len(ran)} plans the machine had another speed than when it was calibrated: "
+                f"typical kernels ran at {min(changed):.0%} to {max(changed):.0%} of it. Errors are of the predictions "
+                "as they were made; scaled ones stand beside them under their own name."
+            )
         )
     if len(results) < planned:
         parts.append(page.paragraph(f"{planned - len(results)} of {planned} plans have not been run yet."))
@@ -185,16 +201,17 @@ def _overhead_chart(results: Sequence[Result]) -> tuple[Html]:
 
 
 def _table(results: Sequence[Result]) -> Html:
-    columns = ["network", "processes", "plan", "predicted", "measured", "error", "memory", "measured",
+    columns = ["network", "processes", "plan", "predicted", "measured", "error", "machine's speed", "scaled error",
+               "memory", "measured",
                "error", "by hand", "overhead"]  # fmt: skip
     return page.table(columns, [_row(result) for result in results], caption="All plans; in brackets the middle 80 % "
-                      "of the steps", numbers=(1, 3, 4, 5, 6, 7, 8, 9, 10), close=True)  # fmt: skip
+                      "of the steps", numbers=(1, *range(3, 13)), close=True)  # fmt: skip
 
 
 def _row(result: Result) -> list[Cell]:
     if result.error:
         failed = Html(f'<span class="wrap bad">{page.escape(result.error)}</span>')
-        return [result.network, str(result.processes), result.plan, failed, *[""] * 7]
+        return [result.network, str(result.processes), result.plan, failed, *[""] * 9]
     measured = seconds_text(result.measured_step_time_s or 0.0)
     return [
         result.network,
@@ -203,6 +220,8 @@ def _row(result: Result) -> list[Cell]:
         _seconds(result.predicted_step_time_s),
         f"{measured} ({interval_text(result.measured_p10_s or 0.0, result.measured_p90_s or 0.0)})",
         _percent(result.time_error),
+        "" if result.machine_speed is None else f"{result.machine_speed:.2f}",
+        _percent(result.time_error_at_this_speed),
         _bytes(result.predicted_peak_memory_bytes),
         _bytes(result.measured_peak_memory_bytes),
         _percent(result.memory_error),

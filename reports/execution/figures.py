@@ -40,6 +40,8 @@ def figures(results: Sequence[Result]) -> tuple[Figure, ...]:
     ran = [result for result in results if not result.error]
     few = _magnitudes(ran, lambda r: r.time_error if r.processes <= OWN_CORES else None)
     many = _magnitudes(ran, lambda r: r.time_error if r.processes > OWN_CORES else None)
+    same_few = _magnitudes(ran, lambda r: r.time_error_at_this_speed if r.processes <= OWN_CORES else None)
+    same_many = _magnitudes(ran, lambda r: r.time_error_at_this_speed if r.processes > OWN_CORES else None)
     memory = _magnitudes(ran, lambda r: r.memory_error)
     overheads = [r.overhead for r in ran if r.overhead is not None]
     taus, regrets = network_taus(ran), choice_regrets(ran)
@@ -47,6 +49,15 @@ def figures(results: Sequence[Result]) -> tuple[Figure, ...]:
         _figure("step time, 1 and 2 processes: mean error", "time_mean", np.mean, few, 0.10),
         _figure("step time, 1 and 2 processes: worst error", "time_worst", np.max, few, 0.25),
         _figure("step time, cores shared: mean error", "shared_time_mean", np.mean, many, 0.20),
+        *(
+            _figure(f"{name}, predictions scaled by the machine's speed beside each run", key, of, values, aim)
+            for name, key, of, values, aim in (
+                ("1 and 2 processes: mean error", "scaled_time_mean", np.mean, same_few, 0.10),
+                ("1 and 2 processes: worst error", "scaled_time_worst", np.max, same_few, 0.25),
+                ("cores shared: mean error", "scaled_shared_time_mean", np.mean, same_many, 0.20),
+            )
+            if values
+        ),
         _figure("peak memory: worst error", "memory_worst", np.max, memory, 0.10),
         _figure("Kendall tau, worst network", "kendall_tau", np.min, list(taus.values()), 0.8, at_least=True),
         _figure("regret of the chosen plan, worst", "regret", np.max, list(regrets.values()), 0.05),

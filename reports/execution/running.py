@@ -54,6 +54,7 @@ class Result:
     by_hand_step_time_s: float | None = None
     by_hand_loss_difference: float | None = None
     waited_share_note: str = ""
+    machine_speed: float | None = None
     errors: tuple[Mapping[str, Any], ...] = ()
 
     @property
@@ -62,6 +63,15 @@ class Result:
         if self.predicted_step_time_s is None or not self.measured_step_time_s:
             return None
         return self.predicted_step_time_s / self.measured_step_time_s - 1
+
+    @property
+    def time_error_at_this_speed(self) -> float | None:
+        """The error of the prediction divided by the machine's speed beside the run; None where that is not known."""
+        return (
+            None
+            if self.time_error is None or not self.machine_speed
+            else (1 + self.time_error) / self.machine_speed - 1
+        )
 
     @property
     def memory_error(self) -> float | None:
@@ -138,6 +148,7 @@ def run_case(case: Case, profile: Path, folder: Path) -> Result:
         predicted_peak_memory_bytes=report.predicted_peak_memory_bytes,
         measured_peak_memory_bytes=report.measured_peak_memory_bytes,
         waited_share_note="; ".join(report.notes),
+        machine_speed=report.machine_speed,
         errors=errors,
         **hand,
     )

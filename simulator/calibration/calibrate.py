@@ -16,6 +16,7 @@ from simulator.calibration.fitting import KernelFit, Measured, fit_kernel, predi
 from simulator.calibration.launch import run_workers
 from simulator.calibration.machine import Machine, find_machine, processor_caches
 from simulator.calibration.messages import MessageTimes, Slowdown, measure_messages, measure_slowdown
+from simulator.calibration.pace import pace
 from simulator.calibration.profile_data import Findings, Residual, profile_data
 from simulator.calibration.timing import interleaved_factor, lower_quartile, measure_case
 from simulator.errors import InputError
@@ -71,7 +72,7 @@ def calibrate(options: CalibrateOptions, progress: Progress = lambda share, text
     counts = () if machine.is_accelerator else SLOWDOWN_COUNTS
     parts = 4.0 + 2 * len(groups) + len(counts)
     progress(0.0, "kernels")
-    rows, mixing = run_workers(measure_kernels, (machine.device_type,), 1)[0]
+    kernels = run_workers(measure_kernels, (machine.device_type,), 1)[0]
     done, messages = 4.0, list[MessageTimes]()
     for size in groups:
         progress(done / parts, f"collectives among {size} processes")
@@ -82,15 +83,24 @@ def calibrate(options: CalibrateOptions, progress: Progress = lambda share, text
         progress(done / parts, f"{count} processes sharing the cores")
         slowdown.append((count, run_workers(measure_slowdown, (machine.device_type, machine.backend), count)[0]))
         done += 1
-    data = profile_data(findings(machine, rows, mixing, messages, slowdown, options), Path(options.out or "local").stem)
+    data = profile_data(findings(machine, kernels, messages, slowdown, options), Path(options.out or "local").stem)
     if options.out is not None:
         write_profile(data, options.out)
     progress(1.0, "done")
     return data
 
 
-def measure_kernels(device_type: str) -> tuple[list[Measured], float]:
-    """Measure every kernel case, and what small kernels cost more among others.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelTimes:
+    """Every kernel measured, what small ones cost more among others, and the machine's pace meanwhile."""
+
+    rows: tuple[Measured, ...]
+    mixing: float
+    pace_s: float
+
+
+def measure_kernels(device_type: str) -> KernelTimes:
+    """Measure every kernel case, what small kernels cost more among others, and the pace.
 
     On a processor, what fits into its caches is measured in them as well. Rounds lie apart in time so that a passing
     disturbance hits few of them; on a busy machine there are fewer.
@@ -108,7 +118,11 @@ def measure_kernels(device_type: str) -> tuple[list[Measured], float]:
         for (case, cached), *times in zip(kinds, *rounds, strict=True)
     ]
     small = [case for case in cases if case.dtype == "float32" and case.bytes_moved < SMALL_BYTES]
-    return rows, 1.0 if device_type != "cpu" else interleaved_factor(small, device)
+    return KernelTimes(
+        rows=tuple(rows),
+        mixing=1.0 if device_type != "cpu" else interleaved_factor(small, device),
+        pace_s=pace(device),
+    )
 
 
 def _measured(case: Case, seconds: float) -> Measured:
@@ -119,16 +133,16 @@ def _measured(case: Case, seconds: float) -> Measured:
 
 def findings(
     machine: Machine,
-    rows: Sequence[Measured],
-    mixing: float,
+    kernels: KernelTimes,
     messages: Sequence[MessageTimes],
     slowdown: Sequence[tuple[int, Slowdown]],
     options: CalibrateOptions,
 ) -> Findings:
     """Fit what was measured, and check the fits on rows held back.
 
-    ``mixing`` raises the overheads from a kernel's own loop to what they are in a step.
+    What kernels cost more among others raises the overheads from a kernel's own loop to what they are in a step.
     """
+    rows, mixing = kernels.rows, kernels.mixing
     fits: dict[Kernel, KernelFit] = {}
     residuals: list[Residual] = []
     for kernel in Kernel:
@@ -149,6 +163,7 @@ def findings(
         machine=machine,
         fits=fits,
         mixing=mixing,
+        pace_s=kernels.pace_s,
         best_flops_per_s=best,
         messages=tuple(messages),
         slowdown=tuple((count, found.mix_s / slowdown[0][1].mix_s) for count, found in slowdown),

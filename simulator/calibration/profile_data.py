@@ -41,6 +41,7 @@ class Findings:
     machine: Machine
     fits: Mapping[Kernel, KernelFit]
     mixing: float
+    pace_s: float
     best_flops_per_s: Mapping[str, float]
     messages: tuple[MessageTimes, ...]
     slowdown: tuple[tuple[int, float], ...]
@@ -82,6 +83,7 @@ def profile_data(found: Findings, name: str) -> Data:
                 for dtype, rate in sorted(found.best_flops_per_s.items())
             },
             **_caches(machine, measured),
+            "pace_s": {"value": _rounded(found.pace_s), "source": f"{measured}; typical kernels, in one process"},
         },
         "kernels": {kernel.value: _kernel(fit, bandwidth, found) for kernel, fit in found.fits.items()},
         "topology": _topology(found, measured, bandwidth),

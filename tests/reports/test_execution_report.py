@@ -51,6 +51,21 @@ def test_figures():
     assert all(one.met is None for one in figures(()))
 
 
+def test_errors_at_the_speed_beside_the_run_stand_beside_those_of_the_prediction():
+    """Half as fast as when it was calibrated: what was predicted as 0.5 s would now be 1 s."""
+    slow = result(predicted=0.5, measured=0.8, machine_speed=0.5)
+    assert slow.time_error == pytest.approx(-0.375)
+    assert slow.time_error_at_this_speed == pytest.approx(0.25)
+    assert result().time_error_at_this_speed is None
+    found = {one.key: one for one in figures((slow, result(processes=4, machine_speed=1.0)))}
+    assert found["time_mean"].value == pytest.approx(0.375)
+    assert found["scaled_time_mean"].value == pytest.approx(0.25)
+    assert found["scaled_shared_time_mean"].value == pytest.approx(0.0)
+    assert not any(one.key.startswith("scaled") for one in figures(RESULTS))
+    assert "Beside 1 of 1 plans the machine had another speed" in execution_page((slow,), planned=1, machine="here")
+    assert "another speed" not in execution_page(RESULTS, planned=5, machine="here")
+
+
 def test_page_and_tables_hold_every_plan():
     page = execution_page(RESULTS, planned=7, machine="two <cores>")
     assert "two &lt;cores&gt;" in page

@@ -5,7 +5,7 @@ import socket
 import pytest
 import torch
 
-from simulator.calibration.calibrate import CalibrateOptions, calibrate, findings
+from simulator.calibration.calibrate import CalibrateOptions, KernelTimes, calibrate, findings
 from simulator.calibration.cases import all_cases
 from simulator.calibration.fitting import Measured, fit_kernel, predict_row, split_held_out
 from simulator.calibration.machine import USUAL_CACHES, find_machine, processor_caches
@@ -45,11 +45,12 @@ def synthetic_messages(processes):
 def found():
     machine = find_machine("cpu", 4)
     messages = [synthetic_messages(2), synthetic_messages(4)]
+    kernels = KernelTimes(rows=tuple(synthetic_rows()), mixing=1.0, pace_s=0.02)
     slowdown = [
         (count, Slowdown(mix_s=factor, classes_s={Kernel.OPTIMIZER: 3 * factor**1.5}))
         for count, factor in ((1, 1.0), (2, 1.05), (4, 2.1), (8, 4.3))
     ]
-    return findings(machine, list(synthetic_rows()), 1.0, messages, slowdown, OPTIONS)
+    return findings(machine, kernels, messages, slowdown, OPTIONS)
 
 
 def test_fit_recovers_the_model():

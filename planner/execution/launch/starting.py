@@ -41,8 +41,9 @@ GIGABYTE = 1e9
 class Prepared:
     """A job with what is known of it before it starts.
 
-    ``predicted_peak_bytes`` is of the plan's own hardware; ``predicted_tensor_bytes`` leaves out what its drivers and
-    its allocator hold. None where the plan's profile cannot be read, which ``notes`` say.
+    ``calibrated_pace_s`` is that of the plan's profile, if it has one. ``predicted_peak_bytes`` is of the plan's own
+    hardware; ``predicted_tensor_bytes`` leaves out what its drivers and its allocator hold. None where the plan's
+    profile cannot be read, which ``notes`` say.
     """
 
     job: Job
@@ -51,6 +52,7 @@ class Prepared:
     predicted_step_time_s: float | None
     predicted_peak_bytes: int | None
     predicted_tensor_bytes: int | None
+    calibrated_pace_s: float | None
     notes: tuple[str, ...]
 
 
@@ -102,16 +104,26 @@ def prepare(plan: Plan, options: ExecuteOptions, membership: Membership | None, 
         recorded_steps=RECORDED_STEPS if options.measure or options.trace is not None else 0,
     )
     prediction, notes = _prediction(plan, lowered)
+    calibrated = _calibrated_pace(plan)
     peak = None if prediction is None else prediction.peak_memory_bytes
     return Prepared(
-        job=job,
+        job=replace(job, times_pace=calibrated is not None),
         precision=precision,
         data=dataset.description,
         predicted_step_time_s=None if prediction is None else prediction.step_time_s,
         predicted_peak_bytes=peak,
         predicted_tensor_bytes=None if prediction is None or peak is None else peak - _of_drivers(prediction),
+        calibrated_pace_s=calibrated,
         notes=notes,
     )
+
+
+def _calibrated_pace(plan: Plan) -> float | None:
+    """What typical kernels took on the plan's hardware when it was calibrated; None where its profile does not say."""
+    try:
+        return load_profile(plan.hardware).pace_s or None
+    except ProfileError:
+        return None
 
 
 def _of_drivers(prediction: Prediction) -> int:

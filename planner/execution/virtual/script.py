@@ -15,13 +15,15 @@ from planner.instructions import (
     read_values,
     written_values,
 )
-from planner.lowering.pipeline import LoweredPipeline
+from planner.lowering.checked import checked_graph
+from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
 from planner.strategy.plan import Plan
+from simulator.caches import for_program
 from simulator.hardware import Hardware
 from simulator.pipeline_operators import PLAIN, action_variants
 from simulator.program import Collective, Program, ProgramAxis, Segment, Task
 from simulator.schedules import ActionKind
-from simulator.timing import task_times
+from simulator.timing import program_times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +129,7 @@ def predicted_times(
     plan: Plan, lowered: LoweredPlan | LoweredStages, tasks: Sequence[Task], hardware: Hardware
 ) -> list[float]:
     """Seconds of each task in a job of the plan's size; nothing of messages that the simulator does not time."""
+    hardware, computing = _as_simulated(plan, lowered, hardware)
     mesh = lowered.mesh
     axes = [ProgramAxis(name=a.name, size=a.size, stride=mesh.stride(i)) for i, a in enumerate(mesh.axes)]
     program = Program(
@@ -135,8 +138,20 @@ def predicted_times(
         axes=(*axes, *tie_axes(lowered)),
         segments=(Segment(name="all", tasks=tuple(t for t in tasks if t.collective is None or t.axis)),),
     )
-    found = iter(task_times(program, hardware)[0].tolist())
+    found = iter(program_times(program, hardware, computing)[0].tolist())
     return [next(found) if task.collective is None or task.axis else 0.0 for task in tasks]
+
+
+def _as_simulated(
+    plan: Plan, lowered: LoweredPlan | LoweredStages, hardware: Hardware
+) -> tuple[Hardware, float | None]:
+    """The hardware and the number of computing ranks with which the simulation of the plan times its kernels."""
+    if isinstance(lowered, LoweredPlan):
+        return for_program(hardware, lowered.program), None
+    if hardware.caches is None and len(hardware.slowdown_table) == 1:
+        return hardware, None
+    found = lower_pipeline(plan, checked_graph(plan), hardware)
+    return found.hardware, found.computing
 
 
 def tie_axes(lowered: LoweredPlan | LoweredStages) -> tuple[ProgramAxis, ...]:

@@ -14,10 +14,14 @@ from planner.execution.measuring.comparing import BETWEEN, MESSAGES, OPERATORS, 
 from planner.execution.measuring.recorded import rank_entries, rank_times
 from planner.execution.measuring.run_trace import MEASURED
 from planner.execution.run import ExecuteOptions, execute_plan
+from planner.execution.virtual.script import predicted_times
 from planner.instructions import Communicate
+from planner.lowering.checked import checked_graph
+from planner.lowering.pipeline import lower_pipeline
 from planner.planning import PlanRequest, plan_network
 from planner.strategy.loading import lower_to_run
-from simulator.hardware import load_profile
+from simulator.hardware import Caches, load_profile
+from simulator.timing import task_times
 
 HARDWARE = "dgx-a100"
 MS = 1_000_000
@@ -133,6 +137,35 @@ def test_reasons_name_what_weighs_most():
     assert "less" in text
     assert "view" not in text
     assert "within 1 %" in reasons([row("matmul", 0.010, 0.0100001)], 0.01, 0.0100001)
+
+
+@pytest.mark.parametrize("caches_mib", [0, 4, 64])
+def test_tasks_are_predicted_as_they_are_simulated(lowered_plan, caches_mib):
+    """What a rank holds at its peak says what lies in the caches, for single tasks as for the whole step."""
+    plan, lowered = lowered_plan
+    hardware = load_profile(HARDWARE)
+    kernels = {kernel: replace(model, cached_bandwidth=1e13) for kernel, model in hardware.kernels.items()}
+    caches = Caches(own_bytes=caches_mib << 20, shared_bytes=0) if caches_mib else None
+    hardware = replace(hardware, kernels=kernels, caches=caches, training={})
+    segment = lowered.program.segments[0]
+    expected = task_times(lowered.program, hardware)[0]
+    found = predicted_times(plan, lowered, segment.tasks, hardware)
+    np.testing.assert_allclose(found, expected)
+
+
+@pytest.mark.parametrize("slowdown", [((1, 1.0),), ((1, 1.0), (2, 1.5), (4, 4.0))])
+def test_passes_of_a_pipeline_are_predicted_as_they_are_simulated(slowdown):
+    plan = make_plan(2, pp=2, micro_batch=4)
+    hardware = replace(
+        load_profile(HARDWARE), slowdown_table=slowdown, caches=Caches(own_bytes=1 << 20, shared_bytes=0)
+    )
+    lowered = lower_to_run(plan, "unused")
+    simulated = lower_pipeline(plan, checked_graph(plan), hardware)
+    # Four micro-batches on two stages: a fifth of the time each rank has nothing to compute.
+    assert simulated.computing == pytest.approx(2 * 4 / 5)
+    assert hardware.compute_slowdown(simulated.computing) == pytest.approx(1 + 0.6 * (slowdown[-1][1] > 1) * 0.5)
+    found = predicted_times(plan, lowered, simulated.work.tasks, hardware)
+    np.testing.assert_allclose(found, simulated.work.seconds)
 
 
 @pytest.mark.slow
