@@ -1,4 +1,8 @@
-"""Min-plus elimination of many weightings of one problem at once."""
+"""Min-plus elimination of many weightings of one problem at once.
+
+Weightings are the last dim of every table, and the variable that is eliminated is the first one: sums and minima then
+run over long rows of neighbouring numbers.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
 Scope = tuple[int, ...]
+LONG = 2048
+"""From so many numbers on, rows are compared one after the other: quicker than to look along many short columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class Elimination:
     def pool(self, tables: Sequence[FloatArray]) -> dict[int, FloatArray]:
         """Tables by their number, without the variables of one state."""
         return {
-            n: table.reshape(len(table), *shape)
+            n: table.reshape(*shape, table.shape[-1])
             for n, (table, shape) in enumerate(zip(tables, self.shapes, strict=True))
         }
 
@@ -70,7 +76,7 @@ class Minima:
         """
         states = {**dict.fromkeys(self.single, np.zeros_like(weighting)), **kept}
         for variable, scope, best in reversed(self.best):
-            states[variable] = best[(weighting, *(states[v] for v in scope))]
+            states[variable] = best[(*(states[v] for v in scope), weighting)]
         return states
 
 
@@ -99,7 +105,7 @@ def elimination(scopes: tuple[Scope, ...], sizes: tuple[tuple[int, int], ...], k
         open_variables.discard(variable)
         touching = [number for number, scope in pool.items() if variable in scope]
         scope = tuple(sorted(around[variable] - {variable}))
-        full = (*scope, variable)
+        full = (variable, *scope)
         steps.append(_Step(variable, scope, tuple(_term(n, pool.pop(n), full, size) for n in touching)))
         pool[len(scopes) + len(steps) - 1] = scope
         for other in scope:
@@ -116,7 +122,7 @@ def _term(number: int, scope: Scope, full: Scope, size: Mapping[int, int]) -> _T
     place = {v: i for i, v in enumerate(full)}
     order = sorted(range(len(scope)), key=lambda i: place[scope[i]])
     shape = tuple(size[v] if v in scope else 1 for v in full)
-    return _Term(number, (0, *(i + 1 for i in order)), shape)
+    return _Term(number, (*order, len(scope)), shape)
 
 
 def minima(plan: Elimination, tables: Sequence[FloatArray], shape: tuple[int, ...]) -> Minima:
@@ -124,35 +130,56 @@ def minima(plan: Elimination, tables: Sequence[FloatArray], shape: tuple[int, ..
 
     Parameters
     ----------
-    tables : sequence of arrays, shape (weightings, states of each variable of the scope …)
+    tables : sequence of arrays, shape (states of each variable of the scope …, weightings)
     shape : tuple of int
         States of the kept variables.
     """
-    count = tables[0].shape[0]
+    count = tables[0].shape[-1]
     pool = plan.pool(tables)
     best = []
     for step in plan.steps:
-        total = _sum(step.terms, pool, count)
-        best.append((step.variable, step.scope, total.argmin(axis=-1)))
-        pool[len(tables) + len(best) - 1] = total.min(axis=-1)
-    rest = _sum(plan.rest, pool, count) if plan.rest else np.zeros((count, *(1 for _ in shape)))
-    return Minima(np.broadcast_to(rest, (count, *shape)), tuple(best), plan.single)
+        least, first = _least(_sum(step.terms, pool, count))
+        best.append((step.variable, step.scope, first))
+        pool[len(tables) + len(best) - 1] = least
+    return Minima(_rest(plan, pool, count, shape), tuple(best), plan.single)
 
 
 def lowest(plan: Elimination, tables: Sequence[FloatArray], shape: tuple[int, ...]) -> FloatArray:
     """The table of `minima` alone."""
-    count = tables[0].shape[0]
+    count = tables[0].shape[-1]
     pool = plan.pool(tables)
     for number, step in enumerate(plan.steps, len(tables)):
-        pool[number] = _sum(step.terms, pool, count).min(axis=-1)
-    rest = _sum(plan.rest, pool, count) if plan.rest else np.zeros((count, *(1 for _ in shape)))
-    return np.broadcast_to(rest, (count, *shape))
+        pool[number] = _sum(step.terms, pool, count).min(axis=0)
+    return _rest(plan, pool, count, shape)
+
+
+def _rest(plan: Elimination, pool: dict[int, FloatArray], count: int, shape: tuple[int, ...]) -> FloatArray:
+    """The sum of what is left, weightings first."""
+    rest = _sum(plan.rest, pool, count) if plan.rest else np.zeros((*(1 for _ in shape), count))
+    return np.moveaxis(np.broadcast_to(rest, (*shape, count)), -1, 0)
 
 
 def _sum(terms: Sequence[_Term], pool: dict[int, FloatArray], count: int) -> FloatArray:
     total: FloatArray | None = None
+    own = False
     for term in terms:
-        table = pool.pop(term.number).transpose(term.order).reshape(count, *term.shape)
-        total = table if total is None else total + table
+        table = pool.pop(term.number).transpose(term.order).reshape(*term.shape, count)
+        if total is None:
+            total = table
+        elif own and all(here >= there for here, there in zip(total.shape, table.shape, strict=True)):
+            total += table
+        else:
+            total, own = total + table, True
     assert total is not None  # every variable has a table of its own
     return total
+
+
+def _least(total: FloatArray) -> tuple[FloatArray, NDArray[np.intp]]:
+    """Least numbers along the first dim, and where each stands first."""
+    if total[0].size < LONG:
+        return total.min(axis=0), total.argmin(axis=0)
+    least, first = total[0].copy(), np.zeros(total.shape[1:], dtype=np.intp)
+    for state in range(1, len(total)):
+        np.copyto(first, state, where=total[state] < least)
+        np.minimum(least, total[state], out=least)
+    return least, first

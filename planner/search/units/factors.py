@@ -68,12 +68,12 @@ class UnitFactors:
     forbidden: NDArray[np.bool_]
 
     def weighted(self, weights: FloatArray) -> list[FloatArray]:
-        """Each table's weighted sums, shapes (weightings, states …); `weights` has shape (weightings, PARTS)."""
-        total = weights @ self.parts
-        total[:, self.forbidden] = np.inf
-        ends = (*self.starts[1:], total.shape[1])
+        """Each table's weighted sums, shapes (states …, weightings); `weights` has shape (weightings, PARTS)."""
+        total = np.ascontiguousarray((weights @ self.parts).T)
+        total[self.forbidden] = np.inf
+        ends = (*self.starts[1:], len(total))
         return [
-            total[:, start:end].reshape(-1, *(self.sizes[v] for v in scope))
+            total[start:end].reshape(*(self.sizes[v] for v in scope), -1)
             for scope, start, end in zip(self.scopes, self.starts, ends, strict=True)
         ]
 

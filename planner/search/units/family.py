@@ -285,20 +285,20 @@ class Family:
         alone = np.flatnonzero(self._ends[0] == self._ends[1])
         allowed = np.array([self._allowed(shape) for shape in shapes])
         total[..., alone] += np.where(allowed[:, self._ends[0, alone]], 0.0, np.inf)[:, None]
+        flat = np.ascontiguousarray(total.reshape(-1, self.entries).T)
         made: dict[int, FloatArray] = {}
         for number, terms in self.terms.items():
-            table = self._unit_lowest(number, total[..., self._starts[number] :][..., : terms.entries])
+            table = self._unit_lowest(number, flat[self._starts[number] :][: terms.entries])
             made[number] = table.reshape(len(cases), len(weights), -1, *table.shape[1:]).min(axis=2)
         tabled = [made[self.source.tabled(n)] for n in range(len(self.source.models))]
         return [[table[:, place] for table in tabled] for place in range(len(weights))]
 
     def _unit_lowest(self, number: int, sums: FloatArray) -> FloatArray:
-        """Least sums of one unit for each of its entries' sums, shape (weightings, shared …, entries, exits)."""
+        """Least sums of one unit for the sums (entries, weightings), shape (weightings, shared …, entries, exits)."""
         terms = self.terms[number]
-        flat = sums.reshape(-1, terms.entries)
         ends = (*terms.starts[1:], terms.entries)
         tables = [
-            flat[:, a:b].reshape(-1, *(terms.sizes[v] for v in scope))
+            sums[a:b].reshape(*(terms.sizes[v] for v in scope), -1)
             for scope, a, b in zip(terms.scopes, terms.starts, ends, strict=True)
         ]
         shape = self.shape.unit(number, terms.scopes, terms.sizes)

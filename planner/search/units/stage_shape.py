@@ -65,7 +65,7 @@ class UnitShape:
     ends: tuple[FloatArray, ...]
 
     def minima(self, tables: Sequence[FloatArray]) -> Minima:
-        """Minimise sums of tables, shapes (weightings, states …)."""
+        """Minimise sums of tables, shapes (states …, weightings)."""
         return minima(self.plan, self._with_ends(tables), self._left)
 
     def lowest(self, tables: Sequence[FloatArray]) -> FloatArray:
@@ -77,7 +77,8 @@ class UnitShape:
         return tuple(self.sizes[v] for v in self.kept)
 
     def _with_ends(self, tables: Sequence[FloatArray]) -> list[FloatArray]:
-        return [*tables, *(np.broadcast_to(end, (len(tables[0]), *end.shape)) for end in self.ends)]
+        count = tables[0].shape[-1]
+        return [*tables, *(np.broadcast_to(end[..., None], (*end.shape, count)) for end in self.ends)]
 
     def spread(self, table: FloatArray, shared: Iterable[int]) -> FloatArray:
         """Bring a table to shape (weightings, states of all shared stations, entries, exits)."""
