@@ -111,4 +111,4 @@ def _level_tree(hardware: Hardware, devices: int) -> Topology:
             units[switch] = range(units[switch].start, span.stop)
             links.join(vertex, switch, level.bandwidth_bytes_per_s * len(span), level.latency_s / 2, level.name)
         below = units
-    return Topology(hardware.name, links.graph)
+    return Topology(hardware.name, links)

@@ -73,8 +73,8 @@ def cluster_topology(name: str, nodes: Sequence[NodeSpec], fabric: FabricSpec, d
     count = first if devices is None else devices
     if not 1 <= count <= first:
         raise ProfileError(f"cluster {name} has {first} devices and is too small for {count}; add nodes or use fewer")
-    links.graph.remove_nodes_from(range(count, first))
-    return Topology(name, links.graph)
+    links.remove(range(count, first))
+    return Topology(name, links)
 
 
 def _fat_tree(links: Links, nics: Sequence[_Nic], fabric: FabricSpec, nodes: int) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 from simulator.errors import ProfileError
 
@@ -31,18 +32,27 @@ class Topology:
     and where there is no spine it changes rail inside a machine.
     """
 
-    def __init__(self, name: str, graph: nx.DiGraph[Vertex]) -> None:
+    def __init__(self, name: str, links: Links) -> None:
+        _check(name, links)
+        self.name = name
+        self.devices = tuple(sorted(vertex for vertex in links.vertices if isinstance(vertex, int)))
+        self.links: tuple[tuple[Vertex, Vertex], ...] = tuple((one, other) for one, other, _ in links)
+        self.capacities = [float(link["capacity_bytes_per_s"]) for *_, link in links]
+        self._vertices, self._adjacent = links.vertices, links.adjacent
+        self._index = {link: place for place, link in enumerate(self.links)}
+        self._order = {vertex: place for place, vertex in enumerate(links.vertices)}
+        self._routes: dict[tuple[Vertex, Vertex], Route] = {}
+
+    @cached_property
+    def graph(self) -> nx.DiGraph[Vertex]:
+        """The same in networkx, frozen; made when it is first asked for."""
         import networkx as nx
 
-        _check(name, graph)
-        self.name = name
-        self.graph = nx.freeze(graph)
-        self.devices = tuple(sorted(vertex for vertex in graph if isinstance(vertex, int)))
-        self.links: tuple[tuple[Vertex, Vertex], ...] = tuple(graph.edges)
-        self.capacities = [float(graph.edges[link]["capacity_bytes_per_s"]) for link in self.links]
-        self._index = {link: place for place, link in enumerate(self.links)}
-        self._order = {vertex: place for place, vertex in enumerate(graph)}
-        self._routes: dict[tuple[Vertex, Vertex], Route] = {}
+        graph: nx.DiGraph[Vertex] = nx.DiGraph()
+        graph.add_nodes_from(self._vertices.items())
+        graph.add_edges_from((one, other, self._adjacent[one][other]) for one, other in self.links)
+        frozen: nx.DiGraph[Vertex] = nx.freeze(graph)
+        return frozen
 
     def __repr__(self) -> str:
         return f"Topology({self.name!r}, {len(self.devices)} devices, {len(self.links)} links)"
@@ -61,7 +71,15 @@ class Topology:
 
     def latency_of(self, path: Sequence[Vertex]) -> float:
         """Seconds that the first byte takes along `path`."""
-        return math.fsum(self.graph.edges[link]["latency_s"] for link in itertools.pairwise(path))
+        return math.fsum(self._adjacent[one][other]["latency_s"] for one, other in itertools.pairwise(path))
+
+    def machine_of(self, vertex: Vertex) -> int:
+        """Number of the machine that a vertex sits in, -1 for the fabric."""
+        return int(self._vertices[vertex]["node"])
+
+    def joined(self, one: Vertex, other: Vertex) -> bool:
+        """Whether a link leads from `one` to `other`."""
+        return other in self._adjacent[one]
 
     def check_group(self, group: Iterable[Vertex]) -> None:
         """Raise ProfileError unless every member of `group` is a device (or another vertex) of this topology."""
@@ -73,23 +91,22 @@ class Topology:
             )
 
     def _find(self, source: Vertex, destination: Vertex) -> Route:
-        kinds = self.graph.nodes
-        machine, other = kinds[source]["node"], kinds[destination]["node"]
-
-        def passes(machines: set[int], barred: set[str]) -> Callable[[Vertex], bool]:
-            return lambda vertex: kinds[vertex]["node"] in machines and kinds[vertex]["kind"] not in barred
-
-        inside = [passes({machine}, {"device", "nic"}), passes({machine}, {"nic"})] if machine == other else []
-        outside = [passes({machine, other, -1}, {"device"}), passes({machine, other, -1}, set())]
-        for rule in (*inside, *outside):
-            found = self._shortest(source, destination, rule)
+        machine, other = self.machine_of(source), self.machine_of(destination)
+        inside = [({machine}, ("device", "nic")), ({machine}, ("nic",))] if machine == other else []
+        outside = [({machine, other, -1}, ("device",)), ({machine, other, -1}, ())]
+        for machines, barred in (*inside, *outside):
+            found = self._shortest(source, destination, machines, barred)
             if found is not None:
                 return found
         raise ProfileError(f"topology {self.name} has no route from {source} to {destination}; join them by links")
 
-    def _shortest(self, source: Vertex, destination: Vertex, passes: Callable[[Vertex], bool]) -> Route | None:
+    def _shortest(
+        self, source: Vertex, destination: Vertex, machines: Collection[int], barred: Collection[str]
+    ) -> Route | None:
+        """The shortest way through vertices of some machines that are of no barred kind."""
         queue: list[tuple[int, float, int, Vertex, Vertex]] = [(0, 0.0, 0, source, source)]
         before: dict[Vertex, Vertex] = {}
+        vertices, order = self._vertices, self._order
         while queue:
             hops, latency, _, vertex, previous = heapq.heappop(queue)
             if vertex in before:
@@ -97,9 +114,12 @@ class Topology:
             before[vertex] = previous
             if vertex == destination:
                 return tuple(reversed(list(_back(before, source, destination))))
-            for neighbour, link in self.graph.adj[vertex].items():
-                if neighbour not in before and (neighbour == destination or passes(neighbour)):
-                    entry = (hops + 1, latency + link["latency_s"], self._order[neighbour], neighbour, vertex)
+            for neighbour, link in self._adjacent[vertex].items():
+                if neighbour in before:
+                    continue
+                place = vertices[neighbour]
+                if neighbour == destination or (place["node"] in machines and place["kind"] not in barred):
+                    entry = (hops + 1, latency + link["latency_s"], order[neighbour], neighbour, vertex)
                     heapq.heappush(queue, entry)
         return None
 
@@ -113,17 +133,27 @@ def _back(before: dict[Vertex, Vertex], source: Vertex, destination: Vertex) -> 
 
 
 class Links:
-    """A graph under construction: vertices and full-duplex links."""
+    """A graph under construction: vertices with what they are, and full-duplex links by their two ends."""
 
     def __init__(self) -> None:
-        import networkx as nx
+        self.vertices: dict[Vertex, dict[str, Any]] = {}
+        self.adjacent: dict[Vertex, dict[Vertex, dict[str, Any]]] = {}
 
-        self.graph: nx.DiGraph[Vertex] = nx.DiGraph()
+    def __iter__(self) -> Iterator[tuple[Vertex, Vertex, dict[str, Any]]]:
+        return ((one, other, link) for one, row in self.adjacent.items() for other, link in row.items())
 
     def vertex(self, vertex: Vertex, kind: VertexKind, *, node: int = 0, **extra: object) -> Vertex:
         """Add `vertex`."""
-        self.graph.add_node(vertex, kind=kind, node=node, **extra)
+        self.vertices[vertex] = {"kind": kind, "node": node, **extra}
+        self.adjacent.setdefault(vertex, {})
         return vertex
+
+    def remove(self, vertices: Iterable[Vertex]) -> None:
+        """Take vertices out, with their links."""
+        for vertex in vertices:
+            del self.vertices[vertex]
+            for neighbour in self.adjacent.pop(vertex):
+                del self.adjacent[neighbour][vertex]
 
     def device(self, number: int, *, node: int = 0, rank: int, profile: str = "") -> int:
         """Add device `number`, the `rank`-th of its machine."""
@@ -132,19 +162,19 @@ class Links:
 
     def join(self, one: Vertex, other: Vertex, capacity_bytes_per_s: float, latency_s: float, kind: str) -> None:
         """Add a link that carries `capacity_bytes_per_s` in each direction; links beside each other add up."""
-        for link in ((one, other), (other, one)):
-            beside = self.graph.edges[link]["capacity_bytes_per_s"] if self.graph.has_edge(*link) else 0.0
-            capacity = capacity_bytes_per_s + beside
-            self.graph.add_edge(*link, capacity_bytes_per_s=capacity, latency_s=latency_s, kind=kind)
+        for here, there in ((one, other), (other, one)):
+            beside = self.adjacent[here].get(there)
+            capacity = capacity_bytes_per_s + (beside["capacity_bytes_per_s"] if beside else 0.0)
+            self.adjacent[here][there] = {"capacity_bytes_per_s": capacity, "latency_s": latency_s, "kind": kind}
 
 
-def _check(name: str, graph: nx.DiGraph[Vertex]) -> None:
-    devices = [vertex for vertex in graph if isinstance(vertex, int)]
+def _check(name: str, links: Links) -> None:
+    devices = [vertex for vertex in links.vertices if isinstance(vertex, int)]
     if sorted(devices) != list(range(len(devices))) or not devices:
         raise ProfileError(
             f"topology {name}: devices must be numbered 0, 1, …, got {sorted(devices)[:8]}; renumber them"
         )
-    for one, other, link in graph.edges(data=True):
+    for one, other, link in links:
         for key, least in (("capacity_bytes_per_s", "above 0"), ("latency_s", "at least 0")):
             value = link.get(key)
             number = value if isinstance(value, (int, float)) and math.isfinite(value) else -1.0
@@ -152,14 +182,45 @@ def _check(name: str, graph: nx.DiGraph[Vertex]) -> None:
                 raise ProfileError(
                     f"topology {name}: link {one} to {other} has {key} {value}; it must be a number {least}"
                 )
-    import networkx as nx
-
-    still: nx.Graph[Vertex] = nx.Graph()
-    still.add_edges_from((one, other) for one, other, link in graph.edges(data=True) if link["latency_s"] == 0)
-    cycle = next(iter(nx.cycle_basis(still)), None)
+    cycle = _cycle((one, other) for one, other, link in links if link["latency_s"] == 0)
     if cycle:
         shown = ", ".join(f"{a} to {b}" for a, b in itertools.pairwise([*cycle, cycle[0]][: MAX_LINKS_NAMED + 1]))
         raise ProfileError(
             f"topology {name}: the links {shown} form a cycle of zero latency, on which a message may go round "
             f"without time passing; give at least one of them a latency_s above 0"
         )
+
+
+def _cycle(links: Iterable[tuple[Vertex, Vertex]]) -> list[Vertex] | None:
+    """Vertices of a cycle of links, whichever way these go; None where there is none."""
+    around: dict[Vertex, dict[Vertex, None]] = {}
+    for one, other in links:
+        around.setdefault(one, {})[other] = None
+        around.setdefault(other, {})[one] = None
+    above: dict[Vertex, Vertex] = {}
+    for root in around:
+        if root in above:
+            continue
+        above[root] = root
+        waiting = [root]
+        while waiting:
+            vertex = waiting.pop()
+            for neighbour in around[vertex]:
+                if neighbour not in above:
+                    above[neighbour] = vertex
+                    waiting.append(neighbour)
+                elif neighbour != above[vertex]:
+                    return _closed(above, vertex, neighbour)
+    return None
+
+
+def _closed(above: dict[Vertex, Vertex], one: Vertex, other: Vertex) -> list[Vertex]:
+    """The cycle that a link between two vertices of a tree closes."""
+    ways = []
+    for vertex in (one, other):
+        way = [vertex]
+        while above[way[-1]] != way[-1]:
+            way.append(above[way[-1]])
+        ways.append(way)
+    met = next(vertex for vertex in ways[0] if vertex in ways[1])
+    return [*ways[0][: ways[0].index(met) + 1], *reversed(ways[1][: ways[1].index(met)])]

@@ -98,7 +98,7 @@ def node_topology(spec: NodeSpec) -> Topology:
     """
     links = Links()
     add_node(links, spec, node=0, first=0)
-    return Topology(spec.profile or spec.kind, links.graph)
+    return Topology(spec.profile or spec.kind, links)
 
 
 def add_node(links: Links, spec: NodeSpec, *, node: int, first: int) -> list[str]:

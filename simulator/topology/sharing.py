@@ -243,7 +243,7 @@ def _closed_rings(topology: Topology, group: list[int]) -> list[list[tuple[int, 
     rings = []
     for order in itertools.permutations(others):
         links = list(itertools.pairwise([first, *order, first]))
-        if order[0] < order[-1] and all(topology.graph.has_edge(*link) for link in links):
+        if order[0] < order[-1] and all(topology.joined(*link) for link in links):
             rings.append(links)
     return rings
 
@@ -251,7 +251,7 @@ def _closed_rings(topology: Topology, group: list[int]) -> list[list[tuple[int, 
 def _most_rings(rings: Sequence[Sequence[tuple[int, int]]], topology: Topology, brick: float) -> int:
     """The most rings, each as often as wanted, that bricks are left for."""
     pairs = {frozenset(link) for ring in rings for link in ring}
-    left = {pair: round(topology.graph.edges[tuple(pair)]["capacity_bytes_per_s"] / brick) for pair in pairs}
+    left = {pair: round(topology.capacities[topology.links_of(tuple(pair))[0]] / brick) for pair in pairs}
 
     def best(start: int) -> int:
         most = 0
@@ -287,11 +287,11 @@ def _blocks(topology: Topology, group: Sequence[int]) -> list[list[int]]:
     """Members by machine, along direct links where these form a ring; one by one where machines differ in count."""
     by_machine: dict[int, list[int]] = {}
     for device in group:
-        by_machine.setdefault(topology.graph.nodes[device]["node"], []).append(device)
+        by_machine.setdefault(topology.machine_of(device), []).append(device)
     blocks = list(by_machine.values())
     if len({len(block) for block in blocks}) > 1:
         return [[device] for device in group]
-    return [_direct_ring(topology.graph.has_edge, block) for block in blocks]
+    return [_direct_ring(topology.joined, block) for block in blocks]
 
 
 def _direct_ring(joined: Callable[[Vertex, Vertex], bool], block: list[int]) -> list[int]:
