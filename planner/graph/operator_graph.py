@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from simulator.program import Kernel, Phase
 
@@ -28,9 +28,8 @@ DTYPE_BYTES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
-    """Output number `output` of node number `node`."""
+class TensorRef(NamedTuple):
+    """Output number `output` of node number `node`; a tuple, as it is a key of most tables."""
 
     node: int
     output: int = 0

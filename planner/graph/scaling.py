@@ -103,6 +103,8 @@ def _touches_batch(graph: OperatorGraph, node: Node) -> bool:
 
 
 def _with_dtype(argument: Argument, dtype: str) -> Argument:
+    if isinstance(argument, TensorRef):
+        return argument
     if isinstance(argument, tuple):
         return tuple(_with_dtype(item, dtype) for item in argument)
     return f"torch.{dtype}" if argument == f"torch.{CAPTURED_PRECISION}" else argument

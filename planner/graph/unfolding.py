@@ -144,9 +144,9 @@ class _Unfolding:
         )
 
     def _slot(self, second: Argument, first: Argument, middle: bool) -> Any:
-        if isinstance(second, tuple) and isinstance(first, tuple):
-            return tuple(self._slot(s, f, middle) for s, f in zip(second, first, strict=True))
         if not isinstance(second, TensorRef):
+            if isinstance(second, tuple) and isinstance(first, tuple):
+                return tuple(self._slot(s, f, middle) for s, f in zip(second, first, strict=True))
             return second
         if middle and isinstance(first, TensorRef) and first.node in self.second:
             return TensorRef(2 * self.size + self.second[first.node], first.output)

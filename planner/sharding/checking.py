@@ -73,9 +73,11 @@ def distinct_nodes(graph: OperatorGraph) -> Iterator[Node]:
 
 def _anonymous(argument: Argument) -> object:
     """Arguments with their types (1 is not True) and without the numbers of nodes."""
+    if isinstance(argument, TensorRef):
+        return TensorRef
     if isinstance(argument, tuple):
         return tuple(_anonymous(item) for item in argument)
-    return TensorRef if isinstance(argument, TensorRef) else (type(argument), argument)
+    return type(argument), argument
 
 
 def random_inputs(graph: OperatorGraph, node: Node, seed: int) -> list[Tensor]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from simulator.errors import InputError
 
@@ -47,8 +48,7 @@ def parse_placement(text: str) -> Placement:
     return int(match[1])
 
 
-@dataclass(frozen=True, slots=True)
-class MeshAxis:
+class MeshAxis(NamedTuple):
     """A named mesh axis."""
 
     name: str

@@ -27,6 +27,8 @@ Classes = tuple[Index, Index]
 MAX_TABLE = 60_000_000
 MAX_WORK = 30_000_000_000
 CHUNK = 1 << 17
+LONG = 1 << 14
+"""Entries of a sum from which its terms are laid out in its order first."""
 SPARSE = 64
 """Joint classes are sorted rather than tabulated where they may be so many times more than states."""
 WORTH_COMPILING = 300_000_000
@@ -351,19 +353,24 @@ def _minimum(arrays: Sequence[Table], shape: tuple[int, ...], compiled: bool) ->
         if groups is not None:
             return _products(arrays, shape, states, groups)
     out = np.empty(shape)
-    _fill(list(arrays), out, states)
+    # With the variable first, minima run over long rows of neighbouring numbers.
+    turned = [a.transpose(-1, *range(a.ndim - 1)) for a in arrays]
+    if out.size * states > LONG:
+        turned = [np.ascontiguousarray(a) for a in turned]
+    _fill(turned, out, states)
     return out
 
 
 def _fill(arrays: list[Table], out: Table, states: int) -> None:
+    """Minimise the broadcast sum of `arrays` over the first dim."""
     if out.ndim < 2 or out.size * states <= CHUNK:
-        np.minimum.reduce(np.broadcast_to(_sum(arrays), (*out.shape, states)), axis=-1, out=out)
+        out[...] = _sum(arrays).min(axis=0)
         return
-    fixed = [a[0] for a in arrays if a.shape[0] == 1]
-    moving = [a for a in arrays if a.shape[0] > 1]
+    fixed = [a[:, 0] for a in arrays if a.shape[1] == 1]
+    moving = [a for a in arrays if a.shape[1] > 1]
     fixed = [_sum(fixed)] if fixed else []
     for row in range(out.shape[0]):
-        _fill([*fixed, *(a[row] for a in moving)], out[row, ...], states)
+        _fill([*fixed, *(a[:, row] for a in moving)], out[row, ...], states)
 
 
 Dims = tuple[int, ...]

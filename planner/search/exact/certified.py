@@ -36,9 +36,16 @@ class Exact:
 
     def priced(self, weights: Weights) -> tuple[float, Plan, Eliminated]:
         """Minimise ``weights.seconds × time + weights.bytes × memory``; the minimum, a plan, and the tables."""
-        done = self.folded.run(weights)
+        return self._read(self.folded.run(weights))
+
+    def _read(self, done: Eliminated) -> tuple[float, Plan, Eliminated]:
         assignment, layers = self.folded.plan(done)
         return done.total, self.costing.plan(assignment, layers, self.model), done
+
+    def _smallest(self) -> Eliminated:
+        if self._least is None:
+            self._least = self.folded.run(SMALL)
+        return self._least
 
     def fastest(self) -> tuple[float, Plan]:
         """The least seconds without a limit of memory, and a plan that takes them."""
@@ -48,15 +55,13 @@ class Exact:
 
     def least_bytes(self) -> float:
         """The bytes of the smallest plan."""
-        if self._least is None:
-            self._least = self.folded.run(SMALL)
-        return self._least.total
+        return self._smallest().total
 
     def least_memory(self) -> Plan:
         """The plan of least memory, the fastest of those where bytes are whole numbers."""
         # More seconds than any choice can save.
         scale = 1.0 + float(sum(t[np.isfinite(t)].max(initial=0.0) for t in self.model.time.values()))
-        least, quick = self.priced(SMALL)[1], self.priced(Weights(1.0, scale))[1]
+        least, quick = self._read(self._smallest())[1], self.priced(Weights(1.0, scale))[1]
         return quick if quick.bytes <= least.bytes else least
 
     def solution(self, plan: Plan, bound: float) -> Solution:
