@@ -10,7 +10,7 @@ from planner.context.context import (
 )
 from planner.context.entry import Planned, plan
 from planner.context.errors import ContextError, IgnoredKeyWarning
-from planner.context.marks import recompute, set_comm_fusion, set_pipeline_stage
+from planner.context.marks import offload, recompute, set_comm_fusion, set_pipeline_stage
 from planner.context.pipeline import Pipeline
 from planner.context.shard import shard
 from planner.running import execute
@@ -25,6 +25,7 @@ __all__ = [
     "auto_parallel_context",
     "execute",
     "get_auto_parallel_context",
+    "offload",
     "plan",
     "recompute",
     "reset_auto_parallel_context",

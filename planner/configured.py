@@ -32,7 +32,16 @@ from planner.search.units.labels import RECOMPUTE, StageDecisions, StageTables, 
 from planner.sharding.context import ALGORITHMS, Algorithm, ContextAxis
 from planner.sharding.placement import Mesh
 from planner.shared_tables import NetworkTables
-from planner.strategy.plan import Certificate, Chunk, Plan, RecomputeRange, Status, expanded_rules
+from planner.strategy.plan import (
+    Certificate,
+    Chunk,
+    OffloadRange,
+    Plan,
+    RecomputeRange,
+    Status,
+    Swap,
+    expanded_rules,
+)
 from planner.work import Optimizer
 from simulator.errors import InputError, UnsupportedError
 from simulator.hardware import Hardware
@@ -318,6 +327,7 @@ class Configured:
             sharding_threshold_bytes=threshold,
             offload_optimizer=c.offload,
             context_algorithm=c.context_algorithm,
+            offload_ranges=_offloaded(names, self.unit_pins.swaps),
         )
 
     def certificate(self, explored: Explored) -> Certificate:
@@ -460,6 +470,17 @@ def _chunks(names: Sequence[str], placed: Placed) -> tuple[Chunk, ...]:
     found, begin = [], 0
     for rank, end in zip(placed.task.rank_of.tolist(), placed.partition.ends, strict=True):
         found.append(Chunk(rank=int(rank), first=names[begin], last=names[end - 1]))
+        begin = end
+    return tuple(found)
+
+
+def _offloaded(names: Sequence[str], swaps: Sequence[Swap | None]) -> tuple[OffloadRange, ...]:
+    """Rows of units that have the same on the host."""
+    found, begin = [], 0
+    for swap, members in groupby(swaps):
+        end = begin + len(list(members))
+        if swap is not None:
+            found.append(OffloadRange(first=names[begin], last=names[end - 1], swap=swap))
         begin = end
     return tuple(found)
 

@@ -74,6 +74,7 @@ def plan_document(plan: Plan, hardware: Hardware) -> Document:
         "offload_to": plan.offload_to if plan.offload_optimizer else None,
         "offload_parameters": plan.offload_parameters,
         "host_embeddings": plan.host_embeddings,
+        "offload_activations": bool(plan.offload_ranges),
         "context_algorithm": plan.context_algorithm,
         "bucket_bytes": plan.bucket_bytes,
         "sharding_threshold_bytes": plan.sharding_threshold_bytes,

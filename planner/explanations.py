@@ -26,7 +26,15 @@ MORE_BANDWIDTH = 1.1
 FEW_SOLVES = 12
 """Partitions of a search that answers a question beside the plan."""
 SIMULATED = frozenset(
-    {"sharding_threshold_kb", "host_embeddings", "offload_to", "offload_parameters", "copies", "recompute_messages"}
+    {
+        "sharding_threshold_kb",
+        "host_embeddings",
+        "offload_to",
+        "offload_parameters",
+        "copies",
+        "recompute_messages",
+        "offload_activations",
+    }
 )
 """Pins whose cost only simulation tells: the closed form does not tell parameters apart, nor where on the host
 something is, nor what copies of a micro-batch hide, nor what units that compute again keep of messages."""

@@ -35,13 +35,18 @@ def with_host_tables(pins: Pins, graph: OperatorGraph, hardware: Hardware) -> Pi
             f"{what}: not with marks of single modules or a parallel mode that cuts the batch alone; use "
             "--parallel-mode auto_parallel"
         )
+    check_host_speed(hardware, what)
+    host_tables(graph)
+    return replace(pins, pp=1, vpp=1)
+
+
+def check_host_speed(hardware: Hardware, what: str) -> None:
+    """Raise InputError where the profile does not say how fast devices reach their host, which `what` needs."""
     if not host_time(hardware, 1.0):
         raise InputError(
             f"{what}: profile {hardware.name} does not say how fast devices reach their host; add "
-            "reliability.snapshot_bandwidth_bytes_per_s to the profile, or leave the pin out"
+            "reliability.snapshot_bandwidth_bytes_per_s to the profile, or leave it out"
         )
-    host_tables(graph)
-    return replace(pins, pp=1, vpp=1)
 
 
 def simulated_costs(search: Configured, scored: Scored) -> Iterator[tuple[str, float, str]]:
@@ -58,6 +63,12 @@ def simulated_costs(search: Configured, scored: Scored) -> Iterator[tuple[str, f
             "offload_parameters=true",
             "with parameters on the devices",
             {"offload_parameters": False},
+        ),
+        (
+            bool(plan.offload_ranges),
+            "offload_activations=true",
+            "with activations on the devices",
+            {"offload_ranges": ()},
         ),
         (
             not all(part.messages for part in plan.recompute_ranges),

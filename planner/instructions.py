@@ -41,11 +41,12 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCopy:
-    """Copy `source` to the memory of the host, or from there to the device."""
+    """Copy `source` to the memory of the host, or from there to the device; ``asynchronous``: beside computation."""
 
     source: str
     target: str
     to_host: bool
+    asynchronous: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

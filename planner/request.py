@@ -36,7 +36,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
 }
 FLAGS = (
     *("sequence_parallel", "recompute_messages"),
-    *("offload_optimizer", "offload_parameters", "host_embeddings"),
+    *("offload_optimizer", "offload_parameters", "offload_activations", "host_embeddings"),
 )
 SIZES: Mapping[str, tuple[int, int]] = {"bucket_mb": (1, 2**14), "sharding_threshold_kb": (0, 2**24)}
 """Pins that are sizes in MiB or KiB, with the least and the largest."""
@@ -87,7 +87,8 @@ class Pins:
     ``batch_only`` shards nothing but the batch (pure data parallelism). ``shard_size`` is the number of data-parallel
     ranks that optimizer states are sharded over, ``offload_optimizer`` whether they live beside the host, in its
     memory or where ``offload_to`` says, ``offload_parameters`` whether parameters lie in its memory too,
-    ``host_embeddings`` whether tables of embeddings do; ``recompute_messages`` whether messages of units that compute
+    ``offload_activations`` whether what layers keep for the backward pass waits there, ``host_embeddings`` whether
+    tables of embeddings lie there; ``recompute_messages`` whether messages of units that compute
     again are sent again, which they are if nothing is said;
     ``by_unit`` says that units are fixed one by one (`planner.search.stages.unit_pins`).
     ``bucket_mb`` is the size of fused messages of gradients in MiB, and parameters of less than
@@ -113,6 +114,7 @@ class Pins:
     offload_optimizer: bool | None = None
     offload_to: str | None = None
     offload_parameters: bool | None = None
+    offload_activations: bool | None = None
     host_embeddings: bool | None = None
     bucket_mb: int | None = None
     sharding_threshold_kb: int | None = None
@@ -131,7 +133,7 @@ class Pins:
         degrees = all(value in (None, 1) for value in (self.pp, self.vpp, self.cp, self.ep)) and not self.by_unit
         words = self.recompute in (None, "none") and self.schedule in (None, "none")
         stored = self.optimizer_sharding in _STORAGE and self.shard_size is None and not self.offload_optimizer
-        stored = stored and not self.sharding_threshold_kb and not self.host_embeddings
+        stored = stored and not self.sharding_threshold_kb and not self.host_embeddings and not self.offload_activations
         return degrees and words and stored and self.context_algorithm in (None, "none") and not self.sequence_parallel
 
     def named(self) -> dict[str, str]:

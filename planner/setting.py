@@ -13,7 +13,7 @@ from planner.context.layerwise import layerwise_names
 from planner.context.placing import PlacedMarks
 from planner.graph.chain import Chain
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
-from planner.hosted import with_host_tables
+from planner.hosted import check_host_speed, with_host_tables
 from planner.lowering.checked import precision_dtype
 from planner.networks import Network, load_network
 from planner.prediction import check_products, trained_dtype
@@ -25,6 +25,7 @@ from planner.search.stages.unit_pins import FREE, UnitPins
 from planner.search.units.hinted import StageHints
 from planner.shared_tables import NetworkTables, SharedTables
 from planner.strategy.exchange import Exchange
+from planner.strategy.plan import Swap
 from planner.work import Optimizer, optimizer, state_bytes
 from simulator.caches import in_caches
 from simulator.errors import InputError
@@ -108,7 +109,7 @@ def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: Shared
         base=base,
         shared=tables,
         threshold_bytes=threshold_bytes(graph, pins),
-        unit_pins=_unit_pins(placed, pins, tables.decisions.chain),
+        unit_pins=_unit_pins(placed, pins, tables.decisions.chain, hardware),
         hints=StageHints(hints=request.hints, rest_by_data=request.parallel_mode == SEMI_AUTOMATIC),
     )
     return Setting(
@@ -123,11 +124,20 @@ def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: Shared
     )
 
 
-def _unit_pins(placed: PlacedMarks | None, pins: Pins, units: Chain) -> UnitPins:
+def _unit_pins(placed: PlacedMarks | None, pins: Pins, units: Chain, hardware: Hardware) -> UnitPins:
     """What marks and pins fix of single units."""
     found = placed.unit_pins() if placed else FREE
     if pins.recompute_messages is not None:
         found = replace(found, keeps=(not pins.recompute_messages,) * len(units.names()))
+    if pins.offload_activations is not None:
+        if any(found.swaps):
+            raise InputError(
+                f"pin offload_activations={str(pins.offload_activations).lower()} and offload() of single modules both "
+                "say what waits on the host; leave one of them out"
+            )
+        found = replace(found, swaps=_all_layers(units) if pins.offload_activations else ())
+    if any(found.swaps):
+        check_host_speed(hardware, "offload_activations")
     return found
 
 
@@ -139,6 +149,13 @@ def least_held_bytes(graph: OperatorGraph, update: Optimizer, devices: int) -> f
         each = DTYPE_BYTES[spec.dtype] + state_bytes(update, spec.dtype)
         held += graph.multiplicity[parameter.node] * spec.elements * each
     return held / devices
+
+
+def _all_layers(units: Chain) -> tuple[Swap | None, ...]:
+    """All that layers keep, of layers in rows of equal ones if there are any, else of all units but the last."""
+    rows = [unit.run is not None for unit in units.units for _ in range(unit.count)]
+    away = rows if any(rows) else [True] * (len(rows) - 1) + [False]
+    return tuple(Swap() if one else None for one in away)
 
 
 def threshold_bytes(graph: OperatorGraph, pins: Pins) -> int:

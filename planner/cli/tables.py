@@ -68,6 +68,8 @@ def stages_text(plan: Plan) -> str:
         parts.append("states in host memory" if plan.offload_to == "host" else "states on disk")
     if plan.offload_parameters:
         parts.append("parameters in host memory")
+    if plan.offload_ranges:
+        parts.append("activations in host memory")
     if plan.host_embeddings:
         parts.append("embedding tables in host memory")
     if plan.context_algorithm != "none":

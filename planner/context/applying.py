@@ -38,7 +38,7 @@ def marked(
             f"pin recompute={pins.recompute} and recompute() of {next(iter(marks.recompute))!r} both say what is "
             "computed again; leave one of them out"
         )
-    return replace(pins, by_unit=bool(marks.stages or marks.recompute)), placed
+    return replace(pins, by_unit=bool(marks.stages or marks.recompute or marks.offload)), placed
 
 
 def with_groups(request: PlanRequest, placed: PlacedMarks) -> PlanRequest:

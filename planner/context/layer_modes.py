@@ -35,10 +35,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A layer of a row of equal ones: the names by which each operator goes, of those that a mode computes again."""
+    """A layer of a row of equal ones: the names by which each operator goes, of those that a mode computes again.
+
+    ``inner`` are the rests of their names behind that of the layer.
+    """
 
     network: str
     names: dict[int, tuple[str, ...]]
+    inner: dict[int, str]
     whole: frozenset[int]
     selective: frozenset[int]
 
@@ -51,6 +55,7 @@ class Layer:
         inside = re.compile(rf"{re.escape(run.prefix)}\.[^.]+\.?(.*)")
         found: dict[str, set[int]] = {SELECTIVE: set(), WHOLE: set()}
         names: dict[int, tuple[str, ...]] = {}
+        inner: dict[int, str] = {}
         second = set(run.second)
         for unit in chain(graph).units:
             if second.isdisjoint(unit.nodes):
@@ -63,10 +68,12 @@ class Layer:
             node = graph.nodes[index]
             matched = inside.fullmatch(node.module)
             if matched is not None and node.phase is Phase.FORWARD and node.kernel is not Kernel.VIEW:
+                inner[index] = re.sub(rf"^{re.escape(run.prefix)}\.[^./]+", "", node.name)
                 names[index] = _names(matched[1], node.name.rpartition("/")[2])
         return cls(
             network=graph.network,
             names=names,
+            inner=inner,
             whole=frozenset(found[WHOLE] & names.keys()),
             selective=frozenset(found[SELECTIVE] & names.keys()),
         )
@@ -148,9 +155,9 @@ def read_choices(key: str, value: Any) -> tuple[Choice, ...]:
     if value is None or value is False:
         return ()
     if isinstance(value, dict):
-        given = {_pattern(key, pattern): counts for pattern, counts in value.items()}
+        given = {pattern_of(key, pattern): counts for pattern, counts in value.items()}
     elif isinstance(value, list) and value and all(isinstance(item, str) for item in value):
-        given = {_pattern(key, pattern): True for pattern in value}
+        given = {pattern_of(key, pattern): True for pattern in value}
     else:
         given = {EVERYTHING: value}
     found = (
@@ -160,7 +167,8 @@ def read_choices(key: str, value: Any) -> tuple[Choice, ...]:
     return tuple(choice for choice in found if choice.counts)
 
 
-def _pattern(key: str, pattern: Any) -> str:
+def pattern_of(key: str, pattern: Any) -> str:
+    """A regular expression; ContextError where it is none."""
     try:
         if isinstance(pattern, str) and pattern:
             re.compile(pattern)

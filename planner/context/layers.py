@@ -12,6 +12,7 @@ from planner.context.errors import ContextError
 from planner.context.layer_counts import LayerCounts, read_counts, read_rows, shown
 from planner.context.layer_modes import KEPT, SELECTIVE, WHOLE, Choice, Layer, layer_mode, read_choices
 from planner.context.marks import Marks
+from planner.context.swapping import SwapRule, read_swaps, swapped_layers
 from simulator.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class LayerSettings:
     exclude : what does not compute again
     messages : layers whose messages are sent again, though they compute again in part or ``resends`` is not so
     resends : whether the messages of layers that compute again whole are sent again
+    swaps : what layers have on the host from the forward to the backward pass
     groups : groups of neighbouring layers whose gradients travel in one message; None for none said
     """
 
@@ -41,10 +43,11 @@ class LayerSettings:
     exclude: tuple[Choice, ...] = ()
     messages: tuple[Choice, ...] = ()
     resends: bool = True
+    swaps: tuple[SwapRule, ...] = ()
     groups: int | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.offset or self.recomputes or self.groups)
+        return bool(self.offset or self.recomputes or self.swaps or self.groups)
 
     @property
     def recomputes(self) -> bool:
@@ -68,7 +71,7 @@ class LayerSettings:
 
         run = max(graph.runs, key=lambda run: run.count, default=None)
         if run is None:
-            if not self.offset and not self.recomputes:
+            if not self.offset and not self.recomputes and not self.swaps:
                 return Marks()  # groups of layers say nothing of a network without any
             raise ContextError(f"{graph.network} has no row of equal layers, which {self._said()} speaks of")
         start = run_start(graph, run)
@@ -84,6 +87,9 @@ class LayerSettings:
             sent = self._sent(modes, chunks, stages if apart else 1)
             marked["recompute"] = {name: _MARKS[mode] for name, mode in zip(names, modes, strict=True)}
             marked["messages"] = dict(zip(names, sent, strict=True))
+        if self.swaps:
+            away = swapped_layers(self.swaps, Layer.of(graph, run), run.count)
+            marked["offload"] = {names[number]: swap for number, swap in away.items()}
         if self.groups is not None:
             size = max((run.count + 1) // self.groups, 1)
             marked["fusion"] = {name: layer // size + 1 for layer, name in enumerate(names)}
@@ -163,20 +169,26 @@ class LayerSettings:
         return f"{first.key}={shown(first.rows or ())}"
 
     def _said(self) -> str:
-        said = {"offset": self.offset, "recompute": self.recompute, "select_recompute": self.select}
+        said: dict[str, object] = {"offset": self.offset, "recompute": self.recompute, "select_recompute": self.select}
+        said |= {"swap_config": self.swaps}
         return " and ".join(name for name, value in said.items() if value) or "select_recompute_exclude"
 
 
 _MARKS: Mapping[str, bool | str] = {KEPT: False, SELECTIVE: SELECTIVE, WHOLE: True}
 
 
-def layer_settings(config: Mapping[str, Any], recompute: Mapping[str, Any], model: Mapping[str, Any]) -> LayerSettings:
+def layer_settings(
+    config: Mapping[str, Any],
+    recompute: Mapping[str, Any],
+    model: Mapping[str, Any],
+    swap: Mapping[str, Any],
+) -> LayerSettings:
     """Read what sections say of layers.
 
     Parameters
     ----------
-    config, recompute, model
-        ``parallel_config``, ``recompute_config`` and ``model.model_config``.
+    config, recompute, model, swap
+        ``parallel_config``, ``recompute_config``, ``model.model_config`` and ``swap_config``.
 
     Raises
     ------
@@ -197,6 +209,7 @@ def layer_settings(config: Mapping[str, Any], recompute: Mapping[str, Any], mode
         select=select if layered else (),
         exclude=exclude,
         messages=messages if layered else (),
+        swaps=read_swaps(swap),
         resends=recompute.get("mp_comm_recompute") is not False,
         groups=None if groups is None else integer(1)("parallel_config.gradient_aggregation_group", groups),
     )

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from planner.context.checks import boolean, integer
 from planner.context.errors import ContextError
 from planner.search.problem.cuts import OperatorCuts
+from planner.strategy.plan import Swap
 
 ATTRIBUTE = "_meshwright_marks"
 LARGEST_GROUP = 2**16
@@ -29,6 +30,7 @@ class ModuleMarks:
     stage: int | None = None
     recompute: bool | None = None
     messages: bool | None = None
+    offload: Swap | None = None
     fusion: int | None = None
     cuts: OperatorCuts | None = None
 
@@ -43,6 +45,7 @@ class Marks:
     virtual : chunks of a stage
     recompute : whether modules compute again in the backward pass, ``"selective"`` for what is cheap in them
     messages : whether messages of modules that compute again are sent again; they are where nothing is said
+    offload : modules whose results wait for the backward pass on the host
     fusion : group of modules, and of parameters by their own names, whose gradients travel in one message; 0 alone
     cuts : in how many parts the tensors of an operator are cut
     modules : all module paths, where they are known
@@ -51,17 +54,18 @@ class Marks:
     stages: Mapping[str, int] = field(default_factory=dict)
     recompute: Mapping[str, bool | str] = field(default_factory=dict)
     messages: Mapping[str, bool] = field(default_factory=dict)
+    offload: Mapping[str, Swap] = field(default_factory=dict)
     fusion: Mapping[str, int] = field(default_factory=dict)
     cuts: Mapping[str, OperatorCuts] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
     virtual: int = 1
 
     def __bool__(self) -> bool:
-        return bool(self.stages or self.recompute or self.fusion or self.cuts)
+        return bool(self.stages or self.recompute or self.offload or self.fusion or self.cuts)
 
     def over(self, other: Marks) -> Marks:
         """These marks, and those of `other` where these say nothing."""
-        names = ("stages", "recompute", "messages", "fusion", "cuts")
+        names = ("stages", "recompute", "messages", "offload", "fusion", "cuts")
         found: dict[str, Any] = {name: {**getattr(other, name), **getattr(self, name)} for name in names}
         virtual = self.virtual if self.stages else other.virtual
         return Marks(**found, modules=self.modules or other.modules, virtual=virtual)
@@ -86,6 +90,20 @@ def recompute(module: Marked, mode: bool = True, mp_comm_recompute: bool = True)
     """
     mode, again = boolean("recompute mode", mode), boolean("mp_comm_recompute", mp_comm_recompute)
     return _mark(module, "recompute", recompute=mode, messages=again if mode else None)
+
+
+def offload(module: Marked, backward_prefetch: str | int = "Auto") -> Marked:
+    """Mark a module so that what its operators keep for the backward pass waits in the memory of the host.
+
+    ``backward_prefetch`` is how many operators before its use a tensor is called back, at the beginning of the unit's
+    backward pass at the earliest; ``"Auto"``: while the unit behind goes backward. Returns the module.
+    """
+    return _mark(module, "offload", offload=Swap(prefetch=prefetched("backward_prefetch", backward_prefetch)))
+
+
+def prefetched(key: str, value: Any) -> int:
+    """A prefetch as `planner.strategy.plan.Swap` has it; ContextError where it is none."""
+    return 0 if value == "Auto" else int(integer(1)(key, value))
 
 
 def set_comm_fusion(module_or_parameter: Marked, fusion_type: int) -> Marked:
@@ -131,7 +149,7 @@ def marks_of(network: Any) -> Marks:
 
     A parameter may also carry its group in an attribute of its own, ``parameter.comm_fusion = 2``.
     """
-    found: dict[str, Any] = {"stages": {}, "recompute": {}, "messages": {}, "fusion": {}, "cuts": {}}
+    found: dict[str, Any] = {"stages": {}, "recompute": {}, "messages": {}, "offload": {}, "fusion": {}, "cuts": {}}
     names = {"stage": "stages"}
     modules = []
     for path, marks in _marked(network):

@@ -120,13 +120,16 @@ def translate(document: Mapping[Any, Any]) -> Translated:
     not_read = [name for name in document if name in SECTIONS and name not in read]
     notes = [f"not read, for they say nothing of the plan: {', '.join(not_read)}"] if not_read else []
     if not parallel:
-        said = [name for name in MARKS if name in document and name not in ("use_parallel", "recompute_config")]
+        said = [
+            name
+            for name in MARKS
+            if name in document and name not in ("use_parallel", "recompute_config", "swap_config")
+        ]
         notes += [f"use_parallel is False: {', '.join(said)} are not read"] if said else []
         context = AutoParallelContext(parallel_mode="stand_alone")
         pins = _recompute(document, {})
-        layers = layer_settings({}, _section(document, "recompute_config"), {})
+        layers = layer_settings({}, _section(document, "recompute_config"), {}, _section(document, "swap_config"))
         return Translated(options=options, context=context, pins=pins, layers=layers, notes=tuple(notes))
-    _check_swap(document)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         context = _context(_section(document, "parallel"))
@@ -145,7 +148,7 @@ def translate(document: Mapping[Any, Any]) -> Translated:
         pins={**_recompute(document, pins), **_copies(document)},
         configured=configured,
         vocabulary_cut=not config["vocab_emb_dp"] if "vocab_emb_dp" in config else None,
-        layers=layer_settings(config, _section(document, "recompute_config"), model),
+        layers=layer_settings(config, _section(document, "recompute_config"), model, _section(document, "swap_config")),
         notes=(*notes, *more),
     )
 
@@ -308,16 +311,6 @@ def _copies(document: Mapping[Any, Any]) -> dict[str, str]:
             f"{' or '.join(COPIES)}"
         )
     return {"copies": str(document[key])}
-
-
-def _check_swap(document: Mapping[Any, Any]) -> None:
-    swap = _section(document, "swap_config")
-    if boolean("swap_config.swap", swap.get("swap", False)):
-        raise UnsupportedError(
-            "swap_config.swap=True is not supported yet: activations stay on the device; leave swap_config out and use "
-            "recompute_config, or move optimizer states off the device with --pin offload_optimizer=true, and "
-            "parameters with --pin offload_parameters=true"
-        )
 
 
 def _model(model: Any) -> Mapping[str, Any]:

@@ -20,15 +20,15 @@ from planner.graph.chain import Chain
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.recompute import MODES, recomputed
 from planner.lowering.groups import trained_names
-from planner.lowering.options import keeps_messages, recompute_modes
+from planner.lowering.options import keeps_messages, recompute_modes, swaps
 from planner.request import Pins
 from planner.search.configurations.pin_checks import CHUNKS
 from planner.search.problem.cuts import OperatorCuts
 from planner.search.problem.hints import Hint, first_not_kept
 from planner.search.stages.unit_pins import UnitPins
-from planner.strategy.plan import Plan, expanded_rules
+from planner.strategy.plan import Plan, Swap, expanded_rules
 from simulator.errors import UnsupportedError
-from simulator.program import Phase
+from simulator.program import Kernel, Phase
 
 WRAPPERS = ("_backbone", "network", "module")
 """Names that a cell with a loss gives the network inside; `planner.networks.python_factory` calls it ``module``."""
@@ -61,6 +61,7 @@ class PlacedMarks:
         self.members = tuple(self._members())
         self.stages = {self._path(name, "stage_config"): stage for name, stage in marks.stages.items()}
         self.again = {self._path(name, "recompute"): mode for name, mode in marks.recompute.items()}
+        self.away = {self._path(name, "offload"): swap for name, swap in marks.offload.items()}
         self.sent = {self._path(name, "recompute"): sent for name, sent in marks.messages.items()}
 
     # Modules
@@ -177,6 +178,21 @@ class PlacedMarks:
             return ()
         return tuple(any(_nearest(self.sent, m.module) is False for m in members) for members in self.members)
 
+    def swaps(self) -> tuple[Swap | None, ...]:
+        """What every unit has on the host between its passes; empty where nothing is marked."""
+        return tuple(self._swap(number) for number in range(len(self.names))) if self.away else ()
+
+    def _swap(self, number: int) -> Swap | None:
+        unit = self.chain.units[self.chain.positions[number]]
+        members = [m for m in self.members[number] if self.graph.nodes[m.node].kernel is not Kernel.VIEW]
+        found = {m.node: swap for m in members if (swap := _nearest(self.away, m.module)) is not None}
+        if not found:
+            return None
+        names = {i: self.graph.nodes[i].name.removeprefix(unit.name) for i in found}
+        left = tuple(names[i] for i, swap in found.items() if not swap.operators or names[i] in swap.operators)
+        whole = len(found) == len(members) and not any(swap.operators for swap in found.values())
+        return Swap(prefetch=max(swap.prefetch for swap in found.values()), operators=() if whole else left)
+
     def _mode(self, number: int) -> int:
         found = {m.node: _nearest(self.again, m.module) for m in self.members[number]}
         marked = {node for node, mode in found.items() if mode}
@@ -204,7 +220,9 @@ class PlacedMarks:
 
     def unit_pins(self) -> UnitPins:
         """What marks fix of single units."""
-        return UnitPins(cuts=self.cuts(), modes=self.modes(), keeps=self.keeps(), virtual=self.marks.virtual)
+        return UnitPins(
+            cuts=self.cuts(), modes=self.modes(), keeps=self.keeps(), swaps=self.swaps(), virtual=self.marks.virtual
+        )
 
     # Strategies of operators
 
@@ -233,6 +251,9 @@ class PlacedMarks:
         asked = {name for name, keep in zip(self.names, self.keeps(), strict=False) if keep and name in modes}
         if self.again and kept != asked:
             said = said or f"keeps what messages bring in {_listed(sorted(kept)) or 'no unit'}"
+        away = swaps(plan, self.names)
+        if self.away and [away.get(name) for name in self.names] != [*self.swaps()]:
+            said = said or f"has activations of {_listed(away) or 'no unit'} on the host"
         if self.marks.fusion and dict(plan.exchange.fusion_groups) != self.fusion():
             said = said or "fuses other gradients"
         broken = first_not_kept(graph, expanded_rules(plan), plan.mesh.axes, self.hints())

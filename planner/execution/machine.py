@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from functools import cached_property
+from typing import Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from planner.execution.communication import Message, Slots, make_message
+from planner.execution.host_copies import HostCopies
 from planner.execution.loss_scaling import LossScale, overflow, unscaled
 from planner.execution.optimizers import StepFunction, SummedStep
 from planner.execution.peers import AxisPeers
@@ -188,7 +190,7 @@ class Machine:
             under_way = _wait(under_way, touched | set(freed), written, actions)
             if isinstance(instruction, Communicate) and not instruction.sources:
                 actions.extend(_release(self.slots, freed))  # the operator before it has communicated
-            elif isinstance(instruction, Communicate):
+            elif isinstance(instruction, Communicate) or self._comes_beside(instruction):
                 opened = self._open(instruction)
                 actions.append(opened.message.start)
                 if instruction.asynchronous:
@@ -221,7 +223,24 @@ class Machine:
         read = instruction.sums or instruction.gradient
         return {self.number(read)}, {self._stored[instruction.parameter]}
 
-    def _open(self, instruction: Communicate) -> _Open:
+    def _comes_beside(self, instruction: Instruction) -> TypeGuard[HostCopy]:
+        """Whether an instruction brings a value from the host while the device computes."""
+        return (
+            isinstance(instruction, HostCopy) and instruction.asynchronous and not instruction.to_host and self._apart
+        )
+
+    @property
+    def _apart(self) -> bool:
+        """Whether the device has a memory of its own."""
+        return self._context.device.type != "cpu"
+
+    @cached_property
+    def _host_copies(self) -> HostCopies:
+        return HostCopies(self._context.device)
+
+    def _open(self, instruction: Communicate | HostCopy) -> _Open:
+        if isinstance(instruction, HostCopy):
+            return self._open_copy(instruction)
         sources = tuple(self.number(name) for name in instruction.sources)
         targets = tuple(self.number(name) for name in instruction.targets)
         message = make_message(instruction, self.slots, sources, targets, self._group(instruction.axis))
@@ -230,6 +249,22 @@ class Machine:
             finish=self._watched(instruction, FINISH, message.finish),
         )
         return _Open(message=watched, sources=frozenset(sources), targets=frozenset(targets))
+
+    def _open_copy(self, instruction: HostCopy) -> _Open:
+        slots, source, target = self.slots, self.number(instruction.source), self.number(instruction.target)
+        events: list[object] = []
+
+        def start() -> None:
+            slots[target], event = self._host_copies.from_host(self.value(source))
+            events.append(event)
+
+        def finish() -> None:
+            self._host_copies.arrived(self.value(target), events.pop())
+
+        watched = Message(
+            start=self._watched(instruction, START, start), finish=self._watched(instruction, FINISH, finish)
+        )
+        return _Open(message=watched, sources=frozenset({source}), targets=frozenset({target}))
 
     def _watched(self, instruction: Instruction, part: int, action: Action) -> Action:
         watch = self._context.watch
@@ -282,9 +317,11 @@ class Machine:
     def _host_copy(self, instruction: HostCopy, freed: list[int]) -> Action:
         slots, source, target = self.slots, self.number(instruction.source), self.number(instruction.target)
         there = HOST if instruction.to_host else self._context.device
+        beside = instruction.asynchronous and self._apart
 
         def run() -> None:
-            slots[target] = self.value(source).to(there)
+            value = self.value(source)
+            slots[target] = self._host_copies.to_host(value) if beside else value.to(there)
             for slot in freed:
                 slots[slot] = None
 

@@ -14,6 +14,7 @@ from planner.graph.operator_graph import TensorRef
 from planner.instructions import Instruction
 from planner.lowering.body import Body, Gather, Item
 from planner.lowering.copies import NOBODY, Copies, Row, UnalikeError
+from planner.lowering.offload import Fetch
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.turns import draft_of_copy, in_turn, is_message, stored_values, values_of_samples
 from planner.lowering.writer import Draft
@@ -37,12 +38,12 @@ class Block(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A complete gradient, or the place where a unit needs its parameters, in the copy number `unit`.
+    """A complete gradient, or the place where a unit needs its parameters or activations, in the copy number `unit`.
 
     ``copy`` is the part of the micro-batch that the gradient is of.
     """
 
-    item: TensorRef | Gather
+    item: TensorRef | Gather | Fetch
     unit: int
     copy: int = 0
 

@@ -11,6 +11,7 @@ from planner.instructions import (
     Communicate,
     Compute,
 )
+from planner.lowering.offload import Fetch, offload
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.units import NOWHERE
 from planner.lowering.writer import Draft, Writer
@@ -40,8 +41,8 @@ class Gather:
     values: tuple[tuple[TensorRef, Placements, str], ...]
 
 
-Item = Draft | TensorRef | Gather
-"""What a body is made of: drafts, complete gradients of parameters, and where a pass needs parameters."""
+Item = Draft | TensorRef | Gather | Fetch
+"""What a body is made of: drafts, complete gradients of parameters, where a pass needs parameters or activations."""
 
 
 class Body(Writer):
@@ -52,18 +53,21 @@ class Body(Writer):
     source : PlacedGraph
     nodes : iterable of int, optional
         Those to run; everything by default.
-    given : iterable of TensorRef, optional
+    given : sequence of TensorRef, optional
         Tensors that other nodes have computed, there in the placement that these write.
     gradients : mapping of TensorRef to int, optional
         Gradients and the parameters they belong to; those of the graph by default.
+    leaves : str
+        Name of what these nodes hand on to others forward.
     """
 
     def __init__(
         self,
         source: PlacedGraph,
         nodes: Iterable[int] | None = None,
-        given: Iterable[TensorRef] = (),
+        given: Sequence[TensorRef] = (),
         gradients: Mapping[TensorRef, int] | None = None,
+        leaves: str = "",
     ) -> None:
         super().__init__(source)
         self.items: list[Item] = []
@@ -88,6 +92,11 @@ class Body(Writer):
             self._node(index, self.graph.nodes[index])
             self.reached.append(len(self.items) + len(self.drafts))
         self._collect()
+        forward = (ref for ref in given if self.graph.nodes[ref.node].phase is Phase.FORWARD)
+        sizes = {
+            source.written_name(r): source.local_bytes(self.graph.spec(r), source.output_placements(r)) for r in forward
+        }
+        offload(self, sizes, leaves)
 
     @cached_property
     def readers(self) -> list[list[int]]:

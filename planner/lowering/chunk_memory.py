@@ -42,7 +42,10 @@ def chunk_bytes(source: PlacedGraph, units: Sequence[UnitWork]) -> ChunkBytes:
     total = source.options.copies * sum(kept)
     each = source.options.copies
     forward = max(each * (sum(kept[:n]) + unit.memory.forward) for n, unit in enumerate(units))
-    backward = max(each * (unit.memory.backward - sum(kept[n + 1 :])) + pending[n] for n, unit in enumerate(units))
+    next_back = [0, *(unit.memory.fetched for unit in units)]
+    backward = max(
+        each * (unit.memory.backward + next_back[n] - sum(kept[n + 1 :])) + pending[n] for n, unit in enumerate(units)
+    )
     return ChunkBytes(
         kept=total,
         deferred=each * sum(unit.memory.deferred for unit in units),

@@ -155,7 +155,7 @@ class PassWriter:
     def write(self) -> Draft:
         """Return the operators of the pass."""
         ahead = self.first and self.phase is Phase.FORWARD
-        if self.source.by_unit or ahead:
+        if self.source.by_unit or ahead or any(part.fetches for part in self.parts):
             # Kernels wait for the input of the pass even where the first of them waits for parameters.
             self._add([], KERNELS, [])
         if ahead and not self.source.by_unit:
@@ -166,6 +166,7 @@ class PassWriter:
             part, place = self.parts[number], places[copy][number]
             if index == BEGIN and copy == 0:
                 self._gather_units(number)
+                self._fetch_units(number)
             elif index == END:
                 outputs[copy] = place[part.output] if part.output >= 0 else -1
                 self.shared_done.update((copy, operator.shared) for operator in part.operators)
@@ -211,7 +212,8 @@ class PassWriter:
         after = {place[n] for n in operator.after if place[n] >= 0}
         if operator.reads_input and given >= 0 and self.draft.stream[given] != operator.stream:
             after.add(given)
-        after.update(self.arrivals[number][name] for name in operator.gathered if name in self.arrivals[number])
+        brought = (*operator.gathered, *operator.fetched)
+        after.update(self.arrivals[number][name] for name in brought if name in self.arrivals[number])
         tasks = operator.tasks if self.copies == 1 else [self.work.in_copy(task, copy) for task in operator.tasks]
         place[index] = self._add(tasks, operator.stream, sorted(after))
         for mark in operator.marks:
@@ -235,6 +237,13 @@ class PassWriter:
             self._gather(self._wanted(0), [], ahead=True)
         if number + 1 < len(self.units):
             self._gather(self._wanted(number + 1), [self.kernel])
+
+    def _fetch_units(self, number: int) -> None:
+        """Begin to bring back from the host what the next unit reads; of the first before the pass has its input."""
+        for place in (number, number + 1) if number == 0 else (number + 1,):
+            for task, name in self.parts[place].fetches if place < len(self.parts) else ():
+                waits = [self.kernel] if place else []
+                self.arrivals[place][name] = self._add([task], BESIDE, waits, ahead=not place)
 
     def _wanted(self, number: int) -> list[tuple[int, TensorRef, Placements, str]]:
         return [(number, *value) for value in self.units[number].gathers.get(self.phase, ())]

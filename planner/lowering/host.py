@@ -9,6 +9,9 @@ from planner.lowering.placed import PlacedGraph
 from planner.work import state_bytes
 from simulator.program import DISK, HOST, Kernel, Phase, Task
 
+HOST_STREAM = "host"
+"""Stream of copies that run beside computation."""
+
 
 def host_copy(size_bytes: float, name: str = "optimizer states in host memory", phase: Phase = Phase.UPDATE) -> Task:
     """A task that moves bytes between a device and its host."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from planner.graph.chain import chain
 from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.placed import LoweringOptions
-from planner.strategy.plan import Plan
+from planner.strategy.plan import Plan, Swap
 from planner.work import optimizer
 from simulator.errors import StrategyError
+
+T = TypeVar("T")
 
 
 def lowering_options(plan: Plan, graph: OperatorGraph) -> LoweringOptions:
@@ -21,7 +24,7 @@ def lowering_options(plan: Plan, graph: OperatorGraph) -> LoweringOptions:
     StrategyError
         A recompute range names units that the network has not, or ranges overlap.
     """
-    names = chain(graph).names() if plan.recompute_ranges else ()
+    names = chain(graph).names() if plan.recompute_ranges or plan.offload_ranges else ()
     return LoweringOptions(
         mesh=plan.mesh,
         micro_batches=plan.micro_batches,
@@ -30,6 +33,7 @@ def lowering_options(plan: Plan, graph: OperatorGraph) -> LoweringOptions:
         optimizer_sharding=plan.optimizer_sharding,
         recompute=recompute_modes(plan, names),
         keeps_messages=keeps_messages(plan, names),
+        offload=swaps(plan, names),
         shard_size=plan.shard_size,
         offload_optimizer=plan.offload_optimizer,
         offload_to=plan.offload_to,
@@ -42,22 +46,33 @@ def lowering_options(plan: Plan, graph: OperatorGraph) -> LoweringOptions:
 
 def recompute_modes(plan: Plan, names: Sequence[str]) -> dict[str, str]:
     """Mode of each unit that computes again, by name, given the names of all units in model order."""
+    ranges = [(part.first, part.last, part.mode) for part in plan.recompute_ranges]
+    return _by_unit(plan, "recompute.ranges", ranges, names)
+
+
+def swaps(plan: Plan, names: Sequence[str]) -> dict[str, Swap]:
+    """What each unit, by name, has on the host, given the names of all units in model order."""
+    ranges = [(part.first, part.last, part.swap) for part in plan.offload_ranges]
+    return _by_unit(plan, "offload_activations", ranges, names)
+
+
+def _by_unit(plan: Plan, field: str, ranges: Sequence[tuple[str, str, T]], names: Sequence[str]) -> dict[str, T]:
+    """What ranges of units say of each of them."""
     place = {name: i for i, name in enumerate(names)}
-    found: dict[str, str] = {}
-    for number, part in enumerate(plan.recompute_ranges):
-        for name in (part.first, part.last):
+    found: dict[str, T] = {}
+    for number, (first, last, said) in enumerate(ranges):
+        for name in (first, last):
             if name not in place:
                 raise StrategyError(
-                    f"recompute.ranges.{number}: {name!r} is no unit of {plan.network}; "
-                    f"its units are {shortened(names)}"
+                    f"{field}.{number}: {name!r} is no unit of {plan.network}; its units are {shortened(names)}"
                 )
-        members = names[place[part.first] : place[part.last] + 1]
+        members = names[place[first] : place[last] + 1]
         if not members:
-            raise StrategyError(f"recompute.ranges.{number}: {part.first!r} comes after {part.last!r}; swap them")
+            raise StrategyError(f"{field}.{number}: {first!r} comes after {last!r}; swap them")
         twice = next((name for name in members if name in found), None)
         if twice is not None:
-            raise StrategyError(f"recompute.ranges.{number}: unit {twice!r} is in another range as well; keep one")
-        found.update(dict.fromkeys(members, part.mode))
+            raise StrategyError(f"{field}.{number}: unit {twice!r} is in another range as well; keep one")
+        found.update(dict.fromkeys(members, said))
     return found
 
 

@@ -22,7 +22,7 @@ from planner.sharding.redistribution import Step, redistribution
 from planner.sharding.rules import Rule
 from planner.sharding.sequence import SequenceCut
 from planner.strategy.exchange import UNASKED, Exchange
-from planner.strategy.plan import NodeRules
+from planner.strategy.plan import NodeRules, Swap
 from planner.work import Optimizer, state_bytes, traffic_bytes
 from simulator.errors import StrategyError
 from simulator.program import (
@@ -40,8 +40,9 @@ class LoweringOptions:
     """What a plan says beside the strategies.
 
     ``recompute`` holds the mode of the units that compute again, by name, of which those in ``keeps_messages`` keep
-    what messages bring; ``shard_size`` the ranks of the data axis over which stored shards are spread, 0 for all.
-    ``groups`` are those of gradients by the name of their parameter (`planner.lowering.groups`), where a shallow network has those of a deeper one; None for what ``exchange`` says.
+    what messages bring; ``offload`` says which units have activations on the host; ``shard_size`` the ranks of the data
+    axis over which stored shards are spread, 0 for all. ``groups`` are those of gradients by parameter
+    (`planner.lowering.groups`), where a shallow network has those of a deeper one; None for what ``exchange`` says.
     The operators of a micro-batch run on each of its ``copies``.
     """
 
@@ -52,6 +53,7 @@ class LoweringOptions:
     optimizer_sharding: str = "zero1"
     recompute: Mapping[str, str] = field(default_factory=dict)
     keeps_messages: frozenset[str] = frozenset()
+    offload: Mapping[str, Swap] = field(default_factory=dict)
     shard_size: int = 0
     offload_optimizer: bool = False
     offload_to: str = "host"
@@ -152,8 +154,8 @@ class PlacedGraph:
             p.node for p in graph.parameters if options.optimizer_sharding == "zero3" and self.gathered(p.node)
         )
         fetched = self.by_unit | self.away
-        plain = units is None and not fetched and set(options.recompute.values()) <= {"none"}
-        self.units = no_units(graph) if plain else units_of(graph, options.recompute, fetched, units)
+        plain = units is None and not fetched and not options.offload and set(options.recompute.values()) <= {"none"}
+        self.units = no_units(graph) if plain else units_of(graph, options.recompute, fetched, options.offload, units)
         self.read = {*graph.consumers, graph.loss, *(p.gradient for p in graph.parameters if p.gradient)}
         self.loss_value = self.value_name(graph.loss, self.replicated)
 

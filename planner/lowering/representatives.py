@@ -13,7 +13,7 @@ from planner.graph.operator_graph import OperatorGraph, Run, TensorRef
 from planner.graph.scaling import at_batch
 from planner.lowering.copies import Copies, Row, UnalikeError
 from planner.lowering.groups import message_groups, trained_names
-from planner.lowering.options import keeps_messages, lowering_options, recompute_modes
+from planner.lowering.options import keeps_messages, lowering_options, recompute_modes, swaps
 from planner.lowering.placed import LoweringOptions, PlacedGraph
 from planner.lowering.program import spread
 from planner.search.problem.solution import template_name
@@ -65,8 +65,9 @@ def representatives(plan: Plan, graph: OperatorGraph) -> Representatives:
         raise UnalikeError(f"{plan.network}: the context says of single layers what is sent; plan it on one stage")
     deep = _deep(_Same(graph))
     names = deep.names()
-    modes, keeping = recompute_modes(plan, names), keeps_messages(plan, names)
-    kinds = _Kinds(plan, graph, deep, {name: (mode, name in keeping) for name, mode in modes.items()}, groups)
+    modes, keeping, away = recompute_modes(plan, names), keeps_messages(plan, names), swaps(plan, names)
+    treated = {name: (modes.get(name), name in keeping, away.get(name)) for name in (*modes, *away)}
+    kinds = _Kinds(plan, graph, deep, treated, groups)
     kept = {run.prefix: kinds.kept(number) for number, run in enumerate(graph.runs)}
     short = replace(plan, layers=kinds.short_layers(kept))
     unfolded, found = _shallow(_Same(graph), plan.samples, tuple(len(kept[run.prefix].layers) for run in graph.runs))
@@ -79,9 +80,10 @@ def representatives(plan: Plan, graph: OperatorGraph) -> Representatives:
         )
     short_modes = {found.units[of_unit[i]].name: modes[name] for i, name in enumerate(names) if name in modes}
     options: LoweringOptions = replace(
-        lowering_options(replace(plan, recompute_ranges=()), graph),
+        lowering_options(replace(plan, recompute_ranges=(), offload_ranges=()), graph),
         recompute=short_modes,
         keeps_messages=frozenset(found.units[of_unit[i]].name for i, name in enumerate(names) if name in keeping),
+        offload={found.units[of_unit[i]].name: away[name] for i, name in enumerate(names) if name in away},
         groups=kinds.short_groups(kept) if groups else None,
     )
     options, rules = spread(unfolded, expanded_rules(short), options)

@@ -16,6 +16,7 @@ from planner.lowering.body import Gather
 from planner.lowering.copies import NOBODY
 from planner.lowering.groups import ALONE, BY_SIZE
 from planner.lowering.host import offloading
+from planner.lowering.offload import Fetch
 from planner.lowering.overflow import check_blocks, checks_gradients
 from planner.lowering.placed import local_share
 from planner.lowering.sums import Summed, summed
@@ -92,13 +93,18 @@ class SegmentWriter(Writer):
         self._gather_parameters()
         script = self.blueprint.script
         gathers = [(e.item, e.unit) for e in script if not isinstance(e, Block) and isinstance(e.item, Gather)]
-        passed = 0
+        fetches = [(e.item, e.unit) for e in script if not isinstance(e, Block) and isinstance(e.item, Fetch)]
+        passed = fetched = 0
         for event in script:
             if isinstance(event, Block):
                 self.order.append(event)
             elif isinstance(event.item, Gather):
                 self._gather_units(gathers, passed)
                 passed += 1
+            elif isinstance(event.item, Fetch):
+                for fetch, unit in fetches[fetched + 1 if fetched else 0 : fetched + 2]:
+                    self._fetch_back(fetch, unit)
+                fetched += 1
             else:
                 self._gradient(event.item, event.unit, event.copy)
         while self.pending:
@@ -185,6 +191,11 @@ class SegmentWriter(Writer):
             self._step(items, gather.phase, asynchronous=True)
         for draft in self.drafts:
             draft.beside = True
+
+    def _fetch_back(self, fetch: Fetch, unit: int) -> None:
+        """Bring back what a unit has on the host: its own where it is the first, and of the next."""
+        home = fetch.unit if self.blueprint.copies.of_unit else NOBODY
+        self._run(("fetch", fetch.unit), unit, home, partial(self.drafts.extend, fetch.drafts))
 
     # Gradients
 

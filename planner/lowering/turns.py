@@ -70,12 +70,20 @@ def in_copy(instruction: Instruction, own: Collection[str], copy: int) -> Instru
 
 
 def _instruction_of_copy(instruction: Instruction, named: Callable[[str], str], copy: int) -> Instruction:
+    found = with_names(instruction, named)
+    if isinstance(found, Compute):
+        return replace(found, copy=copy)
+    return replace(found, asynchronous=bool(found.sources)) if isinstance(found, Communicate) else found
+
+
+def with_names(instruction: Instruction, named: Callable[[str], str]) -> Instruction:
+    """An instruction of a pass with other names for its values."""
     if isinstance(instruction, Compute):
         inputs, outputs = tuple(map(named, instruction.inputs)), tuple(map(named, instruction.outputs))
-        return replace(instruction, inputs=inputs, outputs=outputs, copy=copy)
+        return replace(instruction, inputs=inputs, outputs=outputs)
     if isinstance(instruction, Communicate):
         sources, targets = tuple(map(named, instruction.sources)), tuple(map(named, instruction.targets))
-        return replace(instruction, sources=sources, targets=targets, asynchronous=bool(sources))
+        return replace(instruction, sources=sources, targets=targets)
     assert isinstance(instruction, HostCopy | Slice | Mask)  # the others are of all copies
     return replace(instruction, source=named(instruction.source), target=named(instruction.target))
 

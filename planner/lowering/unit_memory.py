@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from planner.graph.operator_graph import TensorRef
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.writer import Draft
+from simulator.program import Buffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,7 @@ class UnitMemory:
     keeps_input, keeps_output : whether the backward pass reads them; the input's size is ``input``
     forward : most that stands at once in the forward pass, made by the unit
     backward : most that stands at once in the backward pass beyond what was kept
+    fetched : of that, brought back from the host while the unit behind still goes backward
     deferred : after the part of the backward pass that leads to the input's gradient, what the rest still reads
     """
 
@@ -30,6 +32,7 @@ class UnitMemory:
     forward: int
     backward: int
     deferred: int
+    fetched: int = 0
 
 
 class _Values:
@@ -66,6 +69,7 @@ def unit_memory(
     returns: TensorRef | None,
     leaves: tuple[str, str],
     gradients: frozenset[str],
+    fetched: Sequence[Buffer] = (),
 ) -> UnitMemory:
     """Follow the values of a unit through its passes.
 
@@ -79,6 +83,8 @@ def unit_memory(
         Names of what the unit hands on and sends back: they stand until its passes end.
     gradients : frozenset of str
         Gradients of parameters, which are counted where they are accumulated.
+    fetched : sequence of Buffer
+        What has been brought back from the host when the backward pass begins.
     """
     values = _Values([*forward, *backward])
     sent_on, sent_back = (values.base(name) for name in leaves)
@@ -99,7 +105,9 @@ def unit_memory(
         stays=kept | {sent_on},
     )
     held = kept | ({input_name} if keeps_input else set()) | ({returned_name} - {""})
-    sizes = {**size, input_name: arrived, returned_name: returned}
+    back = {buffer.name: buffer.size_bytes for buffer in fetched}
+    held |= back.keys()
+    sizes = {**size, input_name: arrived, returned_name: returned, **back}
     kept_bytes = sum(size[name] for name in kept)
     start = kept_bytes + (arrived if keeps_input else 0)
     backward_peak = _peak(backward, values, sizes, standing=held, stays={sent_back}) - start
@@ -114,6 +122,7 @@ def unit_memory(
         forward=forward_peak,
         backward=max(0, backward_peak),
         deferred=deferred,
+        fetched=sum(back.values()),
     )
 
 

@@ -9,6 +9,8 @@ from planner.graph.chain import Chain
 from planner.graph.operator_graph import Role, TensorRef
 from planner.instructions import written_values
 from planner.lowering.body import Body, Gather
+from planner.lowering.host import HOST_STREAM
+from planner.lowering.offload import Fetch
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.unit_memory import UnitMemory, unit_memory
 from planner.lowering.work import Work
@@ -18,6 +20,7 @@ from simulator.program import COMPUTE_STREAM, Phase
 
 KERNELS, MESSAGES, BESIDE = range(3)
 """Streams of a rank, as in `simulator.pipeline_operators`."""
+_STREAMS = {COMPUTE_STREAM: KERNELS, HOST_STREAM: BESIDE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +36,14 @@ class Operator:
     """Tasks of one stream that nothing outside waits for one by one.
 
     ``tasks`` are their numbers; ``after`` operators of the same part on other streams; ``gathered`` parameters that it
-    reads first; ``marks`` gradients that are complete with it.
+    reads first, ``fetched`` activations from the host; ``marks`` gradients that are complete with it.
     """
 
     stream: int
     tasks: list[int]
     after: list[int] = field(default_factory=list)
     gathered: list[str] = field(default_factory=list)
+    fetched: list[str] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     shared: int = -1
     """Node whose work units share, -1 for none: only the first of a chunk does it."""
@@ -48,10 +52,14 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Operators of a unit in one pass; ``output`` yields what it hands on, -1 for nothing."""
+    """Operators of a unit in one pass; ``output`` yields what it hands on, -1 for nothing.
+
+    ``fetches`` are numbers of tasks that bring activations back from the host before, and what they bring.
+    """
 
     operators: tuple[Operator, ...]
     output: int
+    fetches: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +125,9 @@ def _unit_work(
     behind = found.boundaries[number] if number < len(found.boundaries) else None
     arrives, returns = before.forward if before else None, behind.gradient if behind else None
     given = [ref for ref in (arrives, returns) if ref is not None]
-    body = Body(source, [i for i in unit.nodes if i not in sums], given, terms)
+    sent_on = source.written_name(behind.forward) if behind else ""
+    body = Body(source, [i for i in unit.nodes if i not in sums], given, terms, sent_on)
+    coming = [draft for item in body.items if isinstance(item, Fetch) for draft in item.drafts]
     drafts = [item for item in body.items if isinstance(item, Draft)]
     made = {item for item in body.items if isinstance(item, TensorRef)}
     names = {
@@ -136,14 +146,16 @@ def _unit_work(
     forward = [draft for draft in drafts if draft.task.phase is Phase.FORWARD]
     backward = [draft for draft in drafts if draft.task.phase is Phase.BACKWARD]
     sent_back = source.written_name(before.gradient) if before and before.gradient else ""
-    sent_on = source.written_name(behind.forward) if behind else ""
     leads = _leads_to(backward, sent_back)
     inputs = [draft for draft, leads_there in zip(backward, leads, strict=True) if leads_there]
     weights = [draft for draft, leads_there in zip(backward, leads, strict=True) if not leads_there]
-    builder = _Builder(frozenset(source.written_name(ref) for ref in given), gathered, names, shared, source)
+    fetches = {draft.writes[0].name: number for draft, number in zip(coming, work.add_all(coming), strict=True)}
+    entries = frozenset(source.written_name(ref) for ref in given)
+    builder = _Builder(entries, gathered, names, shared, source, fetches)
     numbers = dict(zip(map(id, drafts), work.add_all(drafts), strict=True))
     ends = [name for draft in drafts for name in (b.name for b in draft.writes) if name in names]
     early, late = _marked_late(builder.part(inputs, numbers, sent_back), builder.part(weights, numbers, ""))
+    late = replace(late, fetches=tuple(one for one in late.fetches if one not in early.fetches))
     return UnitWork(
         forward=builder.part(forward, numbers, sent_on),
         backward=builder.part(backward, numbers, sent_back),
@@ -161,6 +173,7 @@ def _unit_work(
             returns=returns,
             leaves=(sent_on, sent_back),
             gradients=frozenset(ends),
+            fetched=[draft.writes[0] for draft in coming],
         ),
     )
 
@@ -173,7 +186,7 @@ def _marked_late(inputs: Part, weights: Part) -> tuple[Part, Part]:
     if not marks:
         return inputs, weights
     moved = [replace(operator, after=[n + 1 for n in operator.after]) for operator in weights.operators]
-    return inputs, Part((Operator(KERNELS, [], marks=marks), *moved), -1)
+    return inputs, Part((Operator(KERNELS, [], marks=marks), *moved), -1, weights.fetches)
 
 
 def _leads_to(drafts: Sequence[Draft], goal: str) -> list[bool]:
@@ -202,10 +215,11 @@ class _Builder:
     marks: Mapping[str, Mark]
     shared: frozenset[int]
     source: PlacedGraph
+    fetches: Mapping[str, int]
 
     def part(self, drafts: Sequence[Draft], numbers: Mapping[int, int], output: str) -> Part:
         after, maker = _dependencies(drafts)
-        streams = [KERNELS if draft.task.stream == COMPUTE_STREAM else MESSAGES for draft in drafts]
+        streams = [_STREAMS.get(draft.task.stream, MESSAGES) for draft in drafts]
         closes = {n for i, needs in enumerate(after) if streams[i] != KERNELS for n in needs}
         closes |= {maker[name] for name in (*self.marks, output) if name in maker}
         operators: list[Operator] = []
@@ -217,15 +231,23 @@ class _Builder:
             if streams[index] == KERNELS:
                 needs = [n for n in needs if n > waited]
             new = [name for name in draft.reads if name in self.gathered and name not in read]
-            read.update(new)
+            back = [name for name in dict.fromkeys(draft.reads) if name in self.fetches and name not in read]
+            read.update((*new, *back))
             owner = self._shared_node(draft)
-            joins = is_open and streams[index] == KERNELS and not needs and not new and operators[-1].shared == owner
+            joins = (
+                is_open
+                and streams[index] == KERNELS
+                and not needs
+                and not new
+                and not back
+                and operators[-1].shared == owner
+            )
             joins = joins and operators[-1].stream == KERNELS
             if joins:
                 operators[-1].tasks.append(numbers[id(draft)])
             else:
                 operators.append(
-                    Operator(streams[index], [numbers[id(draft)]], sorted(set(needs)), list(new), shared=owner)
+                    Operator(streams[index], [numbers[id(draft)]], sorted(set(needs)), list(new), back, shared=owner)
                 )
             operators[-1].reads_input |= any(name in self.given for name in draft.reads)
             place[index] = len(operators) - 1
@@ -235,7 +257,8 @@ class _Builder:
         for name, mark in self.marks.items():
             if name in maker:
                 operators[place[maker[name]]].marks.append(mark)
-        return Part(tuple(operators), place[maker[output]] if output in maker else -1)
+        fetches = tuple((number, name) for name, number in self.fetches.items() if name in read)
+        return Part(tuple(operators), place[maker[output]] if output in maker else -1, fetches)
 
     def _shared_node(self, draft: Draft) -> int:
         node = getattr(draft.instruction, "node", -1)
@@ -250,6 +273,8 @@ def _dependencies(drafts: Sequence[Draft]) -> tuple[list[list[int]], dict[str, i
         needs = {maker[name] for name in draft.reads if name in maker}
         if draft.completes and draft.task.collective is not None:
             needs.add(index - 1)
+        if draft.beside:
+            needs.update([n for n in range(index) if drafts[n].task.stream == COMPUTE_STREAM][-1:])
         after.append(sorted(needs))
         for name in _made(draft):
             maker[name] = index

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from planner.graph.chain import Chain, chain
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.graph.recompute import recomputed
-from simulator.program import Phase
+from simulator.program import Kernel, Phase
 
 NOWHERE = -1
 
@@ -33,7 +33,11 @@ def no_units(graph: OperatorGraph) -> Units:
 
 
 def units_of(
-    graph: OperatorGraph, modes: Mapping[str, str], sharded: frozenset[int], found: Chain | None = None
+    graph: OperatorGraph,
+    modes: Mapping[str, str],
+    sharded: frozenset[int],
+    offloaded: Container[str] = (),
+    found: Chain | None = None,
 ) -> Units:
     """Units of an unfolded graph.
 
@@ -43,6 +47,8 @@ def units_of(
         Recompute mode of the units that compute again, by name.
     sharded : frozenset of int
         Parameters that are gathered unit by unit: what is made of them alone is made again as well.
+    offloaded : container of str
+        Units that have activations on the host: views of these are taken again.
     """
     found = chain(graph) if found is None else found
     of_node = [NOWHERE] * len(graph.nodes)
@@ -53,6 +59,8 @@ def units_of(
             of_node[index] = number if of_node[index] == NOWHERE else of_node[index]
         mode.append(modes.get(unit.name, "none"))
         rerun = {*recomputed(graph, unit.nodes, mode[-1]), *_made_of(graph, unit.nodes, sharded)}
+        if unit.name in offloaded:
+            rerun |= _views_read_back(graph, unit.nodes, rerun)
         again.append(tuple(sorted(rerun)))
     return Units(
         names=tuple(unit.name for unit in found.units), of_node=tuple(of_node), again=tuple(again), mode=tuple(mode)
@@ -77,4 +85,19 @@ def _made_of(graph: OperatorGraph, nodes: tuple[int, ...], sharded: frozenset[in
         if index in made and index in wanted and index not in sharded:
             found.add(index)
             wanted.update(ref.node for ref in graph.nodes[index].tensor_inputs)
+    return found
+
+
+def _views_read_back(graph: OperatorGraph, nodes: tuple[int, ...], rerun: set[int]) -> set[int]:
+    """Views of the forward pass of a unit that its backward operators, or those that run again, read."""
+    inside = sorted(nodes)
+    users = [i for i in inside if graph.nodes[i].phase is Phase.BACKWARD or i in rerun]
+    wanted = {ref.node for i in users for ref in graph.nodes[i].tensor_inputs}
+    found: set[int] = set()
+    for index in reversed(inside):
+        node = graph.nodes[index]
+        view = node.role is Role.OPERATOR and node.kernel is Kernel.VIEW and bool(node.tensor_inputs)
+        if view and node.phase is Phase.FORWARD and index in wanted:
+            found.add(index)
+            wanted.update(ref.node for ref in node.tensor_inputs)
     return found

@@ -20,7 +20,17 @@ from planner.sharding.placement import Mesh, MeshAxis
 from planner.strategy import mindspore
 from planner.strategy.consistency import check_consistent, data_sharding
 from planner.strategy.exchange import Exchange
-from planner.strategy.plan import Certificate, Chunk, LayerRules, NodeRules, Plan, RecomputeRange, Status
+from planner.strategy.plan import (
+    Certificate,
+    Chunk,
+    LayerRules,
+    NodeRules,
+    OffloadRange,
+    Plan,
+    RecomputeRange,
+    Status,
+    Swap,
+)
 from planner.strategy.rule_text import rule_from_text, rule_to_text
 from planner.strategy.schema import FORMAT, VERSION, ExchangeModel, PlacementsModel, validate
 from simulator.errors import InputError, StrategyError
@@ -179,6 +189,7 @@ def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> 
         **({"offload_to": plan.offload_to} if plan.offload_to != "host" else {}),
         **({"offload_parameters": True} if plan.offload_parameters else {}),
         **({"host_embeddings": True} if plan.host_embeddings else {}),
+        **({"offload_activations": _offloaded(plan)} if plan.offload_ranges else {}),
         "context_algorithm": plan.context_algorithm,
         "sequence_parallel": plan.sequence_parallel,
         "schedule": plan.schedule,
@@ -273,11 +284,28 @@ def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
         offload_to=model.offload_to,
         offload_parameters=model.offload_parameters,
         host_embeddings=model.host_embeddings,
+        offload_ranges=tuple(
+            OffloadRange(
+                first=part.first,
+                last=part.last,
+                swap=Swap(prefetch=part.prefetch, operators=tuple(part.operators)),
+            )
+            for part in model.offload_activations
+        ),
         context_algorithm=model.context_algorithm,
         exchange=_exchange_of(model.exchange),
         copies=model.copies,
     )
     return StrategyFile(plan=plan, prediction=model.prediction.model_dump() if model.prediction else None)
+
+
+def _offloaded(plan: Plan) -> list[dict[str, object]]:
+    return [
+        {"first": part.first, "last": part.last}
+        | ({"prefetch": part.swap.prefetch} if part.swap.prefetch else {})
+        | ({"operators": [*part.swap.operators]} if part.swap.operators else {})
+        for part in plan.offload_ranges
+    ]
 
 
 def _stages(plan: Plan) -> list[dict[str, object]]:

@@ -102,6 +102,30 @@ class RecomputeRange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Swap:
+    """Activations of a unit that are on the host from the forward to the backward pass.
+
+    Attributes
+    ----------
+    prefetch : so many operators before the one that reads it a tensor is called back, at the beginning of the unit's
+        backward pass at the earliest; 0: with the backward pass of the unit behind
+    operators : what is offloaded of the unit: results of these, by the rest of their name behind the unit's; empty: all
+    """
+
+    prefetch: int = 0
+    operators: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadRange:
+    """Consecutive units, the first and the last by name, that have activations on the host."""
+
+    first: str
+    last: str
+    swap: Swap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How one network is trained on one cluster.
 
@@ -119,6 +143,7 @@ class Plan:
     recompute : the strongest mode in ``recompute_ranges``; units outside them keep everything
     optimizer_sharding : ``"zero1"`` shards optimizer states along the data axis, ``"zero2"`` accumulated gradients as
         well, ``"zero3"`` parameters too: they are gathered unit by unit, in the forward and in the backward pass
+    offload_ranges : units that have activations in the memory of the host from the forward to the backward pass
     shard_size : ranks of the data axis that share one copy of the states, which the others repeat; 0 for all
     sharding_threshold_bytes : smaller parameters stay whole
     offload_optimizer : optimizer states live beside the host: in its memory, or with ``offload_to`` ``"disk"`` in
@@ -158,6 +183,7 @@ class Plan:
     virtual: int = 1
     chunks: tuple[Chunk, ...] = ()
     recompute_ranges: tuple[RecomputeRange, ...] = ()
+    offload_ranges: tuple[OffloadRange, ...] = ()
     shard_size: int = 0
     sharding_threshold_bytes: int = 0
     offload_optimizer: bool = False

@@ -102,6 +102,15 @@ class RecomputeModel(_Strict):
     ranges: list[RecomputeRangeModel]
 
 
+class OffloadRangeModel(_Strict):
+    """Units, from first to last, that have activations on the host from the forward to the backward pass."""
+
+    first: Text
+    last: Text
+    prefetch: Annotated[int, Field(ge=0, le=2**20)] = 0
+    operators: list[Text] = Field(default_factory=list)
+
+
 class FusionModel(_Strict):
     """How many bytes of gradients travel as one message."""
 
@@ -201,6 +210,7 @@ class StrategyModel(_Strict):
     offload_to: Literal["host", "disk"] = "host"
     offload_parameters: bool = False
     host_embeddings: bool = False
+    offload_activations: list[OffloadRangeModel] = Field(default_factory=list)
     context_algorithm: Literal["none", "ring", "all_to_all"]
     sequence_parallel: bool
     schedule: Literal["none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipe", "dualpipe_v"]

@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, Role, TensorRef
-from planner.instructions import Accumulate, Communicate, Compute, Instruction, LoweredPlan, Mask, Slice, Update
+from planner.instructions import (
+    Accumulate,
+    Communicate,
+    Compute,
+    HostCopy,
+    Instruction,
+    LoweredPlan,
+    Mask,
+    Slice,
+    Update,
+)
 from planner.lowering import LoweringOptions, lower_graph
 from planner.request import ParameterStorage
 from planner.search.dynamic_programming import fastest
@@ -127,6 +137,9 @@ class Rank:
             self._move(instruction.source, instruction.target, instruction.axis, REPLICATE, instruction.dim)
         elif isinstance(instruction, Mask):
             self._move(instruction.source, instruction.target, instruction.axis, REPLICATE, PARTIAL)
+        elif isinstance(instruction, HostCopy):
+            self.placed[instruction.target] = self.placed[instruction.source]
+            self.size[instruction.target] = 0.0 if instruction.to_host else task.bytes_moved
         elif isinstance(instruction, Accumulate):
             if instruction.first:
                 self.placed[instruction.accumulator] = self.placed[instruction.source]

@@ -58,7 +58,7 @@ from planner.search.configurations.stored_ways import (
     trained_parameters,
     waiting,
 )
-from planner.search.stages.fragments import FloatArray, IntArray
+from planner.search.stages.fragments import ACTIVATION, STEADY, TRANSIENT, FloatArray, Fragments, IntArray
 from planner.search.stages.segments import PartitionTask
 from planner.search.stages.unit_pins import FREE, UnitPins
 from planner.work import Optimizer, state_bytes, update_traffic
@@ -99,7 +99,8 @@ class StepModel:
         stored = self.stored(joined.labels, configuration, joined.whole, joined.trained)
         kinds = joined.fragments(stored.values(shape, configuration.micro_batches))
         modes, rows = [unit.recompute for unit in joined.units], [unit.count for unit in tables.chain.units]
-        kinds, counts = merged(*self.unit_pins.in_modes(kinds, rows, modes))
+        on_host = partial(self._on_host, micro_batches=configuration.micro_batches)
+        kinds, counts = merged(*self.unit_pins.apart(kinds, rows, modes, on_host))
         return PartitionTask(
             kinds=tuple(kinds),
             counts=tuple(counts),
@@ -116,6 +117,15 @@ class StepModel:
             cuts=self.unit_pins.cuts,
             apart_s=joined.apart_s(stored, tables, configuration),
         )
+
+    def _on_host(self, ways: Fragments, micro_batches: int) -> Fragments:
+        """Ways of a unit whose activations wait on the host: copies hide behind passes, two units' stand at once."""
+        values = ways.values.copy()
+        kept = values[:, ACTIVATION].copy()
+        values[:, STEADY] = np.maximum(values[:, STEADY], 2.0 * micro_batches * host_time(self.hardware, kept))
+        values[:, TRANSIENT] += 2.0 * kept
+        values[:, ACTIVATION] = 0.0
+        return replace(ways, values=values)
 
     def labels(self, tables: StageTables, configuration: Configuration) -> tuple[UnitLabels, ...]:
         """Labels of the units with what depends on the whole pipeline and the data axis."""

@@ -12,7 +12,7 @@ from torch import nn
 
 import planner
 from planner import AutoParallel, ContextError, Pipeline
-from planner.context.marks import Marks
+from planner.context.marks import Marks, marks_of
 from planner.context.placing import PlacedMarks
 from planner.execution.run import ExecuteOptions, execute_plan
 from planner.graph.chain import chain
@@ -23,6 +23,7 @@ from planner.lowering.stages import BACKWARD, FORWARD, lower_stages
 from planner.networks import load_network
 from planner.search.problem.cuts import OperatorCuts
 from planner.strategy.file import read_plan
+from planner.strategy.plan import Swap
 from simulator.errors import InputError, NetworkError, UnsupportedError
 from simulator.pipeline_operators import PLAIN
 
@@ -359,6 +360,19 @@ def test_single_layers_compute_again() -> None:
 def test_a_part_of_a_unit_alone_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="marks a part of unit 'blocks.2'.*mark .* as well"):
         modes({"blocks.2.expand": True})
+
+
+def test_modules_have_activations_on_the_host() -> None:
+    away = {"blocks.1": Swap(prefetch=2), "blocks.2.expand": Swap()}
+    graph = load_network("zoo:gpt2").capture()
+    placed = PlacedMarks(Marks(offload=away), graph, chain(graph))
+    found = {name: swap for name, swap in zip(placed.names, placed.swaps(), strict=True) if swap is not None}
+    assert found == {"blocks.1": Swap(prefetch=2), "blocks.2": Swap(operators=(".expand/addmm",))}
+    network = nn.Sequential(planner.offload(nn.Linear(2, 2), 3), nn.ReLU())
+    assert marks_of(network).offload == {"0": Swap(prefetch=3)}
+    for wrong in (0, "soon", True):
+        with pytest.raises(ContextError, match="backward_prefetch"):
+            planner.offload(nn.ReLU(), wrong)
 
 
 def test_recomputed_layers_are_those_of_the_plan() -> None:

@@ -282,7 +282,6 @@ def test_what_is_wrong_is_said(
             ("optimizer_sharding=zero2", "optimizer_level: level3"),
         ),
         ({"recompute_config": {"select_comm_recompute_exclude": True}}, ("default is False",)),
-        ({"swap_config": {"swap": True}}, ("offload_optimizer",)),
     ],
 )
 def test_what_is_not_followed_yet_is_refused(tmp_path: Path, parts: dict[str, Any], words: tuple[str, ...]) -> None:

@@ -14,6 +14,7 @@ from planner.context.marks import Marks
 from planner.context.mindformers import Translated, translate
 from planner.networks import load_network
 from planner.strategy.file import read_plan
+from planner.strategy.plan import OffloadRange, Swap
 from simulator.errors import InputError
 
 run = CliRunner().invoke
@@ -108,6 +109,79 @@ def test_layers_keep_what_messages_have_brought(section: dict[str, Any], kept: s
 )
 def test_a_network_keeps_what_messages_have_brought(section: dict[str, Any], pin: str | None) -> None:
     assert layered(recompute_config=section).pins.get("recompute_messages") == pin
+
+
+WHOLE = Swap(prefetch=1)
+
+
+@pytest.mark.parametrize(
+    ("section", "away"),
+    [
+        ({"swap": True}, dict.fromkeys(range(12), WHOLE)),
+        ({"swap": True, "default_prefetch": 7}, dict.fromkeys(range(12), Swap(prefetch=7))),
+        (
+            {"swap": True, "layer_swap": [{"backward_prefetch": 4, "layers": [0, 3]}]},
+            {n: Swap(prefetch=4) for n in (0, 3)},
+        ),
+        ({"swap": True, "layer_swap": [{"layers": True}]}, dict.fromkeys(range(12), WHOLE)),
+        ({"swap": True, "layer_swap": [{"backward_prefetch": "Auto", "layers": [1]}]}, {1: Swap()}),
+        (
+            {"swap": True, "op_swap": [{"op_name": "gelu", "backward_prefetch": 5, "layers": [2]}]},
+            {2: Swap(prefetch=5, operators=("/gelu",))},
+        ),
+        (
+            {
+                "swap": True,
+                "layer_swap": [{"layers": [2], "backward_prefetch": 2}],
+                "op_swap": [{"op_name": ["expand", "gelu"], "layers": [2, 4]}],
+            },
+            {2: Swap(prefetch=2), 4: Swap(prefetch=1, operators=(".expand/addmm", "/gelu"))},
+        ),
+    ],
+)
+def test_layers_have_activations_on_the_host(section: dict[str, Any], away: dict[int, Swap]) -> None:
+    found = marks_of_gpt(layered(swap_config=section)).offload
+    assert found == {f"blocks.{layer}": swap for layer, swap in away.items()}
+
+
+def test_nothing_is_swapped_unless_it_is_said() -> None:
+    assert not marks_of_gpt(layered(swap_config={"swap": False, "layer_swap": [{"layers": [1]}]})).offload
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"swap": 1}, ("swap_config.swap",)),
+        ({"swap": True, "prefetch": 1}, ("swap_config", "prefetch", "default_prefetch")),
+        ({"swap": True, "default_prefetch": 0}, ("swap_config.default_prefetch",)),
+        ({"swap": True, "layer_swap": {"layers": [1]}}, ("layer_swap", "no list of mappings")),
+        ({"swap": True, "layer_swap": [{"layer": [1]}]}, ("layer_swap[0]", "'layer'")),
+        ({"swap": True, "layer_swap": [{"layers": 3}]}, ("layer_swap[0].layers", "neither True nor a list")),
+        ({"swap": True, "layer_swap": [{"layers": [12]}]}, ("names layer 12", "layers 0 to 11")),
+        ({"swap": True, "op_swap": [{"layers": [1]}]}, ("op_swap[0].op_name",)),
+        ({"swap": True, "op_swap": [{"op_name": "("}]}, ("op_swap[0].op_name", "no regular expression")),
+        ({"swap": True, "op_swap": [{"op_name": "conv"}]}, ("'conv'", "names nothing")),
+        ({"swap": True, "op_swap": [{"op_name": "gelu", "backward_prefetch": "soon"}]}, ("backward_prefetch",)),
+    ],
+)
+def test_what_swapping_cannot_be_is_said(section: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(InputError) as raised:
+        marks_of_gpt(layered(swap_config=section))
+    for word in words:
+        assert word in str(raised.value)
+
+
+@pytest.mark.slow
+def test_a_plan_follows_what_a_file_says_of_swapping(tmp_path: Path) -> None:
+    file, out = tmp_path / "gpt.yaml", tmp_path / "strategy.json"
+    config = {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 4}
+    swap = {"swap": True, "layer_swap": [{"layers": [0, 1], "backward_prefetch": 2}]}
+    file.write_text(yaml.safe_dump({"parallel_config": config, "swap_config": swap}))
+    found = run(
+        app, ["plan", "zoo:gpt2-tiny", "--hw", "dgx-a100", "--devices", "8", "--config", str(file), "--out", str(out)]
+    )
+    assert found.exit_code == 0, found.output
+    assert read_plan(out).offload_ranges == (OffloadRange(first="blocks.0", last="blocks.1", swap=Swap(prefetch=2)),)
 
 
 @pytest.mark.parametrize(("offset", "sizes"), [([[1, 0], [0, -1]], [4, 3, 3, 2]), ([[0, 0], [0, 0]], [3, 3, 3, 3])])

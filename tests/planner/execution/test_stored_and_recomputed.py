@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from planner.execution.run import ExecuteOptions, execute_plan
+from planner.graph.chain import chain
+from planner.strategy.plan import OffloadRange, Swap
 from tests.planner.lowering.plans import MEGATRON, one_stage, pipelined, recomputing
 from tests.planner.search.problems import captured
 
@@ -54,6 +56,32 @@ def test_losses_are_those_of_one_process_where_messages_are_kept(ranks: int, mod
     plan = recomputing(plan, graph, mode)
     plan = replace(plan, recompute_ranges=tuple(replace(part, messages=False) for part in plan.recompute_ranges))
     plan = pipelined(plan, graph, ranks, "1f1b") if ranks > 1 else plan
+    report = execute_plan(plan, ExecuteOptions(strategy="unused", steps=3, verify=True, precision="fp64"))
+    assert report.max_loss_difference is not None
+    assert report.max_loss_difference < 1e-10
+
+
+@slow
+@pytest.mark.parametrize(
+    ("axes", "mode", "schedule", "swap"),
+    [
+        ((), "none", "", Swap()),
+        ((("tensor", 2),), "selective", "", Swap(prefetch=3)),
+        ((), "none", "1f1b", Swap()),
+        ((("data", 2),), "full", "zb_h1", Swap()),
+        ((), "none", "interleaved_1f1b", Swap(operators=(".expand/addmm", ".gelu"))),
+    ],
+)
+def test_losses_are_those_of_one_process_where_activations_leave_the_device(
+    axes: tuple[tuple[str, int], ...], mode: str, schedule: str, swap: Swap
+) -> None:
+    graph = captured("gpt2-tiny")
+    plan = one_stage(axes=axes, micro_batches=4, micro_batch=1, hints=MEGATRON if dict(axes).get("tensor") else ())
+    plan = recomputing(plan, graph, mode) if mode != "none" else plan
+    names = [name for name in chain(graph).names() if name.startswith("blocks.")]
+    plan = replace(plan, offload_ranges=(OffloadRange(first=names[0], last=names[-1], swap=swap),))
+    if schedule:
+        plan = pipelined(plan, graph, 2, schedule, virtual=2 if schedule == "interleaved_1f1b" else 1)
     report = execute_plan(plan, ExecuteOptions(strategy="unused", steps=3, verify=True, precision="fp64"))
     assert report.max_loss_difference is not None
     assert report.max_loss_difference < 1e-10

@@ -103,6 +103,8 @@ def test_every_pin_is_tried() -> None:
         "offload_to",
         "offload_parameters",
         "host_embeddings",
+        "offload_activations",
+        "recompute_messages",
     } == set(PIN_NAMES)
 
 

@@ -1,0 +1,136 @@
+"""Activations that wait on the host: every value is there when it is read, on fewer bytes, beside computation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.graph.chain import chain
+from planner.graph.folding import unfold
+from planner.graph.scaling import at_batch
+from planner.instructions import HostCopy, LoweredPlan, PassInstructions, read_values, written_values
+from planner.lowering import lower_graph, lowering_options
+from planner.lowering.pipeline import lower_pipeline
+from planner.lowering.stages import lower_stages
+from planner.prediction import predict_plan
+from planner.strategy.plan import OffloadRange, Plan, Swap, expanded_rules
+from simulator import fast_engine
+from simulator.errors import StrategyError
+from simulator.hardware import load_profile
+from simulator.program import HOST, Phase
+from simulator.schedules import ActionKind
+from tests.planner.lowering.plans import MEGATRON, one_stage, pipelined, recomputing
+from tests.planner.search.problems import captured
+from tests.planner.test_lowering import Rank, steps
+
+HARDWARE = load_profile("dgx-a100")
+LAYERS = 3
+GRAPH = captured("gpt2-tiny", LAYERS)
+NAMES = chain(GRAPH).names()
+
+
+def offloaded(swap: Swap | None, mode: str = "none", axes: tuple[tuple[str, int], ...] = (), **shape: Any) -> Plan:
+    hints = MEGATRON if dict(axes).get("tensor", 1) > 1 else ()
+    plan = one_stage("gpt2-tiny", LAYERS, axes, hints=hints, **{"micro_batches": 2, **shape})
+    plan = plan if mode == "none" else recomputing(plan, GRAPH, mode)
+    ranges = () if swap is None else (OffloadRange(first="blocks.0", last=f"blocks.{LAYERS - 1}", swap=swap),)
+    return replace(plan, offload_ranges=ranges)
+
+
+def lowered_of(plan: Plan) -> LoweredPlan:
+    graph = unfold(at_batch(GRAPH, plan.samples))
+    return lower_graph(graph, expanded_rules(plan), lowering_options(plan, GRAPH))
+
+
+SWAPS = st.sampled_from([Swap(), Swap(prefetch=1), Swap(prefetch=4), Swap(operators=(".expand/addmm", ".gelu"))])
+
+
+@settings(max_examples=4, deadline=None)
+@given(swap=SWAPS, mode=st.sampled_from(["none", "selective", "full"]), first=st.integers(0, LAYERS + 1))
+def test_every_value_is_there_when_it_is_read(swap: Swap, mode: str, first: int) -> None:
+    plan = offloaded(None, mode, (("tensor", 2),))
+    lowered = lowered_of(replace(plan, offload_ranges=(OffloadRange(first=NAMES[first], last=NAMES[-1], swap=swap),)))
+    rank = Rank(lowered)
+    for task, instruction in steps(lowered):
+        rank.follow(task, instruction)
+    stored = {entry.value for entry in (*lowered.parameters, *lowered.inputs)}
+    assert set(rank.placed) == stored | {lowered.loss}
+
+
+def test_what_leaves_comes_back_and_less_memory_is_used() -> None:
+    plain, away, late = (lowered_of(offloaded(swap)) for swap in (None, Swap(), Swap(prefetch=1)))
+    copies = [(task, one) for task, one in steps(away) if isinstance(one, HostCopy)]
+    out = Counter({task.phase: 0 for task, _ in copies})
+    for task, one in copies:
+        assert task.axis == HOST
+        assert one.to_host is (task.phase is Phase.FORWARD)
+        out[task.phase] += int(task.bytes_moved)
+    assert out[Phase.FORWARD] == out[Phase.BACKWARD] > 0
+    peaks = [fast_engine.simulate(one.program, HARDWARE).peak_memory_bytes for one in (plain, away, late)]
+    # A layer ahead, two layers' activations stand at once; an operator ahead, little of one layer's.
+    assert peaks[0] > peaks[1] > peaks[2]
+    assert peaks[0] - peaks[1] < out[Phase.FORWARD] / 2
+
+
+def test_copies_hide_behind_passes_where_the_link_is_fast_enough() -> None:
+    slow = replace(HARDWARE, reliability=replace(HARDWARE.reliability, snapshot_bandwidth_bytes_per_s=2e7))
+    plain, away = offloaded(None), offloaded(Swap())
+    moved = sum(task.bytes_moved for task, one in steps(lowered_of(away)) if isinstance(one, HostCopy))
+    fast_s, slow_s, none_s = (
+        predict_plan(plan, GRAPH, profile).step_time_s
+        for plan, profile in ((away, HARDWARE), (away, slow), (plain, HARDWARE))
+    )
+    assert fast_s == pytest.approx(none_s, rel=0.02)
+    assert slow_s > moved / 2e7
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("swap", [Swap(), pytest.param(Swap(prefetch=2), marks=pytest.mark.slow)])
+def test_stages_keep_less_and_run_what_is_timed(schedule: str, swap: Swap) -> None:
+    plain, away = (pipelined(offloaded(one, micro_batches=4), GRAPH, 2, schedule) for one in (None, swap))
+    before, after = (predict_plan(plan, GRAPH, HARDWARE).peak_memory_bytes for plan in (plain, away))
+    # What the second part of a split backward pass reads stays on the device from the first one on.
+    assert after < before or schedule == "zb_h1"
+    timed, run = lower_pipeline(away, GRAPH, HARDWARE), lower_stages(away, at_batch(GRAPH, away.samples))
+    assert (timed.sizes.activations < lower_pipeline(plain, GRAPH, HARDWARE).sizes.activations).all()
+    for stage, instructions in enumerate(run.stages):
+        _follow(instructions.passes, {p.value for p in run.ranks[stage].parameters} | instructions.lasting)
+        for key, one in instructions.passes.items():
+            tasks = [timed.work.tasks[number] for number in timed.work.passes[stage][key]]
+            copies = [task.bytes_moved for task in tasks if task.axis == HOST]
+            assert copies == [task.bytes_moved for task in one.tasks if task.axis == HOST]
+
+
+def _follow(passes: Any, there: set[str]) -> None:
+    """What has come back has gone before, and is read behind."""
+    kinds = {kind for kind, _ in passes}
+    known = set(there)
+    for kind in [kind for kind in ActionKind if kind in kinds]:
+        one: PassInstructions = passes[kind, 0]
+        for instruction in one.instructions:
+            if isinstance(instruction, HostCopy) and not instruction.to_host:
+                assert instruction.source in known
+            for name in read_values(instruction):
+                assert " back in " not in name or name in known
+            known.update(written_values(instruction))
+
+
+def test_layers_that_differ_are_simulated_apart() -> None:
+    plan = offloaded(None)
+    peaks = []
+    for last in (0, 1, 2):
+        ranges = (OffloadRange(first="blocks.0", last=f"blocks.{last}", swap=Swap(prefetch=2)),)
+        peaks.append(predict_plan(replace(plan, offload_ranges=ranges), GRAPH, HARDWARE).peak_memory_bytes)
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == 3
+
+
+def test_ranges_name_units() -> None:
+    wrong = replace(offloaded(None), offload_ranges=(OffloadRange(first="blocks.0", last="blocks.9", swap=Swap()),))
+    with pytest.raises(StrategyError, match=r"offload_activations.0: 'blocks.9' is no unit"):
+        lowering_options(wrong, GRAPH)
