@@ -261,6 +261,7 @@ def test_where_to_save(tmp_path):
 
 GPT = {
     "two stages": (2, {"pp": 2, "micro_batch": 2}),
+    "three stages": (3, {"pp": 3, "micro_batch": 2}),
     "one device": (1, {}),
     "tensor": (2, {"tp": 2}),
     "zero": (2, {"dp": 2, "optimizer_sharding": "zero3"}),
@@ -276,7 +277,13 @@ def gpt(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("two stages", "data and tensor"), ("zero", "two stages"), ("tensor", "zero"), ("data and tensor", "one device")],
+    [
+        ("two stages", "data and tensor"),
+        ("zero", "two stages"),
+        ("tensor", "zero"),
+        ("data and tensor", "one device"),
+        ("three stages", "zero"),
+    ],
 )
 def test_another_plan_goes_on_as_if_nothing_had_been(tmp_path, before, after):
     """`run` verifies against one process that trains all steps without a break."""

@@ -59,3 +59,21 @@ def test_losses_are_those_of_one_process(network: str, pins: dict[str, Any]) -> 
     assert report.max_loss_difference is not None
     assert report.max_loss_difference < 1e-10, pins
     assert report.losses[0] != report.losses[-1]
+
+
+ZERO_BUBBLE = {"dp": 2, "pp": 2, "tp": 1, "cp": 1, "schedule": "zbv", "micro_batch": 2, "copies": 2}
+SHARDS_AND_REPLICAS = {"dp": 8, "tp": 1, "pp": 1, "cp": 1, "optimizer_sharding": "zero3", "shard_size": 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("devices", "batch", "precision", "pins"),
+    [(8, 8, "fp32", SHARDS_AND_REPLICAS), (4, 16, "fp16", ZERO_BUBBLE)],
+    ids=["shards within replicas", "zero bubble with copies in fp16"],
+)
+def test_what_is_seldom_put_together(devices: int, batch: int, precision: str, pins: dict[str, Any]) -> None:
+    plan = make_plan(place("gpt"), devices, batch=batch, precision=precision, **pins)
+    report = run(plan, timeout_s=240)
+    assert report.max_loss_difference is not None
+    assert report.max_loss_difference < 1e-10
+    assert report.losses[0] != report.losses[-1]
