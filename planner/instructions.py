@@ -199,7 +199,8 @@ class LoweredPlan:
 
     ``instructions[s][t]`` belongs to ``program.segments[s].tasks[t]``, which also says which values
     to free after it. ``loss`` is a replicated scalar at the end of each micro-batch. ``start`` runs once, before the
-    first step. ``host_parameters`` are the values of parameters that lie in the memory of the host. With ``copies`` a
+    first step. ``host_parameters`` are the values of parameters that lie in the memory of the host, or in
+    files that it maps if they are among ``disk_parameters``. With ``copies`` a
     segment runs as many batches of the graph's size in turn: ``inputs`` and ``loss`` name the values of the first,
     `value_of_copy` those of the others, and ``micro_batches`` counts every one of them.
     """
@@ -215,6 +216,7 @@ class LoweredPlan:
     offload_optimizer: bool = False
     offload_to: str = "host"
     host_parameters: tuple[str, ...] = ()
+    disk_parameters: tuple[str, ...] = ()
     start: tuple[Instruction, ...] = ()
     copies: int = 1
 
@@ -312,6 +314,7 @@ class LoweredStages:
     offload_optimizer: bool = False
     offload_to: str = "host"
     host_parameters: tuple[str, ...] = ()
+    disk_parameters: tuple[str, ...] = ()
     copies: int = 1
 
     @property

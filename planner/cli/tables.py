@@ -67,7 +67,7 @@ def stages_text(plan: Plan) -> str:
     if plan.offload_optimizer:
         parts.append("states in host memory" if plan.offload_to == "host" else "states on disk")
     if plan.offload_parameters:
-        parts.append("parameters in host memory")
+        parts.append("parameters in host memory" if plan.offload_to == "host" else "parameters on disk")
     if plan.offload_ranges:
         parts.append("activations in host memory")
     if plan.host_embeddings:

@@ -32,11 +32,11 @@ class MappedStates:
         """
         for name, value in state.items():
             if value.dim() and self._mapped.get(name) is not value:
-                self._mapped[name] = state[name] = _mapped(value)
+                self._mapped[name] = state[name] = mapped(value, "optimizer states")
 
 
-def _mapped(value: Tensor) -> Tensor:
-    """A copy of a tensor in a file."""
+def mapped(value: Tensor, what: str) -> Tensor:
+    """A copy of a tensor in a file; ExecutionError, which says `what` it is, where the disk does not take it."""
     folder = tempfile.gettempdir()
     try:
         handle, path = tempfile.mkstemp(prefix="meshwright-states-", dir=folder)
@@ -50,7 +50,7 @@ def _mapped(value: Tensor) -> Tensor:
             Path(path).unlink()
     except OSError as error:
         raise ExecutionError(
-            f"optimizer states of {value.nbytes} bytes cannot be put on the disk of {folder}: "
+            f"{what} of {value.nbytes} bytes cannot be put on the disk of {folder}: "
             f"{error.strerror or error}; set TMPDIR to a folder with room, or plan with --pin offload_to=host"
         ) from error
     made.copy_(value)

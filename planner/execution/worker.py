@@ -27,6 +27,7 @@ from planner.execution.launch.rank_log import rank_log
 from planner.execution.launch.watch import Watch
 from planner.execution.loss_scaling import LossScale, first_scale
 from planner.execution.machine import BUFFER, Held, RankContext
+from planner.execution.mapped import mapped
 from planner.execution.measuring.clocks import RankRecord, Recorder
 from planner.execution.memory import PeakMemory, waited_s
 from planner.execution.optimizers import make_step
@@ -227,7 +228,9 @@ def _own_tensors(
     for stored in held_parameters(job.lowered):
         piece = own_piece(whole[stored.name].detach(), job.lowered.mesh, stored.placements, coordinates)
         there = torch.device("cpu") if stored.value in on_host else device
-        kept[stored.name] = piece.to(there, getattr(torch, dtypes[stored.name]), copy=True).contiguous()
+        piece = piece.to(there, getattr(torch, dtypes[stored.name]), copy=True).contiguous()
+        on_disk = stored.value in job.lowered.disk_parameters and piece.dim()
+        kept[stored.name] = mapped(piece, f"parameter {stored.name}") if on_disk else piece
     held = dict(module.named_buffers(remove_duplicate=False))
     buffers = {
         node.name: held[node.name].to(device, getattr(torch, node.outputs[0].dtype), copy=True)

@@ -8,9 +8,11 @@ from functools import cached_property
 
 from planner.graph.operator_graph import DROPOUT, Node, Role, TensorRef
 from planner.instructions import (
+    NOTHING,
     Communicate,
     Compute,
 )
+from planner.lowering.host import disk_transfer
 from planner.lowering.offload import Fetch, offload
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.units import NOWHERE
@@ -179,6 +181,8 @@ class Body(Writer):
             self.renamed[ref] = f"{stored} {place}"
             size = source.local_bytes(self.graph.spec(ref), placements)
             made = Buffer(name=self.renamed[ref], size_bytes=size, kind=BufferKind.GATHERED_PARAMETER)
+            if source.options.offload_to == "disk":
+                self._add(disk_transfer(size, f"read {stored}", phase), NOTHING, (stored,), ())
             self._host_copy(stored, made, size, phase, to_host=False)
             self.versions[ref] = {placements: made.name}
 

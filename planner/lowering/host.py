@@ -18,10 +18,15 @@ def host_copy(size_bytes: float, name: str = "optimizer states in host memory", 
     return Task(name=name, phase=phase, kernel=Kernel.COPY, axis=HOST, bytes_moved=size_bytes)
 
 
+def disk_transfer(size_bytes: float, name: str, phase: Phase = Phase.UPDATE) -> Task:
+    """A task that moves bytes between a host and its disks."""
+    return Task(name=name, phase=phase, kernel=Kernel.COPY, axis=DISK, bytes_moved=size_bytes)
+
+
 def offloading(source: PlacedGraph, parameters: Iterable[tuple[int, int]]) -> Iterator[Task]:
     """What an update of parameters costs beside its work where their states are not on the device.
 
-    Gradients go to the host and parameters come back, unless they live there; states on a disk are read and written.
+    Gradients go to the host and parameters come back, unless they live there; what is on a disk is read and written.
 
     Parameters
     ----------
@@ -29,13 +34,14 @@ def offloading(source: PlacedGraph, parameters: Iterable[tuple[int, int]]) -> It
         Nodes, each with how many parameters like it there are.
     """
     moved = states = 0.0
-    ways = 1.0 if source.options.offload_parameters else 2.0
+    stays = source.options.offload_parameters
+    ways = 1.0 if stays else 2.0
     for index, times in parameters:
         spec = source.graph.nodes[index].outputs[0]
         size = times * source.local_bytes(spec, source.stored[index])
         moved += ways * size
         states += 2.0 * size * state_bytes(source.options.optimizer, spec.dtype) / DTYPE_BYTES[spec.dtype]
+        states += 2.0 * size if stays else 0.0
     yield host_copy(moved)
     if source.options.offload_to == "disk" and states:
-        name = "optimizer states on disk"
-        yield Task(name=name, phase=Phase.UPDATE, kernel=Kernel.COPY, axis=DISK, bytes_moved=states)
+        yield disk_transfer(states, "parameters and states on disk" if stays else "optimizer states on disk")

@@ -237,6 +237,11 @@ class PlacedGraph:
         """Whether a parameter is in the memory of the host between passes."""
         return parameter in self.host.parameters or parameter in self.away
 
+    def on_disk(self) -> tuple[str, ...]:
+        """Parameters in files that the host maps into memory."""
+        away = self.away if self.options.offload_to == "disk" else ()
+        return tuple(self.graph.nodes[index].name for index in sorted(away))
+
     def updated_on_host(self, parameter: int) -> bool:
         """Whether the host updates a parameter: it does what it holds, or the states of."""
         return self.options.offload_optimizer or self.on_host(parameter)

@@ -87,6 +87,7 @@ def lower_stages(plan: Plan, graph: OperatorGraph) -> LoweredStages:
         copies=options.copies,
         offload_optimizer=options.offload_optimizer,
         offload_to=options.offload_to,
+        disk_parameters=source.on_disk(),
         host_parameters=tuple(whole.nodes[index].name for index in sorted(source.away)),
     )
 

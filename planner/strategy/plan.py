@@ -148,8 +148,8 @@ class Plan:
     sharding_threshold_bytes : smaller parameters stay whole
     offload_optimizer : optimizer states live beside the host: in its memory, or with ``offload_to`` ``"disk"`` in
         files that it maps
-    offload_parameters : parameters live in the memory of the host as well, which updates them there: those of a unit
-        are copied to the device when a pass of it begins, and are gone when it ends
+    offload_parameters : parameters live beside the host as well, where ``offload_to`` says, which updates them there:
+        those of a unit are copied to the device when a pass of it begins, and are gone when it ends
     host_embeddings : tables that are looked up alone live in the memory of the host, with their gradients and states
     context_algorithm : ``"none"``, ``"ring"`` or ``"all_to_all"``
     exchange : what a context says of how tensors travel

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from planner.execution.mapped import mapped
 from planner.execution.optimizers import DEFAULTS, _HostCopy, hyperparameters, make_step, torch_optimizer
 from simulator.errors import ExecutionError, InputError
 
@@ -54,8 +55,20 @@ def test_states_on_disk_are_those_in_memory(name, tmp_path, monkeypatch):
     assert on_disk.state.keys() == in_memory.state.keys()
     assert all(torch.equal(on_disk.state[key], value) for key, value in in_memory.state.items())
     assert not list(tmp_path.iterdir()), "files have no name once they are mapped"
-    mapped = Path("/proc/self/maps").read_text().count(str(tmp_path))
-    assert mapped == sum(value.dim() > 0 for value in on_disk.state.values()) > 0
+    files = Path("/proc/self/maps").read_text().count(str(tmp_path))
+    assert files == sum(value.dim() > 0 for value in on_disk.state.values()) > 0
+
+
+def test_parameters_in_files_are_updated_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    start = torch.arange(6.0).reshape(2, 3)
+    in_file, in_memory = mapped(start, "parameter"), start.clone()
+    for parameter in (in_file, in_memory):
+        step = make_step("adam", DEFAULTS["adam"], offload=True, to="disk")
+        step(parameter, torch.ones(2, 3))
+    assert torch.equal(in_file, in_memory)
+    assert not torch.equal(in_file, start)
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
 
 
 def test_a_full_disk_is_said(monkeypatch):

@@ -36,6 +36,7 @@ AWAY = {"offload_optimizer": True, "offload_parameters": True}
         ),
         pytest.param({"data": 2}, "none", {"optimizer_sharding": "zero2", **AWAY}, marks=slow),
         pytest.param({"data": 2, "tensor": 2}, "full", {"optimizer": "lamb", **AWAY}, marks=slow),
+        pytest.param({"data": 2}, "none", {"optimizer_sharding": "zero2", "offload_to": "disk", **AWAY}, marks=slow),
     ],
 )
 def test_losses_are_those_of_one_process(axes: dict[str, int], mode: str, changes: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from planner.strategy.plan import Plan, RecomputeRange, expanded_rules
 from simulator import fast_engine
 from simulator.errors import InputError
 from simulator.hardware import Hardware, Reliability, load_profile
-from simulator.program import HOST, BufferKind, Collective, Kernel, Phase
+from simulator.program import DISK, HOST, BufferKind, Collective, Kernel, Phase
 from simulator.timing import task_times
 from tests.planner.lowering.plans import one_stage, recomputing
 from tests.planner.search.problems import captured
@@ -189,6 +189,23 @@ def test_parameters_on_the_host_come_for_each_pass_of_a_unit() -> None:
     peaks = [fast_engine.simulate(one.program, HARDWARE).memory_at_peak for one in (states, both)]
     assert 0 < peaks[1][BufferKind.GATHERED_PARAMETER] < 0.6 * 4 * GRAPH.parameter_count, "one unit at once"
     assert peaks[1].get(BufferKind.PARAMETER, 0) == 0 < peaks[0][BufferKind.PARAMETER]
+
+
+def test_parameters_on_disk_are_read_for_each_pass_and_written_once_a_step() -> None:
+    away = {"offload_optimizer": True, "offload_parameters": True}
+    host, disk = lowered_of(sharded(**away)), lowered_of(sharded(**away, offload_to="disk"))
+    assert set(disk.disk_parameters) == set(disk.host_parameters) == {entry.value for entry in disk.parameters}
+    assert not host.disk_parameters
+    tasks = [task for segment in disk.program.segments for task in segment.tasks * segment.count]
+    read = sum(task.bytes_moved for task in tasks if task.axis == DISK and task.phase is not Phase.UPDATE)
+    came = sum(task.bytes_moved for task in tasks if task.axis == HOST and task.phase is not Phase.UPDATE)
+    assert read == came > 0
+    resident = lowered_of(sharded()).program.resident
+    held = sum(b.size_bytes for b in resident if b.kind in (BufferKind.OPTIMIZER_STATE, BufferKind.PARAMETER))
+    seconds = (read + 2 * held) * HARDWARE.devices_per_node / HARDWARE.disk_bandwidth
+    steps = [fast_engine.simulate(one.program, HARDWARE).step_time_s for one in (host, disk)]
+    # Some of it hides behind the launches of kernels.
+    assert 0.9 * seconds < steps[1] - steps[0] <= seconds * (1 + 1e-9)
 
 
 def copied(lowered: LoweredPlan) -> float:
