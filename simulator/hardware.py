@@ -367,10 +367,21 @@ def split_cluster_file(text: str) -> tuple[str, str]:
     return ("", text) if text.endswith(CLUSTER_FILE_SUFFIXES) else (text, "")
 
 
+def is_cluster_file(text: str) -> bool:
+    """Whether what names a profile is a file that describes one real cluster."""
+    return bool(split_cluster_file(text)[1])
+
+
 def check_profile(path: str) -> Hardware:
-    """Read the profile in file `path`, whatever the file is called; ProfileError says what is wrong."""
+    """Read the profile in file `path`, whatever the file is called; ProfileError says what is wrong.
+
+    ``PROFILE@FILE`` and rank tables are read as `load_profile` does.
+    """
     from simulator.profile_file import read_limited
 
+    profile, file = split_cluster_file(path)
+    if file and profile:
+        return _described(profile, file)
     return _parse(read_limited(Path(path).expanduser()), path)
 
 
@@ -390,8 +401,16 @@ def _parse(content: bytes, file: str) -> Hardware:
         from simulator.mixed_cluster import pacing_hardware, parse_cluster
 
         return pacing_hardware(parse_cluster(content, file))
+    from simulator.cluster_files import described_hardware, is_matrix, is_rank_table
     from simulator.profile_file import parse_profile
 
+    if is_rank_table(content):
+        return described_hardware(content, file, "", load_profile)
+    if is_matrix(content):
+        raise ProfileError(
+            f"{file}: this is the matrix of `nvidia-smi topo -m`, which says how devices are joined and not what they "
+            f"are; give the profile of the devices before it, for example dgx-a100@{file}"
+        )
     return parse_profile(content, file)
 
 

@@ -127,6 +127,11 @@ def execute(
     )
     slow = _slow(stragglers, slowdown, read_shares(slow_link or []), virtual=virtual)
     _check_apart(options, top, virtual=virtual, dry_run=dry_run)
+    if log_every is not None and (virtual or dry_run or top is not None):
+        other = "--virtual" if virtual else "--dry-run" if dry_run else f"--top {top}"
+        raise InputError(
+            f"--log-every says the losses of one run, and {other} trains none to tell; leave one of them out"
+        )
     if slow is not None:
         _run_virtually(terminal, options, steps, slow, out)
     elif top is not None:

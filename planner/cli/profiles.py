@@ -86,19 +86,22 @@ def show(
 
 @profiles.command()
 def check(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="The YAML file of a profile.")],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="The YAML file of a profile, or PROFILE@FILE of a real cluster.")
+    ],
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,
 ) -> None:
-    """Check the YAML file of a profile; the error names the field that is wrong.
+    """Check the YAML file of a profile, or a rank table; the error names the field that is wrong.
 
     \b
     Example:
       meshwright profiles check my-cluster.yaml
+      meshwright profiles check ascend910b-atlas800t-a2@rank_table.json
     """
     from planner.documents import profile_document
-    from simulator.hardware import check_profile
+    from simulator.hardware import check_profile, is_cluster_file
 
     terminal = Terminal.open(as_json=as_json, quiet=quiet)
     hardware = check_profile(file)
@@ -106,6 +109,8 @@ def check(
         terminal.document({**profile_document(hardware), "file": file, "valid": True})
     elif not terminal.quiet:
         terminal.line(f"{file}: profile {hardware.name} is valid ({len(hardware.rows)} numbers with their sources)")
+        if is_cluster_file(file):
+            terminal.line(f"{hardware.max_devices} devices as the file joins them: plan with --hw {file}")
 
 
 @profiles.command("rank-table")

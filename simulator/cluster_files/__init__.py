@@ -1,8 +1,14 @@
 """Files that describe one real cluster: HCCL rank tables, and the matrix of ``nvidia-smi topo -m``."""
 
 from simulator.cluster_files.described import described_hardware
-from simulator.cluster_files.nvidia_matrix import NvidiaMatrix, matrix_hardware, parse_nvidia_matrix
-from simulator.cluster_files.rank_table import RankedDevice, RankTable, parse_rank_table, read_rank_table
+from simulator.cluster_files.nvidia_matrix import NvidiaMatrix, is_matrix, matrix_hardware, parse_nvidia_matrix
+from simulator.cluster_files.rank_table import (
+    RankedDevice,
+    RankTable,
+    is_rank_table,
+    parse_rank_table,
+    read_rank_table,
+)
 from simulator.cluster_files.rank_table_writing import TableForm, numbered_table, rank_table_text, table_form
 
 __all__ = [
@@ -11,6 +17,8 @@ __all__ = [
     "RankedDevice",
     "TableForm",
     "described_hardware",
+    "is_matrix",
+    "is_rank_table",
     "matrix_hardware",
     "numbered_table",
     "parse_nvidia_matrix",

@@ -44,6 +44,14 @@ class NvidiaMatrix:
         return int(code[2:]) if code.startswith("NV") else 0
 
 
+def is_matrix(content: bytes) -> bool:
+    """Whether a file looks like the output of ``nvidia-smi topo -m``: a line that begins with the names of GPUs."""
+    return (
+        re.search(rb"^[ \t]*GPU0(?:[ \t]+(?:GPU1|NIC0|mlx5_0|CPU Affinity)|[ \t]+X)\b", content, re.MULTILINE)
+        is not None
+    )
+
+
 def parse_nvidia_matrix(content: bytes, file: str) -> NvidiaMatrix:
     """Matrix from the text of `file`; ProfileError names the line that is wrong."""
     lines = [_ESCAPE.sub("", line).split() for line in content.decode(errors="replace").splitlines()]

@@ -60,6 +60,11 @@ class RankTable:
         return tuple(device for device in self.devices if device.server == server)
 
 
+def is_rank_table(content: bytes) -> bool:
+    """Whether a file has what only rank tables have, right or wrong: a JSON object with a list of servers or groups."""
+    return content.lstrip()[:1] == b"{" and (b'"server_list"' in content or b'"group_list"' in content)
+
+
 def read_rank_table(path: str) -> RankTable:
     """Rank table in the file `path`; ProfileError says what is wrong."""
     return parse_rank_table(read_limited(Path(path).expanduser()), path)

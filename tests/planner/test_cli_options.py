@@ -145,6 +145,9 @@ def test_a_config_that_is_no_file(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--dry-run", "--top", "2"], "--dry-run starts nothing, and --top 2 starts runs"),
+        (["--dry-run", "--log-every", "1"], "--log-every says the losses of one run, and --dry-run trains none"),
+        (["--virtual", "--log-every", "1"], "and --virtual trains none"),
+        (["--top", "2", "--log-every", "1"], "and --top 2 trains none"),
         (["--dry-run", "--virtual"], "--dry-run starts nothing, and --virtual starts runs"),
         (["--virtual", "--slowdown", "2"], "--slowdown was given without --stragglers; add it"),
         (["--stragglers", "1"], "without --virtual"),

@@ -60,3 +60,17 @@ def test_wrong_requests_end_with_two(arguments: list[str], message: str) -> None
     assert result.exit_code == 2
     assert message in result.output.replace("\n", " ") or message in str(result.exception)
     assert not Path("rank_table.json").exists()
+
+
+def test_a_cluster_file_is_checked_as_one() -> None:
+    runner.invoke(app, ["profiles", "rank-table", A2, "--servers", "10.0.0.1"])
+    Path("topo.txt").write_text("\tGPU0\tGPU1\nGPU0\t X \tNV12\nGPU1\tNV12\t X \n")
+    for file, said in ((f"{A2}@rank_table.json", "8 devices"), ("dgx-a100@topo.txt", "devices as the file joins them")):
+        found = runner.invoke(app, ["profiles", "check", file])
+        assert found.exit_code == 0, found.output
+        assert said in found.output
+        assert f"plan with --hw {file}" in found.output
+    for file, said in (("rank_table.json", f"--hw {A2}@rank_table.json"), ("topo.txt", "dgx-a100@topo.txt")):
+        found = runner.invoke(app, ["profiles", "check", file])
+        assert found.exit_code == 2
+        assert said in found.output
