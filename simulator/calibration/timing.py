@@ -63,11 +63,15 @@ def measure_case(case: Case, device: torch.device, budget_s: float = CASE_S, *, 
 
     Parameters
     ----------
-    turn_bytes : inputs are taken in turn from this much memory, so that they come from where as much lies; by default
-        from beyond all caches, as weights and states do in steps of large networks, and 0 for the same inputs always
+    turn_bytes : inputs are taken in turn from this much memory, so that they come from where as much lies, and results
+        stand until their inputs' next turn, so that they go there; by default beyond all caches, as weights, states
+        and gradients in steps of large networks, and 0 for the same inputs and the same memory of results always
     """
     turn_bytes = beyond_caches() if turn_bytes is None else turn_bytes
-    runs = [_closure(case, inputs) for inputs in _input_sets(case, device, turn_bytes)]
+    sets = _input_sets(case, device, turn_bytes)
+    runs = [_closure(case, inputs, keeps=len(sets) > 1) for inputs in sets]
+    for run_once in runs if len(runs) > 1 else ():  # results get their memory
+        run_once()
 
     def run(count: int) -> None:
         for index in range(count):
@@ -105,10 +109,10 @@ def _repeat(act: Callable[[], None], count: int) -> None:
         act()
 
 
-def _closure(case: Case, inputs: list[Tensor]) -> Callable[[], None]:
-    """One action of the executor: read slots, call, store the result, release."""
+def _closure(case: Case, inputs: list[Tensor], *, keeps: bool = False) -> Callable[[], None]:
+    """One action of the executor: read slots, call, store the result, release it unless the next call is to."""
     slots: list[object] = [*inputs, None]
-    numbers, target, freed = list(range(len(inputs))), len(inputs), [len(inputs)]
+    numbers, target, freed = list(range(len(inputs))), len(inputs), [] if keeps else [len(inputs)]
     operator, arguments = case.operator, case.arguments
 
     def call(tensors: list[Any]) -> object:

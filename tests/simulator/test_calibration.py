@@ -1,6 +1,7 @@
 import dataclasses
 import math
 import socket
+import weakref
 
 import pytest
 import torch
@@ -217,3 +218,23 @@ def test_a_place_that_cannot_be_written_is_refused_before_measuring(place, tmp_p
     (tmp_path / "folder").mkdir()
     with pytest.raises(InputError, match="cannot write"):
         calibrate(CalibrateOptions(out=tmp_path / place))
+
+
+def test_results_of_kernels_taken_in_turn_stand_until_their_next_turn():
+    """Else all of them would be written to one block of memory, which stays in the caches as no gradient does."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most: list[int] = []
+
+    def twice(values):
+        result = values + values
+        alive.append(weakref.ref(result))
+        most.append(sum(one() is not None for one in alive))
+        return result
+
+    case = next(case for case in all_cases() if case.name == "relu 4096")
+    case = dataclasses.replace(case, operator=twice)
+    measure_case(case, torch.device("cpu"), budget_s=1e-4, turn_bytes=int(5 * case.bytes_moved))
+    assert max(most) == 5 + 1  # the new one before the old one goes
+    alive.clear(), most.clear()
+    measure_case(case, torch.device("cpu"), budget_s=1e-4, turn_bytes=0)
+    assert max(most) == 1
