@@ -198,6 +198,7 @@ def _correct_kernels(data: Data, hardware: Hardware, runs: Sequence[RunModel], o
         for entry in ("bandwidth_efficiency", "compute_efficiency"):
             if entry == "bandwidth_efficiency" or not section.get("peak_flops"):
                 _scale(section, entry, 1 / b, origin, most=1.0)
+        _scale(section, "cached_bandwidth_bytes_per_s", 1 / b, origin)
         for dtype in section.get("peak_flops", {}):
             _scale(section["peak_flops"], dtype, 1 / b, origin)
         yield Correction(

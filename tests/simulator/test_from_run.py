@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import yaml
 
-from simulator.calibration.calibrate import CalibrateOptions, findings
+from simulator.calibration.calibrate import CalibrateOptions, KernelTimes, findings
 from simulator.calibration.cases import all_cases
 from simulator.calibration.fitting import Measured
 from simulator.calibration.from_run import correct_profile, fit_factors, read_run
@@ -26,15 +26,17 @@ SIZES = [(2e6, 3e4), (2e7, 3e5), (3e8, 4e6)]
 @pytest.fixture
 def profile(tmp_path):
     """A machine that follows the model exactly."""
-    rows = [
+    rows = tuple(
         Measured(kernel=case.kernel, dtype=case.dtype, flops=case.flops, bytes_moved=case.bytes_moved,
-                 seconds=2e-5 + max(case.flops / 8e10, case.bytes_moved / 2e10))
+                 seconds=2e-5 + max(case.flops / 8e10, case.bytes_moved / bandwidth), cached=cached)
+        for cached, bandwidth in ((False, 2e10), (True, 8e10))
         for case in all_cases()
-    ]  # fmt: skip
+    )  # fmt: skip
+    kernels = KernelTimes(rows=rows, mixing=1.0, pace_s=0.02)
     seconds = {kind: tuple(2e-4 + size / 2e9 for size in PAYLOADS) for kind in Collective}
     messages = [MessageTimes(processes=2, seconds=seconds, overlap=1.0, resident_bytes=2**28)]
     slowdown = [(count, Slowdown(mix_s=factor)) for count, factor in ((1, 1.0), (2, 1.1))]
-    found = findings(find_machine("cpu", 4), rows, 1.0, messages, slowdown, CalibrateOptions(processes=2))
+    found = findings(find_machine("cpu", 4), kernels, messages, slowdown, CalibrateOptions(processes=2))
     path = tmp_path / "local.yaml"
     write_profile(profile_data(found, "local"), path)
     return path
@@ -80,6 +82,9 @@ def test_the_new_profile_predicts_what_was_measured(profile, tmp_path):
     for row in read_run(run).comparison.work:
         predicted = kernel_time(new, Kernel.MATMUL, "float32", row.flops, row.bytes_moved)
         assert predicted == pytest.approx(row.measured_s, rel=0.15)
+    cached = "cached_bandwidth_bytes_per_s"
+    speeds = [yaml.safe_load(path.read_text())["kernels"]["matmul"][cached]["value"] for path in (profile, out)]
+    assert speeds[1] == pytest.approx(speeds[0] / matmul.rest, rel=1e-3)
     before, after = (
         next(t["seconds"] for t in yaml.safe_load(path.read_text())["collectives"] if t["collective"] == "all_reduce")
         for path in (profile, out)
