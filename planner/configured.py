@@ -24,6 +24,7 @@ from planner.search.configurations.pin_checks import check_pins
 from planner.search.configurations.space import LONG_SEQUENCE, Extent, bases, divisors, orders
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.problem.hints import first_not_kept
+from planner.search.problem.unaligned import in_runs
 from planner.search.stages.partition import partition
 from planner.search.stages.segments import simplified
 from planner.search.stages.unit_pins import FREE, UnitPins
@@ -306,6 +307,8 @@ class Configured:
         rules, layers = rules_of(
             tables, chosen.labels, c.data, sharded=not whole, shard_size=c.shard_size, threshold_bytes=threshold
         )
+        if len(self._shared.graph.runs) < len(self.graph.runs):
+            rules, layers = in_runs(self.graph, rules, layers)
         return Plan(
             **{**self.base, "bucket_bytes": c.bucket_bytes or self.bucket_bytes},  # type: ignore[arg-type]
             micro_batch=c.micro_batch,

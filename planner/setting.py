@@ -21,6 +21,7 @@ from planner.refining import largest_threshold
 from planner.request import PRECISIONS, Pins, PlanRequest, read_pins
 from planner.search.candidates import Space
 from planner.search.configurations.buckets import MIB, USUAL
+from planner.search.problem.hints import told_apart
 from planner.search.stages.unit_pins import FREE, UnitPins
 from planner.search.units.hinted import StageHints
 from planner.shared_tables import NetworkTables, SharedTables
@@ -38,7 +39,8 @@ KIB = 1024
 class Setting:
     """What is searched: operators on meshes (``space``), configurations (``search``), under ``request`` and ``pins``.
 
-    ``tables`` are those of the network; ``started``, ``captured`` and ``ruled`` moments of the performance counter.
+    ``tables`` are those of the network, whose runs are written out where hints tell layers apart; ``started``,
+    ``captured`` and ``ruled`` moments of the performance counter.
     """
 
     request: PlanRequest
@@ -92,6 +94,7 @@ def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: Shared
     if placed is not None:
         request = replace(request, hints=(*request.hints, *placed.hints()))
         request = with_groups(request, placed)
+    searched = shared.apart(dtype, told_apart(graph, request.hints))
     pins = with_host_tables(semi_automatic(request, pins), graph, hardware)
     base = _base_plan(request, network, graph, hardware, precision, update.name, batch, bucket)
     base |= {"host_embeddings": bool(pins.host_embeddings), "copies": pins.copies or 1}
@@ -107,7 +110,7 @@ def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: Shared
         bucket_bytes=bucket,
         sequence=network.sequence_length or 0,
         base=base,
-        shared=tables,
+        shared=searched,
         threshold_bytes=threshold_bytes(graph, pins),
         unit_pins=_unit_pins(placed, pins, tables.decisions.chain, hardware),
         hints=StageHints(hints=request.hints, rest_by_data=request.parallel_mode == SEMI_AUTOMATIC),
@@ -116,7 +119,7 @@ def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: Shared
         request=request,
         pins=pins,
         dtype=dtype,
-        tables=tables,
+        tables=searched,
         search=search,
         started=started,
         captured=captured,

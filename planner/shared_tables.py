@@ -13,7 +13,7 @@ from functools import cached_property
 
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch, at_precision
-from planner.search.problem.unaligned import aligned
+from planner.search.problem.unaligned import aligned, apart
 from planner.search.problem.variables import Decisions
 from planner.search.units.labels import StageDecisions, StageTables, stage_decisions
 
@@ -82,9 +82,18 @@ class SharedTables:
     def __init__(self, graph: OperatorGraph) -> None:
         self.graph = graph
         self._precisions: dict[str, NetworkTables] = {}
+        self._apart: dict[tuple[str, tuple[int, ...]], NetworkTables] = {}
 
     def at(self, dtype: str) -> NetworkTables:
         """The network at a precision."""
         if dtype not in self._precisions:
             self._precisions[dtype] = NetworkTables(at_precision(self.graph, dtype))
         return self._precisions[dtype]
+
+    def apart(self, dtype: str, runs: tuple[int, ...]) -> NetworkTables:
+        """The network at a precision with some of its runs, by number, written out: their layers may differ."""
+        if not runs:
+            return self.at(dtype)
+        if (dtype, runs) not in self._apart:
+            self._apart[dtype, runs] = NetworkTables(apart(self.at(dtype).graph, runs))
+        return self._apart[dtype, runs]

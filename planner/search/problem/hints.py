@@ -445,6 +445,26 @@ def allowed_states(parts: Parts, hints: Sequence[Hint]) -> dict[int, NDArray[np.
     return found
 
 
+def told_apart(graph: OperatorGraph, hints: Sequence[Hint]) -> tuple[int, ...]:
+    """Numbers of the runs of a folded graph some of whose layers, the first left aside, have hints that others lack.
+
+    Raises
+    ------
+    ContextError
+        As `targets`.
+    """
+    names, found = list(_named(graph)) if hints else [], set[int]()
+    for item in hints:
+        layers: dict[int, set[int]] = {}
+        for index, layer, _ in _matching(graph, item, names):
+            if layer:
+                layers.setdefault(index, set()).add(layer)
+        for number, run in enumerate(graph.runs):
+            if any(len(layers.get(index, ())) not in (0, run.count - 1) for index in run.second):
+                found.add(number)
+    return tuple(sorted(found))
+
+
 def _check_layers(parts: Parts, variable: int, layers: Mapping[int, tuple[Target, ...]], hints: Sequence[Hint]) -> None:
     """Refuse hints that only some of the layers of a second block have."""
     nodes = parts.decisions.variables[variable].nodes

@@ -43,6 +43,13 @@ def _shortened(graph: OperatorGraph, number: int) -> tuple[OperatorGraph, Decisi
     return whole, decisions(whole)
 
 
+def apart(graph: OperatorGraph, numbers: Sequence[int]) -> OperatorGraph:
+    """The graph with some of its runs written out."""
+    for number in sorted(numbers, reverse=True):
+        graph = unfold_run(graph, number)
+    return graph
+
+
 def in_runs(
     graph: OperatorGraph, rules: Mapping[str, NodeRules], layers: Sequence[LayerRules]
 ) -> tuple[dict[str, NodeRules], tuple[LayerRules, ...]]:

@@ -17,11 +17,12 @@ from planner.graph.scaling import at_batch
 from planner.planning import PlanRequest, PlanResult, plan_network
 from planner.search.problem.by_data import FREE_AXES
 from planner.search.problem.cuts import OperatorCuts
-from planner.search.problem.hints import Hint, first_not_kept, hint
+from planner.search.problem.hints import Hint, first_not_kept, hint, told_apart
+from planner.search.problem.unaligned import apart
 from planner.search.units.factors import rows_of
 from planner.search.units.hinted import StageHints, StageMesh, hinted_decisions
 from planner.search.units.labels import StageDecisions, StageTables, Weights, stage_decisions, stage_tables
-from planner.sharding.placement import MeshAxis, placement_name
+from planner.sharding.placement import REPLICATE, MeshAxis, placement_name
 from planner.sharding.rules import Rule
 from planner.strategy.plan import Plan, Status, expanded_rules
 from planner.work import optimizer
@@ -191,6 +192,35 @@ def test_every_mode_keeps_strategies_in_stages(search_mode: str) -> None:
     assert kept(plan, PAIR)
 
 
+ONE_LAYER = (
+    hint("blocks.2.expand", "tensor", outputs=["S(1)"]),
+    hint("blocks.2.contract", "tensor", outputs=["P"]),
+    hint("blocks.1.expand", "tensor", outputs=["R"]),
+)
+
+
+def test_layers_are_told_apart_where_hints_are_for_some_of_them() -> None:
+    graph = captured("gpt2-tiny")
+    assert told_apart(graph, ONE_LAYER) == (0,)
+    assert told_apart(graph, (*PAIR, hint("blocks.0.expand", "tensor", outputs=["R"]))) == ()
+    assert apart(graph, (0,)).runs == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pins", [{"pp": "2", "tp": "2", "dp": "2"}, {"pp": "1", "tp": "2", "dp": "4"}])
+def test_single_layers_have_strategies_of_their_own(pins: dict[str, str]) -> None:
+    result = planned(pins=pins, hints=ONE_LAYER)
+    plan = result.candidates[0].plan
+    assert kept(plan, ONE_LAYER)
+    layers = {n: part for part in plan.layers for n in range(part.first, part.last + 1)}
+    axis = [one.name for one in plan.mesh.axes].index("tensor")
+    found = [layers[n].rules["blocks.*.expand/addmm"][axis].outputs[0] for n in range(4)]
+    assert found[1:3] == [REPLICATE, 1]
+    assert plan.certificate.status is not Status.HEURISTIC
+    with pytest.raises(InputError, match="contradict each other at 'blocks.2.expand"):
+        planned(pins=pins, hints=(*ONE_LAYER, hint("blocks.2.exp*", "tensor", outputs=["R"])))
+
+
 @pytest.mark.slow
 def test_strategies_are_kept_beside_a_free_pipeline_and_recomputation() -> None:
     plan = planned(hints=PAIR, pins={"recompute": "full"}, devices=4).candidates[0].plan
@@ -205,7 +235,6 @@ def test_strategies_are_kept_beside_a_free_pipeline_and_recomputation() -> None:
         (PAIR, {"pins": {"pp": "2", "ep": "2"}}, UnsupportedError, "pins ep=2 with strategies of operators"),
         (PAIR, {"pins": {"pp": "8"}}, ContextError, "on 1 devices: no mesh of two axes"),
         (PAIR, {"pins": {"pp": "2", "tp": "4"}}, ContextError, "no mesh of two axes.*there is 1 × 4: use"),
-        ((hint("blocks.2.expand", "tensor", outputs=["P"]),), {}, InputError, "is for 1 of the layers"),
         (
             (*PAIR, hint("blocks.*.expand", "tensor", outputs=["P"])),
             {"pins": {"pp": "2", "tp": "2", "dp": "2"}},
