@@ -134,19 +134,19 @@ def standing_bytes(model: StepModel, tables: StageTables, configuration: Configu
     )
 
 
-def bare(configuration: Configuration) -> Configuration:
-    """Degrees and order alone."""
-    c = configuration
-    return Configuration(
-        pipeline=c.pipeline, data=c.data, context=c.context, expert=c.expert, tensor=c.tensor, order=c.order
-    )
+def never_faster(hardware: Hardware, usual: Configuration, other: Configuration) -> bool:
+    """Whether no message inside a stage is faster in another order of the same axes, at any payload of `_PAYLOADS`."""
+    return _never_faster(hardware, tuple(usual.degrees.values()), usual.order, other.order)
 
 
 @lru_cache(maxsize=4096)
-def never_faster(hardware: Hardware, usual: Configuration, other: Configuration) -> bool:
-    """Whether no message inside a stage is faster in another order of the same axes, at any payload of `_PAYLOADS`."""
+def _never_faster(
+    hardware: Hardware, sizes: tuple[int, ...], usual_order: tuple[str, ...], other_order: tuple[str, ...]
+) -> bool:
+    degrees = dict(zip(AXES, sizes, strict=True))
+    usual, other = (Configuration(**degrees, order=order) for order in (usual_order, other_order))  # type: ignore[arg-type]
     for axis in AXES[2:]:
-        size = usual.degrees[axis]
+        size = degrees[axis]
         if size == 1 or usual.stride(axis) == other.stride(axis):
             continue
         groups = [group_shape(hardware, size, c.stride(axis)) for c in (usual, other)]

@@ -10,17 +10,14 @@ from, or after `SOLVES` partitions.
 from __future__ import annotations
 
 import heapq
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from planner.search.configurations.alternatives import PER_SHAPE, different, shape_of
 from planner.search.configurations.bounds import (
-    bare,
     computed_ahead,
     even_bound,
     least_memory,
@@ -32,7 +29,16 @@ from planner.search.configurations.bounds import (
     weight,
 )
 from planner.search.configurations.explored import Explored, Placed, Unfit
-from planner.search.configurations.nodes import BY_TURNS, OPTIMISM, VERY_SHORT, WIDEST, Node, Stage, worth_widening
+from planner.search.configurations.nodes import (
+    BY_TURNS,
+    OPTIMISM,
+    VERY_SHORT,
+    WIDEST,
+    Node,
+    Stage,
+    TableNumbers,
+    worth_widening,
+)
 from planner.search.configurations.space import Extent, bases, offloaded, orders, storages
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.stages.chain_bound import chain_bound, unlike
@@ -119,11 +125,13 @@ class _Search:
         self.deep: list[tuple[int, float, int, float, Node]] = []
         self.later: list[tuple[float, int, float, Node]] = []
         self.spare: list[tuple[float, int, float, Node]] = []
-        self.made: dict[tuple[object, ...], StageTables | None] = {}
-        self.least: dict[tuple[object, ...], FloatArray] = {}
-        self.sends: dict[tuple[object, ...], FloatArray] = {}
+        self.number = TableNumbers()
+        self.made: dict[int, StageTables | None] = {}
+        self.least: dict[int, FloatArray] = {}
+        self.least_s: dict[int, float] = {}
+        self.sends: dict[tuple[int, int, int], FloatArray] = {}
         self.families: set[tuple[str, ...]] = set()
-        self.labelled: dict[tuple[object, ...], int] = {}
+        self.labelled: dict[int, int] = {}
         self.table_work, self.dives, self.others = 0.0, 0, 0
         self.serial = 0
         self.best = np.inf
@@ -132,7 +140,7 @@ class _Search:
         self.apart: list[float] = []
         self.work = dict.fromkeys(WORK, 0)
         self.held: list[tuple[float, int, Node]] = []
-        self.proven: dict[tuple[object, ...], int] = {}
+        self.proven: dict[int, int] = {}
         self.shapes: Counter[tuple[int, int, int]] = Counter()
         self.moved: set[Configuration] = set()
         self.standing: dict[tuple[object, ...], float] = {}
@@ -142,10 +150,8 @@ class _Search:
         turns: Counter[tuple[int, int, int]] = Counter()
         for base in bases(self.extent):
             # Of equal bounds those of different stage meshes come by turns.
-            mesh = (base.context, base.expert, base.tensor)
-            turns[mesh] += 1
-            # The work of a sample is shared by all ranks but those of the data axis.
-            # Every rank of a stage launches all kernels of its own.
+            turns[mesh := (base.context, base.expert, base.tensor)] += 1
+            # All ranks but those of the data axis share the work of a sample, and each launches all its kernels.
             each = max(self.sample_s * base.micro_batch / (base.tensor * base.context), self.extent.launch_s)
             bound = even_bound(base, each)
             self._push(bound, Node(Stage.BASE, base), hoped_s=bound * (1 + BY_TURNS * turns[mesh]))
@@ -210,22 +216,20 @@ class _Search:
         if not self.held or self.held[0][0] >= self.best * (1 - PROOF) or not self.wanted:
             return False
         bound, _, node = self.held[0]
-        key = node.configuration.table_key
         if node.stage is not Stage.WHOLE:
             return False
-        if key not in self.labelled and key not in self.proven:
+        if node.key not in self.labelled and node.key not in self.proven:
             if sum(self.proven.values()) >= PROOFS:
                 return False
-            self.proven[key] = weight(node.configuration)
+            self.proven[node.key] = weight(node.configuration)
         heapq.heappop(self.held)
         self._push(bound, node)
         return True
 
     def _needs_table(self, node: Node) -> bool:
         """Whether a node waits for a table when there are to be no more of them."""
-        share = max(self.solves / SOLVES, 0.4)
-        made = node.stage > Stage.ORDER or (node.stage is Stage.ORDER and node.configuration.table_key in self.made)
-        key = node.configuration.table_key
+        share, key = max(self.solves / SOLVES, 0.4), node.key
+        made = node.stage > Stage.ORDER or (node.stage is Stage.ORDER and key in self.made)
         if node.stage is Stage.WHOLE and key not in self.labelled and key not in self.proven:
             return bool(self.result.found) and sum(self.labelled.values()) >= LABELLED
         return not made and self.table_work >= TABLES * share
@@ -264,7 +268,7 @@ class _Search:
         hoped_s = max(bound, hoped_s) * OPTIMISM[node.stage]
         if node.stage is Stage.BOUNDED and node.configuration.virtual > 1:
             hoped_s = max(hoped_s, bound * self._nearest())
-        node.waits = True
+        node.waits, node.key = True, self.number.of(node.configuration)
         heapq.heappush(self.heap, (hoped_s, self.serial, bound, node))
         if node.stage >= Stage.EVEN:
             heapq.heappush(self.deep, (-node.stage, hoped_s, self.serial, bound, node))
@@ -287,24 +291,18 @@ class _Search:
         if node.stage is Stage.ORDER:
             self._open_order(bound, node)
         elif node.stage is Stage.SOLVED or node.stage is Stage.BOUNDED:
-            with self._timed("partition"):
+            with self.result.timed("partition"):
                 self._solve(bound, node)
         elif node.stage is Stage.ORDERS:
             for other in node.others:
                 self._push(bound, Node(Stage.ORDER, other))
         else:
             if node.stage is Stage.WHOLE:
-                with self._timed("cost_tables"):
+                with self.result.timed("cost_tables"):
                     len(self._table(node.configuration).units)  # labels are made when they are first asked for
-                    self.labelled[node.configuration.table_key] = weight(node.configuration)
-            with self._timed("bounds"):
+                    self.labelled[node.key] = weight(node.configuration)
+            with self.result.timed("bounds"):
                 self._bound(bound, node)
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.result.timings[phase] += time.perf_counter() - began
 
     def _bound(self, bound: float, node: Node) -> None:
         if node.stage is Stage.BASE:
@@ -327,24 +325,23 @@ class _Search:
         tables = self._opened(placed)
         if tables is None:
             return
-        with self._timed("bounds"):
-            passes = self.least[placed.table_key]
-            least = max(bound, self._even_bound(tables, placed, passes))
+        with self.result.timed("bounds"):
+            least = max(bound, self._even_bound(tables, placed, node.key))
             self._push(least, Node(Stage.EVEN, placed))
             wait_s = least / OPTIMISM[Stage.ORDER]
-            slower = [o for o in node.others if never_faster(self.extent.hardware, bare(placed), bare(o))]
+            slower = [o for o in node.others if never_faster(self.extent.hardware, placed, o)]
             for other in (o for o in node.others if o not in slower):
-                even = max(bound, self._even_bound(tables, other, np.zeros_like(passes)))
+                even = max(bound, self._even_bound(tables, other, None))
                 self._push(even, Node(Stage.ORDER, other), hoped_s=wait_s)
             if slower:
                 # Those in which no pass is faster wait together.
-                even = max(bound, min(self._even_bound(tables, other, passes) for other in slower))
+                even = max(bound, min(self._even_bound(tables, other, node.key) for other in slower))
                 self._push(even, Node(Stage.ORDERS, placed, others=tuple(slower)), hoped_s=wait_s)
 
     def _opened(self, placed: Configuration) -> StageTables | None:
         """The tables of a configuration's stage mesh; None where the network cannot take them."""
-        key = placed.table_key
-        with self._timed("cost_tables"):
+        key = self.number.of(placed)
+        with self.result.timed("cost_tables"):
             if key not in self.made:
                 self.made[key] = self._tables(placed)
             tables = self.made[key]
@@ -353,19 +350,24 @@ class _Search:
                 self.least[key] = tables.least_passes_s
         return tables
 
-    def _even_bound(self, tables: StageTables, placed: Configuration, passes_s: FloatArray) -> float:
-        """Bound by the least passes of each unit, and the sums over the batch for which they wait."""
-        counts = np.array([unit.count for unit in tables.chain.units])
+    def _even_bound(self, tables: StageTables, placed: Configuration, key: int | None) -> float:
+        """Bound by the least passes of the units of table `key`, and the sums over the batch for which they wait."""
+        ahead = computed_ahead(self.extent, placed)
+        if placed.data == 1 or not tables.decisions.sums_over_batch:
+            if key is not None and key not in self.least_s:
+                self.least_s[key] = float(self.least[key] @ np.array(tables.counts))
+            return even_bound(placed, 0.0 if key is None else self.least_s[key], ahead)
         waited = self.model.batch_sums_s(tables, placed).sum(axis=1)
-        return even_bound(placed, float((passes_s + waited) @ counts), computed_ahead(self.extent, placed))
+        least = waited if key is None else self.least[key] + waited
+        return even_bound(placed, float(least @ np.array(tables.counts)), ahead)
 
     def _passes_bound(self, placed: Configuration) -> float:
-        tables, key = self._table(placed), placed.table_key
+        tables, key = self._table(placed), self.number.of(placed)
         way = (key, placed.pipeline, placed.stride("pipeline"))
         if way not in self.sends:
             sends = self.model.sends_s(tables, placed)
             self.sends[way] = sends.min(axis=1) if len(sends) else np.zeros(0)
-        counts = [unit.count for unit in tables.chain.units]
+        counts = [*tables.counts]
         shape, ahead = self.model.shape(placed), computed_ahead(self.extent, placed)
         passes = self.least[key] + self.model.batch_sums_s(tables, placed).sum(axis=1)
         return passes_bound(placed, passes, counts, shape, self.sends[way], ahead)
@@ -382,14 +384,14 @@ class _Search:
             return None
 
     def _table(self, placed: Configuration) -> StageTables:
-        tables = self.made[placed.table_key]
+        tables = self.made[self.number.of(placed)]
         assert tables is not None  # its order was opened
         return tables
 
     def _store(self, bound: float, stored: Configuration) -> None:
         """Leave a storage out where all ranks together do not hold what stands through the step."""
         c = stored
-        key = (c.table_key, c.data, c.optimizer_sharding, c.shard_size, c.offload)
+        key = (self.number.of(c), c.data, c.optimizer_sharding, c.shard_size, c.offload)
         if key not in self.standing:
             self.standing[key] = standing_bytes(self.model, self._table(c), c)
         if self.standing[key] > c.pipeline * self.model.room_bytes(c):

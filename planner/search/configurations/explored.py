@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,6 +55,13 @@ class Explored:
     refused: str = ""
     interrupted: bool = False
     timings: dict[str, float] = field(default_factory=lambda: {"cost_tables": 0.0, "bounds": 0.0, "partition": 0.0})
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the seconds of what is done inside to those of a phase."""
+        began = time.perf_counter()
+        yield
+        self.timings[phase] += time.perf_counter() - began
 
     @property
     def gap(self) -> float:

@@ -49,7 +49,7 @@ OPTIMISM = {
 
 @dataclass(slots=True)
 class Node:
-    """A configuration, or several orders of its axes, that wait to be opened."""
+    """A configuration, or several orders of its axes, that wait to be opened; ``key`` numbers its table of labels."""
 
     stage: Stage
     configuration: Configuration
@@ -58,6 +58,22 @@ class Node:
     width: int = WIDTH
     others: tuple[Configuration, ...] = ()
     waits: bool = False
+    key: int = -1
+
+
+class TableNumbers:
+    """Numbers of the tables of labels that configurations have, the same for equal `Configuration.table_key`."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[object, ...], int] = {}
+
+    def of(self, configuration: Configuration) -> int:
+        """Number of the table of a configuration."""
+        c = configuration
+        ways = (c.pipeline, c.data, c.context, c.expert, c.tensor, c.order, c.micro_batch, c.context_algorithm)
+        if ways not in self._numbers:
+            self._numbers[ways] = self._numbers.setdefault(c.table_key, len(self._numbers))
+        return self._numbers[ways]
 
 
 def worth_widening(task: PartitionTask, width: int) -> bool:

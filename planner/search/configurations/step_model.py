@@ -456,7 +456,7 @@ class StepModel:
     def batch_sums_s(self, tables: StageTables, configuration: Configuration) -> FloatArray:
         """(units, 2) seconds of the sums over the batch that operators wait for, forward and backward."""
         c = configuration
-        if c.data == 1 or not any(map(any, tables.decisions.batch_sums)):
+        if c.data == 1 or not tables.decisions.sums_over_batch:
             return np.zeros((len(tables.chain.units), 2))
         return batch_sums_s(self.hardware, tables.decisions.batch_sums, c.data, c.stride("data"))
 

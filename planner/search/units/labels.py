@@ -70,6 +70,11 @@ class StageTables:
         self.parts = self._stage.parts
         self.boundary_bytes = tuple(float(parts.graph.spec(b.forward).size_bytes) for b in self.chain.boundaries)
 
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many units each unit of the folded chain stands for."""
+        return tuple(unit.count for unit in self.chain.units)
+
     @property
     def boundaries(self) -> tuple[BoundaryStates, ...]:
         """States of each boundary with their bytes."""

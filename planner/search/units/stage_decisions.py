@@ -139,6 +139,11 @@ class StageDecisions:
             for unit in self.chain.units
         )
 
+    @cached_property
+    def sums_over_batch(self) -> bool:
+        """Whether any operator sums over the batch."""
+        return any(map(any, self.batch_sums))
+
     def _batch_sums(self, nodes: Iterable[int], phase: Phase) -> tuple[float, ...]:
         found = []
         for node in (self.graph.nodes[index] for index in nodes):

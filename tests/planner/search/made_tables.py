@@ -39,7 +39,12 @@ class MadeTables:
     boundaries: tuple[BoundaryStates, ...]
     tied: tuple[TiedParameter, ...]
     parts: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(graph=SimpleNamespace(parameters=())))
-    decisions: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(batch_sums=()))
+    decisions: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(batch_sums=(), sums_over_batch=False))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many units each unit of the chain stands for."""
+        return tuple(unit.count for unit in self.chain.units)
 
     @property
     def least_passes_s(self) -> np.ndarray:
