@@ -78,8 +78,11 @@ def _numbered(keys: Sequence[Hashable]) -> tuple[Index, Index]:
 
 @cache
 def _factors(count: int) -> NDArray[np.uint64]:
-    """Odd factors for the entries of a row."""
-    return np.random.default_rng(0).integers(0, 2**63, count, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    """Odd factors for the entries of a row: multiples of the golden ratio's 64 bits, mixed (SplitMix64)."""
+    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return mixed ^ (mixed >> np.uint64(31)) | np.uint64(1)
 
 
 def join(maps: Sequence[Index]) -> tuple[Index, Index]:

@@ -117,10 +117,9 @@ class AmountLedger:
             source, target = self.parts.states(edge.source), self.parts.states(edge.target)
             written = self.elements_of(edge.tensor, source.placements(edge.tensor, reads=False)) // _KINDS
             read = self.elements_of(edge.tensor, target.placements(edge.tensor, reads=True)) // _KINDS
-            rows, columns = np.unique(written), np.unique(read)
+            (rows, row), (columns, column) = (np.unique(ends, return_inverse=True) for ends in (written, read))
             table = np.array([[self._excess(here, there) for there in columns.tolist()] for here in rows.tolist()])
-            at = np.searchsorted(rows, written)[:, None], np.searchsorted(columns, read)[None, :]
-            self._excess_of[key] = table[at]
+            self._excess_of[key] = table[row[:, None], column[None, :]]
         return self._excess_of[key]
 
     def _excess(self, here: int, there: int) -> int:

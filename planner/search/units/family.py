@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -70,6 +71,7 @@ class Family:
         self.labels: dict[tuple[int, int], tuple[UnitLabels, ...]] = {}
         self._of_shape: dict[int, BoolArray] = {}
         self._least: dict[tuple[int, int], Least] = {}
+        self._values: OrderedDict[tuple[int, int], FloatArray] = OrderedDict()
         self._join()
 
     def _join(self) -> None:
@@ -175,20 +177,26 @@ class Family:
 
     def parts(self, case: Case) -> FloatArray:
         """Parts of the tables of all units, shape (PARTS, entries)."""
-        return np.asarray(self._summed([case], range(PARTS))[0])
+        known = self._values.pop(case.key, None)
+        return np.asarray(self._summed(self.amounts.values([case]) if known is None else known[None], range(PARTS))[0])
 
-    def _summed(self, cases: Sequence[Case], wanted: Sequence[int]) -> FloatArray:
-        """Some parts of the tables of all units, shape (cases, wanted, entries)."""
-        values = self.amounts.values(cases)
+    def _keep(self, cases: Sequence[Case], values: FloatArray) -> None:
+        """Keep the amounts of cases whose least passes are worked out, for their tables."""
+        self._values.update((case.key, row.copy()) for case, row in zip(cases, values, strict=True))
+        while self._values and len(self._values) * values.shape[1] > MOST_NUMBERS:
+            self._values.popitem(last=False)
+
+    def _summed(self, values: FloatArray, wanted: Sequence[int]) -> FloatArray:
+        """Some parts of the tables of all units from amounts (cases, amounts), shape (cases, wanted, entries)."""
         place = np.full(PARTS, -1)
         place[list(wanted)] = np.arange(len(wanted))
         chosen = np.flatnonzero(place[self._parts] >= 0)
         where = place[self._parts[chosen]] * self.entries + self._places[chosen]
-        found = np.zeros((len(cases), len(wanted) * self.entries))
+        found = np.zeros((len(values), len(wanted) * self.entries))
         if len(where):
             first = np.flatnonzero(np.diff(where, prepend=-1))
             found[:, where[first]] = np.add.reduceat(values[:, self._numbers[chosen]], first, axis=1)
-        return found.reshape(len(cases), len(wanted), self.entries)
+        return found.reshape(len(values), len(wanted), self.entries)
 
     def factors(self, shape: StageShape, number: int, parts: FloatArray) -> UnitFactors:
         """Tables of one unit of a stage; `parts` are those of the family."""
@@ -280,7 +288,9 @@ class Family:
         """
         rows = np.concatenate([rows_of(weighting, self.options.modes) for weighting in weights])
         wanted = np.flatnonzero(rows.any(axis=0))
-        total = rows[:, wanted] @ self._summed(cases, wanted.tolist())
+        values = self.amounts.values(cases)
+        self._keep(cases, values)
+        total = rows[:, wanted] @ self._summed(values, wanted.tolist())
         total[..., self._forbidden] = np.inf
         alone = np.flatnonzero(self._ends[0] == self._ends[1])
         allowed = np.array([self._allowed(shape) for shape in shapes])
