@@ -335,8 +335,18 @@ ALWAYS = frozenset({"ring", "pairwise", "direct"})
 
 def _model(hardware: Hardware, collective: Collective, payload: FloatArray, group: GroupShape) -> FloatArray:
     """Seconds by algorithm, shape ``(algorithms, *payload.shape)``."""
+    roots, rates = _roots(hardware, collective, group)
+    across = (-1, *(1 for _ in payload.shape))
+    root = roots.reshape(across) + np.sqrt(payload * rates.reshape(across))
+    # As in `_pipelined`.
+    return np.asarray(hardware.collective_overhead_s + root * root)
+
+
+@lru_cache(maxsize=4096)
+def _roots(hardware: Hardware, collective: Collective, group: GroupShape) -> tuple[FloatArray, FloatArray]:
+    """Root of the latency, and seconds per byte, of every algorithm, shape (algorithms,) each."""
     costs = algorithm_costs(hardware, collective, group).values()
-    return np.stack([_pipelined(hardware, cost, payload) for cost in costs])
+    return np.array([math.sqrt(cost.latency_s) for cost in costs]), np.array([cost.seconds_per_byte for cost in costs])
 
 
 def _fastest(hardware: Hardware, collective: Collective, payload: float, group: GroupShape) -> float:
