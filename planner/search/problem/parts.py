@@ -76,8 +76,7 @@ class States:
         """Placements of a tensor in every state, shape (axes, states)."""
         key = ("placements", reads, self.place(tensor, reads=reads))
         if key not in self.known:
-            codes = np.array([(c.reads if reads else c.writes)[tensor] for c in self.variable.choices], dtype=np.int64)
-            self.known[key] = codes[self.choice]
+            self.known[key] = (self.variable.read if reads else self.variable.written)[tensor][self.choice]
         found: NDArray[np.int64] = self.known[key]
         return found
 
@@ -135,10 +134,8 @@ class Parts:
 
     def _states(self, variable: Variable) -> States:
         axes = range(len(self.sizes))
-        tensors = [
-            (tensor, reads, np.array([(c.reads if reads else c.writes)[tensor] for c in variable.choices]))
-            for tensor, reads in _tensors(variable)
-        ]
+        tensors = [(tensor, True, placed) for tensor, placed in variable.read.items()]
+        tensors += [(tensor, False, placed) for tensor, placed in variable.written.items()]
         fits = [self._fits(variable, axis, tensors) for axis in axes]
         wanted = [np.flatnonzero(f & self._wanted(variable, axis, tensors)) for axis, f in zip(axes, fits, strict=True)]
         for kept in (wanted, [np.flatnonzero(f) for f in fits]):
@@ -179,7 +176,7 @@ class Parts:
         if name == CONTEXT and self.setting.context:
             return keep
         if kind in (Kind.INPUT, Kind.PARAMETER):
-            placed = np.array([c.writes[TensorRef(variable.nodes[0])] for c in choices])
+            placed = variable.written[TensorRef(variable.nodes[0])]
             if kind is Kind.INPUT:
                 keep &= placed == (0 if name in ("data", "expert") else REPLICATE)
             elif self.setting.storage != "free" and name == "data":
@@ -455,13 +452,6 @@ def _is_view_of(graph: OperatorGraph, ref: TensorRef, saved: Mapping[TensorRef, 
         if ref in saved or graph.nodes[ref.node].role is not Role.OPERATOR:
             return True
     return False
-
-
-def _tensors(variable: Variable) -> Iterator[tuple[TensorRef, bool]]:
-    """Tensors of a variable, and whether it reads or writes them."""
-    first: Choice = variable.choices[0]
-    yield from ((tensor, True) for tensor in first.reads)
-    yield from ((tensor, False) for tensor in first.writes)
 
 
 def has_partial(placements: NDArray[np.int64]) -> NDArray[np.bool_]:

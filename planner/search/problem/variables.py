@@ -11,6 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from planner.graph.chain import Boundary
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
@@ -38,7 +42,7 @@ class Choice:
     writes: Mapping[TensorRef, Placement]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Variable:
     """A decision; ``nodes`` follow it, ``tensor`` is what a station hands on."""
 
@@ -46,6 +50,16 @@ class Variable:
     nodes: tuple[int, ...]
     choices: tuple[Choice, ...]
     tensor: TensorRef | None = None
+
+    @cached_property
+    def read(self) -> Mapping[TensorRef, NDArray[np.int64]]:
+        """Tensors that the variable reads, and their placement in each choice, shape (choices,)."""
+        return {t: np.array([c.reads[t] for c in self.choices], dtype=np.int64) for t in self.choices[0].reads}
+
+    @cached_property
+    def written(self) -> Mapping[TensorRef, NDArray[np.int64]]:
+        """Tensors that the variable writes, as ``read``."""
+        return {t: np.array([c.writes[t] for c in self.choices], dtype=np.int64) for t in self.choices[0].writes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
