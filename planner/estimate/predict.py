@@ -144,13 +144,13 @@ def pipeline_costs(
     copies = 2 if schedule.name == "dualpipe" else 1
     stages = schedule.stages // copies
     layers = stage_layers(network, stages, setup.layers_per_stage)
-    overhead = one(k.micro_batch_overhead_s) / 2 * setup.pp / stages
-    forward = layers * one(stage.layer_forward) + overhead
-    backward = layers * one(stage.layer_backward) + overhead
+    overhead = one(k.micro_batch_overhead_s) / 2
+    forward = layers * one(stage.layer_forward)
+    backward = layers * one(stage.layer_backward)
     forward[0] += one(stage.first_forward)
     backward[0] += one(stage.first_backward)
-    forward[-1] += one(stage.last_forward)
-    backward[-1] += one(stage.last_backward)
+    forward[-1] += one(stage.last_forward) + overhead
+    backward[-1] += one(stage.last_backward) + overhead
     weight = layers * one(stage.layer_weight_gradient)
     communication = np.tile(layers * one(stage.layer_communication), copies)
     return PipelineCosts(

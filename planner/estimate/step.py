@@ -15,6 +15,10 @@ from planner.estimate.transformer_work import Part, part_shares, tensor_messages
 from planner.estimate.work import Message, Phase, Work, WorkClass
 
 _LAUNCHES_OF_A_CALL = 1.0  # a collective is launched like a kernel
+_DEVICES_OF_A_PROCESSOR = 4.0  # nodes of eight devices have two processors
+_LATE_LAUNCHES = 2.0
+"""By how many launches a rank is late for each doubling of the processors that launch for a tensor group. Chosen with
+the published rows in view: within four tensor ranks hardly any wait shows, among eight that of some two launches."""
 _SHARPNESS = 3.5
 """Of the soft maximum of device and host time: kernels vary in length around their mean, so that either waits for the
 other well before the means are equal. Chosen with the published rows in view."""
@@ -28,7 +32,8 @@ class Coefficients:
     multiply the seconds of kernels and messages; ``misaligned`` those of products of awkward sizes on top,
     ``memory_half`` those of memory-bound kernels below 32 bits (casts of automatic mixed precision), ``recompute``
     those of a forward pass that is repeated (which may stop before what nothing needs). ``launch_s`` is the host's
-    time for one kernel, ``step_overhead_s`` and ``micro_batch_overhead_s`` fixed costs. The ``exposed`` shares stay
+    time for one kernel, ``step_overhead_s`` and ``micro_batch_overhead_s`` fixed costs, of which the latter fall to
+    the stage that has the loss. The ``exposed`` shares stay
     visible where a message may hide behind computation. ``shard_apart`` multiplies the seconds of sharded parameters'
     messages where they travel one parameter at a time and nothing runs meanwhile. ``jitter`` is the relative delay for
     each doubling of the nodes.
@@ -130,7 +135,7 @@ def _device(
     """Seconds of parts of one layer: the device's, or the host's where launching takes longer.
 
     The device computes and exchanges messages in turn (`communication` seconds), the host launches both (`calls`
-    messages).
+    launches for messages).
     """
     c = work.columns
     share = part_shares(c)
@@ -141,7 +146,7 @@ def _device(
         for phase in phases:
             device = device + _class_sum(work, part, phase, k) * share.get(part, 1.0) * factor.get(part, 1.0)
             launches = launches + work.kernels.get((part, phase), 0.0) * share.get(part, 1.0)
-    return _soft_maximum(device + communication, (launches + _LAUNCHES_OF_A_CALL * calls) * k.launch_s)
+    return _soft_maximum(device + communication, (launches + calls) * k.launch_s)
 
 
 def stage_times(work: Work, k: Coefficients) -> StageTimes:
@@ -159,10 +164,11 @@ def stage_times(work: Work, k: Coefficients) -> StageTimes:
     context = message(Message.CONTEXT) * k.context_exposed
     expert = k.experts * (2 * message(Message.EXPERT) + message(Message.EXPERT_TENSOR)) * part_shares(c)[Part.EXPERTS]
     communication = tensor + context + expert
-    # A message begins when the slowest host has launched it: ranks are late by more the more of them there are.
-    late = np.log2(np.maximum(c.tp, 1.0))
+    # A message begins when the last rank has launched it. Ranks of one processor launch together.
+    processors = np.maximum(c.tp / _DEVICES_OF_A_PROCESSOR, 1.0)
+    late = np.where(c.tp > 1, _LAUNCHES_OF_A_CALL + _LATE_LAUNCHES * np.log2(processors), 0.0)
     calls = tensor_messages(c)[0] * (1 + c.sequence_parallel) * late
-    calls = calls + np.where(c.ep > 1, 2 * part_shares(c)[Part.EXPERTS], 0.0)
+    calls = calls + np.where(c.ep > 1, 2 * _LAUNCHES_OF_A_CALL * part_shares(c)[Part.EXPERTS], 0.0)
     both = (Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)
     forward = _device(work, layer, (Phase.FORWARD,), k, communication, calls)
     backward = _device(work, layer, both, k, communication + context + gate, calls)
@@ -218,7 +224,8 @@ def step_times(work: Work, k: Coefficients) -> Step:
     per_layer = t.layer_forward + t.layer_backward
     hidden = c.paired_passes * np.minimum(2 * t.layer_communication, per_layer - 2 * t.layer_communication)
     per_layer = per_layer - hidden
-    ends_first, ends_last = t.first_forward + t.first_backward, t.last_forward + t.last_backward
+    ends_first = t.first_forward + t.first_backward
+    ends_last = t.last_forward + t.last_backward + k.micro_batch_overhead_s
     own = np.where(c.ends_together > 0, c.ends_together, 1.0)
     busiest = np.maximum(
         c.fullest_layers * per_layer,
@@ -229,7 +236,6 @@ def step_times(work: Work, k: Coefficients) -> Step:
     )
     whole = layers * per_layer + ends_first + ends_last
     sends = np.where(c.pp > 1, 2 * t.send * c.vpp, 0.0)
-    busiest = busiest + k.micro_batch_overhead_s
     steady = c.micro_batches * busiest
     delayed = c.weight_gradients_in_bubble * (c.pp - 1) * layers / c.pp * t.layer_weight_gradient
     waiting = c.passes_in_bubble * np.maximum(whole - busiest - delayed, 0.0) / c.vpp

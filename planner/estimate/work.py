@@ -168,9 +168,12 @@ def _misaligned(operator: Operator) -> tuple[npt.NDArray[np.bool_], FloatArray] 
 def _launches(operator: Operator, phase: Phase) -> FloatArray | float:
     if isinstance(operator, Pointwise):
         return operator.kernels
+    if not isinstance(operator, MatrixProduct):
+        return 1.0
     # Both gradients of a product of two activations count as input gradients.
-    both = isinstance(operator, MatrixProduct) and not operator.weight and phase is Phase.INPUT_GRADIENT
-    return 2.0 if both else 1.0
+    both = 2.0 if not operator.weight and phase is Phase.INPUT_GRADIENT else 1.0
+    # A grouped product is one call, which launches a kernel for each expert (TransformerEngine's GroupedLinear).
+    return both * (1.0 + np.maximum(operator.groups, 1.0)) if operator.grouped else both
 
 
 class _Timer:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from planner.estimate.predict import transformer_times
 from planner.estimate.step import Coefficients, StageTimes, Step, stage_times, step_times
 from planner.estimate.training_run import TrainingRun, TransformerShape
+from planner.estimate.transformer_work import Part
 from planner.estimate.work import work_of
 from tests.planner.estimate.transformers import DEEPSEEK, GPT, LLAMA, MIXTRAL, RUNS, SOFTWARE, T5, run
 
@@ -195,9 +196,33 @@ def test_where_the_host_sets_the_pace_more_tensor_ranks_wait_longer_for_the_last
             stage_times(work_of([run(replace(GPT, heads=32, key_value_heads=32), tp=tp)]), host).layer_forward[0]
         )
 
-    # Two messages a layer and pass, late by a launch for each doubling of the ranks.
+    # Two messages a layer and pass: a launch for each, and two more where two processors launch it.
     assert layer(2) - layer(1) == pytest.approx(2e-3, rel=0.05)
+    assert layer(4) == pytest.approx(layer(2), rel=0.01)
     assert layer(8) - layer(1) == pytest.approx(6e-3, rel=0.05)
+    assert layer(16) - layer(1) == pytest.approx(10e-3, rel=0.05)
+
+
+@pytest.mark.parametrize("simulate", [True, False])
+def test_fixed_costs_of_micro_batches_fall_to_the_last_stage_alone(simulate: bool) -> None:
+    # Stages that have no loss have no such costs: filling the pipeline does not become slower by them.
+    wanted = run(replace(GPT, vocabulary=1024), pp=4, micro_batches=2, layers_per_stage=(9, 9, 5, 1))
+
+    def with_overhead(overhead: float) -> float:
+        stacks = {str(wanted.setup.stack): {"micro_batch_overhead_s": overhead}}
+        software = replace(SOFTWARE, coefficients=replace(SOFTWARE.coefficients, stacks=stacks))
+        return transformer_times([wanted], software, simulate=simulate)[0].step_time_s
+
+    assert 0.2 < with_overhead(0.2) - with_overhead(0.0) < 2 * 0.2 * 1.01
+
+
+def test_grouped_products_launch_a_kernel_for_each_expert_of_the_rank() -> None:
+    def experts(ep: int) -> float:
+        work = work_of([run(MIXTRAL, dp=8, ep=ep)])
+        return sum(float(kernels[0]) for (part, _), kernels in work.kernels.items() if part is Part.EXPERTS)
+
+    # Two products forward, and two gradients of each backward.
+    assert experts(1) - experts(8) == pytest.approx(6 * (8 - 1))
 
 
 def test_host_and_device_of_equal_pace_wait_for_each_other() -> None:
