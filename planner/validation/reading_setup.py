@@ -14,7 +14,7 @@ from planner.estimate.training_run import (
 )
 from planner.validation.measurement_file import FileRow
 from planner.validation.reading_memory import cumulative, torchtune_recipe, whole_on_one_device
-from planner.validation.reading_suites import mixed_precision_ignored
+from planner.validation.reading_suites import mixed_precision_ignored, trains_adapters
 
 Network = TransformerShape | LayeredNetwork
 FROZEN_TRAINED_FRACTION = 0.005
@@ -433,7 +433,7 @@ def optimizer(row: FileRow, network: Network) -> str:
 def trained_fraction(row: FileRow, notes: list[str]) -> float:
     """Share of the weights that are trained."""
     words = f"{row.text('model')} {row.text('other_flags')} {row.text('source_table')} {row.text('notes')}".lower()
-    if not re.search(r"\bq?lora\b|_lora|lora_|ptuning|p-tuning|adapter", words):
+    if not (re.search(r"\bq?lora\b|_lora|lora_|ptuning|p-tuning|adapter", words) or trains_adapters(row)):
         return 1.0
     notes.append(f"adapters train {FROZEN_TRAINED_FRACTION:.1%} of the weights")
     return FROZEN_TRAINED_FRACTION

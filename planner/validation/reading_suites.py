@@ -31,6 +31,10 @@ _SINGLE: Mapping[str, tuple[int, ...]] = {
 """Samples a device in Lambda's suite by the device's memory: its configurations are chosen by memory
 (github.com/lambdal/deeplearning-benchmark, ``pytorch/pytorch-train-bs-fp16.csv`` and ``-fp32.csv``)."""
 
+_TUNING_ADAPTERS = frozenset({"tune_llama2_tp8_pp1_ptd"})
+"""MindSpeed-LLM's tests that its list of tests names under LoRA, while their own names and flags do not
+(``tests/README.md`` of ModelLink 2.0)."""
+
 
 def is_lambda(row: FileRow) -> bool:
     """Whether a row is of Lambda's suite, which runs NVIDIA's examples."""
@@ -71,3 +75,8 @@ def mixed_precision_ignored(row: FileRow) -> bool:
     and ignores what it does not know (``parse_known_args``): both are trained in single precision.
     """
     return is_lambda(row) and bool(re.match(r"tacotron2|waveglow", row.text("model").lower()))
+
+
+def trains_adapters(row: FileRow) -> bool:
+    """Whether a suite's list of tests says that a row trains adapters alone, where the row does not."""
+    return "mindspeed" in row.text("framework").lower() and row.text("model").lower() in _TUNING_ADAPTERS

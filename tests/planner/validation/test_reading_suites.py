@@ -141,3 +141,19 @@ def test_a_suite_states_the_memory_of_its_machines(
     assert run is not None
     assert run.hardware.device_memory_bytes == pytest.approx(memory_gb * 2**30, rel=0.06)
     assert any("as the suite says" in note for note in run.assumed) == (memory_gb == 40)
+
+
+@pytest.mark.parametrize(
+    ("model", "framework", "trained"),
+    [
+        ("tune_llama2_tp8_pp1_ptd", "MindSpeed-LLM CI", 0.005),
+        ("tune_qwen7b_tp8_pp1_full_ptd", "MindSpeed-LLM CI", 1.0),
+        ("tune_llama2_tp8_pp1_ptd", "Megatron-LM", 1.0),
+    ],
+)
+def test_a_suites_list_says_which_of_its_tests_train_adapters(
+    tmp_path: Path, model: str, framework: str, trained: float
+) -> None:
+    run = read_one(tmp_path, model=model, framework=framework).run
+    assert run
+    assert run.setup.trained_fraction == trained
