@@ -88,7 +88,7 @@ DETERMINISTIC_PRIORS = {
     "step_overhead_s": Prior(centre=0.05, spread=1.0),
 }
 """Of functional tests: tiny networks under checks and logs, bound by the host alone."""
-_ONE_BY_ONE = ("eager", "megatron", "mindspeed")
+_ONE_BY_ONE = ("eager", "megatron", "transformer_engine", "mindspeed")
 ATTENTION_PRIOR = Prior(centre=0.92, spread=0.06)
 """Held tight, like `memory_half`: few sources take one kernel, and none may say alone how fast it is."""
 

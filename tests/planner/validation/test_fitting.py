@@ -8,6 +8,7 @@ import pytest
 from planner.estimate.coefficients import DEVICE_COEFFICIENTS, STACK_COEFFICIENTS, gather
 from planner.estimate.step import step_times
 from planner.validation.fitting import DEVICE_PRIORS, STACK_PRIORS
+from tests.planner.estimate.transformers import GPT, run
 from tests.planner.validation.made_steps import TRUE, made_rows, made_runs, step_fit, true_theta
 
 RUNS = made_runs()
@@ -47,6 +48,15 @@ def test_what_no_row_speaks_for_stays_where_it_was_expected() -> None:
     for owner, name in (("ampere", "low_precision"), ("megatron", "experts"), ("eager", "context_exposed")):
         place = fit.names.index((owner, name))
         assert found.theta[place] == pytest.approx(fit.centres[place], abs=2e-3)
+
+
+def test_stacks_that_launch_operators_of_pytorch_are_expected_to_launch_alike() -> None:
+    def expected(stack: str) -> float:
+        fit = step_fit([(run(GPT, stack=stack), "one")])
+        return float(fit.centres[fit.names.index((stack, "launch_s"))])
+
+    assert expected("transformer_engine") == expected("megatron") == expected("eager")
+    assert expected("compiled") < expected("eager") < expected("deepspeed")
 
 
 def test_derivatives_are_those_of_one_coefficient_at_a_time() -> None:
