@@ -12,7 +12,7 @@ from planner.search.configurations.space import Extent
 from planner.search.configurations.step_model import AXES, Configuration, StepModel
 from planner.search.configurations.whole_units import chunk_times, least_ranks, least_turns, longer
 from planner.search.stages.chain_bound import cuts_bound, row_sums, unlike
-from planner.search.stages.fragments import BACKLOG, FILL, QUEUE, RESIDENT, STEADY, FloatArray
+from planner.search.stages.fragments import BACKLOG, COLUMNS, FILL, QUEUE, RESIDENT, STEADY, FloatArray
 from planner.search.stages.rank_memory import least_busiest
 from planner.search.stages.segments import PartitionTask
 from planner.search.units.labels import StageTables
@@ -35,7 +35,8 @@ TABLE_AXIS = 3
 """How many times as much a table counts for each further axis of its stage mesh."""
 _PAYLOADS: FloatArray = np.exp2(np.arange(41, dtype=np.float64))
 _INSIDE = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
-_BUSY = ([STEADY], [STEADY, BACKLOG])
+_BEHIND = COLUMNS
+"""Column of `_least_of_kinds` behind those of `Fragments.values`."""
 
 
 def work_bound(graph: OperatorGraph, hardware: Hardware, dtype: str, devices: int) -> float:
@@ -163,44 +164,45 @@ def task_bound(task: PartitionTask) -> float:
     What synchronisation leaves to do is at least what it leaves of the first unit of a chunk, and at least what
     messages take longer than the passes that hide them. Where turns may even out, a rank's chunks count together.
     """
-    values = [kind.values for kind in task.kinds]
+    least = _least_of_kinds(task)
     sends = np.sort(task.sends_s.min(axis=1)) if task.units > 1 else np.zeros(0)
     together = task.chunks if task.uneven_s is not None else 1
     least_s = together * task.steady_sends * float(sends[0]) if len(sends) else 0.0
     options = {"sends_s": least_s, "hidden": task.hidden_share}
-    tail = together * min(max(0.0, float(v[:, QUEUE].min())) for v in values)
-    alone = chunk_times([float(v[:, STEADY].min()) for v in values], task.counts, tail_s=tail, **options)
-    behind = [float((v[:, STEADY] + v[:, BACKLOG]).min()) for v in values]
-    times = longer(alone, chunk_times(behind, task.counts, **options))
+    tail = together * max(0.0, float(least[:, QUEUE].min()))
+    alone = chunk_times(least[:, STEADY].tolist(), task.counts, tail_s=tail, **options)
+    times = longer(alone, chunk_times(least[:, _BEHIND].tolist(), task.counts, **options))
     if task.uneven_s is None:
         busiest = least_turns(times, task.ranks, task.chunks)
     else:
         busiest = least_ranks(times, task.ranks, together=bool(task.rank_of[0] == task.rank_of[-1]))
-    return least_fill(task) + max(_even(task, values), busiest)
-
-
-def _even(task: PartitionTask, values: list[FloatArray]) -> float:
-    """All units' least times shared out evenly."""
     counts = np.array(task.counts, dtype=np.float64)
-    sums = [np.array([float(v[:, columns].sum(axis=1).min()) for v in values]) for columns in _BUSY]
-    return max(float(least @ counts) / task.ranks for least in sums)
+    even = max(float(np.ascontiguousarray(least[:, column]) @ counts) / task.ranks for column in (STEADY, _BEHIND))
+    return _least_fill(task, least) + max(even, busiest)
 
 
-def least_fill(task: PartitionTask) -> float:
+def _least_of_kinds(task: PartitionTask) -> FloatArray:
+    """Least values of the ways of each kind of unit, (kinds, columns), and of steady seconds with what falls behind."""
+    values = np.concatenate([kind.values for kind in task.kinds])
+    starts = np.cumsum([0, *(len(kind) for kind in task.kinds[:-1])])
+    behind = values[:, STEADY] + values[:, BACKLOG]
+    return np.minimum.reduceat(np.column_stack([values, behind]), starts, axis=0)
+
+
+def _least_fill(task: PartitionTask, least: FloatArray) -> float:
     """Least seconds of the fill: all units' and the cheapest messages'."""
-    fills = np.array([float(kind.values[:, FILL].min()) for kind in task.kinds])
+    fills = np.ascontiguousarray(least[:, FILL])
     sends = np.sort(task.sends_s.min(axis=1))[: task.pieces - 1].sum() if task.units > 1 else 0.0
     return float(fills @ np.array(task.counts)) + task.fill_sends * float(sends)
 
 
 def memory_bound(task: PartitionTask) -> float:
     """Bound of a partition task with its memory limit; infinite where what is tabled proves that none fits."""
-    resident = sum(
-        count * float(kind.values[:, RESIDENT].min()) for kind, count in zip(task.kinds, task.counts, strict=True)
-    )
+    least = _least_of_kinds(task)
+    resident = sum(count * held for held, count in zip(least[:, RESIDENT].tolist(), task.counts, strict=True))
     if resident > task.ranks * task.limit_bytes:
         return np.inf
-    return least_fill(task) + least_busiest(task)
+    return _least_fill(task, least) + least_busiest(task)
 
 
 def least_memory(task: PartitionTask) -> tuple[int, float]:
