@@ -165,8 +165,6 @@ def pin_costs(search: Configured, pins: Pins, best: Placed) -> Iterator[tuple[st
             continue
         if name == "offload_optimizer" and (pins.offload_to or pins.offload_parameters):
             continue  # those go with states on the host
-        if pins.host_embeddings and name in ("pp", "vpp"):
-            continue  # tables on the host need one stage
         try:
             free = search.explore(without(pins, name), solves=FEW_SOLVES, wanted=0, incumbent_s=best.objective_s)
         except InputError:

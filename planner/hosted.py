@@ -16,28 +16,15 @@ from simulator.hardware import Hardware
 from simulator.timing import host_time
 
 
-def with_host_tables(pins: Pins, graph: OperatorGraph, hardware: Hardware) -> Pins:
-    """The pins, with one stage where tables are to live on the host.
-
-    Raises
-    ------
-    InputError
-        Other pins, the network or the profile forbid it.
-    """
+def check_host_tables(pins: Pins, graph: OperatorGraph, hardware: Hardware) -> None:
+    """Raise InputError where tables are to live on the host and other pins, the network or the profile forbid it."""
     if not pins.host_embeddings:
-        return pins
+        return
     what = "pin host_embeddings=true"
-    for name in ("pp", "vpp"):
-        if (value := getattr(pins, name) or 1) > 1:
-            raise InputError(f"{what}: tables live on the host in plans of one stage, not {name}={value}; use {name}=1")
-    if pins.by_unit or pins.batch_only:
-        raise InputError(
-            f"{what}: not with marks of single modules or a parallel mode that cuts the batch alone; use "
-            "--parallel-mode auto_parallel"
-        )
+    if pins.batch_only:
+        raise InputError(f"{what}: not in a parallel mode that cuts the batch alone; use --parallel-mode auto_parallel")
     check_host_speed(hardware, what)
     host_tables(graph)
-    return replace(pins, pp=1, vpp=1)
 
 
 def check_host_speed(hardware: Hardware, what: str) -> None:

@@ -13,7 +13,7 @@ from planner.context.layerwise import layerwise_names
 from planner.context.placing import PlacedMarks
 from planner.graph.chain import Chain
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
-from planner.hosted import check_host_speed, with_host_tables
+from planner.hosted import check_host_speed, check_host_tables
 from planner.lowering.checked import precision_dtype
 from planner.networks import Network, load_network
 from planner.prediction import check_products, trained_dtype
@@ -95,7 +95,8 @@ def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: Shared
         request = replace(request, hints=(*request.hints, *placed.hints()))
         request = with_groups(request, placed)
     searched = shared.apart(dtype, told_apart(graph, request.hints))
-    pins = with_host_tables(semi_automatic(request, pins), graph, hardware)
+    pins = semi_automatic(request, pins)
+    check_host_tables(pins, graph, hardware)
     base = _base_plan(request, network, graph, hardware, precision, update.name, batch, bucket)
     base |= {"host_embeddings": bool(pins.host_embeddings), "copies": pins.copies or 1}
     base |= {"offload_to": pins.offload_to or "host", "offload_parameters": bool(pins.offload_parameters)}

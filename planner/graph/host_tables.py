@@ -18,11 +18,13 @@ class HostTables:
     Attributes
     ----------
     parameters : the tables
+    shared : those that operators on the device read as well, which get a copy for each pass of their unit
     lookups : operators that read rows of a table; what they return goes to the device
     gradients : operators that make, or sum, gradients of a table; what they return stays on the host
     """
 
     parameters: frozenset[int] = frozenset()
+    shared: frozenset[int] = frozenset()
     lookups: frozenset[int] = frozenset()
     gradients: frozenset[int] = frozenset()
 
@@ -44,10 +46,10 @@ def host_tables(graph: OperatorGraph) -> HostTables:
     Raises
     ------
     InputError
-        The network looks nothing up in a trained table, or reads a table otherwise too (an output layer that shares
-        it): the host would then have to multiply matrices.
+        The network looks nothing up in a trained table.
     """
     parameters: set[int] = set()
+    shared: set[int] = set()
     lookups: set[int] = set()
     gradients: set[int] = set()
     for parameter in graph.parameters:
@@ -55,35 +57,33 @@ def host_tables(graph: OperatorGraph) -> HostTables:
         reading = {user for user in users if graph.nodes[user].op == LOOKUP}
         if not reading or parameter.gradient is None:
             continue
-        made = _gradients(graph, parameter.gradient)
-        others = [graph.nodes[user].name for user in users if user not in reading]
-        if others or made is None:
-            what = others[0] if others else graph.nodes[parameter.gradient.node].name
-            raise InputError(
-                f"host_embeddings: table {parameter.name!r} is looked up and also used by {what!r}, which computes on "
-                "the device: only tables that are looked up alone can live on the host; leave host_embeddings out, or "
-                "untie the output layer"
-            )
+        if len(reading) < len(users):
+            shared.add(parameter.node)
         parameters.add(parameter.node)
         lookups |= reading
-        gradients |= made
+        gradients |= _gradients(graph, parameter.gradient)
     if not parameters:
         raise InputError(
             f"host_embeddings: {graph.network} looks nothing up in a trained table; leave host_embeddings out"
         )
-    return HostTables(parameters=frozenset(parameters), lookups=frozenset(lookups), gradients=frozenset(gradients))
+    return HostTables(
+        parameters=frozenset(parameters),
+        shared=frozenset(shared),
+        lookups=frozenset(lookups),
+        gradients=frozenset(gradients),
+    )
 
 
-def _gradients(graph: OperatorGraph, gradient: TensorRef) -> set[int] | None:
-    """Operators behind the gradient of a table; None where one is no gradient of a look-up."""
+def _gradients(graph: OperatorGraph, gradient: TensorRef) -> set[int]:
+    """Operators on the host behind the gradient of a table: gradients of look-ups, and sums with what others made."""
     found: set[int] = set()
     waiting = [gradient.node]
     while waiting:
         index = waiting.pop()
         node = graph.nodes[index]
-        found.add(index)
         if node.role is Role.GRADIENT_SUM:
+            found.add(index)
             waiting += [ref.node for ref in node.tensor_inputs]
-        elif node.op != LOOKUP_BACKWARD:
-            return None
+        elif node.op == LOOKUP_BACKWARD:
+            found.add(index)
     return found

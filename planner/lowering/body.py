@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from planner.graph.operator_graph import DROPOUT, Node, Role, TensorRef
 from planner.instructions import (
@@ -77,6 +77,8 @@ class Body(Writer):
         """What each attention has exchanged, by its node."""
         self.sent: dict[TensorRef, dict[Placements, str]] = {}
         """What messages of the forward pass have brought, by tensor."""
+        self.tables: dict[TensorRef, dict[Placements, str]] = {}
+        """Versions on the host of tables that the device has copies of."""
         self.gone_back: set[int] = set()
         self.gone_forward: set[int] = set()
         self.gradients = source.gradient_of if gradients is None else gradients
@@ -121,7 +123,12 @@ class Body(Writer):
         if node.role in (Role.PARAMETER, Role.INPUT):
             return
         self._enter(index, node)
+        leaving = [ref for ref in map(partial(TensorRef, index), range(len(node.outputs))) if self._leaves_device(ref)]
+        for ref in leaving:
+            self.renamed[ref] = f"{self.source.written_name(ref)} on the device"
         self._compute(index, node, node.phase)
+        for ref in leaving:
+            self._term_to_host(ref, self.renamed.pop(ref), node.phase)
         for output in range(len(node.outputs)):
             ref = TensorRef(index, output)
             if ref == self.graph.loss:
@@ -129,6 +136,19 @@ class Body(Writer):
             if ref in self.gradients:
                 self._collect()
                 self.items.append(ref)
+
+    def _leaves_device(self, ref: TensorRef) -> bool:
+        """Whether a device makes a gradient of a table that is on the host."""
+        hosted = self.gradients.get(ref, NOWHERE) in self.source.host.parameters
+        return hosted and not self.source.host.runs(ref.node)
+
+    def _term_to_host(self, ref: TensorRef, name: str, phase: Phase) -> None:
+        """Copy a gradient of a table to the host, where it has its usual name."""
+        placements = self.source.output_placements(ref)
+        there = Buffer(name=self.source.written_name(ref), size_bytes=0, kind=BufferKind.GRADIENT)
+        size = self.source.local_bytes(self.graph.spec(ref), placements)
+        self._host_copy(name, there, size, phase, to_host=True)
+        self.versions[ref] = {placements: there.name}
 
     def _enter(self, index: int, node: Node) -> None:
         """Before the first operator of a unit in a pass: its parameters, and on the way back what runs again."""
@@ -173,7 +193,8 @@ class Body(Writer):
         if not source.away:
             return
         again = self._again(unit) if phase is Phase.BACKWARD else ()
-        users = (*again, *(i for i in self.readers[unit] if self.graph.nodes[i].phase is phase))
+        users = [*again, *(i for i in self.readers[unit] if self.graph.nodes[i].phase is phase)]
+        users = [index for index in users if not source.host.runs(index)]
         read = dict.fromkeys(ref for index in users for ref in self.graph.nodes[index].tensor_inputs)
         for ref in (one for one in read if one.node in source.away):
             placements, stored = source.stored[ref.node], self.graph.nodes[ref.node].name
@@ -181,7 +202,7 @@ class Body(Writer):
             self.renamed[ref] = f"{stored} {place}"
             size = source.local_bytes(self.graph.spec(ref), placements)
             made = Buffer(name=self.renamed[ref], size_bytes=size, kind=BufferKind.GATHERED_PARAMETER)
-            if source.options.offload_to == "disk":
+            if ref.node in source.disk:
                 self._add(disk_transfer(size, f"read {stored}", phase), NOTHING, (stored,), ())
             self._host_copy(stored, made, size, phase, to_host=False)
             self.versions[ref] = {placements: made.name}
@@ -305,9 +326,8 @@ class Body(Writer):
         source, recipe, ref = self.source, self.source.recipe(index), TensorRef(index)
         made = self._value_name(ref, recipe.outputs[0])
         inputs = []
-        for name, read, placements in zip(
-            self._read(index, node, phase), node.tensor_inputs, recipe.inputs, strict=True
-        ):
+        names = self._read_on_host(index, node, phase)
+        for name, read, placements in zip(names, node.tensor_inputs, recipe.inputs, strict=True):
             inputs.append(name)
             if not source.host.holds(read):
                 inputs[-1] = f"{name} on the host for {made}"
@@ -333,6 +353,21 @@ class Body(Writer):
             rows = Buffer(name=made, size_bytes=recipe.sizes[0], kind=self._kind(ref))
             self._host_copy(result.name, rows, recipe.sizes[0], phase, to_host=False)
         self.versions[ref] = {recipe.outputs[0]: made}
+
+    def _read_on_host(self, index: int, node: Node, phase: Phase) -> tuple[str, ...]:
+        """Values that an operator on the host reads: of a table that the device has a copy of, the table itself."""
+        copies = {
+            read: (self.renamed.pop(read), self.versions[read])
+            for read in node.tensor_inputs
+            if read in self.renamed and read.node in self.source.host.parameters
+        }
+        for read in copies:
+            stored = {self.source.stored[read.node]: self.graph.nodes[read.node].name}
+            self.versions[read] = self.tables.setdefault(read, stored)
+        names = self._read(index, node, phase)
+        for read, (name, versions) in copies.items():
+            self.renamed[read], self.versions[read] = name, versions
+        return names
 
     def _read(self, index: int, node: Node, phase: Phase) -> tuple[str, ...]:
         """Values an operator reads; the gradient of an exchanging attention those that were exchanged."""

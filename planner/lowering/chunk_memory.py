@@ -100,10 +100,10 @@ def _parameter_bytes(source: PlacedGraph, index: int) -> dict[BufferKind, int]:
     spec = source.graph.nodes[index].outputs[0]
     size = source.local_bytes(spec, source.stored[index])
     found = {BufferKind.PARAMETER: 0 if source.on_host(index) else size}
-    if not source.options.offload_optimizer:
+    if not source.updated_on_host(index):
         states = state_bytes(source.options.optimizer, spec.dtype)
         found[BufferKind.OPTIMIZER_STATE] = states * size // DTYPE_BYTES[spec.dtype]
-    if source.is_trained(index):
+    if source.is_trained(index) and index not in source.host.parameters:
         ref = source.gradient_ref(index)
         ahead, _ = source.gradient_path(index)
         placements = ahead[-1].after if ahead else source.output_placements(ref)
@@ -138,7 +138,8 @@ def _pending(source: PlacedGraph, units: Sequence[UnitWork]) -> list[int]:
 
 def _sent_first(source: PlacedGraph, index: int) -> Iterator[tuple[int, int]]:
     """Group and bytes of a parameter's gradient, whole, if it travels every micro-batch."""
-    steps = source.gradient_path(index)[0] if source.is_trained(index) else ()
+    on_device = source.is_trained(index) and index not in source.host.parameters
+    steps = source.gradient_path(index)[0] if on_device else ()
     for step in steps:
         if isinstance(step.operation, Collective):
             size = source.local_bytes(source.graph.spec(source.gradient_ref(index)), step.before)

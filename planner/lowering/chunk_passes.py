@@ -54,8 +54,8 @@ class Draft:
 BEGIN, END = -2, -1
 """In place of an operator: the begin and the end of a unit."""
 Then = Callable[["Value"], None]
-Kind = tuple[Collective, int, str, int]
-"""Gradients that may travel together: by collective, axis, type on the way, and group."""
+Kind = tuple[Collective, int, str, int, bool]
+"""Gradients that may travel together: by collective, axis, type on the way, group, and whether they are on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,13 +256,23 @@ class PassWriter:
     ) -> None:
         """Append messages for ``(unit, parameter, placements, name)``; by unit a single one of each kind."""
         limit = self.source.gather_limit(of_unit=bool(self.source.by_unit))
-        for items, numbers in moves_together(self.source, [value[1:] for value in values], limit):
-            at = self._message(items, list(after), ahead)
-            for number in numbers:
-                unit, *_, name = values[number]
-                self.arrivals[unit][name] = at
+        for on_host in (False, True):
+            here = [value for value in values if self.source.host.holds(value[1]) is on_host]
+            for items, numbers in moves_together(self.source, [value[1:] for value in here], limit):
+                at = self._message(items, list(after), ahead, on_host=on_host)
+                for number in numbers:
+                    unit, *_, name = here[number]
+                    self.arrivals[unit][name] = at
 
-    def _message(self, moved: Sequence[Moved], after: list[int], ahead: bool = False, stream: int = BESIDE) -> int:
+    def _message(
+        self,
+        moved: Sequence[Moved],
+        after: list[int],
+        ahead: bool = False,
+        stream: int = BESIDE,
+        *,
+        on_host: bool = False,
+    ) -> int:
         """Append a step on the way to a placement; `stream` is where it runs if it is no message."""
         (ref, *_, step), graph = moved[0], self.source.graph
         if not isinstance(step.operation, Collective):
@@ -272,12 +282,13 @@ class PassWriter:
                 kernel=Kernel.COPY,
                 dtype=graph.spec(ref).dtype,
                 bytes_moved=2.0 * self.source.local_bytes(graph.spec(ref), step.after),
+                on_host=on_host,
             )
             return self._add([self.work.add(task, local_move(self.source, moved[0]))], stream, after, ahead)
         name = f"{step.operation} of {len(moved)} from {self.source.written_name(ref)}"
-        return self._add([self._collective(name, self.phase, moved)], BESIDE, after, ahead)
+        return self._add([self._collective(name, self.phase, moved, on_host)], BESIDE, after, ahead)
 
-    def _collective(self, name: str, phase: Phase, moved: Sequence[Moved]) -> int:
+    def _collective(self, name: str, phase: Phase, moved: Sequence[Moved], on_host: bool) -> int:
         """Write one message of several tensors; returns the number of its task."""
         (ref, *_, step), graph, sizes = moved[0], self.source.graph, self.source.sizes
         assert isinstance(step.operation, Collective)
@@ -292,6 +303,7 @@ class PassWriter:
             payload_bytes=sum(
                 graph.spec(one).size_bytes / prod(sizes[a] for a in way.sharded_axes) for one, _, _, way in moved
             ),
+            on_host=on_host,
         )
         return self.work.add(task, moving_message(moved, asynchronous=True))
 
@@ -319,6 +331,7 @@ class PassWriter:
                     kernel=Kernel.ELEMENTWISE,
                     dtype=self.source.graph.spec(mark.gradient).dtype,
                     bytes_moved=3.0 * size,
+                    on_host=mark.parameter in self.source.host.parameters,
                 )
                 added = self.work.add(task, Accumulate(source=term.name, accumulator=total, first=False))
                 value = Value(mark, value.placements, self._add([added], KERNELS, []), total)
@@ -353,6 +366,7 @@ class PassWriter:
                 kernel=Kernel.VIEW if self.first else Kernel.ELEMENTWISE,
                 dtype=spec.dtype,
                 bytes_moved=0.0 if self.first else 3.0 * size,
+                on_host=value.mark.parameter in self.source.host.parameters,
             )
             instruction = Accumulate(source=value.name, accumulator=accumulator, first=self.first)
             self.accumulations[key] = self.work.add(task, instruction)
@@ -371,7 +385,9 @@ class PassWriter:
         if not isinstance(step.operation, Collective):
             stream, waits = self._behind(value)
             target = self._name_after(value, step)
-            at = self._message([(value.mark.gradient, value.name, target, step)], waits, stream=stream)
+            on_host = value.mark.parameter in self.source.host.parameters
+            item = value.mark.gradient, value.name, target, step
+            at = self._message([item], waits, stream=stream, on_host=on_host)
             self._synchronise(Value(value.mark, step.after, at, target), steps[1:], then)
             return
         spec = self.source.graph.spec(value.mark.gradient)
@@ -393,7 +409,8 @@ class PassWriter:
     def _kind(self, mark: Mark, step: Step) -> Kind:
         assert isinstance(step.operation, Collective)  # slices and masks are moved at once
         dtype = self.source.travelling_dtype(self.source.graph.spec(mark.gradient))
-        return step.operation, step.axis, dtype, self.source.fusion_group(mark.parameter, step.operation)
+        group = self.source.fusion_group(mark.parameter, step.operation)
+        return step.operation, step.axis, dtype, group, mark.parameter in self.source.host.parameters
 
     def _grouped(self) -> Counter[Kind]:
         """How many gradients of the chunk travel in each message of a group in this pass."""
@@ -426,18 +443,18 @@ class PassWriter:
             (value.mark.gradient, value.name, target, steps[0])
             for (value, steps, _), target in zip(bucket.entries, targets, strict=True)
         ]
-        at = self._add(self._gradients_message(moved, key[2]), BESIDE, sorted(waits))
+        at = self._add(self._gradients_message(moved, key[2], key[4]), BESIDE, sorted(waits))
         for (value, steps, then), target in zip(bucket.entries, targets, strict=True):
             self._synchronise(Value(value.mark, steps[0].after, at, target), steps[1:], then)
 
-    def _gradients_message(self, moved: Sequence[Moved], dtype: str) -> list[int]:
+    def _gradients_message(self, moved: Sequence[Moved], dtype: str, on_host: bool) -> list[int]:
         """Tasks of one message of gradients, with casts around it where some travel in another type."""
         source, specs = self.source, [self.source.graph.spec(ref) for ref, *_ in moved]
         steps = [step for *_, step in moved]
         name = f"{steps[0].operation} of {len(moved)} gradients"
         narrow = [(spec, step) for spec, step in zip(specs, steps, strict=True) if spec.dtype != dtype]
         if not narrow:
-            return [self._collective(name, Phase.BACKWARD, moved)]
+            return [self._collective(name, Phase.BACKWARD, moved, on_host)]
         payload = sum(
             source.travelling_bytes(spec) / prod(source.sizes[a] for a in step.sharded_axes)
             for spec, step in zip(specs, steps, strict=True)
@@ -452,6 +469,7 @@ class PassWriter:
             collective=message.collective,
             axis=axis,
             payload_bytes=payload,
+            on_host=on_host,
         )
         casts = [
             Task(
@@ -459,6 +477,7 @@ class PassWriter:
                 phase=Phase.BACKWARD,
                 kernel=Kernel.ELEMENTWISE,
                 bytes_moved=3.0 * sum(source.local_bytes(spec, place) for spec, place in places),
+                on_host=on_host,
             )
             for places in ([(s, step.before) for s, step in narrow], [(s, step.after) for s, step in narrow])
         ]

@@ -30,7 +30,7 @@ from simulator.pipeline_operators import FIRST, LAST, PLAIN, OperatorCosts, Oper
 from simulator.program import Collective, Kernel, Phase, Program, ProgramAxis, Segment, Task
 from simulator.schedules import ActionKind, Schedule, make_schedule
 from simulator.task_table import FloatArray
-from simulator.timing import program_times
+from simulator.timing import host_message_time, program_times
 from simulator.topology import GroupShape
 
 FORWARD, BACKWARD, INPUT, WEIGHT = ActionKind
@@ -297,7 +297,8 @@ def _updates(lowering: _Lowering, rank: int) -> list[tuple[int, int]]:
         checks = (check_task(float(size)), *(task for _, task in flag_messages(source)), settle_task())
         found += [(lowering.work.add(task, NOTHING), 1) for task in checks]
     if source.options.offload_optimizer:
-        copies = offloading(source, _rank_parameters(lowering, rank).items())
+        moved = [(i, n) for i, n in _rank_parameters(lowering, rank).items() if i not in source.host.parameters]
+        copies = offloading(source, moved)
         found += [(lowering.work.add(task, NOTHING), 1) for task in copies]
     return found
 
@@ -352,21 +353,23 @@ def _send_times(lowering: _Lowering) -> FloatArray:
 def _meetings(lowering: _Lowering) -> list[tuple[tuple[int, ...], float]]:
     """Gradients of parameters that several ranks hold, summed among them once a step."""
     source, found = lowering.source, []
-    shared: dict[tuple[int, ...], float] = {}
+    shared: dict[tuple[tuple[int, ...], bool], float] = {}
     places = _unit_ranks(lowering)
     for index in dict.fromkeys(i for unit in lowering.units for i in unit.parameters):
         for ranks in _holders(lowering, places, index):
             spec = source.graph.nodes[index].outputs[0]
             share = local_share(source.stored[index], source.sizes)
-            shared[ranks] = shared.get(ranks, 0.0) + source.travelling_bytes(spec) * share
+            key = ranks, index in source.host.parameters
+            shared[key] = shared.get(key, 0.0) + source.travelling_bytes(spec) * share
     if checks_gradients(source) and lowering.schedule.ranks > 1:  # stages tell each other whether they are numbers
-        everyone = tuple(range(lowering.schedule.ranks))
+        everyone = tuple(range(lowering.schedule.ranks)), False
         shared[everyone] = shared.get(everyone, 0.0) + FLAG_BYTES
-    for ranks, payload in sorted(shared.items()):
+    for (ranks, on_host), payload in sorted(shared.items()):
         pair = _pair_shape(lowering, ranks[0], ranks[-1])
         members = tuple(len(ranks) if count > 1 else 1 for count in pair.members)
         shape = replace(pair, members=members)
-        seconds = message_time(lowering.hardware, Collective.ALL_REDUCE, np.array([payload]), shape)[0]
+        timed = host_message_time if on_host else message_time
+        seconds = timed(lowering.hardware, Collective.ALL_REDUCE, np.array([payload]), shape)[0]
         found.append((ranks, float(seconds)))
     return found
 

@@ -110,8 +110,11 @@ class PlacedGraph:
         self.options = options
         self.host = host_tables(graph) if options.host_embeddings else NO_TABLES
         parameters = frozenset(p.node for p in graph.parameters) if options.offload_parameters else frozenset()
-        self.away: frozenset[int] = parameters - self.host.parameters
+        alone = self.host.parameters - self.host.shared
+        self.away: frozenset[int] = (parameters - alone) | self.host.shared
         """Parameters in the memory of the host that are copied to the device for each pass of a unit."""
+        self.disk: frozenset[int] = parameters - alone if options.offload_to == "disk" else frozenset()
+        """Those of them in files that the host maps."""
         self.sizes = options.mesh.sizes
         axes = len(self.sizes)
         self.replicated: Placements = (REPLICATE,) * axes
@@ -239,8 +242,7 @@ class PlacedGraph:
 
     def on_disk(self) -> tuple[str, ...]:
         """Parameters in files that the host maps into memory."""
-        away = self.away if self.options.offload_to == "disk" else ()
-        return tuple(self.graph.nodes[index].name for index in sorted(away))
+        return tuple(self.graph.nodes[index].name for index in sorted(self.disk))
 
     def updated_on_host(self, parameter: int) -> bool:
         """Whether the host updates a parameter: it does what it holds, or the states of."""

@@ -94,7 +94,7 @@ def lower_graph(graph: OperatorGraph, rules: Mapping[str, NodeRules], options: L
         offload_optimizer=options.offload_optimizer,
         offload_to=options.offload_to,
         disk_parameters=source.on_disk(),
-        host_parameters=tuple(graph.nodes[index].name for index in sorted({*source.host.parameters, *source.away})),
+        host_parameters=tuple(graph.nodes[index].name for index in sorted(source.host.parameters | source.away)),
         start=start_instructions(source, [parameter.node for parameter in graph.parameters]),
         copies=options.copies,
     )

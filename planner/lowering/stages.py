@@ -88,7 +88,7 @@ def lower_stages(plan: Plan, graph: OperatorGraph) -> LoweredStages:
         offload_optimizer=options.offload_optimizer,
         offload_to=options.offload_to,
         disk_parameters=source.on_disk(),
-        host_parameters=tuple(whole.nodes[index].name for index in sorted(source.away)),
+        host_parameters=tuple(whole.nodes[index].name for index in sorted(source.host.parameters | source.away)),
     )
 
 

@@ -156,7 +156,7 @@ class Writer:
         """One move along one axis, of several tensors in one message if it is a collective; all on the host or none."""
         source, step = self.source, items[0][3]
         dtype = self.graph.spec(items[0][0]).dtype
-        on_host = source.host.holds(items[0][0])
+        on_host = self._lies_on_host(items[0][0])
         parts = [self._part(item) for item in items]
         writes = tuple([part.made for part in parts])
         if not isinstance(step.operation, Collective):
@@ -183,6 +183,10 @@ class Writer:
             writes=writes, dtype=dtype, on_host=on_host,
         )  # fmt: skip
 
+    def _lies_on_host(self, ref: TensorRef) -> bool:
+        """Whether a tensor is in the memory of the host now: not while the device has a copy of it."""
+        return self.source.host.holds(ref) and ref not in self.renamed
+
     def _part(self, moved: Moved) -> _Part:
         """One tensor's part of a move; layers that are written once move the same ones again and again."""
         ref, _, target, step = moved
@@ -190,7 +194,7 @@ class Writer:
         if part is None or part.step is not step:
             spec, source = self.graph.spec(ref), self.source
             size = source.local_bytes(spec, step.after)
-            stays = 0 if source.host.holds(ref) else size
+            stays = 0 if self._lies_on_host(ref) else size
             part = self._parts[target] = _Part(
                 step=step,
                 size_bytes=size,

@@ -154,11 +154,6 @@ def _check_host(model: StrategyModel, source: str) -> None:
             f"{source}: offload_parameters: true with offload_optimizer false: the host updates what it holds; use "
             "offload_optimizer true, or leave offload_parameters out"
         )
-    if model.host_embeddings and model.pipeline.ranks > 1:
-        raise StrategyError(
-            f"{source}: host_embeddings: true with {model.pipeline.ranks} pipeline ranks; tables live on the host in "
-            "plans of one stage: use false"
-        )
 
 
 def _check_storage(model: StrategyModel, mesh: Mesh, source: str) -> None:

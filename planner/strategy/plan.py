@@ -150,7 +150,7 @@ class Plan:
         files that it maps
     offload_parameters : parameters live beside the host as well, where ``offload_to`` says, which updates them there:
         those of a unit are copied to the device when a pass of it begins, and are gone when it ends
-    host_embeddings : tables that are looked up alone live in the memory of the host, with their gradients and states
+    host_embeddings : tables that are looked up in live in the memory of the host, with their gradients and states
     context_algorithm : ``"none"``, ``"ring"`` or ``"all_to_all"``
     exchange : what a context says of how tensors travel
     copies : parts that the samples of a micro-batch are divided into, whose operators are issued in turn so that the

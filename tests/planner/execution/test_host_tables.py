@@ -13,7 +13,8 @@ from tests.planner.execution.small import TABLE_ROWS, place
 
 slow = pytest.mark.slow
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-WIDE, LLAMA = place("wide_and_deep"), place("llama")
+WIDE, LLAMA, TIED = place("wide_and_deep"), place("llama"), "zoo:gpt2-tiny"
+"""The last one's table of tokens is that of its output layer as well."""
 
 
 def trained(network: str, devices: int, device: str = "cpu", **pins: object) -> ExecutionReport:
@@ -36,6 +37,10 @@ def trained(network: str, devices: int, device: str = "cpu", **pins: object) -> 
         pytest.param(WIDE, 2, {"dp": 2, "optimizer_sharding": "zero2", "offload_optimizer": "true"}, marks=slow),
         pytest.param(LLAMA, 2, {"dp": 2, "optimizer_sharding": "zero1", "recompute": "full"}, marks=slow),
         pytest.param(WIDE, 2, {"dp": 2, "optimizer_sharding": "zero1", "optimizer": "lamb"}, marks=slow),
+        pytest.param(TIED, 2, {"dp": 2, "optimizer_sharding": "zero1", "recompute": "full"}, marks=slow),
+        pytest.param(TIED, 2, {"tp": 2, "micro_batches": 2}, marks=slow),
+        pytest.param(TIED, 4, {"pp": 2, "dp": 2, "optimizer_sharding": "zero3", "micro_batches": 2}, marks=slow),
+        pytest.param(LLAMA, 2, {"pp": 2, "micro_batches": 4, "schedule": "zb_h1"}, marks=slow),
     ],
 )
 def test_losses_are_those_of_one_process(network: str, devices: int, pins: dict[str, object]) -> None:
