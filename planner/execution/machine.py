@@ -360,9 +360,13 @@ class Machine:
         first = instruction.first
 
         def run() -> None:
-            # Never in place: a gradient may share memory with another value.
             value = self.value(source)
-            slots[target] = value if first else torch.add(self.value(target), value)
+            if first:
+                slots[target] = value
+            else:
+                # In place only where no other value shares the memory: a gradient may be a view of one.
+                held = self.value(target)
+                slots[target] = held.add_(value) if _has_own_memory(held) else torch.add(held, value)
             for slot in freed:
                 slots[slot] = None
 
@@ -434,6 +438,12 @@ class Machine:
         step = self._updates[parameter]
         assert isinstance(step, SummedStep)  # lowering begins updates of no other optimizer
         return step
+
+
+def _has_own_memory(tensor: Tensor) -> bool:
+    """Whether no other tensor shares the memory of one: its owners are the tensor and the handle that asks."""
+    owners: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return owners == 2
 
 
 def _wait(under_way: list[_Open], touched: set[int], written: set[int], actions: list[Action]) -> list[_Open]:

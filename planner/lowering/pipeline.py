@@ -126,11 +126,12 @@ def lower_pipeline(
     }
     updates = [_updates(lowering, rank) for rank in range(schedule.ranks)]
     chunk = {key: chunk_bytes(found.source, [units[n] for n in key]) for key in dict.fromkeys(keys)}
+    beside = {key: _beside(lowering, passes, hardware) for key, passes in drafts.items()}
     sizes = PipelineBytes(
         activations=np.array([chunk[key].kept for key in keys]),
         weight_activations=np.array([chunk[key].deferred for key in keys]),
-        recomputed=np.array([chunk[key].backward for key in keys]),
-        forward=np.array([chunk[key].forward for key in keys]),
+        recomputed=np.array([chunk[key].backward + beside[key][1] for key in keys]),
+        forward=np.array([chunk[key].forward + beside[key][0] for key in keys]),
         resident=rank_bytes(
             found.source, units, [[keys[s] for s in stages] for stages in _stages_of(schedule)], plan.micro_batches
         ),
@@ -165,6 +166,30 @@ def lower_pipeline(
         hardware=met,
         computing=computing,
     )
+
+
+_SUMS = {"accumulate ": 1, "add gradients of ": 2}
+"""Gradients that stand beside an accumulator while one is added to it, or to another of the same parameter."""
+
+
+def _beside(lowering: _Lowering, passes: Mapping[tuple[ActionKind, int], Draft], hardware: Hardware) -> tuple[int, int]:
+    """Bytes that a chunk's passes take at once beside their values, forward and backward: of messages and of sums.
+
+    The largest message stands packed while it is on its way, with what its backend takes; a gradient stands beside the
+    sum that it is added to. Only profiles that say what messages take (`Hardware.message_workspace`) count either: they
+    are of machines on which plans are executed as they are lowered.
+    """
+    found = [0, 0]
+    for (kind, _), draft in passes.items() if hardware.message_workspace else ():
+        for number in (n for operator in draft.tasks for n in operator):
+            task = lowering.work.tasks[number]
+            taken = hardware.message_workspace.get(task.collective, 0.0) if task.collective else 0.0
+            if task.collective is Collective.ALL_REDUCE and task.axis == "data":
+                taken += 1.0
+            added = task.bytes_moved / 3 * next((n for name, n in _SUMS.items() if task.name.startswith(name)), 0)
+            side = int(kind is not FORWARD)
+            found[side] = max(found[side], int(taken * task.payload_bytes + added))
+    return found[0], found[1]
 
 
 def plan_schedule(plan: Plan) -> Schedule:

@@ -25,7 +25,7 @@ from simulator.program import Kernel
 from simulator.whole_file import check_writable
 
 MOST_ROUNDS = 3
-KERNELS_S = 25.0
+KERNELS_S = 60.0
 SMALL_BYTES = 8192
 FEWEST_ROWS_TO_HOLD_BACK = 8
 SLOWDOWN_COUNTS = (1, 2, 4, 8)

@@ -15,6 +15,8 @@ from simulator.calibration.cases import Case
 from simulator.calibration.machine import beyond_caches
 
 MOST_COPIES = 128
+BEYOND_ACCELERATOR_CACHES = 1 << 28
+"""Twice the second-level cache of the largest accelerators."""
 REPEATS = 5
 FILLER_ELEMENTS = 1 << 17
 INTERLEAVED_S = 0.5
@@ -67,7 +69,8 @@ def measure_case(case: Case, device: torch.device, budget_s: float = CASE_S, *, 
         stand until their inputs' next turn, so that they go there; by default beyond all caches, as weights, states
         and gradients in steps of large networks, and 0 for the same inputs and the same memory of results always
     """
-    turn_bytes = beyond_caches() if turn_bytes is None else turn_bytes
+    if turn_bytes is None:
+        turn_bytes = beyond_caches() if device.type == "cpu" else BEYOND_ACCELERATOR_CACHES
     sets = _input_sets(case, device, turn_bytes)
     runs = [_closure(case, inputs, keeps=len(sets) > 1) for inputs in sets]
     for run_once in runs if len(runs) > 1 else ():  # results get their memory

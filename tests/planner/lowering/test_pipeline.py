@@ -137,6 +137,17 @@ def test_1f1b_holds_activations_of_the_micro_batches_under_way(mode: str) -> Non
     assert found.prediction.peak_rank == int(np.argmax(peaks))
 
 
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_where_messages_take_memory_a_gradient_stands_beside_the_sum_it_is_added_to(micro_batches: int) -> None:
+    plan = pipelined(one_stage("gpt2-tiny", LAYERS, micro_batches=micro_batches), GRAPH, 2, "gpipe")
+    without = lower_pipeline(plan, GRAPH, HARDWARE).sizes
+    found = lower_pipeline(plan, GRAPH, replace(HARDWARE, message_workspace={Collective.ALL_GATHER: 1.0})).sizes
+    more = np.asarray(found.recomputed) - np.asarray(without.recomputed)
+    largest = max(GRAPH.nodes[p.node].outputs[0].size_bytes for p in GRAPH.parameters)
+    assert (more.max() == largest) if micro_batches > 1 else not more.any()
+    np.testing.assert_array_equal(found.forward, without.forward)  # nothing is sent in a pass of one rank
+
+
 def test_gpipe_holds_all_micro_batches_and_recomputation_only_inputs() -> None:
     plan = one_stage("gpt2-tiny", LAYERS, micro_batches=8)
     gpipe = predict_pipeline(pipelined(plan, GRAPH, 2, "gpipe"), GRAPH, HARDWARE)
