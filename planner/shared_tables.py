@@ -36,7 +36,6 @@ class NetworkTables:
         self.graph = graph
         self.most = most
         self._tables: OrderedDict[tuple[object, ...], StageTables] = OrderedDict()
-        self._batches: dict[int, OperatorGraph] = {}
 
     @cached_property
     def aligned(self) -> tuple[OperatorGraph, Decisions]:
@@ -50,9 +49,7 @@ class NetworkTables:
 
     def at_batch(self, batch: int) -> OperatorGraph:
         """The graph at another batch."""
-        if batch not in self._batches:
-            self._batches[batch] = at_batch(self.graph, batch)
-        return self._batches[batch]
+        return at_batch(self.graph, batch)
 
     def tables(self, key: tuple[object, ...], make: Callable[[], StageTables]) -> StageTables:
         """The tables of `key`, which names everything that they depend on beside the graph; made where there are none.

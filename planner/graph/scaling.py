@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import gcd
+from weakref import finalize
 
 from planner.graph.operator_graph import DTYPE_BYTES, Argument, Node, OperatorGraph, Role, TensorRef, TensorSpec
 from planner.graph.statistics import wide_nodes
@@ -21,12 +22,27 @@ EIGHT_BIT_MULTIPLE = 16
 def at_batch(graph: OperatorGraph, batch: int) -> OperatorGraph:
     """Return the graph with a micro-batch of `batch` samples over the whole mesh.
 
-    Dims that grow with the batch are scaled, and the work of every node that touches one.
+    Dims that grow with the batch are scaled, and the work of every node that touches one. What was made of a graph is
+    kept as long as the graph is.
     """
     if batch < 1:
         raise InputError(f"batch size {batch} is not positive; give a whole number of samples")
     if batch == graph.batch_size:
         return graph
+    key = id(graph)
+    if key not in _SCALED:
+        _SCALED[key] = {}
+        finalize(graph, _SCALED.pop, key, None)
+    made = _SCALED[key]
+    if batch not in made:
+        made[batch] = _scaled(graph, batch)
+    return made[batch]
+
+
+_SCALED: dict[int, dict[int, OperatorGraph]] = {}
+
+
+def _scaled(graph: OperatorGraph, batch: int) -> OperatorGraph:
     old = graph.batch_size
     scaled: dict[TensorSpec, TensorSpec] = {}
 
