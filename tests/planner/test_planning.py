@@ -278,7 +278,7 @@ def test_a_strategy_that_the_operator_cannot_take_is_refused(plan: Plan, rules: 
 
 def test_a_strategy_that_does_not_divide_is_refused(plan: Plan) -> None:
     uneven = replace(plan, micro_batch=1, micro_batches=16, mesh=replace(plan.mesh, axes=(plan.mesh.axes[0],)))
-    three = replace(uneven.mesh.axes[0], size=3)
+    three = uneven.mesh.axes[0]._replace(size=3)
     refused(replace(uneven, mesh=replace(uneven.mesh, axes=(three,))), "does not divide")
 
 
