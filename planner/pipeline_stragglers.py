@@ -157,7 +157,9 @@ class _Cluster:
         """The plan where all links of `levels` are slow; every operator on the stream of its kind."""
         if levels not in self._lowered:
             slow = slow_cluster(self.hardware, {level: self.shares[level] for level in sorted(levels)})
-            self._lowered[levels] = self.lower(replace(slow, overlaps_communication=True))
+            speed = self.hardware.overlap_compute_speed if self.hardware.overlaps_communication else 1.0
+            apart = replace(slow, overlaps_communication=True, overlap_compute_speed=speed)
+            self._lowered[levels] = self.lower(apart)
         return self._lowered[levels]
 
     def step_s(

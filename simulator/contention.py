@@ -65,7 +65,7 @@ def segment_transfers(
 ) -> tuple[Transfers | None, ...]:
     """Transfers of every segment whose tasks take `times`; None where it is enough to know how long messages take.
 
-    That is where nothing overlaps, and where axes have links of their own and overlap slows nothing.
+    That is where nothing overlaps, and where axes have links of their own and overlap slows no message.
     """
     if not hardware.overlaps_communication:
         return (None,) * len(program.segments)
@@ -85,8 +85,7 @@ def _transfers(
     streams = {segment.tasks[i].stream for tasks in messages.values() for i in tasks}
     flows = tuple(sorted((axis, collective) for collective, axis in messages)) if len(streams) > 1 else ()
     shared = _shared(hardware, program.devices, program.axes, flows)
-    slows = hardware.overlap_compute_speed != 1 or hardware.overlap_transfer_speed != 1
-    if not messages or not (shared.capacity.size or slows):
+    if not messages or not (shared.capacity.size or hardware.overlap_transfer_speed != 1):
         return None
     shapes = group_shapes(program, hardware)
     alone = np.zeros(len(segment.tasks))

@@ -126,12 +126,14 @@ class _TableRun:
                 yield from self._meet(task)
             else:
                 starts[task] = environment.now
+                flows.start(task)
                 if latency[task] > 0.0:
                     yield environment.timeout(latency[task])
                 if is_flow[task]:
                     yield flows.begin(task)
                 elif amount[task] > 0.0:
                     yield environment.timeout(amount[task])
+                flows.stop(task)
                 ends[task] = environment.now
             self.unfinished -= 1
             if task in awaited:
@@ -149,12 +151,14 @@ class _TableRun:
             return
         for member in meeting.members:
             self.starts[member] = self.environment.now
+        self._flows.start(owner)
         if self._latency[owner] > 0.0:
             yield self.environment.timeout(self._latency[owner])
         if self._flows.is_flow[owner]:
             yield self._flows.begin(owner)
         elif self._amount[owner] > 0.0:
             yield self.environment.timeout(self._amount[owner])
+        self._flows.stop(owner)
         for member in meeting.members:
             self.ends[member] = self.environment.now
         meeting.ended.succeed()

@@ -90,12 +90,11 @@ def run(table: TaskTable) -> Times:
 
 def _run_checked(table: TaskTable) -> Times:
     groups = group_tasks(table)
-    if groups.overlap_slows:
-        times = _run_events(groups)
-    elif not table.links.size and (table.meeting < 0).all() and _waits_for_earlier_only(table):
+    alone = not table.links.size and not groups.overlap_slows and (table.meeting < 0).all()
+    if alone and _waits_for_earlier_only(table):
         times = _run_in_order(groups)
     else:
-        joined = chains(table) if table.size >= SMALLEST_JOINED else None
+        joined = chains(groups) if table.size >= SMALLEST_JOINED else None
         times = _run_joined(groups) if joined is None else joined.apart(_run_joined(group_tasks(joined.table)))
     if np.isnan(times[1]).any():
         raise deadlock(groups, times[1])
@@ -103,7 +102,7 @@ def _run_checked(table: TaskTable) -> Times:
 
 
 def _run_joined(groups: TaskGroups) -> Times:
-    seconds = _seconds_alone(groups)
+    seconds = None if groups.overlap_slows else _seconds_alone(groups)
     return _run_events(groups) if seconds is None else _run_streams(groups, seconds)
 
 

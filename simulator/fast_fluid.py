@@ -140,6 +140,7 @@ def advance(state: Fluid, now: float) -> None:
             task = whole
             while task >= 0:
                 s.starts[task] = now
+                count_beside(s, task, whole, 1)
                 task = s.next_member[task]
             if s.latency_s[whole] > 0.0:
                 set_key(s, whole, now + s.latency_s[whole])
@@ -156,10 +157,6 @@ def begin_work(state: Fluid, whole: int, now: float) -> None:
     s.works[whole] = 1
     s.left[whole] = s.amount[whole]
     s.since[whole] = now
-    task = whole
-    while task >= 0:
-        count_beside(s, task, 1)
-        task = s.next_member[task]
     cap = cap_of(s, whole)
     s.cap[whole] = cap
     loads = False
@@ -188,8 +185,7 @@ def end_whole(state: Fluid, whole: int, now: float) -> None:
         leave_links(s, whole)
     task = whole
     while task >= 0:
-        if s.works[whole] == 2:
-            count_beside(s, task, -1)
+        count_beside(s, task, whole, -1)
         s.ends[task] = now
         own = s.stream[task]
         s.head[own] += 1
@@ -228,11 +224,11 @@ def leave_links(state: Fluid, whole: int) -> None:
         task = s.next_member[task]
 
 
-def count_beside(state: Fluid, task: int, change: int) -> None:
-    """Count a task that begins (1) or ends (-1) to work; with the first or last of its role the other role changes."""
+def count_beside(state: Fluid, task: int, whole: int, change: int) -> None:
+    """Count a task that starts (1) or ends (-1); with the first or last of its role the other role changes."""
     s = state
     role = s.role[task]
-    if role > 0:
+    if role > 0 and (s.latency_s[whole] > 0.0 or s.amount[whole] > 0.0):
         rank = s.stream_rank[s.stream[task]]
         s.beside[3 * rank + role] += change
         edge = 1 if change > 0 else 0

@@ -269,6 +269,14 @@ class Hardware:
     def _peaks(self, kernel: Kernel) -> Mapping[str, float]:
         return {**self.peak_flops, **self.kernels[kernel].peak_flops}
 
+    @property
+    def lost_to_messages(self) -> float:
+        """Seconds of computation that a second of a message beside it costs; 0 where nothing runs beside another.
+
+        With this share l, work of W seconds and m seconds of messages beside it take ``max(W + l m, m)``.
+        """
+        return 1.0 - self.overlap_compute_speed if self.overlaps_communication else 0.0
+
     def bandwidth(self, kernel: Kernel) -> float:
         """Bytes/s that kernels of a class move, from the caches as far as they lie there."""
         model = self.kernels[kernel]

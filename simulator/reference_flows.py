@@ -45,6 +45,7 @@ class Flows:
         table = groups.table
         self._environment = environment
         self._amount = groups.amount.tolist()
+        self._lasts = ((groups.amount > 0) | (groups.latency_s > 0)).tolist()
         self._pace: list[float] = groups.pace.tolist()
         self._slows = groups.overlap_slows
         self._next_member = groups.next_member.tolist()
@@ -56,26 +57,34 @@ class Flows:
         moves = np.bincount(groups.owner, table.rate_bytes_per_s > 0, minlength=table.size) > 0
         self.is_flow = ((moves | self._slows) & (groups.amount > 0)).tolist()
         self._on_link: dict[int, dict[Flow, None]] = defaultdict(dict)
+        self._beside: dict[int, dict[int, int]] = {role: defaultdict(int) for role in self._speeds}
         self._at_work: dict[int, dict[int, dict[int, Flow]]] = {role: defaultdict(dict) for role in self._speeds}
         self._changed: dict[Flow, None] = {}
         self._settling = False
         self._uses_numbers: dict[tuple[tuple[int, float], ...], int] = {}
         self._known: dict[tuple[tuple[int, float], ...], list[float]] = {}
 
+    def start(self, whole: int) -> None:
+        """Let a whole start: what runs in the other role on the ranks of its members is slowed from now on."""
+        if self._slows:
+            self._count(whole, 1)
+
+    def stop(self, whole: int) -> None:
+        """Let a whole end, whether it worked or only took its latency."""
+        if self._slows:
+            self._count(whole, -1)
+
     def begin(self, whole: int) -> simpy.Event:
         """Let a whole begin its work; the event is its end."""
         flow = Flow(whole, self._environment.event(), self._amount[whole])
-        task = self._next_member[whole]
-        while task >= 0:
-            flow.members.append(task)
-            task = self._next_member[task]
+        flow.members = self._members(whole)
         for member in flow.members:
             for use in range(self._offsets[member], self._offsets[member + 1]):
                 if self._weights[use] > 0.0:
                     flow.uses += ((self._links[use], self._weights[use]),)
                     self._on_link[self._links[use]][flow] = None
-            if self._slows:
-                self._count(member, flow)
+            if self._slows and self._role[member] in self._speeds:
+                self._at_work[self._role[member]][self._rank[member]][member] = flow
         flow.cap = self._cap(flow)
         if flow.uses:
             flow.uses_number = self._uses_numbers.setdefault(flow.uses, len(self._uses_numbers))
@@ -94,28 +103,33 @@ class Flows:
             on_link.pop(flow, None)
             for other in on_link:
                 self._change(other)
-        if self._slows:
-            for member in flow.members:
-                self._count(member, None)
+        for member in flow.members if self._slows else ():
+            if self._role[member] in self._speeds:
+                del self._at_work[self._role[member]][self._rank[member]][member]
         self._changed.pop(flow, None)
         flow.ended.succeed()
 
-    def _count(self, member: int, flow: Flow | None) -> None:
-        """Count a member that begins to work, or ends where there is no flow.
+    def _members(self, whole: int) -> list[int]:
+        members = [whole]
+        while (following := self._next_member[members[-1]]) >= 0:
+            members.append(following)
+        return members
+
+    def _count(self, whole: int, change: int) -> None:
+        """Count the members of a whole that starts (1) or ends (-1), if it takes any time.
 
         What computes on a rank is slowed by whether something transfers there, and the other way round.
         """
-        rank, role = self._rank[member], self._role[member]
-        if role not in self._speeds:
+        if not self._lasts[whole]:
             return
-        beside = self._at_work[role][rank]
-        if flow is None:
-            del beside[member]
-        else:
-            beside[member] = flow
-        if len(beside) == (flow is not None):
-            for other in self._at_work[COMPUTES + TRANSFERS - role][rank].values():
-                self._change(other)
+        for member in self._members(whole):
+            rank, role = self._rank[member], self._role[member]
+            if role not in self._speeds:
+                continue
+            self._beside[role][rank] += change
+            if self._beside[role][rank] == (change > 0):
+                for other in self._at_work[COMPUTES + TRANSFERS - role][rank].values():
+                    self._change(other)
 
     def _change(self, flow: Flow) -> None:
         self._changed[flow] = None
@@ -152,7 +166,7 @@ class Flows:
         cap = inf
         for member in flow.members:
             role, pace = self._role[member], self._pace[member]
-            if role in self._speeds and self._at_work[COMPUTES + TRANSFERS - role][self._rank[member]]:
+            if role in self._speeds and self._beside[COMPUTES + TRANSFERS - role][self._rank[member]]:
                 pace *= self._speeds[role]
             cap = min(cap, pace)
         return cap

@@ -121,7 +121,8 @@ def straggling_step(program: Program, hardware: Hardware, factors: FloatArray) -
 
     No rank is later than if all computed as slowly as the slowest one, and that one is as late: it meets the
     others in collectives, but none of them keeps it waiting. So the step is that of the largest factor on all
-    ranks: exactly where axes share no links, nearly where they do. Communication is not slowed.
+    ranks: exactly where axes share no links and messages slow no kernels, nearly where they do. Communication is not
+    slowed.
     """
     slowest = float(np.max(factors))
     times = task_times(program, hardware)

@@ -1,6 +1,7 @@
 """Tables with fewer tasks: tasks that run one right after the other become one, and their times are told apart behind.
 
-That is exact where a task's pace does not change while it runs: it shares no link, and overlap slows nothing.
+Where overlap slows nothing, those that share no link run at one pace. Where it slows computation, kernels are joined,
+and the pace at which a rank computed follows from when it transferred.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from simulator.task_groups import tasks_by_stream
+from simulator.task_groups import COMPUTES, TRANSFERS, TaskGroups, tasks_by_stream
 from simulator.task_table import FloatArray, IntArray, TaskTable
 
 Times = tuple[FloatArray, FloatArray]
@@ -24,21 +25,23 @@ class Chains:
     order : (T,) the tasks, chain by chain
     first : (C,) place in ``order`` of each chain's first task
     seconds : (T,) of the tasks in that order
+    role : (C,) what chains do while they run, as far as that slows something
     """
 
     table: TaskTable
     order: IntArray
     first: IntArray
     seconds: FloatArray
+    role: IntArray
 
     def apart(self, times: Times) -> Times:
         """Times of the tasks from those of the chains; a chain ends when its last task does, to the bit."""
         lengths = np.diff(self.first, append=len(self.order))
-        begin, end = (np.repeat(values, lengths) for values in times)
+        end = np.repeat(times[1], lengths)
         passed = np.cumsum(self.seconds)
         passed -= np.repeat((passed - self.seconds)[self.first], lengths)
         last = self.first + lengths - 1
-        done = np.minimum(begin + passed, end)
+        done = np.minimum(self._when(times, passed, lengths), end)
         done[last] = times[1]
         starts, ends = np.empty(len(self.order)), np.empty(len(self.order))
         ends[self.order] = done
@@ -47,15 +50,53 @@ class Chains:
         starts[self.order] = started
         return starts, ends
 
+    def _when(self, times: Times, passed: FloatArray, lengths: IntArray) -> FloatArray:
+        """(T,) when each chain has done the seconds ``passed`` of its work.
 
-def chains(table: TaskTable) -> Chains | None:
+        A rank's computation advances by C(t) seconds up to a time t: by 1 a second, by ``compute_speed`` while it
+        transfers. A chain that begins at b has done w seconds at ``C^-1(C(b) + w)``.
+        """
+        begin = np.repeat(times[0], lengths)
+        found = begin + passed
+        ranks = self.table.stream_rank[self.table.stream]
+        transfers = (self.role == TRANSFERS) & (times[1] > times[0])
+        for rank in np.unique(ranks[transfers]):
+            own = transfers & (ranks == rank)
+            moments, done = _computed(times[0][own], times[1][own], self.table.compute_speed)
+            slowed = np.flatnonzero(np.repeat((ranks == rank) & (self.role == COMPUTES), lengths))
+            target = _advanced(begin[slowed], moments, done) + passed[slowed]
+            found[slowed] = np.maximum(_advanced(target, done, moments), begin[slowed])
+        return found
+
+
+def _advanced(values: FloatArray, places: FloatArray, results: FloatArray) -> FloatArray:
+    """Linear between the ascending ``places``, by 1 for each behind the last, and ascending to the bit."""
+    above = np.append(results[1:], np.inf)[np.searchsorted(places, values, side="right") - 1]
+    behind = np.maximum(values - places[-1], 0.0)
+    found: FloatArray = np.minimum(np.interp(values, places, results) + behind, above)
+    return found
+
+
+def _computed(starts: FloatArray, ends: FloatArray, speed: float) -> Times:
+    """Moments at which transfers start or end, and the seconds of work that a rank can have computed by then."""
+    order = np.argsort(np.concatenate([starts, ends]), kind="stable")
+    moments = np.concatenate([[0.0], np.concatenate([starts, ends])[order]])
+    change = np.repeat([1, -1], [len(starts), len(ends)])[order]
+    pace = np.where(np.concatenate([[0], np.cumsum(change)[:-1]]) > 0, speed, 1.0)
+    return moments, np.concatenate([[0.0], np.cumsum(np.diff(moments) * pace)])
+
+
+def chains(groups: TaskGroups) -> Chains | None:
     """Join tasks without links and meetings that wait for nothing but the task before, for which nothing else waits.
 
-    None where no two tasks can be joined.
+    Where overlap slows, those that compute alone, without latency. None where no two tasks can be joined.
     """
+    table = groups.table
     size = table.size
     offsets, order = tasks_by_stream(table.stream, len(table.stream_rank))
     plain = (table.meeting < 0) & (np.diff(table.link_offsets) == 0)
+    if groups.overlap_slows:
+        plain &= (groups.role == COMPUTES) & (table.latency_s == 0)
     awaited = np.zeros(size, dtype=bool)
     awaited[table.dependencies] = True
     free = plain & (np.diff(table.dependency_offsets) == 0)
@@ -87,7 +128,7 @@ def chains(table: TaskTable) -> Chains | None:
         link_weights=table.link_weights[_rows(table.link_offsets[head], used)],
         label=table.label[head] if len(table.label) else table.label,
     )
-    return Chains(table=joined, order=order, first=first, seconds=seconds)
+    return Chains(table=joined, order=order, first=first, seconds=seconds, role=groups.role[head])
 
 
 def _offsets(counts: IntArray) -> IntArray:

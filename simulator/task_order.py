@@ -12,7 +12,7 @@ import numpy as np
 from simulator.columns import ProgramColumns, SegmentColumns
 from simulator.contention import Transfers
 from simulator.errors import ProgramError
-from simulator.program import COMPUTE_STREAM, Segment
+from simulator.program import COMPUTE_STREAM, HOST, Segment
 from simulator.task_table import FloatArray, IntArray, StreamKind, TaskTable
 
 Streams = dict[str, Sequence[int]]
@@ -87,9 +87,11 @@ def segment_table(
     compute_speed: float,
     transfer_speed: float,
 ) -> TaskTable:
-    """A segment of known times as the task table of one rank; what is not on the compute stream communicates."""
+    """A segment of known times as the task table of one rank; what the host moves slows nothing."""
     names, stream = streams
-    kinds = (StreamKind.COMPUTE if name == COMPUTE_STREAM else StreamKind.COMMUNICATION for name in names)
+    # The stream of copies to and from the host has the name of their axis.
+    kind = {COMPUTE_STREAM: StreamKind.COMPUTE, HOST: StreamKind.COPY}
+    kinds = (kind.get(name, StreamKind.COMMUNICATION) for name in names)
     return TaskTable(
         stream=stream,
         stream_rank=np.zeros(len(names), dtype=np.int64),

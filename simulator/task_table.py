@@ -17,9 +17,11 @@ To be exact:
   member, and a link carries ``link_weights`` x the bytes/s of each member that crosses it. It is one flow of the
   fair sharing, of as many bytes as its largest transfer.
 - A member *computes* if it is no transfer and on a `COMPUTE` stream; it *transfers* if it is on a `COMMUNICATION`
-  stream (seconds or bytes) or a transfer on a `COMPUTE` stream. A `COPY` stream does neither. Only work counts, not
-  latency nor waiting: a rank computes and transfers at the same time while one of its tasks of each sort works.
-  A computing member's speed is then ``compute_speed`` s/s, a transferring one's cap ``transfer_speed`` x its rate.
+  stream (seconds or bytes) or a transfer on a `COMPUTE` stream. A `COPY` stream does neither. A rank computes and
+  transfers at the same time while one of its tasks of each sort runs, from start to end, latency included: what sends
+  holds its part of the device also while nothing moves. Waiting does not count.
+  A computing member works then at ``compute_speed`` s/s, a transferring one at most at ``transfer_speed`` x its rate;
+  latencies take their time.
 - All that ends or begins at one time does so before shares are found anew. Nothing depends on the order of
   simultaneous events: streams fix every order, and shares of no duration move nothing.
 

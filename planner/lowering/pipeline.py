@@ -17,7 +17,7 @@ from planner.lowering.overflow import FLAG_BYTES, check_task, checks_gradients, 
 from planner.lowering.placed import PlacedGraph, local_share
 from planner.lowering.representatives import Representatives, representatives
 from planner.lowering.sums import summed
-from planner.lowering.unit_work import Mark, UnitWork, units_work
+from planner.lowering.unit_work import BESIDE, KERNELS, MESSAGES, Mark, UnitWork, units_work
 from planner.lowering.work import Work
 from planner.strategy.plan import Plan
 from planner.work import update_traffic
@@ -27,9 +27,9 @@ from simulator.errors import InputError, StrategyError
 from simulator.hardware import Hardware
 from simulator.pipeline_memory import PipelineBytes
 from simulator.pipeline_operators import FIRST, LAST, PLAIN, OperatorCosts, Operators, action_variants
-from simulator.program import Collective, Kernel, Phase, Program, ProgramAxis, Segment, Task
+from simulator.program import DISK, HOST, Collective, Kernel, Phase, Program, ProgramAxis, Segment, Task
 from simulator.schedules import ActionKind, Schedule, make_schedule
-from simulator.task_table import FloatArray
+from simulator.task_table import BoolArray, FloatArray
 from simulator.timing import host_message_time, program_times
 from simulator.topology import GroupShape
 
@@ -138,8 +138,11 @@ def lower_pipeline(
     )
     met, computing = in_caches(hardware, _held_bytes(sizes), plan.devices), _computing(plan)
     seconds = _seconds(lowering, met, computing)
+    pairs = bool(schedule.paired.any())
+    # What the host moves takes nothing from kernels.
+    slowing = seconds * [task.axis not in (HOST, DISK) for task in work.tasks] * hardware.lost_to_messages
     made = {
-        key: {place: _operators(draft, seconds, hardware) for place, draft in passes.items()}
+        key: {place: _operators(draft, seconds, slowing, hardware, pairs) for place, draft in passes.items()}
         for key, passes in drafts.items()
     }
     kinds = {ActionKind(int(kind)) for kind in np.unique(schedule.kind)}
@@ -250,17 +253,47 @@ def _stages_of(schedule: Schedule) -> list[list[int]]:
 # Passes
 
 
-def _operators(draft: Draft, seconds: FloatArray, hardware: Hardware) -> Operators:
-    rows = [len(after) for after in draft.after]
-    streams = draft.stream if hardware.overlaps_communication else [0] * len(draft.stream)
-    return Operators(
-        seconds=np.array([float(sum(seconds[n] for n in numbers)) for numbers in draft.tasks]),
-        communication=np.array(streams, dtype=np.int64),
-        dependency_offsets=np.concatenate(([0], np.cumsum(rows))).astype(np.int64),
-        dependencies=np.array([n for after in draft.after for n in after], dtype=np.int64),
-        ahead=np.array(draft.ahead),
-        output=draft.output,
+def _operators(draft: Draft, seconds: FloatArray, slowing: FloatArray, hardware: Hardware, pairs: bool) -> Operators:
+    """Times of the operators of a pass; what messages that may hide take from kernels stands before each among them.
+
+    A rank with kernels to run loses that much, whichever they are, and one that waits for the message loses nothing.
+    """
+    streams = draft.stream
+    taken, lost = (
+        np.array([float(sum(each[n] for n in numbers)) for numbers in draft.tasks]) for each in (seconds, slowing)
     )
+    slows = _may_hide(draft, pairs) & (lost > 0)
+    place = np.arange(len(streams)) + np.cumsum(slows)
+    rows = np.zeros(len(streams) + int(slows.sum()), dtype=np.int64)
+    rows[place] = [len(after) for after in draft.after]
+    kind, lasts, ahead = np.full(len(rows), KERNELS), np.zeros(len(rows)), np.zeros(len(rows), dtype=np.bool_)
+    kind[place] = streams if hardware.overlaps_communication else KERNELS
+    lasts[place], ahead[place] = taken, draft.ahead
+    before = place[slows] - 1
+    lasts[before], ahead[before] = lost[slows], ahead[before + 1]
+    return Operators(
+        seconds=lasts,
+        communication=kind.astype(np.int64),
+        dependency_offsets=np.concatenate(([0], np.cumsum(rows))).astype(np.int64),
+        dependencies=place[[n for after in draft.after for n in after]].astype(np.int64),
+        ahead=ahead,
+        output=int(place[draft.output]),
+    )
+
+
+def _may_hide(draft: Draft, pairs: bool) -> BoolArray:
+    """(operators,) messages beside which kernels run: those that the next kernel of the pass does not wait for.
+
+    Behind the other pass of a pair hides any.
+    """
+    found, awaited = np.zeros(len(draft.stream), dtype=np.bool_), -1
+    for number in reversed(range(len(draft.stream))):
+        if draft.stream[number] == KERNELS:
+            awaited = max((n for n in draft.after[number] if draft.stream[n] == MESSAGES), default=-1)
+        else:
+            # Messages that a pass waits for travel in their order.
+            found[number] = pairs or draft.stream[number] == BESIDE or awaited < number
+    return found
 
 
 def _computing(plan: Plan) -> float:

@@ -27,7 +27,7 @@ from simulator.topology import axis_groups, contended, link_use, topology_graph
 from simulator.trace import write_trace
 from tests.simulator.programs import communication, program, segment, segments, task
 
-DGX = replace(load_profile("dgx-a100"), training={})
+DGX = replace(load_profile("dgx-a100"), training={}, overlap_compute_speed=1.0)
 Simulate = Callable[..., Timeline]
 ENGINES = pytest.mark.parametrize("simulate", [engine.simulate, fast_engine.simulate], ids=["reference", "fast"])
 NODES: tuple[ProgramAxis, ...] = (
@@ -111,9 +111,8 @@ def messages(draw: st.DrawFn) -> Program:
 @settings(deadline=None, max_examples=60)
 @given(subject=messages(), name=st.sampled_from(("dgx-a100", "a100-pcie")), slow=st.booleans())
 def test_both_engines_on_programs_that_contend(subject: Program, name: str, slow: bool) -> None:
-    hardware = load_profile(name)
-    if slow:
-        hardware = replace(hardware, overlap_compute_speed=0.8, overlap_transfer_speed=0.7)
+    speeds = (0.8, 0.7) if slow else (1.0, 1.0)
+    hardware = replace(load_profile(name), overlap_compute_speed=speeds[0], overlap_transfer_speed=speeds[1])
     reference, fast = engine.simulate(subject, hardware), fast_engine.simulate(subject, hardware)
     times = task_times(subject, hardware)
     for one, other, seconds in zip(reference.segments, fast.segments, times, strict=True):
@@ -136,7 +135,9 @@ def test_the_profile_says_what_overlap_costs(tmp_path: Any) -> None:
     beside = (message - latency) / 0.5
     assert beside < kernel - latency
     assert timeline.segments[0].ends_s[1] == pytest.approx(latency + beside, rel=1e-9)
-    assert timeline.step_time_s == pytest.approx(kernel + 0.2 * beside, rel=1e-9)
+    assert timeline.step_time_s == pytest.approx(kernel + 0.2 * (latency + beside), rel=1e-9)
+    kept = replace(hardware, overlap_transfer_speed=1.0)
+    assert fast_engine.simulate(subject, kept).step_time_s == pytest.approx(kernel + 0.2 * message, rel=1e-9)
     assert straggling_step(subject, hardware, np.ones(32)).step_time_s == timeline.step_time_s
     write_trace(timeline, subject, tmp_path / "trace.json", hardware=hardware)
 
@@ -229,7 +230,7 @@ def every_rank(subject: Program, hardware: Hardware, part: Segment) -> TaskTable
                 after = [number[rank, before] for before in one.after]
                 stream = streams[rank, one.stream]
                 number[rank, index] = builder.task(stream, meeting=meeting, after=after, **fields)
-    return builder.build()
+    return builder.build(compute_speed=hardware.overlap_compute_speed)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +255,9 @@ def test_a_rank_stands_for_all(name: str, devices: int, tensor: int) -> None:
             tasks[index] = replace(one, after=(index - 2,))
     subject = on_nodes(*tasks, axes=axes, devices=devices)
     timeline = fast_engine.simulate(subject, hardware)
-    assert timeline.step_time_s > alone(subject, hardware).step_time_s * 1.001
+    calm = replace(hardware, overlap_compute_speed=1.0)
+    assert timeline.step_time_s >= fast_engine.simulate(subject, calm).step_time_s
+    assert timeline.step_time_s > alone(subject, calm).step_time_s * 1.001
     _, ends = fast_engine.run(every_rank(subject, hardware, subject.segments[0]))
     assert ends.max() == pytest.approx(timeline.step_time_s, rel=1e-9)
     everyone = ends.reshape(len(tasks), devices)

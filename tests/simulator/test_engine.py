@@ -10,6 +10,7 @@ import networkx as nx
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from simulator import engine, fast_engine
 from simulator.errors import ProgramError
@@ -89,6 +90,18 @@ def test_engines_agree_on_overlap_that_slows(timed: Timed) -> None:
         np.testing.assert_allclose(one.starts_s, other.starts_s, rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(one.ends_s, other.ends_s, rtol=1e-9, atol=1e-12)
     assert alone.step_time_s <= reference.step_time_s * (1 + 1e-9) <= 2 * alone.step_time_s * (1 + 1e-8)
+
+
+@ENGINES
+@given(work=st.floats(1e-3, 1.0), message=st.floats(1e-3, 1.0), speed=st.floats(0.1, 1.0))
+def test_work_beside_a_message_takes_what_profiles_say(
+    replay: Replay, work: float, message: float, speed: float
+) -> None:
+    """`Hardware.lost_to_messages`: W of work and m of a message beside it take max(W + l m, m)."""
+    timeline = replay(
+        program(segment(communication("message"), task("work"))), [np.array([message, work])], compute_speed=speed
+    )
+    assert timeline.step_time_s == pytest.approx(max(work + (1 - speed) * message, message))
 
 
 @ENGINES

@@ -121,8 +121,8 @@ def test_overlap_slows_both(run: Run) -> None:
     builder.task(copy, work=5.0)
     builder.task(elsewhere, work=5.0)
     _, ends = run(builder.build(compute_speed=0.5, transfer_speed=0.5))
-    # Beside each other from 1 s: the transfer ends at 5 s with 2 s of the computation done, 1 s is left.
-    np.testing.assert_allclose(ends, [6.0, 5.0, 5.0, 5.0], rtol=1e-12)
+    # Beside each other from 0 s, latency included: the transfer moves from 1 to 5 s, then 1.5 s of work are left.
+    np.testing.assert_allclose(ends, [6.5, 5.0, 5.0, 5.0], rtol=1e-12)
 
 
 @ENGINES

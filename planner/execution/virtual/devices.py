@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import numpy as np
@@ -116,7 +116,8 @@ def run_virtual(plan: Plan, options: VirtualOptions) -> VirtualReport:
     """
     if options.steps < 1 or (options.stretch is not None and not options.stretch > 0):
         raise InputError(f"{options.steps} steps stretched {options.stretch} times: both must be positive")
-    hardware = load_profile(plan.hardware)
+    # Devices that sleep lose nothing to messages beside them.
+    hardware = replace(load_profile(plan.hardware), overlap_compute_speed=1.0)
     links = dict(options.slow_links or {})
     slow = slow_cluster(hardware, links)
     lowered = lower_to_run(plan, plan.network)

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from planner.graph.operator_graph import Node, OperatorGraph
+from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph
 from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape
 from planner.search.configurations.space import Extent
 from planner.search.configurations.step_model import AXES, Configuration, StepModel
@@ -125,6 +125,48 @@ def _filled(configuration: Configuration, ahead: float) -> float:
     """
     share = 0.0 if configuration.pipeline == 1 else 1.0 / configuration.virtual
     return share / 3 if configuration.schedule in SPLIT else share * (1 - ahead)
+
+
+def lost_to_messages(model: StepModel, tables: StageTables, configuration: Configuration) -> float:
+    """Least seconds that messages over the data axis take from kernels in a step, shared out evenly over the ranks.
+
+    `even_bound` may grow by them. Every byte travels at the best rate of any message.
+    """
+    c, lost = configuration, model.hardware.lost_to_messages
+    if not lost or c.data == 1:
+        return 0.0
+    shards, stride, size = model.shards(c), c.stride("data"), DTYPE_BYTES[model.dtype]
+    elements, first = least_elements(tables)
+
+    def rate(collective: Collective, ranks: int, apart: int) -> float:
+        return size * least_byte_s(model.hardware, collective, ranks, apart)
+
+    gather, scatter = (rate(one, shards, stride) for one in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER))
+    sums = elements / shards * rate(Collective.ALL_REDUCE, c.data // shards, stride * shards)
+    if c.optimizer_sharding == "zero3":
+        # Gathered forward and backward; what begins the network is read forward only.
+        sums += c.micro_batches * (elements * (gather + scatter) + (elements - first) * gather)
+    else:
+        times = c.micro_batches if c.optimizer_sharding == "zero2" else 1
+        sums += elements * (gather + times * scatter)
+    return lost * sums / c.pipeline
+
+
+@lru_cache(maxsize=256)
+def least_elements(tables: StageTables) -> tuple[float, float]:
+    """Least trained elements that the ranks of one pipeline hold together, and those of the first unit."""
+    least = [float((u.parameter_elements + u.expert_elements).min(initial=np.inf)) for u in tables.units]
+    counts = [unit.count for unit in tables.chain.units]
+    return sum(count * elements for count, elements in zip(counts, least, strict=True)), least[0]
+
+
+@lru_cache(maxsize=4096)
+def least_byte_s(hardware: Hardware, collective: Collective, size: int, stride: int) -> float:
+    """Least seconds of a byte in a message of any size of `_PAYLOADS`, in groups of `size` ranks, `stride` apart."""
+    if size == 1:
+        return 0.0
+    seconds = message_time(hardware, collective, _PAYLOADS, group_shape(hardware, size, stride))
+    return float((seconds / _PAYLOADS).min())
 
 
 def standing_bytes(model: StepModel, tables: StageTables, configuration: Configuration) -> float:

@@ -21,6 +21,7 @@ from planner.search.configurations.bounds import (
     computed_ahead,
     even_bound,
     least_memory,
+    lost_to_messages,
     memory_bound,
     never_faster,
     passes_bound,
@@ -193,7 +194,7 @@ class _Search:
             return None
         while self.later and self.later[0][0] <= self.best * NEAR and not self._enough():
             key, serial, bound, node = heapq.heappop(self.later)
-            self.others += 1
+            self.others += node.stage > Stage.STORAGE
             if self._needs_table(node):
                 heapq.heappush(self.held, (bound, serial, node))
             elif self.shapes[shape_of(node.configuration)] >= PER_SHAPE:
@@ -390,16 +391,17 @@ class _Search:
 
     def _store(self, bound: float, stored: Configuration) -> None:
         """Leave a storage out where all ranks together do not hold what stands through the step."""
-        c = stored
-        key = (self.number.of(c), c.data, c.optimizer_sharding, c.shard_size, c.offload)
+        c, tables, number = stored, self._table(stored), self.number.of(stored)
+        key = (number, c.data, c.optimizer_sharding, c.shard_size, c.offload)
         if key not in self.standing:
-            self.standing[key] = standing_bytes(self.model, self._table(c), c)
+            self.standing[key] = standing_bytes(self.model, tables, c)
         if self.standing[key] > c.pipeline * self.model.room_bytes(c):
             self.result.opened += 1
             self.misfits.append((self.standing[key] / c.pipeline, c))
             self._offload(bound, c)
         else:
-            self._push(bound, Node(Stage.STORAGE, c))
+            even = self._even_bound(tables, c, number) + lost_to_messages(self.model, tables, c)
+            self._push(max(bound, even), Node(Stage.STORAGE, c))
 
     def _time(self, bound: float, stored: Configuration) -> None:
         """Bound a storage by time alone."""

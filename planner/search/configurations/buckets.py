@@ -3,8 +3,9 @@
 Small messages pay their latency often; of large ones the last is exposed for longer, for it starts when the last
 gradient is there. With P bytes of gradients on a rank, messages of b bytes that take t(b), and a backward pass of B
 seconds of the last micro-batch, the sum of gradients is exposed for max(P/b t(b) - B, t(b)); P and B are those of an
-even share. ZeRO-1 and 2 gather parameters as well, beside the next forward pass; ZeRO-2 reduce-scatters every
-micro-batch's gradients; ZeRO-3 sums those of a unit in one message, and buckets matter between copies alone.
+even share. What messages take from the kernels beside them (`Hardware.lost_to_messages`) counts as well. ZeRO-1 and 2
+gather parameters, beside the next forward pass; ZeRO-2 reduce-scatters every micro-batch's gradients; ZeRO-3 sums those
+of a unit in one message, and buckets matter between copies alone.
 """
 
 from __future__ import annotations
@@ -57,18 +58,22 @@ def _exposed_s(
         last = _seconds(hardware, collective, ranks, apart)[number]
         return last * max(1.0, payload / bucket), last
 
+    def added(whole: float, work_s: float, last: float = 0.0) -> float:
+        return hardware.lost_to_messages * whole + max(hidden * whole - work_s, hidden * last)
+
+    hidden = 1 - hardware.lost_to_messages
     if c.optimizer_sharding == "none":
         whole, last = times(Collective.ALL_REDUCE, c.data, stride, gradient_bytes)
-        return max(whole - backward_s, last)
+        return added(whole, backward_s, last)
     among, last_among = times(Collective.ALL_REDUCE, c.data // shards, stride * shards, gradient_bytes / shards)
     if c.optimizer_sharding == "zero3":
-        return max(among - backward_s, last_among)
+        return added(among, backward_s, last_among)
     scatter, last = times(Collective.REDUCE_SCATTER, shards, stride, gradient_bytes)
     gather, _ = times(Collective.ALL_GATHER, shards, stride, gradient_bytes)
-    late = max(gather - forward_s, 0.0)
+    late = added(gather, forward_s)
     if c.optimizer_sharding == "zero2" and c.micro_batches > 1:
-        return late + c.micro_batches * max(scatter - backward_s, 0.0) + max(among - backward_s, last_among)
-    return late + max(scatter + among - backward_s, last + last_among)
+        return late + c.micro_batches * added(scatter, backward_s) + added(among, backward_s, last_among)
+    return late + added(scatter + among, backward_s, last + last_among)
 
 
 @lru_cache(maxsize=1024)

@@ -37,6 +37,7 @@ def passes_beside_messages(
     usual_s: tuple[float, float, float, float],
     *,
     split: bool,
+    lost: float = 0.0,
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Seconds (ways,) of both passes of units, and of what may be put off, with what their messages expose.
 
@@ -52,9 +53,17 @@ def passes_beside_messages(
     ends : whether a unit begins, or ends, the network, (ways,) each
     usual_s : the same three of the usual kind of unit, and its gather
     split : the schedule puts weight gradients off; scatters then travel beside these, gathers beside the rest
+    lost : seconds of work that a second of messages beside it costs (`Hardware.lost_to_messages`)
+
+    Notes
+    -----
+    With l lost, m seconds of messages add ``l m`` to W of work, which hides the rest of them:
+    ``max(W + l m, m) = l m + max(W, (1 - l) m)``.
     """
     (forward_s, backward_s, late_s), (gather, scatter), (first, last) = passes_s, messages_s, ends
     usual_forward, usual_backward, usual_late, usual_gather = usual_s
+    lost_gather, lost_scatter = lost * gather, lost * scatter
+    gather, scatter, usual_gather = gather - lost_gather, scatter - lost_scatter, (1 - lost) * usual_gather
     beside = np.where(first | last, usual_backward, backward_s)
     gathered = np.where(last, usual_gather, gather)
     if split:
@@ -65,4 +74,6 @@ def passes_beside_messages(
         waits = np.maximum(gathered + scatter - beside, 0.0)
     waits = waits + np.where(last, np.maximum(gather - forward_s, 0.0), 0.0)
     ahead = np.maximum(gather - np.where(last, usual_forward, forward_s), 0.0)
-    return forward_s + np.where(first, 0.0, ahead), backward_s + np.where(first, 0.0, waits), late_s
+    forward_s = forward_s + lost_gather + np.where(first, 0.0, ahead)
+    backward_s = backward_s + lost_scatter + np.where(first, 0.0, waits + lost_gather)
+    return forward_s, backward_s, late_s + lost_scatter if split else late_s

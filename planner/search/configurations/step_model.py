@@ -25,7 +25,9 @@ of a unit takes as long as the longer of its work and its messages (`.passes`: i
 No pass is shorter than the launches of its kernels (`simulator.launches`). ``stall`` is what ZeRO-3 exposes between the
 passes of a chunk (the scatter and the gather of its first unit), and by how much the sum of the loss takes longer than
 the passes beside it. What happens at both ends of a chunk is shared out over the units, so that the objective stays a
-sum. Nothing else overlaps, and links are shared as `simulator.topology` has it for groups of one kind.
+sum. A message slows the kernels beside it: with l seconds of work lost in each (`Hardware.lost_to_messages`), W of work
+and m of messages that it hides take ``max(W + l m, m)``. Nothing else overlaps, and links are shared as
+`simulator.topology` has it for groups of one kind.
 
 Memory of a rank: parameters, gradients and optimizer states, each whole or sharded by the ZeRO level; parameters that
 are gathered for the step; gradients as large as operators write them before they are summed; activations of the
@@ -163,7 +165,8 @@ class StepModel:
         ends = c.pipeline * c.virtual / whole.units
         stall_s = stall_s + np.maximum(0.0, ends * loss_s - forward_s - backward_s)
         sync_s, last_s = self._synchronisation_s(labels, elements, c, bucket, trained)
-        behind = sync_s + np.where(np.asarray(labels.exit) < 0, loss_s, 0.0)
+        lost = self.hardware.lost_to_messages
+        behind = (1 - lost) * sync_s + np.where(np.asarray(labels.exit) < 0, loss_s, 0.0)
         if self.hardware.overlaps_communication:
             behind = behind - backward_s
         kept = labels.activation_bytes
@@ -175,8 +178,9 @@ class StepModel:
             late_s=late_s,
             stall_s=stall_s,
             once_s=self._once_s(labels, elements, forward_s, c, bucket, trained)
-            + c.pipeline / whole.units * (self._first_gather_s(c, bucket)),
-            queue_s=np.maximum(behind, last_s),
+            + lost * sync_s
+            + c.pipeline / whole.units * (1 - lost) * self._first_gather_s(c, bucket),
+            queue_s=np.maximum(behind, (1 - lost) * last_s),
             backlog_s=behind,
             activation_bytes=kept,
             resident_bytes=self.resident_bytes(labels, c),
@@ -326,7 +330,7 @@ class StepModel:
         exposed = exposed + np.where(last, gather, 0.0)
         if not self.hardware.overlaps_communication:
             exposed = np.zeros_like(exposed)
-        return self._beside(forward_s, gather), backward_s, late_s, exposed
+        return self._beside(forward_s, gather), backward_s, late_s, (1 - self.hardware.lost_to_messages) * exposed
 
     def _passes_of_stages(
         self,
@@ -340,10 +344,11 @@ class StepModel:
         first, last = np.asarray(labels.entry) < 0, np.asarray(labels.exit) < 0
         usual = max(1.0, whole.usual_elements * DTYPE_BYTES[self.dtype])
         usual_s = one_message_s(self.hardware, Collective.ALL_GATHER, usual, self.shards(c), c.stride("data"))
+        lost = self.hardware.lost_to_messages
         found_s = passes_beside_messages(
-            passes_s, messages_s, (first, last), (*whole.usual_s, usual_s), split=c.schedule in SPLIT
+            passes_s, messages_s, (first, last), (*whole.usual_s, usual_s), split=c.schedule in SPLIT, lost=lost
         )
-        return *found_s, np.where(first, 1.0, whole.inner_ends(c)) * sum(messages_s)
+        return *found_s, np.where(first, 1.0, whole.inner_ends(c)) * (1 - lost) * sum(messages_s)
 
     def _accumulation_s(
         self, labels: UnitLabels, elements: FloatArray, c: Configuration, trained: int | IntArray
@@ -369,7 +374,7 @@ class StepModel:
     def _beside(self, work_s: FloatArray, messages_s: FloatArray) -> FloatArray:
         if not self.hardware.overlaps_communication:
             return work_s + messages_s
-        return np.maximum(work_s, messages_s)
+        return np.maximum(work_s + self.hardware.lost_to_messages * messages_s, messages_s)
 
     def _once_s(
         self,
@@ -388,7 +393,7 @@ class StepModel:
             if c.optimizer_sharding != "none":
                 gather = gather + self._fused_s(Collective.ALL_GATHER, elements, shards, c.stride("data"), bucket)
             hidden = forward_s if hardware.overlaps_communication else 0.0
-            seconds = seconds + np.maximum(gather - hidden, 0.0)
+            seconds = seconds + np.maximum(gather - hidden, hardware.lost_to_messages * gather)
         return np.where(elements > 0, seconds, labels.step_s)
 
     def _update_s(self, elements: FloatArray, c: Configuration, trained: int | IntArray) -> FloatArray:

@@ -77,8 +77,10 @@ def test_a_pipeline_of_one_stage_is_the_plain_step(axes: dict[str, int], mode: s
 @schedules
 def test_ranks_share_the_work_of_one_and_the_parts_of_a_step_add_up(schedule: str, ranks: int, virtual: int) -> None:
     plan = one_stage("gpt2-tiny", LAYERS, (("data", 2), ("tensor", 2)))
-    plain = predict_plan(plan, GRAPH, HARDWARE)
-    found = predict_pipeline(pipelined(plan, GRAPH, ranks, schedule, virtual), GRAPH, HARDWARE)
+    # The last message of all, which nothing hides, would count among the kernels of a pipeline.
+    calm = replace(HARDWARE, overlap_compute_speed=1.0)
+    plain = predict_plan(plan, GRAPH, calm)
+    found = predict_pipeline(pipelined(plan, GRAPH, ranks, schedule, virtual), GRAPH, calm)
     # Terms of a tied gradient are added once a step where the chunks lie apart, not every micro-batch; and each copy
     # of DualPipe starts its own accumulators.
     less = plain.breakdown["compute_s"] - found.result.compute_s.sum()
@@ -87,6 +89,25 @@ def test_ranks_share_the_work_of_one_and_the_parts_of_a_step_add_up(schedule: st
     assert all(seconds >= -1e-12 for seconds in found.prediction.breakdown.values())
     assert found.prediction.step_time_s > plain.breakdown["compute_s"] / ranks
     assert found.prediction.mfu * found.prediction.step_time_s * ranks == pytest.approx(plain.mfu * plain.step_time_s)
+
+
+@pytest.mark.parametrize(("level", "calls"), [("zero1", 1), ("zero3", 4)])
+def test_messages_that_hide_take_their_share_from_kernels(level: str, calls: int) -> None:
+    """Sums and gathers beside passes, once a step or of every micro-batch: kernels lose their share, and no more."""
+    plan = replace(one_stage("gpt2-tiny", LAYERS, (("data", 2),), storage="sharded"), optimizer_sharding=level)
+    plan = pipelined(plan, GRAPH, 2, "1f1b")
+    calm, half = (replace(HARDWARE, overlap_compute_speed=speed) for speed in (1.0, 0.5))
+    free, slowed = (predict_pipeline(plan, GRAPH, hardware) for hardware in (calm, half))
+    work = free.lowered.work
+    counts = work.counts(free.lowered.schedule)
+    messages = [i for i, task in enumerate(work.tasks) if task.collective is not None and task.axis == "data"]
+    assert max(counts[messages]) >= calls
+    # What is done to a gradient that a message brought runs beside as well.
+    beside = [*messages, *(i for i, task in enumerate(work.tasks) if task.name.startswith("accumulate"))]
+    lost = 0.5 * float(counts[beside] @ work.seconds[beside])
+    more = slowed.result.compute_s.sum() - free.result.compute_s.sum()
+    assert 0 < more <= lost * (1 + 1e-9)
+    assert 0 < slowed.prediction.step_time_s - free.prediction.step_time_s <= more
 
 
 @schedules

@@ -15,6 +15,7 @@ from planner.search.configurations.alternatives import diverse, shape_of
 from planner.search.configurations.bounds import (
     computed_ahead,
     even_bound,
+    lost_to_messages,
     memory_bound,
     passes_bound,
     standing_bytes,
@@ -148,6 +149,7 @@ def test_no_configuration_is_faster_than_its_bounds(
         assert task_bound(task) <= best * (1 + 1e-9), c
         assert task.pieces == 1 or chain_bound(task) <= best * (1 + 1e-9), c
         assert memory_bound(task) <= best * (1 + 1e-9), c
+        assert even_bound(c, float(least @ counts), ahead) + lost_to_messages(step, tables, c) <= best * (1 + 1e-9), c
         if standing_bytes(step, tables, c) > c.pipeline * step.limit_bytes:
             assert found is None, c
 

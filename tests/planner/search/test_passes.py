@@ -22,9 +22,9 @@ def one(value: float) -> NDArray[np.float64]:
     return np.array([value])
 
 
-@given(SECONDS, SECONDS, SECONDS, SECONDS)
-def test_among_equal_units_a_pass_is_the_longer_of_work_and_messages(
-    forward: float, backward: float, gather: float, scatter: float
+@given(SECONDS, SECONDS, SECONDS, SECONDS, st.floats(0.0, 0.9))
+def test_among_equal_units_a_pass_is_the_longer_of_slowed_work_and_messages(
+    forward: float, backward: float, gather: float, scatter: float, lost: float
 ) -> None:
     found = passes_beside_messages(
         (one(forward), one(backward), one(backward / 2)),
@@ -32,9 +32,10 @@ def test_among_equal_units_a_pass_is_the_longer_of_work_and_messages(
         (np.array([False]), np.array([False])),
         (forward, backward, backward / 2, gather),
         split=False,
+        lost=lost,
     )
-    assert found[0][0] == pytest.approx(max(forward, gather))
-    assert found[1][0] == pytest.approx(max(backward, gather + scatter))
+    assert found[0][0] == pytest.approx(max(forward + lost * gather, gather))
+    assert found[1][0] == pytest.approx(max(backward + lost * (gather + scatter), gather + scatter))
 
 
 @given(SECONDS, SECONDS, SECONDS, SECONDS, st.booleans())
