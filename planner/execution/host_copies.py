@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planner.execution.communication import Message, Slots
+
 
 class HostCopies:
     """Copies on a stream of their own, in the order in which they are asked for; host memory is pinned."""
@@ -19,7 +21,7 @@ class HostCopies:
     def to_host(self, value: Tensor) -> Tensor:
         """Begin to copy a tensor to the host; its memory is given back once that has ended.
 
-        Only `from_host` may read the copy.
+        Only `bringing` may read the copy.
         """
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
@@ -28,14 +30,22 @@ class HostCopies:
         value.record_stream(self._stream)
         return there
 
-    def from_host(self, there: Tensor) -> tuple[Tensor, Any]:
-        """Begin to copy a tensor to the device, behind what was computed so far; with it what `arrived` waits for."""
-        self._stream.wait_stream(self._module.current_stream(self._device))
-        with self._module.stream(self._stream):
-            return there.to(self._device, non_blocking=True), self._stream.record_event()
+    def bringing(self, slots: Slots, source: int, target: int) -> Message:
+        """A copy to the device: `start` begins it behind what was computed so far, `finish` lets computation wait."""
+        events: list[Any] = []
 
-    def arrived(self, value: Tensor, event: Any) -> None:
-        """Let computation wait for a copy to the device."""
-        current = self._module.current_stream(self._device)
-        current.wait_event(event)
-        value.record_stream(current)
+        def start() -> None:
+            there = slots[source]
+            assert there is not None  # it has left the device before
+            self._stream.wait_stream(self._module.current_stream(self._device))
+            with self._module.stream(self._stream):
+                slots[target] = there.to(self._device, non_blocking=True)
+                events.append(self._stream.record_event())
+
+        def finish() -> None:
+            value, current = slots[target], self._module.current_stream(self._device)
+            assert value is not None  # it has been started before
+            current.wait_event(events.pop(0))
+            value.record_stream(current)
+
+        return Message(start=start, finish=finish)

@@ -251,18 +251,11 @@ class Machine:
         return _Open(message=watched, sources=frozenset(sources), targets=frozenset(targets))
 
     def _open_copy(self, instruction: HostCopy) -> _Open:
-        slots, source, target = self.slots, self.number(instruction.source), self.number(instruction.target)
-        events: list[object] = []
-
-        def start() -> None:
-            slots[target], event = self._host_copies.from_host(self.value(source))
-            events.append(event)
-
-        def finish() -> None:
-            self._host_copies.arrived(self.value(target), events.pop())
-
+        source, target = self.number(instruction.source), self.number(instruction.target)
+        message = self._host_copies.bringing(self.slots, source, target)
         watched = Message(
-            start=self._watched(instruction, START, start), finish=self._watched(instruction, FINISH, finish)
+            start=self._watched(instruction, START, message.start),
+            finish=self._watched(instruction, FINISH, message.finish),
         )
         return _Open(message=watched, sources=frozenset({source}), targets=frozenset({target}))
 

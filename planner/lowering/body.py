@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -13,6 +13,7 @@ from planner.instructions import (
     Compute,
 )
 from planner.lowering.host import disk_transfer
+from planner.lowering.kept_messages import has_inner, runs_again
 from planner.lowering.offload import Fetch, offload
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.units import NOWHERE
@@ -210,33 +211,8 @@ class Body(Writer):
     def _again(self, unit: int) -> Sequence[int]:
         """What runs again in a unit: less where it keeps what messages have brought."""
         units = self.source.units
-        if units.names[unit] not in self.source.options.keeps_messages:
-            return units.again[unit]
-        readers = (i for i in self.readers[unit] if self.graph.nodes[i].phase is Phase.BACKWARD)
-        wanted = {read for index in readers for read in self._reads_again(index)}
-        found: list[int] = []
-        for index in reversed(units.again[unit]):
-            outputs = {TensorRef(index, output) for output in range(len(self.graph.nodes[index].outputs))}
-            if not self._has_inner(index) and any(ref in outputs and not self._brought(ref, p) for ref, p in wanted):
-                found.insert(0, index)
-                wanted.update(self._reads_again(index))
-        return found
-
-    def _reads_again(self, index: int) -> Iterator[tuple[TensorRef, Placements]]:
-        """What an operator reads, but for what an attention has exchanged before."""
-        node = self.graph.nodes[index]
-        kept = len(self.exchanged.get(node.forward, ())) if node.phase is Phase.BACKWARD else 0
-        wanted = zip(node.tensor_inputs, self.source.recipe(index).inputs, strict=True)
-        yield from (read for place, read in enumerate(wanted) if not 1 <= place <= kept)
-
-    def _has_inner(self, index: int) -> bool:
-        """Whether messages travel inside an operator."""
-        return any(rule.reduced_elements or rule.messages for rule in self.source.rules[index])
-
-    def _brought(self, ref: TensorRef, wanted: Placements) -> bool:
-        """Whether messages of the forward pass have brought a tensor, up to a slice of one's own."""
-        ways = (self.source.way(placements, wanted) for placements in self.sent.get(ref, ()))
-        return any(way is not None and not self.source.volume(way) for way in ways)
+        keeps = units.names[unit] in self.source.options.keeps_messages
+        return runs_again(self, unit) if keeps else units.again[unit]
 
     def _move(self, ref: TensorRef, value: str, step: Step, phase: Phase, *, asynchronous: bool = False) -> str:
         target = super()._move(ref, value, step, phase, asynchronous=asynchronous)
@@ -318,7 +294,7 @@ class Body(Writer):
         )
         instruction = Compute(node=index, inputs=names, outputs=tuple(outputs), rules=rules, cut=self._cut(index, node))
         self._add(task, instruction, (*names, *beside[1:], *cast), tuple(writes), owners)
-        if self._has_inner(index):
+        if has_inner(self.source, index):
             self._messages_behind(index, node, phase, tuple(name for name in outputs if name))
 
     def _on_host(self, index: int, node: Node, phase: Phase) -> None:
