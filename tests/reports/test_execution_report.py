@@ -1,6 +1,8 @@
 """The report of plans that were run."""
 
 import json
+import shutil
+from importlib.resources import files
 
 import pytest
 
@@ -101,8 +103,15 @@ def test_damaged_lines_of_the_journal_do_not_count(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_goes_on_where_it_stopped(tmp_path):
+def test_the_command_goes_on_where_it_stopped(tmp_path, monkeypatch):
     """No time is left for any plan at first; then each runs once, and a third call runs none."""
+    asked = []
+
+    def calibrated(options):
+        asked.append(options.processes)
+        shutil.copy(str(files("hw_profiles") / "dgx-a100.yaml"), options.out)
+
+    monkeypatch.setattr("reports.execution.running.calibrate", calibrated)
     out, work = tmp_path / "out", tmp_path / "work"
     arguments = ["--tiny", "--out", str(out), "--work", str(work)]
     main([*arguments, "--minutes", "0"])
@@ -114,3 +123,4 @@ def test_the_command_goes_on_where_it_stopped(tmp_path):
     before = (work / JOURNAL).read_bytes()
     main(arguments)
     assert (work / JOURNAL).read_bytes() == before
+    assert asked == [2]
