@@ -16,7 +16,17 @@ from planner.graph.recompute import MODES
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.sharding.rules import InnerMessage, Rule
 from planner.strategy.file import plan_from_text, plan_to_text, read_plan, read_strategy, write_plan
-from planner.strategy.plan import Certificate, Chunk, LayerRules, NodeRules, Plan, RecomputeRange, Status
+from planner.strategy.plan import (
+    Certificate,
+    Chunk,
+    LayerRules,
+    NodeRules,
+    OffloadRange,
+    Plan,
+    RecomputeRange,
+    Status,
+    Swap,
+)
 from simulator.errors import InputError, StrategyError
 from simulator.program import Collective
 
@@ -95,7 +105,17 @@ def plans(draw: st.DrawFn) -> Plan:
     sharding = draw(st.sampled_from(["none", "zero1", "zero2", "zero3"]))
     modes = st.sampled_from(["selective", "full"])
     ranges = tuple(
-        RecomputeRange(first=draw(NAMES), last=draw(NAMES), mode=draw(modes)) for _ in range(draw(st.integers(0, 3)))
+        RecomputeRange(first=draw(NAMES), last=draw(NAMES), mode=draw(modes), messages=draw(st.booleans()))
+        for _ in range(draw(st.integers(0, 3)))
+    )
+    operators = st.lists(NAMES, max_size=2).map(tuple)
+    swapped = tuple(
+        OffloadRange(
+            first=draw(NAMES),
+            last=draw(NAMES),
+            swap=Swap(prefetch=draw(st.integers(0, 20)), operators=draw(operators)),
+        )
+        for _ in range(draw(st.integers(0, 2)))
     )
     chunks = tuple(
         Chunk(rank=draw(st.integers(0, pipeline - 1)), first=draw(NAMES), last=draw(NAMES))
@@ -119,6 +139,8 @@ def plans(draw: st.DrawFn) -> Plan:
         bucket_bytes=draw(st.integers(0, 10**9)),
         recompute=max((part.mode for part in ranges), key=MODES.index, default="none"),
         recompute_ranges=ranges,
+        offload_ranges=swapped,
+        host_embeddings=draw(st.booleans()),
         schedule=schedule,
         pipeline=pipeline,
         pipeline_stride=stride,
@@ -293,6 +315,9 @@ def assign(path: str, value: object) -> object:
         ("sharding_threshold_bytes", 5, ["sharding_threshold_bytes", "5"]),
         ("offload_optimizer", 1, ["offload_optimizer", "1"]),
         ("offload_to", "disk", ["offload_to", "'disk'", "offload_optimizer true"]),
+        ("offload_activations", True, ["offload_activations", "True"]),
+        ("offload_activations", [{"first": "blocks.0"}], ["offload_activations.0.last"]),
+        ("offload_activations", [{"first": "a", "last": "b", "prefetch": -1}], ["offload_activations.0.prefetch"]),
         ("offload_to", "tape", ["offload_to", "'tape'"]),
         ("offload_parameters", True, ["offload_parameters", "the host updates what it holds"]),
         ("context_algorithm", "ring", ["context_algorithm", "'ring'", "without"]),
