@@ -17,6 +17,7 @@ from planner.instructions import HostCopy, LoweredPlan, PassInstructions, read_v
 from planner.lowering import lower_graph, lowering_options
 from planner.lowering.pipeline import lower_pipeline
 from planner.lowering.stages import lower_stages
+from planner.planning import PlanRequest, plan_network
 from planner.prediction import predict_plan
 from planner.strategy.plan import OffloadRange, Plan, Swap, expanded_rules
 from simulator import fast_engine
@@ -134,3 +135,15 @@ def test_ranges_name_units() -> None:
     wrong = replace(offloaded(None), offload_ranges=(OffloadRange(first="blocks.0", last="blocks.9", swap=Swap()),))
     with pytest.raises(StrategyError, match=r"offload_activations.0: 'blocks.9' is no unit"):
         lowering_options(wrong, GRAPH)
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_does_with_activations_on_the_host() -> None:
+    pins = {"recompute": "none", "micro_batches": "1", "offload_optimizer": "false"}
+    request = PlanRequest(
+        network="zoo:gpt2", hardware="dgx-a100", devices=1, global_batch=160, pins=pins, top=1, sensitivity=False
+    )
+    assert not plan_network(request).candidates
+    found = plan_network(replace(request, pins={**pins, "offload_activations": "true"})).candidates[0]
+    assert found.plan.offload_ranges == (OffloadRange(first="blocks.0", last="blocks.11", swap=Swap()),)
+    assert found.prediction.peak_memory_bytes < HARDWARE.device_memory_bytes
