@@ -9,10 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from planner.cli.app import app
+from planner.graph.scaling import at_batch
 from planner.planning import PlanRequest, lower, plan_network
 from planner.request import SEARCH_MODES
-from planner.search.problem.hints import hint
-from planner.strategy.plan import Status
+from planner.search.problem.hints import first_not_kept, hint
+from planner.strategy.file import read_plan
+from planner.strategy.plan import Status, expanded_rules
 from simulator.errors import UnsupportedError
 from tests.planner.search.problems import captured
 
@@ -64,14 +66,16 @@ def test_pipelines_of_modes_that_shard_batches_are_refused_with_the_reason() -> 
         plan_network(PlanRequest(**fields), graph=captured("gpt2-tiny"))
 
 
-def test_hints_come_from_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("search_mode", ["dynamic_programming", "sharding_propagation"])
+def test_hints_come_from_a_file(tmp_path: Path, search_mode: str) -> None:
     hints = tmp_path / "hints.yaml"
     hints.write_text("- {operators: blocks.2.expand, axis: tensor, outputs: [P]}\n")
     command = ["plan", "zoo:gpt2-tiny", "--hw", "dgx-a100", "--devices", "2", "--global-batch", "8", "--pin", "tp=2"]
-    command += ["--hints", str(hints), "--json", "--out", str(tmp_path / "plan.json")]
-    done = CliRunner().invoke(app, [*command, "--search-mode", "sharding_propagation"])
+    command += ["--hints", str(hints), "--json", "--out", str(tmp_path / "plan.json"), "--search-mode", search_mode]
+    done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["search"]["mode"] == "sharding_propagation"
-    failed = CliRunner().invoke(app, command)
-    assert failed.exit_code == 2
-    assert "use --search-mode sharding_propagation" in " ".join(failed.stderr.split())
+    assert json.loads(done.stdout)["search"]["mode"] == search_mode
+    plan = read_plan(str(tmp_path / "plan.json"))
+    graph = at_batch(captured("gpt2-tiny"), plan.samples)
+    asked = hint("blocks.2.expand", "tensor", outputs=["P"])
+    assert first_not_kept(graph, expanded_rules(plan), plan.mesh.axes, (asked,)) is None
