@@ -67,7 +67,8 @@ def test_few_ways_far_from_the_best_are_not_partitioned_and_prove_as_much() -> N
     found = []
     for best in (np.inf, least / branch_and_bound.NEAR * (1 - 1e-6)):
         tried = branch_and_bound._Search(extent, model(8.0), lambda c: made_tables(network(), c, A100), 0.0, 3, 96)
-        tried.made[tried.number.of(placed)], tried.best = made_tables(network(), placed, A100), best
+        tried._table(placed)
+        tried.best = best
         tried._solve(bound, Node(Stage.BOUNDED, placed, task))
         found.append(tried)
     every, near = found
