@@ -67,7 +67,7 @@ def test_few_ways_far_from_the_best_are_not_partitioned_and_prove_as_much() -> N
     found = []
     for best in (np.inf, least / branch_and_bound.NEAR * (1 - 1e-6)):
         tried = branch_and_bound._Search(extent, model(8.0), lambda c: made_tables(network(), c, A100), 0.0, 3, 96)
-        tried._table(placed)
+        assert tried._opened(placed) is not None
         tried.best = best
         tried._solve(bound, Node(Stage.BOUNDED, placed, task))
         found.append(tried)
