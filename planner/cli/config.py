@@ -91,13 +91,15 @@ def _settings(path: Path, data: Mapping[Any, Any]) -> PlanSettings:
 class Configuration:
     """Options of the command line and a file together, and what to say of the file.
 
-    ``marks`` are for single layers of the network, and ``exchange`` says how tensors travel.
+    ``marks`` are for single layers of the network, ``exchange`` says how tensors travel, and ``stored`` is the strategy
+    file that the plan is read from, empty where it is searched.
     """
 
     settings: PlanSettings
     notes: tuple[str, ...] = ()
     marks: Marks | None = None
     exchange: Exchange = UNASKED
+    stored: str = ""
 
 
 def with_config(given: PlanSettings, path: Path) -> Configuration:
@@ -119,7 +121,8 @@ def with_config(given: PlanSettings, path: Path) -> Configuration:
         settings = merged(given, _with_modes(file, translated))
         settings, marks, notes = _checked(settings, translated)
         exchange = translated.exchange
-    return Configuration(settings=settings, notes=(*translated.notes, *notes), marks=marks, exchange=exchange)
+    told = (*translated.notes, *notes)
+    return Configuration(settings=settings, notes=told, marks=marks, exchange=exchange, stored=translated.stored)
 
 
 def _with_modes(file: PlanSettings, translated: Translated) -> PlanSettings:
@@ -142,7 +145,6 @@ def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettin
     from planner.networks import load_network
 
     pins, notes = read_pins(settings.pin), []
-    translated.check_supported()
     used, idle = used_devices(pins, settings.devices)
     if translated.configured:
         settings = settings.model_copy(update={"devices": used})

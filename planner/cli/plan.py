@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -116,12 +117,31 @@ def _run(terminal: Terminal, found: Configuration, config: Path | None, *, debug
     settings = found.settings
     request = _request(settings, found)
     path = settings.out or "strategy.json"
-    check_out("--out", path, (settings.hw, settings.hints, config))
+    check_out("--out", path, (settings.hw, settings.hints, config, found.stored or None))
     with terminal.working(f"planning {request.network} for {request.devices} devices"):
-        result = plan_network(request)
-    if debug:
+        result = _stored(request, found.stored) if found.stored else plan_network(request)
+    if debug and result.timings:
         terminal.note("; ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in result.timings.items()))
     _finish(terminal, request, result, path, several=settings.top is not None)
+
+
+def _stored(request: PlanRequest, source: str) -> PlanResult:
+    """The plan of a strategy file, as the one candidate of a search."""
+    from planner.context.entry import read_stored
+    from planner.one_stage import Candidate
+    from planner.planning import PlanResult, capture_for
+
+    started = time.perf_counter()
+    graph = capture_for(request)
+    captured = time.perf_counter()
+    plan, prediction = read_stored(request, graph, source)
+    return PlanResult(
+        status=plan.certificate.status,
+        candidates=(Candidate(plan=plan, prediction=prediction, reason=""),),
+        elapsed_s=time.perf_counter() - captured,
+        capture_s=captured - started,
+        messages=(f"the plan is that of {source}, as strategy_ckpt_load_file asks; nothing was searched",),
+    )
 
 
 def _request(settings: PlanSettings, found: Configuration) -> PlanRequest:

@@ -85,7 +85,7 @@ def plan(
     graph = capture_for(request)
     result = None
     if source:
-        found, prediction = _read(request, graph, source)
+        found, prediction = read_stored(request, graph, source)
     else:
         result = plan_network(request, graph=graph)
         if not result.candidates:
@@ -103,7 +103,16 @@ def _file(context: AutoParallelContext, key: str) -> str:
     return str(context.get(key)) if context.counts(key) else ""
 
 
-def _read(request: PlanRequest, graph: OperatorGraph, source: str) -> tuple[Plan, Prediction]:
+def read_stored(request: PlanRequest, graph: OperatorGraph, source: str) -> tuple[Plan, Prediction]:
+    """A plan from a strategy file for a request, with what is predicted of it.
+
+    Raises
+    ------
+    ContextError
+        The file is of another network or another number of devices, or the request asks for something else.
+    StrategyError
+        The file is wrong.
+    """
     from planner.lowering.checked import checked_graph
     from planner.prediction import predict_plan
     from planner.strategy.file import read_plan

@@ -85,15 +85,12 @@ class Translated:
         """What the keys of ``parallel`` say of messages, gradients and data."""
         return exchange_of(self._searched)
 
-    def check_supported(self) -> None:
-        """Raise UnsupportedError for a key of ``parallel`` that nothing follows yet."""
+    @property
+    def stored(self) -> str:
+        """Strategy file that the plan is read from; empty where it is searched."""
         context = self._searched
-        if context.counts("strategy_ckpt_load_file") and context.get("strategy_ckpt_load_file"):
-            path = context.get("strategy_ckpt_load_file")
-            raise UnsupportedError(
-                f"parallel.strategy_ckpt_load_file={path!r} is not supported yet: plan searches; read the file with "
-                f"`meshwright simulate {path}`, or with planner.plan"
-            )
+        counts = context.counts("strategy_ckpt_load_file")
+        return str(context.get("strategy_ckpt_load_file")) if counts else ""
 
 
 def is_mindformers(document: Mapping[Any, Any]) -> bool:

@@ -258,7 +258,6 @@ def test_what_is_wrong_is_said(
     ("parts", "words"),
     [
         ({"parallel": {"pipeline_config": {"pipeline_interleave": True}}}, ("parallel.pipeline_config",)),
-        ({"parallel": {"strategy_ckpt_load_file": "a.json"}}, ("meshwright simulate a.json",)),
         ({"parallel_config": {"context_parallel_algo": "hybrid_cp"}}, ("hybrid_cp", "ulysses_cp")),
         ({"micro_batch_interleave_num": 3}, ("micro_batch_interleave_num=3", "use 1 or 2")),
         (
@@ -335,6 +334,39 @@ def test_the_command_plans_from_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     plan = read_plan("made.json")
     assert (plan.devices, plan.degree("data"), plan.degree("tensor"), plan.recompute) == (4, 2, 2, "none")
     assert "micro_batch_num=4 is not read" in result.stderr
+
+
+def test_the_command_takes_a_stored_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {"pipeline_stage": 1, "use_seq_parallel": False}
+    document = changed(
+        parallel={"enable_alltoall": True}, parallel_config=config, recompute_config={"recompute": False}
+    )
+    Path("a.yaml").write_text(yaml.safe_dump(document))
+    command = ("plan", "zoo:mlp", "--hw", "dgx-a100", "--json")
+    first = run(*command, "--config", "a.yaml", "--top", "1", "--out", "made.json")
+    assert first.exit_code == 0, first.stderr
+    document["parallel"]["strategy_ckpt_load_file"] = "made.json"
+    Path("b.yaml").write_text(yaml.safe_dump(document))
+    again = run(*command, "--config", "b.yaml", "--out", "copy.json")
+    assert again.exit_code == 0, again.stderr
+    assert read_plan("copy.json") == read_plan("made.json")
+    made, copied = json.loads(first.stdout), json.loads(again.stdout)
+    assert copied["plan"] == made["plan"]
+    assert copied["prediction"]["step_time_s"] == pytest.approx(made["prediction"]["step_time_s"])
+    assert copied["alternatives"] == []
+    assert "the plan is that of made.json" in again.stderr
+    other = run("plan", "zoo:gpt2-tiny", "--hw", "dgx-a100", "--config", "b.yaml", "--out", "copy.json")
+    assert other.exit_code == 2
+    assert "strategy_ckpt_load_file='made.json' is of another network" in " ".join(other.stderr.split())
+    itself = run(*command, "--config", "b.yaml", "--out", "made.json")
+    assert itself.exit_code == 2
+    assert "is a file that this command reads" in itself.stderr
+    document["parallel_config"]["data_parallel"] = 1
+    Path("c.yaml").write_text(yaml.safe_dump(document))
+    contradicted = run(*command, "--config", "c.yaml", "--out", "copy.json")
+    assert contradicted.exit_code == 2
+    assert "made.json" in contradicted.stderr
 
 
 def table_of(
