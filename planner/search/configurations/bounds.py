@@ -11,7 +11,7 @@ from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape
 from planner.search.configurations.space import Extent
 from planner.search.configurations.step_model import AXES, Configuration, StepModel
 from planner.search.configurations.whole_units import chunk_times, least_ranks, least_turns, longer
-from planner.search.stages.chain_bound import cuts_bound, row_sums, unlike
+from planner.search.stages.chain_bound import chain_bound, cuts_bound, row_sums, unlike
 from planner.search.stages.fragments import BACKLOG, COLUMNS, FILL, QUEUE, RESIDENT, STEADY, FloatArray
 from planner.search.stages.rank_memory import least_busiest
 from planner.search.stages.segments import PartitionTask
@@ -221,6 +221,11 @@ def task_bound(task: PartitionTask) -> float:
     counts = np.array(task.counts, dtype=np.float64)
     even = max(float(np.ascontiguousarray(least[:, column]) @ counts) / task.ranks for column in (STEADY, _BEHIND))
     return _least_fill(task, least) + max(even, busiest)
+
+
+def time_bound(task: PartitionTask) -> float:
+    """Bound a partition by time: chains of unlike units in their boundary states, others by `task_bound`."""
+    return chain_bound(task) if unlike(task.counts, task.pieces) else task_bound(task)
 
 
 def _least_of_kinds(task: PartitionTask) -> FloatArray:

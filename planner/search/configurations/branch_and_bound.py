@@ -27,6 +27,7 @@ from planner.search.configurations.bounds import (
     passes_bound,
     standing_bytes,
     task_bound,
+    time_bound,
     weight,
 )
 from planner.search.configurations.explored import Explored, Placed, Unfit
@@ -443,7 +444,8 @@ class _Search:
             return
         task = undominated(task)
         few = task if node.width > WIDTH or lists_cuts(task) else simplified(task)
-        if few is not task and not worth_widening(task, node.width) and self._far(few):
+        if few is not task and not worth_widening(task, node.width) and time_bound(few) > self.best * NEAR:
+            # The few ways that are tried take too long for an alternative: to partition them proves nothing.
             self.unproven.append(bound)
             return
         self.result.solved += 1
@@ -479,11 +481,6 @@ class _Search:
                 self._push(placed.partition.lower_bound_s, again)
             else:
                 self.unproven.append(placed.partition.lower_bound_s)
-
-    def _far(self, few: PartitionTask) -> bool:
-        """Whether the few ways that are tried take too long for an alternative: to partition them proves nothing."""
-        least = chain_bound(few) if unlike(few.counts, few.pieces) else task_bound(few)
-        return least > self.best * NEAR
 
     def _offload(self, bound: float, stored: Configuration) -> None:
         """Where memory binds, states may move to the host, which makes nothing faster."""

@@ -50,7 +50,7 @@ from planner.graph.operator_graph import DTYPE_BYTES
 from planner.search.configurations.configuration import AXES, Configuration, unstored
 from planner.search.configurations.messages import batch_sums_s, message_s, one_message_s, sends_s
 from planner.search.configurations.passes import paced_passes, passes_beside_messages
-from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape, schedule_shape, uneven_s
+from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape, schedule_shape
 from planner.search.configurations.stored_ways import (
     JoinedUnits,
     StoredWays,
@@ -58,6 +58,8 @@ from planner.search.configurations.stored_ways import (
     holding,
     merged,
     trained_parameters,
+    uneven_passes_s,
+    untied_units,
     waiting,
 )
 from planner.search.stages.fragments import ACTIVATION, STEADY, TRANSIENT, FloatArray, Fragments, IntArray
@@ -115,7 +117,7 @@ class StepModel:
             in_flight=shape.in_flight,
             limit_bytes=self.room_bytes(configuration),
             hidden_share=shape.hidden_share,
-            uneven_s=partial(_uneven_s, configuration) if configuration.virtual > 1 else None,
+            uneven_s=partial(uneven_passes_s, configuration) if configuration.virtual > 1 else None,
             cuts=self.unit_pins.cuts,
             apart_s=joined.apart_s(stored, tables, configuration),
         )
@@ -494,16 +496,5 @@ class StepModel:
 @lru_cache(maxsize=4)
 def _joined(model: StepModel, tables: StageTables, placed: Configuration) -> JoinedUnits:
     """The units of a placed configuration: it is stored in several ways one after the other."""
-    joined = JoinedUnits.of(model.with_tied(tables, placed), tables) if tables.tied else _together(tables)
+    joined = JoinedUnits.of(model.with_tied(tables, placed), tables) if tables.tied else untied_units(tables)
     return joined.waiting(model.batch_sums_s(tables, placed))
-
-
-@lru_cache(maxsize=32)
-def _together(tables: StageTables) -> JoinedUnits:
-    """The units of all configurations with these tables where no parameter is tied."""
-    return JoinedUnits.of(tables.units, tables)
-
-
-def _uneven_s(configuration: Configuration, passes_s: FloatArray) -> float:
-    c = configuration
-    return uneven_s(c.schedule, c.pipeline, c.virtual, c.micro_batches, passes_s / c.micro_batches)

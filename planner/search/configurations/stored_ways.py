@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from planner.search.configurations.configuration import Configuration
-from planner.search.configurations.schedule_shapes import ScheduleShape, apart_s
+from planner.search.configurations.schedule_shapes import ScheduleShape, apart_s, uneven_s
 from planner.search.stages.fragments import FloatArray, Fragments, IntArray
 from planner.search.stages.outcome import Partition
 
@@ -188,6 +189,18 @@ class JoinedUnits:
             return apart_s(configuration.micro_batches, forward, backward, found.fill_s, found.busy_s)
 
         return seconds
+
+
+@lru_cache(maxsize=32)
+def untied_units(tables: StageTables) -> JoinedUnits:
+    """The units of all configurations with these tables where no parameter is tied."""
+    return JoinedUnits.of(tables.units, tables)
+
+
+def uneven_passes_s(configuration: Configuration, passes_s: FloatArray) -> float:
+    """Seconds by which uneven chunks lengthen a step; `passes_s` are those of each in all its micro-batches."""
+    c = configuration
+    return uneven_s(c.schedule, c.pipeline, c.virtual, c.micro_batches, passes_s / c.micro_batches)
 
 
 def merged(kinds: list[Fragments], counts: list[int]) -> tuple[list[Fragments], list[int]]:
