@@ -208,7 +208,11 @@ def expected(steps, micro_batches):
     return losses, weights
 
 
-@pytest.mark.parametrize("update", [PLAIN, ASYNCHRONOUS, SCATTERED], ids=["plain", "asynchronous", "scattered"])
+@pytest.mark.parametrize(
+    "update",
+    [pytest.param(PLAIN, marks=pytest.mark.slow), ASYNCHRONOUS, SCATTERED],
+    ids=["plain", "asynchronous", "scattered"],
+)
 def test_equals_plain_arithmetic(update):
     losses, weights = expected(2, 3)
     for found in run_workers(train, (lowered(3, update), 2), 2):

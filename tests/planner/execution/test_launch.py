@@ -89,7 +89,7 @@ def test_results_come_by_rank(tmp_path):
     [
         (killed, "rank 1 of 2 failed: it was ended by signal SIGKILL"),
         (raising, "rank 1 of 2 failed: ValueError: the disk is full"),
-        (hanging, "rank 0 of 2 failed: .*[Tt]imed out"),
+        pytest.param(hanging, "rank 0 of 2 failed: .*[Tt]imed out", marks=pytest.mark.slow),
     ],
 )
 def test_a_failing_rank_ends_the_others(tmp_path, function, words):
