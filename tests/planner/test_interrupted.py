@@ -28,7 +28,6 @@ def interrupted(*args, **kwargs):
 
 setattr(owner, last, interrupted)
 from planner.cli.app import app
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a runner in the background leaves it ignored
 sys.argv = ["meshwright", *sys.argv[4:]]
 app()
 """
