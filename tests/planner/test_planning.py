@@ -139,7 +139,14 @@ def test_data_parallel_splits_the_batch_even_where_that_does_not_pay() -> None:
     assert share * TINY.devices == pytest.approx(lowered.graph.flops())
 
 
-@pytest.mark.parametrize("change", [{}, {"pins": {"optimizer_sharding": "zero2"}}, {"parallel_mode": "data_parallel"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pins": {"optimizer_sharding": "zero2"}},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"parallel_mode": "data_parallel"}, marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_request_twice_gives_the_same_bytes(change: Mapping[str, object], tmp_path: Path) -> None:
     texts = []
     for _ in range(2):

@@ -73,7 +73,7 @@ def test_a_strategy_file_trains_as_one_process_does(mlp, tmp_path):
             {"dp": 2, "tp": 2, "micro_batch": 4, "optimizer_sharding": "zero3", "copies": 2},
             marks=pytest.mark.slow,
         ),
-        ("zoo:mlp", 4, 16, {"dp": 2, "tp": 2, "micro_batch": 2}),
+        pytest.param("zoo:mlp", 4, 16, {"dp": 2, "tp": 2, "micro_batch": 2}, marks=pytest.mark.slow),
         pytest.param("zoo:resnet50", 2, 4, {"dp": 2}, marks=pytest.mark.slow),
     ],
 )

@@ -30,7 +30,7 @@ def test_folded_equals_unfolded(axes: Mapping[str, int], micro_batches: int, lay
         assert one.memory_bytes == other.memory_bytes
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
 def test_other_families_folded_equal_unfolded(name: str) -> None:
     """In BERT, whose blocks end in a norm, the last block's output is read once and all others' four times."""
     graph, mesh = captured_small(name, 4), make_mesh(data=2, tensor=2)
