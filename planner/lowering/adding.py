@@ -8,6 +8,11 @@ from planner.lowering.writer import Draft
 from planner.sharding.placement import Placements
 from simulator.program import Buffer, BufferKind, Kernel, Phase, Task
 
+ACCUMULATE = "accumulate "
+"""Beginning of the names of tasks that add a gradient to its accumulator."""
+ADD_TERMS = "add gradients of "
+"""Beginning of the names of tasks that add two gradients of one parameter to each other."""
+
 
 def addition(
     source: PlacedGraph,
@@ -23,7 +28,7 @@ def addition(
     ref = source.gradient_ref(parameter)
     spec = source.graph.spec(ref)
     task = Task(
-        name=f"accumulate {source.graph.nodes[parameter].name}",
+        name=f"{ACCUMULATE}{source.graph.nodes[parameter].name}",
         phase=Phase.BACKWARD,
         stream=stream,
         kernel=Kernel.VIEW if first else Kernel.ELEMENTWISE,

@@ -11,6 +11,7 @@ import numpy as np
 
 from planner.graph.operator_graph import TensorRef
 from planner.instructions import NOTHING, Accumulate, value_of_copy
+from planner.lowering.adding import ACCUMULATE, ADD_TERMS
 from planner.lowering.groups import ALONE, BY_SIZE
 from planner.lowering.placed import PlacedGraph, placements_text
 from planner.lowering.turns import in_turn
@@ -326,7 +327,7 @@ class PassWriter:
             total = terms[0].name
             for term in terms[1:]:
                 task = Task(
-                    name=f"add gradients of {self.source.graph.nodes[mark.parameter].name}",
+                    name=f"{ADD_TERMS}{self.source.graph.nodes[mark.parameter].name}",
                     phase=Phase.BACKWARD,
                     kernel=Kernel.ELEMENTWISE,
                     dtype=self.source.graph.spec(mark.gradient).dtype,
@@ -361,7 +362,7 @@ class PassWriter:
             spec = self.source.graph.spec(value.mark.gradient)
             size = self.source.local_bytes(spec, value.placements)
             task = Task(
-                name=f"accumulate {self.source.graph.nodes[value.mark.parameter].name}",
+                name=f"{ACCUMULATE}{self.source.graph.nodes[value.mark.parameter].name}",
                 phase=Phase.BACKWARD,
                 kernel=Kernel.VIEW if self.first else Kernel.ELEMENTWISE,
                 dtype=spec.dtype,

@@ -10,6 +10,7 @@ import numpy as np
 
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.instructions import NOTHING
+from planner.lowering.adding import ACCUMULATE, ADD_TERMS
 from planner.lowering.chunk_memory import chunk_bytes, rank_bytes
 from planner.lowering.chunk_passes import Draft, chunk_drafts
 from planner.lowering.host import offloading
@@ -171,7 +172,7 @@ def lower_pipeline(
     )
 
 
-_SUMS = {"accumulate ": 1, "add gradients of ": 2}
+_SUMS = {ACCUMULATE: 1, ADD_TERMS: 2}
 """Gradients that stand beside an accumulator while one is added to it, or to another of the same parameter."""
 
 
