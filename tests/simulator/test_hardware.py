@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from simulator.errors import InputError, ProfileError
 from simulator.hardware import check_profile, describe, format_number, load_profile, profile_names, write_profile
 from simulator.program import Kernel
+from simulator.timing import host_time
 
 NAMES = [
     "a100-pcie",
@@ -72,6 +73,7 @@ def test_a_shipped_profile_keeps_the_contract(name: str) -> None:
     assert hardware.default_precision in hardware.peak_flops
     assert set(hardware.kernels) == set(Kernel)
     assert hardware.levels[-1].size == hardware.max_devices
+    assert host_time(hardware, 1e9) > 0, "states and activations may go to the host"
     assert hardware.max_devices >= 4096
     for devices in (1, hardware.devices_per_node, 2 * hardware.devices_per_node, 8, 64, 4096):
         hardware.check_devices(devices)
