@@ -15,20 +15,23 @@ from simulator.calibration.cases import Case, all_cases
 from simulator.calibration.fitting import KernelFit, Measured, fit_kernel, predict_row, split_held_out
 from simulator.calibration.launch import run_workers
 from simulator.calibration.machine import Machine, find_machine, processor_caches
-from simulator.calibration.messages import MessageTimes, Slowdown, measure_messages, measure_slowdown
+from simulator.calibration.messages import MessageTimes, measure_messages
 from simulator.calibration.pace import pace
 from simulator.calibration.profile_data import Findings, Residual, profile_data
+from simulator.calibration.slowdown import ALONE, Slowdown, factors_by_count, measure_slowdown
 from simulator.calibration.timing import interleaved_factor, lower_quartile, measure_case
 from simulator.errors import InputError
 from simulator.hardware import write_profile
 from simulator.program import Kernel
 from simulator.whole_file import check_writable
 
-MOST_ROUNDS = 3
-KERNELS_S = 60.0
+FEWEST_ROUNDS, MOST_ROUNDS = 2, 6
+AGREEMENT = 1.1
+"""Longest over shortest time of a kernel above which it is measured again."""
+KERNELS_S = 40.0
 SMALL_BYTES = 8192
 FEWEST_ROWS_TO_HOLD_BACK = 8
-SLOWDOWN_COUNTS = (1, 2, 4, 8)
+SLOWDOWN_COUNTS = (2, 4, 8)
 LARGEST_GROUP = 64
 
 Progress = Callable[[float, str], None]
@@ -78,7 +81,7 @@ def calibrate(options: CalibrateOptions, progress: Progress = lambda share, text
         progress(done / parts, f"collectives among {size} processes")
         messages.append(run_workers(measure_messages, (machine.device_type, machine.backend), size)[0])
         done += 2
-    slowdown = []
+    slowdown = [(1, ALONE)] if counts else []
     for count in counts:
         progress(done / parts, f"{count} processes sharing the cores")
         slowdown.append((count, run_workers(measure_slowdown, (machine.device_type, machine.backend), count)[0]))
@@ -103,25 +106,29 @@ def measure_kernels(device_type: str) -> KernelTimes:
     """Measure every kernel case, what small kernels cost more among others, and the pace.
 
     On a processor, what fits into its caches is measured in them as well. Rounds lie apart in time so that a passing
-    disturbance hits few of them; on a busy machine there are fewer.
+    disturbance hits few of them; kernels whose rounds agree are measured no more, so that there is time for the others.
     """
     device = torch.device(device_type, 0) if device_type != "cpu" else torch.device("cpu")
     cases = all_cases(accelerator=device_type != "cpu")
     most = 0.0 if device_type != "cpu" else ALL_BELOW * sum(astuple(processor_caches()))
     kinds = [(case, False) for case in cases] + [(case, True) for case in cases if 0 < case.bytes_moved <= most]
     begin = time.perf_counter()
-    rounds: list[list[float]] = []
-    while len(rounds) < MOST_ROUNDS and (not rounds or time.perf_counter() - begin < KERNELS_S / 2):
-        rounds.append([measure_case(case, device, turn_bytes=0 if cached else None) for case, cached in kinds])
+    times: list[list[float]] = [[] for _ in kinds]
+    paces: list[float] = []
+    while len(paces) < MOST_ROUNDS and (len(paces) < FEWEST_ROUNDS or time.perf_counter() - begin < KERNELS_S):
+        for (case, cached), found in zip(kinds, times, strict=True):
+            if len(paces) < FEWEST_ROUNDS or max(found) > AGREEMENT * min(found):
+                found.append(measure_case(case, device, turn_bytes=0 if cached else None))
+        paces.append(pace(device))
     rows = [
-        replace(_measured(case, lower_quartile(times)), cached=cached)
-        for (case, cached), *times in zip(kinds, *rounds, strict=True)
+        replace(_measured(case, lower_quartile(found)), cached=cached)
+        for (case, cached), found in zip(kinds, times, strict=True)
     ]
     small = [case for case in cases if case.dtype == "float32" and case.bytes_moved < SMALL_BYTES]
     return KernelTimes(
         rows=tuple(rows),
         mixing=1.0 if device_type != "cpu" else interleaved_factor(small, device),
-        pace_s=pace(device),
+        pace_s=lower_quartile(paces),
     )
 
 
@@ -158,6 +165,7 @@ def findings(
         if row.kernel is Kernel.MATMUL:
             best[row.dtype] = max(best.get(row.dtype, 0.0), row.flops / row.seconds)
     command = f"`meshwright calibrate --device {options.device} --processes {options.processes}`"
+    factors = factors_by_count(slowdown)
     today = dt.datetime.now(dt.UTC).date().isoformat()
     return Findings(
         machine=machine,
@@ -166,11 +174,8 @@ def findings(
         pace_s=kernels.pace_s,
         best_flops_per_s=best,
         messages=tuple(messages),
-        slowdown=tuple((count, found.mix_s / slowdown[0][1].mix_s) for count, found in slowdown),
-        class_slowdown={
-            kernel: tuple((count, found.classes_s[kernel] / alone) for count, found in slowdown)
-            for kernel, alone in (slowdown[0][1].classes_s.items() if slowdown else ())
-        },
+        slowdown=factors.get(None, ()),
+        class_slowdown={kernel: pairs for kernel, pairs in factors.items() if kernel is not None},
         residuals=tuple(residuals),
         origin=f"{command} on {today}, {machine.device_name}, torch {torch.__version__}",
     )

@@ -1,4 +1,4 @@
-"""Timing of collectives and of crowded cores, in processes started as execution starts them."""
+"""Timing of collectives, in processes started as execution starts them."""
 
 from __future__ import annotations
 
@@ -17,35 +17,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from simulator.calibration.allocations import recorded_growth
-from simulator.calibration.cases import all_cases
-from simulator.calibration.process import available_cores
-from simulator.calibration.timing import kernel_clock, measure_case, synchronize
-from simulator.program import Collective, Kernel
+from simulator.calibration.timing import middle_mean, synchronize
+from simulator.program import Collective
 
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
 """Payloads in bytes, as `simulator.program.Collective` counts them."""
 TIMEOUT = timedelta(seconds=60)
 COLLECTIVE_S = 0.2
-FEWEST_CALLS = 5
-MOST_CALLS = 60
+CALL_ROUNDS = 6
+FEWEST_CALLS = 2
+MOST_CALLS = 10
 COLD_BYTES = 48 << 20
 MOST_COPIES = 8
 FILLER_ROWS = 192
 FILLER_ELEMENTS = 1 << 19
-PARTS = 40
-MIXES_A_PART = 2
-CLASS_S = 0.05
 WORKSPACE_BYTES = 1 << 22
-SLOWED: Mapping[Kernel, tuple[str, ...]] = {
-    Kernel.MATMUL: ("mm 256x256x256", "mm 64x1024x4096", "mm 256x768x3072"),
-    Kernel.CONVOLUTION: ("conv 8x64x16x16 to 64, 3x3", "backward of conv 16x512x1x1 to 1024, 1x1"),
-    Kernel.ELEMENTWISE: ("add 524288",),
-    Kernel.ACTIVATION: ("relu 524288",),
-    Kernel.TRANSCENDENTAL: ("gelu 524288",),
-    Kernel.NORMALIZATION: ("layer norm 524288",),
-    Kernel.OPTIMIZER: ("adam 524288", "adam 4194304"),
-}
-"""Typical kernels of classes that processes on shared cores and memory slow by unlike factors."""
 OVERLAP_REPEATS = 5
 OVERLAP_BYTES = 1 << 22
 
@@ -65,23 +51,14 @@ class MessageTimes:
     workspace: Mapping[Collective, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slowdown:
-    """Seconds of a mix of kernels, and of typical kernels of single classes, while some processes run them."""
-
-    mix_s: float
-    classes_s: Mapping[Kernel, float] = field(default_factory=dict)
-
-
 def measure_messages(device_type: str, backend: str) -> MessageTimes:
     """Measure every collective at every size, as one rank of a group of all processes."""
     dist.init_process_group(backend, timeout=TIMEOUT)
     try:
-        device = _own_device(device_type)
-        seconds = {kind: tuple(_time_collective(kind, size, device) for size in SIZES) for kind in Collective}
+        device = own_device(device_type)
         return MessageTimes(
             processes=dist.get_world_size(),
-            seconds=seconds,
+            seconds=_time_collectives(device),
             overlap=_measure_overlap(device),
             resident_bytes=_resident_bytes(),
             workspace=_workspace(device),
@@ -90,77 +67,56 @@ def measure_messages(device_type: str, backend: str) -> MessageTimes:
         dist.destroy_process_group()
 
 
-def measure_slowdown(device_type: str, backend: str) -> Slowdown:
-    """Seconds of kernels while all processes run them at the same time.
-
-    Processor time tells how they disturb each other's caches and memory, and leaves other programs out; where
-    there are more processes than cores, each also waits for its turn, in proportion. Ranks of a step wait for the
-    slowest between two messages: a mix of kernels is run in short parts, and the slowest rank's of each counts; single
-    classes are measured without that, and slowed by as much.
-    """
-    dist.init_process_group(backend, timeout=TIMEOUT)
-    try:
-        device = _own_device(device_type)
-        left, right = torch.rand(256, 256, device=device), torch.rand(1 << 20, device=device)
-
-        def mix() -> None:
-            for _ in range(8):
-                torch.mm(left, left)
-                torch.add(right, right)
-
-        threads = dist.get_world_size() * torch.get_num_threads()
-        turns = max(1.0, threads / available_cores()) if device_type == "cpu" else 1.0
-        parts = _gathered(_parts(mix, device), device)
-        skew = float(np.mean(parts.max(axis=0)) / np.mean(parts))
-        classes = {kernel: turns * skew * _of_class(kernel, device) for kernel in SLOWED}
-        return Slowdown(mix_s=turns * skew * float(np.median(parts)), classes_s=classes)
-    finally:
-        dist.destroy_process_group()
-
-
-def _parts(mix: Callable[[], None], device: torch.device) -> list[float]:
-    """Processor time of every part between two meetings of all ranks."""
-    clock, seconds = kernel_clock(device), list[float]()
-    mix()
-    for _ in range(PARTS):
-        dist.barrier()
-        start = clock()
-        for _ in range(MIXES_A_PART):
-            mix()
-        synchronize(device)
-        seconds.append(clock() - start)
-    return seconds
-
-
-def _of_class(kernel: Kernel, device: torch.device) -> float:
-    """Mean over ranks of the time of a class's typical kernels, in float32."""
-    cases = [case for case in all_cases(accelerator=device.type != "cpu") if case.name in SLOWED[kernel]]
-    dist.barrier()
-    own = sum(measure_case(case, device, CLASS_S) for case in cases if case.dtype == "float32")
-    return float(np.mean(_gathered([own], device)))
-
-
-def _time_collective(collective: Collective, size: int, device: torch.device) -> float:
-    """Median seconds of a collective from when the last rank has come, with the copies and buffers execution makes.
+def _time_collectives(device: torch.device) -> dict[Collective, tuple[float, ...]]:
+    """Seconds of every collective at every size from when the last rank has come, with the copies execution makes.
 
     In a step the ranks compute between messages, meet late, find the communication threads asleep, and send what has
     left the caches: each call follows kernels that take some time and memory, and sends another buffer than the last.
-    Ranks on one machine share a clock, so that what each waits for the last does not count.
+    Ranks on one machine share a clock, so that what each waits for the last does not count. Every kind and size has its
+    turn in every round, so that what disturbs the machine for a while hits a few calls of each and not all of one; the
+    mean of the middle half of a kind's calls counts, which moves little where threads wake sometimes soon, sometimes
+    late.
     """
+    calls = {(kind, size): call for size in SIZES for kind, call in _calls(size, device).items()}
+    before = _filler(device)
+    counts = {}
+    for place, call in calls.items():  # the first calls make connections and buffers
+        call(0)
+        before()
+        once = _slowest(_loop(partial(call, 1), 2, device), device)
+        counts[place] = max(FEWEST_CALLS, min(MOST_CALLS, int(COLLECTIVE_S / max(once, 1e-6) / CALL_ROUNDS)))
+    spans: dict[tuple[Collective, int], list[tuple[float, float]]] = {place: [] for place in calls}
+    for _ in range(CALL_ROUNDS):
+        for place, call in calls.items():
+            found = spans[place]
+            for _ in range(counts[place]):
+                found.append(_span(before, partial(call, len(found)), device))
+    return {kind: tuple(_call_seconds(spans[kind, size], device) for size in SIZES) for kind in Collective}
+
+
+def _calls(size: int, device: torch.device) -> dict[Collective, Callable[[int], object]]:
+    """Every collective of a payload of `size` bytes, called with a number that picks the buffer."""
     world, rank = dist.get_world_size(), dist.get_rank()
     elements = max(world, size // 4 // world * world)
     copies = max(1, min(MOST_COPIES, COLD_BYTES // size))
     wholes = [torch.rand(elements, device=device) for _ in range(copies)]
     parts = [torch.rand(elements // world, device=device) for _ in range(copies)]
-    calls: dict[Collective, Callable[[int], object]] = {
-        Collective.ALL_REDUCE: lambda n: dist.all_reduce(wholes[n].clone()),
-        Collective.ALL_GATHER: lambda n: dist.all_gather_into_tensor(torch.empty_like(wholes[n]), parts[n]),
-        Collective.REDUCE_SCATTER: lambda n: dist.reduce_scatter_tensor(torch.empty_like(parts[n]), wholes[n]),
-        Collective.ALL_TO_ALL: lambda n: dist.all_to_all_single(torch.empty_like(wholes[n]), wholes[n]),
-        Collective.BROADCAST: lambda n: dist.broadcast(wholes[n], 0),
-        Collective.SEND: lambda n: _pass_on(wholes[n], rank, world),
+
+    def of(call: Callable[[Tensor, Tensor], object]) -> Callable[[int], object]:
+        return lambda number: call(wholes[number % copies], parts[number % copies])
+
+    return {
+        Collective.ALL_REDUCE: of(lambda whole, part: dist.all_reduce(whole.clone())),
+        Collective.ALL_GATHER: of(lambda whole, part: dist.all_gather_into_tensor(torch.empty_like(whole), part)),
+        Collective.REDUCE_SCATTER: of(lambda whole, part: dist.reduce_scatter_tensor(torch.empty_like(part), whole)),
+        Collective.ALL_TO_ALL: of(lambda whole, part: dist.all_to_all_single(torch.empty_like(whole), whole)),
+        Collective.BROADCAST: of(lambda whole, part: dist.broadcast(whole, 0)),
+        Collective.SEND: of(lambda whole, part: _pass_on(whole, rank, world)),
     }
-    call = calls[collective]
+
+
+def _filler(device: torch.device) -> Callable[[], None]:
+    """What a rank computes before a message."""
     factor = torch.rand(FILLER_ROWS, FILLER_ROWS, device=device)
     streamed = torch.rand(FILLER_ELEMENTS, device=device)
 
@@ -168,13 +124,13 @@ def _time_collective(collective: Collective, size: int, device: torch.device) ->
         torch.mm(factor, factor)
         streamed.clone()
 
-    call(0)
-    fill()
-    once = _slowest(_loop(lambda: call(0), 2, device), device)
-    count = max(FEWEST_CALLS, min(MOST_CALLS, int(COLLECTIVE_S / max(once, 1e-6))))
-    spans = np.array([_span(fill, partial(call, number % copies), device) for number in range(count)])
-    begins, ends = (_gathered(spans[:, side].tolist(), device).max(axis=0) for side in (0, 1))
-    return max(float(np.median(ends - begins)), 1e-7)
+    return fill
+
+
+def _call_seconds(spans: Sequence[tuple[float, float]], device: torch.device) -> float:
+    """Mean of the middle half of what calls take, given when each began and ended on this rank."""
+    begins, ends = (gathered([span[side] for span in spans], device).max(axis=0) for side in (0, 1))
+    return max(middle_mean((ends - begins).tolist()), 1e-7)
 
 
 def _span(before: Callable[[], object], call: Callable[[], object], device: torch.device) -> tuple[float, float]:
@@ -187,7 +143,7 @@ def _span(before: Callable[[], object], call: Callable[[], object], device: torc
     return begin, time.perf_counter()
 
 
-def _gathered(own: Sequence[float], device: torch.device) -> NDArray[np.float64]:
+def gathered(own: Sequence[float], device: torch.device) -> NDArray[np.float64]:
     """Numbers (n,) of every rank: (ranks, n)."""
     mine = torch.tensor(own, dtype=torch.float64, device=device)
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -281,7 +237,8 @@ def _measure_overlap(device: torch.device) -> float:
     return statistics.median(beside / after for beside, after in pairs)
 
 
-def _own_device(device_type: str) -> torch.device:
+def own_device(device_type: str) -> torch.device:
+    """The device of this rank."""
     if device_type == "cpu":
         return torch.device("cpu")
     device = torch.device(device_type, dist.get_rank())

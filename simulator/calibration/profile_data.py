@@ -93,9 +93,9 @@ def profile_data(found: Findings, name: str) -> Data:
     if found.slowdown:
         data["compute_slowdown"] = {
             "processes": [count for count, _ in found.slowdown],
-            "factor": [_rounded(max(1.0, factor)) for _, factor in found.slowdown],
+            "factor": [_rounded(factor) for _, factor in found.slowdown],
             "by_kernel": {
-                kernel.value: [_rounded(max(1.0, factor)) for _, factor in factors]
+                kernel.value: [_rounded(factor) for _, factor in factors]
                 for kernel, factors in found.class_slowdown.items()
             },
             "source": measured,

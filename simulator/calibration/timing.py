@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +13,15 @@ from torch import Tensor
 from simulator.calibration.cases import Case
 from simulator.calibration.machine import beyond_caches
 
+Repeated = Callable[[int], None]
+"""Does something so many times."""
 MOST_COPIES = 128
 BEYOND_ACCELERATOR_CACHES = 1 << 28
 """Twice the second-level cache of the largest accelerators."""
 REPEATS = 5
 FILLER_ELEMENTS = 1 << 17
-INTERLEAVED_S = 0.5
+INTERLEAVED_S = 1.5
+INTERLEAVED_ROUNDS = (20, 400)
 LARGEST_FACTOR = 10.0
 CASE_S = 0.04
 
@@ -35,13 +37,20 @@ def lower_quartile(seconds: Sequence[float]) -> float:
     return statistics.quantiles(seconds, n=4, method="inclusive")[0] if len(seconds) > 1 else seconds[0]
 
 
+def middle_mean(seconds: Sequence[float]) -> float:
+    """Mean of the middle half of repeated timings: outliers do not count, and two modes weigh as often as they come."""
+    ordered = sorted(seconds)
+    cut = len(ordered) // 4
+    return statistics.fmean(ordered[cut : len(ordered) - cut])
+
+
 def kernel_clock(device: torch.device) -> Callable[[], float]:
     """Clock for kernels: processor time where one thread computes, which other programs do not add to."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.process_time if alone else time.perf_counter
 
 
-def repeated_seconds(run: Callable[[int], None], device: torch.device, budget_s: float = CASE_S) -> float:
+def repeated_seconds(run: Repeated, device: torch.device, budget_s: float = CASE_S) -> float:
     """Time of one repetition: `run(n)` does n of them, n is chosen to fill the budget."""
     clock = kernel_clock(device)
     run(1)
@@ -61,7 +70,12 @@ def repeated_seconds(run: Callable[[int], None], device: torch.device, budget_s:
 
 
 def measure_case(case: Case, device: torch.device, budget_s: float = CASE_S, *, turn_bytes: int | None = None) -> float:
-    """Seconds of one call of a kernel.
+    """Seconds of one call of a kernel, called as `repeated_case` does."""
+    return repeated_seconds(repeated_case(case, device, turn_bytes=turn_bytes), device, budget_s)
+
+
+def repeated_case(case: Case, device: torch.device, *, turn_bytes: int | None = None) -> Repeated:
+    """Prepare a kernel to be called so many times.
 
     Parameters
     ----------
@@ -80,36 +94,37 @@ def measure_case(case: Case, device: torch.device, budget_s: float = CASE_S, *, 
         for index in range(count):
             runs[index % len(runs)]()
 
-    return repeated_seconds(run, device, budget_s)
+    return run
 
 
 def interleaved_factor(cases: Sequence[Case], device: torch.device) -> float:
     """How much more small kernels cost among others than each in a loop of its own.
 
     In a step every call finds the caches full of other code and data; here each small case runs after a copy
-    that does the same, whose own time is taken off.
+    that does the same, and after itself. Every call is timed on its own, in rounds that have both of every case: the
+    median call of either counts.
     """
     filler = torch.rand(FILLER_ELEMENTS, device=device)
     small = [_closure(case, _input_sets(case, device, 0)[0]) for case in cases]
-
-    def fill(count: int) -> None:
-        for _ in range(count * len(small)):
+    alone, among = ([list[float]() for _ in small] for _ in range(2))
+    begin = time.perf_counter()
+    while len(among[0]) < INTERLEAVED_ROUNDS[0] or (
+        len(among[0]) < INTERLEAVED_ROUNDS[1] and time.perf_counter() - begin < INTERLEAVED_S
+    ):
+        for act, by_itself in zip(small, alone, strict=True):
+            act()
+            by_itself.append(_call_s(act))
+        for act, behind in zip(small, among, strict=True):
             filler.clone()
-
-    def mixed(count: int) -> None:
-        for _ in range(count):
-            for act in small:
-                filler.clone()
-                act()
-
-    alone = sum(repeated_seconds(partial(_repeat, act), device) for act in small)
-    among = repeated_seconds(mixed, device, INTERLEAVED_S) - repeated_seconds(fill, device, INTERLEAVED_S)
-    return min(LARGEST_FACTOR, max(1.0, among / alone))
+            behind.append(_call_s(act))
+    ratio = sum(map(statistics.median, among)) / sum(map(statistics.median, alone))
+    return min(LARGEST_FACTOR, max(1.0, ratio))
 
 
-def _repeat(act: Callable[[], None], count: int) -> None:
-    for _ in range(count):
-        act()
+def _call_s(act: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
 
 
 def _closure(case: Case, inputs: list[Tensor], *, keeps: bool = False) -> Callable[[], None]:

@@ -3,16 +3,19 @@ import math
 import socket
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
+from simulator.calibration import timing
 from simulator.calibration.calibrate import CalibrateOptions, KernelTimes, calibrate, findings
 from simulator.calibration.cases import all_cases
 from simulator.calibration.fitting import Measured, fit_kernel, predict_row, split_held_out
 from simulator.calibration.machine import USUAL_CACHES, find_machine, processor_caches
-from simulator.calibration.messages import SIZES, MessageTimes, Slowdown
+from simulator.calibration.messages import SIZES, MessageTimes
 from simulator.calibration.profile_data import Residual, profile_data
-from simulator.calibration.timing import lower_quartile, measure_case
+from simulator.calibration.slowdown import Rounds, Slowdown, factors_by_count
+from simulator.calibration.timing import interleaved_factor, lower_quartile, measure_case, middle_mean
 from simulator.collectives import collective_time
 from simulator.errors import InputError, UnsupportedError
 from simulator.hardware import Caches, describe, load_profile, write_profile
@@ -48,7 +51,7 @@ def found():
     messages = [synthetic_messages(2), synthetic_messages(4)]
     kernels = KernelTimes(rows=tuple(synthetic_rows()), mixing=1.0, pace_s=0.02)
     slowdown = [
-        (count, Slowdown(mix_s=factor, classes_s={Kernel.OPTIMIZER: 3 * factor**1.5}))
+        (count, Slowdown(mix=factor, classes={Kernel.OPTIMIZER: factor**1.5}))
         for count, factor in ((1, 1.0), (2, 1.05), (4, 2.1), (8, 4.3))
     ]
     return findings(machine, kernels, messages, slowdown, OPTIONS)
@@ -193,6 +196,58 @@ def test_devices_that_are_not_there():
 def test_lower_quartile():
     assert lower_quartile([4.0]) == 4.0
     assert lower_quartile([1.0, 2.0, 3.0, 4.0, 100.0]) == 2.0
+
+
+def test_middle_mean_follows_how_often_two_modes_come_and_no_outlier():
+    soon, late = [0.4] * 20, [1.2] * 20
+    assert middle_mean([3.0]) == 3.0
+    assert middle_mean([*soon, *late]) == pytest.approx(0.8)
+    assert middle_mean([*soon, 50.0, 60.0]) == pytest.approx(0.4)
+
+
+def rounds(ranks, factor, speeds, skews=1.0):
+    """Rounds of a machine whose speed changes from each to the next."""
+    seconds = 0.01 / np.asarray(speeds)
+    return Rounds(alone=seconds, together=factor * seconds * np.broadcast_to(skews, (ranks, 1)))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_slowdown_is_the_same_however_the_speed_of_the_machine_changes(ranks):
+    generator = np.random.default_rng(0)
+    steady, changing = (rounds(ranks, 1.3, speeds) for speeds in (np.ones(16), generator.uniform(0.4, 2.0, 16)))
+    drifting = rounds(ranks, 1.3, np.linspace(1.0, 3.0, 16))
+    for found in (steady, changing, drifting):
+        assert found.factor == pytest.approx(1.3)
+        assert found.skew == pytest.approx(1.0)
+        assert found.agree
+
+
+def test_rounds_that_were_disturbed_for_a_while_are_run_again():
+    calm, disturbed = rounds(2, 1.1, np.ones(16)), rounds(2, 1.1, np.ones(16))
+    disturbed.together[:, 8:] *= 1.9
+    assert calm.agree
+    assert not disturbed.agree
+
+
+def test_the_slowest_rank_counts_for_all():
+    assert rounds(2, 1.0, np.ones(16), [[1.0], [1.5]]).skew == pytest.approx(1.2)
+
+
+def test_more_processes_never_slow_each_other_less():
+    found = [
+        (count, Slowdown(mix=mix, classes={Kernel.MATMUL: product}))
+        for count, mix, product in ((1, 1.0, 1.0), (2, 1.2, 0.97), (4, 1.15, 2.0))
+    ]
+    factors = factors_by_count(found)
+    assert factors[None] == ((1, 1.0), (2, 1.2), (4, 1.2))
+    assert factors[Kernel.MATMUL] == ((1, 1.0), (2, 1.0), (4, 2.0))
+    assert factors_by_count([]) == {}
+
+
+def test_small_kernels_among_others_take_at_least_as_long(monkeypatch):
+    monkeypatch.setattr(timing, "INTERLEAVED_ROUNDS", (2, 2))
+    cases = [case for case in all_cases() if case.name in ("add 256", "view 2")]
+    assert 1.0 <= interleaved_factor(cases, torch.device("cpu")) <= timing.LARGEST_FACTOR
 
 
 @pytest.mark.slow

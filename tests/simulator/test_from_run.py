@@ -12,9 +12,10 @@ from simulator.calibration.fitting import Measured
 from simulator.calibration.from_run import correct_profile, fit_factors, read_run
 from simulator.calibration.machine import find_machine
 from simulator.calibration.messages import SIZES as PAYLOADS
-from simulator.calibration.messages import MessageTimes, Slowdown
+from simulator.calibration.messages import MessageTimes
 from simulator.calibration.process import available_cores
 from simulator.calibration.profile_data import profile_data
+from simulator.calibration.slowdown import Slowdown
 from simulator.errors import InputError
 from simulator.hardware import load_profile, write_profile
 from simulator.kernels import kernel_time
@@ -35,7 +36,7 @@ def profile(tmp_path):
     kernels = KernelTimes(rows=rows, mixing=1.0, pace_s=0.02)
     seconds = {kind: tuple(2e-4 + size / 2e9 for size in PAYLOADS) for kind in Collective}
     messages = [MessageTimes(processes=2, seconds=seconds, overlap=1.0, resident_bytes=2**28)]
-    slowdown = [(count, Slowdown(mix_s=factor)) for count, factor in ((1, 1.0), (2, 1.1))]
+    slowdown = [(count, Slowdown(mix=factor)) for count, factor in ((1, 1.0), (2, 1.1))]
     found = findings(find_machine("cpu", 4), kernels, messages, slowdown, CalibrateOptions(processes=2))
     path = tmp_path / "local.yaml"
     write_profile(profile_data(found, "local"), path)
