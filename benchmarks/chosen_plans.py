@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.predicted_runs import LIMIT_S, Predictor
 from benchmarks.published_runs import NotCoveredError, Run, read_run
-from planner.planning import RESCORED
+from planner.rescoring import RESCORED
 from planner.validation.reading import read_measurements
 from simulator.errors import MeshwrightError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -15,6 +16,7 @@ from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.checked import fits_copies
 from planner.prediction import Prediction, predict_plan
 from planner.request import Pins
+from planner.rescoring import Contender, Field, rescore
 from planner.search.candidates import that_can_cut
 from planner.search.configurations.alternatives import diverse
 from planner.search.configurations.bounds import work_bound
@@ -362,22 +364,22 @@ class Configured:
 
         An interruption ends it once there is a plan, and is noted in `explored`.
         """
-        found: list[Scored] = []
-        for placed in diverse(explored.found, 1 if explored.interrupted else count):
-            try:
-                item = self._fitting(explored, placed)
-            except KeyboardInterrupt:
-                explored.interrupted = True
-                if found:
-                    break
-                item = self._fitting(explored, placed)
-            if item is not None:
-                found.append(item)
-            if found and explored.interrupted:
-                break
-        if self.hints and explored.refused and not found and not explored.unfit:
+        plans = Field(contenders=self.contenders(explored, 1 if explored.interrupted else count))
+        explored.interrupted |= rescore([plans], 1 if explored.interrupted else count)
+        self.check_kept(explored, plans.scored)
+        return plans.scored
+
+    def contenders(self, explored: Explored, count: int) -> list[Contender[Scored]]:
+        """The best plans by objective, to be simulated each so that its peak fits."""
+        return [
+            Contender(objective_s=placed.objective_s, simulate=partial(self._fitting, explored, placed))
+            for placed in diverse(explored.found, count)
+        ]
+
+    def check_kept(self, explored: Explored, scored: Sequence[Scored]) -> None:
+        """Raise ContextError where nothing is left because hints are not kept."""
+        if self.hints and explored.refused and not scored and not explored.unfit:
             raise ContextError(explored.refused)
-        return found
 
     def _not_kept(self, plan: Plan) -> str | None:
         """Which hint a plan does not keep, and for which operator."""
@@ -390,7 +392,7 @@ class Configured:
             "such as where parameters are stored, decides it; leave one of them out"
         )
 
-    def _fitting(self, explored: Explored, placed: Placed) -> Scored | None:
+    def _fitting(self, explored: Explored, placed: Placed, _best_s: float) -> Scored | None:
         limit = float(self.hardware.device_memory_bytes)
         allowed = placed.task.limit_bytes
         for _ in range(TIGHTER + 1):

@@ -1,16 +1,16 @@
-"""Plans of one stage: operators searched one by one on every mesh of data × tensor parallelism, and simulated."""
+"""Plans of one stage: operators searched one by one on every mesh of data × tensor parallelism."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.checked import fits_copies
 from planner.prediction import Prediction, predict_plan
 from planner.quantities import bytes_text
-from planner.request import Pins, PlanRequest
+from planner.rescoring import Contender
 from planner.search.candidates import NEAR_ENOUGH, ROOMY, Found, Misfit, Space, closed, explore
 from planner.search.exact.elimination import TooWideError
 from planner.search.problem.solution import Solution, node_rules, template_name
@@ -28,8 +28,6 @@ from planner.strategy.plan import (
 from simulator.errors import InputError
 
 PROOF_TOLERANCE = 1e-6
-RESCORED = 3
-"""The simulator ranks at least this many of the best plans by the additive objective."""
 _RETRIES = 3
 
 
@@ -44,42 +42,34 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneStage:
-    """What the search of operators on data × tensor meshes found."""
+    """What the search of operators on data × tensor meshes found, best first by its objective."""
 
-    scored: tuple[Candidate, ...] = ()
+    found: tuple[Found, ...] = ()
     misfits: tuple[Misfit, ...] = ()
     messages: tuple[str, ...] = ()
-    simulation_s: float = 0.0
     interrupted: bool = False
 
 
-def search_one_stage(
-    space: Space,
-    graph: OperatorGraph,
-    base: Mapping[str, object],
-    pins: Pins,
-    request: PlanRequest,
-    *,
-    refusable: bool,
-    incumbent_s: float = float("inf"),
-) -> OneStage:
-    """Search the operators of each mesh, and write plans of `graph`, whose runs may be shorter in the space.
+def search_one_stage(space: Space, *, wanted: int, refusable: bool, known_s: Sequence[float] = ()) -> OneStage:
+    """Search the operators of each mesh.
 
     Parameters
     ----------
+    wanted
+        Plans to find.
     refusable
         Whether meshes that cannot be are left to other configurations.
-    incumbent_s
-        The step of the best of those: meshes that cannot come near it are left out.
+    known_s
+        Steps of those that are known: meshes that cannot come near the best are left out.
     """
-    if not pins.one_stage:
+    if not space.pins.one_stage:
         return OneStage()
-    limit, wanted = float(space.hardware.device_memory_bytes), max(request.top, RESCORED)
+    limit = float(space.hardware.device_memory_bytes)
     explored: list[Found | Misfit] = []
     interrupted = False
     found: list[Found] = []
     try:
-        explored.extend(explore(space, limit, incumbent_s=incumbent_s, wanted=wanted))
+        explored.extend(explore(space, limit, known_s=known_s, wanted=wanted))
         found = [item for item in explored if isinstance(item, Found)]
         found = closed(space, found, limit)
     except InputError:
@@ -87,64 +77,61 @@ def search_one_stage(
             raise
     except KeyboardInterrupt:
         found = found or [item for item in explored if isinstance(item, Found)]
-        if not found:
-            raise
         interrupted = True
-    searched = time.perf_counter()
-    scored = _Scorer(space, graph, base).score(found, wanted)
     return OneStage(
-        scored=tuple(scored),
+        found=tuple(sorted(found, key=lambda item: item.solution.objective_s)),
         misfits=tuple(item for item in explored if isinstance(item, Misfit)),
         messages=tuple(dict.fromkeys(m for item in found for m in item.messages)),
-        simulation_s=time.perf_counter() - searched,
         interrupted=interrupted,
     )
 
 
-class _Scorer:
-    """Simulates solved meshes of one request."""
+@dataclass(frozen=True, kw_only=True)
+class OneStagePlans:
+    """Writes solved meshes of one request as plans of `graph`, whose runs may be shorter in the space; simulates them.
 
-    def __init__(self, space: Space, graph: OperatorGraph, base: Mapping[str, object]) -> None:
-        self.space = space
-        self.graph = graph
-        self.base = base
+    ``base`` are the fields of every plan.
+    """
 
-    def score(self, found: list[Found], top: int) -> list[Candidate]:
-        """Simulate the best by objective, with a tighter limit where the simulated peak does not fit."""
-        scored: list[Candidate] = []
-        for item in sorted(found, key=lambda f: f.solution.objective_s):
-            if len(scored) == top:
-                break
-            best = min((c.prediction.step_time_s for c in scored), default=float("inf"))
-            scored += self._fitting(item, retries=_RETRIES if item.solution.objective_s <= NEAR_ENOUGH * best else 0)
-        return sorted(scored, key=lambda c: c.prediction.step_time_s)
+    space: Space
+    graph: OperatorGraph
+    base: Mapping[str, object]
 
-    def _fitting(self, item: Found, *, retries: int) -> list[Candidate]:
-        """The item's plan, solved again with less memory until its simulated peak fits; none where it never does."""
+    def contenders(self, one: OneStage, count: int) -> list[Contender[Candidate]]:
+        """The first plans, each so that its simulated peak fits."""
+        return [
+            Contender(objective_s=item.solution.objective_s, simulate=partial(self._fitting, item))
+            for item in one.found[:count]
+        ]
+
+    def _fitting(self, item: Found, best_s: float) -> Candidate | None:
+        """The item's plan, solved again with less memory until its simulated peak fits; None where it never does."""
         space, limit = self.space, self.space.hardware.device_memory_bytes
+        retries = _RETRIES if item.solution.objective_s <= NEAR_ENOUGH * best_s else 0
         if space.search_mode != "dynamic_programming":
             item = replace(item, solution=_bounded(item, limit))
-        plan, allowed = _make_plan(space, self.graph, self.base, item), float(limit)
-        if not fits_copies(plan, self.graph):
-            return []
-        prediction = predict_plan(plan, self.graph, space.hardware)
+        prediction, plan = self._predicted(item)
+        allowed = float(limit)
         for _ in range(retries if item.solution.memory_bytes > ROOMY * limit else 0):
-            over = prediction.peak_memory_bytes - limit
+            over = 0 if prediction is None else prediction.peak_memory_bytes - limit
             if over <= 0:
                 break
             allowed -= over + 0.01 * limit
             again = _again(space, item, allowed)
             if again is None:
-                return []
+                return None
             # The bound of the tighter limit does not hold for the device's own; that of the first search does.
             bound = min(item.solution.lower_bound_s, again.solution.lower_bound_s)
             again = replace(again, solution=replace(again.solution, lower_bound_s=bound))
-            plan = _make_plan(space, self.graph, self.base, again)
-            if not fits_copies(plan, self.graph):
-                return []
-            prediction = predict_plan(plan, self.graph, space.hardware)
-        fits = prediction.peak_memory_bytes <= limit
-        return [Candidate(plan=plan, prediction=prediction, reason="")] if fits else []
+            prediction, plan = self._predicted(again)
+        if prediction is None or prediction.peak_memory_bytes > limit:
+            return None
+        return Candidate(plan=plan, prediction=prediction, reason="")
+
+    def _predicted(self, item: Found) -> tuple[Prediction | None, Plan]:
+        """What a solved mesh does; None where its copies cannot be cut so."""
+        plan = _make_plan(self.space, self.graph, self.base, item)
+        return predict_plan(plan, self.graph, self.space.hardware) if fits_copies(plan, self.graph) else None, plan
 
 
 def _bounded(item: Found, limit: float) -> Solution:

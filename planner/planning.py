@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from planner.configured import Configured
+from planner.configured import Configured, Scored
 from planner.explanations import (
     ShadowPrices,
     describe,
@@ -23,14 +24,15 @@ from planner.hosted import simulated_costs
 from planner.infeasible import why_infeasible
 from planner.lowering.checked import lower
 from planner.networks import load_network
-from planner.one_stage import Candidate, OneStage, search_one_stage
+from planner.one_stage import Candidate, OneStage, OneStagePlans, search_one_stage
 from planner.one_stage import why_infeasible as why_one_stage_does_not_fit
 from planner.prediction import Prediction, precision_notes, predict
 from planner.quantities import percent_text
 from planner.refining import refined, threshold_cost_s
 from planner.request import Pins, PlanRequest
+from planner.rescoring import RESCORED, Field, rescore, said_of
 from planner.search.candidates import Space
-from planner.search.configurations.explored import Placed
+from planner.search.configurations.explored import Explored, Placed
 from planner.search.configurations.pin_checks import check_pins
 from planner.setting import Setting, setting_of
 from planner.sharding.rules import has_rule
@@ -50,8 +52,6 @@ __all__ = [
     "predict",
 ]
 
-RESCORED = 5
-"""So many of the best plans by the closed form are simulated, however few are asked for: the best is the same."""
 NEAR_ENOUGH = 1.05
 """Operators are searched one by one where plans of one stage cost up to so many times the best: strategies of each
 operator on the axes of a stage are chosen already, and what is left to gain on the data axis is less."""
@@ -117,18 +117,17 @@ def plan_network(
     pins, hardware, graph = setting.pins, setting.search.hardware, setting.search.graph
     request = setting.request
     searched = _searched(setting)
-    one, found = searched.one, searched.found
+    one, found = searched.one or OneStage(), searched.found
     began = time.perf_counter()
     ranked, stopped = _refined(
-        setting.search, pins, _ranked(one, found)[: max(request.top, 1)], found, searched.interrupted
+        setting.search, pins, _ranked(searched.scored)[: max(request.top, 1)], found, searched.interrupted
     )
     refining = time.perf_counter() - began
     timings = {
         "capture": setting.captured - setting.started,
         "rules": setting.ruled - setting.captured,
-        "operators": searched.operators_s - one.simulation_s,
+        **searched.timings,
         "refining": refining,
-        **(found.timings if found else {}),
     }
     notes = (*graph.notes, *_without_rules(graph), *precision_notes(hardware, setting.dtype), *_idle_axes(ranked))
     return PlanResult(
@@ -137,7 +136,7 @@ def plan_network(
         elapsed_s=time.perf_counter() - setting.captured,
         capture_s=setting.captured - setting.started,
         messages=(*notes, *one.messages, *(found.messages(stopped) if found else ()), *_beyond(request, found)),
-        simulation_s=one.simulation_s + refining + (found.timings["rescoring"] if found else 0.0),
+        simulation_s=searched.timings["rescoring"] + refining,
         infeasible="" if ranked else _no_plan(setting.space, one, found),
         timings=timings,
         shadow_prices=found.prices if found else None,
@@ -146,42 +145,89 @@ def plan_network(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Searched:
-    """Plans whose operators were searched one by one, and how long that took; configurations, where they were."""
+def _searched(setting: Setting) -> _Search:
+    request, pins = setting.request, setting.pins
+    search = _Search(setting)
+    wide = _searches_configurations(request, pins, setting.search)
+    refusable = wide or _falls_back(request, pins)
+    if wide:
+        search.explore()
+    if search.found is None or search.found.leaves_operators:
+        search.search_operators(refusable=refusable)
+    search.rescore()
+    if not search.scored and not search.interrupted:
+        # What was found does not fit once it is simulated.
+        if search.found is None and _falls_back(request, pins):
+            search.explore()
+        elif search.one is None:
+            search.search_operators(refusable=refusable)
+        search.rescore()
+    if search.interrupted and not search.scored:
+        raise KeyboardInterrupt
+    if search.found is not None and request.sensitivity and not search.interrupted:
+        with search.timed("sensitivity"):
+            search.found.tell_sensitivity()
+    return search
 
-    one: OneStage
-    found: _Configurations | None
-    operators_s: float
-    interrupted: bool
 
+class _Search:
+    """The searches of one request: what each found, what of it was simulated, and the seconds of each phase."""
 
-def _searched(setting: Setting) -> _Searched:
-    request, pins, search = setting.request, setting.pins, setting.search
-    wide = _searches_configurations(request, pins, search)
-    scored = replace(request, top=max(request.top, RESCORED))
-    found = _Configurations(search, pins, scored) if wide else None
-    began = time.perf_counter()
-    one, stopped = OneStage(), False
-    if found is None or not found.scored or found.leaves_operators:
-        incumbent = found.best_s if found is not None and found.scored else float("inf")
-        refusable = wide or _falls_back(request, pins)
-        try:
-            one = search_one_stage(
-                setting.space, search.graph, search.base, pins, scored, refusable=refusable, incumbent_s=incumbent
-            )
-        except KeyboardInterrupt:
-            if found is None or not found.scored:
-                raise
-            stopped = True
-    if found is None and not one.scored and _falls_back(request, pins):
-        found = _Configurations(search, pins, scored)
-    return _Searched(
-        one=one,
-        found=found,
-        operators_s=time.perf_counter() - began,
-        interrupted=stopped or one.interrupted or (found is not None and found.explored.interrupted),
-    )
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.wanted = max(setting.request.top, RESCORED)
+        self.found: _Configurations | None = None
+        self.one: OneStage | None = None
+        self.operators = Field[Candidate](contenders=())
+        self.stopped = False
+        self.timings = dict.fromkeys(("operators", "rescoring"), 0.0)
+
+    @property
+    def scored(self) -> list[Candidate]:
+        """All plans that were simulated, those whose operators were searched first."""
+        wide = self.found.scored if self.found is not None else ()
+        return [
+            *self.operators.scored, *(Candidate(plan=s.plan, prediction=s.prediction, reason="") for s in wide)
+        ]  # fmt: skip
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the user stopped one of them."""
+        parts = (self.one, self.found.explored if self.found is not None else None)
+        return self.stopped or any(part is not None and part.interrupted for part in parts)
+
+    def explore(self) -> None:
+        """Search configurations."""
+        search, pins = self.setting.search, self.setting.pins
+        explored = search.explore(pins, wanted=self.wanted)
+        contenders = search.contenders(explored, 1 if explored.interrupted else self.wanted)
+        self.found = _Configurations(search, pins, explored, Field(contenders=contenders))
+        self.timings |= explored.timings
+
+    def search_operators(self, *, refusable: bool) -> None:
+        """Search operators one by one, on meshes that can come near the best configuration."""
+        space, search = self.setting.space, self.setting.search
+        known = [placed.objective_s for placed in self.found.explored.found] if self.found is not None else []
+        with self.timed("operators"):
+            self.one = search_one_stage(space, wanted=self.wanted, refusable=refusable, known_s=known)
+        plans = OneStagePlans(space=space, graph=search.graph, base=search.base)
+        self.operators = Field(contenders=plans.contenders(self.one, self.wanted))
+
+    def rescore(self) -> None:
+        """Simulate the best of what was found."""
+        fields: list[Field[Any]] = [self.found.field] if self.found is not None else []
+        wanted = 1 if self.interrupted else self.wanted
+        with self.timed("rescoring"):
+            self.stopped |= rescore([*fields, self.operators], wanted)
+        if self.found is not None:
+            self.found.search.check_kept(self.found.explored, self.found.scored)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the seconds of what is done inside to those of a phase."""
+        began = time.perf_counter()
+        yield
+        self.timings[phase] = self.timings.get(phase, 0.0) + time.perf_counter() - began
 
 
 def _searches_configurations(request: PlanRequest, pins: Pins, search: Configured) -> bool:
@@ -227,26 +273,26 @@ def _beyond(request: PlanRequest, found: _Configurations | None) -> tuple[str, .
 class _Configurations:
     """What the search over configurations found, and what it says of pins, memory and links."""
 
-    def __init__(self, search: Configured, pins: Pins, request: PlanRequest) -> None:
-        self.search, self.pins = search, pins
-        count = request.top
-        self.explored = search.explore(pins, wanted=count)
-        began = time.perf_counter()
-        self.scored = search.scored(self.explored, count)
-        self.timings = {**self.explored.timings, "rescoring": time.perf_counter() - began}
-        if self.explored.interrupted and not self.scored:
-            raise KeyboardInterrupt
-        began = time.perf_counter()
-        best = min(self.explored.found, key=lambda placed: placed.objective_s, default=None)
+    def __init__(self, search: Configured, pins: Pins, explored: Explored, field: Field[Scored]) -> None:
+        self.search, self.pins, self.explored, self.field = search, pins, explored, field
         self.prices: ShadowPrices | None = None
         self.costs: tuple[tuple[str, float, str], ...] = ()
-        if best is not None and request.sensitivity and not self.explored.interrupted:
-            try:
-                self.prices = shadow_prices(search, pins, self.explored, best)
-                self.costs = tuple(self._pin_costs(best))
-            except KeyboardInterrupt:
-                self.explored.interrupted = True
-        self.timings["sensitivity"] = time.perf_counter() - began
+
+    @property
+    def scored(self) -> list[Scored]:
+        """What was simulated."""
+        return self.field.scored
+
+    def tell_sensitivity(self) -> None:
+        """Find what memory, links and pins are worth; an interruption ends it."""
+        best = min(self.explored.found, key=lambda placed: placed.objective_s, default=None)
+        if best is None:
+            return
+        try:
+            self.prices = shadow_prices(self.search, self.pins, self.explored, best)
+            self.costs = tuple(self._pin_costs(best))
+        except KeyboardInterrupt:
+            self.explored.interrupted = True
 
     def _pin_costs(self, best: Placed) -> Iterator[tuple[str, float, str]]:
         # Marked stages stay where they are.
@@ -259,11 +305,6 @@ class _Configurations:
         if first is not None:
             for pin, seconds, where in simulated_costs(self.search, first):
                 yield pin, seconds, f"{describe(first.placed.configuration)} {where}"
-
-    @property
-    def best_s(self) -> float:
-        """Seconds of the best configuration's step, by the closed form."""
-        return min((placed.objective_s for placed in self.explored.found), default=float("inf"))
 
     @property
     def leaves_operators(self) -> bool:
@@ -290,16 +331,11 @@ class _Configurations:
         return said
 
 
-def _ranked(one: OneStage, found: _Configurations | None) -> list[Candidate]:
-    """All plans by simulated step time; of plans that say the same only the faster one, operators first."""
-    wide = () if found is None else (Candidate(plan=s.plan, prediction=s.prediction, reason="") for s in found.scored)
+def _ranked(scored: Iterable[Candidate]) -> list[Candidate]:
+    """Plans by simulated step time; of those that say the same only the faster one, the first where they are equal."""
     ranked: dict[tuple[object, ...], Candidate] = {}
-    for candidate in sorted((*one.scored, *wide), key=lambda c: c.prediction.step_time_s):
-        plan = candidate.plan
-        degrees = tuple((axis.name, axis.size) for axis in plan.mesh.axes)
-        key = (degrees, plan.pipeline, plan.virtual, plan.schedule, plan.micro_batch, plan.recompute)
-        storage = (plan.optimizer_sharding, plan.shard_size, plan.offload_optimizer)
-        ranked.setdefault((*key, plan.context_algorithm, *storage), candidate)
+    for candidate in sorted(scored, key=lambda c: c.prediction.step_time_s):
+        ranked.setdefault(said_of(candidate.plan), candidate)
     return list(ranked.values())
 
 
@@ -316,7 +352,7 @@ def _refined(
         return ranked, True
     if source is not None and found is not None:
         better = replace(source, plan=best.plan, prediction=best.prediction)
-        found.scored = [better if s is source else s for s in found.scored]
+        found.field.scored = [better if s is source else s for s in found.scored]
     return [best, *ranked[1:]], False
 
 

@@ -27,13 +27,13 @@ ROOMY = 0.5
 """A plan that takes less of the limit than this gains nothing from smaller micro-batches."""
 
 NEAR_ENOUGH = 1.25
-"""A mesh on which the work alone takes this many times a known plan's step is no alternative."""
+"""A mesh that takes this many times a known plan's step at least is no alternative."""
 
 PAIRS = 3_000_000
 """Pairs of labels that prove or improve the best plans of one request, about half a second's."""
 
 HOPELESS = 3.0
-"""A mesh whose bound is this many times the best plan is no alternative worth solving."""
+"""The same while there are few plans."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,20 +167,22 @@ def that_can_cut(
 
 
 def explore(
-    space: Space, limit_bytes: float, *, incumbent_s: float = float("inf"), wanted: int | None = None
+    space: Space, limit_bytes: float, *, known_s: Sequence[float] = (), wanted: int | None = None
 ) -> Iterator[Found | Misfit]:
     """Solve the meshes, best bound first, at the largest micro-batch that fits and at the next smaller one.
 
     A mesh's bound is its fastest plan without a memory limit, in one micro-batch: more micro-batches
     or less memory never make the objective smaller. Meshes whose bound is over `HOPELESS` times the best
-    known plan, or over that of `wanted` plans, are left out. ``incumbent_s`` is the step of a plan found elsewhere:
-    meshes whose operators alone take `NEAR_ENOUGH` times that are left out before their messages are timed, which a
-    plan may hide behind work. Plans come with what a price of memory proves of them (`closed` proves more).
+    known plan, or over `NEAR_ENOUGH` times where `wanted` plans are known, are left out. ``known_s`` are the steps of
+    plans found elsewhere: meshes whose operators alone take `NEAR_ENOUGH` times the best of them are left out before
+    their messages are timed, which a plan may hide behind work. Plans come with what a price of memory proves of them
+    (`closed` proves more).
     """
     waiting: list[tuple[float, int, int, _Shape]] = []
     graphs: dict[int, OperatorGraph] = {}
     refused: InputError | None = None
     possible = False
+    known = [*known_s]
     for data, tensor in meshes(space):
         shape = _Shape(space, data, tensor, graphs)
         try:
@@ -192,14 +194,14 @@ def explore(
             refused = error
             continue
         possible = True
-        if work <= NEAR_ENOUGH * incumbent_s:
+        if work <= NEAR_ENOUGH * min(known, default=float("inf")):
             heappush(waiting, (work, tensor, data, shape))
     if refused is not None and not possible:
         raise refused
-    known = [incumbent_s]
     while waiting:
         bound, tensor, data, shape = heappop(waiting)
-        if bound > HOPELESS * min(known) or (wanted is not None and bound > _nth(known[1:], wanted)):
+        near = NEAR_ENOUGH if wanted is not None and len(known) >= wanted else HOPELESS
+        if bound > near * min(known, default=float("inf")):
             break
         if shape.free is None:
             shape.free = space.fastest(shape.problem(shape.counts[0]))
@@ -210,11 +212,6 @@ def explore(
             if isinstance(item, Found):
                 known.append(item.solution.objective_s)
             yield item
-
-
-def _nth(seconds: list[float], count: int) -> float:
-    """The `count`-th least, infinite where there are fewer."""
-    return sorted(seconds)[count - 1] if len(seconds) >= count else float("inf")
 
 
 def closed(space: Space, found: Sequence[Found], limit_bytes: float) -> list[Found]:
