@@ -169,12 +169,9 @@ class Configured:
     def tables(self, pins: Pins, configuration: Configuration, hardware: Hardware | None = None) -> StageTables:
         """Tables of a configuration's stage mesh at its micro-batch."""
         hardware = hardware or self.hardware
-        asked: tuple[object, ...] = (pins.recompute, pins.sequence_parallel)
         algorithm: Algorithm = "all_to_all" if configuration.context_algorithm == "all_to_all" else "ring"
-        if self.hints:
-            asked = (*asked, self.hints, configuration.data)
         found = self._shared.tables(
-            (hardware, configuration.table_key, self.optimizer, self.bucket_bytes, *asked),
+            self._table_key(pins, configuration, hardware),
             lambda: stage_tables(
                 self._shared.at_batch(configuration.micro_batch * configuration.expert),
                 self._left(configuration, hardware),
@@ -190,6 +187,22 @@ class Configured:
         if self.hints:
             check_possible(found.decisions, found.least_passes_s)
         return found
+
+    def _table_key(self, pins: Pins, configuration: Configuration, hardware: Hardware) -> tuple[object, ...]:
+        """All that tables of labels depend on beside the graph."""
+        asked: tuple[object, ...] = (pins.recompute, pins.sequence_parallel)
+        if self.hints:
+            asked = (*asked, self.hints, configuration.data)
+        return (hardware, configuration.table_key, self.optimizer, self.bucket_bytes, *asked)
+
+    def passes_s(self, pins: Pins, data: int, tensor: int) -> float:
+        """Seconds of both passes of the whole batch on a mesh whose data axis cuts the batch alone, at least.
+
+        0 where no table was made of them.
+        """
+        configuration = Configuration(data=data, tensor=tensor, micro_batch=self.global_batch // data)
+        tables = self._shared.known(self._table_key(pins, configuration, self.hardware))
+        return 0.0 if tables is None else float(tables.least_passes_s @ np.array(tables.counts))
 
     def _left(self, configuration: Configuration, hardware: Hardware) -> StageDecisions:
         """Decisions of a configuration's stages: all of them, or what hints leave."""

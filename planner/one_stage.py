@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,7 +11,7 @@ from planner.lowering.checked import fits_copies
 from planner.prediction import Prediction, predict_plan
 from planner.quantities import bytes_text
 from planner.rescoring import Contender
-from planner.search.candidates import NEAR_ENOUGH, ROOMY, Found, Misfit, Space, closed, explore
+from planner.search.candidates import NEAR_ENOUGH, NOTHING_KNOWN, ROOMY, Found, Known, Misfit, Space, closed, explore
 from planner.search.exact.elimination import TooWideError
 from planner.search.problem.solution import Solution, node_rules, template_name
 from planner.search.problem.unaligned import in_runs
@@ -50,7 +50,7 @@ class OneStage:
     interrupted: bool = False
 
 
-def search_one_stage(space: Space, *, wanted: int, refusable: bool, known_s: Sequence[float] = ()) -> OneStage:
+def search_one_stage(space: Space, *, wanted: int, refusable: bool, known: Known = NOTHING_KNOWN) -> OneStage:
     """Search the operators of each mesh.
 
     Parameters
@@ -59,8 +59,8 @@ def search_one_stage(space: Space, *, wanted: int, refusable: bool, known_s: Seq
         Plans to find.
     refusable
         Whether meshes that cannot be are left to other configurations.
-    known_s
-        Steps of those that are known: meshes that cannot come near the best are left out.
+    known
+        What is known of those: meshes that cannot come near the best are left out.
     """
     if not space.pins.one_stage:
         return OneStage()
@@ -69,7 +69,7 @@ def search_one_stage(space: Space, *, wanted: int, refusable: bool, known_s: Seq
     interrupted = False
     found: list[Found] = []
     try:
-        explored.extend(explore(space, limit, known_s=known_s, wanted=wanted))
+        explored.extend(explore(space, limit, known=known, wanted=wanted))
         found = [item for item in explored if isinstance(item, Found)]
         found = closed(space, found, limit)
     except InputError:

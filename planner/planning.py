@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from planner.configured import Configured, Scored
@@ -31,7 +32,7 @@ from planner.quantities import percent_text
 from planner.refining import refined, threshold_cost_s
 from planner.request import Pins, PlanRequest
 from planner.rescoring import RESCORED, Field, rescore, said_of
-from planner.search.candidates import Space
+from planner.search.candidates import NOTHING_KNOWN, Known, Space
 from planner.search.configurations.explored import Explored, Placed
 from planner.search.configurations.pin_checks import check_pins
 from planner.setting import Setting, setting_of
@@ -207,9 +208,9 @@ class _Search:
     def search_operators(self, *, refusable: bool) -> None:
         """Search operators one by one, on meshes that can come near the best configuration."""
         space, search = self.setting.space, self.setting.search
-        known = [placed.objective_s for placed in self.found.explored.found] if self.found is not None else []
+        known = self.found.known if self.found is not None else NOTHING_KNOWN
         with self.timed("operators"):
-            self.one = search_one_stage(space, wanted=self.wanted, refusable=refusable, known_s=known)
+            self.one = search_one_stage(space, wanted=self.wanted, refusable=refusable, known=known)
         plans = OneStagePlans(space=space, graph=search.graph, base=search.base)
         self.operators = Field(contenders=plans.contenders(self.one, self.wanted))
 
@@ -282,6 +283,12 @@ class _Configurations:
     def scored(self) -> list[Scored]:
         """What was simulated."""
         return self.field.scored
+
+    @property
+    def known(self) -> Known:
+        """What it says to the search of single operators."""
+        steps = tuple(placed.objective_s for placed in self.explored.found)
+        return Known(steps_s=steps, passes_s=partial(self.search.passes_s, self.pins))
 
     def tell_sensitivity(self) -> None:
         """Find what memory, links and pins are worth; an interruption ends it."""

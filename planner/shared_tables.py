@@ -51,6 +51,10 @@ class NetworkTables:
         """The graph at another batch."""
         return at_batch(self.graph, batch)
 
+    def known(self, key: tuple[object, ...]) -> StageTables | None:
+        """The tables of `key`, where they were made."""
+        return self._tables.get(key)
+
     def tables(self, key: tuple[object, ...], make: Callable[[], StageTables]) -> StageTables:
         """The tables of `key`, which names everything that they depend on beside the graph; made where there are none.
 

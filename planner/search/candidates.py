@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
@@ -89,6 +89,20 @@ class Misfit:
     memory_bytes: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What another search has found: steps of plans, and the least seconds of both passes on a mesh of data × tensor.
+
+    Where nothing is known of a mesh these are 0.
+    """
+
+    steps_s: Sequence[float] = ()
+    passes_s: Callable[[int, int], float] = lambda data, tensor: 0.0
+
+
+NOTHING_KNOWN = Known()
+
+
 def make_mesh(data: int, tensor: int) -> Mesh:
     """Data axis outermost, tensor axis on neighbouring ranks; axes of one rank are left out.
 
@@ -167,23 +181,26 @@ def that_can_cut(
 
 
 def explore(
-    space: Space, limit_bytes: float, *, known_s: Sequence[float] = (), wanted: int | None = None
+    space: Space, limit_bytes: float, *, known: Known = NOTHING_KNOWN, wanted: int | None = None
 ) -> Iterator[Found | Misfit]:
     """Solve the meshes, best bound first, at the largest micro-batch that fits and at the next smaller one.
 
     A mesh's bound is its fastest plan without a memory limit, in one micro-batch: more micro-batches
     or less memory never make the objective smaller. Meshes whose bound is over `HOPELESS` times the best
-    known plan, or over `NEAR_ENOUGH` times where `wanted` plans are known, are left out. ``known_s`` are the steps of
-    plans found elsewhere: meshes whose operators alone take `NEAR_ENOUGH` times the best of them are left out before
-    their messages are timed, which a plan may hide behind work. Plans come with what a price of memory proves of them
-    (`closed` proves more).
+    known plan, or over `NEAR_ENOUGH` times where `wanted` plans are known, are left out. So are those before they are
+    bounded whose passes, or whose operators alone, take `NEAR_ENOUGH` times a plan found elsewhere: sums over the batch
+    may hide behind them. Plans come with what a price of memory proves of them (`closed` proves more).
     """
     waiting: list[tuple[float, int, int, _Shape]] = []
     graphs: dict[int, OperatorGraph] = {}
     refused: InputError | None = None
     possible = False
-    known = [*known_s]
+    steps = [*known.steps_s]
+    most = NEAR_ENOUGH * min(steps, default=float("inf"))
     for data, tensor in meshes(space):
+        if known.passes_s(data, tensor) > most:
+            possible = True
+            continue
         shape = _Shape(space, data, tensor, graphs)
         try:
             work = shape.problem(shape.counts[0]).least_work_s
@@ -194,14 +211,14 @@ def explore(
             refused = error
             continue
         possible = True
-        if work <= NEAR_ENOUGH * min(known, default=float("inf")):
+        if work <= most:
             heappush(waiting, (work, tensor, data, shape))
     if refused is not None and not possible:
         raise refused
     while waiting:
         bound, tensor, data, shape = heappop(waiting)
-        near = NEAR_ENOUGH if wanted is not None and len(known) >= wanted else HOPELESS
-        if bound > near * min(known, default=float("inf")):
+        near = NEAR_ENOUGH if wanted is not None and len(steps) >= wanted else HOPELESS
+        if bound > near * min(steps, default=float("inf")):
             break
         if shape.free is None:
             shape.free = space.fastest(shape.problem(shape.counts[0]))
@@ -210,7 +227,7 @@ def explore(
             continue
         for item in shape.solved(limit_bytes):
             if isinstance(item, Found):
-                known.append(item.solution.objective_s)
+                steps.append(item.solution.objective_s)
             yield item
 
 
