@@ -163,7 +163,7 @@ def contention_s(search: Configured, plan: Plan) -> float:
     unfolded = unfold(at_batch(graph, plan.micro_batch * plan.degree("data")))
     program = lower_graph(unfolded, expanded_rules(plan), lowering_options(plan, graph)).program
     times = task_times(program, hardware)
-    if not any(segment_transfers(program, hardware, times)):
+    if not any(segment_transfers(program, hardware, number, seconds) for number, seconds in enumerate(times)):
         return 0.0
     alone = fast_engine.replay(program, times, overlaps_communication=hardware.overlaps_communication)
     return fast_engine.simulate(program, hardware).step_time_s - alone.step_time_s

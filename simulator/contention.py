@@ -7,7 +7,7 @@ and over every shared link in proportion; together they load a link as the messa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from simulator.collective_patterns import Pattern, direct_send, pairwise_all_to_all, ring_gather
-from simulator.columns import ProgramColumns, SegmentColumns, columns
+from simulator.columns import ProgramColumns, columns
 from simulator.corrections import message_time
 from simulator.hardware import Hardware
 from simulator.program import Collective, Program, ProgramAxis
-from simulator.task_table import FloatArray, IntArray, TaskTable
+from simulator.task_table import FloatArray, IntArray, StreamKind, TaskTable
 from simulator.timing import group_shapes, tasks_by_work
 from simulator.topology import group_shape, shared_links
 
@@ -61,24 +61,16 @@ class _Shared(NamedTuple):
 
 
 def segment_transfers(
-    program: Program | ProgramColumns, hardware: Hardware, times: Sequence[FloatArray]
-) -> tuple[Transfers | None, ...]:
-    """Transfers of every segment whose tasks take `times`; None where it is enough to know how long messages take.
+    program: Program | ProgramColumns, hardware: Hardware, number: int, seconds: FloatArray
+) -> Transfers | None:
+    """Transfers of a segment whose tasks take `seconds`; None where it is enough to know how long messages take.
 
     That is where nothing overlaps, and where axes have links of their own and overlap slows no message.
     """
     if not hardware.overlaps_communication:
-        return (None,) * len(program.segments)
+        return None
     program = columns(program) if isinstance(program, Program) else program
-    return tuple(
-        _transfers(program, hardware, segment, seconds)
-        for segment, seconds in zip(program.segments, times, strict=True)
-    )
-
-
-def _transfers(
-    program: ProgramColumns, hardware: Hardware, segment: SegmentColumns, seconds: FloatArray
-) -> Transfers | None:
+    segment = program.segments[number]
     _, messages = tasks_by_work(segment.tasks)
     used = set(segment.which.tolist())
     messages = {key: kept for key, tasks in messages.items() if (kept := [i for i in tasks if i in used])}
@@ -212,6 +204,14 @@ def without_links(table: TaskTable) -> TaskTable:
         link_weights=table.link_weights[:0],
         link_capacity=table.link_capacity[:0],
     )
+
+
+def messages_meet(table: TaskTable, starts: FloatArray, ends: FloatArray) -> bool:
+    """Whether messages of several streams are under way at once when tasks run from `starts` to `ends` (T,)."""
+    sent = (table.stream_kind[table.stream] == StreamKind.COMMUNICATION) & (ends > starts)
+    order = np.argsort(starts[sent], kind="stable")
+    begin, end = starts[sent][order], np.maximum.accumulate(ends[sent][order])
+    return bool((begin[1:] < end[:-1]).any())
 
 
 def overloads(table: TaskTable, starts: FloatArray, ends: FloatArray) -> bool:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import simpy
 
-from simulator.contention import Transfers
 from simulator.program import Program
 from simulator.reference_flows import Flows
 from simulator.table_check import check_table, deadlock
@@ -42,7 +41,6 @@ def replay(
     times: Sequence[FloatArray],
     *,
     overlaps_communication: bool = True,
-    transfers: Sequence[Transfers | None] = (),
     compute_speed: float = 1.0,
     transfer_speed: float = 1.0,
 ) -> Timeline:
@@ -57,7 +55,6 @@ def replay(
         times,
         _run_checked,
         overlaps_communication=overlaps_communication,
-        transfers=transfers,
         compute_speed=compute_speed,
         transfer_speed=transfer_speed,
     )

@@ -16,7 +16,6 @@ import numpy as np
 
 from simulator import fast_fluid, fast_recurrence
 from simulator.columns import ProgramColumns
-from simulator.contention import Transfers
 from simulator.fast_fluid import Fluid
 from simulator.fast_recurrence import Recurrence
 from simulator.program import Program
@@ -60,7 +59,6 @@ def replay(
     times: Sequence[FloatArray],
     *,
     overlaps_communication: bool = True,
-    transfers: Sequence[Transfers | None] = (),
     compute_speed: float = 1.0,
     transfer_speed: float = 1.0,
 ) -> Timeline:
@@ -70,7 +68,6 @@ def replay(
         times,
         _run_checked,
         overlaps_communication=overlaps_communication,
-        transfers=transfers,
         compute_speed=compute_speed,
         transfer_speed=transfer_speed,
     )

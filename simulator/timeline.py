@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from simulator.columns import ProgramColumns, columns
-from simulator.contention import Transfers, overloads, segment_transfers, without_links
+from simulator.contention import Transfers, messages_meet, overloads, segment_transfers, without_links
 from simulator.hardware import Hardware
 from simulator.memory import MemoryTimeline, SegmentSpan, memory_timeline
 from simulator.program import BufferKind, Collective, Phase, Program, Segment
@@ -104,7 +105,7 @@ def simulate_program(
         alone,
         run,
         overlaps_communication=hardware.overlaps_communication,
-        transfers=segment_transfers(program, hardware, alone),
+        transfers=lambda number: segment_transfers(program, hardware, number, alone[number]),
         compute_speed=hardware.overlap_compute_speed,
         transfer_speed=hardware.overlap_transfer_speed,
         message_workspace=hardware.message_workspace,
@@ -117,7 +118,7 @@ def simulate_segments(
     run: Engine,
     *,
     overlaps_communication: bool,
-    transfers: Sequence[Transfers | None],
+    transfers: Callable[[int], Transfers | None] = lambda number: None,
     compute_speed: float,
     transfer_speed: float,
     message_workspace: Mapping[Collective, float] | None = None,
@@ -125,20 +126,20 @@ def simulate_segments(
     """The timeline of a program whose tasks take `times` alone, each segment run by `run` as the table of one rank.
 
     A segment starts in an idle device and ends in one, so its repetitions are equal: it is run once,
-    and `count` of them take `count` times as long, exactly.
+    and `count` of them take `count` times as long, exactly. ``transfers`` are asked for by the number of a segment,
+    where it matters which links its messages cross.
     """
     program = columns(program) if isinstance(program, Program) else program
     check_program(program, times)
     segments: list[SegmentTimeline] = []
     spans: list[SegmentSpan] = []
     offset = 0.0
-    sharing = transfers or [None] * len(program.segments)
-    for segment, seconds, shared in zip(program.segments, times, sharing, strict=True):
+    for number, (segment, seconds) in enumerate(zip(program.segments, times, strict=True)):
         streams = stream_numbers(segment, overlaps_communication=overlaps_communication)
-        table = segment_table(
-            segment, seconds, streams, transfers=shared, compute_speed=compute_speed, transfer_speed=transfer_speed
+        tabled = partial(
+            segment_table, segment, seconds, streams, compute_speed=compute_speed, transfer_speed=transfer_speed
         )
-        starts, ends = _run(table, run)
+        starts, ends = _run(tabled, run, partial(transfers, number))
         starts.setflags(write=False)
         ends.setflags(write=False)
         segments.append(
@@ -163,12 +164,25 @@ def simulate_segments(
     )
 
 
-def _run(table: TaskTable, run: Engine) -> tuple[FloatArray, FloatArray]:
-    """Run a table as if no link were shared, which is quick, and again if that asks too much of one."""
-    if not table.links.size:
-        return run(table)
-    alone = run(without_links(table))
-    return run(table) if overloads(table, *alone) else alone
+def _run(
+    tabled: Callable[..., TaskTable], run: Engine, transfers: Callable[[], Transfers | None]
+) -> tuple[FloatArray, FloatArray]:
+    """Run a segment as if no link were shared, which is quick, and again if that asks too much of one.
+
+    Which links messages cross is not even asked where none are under way at once, and nothing slows them.
+    """
+    table = tabled(transfers=None)
+    alone = None
+    if table.transfer_speed == 1:
+        alone = run(table)
+        if not messages_meet(table, *alone):
+            return alone
+    shared = transfers()
+    if shared is not None:
+        table = tabled(transfers=shared)
+        alone = alone or run(without_links(table))
+        return run(table) if table.links.size and overloads(table, *alone) else alone
+    return alone or run(table)
 
 
 def _span(segment: SegmentTimeline, order: IntArray) -> SegmentSpan:
