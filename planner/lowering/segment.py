@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial
-from math import prod
+from math import inf, prod
 
 from planner.graph.operator_graph import DTYPE_BYTES, TensorRef
 from planner.instructions import NOTHING, BeginUpdate, Communicate, Update, all_reduced, value_of_copy
@@ -20,53 +19,13 @@ from planner.lowering.offload import Fetch
 from planner.lowering.overflow import check_blocks, checks_gradients
 from planner.lowering.placed import local_share
 from planner.lowering.sums import Summed, summed
+from planner.lowering.travelling import Accumulated, Entry, Gradient, Kind, Move, Pending, Then
 from planner.lowering.ways import Wanted, moves_together
 from planner.lowering.writer import Draft, Moved, Writer
 from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step
 from planner.work import finish_traffic, sum_bytes, update_traffic
 from simulator.program import COMPUTE_STREAM, Buffer, BufferKind, Collective, Kernel, Phase, Task
-
-Then = Callable[["_Gradient"], None]
-"""Takes what a gradient has become."""
-Kind = tuple[Collective, int, str, int, bool]
-"""Gradients that may travel together: by collective, axis, type on the way, the message they are assigned to, and
-whether they lie in the memory of the host."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Gradient:
-    """A gradient on its way: the node of its parameter, the unit whose copy it is, and the value that it is now."""
-
-    parameter: int
-    unit: int
-    value: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """A collective on a gradient's way: what it is called then, its bytes, and those of its part of the message."""
-
-    key: Kind
-    target: int
-    made: Buffer
-    size_bytes: int
-    payload: float
-    dims: tuple[int, int]
-    narrow_bytes: int
-    """Bytes of the gradient in its own type, where it travels in another."""
-
-
-_Entry = tuple[_Gradient, _Move, tuple[Step, ...], Then]
-"""A gradient, its move, and the steps behind that before it is handed on."""
-
-
-@dataclass(slots=True)
-class _Pending:
-    """Gradients waiting to travel together."""
-
-    entries: list[_Entry] = field(default_factory=list)
-    size_bytes: int = 0
 
 
 class SegmentWriter(Writer):
@@ -78,13 +37,14 @@ class SegmentWriter(Writer):
         self.first = first
         self.last = last
         self.order: list[Block] = []
-        self.pending: dict[Kind, _Pending] = {}
-        self.synchronised: list[_Gradient] = []
+        self.pending: dict[Kind, Pending] = {}
+        self.synchronised: list[Gradient] = []
         self.persistent: list[Use] = []
         """Values that outlive a micro-batch, beside parameters, the batch and the loss."""
         self.made: dict[object, Block] = {}
-        self.moves: dict[tuple[int, int], _Move] = {}
+        self.moves: dict[tuple[int, int], Move] = {}
         self.written: dict[tuple[TensorRef, int], tuple[int, int, tuple[Step, ...]]] = {}
+        self.accumulated: dict[int, Accumulated] = {}
         self.sums: dict[int, str] = {}
         """What sums over whole parameters are called now, by node, where the update needs some."""
 
@@ -114,15 +74,15 @@ class SegmentWriter(Writer):
 
     def _run(self, key: object, unit: int, home: int, write: Callable[[], None]) -> None:
         """Run for a unit the drafts that `write` makes the first time."""
-        if key not in self.made:
+        made = self.made.get(key)
+        if made is None:
             before = len(self.blueprint.tasks)
             write()
             for draft in self.drafts:
                 self.blueprint.add(draft, home)
             self.drafts = []
-            self.made[key] = Block(before, len(self.blueprint.tasks), home)
-        first, last, _ = self.made[key]
-        self.order.append(Block(first, last, unit))
+            made = self.made[key] = Block(before, len(self.blueprint.tasks), home)
+        self.order.append(Block(made.first, made.last, unit))
 
     def _run_once(self, unit: int, home: int, reads: Sequence[Use], writes: Sequence[Use]) -> None:
         """Run the one draft just written, whose values are of several units."""
@@ -201,11 +161,13 @@ class SegmentWriter(Writer):
 
     def _gradient(self, ref: TensorRef, unit: int, copy: int) -> None:
         """Hand a complete gradient on: to its accumulator, or first to the rank that accumulates its part."""
-        if (ref, copy) not in self.written:
+        known = self.written.get((ref, copy))
+        if known is None:
             parameter = self.source.gradient_of[ref]
             name = value_of_copy(self.source.value_name(ref, self.source.output_placements(ref)), copy)
-            self.written[ref, copy] = parameter, self.blueprint.named(name), self.source.gradient_path(parameter)[0]
-        parameter, value, ahead = self.written[ref, copy]
+            known = parameter, self.blueprint.named(name), self.source.gradient_path(parameter)[0]
+            self.written[ref, copy] = known
+        parameter, value, ahead = known
         copies = self.source.options.copies
         if copies > 1:
             total, home = f"{self.graph.nodes[parameter].name}.gradient of all copies", self.blueprint.owners[parameter]
@@ -215,20 +177,22 @@ class SegmentWriter(Writer):
             value = self.blueprint.value(total, home)
         if copy + 1 < copies:
             return
-        self._synchronise(_Gradient(parameter, unit, value), ahead, self._accumulate)
+        self._synchronise(Gradient(parameter, unit, value), ahead, self._accumulate)
 
-    def _accumulate(self, gradient: _Gradient) -> None:
-        source, parameter = self.source, gradient.parameter
-        if source.options.micro_batches > 1:
-            name = f"{self.graph.nodes[parameter].name}.accumulated"
-            home = self.blueprint.owners[parameter]
-            accumulator = self.blueprint.value(name, home)
-            self.persistent.append((accumulator, gradient.unit))
-            write = partial(self._accumulation, parameter, gradient.value, name)
-            self._run(("accumulate", parameter), gradient.unit, home, write)
-            gradient = _Gradient(parameter, gradient.unit, accumulator)
+    def _accumulate(self, gradient: Gradient) -> None:
+        parameter, unit, value = gradient
+        if parameter not in self.accumulated:
+            name, home = f"{self.graph.nodes[parameter].name}.accumulated", self.blueprint.owners[parameter]
+            self.accumulated[parameter] = Accumulated(name, home, self.source.gradient_path(parameter)[1])
+        made = self.accumulated[parameter]
+        if self.source.options.micro_batches > 1:
+            accumulator = self.blueprint.value(made.name, made.home)
+            self.persistent.append((accumulator, unit))
+            write = partial(self._accumulation, parameter, value, made.name)
+            self._run(("accumulate", parameter), unit, made.home, write)
+            gradient = Gradient(parameter, unit, accumulator)
         if self.last:
-            self._synchronise(gradient, source.gradient_path(parameter)[1], self.synchronised.append)
+            self._synchronise(gradient, made.behind, self.synchronised.append)
 
     def _accumulation(self, parameter: int, value: int, accumulator: str) -> None:
         source = self.source
@@ -241,7 +205,7 @@ class SegmentWriter(Writer):
         stream = self.came.get(name, COMPUTE_STREAM)
         self.drafts.append(addition(self.source, parameter, name, accumulator, placements, stream, first=first))
 
-    def _synchronise(self, gradient: _Gradient, steps: tuple[Step, ...], then: Then) -> None:
+    def _synchronise(self, gradient: Gradient, steps: tuple[Step, ...], then: Then) -> None:
         """Queue a gradient's next message; full buckets travel at once, and `then` takes what arrives."""
         if not steps:
             then(gradient)
@@ -255,22 +219,24 @@ class SegmentWriter(Writer):
                 ("move", gradient.value, target), gradient.unit, home,
                 lambda: self._step([item], Phase.BACKWARD, asynchronous=False),
             )  # fmt: skip
-            moved = _Gradient(parameter, gradient.unit, self.blueprint.value(target, home))
+            moved = Gradient(parameter, gradient.unit, self.blueprint.value(target, home))
             self._synchronise(moved, steps[1:], then)
             return
         move = self._move_of(parameter, step)
-        bucket = self.pending.setdefault(move.key, _Pending())
+        bucket = self.pending.get(move.key)
+        if bucket is None:
+            bucket = self.pending[move.key] = self._empty(move.key)
         bucket.entries.append((gradient, move, steps[1:], then))
         bucket.size_bytes += int(move.payload)
-        if self._is_full(move.key, bucket):
+        if len(bucket.entries) == bucket.most or bucket.size_bytes >= bucket.full_bytes:
             self._flush(move.key)
 
-    def _is_full(self, kind: Kind, bucket: _Pending) -> bool:
+    def _empty(self, kind: Kind) -> Pending:
         if kind[3] != BY_SIZE:
-            return kind[3] == ALONE or len(bucket.entries) == self._assigned[kind]
+            return Pending(1 if kind[3] == ALONE else self._assigned[kind], inf)
         if self._by_unit(kind[0]) and self.source.options.exchange.reduce_scatter_bytes is None:
-            return False
-        return bucket.size_bytes >= self.source.fused_bytes(kind[0])
+            return Pending(inf, inf)
+        return Pending(inf, self.source.fused_bytes(kind[0]))
 
     @cached_property
     def _assigned(self) -> Counter[Kind]:
@@ -285,14 +251,14 @@ class SegmentWriter(Writer):
         group = self.source.fusion_group(parameter, step.operation)
         return step.operation, step.axis, dtype, group, self.source.host.holds(ref)
 
-    def _move_of(self, parameter: int, step: Step) -> _Move:
+    def _move_of(self, parameter: int, step: Step) -> Move:
         key = parameter, id(step)
         if key not in self.moves:
             ref, kind = self.source.gradient_ref(parameter), self._kind(parameter, step)
             spec = self.graph.spec(ref)
             on_wire = self.source.travelling_bytes(spec)
             name, size = self._synchronised_name(parameter, step), self.source.local_bytes(spec, step.after)
-            self.moves[key] = _Move(
+            self.moves[key] = Move(
                 key=kind,
                 target=self.blueprint.value(name, self.blueprint.owners[parameter]),
                 made=Buffer(name=name, size_bytes=0 if kind[4] else size, kind=BufferKind.GRADIENT),
@@ -349,9 +315,9 @@ class SegmentWriter(Writer):
             self._add(task, NOTHING, (), buffers)
             self._run_once(head.unit, home, [packed], made)
         for gradient, move, steps, then in entries:
-            self._synchronise(_Gradient(gradient.parameter, gradient.unit, move.target), steps, then)
+            self._synchronise(Gradient(gradient.parameter, gradient.unit, move.target), steps, then)
 
-    def _pack(self, entries: Sequence[_Entry], reads: Sequence[Use], home: int) -> Use:
+    def _pack(self, entries: Sequence[Entry], reads: Sequence[Use], home: int) -> Use:
         """Time the cast of gradients to the type in which they travel; the message that is sent casts them.
 
         The cast back follows on the message's stream, where it begins when that has ended.

@@ -114,6 +114,7 @@ class Parts:
         self._made: dict[int, States] = {}
         self._first: dict[tuple[object, ...], States] = {}
         self._moves: dict[tuple[int | bool, ...], FloatArray] = {}
+        self._may_shard: dict[tuple[tuple[int, ...], tuple[bool, ...], int], NDArray[np.bool_]] = {}
 
     # States
 
@@ -157,17 +158,27 @@ class Parts:
         if self.setting.context:
             # The last choice is for the context axis, and no other choice is.
             fits[-1], fits[:-1] = self.names[axis] == CONTEXT, self.names[axis] != CONTEXT
-        size, name = self.sizes[axis], self.names[axis]
-        tensor_axis = name == "tensor" and name not in self.setting.free_axes
         for tensor, _, codes in tensors:
-            spec = self.graph.spec(tensor)
-            allowed = np.ones(len(spec.shape) + 2, dtype=np.bool_)
-            for dim, (extent, batch) in enumerate(zip(spec.shape, spec.batch_dims, strict=True)):
-                allowed[dim] = extent % size == 0 and not (batch and tensor_axis)
-                allowed[dim] &= batch or size == 1 or not self.setting.batch_only
-            # Placements index from the front for dims, from the back for replicated and partial.
-            fits &= allowed[codes]
+            fits &= self._allowed(tensor, axis)[codes]
         return fits
+
+    def _allowed(self, tensor: TensorRef, axis: int) -> NDArray[np.bool_]:
+        """Placements of a tensor whose dim divides along one axis alone, and is one that the axis may shard.
+
+        Dims count from the front, replicated and partial from the back.
+        """
+        spec, size, name = self.graph.spec(tensor), self.sizes[axis], self.names[axis]
+        key = spec.shape, spec.batch_dims, axis
+        if key not in self._may_shard:
+            tensor_axis = name == "tensor" and name not in self.setting.free_axes
+            dims = [
+                extent % size == 0
+                and not (batch and tensor_axis)
+                and (batch or size == 1 or not self.setting.batch_only)
+                for extent, batch in zip(spec.shape, spec.batch_dims, strict=True)
+            ]
+            self._may_shard[key] = np.array([*dims, True, True], dtype=np.bool_)
+        return self._may_shard[key]
 
     def _wanted(self, variable: Variable, axis: int, tensors: Sequence[Placed]) -> NDArray[np.bool_]:
         """Choices that the axis and the setting ask for, where there are such."""
