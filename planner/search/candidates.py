@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
@@ -187,9 +187,10 @@ def explore(
 
     A mesh's bound is its fastest plan without a memory limit, in one micro-batch: more micro-batches
     or less memory never make the objective smaller. Meshes whose bound is over `HOPELESS` times the best
-    known plan, or over `NEAR_ENOUGH` times where `wanted` plans are known, are left out. So are those before they are
-    bounded whose passes, or whose operators alone, take `NEAR_ENOUGH` times a plan found elsewhere: sums over the batch
-    may hide behind them. Plans come with what a price of memory proves of them (`closed` proves more).
+    known plan, or over `NEAR_ENOUGH` times where `wanted` plans are known, are left out. So are, before they are
+    bounded, those whose passes (`_left` of them) or whose operators alone take `NEAR_ENOUGH` times a plan found
+    elsewhere: sums over the batch may hide behind them. Plans come with what a price of memory proves of them
+    (`closed` proves more).
     """
     waiting: list[tuple[float, int, int, _Shape]] = []
     graphs: dict[int, OperatorGraph] = {}
@@ -197,13 +198,14 @@ def explore(
     possible = False
     steps = [*known.steps_s]
     most = NEAR_ENOUGH * min(steps, default=float("inf"))
-    for data, tensor in meshes(space):
-        if known.passes_s(data, tensor) > most:
+    shapes = {(data, tensor): _Shape(space, data, tensor, graphs) for data, tensor in meshes(space)}
+    left = _left(shapes, known)
+    for (data, tensor), shape in shapes.items():
+        if left * known.passes_s(data, tensor) > most:
             possible = True
             continue
-        shape = _Shape(space, data, tensor, graphs)
         try:
-            work = shape.problem(shape.counts[0]).least_work_s
+            work = shape.work_s
             if space.hints and space.search_mode == "sharding_propagation":
                 check_cuts(shape.problem(shape.counts[0]).parts, space.hints)
         except ContextError as error:
@@ -229,6 +231,19 @@ def explore(
             if isinstance(item, Found):
                 steps.append(item.solution.objective_s)
             yield item
+
+
+def _left(shapes: Mapping[tuple[int, int], _Shape], known: Known) -> float:
+    """What free strategies along the data axis leave of passes that cut the batch alone, on the mesh with most ranks.
+
+    Where they leave little, such as of passes over tables of which each rank could hold a part, such passes say little.
+    """
+    mesh = max(shapes)
+    passes = known.passes_s(*mesh)
+    try:
+        return min(1.0, shapes[mesh].work_s / passes) if passes else 1.0
+    except ContextError:
+        return 1.0
 
 
 def closed(space: Space, found: Sequence[Found], limit_bytes: float) -> list[Found]:
@@ -267,6 +282,11 @@ class _Shape:
                 self.graphs[count] = at_batch(self.space.graph, self.space.global_batch // count)
             self._made[count] = _problem(self.space, self.costs, count, self.graphs[count])
         return self._made[count]
+
+    @property
+    def work_s(self) -> float:
+        """Seconds that its operators take at least, nothing sent between them."""
+        return self.problem(self.counts[0]).least_work_s
 
     def solved(self, limit: float) -> Iterator[Found | Misfit]:
         """Plans at the first number of micro-batches that fits and at the next."""

@@ -10,7 +10,7 @@ import pytest
 
 from planner.request import Pins
 from planner.search import candidates
-from planner.search.candidates import Found, Misfit, Space, closed, explore
+from planner.search.candidates import Found, Known, Misfit, Space, closed, explore
 from planner.search.dynamic_programming import solve
 from planner.search.problem.unaligned import aligned
 from planner.work import optimizer
@@ -63,6 +63,27 @@ def test_meshes_over_the_plans_wanted_are_left_out_and_no_others(share: float) -
     )
     best = sorted(item.solution.objective_s for item in everything)[:2]
     assert sorted(item.solution.objective_s for item in few)[:2] == best
+
+
+def meshes_found(known: Known) -> set[tuple[int, ...]]:
+    return {i.mesh.sizes for i in explore(space(), np.inf, known=known, wanted=1) if isinstance(i, Found)}
+
+
+def test_meshes_whose_passes_take_too_long_are_left_out() -> None:
+    best = min(
+        (item for item in explore(space(), np.inf) if isinstance(item, Found)), key=lambda i: i.solution.objective_s
+    )
+    step = best.solution.objective_s
+    slow = Known(steps_s=(step,), passes_s=lambda data, tensor: 0.5 * step if data == 4 else 2.0 * step)
+    assert meshes_found(Known(steps_s=(step,))) > meshes_found(slow) == {(4,)}
+
+
+def test_passes_that_free_strategies_shorten_leave_no_mesh_out() -> None:
+    step = min(i.solution.objective_s for i in explore(space(), np.inf) if isinstance(i, Found))
+    # Whoever cuts the batch alone takes a hundred times as long, on every mesh.
+    assert meshes_found(Known(steps_s=(step,), passes_s=lambda data, tensor: 100.0 * step)) == meshes_found(
+        Known(steps_s=(step,))
+    )
 
 
 def test_labels_prove_the_best_plan_and_keep_the_others() -> None:
