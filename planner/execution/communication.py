@@ -23,10 +23,14 @@ Unpack = Callable[[Tensor, Sequence[torch.Size]], list[Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One collective, in two halves: `start` sends, `finish` waits and stores the results."""
+    """One collective, in two halves: `start` sends, `finish` waits and stores the results.
+
+    `arrived` says whether `finish` would not have to wait.
+    """
 
     start: Callable[[], None]
     finish: Callable[[], None]
+    arrived: Callable[[], bool]
 
 
 def make_message(
@@ -60,7 +64,37 @@ def make_message(
             else:
                 kept.copy_(value)  # a parameter, which its update knows by its memory
 
-    return Message(start=start, finish=finish)
+    def arrived() -> bool:
+        work = pending[-1][0]
+        return work is None or work.is_completed()
+
+    return Message(start=start, finish=finish, arrived=arrived)
+
+
+def settled_early(message: Message) -> tuple[Message, Callable[[], None]]:
+    """A message that may be finished as soon as it has arrived, and what does so: nothing, where it has not.
+
+    What is sent and received stands in memory until a message is finished. Finished at the first use of its results,
+    all gradients of a step would stand packed beside themselves until the update.
+    """
+    under_way = False
+
+    def start() -> None:
+        nonlocal under_way
+        message.start()
+        under_way = True
+
+    def finish() -> None:
+        nonlocal under_way
+        if under_way:
+            under_way = False
+            message.finish()
+
+    def settle() -> None:
+        if under_way and message.arrived():
+            finish()
+
+    return Message(start=start, finish=finish, arrived=message.arrived), settle
 
 
 def _parts(

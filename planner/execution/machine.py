@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.execution.communication import Message, Slots, make_message
+from planner.execution.communication import Message, Slots, make_message, settled_early
 from planner.execution.host_copies import HostCopies
 from planner.execution.loss_scaling import LossScale, overflow, unscaled
 from planner.execution.optimizers import StepFunction, SummedStep
@@ -78,9 +78,10 @@ class RankContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Open:
-    """A collective under way."""
+    """A collective under way; ``settle`` finishes it if it has arrived."""
 
     message: Message
+    settle: Action
     sources: frozenset[int]
     targets: frozenset[int]
 
@@ -172,7 +173,8 @@ class Machine:
     def compile(self, instructions: Sequence[Instruction], releases: Sequence[tuple[str, ...]]) -> list[Action]:
         """Compile what runs in a row, with the values to free after each.
 
-        A collective that may run beside computation is waited for at the first use.
+        A collective that may run beside computation is waited for at the first use; if it has arrived before, it is
+        finished when the next one is sent, as it has ended by then in the simulated step.
         """
         return self.compile_parts(instructions, releases, 0)[1]
 
@@ -192,6 +194,7 @@ class Machine:
                 actions.extend(_release(self.slots, freed))  # the operator before it has communicated
             elif isinstance(instruction, Communicate) or self._comes_beside(instruction):
                 opened = self._open(instruction)
+                actions.extend(entry.settle for entry in under_way)
                 actions.append(opened.message.start)
                 if instruction.asynchronous:
                     under_way.append(opened)
@@ -240,24 +243,19 @@ class Machine:
 
     def _open(self, instruction: Communicate | HostCopy) -> _Open:
         if isinstance(instruction, HostCopy):
-            return self._open_copy(instruction)
-        sources = tuple(self.number(name) for name in instruction.sources)
-        targets = tuple(self.number(name) for name in instruction.targets)
-        message = make_message(instruction, self.slots, sources, targets, self._group(instruction.axis))
+            sources: tuple[int, ...] = (self.number(instruction.source),)
+            targets: tuple[int, ...] = (self.number(instruction.target),)
+            message = self._host_copies.bringing(self.slots, sources[0], targets[0])
+        else:
+            sources, targets = (tuple(map(self.number, names)) for names in (instruction.sources, instruction.targets))
+            message = make_message(instruction, self.slots, sources, targets, self._group(instruction.axis))
         watched = Message(
             start=self._watched(instruction, START, message.start),
             finish=self._watched(instruction, FINISH, message.finish),
+            arrived=message.arrived,
         )
-        return _Open(message=watched, sources=frozenset(sources), targets=frozenset(targets))
-
-    def _open_copy(self, instruction: HostCopy) -> _Open:
-        source, target = self.number(instruction.source), self.number(instruction.target)
-        message = self._host_copies.bringing(self.slots, source, target)
-        watched = Message(
-            start=self._watched(instruction, START, message.start),
-            finish=self._watched(instruction, FINISH, message.finish),
-        )
-        return _Open(message=watched, sources=frozenset({source}), targets=frozenset({target}))
+        early, settle = settled_early(watched)
+        return _Open(message=early, settle=settle, sources=frozenset(sources), targets=frozenset(targets))
 
     def _watched(self, instruction: Instruction, part: int, action: Action) -> Action:
         watch = self._context.watch
