@@ -233,9 +233,7 @@ def synchronised_batch_norm(call: LocalCall) -> LocalOperator:
         values = tensors[0]
         count = values.numel() // values.shape[1]
         single = values if values.dtype in (torch.float32, torch.float64) else values.float()
-        variances, means = (
-            s.double() for s in torch.var_mean(single, [d for d in range(values.ndim) if d != 1], correction=0)
-        )
+        means, variances = (statistic.double() for statistic in _channel_statistics(single))
         sums = torch.cat((means, variances + means * means)) * count
         for axis in axes:
             sums = peers.sum(sums, axis)
@@ -256,6 +254,15 @@ def synchronised_batch_norm(call: LocalCall) -> LocalOperator:
         return result, *statistics, *running
 
     return normalise
+
+
+def _channel_statistics(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and mean squared deviation of every channel (channels,)."""
+    if values.device.type == "cpu":  # a third of the time of `var_mean`, which does not know that channels lie apart
+        mean, variance = torch.batch_norm_update_stats(values, None, None, 0.0)
+        return mean, variance
+    variance, mean = torch.var_mean(values, [d for d in range(values.ndim) if d != 1], correction=0)
+    return mean, variance
 
 
 def synchronised_batch_norm_backward(call: LocalCall) -> LocalOperator:
