@@ -68,7 +68,9 @@ def measure_messages(device_type: str, backend: str) -> MessageTimes:
 
 
 def _time_collectives(device: torch.device) -> dict[Collective, tuple[float, ...]]:
-    """Seconds of every collective at every size from when the last rank has come, with the copies execution makes.
+    """Seconds of every collective at every size from when the last rank has come, of two tensors in one message.
+
+    They are packed and cut out of what came as execution does it, whose copies take as long as the rest.
 
     In a step the ranks compute between messages, meet late, find the communication threads asleep, and send what has
     left the caches: each call follows kernels that take some time and memory, and sends another buffer than the last.
@@ -97,22 +99,58 @@ def _time_collectives(device: torch.device) -> dict[Collective, tuple[float, ...
 def _calls(size: int, device: torch.device) -> dict[Collective, Callable[[int], object]]:
     """Every collective of a payload of `size` bytes, called with a number that picks the buffer."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    elements = max(world, size // 4 // world * world)
+    elements = _elements(size, world)
     copies = max(1, min(MOST_COPIES, COLD_BYTES // size))
-    wholes = [torch.rand(elements, device=device) for _ in range(copies)]
-    parts = [torch.rand(elements // world, device=device) for _ in range(copies)]
+    wholes = [torch.rand(2, elements // 2, device=device) for _ in range(copies)]
+    parts = [torch.rand(2, elements // world // 2, device=device) for _ in range(copies)]
 
-    def of(call: Callable[[Tensor, Tensor], object]) -> Callable[[int], object]:
-        return lambda number: call(wholes[number % copies], parts[number % copies])
+    def of(call: Callable[[Tensor], object], tensors: Sequence[Tensor] = wholes) -> Callable[[int], object]:
+        return lambda number: call(tensors[number % copies])
 
     return {
-        Collective.ALL_REDUCE: of(lambda whole, part: dist.all_reduce(whole.clone())),
-        Collective.ALL_GATHER: of(lambda whole, part: dist.all_gather_into_tensor(torch.empty_like(whole), part)),
-        Collective.REDUCE_SCATTER: of(lambda whole, part: dist.reduce_scatter_tensor(torch.empty_like(part), whole)),
-        Collective.ALL_TO_ALL: of(lambda whole, part: dist.all_to_all_single(torch.empty_like(whole), whole)),
-        Collective.BROADCAST: of(lambda whole, part: dist.broadcast(whole, 0)),
-        Collective.SEND: of(lambda whole, part: _pass_on(whole, rank, world)),
+        Collective.ALL_REDUCE: of(lambda whole: dist.all_reduce(whole.clone())),
+        Collective.ALL_GATHER: of(_gather, parts),
+        Collective.REDUCE_SCATTER: of(_scatter),
+        Collective.ALL_TO_ALL: of(_exchange),
+        Collective.BROADCAST: of(lambda whole: dist.broadcast(whole, 0)),
+        Collective.SEND: of(lambda whole: _pass_on(whole, rank, world)),
     }
+
+
+def _elements(size: int, world: int) -> int:
+    """Numbers of four bytes in a payload of two tensors that every rank has an equal part of."""
+    return max(2 * world, size // 4 // (2 * world) * (2 * world))
+
+
+def _gather(parts: Tensor) -> object:
+    """Gather two tensors (2, n) as execution does: packed into one, and cut out of what came."""
+    packed, world = torch.cat(list(parts)), dist.get_world_size()
+    came = packed.new_empty(world * packed.numel())
+    dist.all_gather_into_tensor(came, packed)
+    return [piece.reshape(-1) for piece in came.view(world, -1).chunk(2, 1)]
+
+
+def _packed(wholes: Tensor) -> Tensor:
+    """All of two tensors (2, n) that goes to the first rank, then all that goes to the second, and so on."""
+    world = dist.get_world_size()
+    halves = wholes.view(2, world, -1)
+    return torch.cat([half[rank] for rank in range(world) for half in halves])
+
+
+def _scatter(wholes: Tensor) -> object:
+    """Reduce and scatter two tensors (2, n) as execution does."""
+    packed = _packed(wholes)
+    came = packed.new_empty(packed.numel() // dist.get_world_size())
+    dist.reduce_scatter_tensor(came, packed)
+    return came
+
+
+def _exchange(wholes: Tensor) -> object:
+    """Exchange two tensors (2, n) as execution does."""
+    packed = _packed(wholes)
+    came = torch.empty_like(packed)
+    dist.all_to_all_single(came, packed)
+    return [piece.reshape(-1) for piece in came.view(dist.get_world_size(), -1).chunk(2, 1)]
 
 
 def _filler(device: torch.device) -> Callable[[], None]:
@@ -159,29 +197,13 @@ def _workspace(device: torch.device) -> dict[Collective, float]:
     if device.type != "cpu":
         return {}
     world = dist.get_world_size()
-    elements = WORKSPACE_BYTES // 4 // world * world
-    half, part = (torch.rand(2, size // 2, device=device) for size in (elements, elements // world))
-
-    def gather() -> object:
-        packed = torch.cat(list(part))
-        came = packed.new_empty(elements)
-        dist.all_gather_into_tensor(came, packed)
-        return [piece.reshape(-1) for piece in came.view(world, -1).chunk(2, 1)]
-
-    def scatter() -> object:
-        packed = torch.cat(list(half))
-        came = packed.new_empty(elements // world)
-        dist.reduce_scatter_tensor(came, packed)
-        return came
-
-    def exchange() -> object:
-        packed = torch.cat(list(half))
-        came = torch.empty_like(packed)
-        dist.all_to_all_single(came, packed)
-        return [piece.reshape(-1) for piece in came.view(world, -1).chunk(2, 1)]
-
-    brought = {Collective.ALL_GATHER: (gather, 1.0), Collective.REDUCE_SCATTER: (scatter, 1.0 / world),
-               Collective.ALL_TO_ALL: (exchange, 1.0)}  # fmt: skip
+    elements = _elements(WORKSPACE_BYTES, world)
+    whole, part = (torch.rand(2, size // 2, device=device) for size in (elements, elements // world))
+    brought: dict[Collective, tuple[Callable[[], object], float]] = {
+        Collective.ALL_GATHER: (partial(_gather, part), 1.0),
+        Collective.REDUCE_SCATTER: (partial(_scatter, whole), 1.0 / world),
+        Collective.ALL_TO_ALL: (partial(_exchange, whole), 1.0),
+    }
     return {
         collective: max(0.0, recorded_growth(work) / (4.0 * elements) - result)
         for collective, (work, result) in brought.items()
