@@ -14,8 +14,9 @@ from planner.graph.operator_graph import Node, OperatorGraph, TensorSpec
 from simulator.program import Kernel
 
 Amount = TypeVar("Amount", float, NDArray[np.float64])
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "scores", "weighted", "gathered"})
 """Operators that multiply their last two inputs as matrices."""
+_LEFT_TRANSPOSED, _RIGHT_TRANSPOSED = frozenset({"gathered"}), frozenset({"scores"})
 _BACKWARD_ATTENTION = 2.5
 
 
@@ -94,13 +95,20 @@ def _product(graph: OperatorGraph, node: Node) -> KernelShape:
     """Batch, m, n and k."""
     inputs = node.tensor_inputs
     left, right = graph.spec(inputs[-2]), graph.spec(inputs[-1])
+    rows, depth = (-1, -2) if _name(node) in _LEFT_TRANSPOSED else (-2, -1)
+    columns = -2 if _name(node) in _RIGHT_TRANSPOSED else -1
     return KernelShape(
-        sizes=(float(prod(left.shape[:-2])), float(left.shape[-2]), float(right.shape[-1]), float(left.shape[-1])),
+        sizes=(
+            float(prod(left.shape[:-2])),
+            float(left.shape[rows]),
+            float(right.shape[columns]),
+            float(left.shape[depth]),
+        ),
         growth=(
             sum(left.batch_dims[:-2]),
-            int(left.batch_dims[-2]),
-            int(right.batch_dims[-1]),
-            int(left.batch_dims[-1]),
+            int(left.batch_dims[rows]),
+            int(right.batch_dims[columns]),
+            int(left.batch_dims[depth]),
         ),
         ports=(len(inputs) - 2, len(inputs) - 1, len(inputs)),
     )

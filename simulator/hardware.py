@@ -198,7 +198,8 @@ class Hardware:
     takes beside its source and its result while it is on its way, for each byte of its payload.
     ``cached_share`` is the part of what kernels move that lies in ``caches``, none where a profile states none:
     `simulator.caches` says it of a working set. ``pace_s`` are the seconds that typical kernels took when the machine
-    was calibrated, 0 where that is not known; no prediction depends on it.
+    was calibrated, 0 where that is not known; no prediction depends on it. ``attention`` is the kind of fused attention
+    that runs, one of ``attention_models``.
     """
 
     name: str
@@ -240,6 +241,7 @@ class Hardware:
     overlap_transfer_speed: float = 1.0
     reliability: Reliability = Reliability()
     training: Mapping[str, float] = field(default_factory=dict)
+    attention: str = "flash2"
     rows: tuple[ProfileRow, ...] = ()
 
     def __hash__(self) -> int:

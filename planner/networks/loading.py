@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+from planner.graph.attention import check_attention
 from planner.networks.decoder.known import zoo_decoder
 from planner.networks.network import Family, Network
 from planner.networks.zoo.configs import BertConfig, MixtralConfig
@@ -44,7 +45,7 @@ def list_networks() -> tuple[NetworkSummary, ...]:
     )
 
 
-def load_network(spec: str | Network, *, sequence_length: int | None = None) -> Network:
+def load_network(spec: str | Network, *, sequence_length: int | None = None, attention: str = "") -> Network:
     """Find the network that `spec` names.
 
     Parameters
@@ -53,7 +54,14 @@ def load_network(spec: str | Network, *, sequence_length: int | None = None) -> 
         ``zoo:NAME``, ``hf:PATH`` (a ``config.json`` or its folder) or ``py:MODULE:FACTORY``; or a network itself.
     sequence_length
         Tokens per sample of a language network; ``None`` for the network's own.
+    attention
+        How attention runs, one of `planner.graph.attention`; empty for the usual fused kernel.
     """
+    found = _found(spec, sequence_length)
+    return replace(found, attention=check_attention(attention)) if attention else found
+
+
+def _found(spec: str | Network, sequence_length: int | None) -> Network:
     if isinstance(spec, Network):
         return spec
     if sequence_length is not None and sequence_length < 1:

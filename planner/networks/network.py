@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from planner.graph import cache
+from planner.graph.attention import WRITTEN_OUT, with_attention
 from planner.graph.operator_graph import OperatorGraph
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Network:
     leave some out. ``content`` identifies what the graph depends on; empty: never cached. ``decoder`` is
     set for known families: their graph is written from it, without torch, equal to the capture's. ``marks`` are
     those that the network's own code has on its modules, ``layerwise`` the parameters it marks as each rank's own.
+    ``attention`` is how that runs, one of `planner.graph.attention`.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Network:
     decoder: Decoder | None = None
     marks: Marks | None = None
     layerwise: tuple[str, ...] = ()
+    attention: str = ""
 
     def capture(self) -> OperatorGraph:
         """Return the operator graph at batch 1, from the cache where it can."""
@@ -91,6 +94,7 @@ def _cache_key(network: Network) -> str:
     if not network.content:
         return ""
     content = f"{network.content}\n{network.sequence_length}\n{network.depth}\n{cache.toolchain()}"
+    content += f"\n{network.attention}" if network.attention in WRITTEN_OUT else ""
     return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -100,7 +104,7 @@ def _capture(network: Network) -> OperatorGraph:
 
     shortened = network.depth is not None and network.depth > CAPTURED_BLOCKS
     captured_depth = CAPTURED_BLOCKS if shortened else None
-    graph = _unfolded(network, captured_depth)
+    graph = with_attention(_unfolded(network, captured_depth), network.attention)
     if shortened:
         assert network.depth is not None
         graph = repeat(graph, network.depth)

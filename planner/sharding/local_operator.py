@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from planner.graph import attention as written_out
 from planner.graph.operator_graph import DROPOUT, Node, OperatorGraph
 from planner.sharding import local_layers as layers
+from planner.sharding import local_scores as products
 from planner.sharding.local_attention import attention, attention_backward
 from planner.sharding.local_call import LocalCall, LocalOperator, Moment, Parts, Peers, invoke, local_call, widened
 from planner.sharding.local_context import context_attention, context_attention_backward
@@ -56,6 +58,12 @@ _SPECIAL: dict[str, Callable[[LocalCall], LocalOperator]] = {
     "aten.nll_loss_backward.default": layers.summed_loss_backward,
     ATTENTION: attention,
     ATTENTION_BACKWARD: attention_backward,
+    written_out.SCORES: products.scores,
+    written_out.WEIGHTED: products.weighted,
+    written_out.GATHERED: products.gathered,
+    written_out.HIDDEN: products.hidden,
+    written_out.SOFTMAX: products.scaled_softmax,
+    written_out.SOFTMAX_BACKWARD: products.scaled_softmax_backward,
     "aten._native_batch_norm_legit.no_stats": layers.synchronised_batch_norm,
     "aten._native_batch_norm_legit_functional.default": layers.synchronised_batch_norm,
     "aten.native_batch_norm_backward.default": layers.synchronised_batch_norm_backward,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from planner.graph import attention
 from planner.graph.operator_graph import DROPOUT
 from planner.sharding import rule_families as families
 from planner.sharding import rule_layers as layers
@@ -176,6 +177,12 @@ _LAYERS: dict[str, Family] = {
     "aten._adaptive_avg_pool2d_backward.default": layers.pooling_backward,
     "aten._scaled_dot_product_flash_attention_for_cpu.default": layers.attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": layers.attention_backward,
+    attention.SCORES: notation("bh..,bh..->bh.."),
+    attention.WEIGHTED: notation("bh..,bh..->bh.."),
+    attention.GATHERED: notation("bh..,bh..->bh.."),
+    attention.HIDDEN: notation("bh..->bh.."),
+    attention.SOFTMAX: notation("bh..->bh.."),
+    attention.SOFTMAX_BACKWARD: notation("bh..,bh..->bh.."),
 }
 
 TABLE: dict[str, Family] = _POINTWISE | _LINEAR | _VIEWS | _CREATED | _CONSTANT | _REDUCTIONS | _LAYERS

@@ -14,6 +14,7 @@ from simulator.program import Kernel
 
 FloatArray = NDArray[np.float64]
 AttentionKind = Literal["flash", "flash2", "vendor"]
+ATTENTION_KINDS: tuple[AttentionKind, ...] = ("flash", "flash2", "vendor")
 BACKWARD_FLOPS = 2.5  # five products where forward has two: the scores are computed again
 _INSTEAD = {"flash2": ("vendor", "flash"), "vendor": ("flash2", "flash"), "flash": ("flash2", "vendor")}
 

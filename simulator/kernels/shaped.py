@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.hardware import Hardware
-from simulator.kernels.attention import attention_kernel_time, attention_model
+from simulator.hardware import AttentionModel, Hardware
+from simulator.kernels.attention import ATTENTION_KINDS, attention_kernel_time, attention_model
 from simulator.kernels.convolution import convolution_kernel_time
 from simulator.kernels.matmul import matmul_model, matmul_time
 from simulator.program import Kernel
@@ -61,7 +61,7 @@ def shaped_time(
             hardware, dtype, model, heads=first, queries=second, seen=third, head_size=fourth,
             passes=passes, moved=bytes_moved,
         )
-        for model in (attention_model(hardware, backward=False), attention_model(hardware, backward=True))
+        for model in (_attention(hardware, backward=False), _attention(hardware, backward=True))
     )  # fmt: skip
     return np.asarray(np.where(passes > _BACKWARD, backward, forward))
 
@@ -70,7 +70,7 @@ def best_rate(hardware: Hardware, kernel: Kernel, dtype: str) -> float:
     """Operations a second that no kernel of a class exceeds, whatever its shape; only products and attention."""
     peak = hardware.peak(dtype, kernel)
     if kernel is Kernel.ATTENTION and hardware.attention_models:
-        models = (attention_model(hardware, backward=backward) for backward in (False, True))
+        models = (_attention(hardware, backward=backward) for backward in (False, True))
         return peak * max(model.compute_efficiency for model in models)
     model = matmul_model(hardware, dtype)
     if kernel is not Kernel.MATMUL or model is None:
@@ -78,3 +78,9 @@ def best_rate(hardware: Hardware, kernel: Kernel, dtype: str) -> float:
     loss = min(1.0 + model.tile_loss * 64.0 * (1.0 / rows + 1.0 / columns) for rows, columns in model.tiles)
     factor = max([factor for _, factor in model.utilisation] or [1.0])
     return peak * model.compute_efficiency * hardware.sustained_matmul_speed * factor / loss
+
+
+def _attention(hardware: Hardware, *, backward: bool) -> AttentionModel:
+    """The model of the kind of fused attention that runs."""
+    kinds = {str(kind): kind for kind in ATTENTION_KINDS}
+    return attention_model(hardware, kinds.get(hardware.attention, "flash2"), backward=backward)

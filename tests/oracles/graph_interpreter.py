@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.graph.operator_graph import DROPOUT, Argument, BatchSize, Node, OperatorGraph, Role, TensorRef
+from planner.graph.operator_graph import Argument, BatchSize, Node, OperatorGraph, Role, TensorRef
 from planner.sharding.local_operator import call_operator
 
 
@@ -58,7 +58,7 @@ def random_inputs(graph: OperatorGraph, seed: int, bounds: Mapping[str, int] = {
 
 
 def _call(graph: OperatorGraph, node: Node, values: list[tuple[Any, ...]]) -> Any:
-    if node.op == DROPOUT:
+    if node.op.startswith("meshwright."):
         return call_operator(graph, node, [values[ref.node][ref.output] for ref in node.tensor_inputs])
     namespace, name, overload = node.op.split(".")
     operator = getattr(getattr(getattr(torch.ops, namespace), name), overload)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from planner.graph.attention import WRITTEN_OUT, with_attention
 from planner.graph.capture import capture_module
 from planner.graph.operator_graph import Node, OperatorGraph
 from planner.graph.scaling import at_batch, at_precision
@@ -55,6 +56,14 @@ def check(network: OperatorGraph, node: Node, pairs: int = 6, seed: int = 0) -> 
 def test_every_pair_of_rules_of_small_networks(name: str) -> None:
     network = graph(name)
     assert sum(check(network, node, pairs=1000) for node in distinct_nodes(network)) > 500
+
+
+@pytest.mark.parametrize("kind", WRITTEN_OUT)
+def test_every_pair_of_rules_of_attention_that_is_written_out(kind: str) -> None:
+    network = with_attention(graph("llama"), kind)
+    nodes = [node for node in distinct_nodes(network) if node.op.startswith("meshwright.")]
+    assert len(nodes) > 6
+    assert sum(check(network, node, pairs=1000) for node in nodes) > 60
 
 
 @pytest.mark.slow
@@ -263,6 +272,7 @@ CALLS: list[tuple[Any, ...]] = [
 
 def test_calls_cover_the_table() -> None:
     seen = {call[0] for call in CALLS} | set(POINTWISE) | {n.op for name in NETWORKS for n in graph(name).nodes}
+    seen |= {n.op for kind in WRITTEN_OUT for n in with_attention(graph("llama"), kind).nodes}
     creation = {"aten.arange.start", "aten.arange.start_step", "aten.scalar_tensor.default"}
     assert set(rule_table.TABLE) - seen - creation == set()
 
