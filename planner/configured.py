@@ -48,7 +48,7 @@ from planner.strategy.plan import (
 from planner.work import Optimizer
 from simulator.errors import InputError, UnsupportedError
 from simulator.hardware import Hardware
-from simulator.launches import launch_time
+from simulator.launches import known_software, launch_time
 from simulator.program import Kernel
 
 TIGHTER = 2
@@ -127,7 +127,8 @@ class Configured:
         each, units = launch_time(self.hardware), self.decisions.chain.units
         if not each:
             return 0.0
-        counts = (model.launches for model in self.decisions.models)
+        known = known_software(self.hardware)
+        counts = (model.chained_launches if known else model.launches for model in self.decisions.models)
         return each * sum(u.count * (ahead + min(back)) for u, (ahead, back) in zip(units, counts, strict=True))
 
     def _context(self, pins: Pins) -> Mapping[str, ContextAxis] | None:
@@ -157,6 +158,7 @@ class Configured:
             unit_pins=self.unit_pins,
             host_elements=self._host_elements(),
             parameters_away=bool(self.base.get("offload_parameters")),
+            gradient_dtype=getattr(self.base.get("exchange"), "gradient_dtype", ""),
         )
 
     def _host_elements(self) -> float:

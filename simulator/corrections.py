@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from simulator.collectives import FloatArray, collective_time
 from simulator.hardware import Hardware
+from simulator.launches import message_launch_s
 from simulator.program import Collective, Kernel
 from simulator.topology import GroupShape
 
@@ -48,9 +49,9 @@ def kernel_factor(hardware: Hardware, kernel: Kernel, dtype: str, devices: float
 
 
 def message_time(hardware: Hardware, collective: Collective, payload: FloatArray, group: GroupShape) -> FloatArray:
-    """Seconds (n,) of collectives of `payload` bytes, inside the innermost level or beyond it."""
+    """Seconds (n,) of collectives of `payload` bytes, inside the innermost level or beyond it, with their launches."""
     factor = _factor(hardware.training, "outside" if group.outermost else "inside")
-    return collective_time(hardware, collective, payload, group) * factor
+    return collective_time(hardware, collective, payload, group) * factor + message_launch_s(hardware, group)
 
 
 def _factor(training: Mapping[str, float], name: str) -> float:

@@ -4,22 +4,54 @@ A host launches kernels one after the other and runs ahead of its device while t
 messages of a pass are shorter than their launches, the device waits for the host, and its kernels end at the pace at
 which they are launched. A profile states the time of one launch (``training.planned_launch_s``): what devices and the
 usual software need for an operator of a network. Without it the host counts for nothing.
+
+Where the software is known (``training.planned_message_launches``), so is how its hosts launch messages: ranks meet at
+one, so that none catches up meanwhile what its launches are behind, and each begins when the last rank has launched it.
+Kernels vary in length around their mean, and either waits for the other well before both are equally long. What works
+element by element, one right after the other, is launched once, as are norms and rotary embeddings of such software.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from simulator.hardware import Hardware
 from simulator.program import COMPUTE_STREAM, Kernel, Task
+from simulator.topology import GroupShape
 
 FloatArray = npt.NDArray[np.float64]
 NAME = "planned_launch_s"
+MESSAGES = "planned_message_launches"
+LATE_LAUNCHES = 2.0
+"""By how many launches a rank is late for each doubling of the processors whose ranks meet; those of one processor
+launch together. Chosen with published steps in view, as in `planner.estimate.step`."""
+PROCESSORS = 2.0
+"""Processors of a node."""
+SHARPNESS = 3.5
+"""Of the soft maximum of kernels and their launches, as in `planner.estimate.step`."""
 NOT_LAUNCHED = frozenset({Kernel.VIEW, Kernel.COPY})
 """Kernels without a launch of their own: views cost nothing, and slices and masks go with what reads them."""
+
+CHAINED = frozenset({Kernel.ELEMENTWISE, Kernel.REDUCTION})
+"""Kernels that are launched together where they follow one another and the software is known."""
+
+
+def known_software(hardware: Hardware) -> bool:
+    """Whether the launches of this hardware are those of software that was named."""
+    return bool(hardware.training.get(MESSAGES, 0.0))
+
+
+def launches_of(kernels: Iterable[Kernel], *, chained: bool) -> int:
+    """Launches of the kernels of a pass, in order; those of chains once where they are ``chained``."""
+    launched = [kernel for kernel in kernels if kernel not in NOT_LAUNCHED]
+    if not chained:
+        return len(launched)
+    return len(launched) - sum({one, other} <= CHAINED for one, other in pairwise(launched))
 
 
 def launch_time(hardware: Hardware) -> float:
@@ -27,11 +59,41 @@ def launch_time(hardware: Hardware) -> float:
     return hardware.training.get(NAME, 0.0)
 
 
+def pass_time(hardware: Hardware, whole_s: FloatArray, messages_s: FloatArray, launches: FloatArray) -> FloatArray:
+    """Seconds (n,) of passes at the pace of the host.
+
+    With l the time of a launch, n kernels and X seconds of messages among the W of a pass, it takes ``max(W, n l)``;
+    where the software is known ``X + ((W - X)^p + (n l)^p)^(1/p)``.
+
+    Parameters
+    ----------
+    whole_s, messages_s : array, shape (n,)
+        Kernels and messages of a pass one after the other, and the messages alone.
+    launches : array, shape (n,)
+        Kernels that are launched in it.
+    """
+    hosts_s = launches * launch_time(hardware)
+    if not known_software(hardware):
+        return np.asarray(np.maximum(whole_s, hosts_s))
+    kernels_s = whole_s - messages_s
+    high, low = np.maximum(kernels_s, hosts_s), np.minimum(kernels_s, hosts_s)
+    return np.asarray(messages_s + high * (1 + (low / np.maximum(high, 1e-30)) ** SHARPNESS) ** (1 / SHARPNESS))
+
+
+def message_launch_s(hardware: Hardware, group: GroupShape) -> float:
+    """Seconds in which the last rank of a group launches a message, 0 where the software is not known."""
+    launches = hardware.training.get(MESSAGES, 0.0)
+    if not launches or group.size == 1:
+        return 0.0
+    inside = group.size if group.outermost == 0 else group.within(0)
+    processors = max(1.0, min(inside, hardware.devices_per_node) * PROCESSORS / hardware.devices_per_node)
+    return launch_time(hardware) * (launches + LATE_LAUNCHES * math.log2(processors))
+
+
 def paced(tasks: Sequence[Task], seconds: FloatArray, hardware: Hardware) -> FloatArray:
     """Seconds (tasks,) with kernels slowed down evenly where the host launches those of their pass more slowly.
 
-    With l the time of a launch, n kernels of a pass that take C seconds together, and messages that take X, kernels
-    take ``max(C, n l - X)``.
+    A pass takes as long as `pass_time` says, and its messages as long as they take alone.
 
     Parameters
     ----------
@@ -48,10 +110,26 @@ def paced(tasks: Sequence[Task], seconds: FloatArray, hardware: Hardware) -> Flo
     if not counts.any():
         return seconds
     inside = number >= 0
-    total = np.bincount(number[inside], seconds[inside], size)
-    kernels = np.bincount(number[counts], seconds[counts], size)
-    launches = np.bincount(number[counts], minlength=size) * each
-    waits = np.maximum(launches - total, 0.0)
+    sent = np.array([task.collective is not None for task in tasks], dtype=np.bool_) & inside
+
+    def of_passes(which: npt.NDArray[np.bool_], values: FloatArray) -> FloatArray:
+        return np.asarray(np.bincount(number[which], values[which], size), dtype=np.float64)
+
+    total, kernels, messages = of_passes(inside, seconds), of_passes(counts, seconds), of_passes(sent, seconds)
+    begins = _begins(tasks, number, counts) if known_software(hardware) else np.ones(len(tasks))
+    launches = of_passes(counts, begins)
+    waits = pass_time(hardware, total, messages, launches) - total
     slower = 1.0 + waits / np.maximum(kernels, 1e-30)
     found: FloatArray = np.where(counts, seconds * slower[np.where(counts, number, 0)], seconds)
+    return found
+
+
+def _begins(tasks: Sequence[Task], number: npt.NDArray[np.int64], counts: npt.NDArray[np.bool_]) -> FloatArray:
+    """(tasks,) 1 for each kernel that is launched, 0 for those that go on with the chain before in their pass."""
+    found = np.ones(len(tasks))
+    before: dict[int, bool] = {}
+    for index in np.flatnonzero(counts).tolist():
+        chains = tasks[index].kernel in CHAINED
+        found[index] = 0.0 if chains and before.get(int(number[index]), False) else 1.0
+        before[int(number[index])] = chains
     return found

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.hardware import Hardware, load_profile
-from simulator.launches import NAME, paced
+from simulator.launches import MESSAGES, NAME, launches_of, message_launch_s, paced, pass_time
 from simulator.program import Collective, Kernel, Task
 from simulator.timing import task_times
+from simulator.topology import group_shape
 from tests.simulator.programs import communication, program, segment, task
 
 HARDWARE = load_profile("dgx-a100")
@@ -68,3 +69,47 @@ def test_a_pass_takes_the_longer_of_its_kernels_and_their_launches(
         assert found[rows].sum() == pytest.approx(least)
     outside = [i for i, one in enumerate(tasks) if one.launched_with < 0]
     np.testing.assert_array_equal(found[outside], seconds[outside])
+
+
+def named(seconds: float = EACH) -> Hardware:
+    return replace(HARDWARE, training={NAME: seconds, MESSAGES: 1.0})
+
+
+times = st.floats(0.0, 1.0)
+
+
+@given(times, times, st.floats(0.0, 1e4))
+def test_a_pass_of_known_software_takes_at_least_as_long(kernels: float, messages: float, launches: float) -> None:
+    given_ = np.array([kernels + messages]), np.array([messages]), np.array([launches])
+    usual, known = pass_time(hosted(EACH), *given_)[0], pass_time(named(), *given_)[0]
+    assert known >= usual * (1 - 1e-12)
+    assert known <= kernels + messages + launches * EACH + 1e-12
+
+
+def test_known_software_catches_nothing_up_during_messages() -> None:
+    message = replace(communication("c", "tensor", collective=Collective.ALL_REDUCE), launched_with=0)
+    tasks = [launched(0, Kernel.MATMUL), launched(0, Kernel.MATMUL), message]
+    found = paced(tasks, np.array([1e-9, 1e-9, 50e-6]), named())
+    np.testing.assert_allclose(found, [40e-6, 40e-6, 50e-6])
+
+
+def test_ranks_of_two_processors_wait_for_each_other_at_a_message() -> None:
+    groups = {size: group_shape(HARDWARE, size, 1) for size in (1, 2, 4, 8, 16)}
+    waits = {size: message_launch_s(named(), group) for size, group in groups.items()}
+    assert waits[1] == 0.0
+    assert waits[2] == waits[4] == pytest.approx(EACH)
+    assert waits[8] == waits[16] == pytest.approx(3 * EACH)
+    assert all(message_launch_s(hosted(EACH), group) == 0.0 for group in groups.values())
+
+
+kinds = st.lists(st.sampled_from([Kernel.MATMUL, Kernel.ELEMENTWISE, Kernel.REDUCTION, Kernel.VIEW, Kernel.COPY]))
+
+
+@given(kinds)
+def test_chains_are_launched_once_in_plans_and_in_programs(kernels: list[Kernel]) -> None:
+    tasks = [launched(0, kernel) for kernel in kernels]
+    tiny = np.full(len(tasks), 1e-12)
+    for hardware, chained in ((hosted(EACH), False), (named(), True)):
+        counted = launches_of(kernels, chained=chained)
+        whole = paced(tasks, tiny, hardware)[[k not in (Kernel.VIEW, Kernel.COPY) for k in kernels]].sum()
+        assert whole == pytest.approx(counted * EACH, abs=1e-9)

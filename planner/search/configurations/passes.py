@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from planner.search.stages.fragments import FloatArray
 from simulator.hardware import Hardware
-from simulator.launches import launch_time
+from simulator.launches import launch_time, pass_time
 
 if TYPE_CHECKING:
     from planner.search.units.labels import UnitLabels
@@ -22,11 +22,10 @@ def paced_passes(hardware: Hardware, labels: UnitLabels) -> tuple[FloatArray, Fl
 
     Kernels of a pass are slowed down together, as `simulator.launches` has it.
     """
-    each = launch_time(hardware)
-    if not each:
+    if not launch_time(hardware):
         return labels.forward_s, labels.backward_s, labels.late_s
-    forward_s = np.maximum(labels.forward_s, each * labels.forward_launches)
-    backward_s = np.maximum(labels.backward_s, each * labels.backward_launches)
+    forward_s = pass_time(hardware, labels.forward_s, labels.forward_communication_s, labels.forward_launches)
+    backward_s = pass_time(hardware, labels.backward_s, labels.backward_communication_s, labels.backward_launches)
     return forward_s, backward_s, labels.late_s * (backward_s / np.maximum(labels.backward_s, 1e-30))
 
 

@@ -85,6 +85,7 @@ class StepModel:
 
     ``limit_bytes`` is the memory of a device, ``unit_pins`` what is fixed of single units. ``host_elements`` are the
     trained elements that live in the memory of the host: their memory is free, their time that on a device.
+    ``gradient_dtype`` is what gradients are summed in, empty for that of the parameters.
     """
 
     hardware: Hardware
@@ -95,6 +96,7 @@ class StepModel:
     unit_pins: UnitPins = FREE
     host_elements: float = 0.0
     parameters_away: bool = False
+    gradient_dtype: str = ""
 
     def task(self, tables: StageTables, configuration: Configuration) -> PartitionTask:
         """The partition task of a configuration."""
@@ -215,7 +217,8 @@ class StepModel:
         self, collective: Collective, elements: FloatArray, size: int, stride: int, bucket_bytes: float
     ) -> FloatArray:
         """Seconds of messages that are fused up to the size of a bucket."""
-        payload = elements * DTYPE_BYTES[self.dtype]
+        summed = self.gradient_dtype if collective is not Collective.ALL_GATHER else ""
+        payload = elements * DTYPE_BYTES[summed or self.dtype]
         if float(payload.max(initial=0.0)) <= bucket_bytes:
             fused = one_message_s(self.hardware, collective, bucket_bytes, size, stride)
             return np.asarray(fused * (payload / bucket_bytes))

@@ -14,6 +14,7 @@ from planner.search.units.factors import Part, rows_of
 from planner.search.units.records import UnitLabels, Weights
 from planner.search.units.stage_shape import ENTRY, EXIT
 from planner.search.units.stage_tables import Stage, Tabled
+from simulator.launches import known_software
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -167,7 +168,8 @@ def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> Un
     for variable, sharded in stage.shape.sequence_states(number).items():
         sequence |= sharded[states[variable]]
     nothing = np.full(len(best), -1)
-    forward_launches, backward_launches = unit.model.launches
+    known = known_software(stage.case.costs.hardware)
+    forward_launches, backward_launches = unit.model.chained_launches if known else unit.model.launches
     return UnitLabels(
         forward_s=parts[Part.FORWARD, best],
         backward_s=(parts[Part.BACKWARD] + again)[best],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,7 +11,7 @@ from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
 from planner.graph.recompute import MODES, recomputed
 from planner.search.problem.parts import stations_of
 from planner.search.problem.variables import Decisions, Edge
-from simulator.launches import NOT_LAUNCHED
+from simulator.launches import launches_of
 from simulator.program import Kernel, Phase
 
 
@@ -60,19 +60,27 @@ class UnitModel:
 
     @cached_property
     def launches(self) -> tuple[int, tuple[int, ...]]:
-        """Kernels that the host launches forward, and backward in each mode of `MODES`."""
-        forward, backward = (
-            sum(self._launched(i) for i in self.nodes if self.graph.nodes[i].phase is phase)
-            for phase in (Phase.FORWARD, Phase.BACKWARD)
-        )
-        return forward, tuple(backward + sum(map(self._launched, self.again[mode].nodes)) for mode in MODES)
+        """Launches of the host forward, and backward in each mode of `MODES`."""
+        return self._launches(chained=False)
 
-    def _launched(self, index: int) -> int:
-        """Launches of a node: one, and one more for the casts of a product's factors."""
-        node = self.graph.nodes[index]
-        if node.role not in (Role.OPERATOR, Role.GRADIENT_SUM) or node.kernel in NOT_LAUNCHED:
-            return 0
-        return 2 if node.product_dtype else 1
+    @cached_property
+    def chained_launches(self) -> tuple[int, tuple[int, ...]]:
+        """`launches` where chains of kernels are launched once."""
+        return self._launches(chained=True)
+
+    def _launches(self, *, chained: bool) -> tuple[int, tuple[int, ...]]:
+        both = (Phase.FORWARD, Phase.BACKWARD)
+        passes = ([i for i in sorted(self.nodes) if self.graph.nodes[i].phase is phase] for phase in both)
+        forward, backward = (launches_of(self._kernels(nodes), chained=chained) for nodes in passes)
+        again = (launches_of(self._kernels(sorted(self.again[mode].nodes)), chained=chained) for mode in MODES)
+        return forward, tuple(backward + more for more in again)
+
+    def _kernels(self, nodes: Iterable[int]) -> Iterator[Kernel]:
+        """Kernels of nodes: one, and one more for the casts of a product's factors."""
+        for index in nodes:
+            node = self.graph.nodes[index]
+            if node.role in (Role.OPERATOR, Role.GRADIENT_SUM):
+                yield from (Kernel.ELEMENTWISE, node.kernel) if node.product_dtype else (node.kernel,)
 
     def _owners(self, node: int) -> int:
         return sum(node in unit.nodes for unit in self.chain.units)
