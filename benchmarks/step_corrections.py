@@ -16,6 +16,7 @@ from benchmarks.published_runs import Run
 from planner.estimate.columns import FloatArray
 from planner.estimate.device_family import family_of
 from planner.estimate.software_file import shipped_software
+from planner.estimate.usual_software import usual_launch_s
 from planner.validation.step_factors import (
     NAMES,
     PlannedSteps,
@@ -23,7 +24,6 @@ from planner.validation.step_factors import (
     centres,
     fit_factors,
     left_out_s,
-    usual_launch_s,
 )
 from simulator.calibration.profile_text import with_fields
 from simulator.hardware import PROFILE_SUFFIX, Hardware, load_profile

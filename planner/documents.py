@@ -81,6 +81,8 @@ def plan_document(plan: Plan, hardware: Hardware) -> Document:
         "schedule": plan.schedule,
         "precision": plan.precision,
         "optimizer": plan.optimizer,
+        "software": plan.software or None,
+        "attention": plan.attention or None,
     }
 
 

@@ -82,7 +82,7 @@ class PlanResult:
 
 def capture_for(request: PlanRequest) -> OperatorGraph:
     """Capture the network of a request at batch 1; the same graph serves any devices and batch."""
-    return load_network(request.network, sequence_length=request.sequence_length).capture()
+    return load_network(request.network, sequence_length=request.sequence_length, attention=request.attention).capture()
 
 
 @contextmanager

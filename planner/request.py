@@ -59,7 +59,9 @@ class PlanRequest:
     ``pins`` fix dimensions of the search by name, as text (``{"tp": "8"}``); ``hints`` fix placements of operators.
     Without ``sensitivity`` it is not said what memory, links and pins are worth. ``exchange`` is how tensors travel:
     plans are simulated and ranked with it, the closed form of the search does not know it. ``marks`` of modules come
-    before those that the network's code has.
+    before those that the network's code has. ``software`` is a name of `planner.software`, ``attention`` one of
+    `planner.attention`: how the attention of the network runs; the usual software and fused attention where nothing is
+    said.
     """
 
     network: str | Network
@@ -77,6 +79,8 @@ class PlanRequest:
     sensitivity: bool = True
     exchange: Exchange = UNASKED
     marks: Marks | None = None
+    software: str = ""
+    attention: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from planner.search.problem.hints import told_apart
 from planner.search.stages.unit_pins import FREE, UnitPins
 from planner.search.units.hinted import StageHints
 from planner.shared_tables import NetworkTables, SharedTables
+from planner.software import as_run, exchange_of
 from planner.strategy.exchange import Exchange
 from planner.strategy.plan import Swap
 from planner.work import Optimizer, optimizer, state_bytes
@@ -73,10 +74,12 @@ class Setting:
 
 def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: SharedTables | None) -> Setting:
     """Read and check a request; `graph` is its network, captured already, `shared` what earlier requests made of it."""
+    request = replace(request, exchange=exchange_of(request.software, request.exchange))
     pins = read_pins(request)
-    hardware = load_profile(request.hardware)
-    hardware.check_devices(request.devices)
-    network = load_network(request.network, sequence_length=request.sequence_length)
+    profile = load_profile(request.hardware)
+    profile.check_devices(request.devices)
+    hardware = as_run(profile, request.software, request.attention)
+    network = load_network(request.network, sequence_length=request.sequence_length, attention=request.attention)
     precision = request.precision or {v: k for k, v in PRECISIONS.items()}[hardware.default_precision]
     dtype = precision_dtype(precision)
     check_products(hardware, dtype)
@@ -97,7 +100,7 @@ def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: Shared
     searched = shared.apart(dtype, told_apart(graph, request.hints))
     pins = semi_automatic(request, pins)
     check_host_tables(pins, graph, hardware)
-    base = _base_plan(request, network, graph, hardware, precision, update.name, batch, bucket)
+    base = _base_plan(request, network, graph, profile, precision, update.name, batch, bucket)
     base |= {"host_embeddings": bool(pins.host_embeddings), "copies": pins.copies or 1}
     base |= {"offload_to": pins.offload_to or "host", "offload_parameters": bool(pins.offload_parameters)}
     ruled = time.perf_counter()
@@ -205,6 +208,8 @@ def _base_plan(
         "bucket_bytes": bucket_bytes,
         "parallel_mode": request.parallel_mode,
         "search_mode": request.search_mode,
+        "software": request.software,
+        "attention": request.attention,
         "exchange": _exchange(request, network, graph, batch),
     }
 

@@ -181,10 +181,10 @@ def _memory(timeline: Timeline) -> tuple[FloatArray, FloatArray]:
 def plan_picture(plan: Plan, source: Path) -> Picture:
     """Picture of the simulated step of the plan in the strategy file `source`."""
     from planner.planning import predict
+    from planner.software import machine_of
     from planner.strategy.loading import lower_strategy, predict_pipeline_strategy
-    from simulator.hardware import load_profile
 
-    hardware = load_profile(plan.hardware)
+    hardware = machine_of(plan)
     head = f"{plan.network} on {plan.devices} × {plan.hardware}"
     if plan.pipeline * plan.virtual > 1:
         from reports.pipeline_timeline import pipeline_picture

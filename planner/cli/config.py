@@ -47,6 +47,8 @@ class PlanSettings(BaseModel):
     parallel_mode: ParallelMode | None = None
     pin: Annotated[tuple[str, ...], BeforeValidator(_pin_texts)] = ()
     hints: str | None = None
+    software: str | None = None
+    attention: str | None = None
     top: Annotated[int, Field(strict=True, ge=1, le=100)] | None = None
     out: str | None = None
 
@@ -154,7 +156,9 @@ def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettin
     sized = cut is not None or any(pins.get(name, "1") != "1" for name in ("tp", "pp"))
     marks = None
     if (sized or translated.layers) and settings.network is not None:
-        graph = load_network(settings.network, sequence_length=settings.seq_len).capture()
+        graph = load_network(
+            settings.network, sequence_length=settings.seq_len, attention=settings.attention or ""
+        ).capture()
         notes += check_sizes(pins, sizes_of(graph), vocabulary_cut=cut)
         stages, virtual = (int(pins.get(name, "1")) for name in ("pp", "vpp"))
         marks = translated.layers.marks(graph, stages, virtual) if translated.layers else None

@@ -124,6 +124,22 @@ SequenceLength = Annotated[
 ]
 PrecisionOption = Annotated[Precision | None, typer.Option("--precision", help="Default: the profile's.")]
 OptimizerOption = Annotated[Optimizer | None, typer.Option("--optimizer", help="Default: the network's.")]
+SoftwareOption = Annotated[
+    str | None,
+    typer.Option(
+        "--software",
+        metavar="NAME",
+        help="The software it will run on, such as megatron_deepspeed or nemo; by default what is usual.",
+    ),
+]
+AttentionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--attention",
+        metavar="KIND",
+        help="How attention runs: flash, flash2 or vendor (fused), fused_softmax or unfused (scores in memory).",
+    ),
+]
 Pins = Annotated[
     list[str] | None,
     typer.Option(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from planner.cli.options import (
+    AttentionOption,
     DebugFlag,
     GlobalBatch,
     JsonFlag,
@@ -19,6 +20,7 @@ from planner.cli.options import (
     QuietFlag,
     SearchMode,
     SequenceLength,
+    SoftwareOption,
     check_out,
     natural,
 )
@@ -54,6 +56,8 @@ def plan(
         typer.Option("--config", metavar="FILE.yaml", help="Take these options from a file; the command line wins."),
     ] = None,
     pins: Pins = None,
+    software: SoftwareOption = None,
+    attention: AttentionOption = None,
     hints: Annotated[
         Path | None,
         typer.Option("--hints", metavar="FILE.yaml", help="Placements of operators by pattern; see docs/search.md."),
@@ -80,6 +84,8 @@ def plan(
       meshwright plan zoo:gpt2 --hw dgx-a100 --devices 8 --pin tp=2 --json
     With options from a file (keys are the names of the options)
       meshwright plan --config gpt2.yaml
+    For the software that it will run on, whose attention is not fused
+      meshwright plan zoo:gpt2 --hw dgx-a100 --devices 8 --software megatron_deepspeed --attention fused_softmax
     With degrees from a file in MindFormers' style (parallel, parallel_config, …)
       meshwright plan zoo:gpt2 --hw ascend910b-atlas800t-a2 --devices 8 --config parallel.yaml
 
@@ -101,6 +107,8 @@ def plan(
         parallel_mode=parallel_mode,
         pin=tuple(pins or ()),
         hints=None if hints is None else str(hints),
+        software=software,
+        attention=attention,
         top=top,
         out=None if out is None else str(out),
     )
@@ -165,6 +173,8 @@ def _request(settings: PlanSettings, found: Configuration) -> PlanRequest:
         top=settings.top or 5,
         marks=found.marks,
         exchange=found.exchange,
+        software=settings.software or "",
+        attention=settings.attention or "",
     )
 
 

@@ -240,18 +240,19 @@ def _straggled(lowered: LoweredPlan, hardware: Hardware, slow: SlowOptions) -> S
 
 
 def _profile(terminal: Terminal, strategy: Path, plan: Plan, name: str | None) -> Hardware:
+    from planner.software import as_run
     from simulator.errors import ProfileError
     from simulator.hardware import load_profile
 
     if name is not None:
-        return load_profile(name)
+        return as_run(load_profile(name), plan.software, plan.attention)
     try:
         profile = load_profile(plan.hardware)
     except ProfileError as error:
         raise ProfileError(f"{strategy}: hardware.profile: {error}, or simulate on another with --hw") from error
     if profile.hash != plan.hardware_hash:
         terminal.note(f"profile {plan.hardware} has changed since the plan was made; the prediction is for the new one")
-    return profile
+    return as_run(profile, plan.software, plan.attention)
 
 
 def _document(

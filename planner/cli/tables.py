@@ -56,6 +56,10 @@ def stages_text(plan: Plan) -> str:
     if plan.pipeline > 1:
         chunks = f" × {plan.virtual} chunks" if plan.virtual > 1 else ""
         parts.append(f"{plan.pipeline} stages{chunks}, {plan.schedule}")
+    if plan.software:
+        parts.append(f"run by {plan.software}")
+    if plan.attention:
+        parts.append(f"attention {plan.attention}")
     if plan.copies > 1:
         parts.append(f"micro-batches in {plan.copies} copies")
     if plan.recompute != "none":

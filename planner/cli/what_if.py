@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from planner.cli.options import (
+    AttentionOption,
     DebugFlag,
     GlobalBatch,
     JsonFlag,
@@ -19,6 +20,7 @@ from planner.cli.options import (
     QuietFlag,
     SearchMode,
     SequenceLength,
+    SoftwareOption,
     check_out,
     natural,
     read_device_counts,
@@ -48,6 +50,8 @@ def what_if(
     search_mode: Annotated[SearchMode, typer.Option("--search-mode")] = SearchMode.DYNAMIC_PROGRAMMING,
     parallel_mode: Annotated[ParallelMode, typer.Option("--parallel-mode")] = ParallelMode.AUTO_PARALLEL,
     pins: Pins = None,
+    software: SoftwareOption = None,
+    attention: AttentionOption = None,
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -97,6 +101,8 @@ def what_if(
         search_mode=str(search_mode),
         parallel_mode=str(parallel_mode),
         pins=read_pins(pins or ()),
+        software=software or "",
+        attention=attention or "",
     )
     if jobs is not None and cluster is not None:
         raise InputError(f"--jobs {jobs} and --cluster {cluster!r}: a cluster plans on all of its workers; give one")

@@ -291,7 +291,8 @@ def save_strategies(found: Planned, source: Source, path: str, *, whole: bool) -
     from planner.strategy.mindspore import strategy_items
     from simulator.whole_file import write_whole
 
-    graph = load_network(source, sequence_length=found.plan.sequence_length).capture()
+    plan = found.plan
+    graph = load_network(source, sequence_length=plan.sequence_length, attention=plan.attention).capture()
     if whole:
         return export_mindspore(found.plan, graph, path, prediction_document(found.prediction))
     items = {name: item for name, item in strategy_items(found.plan, graph).items() if name != "parallel_layout_item"}

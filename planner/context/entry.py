@@ -115,6 +115,7 @@ def read_stored(request: PlanRequest, graph: OperatorGraph, source: str) -> tupl
     """
     from planner.lowering.checked import checked_graph
     from planner.prediction import predict_plan
+    from planner.software import as_run
     from planner.strategy.file import read_plan
     from planner.strategy.loading import naming
     from simulator.hardware import load_profile
@@ -131,7 +132,7 @@ def read_stored(request: PlanRequest, graph: OperatorGraph, source: str) -> tupl
             f"{where} is for {found.devices} devices, device_num={request.devices}; set device_num={found.devices}, or "
             f"plan again"
         )
-    hardware = load_profile(request.hardware)
+    hardware = as_run(load_profile(request.hardware), found.software, found.attention)
     _check_agrees(request, found, where)
     with naming(source):
         checked = checked_graph(found, graph)
@@ -166,8 +167,8 @@ def _check_agrees(request: PlanRequest, found: Plan, where: str) -> None:
     if not found.shard_size and found.optimizer_sharding != "none":
         said["shard_size"] = said["dp"]
     asked: dict[str, object] = dict(request.pins)
-    for name in ("global_batch", "precision", "optimizer"):
-        if getattr(request, name) is not None:
+    for name in ("global_batch", "precision", "optimizer", "software", "attention"):
+        if getattr(request, name):
             asked[name] = getattr(request, name)
     for name, value in asked.items():
         text = f"{said[name]:g}" if isinstance(said[name], float) else str(said[name]).lower()

@@ -14,7 +14,10 @@ MARKS = (
     "swap_config",
 )
 """Sections that say how a network is to be parallel."""
-OPTIONS = ("network", "hw", "devices", "global_batch", "seq_len", "precision", "optimizer", "hints", "top", "out")
+OPTIONS = (
+    *("network", "hw", "devices", "global_batch", "seq_len", "precision", "optimizer", "hints", "top", "out"),
+    *("software", "attention"),
+)
 """Options of ``plan`` that may stand beside them."""
 SECTIONS = (
     *("seed", "output_dir", "load_checkpoint", "load_ckpt_format", "src_strategy_path_or_dir", "auto_trans_ckpt"),

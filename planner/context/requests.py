@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 THRESHOLD_KB = 64
 """Parameters of less stay whole where the parallel optimizer is on and no threshold is given."""
 LEVELS: Mapping[str, str] = {"level1": "zero1", "level2": "zero2", "level3": "zero3"}
-OPTIONS = ("global_batch", "sequence_length", "precision", "optimizer", "hints", "marks", "top", "sensitivity")
+OPTIONS = (
+    *("global_batch", "sequence_length", "precision", "optimizer", "hints", "marks", "top", "sensitivity"),
+    *("software", "attention"),
+)
 NAMES = (*OPTIONS, "layerwise_parallel")
 DATA_ONLY: Mapping[str, str] = {
     **dict.fromkeys(("tp", "pp", "cp", "ep"), "1"),
@@ -47,8 +50,8 @@ def request_of(
         More pins than the context's.
     **options
         Other fields of the request: ``global_batch``, ``sequence_length``, ``precision``, ``optimizer``, ``hints``,
-        ``marks``, ``top``, ``sensitivity``; and ``layerwise_parallel``, names or patterns of parameters of which every
-        rank has its own in ``hybrid_parallel``.
+        ``marks``, ``top``, ``sensitivity``, ``software``, ``attention``; and ``layerwise_parallel``, names or patterns
+        of parameters of which every rank has its own in ``hybrid_parallel``.
 
     Raises
     ------

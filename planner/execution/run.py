@@ -35,13 +35,13 @@ from planner.execution.worker import BACKENDS, RankResult, train
 from planner.instructions import LoweredPlan
 from planner.lowering.checked import checked_graph
 from planner.prediction import predict
+from planner.software import machine_of
 from planner.strategy.file import read_plan
 from planner.strategy.loading import lower_to_run
 from planner.strategy.plan import Plan
 from simulator.calibration.launch import run_workers
 from simulator.calibration.process import available_cores, settle_worker, worker_threads
 from simulator.errors import ExecutionError, MeshwrightError
-from simulator.hardware import load_profile
 
 DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_JOIN_TIMEOUT_S = 300.0
@@ -219,7 +219,7 @@ def _with_comparison(
     records = [result.record for result in results if result.record is not None]
     if not records or report.predicted_step_time_s is None:
         return report
-    hardware = load_profile(plan.hardware)
+    hardware = machine_of(plan, software=False)
     timeline = predict(plan, job.lowered, hardware)[1] if isinstance(job.lowered, LoweredPlan) else None
     if trace is not None:
         ranks = rank_times(plan, job.lowered, records)

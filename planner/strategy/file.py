@@ -196,6 +196,8 @@ def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> 
         "fusion": {"bucket_bytes": plan.bucket_bytes},
         **({"exchange": exchange} if (exchange := _exchange(plan)) else {}),
         **({"copies": plan.copies} if plan.copies > 1 else {}),
+        **({"software": plan.software} if plan.software else {}),
+        **({"attention": plan.attention} if plan.attention else {}),
         "certificate": {
             "status": plan.certificate.status.value,
             "objective_s": plan.certificate.objective_s,
@@ -295,6 +297,8 @@ def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
         context_algorithm=model.context_algorithm,
         exchange=_exchange_of(model.exchange),
         copies=model.copies,
+        software=model.software,
+        attention=model.attention,
     )
     return StrategyFile(plan=plan, prediction=model.prediction.model_dump() if model.prediction else None)
 

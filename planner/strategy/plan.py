@@ -153,6 +153,8 @@ class Plan:
     host_embeddings : tables that are looked up in live in the memory of the host, with their gradients and states
     context_algorithm : ``"none"``, ``"ring"`` or ``"all_to_all"``
     exchange : what a context says of how tensors travel
+    software : what the plan is predicted for, a name of `planner.software`; empty for the usual software
+    attention : how attention runs, one of `planner.attention`; empty for the usual fused kernel
     copies : parts that the samples of a micro-batch are divided into, whose operators are issued in turn so that the
         messages of one travel while another computes
     """
@@ -193,6 +195,8 @@ class Plan:
     context_algorithm: str = "none"
     exchange: Exchange = UNASKED
     copies: int = 1
+    software: str = ""
+    attention: str = ""
 
     @property
     def devices(self) -> int:

@@ -217,6 +217,8 @@ class StrategyModel(_Strict):
     fusion: FusionModel
     exchange: ExchangeModel = Field(default_factory=ExchangeModel)
     copies: Literal[1, 2] = 1
+    software: Annotated[str, Field(max_length=64)] = ""
+    attention: Literal["", "unfused", "fused_softmax", "flash", "flash2", "vendor"] = ""
     certificate: CertificateModel
     prediction: PredictionModel | None
     placements: PlacementsModel

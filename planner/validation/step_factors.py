@@ -16,14 +16,13 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from planner.estimate.columns import FloatArray
+from planner.estimate.usual_software import usual_factors
 
 NAMES = ("matmul", "attention", "convolution", "memory", "optimizer", "inside", "outside")
 """Kinds of work, as in `simulator.corrections`."""
 COMMON_SPREAD = np.array([0.06, 0.2, 0.2, 0.2, 0.2, 0.15, 0.15])
 OWN_SPREAD = np.array([0.08, 0.15, 0.2, 0.15, 0.15, 0.15, 0.15])
 """Standard deviations (7,) of the logarithms: products hardly differ, what estimates time otherwise may."""
-USUAL_STACKS = ("eager", "compiled", "megatron", "deepspeed", "transformer_engine")
-"""Stacks whose median stands for software that a plan does not name."""
 _SCALE = 0.05  # relative errors beyond this count linearly
 _SHORTEST = 0.05  # part of the neutral time that factors cannot go below
 
@@ -56,23 +55,11 @@ def centres(
     devices: Mapping[str, Mapping[str, float]], stacks: Mapping[str, Mapping[str, float]]
 ) -> dict[str, FloatArray]:
     """Factors (7,) by family that devices and the usual software are known to have: their product."""
-
-    def usual(name: str) -> float:
-        return float(np.median([stacks[stack].get(name, 1.0) for stack in USUAL_STACKS if stack in stacks]))
-
-    software = {"matmul": usual("matmul"), "memory": usual("memory") * usual("memory_half")}
-    software["optimizer"] = usual("optimizer")
+    software = usual_factors(stacks)
     return {
         family: np.array([device.get(name, 1.0) * software.get(name, 1.0) for name in NAMES])
         for family, device in devices.items()
     }
-
-
-def usual_launch_s(stacks: Mapping[str, Mapping[str, float]]) -> float:
-    """Seconds that the host takes to launch an operator with software that a plan does not name."""
-    return float(
-        np.median([stacks[stack]["launch_s"] for stack in USUAL_STACKS if "launch_s" in stacks.get(stack, {})])
-    )
 
 
 def fit_factors(

@@ -12,6 +12,7 @@ from simulator.hardware import load_profile
 
 if TYPE_CHECKING:
     from planner.request import PlanRequest
+    from planner.software import as_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,8 @@ class WhatIfOptions:
     search_mode: str = "dynamic_programming"
     parallel_mode: str = "auto_parallel"
     pins: Mapping[str, str] = field(default_factory=dict)
+    software: str = ""
+    attention: str = ""
 
 
 def batch_rule(options: WhatIfOptions) -> tuple[str, dict[int, int]]:
@@ -84,7 +87,7 @@ def requests_of(options: WhatIfOptions) -> tuple[PlanRequest, ...]:
     from planner.request import PlanRequest
 
     for name in options.hardware:
-        load_profile(name)
+        as_run(load_profile(name), options.software, options.attention)
     _, batches = batch_rule(options)
     return tuple(
         PlanRequest(
@@ -98,6 +101,8 @@ def requests_of(options: WhatIfOptions) -> tuple[PlanRequest, ...]:
             search_mode=options.search_mode,
             parallel_mode=options.parallel_mode,
             pins=dict(options.pins),
+            software=options.software,
+            attention=options.attention,
             top=1,
             sensitivity=False,
         )

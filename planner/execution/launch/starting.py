@@ -21,6 +21,7 @@ from planner.execution.worker import BACKENDS
 from planner.instructions import LoweredPlan, LoweredStages
 from planner.lowering.checked import checked_graph
 from planner.prediction import Prediction, predict, predict_plan
+from planner.software import machine_of
 from planner.strategy.loading import lower_to_run, naming
 from planner.strategy.plan import Plan
 from simulator.calibration.machine import count_devices
@@ -150,6 +151,11 @@ def check_options(plan: Plan, options: ExecuteOptions, membership: Membership | 
             f"--processes {options.processes} differs from the plan's {size} devices; "
             f"use --processes {size} or plan for --devices {options.processes}"
         )
+    if plan.attention in ("flash", "vendor"):
+        raise InputError(
+            f"the plan is for attention {plan.attention}, and torch takes the fused kernel of its choice; plan again "
+            "with --attention flash2, fused_softmax or unfused, or without"
+        )
     if options.verify:
         check_comparable(plan)
     if options.steps < 1:
@@ -232,12 +238,14 @@ def _check_memory(plan: Plan, prepared: Prepared, membership: Membership | None)
 def _prediction(plan: Plan, lowered: LoweredPlan | LoweredStages) -> tuple[Prediction | None, tuple[str, ...]]:
     """Predict a step on the plan's hardware, with notes where something is missing."""
     try:
-        hardware = load_profile(plan.hardware)
+        hardware = machine_of(plan, software=False)
     except ProfileError as error:
         return None, (f"no prediction: {error}, and correct hardware.profile in the strategy file",)
     notes: tuple[str, ...] = ()
-    if hardware.hash != plan.hardware_hash:
+    if load_profile(plan.hardware).hash != plan.hardware_hash:
         notes = (f"profile {plan.hardware} has changed since the plan was made",)
+    if plan.software:
+        notes = (*notes, f"the plan was made for {plan.software}, the step is predicted as torch runs it")
     if isinstance(lowered, LoweredPlan):
         return predict(plan, lowered, hardware)[0], notes
     return predict_plan(plan, checked_graph(plan), hardware), notes

@@ -32,11 +32,12 @@ from planner.instructions import LoweredPlan, LoweredStages
 from planner.lowering.checked import checked_graph
 from planner.lowering.pipeline import lower_pipeline
 from planner.prediction import predict_plan
+from planner.software import machine_of
 from planner.strategy.loading import lower_to_run
 from planner.strategy.plan import Plan
 from simulator.calibration.launch import run_workers
 from simulator.errors import InputError
-from simulator.hardware import Hardware, load_profile
+from simulator.hardware import Hardware
 from simulator.program import Collective
 from simulator.stragglers import compute_factors
 
@@ -117,7 +118,7 @@ def run_virtual(plan: Plan, options: VirtualOptions) -> VirtualReport:
     if options.steps < 1 or (options.stretch is not None and not options.stretch > 0):
         raise InputError(f"{options.steps} steps stretched {options.stretch} times: both must be positive")
     # Devices that sleep lose nothing to messages beside them.
-    hardware = replace(load_profile(plan.hardware), overlap_compute_speed=1.0)
+    hardware = replace(machine_of(plan), overlap_compute_speed=1.0)
     links = dict(options.slow_links or {})
     slow = slow_cluster(hardware, links)
     lowered = lower_to_run(plan, plan.network)

@@ -22,9 +22,9 @@ BUCKET_BYTES = 2**18
 
 
 @cache
-def captured(name: str, layers: int | None = None) -> OperatorGraph:
-    """A built-in network's graph at batch 1, with another number of layers if given."""
-    graph = load_network(f"zoo:{name}").capture()
+def captured(name: str, layers: int | None = None, attention: str = "") -> OperatorGraph:
+    """A built-in network's graph at batch 1, with another number of layers, and kind of attention, if given."""
+    graph = load_network(f"zoo:{name}", attention=attention).capture()
     return graph if layers is None else deepened(graph, layers)
 
 

@@ -1,0 +1,132 @@
+"""The software that a plan will run on: what its stack makes of a device's kernels and launches.
+
+Profiles state what devices and the usual software make of planned steps together (``training.planned_*``). Where a
+request names the software, its own part takes the place of the usual one: factors on kernels are multiplied with what
+its stack's coefficients are over those of the usual stacks, the time of a launch is the stack's on this device, and
+messages are launched as `simulator.launches` has it. Coefficients are those of
+``hw_profiles/software/training.yaml``, fitted by ``meshwright calibrate --from-measurements``: properties of software,
+never of a network.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+from planner.estimate.device_family import family_of
+from planner.estimate.software_file import shipped_software
+from planner.estimate.training_run import Stack
+from planner.estimate.usual_software import factors_of, usual_factors
+from planner.graph.attention import FUSED, check_attention
+from planner.strategy.exchange import Exchange
+from simulator.errors import InputError
+from simulator.hardware import Hardware, load_profile
+from simulator.launches import MESSAGES, NAME
+
+if TYPE_CHECKING:
+    from planner.strategy.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """A stack, and what its users' usual settings make of messages.
+
+    Without ``overlaps`` none travels while kernels run: gradients are summed, and parameters gathered, when passes are
+    over. ``gradient_dtype`` is what gradients are summed in, empty where that is the parameters'.
+    """
+
+    stack: Stack
+    overlaps: bool = True
+    gradient_dtype: Literal["", "float32"] = ""
+
+
+SOFTWARE: Mapping[str, Software] = {
+    **{
+        stack.value: Software(stack=stack)
+        for stack in Stack
+        if stack not in (Stack.CHANNELS_LAST, Stack.MINDSPORE_TOOLKIT)
+    },
+    "pytorch": Software(stack=Stack.EAGER),
+    "fsdp": Software(stack=Stack.EAGER),
+    "llm_foundry": Software(stack=Stack.EAGER),
+    "torchtitan": Software(stack=Stack.COMPILED),
+    "jax": Software(stack=Stack.COMPILED),
+    "megatron_lm": Software(stack=Stack.MEGATRON, overlaps=False),
+    "megatron_deepspeed": Software(stack=Stack.DEEPSPEED, overlaps=False),
+    "aleph_alpha_scaling": Software(stack=Stack.DEEPSPEED, overlaps=False, gradient_dtype="float32"),
+    "nemo": Software(stack=Stack.TRANSFORMER_ENGINE),
+    "megatron_core": Software(stack=Stack.TRANSFORMER_ENGINE),
+    "mindformers": Software(stack=Stack.MINDSPORE),
+    "mindspeed_llm": Software(stack=Stack.MINDSPEED, overlaps=False),
+}
+"""Stacks by their own names, for their kernels and launches alone, and software with its habits.
+
+Megatron-LM and what is made of it overlap nothing unless asked to (``--overlap-grad-reduce``). Scaling sums all
+gradients as float32 (``optimizer/allreduce.py`` of github.com/Aleph-Alpha/scaling).
+"""
+
+
+def check_software(name: str) -> str:
+    """The name, if it is one that a plan can be told; InputError with those that are, and the nearest, if not."""
+    if name and name not in SOFTWARE:
+        near = difflib.get_close_matches(name, SOFTWARE, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise InputError(f"software {name!r} is not one of {', '.join(SOFTWARE)}{hint}")
+    return name
+
+
+def as_run(hardware: Hardware, software: str, attention: str) -> Hardware:
+    """A cluster as the named software, with a kind of attention, runs on it; as it is where neither is named."""
+    found = as_run_by(hardware, software)
+    if check_attention(attention) in FUSED:
+        found = replace(found, attention=attention, hash=f"{found.hash} {attention}")
+    return found
+
+
+def machine_of(plan: Plan, *, software: bool = True) -> Hardware:
+    """The cluster that a plan was made for as it runs there; without ``software`` as the usual one runs the plan.
+
+    Raises
+    ------
+    ProfileError
+        The plan's profile is missing or wrong.
+    """
+    return as_run(load_profile(plan.hardware), plan.software if software else "", plan.attention)
+
+
+def exchange_of(software: str, exchange: Exchange) -> Exchange:
+    """How tensors travel where the software is named: what is not asked for is as it has it."""
+    if not check_software(software) or exchange.gradient_dtype:
+        return exchange
+    return replace(exchange, gradient_dtype=SOFTWARE[software].gradient_dtype)
+
+
+@lru_cache(maxsize=64)
+def as_run_by(hardware: Hardware, software: str) -> Hardware:
+    """A cluster as the named software runs on it; as it is where none is named.
+
+    Ascend devices get whole graphs of MindSpore to run, and launch their kernels themselves.
+
+    Raises
+    ------
+    InputError
+        The software is not known.
+    """
+    if not check_software(software):
+        return hardware
+    known = SOFTWARE[software]
+    stacks, stack = shipped_software().coefficients.stacks, known.stack
+    on_ascend = family_of(hardware.device_name).startswith("ascend")
+    own = stacks.get(f"{stack}_gpu" if stack is Stack.MINDSPORE and not on_ascend else str(stack), {})
+    usual, training = usual_factors(stacks), dict(hardware.training)
+    for name, factor in factors_of(own).items():
+        planned = training.get(f"planned_{name}", training.get(name, 1.0))
+        training[f"planned_{name}"] = planned * factor / usual.get(name, 1.0)
+    if "launch_s" in own and not (on_ascend and stack is Stack.MINDSPORE):
+        training[NAME] = own["launch_s"] * training.get("launch", 1.0)
+        training[MESSAGES] = 1.0
+    overlaps = hardware.overlaps_communication and known.overlaps
+    return replace(hardware, training=training, overlaps_communication=overlaps, hash=f"{hardware.hash} {software}")

@@ -1,0 +1,112 @@
+"""Plans for software and attention that are named: what they change, what files say of it, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from planner.estimate.software_file import shipped_software
+from planner.execution.launch.starting import check_options
+from planner.execution.run import ExecuteOptions
+from planner.graph.scaling import at_precision
+from planner.planning import PlanRequest, PlanResult, plan_network
+from planner.prediction import predict_plan
+from planner.shared_tables import SharedTables
+from planner.software import SOFTWARE, as_run, as_run_by, exchange_of, machine_of
+from planner.strategy.exchange import Exchange
+from planner.strategy.file import plan_from_text, plan_to_text
+from simulator.errors import InputError
+from simulator.hardware import load_profile
+from simulator.launches import NAME, known_software
+from tests.planner.search.problems import captured
+
+DGX = load_profile("dgx-a100")
+
+
+@cache
+def planned(software: str = "", attention: str = "", **pins: str) -> PlanResult:
+    request = PlanRequest(
+        network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, global_batch=16, top=1, sensitivity=False,
+        pins=pins, software=software, attention=attention,
+    )  # fmt: skip
+    shared = SharedTables(captured("gpt2-tiny")) if not attention else None
+    return plan_network(request, shared=shared)
+
+
+def test_without_a_name_nothing_changes() -> None:
+    assert as_run(DGX, "", "") is DGX
+    best = planned().candidates[0].plan
+    assert (best.software, best.attention) == ("", "")
+    assert "software" not in plan_to_text(best)
+    assert 'attention"' not in plan_to_text(best)
+    assert exchange_of("", Exchange()) == Exchange()
+
+
+@pytest.mark.parametrize("name", SOFTWARE)
+def test_every_software_has_what_its_stack_was_fitted_to(name: str) -> None:
+    stacks = shipped_software().coefficients.stacks
+    found, known = as_run_by(DGX, name), SOFTWARE[name]
+    own = stacks["mindspore_gpu" if name in ("mindspore", "mindformers") else str(known.stack)]
+    assert found.training[NAME] == pytest.approx(own["launch_s"] * DGX.training["launch"])
+    assert known_software(found)
+    assert found.overlaps_communication == known.overlaps
+    assert found.hash != DGX.hash
+    usual = as_run_by(DGX, "megatron").training["planned_matmul"] / stacks["megatron"]["matmul"]
+    assert found.training["planned_matmul"] / own["matmul"] == pytest.approx(usual)
+
+
+def test_whole_graphs_on_ascend_have_no_launches_of_a_host() -> None:
+    ascend = load_profile("ascend910b-atlas800t-a2")
+    assert not known_software(as_run_by(ascend, "mindspore"))
+    assert known_software(as_run_by(ascend, "mindspeed"))
+
+
+def test_unknown_names_say_what_is_meant() -> None:
+    with pytest.raises(InputError, match=r"'megatron_deepsped' is not one of .*did you mean 'megatron_deepspeed'"):
+        as_run_by(DGX, "megatron_deepsped")
+    with pytest.raises(InputError, match="attention 'flash3' is not one of"):
+        as_run(DGX, "", "flash3")
+
+
+@pytest.mark.parametrize("attention", ["", "fused_softmax", "unfused", "vendor"])
+@pytest.mark.parametrize("pins", [{"pp": "1"}, {"pp": "2", "dp": "1", "micro_batch": "4"}], ids=["one stage", "stages"])
+def test_a_plan_says_in_its_file_what_it_is_for(attention: str, pins: dict[str, str]) -> None:
+    found = planned("megatron_deepspeed", attention, **pins).candidates[0]
+    read = plan_from_text(plan_to_text(found.plan)).plan
+    assert (read.software, read.attention) == ("megatron_deepspeed", attention)
+    again = predict_plan(read, at_precision(captured("gpt2-tiny", attention=attention), "bfloat16"), machine_of(read))
+    assert again.step_time_s == pytest.approx(found.prediction.step_time_s, rel=1e-9)
+    assert again.peak_memory_bytes == found.prediction.peak_memory_bytes
+    if found.prediction.analytic:
+        closed = sum(found.prediction.analytic.values())
+        assert closed == pytest.approx(found.prediction.step_time_s, rel=0.05)
+    certificate = found.plan.certificate
+    assert certificate.lower_bound_s <= certificate.objective_s * (1 + 1e-9)
+
+
+def test_scores_take_time_and_memory() -> None:
+    times, peaks = [], []
+    for attention in ("", "fused_softmax", "unfused"):
+        one = planned("", attention, pp="1", dp="4", tp="1", micro_batch="4").candidates[0]
+        times.append(one.prediction.step_time_s)
+        peaks.append(one.prediction.peak_memory_bytes)
+    assert times == sorted(times)
+    assert peaks[0] < peaks[1]
+
+
+def test_software_that_sums_in_float32_sends_twice_as_much() -> None:
+    pins = {"pp": "1", "dp": "4", "tp": "1", "micro_batch": "4"}
+    apart, wide = (planned(name, **pins).candidates[0] for name in ("megatron_deepspeed", "aleph_alpha_scaling"))
+    assert (apart.plan.exchange.gradient_dtype, wide.plan.exchange.gradient_dtype) == ("", "float32")
+    assert wide.plan.certificate.objective_s > apart.plan.certificate.objective_s
+    assert wide.prediction.step_time_s > apart.prediction.step_time_s
+
+
+def test_execution_refuses_a_fused_kernel_that_it_cannot_choose(tmp_path: Path) -> None:
+    plan = planned("", "vendor", pp="1").candidates[0].plan
+    with pytest.raises(InputError, match="torch takes the fused kernel of its choice"):
+        check_options(plan, ExecuteOptions(strategy=tmp_path / "strategy.json"), None)
+    check_options(replace(plan, attention="unfused"), ExecuteOptions(strategy=tmp_path / "strategy.json"), None)
