@@ -55,25 +55,25 @@ class Workload:
 
 def workloads(measurements: Path, files: Sequence[str], reasons: Reasons) -> list[Workload]:
     """Workloads with several measured plans."""
-    found: dict[tuple[str, str, tuple[str, bool]], dict[Run, list[float]]] = {}
+    found: dict[tuple[str, str, bool], dict[Run, list[float]]] = {}
     for path in sorted(measurements.glob("*.csv")):
         name = path.name.split("_")[0]
         for row in read_measurements(path) if name in files else ():
             try:
-                run = read_run(row, stages=True, any_attention=True)
+                run = read_run(row, told=True)
             except NotCoveredError as error:
                 reasons.add(name, error)
                 continue
             assert row.run is not None
-            kernels = (str(row.run.setup.attention), row.run.setup.fused_norm)
-            found.setdefault((name, row.workload, kernels), {}).setdefault(run, []).append(row.measured_time_s)
+            norm = row.run.setup.fused_norm
+            found.setdefault((name, row.workload, norm), {}).setdefault(run, []).append(row.measured_time_s)
     return [
         Workload(
             file=file,
-            name=f"{name} | {kernels[0]} | {kernels[1]}",
+            name=f"{name} | fused norms" if norm else name,
             plans={run: float(np.median(times)) for run, times in plans.items()},
         )
-        for (file, name, kernels), plans in found.items()
+        for (file, name, norm), plans in found.items()
         if len({run.pins for run in plans}) > 1
     ]
 
@@ -105,9 +105,13 @@ def regret(workload: Workload, table: pd.DataFrame) -> dict[str, object]:
         "regret": table.measured.iloc[0] / best - 1,
         "closed form": table.measured[table.predicted.idxmin()] / best - 1,
         "random": table.measured.mean() / best - 1,
-        "chosen": " ".join(f"{k}={v}" for k, v in table.run.iloc[0].pins),
-        "best": " ".join(f"{k}={v}" for k, v in table.run[table.measured.idxmin()].pins),
+        "chosen": _said(table.run.iloc[0]),
+        "best": _said(table.run[table.measured.idxmin()]),
     }  # fmt: skip
+
+
+def _said(run: Run) -> str:
+    return " ".join([*(f"{name}={value}" for name, value in run.pins), run.attention])
 
 
 def show(found: pd.DataFrame, console: Console) -> None:

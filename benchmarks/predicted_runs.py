@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from types import FrameType
 
@@ -17,7 +18,10 @@ from planner.networks import load_network
 from planner.planning import PlanRequest, capture_for, plan_network
 from planner.request import read_pins
 from planner.search.configurations.buckets import USUAL
-from planner.shared_tables import SharedTables
+from planner.search.stages.unit_pins import FREE, UnitPins
+from planner.shared_tables import NetworkTables, SharedTables
+from planner.software import as_run, exchange_of
+from planner.strategy.exchange import UNASKED
 from planner.work import optimizer
 from simulator.hardware import Hardware, load_profile
 
@@ -47,13 +51,13 @@ class Predictor:
 
     def __init__(self, folder: Path, limit_s: float = LIMIT_S) -> None:
         self.folder, self.limit_s = folder, limit_s
-        self.graphs: dict[tuple[str, int | None], SharedTables] = {}
+        self.graphs: dict[tuple[str, int | None, str], SharedTables] = {}
         self.known: dict[tuple[Run, Hardware | None], float] = {}
 
     def closed_form_s(self, run: Run, changed: Callable[[Hardware], Hardware] = lambda hardware: hardware) -> float:
         """Seconds of a step by the closed form, on the run's hardware or on what `changed` makes of it."""
         request = self._request(run)
-        hardware = changed(load_profile(request.hardware))
+        hardware = as_run(changed(load_profile(request.hardware)), run.software, run.attention)
         if (run, hardware) not in self.known:
             with limited(self.limit_s):
                 self.known[run, hardware] = self._objective_s(run, request, hardware)
@@ -70,13 +74,14 @@ class Predictor:
         return self.known[run, None]
 
     def _objective_s(self, run: Run, request: PlanRequest, hardware: Hardware) -> float:
-        network = load_network(request.network, sequence_length=request.sequence_length)
+        network = load_network(request.network, sequence_length=request.sequence_length, attention=request.attention)
         dtype = precision_dtype(run.precision)
         tables = self._shared(request).at(dtype)
         search = Configured(
             graph=tables.graph, hardware=hardware, devices=run.devices, global_batch=run.global_batch,
             optimizer=optimizer(network.default_optimizer), dtype=dtype, bucket_bytes=USUAL,
-            sequence=network.sequence_length or 0, base={}, shared=tables,
+            sequence=network.sequence_length or 0, base={"exchange": exchange_of(run.software, UNASKED)},
+            shared=tables, unit_pins=_cut(run, tables),
         )  # fmt: skip
         found = search.explore(read_pins(request)).found
         require(found, "no plan")
@@ -86,11 +91,11 @@ class Predictor:
         return PlanRequest(
             network=self._spec(run.network), hardware=self._profile(run.hardware), devices=run.devices,
             global_batch=run.global_batch, sequence_length=run.sequence_length, precision=run.precision,
-            pins=dict(run.pins), top=1,
+            pins=dict(run.pins), top=1, software=run.software, attention=run.attention,
         )  # fmt: skip
 
     def _shared(self, request: PlanRequest) -> SharedTables:
-        key = (request.network, request.sequence_length)
+        key = (request.network, request.sequence_length, request.attention)
         if key not in self.graphs:
             self.graphs[key] = SharedTables(capture_for(request))
         return self.graphs[key]
@@ -109,3 +114,13 @@ class Predictor:
             content["device"]["memory_bytes"]["value"] = 10**14
             path.write_text(yaml.safe_dump(content), encoding="utf-8")
         return str(path)
+
+
+def _cut(run: Run, tables: NetworkTables) -> UnitPins:
+    """The network cut into the run's stages: behind so many layers of its longest row of equal units."""
+    if not run.layers:
+        return FREE
+    counts = [unit.count for unit in tables.decisions.chain.units]
+    front = sum(counts[: counts.index(max(counts))])
+    ends = [front + end for end in accumulate(run.layers[:-1])]
+    return UnitPins(cuts=tuple(range(end, end + 1) for end in ends), virtual=int(dict(run.pins).get("vpp", 1)))

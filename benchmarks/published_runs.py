@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from planner.estimate.memory_traits import traits_of
+from planner.estimate.stage_parameters import local_vocabulary
 from planner.estimate.training_run import (
     AttentionKernel,
     LayeredNetwork,
@@ -16,8 +18,10 @@ from planner.estimate.training_run import (
     Recompute,
     Stack,
     TrainingRun,
+    TrainingSetup,
     TransformerShape,
 )
+from planner.software import SOFTWARE
 from planner.validation.reading import MeasuredRow
 
 RESNETS = ("resnet50", "resnet50v1_5", "resnet50_v1_5", "rn50v1_5")
@@ -25,12 +29,18 @@ BERTS: Mapping[tuple[str, int], str] = {
     ("BERT-base", 128): "py:benchmarks.pretraining_bert:base_128",
     ("LanguageModeling/BERT", 512): "py:benchmarks.pretraining_bert:large_512",
 }
+FOLDED = ("zbv", "dualpipe")
+"""Schedules whose ranks hold two stages each, which the planner cuts."""
 FUSED = (AttentionKernel.FLASH, AttentionKernel.FLASH2, AttentionKernel.VENDOR)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A published run; ``network`` is a specification or the text of a config, ``pins`` its whole plan."""
+    """A published run; ``network`` is a specification or the text of a config, ``pins`` its whole plan.
+
+    ``layers`` are those of each stage in order, none with one stage; ``software`` and ``attention`` are empty where the
+    plan is not told.
+    """
 
     network: str
     hardware: str
@@ -39,6 +49,9 @@ class Run:
     sequence_length: int | None
     precision: str
     pins: tuple[tuple[str, str], ...]
+    layers: tuple[int, ...] = ()
+    software: str = ""
+    attention: str = ""
 
 
 class NotCoveredError(Exception):
@@ -51,22 +64,22 @@ def require(holds: object, why: str) -> None:
         raise NotCoveredError(why)
 
 
-def read_run(row: MeasuredRow, *, stages: bool = False, any_attention: bool = False) -> Run:
+def read_run(row: MeasuredRow, *, stages: bool = False, told: bool = False) -> Run:
     """Translate a row; NotCoveredError says why it is not compared.
 
-    ``stages`` covers pipelines and recomputation as well: which layers a stage has is left to the planner.
-    ``any_attention`` covers also rows whose attention is not fused: their times are too short, but the order of
-    their plans may still hold.
+    ``stages`` covers pipelines and recomputation as well: which layers a stage has is left to the planner. ``told``
+    covers every kind of attention besides: the plan is told it, the software, and the layers of each stage, and the
+    vocabulary is padded as the software does.
     """
     require(row.run is not None, "misses facts")
     require(row.outcome == "ok" and row.measured_time_s > 0, "did not run, or no time")
     run = row.run
     assert run is not None
     setup = run.setup
-    network = _network(run, any_attention=any_attention)
+    network = _network(run, told=told)
     require(setup.trained_fraction == 1, "trains a part only")
     require((setup.cp, setup.ep) == (1, 1), "context or experts")
-    require(stages or (setup.pp, setup.recompute) == (1, Recompute.NONE), "pipeline or recomputation")
+    require(stages or told or (setup.pp, setup.recompute) == (1, Recompute.NONE), "pipeline or recomputation")
     require(not setup.recompute_layers, "recomputes some layers only")
     offload = setup.offload_optimizer or setup.offload_parameters or setup.offload_activations
     require(not offload, "offload")
@@ -81,8 +94,33 @@ def read_run(row: MeasuredRow, *, stages: bool = False, any_attention: bool = Fa
         global_batch=setup.global_batch,
         sequence_length=run.network.sequence_length if network.startswith("{") else None,
         precision=precision,
-        pins=tuple(_pins(run, stages=stages).items()),
+        pins=tuple(_pins(run, stages=stages or told).items()),
+        layers=_layers(run) if told else (),
+        software=_software(setup) if told else "",
+        attention=str(setup.attention) if told and network.startswith("{") else "",
     )
+
+
+def _software(setup: TrainingSetup) -> str:
+    """The software by its stack and habits; empty where a plan cannot be told it."""
+    if setup.overlap_gradients:
+        return str(setup.stack) if str(setup.stack) in SOFTWARE else ""
+    if setup.stack is Stack.DEEPSPEED:
+        return "aleph_alpha_scaling" if setup.sent_gradient_bytes > setup.gradient_bytes else "megatron_deepspeed"
+    apart = (name for name, known in SOFTWARE.items() if known.stack is setup.stack and not known.overlaps)
+    return next(apart, str(setup.stack) if str(setup.stack) in SOFTWARE else "")
+
+
+def _layers(run: TrainingRun) -> tuple[int, ...]:
+    """Layers of each stage: as the row or its software has them, else equally many."""
+    setup, network = run.setup, run.network
+    if setup.pp == 1 or not isinstance(network, TransformerShape) or setup.schedule in FOLDED:
+        return ()
+    chunks = setup.pp * setup.vpp
+    if setup.layers_per_stage:
+        return setup.layers_per_stage
+    require(network.layers % chunks == 0, "layers do not divide among the stages")
+    return (network.layers // chunks,) * chunks
 
 
 def _pins(run: TrainingRun, *, stages: bool) -> dict[str, str]:
@@ -104,7 +142,7 @@ def _pins(run: TrainingRun, *, stages: bool) -> dict[str, str]:
     return pins
 
 
-def _network(run: TrainingRun, *, any_attention: bool) -> str:
+def _network(run: TrainingRun, *, told: bool) -> str:
     network = run.network
     if isinstance(network, LayeredNetwork):
         require(network.name in RESNETS, "another network")
@@ -114,11 +152,12 @@ def _network(run: TrainingRun, *, any_attention: bool) -> str:
         return BERTS[network.name, network.sequence_length]
     require(not network.experts and not network.latent_attention, "experts or latent attention")
     require(not network.encoder_layers and not network.attention_window, "encoder or windows")
-    require(any_attention or run.setup.attention in FUSED, "attention is not fused")
-    return _config(network)
+    require(told or run.setup.attention in FUSED, "attention is not fused")
+    rows = local_vocabulary(network, run.setup.tp, traits_of(run.setup.stack).padded_vocabulary) * run.setup.tp
+    return _config(network, round(rows) if told else network.vocabulary)
 
 
-def _config(network: TransformerShape) -> str:
+def _config(network: TransformerShape, vocabulary: int) -> str:
     plain = network.head_size * network.heads == network.hidden
     require(plain, "head size is not hidden / heads")
     if network.gated:
@@ -126,11 +165,11 @@ def _config(network: TransformerShape) -> str:
         return json.dumps({
             "model_type": "llama", "num_hidden_layers": network.layers, "hidden_size": network.hidden,
             "num_attention_heads": network.heads, "num_key_value_heads": network.key_value_heads,
-            "intermediate_size": network.feed_forward, "vocab_size": network.vocabulary,
+            "intermediate_size": network.feed_forward, "vocab_size": vocabulary,
             "max_position_embeddings": network.sequence_length,
         })  # fmt: skip
     require(network.key_value_heads == network.heads, "grouped heads without gate")
     return json.dumps({
         "model_type": "gpt2", "n_layer": network.layers, "n_embd": network.hidden, "n_head": network.heads,
-        "n_inner": network.feed_forward, "vocab_size": network.vocabulary, "n_positions": network.sequence_length,
+        "n_inner": network.feed_forward, "vocab_size": vocabulary, "n_positions": network.sequence_length,
     })  # fmt: skip
