@@ -213,14 +213,36 @@ def _sgd(constants: Hyperparameters) -> Change:
 
 
 def _momentum(constants: Hyperparameters) -> Change:
+    """Update in one kernel, which reads and writes velocity and parameter once; op by op each is passed over twice."""
+
     def change(parameter: Tensor, gradient: Tensor, state: State) -> None:
-        if "velocity" in state:
+        fused = parameter.device.type in FUSED_DEVICES
+        if "velocity" not in state:
+            state["velocity"] = torch.empty_like(parameter).copy_(gradient)
+            parameter.add_(state["velocity"], alpha=-constants.learning_rate)
+        elif not fused:
             state["velocity"].mul_(constants.momentum).add_(gradient)
+            parameter.add_(state["velocity"], alpha=-constants.learning_rate)
         else:
-            state["velocity"] = gradient.clone()
-        parameter.add_(state["velocity"], alpha=-constants.learning_rate)
+            torch._fused_sgd_(
+                [parameter],
+                [_laid_out_as(parameter, gradient)],
+                [state["velocity"]],
+                weight_decay=0.0,
+                momentum=constants.momentum,
+                lr=constants.learning_rate,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=False,
+            )
 
     return change
+
+
+def _laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient in the parameter's order: fused kernels walk storage and would pair the wrong elements."""
+    return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
 
 
 def _adam(constants: Hyperparameters) -> Change:
@@ -253,8 +275,7 @@ def _fused_adam(kernel: Callable[..., None], constants: Hyperparameters) -> Chan
             return
         kernel(
             [parameter],
-            # The kernel walks storage: a transposed gradient would be paired with the wrong elements.
-            [gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)],
+            [_laid_out_as(parameter, gradient)],
             [state["first"]],
             [state["second"]],
             [],
