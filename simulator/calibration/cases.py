@@ -28,6 +28,9 @@ SMALL_IMAGES = (
     (16, 128, 128, 8, 3, 2),
     (16, 512, 1024, 4, 1, 2),
     (16, 512, 1024, 2, 1, 2),
+    (32, 512, 2048, 1, 1),
+    (32, 2048, 512, 1, 1),
+    (32, 1024, 2048, 2, 1, 2),
 )
 """Batch, channels in and out, side of image and window of convolutions whose weights outweigh their images; stride."""
 CUBES = (16, 64, 128, 256, 512)
