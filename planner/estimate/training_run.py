@@ -171,6 +171,7 @@ class LayerWork:
     precision) per sample; ``weights`` elements are read once a call. ``saved`` elements per sample are kept
     for the backward pass. ``m, n, k`` per sample describe matrix products and convolutions (as implicit matrix
     products: m = output pixels, n = output channels, k = input channels * kernel area / groups).
+    ``vector``: what vector units do that sum over channels or take exponentials, and no product hides.
     """
 
     kernel: Kernel
@@ -183,6 +184,7 @@ class LayerWork:
     k: float = 0.0
     groups: int = 1
     count: int = 1
+    vector: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from planner.estimate.software_file import ANY, Interval, Software, kind_of
 from planner.estimate.training_run import LayeredNetwork, RunPrediction, TrainingRun, TransformerShape
 from planner.estimate.work import work_of
 from planner.validation.fitting import Fit, StepFit
-from planner.validation.fitting_layered import fit_layered
+from planner.validation.fitting_layered import LayeredFit, fit_layered
 from planner.validation.predictions import predict_each
 from planner.validation.reading import MeasuredRow
 from simulator.errors import InputError
@@ -71,7 +71,7 @@ class Folds:
         second = self._steps.fit(rows=self._sane, start=first.theta)
         self._sane &= (np.abs(second.residuals) < _TRIMMED) | (self._steps.trust < 1)
         self._all = self._steps.fit(rows=self._sane, start=second.theta)
-        self._all_layered = fit_layered(self._layered).coefficients if self._layered else LayeredCoefficients()
+        self._all_layered = fit_layered(self._layered) if self._layered else None
 
     @staticmethod
     def _simulated(runs: Sequence[TrainingRun], fit: Fit) -> FloatArray:
@@ -85,11 +85,11 @@ class Folds:
 
     def everything(self) -> Software:
         """Coefficients fitted on all rows."""
-        return self._software(self._all, self._all_layered)
+        return self._software(self._all, _coefficients(self._all_layered))
 
     def without(self, source: str) -> Software:
         """Coefficients fitted on the rows of all other sources."""
-        steps, layered = self._all, self._all_layered
+        steps, layered = self._all, _coefficients(self._all_layered)
         if any(row.source == source for row in self._transformers):
             others = self._sane & np.array([row.source != source for row in self._transformers])
             steps = self._steps.fit(rows=others, start=self._all.theta)
@@ -181,6 +181,10 @@ def _grouped(calibration: Calibration, name: Callable[[TrainingRun], str]) -> Ma
 def _logarithms(rows: Sequence[MeasuredRow], software: Software) -> FloatArray:
     wide = replace(software, intervals=software.intervals or _EVERYWHERE)
     return np.log([p.step_time_s for p in predict_runs([_run(row) for row in rows], wide)])
+
+
+def _coefficients(fit: LayeredFit | None) -> LayeredCoefficients:
+    return LayeredCoefficients() if fit is None else fit.coefficients
 
 
 def _run(row: MeasuredRow) -> TrainingRun:

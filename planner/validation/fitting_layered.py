@@ -2,64 +2,73 @@
 
 Minimised is the sum over rows of ``weight * log(1 + (log(predicted / measured) / scale)²)`` with a Gaussian prior on
 the logarithm of every coefficient. Coefficients belong to device families and stacks, never to a network or a row.
+What devices of one maker have in common is a coefficient of its own, so that a device of which few rows tell is taken
+to be as its kin.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import least_squares
 
 from planner.estimate.device_family import family_of
-from planner.estimate.layered_work import (
-    LayeredCoefficients,
-    LayeredParameters,
-    layered_breakdown,
-    product_kind,
-)
-from planner.estimate.training_run import LayeredNetwork, Stack, TrainingRun, TrainingSetup
+from planner.estimate.layered_table import LayeredTable, layered_times
+from planner.estimate.layered_work import LayeredCoefficients, parameter_columns
+from planner.estimate.training_run import LayeredNetwork, Stack, TrainingRun
 from planner.validation.fitting import Prior
 from planner.validation.reading import MeasuredRow
 
 FloatArray = npt.NDArray[np.float64]
+Key = tuple[str, str, str]
 _RESIDUAL_SCALE = 0.12
 _BATCH_DECIDES = ("clip", "sound", "sentence")
 _KNOWN_BATCH, _UNKNOWN_BATCH = 1.0, 0.3
 """Weights: published rates of recurrent networks state no batch, which decides them; they may only settle the rest."""
 _STEP = 1e-3
-_EVALUATIONS = 40
-_PRODUCTS = {
-    "half": Prior(centre=0.45, spread=0.15),
-    "tf32": Prior(centre=0.38, spread=0.125),
-    "single": Prior(centre=1.05, spread=0.1),
+_ITERATIONS = 40
+_SETTLED, _NO_GAIN = 5e-3, 2e-2
+_STUCK = 1e6
+_DEVICES = ("volta", "ampere", "hopper", "blackwell", "ascend910", "ascend910b")
+_STACKS = (
+    Stack.CHANNELS_LAST, Stack.EAGER, Stack.COMPILED, Stack.TENSORFLOW, Stack.PADDLE, Stack.MXNET, Stack.ONEFLOW,
+    Stack.MINDSPORE, Stack.MINDSPORE_TOOLKIT,
+)  # fmt: skip
+"""Devices and stacks that are predicted without a row of theirs, by what is expected of them."""
+EVERYWHERE_PRIORS = {
+    "products": Prior(centre=0.4, spread=0.2),
+    "balance": Prior(centre=0.6, spread=0.5),
+    "winograd": Prior(centre=1.7, spread=0.15),
 }
-"""Devices reach much the same part of their peak in convolutions; held tight, so that the few sources of one device,
-whose hosts may be slow, do not make a slow device of it. Without tensor units the peak is easily reached, and
-Winograd's algorithm needs fewer operations than are counted."""
-_OLD_PRODUCTS = {"hopper": 0.63, "blackwell": 0.63}
-"""Share of the peak that ``mma`` instructions reach where tensor units want asynchronous products of warp groups, which
-few convolutions use (Luo et al., arXiv:2402.13499, section on tensor cores)."""
-_KNOWN_DEVICES = {"volta": ("half", "single"), **dict.fromkeys(("ampere", "hopper", "blackwell"), ("half", "tf32"))}
-"""Devices that are predicted without a row of theirs, by what is expected of them."""
+"""Of all devices. In convolutions they reach much the same part of their peak, but the less, the more operations they
+could take in the time in which their memory delivers one element; without tensor units the peak is easily reached."""
+COMMON_PRIORS = {
+    "memory": 0.06,
+    "grouped": 0.6,
+    "columns_half": 0.2,
+    "depth_half": 0.2,
+    "rows_half": 0.3,
+    "kernel_s": 0.5,
+}
+"""Spreads of what devices of one maker have in common, as factors on `DEVICE_PRIORS`."""
 DEVICE_PRIORS = {
-    "memory": Prior(centre=0.85, spread=0.1),
-    "grouped": Prior(centre=0.12, spread=0.8),
-    "columns_half": Prior(centre=32.0, spread=0.2),
-    "depth_half": Prior(centre=64.0, spread=0.2),
-    "rows_half": Prior(centre=512.0, spread=0.3),
-    "kernel_s": Prior(centre=5e-6, spread=0.3),
+    "products": Prior(centre=1.0, spread=0.06),
+    "memory": Prior(centre=0.85, spread=0.05),
+    "grouped": Prior(centre=0.12, spread=0.2),
+    "columns_half": Prior(centre=32.0, spread=0.1),
+    "depth_half": Prior(centre=64.0, spread=0.1),
+    "rows_half": Prior(centre=512.0, spread=0.15),
+    "kernel_s": Prior(centre=5e-6, spread=0.1),
     "launch": Prior(centre=1.0, spread=0.2),
     "boxes": Prior(centre=1.0, spread=0.4),
 }
-SINK_PRIORS = {"launch": Prior(centre=0.05, spread=0.3), "kernel_s": Prior(centre=2e-5, spread=0.3)}
+SINK_PRIORS = {"launch": Prior(centre=0.05, spread=0.3), "kernel_s": Prior(centre=2e-5, spread=0.1)}
 """Of Ascend devices, which launch the kernels of a whole graph themselves."""
 STACK_PRIORS = {
-    "products": Prior(centre=1.0, spread=0.12),
-    "memory": Prior(centre=1.0, spread=0.15),
+    "products": Prior(centre=1.0, spread=0.08),
+    "memory": Prior(centre=1.0, spread=0.1),
     "grouped": Prior(centre=1.0, spread=0.2),
     "kernel_s": Prior(centre=1.0, spread=0.3),
     "unfused": Prior(centre=0.7, spread=0.4),
@@ -69,19 +78,29 @@ STACK_PRIORS = {
     "exposed": Prior(centre=0.2, spread=0.7),
     "contention": Prior(centre=0.03, spread=0.5),
 }
+_MINDSPORE_PRIORS = {
+    "launch_s": Prior(centre=8e-5, spread=0.6),
+    "unfused": Prior(centre=0.3, spread=0.5),
+    "vector": Prior(centre=4.0, spread=0.3),
+}
 STACK_OWN_PRIORS: Mapping[str, Mapping[str, Prior]] = {
     Stack.EAGER: {"launch_s": Prior(centre=2e-5, spread=0.4), "casts": Prior(centre=0.8, spread=0.5)},
-    Stack.TENSORFLOW: {"launch_s": Prior(centre=3e-5, spread=0.3)},
-    Stack.MINDSPORE: {"launch_s": Prior(centre=8e-5, spread=0.6), "unfused": Prior(centre=0.3, spread=0.5)},
+    Stack.TENSORFLOW: {"launch_s": Prior(centre=3e-5, spread=0.3), "unfused": Prior(centre=0.4, spread=0.4)},
+    Stack.COMPILED: {"unfused": Prior(centre=0.4, spread=0.4)},
+    Stack.PADDLE: {"unfused": Prior(centre=0.35, spread=0.4)},
+    Stack.MXNET: {"unfused": Prior(centre=0.25, spread=0.4)},
+    Stack.MINDSPORE: _MINDSPORE_PRIORS,
     Stack.MINDSPORE_TOOLKIT: {
-        "launch_s": Prior(centre=8e-5, spread=0.6),
-        "unfused": Prior(centre=0.3, spread=0.5),
-        "kernel_s": Prior(centre=2.0, spread=0.3),
+        **_MINDSPORE_PRIORS,
+        "kernel_s": Prior(centre=2.0, spread=0.15),
+        "exposed": Prior(centre=0.2, spread=0.3),
     },
 }
 """PyTorch launches operators one by one and keeps images in planes, which tensor units do not take: half precision is
-copied around convolutions. TensorFlow schedules operators one by one; MindSpore's graphs run as operators where no
-device takes them whole."""
+copied around convolutions. TensorFlow schedules operators one by one; NVIDIA measured its examples with XLA, which
+fuses what follows a convolution, and those for MXNet with norms that take sum and ReLU along (``--fuse-bn-relu``,
+``--fuse-bn-add-relu`` in ``MxNet/Classification/RN50v1.5/runner``). MindSpore's graphs run as operators where no
+device takes them whole, and its vector units take several passes for norms over channels, softmax and GELU."""
 HOST_PRIORS = {
     "image": Prior(centre=2e-4, spread=0.5),
     "augmented image": Prior(centre=2e-4, spread=0.5),
@@ -92,140 +111,178 @@ HOST_PRIORS = {
     "volume": Prior(centre=1e-2, spread=1.0),
 }
 PYTHON_HOST_PRIORS = {
-    "image": Prior(centre=6e-4, spread=0.5),
-    "augmented image": Prior(centre=1.8e-3, spread=0.5),
+    "image": Prior(centre=6e-4, spread=0.2),
+    "augmented image": Prior(centre=1.8e-3, spread=0.2),
     "annotated image": Prior(centre=2e-3, spread=1.0),
     "mosaic image": Prior(centre=5e-3, spread=1.0),
 }
-"""Where Python on the host transforms images."""
-_BOUNDS = {"unfused": 1.0, "exposed": 1.0, "half": 1.0, "tf32": 1.0, "single": 1.6, "memory": 1.1, "contention": 0.2}
+"""Where Python on the host transforms images: in MindCV and MindYOLO, and in PyTorch what augments images by rules."""
+_BOUNDS = {"unfused": 1.0, "exposed": 1.0, "products": 1.6, "memory": 1.1, "contention": 0.2}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayeredFit:
-    """Fitted coefficients, and the logarithm of predicted over measured of the rows."""
+    """Fitted coefficients, what they are made of, and the logarithm of predicted over measured of the rows."""
 
     coefficients: LayeredCoefficients
+    values: Mapping[Key, float]
     residuals: FloatArray
+
+
+def _maker(family: str) -> str:
+    return "ascend" if family.startswith("ascend") else "nvidia"
+
+
+def priors() -> dict[Key, Prior]:
+    """All coefficients, as ``(everywhere, common, devices or stacks, group, name)``."""
+    found: dict[Key, Prior] = {("everywhere", "", name): prior for name, prior in EVERYWHERE_PRIORS.items()}
+    for family in _DEVICES:
+        device = DEVICE_PRIORS | (SINK_PRIORS if family.startswith("ascend") else {})
+        found |= {("devices", family, name): prior for name, prior in device.items()}
+        for name, spread in COMMON_PRIORS.items():
+            found["common", _maker(family), name] = Prior(centre=1.0, spread=spread)
+    for stack in _STACKS:
+        software = STACK_PRIORS | dict(STACK_OWN_PRIORS.get(stack, {}))
+        found |= {("stacks", str(stack), name): prior for name, prior in software.items()}
+        for kind, prior in _host_priors(stack).items():
+            found["stacks", str(stack), f"host_{kind.replace(' ', '_')}_s"] = prior
+    return found
+
+
+def _host_priors(stack: Stack) -> dict[str, Prior]:
+    if stack is Stack.MINDSPORE_TOOLKIT:
+        return HOST_PRIORS | PYTHON_HOST_PRIORS
+    if stack is Stack.EAGER:
+        return HOST_PRIORS | {"augmented image": PYTHON_HOST_PRIORS["augmented image"]}
+    return HOST_PRIORS
+
+
+def fit_layered(rows: Sequence[MeasuredRow], near: LayeredFit | None = None) -> LayeredFit:
+    """Coefficients that predict `rows` best; a source counts with the square root of its number of rows.
+
+    ``near`` is where the search begins, a fit on nearly the same rows; by default it begins at the priors.
+    """
+    runs = [row.run for row in rows if row.run]
+    steps = Steps(runs)
+    target = np.log([row.measured_time_s for row in rows])
+    weights = _weights(runs, [row.source for row in rows])
+    known = priors()
+    keys = list(known)
+    centres = np.log([known[key].centre for key in keys])
+    spreads = np.array([known[key].spread for key in keys])
+    upper = np.log([_BOUNDS.get(key[2], np.inf) for key in keys]) - _STEP
+    place = steps.places(keys)
+
+    def cost(error: FloatArray, theta: FloatArray) -> float:
+        return float(weights @ np.log1p(error**2) + np.sum(((theta - centres) / spreads) ** 2))
+
+    def errors(theta: FloatArray) -> FloatArray:
+        return np.asarray((steps.logarithms(keys, theta) - target) / _RESIDUAL_SCALE)
+
+    theta = np.minimum(centres if near is None else np.log([near.values[key] for key in keys]), upper)
+    error, damping = errors(theta), 1e-3
+    for _ in range(_ITERATIONS):
+        slopes = steps.slopes(keys, theta, place) / _RESIDUAL_SCALE
+        bent = weights / (1 + error**2)  # the weights of a least-squares problem with the same slope
+        normal = (slopes * bent[:, None]).T @ slopes + np.diag(spreads**-2)
+        gradient = (slopes * bent[:, None]).T @ error + (theta - centres) / spreads**2
+        before = cost(error, theta)
+        while damping < _STUCK:
+            step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient)
+            trial = np.minimum(theta + step, upper)
+            found = errors(trial)
+            if cost(found, trial) <= before:
+                break
+            damping *= 6
+        if damping >= _STUCK:
+            break
+        moved = float(np.abs(trial - theta).max())
+        theta, error, damping = trial, found, max(damping / 5, 1e-6)
+        if moved < _SETTLED or before - cost(error, theta) < _NO_GAIN:
+            break
+    values = dict(zip(keys, np.exp(theta).tolist(), strict=True))
+    return LayeredFit(coefficients=combined(values), values=values, residuals=error * _RESIDUAL_SCALE)
+
+
+def _weights(runs: Sequence[TrainingRun], sources: Sequence[str]) -> FloatArray:
+    weights = np.array([1 / np.sqrt(sources.count(source)) for source in sources])
+    weights *= [_KNOWN_BATCH if _kind(run) not in _BATCH_DECIDES else _UNKNOWN_BATCH for run in runs]
+    return np.asarray(weights * np.sqrt(len(runs)) / np.linalg.norm(weights))
 
 
 def _kind(run: TrainingRun) -> str:
     return run.network.sample if isinstance(run.network, LayeredNetwork) else ""
 
 
-def priors_of(runs: Sequence[TrainingRun]) -> dict[tuple[str, str, str], Prior]:
-    """Coefficients that `runs` depend on, as ``(devices or stacks, group, name)``."""
-    found: dict[tuple[str, str, str], Prior] = {}
-    for run in runs:
-        family, stack = family_of(run.hardware.device_name), str(run.setup.stack)
-        found["devices", family, product_kind(run)] = _product_prior(family, product_kind(run))
-        device = DEVICE_PRIORS | SINK_PRIORS if family.startswith("ascend") else DEVICE_PRIORS
-        found |= {("devices", family, name): prior for name, prior in device.items()}
-        software = STACK_PRIORS | dict(STACK_OWN_PRIORS.get(stack, {}))
-        found |= {("stacks", stack, name): prior for name, prior in software.items()}
-        kind = _kind(run)
-        host = PYTHON_HOST_PRIORS if run.setup.stack is Stack.MINDSPORE_TOOLKIT else HOST_PRIORS
-        if kind in host:
-            found["stacks", stack, f"host_{kind.replace(' ', '_')}_s"] = host[kind]
-    for family, kinds in _KNOWN_DEVICES.items():
-        expected = {kind: _product_prior(family, kind) for kind in kinds} | DEVICE_PRIORS
-        found |= {("devices", family, name): prior for name, prior in expected.items()}
-    return found
+class Steps:
+    """Runs (N,) to be timed with many sets of coefficients; those with the same parameters are known by one of them."""
 
+    def __init__(self, runs: Sequence[TrainingRun]) -> None:
+        self._table = LayeredTable(runs)
+        self._families = [family_of(run.hardware.device_name) for run in runs]
+        self._stacks = [str(run.setup.stack) for run in runs]
+        alike: dict[tuple[str, str, str], int] = {}
+        self._alike = [alike.setdefault((run.hardware.hash, str(run.setup.stack), run.setup.precision), index)
+                       for index, run in enumerate(runs)]  # fmt: skip
+        self._first = sorted(set(self._alike))
 
-def _product_prior(family: str, kind: str) -> Prior:
-    usual = _PRODUCTS[kind]
-    return replace(usual, centre=usual.centre * _OLD_PRODUCTS.get(family, 1.0))
+    def predicted(self, coefficients: LayeredCoefficients) -> FloatArray:
+        """Logarithm (N,) of the predicted seconds."""
+        known = {index: coefficients.parameters(self._table.runs[index]) for index in self._first}
+        parts = layered_times(self._table, parameter_columns(self._table, [known[index] for index in self._alike]))
+        return np.asarray(np.log(sum(parts.values())))
 
+    def logarithms(self, keys: Sequence[Key], theta: FloatArray) -> FloatArray:
+        """The same by logarithms of the coefficients of `keys`."""
+        return self.predicted(combined(dict(zip(keys, np.exp(theta).tolist(), strict=True))))
 
-def fit_layered(rows: Sequence[MeasuredRow], near: LayeredCoefficients | None = None) -> LayeredFit:
-    """Coefficients that predict `rows` best; a source counts with the square root of its number of rows.
+    def places(self, keys: Sequence[Key]) -> dict[tuple[str, str], npt.NDArray[np.intp]]:
+        """For each part and name the index of each run's key, −1 where it has none."""
+        index = {key: number for number, key in enumerate(keys)}
+        groups: Mapping[str, Sequence[str]] = {
+            "everywhere": [""] * len(self._families),
+            "common": [_maker(family) for family in self._families],
+            "devices": self._families,
+            "stacks": self._stacks,
+        }
+        return {
+            (part, name): np.array([index.get((part, group, name), -1) for group in groups[part]])
+            for part, name in dict.fromkeys((part, name) for part, _, name in keys)
+        }
 
-    ``near`` is where the search begins, a fit on nearly the same rows; by default it begins at the priors.
-    """
-    runs = [row.run for row in rows if row.run]
-    target = np.log([row.measured_time_s for row in rows])
-    sources = [row.source for row in rows]
-    weights = np.array([1 / np.sqrt(sources.count(source)) for source in sources])
-    weights *= [_KNOWN_BATCH if _kind(run) not in _BATCH_DECIDES else _UNKNOWN_BATCH for run in runs]
-    weights *= np.sqrt(len(rows)) / np.linalg.norm(weights)
-    priors = priors_of(runs)
-    keys = list(priors)
-    centres = np.log([priors[key].centre for key in keys])
-    spreads = np.array([priors[key].spread for key in keys])
-    upper = np.log([_BOUNDS.get(key[2], np.inf) for key in keys])
+    def slopes(
+        self, keys: Sequence[Key], theta: FloatArray, places: Mapping[tuple[str, str], npt.NDArray[np.intp]]
+    ) -> FloatArray:
+        """Derivatives (N, keys) of the logarithms by differences.
 
-    concerned = [_concerned(key, runs) for key in keys]
-
-    def robust(predicted: FloatArray) -> FloatArray:
-        scaled = (predicted - target) / _RESIDUAL_SCALE
-        return np.asarray(np.sqrt(weights) * np.sign(scaled) * np.sqrt(np.log1p(scaled**2)))
-
-    def residuals(theta: FloatArray) -> FloatArray:
-        predicted = predicted_logarithms(runs, _coefficients(keys, theta))
-        return np.concatenate([robust(predicted), (theta - centres) / spreads])
-
-    def jacobian(theta: FloatArray) -> FloatArray:
-        base = predicted_logarithms(runs, _coefficients(keys, theta))
-        slopes = np.zeros((len(runs) + len(keys), len(keys)))
-        for column, rows_concerned in enumerate(concerned):
+        A run depends on one device and one stack: coefficients of the same name are moved together.
+        """
+        base = self.logarithms(keys, theta)
+        found = np.zeros((len(base), len(keys)))
+        for place in places.values():
+            own = np.flatnonzero(place >= 0)
+            if not len(own):
+                continue
             moved = theta.copy()
-            moved[column] -= _STEP
-            predicted = base.copy()
-            predicted[rows_concerned] = predicted_logarithms(
-                [runs[row] for row in rows_concerned], _coefficients(keys, moved)
-            )
-            slopes[: len(runs), column] = (robust(base) - robust(predicted)) / _STEP
-            slopes[len(runs) + column, column] = 1 / spreads[column]
-        return slopes
-
-    start = centres if near is None else _logarithms(keys, near, centres)
-    solution = least_squares(
-        residuals, np.minimum(start, upper - 1e-3), jacobian, bounds=(-np.inf, upper), max_nfev=_EVALUATIONS,
-        ftol=1e-5, xtol=1e-4,
-    )  # fmt: skip
-    coefficients = _coefficients(keys, solution.x)
-    return LayeredFit(coefficients=coefficients, residuals=predicted_logarithms(runs, coefficients) - target)
-
-
-def _concerned(key: tuple[str, str, str], runs: Sequence[TrainingRun]) -> list[int]:
-    """Indices of the runs that a coefficient can change."""
-    part, group, _ = key
-    return [
-        index
-        for index, run in enumerate(runs)
-        if group == (family_of(run.hardware.device_name) if part == "devices" else run.setup.stack)
-    ]
+            moved[np.unique(place[own])] -= _STEP
+            found[own, place[own]] = (base - self.logarithms(keys, moved))[own] / _STEP
+        return found
 
 
 def predicted_logarithms(runs: Sequence[TrainingRun], coefficients: LayeredCoefficients) -> FloatArray:
-    """Logarithm of the predicted seconds of every run; equal runs are predicted once."""
-    known: dict[tuple[int, str, TrainingSetup], float] = {}
-    parameters: dict[tuple[str, str, str], LayeredParameters] = {}
-    found = []
-    for run in runs:
-        key = id(run.network), run.hardware.hash, run.setup
-        seconds = known.get(key)
-        if seconds is None:
-            group = family_of(run.hardware.device_name), str(run.setup.stack), product_kind(run)
-            if group not in parameters:
-                parameters[group] = coefficients.parameters(run)
-            seconds = known[key] = sum(layered_breakdown(run, parameters[group]).values())
-        found.append(seconds)
-    return np.log(found)
+    """Logarithm of the predicted seconds of every run."""
+    return Steps(runs).predicted(coefficients)
 
 
-def _logarithms(keys: Sequence[tuple[str, str, str]], known: LayeredCoefficients, centres: FloatArray) -> FloatArray:
-    groups = {"devices": known.devices, "stacks": known.stacks}
-    values = [
-        groups[part].get(group, {}).get(name, math.exp(centre))
-        for (part, group, name), centre in zip(keys, centres.tolist(), strict=True)
-    ]
-    return np.log(values)
-
-
-def _coefficients(keys: Sequence[tuple[str, str, str]], theta: FloatArray) -> LayeredCoefficients:
+def combined(values: Mapping[Key, float]) -> LayeredCoefficients:
+    """Coefficients of devices and stacks: a device's own times what it has in common with others."""
     groups: dict[str, dict[str, dict[str, float]]] = {"devices": {}, "stacks": {}}
-    for (part, group, name), value in zip(keys, np.exp(theta), strict=True):
-        groups[part].setdefault(group, {})[name] = float(value)
+    for (part, group, name), value in values.items():
+        if part in groups:
+            groups[part].setdefault(group, {})[name] = value
+    for family, device in groups["devices"].items():
+        for name in COMMON_PRIORS:
+            device[name] *= values["common", _maker(family), name]
+        device["products"] *= values["everywhere", "", "products"]
+        device |= {name: values["everywhere", "", name] for name in ("balance", "winograd")}
     return LayeredCoefficients(**groups)

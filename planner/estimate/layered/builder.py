@@ -25,10 +25,12 @@ class NetworkBuilder:
 
     Convolutions pad as much as keeps the size at stride 1, unless ``padding`` says otherwise. Matrix products,
     convolutions, norms and activations other than ReLU keep their input for the backward pass, each tensor once.
+    ``tokens`` says that norms sum over the channels of each position, as those of transformers do.
     """
 
-    def __init__(self, channels: int, *size: int) -> None:
+    def __init__(self, channels: int, *size: int, tokens: bool = False) -> None:
         self.channels = channels
+        self.tokens = tokens
         self.size: tuple[int, ...] = size
         self.parameters = 0.0
         self.layers: list[LayerWork] = []
@@ -282,7 +284,9 @@ class NetworkBuilder:
         return self
 
     def _append(self, kernel: Kernel, **work: float) -> None:
-        layer = LayerWork(kernel=kernel, **work)  # type: ignore[arg-type]
+        alone = kernel is Kernel.NORMALIZATION or (kernel is Kernel.ACTIVATION and work.get("saved", 0) > 0)
+        vector = kernel is Kernel.SOFTMAX or (self.tokens and alone)
+        layer = LayerWork(kernel=kernel, vector=vector, **work)  # type: ignore[arg-type]
         self.layers.append(layer)
         self.parameters += layer.weights * layer.count
         self._new_tensor()

@@ -44,6 +44,7 @@ def _residual(name: str, match: Match, side: int) -> LayeredNetwork | None:
         reduction=16 if re.search(r"(^|_)se_?res", name) else 0,
         scales=4 if "res2net" in name else 1,
         preactivated=bool(re.search(r"resnet_?v2|^bit|bigtransfer", name)),
+        grouped_norms=name.startswith(("bit", "bigtransfer")),
         deep_stem=name.endswith(("_v1b", "v1d")),
         basic=depth < 50,
         selective="sk" in name,

@@ -28,7 +28,8 @@ class ResidualForm:
     ``groups`` and ``base_width`` are ResNeXt's (arXiv:1611.05431), ``width`` multiplies inner channels
     (Wide-ResNet, arXiv:1605.07146), ``outer`` all channels (BiT), ``reduction`` above 0 adds squeeze and
     excitation, ``scales`` above 1 splits the middle convolution (Res2Net, arXiv:1904.01169) and ``radix``
-    that of ResNeSt. ``preactivated`` norms stand before their convolutions (ResNetV2, arXiv:1603.05027).
+    that of ResNeSt. ``preactivated`` norms stand before their convolutions (ResNetV2, arXiv:1603.05027),
+    ``grouped_norms`` sum over groups of the channels of one image (BiT, arXiv:1912.11370).
     """
 
     groups: int = 1
@@ -38,6 +39,7 @@ class ResidualForm:
     reduction: int = 0
     scales: int = 1
     preactivated: bool = False
+    grouped_norms: bool = False
     deep_stem: bool = False
     basic: bool = False
     selective: bool = False
@@ -45,7 +47,7 @@ class ResidualForm:
 
 def resnet(name: str, depth: int, side: int, form: ResidualForm) -> LayeredNetwork:
     """ResNet v1.5 of `depth` layers: the stride of a block is in its 3x3 convolution."""
-    net = NetworkBuilder(3, side, side)
+    net = NetworkBuilder(3, side, side, tokens=form.grouped_norms)
     stem(net, form)
     for stage, blocks in enumerate(DEPTHS[depth]):
         channels = 64 * 2**stage * form.outer

@@ -29,7 +29,7 @@ def vision_transformer(
     name: str, side: int, patch: int, width: int, depth: int, heads: int, *, sample: str = SAMPLE
 ) -> LayeredNetwork:
     """ViT (arXiv:2010.11929) and DeiT: patches as tokens, and a class token."""
-    net = NetworkBuilder(3, side, side).convolution(width, patch, patch, bias=True, padding=0)
+    net = NetworkBuilder(3, side, side, tokens=True).convolution(width, patch, patch, bias=True, padding=0)
     tokens = net.positions + 1
     net.become(width, tokens).add()
     net.parameters += width * (tokens + 1)
@@ -43,7 +43,7 @@ def swin(
     name: str, side: int, width: int, depths: Sequence[int], heads: Sequence[int], window: int, *, second: bool = False
 ) -> LayeredNetwork:
     """Swin (arXiv:2103.14030): attention within windows, stages joined by merging 2x2 tokens; ``second`` is SwinV2."""
-    net = NetworkBuilder(3, side, side).convolution(width, 4, 4, bias=True, padding=0).norm()
+    net = NetworkBuilder(3, side, side, tokens=True).convolution(width, 4, 4, bias=True, padding=0).norm()
     for stage, (depth, count) in enumerate(zip(depths, heads, strict=True)):
         if stage:
             channels = net.channels
@@ -82,7 +82,7 @@ PVT_DEPTHS = {"tiny": (2, 2, 2, 2), "small": (3, 4, 6, 3), "medium": (3, 4, 18, 
 
 def pyramid(name: str, side: int, depths: Sequence[int]) -> LayeredNetwork:
     """PVT (arXiv:2102.12122)."""
-    net = NetworkBuilder(3, side, side)
+    net = NetworkBuilder(3, side, side, tokens=True)
     rows = zip((64, 128, 320, 512), (4, 2, 2, 2), (1, 2, 5, 8), (8, 4, 2, 1), (8, 8, 4, 4), depths, strict=True)
     for width, patch, heads, reduction, ratio, depth in rows:
         net.convolution(width, patch, patch, bias=True, padding=0).norm().add()
@@ -106,7 +106,7 @@ PVT_V2 = {
 
 def pyramid_v2(name: str, side: int, size: str) -> LayeredNetwork:
     """PVTv2 (arXiv:2106.13797): overlapping patches, depthwise convolutions in the feed-forward networks."""
-    net = NetworkBuilder(3, side, side)
+    net = NetworkBuilder(3, side, side, tokens=True)
     widths, depths, ratios = PVT_V2[size]
     for stage, (width, depth, ratio) in enumerate(zip(widths, depths, ratios, strict=True)):
         net.convolution(width, 3 if stage else 7, 2 if stage else 4, bias=True).norm()
@@ -130,7 +130,7 @@ PIT = {
 def pooling_transformer(name: str, side: int, size: str) -> LayeredNetwork:
     """PiT (arXiv:2103.16302): a ViT whose tokens are pooled by depthwise convolutions between its stages."""
     widths, depths, heads, patch, stride = PIT[size]
-    net = NetworkBuilder(3, side, side).convolution(widths[0], patch, stride, bias=True, padding=0).add()
+    net = NetworkBuilder(3, side, side, tokens=True).convolution(widths[0], patch, stride, bias=True, padding=0).add()
     net.parameters += net.elements + widths[0]
     for stage, (width, depth, count) in enumerate(zip(widths, depths, heads, strict=True)):
         if stage:
@@ -153,7 +153,7 @@ CONVNEXT = {
 
 def convnext(name: str, side: int, size: str, *, second: bool = False) -> LayeredNetwork:
     """ConvNeXt (arXiv:2201.03545); ``second`` has response normalisation in place of layer scale (V2)."""
-    net = NetworkBuilder(3, side, side)
+    net = NetworkBuilder(3, side, side, tokens=True)
     for stage, (width, depth) in enumerate(zip(*CONVNEXT[size], strict=True)):
         if stage:
             net.norm().convolution(width, 2, 2, bias=True, padding=0)
@@ -183,7 +183,7 @@ POOLFORMER = {
 
 def poolformer(name: str, side: int, size: str) -> LayeredNetwork:
     """PoolFormer (arXiv:2111.11418): average pooling in the place of attention."""
-    net = NetworkBuilder(3, side, side)
+    net = NetworkBuilder(3, side, side, tokens=True)
     for stage, (width, depth) in enumerate(zip(*POOLFORMER[size], strict=True)):
         net.convolution(width, 3 if stage else 7, 2 if stage else 4, bias=True, padding=1 if stage else 2)
         for _ in range(depth):
@@ -196,7 +196,7 @@ def poolformer(name: str, side: int, size: str) -> LayeredNetwork:
 
 def cross_vit_9(name: str, side: int) -> LayeredNetwork:
     """CrossViT-9 (arXiv:2103.14899): two transformers of different patches that exchange their class tokens."""
-    net = NetworkBuilder(3, side, side)
+    net = NetworkBuilder(3, side, side, tokens=True)
     sides = ((side, 12, 128), (224 * side // 240, 16, 256))
     grids = []
     for here, patch, width in sides:
@@ -220,7 +220,7 @@ def cross_vit_9(name: str, side: int) -> LayeredNetwork:
 
 def class_attention(name: str, side: int, width: int, depth: int, heads: int) -> LayeredNetwork:
     """CaiT (arXiv:2103.17239): layer scale, mixing of heads, two last layers for the class token only."""
-    net = NetworkBuilder(3, side, side).convolution(width, 16, 16, bias=True, padding=0)
+    net = NetworkBuilder(3, side, side, tokens=True).convolution(width, 16, 16, bias=True, padding=0)
     tokens = net.positions
     net.become(width, tokens).add()
     net.parameters += width * (tokens + 1)
@@ -249,7 +249,7 @@ MOBILEVIT = {
 def mobile_transformer(name: str, side: int, size: str) -> LayeredNetwork:
     """MobileViT (arXiv:2110.02178): inverted bottlenecks, and transformers over every fourth pixel."""
     expansion, first, widths, inner_widths, last = MOBILEVIT[size]
-    net = NetworkBuilder(3, side, side).unit(first, 3, 2, activation="smooth")
+    net = NetworkBuilder(3, side, side, tokens=True).unit(first, 3, 2, activation="smooth")
     for stage, width in enumerate(widths):
         for index in range(3 if stage == 1 else 1):
             stride = 2 if stage and not index else 1

@@ -9,10 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.estimate.layered import lookup
+from planner.estimate.layered_table import LayeredTable, layered_times
 from planner.estimate.layered_work import (
+    USUAL_BALANCE,
     LayeredCoefficients,
     LayeredParameters,
     layered_memory,
+    parameter_columns,
     predict_layered,
     typical_batch,
 )
@@ -117,7 +120,7 @@ def test_a_usual_batch_fits_and_is_a_power_of_two() -> None:
 
 def test_coefficients_of_device_and_stack_are_combined() -> None:
     coefficients = LayeredCoefficients(
-        devices={"ampere": {"half": 0.5, "tf32": 0.4, "memory": 0.8, "launch": 2.0, "boxes": 3.0}},
+        devices={"ampere": {"products": 0.5, "memory": 0.8, "launch": 2.0, "boxes": 3.0}},
         stacks={
             "eager": {
                 "products": 0.9,
@@ -128,14 +131,57 @@ def test_coefficients_of_device_and_stack_are_combined() -> None:
             }
         },
     )
-    half, single = coefficients.parameters(run()), coefficients.parameters(run(precision="tf32"))
+    half = coefficients.parameters(run())
     assert half.products == pytest.approx(0.45)
-    assert single.products == pytest.approx(0.36)
     assert half.memory == pytest.approx(0.4)
     assert half.launch_s == pytest.approx(2e-5)
     assert half.host_s == pytest.approx({"image": 1e-4, "mosaic image": 3e-3})
     assert coefficients.parameters(run(profile="dgx-h100")).products == pytest.approx(0.9 * NEUTRAL.products)
     assert LayeredCoefficients().parameters(run()) == NEUTRAL
+
+
+def test_the_more_operations_for_an_element_of_memory_the_fewer_are_reached() -> None:
+    device = {"products": 0.4, "balance": 0.5}
+    coefficients = LayeredCoefficients(devices=dict.fromkeys(("volta", "ampere", "hopper"), device))
+    ampere, hopper = (coefficients.parameters(run(profile=name)).products for name in ("dgx-a100", "dgx-h100"))
+    assert hopper < ampere
+    wanted = run(profile="dgx-h100")
+    share = (wanted.hardware.peak("float16") * 2 / wanted.hardware.memory_bandwidth / USUAL_BALANCE) ** -0.5
+    assert hopper == pytest.approx(0.4 * share)
+    # TF32 takes half the operations on elements of twice the size: the same share of its peak.
+    tf32 = coefficients.parameters(run(profile="dgx-h100", precision="tf32")).products
+    assert tf32 == pytest.approx(hopper)
+    # Without tensor units memory keeps up easily.
+    assert coefficients.parameters(run(profile="dgx1-v100", precision="fp32")).products > 1.5 * ampere
+
+
+def test_winograd_helps_3_by_3_convolutions_without_tensor_units() -> None:
+    plain, fast = replace(NEUTRAL, winograd=1.0), replace(NEUTRAL, winograd=2.0)
+    single = run(profile="dgx1-v100", precision="fp32", name="vgg16")
+    assert seconds(single, fast) < 0.7 * seconds(single, plain)
+    half = run(profile="dgx1-v100", name="vgg16")
+    assert seconds(half, fast) == seconds(half, plain)
+    # Products of matrices have no windows.
+    tokens = run(profile="dgx1-v100", precision="fp32", name="vit_b_16")
+    assert seconds(tokens, fast) == seconds(tokens, plain)
+
+
+def test_vector_units_decide_where_norms_sum_over_channels() -> None:
+    slow = replace(NEUTRAL, vector=5.0)
+    assert seconds(run(name="vit_b_16"), slow) > 1.1 * seconds(run(name="vit_b_16"))
+    assert seconds(run(name="bit_resnet50"), slow) > 1.1 * seconds(run(name="bit_resnet50"))
+    assert seconds(run(), slow) == seconds(run())  # batch norms stand beside convolutions
+
+
+@settings(deadline=None, max_examples=10)
+@given(
+    st.lists(st.tuples(st.sampled_from(["resnet18", "unet", "vit_b_16"]), st.integers(1, 64)), min_size=1, max_size=5)
+)
+def test_runs_are_timed_together_as_one_by_one(wanted: list[tuple[str, int]]) -> None:
+    runs = [run(name=name, batch=batch, devices=1 + batch % 8) for name, batch in wanted]
+    table = LayeredTable(runs)
+    parts = layered_times(table, parameter_columns(table, [NEUTRAL] * len(runs)))
+    assert sum(parts.values()) == pytest.approx([seconds(one) for one in runs], rel=1e-12)
 
 
 def test_only_data_parallel_runs_of_layered_networks_are_predicted() -> None:

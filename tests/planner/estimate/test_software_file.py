@@ -22,7 +22,7 @@ CONTENT: dict[str, Any] = {
     "stacks": {"megatron": {"matmul": {"value": 1.1, "source": FITTED}, "launch_s": {"value": 2e-5, "source": FITTED}}},
     "attention": {"flash2": {"value": 0.9, "source": FITTED}},
     "layered": {
-        "source": FITTED, "devices": {"ampere": {"half": 0.5}}, "stacks": {"eager": {"host_mosaic_image_s": 0.01}},
+        "source": FITTED, "devices": {"ampere": {"products": 0.5}}, "stacks": {"eager": {"host_mosaic_image_s": 0.01}},
     },
     "intervals": [
         {"family": ANY, "stack": ANY, "network": network, "low": 0.5, "high": 2.0, "rows": 30}
@@ -39,7 +39,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read == written
     assert read.coefficients.stacks == {"megatron": {"matmul": 1.1, "launch_s": 2e-5}}
     assert read.coefficients.attention == {"flash2": 0.9}
-    assert read.layered.devices == {"ampere": {"half": 0.5}}
+    assert read.layered.devices == {"ampere": {"products": 0.5}}
     assert read.intervals["transformer", ANY, ANY].high == 2.0
 
 

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
 from planner.estimate.layered import lookup
 from planner.estimate.layered_work import LayeredCoefficients, predict_layered
 from planner.estimate.training_run import LayeredNetwork, Stack, TrainingRun, TrainingSetup
-from planner.validation.fitting_layered import fit_layered, predicted_logarithms, priors_of
+from planner.validation.fitting_layered import (
+    DEVICE_PRIORS,
+    HOST_PRIORS,
+    STACK_OWN_PRIORS,
+    Steps,
+    fit_layered,
+    predicted_logarithms,
+    priors,
+)
 from planner.validation.reading import MeasuredRow
 from simulator.hardware import load_profile
 
 TRUE = LayeredCoefficients(
-    devices={"ampere": {"half": 0.45, "memory": 0.8, "grouped": 0.1, "kernel_s": 6e-6}},
-    stacks={"eager": {"unfused": 0.6, "launch_s": 1e-5, "casts": 0.1, "step_overhead_s": 2e-3}},
+    devices={"ampere": {"products": 0.45, "memory": 0.8, "grouped": 0.1, "kernel_s": 6e-6}},
+    stacks={
+        "eager": {
+            "unfused": 0.6,
+            "launch_s": 1e-5,
+            "casts": 0.1,
+            "step_overhead_s": 2e-3,
+            "host_image_s": 2e-4,
+            "host_augmented_image_s": 1.5e-3,
+        }
+    },
 )
 NAMES = ("resnet18", "resnet50", "resnet152", "vgg16", "mobilenet_v2_100", "efficientnet_b0", "densenet121")
 
@@ -48,15 +67,39 @@ def test_sources_left_out_are_predicted_by_the_others() -> None:
 
 
 def test_coefficients_belong_to_families_and_stacks_only() -> None:
-    runs = [row.run for row in made_rows() if row.run]
-    groups = {(part, group) for part, group, _ in priors_of(runs)}
-    devices = {("devices", family) for family in ("volta", "ampere", "hopper", "blackwell")}
-    assert groups == {*devices, ("stacks", "eager")}
+    coefficients = fit_layered(made_rows()).coefficients
+    assert set(coefficients.devices) <= {"volta", "ampere", "hopper", "blackwell", "ascend910", "ascend910b"}
+    assert set(coefficients.stacks) <= {str(stack) for stack in Stack}
+    parts = {part for part, _, _ in priors()}
+    assert parts == {"everywhere", "common", "devices", "stacks"}
 
 
-def test_devices_without_rows_are_as_expected_of_them() -> None:
+def test_a_device_without_rows_is_as_its_kin() -> None:
     devices = fit_layered(made_rows()).coefficients.devices
-    # Convolutions use the tensor units of Hopper as those of its predecessors.
-    assert devices["hopper"]["half"] == pytest.approx(0.63 * 0.45, rel=1e-3)
-    assert devices["volta"]["half"] == pytest.approx(0.45, rel=1e-3)
-    assert devices["ampere"]["half"] != pytest.approx(0.45, rel=1e-3)
+    assert devices["hopper"]["balance"] == devices["ampere"]["balance"]
+    # What rows of one device say goes for others of its maker in part, and not for those of another maker.
+    expected = {name: prior.centre for name, prior in DEVICE_PRIORS.items()}
+    for name in ("kernel_s", "columns_half"):
+        own, kin = (math.log(devices[family][name] / expected[name]) for family in ("ampere", "hopper"))
+        assert own * kin > 0
+        assert abs(kin) < abs(own)
+    assert devices["ascend910"]["columns_half"] == pytest.approx(expected["columns_half"], rel=1e-3)
+
+
+def test_stacks_and_samples_without_rows_take_what_is_expected_of_them() -> None:
+    stacks = fit_layered(made_rows()).coefficients.stacks
+    assert stacks["mxnet"]["unfused"] == pytest.approx(STACK_OWN_PRIORS["mxnet"]["unfused"].centre, rel=1e-3)
+    assert stacks["eager"]["host_volume_s"] == pytest.approx(HOST_PRIORS["volume"].centre, rel=1e-3)
+
+
+def test_slopes_are_those_of_every_coefficient_by_itself() -> None:
+    runs = [row.run for row in made_rows()[:4] if row.run]
+    steps, keys = Steps(runs), list(priors())
+    theta = np.log([prior.centre for prior in priors().values()])
+    slopes = steps.slopes(keys, theta, steps.places(keys))
+    base = steps.logarithms(keys, theta)
+    for number in (keys.index(("devices", "ampere", "memory")), keys.index(("everywhere", "", "products"))):
+        moved = theta.copy()
+        moved[number] -= 1e-3
+        assert slopes[:, number] == pytest.approx((base - steps.logarithms(keys, moved)) / 1e-3, abs=1e-9)
+    assert not slopes[:, keys.index(("devices", "volta", "memory"))].any()

@@ -1,0 +1,328 @@
+"""Networks described layer by layer as columns: the layers of many runs at once, and the time of their steps.
+
+A device computes ``sum over kernels of kernel_s + max(flops / (peak * efficiency * shape), bytes / bandwidth)``, the
+roofline of `simulator.kernels` with an efficiency that falls with narrow shapes; the host prepares launches and
+samples at the same time; gradients are all-reduced while the backward pass runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.estimate.device_family import family_of
+from planner.estimate.training_run import LayeredNetwork, LayerWork, TrainingRun
+from simulator.collectives import collective_time
+from simulator.errors import InputError
+from simulator.hardware import Hardware
+from simulator.program import Collective, Kernel
+from simulator.topology import group_shape
+
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+_PRODUCTS = (Kernel.CONVOLUTION, Kernel.MATMUL)
+_FUSABLE = (Kernel.ACTIVATION, Kernel.ELEMENTWISE)
+_BACKWARD_MOVED: Mapping[Kernel, float] = {
+    Kernel.NORMALIZATION: 5 / 3,
+    Kernel.ACTIVATION: 3 / 2,
+    Kernel.SOFTMAX: 4 / 3,
+    Kernel.ELEMENTWISE: 1.0,
+    Kernel.EMBEDDING: 2.0,
+}
+"""Elements that the backward kernel moves over those of the forward one: a norm reads two tensors, twice."""
+_OPTIMIZER_BYTES = 20.0
+"""Bytes a parameter of SGD with momentum in float32: gradient, weight and momentum read, the last two written."""
+_SINGLE_BYTES = 4.0
+_SMALL_WINDOW = 9.0
+_WINOGRAD_WINDOW = (6.0, 9.5)
+"""Operations for each input element and output channel over two, of 3 x 3 windows that move by one: 9, and somewhat
+fewer where the border is not padded."""
+_WINOGRAD_CHANNELS = 16
+_SMOOTH = 3.0
+"""Exponent of the smooth maximum of what runs at the same time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerArrays:
+    """Distinct layers of a network, each ``(layers,)``: work of one sample, and how often it occurs.
+
+    ``saved`` elements are kept for the backward pass; ``first_flops`` and ``first_moved`` are of the first product.
+    """
+
+    flops: FloatArray
+    moved: FloatArray
+    weights: FloatArray
+    rows: FloatArray
+    columns: FloatArray
+    depth: FloatArray
+    grouped: BoolArray
+    product: BoolArray
+    convolution: BoolArray
+    winograd: BoolArray
+    fusable: BoolArray
+    norm: BoolArray
+    vector: BoolArray
+    backward_moved: FloatArray
+    count: FloatArray
+    saved: float
+    first_flops: float
+    first_moved: float
+
+
+_LAYER_COLUMNS = tuple(field.name for field in fields(LayerArrays))[:-3]
+
+
+class LayeredTable:
+    """Runs (N,) of layered networks, and their layers (L,) one after the other.
+
+    ``device_s`` and the like of `layered_times` belong to the runs in this order.
+
+    Raises
+    ------
+    InputError
+        A run is of a transformer, or is cut by more than replicas.
+    """
+
+    def __init__(self, runs: Sequence[TrainingRun]) -> None:
+        networks = [data_parallel_network(run) for run in runs]
+        arrays = [layer_arrays(network) for network in networks]
+        self.runs = tuple(runs)
+        self.run = np.repeat(np.arange(len(runs)), [len(layers.flops) for layers in arrays])
+        self.starts = np.searchsorted(self.run, np.arange(len(runs)))
+        self.layers = {name: np.concatenate([getattr(layers, name) for layers in arrays]) for name in _LAYER_COLUMNS}
+        self.element_bytes = np.array([element_bytes(run) for run in runs])
+        self.batch = np.array([float(run.setup.micro_batch) for run in runs])
+        self.micro_batches = np.array([float(run.setup.micro_batches) for run in runs])
+        self.bandwidth = np.array([run.hardware.memory_bandwidth for run in runs])
+        self.single_peak = np.array([run.hardware.peak("float32") for run in runs])
+        self.convolution_peak, self.matmul_peak = np.array([peaks(run) for run in runs]).T
+        self.without_tensor_units = np.array([product_kind(run) == "single" for run in runs])
+        self.several = np.array([run.setup.devices > 1 for run in runs])
+        self.reduction_s = np.array([_all_reduce_s(run, net) for run, net in zip(runs, networks, strict=True)])
+        self.parameters = np.array([network.parameters for network in networks])
+        self.area = np.array([network.area for network in networks])
+        self.first_flops = np.array([layers.first_flops for layers in arrays])
+        self.first_moved = np.array([layers.first_moved for layers in arrays])
+        first = self.layers["convolution"][self.starts]
+        self.first_peak = np.where(first, self.convolution_peak, self.matmul_peak)
+
+    def total(self, seconds: FloatArray) -> FloatArray:
+        """Sums (N,) over the layers of each run of ``seconds`` (L,) of one layer."""
+        return np.asarray(np.add.reduceat(seconds * self.layers["count"], self.starts))
+
+
+def layered_times(table: LayeredTable, columns: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+    """Seconds (N,) of the parts of one step of every run, which follow one another.
+
+    Parameters
+    ----------
+    columns
+        Parameters (N,) by the names of `planner.estimate.layered_work.LayeredParameters`; ``host_s`` is the time of a
+        sample of the run's kind.
+    """
+    forward, backward, kernels = _passes(table, columns)
+    forward, backward = forward * table.micro_batches, backward * table.micro_batches
+    device = forward + backward
+    contended = device * np.where(table.several, columns["contention"], 0.0)
+    launches = kernels * columns["launch_s"] * table.micro_batches
+    samples = table.batch * table.micro_batches * columns["host_s"] * table.area
+    busy = _smooth_maximum(device + contended, launches, samples)
+    # The gradients of the last micro-batch are reduced while it runs, but for those of its last quarter.
+    hidden = (device + contended) * backward / device / table.micro_batches * (1 - 1 / 4)
+    exposed = np.maximum(columns["exposed"] * table.reduction_s, table.reduction_s - hidden)
+    return {
+        "forward": forward,
+        "backward": backward,
+        "contention": contended,
+        "waiting for the host": busy - device - contended,
+        "gradients": exposed,
+        "optimizer": table.parameters * _OPTIMIZER_BYTES / (table.bandwidth * columns["memory"]),
+        "overhead": columns["step_overhead_s"] * np.ones(len(table.runs)),
+    }
+
+
+def _passes(table: LayeredTable, columns: Mapping[str, FloatArray]) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Seconds of forward and backward pass of a micro-batch on one device, and the number of kernels, each (N,).
+
+    Convolutions and matrix products have two gradients, each as much work as the forward pass, but the first
+    layer needs none for its input.
+    """
+    layers, run = table.layers, table.run
+    of_run = {name: column[run] for name, column in columns.items()}
+    products = _product_s(table, of_run)
+    batch, size = table.batch[run], table.element_bytes[run]
+    moved_s = size * (batch * layers["moved"] + layers["weights"]) / (table.bandwidth[run] * of_run["memory"])
+    left = np.where(layers["fusable"], of_run["unfused"], 1.0)
+    # A fused norm sums up what its convolution writes: one of its three passes goes.
+    passes = np.where(layers["norm"], (2.0 + of_run["unfused"]) / 3.0, left)
+    pointwise = moved_s * passes * np.where(layers["vector"], of_run["vector"], 1.0)
+    product, kernel_s = layers["product"], of_run["kernel_s"]
+    once = np.where(product, products, pointwise) + kernel_s * left
+    again = np.where(product, 2 * products, pointwise * layers["backward_moved"])
+    again += kernel_s * np.where(product, 2.0, left)
+    first = np.maximum(
+        table.batch * table.first_flops / (table.first_peak * columns["products"]),
+        table.element_bytes * table.batch * table.first_moved / (table.bandwidth * columns["memory"]),
+    )
+    forward = table.total(once)
+    backward = np.maximum(table.total(again) - first, forward)
+    return forward, backward, table.total(np.where(product, 3.0, 2 * left))
+
+
+def _product_s(table: LayeredTable, of_run: Mapping[str, FloatArray]) -> FloatArray:
+    """Seconds (L,) of the forward kernel of every layer, were it a product; ``of_run`` has parameters (L,)."""
+    layers, run = table.layers, table.run
+    batch, size = table.batch[run], table.element_bytes[run]
+    moved = size * (batch * layers["moved"] + layers["weights"])
+    flops = batch * layers["flops"]
+    # Winograd's algorithm multiplies less often; tensor units have no use for it.
+    counted = np.where(layers["winograd"] & table.without_tensor_units[run], flops / of_run["winograd"], flops)
+    peak = np.where(layers["convolution"], table.convolution_peak[run], table.matmul_peak[run])
+    shape = (
+        (layers["columns"] / (layers["columns"] + of_run["columns_half"]))
+        * (layers["depth"] / (layers["depth"] + of_run["depth_half"]))
+        * (batch * layers["rows"] / (batch * layers["rows"] + of_run["rows_half"]))
+    )
+    moved_s = moved / (table.bandwidth[run] * of_run["memory"])
+    seconds = np.maximum(counted / (peak * of_run["products"] * shape), moved_s)
+    # Windows wider than 3 x 3 are read again from caches: with the side of the window, by the rows of QuartzNet.
+    window = np.sqrt(np.maximum(layers["depth"] / _SMALL_WINDOW, 1.0))
+    narrow = np.maximum(
+        moved * window / (table.bandwidth[run] * of_run["grouped"]), flops / (0.5 * table.single_peak[run])
+    )
+    seconds = np.where(layers["grouped"], np.minimum(seconds, narrow), seconds)
+    copied = layers["convolution"] & (size < _SINGLE_BYTES)
+    return np.asarray(seconds + np.where(copied, of_run["casts"] * moved_s, 0.0))
+
+
+def data_parallel_network(run: TrainingRun) -> LayeredNetwork:
+    """The network of `run`; InputError where it is a transformer or cut by more than replicas."""
+    network, setup = run.network, run.setup
+    if not isinstance(network, LayeredNetwork):
+        raise InputError(f"{network.name} is a transformer, not a network of layers: predict it by its shape")
+    if setup.dp != setup.devices:
+        raise InputError(
+            f"{network.name} on {setup.devices} devices with dp {setup.dp}: only data parallel runs of layered "
+            "networks are predicted; set tp, pp and cp to 1"
+        )
+    return network
+
+
+def product_kind(run: TrainingRun) -> str:
+    """``half``, ``tf32`` or ``single``: what convolutions are multiplied in.
+
+    Ascend's cube units multiply half precision only; from Ampere on float32 convolutions run as TF32.
+    """
+    family, precision = family_of(run.hardware.device_name), run.setup.precision
+    if precision in ("fp16", "bf16", "fp8", "fp4") or family.startswith("ascend"):
+        return "half"
+    return "single" if family == "volta" else "tf32"
+
+
+def element_bytes(run: TrainingRun) -> float:
+    """Bytes of an activation."""
+    return 4.0 if run.setup.precision in ("fp32", "tf32") else 2.0
+
+
+def peaks(run: TrainingRun) -> tuple[float, float]:
+    """FLOP/s of convolutions and of matrix products, which stay in float32 unless TF32 is asked for."""
+    hardware, kind = run.hardware, product_kind(run)
+    half = hardware.peak("bfloat16" if run.setup.precision == "bf16" else "float16")
+    if kind == "half":
+        return half, half
+    if kind == "single":
+        single = hardware.peak_flops["float32"]
+        return single, single
+    return half / 2, half / 2 if run.setup.precision == "tf32" else hardware.peak_flops["float32"]
+
+
+def flops_per_element(run: TrainingRun) -> float:
+    """Operations that convolutions could take in the time in which the memory delivers one activation."""
+    return peaks(run)[0] * element_bytes(run) / run.hardware.memory_bandwidth
+
+
+def _all_reduce_s(run: TrainingRun, network: LayeredNetwork) -> float:
+    if run.setup.devices == 1:
+        return 0.0
+    return _reduction_s(run.hardware, run.setup.devices, float(network.parameters * run.setup.gradient_bytes))
+
+
+@lru_cache(maxsize=4096)
+def _reduction_s(hardware: Hardware, devices: int, payload: float) -> float:
+    return collective_time(hardware, Collective.ALL_REDUCE, payload, group_shape(hardware, devices, 1))
+
+
+def _smooth_maximum(*values: FloatArray) -> FloatArray:
+    stacked = np.stack(values)
+    largest = stacked.max(axis=0)
+    return np.asarray(largest * ((stacked / largest) ** _SMOOTH).sum(axis=0) ** (1 / _SMOOTH))
+
+
+def layer_arrays(network: LayeredNetwork) -> LayerArrays:
+    """The distinct layers of `network`."""
+    return _arrays_of(_Same(network))
+
+
+class _Same:
+    """A network as a key by identity: equal ones need not be compared layer by layer."""
+
+    def __init__(self, network: LayeredNetwork) -> None:
+        self.network = network
+
+    def __hash__(self) -> int:
+        return id(self.network)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.network is other.network
+
+
+@lru_cache(maxsize=1024)
+def _arrays_of(key: _Same) -> LayerArrays:
+    counts: dict[tuple[object, ...], float] = {}
+    for layer in key.network.layers:
+        grouped = layer.kernel is Kernel.CONVOLUTION and layer.groups > 1
+        columns = layer.n / layer.groups if grouped else layer.n
+        batched = layer.groups if layer.kernel is Kernel.MATMUL else 1
+        row = (
+            layer.kernel, layer.flops, layer.elements_moved, layer.weights,
+            layer.m * batched, columns, layer.k, grouped, layer.kernel in _FUSABLE and not layer.saved,
+            layer.vector, _winograd(layer),
+        )  # fmt: skip
+        counts[row] = counts.get(row, 0.0) + layer.count
+    rows = list(counts)
+    kernels = [row[0] for row in rows]
+    values = np.array([row[1:7] for row in rows], dtype=np.float64).T
+    first = next((layer for layer in key.network.layers if layer.kernel in _PRODUCTS), None)
+    return LayerArrays(
+        flops=values[0],
+        moved=values[1],
+        weights=values[2],
+        rows=np.maximum(values[3], 1.0),
+        columns=np.maximum(values[4], 1.0),
+        depth=np.maximum(values[5], 1.0),
+        grouped=np.array([bool(row[7]) for row in rows]),
+        product=np.array([kernel in _PRODUCTS for kernel in kernels]),
+        convolution=np.array([kernel is Kernel.CONVOLUTION for kernel in kernels]),
+        fusable=np.array([bool(row[8]) for row in rows]),
+        norm=np.array([kernel is Kernel.NORMALIZATION for kernel in kernels]),
+        vector=np.array([bool(row[9]) for row in rows]),
+        winograd=np.array([bool(row[10]) for row in rows]),
+        backward_moved=np.array([_BACKWARD_MOVED.get(kernel, 1.0) for kernel in kernels]),  # type: ignore[call-overload]
+        count=np.array([counts[row] for row in rows]),
+        saved=sum(layer.saved * layer.count for layer in key.network.layers),
+        first_flops=first.flops if first else 0.0,
+        first_moved=first.elements_moved if first else 0.0,
+    )
+
+
+def _winograd(layer: LayerWork) -> bool:
+    """Whether a layer is a 3 x 3 convolution that moves by one, and not the first of all: Winograd's algorithm."""
+    inputs = layer.elements_moved - layer.m * layer.n
+    if layer.kernel is not Kernel.CONVOLUTION or layer.groups > 1 or inputs <= 0:
+        return False
+    low, high = _WINOGRAD_WINDOW
+    return low < layer.k * layer.m / inputs < high and layer.k >= _SMALL_WINDOW * _WINOGRAD_CHANNELS
