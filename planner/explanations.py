@@ -14,9 +14,9 @@ from planner.quantities import GIB, seconds_text
 from planner.request import Pins
 from planner.search.configurations.explored import Explored, Placed
 from planner.search.configurations.step_model import Configuration
-from planner.search.stages.fragments import ACTIVATION, FILL, RESIDENT, STEADY, TRANSIENT, FloatArray
+from planner.search.stages.fragments import FILL, STEADY, FloatArray
 from planner.search.stages.partition import partition
-from planner.search.stages.segments import PartitionTask, simplified
+from planner.search.stages.segments import simplified
 from planner.strategy.plan import Plan
 from simulator.errors import InputError
 from simulator.hardware import Hardware
@@ -238,18 +238,10 @@ def _objective_s(search: Configured, pins: Pins, best: Placed, hardware: Hardwar
 
 def _roomier_s(placed: Placed) -> float:
     """Step time of a configuration once its stages are cut with one more GiB on every device."""
-    if _fits_anyhow(placed.task):
+    if placed.task.roomy:
         return placed.objective_s
     found = partition(simplified(replace(placed.task, limit_bytes=placed.task.limit_bytes + GIB)))
     return placed.objective_s if found is None else min(placed.objective_s, found.objective_s)
-
-
-def _fits_anyhow(task: PartitionTask) -> bool:
-    """Whether one rank could hold the whole network however it runs: then no limit on memory binds."""
-    flight = float(task.in_flight.max())
-    held = [float((flight * k.values[:, ACTIVATION] + k.values[:, RESIDENT]).max()) for k in task.kinds]
-    once = max(float(kind.values[:, TRANSIENT].max()) for kind in task.kinds)
-    return once + sum(count * size for count, size in zip(task.counts, held, strict=True)) <= task.limit_bytes
 
 
 def shadow_messages(prices: ShadowPrices) -> tuple[str, ...]:

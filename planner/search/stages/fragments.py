@@ -59,8 +59,37 @@ class Fragments:
         return Fragments(self.values[rows], self.entry[rows], self.exit[rows], self.labels[rows], kept)
 
 
-def joined(left: Fragments, right: Fragments, width: int = WIDTH) -> Fragments:
-    """Every way of `left` followed by every way of `right` that begins in the state where it ends.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Criteria:
+    """By what ways compete: one that another one beats in all of it makes no partition better.
+
+    A partition takes the fills X of all ranks and the busiest rank, which is busy for its steady seconds S, for what
+    of its messages `hidden_share` of S does not hide, and for what synchronisation leaves: the most over its units of
+    the backlogs D of those before and its own queue E. Seconds more in one of these are made up for by as many less in
+    the fill, and seconds more in E or D by less S, but for the share that hides messages. Memory matters unless it
+    cannot bind.
+    """
+
+    hidden_share: float = 1.0
+    memory: bool = True
+
+    def of(self, values: FloatArray) -> FloatArray:
+        """(n, criteria) of ways whose `Fragments.values` are given."""
+        fill, passes, late = values[:, [FILL]], values[:, [STEADY]], values[:, [QUEUE, BACKLOG]]
+        late = late + fill + passes
+        found = [fill, fill + passes, late]
+        if self.hidden_share:
+            found.append(late - self.hidden_share * passes)
+        if self.memory:
+            found.append(values[:, ACTIVATION:])
+        return np.concatenate(found, axis=1)
+
+
+EVERYTHING = Criteria()
+
+
+def joined(left: Fragments, right: Fragments, width: int = WIDTH, criteria: Criteria = EVERYTHING) -> Fragments:
+    """Every way of `left` followed by every way of `right` that begins in the state where it ends, but beaten ones.
 
     Gradients are summed behind the backward pass, last unit first, one message after the other. With e what is left
     when the backward pass has ended and d by how much messages take longer than the passes that hide them, units
@@ -72,15 +101,15 @@ def joined(left: Fragments, right: Fragments, width: int = WIDTH) -> Fragments:
     values[:, QUEUE] = np.maximum(left.values[a, QUEUE], queue)
     values[:, TRANSIENT] = np.maximum(left.values[a, TRANSIENT], right.values[b, TRANSIENT])
     entry, leave = left.entry[a], right.exit[b]
-    keep, exact = _frontier(values, entry, leave, width)
+    keep, exact = _frontier(values, entry, leave, width, criteria)
     a, b = a[keep], b[keep]
     labels = np.concatenate([left.labels[a], right.labels[b]], axis=1)
     return Fragments(values[keep], entry[keep], leave[keep], labels, left.exact and right.exact and exact)
 
 
-def pruned(ways: Fragments, width: int = WIDTH) -> Fragments:
+def pruned(ways: Fragments, width: int = WIDTH, criteria: Criteria = EVERYTHING) -> Fragments:
     """Only the ways that no other one dominates, at most `width` between two states."""
-    keep, exact = _frontier(ways.values, ways.entry, ways.exit, width)
+    keep, exact = _frontier(ways.values, ways.entry, ways.exit, width, criteria)
     return ways.take(keep, exact=ways.exact and exact)
 
 
@@ -91,25 +120,33 @@ def thinned(ways: Fragments, states: frozenset[int], width: int) -> Fragments:
     return Fragments(few.values, few.entry, few.exit, few.labels, len(few) == len(ways) and ways.exact)
 
 
-def repeated(unit: Fragments, count: int, known: dict[int, Fragments], width: int = WIDTH) -> Fragments:
+def repeated(
+    unit: Fragments, count: int, known: dict[int, Fragments], width: int = WIDTH, criteria: Criteria = EVERYTHING
+) -> Fragments:
     """`unit` `count` times in a row, by doubling; `known` holds counts that were made before."""
     known.setdefault(1, unit)
     if count not in known:
         half = count // 2
-        known[count] = joined(repeated(unit, count - half, known, width), repeated(unit, half, known, width), width)
+        more, less = (repeated(unit, part, known, width, criteria) for part in (count - half, half))
+        known[count] = joined(more, less, width, criteria)
     return known[count]
 
 
-def _frontier(values: FloatArray, entry: IntArray, leave: IntArray, width: int) -> tuple[IntArray, bool]:
-    """Rows that none dominates between the same states, in a fixed order, thinned to `width` of them."""
-    found, exact = [], True
+def _frontier(
+    values: FloatArray, entry: IntArray, leave: IntArray, width: int, criteria: Criteria
+) -> tuple[IntArray, bool]:
+    """Rows that none dominates between the same states, in a fixed order, thinned to `width` of them.
+
+    Of rows that are equal in all criteria the one that is least in the other columns stays.
+    """
+    found, exact, merits = [], True, criteria.of(values)
     keys = entry * (int(leave.max(initial=0)) + 2) + leave
     for key in np.unique(keys):
         rows = np.flatnonzero(keys == key)
         if len(rows) > max(width, _AT_ONCE):
             rows, exact = rows[_spread(values[rows], _AT_ONCE // 2)], False
-        rows = rows[np.lexsort(values[rows].T[::-1])]
-        rows = rows[~dominated(values[rows])]
+        rows = rows[np.lexsort((*values[rows].T[::-1], *merits[rows].T[::-1]))]
+        rows = rows[~dominated(merits[rows])]
         if len(rows) > width:
             rows, exact = rows[_spread(values[rows], width)], False
         found.append(rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import combinations
+from itertools import chain, combinations
 from math import comb
 
 import numpy as np
@@ -23,7 +23,7 @@ def few_cuts(units: int, pieces: int) -> bool:
 def listed_cuts(units: int, pieces: int) -> tuple[IntArray, IntArray]:
     """First and last unit of each chunk, (chunks, cuts) each, of every cut in lexical order."""
     count = comb(units - 1, pieces - 1)
-    flat = (place for cut in combinations(range(1, units), pieces - 1) for place in cut)
+    flat = chain.from_iterable(combinations(range(1, units), pieces - 1))
     inner = np.fromiter(flat, dtype=np.int64, count=count * (pieces - 1)).reshape(count, pieces - 1).T
     first = np.vstack([np.zeros((1, count), dtype=np.int64), inner])
     last = np.vstack([inner - 1, np.full((1, count), units - 1, dtype=np.int64)])

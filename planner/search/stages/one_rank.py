@@ -97,8 +97,11 @@ def _kinds(task: PartitionTask) -> list[Ways]:
     for kind in task.kinds:
         v = kind.values
         held = float(task.in_flight[0]) * v[:, ACTIVATION] + v[:, RESIDENT]
-        values = np.stack([v[:, FILL] + v[:, STEADY], v[:, QUEUE], v[:, BACKLOG], held], axis=1)
-        whole = np.column_stack([values, v[:, TRANSIENT]])
+        seconds = v[:, FILL] + v[:, STEADY]
+        values = np.stack([seconds, v[:, QUEUE], v[:, BACKLOG], held], axis=1)
+        # What takes less time may leave as much more to synchronise.
+        whole = np.stack([seconds, seconds + v[:, QUEUE], seconds + v[:, BACKLOG], held, v[:, TRANSIENT]], axis=1)
+        whole = whole[:, :3] if task.roomy else whole
         keep = []
         for entry, leave in dict.fromkeys(zip(kind.entry.tolist(), kind.exit.tolist(), strict=True)):
             rows = np.flatnonzero((kind.entry == entry) & (kind.exit == leave))

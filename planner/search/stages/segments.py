@@ -17,6 +17,7 @@ from planner.search.stages.fragments import (
     RESIDENT,
     STEADY,
     TRANSIENT,
+    Criteria,
     FloatArray,
     Fragments,
     IntArray,
@@ -81,6 +82,19 @@ class PartitionTask:
         """Chunks of all ranks."""
         return self.ranks * self.chunks
 
+    @property
+    def roomy(self) -> bool:
+        """Whether one rank could hold the whole network however it runs: then no limit on memory binds."""
+        flight = float(self.in_flight.max())
+        held = [float((flight * k.values[:, ACTIVATION] + k.values[:, RESIDENT]).max()) for k in self.kinds]
+        once = max(float(kind.values[:, TRANSIENT].max()) for kind in self.kinds)
+        return once + sum(n * size for n, size in zip(self.counts, held, strict=True)) <= self.limit_bytes
+
+    @property
+    def criteria(self) -> Criteria:
+        """By what ways of consecutive units compete."""
+        return Criteria(hidden_share=self.hidden_share, memory=not self.roomy)
+
 
 MANY = 16
 """Ways of a unit up to which all of them are tried."""
@@ -110,7 +124,8 @@ def undominated(task: PartitionTask) -> PartitionTask:
     """The same without ways that another one beats in everything; the task itself where there are none."""
     if task.pieces == 1:
         return task
-    kinds = tuple(pruned(kind, width=len(kind)) for kind in task.kinds)
+    criteria = task.criteria
+    kinds = tuple(pruned(kind, len(kind), criteria) for kind in task.kinds)
     fewer = any(len(kept) < len(kind) for kept, kind in zip(kinds, task.kinds, strict=True))
     return replace(task, kinds=kinds) if fewer else task
 
@@ -176,15 +191,15 @@ class Segments:
     """
 
     def __init__(self, task: PartitionTask, slack: float, width: int) -> None:
-        self.task, self.width = task, width
+        self.task, self.width, self.criteria = task, width, task.criteria
         self.least = np.array([kind.values[:, STEADY].min() for kind in task.kinds])
         counts = np.array(task.counts)
         self.least_fill_s = float(np.array([kind.values[:, FILL].min() for kind in task.kinds]) @ counts)
         self.share_s = max(float(self.least @ counts) / task.ranks, float(self.least.max()))
         share = max(self.share_s / task.chunks, float(self.least.max()))
-        whole = task.pieces == 1 or bool(task.cuts)
+        self._ends = _chunk_ends(task)
+        whole = task.pieces == 1 or bool(self._ends)
         self.longest_s = np.inf if whole else slack * share + float(self.least.max())
-        self._ends = _pinned_ends(task)
         self.complete = True
         self._powers: list[dict[int, Fragments]] = [{} for _ in task.kinds]
         self._begins = np.concatenate(([0], np.cumsum(task.counts))).tolist()
@@ -227,7 +242,7 @@ class Segments:
         self.busy = self.values[:, STEADY] + np.maximum(self.values[:, QUEUE], 0.0)
 
     def _power(self, kind: int, count: int) -> Fragments:
-        return repeated(self.task.kinds[kind], count, self._powers[kind], self.width)
+        return repeated(self.task.kinds[kind], count, self._powers[kind], self.width, self.criteria)
 
     def _fits(self, units: int, seconds: float) -> bool:
         if units > self.task.units - self.task.pieces + 1:
@@ -260,7 +275,7 @@ class Segments:
                     if not self._fits(units + 2, seconds + self.least[first] + self.least[last]):
                         break
                     whole = self._power(last - 1, counts[last - 1])
-                    inner = whole if inner is None else joined(inner, whole, self.width)
+                    inner = whole if inner is None else joined(inner, whole, self.width, self.criteria)
                 yield from self._between(first, last, inner, units, seconds)
 
     def _between(self, first: int, last: int, inner: Fragments | None, units: int, seconds: float) -> Iterator[_Kind]:
@@ -279,8 +294,8 @@ class Segments:
                     continue
                 if head is None:
                     head = self._power(first, left)
-                    head = head if inner is None else joined(head, inner, self.width)
-                ways = joined(head, self._power(last, right), self.width)
+                    head = head if inner is None else joined(head, inner, self.width, self.criteria)
+                ways = joined(head, self._power(last, right), self.width, self.criteria)
                 yield from self._placed(starts, length, ways)
 
     def _wanted(self, starts: range, length: int) -> bool:
@@ -308,15 +323,16 @@ class Segments:
                 begin = place
 
 
-def _pinned_ends(task: PartitionTask) -> dict[int, set[int]]:
-    """Where a chunk that begins at a unit may end, by first unit; empty where cuts are free.
+def _chunk_ends(task: PartitionTask) -> dict[int, set[int]]:
+    """Where a chunk that begins at a unit may end, by first unit; empty where several cuts are free.
 
     Ranges of different cuts do not overlap, so that every row of such chunks has each cut once.
     """
-    if not task.cuts:
+    cuts = (range(1, task.units),) if task.pieces == 2 and not task.cuts else task.cuts
+    if not cuts:
         return {}
     found: dict[int, set[int]] = {}
-    places = [range(1), *task.cuts, range(task.units, task.units + 1)]
+    places = [range(1), *cuts, range(task.units, task.units + 1)]
     for begins, ends in pairwise(places):
         for begin in begins:
             found.setdefault(begin, set()).update(end for end in ends if end > begin)

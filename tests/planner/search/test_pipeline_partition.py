@@ -63,6 +63,7 @@ def tasks(draw: st.DrawFn, chunks: int = 1) -> PartitionTask:
         rank_of=np.tile(np.arange(ranks), chunks),
         in_flight=np.tile(np.arange(ranks, 0, -1.0), chunks),
         limit_bytes=float(draw(st.sampled_from([8, 15, 25, 40, 1000]))),
+        hidden_share=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
     )
 
 
@@ -95,7 +96,8 @@ def value(task: PartitionTask, rows: np.ndarray, entries: list[int], cuts: tuple
         for row in part[::-1]:
             clock += row[QUEUE] - row[BACKLOG]
             free = max(free, clock) + row[QUEUE]
-        busy[chunk] = part[:, STEADY].sum() + task.steady_sends * send + max(free - clock, 0.0)
+        own = part[:, STEADY].sum()
+        busy[chunk] = own + max(task.steady_sends * send - task.hidden_share * own, 0.0) + max(free - clock, 0.0)
         rank = task.rank_of[chunk]
         standing[rank] += task.in_flight[chunk] * part[:, ACTIVATION].sum() + part[:, RESIDENT].sum()
         transient[rank] = max(transient[rank], part[:, TRANSIENT].max())

@@ -55,12 +55,12 @@ def unlike_task(units: int, ways: int) -> PartitionTask:
         kinds.append(Fragments(values, entry, leave, np.arange(ways)[:, None]))
     return PartitionTask(
         kinds=tuple(kinds), counts=(1,) * units, sends_s=np.zeros((units - 1, 1)), fill_sends=1.0, steady_sends=0.0,
-        ranks=2, chunks=1, rank_of=np.arange(2), in_flight=np.ones(2), limit_bytes=1e3,
+        ranks=2, chunks=1, rank_of=np.arange(2), in_flight=np.ones(2), limit_bytes=40.0,
     )  # fmt: skip
 
 
 def test_few_ways_far_from_the_best_are_not_partitioned_and_prove_as_much() -> None:
-    task = unlike_task(SHORT + 2, MANY + 4)
+    task = unlike_task(SHORT + 2, 4 * MANY)
     placed = Configuration(pipeline=2, schedule="1f1b", data=4, micro_batches=4)
     extent = Extent(hardware=A100, devices=8, global_batch=16, pins=Pins(), units=task.units)
     bound, least = 1.0, chain_bound(simplified(undominated(task)))
