@@ -187,7 +187,7 @@ class Configured:
             ),
         )
         if self.hints:
-            check_possible(found.decisions, found.least_passes_s)
+            check_possible(found.decisions, found.least)
         return found
 
     def _table_key(self, pins: Pins, configuration: Configuration, hardware: Hardware) -> tuple[object, ...]:

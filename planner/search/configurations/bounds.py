@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 
 import numpy as np
 
-from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph
-from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape
+from planner.graph.operator_graph import Node, OperatorGraph
+from planner.search.configurations.least_states import PAYLOADS
+from planner.search.configurations.schedule_shapes import SPLIT
 from planner.search.configurations.space import Extent
 from planner.search.configurations.step_model import AXES, Configuration, StepModel
+from planner.search.configurations.stored_ways import uneven_passes_s
 from planner.search.configurations.whole_units import chunk_times, least_ranks, least_turns, longer
-from planner.search.stages.chain_bound import chain_bound, cuts_bound, row_sums, unlike
-from planner.search.stages.fragments import BACKLOG, COLUMNS, FILL, QUEUE, RESIDENT, STEADY, FloatArray
+from planner.search.stages.chain_bound import chain_bound, unlike
+from planner.search.stages.fragments import (
+    BACKLOG,
+    COLUMNS,
+    FILL,
+    QUEUE,
+    RESIDENT,
+    STEADY,
+    FloatArray,
+    Fragments,
+)
 from planner.search.stages.rank_memory import least_busiest
 from planner.search.stages.segments import PartitionTask
 from planner.search.units.labels import StageTables
@@ -33,7 +45,6 @@ _STREAMING = frozenset(
 _ROUNDING = 1e-9
 TABLE_AXIS = 3
 """How many times as much a table counts for each further axis of its stage mesh."""
-_PAYLOADS: FloatArray = np.exp2(np.arange(41, dtype=np.float64))
 _INSIDE = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
 _BEHIND = COLUMNS
 """Column of `_least_of_kinds` behind those of `Fragments.values`."""
@@ -74,36 +85,71 @@ def even_bound(configuration: Configuration, passes_s: float, ahead: float = 0.0
     return configuration.micro_batches * passes_s / ranks + fill * (1 - 1 / ranks)
 
 
+def whole_bound(
+    extent: Extent, model: StepModel, tables: StageTables, configuration: Configuration, *, other: bool = False
+) -> float:
+    """Bound by the least passes of the whole network and the sums over the batch for which they wait.
+
+    In another order of the axes than that of `tables` passes may be faster, and do not count.
+    """
+    c, least_s = configuration, 0.0 if other else tables.least.whole_s
+    if c.data > 1 and tables.decisions.sums_over_batch:
+        least_s += float(model.batch_sums_s(tables, c).sum(axis=1) @ np.array(tables.counts))
+    return even_bound(c, least_s, computed_ahead(extent, c))
+
+
 def passes_bound(
-    configuration: Configuration, passes_s: FloatArray, counts: list[int], shape: ScheduleShape, sends_s: FloatArray,
-    ahead: float = 0.0,
-) -> float:  # fmt: skip
-    """Bound by the least time of each unit's passes of one micro-batch, units shared out whole.
+    extent: Extent, model: StepModel, tables: StageTables, configuration: Configuration, once_s: FloatArray
+) -> float:
+    """Bound by the least time of each unit's passes of one micro-batch between boundary states, units shared out whole.
 
     What a rank's own passes add to the fill they take from its busy time, so that the least fill of all units counts.
-    Turns may even out, so that the chunks of a rank count together.
-    ``sends_s`` are the least seconds of the messages over the cut behind each unit; `ahead` is as in `even_bound`.
+    Turns may even out, so that the chunks of a rank count together. ``once_s`` (units,) is what the states
+    of each unit take in a step at least (`LeastStates`).
     """
-    c, share = configuration, _filled(configuration, ahead)
-    if unlike(counts, c.pipeline * c.virtual):
-        passes, cuts = np.repeat(passes_s, counts), np.append(0.0, sends_s)
-        own = row_sums((c.micro_batches - share) * passes)
-        waits = np.maximum(0.0, shape.steady_sends * cuts[:, None] - shape.hidden_share * own)
-        fill = share * float(passes.sum())
-        return fill + cuts_bound(own + waits, shape.fill_sends * cuts, shape.rank_of)
-    sends_s = np.sort(sends_s)
-    least = float(sends_s[0]) if len(sends_s) else 0.0
-    times = chunk_times(
-        ((c.micro_batches - share) * passes_s).tolist(),
-        counts,
-        sends_s=c.virtual * shape.steady_sends * least,
-        hidden=shape.hidden_share,
+    c, shape = configuration, model.shape(configuration)
+    share = _filled(c, computed_ahead(extent, c))
+    kinds, sums_s = [], model.batch_sums_s(tables, c).sum(axis=1)
+    for ways, summed_s, added_s in zip(least_ways(tables), sums_s.tolist(), once_s.tolist(), strict=True):
+        values, passes_s = np.zeros_like(ways.values), ways.values[:, STEADY] + summed_s
+        values[:, FILL] = share * passes_s
+        values[:, STEADY] = (c.micro_batches - share) * passes_s + added_s
+        kinds.append(replace(ways, values=values))
+    task = PartitionTask(
+        kinds=tuple(kinds),
+        counts=tables.counts,
+        sends_s=model.sends_s(tables, c),
+        fill_sends=shape.fill_sends,
+        steady_sends=shape.steady_sends,
+        ranks=c.pipeline,
+        chunks=c.virtual,
+        rank_of=shape.rank_of,
+        in_flight=shape.in_flight,
+        limit_bytes=np.inf,
+        hidden_share=shape.hidden_share,
+        uneven_s=partial(uneven_passes_s, c) if c.virtual > 1 else None,
     )
-    fill = share * float(passes_s @ np.array(counts))
-    fill += shape.fill_sends * float(sends_s[: c.pipeline * c.virtual - 1].sum())
-    if c.pipeline == 1:
-        return fill + least_turns(times, 1, 1)
-    return fill + least_ranks(times, c.pipeline, together=bool(shape.rank_of[0] == shape.rank_of[-1]))
+    return time_bound(task)
+
+
+@lru_cache(maxsize=256)
+def least_ways(tables: StageTables) -> tuple[Fragments, ...]:
+    """The fastest passes of one micro-batch of each unit between any two boundary states, as steady seconds."""
+    found = []
+    begins, ends = 0, len(tables.counts) - 1
+    for number, seconds in enumerate(tables.least.between_s):
+        entry, leave = np.nonzero(np.isfinite(seconds))
+        values = np.zeros((len(entry), COLUMNS))
+        values[:, STEADY] = seconds[entry, leave]
+        found.append(
+            Fragments(
+                values,
+                np.full_like(entry, -1) if number == begins else entry,
+                np.full_like(leave, -1) if number == ends else leave,
+                np.arange(len(entry))[:, None],
+            )
+        )
+    return tuple(found)
 
 
 def computed_ahead(extent: Extent, configuration: Configuration) -> float:
@@ -127,48 +173,6 @@ def _filled(configuration: Configuration, ahead: float) -> float:
     return share / 3 if configuration.schedule in SPLIT else share * (1 - ahead)
 
 
-def lost_to_messages(model: StepModel, tables: StageTables, configuration: Configuration) -> float:
-    """Least seconds that messages over the data axis take from kernels in a step, shared out evenly over the ranks.
-
-    `even_bound` may grow by them. Every byte travels at the best rate of any message.
-    """
-    c, lost = configuration, model.hardware.lost_to_messages
-    if not lost or c.data == 1:
-        return 0.0
-    shards, stride, size = model.shards(c), c.stride("data"), DTYPE_BYTES[model.dtype]
-    elements, first = least_elements(tables)
-
-    def rate(collective: Collective, ranks: int, apart: int) -> float:
-        return size * least_byte_s(model.hardware, collective, ranks, apart)
-
-    gather, scatter = (rate(one, shards, stride) for one in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER))
-    sums = elements / shards * rate(Collective.ALL_REDUCE, c.data // shards, stride * shards)
-    if c.optimizer_sharding == "zero3":
-        # Gathered forward and backward; what begins the network is read forward only.
-        sums += c.micro_batches * (elements * (gather + scatter) + (elements - first) * gather)
-    else:
-        times = c.micro_batches if c.optimizer_sharding == "zero2" else 1
-        sums += elements * (gather + times * scatter)
-    return lost * sums / c.pipeline
-
-
-@lru_cache(maxsize=256)
-def least_elements(tables: StageTables) -> tuple[float, float]:
-    """Least trained elements that the ranks of one pipeline hold together, and those of the first unit."""
-    least = [float((u.parameter_elements + u.expert_elements).min(initial=np.inf)) for u in tables.units]
-    counts = [unit.count for unit in tables.chain.units]
-    return sum(count * elements for count, elements in zip(counts, least, strict=True)), least[0]
-
-
-@lru_cache(maxsize=4096)
-def least_byte_s(hardware: Hardware, collective: Collective, size: int, stride: int) -> float:
-    """Least seconds of a byte in a message of any size of `_PAYLOADS`, in groups of `size` ranks, `stride` apart."""
-    if size == 1:
-        return 0.0
-    seconds = message_time(hardware, collective, _PAYLOADS, group_shape(hardware, size, stride))
-    return float((seconds / _PAYLOADS).min())
-
-
 def standing_bytes(model: StepModel, tables: StageTables, configuration: Configuration) -> float:
     """Least bytes that stand through a step on the ranks of one pipeline together."""
     return sum(
@@ -178,7 +182,7 @@ def standing_bytes(model: StepModel, tables: StageTables, configuration: Configu
 
 
 def never_faster(hardware: Hardware, usual: Configuration, other: Configuration) -> bool:
-    """Whether no message inside a stage is faster in another order of the same axes, at any payload of `_PAYLOADS`."""
+    """Whether no message inside a stage is faster in another order of the same axes, at any payload of `PAYLOADS`."""
     return _never_faster(hardware, tuple(usual.degrees.values()), usual.order, other.order)
 
 
@@ -194,7 +198,7 @@ def _never_faster(
             continue
         groups = [group_shape(hardware, size, c.stride(axis)) for c in (usual, other)]
         for collective in _INSIDE:
-            here, there = (message_time(hardware, collective, _PAYLOADS, group) for group in groups)
+            here, there = (message_time(hardware, collective, PAYLOADS, group) for group in groups)
             if np.any(there < here * (1 - _ROUNDING)):
                 return False
     return True

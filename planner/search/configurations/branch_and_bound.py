@@ -1,10 +1,10 @@
 """Branch and bound over configurations: the best plans of the whole space, with a proof of how good they are.
 
 Nodes are opened in the order of their bounds, from degrees and micro-batches (bounded by the work alone) over orders
-of the axes (bounded by the tables of labels: units' time shared out evenly, then whole) to storages (bounded by what
-stands on all ranks, by time, then with the memory limit), whose stages are then partitioned: what is cheap to tell
-comes first. The search ends when no bound lies under the best objective found and enough plans are there to choose
-from, or after `SOLVES` partitions.
+of the axes (bounded by all ways to run units: their time shared out evenly, then whole and with states, then with what
+states leave room for) to storages of labels (bounded by what stands on all ranks, by time, then with the memory
+limit), whose stages are then partitioned: what is cheap to tell comes first. The search ends when no bound lies under
+the best objective found and enough plans are there to choose from, or after `SOLVES` partitions.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ import numpy as np
 
 from planner.search.configurations.alternatives import PER_SHAPE, different, shape_of
 from planner.search.configurations.bounds import (
-    computed_ahead,
     even_bound,
     least_memory,
-    lost_to_messages,
     memory_bound,
     never_faster,
     passes_bound,
@@ -29,8 +27,10 @@ from planner.search.configurations.bounds import (
     task_bound,
     time_bound,
     weight,
+    whole_bound,
 )
 from planner.search.configurations.explored import Explored, Placed, Unfit
+from planner.search.configurations.least_states import LeastStates, least_states_of
 from planner.search.configurations.nodes import (
     BY_TURNS,
     OPTIMISM,
@@ -44,7 +44,7 @@ from planner.search.configurations.nodes import (
 from planner.search.configurations.space import Extent, bases, offloaded, orders, storages
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.stages.chain_bound import chain_bound, unlike
-from planner.search.stages.fragments import WIDTH, FloatArray
+from planner.search.stages.fragments import WIDTH
 from planner.search.stages.partition import lists_cuts, partition, proves_misfit
 from planner.search.stages.segments import MANY, PartitionTask, idealised, simplified, undominated
 from planner.search.units.labels import StageTables
@@ -129,9 +129,6 @@ class _Search:
         self.spare: list[tuple[float, int, float, Node]] = []
         self.number = TableNumbers()
         self.made: dict[int, StageTables | None] = {}
-        self.least: dict[int, FloatArray] = {}
-        self.least_s: dict[int, float] = {}
-        self.sends: dict[tuple[int, int, int], FloatArray] = {}
         self.families: set[tuple[str, ...]] = set()
         self.labelled: dict[int, int] = {}
         self.table_work, self.dives, self.others = 0.0, 0, 0
@@ -145,6 +142,7 @@ class _Search:
         self.proven: dict[int, int] = {}
         self.shapes: Counter[tuple[int, int, int]] = Counter()
         self.moved: set[Configuration] = set()
+        self.states: dict[tuple[int, ...], list[LeastStates]] = {}
         self.standing: dict[tuple[object, ...], float] = {}
         self.misfits: list[tuple[float, Configuration]] = []
 
@@ -191,7 +189,7 @@ class _Search:
                 return bound, node
             else:
                 heapq.heappush(self.later, (bound, serial, bound, node))
-        if self._over("partition") and self.result.found:
+        if self.work["partition"] >= WORK["partition"] and self.result.found:
             return None
         while self.later and self.later[0][0] <= self.best * NEAR and not self._enough():
             key, serial, bound, node = heapq.heappop(self.later)
@@ -253,11 +251,8 @@ class _Search:
             result.solved >= self.solves
             or self.table_work >= TABLES * max(share, 0.4)
             or result.opened >= NODES * share
-            or (bool(result.found) and self._over("bounds"))
+            or (bool(result.found) and self.work["bounds"] >= WORK["bounds"])
         )
-
-    def _over(self, phase: str) -> bool:
-        return self.work[phase] >= WORK[phase]
 
     def _enough(self) -> bool:
         if len(self.result.found) < self.wanted:
@@ -311,8 +306,9 @@ class _Search:
             usual, *others = orders(self.extent, node.configuration)
             self._push(bound, Node(Stage.ORDER, usual, others=tuple(others)))
         elif node.stage is Stage.EVEN:
-            least = max(bound, self._passes_bound(node.configuration))
-            self._push(least, Node(Stage.WHOLE, node.configuration))
+            self._units(bound, node.configuration)
+        elif node.stage is Stage.STATES:
+            self._states(bound, node.configuration)
         elif node.stage is Stage.WHOLE:
             for stored in storages(self.extent, node.configuration):
                 self._store(bound, stored)
@@ -328,16 +324,16 @@ class _Search:
         if tables is None:
             return
         with self.result.timed("bounds"):
-            least = max(bound, self._even_bound(tables, placed, node.key))
+            least = max(bound, whole_bound(self.extent, self.model, tables, placed))
             self._push(least, Node(Stage.EVEN, placed))
             wait_s = least / OPTIMISM[Stage.ORDER]
             slower = [o for o in node.others if never_faster(self.extent.hardware, placed, o)]
             for other in (o for o in node.others if o not in slower):
-                even = max(bound, self._even_bound(tables, other, None))
+                even = max(bound, whole_bound(self.extent, self.model, tables, other, other=True))
                 self._push(even, Node(Stage.ORDER, other), hoped_s=wait_s)
             if slower:
                 # Those in which no pass is faster wait together.
-                even = max(bound, min(self._even_bound(tables, other, node.key) for other in slower))
+                even = max(bound, min(whole_bound(self.extent, self.model, tables, other) for other in slower))
                 self._push(even, Node(Stage.ORDERS, placed, others=tuple(slower)), hoped_s=wait_s)
 
     def _opened(self, placed: Configuration) -> StageTables | None:
@@ -347,32 +343,35 @@ class _Search:
             if key not in self.made:
                 self.made[key] = self._tables(placed)
             tables = self.made[key]
-            if tables is not None and key not in self.least:
-                # Tables are filled when they are first asked.
-                self.least[key] = tables.least_passes_s
+            if tables is not None:
+                _ = tables.least  # worked out when it is first asked for
         return tables
 
-    def _even_bound(self, tables: StageTables, placed: Configuration, key: int | None) -> float:
-        """Bound by the least passes of the units of table `key`, and the sums over the batch for which they wait."""
-        ahead = computed_ahead(self.extent, placed)
-        if placed.data == 1 or not tables.decisions.sums_over_batch:
-            if key is not None and key not in self.least_s:
-                self.least_s[key] = float(self.least[key] @ np.array(tables.counts))
-            return even_bound(placed, 0.0 if key is None else self.least_s[key], ahead)
-        waited = self.model.batch_sums_s(tables, placed).sum(axis=1)
-        least = waited if key is None else self.least[key] + waited
-        return even_bound(placed, float(least @ np.array(tables.counts)), ahead)
+    def _units(self, bound: float, placed: Configuration) -> None:
+        """Bound an order by the passes of units shared out whole, and their states in any storage that has room."""
+        tables = self._table(placed)
+        if ways := self._least_states(tables, placed):
+            least_s = np.min([way.once_s for way in ways], axis=0)
+            least = passes_bound(self.extent, self.model, tables, placed, least_s)
+            self._push(max(bound, least), Node(Stage.STATES, placed))
 
-    def _passes_bound(self, placed: Configuration) -> float:
-        tables, key = self._table(placed), self.number.of(placed)
-        way = (key, placed.pipeline, placed.stride("pipeline"))
-        if way not in self.sends:
-            sends = self.model.sends_s(tables, placed)
-            self.sends[way] = sends.min(axis=1) if len(sends) else np.zeros(0)
-        counts = [*tables.counts]
-        shape, ahead = self.model.shape(placed), computed_ahead(self.extent, placed)
-        passes = self.least[key] + self.model.batch_sums_s(tables, placed).sum(axis=1)
-        return passes_bound(placed, passes, counts, shape, self.sends[way], ahead)
+    def _states(self, bound: float, placed: Configuration) -> None:
+        """Bound it by what passes may keep in each storage."""
+        tables, model = self._table(placed), self.model
+        waited_s = min(way.waited_s(model, tables, placed) for way in self._least_states(tables, placed))
+        even = whole_bound(self.extent, model, tables, placed)
+        self._push(max(bound, even + waited_s), Node(Stage.WHOLE, placed))
+
+    def _least_states(self, tables: StageTables, placed: Configuration) -> list[LeastStates]:
+        """What states take at least in each storage that all ranks together have room for."""
+        c = placed
+        key = (self.number.of(c), c.pipeline, c.data, c.stride("data"), c.micro_batches)
+        if key not in self.states:
+            ways = least_states_of(self.extent, self.model, tables, c)
+            self.states[key] = [way for way in ways if way.fits(self.model)]
+            if not self.states[key]:
+                self.misfits += [(way.standing_bytes / c.pipeline, way.stored) for way in ways]
+        return self.states[key]
 
     def _tables(self, placed: Configuration) -> StageTables | None:
         try:
@@ -392,8 +391,8 @@ class _Search:
 
     def _store(self, bound: float, stored: Configuration) -> None:
         """Leave a storage out where all ranks together do not hold what stands through the step."""
-        c, tables, number = stored, self._table(stored), self.number.of(stored)
-        key = (number, c.data, c.optimizer_sharding, c.shard_size, c.offload)
+        c, tables = stored, self._table(stored)
+        key = (self.number.of(c), c.data, c.optimizer_sharding, c.shard_size, c.offload)
         if key not in self.standing:
             self.standing[key] = standing_bytes(self.model, tables, c)
         if self.standing[key] > c.pipeline * self.model.room_bytes(c):
@@ -401,7 +400,8 @@ class _Search:
             self.misfits.append((self.standing[key] / c.pipeline, c))
             self._offload(bound, c)
         else:
-            even = self._even_bound(tables, c, number) + lost_to_messages(self.model, tables, c)
+            waited_s = LeastStates.of(self.model, tables, c).waited_s(self.model, tables, c)
+            even = whole_bound(self.extent, self.model, tables, c) + waited_s
             self._push(max(bound, even), Node(Stage.STORAGE, c))
 
     def _time(self, bound: float, stored: Configuration) -> None:
@@ -438,7 +438,7 @@ class _Search:
         """Partition a configuration, or partition it again with more ways where its proof was too weak."""
         tables, task = self._table(node.configuration), node.task
         assert task is not None  # bounded nodes have one
-        late = bool(self.result.found) and self._over("partition")
+        late = bool(self.result.found) and self.work["partition"] >= WORK["partition"]
         if late or (node.placed is None and self._hopeless(bound, task)):
             self.unproven.append(bound)
             return

@@ -26,11 +26,12 @@ class Stage(IntEnum):
     ORDERS = 1
     ORDER = 2
     EVEN = 3
-    WHOLE = 4
-    STORAGE = 5
-    TIMED = 6
-    BOUNDED = 7
-    SOLVED = 8
+    STATES = 4
+    WHOLE = 5
+    STORAGE = 6
+    TIMED = 7
+    BOUNDED = 8
+    SOLVED = 9
 
 
 OPTIMISM = {
@@ -38,6 +39,7 @@ OPTIMISM = {
     Stage.ORDERS: 1.25,
     Stage.ORDER: 1.25,
     Stage.EVEN: 1.05,
+    Stage.STATES: 1.05,
     Stage.WHOLE: 1.05,
     Stage.STORAGE: 1.05,
     Stage.TIMED: 1.0,

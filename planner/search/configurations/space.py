@@ -86,11 +86,14 @@ def orders(extent: Extent, base: Configuration) -> list[Configuration]:
 
 def storages(extent: Extent, placed: Configuration) -> list[Configuration]:
     """The same with every way to store parameters and optimizer states on the devices, or on the host if so pinned."""
-    found = [
-        replace(placed, optimizer_sharding=sharding, shard_size=size, offload=_offload(extent))
-        for sharding, size in _shardings(extent, placed)
-    ]
-    return [replace(stored, bucket_bytes=_bucket_bytes(extent, stored)) for stored in found]
+    return [replace(stored, bucket_bytes=_bucket_bytes(extent, stored)) for stored in shardings(extent, placed)]
+
+
+def shardings(extent: Extent, placed: Configuration) -> list[Configuration]:
+    """`storages` with messages of gradients of any size."""
+    offload = _offload(extent)
+    ways = _shardings(extent, placed)
+    return [replace(placed, optimizer_sharding=way, shard_size=size, offload=offload) for way, size in ways]
 
 
 def offloaded(extent: Extent, stored: Configuration) -> Configuration | None:

@@ -75,26 +75,6 @@ def chain_bound(task: PartitionTask) -> float:
     return rows_bound(rows, task.ranks, task.pieces)
 
 
-def cuts_bound(busy: FloatArray, sends: FloatArray, rank_of: IntArray) -> float:
-    """Least seconds of the messages that the fill pays and of the busiest rank, over all cuts.
-
-    Parameters
-    ----------
-    busy : (units, units) seconds of a chunk from one unit to another
-    sends : (units,) what the fill pays for a cut before each unit, 0 for the first
-    rank_of : (chunks,) rank of each chunk
-    """
-    ranks, pieces = int(rank_of.max()) + 1, len(rank_of)
-    units = len(busy)
-    fill = np.where(np.tri(units, dtype=np.bool_).T, sends[:, None], np.inf)
-    busy = np.where(np.isfinite(fill), busy, np.inf)
-    if pieces > ranks and few_cuts(units, pieces):
-        return least_listed(busy, fill, rank_of, in_turns=False)
-    terms = (each.reshape(units, 1, units, 1) for each in (busy, fill, fill + busy, fill + busy / ranks))
-    longest, paid, both, shared = terms
-    return rows_bound(ChainRows(busy=longest, fill=paid, both=both, shared=shared), ranks, pieces)
-
-
 def rows_bound(rows: ChainRows, ranks: int, pieces: int) -> float:
     """Least fill and busiest rank over all cuts into `pieces` chunks.
 
@@ -139,13 +119,6 @@ def _least_path(costs: FloatArray, rows: ChainRows, pieces: int, *, longest: boo
         reached[:, 1:] = after.min(axis=1).reshape(len(costs), units, states)
     found: FloatArray = reached[:, -1, rows.begin]
     return found
-
-
-def row_sums(seconds: FloatArray) -> FloatArray:
-    """(units, units) sums from one unit to another."""
-    ends = np.append(0.0, np.cumsum(seconds))
-    sums: FloatArray = ends[None, 1:] - ends[:-1, None]
-    return sums
 
 
 def chain_rows(task: PartitionTask) -> ChainRows:

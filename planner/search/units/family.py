@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from planner.search.problem.parts import Parts
 from planner.search.units.amounts import AmountLedger, Case
 from planner.search.units.factors import PARTS, UnitFactors, rows_of
-from planner.search.units.records import UnitLabels, Weights
+from planner.search.units.records import Least, UnitLabels, Weights
 from planner.search.units.stage_shape import KeptParts, StageOptions, StageShape, divisibility, ways_of_masks
 from planner.search.units.unit_terms import UnitTerms, unit_terms
 from simulator.errors import InputError
@@ -43,14 +44,6 @@ class Tabled:
     forbidden: BoolArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Least:
-    """Least seconds of both passes of each unit of the folded chain, and the best states of tied parameters."""
-
-    passes_s: FloatArray
-    shared: Mapping[int, int]
-
-
 class Family:
     """All stages with some axes, whatever their sizes, links and micro-batch.
 
@@ -69,7 +62,9 @@ class Family:
         self._shapes: dict[tuple[object, ...], StageShape | None] = {}
         self._tabled: dict[tuple[int, int], Tabled] = {}
         self.labels: dict[tuple[int, int], tuple[UnitLabels, ...]] = {}
+        self.priced: dict[tuple[int, int], tuple[FloatArray, FloatArray]] = {}
         self._of_shape: dict[int, BoolArray] = {}
+        self._crossed: dict[int, list[list[int]]] = {}
         self._least: dict[tuple[int, int], Least] = {}
         self._values: OrderedDict[tuple[int, int], FloatArray] = OrderedDict()
         self._join()
@@ -257,12 +252,24 @@ class Family:
         best = self._best_shared(plain[0], sizes) if shared else np.zeros(len(cases), int)
         each = np.arange(len(cases))
         flat = [np.broadcast_to(t, (len(cases), *sizes, *t.shape[-2:])) for t in tables]
-        least = [t.reshape(len(cases), prod(sizes), -1)[each, best].min(axis=-1) for t in flat]
+        least = [t.reshape(len(cases), prod(sizes), *t.shape[-2:])[each, best] for t in flat]
+        whole = np.zeros((len(cases), 1))
+        for number in self.source.chain.positions:
+            whole = (whole[:, :, None] + least[number]).min(axis=1)
         states = np.array(np.unravel_index(best, sizes)).T if shared else np.zeros((len(cases), 0), int)
         return [
-            Least(passes_s, self._named(shape, row))
-            for passes_s, shape, row in zip(np.array(least).T, shapes, states.tolist(), strict=True)
+            Least(self._between(shape, [t[case] for t in least]), float(whole[case, 0]), self._named(shape, row))
+            for case, (shape, row) in enumerate(zip(shapes, states.tolist(), strict=True))
         ]
+
+    def _between(self, shape: StageShape, tables: Sequence[FloatArray]) -> tuple[FloatArray, ...]:
+        """Tables between the family's boundary states as those between the states of one mesh."""
+        if id(shape) not in self._crossed:
+            mine = [{state: n for n, state in enumerate(states)} for states, _ in self.shape.classes]
+            kept = [[of[state] for state in states] for of, (states, _) in zip(mine, shape.classes, strict=True)]
+            self._crossed[id(shape)] = [[0], *kept, [0]]
+        states = self._crossed[id(shape)]
+        return tuple(t[np.ix_(*ends)] for t, ends in zip(tables, pairwise(states), strict=True))
 
     def _named(self, shape: StageShape, states: Sequence[int]) -> Mapping[int, int]:
         """Numbers of the family's states of tied parameters on one mesh."""

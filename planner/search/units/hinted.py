@@ -8,7 +8,7 @@ choices, or shards the batch (`planner.search.problem.by_data`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from planner.graph.scaling import at_batch
 from planner.search.problem.by_data import FREE_AXES, states_by_data
 from planner.search.problem.hints import Hint, allowed_states
 from planner.search.problem.parts import Parts, Setting
+from planner.search.units.records import Least
 from planner.search.units.stage_decisions import StageDecisions
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.work import Optimizer
@@ -171,11 +172,16 @@ def _along_tensor(wide: Parts, number: int, pairs: IntArray, data: tuple[int, ..
     return kept
 
 
-def check_possible(decisions: StageDecisions, least_s: Iterable[float]) -> None:
-    """Raise ContextError where hints leave no way to run some unit; ``least_s`` are the least seconds of each."""
-    for unit, seconds in zip(decisions.chain.units, least_s, strict=True):
-        if seconds == float("inf"):
+def check_possible(decisions: StageDecisions, least: Least) -> None:
+    """Raise ContextError where hints leave no way to run some unit, or units after one another."""
+    for unit, seconds in zip(decisions.chain.units, least.between_s, strict=True):
+        if np.isinf(seconds.min()):
             raise ContextError(
                 f"strategies of operators of {unit.name!r} do not fit each other on the tensor axis: what one writes "
                 "another cannot read; leave one of them out"
             )
+    if np.isinf(least.whole_s):
+        raise ContextError(
+            "strategies of operators of units that follow each other do not fit on the tensor axis: what one hands on "
+            "the next cannot take; leave one of them out"
+        )

@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from planner.graph.operator_graph import OperatorGraph
 from planner.search.problem.parts import Parts, Setting
 from planner.search.problem.problem import Problem
+from planner.search.problem.variables import Kind
 from planner.search.units.records import (
     RECOMPUTE,
     BoundaryStates,
+    Least,
     Minimum,
     TiedParameter,
     UnitLabels,
@@ -81,9 +83,32 @@ class StageTables:
         return self._stage.boundaries
 
     @property
-    def least_passes_s(self) -> FloatArray:
-        """(units,) least seconds of both passes of each unit of the folded chain, all strategies considered."""
-        return self._stage.least_passes_s
+    def least(self) -> Least:
+        """Least seconds of both passes between boundary states, and of the whole network, all strategies considered."""
+        return self._stage.least
+
+    @property
+    def priced(self) -> tuple[FloatArray, FloatArray]:
+        """Prices (n,) of a kept byte, and the least seconds (n,) of passes and price of what they keep, whole network.
+
+        Passes that keep no more than some bytes take at least the latter without the price of those.
+        """
+        return self._stage.priced
+
+    @cached_property
+    def least_elements(self) -> FloatArray:
+        """(units,) least elements of parameters that one rank holds of each unit."""
+        variables = self.decisions.decisions.variables
+        return np.array(
+            [
+                sum(
+                    float(self.parts.elements(self.parts.states(v)).min())
+                    for v in model.variables
+                    if variables[v].kind is Kind.PARAMETER
+                )
+                for model in self.decisions.models
+            ]
+        )
 
     @cached_property
     def _shared(self) -> Mapping[int, int]:

@@ -120,3 +120,16 @@ class TiedParameter:
     units: tuple[int, ...]
     elements: float
     whole_elements: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Least:
+    """Least seconds of both passes, and the best states of tied parameters.
+
+    ``between_s`` are those of each unit of the folded chain between its boundary states, (entries, exits) each;
+    ``whole_s`` are those of the whole network, units that meet in the same state.
+    """
+
+    between_s: tuple[FloatArray, ...]
+    whole_s: float
+    shared: Mapping[int, int]

@@ -15,7 +15,7 @@ from planner.search.problem.parts import Parts
 from planner.search.units.amounts import Case
 from planner.search.units.elimination import Minima
 from planner.search.units.factors import UnitFactors, rows_of
-from planner.search.units.records import BoundaryStates, Minimum, Weights
+from planner.search.units.records import BoundaryStates, Least, Minimum, Weights
 from planner.search.units.stage_decisions import StageDecisions
 from planner.search.units.stage_shape import ENTRY, EXIT, StageOptions, UnitShape
 from planner.search.units.unit_model import UnitModel
@@ -23,6 +23,9 @@ from planner.sharding.placement import Placements
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+KEPT_PRICES = (5.0, 20.0, 80.0)
+"""What a byte costs that is kept, in bytes that the device could move meanwhile: between those of a kernel that is run
+again for it and of a product."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,9 +79,9 @@ class Stage:
         return self.shape.classes
 
     @property
-    def least_passes_s(self) -> FloatArray:
-        """Least seconds of both passes of each unit; tied parameters lie as is best for a plain step."""
-        return self.family.least(self.case).passes_s
+    def least(self) -> Least:
+        """Least seconds of both passes; tied parameters lie as is best for a plain step."""
+        return self.family.least(self.case)
 
     @cached_property
     def _all_parts(self) -> FloatArray:
@@ -110,6 +113,34 @@ class Stage:
         )
 
     # Minima
+
+    @property
+    def priced(self) -> tuple[FloatArray, FloatArray]:
+        """Prices (n,) of a kept byte, and the least seconds (n,) of passes and price of what they keep, whole network.
+
+        Tied parameters lie as in `least`.
+        """
+        known = self.family.priced
+        if self.case.key not in known:
+            prices = np.array(KEPT_PRICES) / self.case.costs.hardware.memory_bandwidth
+            weights = [Weights(activation_byte=price) for price in prices.tolist()]
+            known[self.case.key] = prices, self._lowest(weights, self.least.shared)
+        return known[self.case.key]
+
+    def _lowest(self, weights: Sequence[Weights], shared: Mapping[int, int]) -> FloatArray:
+        """(weightings,) least sums of the whole network in any mode, tied parameters in the given states."""
+        rows = np.concatenate([self.rows(each) for each in weights])
+        tables: dict[int, FloatArray] = {}
+        for number in {self.source.tabled(n) for n in range(len(self.chain.units))}:
+            unit = self.unit(number)
+            least = unit.spread(unit.shape.lowest(unit.factors.weighted(rows)), self.shared)
+            for station in self.shared:
+                least = least[:, 0 if least.shape[1] == 1 else shared[station]]
+            tables[number] = least.reshape(len(weights), -1, *least.shape[1:]).min(axis=1)
+        value = np.zeros((len(weights), 1))
+        for number in self.chain.positions:
+            value = (value[:, :, None] + tables[self.source.tabled(number)]).min(axis=1)
+        return value[:, 0]
 
     def rows(self, weights: Weights) -> FloatArray:
         """Weights of all parts, a row for each allowed recompute mode."""
@@ -205,7 +236,7 @@ class Stage:
 
     def best_shared(self) -> Mapping[int, int]:
         """States of the stations of tied parameters that serve a plain training step best."""
-        return self.family.least(self.case).shared if self.shared else {}
+        return self.least.shared if self.shared else {}
 
     def tied_elements(self, station: int, shared: Mapping[int, int]) -> float:
         """Local elements of a tied parameter as its station hands it on."""

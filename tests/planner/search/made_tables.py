@@ -13,6 +13,7 @@ from planner.graph.chain import Boundary, Chain, Unit
 from planner.graph.operator_graph import TensorRef
 from planner.search.configurations.step_model import Configuration
 from planner.search.units.labels import BoundaryStates, StageTables, TiedParameter, UnitLabels
+from planner.search.units.records import Least
 from simulator.corrections import message_time
 from simulator.hardware import Hardware
 from simulator.program import Collective
@@ -47,9 +48,30 @@ class MadeTables:
         return tuple(unit.count for unit in self.chain.units)
 
     @property
-    def least_passes_s(self) -> np.ndarray:
-        """Least passes of every unit."""
-        return np.array([(unit.forward_s + unit.backward_s).min() for unit in self.units])
+    def least_elements(self) -> np.ndarray:
+        """Least elements of every unit."""
+        return np.array([unit.parameter_elements.min() for unit in self.units])
+
+    @property
+    def priced(self) -> tuple[np.ndarray, np.ndarray]:
+        """Least passes with the price of what they keep."""
+        kept = float(np.array([unit.activation_bytes[0] for unit in self.units]) @ np.array(self.counts))
+        prices = np.array([0.1, 0.3, 1.0]) * self.least.whole_s / kept
+        seconds = [
+            sum(
+                count * float((unit.forward_s + unit.backward_s + price * unit.activation_bytes).min())
+                for unit, count in zip(self.units, self.counts, strict=True)
+            )
+            for price in prices.tolist()
+        ]
+        return prices, np.array(seconds)
+
+    @property
+    def least(self) -> Least:
+        """Least passes of every unit and of the network; there is one state between any two units."""
+        seconds = [float((unit.forward_s + unit.backward_s).min()) for unit in self.units]
+        whole_s = float(np.array(seconds) @ np.array(self.counts))
+        return Least(between_s=tuple(np.full((1, 1), s) for s in seconds), whole_s=whole_s, shared={})
 
 
 def labels(unit: MadeUnit, samples: float, message_s: float, first: bool, last: bool) -> UnitLabels:

@@ -15,7 +15,6 @@ from planner.search.configurations.alternatives import diverse, shape_of
 from planner.search.configurations.bounds import (
     computed_ahead,
     even_bound,
-    lost_to_messages,
     memory_bound,
     passes_bound,
     standing_bytes,
@@ -23,6 +22,7 @@ from planner.search.configurations.bounds import (
 )
 from planner.search.configurations.branch_and_bound import explore
 from planner.search.configurations.explored import Explored
+from planner.search.configurations.least_states import LeastStates
 from planner.search.configurations.space import Extent, configurations
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.stages.chain_bound import chain_bound
@@ -137,20 +137,20 @@ def test_no_configuration_is_faster_than_its_bounds(
     extent = Extent(
         hardware=A100, devices=devices, global_batch=batch, pins=Pins(recompute=recompute), units=blocks + 2
     )
-    step, counts = model(limit), np.array([unit.count for unit in units])
+    step = model(limit)
     for c in configurations(extent):
         tables = made_tables(units, c, A100)
         tables = tables if recompute is None else computing_all_again(tables)
-        task, ahead, least = step.task(tables, c), computed_ahead(extent, c), tables.least_passes_s
-        found, sends = partition(task), np.sort(step.sends_s(tables, c).min(axis=1))
+        task, ahead, whole_s = step.task(tables, c), computed_ahead(extent, c), tables.least.whole_s
+        found, least = partition(task), LeastStates.of(step, tables, c)
         best = np.inf if found is None else found.objective_s
-        assert even_bound(c, float(least @ counts), ahead) <= best * (1 + 1e-9), c
-        assert passes_bound(c, least, counts.tolist(), step.shape(c), sends, ahead) <= best * (1 + 1e-9), c
+        assert even_bound(c, whole_s, ahead) <= best * (1 + 1e-9), c
+        assert passes_bound(extent, step, tables, c, least.once_s) <= best * (1 + 1e-9), c
         assert task_bound(task) <= best * (1 + 1e-9), c
         assert task.pieces == 1 or chain_bound(task) <= best * (1 + 1e-9), c
         assert memory_bound(task) <= best * (1 + 1e-9), c
-        assert even_bound(c, float(least @ counts), ahead) + lost_to_messages(step, tables, c) <= best * (1 + 1e-9), c
-        if standing_bytes(step, tables, c) > c.pipeline * step.limit_bytes:
+        assert even_bound(c, whole_s, ahead) + least.waited_s(step, tables, c) <= best * (1 + 1e-9), c
+        if standing_bytes(step, tables, c) > c.pipeline * step.limit_bytes or not least.fits(step):
             assert found is None, c
 
 

@@ -141,8 +141,28 @@ def test_stages_that_are_bounded_together_have_their_own_bounds(name: str, seque
             tables = tables_of(source, mesh, batch, sequence_parallel)
         except InputError:
             continue
-        expected = [table.min() for table in tables.matrices(Weights())]
-        assert tables.least_passes_s == pytest.approx(np.array(expected), rel=1e-12)
+        expected, whole = tables.matrices(Weights()), np.zeros(1)
+        for number in tables.chain.positions:
+            whole = (whole[:, None] + expected[number]).min(axis=0)
+        for least, table in zip(tables.least.between_s, expected, strict=True):
+            assert least == pytest.approx(table, rel=1e-12)
+        assert tables.least.whole_s == pytest.approx(float(whole[0]), rel=1e-12)
+
+
+@pytest.mark.parametrize("mesh", [Mesh((), ()), TWO_AXES, Mesh((MeshAxis("tensor", 8),), (1,))])
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_no_label_passes_faster_than_what_it_keeps_and_holds_leaves_at_least(name: str, mesh: Mesh) -> None:
+    tables = tables_of(prepared(name), mesh, 4)
+    prices, seconds = tables.priced
+    for price, least_s in zip(prices.tolist(), seconds.tolist(), strict=True):
+        weights, whole = Weights(activation_byte=price), np.zeros(1)
+        matrices = tables.matrices(weights)
+        for number in tables.chain.positions:
+            whole = (whole[:, None] + matrices[number]).min(axis=0)
+        assert least_s == pytest.approx(float(whole[0]), rel=1e-9)
+        assert least_s >= tables.minimum(weights).value * (1 - 1e-9)
+    for unit, least in zip(tables.units, tables.least_elements, strict=True):
+        assert (unit.parameter_elements + unit.expert_elements).min() >= least * (1 - 1e-12)
 
 
 def test_tied_parameters_of_stages_bounded_together_lie_as_is_best_for_each() -> None:
