@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from planner.strategy.plan import Plan
 
 
+USUAL = "usual"
+"""What a plan is simulated with again as if none were named."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
     """A stack, and what its users' usual settings make of messages.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -75,6 +75,10 @@ def simulate(
     hardware: Annotated[
         str | None, typer.Option("--hw", metavar="PROFILE", help="Default: the one the plan was made for.")
     ] = None,
+    software: Annotated[
+        str | None,
+        typer.Option("--software", metavar="NAME", help="Default: that of the plan; usual for what is usual."),
+    ] = None,
     engine: Annotated[Engine, typer.Option("--engine", help="Array based, or SimPy.")] = Engine.FAST,
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Write the step for Perfetto or Chrome.")
@@ -105,6 +109,8 @@ def simulate(
       meshwright simulate strategy.json --trace timeline.json
     The same plan on other hardware
       meshwright simulate strategy.json --hw dgx-h100
+    The same plan run by other software
+      meshwright simulate strategy.json --software nemo
     One rank computes 1.3 times as long, one link has half its bandwidth
       meshwright simulate strategy.json --stragglers 1 --slowdown 1.3 --slow-link InfiniBand=0.5
     How often to checkpoint, and how much of a month is useful work
@@ -131,7 +137,7 @@ def simulate(
     if trace is not None:
         check_out("--trace", trace, (strategy, hardware))
     extra = Reliability(slow=slow if slow.ranks is not None or slow.links else None, job=job if goodput else None)
-    plan, profile = _read(terminal, strategy, hardware)
+    plan, profile = _read(terminal, strategy, hardware, software)
     asked = Simulation(
         strategy=strategy,
         plan=plan,
@@ -167,13 +173,16 @@ class Simulation:
     cluster: MixedCluster | None
 
 
-def _read(terminal: Terminal, strategy: Path, hardware: str | None) -> tuple[Plan, Hardware]:
-    """The plan and the profile it is simulated on; says what the profile does not know of the plan's precision."""
+def _read(terminal: Terminal, strategy: Path, hardware: str | None, software: str | None) -> tuple[Plan, Hardware]:
+    """The plan, perhaps as other software runs it, and the profile; says what that does not know of its precision."""
     from planner.lowering.checked import precision_dtype
     from planner.prediction import check_products, precision_notes
+    from planner.software import USUAL
     from planner.strategy.file import read_plan
 
     plan = read_plan(strategy)
+    if software is not None:
+        plan = replace(plan, software="" if software == USUAL else software)
     profile = _profile(terminal, strategy, plan, hardware)
     check_products(profile, precision_dtype(plan.precision))
     for note in precision_notes(profile, precision_dtype(plan.precision)):

@@ -12,7 +12,6 @@ from simulator.hardware import load_profile
 
 if TYPE_CHECKING:
     from planner.request import PlanRequest
-    from planner.software import as_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +84,7 @@ def requests_of(options: WhatIfOptions) -> tuple[PlanRequest, ...]:
         A profile is missing or malformed.
     """
     from planner.request import PlanRequest
+    from planner.software import as_run
 
     for name in options.hardware:
         as_run(load_profile(name), options.software, options.attention)
