@@ -204,7 +204,7 @@ class Configured:
         """
         configuration = Configuration(data=data, tensor=tensor, micro_batch=self.global_batch // data)
         tables = self._shared.known(self._table_key(pins, configuration, self.hardware))
-        return 0.0 if tables is None else float(tables.least_passes_s @ np.array(tables.counts))
+        return 0.0 if tables is None else tables.least.whole_s
 
     def _left(self, configuration: Configuration, hardware: Hardware) -> StageDecisions:
         """Decisions of a configuration's stages: all of them, or what hints leave."""
