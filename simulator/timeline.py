@@ -19,6 +19,8 @@ from simulator.task_table import FloatArray, IntArray, TaskTable
 from simulator.timing import task_times
 
 _COMPUTE, _OPTIMIZER, _COMMUNICATION = range(3)
+LONG = 2_000
+"""Tasks that take longer to run twice than it takes to find which links are shared."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -169,9 +171,14 @@ def _run(
 ) -> tuple[FloatArray, FloatArray]:
     """Run a segment as if no link were shared, which is quick, and again if that asks too much of one.
 
-    Which links messages cross is not even asked where none are under way at once, and nothing slows them.
+    Which links messages cross is not even asked where none are under way at once, and nothing slows them. Where overlap
+    slows anything, nothing is quick: what is long is run once, with the links.
     """
     table = tabled(transfers=None)
+    slows = table.compute_speed != 1 or table.transfer_speed != 1
+    if slows and table.size >= LONG:
+        shared = transfers()
+        return run(table if shared is None else tabled(transfers=shared))
     alone = None
     if table.transfer_speed == 1:
         alone = run(table)
