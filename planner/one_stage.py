@@ -11,7 +11,7 @@ from planner.lowering.checked import fits_copies
 from planner.prediction import Prediction, predict_plan
 from planner.quantities import bytes_text
 from planner.rescoring import Contender
-from planner.search.candidates import NEAR_ENOUGH, NOTHING_KNOWN, ROOMY, Found, Known, Misfit, Space, closed, explore
+from planner.search.candidates import ALTERNATIVE, NOTHING_KNOWN, ROOMY, Found, Known, Misfit, Space, closed, explore
 from planner.search.exact.elimination import TooWideError
 from planner.search.problem.solution import Solution, node_rules, template_name
 from planner.search.problem.unaligned import in_runs
@@ -107,7 +107,7 @@ class OneStagePlans:
     def _fitting(self, item: Found, best_s: float) -> Candidate | None:
         """The item's plan, solved again with less memory until its simulated peak fits; None where it never does."""
         space, limit = self.space, self.space.hardware.device_memory_bytes
-        retries = _RETRIES if item.solution.objective_s <= NEAR_ENOUGH * best_s else 0
+        retries = _RETRIES if item.solution.objective_s <= ALTERNATIVE * best_s else 0
         if space.search_mode != "dynamic_programming":
             item = replace(item, solution=_bounded(item, limit))
         prediction, plan = self._predicted(item)

@@ -11,7 +11,7 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.request import Pins
 from planner.search import dynamic_programming, recursive_programming, sharding_propagation
-from planner.search.dynamic_programming import fastest, least_bytes
+from planner.search.dynamic_programming import fastest, least_bytes, once_s
 from planner.search.problem.by_data import FREE_AXES, rest_by_data
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.hints import Hint, check_cuts, constrained, targets
@@ -26,8 +26,11 @@ from simulator.hardware import Hardware
 ROOMY = 0.5
 """A plan that takes less of the limit than this gains nothing from smaller micro-batches."""
 
-NEAR_ENOUGH = 1.25
-"""A mesh that takes this many times a known plan's step at least is no alternative."""
+NEAR_ENOUGH = 1.05
+"""Where what nothing hides takes this many times the step of a plan found elsewhere, operators are not searched."""
+
+ALTERNATIVE = 1.25
+"""A mesh whose bound is this many times the best plan is no alternative."""
 
 PAIRS = 3_000_000
 """Pairs of labels that prove or improve the best plans of one request, about half a second's."""
@@ -187,10 +190,10 @@ def explore(
 
     A mesh's bound is its fastest plan without a memory limit, in one micro-batch: more micro-batches
     or less memory never make the objective smaller. Meshes whose bound is over `HOPELESS` times the best
-    known plan, or over `NEAR_ENOUGH` times where `wanted` plans are known, are left out. So are, before they are
-    bounded, those whose passes (`_left` of them) or whose operators alone take `NEAR_ENOUGH` times a plan found
-    elsewhere: sums over the batch may hide behind them. Plans come with what a price of memory proves of them
-    (`closed` proves more).
+    known plan, or over `ALTERNATIVE` times where `wanted` plans are known, are left out. So are those that take
+    `NEAR_ENOUGH` times a plan found elsewhere with nothing but what passes cannot hide: the least passes (`_left` of
+    them), the operators alone, and their fastest plan but for messages once a step. Plans come with what a price of
+    memory proves of them (`closed` proves more).
     """
     waiting: list[tuple[float, int, int, _Shape]] = []
     graphs: dict[int, OperatorGraph] = {}
@@ -219,18 +222,24 @@ def explore(
         raise refused
     while waiting:
         bound, tensor, data, shape = heappop(waiting)
-        near = NEAR_ENOUGH if wanted is not None and len(steps) >= wanted else HOPELESS
+        near = ALTERNATIVE if wanted is not None and len(steps) >= wanted else HOPELESS
         if bound > near * min(steps, default=float("inf")):
             break
         if shape.free is None:
-            shape.free = space.fastest(shape.problem(shape.counts[0]))
-            if shape.free is not None:
+            problem = shape.problem(shape.counts[0])
+            shape.free = space.fastest(problem)
+            if shape.free is not None and (not known.steps_s or _unhidden_s(problem, shape.free) <= most):
                 heappush(waiting, (shape.free.objective_s, tensor, data, shape))
             continue
         for item in shape.solved(limit_bytes):
             if isinstance(item, Found):
                 steps.append(item.solution.objective_s)
             yield item
+
+
+def _unhidden_s(problem: Problem, solution: Solution) -> float:
+    """Seconds of a plan but for its messages once a step."""
+    return solution.objective_s - once_s(problem, solution)
 
 
 def _left(shapes: Mapping[tuple[int, int], _Shape], known: Known) -> float:

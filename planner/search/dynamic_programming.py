@@ -25,6 +25,7 @@ from planner.search.exact.pareto import MAX_PAIRS
 from planner.search.exact.wide import WideSearch
 from planner.search.problem.problem import Problem
 from planner.search.problem.solution import Solution
+from planner.search.problem.variables import Kind
 
 
 class DynamicProgramming(Exact):
@@ -135,6 +136,12 @@ def fastest(problem: Problem) -> Solution:
         if found is None:
             raise
         return found
+
+
+def once_s(problem: Problem, solution: Solution) -> float:
+    """Seconds of a plan's messages once a step, which bring parameters and sum gradients: passes may hide them."""
+    parameters = {n for n, variable in enumerate(problem.decisions.variables) if variable.kind is Kind.PARAMETER}
+    return Costing(model_of(problem)).seconds_beside(solution, parameters)
 
 
 def least_bytes(problem: Problem) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.search.exact.blocks import Variables
@@ -16,6 +16,7 @@ PROOF = 1e-9
 """A plan this close to its bound, relatively, is optimal."""
 
 Stop = Callable[[], bool]
+Scopes = tuple[Variables, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,23 @@ class Costing:
 
     def costed(self, assignment: Assignment, layers: Layers) -> Plan:
         """Price states given by their numbers in the problem."""
-        seconds, bytes_ = self._sum(self.whole.layout.outside, assignment)
-        for scopes, row in zip(self.whole.layout.in_block, layers, strict=True):
+        parts = self.whole.layout
+        return Plan(assignment, layers, *self._parts(parts.outside, parts.in_block, assignment, layers))
+
+    def seconds_beside(self, solution: Solution, variables: Container[int]) -> float:
+        """Seconds of the tables of two variables one of which is among `variables`, in all layers."""
+        outside, *in_block = (
+            tuple(scope for scope in scopes if len(scope) == 2 and any(v in variables for v in scope))
+            for scopes in (self.whole.layout.outside, *self.whole.layout.in_block)
+        )
+        return self._parts(outside, in_block, solution.assignment, solution.layers)[0]
+
+    def _parts(
+        self, outside: Scopes, in_block: Sequence[Scopes], assignment: Assignment, layers: Layers
+    ) -> tuple[float, float]:
+        """Seconds and bytes of the tables of `outside`, once, and of those of each run in all of its layers."""
+        seconds, bytes_ = self._sum(outside, assignment)
+        for scopes, row in zip(in_block, layers, strict=True):
             counted: dict[tuple[tuple[int, int], ...], tuple[float, float]] = {}
             for states in row:
                 key = tuple(sorted(states.items()))
@@ -52,9 +68,9 @@ class Costing:
                     counted[key] = self._sum(scopes, {**assignment, **states})
                 seconds += counted[key][0]
                 bytes_ += counted[key][1]
-        return Plan(assignment, layers, seconds, bytes_)
+        return seconds, bytes_
 
-    def _sum(self, scopes: tuple[Variables, ...], states: Mapping[int, int]) -> tuple[float, float]:
+    def _sum(self, scopes: Scopes, states: Mapping[int, int]) -> tuple[float, float]:
         seconds = bytes_ = 0.0
         for scope in scopes:
             index = tuple(states[v] for v in scope)

@@ -11,11 +11,12 @@ import pytest
 from planner.request import Pins
 from planner.search import candidates
 from planner.search.candidates import Found, Known, Misfit, Space, closed, explore
-from planner.search.dynamic_programming import solve
+from planner.search.dynamic_programming import fastest, once_s, solve
 from planner.search.problem.unaligned import aligned
+from planner.search.problem.variables import Kind
 from planner.work import optimizer
 from simulator.hardware import load_profile
-from tests.planner.search.problems import BUCKET_BYTES, captured
+from tests.planner.search.problems import BUCKET_BYTES, captured, make_mesh, make_problem
 
 
 @cache
@@ -66,15 +67,15 @@ def test_meshes_over_the_plans_wanted_are_left_out_and_no_others(share: float) -
 
 
 def meshes_found(known: Known) -> set[tuple[int, ...]]:
-    return {i.mesh.sizes for i in explore(space(), np.inf, known=known, wanted=1) if isinstance(i, Found)}
+    return {i.mesh.sizes for i in explore(space(), np.inf, known=known) if isinstance(i, Found)}
 
 
 def test_meshes_whose_passes_take_too_long_are_left_out() -> None:
     best = min(
         (item for item in explore(space(), np.inf) if isinstance(item, Found)), key=lambda i: i.solution.objective_s
     )
-    step = best.solution.objective_s
-    slow = Known(steps_s=(step,), passes_s=lambda data, tensor: 0.5 * step if data == 4 else 2.0 * step)
+    step = 10 * best.solution.objective_s
+    slow = Known(steps_s=(step,), passes_s=lambda data, tensor: 0.05 * step if data == 4 else 2.0 * step)
     assert meshes_found(Known(steps_s=(step,))) > meshes_found(slow) == {(4,)}
 
 
@@ -84,6 +85,33 @@ def test_passes_that_free_strategies_shorten_leave_no_mesh_out() -> None:
     assert meshes_found(Known(steps_s=(step,), passes_s=lambda data, tensor: 100.0 * step)) == meshes_found(
         Known(steps_s=(step,))
     )
+
+
+def test_meshes_that_nothing_can_hide_are_left_out() -> None:
+    items = [item for item in explore(space(), np.inf) if isinstance(item, Found)]
+    best = min(items, key=lambda item: item.solution.objective_s)
+    hidden = best.solution.objective_s - once_s(best.problem, best.solution)
+    near = candidates.NEAR_ENOUGH
+    assert best.mesh.sizes in meshes_found(Known(steps_s=(hidden / near * 1.01,)))
+    assert meshes_found(Known(steps_s=(hidden / near * 0.99,))) == set()
+
+
+def test_messages_once_a_step_are_those_of_parameters_in_all_layers() -> None:
+    folded, written_out = (
+        make_problem(captured("gpt2-tiny"), make_mesh(data=2, tensor=2), unfolded=unfolded)
+        for unfolded in (False, True)
+    )
+    plan = fastest(written_out)
+    kinds = [variable.kind for variable in written_out.decisions.variables]
+    parameters = {number for number, kind in enumerate(kinds) if kind is Kind.PARAMETER}
+    once = sum(
+        float(cost.time[plan.assignment[a], plan.assignment[b]])
+        for (a, b), cost in written_out.pairs.items()
+        if parameters & {a, b}
+    )
+    assert once_s(written_out, plan) == pytest.approx(once, rel=1e-12)
+    assert once_s(folded, fastest(folded)) == pytest.approx(once, rel=1e-9)
+    assert 0 < once < plan.objective_s
 
 
 def test_labels_prove_the_best_plan_and_keep_the_others() -> None:
