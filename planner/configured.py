@@ -197,14 +197,19 @@ class Configured:
             asked = (*asked, self.hints, configuration.data)
         return (hardware, configuration.table_key, self.optimizer, self.bucket_bytes, *asked)
 
-    def passes_s(self, pins: Pins, data: int, tensor: int) -> float:
-        """Seconds of both passes of the whole batch on a mesh whose data axis cuts the batch alone, at least.
+    def passes_s(self, pins: Pins, data: int, tensor: int) -> tuple[float, float]:
+        """Least seconds of both passes of the whole batch on a mesh whose data axis cuts the batch alone.
 
-        0 where no table was made of them.
+        And of the sums over the batch for which they wait. Both are 0 where no table was made of them.
         """
         configuration = Configuration(data=data, tensor=tensor, micro_batch=self.global_batch // data)
         tables = self._shared.known(self._table_key(pins, configuration, self.hardware))
-        return 0.0 if tables is None else tables.least.whole_s
+        if tables is None:
+            return 0.0, 0.0
+        counts, waited = np.array(tables.counts), 0.0
+        if data > 1 and tables.decisions.sums_over_batch:
+            waited = float(self.model().batch_sums_s(tables, configuration).sum(axis=1) @ counts)
+        return tables.least.whole_s, waited
 
     def _left(self, configuration: Configuration, hardware: Hardware) -> StageDecisions:
         """Decisions of a configuration's stages: all of them, or what hints leave."""

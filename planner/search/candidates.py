@@ -96,11 +96,11 @@ class Misfit:
 class Known:
     """What another search has found: steps of plans, and the least seconds of both passes on a mesh of data × tensor.
 
-    Where nothing is known of a mesh these are 0.
+    Beside these the seconds of sums over the batch for which they wait. Where nothing is known of a mesh both are 0.
     """
 
     steps_s: Sequence[float] = ()
-    passes_s: Callable[[int, int], float] = lambda data, tensor: 0.0
+    passes_s: Callable[[int, int], tuple[float, float]] = lambda data, tensor: (0.0, 0.0)
 
 
 NOTHING_KNOWN = Known()
@@ -204,7 +204,8 @@ def explore(
     shapes = {(data, tensor): _Shape(space, data, tensor, graphs) for data, tensor in meshes(space)}
     left = _left(shapes, known)
     for (data, tensor), shape in shapes.items():
-        if left * known.passes_s(data, tensor) > most:
+        passes, waited = known.passes_s(data, tensor)
+        if left * passes + waited > most:
             possible = True
             continue
         try:
@@ -248,7 +249,7 @@ def _left(shapes: Mapping[tuple[int, int], _Shape], known: Known) -> float:
     Where they leave little, such as of passes over tables of which each rank could hold a part, such passes say little.
     """
     mesh = max(shapes)
-    passes = known.passes_s(*mesh)
+    passes, _ = known.passes_s(*mesh)
     try:
         return min(1.0, shapes[mesh].work_s / passes) if passes else 1.0
     except ContextError:

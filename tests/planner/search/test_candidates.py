@@ -75,14 +75,14 @@ def test_meshes_whose_passes_take_too_long_are_left_out() -> None:
         (item for item in explore(space(), np.inf) if isinstance(item, Found)), key=lambda i: i.solution.objective_s
     )
     step = 10 * best.solution.objective_s
-    slow = Known(steps_s=(step,), passes_s=lambda data, tensor: 0.05 * step if data == 4 else 2.0 * step)
+    slow = Known(steps_s=(step,), passes_s=lambda data, tensor: ((0.05 if data == 4 else 2.0) * step, 0.0))
     assert meshes_found(Known(steps_s=(step,))) > meshes_found(slow) == {(4,)}
 
 
 def test_passes_that_free_strategies_shorten_leave_no_mesh_out() -> None:
     step = min(i.solution.objective_s for i in explore(space(), np.inf) if isinstance(i, Found))
     # Whoever cuts the batch alone takes a hundred times as long, on every mesh.
-    assert meshes_found(Known(steps_s=(step,), passes_s=lambda data, tensor: 100.0 * step)) == meshes_found(
+    assert meshes_found(Known(steps_s=(step,), passes_s=lambda data, tensor: (100.0 * step, 0.0))) == meshes_found(
         Known(steps_s=(step,))
     )
 
