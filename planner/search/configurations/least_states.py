@@ -44,11 +44,11 @@ class LeastStates:
 
     def waited_s(self, model: StepModel, tables: StageTables, placed: Configuration) -> float:
         """Seconds that `even_bound` may grow by: states, and passes that keep no more than there is room for."""
-        c = placed
-        prices, priced_s = tables.priced
-        longer_s = priced_s - prices * self._kept_bytes(model, c) - tables.least.whole_s
-        again_s = c.micro_batches * max(0.0, float(longer_s.max()))
-        return (again_s + float(self.once_s @ np.array(tables.counts))) / c.pipeline
+        c, kept, again_s = placed, self._kept_bytes(model, placed), 0.0
+        if kept < tables.saved_bytes:
+            prices, priced_s = tables.priced
+            again_s = max(0.0, float((priced_s - prices * kept).max()) - tables.least.whole_s)
+        return (c.micro_batches * again_s + float(self.once_s @ np.array(tables.counts))) / c.pipeline
 
     def _kept_bytes(self, model: StepModel, c: Configuration) -> float:
         """Most bytes that one micro-batch may keep on all ranks of a pipeline together."""

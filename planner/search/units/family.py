@@ -62,6 +62,7 @@ class Family:
         self._shapes: dict[tuple[object, ...], StageShape | None] = {}
         self._tabled: dict[tuple[int, int], Tabled] = {}
         self.labels: dict[tuple[int, int], tuple[UnitLabels, ...]] = {}
+        self.elements: dict[int, FloatArray] = {}
         self.priced: dict[tuple[int, int], tuple[FloatArray, FloatArray]] = {}
         self._of_shape: dict[int, BoolArray] = {}
         self._crossed: dict[int, list[list[int]]] = {}

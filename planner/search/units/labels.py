@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from planner.graph.operator_graph import OperatorGraph
 from planner.search.problem.parts import Parts, Setting
 from planner.search.problem.problem import Problem
-from planner.search.problem.variables import Kind
 from planner.search.units.records import (
     RECOMPUTE,
     BoundaryStates,
@@ -95,20 +94,17 @@ class StageTables:
         """
         return self._stage.priced
 
-    @cached_property
+    @property
     def least_elements(self) -> FloatArray:
         """(units,) least elements of parameters that one rank holds of each unit."""
-        variables = self.decisions.decisions.variables
-        return np.array(
-            [
-                sum(
-                    float(self.parts.elements(self.parts.states(v)).min())
-                    for v in model.variables
-                    if variables[v].kind is Kind.PARAMETER
-                )
-                for model in self.decisions.models
-            ]
-        )
+        return self._stage.least_elements
+
+    @cached_property
+    def saved_bytes(self) -> float:
+        """Bytes of all tensors that wait for the backward pass, whole."""
+        spec, models = self.parts.graph.spec, self.decisions.models
+        saved = [sum(spec(ref).size_bytes for ref in model.saved) for model in models]
+        return float(np.array(saved) @ np.array(self.counts))
 
     @cached_property
     def _shared(self) -> Mapping[int, int]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from planner.graph.operator_graph import TensorRef
 from planner.search.problem.parts import Parts
+from planner.search.problem.variables import Kind
 from planner.search.units.amounts import Case
 from planner.search.units.elimination import Minima
 from planner.search.units.factors import UnitFactors, rows_of
@@ -113,6 +114,17 @@ class Stage:
         )
 
     # Minima
+
+    @property
+    def least_elements(self) -> FloatArray:
+        """(units,) least elements of parameters that one rank holds of each unit."""
+        known = self.family.elements
+        if id(self.shape) not in known:
+            variables, parts = self.source.decisions.variables, self.parts
+            held = [[v for v in m.variables if variables[v].kind is Kind.PARAMETER] for m in self.source.models]
+            least = [sum(float(parts.elements(parts.states(v)).min()) for v in unit) for unit in held]
+            known[id(self.shape)] = np.array(least, dtype=np.float64)
+        return known[id(self.shape)]
 
     @property
     def priced(self) -> tuple[FloatArray, FloatArray]:

@@ -53,10 +53,14 @@ class MadeTables:
         return np.array([unit.parameter_elements.min() for unit in self.units])
 
     @property
+    def saved_bytes(self) -> float:
+        """Bytes that may be kept."""
+        return float(np.array([unit.activation_bytes[0] for unit in self.units]) @ np.array(self.counts))
+
+    @property
     def priced(self) -> tuple[np.ndarray, np.ndarray]:
         """Least passes with the price of what they keep."""
-        kept = float(np.array([unit.activation_bytes[0] for unit in self.units]) @ np.array(self.counts))
-        prices = np.array([0.1, 0.3, 1.0]) * self.least.whole_s / kept
+        prices = np.array([0.1, 0.3, 1.0]) * self.least.whole_s / self.saved_bytes
         seconds = [
             sum(
                 count * float((unit.forward_s + unit.backward_s + price * unit.activation_bytes).min())
