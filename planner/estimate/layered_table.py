@@ -102,6 +102,8 @@ class LayeredTable:
         self.convolution_peak, self.matmul_peak = np.array([peaks(run) for run in runs]).T
         self.without_tensor_units = np.array([product_kind(run) == "single" for run in runs])
         self.several = np.array([run.setup.devices > 1 for run in runs])
+        sharing = [min(run.setup.devices, run.hardware.devices_per_node) for run in runs]
+        self.doublings = np.log2(sharing)  # of the devices that share a host
         self.reduction_s = np.array([_all_reduce_s(run, net) for run, net in zip(runs, networks, strict=True)])
         self.parameters = np.array([network.parameters for network in networks])
         self.area = np.array([network.area for network in networks])
@@ -128,7 +130,8 @@ def layered_times(table: LayeredTable, columns: Mapping[str, FloatArray]) -> dic
     forward, backward = forward * table.micro_batches, backward * table.micro_batches
     device = forward + backward
     contended = device * np.where(table.several, columns["contention"], 0.0)
-    launches = kernels * columns["launch_s"] * table.micro_batches
+    crowded = 1.0 + columns["crowding"] * table.doublings
+    launches = kernels * columns["launch_s"] * table.micro_batches * crowded
     samples = table.batch * table.micro_batches * columns["host_s"] * table.area
     busy = _smooth_maximum(device + contended, launches, samples)
     # The gradients of the last micro-batch are reduced while it runs, but for those of its last quarter.
@@ -141,7 +144,7 @@ def layered_times(table: LayeredTable, columns: Mapping[str, FloatArray]) -> dic
         "waiting for the host": busy - device - contended,
         "gradients": exposed,
         "optimizer": table.parameters * _OPTIMIZER_BYTES / (table.bandwidth * columns["memory"]),
-        "overhead": columns["step_overhead_s"] * np.ones(len(table.runs)),
+        "overhead": columns["step_overhead_s"] * crowded,
     }
 
 

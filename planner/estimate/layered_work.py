@@ -56,6 +56,8 @@ class LayeredParameters:
         Time of softmax, of norms over channels and of GELU over that in which the memory moves what they touch.
     step_overhead_s
         Seconds of a step outside kernels.
+    crowding
+        Share by which launches and what is outside kernels take longer for each doubling of the devices of a host.
     exposed
         Share of the all-reduce that the backward pass does not hide, however long it is.
     contention
@@ -77,6 +79,7 @@ class LayeredParameters:
     winograd: float = 1.5
     vector: float = 1.0
     step_overhead_s: float = 2e-3
+    crowding: float = 0.1
     exposed: float = 0.2
     contention: float = 0.03
     host_s: Mapping[str, float] = field(default_factory=dict)

@@ -75,6 +75,7 @@ STACK_PRIORS = {
     "launch_s": Prior(centre=8e-6, spread=0.8),
     "casts": Prior(centre=0.1, spread=1.0),
     "step_overhead_s": Prior(centre=2e-3, spread=0.4),
+    "crowding": Prior(centre=0.1, spread=0.7),
     "exposed": Prior(centre=0.2, spread=0.7),
     "contention": Prior(centre=0.03, spread=0.5),
 }
@@ -82,6 +83,7 @@ _MINDSPORE_PRIORS = {
     "launch_s": Prior(centre=8e-5, spread=0.6),
     "unfused": Prior(centre=0.3, spread=0.5),
     "vector": Prior(centre=4.0, spread=0.3),
+    "crowding": Prior(centre=0.01, spread=0.5),
 }
 STACK_OWN_PRIORS: Mapping[str, Mapping[str, Prior]] = {
     Stack.EAGER: {"launch_s": Prior(centre=2e-5, spread=0.4), "casts": Prior(centre=0.8, spread=0.5)},
@@ -89,7 +91,7 @@ STACK_OWN_PRIORS: Mapping[str, Mapping[str, Prior]] = {
     Stack.COMPILED: {"unfused": Prior(centre=0.4, spread=0.4)},
     Stack.PADDLE: {"unfused": Prior(centre=0.35, spread=0.4)},
     Stack.MXNET: {"unfused": Prior(centre=0.25, spread=0.4)},
-    Stack.MINDSPORE: _MINDSPORE_PRIORS,
+    Stack.MINDSPORE: {**_MINDSPORE_PRIORS, "vector": Prior(centre=2.0, spread=0.5)},
     Stack.MINDSPORE_TOOLKIT: {
         **_MINDSPORE_PRIORS,
         "kernel_s": Prior(centre=2.0, spread=0.15),

@@ -166,6 +166,17 @@ def test_winograd_helps_3_by_3_convolutions_without_tensor_units() -> None:
     assert seconds(tokens, fast) == seconds(tokens, plain)
 
 
+def test_devices_of_one_host_wait_for_its_launches() -> None:
+    bound, crowded = replace(NEUTRAL, launch_s=1e-3), replace(NEUTRAL, launch_s=1e-3, crowding=0.2)
+    assert seconds(run(devices=1, batch=2), crowded) == seconds(run(devices=1, batch=2), replace(bound, crowding=0.0))
+    ratios = [
+        seconds(run(devices=devices, batch=2), crowded)
+        / seconds(run(devices=devices, batch=2), replace(bound, crowding=0.0))
+        for devices in (2, 8, 16)
+    ]
+    assert ratios == pytest.approx([1.2, 1.6, 1.6], rel=0.01)  # eight devices share a host of a DGX A100
+
+
 def test_vector_units_decide_where_norms_sum_over_channels() -> None:
     slow = replace(NEUTRAL, vector=5.0)
     assert seconds(run(name="vit_b_16"), slow) > 1.1 * seconds(run(name="vit_b_16"))
