@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +30,8 @@ STALL_S = 15.0
 """A rank that neither computes nor waits for another for so long hangs."""
 GRACE_S = 5.0
 """How long a rank may take to end by itself once the job has failed."""
+BEATS_TO_TELL = 3
+"""Beats of this rank while another has none, from which the other is taken for dead when its connection is lost."""
 PROGRESS_S = 5e-4
 """Processor time that shows that a rank is at work."""
 KEPT_LOSSES = 64
@@ -112,15 +114,41 @@ class Watch:
         self._try(lambda: self._talk.set(f"beat/{self._rank}", DONE))
 
     def explain(self, error: Exception) -> Exception:
-        """Tell the other ranks of this rank's error; one that only names a connection becomes what caused it."""
+        """Tell the other ranks of this rank's error; one that only names a connection becomes what caused it.
+
+        A rank that was killed has raised no alarm: where there is none, those that no longer beat are named.
+        """
         if not is_peer_failure(error):
             self._raise_alarm(f"rank {self._rank} of {self._size} failed: {type(error).__name__}: {error}")
             return error
-        end = time.monotonic() + GRACE_S / 2
+        before = self._try(self._beats)
+        end = time.monotonic() + GRACE_S
         while self._alarm is None and time.monotonic() < end:
             self._alarm = self._try(self._read_alarm)
             time.sleep(BEAT_S / 10)
+        if self._alarm is None and before is not None:
+            self._alarm = self._who_is_gone(before, error)
         return error if self._alarm is None else ExecutionError(self._alarm)
+
+    def _who_is_gone(self, before: Sequence[bytes], error: Exception) -> str | None:
+        """Say which ranks have not beaten since, and tell the others; nothing where this one has hardly either."""
+        now = self._try(self._beats)
+        if now is None or int(now[self._rank]) - int(before[self._rank]) < BEATS_TO_TELL:
+            return None
+        gone = [str(rank) for rank, beat in enumerate(now) if beat == before[rank] != DONE.encode()]
+        if not gone:
+            return None
+        many = len(gone) > 1
+        text = (
+            f"{'ranks' if many else 'rank'} {', '.join(gone)} of {self._size} died or stopped without an error of "
+            f"{'their' if many else 'its'} own, as processes do that are killed; rank {self._rank} lost its connection "
+            f"({error}). See the log and the host of the first"
+        )
+        self._raise_alarm(text)
+        return text
+
+    def _beats(self) -> list[bytes]:
+        return list(self._talk.multi_get([f"beat/{rank}" for rank in range(self._size)]))
 
     # In the threads
 
@@ -142,8 +170,7 @@ class Watch:
 
     def _listen(self, beat: int, counts: dict[int, tuple[bytes, int]]) -> None:
         """Look on rank 0 who is silent; its own beats are the clock, which goes slower on an overloaded host."""
-        found = self._talk.multi_get([f"beat/{rank}" for rank in range(self._size)])
-        for rank, count in enumerate(found):
+        for rank, count in enumerate(self._beats()):
             if counts.get(rank, (b"", 0))[0] != count:
                 counts[rank] = (count, beat)
             elif count != DONE.encode() and (beat - counts[rank][1]) * BEAT_S > self._silent_s:

@@ -285,6 +285,32 @@ def test_the_first_alarm_is_what_all_are_told():
     assert str(told) == "rank 0 of 2 failed: ValueError: the disk is full"
 
 
+def beating(monkeypatch, *, others, own):
+    """What rank 1 of 3 says of a lost connection while its own count and those of ranks 0 and 2 go on so far."""
+    monkeypatch.setattr(watch, "GRACE_S", 0.05)
+    monkeypatch.setattr(watch, "BEAT_S", 0.05)
+    store = dist.HashStore()
+    subject = watching(_clonable(store), 1, 3)[0]
+    counts = iter([["5", "5", "5"], [others[0], own, others[1]]])
+    monkeypatch.setattr(subject, "_beats", lambda: [count.encode() for count in next(counts)])
+    return str(subject.explain(RuntimeError("Connection closed by peer"))), PrefixStore("watch", store)
+
+
+def test_a_killed_rank_is_named_by_one_that_lost_its_connection(monkeypatch):
+    told, talk = beating(monkeypatch, others=("9", "5"), own="9")
+    assert told.startswith("rank 2 of 3 died or stopped without an error of its own")
+    assert "rank 1 lost its connection (Connection closed by peer)" in told
+    assert talk.get(ALARM).decode() == told
+
+
+@pytest.mark.parametrize(("others", "own"), [(("9", "9"), "9"), (("9", watch.DONE), "9"), (("5", "5"), "6")])
+def test_no_rank_is_named_that_may_live(others, own, monkeypatch):
+    """All beat, one has done its work, or the host is so busy that this rank hardly beats either."""
+    told, talk = beating(monkeypatch, others=others, own=own)
+    assert told == "Connection closed by peer"
+    assert not talk.check([ALARM])
+
+
 @pytest.fixture
 def fast(monkeypatch):
     """Beats ten times as fast."""
