@@ -23,6 +23,7 @@ from planner.estimate.training_run import (
     AttentionKernel,
     OptimizerSharding,
     Recompute,
+    Stack,
     TrainingRun,
     TrainingSetup,
     TransformerShape,
@@ -116,6 +117,10 @@ class Columns:
     fused_softmax: FloatArray
     fused_norm: FloatArray
     fused_gate: FloatArray
+    fused_sums: FloatArray
+    slow_dropout: FloatArray
+    tokens_sent_once: FloatArray
+    overlap_experts: FloatArray
     deterministic: FloatArray
 
     @property
@@ -200,11 +205,14 @@ _DELAYED = {"zb_h1": 2.0, "zb_h2": 3.0, "zbv": 3.0, "dualpipe": 3.0, "dualpipe_v
 """Weight gradients that a schedule moves into each stage of the bubble (Qi et al., arXiv:2401.10241, table 2)."""
 _PAIRED = ("multi_copy", "dualpipe", "dualpipe_v")
 _UNFUSED = (AttentionKernel.UNFUSED, AttentionKernel.FUSED_SOFTMAX)
+_FUSED_SUMS = (Stack.MEGATRON, Stack.TRANSFORMER_ENGINE, Stack.MINDSPEED)
+"""Their products add to the gradients of earlier micro-batches (``gradient_accumulation_fusion``)."""
+_MEGATRONS_DROPOUT = (Stack.MEGATRON, Stack.DEEPSPEED)
 _STATED = (
     "devices", "dp", "tp", "pp", "vpp", "cp", "ep", "expert_tp", "micro_batch", "micro_batches",
     "sequence_parallel", "recompute_layers", "gradient_bytes", "overlap_gradients", "overlap_parameters",
     "overlap_tensor", "trained_fraction", "deterministic", "scattered_gradients", "separate_gate",
-    "vocabulary_parallel_loss",
+    "vocabulary_parallel_loss", "tokens_sent_once", "overlap_experts",
 )  # fmt: skip
 """Columns that stand in a setup as they are."""
 _SETUP: dict[str, Callable[[TrainingSetup], Any]] = {
@@ -218,6 +226,8 @@ _SETUP: dict[str, Callable[[TrainingSetup], Any]] = {
     "passes_in_bubble": lambda s: 2.0 if schedule_name(s.schedule) == "multi_copy" else 1.0,
     "fused_norm": lambda s: s.fused_norm or traits_of(s.stack).fused_rms_norm,
     "fused_gate": lambda s: traits_of(s.stack).fused_gate,
+    "slow_dropout": lambda s: s.stack in _MEGATRONS_DROPOUT,
+    "fused_sums": lambda s: s.stack in _FUSED_SUMS,
     "fused_attention": lambda s: s.attention not in _UNFUSED,
     "fused_softmax": lambda s: s.attention is AttentionKernel.FUSED_SOFTMAX,
 }

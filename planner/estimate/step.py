@@ -108,6 +108,7 @@ def _class_sum(work: Work, part: Part, phase: Phase, k: Coefficients) -> FloatAr
         WorkClass.LOW_PRECISION: k.low_precision,
         WorkClass.ATTENTION: k.attention * np.where(work.columns.fused_attention > 0, 1.0, half),
         WorkClass.MEMORY: k.memory * half,
+        WorkClass.GRADIENT_SUM: 1.0,
     }
     seconds = np.zeros_like(work.optimizer_s)
     for kind, factor in factors.items():
@@ -163,6 +164,7 @@ def stage_times(work: Work, k: Coefficients) -> StageTimes:
     gate = again_gate * tensor / np.maximum(tensor_messages(c)[0], 1e-30)
     context = message(Message.CONTEXT) * k.context_exposed
     expert = k.experts * (2 * message(Message.EXPERT) + message(Message.EXPERT_TENSOR)) * part_shares(c)[Part.EXPERTS]
+    expert = expert * np.where(c.overlap_experts > 0, k.context_exposed, 1.0)
     communication = tensor + context + expert
     # A message begins when the last rank has launched it. Ranks of one processor launch together.
     processors = np.maximum(c.tp / _DEVICES_OF_A_PROCESSOR, 1.0)
@@ -174,7 +176,7 @@ def stage_times(work: Work, k: Coefficients) -> StageTimes:
     backward = _device(work, layer, both, k, communication + context + gate, calls)
     weight = _device(work, layer, (Phase.WEIGHT_GRADIENT,), k)
     again = np.where(c.recompute_full > 0, _recomputed_share(c), 0.0)
-    core = sum(work.core_seconds[w] * getattr(k, w.value) for w in WorkClass)
+    core = sum(seconds * getattr(k, kind.value, 1.0) for kind, seconds in work.core_seconds.items())
     recompute = again * forward * k.recompute + c.recompute_selective * core
     ahead = c.overlap_parameters > 0
     gather, reduce = (

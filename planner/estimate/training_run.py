@@ -283,6 +283,10 @@ class TrainingSetup:
     """Sharded optimizers get their share of the gradients by a reduce-scatter; otherwise all are all-reduced."""
     sent_gradient_bytes: int = 0
     """Bytes of a gradient element on its way between replicas; 0: as it is accumulated."""
+    tokens_sent_once: bool = False
+    """Experts' dispatcher sends a token to a node once, however many of its experts lie there (DeepEP)."""
+    overlap_experts: bool = False
+    """Messages to and from experts travel beside kernels of another micro-batch."""
     separate_gate: bool = False
     """Gate and inner values of a gated network are products apart, each with its own sum of input gradients over
     ``tp``."""

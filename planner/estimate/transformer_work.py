@@ -17,6 +17,10 @@ from planner.estimate.columns import Columns, FloatArray
 ROUTER_BYTES = 4  # routers compute in float32
 
 _SOFTMAX_BATCHES = 4  # ``FusedScaleMaskSoftmax.is_kernel_available`` of Megatron-LM
+_DROPOUT_SLOWDOWN = 2.5
+"""How much longer Megatron's dropout takes than its bytes do. A random number costs some 30 integer operations (Philox,
+Salmon et al., SC11: ten rounds for four numbers), which last as long as half a dozen bytes, and its compiled function
+masks in steps of its own. Chosen with the published rows in view."""
 _UNFUSED_SOFTMAX_KERNELS = 5.0  # scale, mask, softmax, cast, dropout
 
 
@@ -154,6 +158,24 @@ def sent_copies(c: Columns) -> FloatArray:
     return c.tokens / c.tp * c.experts_per_token * np.where(c.capacity_factor > 0, c.capacity_factor, 1.0)
 
 
+def once_a_node(c: Columns, devices_per_node: int) -> FloatArray:
+    """Share of the token copies that travels where a dispatcher sends a token to each node (or rank) but once.
+
+    Of ``n`` nodes a token's ``k`` experts lie on ``n (1 - (1 - 1/n)^k)`` on average (DeepEP; DeepSeek-V3,
+    arXiv:2412.19437, section 3.2.2); within a node ranks take the place of nodes.
+    """
+    ranks = np.maximum(c.ep * c.expert_tp, 1.0)
+    places = np.where(ranks > devices_per_node, ranks / devices_per_node, np.maximum(c.ep, 1.0))
+    chosen = np.maximum(c.experts_per_token, 1.0)
+    visited = places * (1 - (1 - 1 / places) ** chosen)
+    return np.where(c.tokens_sent_once > 0, visited / chosen, 1.0)
+
+
+def dropout_cost(c: Columns) -> FloatArray:
+    """Bytes that dropout takes as long as, over those that it moves; 0 without dropout."""
+    return c.dropout * np.where(c.slow_dropout > 0, _DROPOUT_SLOWDOWN, 1.0)
+
+
 def _norm_bytes(c: Columns, element: float) -> tuple[FloatArray, FloatArray]:
     """Traffic of one norm on a rank, forward and backward.
 
@@ -185,7 +207,7 @@ def _attention_block(c: Columns, element: float, part: Part) -> list[Operator]:
 def _norms_and_sums(c: Columns, element: float, part: Part, count: int) -> list[Operator]:
     """`count` pairs of a norm and the residual sum behind it."""
     norm, norm_back = _norm_bytes(c, element)
-    sums = c.norm_tokens * c.hidden * element * (1 + c.dropout / 3)
+    sums = c.norm_tokens * c.hidden * element * (1 + dropout_cost(c) / 3)
     return [
         Pointwise(
             name="norms", part=part, forward_bytes=count * norm, backward_bytes=count * norm_back, kernels=count
@@ -243,7 +265,7 @@ def _attention_core(c: Columns, element: float, part: Part, keys: FloatArray) ->
     fused, scores_kept = c.fused_attention > 0, 1 - c.fused_attention
     heads = np.maximum(c.heads / c.tp, 1.0)
     scores = c.micro_batch * heads * queries * every_key * scores_kept
-    drop = c.dropout * (2 * element + 1)
+    drop = dropout_cost(c) * (2 * element + 1)
     # Megatron's kernel takes four matrices of scores at a time; other numbers go the long way.
     one_kernel = (c.fused_softmax > 0) & (np.rint(c.micro_batch * heads) % _SOFTMAX_BATCHES == 0)
     softmax = np.where(one_kernel, 2 * element, 10 * element + 12)

