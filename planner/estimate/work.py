@@ -149,7 +149,7 @@ def work_of(runs: Sequence[TrainingRun]) -> Work:
                     continue
                 seconds[operator.part, phase, kind][rows] += np.where(poor[0], 0.0, values)
                 seconds[operator.part, phase, WorkClass.MISALIGNED][rows] += np.where(poor[0], values * poor[1], 0.0)
-            if isinstance(operator, MatrixProduct):
+            if isinstance(operator, MatrixProduct) and operator.weight:
                 summed = timer.gradient_sum(operator, part_columns, element)
                 seconds[operator.part, Phase.WEIGHT_GRADIENT, WorkClass.GRADIENT_SUM][rows] += summed
             if not isinstance(operator, FusedAttention) and operator.core:
@@ -227,8 +227,6 @@ class _Timer:
         where they are unless they are kept wider than they are computed; sharded ones are added up as shards, and
         fused products add within themselves.
         """
-        if not product.weight:
-            return np.zeros_like(c.tp)
         later = (c.micro_batches - (c.gradient_bytes <= element)) / c.micro_batches
         apart = (product.m > 0) * (1 - c.fused_sums) * (c.sharding < _ZERO3) * later
         weights = product.n * product.k * np.maximum(product.groups, 1.0) * c.trained_fraction

@@ -176,6 +176,12 @@ def test_paired_passes_hide_messages() -> None:
     assert paired.exposed_communication_s < 0.5 * alone.exposed_communication_s
 
 
+def test_messages_of_experts_hide_behind_other_micro_batches() -> None:
+    alone, beside = (timed(run(MIXTRAL, "dgx-h100", dp=16, ep=16, overlap_experts=beside)) for beside in (False, True))
+    assert beside.exposed_communication_s < alone.exposed_communication_s
+    assert beside.step_time_s < alone.step_time_s
+
+
 def test_the_published_step_of_deepseek_is_near() -> None:
     # DeepSeek-V3 (arXiv:2412.19437, section 3.1 and table 1): 14.8e12 tokens in 2.664e6 hours of H800, batches of
     # 15,360 sequences of 4,096 tokens on 2,048 devices, in FP8 with DualPipe.

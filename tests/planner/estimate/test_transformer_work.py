@@ -9,7 +9,7 @@ import pytest
 
 from planner.estimate.columns import columns_of
 from planner.estimate.stage_parameters import parameter_count
-from planner.estimate.training_run import AttentionKernel, TrainingRun, TransformerShape
+from planner.estimate.training_run import AttentionKernel, Stack, TrainingRun, TransformerShape
 from planner.estimate.transformer_work import (
     FusedAttention,
     MatrixProduct,
@@ -150,6 +150,18 @@ def test_fused_softmax_takes_four_matrices_of_scores_at_a_time() -> None:
     assert ragged.forward_bytes == pytest.approx(apart.forward_bytes)
     assert np.all(ragged.forward_bytes > whole.forward_bytes)
     assert np.all(np.asarray(ragged.kernels) > whole.kernels)
+
+
+def test_megatrons_dropout_takes_longer_than_its_bytes() -> None:
+    def added(stack: Stack) -> float:
+        dry, wet = (
+            softmax(unfused(replace(GPT, dropout=dropout), stack=stack)).forward_bytes for dropout in (False, True)
+        )
+        return float(np.sum(wet - dry))
+
+    scores = GPT.heads * GPT.sequence_length**2
+    assert added(Stack.EAGER) == pytest.approx(5.0 * scores)  # read, written, and the mask
+    assert added(Stack.MEGATRON) > 2 * added(Stack.EAGER)
 
 
 def test_biases_have_their_gradients_summed_over_the_tokens() -> None:

@@ -223,3 +223,33 @@ def test_impossible_shapes_are_refused(change: dict[str, int], told: str) -> Non
     assert MIXTRAL.experts is not None
     with pytest.raises(InputError, match="99 dense layers"):
         replace(MIXTRAL, experts=replace(MIXTRAL.experts, dense_layers=99))
+
+
+def sums_s(**setup: Any) -> float:
+    work = work_of([run(GPT, **setup)])
+    kinds = [key for key in work.seconds if key[2] is WorkClass.GRADIENT_SUM]
+    return sum(float(work.seconds[key][0]) for key in kinds)
+
+
+def test_gradients_of_later_micro_batches_are_added_up() -> None:
+    eager = {"stack": "eager", "gradient_bytes": 2}
+    assert sums_s(**eager) == 0
+    assert 0 < sums_s(micro_batches=2, **eager) < sums_s(micro_batches=16, **eager)
+    # Kept wider than they are computed, those of the first are added as well.
+    assert sums_s(stack="eager", gradient_bytes=4) > sums_s(micro_batches=16, **eager)
+    assert sums_s(micro_batches=16, stack="megatron", gradient_bytes=2) == 0
+    assert sums_s(micro_batches=16, dp=8, optimizer_sharding="zero3", **eager) == 0
+
+
+def test_a_dispatcher_that_sends_tokens_once_sends_fewer_copies() -> None:
+    copies = {
+        once: message(Message.EXPERT, shape=DEEPSEEK, dp=32, ep=32, tokens_sent_once=once) for once in (False, True)
+    }
+    # Eight experts on four nodes: 3.6 nodes on average instead of eight copies.
+    assert copies[True][1] / copies[False][1] == pytest.approx(4 * (1 - 0.75**8) / 8, rel=0.05)
+    alone = [
+        sum(message(Message.EXPERT, shape=replace(MIXTRAL, experts=replace(MIXTRAL.experts, per_token=1)), dp=8, ep=8,
+                    tokens_sent_once=once))
+        for once in (False, True)
+    ]  # fmt: skip
+    assert alone[0] == pytest.approx(alone[1])

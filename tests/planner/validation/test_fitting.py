@@ -27,7 +27,7 @@ def test_the_times_are_found_and_with_them_what_made_them() -> None:
     assert np.abs(found.residuals).mean() < 0.03 < 0.1 < before.mean()
     assert np.abs(found.residuals).max() < 0.1
     theta, true = found.theta, true_theta(fit)
-    for owner, name in (("ampere", "inside"), ("megatron", "step_overhead_s")):
+    for owner, name in (("eager", "memory"), ("megatron", "step_overhead_s")):
         place = fit.names.index((owner, name))
         assert abs(theta[place] - true[place]) < 0.5 * abs(fit.centres[place] - true[place]), (owner, name)
     # Factors that only show together are found together.

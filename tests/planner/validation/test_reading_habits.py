@@ -56,6 +56,11 @@ def test_scaling_of_aleph_alpha(tmp_path: Path) -> None:
         ({"source": "MindSpeed-LLM CI baselines (tests/*/baseline*.json)"}, "deterministic", True),
         ({"other_flags": DETERMINISTIC}, "deterministic", True),
         ({"source": "Ascend MindSpeed-LLM README"}, "deterministic", False),
+        ({"other_flags": "dispatcher=DeepEP; +1f1b overlap"}, "tokens_sent_once", True),
+        ({"other_flags": "dispatcher=DeepEP; +1f1b overlap"}, "overlap_experts", True),
+        ({"other_flags": "dispatcher=A2A"}, "tokens_sent_once", False),
+        ({"other_flags": "dispatcher=A2A"}, "overlap_experts", False),
+        ({"framework": "Megatron-Bridge"}, "tokens_sent_once", True),
     ],
 )
 def test_words_of_single_stacks(tmp_path: Path, changes: dict[str, str], field: str, value: object) -> None:
