@@ -26,11 +26,11 @@ TIMEOUT = timedelta(seconds=60)
 COLLECTIVE_S = 0.2
 CALL_ROUNDS = 6
 FEWEST_CALLS = 2
-MOST_CALLS = 10
+MOST_CALLS = 5
 COLD_BYTES = 48 << 20
 MOST_COPIES = 8
-FILLER_ROWS = 192
-FILLER_ELEMENTS = 1 << 19
+FILLER_ROWS = 384
+FILLER_ELEMENTS = 1 << 21
 WORKSPACE_BYTES = 1 << 22
 OVERLAP_REPEATS = 5
 OVERLAP_BYTES = 1 << 22
@@ -73,7 +73,8 @@ def _time_collectives(device: torch.device) -> dict[Collective, tuple[float, ...
     They are packed and cut out of what came as execution does it, whose copies take as long as the rest.
 
     In a step the ranks compute between messages, meet late, find the communication threads asleep, and send what has
-    left the caches: each call follows kernels that take some time and memory, and sends another buffer than the last.
+    left the caches: each call follows kernels that take milliseconds and fill the caches of a core, and sends another
+    buffer than the last.
     Ranks on one machine share a clock, so that what each waits for the last does not count. Every kind and size has its
     turn in every round, so that what disturbs the machine for a while hits a few calls of each and not all of one; the
     mean of the middle half of a kind's calls counts, which moves little where threads wake sometimes soon, sometimes
