@@ -35,6 +35,7 @@ from planner.search.units.labels import RECOMPUTE, StageDecisions, StageTables, 
 from planner.sharding.context import ALGORITHMS, Algorithm, ContextAxis
 from planner.sharding.placement import Mesh
 from planner.shared_tables import NetworkTables
+from planner.strategy.exchange import UNASKED, Exchange
 from planner.strategy.plan import (
     Certificate,
     Chunk,
@@ -158,8 +159,16 @@ class Configured:
             unit_pins=self.unit_pins,
             host_elements=self._host_elements(),
             parameters_away=bool(self.base.get("offload_parameters")),
-            gradient_dtype=getattr(self.base.get("exchange"), "gradient_dtype", ""),
+            gradient_dtype=self._exchange.gradient_dtype,
+            whole_sums=self._exchange.whole_sums,
         )
+
+    @property
+    def _exchange(self) -> Exchange:
+        """How tensors travel: as the plans say."""
+        asked = self.base.get("exchange", UNASKED)
+        assert isinstance(asked, Exchange)  # a field of every plan
+        return asked
 
     def _host_elements(self) -> float:
         """Trained elements that the plans keep in the memory of the host."""

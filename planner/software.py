@@ -39,12 +39,14 @@ class Software:
     """A stack, and what its users' usual settings make of messages.
 
     Without ``overlaps`` none travels while kernels run: gradients are summed, and parameters gathered, when passes are
-    over. ``gradient_dtype`` is what gradients are summed in, empty where that is the parameters'.
+    over. ``gradient_dtype`` is what gradients are summed in, empty where that is the parameters'; with ``whole_sums``
+    ranks that shard optimizer states alone sum them whole.
     """
 
     stack: Stack
     overlaps: bool = True
     gradient_dtype: Literal["", "float32"] = ""
+    whole_sums: bool = False
 
 
 SOFTWARE: Mapping[str, Software] = {
@@ -60,7 +62,7 @@ SOFTWARE: Mapping[str, Software] = {
     "jax": Software(stack=Stack.COMPILED),
     "megatron_lm": Software(stack=Stack.MEGATRON, overlaps=False),
     "megatron_deepspeed": Software(stack=Stack.DEEPSPEED, overlaps=False),
-    "aleph_alpha_scaling": Software(stack=Stack.DEEPSPEED, overlaps=False, gradient_dtype="float32"),
+    "aleph_alpha_scaling": Software(stack=Stack.DEEPSPEED, overlaps=False, gradient_dtype="float32", whole_sums=True),
     "nemo": Software(stack=Stack.TRANSFORMER_ENGINE),
     "megatron_core": Software(stack=Stack.TRANSFORMER_ENGINE),
     "mindformers": Software(stack=Stack.MINDSPORE),
@@ -69,7 +71,7 @@ SOFTWARE: Mapping[str, Software] = {
 """Stacks by their own names, for their kernels and launches alone, and software with its habits.
 
 Megatron-LM and what is made of it overlap nothing unless asked to (``--overlap-grad-reduce``). Scaling sums all
-gradients as float32 (``optimizer/allreduce.py`` of github.com/Aleph-Alpha/scaling).
+gradients whole and as float32 (``optimizer/allreduce.py`` of github.com/Aleph-Alpha/scaling).
 """
 
 
@@ -103,9 +105,14 @@ def machine_of(plan: Plan, *, software: bool = True) -> Hardware:
 
 def exchange_of(software: str, exchange: Exchange) -> Exchange:
     """How tensors travel where the software is named: what is not asked for is as it has it."""
-    if not check_software(software) or exchange.gradient_dtype:
+    if not check_software(software):
         return exchange
-    return replace(exchange, gradient_dtype=SOFTWARE[software].gradient_dtype)
+    known = SOFTWARE[software]
+    return replace(
+        exchange,
+        gradient_dtype=exchange.gradient_dtype or known.gradient_dtype,
+        whole_sums=exchange.whole_sums or known.whole_sums,
+    )
 
 
 @lru_cache(maxsize=64)

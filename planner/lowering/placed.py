@@ -332,6 +332,8 @@ class PlacedGraph:
             steps = self.path(self.output_placements(ref), self.stored[parameter])
             if self.is_layerwise(parameter):
                 steps = ()
+            if self.options.exchange.whole_sums and self.options.optimizer_sharding == "zero1":
+                steps = tuple(one for step in steps for one in _summed_whole(step))
             scattered = [i for i, step in enumerate(steps) if step.operation is Collective.REDUCE_SCATTER]
             at = scattered[-1] + 1 if scattered and self.options.optimizer_sharding in ("zero2", "zero3") else 0
             self._gradient_paths[ref] = (steps[:at], steps[at:])
@@ -411,3 +413,14 @@ class PlacedGraph:
                 name = f"{node.name}.states"
                 buffers.append(Buffer(name=name, size_bytes=states, kind=BufferKind.OPTIMIZER_STATE))
         return buffers
+
+
+def _summed_whole(step: Step) -> tuple[Step, ...]:
+    """A reduce-scatter as an all-reduce, of which each rank keeps its chunk; other steps as they are."""
+    if step.operation is not Collective.REDUCE_SCATTER:
+        return (step,)
+    whole = (*step.before[: step.axis], REPLICATE, *step.before[step.axis + 1 :])
+    return (
+        replace(step, operation=Collective.ALL_REDUCE, after=whole),
+        replace(step, operation="slice", before=whole),
+    )

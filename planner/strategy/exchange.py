@@ -19,6 +19,8 @@ class Exchange:
     Attributes
     ----------
     gradient_dtype : type in which narrower gradients travel; "" for their own
+    whole_sums : where optimizer states alone are sharded over ranks, each adds up whole gradients and keeps its part,
+        instead of getting the sum of its part alone
     all_to_all : False makes an all-gather and a slice of every all-to-all
     all_reduce_bytes, all_gather_bytes, reduce_scatter_bytes : size of fused messages of each kind
     fusion_places : all-reduces of gradients are fused by the place of their parameter in the network instead: those
@@ -38,6 +40,7 @@ class Exchange:
     """
 
     gradient_dtype: Literal["", "float32"] = ""
+    whole_sums: bool = False
     all_to_all: bool = True
     all_reduce_bytes: FusedBytes = None
     all_gather_bytes: FusedBytes = None

@@ -121,6 +121,7 @@ class ExchangeModel(_Strict):
     """What a context says of how tensors travel; `planner.strategy.exchange.Exchange` has the meaning of the fields."""
 
     gradient_dtype: Literal["", "float32"] = ""
+    whole_sums: bool = False
     all_to_all: bool = True
     all_reduce_bytes: Count | None = None
     all_gather_bytes: Count | None = None

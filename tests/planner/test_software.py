@@ -12,6 +12,7 @@ from planner.estimate.software_file import shipped_software
 from planner.execution.launch.starting import check_options
 from planner.execution.run import ExecuteOptions
 from planner.graph.scaling import at_precision
+from planner.lowering.checked import lower
 from planner.planning import PlanRequest, PlanResult, plan_network
 from planner.prediction import predict_plan
 from planner.shared_tables import SharedTables
@@ -21,6 +22,7 @@ from planner.strategy.file import plan_from_text, plan_to_text
 from simulator.errors import InputError
 from simulator.hardware import load_profile
 from simulator.launches import NAME, known_software
+from simulator.program import Collective
 from tests.planner.search.problems import captured
 
 DGX = load_profile("dgx-a100")
@@ -101,8 +103,24 @@ def test_software_that_sums_in_float32_sends_twice_as_much() -> None:
     pins = {"pp": "1", "dp": "4", "tp": "1", "micro_batch": "4"}
     apart, wide = (planned(name, **pins).candidates[0] for name in ("megatron_deepspeed", "aleph_alpha_scaling"))
     assert (apart.plan.exchange.gradient_dtype, wide.plan.exchange.gradient_dtype) == ("", "float32")
+    assert (apart.plan.exchange.whole_sums, wide.plan.exchange.whole_sums) == (False, True)
     assert wide.plan.certificate.objective_s > apart.plan.certificate.objective_s
     assert wide.prediction.step_time_s > apart.prediction.step_time_s
+
+
+def test_gradients_that_are_summed_whole_are_cut_behind_the_sum() -> None:
+    pins = {"pp": "1", "dp": "4", "tp": "1", "micro_batch": "4", "optimizer_sharding": "zero1"}
+    found = planned("aleph_alpha_scaling", **pins).candidates[0]
+    scattering = replace(found.plan, exchange=replace(found.plan.exchange, whole_sums=False))
+    sent = []
+    for plan in (scattering, found.plan):
+        tasks = [task for segment in lower(plan, captured("gpt2-tiny")).program.segments for task in segment.tasks]
+        sums = (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
+        sent.append(
+            [sum(t.payload_bytes for t in tasks if t.collective is kind and t.payload_bytes > 64) for kind in sums]
+        )
+    (scattered, _), (nothing, whole) = sent
+    assert nothing == 0 < scattered <= whole
 
 
 def test_execution_refuses_a_fused_kernel_that_it_cannot_choose(tmp_path: Path) -> None:

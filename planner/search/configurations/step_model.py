@@ -85,7 +85,8 @@ class StepModel:
 
     ``limit_bytes`` is the memory of a device, ``unit_pins`` what is fixed of single units. ``host_elements`` are the
     trained elements that live in the memory of the host: their memory is free, their time that on a device.
-    ``gradient_dtype`` is what gradients are summed in, empty for that of the parameters.
+    ``gradient_dtype`` is what gradients are summed in, empty for that of the parameters; with ``whole_sums`` ZeRO-1
+    sums them whole.
     """
 
     hardware: Hardware
@@ -97,6 +98,7 @@ class StepModel:
     host_elements: float = 0.0
     parameters_away: bool = False
     gradient_dtype: str = ""
+    whole_sums: bool = False
 
     def task(self, tables: StageTables, configuration: Configuration) -> PartitionTask:
         """The partition task of a configuration."""
@@ -255,7 +257,9 @@ class StepModel:
 
     def _scattered_s(self, elements: FloatArray, c: Configuration, bucket: float) -> FloatArray:
         """Seconds in which gradients are reduce-scattered over the data axis."""
-        return self._fused_s(Collective.REDUCE_SCATTER, elements, self.shards(c), c.stride("data"), bucket)
+        whole = self.whole_sums and c.optimizer_sharding == "zero1"
+        collective = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
+        return self._fused_s(collective, elements, self.shards(c), c.stride("data"), bucket)
 
     @staticmethod
     def _written(labels: UnitLabels, elements: FloatArray) -> FloatArray:
