@@ -48,7 +48,7 @@ def batch_sums_s(hardware: Hardware, sums: BatchSums, size: int, stride: int) ->
     return found
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def sends_s(hardware: Hardware, tables: StageTables, pairs: tuple[tuple[int, float], ...]) -> FloatArray:
     """(units - 1, states) seconds of an activation and of its gradient over a cut behind each unit.
 

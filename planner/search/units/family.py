@@ -60,6 +60,7 @@ class Family:
         self._variables = range(len(source.decisions.variables))
         self._first_state = np.cumsum([0, *(len(wide.states(v)) for v in self._variables)])
         self._shapes: dict[tuple[object, ...], StageShape | None] = {}
+        self._factors: dict[tuple[int, int], Mapping[int, UnitFactors]] = {}
         self._tabled: dict[tuple[int, int], Tabled] = {}
         self.labels: dict[tuple[int, int], tuple[UnitLabels, ...]] = {}
         self.elements: dict[int, FloatArray] = {}
@@ -193,6 +194,13 @@ class Family:
             first = np.flatnonzero(np.diff(where, prepend=-1))
             found[:, where[first]] = np.add.reduceat(values[:, self._numbers[chosen]], first, axis=1)
         return found.reshape(len(values), len(wanted), self.entries)
+
+    def tables(self, case: Case) -> Mapping[int, UnitFactors]:
+        """Tables of all units of a stage, made once for all stages of one case."""
+        if case.key not in self._factors:
+            shape, parts = self.known_shape(case), self.parts(case)
+            self._factors[case.key] = {number: self.factors(shape, number, parts) for number in self.terms}
+        return self._factors[case.key]
 
     def factors(self, shape: StageShape, number: int, parts: FloatArray) -> UnitFactors:
         """Tables of one unit of a stage; `parts` are those of the family."""

@@ -84,15 +84,11 @@ class Stage:
         """Least seconds of both passes; tied parameters lie as is best for a plain step."""
         return self.family.least(self.case)
 
-    @cached_property
-    def _all_parts(self) -> FloatArray:
-        return self.family.parts(self.case)
-
     def unit(self, number: int) -> Tabled:
         """Tables of a unit; the first block of a run has the second's where they are equal."""
         number = self.source.tabled(number)
         if number not in self._units:
-            factors = self.family.factors(self.shape, number, self._all_parts)
+            factors = self.family.tables(self.case)[number]
             shape = self.shape.unit(number, factors.scopes, factors.sizes)
             self._units[number] = Tabled(self.source.models[number], factors, shape)
         return self._units[number]
