@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from planner.lowering.copies import NOBODY, Copies, Row, UnalikeError
 from planner.lowering.offload import Fetch
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.turns import draft_of_copy, in_turn, is_message, stored_values, values_of_samples
+from planner.lowering.ways import Wanted
 from planner.lowering.writer import Draft
 from simulator.columns import KIND_INDEX
 from simulator.program import BufferKind, Phase, Task
@@ -131,6 +133,18 @@ class Blueprint:
         for view, owner in draft.owners.items():
             self.views.append((number, self.value(view, home), self.value(owner, home)))
         return number
+
+    @cached_property
+    def gathered(self) -> list[tuple[Wanted, int, int]]:
+        """What is gathered once a step for all units, in order, with the number of its value and its unit."""
+        source = self.source
+        of_node: dict[int, list[tuple[Wanted, int]]] = {}
+        for node in (p.node for p in self.graph.parameters if p.node not in source.by_unit and source.gathered(p.node)):
+            ref, home = TensorRef(node), self.owners[node]
+            named = [(ref, placed, source.value_name(ref, placed)) for placed in source.gathered(node)]
+            of_node[node] = [(wanted, self.value(wanted[2], home)) for wanted in named]
+        in_order = self.copies.in_order((self.owners[node], node) for node in of_node)
+        return [(wanted, value, unit) for unit, node in in_order for wanted, value in of_node[node]]
 
     # The order of a micro-batch
 

@@ -94,19 +94,10 @@ class SegmentWriter(Writer):
 
     def _gather_parameters(self) -> None:
         """Fetch stored shards once a step, in fused messages ahead of their use."""
-        blueprint, source = self.blueprint, self.source
-        nodes = [p.node for p in self.graph.parameters if p.node not in source.by_unit and source.gathered(p.node)]
-        of_node: dict[int, list[Wanted]] = {}
-        for node in nodes:
-            ref = TensorRef(node)
-            of_node[node] = [(ref, wanted, source.value_name(ref, wanted)) for wanted in source.gathered(node)]
-        values = []
-        for unit, node in blueprint.copies.in_order((blueprint.owners[node], node) for node in nodes):
-            for value in of_node[node]:
-                self.persistent.append((blueprint.value(value[2], blueprint.owners[node]), unit))
-                values.append((value, unit))
+        gathered = self.blueprint.gathered
+        self.persistent += [(value, unit) for _, value, unit in gathered]
         if self.first:
-            self._gather_fused(values)
+            self._gather_fused([(wanted, unit) for wanted, _, unit in gathered])
 
     def _gather_fused(self, values: Sequence[tuple[Wanted, int]]) -> None:
         """Fetch parameters of all units in messages that are full at the size of a bucket."""
@@ -126,8 +117,9 @@ class SegmentWriter(Writer):
 
         Those in the memory of the host travel apart.
         """
-        for on_host in (False, True):
-            places = [n for n, (ref, *_) in enumerate(values) if self.source.host.holds(ref) is on_host]
+        hosted = [self.source.host.holds(ref) for ref, *_ in values]
+        for on_host in dict.fromkeys(sorted(hosted)):
+            places = [n for n, one in enumerate(hosted) if one is on_host]
             for items, numbers in moves_together(self.source, [values[place] for place in places], limit_bytes):
                 yield items, [places[number] for number in numbers]
 
@@ -177,7 +169,11 @@ class SegmentWriter(Writer):
             value = self.blueprint.value(total, home)
         if copy + 1 < copies:
             return
-        self._synchronise(Gradient(parameter, unit, value), ahead, self._accumulate)
+        gradient = Gradient(parameter, unit, value)
+        if ahead:
+            self._synchronise(gradient, ahead, self._accumulate)
+        else:
+            self._accumulate(gradient)
 
     def _accumulate(self, gradient: Gradient) -> None:
         parameter, unit, value = gradient

@@ -141,7 +141,9 @@ def fastest(problem: Problem) -> Solution:
 def once_s(problem: Problem, solution: Solution) -> float:
     """Seconds of a plan's messages once a step, which bring parameters and sum gradients: passes may hide them."""
     parameters = {n for n, variable in enumerate(problem.decisions.variables) if variable.kind is Kind.PARAMETER}
-    return Costing(model_of(problem)).seconds_beside(solution, parameters)
+    solver = _SOLVERS.get(id(problem))
+    costing = Costing(model_of(problem)) if solver is None else solver.costing
+    return costing.seconds_beside(solution, parameters)
 
 
 def least_bytes(problem: Problem) -> float:
