@@ -27,7 +27,7 @@ from simulator.hardware import load_profile
 PROFILE, JOURNAL = "local.yaml", "runs.jsonl"
 WARM_UP = 2
 SEED = 0
-FEWEST, MOST = 5, 25
+FEWEST, MOST = 5, 60
 CASE_S = 8.0
 """Seconds that the timed steps of a case may take together."""
 START_S = 25.0
