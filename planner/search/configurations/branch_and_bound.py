@@ -320,8 +320,7 @@ class _Search:
     def _open_order(self, bound: float, node: Node) -> None:
         """Table an order's stage mesh and bound it by the work of all units; other orders wait for what it says."""
         placed = node.configuration
-        tables = self._opened(placed)
-        if tables is None:
+        if (tables := self._opened(placed)) is None:
             return
         with self.result.timed("bounds"):
             least = max(bound, whole_bound(self.extent, self.model, tables, placed))
@@ -332,8 +331,9 @@ class _Search:
                 even = max(bound, whole_bound(self.extent, self.model, tables, other, other=True))
                 self._push(even, Node(Stage.ORDER, other), hoped_s=wait_s)
             if slower:
-                # Those in which no pass is faster wait together.
-                even = max(bound, min(whole_bound(self.extent, self.model, tables, other) for other in slower))
+                # Those in which no pass is faster wait together; without sums over the batch they have one bound.
+                count = len(slower) if tables.decisions.sums_over_batch else 1
+                even = max(bound, min(whole_bound(self.extent, self.model, tables, other) for other in slower[:count]))
                 self._push(even, Node(Stage.ORDERS, placed, others=tuple(slower)), hoped_s=wait_s)
 
     def _opened(self, placed: Configuration) -> StageTables | None:
@@ -400,8 +400,8 @@ class _Search:
             self.misfits.append((self.standing[key] / c.pipeline, c))
             self._offload(bound, c)
         else:
-            waited_s = LeastStates.of(self.model, tables, c).waited_s(self.model, tables, c)
-            even = whole_bound(self.extent, self.model, tables, c) + waited_s
+            way = next(way for way in self._least_states(tables, c) if way.stores_as(c))
+            even = whole_bound(self.extent, self.model, tables, c) + way.waited_s(self.model, tables, c)
             self._push(max(bound, even), Node(Stage.STORAGE, c))
 
     def _time(self, bound: float, stored: Configuration) -> None:

@@ -42,6 +42,13 @@ class LeastStates:
         """Whether all ranks together have room for what stands through a step."""
         return self.standing_bytes <= self.stored.pipeline * model.room_bytes(self.stored)
 
+    def stores_as(self, configuration: Configuration) -> bool:
+        """Whether states are stored as in a configuration."""
+        one, other = self.stored, configuration
+        return (one.optimizer_sharding, one.shard_size, one.offload) == (
+            other.optimizer_sharding, other.shard_size, other.offload,
+        )  # fmt: skip
+
     def waited_s(self, model: StepModel, tables: StageTables, placed: Configuration) -> float:
         """Seconds that `even_bound` may grow by: states, and passes that keep no more than there is room for."""
         c, kept, again_s = placed, self._kept_bytes(model, placed), 0.0
