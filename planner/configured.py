@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 
 import numpy as np
 
@@ -36,16 +35,8 @@ from planner.sharding.context import ALGORITHMS, Algorithm, ContextAxis
 from planner.sharding.placement import Mesh
 from planner.shared_tables import NetworkTables
 from planner.strategy.exchange import UNASKED, Exchange
-from planner.strategy.plan import (
-    Certificate,
-    Chunk,
-    OffloadRange,
-    Plan,
-    RecomputeRange,
-    Status,
-    Swap,
-    expanded_rules,
-)
+from planner.strategy.plan import Certificate, Plan, Status, expanded_rules
+from planner.unit_ranges import chunks, offload_ranges, recompute_ranges
 from planner.work import Optimizer
 from simulator.errors import InputError, UnsupportedError
 from simulator.hardware import Hardware
@@ -350,18 +341,18 @@ class Configured:
             optimizer_sharding=c.optimizer_sharding,
             certificate=certificate,
             recompute=RECOMPUTE[max(RECOMPUTE.index(mode) for mode in modes)],
-            recompute_ranges=_ranges(names, modes, self.unit_pins.keeps or (False,) * len(names)),
+            recompute_ranges=recompute_ranges(names, modes, self.unit_pins.keeps or (False,) * len(names)),
             schedule=c.schedule,
             sequence_parallel=sharded and c.tensor > 1,
             pipeline=c.pipeline,
             pipeline_stride=c.stride("pipeline") if c.pipeline > 1 else 0,
             virtual=c.virtual,
-            chunks=_chunks(names, placed) if c.pipeline > 1 else (),
+            chunks=chunks(names, placed) if c.pipeline > 1 else (),
             shard_size=c.shard_size,
             sharding_threshold_bytes=threshold,
             offload_optimizer=c.offload,
             context_algorithm=c.context_algorithm,
-            offload_ranges=_offloaded(names, self.unit_pins.swaps),
+            offload_ranges=offload_ranges(names, self.unit_pins.swaps),
         )
 
     def certificate(self, explored: Explored) -> Certificate:
@@ -498,33 +489,3 @@ def trained_bytes(graph: OperatorGraph) -> int:
     """Bytes of the gradients of all parameters."""
     trained = [parameter.node for parameter in graph.parameters if parameter.gradient is not None]
     return sum(graph.multiplicity[node] * graph.nodes[node].outputs[0].size_bytes for node in trained)
-
-
-def _chunks(names: Sequence[str], placed: Placed) -> tuple[Chunk, ...]:
-    found, begin = [], 0
-    for rank, end in zip(placed.task.rank_of.tolist(), placed.partition.ends, strict=True):
-        found.append(Chunk(rank=int(rank), first=names[begin], last=names[end - 1]))
-        begin = end
-    return tuple(found)
-
-
-def _offloaded(names: Sequence[str], swaps: Sequence[Swap | None]) -> tuple[OffloadRange, ...]:
-    """Rows of units that have the same on the host."""
-    found, begin = [], 0
-    for swap, members in groupby(swaps):
-        end = begin + len(list(members))
-        if swap is not None:
-            found.append(OffloadRange(first=names[begin], last=names[end - 1], swap=swap))
-        begin = end
-    return tuple(found)
-
-
-def _ranges(names: Sequence[str], modes: Sequence[str], keeps: Sequence[bool]) -> tuple[RecomputeRange, ...]:
-    """Rows of units that compute again in one mode and keep what messages bring, or do not."""
-    found, begin = [], 0
-    for (mode, kept), members in groupby(zip(modes, keeps, strict=True)):
-        end = begin + len(list(members))
-        if mode != RECOMPUTE[0]:
-            found.append(RecomputeRange(first=names[begin], last=names[end - 1], mode=mode, messages=not kept))
-        begin = end
-    return tuple(found)

@@ -38,7 +38,6 @@ flight have gone forward only, or wait for those with what they read, at whateve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import ceil
@@ -136,8 +135,12 @@ class StepModel:
         return replace(ways, values=values)
 
     def labels(self, tables: StageTables, configuration: Configuration) -> tuple[UnitLabels, ...]:
-        """Labels of the units with what depends on the whole pipeline and the data axis."""
-        return self._with_batch_sums(tables, self.with_tied(tables, configuration), configuration)
+        """Labels of the units with what depends on the whole pipeline and the data axis.
+
+        Sums over the batch that operators wait for count once more where the operators run again.
+        """
+        units, sums_s = self.with_tied(tables, configuration), self.batch_sums_s(tables, configuration).tolist()
+        return tuple(waiting(unit, *each) if any(each) else unit for unit, each in zip(units, sums_s, strict=True))
 
     def kernels_s(
         self, labels: UnitLabels, configuration: Configuration, trained: int | IntArray = 1
@@ -473,13 +476,6 @@ class StepModel:
         if c.data == 1 or not tables.decisions.sums_over_batch:
             return np.zeros((len(tables.chain.units), 2))
         return batch_sums_s(self.hardware, tables.decisions.batch_sums, c.data, c.stride("data"))
-
-    def _with_batch_sums(
-        self, tables: StageTables, units: Sequence[UnitLabels], c: Configuration
-    ) -> tuple[UnitLabels, ...]:
-        """Labels with the sums over the batch that operators wait for, once more where they run again."""
-        sums_s = self.batch_sums_s(tables, c).tolist()
-        return tuple(waiting(unit, *each) if any(each) else unit for unit, each in zip(units, sums_s, strict=True))
 
     def with_tied(self, tables: StageTables, c: Configuration) -> tuple[UnitLabels, ...]:
         """Labels with tied parameters stored on every rank that reads them: they count in the first unit that does.
