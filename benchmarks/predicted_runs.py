@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from types import FrameType
@@ -13,16 +14,12 @@ import yaml
 
 from benchmarks.published_runs import NotCoveredError, Run, require
 from planner.configured import Configured
-from planner.lowering.checked import precision_dtype
-from planner.networks import load_network
-from planner.planning import PlanRequest, capture_for, plan_network
+from planner.planning import PlanRequest, capture_for
 from planner.request import read_pins
-from planner.search.configurations.buckets import USUAL
 from planner.search.stages.unit_pins import FREE, UnitPins
+from planner.setting import setting_of
 from planner.shared_tables import NetworkTables, SharedTables
-from planner.software import as_run, exchange_of
-from planner.strategy.exchange import UNASKED
-from planner.work import optimizer
+from planner.software import as_run
 from simulator.hardware import Hardware, load_profile
 
 PROFILES = Path(__file__).parents[1] / "hw_profiles"
@@ -60,32 +57,26 @@ class Predictor:
         hardware = as_run(changed(load_profile(request.hardware)), run.software, run.attention)
         if (run, hardware) not in self.known:
             with limited(self.limit_s):
-                self.known[run, hardware] = self._objective_s(run, request, hardware)
+                found = replace(self._search(run, request), hardware=hardware).explore(read_pins(request)).found
+            require(found, "no plan")
+            self.known[run, hardware] = min(placed.objective_s for placed in found)
         return self.known[run, hardware]
 
     def simulated_s(self, run: Run) -> float:
-        """Seconds of a step as `plan` reports them."""
+        """Seconds of a simulated step of the run's plan, as `plan` reports them."""
+        request = self._request(run)
         if (run, None) not in self.known:
-            request = self._request(run)
             with limited(self.limit_s):
-                result = plan_network(request, shared=self._shared(request))
-            require(result.candidates, "no plan")
-            self.known[run, None] = result.candidates[0].prediction.step_time_s
+                search = self._search(run, request)
+                scored = search.scored(search.explore(read_pins(request)), 1)
+            require(scored, "no plan")
+            self.known[run, None] = scored[0].prediction.step_time_s
         return self.known[run, None]
 
-    def _objective_s(self, run: Run, request: PlanRequest, hardware: Hardware) -> float:
-        network = load_network(request.network, sequence_length=request.sequence_length, attention=request.attention)
-        dtype = precision_dtype(run.precision)
-        tables = self._shared(request).at(dtype)
-        search = Configured(
-            graph=tables.graph, hardware=hardware, devices=run.devices, global_batch=run.global_batch,
-            optimizer=optimizer(network.default_optimizer), dtype=dtype, bucket_bytes=USUAL,
-            sequence=network.sequence_length or 0, base={"exchange": exchange_of(run.software, UNASKED)},
-            shared=tables, unit_pins=_cut(run, tables),
-        )  # fmt: skip
-        found = search.explore(read_pins(request)).found
-        require(found, "no plan")
-        return min(placed.objective_s for placed in found)
+    def _search(self, run: Run, request: PlanRequest) -> Configured:
+        """The search over configurations as `plan` would start it, its stages cut as the run's."""
+        setting = setting_of(request, None, self._shared(request))
+        return replace(setting.search, unit_pins=_cut(run, setting.tables))
 
     def _request(self, run: Run) -> PlanRequest:
         return PlanRequest(
