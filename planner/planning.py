@@ -209,8 +209,13 @@ class _Search:
         """Search operators one by one, on meshes that can come near the best configuration."""
         space, search = self.setting.space, self.setting.search
         known = self.found.known if self.found is not None else NOTHING_KNOWN
-        with self.timed("operators"):
-            self.one = search_one_stage(space, wanted=self.wanted, refusable=refusable, known=known)
+        try:
+            with self.timed("operators"):
+                self.one = search_one_stage(space, wanted=self.wanted, refusable=refusable, known=known)
+        except KeyboardInterrupt:
+            # What the other search found can still be simulated.
+            self.stopped = True
+            return
         plans = OneStagePlans(space=space, graph=search.graph, base=search.base)
         self.operators = Field(contenders=plans.contenders(self.one, self.wanted))
 
