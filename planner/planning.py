@@ -32,7 +32,7 @@ from planner.quantities import percent_text
 from planner.refining import refined, threshold_cost_s
 from planner.request import Pins, PlanRequest
 from planner.rescoring import RESCORED, Field, rescore, said_of
-from planner.search.candidates import NOTHING_KNOWN, Known, Space
+from planner.search.candidates import NEAR_ENOUGH, NOTHING_KNOWN, Known, Space
 from planner.search.configurations.explored import Explored, Placed
 from planner.search.configurations.pin_checks import check_pins
 from planner.setting import Setting, setting_of
@@ -52,10 +52,6 @@ __all__ = [
     "plan_network",
     "predict",
 ]
-
-NEAR_ENOUGH = 1.05
-"""Operators are searched one by one where plans of one stage cost up to so many times the best: strategies of each
-operator on the axes of a stage are chosen already, and what is left to gain on the data axis is less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,7 +316,11 @@ class _Configurations:
 
     @property
     def leaves_operators(self) -> bool:
-        """Whether plans of one stage that keep everything come near the best: their operators may be free as well."""
+        """Whether plans of one stage that keep everything come near the best: their operators may be free as well.
+
+        Strategies of each operator on the axes of a stage are chosen already, and what the data axis leaves to gain is
+        less.
+        """
         if not self.explored.found:
             return not self.explored.interrupted
         best = min(placed.objective_s for placed in self.explored.found)
