@@ -27,7 +27,7 @@ from planner.validation.step_factors import (
 )
 from simulator.calibration.profile_text import with_fields
 from simulator.hardware import PROFILE_SUFFIX, Hardware, load_profile
-from simulator.launches import NAME
+from simulator.launches import LAUNCH
 from simulator.whole_file import write_whole
 
 COMMAND = "python -m benchmarks.whole_steps MEASUREMENTS_DIR --fit --write"
@@ -60,7 +60,7 @@ def _launches(hardware: Hardware) -> dict[str, float]:
     if family_of(hardware.device_name).startswith("ascend"):
         return {}
     stacks = shipped_software().coefficients.stacks
-    return {NAME: usual_launch_s(stacks) * hardware.training.get("launch", 1.0)}
+    return {LAUNCH: usual_launch_s(stacks) * hardware.training.get("launch", 1.0)}
 
 
 def _launch_source(hardware: Hardware) -> str:

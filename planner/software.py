@@ -24,7 +24,7 @@ from planner.graph.attention import FUSED, check_attention
 from planner.strategy.exchange import Exchange
 from simulator.errors import InputError
 from simulator.hardware import Hardware, load_profile
-from simulator.launches import MESSAGES, NAME
+from simulator.launches import LAUNCH, MESSAGE_LAUNCHES
 
 if TYPE_CHECKING:
     from planner.strategy.plan import Plan
@@ -137,7 +137,7 @@ def as_run_by(hardware: Hardware, software: str) -> Hardware:
         planned = training.get(f"planned_{name}", training.get(name, 1.0))
         training[f"planned_{name}"] = planned * factor / usual.get(name, 1.0)
     if "launch_s" in own and not (on_ascend and stack is Stack.MINDSPORE):
-        training[NAME] = own["launch_s"] * training.get("launch", 1.0)
-        training[MESSAGES] = 1.0
+        training[LAUNCH] = own["launch_s"] * training.get("launch", 1.0)
+        training[MESSAGE_LAUNCHES] = 1.0
     overlaps = hardware.overlaps_communication and known.overlaps
     return replace(hardware, training=training, overlaps_communication=overlaps, hash=f"{hardware.hash} {software}")

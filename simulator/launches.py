@@ -25,8 +25,11 @@ from simulator.program import COMPUTE_STREAM, Kernel, Task
 from simulator.topology import GroupShape
 
 FloatArray = npt.NDArray[np.float64]
-NAME = "planned_launch_s"
-MESSAGES = "planned_message_launches"
+LAUNCH = "planned_launch_s"
+"""Key of a profile's training: seconds in which the host launches one kernel."""
+MESSAGE_LAUNCHES = "planned_message_launches"
+"""Key of a profile's training: launches of kernels that the launch of one message takes; there where the software is
+known."""
 LATE_LAUNCHES = 2.0
 """By how many launches a rank is late for each doubling of the processors whose ranks meet; those of one processor
 launch together. Chosen with published steps in view, as in `planner.estimate.step`."""
@@ -43,7 +46,7 @@ CHAINED = frozenset({Kernel.ELEMENTWISE, Kernel.REDUCTION})
 
 def known_software(hardware: Hardware) -> bool:
     """Whether the launches of this hardware are those of software that was named."""
-    return bool(hardware.training.get(MESSAGES, 0.0))
+    return bool(hardware.training.get(MESSAGE_LAUNCHES, 0.0))
 
 
 def launches_of(kernels: Iterable[Kernel], *, chained: bool) -> int:
@@ -56,7 +59,7 @@ def launches_of(kernels: Iterable[Kernel], *, chained: bool) -> int:
 
 def launch_time(hardware: Hardware) -> float:
     """Seconds in which the host launches one kernel; 0 where the profile does not say."""
-    return hardware.training.get(NAME, 0.0)
+    return hardware.training.get(LAUNCH, 0.0)
 
 
 def pass_time(hardware: Hardware, whole_s: FloatArray, messages_s: FloatArray, launches: FloatArray) -> FloatArray:
@@ -82,7 +85,7 @@ def pass_time(hardware: Hardware, whole_s: FloatArray, messages_s: FloatArray, l
 
 def message_launch_s(hardware: Hardware, group: GroupShape) -> float:
     """Seconds in which the last rank of a group launches a message, 0 where the software is not known."""
-    launches = hardware.training.get(MESSAGES, 0.0)
+    launches = hardware.training.get(MESSAGE_LAUNCHES, 0.0)
     if not launches or group.size == 1:
         return 0.0
     inside = group.size if group.outermost == 0 else group.within(0)

@@ -21,7 +21,7 @@ from planner.strategy.exchange import Exchange
 from planner.strategy.file import plan_from_text, plan_to_text
 from simulator.errors import InputError
 from simulator.hardware import load_profile
-from simulator.launches import NAME, known_software
+from simulator.launches import LAUNCH, known_software
 from simulator.program import Collective
 from tests.planner.search.problems import captured
 
@@ -52,7 +52,7 @@ def test_every_software_has_what_its_stack_was_fitted_to(name: str) -> None:
     stacks = shipped_software().coefficients.stacks
     found, known = as_run_by(DGX, name), SOFTWARE[name]
     own = stacks["mindspore_gpu" if name in ("mindspore", "mindformers") else str(known.stack)]
-    assert found.training[NAME] == pytest.approx(own["launch_s"] * DGX.training["launch"])
+    assert found.training[LAUNCH] == pytest.approx(own["launch_s"] * DGX.training["launch"])
     assert known_software(found)
     assert found.overlaps_communication == known.overlaps
     assert found.hash != DGX.hash

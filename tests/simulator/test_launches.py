@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.hardware import Hardware, load_profile
-from simulator.launches import MESSAGES, NAME, launches_of, message_launch_s, paced, pass_time
+from simulator.launches import LAUNCH, MESSAGE_LAUNCHES, launches_of, message_launch_s, paced, pass_time
 from simulator.program import Collective, Kernel, Task
 from simulator.timing import task_times
 from simulator.topology import group_shape
@@ -21,7 +21,7 @@ EACH = 40e-6
 
 
 def hosted(seconds: float) -> Hardware:
-    return replace(HARDWARE, training={NAME: seconds} if seconds else {})
+    return replace(HARDWARE, training={LAUNCH: seconds} if seconds else {})
 
 
 def launched(number: int, kernel: Kernel = Kernel.ELEMENTWISE) -> Task:
@@ -72,7 +72,7 @@ def test_a_pass_takes_the_longer_of_its_kernels_and_their_launches(
 
 
 def named(seconds: float = EACH) -> Hardware:
-    return replace(HARDWARE, training={NAME: seconds, MESSAGES: 1.0})
+    return replace(HARDWARE, training={LAUNCH: seconds, MESSAGE_LAUNCHES: 1.0})
 
 
 times = st.floats(0.0, 1.0)

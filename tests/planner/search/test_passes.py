@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from planner.search.configurations.passes import paced_passes, passes_beside_messages
 from simulator.hardware import load_profile
-from simulator.launches import NAME
+from simulator.launches import LAUNCH
 from tests.planner.search.made_tables import MadeUnit, labels
 
 SECONDS = st.floats(0.0, 1.0)
@@ -78,7 +78,7 @@ def test_no_pass_is_shorter_than_its_launches_where_the_profile_states_them() ->
     )
     free = paced_passes(replace(hardware, training={}), many)
     np.testing.assert_array_equal(free[0], many.forward_s)
-    slow = paced_passes(replace(hardware, training={NAME: 40e-6}), many)
+    slow = paced_passes(replace(hardware, training={LAUNCH: 40e-6}), many)
     np.testing.assert_allclose(slow[0], 2e-4)
     np.testing.assert_allclose(slow[1], np.maximum(many.backward_s, 3.6e-4))
     np.testing.assert_allclose(slow[2] / slow[1], many.late_s / many.backward_s)
