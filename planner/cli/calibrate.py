@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from planner.cli.arguments import takes
 from planner.cli.execute_options import Device
 from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, natural
 from planner.cli.terminal import Terminal
 from simulator.errors import InputError
 
+PROFILE = Path("local.yaml")
+"""The profile to write where none is named."""
 
-def calibrate(
-    device: Annotated[Device, typer.Option("--device", help="What to measure.")] = Device.CPU,
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateArguments:
+    """Arguments and options, None where not given."""
+
+    device: Annotated[Device, typer.Option("--device", help="What to measure.")] = Device.CPU
     processes: Annotated[
         int, typer.Option("--processes", parser=natural, metavar="N", help="Collectives among 2, 4, … up to N.")
-    ] = 4,
+    ] = 4
     out: Annotated[
         Path | None,
         typer.Option(
@@ -26,7 +34,7 @@ def calibrate(
             help="The profile to write, local.yaml by default; with --from-measurements the folder to write to, by "
             "default that of the shipped profiles.",
         ),
-    ] = None,
+    ] = None
     from_measurements: Annotated[
         Path | None,
         typer.Option(
@@ -35,7 +43,7 @@ def calibrate(
             help="Measure nothing: fit shipped profiles to the published timings in MEASUREMENTS_DIR/operators/*.csv, "
             "and, without --hw, what whole training steps leave open to MEASUREMENTS_DIR/*.csv (minutes).",
         ),
-    ] = None,
+    ] = None
     from_run: Annotated[
         list[Path] | None,
         typer.Option(
@@ -44,7 +52,7 @@ def calibrate(
             help="Measure nothing: correct the profile of a run by what `execute --measure --out RUN.json` found; "
             "may be repeated.",
         ),
-    ] = None,
+    ] = None
     hw: Annotated[
         list[str] | None,
         typer.Option(
@@ -52,11 +60,14 @@ def calibrate(
             metavar="NAME",
             help="With --from-measurements: only this profile; may be repeated. With --from-run: what to correct.",
         ),
-    ] = None,
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
-) -> None:
+    ] = None
+    as_json: JsonFlag = False
+    quiet: QuietFlag = False
+    debug: DebugFlag = False
+
+
+@takes(CalibrateArguments)
+def calibrate(given: CalibrateArguments) -> None:
     """Measure this machine and write its hardware profile, or fit the shipped profiles to published measurements.
 
     \b
@@ -71,18 +82,19 @@ def calibrate(
       meshwright execute strategy.json --measure --out run.json
       meshwright calibrate --from-run run.json --out better.yaml
     """
-    terminal = Terminal.open(as_json=as_json, quiet=quiet)
-    if from_run:
-        if from_measurements is not None:
-            raise InputError("--from-run and --from-measurements were given; leave one of them out")
-        _correct(terminal, from_run, hw or [], out or Path("local.yaml"))
-        return
-    if from_measurements is not None:
-        _fit(terminal, from_measurements, hw, out)
-        return
-    if hw:
-        raise InputError(f"--hw {hw[0]} names a shipped profile to fit; it needs --from-measurements MEASUREMENTS_DIR")
-    _measure(terminal, device, processes, out or Path("local.yaml"))
+    terminal = Terminal.open(as_json=given.as_json, quiet=given.quiet)
+    if given.from_run and given.from_measurements is not None:
+        raise InputError("--from-run and --from-measurements were given; leave one of them out")
+    if given.from_run:
+        _correct(terminal, given.from_run, given.hw or [], given.out or PROFILE)
+    elif given.from_measurements is not None:
+        _fit(terminal, given.from_measurements, given.hw, given.out)
+    elif given.hw:
+        raise InputError(
+            f"--hw {given.hw[0]} names a shipped profile to fit; it needs --from-measurements MEASUREMENTS_DIR"
+        )
+    else:
+        _measure(terminal, given.device, given.processes, given.out or PROFILE)
 
 
 def _measure(terminal: Terminal, device: Device, processes: int, out: Path) -> None:

@@ -3,78 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from planner.cli.execute_options import (
-    Data,
-    DeviceKind,
-    DryRunFlag,
-    ForceFlag,
-    JoinTimeout,
-    LearningRate,
-    LogEvery,
-    LogFolder,
-    MeasureFlag,
-    OtherPrecision,
-    OutFile,
-    Processes,
-    ResumeFrom,
-    RunTrace,
-    SaveEvery,
-    SaveFolder,
-    Seed,
-    Steps,
-    Strategy,
-    Timeout,
-    TopPlans,
-    VerifyFlag,
-    VirtualFlag,
-)
-from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, check_out, read_shares
-from planner.cli.simulate import Slowdown, SlowLinks, Stragglers
+from planner.cli.arguments import takes
+from planner.cli.execute_options import ExecuteArguments
+from planner.cli.options import check_out
 from planner.cli.terminal import Terminal
-from simulator.errors import InputError
 
 if TYPE_CHECKING:
-    from planner.execution.run import ExecuteOptions, ExecutionReport
+    from rich.console import RenderableType
+
+    from planner.execution.run import ExecutionReport
+
+VIRTUAL_STEPS = 3
 
 
-STEPS, VIRTUAL_STEPS = 10, 3
-
-
-def execute(
-    strategy: Strategy,
-    processes: Processes = None,
-    steps: Steps = None,
-    data: Data = None,
-    verify: VerifyFlag = False,
-    precision: OtherPrecision = None,
-    seed: Seed = None,
-    learning_rate: LearningRate = None,
-    device: DeviceKind = None,
-    timeout: Timeout = None,
-    top: TopPlans = None,
-    join_timeout: JoinTimeout = None,
-    save: SaveFolder = None,
-    save_every: SaveEvery = None,
-    resume: ResumeFrom = None,
-    force: ForceFlag = False,
-    dry_run: DryRunFlag = False,
-    log_dir: LogFolder = None,
-    log_every: LogEvery = None,
-    virtual: VirtualFlag = False,
-    stragglers: Stragglers = None,
-    slowdown: Slowdown = None,
-    slow_link: SlowLinks = None,
-    measure: MeasureFlag = False,
-    trace: RunTrace = None,
-    out: OutFile = None,
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
-) -> None:
+@takes(ExecuteArguments)
+def execute(given: ExecuteArguments) -> None:
     """Train for real as a plan says.
 
     Shows measured step time and memory beside the predicted.
@@ -99,161 +46,74 @@ def execute(
     Under torchrun
       torchrun --nproc-per-node 8 -m planner.cli execute strategy.json --steps 20
     """
-    from planner.execution.run import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_TIMEOUT_S, ExecuteOptions
-
-    terminal = Terminal.open(as_json=as_json, quiet=quiet)
-    for name, file in (("--out", out), ("--trace", trace)):
+    terminal = Terminal.open(as_json=given.as_json, quiet=given.quiet)
+    for name, file in (("--out", given.out), ("--trace", given.trace)):
         if file is not None:
-            check_out(name, file, (strategy,))
-    options = ExecuteOptions(
-        strategy=strategy,
-        processes=processes,
-        steps=STEPS if steps is None else steps,
-        data=data,
-        verify=verify,
-        precision=None if precision is None else str(precision),
-        seed=seed,
-        learning_rate=learning_rate,
-        device=None if device is None else str(device),
-        timeout_s=DEFAULT_TIMEOUT_S if timeout is None else timeout,
-        join_timeout_s=DEFAULT_JOIN_TIMEOUT_S if join_timeout is None else join_timeout,
-        save=save,
-        save_every=save_every,
-        resume=resume,
-        force=force,
-        log_dir=log_dir,
-        measure=measure,
-        trace=trace,
-    )
-    slow = _slow(stragglers, slowdown, read_shares(slow_link or []), virtual=virtual)
-    _check_apart(options, top, virtual=virtual, dry_run=dry_run)
-    if log_every is not None and (virtual or dry_run or top is not None):
-        other = "--virtual" if virtual else "--dry-run" if dry_run else f"--top {top}"
-        raise InputError(
-            f"--log-every says the losses of one run, and {other} trains none to tell; leave one of them out"
-        )
-    if slow is not None:
-        _run_virtually(terminal, options, steps, slow, out)
-    elif top is not None:
+            check_out(name, file, (given.strategy,))
+    given.check()
+    if given.virtual:
+        _run_virtually(terminal, given)
+    elif given.top is not None:
         from planner.cli.shoot_out import run_shoot_out
 
-        run_shoot_out(terminal, strategy, top, options, out)
-    elif dry_run:
-        _rehearse(terminal, options, out)
+        run_shoot_out(terminal, given.strategy, given.top, given.options(), given.out)
+    elif given.dry_run:
+        _rehearse(terminal, given)
     else:
-        _train(terminal, options, log_every, out)
+        _train(terminal, given)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Slow:
-    """What is slow of virtual devices: how many ranks and how much, and levels with the shares of their links."""
-
-    ranks: int
-    slowdown: float
-    links: dict[str, float]
-
-
-def _slow(stragglers: int | None, slowdown: float | None, links: dict[str, float], *, virtual: bool) -> _Slow | None:
-    """Read what is to be slow, which only virtual devices can be; None without them."""
-    from planner.cli.reliability import SLOWDOWN
-
-    if virtual and slowdown is not None and stragglers is None:
-        raise InputError("--slowdown was given without --stragglers; add it")
-    if virtual:
-        return _Slow(ranks=stragglers or 0, slowdown=SLOWDOWN if slowdown is None else slowdown, links=links)
-    if stragglers is not None or slowdown is not None or links:
-        raise InputError("slow ranks and links were given without --virtual, which alone can make some; add it")
-    return None
-
-
-def _check_apart(options: ExecuteOptions, top: int | None, *, virtual: bool, dry_run: bool) -> None:
-    """Refuse options that mean nothing together."""
-    if dry_run and (virtual or top is not None):
-        other = "--virtual" if virtual else f"--top {top}"
-        raise InputError(f"--dry-run starts nothing, and {other} starts runs; leave one of them out")
-    if virtual and (top is not None or options.measure or options.trace is not None or options.verify):
-        raise InputError("--virtual computes nothing to verify, measure or compare; leave the other options out")
-    if top is not None and options.trace is not None:
-        raise InputError("--trace draws one plan, --top runs several; leave one of them out")
-
-
-def _run_virtually(
-    terminal: Terminal, options: ExecuteOptions, steps: int | None, slow: _Slow, out: Path | None
-) -> None:
+def _run_virtually(terminal: Terminal, given: ExecuteArguments) -> None:
     """Let the ranks sleep instead of computing."""
+    from planner.cli.reliability import SlowOptions
     from planner.cli.virtual import run_virtually
     from planner.execution.virtual.devices import VirtualOptions
 
+    slow = SlowOptions.read(given.stragglers, given.slowdown, given.slow_link or (), seed=given.seed or 0)
     asked = VirtualOptions(
-        steps=VIRTUAL_STEPS if steps is None else steps,
-        slow_ranks=slow.ranks,
-        slowdown=slow.slowdown,
+        steps=VIRTUAL_STEPS if given.steps is None else given.steps,
+        slow_ranks=slow.ranks or 0,
+        slowdown=slow.factor,
         slow_links=slow.links,
-        seed=options.seed or 0,
+        seed=slow.seed,
     )
-    run_virtually(terminal, Path(options.strategy), asked, out)
+    run_virtually(terminal, given.strategy, asked, given.out)
 
 
-def _train(terminal: Terminal, options: ExecuteOptions, log_every: int | None, out: Path | None) -> None:
+def _train(terminal: Terminal, given: ExecuteArguments) -> None:
     """Train, say losses meanwhile where that is asked for, and show what was measured beside the prediction."""
-    from json import dumps
-
     from planner.execution.launch.progress import loss_monitor
     from planner.execution.run import execute as run
-    from simulator.whole_file import write_whole
 
-    monitor = None if log_every is None else loss_monitor(terminal.note, options.steps, log_every)
-    with terminal.working(f"running {options.strategy}") as say:
+    options = given.options()
+    monitor = None if given.log_every is None else loss_monitor(terminal.note, options.steps, given.log_every)
+    with terminal.working(f"running {given.strategy}") as say:
         report = run(options, say=say, monitor=monitor)
     if report.rank:
         return
-    document = report_document(report)
-    if out is not None:
-        write_whole(out, dumps(document, indent=2) + "\n")
-    if terminal.json:
-        terminal.document(document)
-    elif terminal.quiet:
-        terminal.line(f"{report.measured_step_time_s.median!r}")
-    else:
-        from planner.cli.tables import execution_report
-
-        terminal.show(*execution_report(report, out))
-        if report.comparison is not None:
-            from planner.cli.comparison_tables import comparison_report
-
-            trace = None if options.trace is None else Path(options.trace)
-            terminal.show(*comparison_report(report.comparison, report.predicted_step_time_s, trace))
+    median = report.measured_step_time_s.median
+    terminal.result(_finite(asdict(report)), f"{median!r}", lambda: _report(report, given), given.out)
 
 
-def _rehearse(terminal: Terminal, options: ExecuteOptions, out: Path | None) -> None:
+def _report(report: ExecutionReport, given: ExecuteArguments) -> Iterator[RenderableType]:
+    """Everything that a run prints for people."""
+    from planner.cli.tables import execution_report
+
+    yield from execution_report(report, given.out)
+    if report.comparison is not None:
+        from planner.cli.comparison_tables import comparison_report
+
+        yield from comparison_report(report.comparison, report.predicted_step_time_s, given.trace)
+
+
+def _rehearse(terminal: Terminal, given: ExecuteArguments) -> None:
     """Tell what each rank would do."""
-    from dataclasses import asdict
-    from json import dumps
-
+    from planner.cli.dry_run_tables import dry_run_report
     from planner.execution.run import rehearse
-    from simulator.whole_file import write_whole
 
-    with terminal.working(f"looking at {options.strategy}") as say:
-        found = rehearse(options, say)
-    document = _finite(asdict(found))
-    if out is not None:
-        write_whole(out, dumps(document, indent=2) + "\n")
-    if terminal.json:
-        terminal.document(document)
-    elif terminal.quiet:
-        terminal.line(found.refused or "")
-    else:
-        from planner.cli.dry_run_tables import dry_run_report
-
-        terminal.show(*dry_run_report(found))
-
-
-def report_document(report: ExecutionReport) -> dict[str, Any]:
-    """The document of ``execute --json``."""
-    from dataclasses import asdict
-
-    document: dict[str, Any] = _finite(asdict(report))
-    return document
+    with terminal.working(f"looking at {given.strategy}") as say:
+        found = rehearse(given.options(), say)
+    terminal.result(_finite(asdict(found)), found.refused or "", lambda: dry_run_report(found), given.out)
 
 
 def _finite(value: Any) -> Any:

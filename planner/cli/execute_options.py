@@ -1,14 +1,33 @@
-"""Options of `meshwright execute`, by what they are about."""
+"""What `meshwright execute` may be given."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.cli.options import Precision, natural, natural_or_zero, rate, seconds
+from planner.cli.options import (
+    DebugFlag,
+    JsonFlag,
+    Precision,
+    QuietFlag,
+    Slowdown,
+    SlowLinks,
+    Stragglers,
+    natural,
+    natural_or_zero,
+    rate,
+    seconds,
+)
+from simulator.errors import InputError
+
+if TYPE_CHECKING:
+    from planner.execution.run import ExecuteOptions
+
+STEPS = 10
 
 
 class Device(StrEnum):
@@ -19,90 +38,129 @@ class Device(StrEnum):
     NPU = "npu"
 
 
-# What to run
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecuteArguments:
+    """Arguments and options, None where not given."""
 
-Strategy = Annotated[Path, typer.Argument(metavar="STRATEGY", help="A strategy file.")]
-Processes = Annotated[
-    int | None,
-    typer.Option("--processes", parser=natural, metavar="N", help="Local processes; default: the plan's devices."),
-]
-DeviceKind = Annotated[Device | None, typer.Option("--device", help="Default: the best there is.")]
-OtherPrecision = Annotated[Precision | None, typer.Option("--precision", help="Default: the plan's.")]
-ForceFlag = Annotated[
-    bool, typer.Option("--force", help="Start even if the prediction says that memory does not suffice.")
-]
-DryRunFlag = Annotated[bool, typer.Option("--dry-run", help="Only tell what each rank would do; start nothing.")]
-TopPlans = Annotated[
-    int | None,
-    typer.Option("--top", parser=natural, metavar="K", help="Run the best K plans, and compare their order."),
-]
+    strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="A strategy file.")]
+    processes: Annotated[
+        int | None,
+        typer.Option("--processes", parser=natural, metavar="N", help="Local processes; default: the plan's devices."),
+    ] = None
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", parser=natural, metavar="N", help="Training steps [10; virtual ones 3]."),
+    ] = None
+    data: Annotated[
+        str | None, typer.Option("--data", metavar="DATASET", help="Default: a real data set that fits the network.")
+    ] = None
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Train again in one process; exit code 4 if the losses differ.")
+    ] = False
+    precision: Annotated[Precision | None, typer.Option("--precision", help="Default: the plan's.")] = None
+    seed: Annotated[
+        int | None, typer.Option("--seed", parser=natural_or_zero, metavar="N", help="Seed of parameters and data [0].")
+    ] = None
+    learning_rate: Annotated[
+        float | None, typer.Option("--learning-rate", parser=rate, metavar="X", help="Default: the optimizer's.")
+    ] = None
+    device: Annotated[Device | None, typer.Option("--device", help="Default: the best there is.")] = None
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout", parser=seconds, metavar="SECONDS", help="How long a rank may keep the others waiting [60]."
+        ),
+    ] = None
+    top: Annotated[
+        int | None,
+        typer.Option("--top", parser=natural, metavar="K", help="Run the best K plans, and compare their order."),
+    ] = None
+    join_timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--join-timeout", parser=seconds, metavar="SECONDS", help="How long to wait for all processes [300]."
+        ),
+    ] = None
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="DIR", help="Save a checkpoint in this folder at the end.")
+    ] = None
+    save_every: Annotated[
+        int | None, typer.Option("--save-every", parser=natural, metavar="N", help="And after every N steps.")
+    ] = None
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="DIR", help="Go on from a checkpoint, or the newest in a folder of them."),
+    ] = None
+    force: Annotated[
+        bool, typer.Option("--force", help="Start even if the prediction says that memory does not suffice.")
+    ] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what each rank would do; start nothing.")] = (
+        False
+    )
+    log_dir: Annotated[
+        Path | None, typer.Option("--log-dir", metavar="DIR", help="Keep what every rank says in DIR/device<rank>.")
+    ] = None
+    log_every: Annotated[
+        int | None,
+        typer.Option("--log-every", parser=natural, metavar="N", help="Say the loss after every N steps, on stderr."),
+    ] = None
+    virtual: Annotated[
+        bool, typer.Option("--virtual", help="Sleep instead of computing: any number of ranks on a few cores.")
+    ] = False
+    stragglers: Stragglers = None
+    slowdown: Slowdown = None
+    slow_link: SlowLinks = None
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Clock every instruction, and say why the prediction was off.")
+    ] = False
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Write the step as predicted and as measured for Perfetto."),
+    ] = None
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the result as JSON.")] = None
+    as_json: JsonFlag = False
+    quiet: QuietFlag = False
+    debug: DebugFlag = False
 
+    def check(self) -> None:
+        """Raise InputError where options mean nothing together."""
+        if not self.virtual and (self.stragglers is not None or self.slowdown is not None or self.slow_link):
+            raise InputError("slow ranks and links were given without --virtual, which alone can make some; add it")
+        top = f"--top {self.top}"
+        if self.dry_run and (self.virtual or self.top is not None):
+            other = "--virtual" if self.virtual else top
+            raise InputError(f"--dry-run starts nothing, and {other} starts runs; leave one of them out")
+        if self.virtual and (self.top is not None or self.measure or self.trace is not None or self.verify):
+            raise InputError("--virtual computes nothing to verify, measure or compare; leave the other options out")
+        if self.top is not None and self.trace is not None:
+            raise InputError("--trace draws one plan, --top runs several; leave one of them out")
+        if self.log_every is not None and (self.virtual or self.dry_run or self.top is not None):
+            other = "--virtual" if self.virtual else "--dry-run" if self.dry_run else top
+            raise InputError(
+                f"--log-every says the losses of one run, and {other} trains none to tell; leave one of them out"
+            )
 
-# Training
+    def options(self) -> ExecuteOptions:
+        """What to run and how, with defaults for what was not given."""
+        from planner.execution.run import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_TIMEOUT_S, ExecuteOptions
 
-Steps = Annotated[
-    int | None,
-    typer.Option("--steps", parser=natural, metavar="N", help="Training steps [10; virtual ones 3]."),
-]
-Data = Annotated[
-    str | None, typer.Option("--data", metavar="DATASET", help="Default: a real data set that fits the network.")
-]
-Seed = Annotated[
-    int | None, typer.Option("--seed", parser=natural_or_zero, metavar="N", help="Seed of parameters and data [0].")
-]
-LearningRate = Annotated[
-    float | None, typer.Option("--learning-rate", parser=rate, metavar="X", help="Default: the optimizer's.")
-]
-VerifyFlag = Annotated[
-    bool, typer.Option("--verify", help="Train again in one process; exit code 4 if the losses differ.")
-]
-
-
-# Waiting for others
-
-Timeout = Annotated[
-    float | None,
-    typer.Option(
-        "--timeout", parser=seconds, metavar="SECONDS", help="How long a rank may keep the others waiting [60]."
-    ),
-]
-JoinTimeout = Annotated[
-    float | None,
-    typer.Option("--join-timeout", parser=seconds, metavar="SECONDS", help="How long to wait for all processes [300]."),
-]
-
-
-# Checkpoints
-
-SaveFolder = Annotated[
-    Path | None, typer.Option("--save", metavar="DIR", help="Save a checkpoint in this folder at the end.")
-]
-SaveEvery = Annotated[
-    int | None, typer.Option("--save-every", parser=natural, metavar="N", help="And after every N steps.")
-]
-ResumeFrom = Annotated[
-    Path | None,
-    typer.Option("--resume", metavar="DIR", help="Go on from a checkpoint, or the newest in a folder of them."),
-]
-
-
-# What is said, written and measured
-
-LogFolder = Annotated[
-    Path | None, typer.Option("--log-dir", metavar="DIR", help="Keep what every rank says in DIR/device<rank>.")
-]
-LogEvery = Annotated[
-    int | None,
-    typer.Option("--log-every", parser=natural, metavar="N", help="Say the loss after every N steps, on stderr."),
-]
-VirtualFlag = Annotated[
-    bool, typer.Option("--virtual", help="Sleep instead of computing: any number of ranks on a few cores.")
-]
-MeasureFlag = Annotated[
-    bool, typer.Option("--measure", help="Clock every instruction, and say why the prediction was off.")
-]
-RunTrace = Annotated[
-    Path | None,
-    typer.Option("--trace", metavar="FILE", help="Write the step as predicted and as measured for Perfetto."),
-]
-OutFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the result as JSON.")]
+        return ExecuteOptions(
+            strategy=self.strategy,
+            processes=self.processes,
+            steps=STEPS if self.steps is None else self.steps,
+            data=self.data,
+            verify=self.verify,
+            precision=None if self.precision is None else str(self.precision),
+            seed=self.seed,
+            learning_rate=self.learning_rate,
+            device=None if self.device is None else str(self.device),
+            timeout_s=DEFAULT_TIMEOUT_S if self.timeout is None else self.timeout,
+            join_timeout_s=DEFAULT_JOIN_TIMEOUT_S if self.join_timeout is None else self.join_timeout,
+            save=self.save,
+            save_every=self.save_every,
+            resume=self.resume,
+            force=self.force,
+            log_dir=self.log_dir,
+            measure=self.measure,
+            trace=self.trace,
+        )

@@ -149,6 +149,19 @@ Pins = Annotated[
     ),
 ]
 
+Stragglers = Annotated[
+    int | None,
+    typer.Option("--stragglers", parser=natural_or_zero, metavar="K", help="Also the step with K slow ranks, drawn."),
+]
+Slowdown = Annotated[
+    float | None,
+    typer.Option("--slowdown", parser=rate, metavar="FACTOR", help="How much longer a slow rank computes [1.5]."),
+]
+SlowLinks = Annotated[
+    list[str] | None,
+    typer.Option("--slow-link", metavar="LEVEL=SHARE", help="One link of a level at a share of its bandwidth."),
+]
+
 _NUMBERS = DEGREES
 _WORDS = {**dict.fromkeys(FLAGS, ("true", "false")), **WORDS, "copies": COPIES}
 PIN_KEYS = PIN_NAMES

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from planner.cli.arguments import takes
 from planner.cli.options import (
     AttentionOption,
     DebugFlag,
@@ -31,48 +33,76 @@ if TYPE_CHECKING:
     from planner.planning import PlanRequest, PlanResult
 
 
-def plan(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanArguments:
+    """Arguments and options, None where not given."""
+
     network: Annotated[
         str | None, typer.Argument(help="zoo:NAME, hf:PATH or py:module:factory.", metavar="NETWORK")
-    ] = None,
+    ] = None
     hardware: Annotated[
         str | None, typer.Option("--hw", metavar="PROFILE", help="A profile's name or the path of one.")
-    ] = None,
+    ] = None
     devices: Annotated[
         int | None, typer.Option("--devices", parser=natural, metavar="N", help="Number of devices.")
-    ] = None,
-    global_batch: GlobalBatch = None,
-    sequence_length: SequenceLength = None,
-    precision: PrecisionOption = None,
-    optimizer: OptimizerOption = None,
-    search_mode: Annotated[
-        SearchMode | None, typer.Option("--search-mode", help="Default: dynamic_programming.")
-    ] = None,
-    parallel_mode: Annotated[
-        ParallelMode | None, typer.Option("--parallel-mode", help="Default: auto_parallel.")
-    ] = None,
+    ] = None
+    global_batch: GlobalBatch = None
+    sequence_length: SequenceLength = None
+    precision: PrecisionOption = None
+    optimizer: OptimizerOption = None
+    search_mode: Annotated[SearchMode | None, typer.Option("--search-mode", help="Default: dynamic_programming.")] = (
+        None
+    )
+    parallel_mode: Annotated[ParallelMode | None, typer.Option("--parallel-mode", help="Default: auto_parallel.")] = (
+        None
+    )
     config: Annotated[
         Path | None,
         typer.Option("--config", metavar="FILE.yaml", help="Take these options from a file; the command line wins."),
-    ] = None,
-    pins: Pins = None,
-    software: SoftwareOption = None,
-    attention: AttentionOption = None,
+    ] = None
+    pins: Pins = None
+    software: SoftwareOption = None
+    attention: AttentionOption = None
     hints: Annotated[
         Path | None,
         typer.Option("--hints", metavar="FILE.yaml", help="Placements of operators by pattern; see docs/search.md."),
-    ] = None,
+    ] = None
     top: Annotated[
         int | None,
         typer.Option("--top", parser=natural, metavar="N", help="How many plans to show [5]; given, all are written."),
-    ] = None,
+    ] = None
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="The strategy file to write [strategy.json].")
-    ] = None,
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
-) -> None:
+    ] = None
+    as_json: JsonFlag = False
+    quiet: QuietFlag = False
+    debug: DebugFlag = False
+
+    def settings(self) -> PlanSettings:
+        """What was given of the options that may also stand in a file."""
+        from planner.cli.config import PlanSettings
+
+        return PlanSettings(
+            network=self.network,
+            hw=self.hardware,
+            devices=self.devices,
+            global_batch=self.global_batch,
+            seq_len=self.sequence_length,
+            precision=self.precision,
+            optimizer=self.optimizer,
+            search_mode=self.search_mode,
+            parallel_mode=self.parallel_mode,
+            pin=tuple(self.pins or ()),
+            hints=None if self.hints is None else str(self.hints),
+            software=self.software,
+            attention=self.attention,
+            top=self.top,
+            out=None if self.out is None else str(self.out),
+        )
+
+
+@takes(PlanArguments)
+def plan(given: PlanArguments) -> None:
     """Find the fastest plan for a network on a cluster.
 
     The best plan is written to a strategy file.
@@ -92,30 +122,14 @@ def plan(
     With --quiet only the name of the strategy file is printed; --debug says where the time went. Exit code 3: no plan
     fits. Ctrl-C ends the search: the best plan so far is written, with its gap (exit code 0), if there is one.
     """
-    from planner.cli.config import Configuration, PlanSettings, with_config
+    from planner.cli.config import Configuration, with_config
 
-    terminal = Terminal.open(as_json=as_json, quiet=quiet)
-    given = PlanSettings(
-        network=network,
-        hw=hardware,
-        devices=devices,
-        global_batch=global_batch,
-        seq_len=sequence_length,
-        precision=precision,
-        optimizer=optimizer,
-        search_mode=search_mode,
-        parallel_mode=parallel_mode,
-        pin=tuple(pins or ()),
-        hints=None if hints is None else str(hints),
-        software=software,
-        attention=attention,
-        top=top,
-        out=None if out is None else str(out),
-    )
-    found = with_config(given, config) if config is not None else Configuration(settings=given)
+    terminal = Terminal.open(as_json=given.as_json, quiet=given.quiet)
+    settings, config = given.settings(), given.config
+    found = Configuration(settings=settings) if config is None else with_config(settings, config)
     for note in found.notes:
         terminal.note(note)
-    _run(terminal, found, config, debug=debug)
+    _run(terminal, found, config, debug=given.debug)
 
 
 def _run(terminal: Terminal, found: Configuration, config: Path | None, *, debug: bool) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import RenderableType
 from rich.padding import Padding
 
+from planner.cli.options import read_shares
 from planner.cli.tables import facts, throughput
 from planner.quantities import bytes_text, duration_text, percent_text, rate_text, seconds_text
 from simulator.errors import InputError
@@ -31,6 +32,14 @@ class SlowOptions:
     slowdown: float | None
     links: Mapping[str, float]
     seed: int
+
+    @classmethod
+    def read(cls, ranks: int | None, slowdown: float | None, links: Iterable[str], *, seed: int) -> SlowOptions:
+        """Read what was given; InputError where links are no ``LEVEL=SHARE`` or no rank is there to be slow."""
+        shares = read_shares(links)
+        if slowdown is not None and ranks is None:
+            raise InputError("--slowdown was given without --stragglers; add it")
+        return cls(ranks=ranks, slowdown=slowdown, links=shares, seed=seed)
 
     @property
     def factor(self) -> float:

@@ -24,24 +24,13 @@ if TYPE_CHECKING:
 
 def run_shoot_out(terminal: Terminal, strategy: Path, top: int, options: ExecuteOptions, out: Path | None) -> None:
     """Run the best plans, show what came of them and write it."""
-    from json import dumps
-
     from planner.execution.measuring.shoot_out import shoot_out
     from simulator.errors import ExecutionError
-    from simulator.whole_file import write_whole
 
     with terminal.working(f"running the best {top} plans of {strategy}") as say:
         found = shoot_out(strategy, top, options, say)
-    document = shoot_out_document(found)
-    if out is not None:
-        write_whole(out, dumps(document, indent=2) + "\n")
-    if terminal.json:
-        terminal.document(document)
-    elif terminal.quiet:
-        best = measured_order(found.outcomes)
-        terminal.line(best[0].strategy if best else "")
-    else:
-        terminal.show(*shoot_out_report(found, out))
+    fastest = next((one.strategy for one in measured_order(found.outcomes)), "")
+    terminal.result(shoot_out_document(found), fastest, lambda: shoot_out_report(found, out), out)
     if all(one.error for one in found.outcomes):
         raise ExecutionError(f"none of the {top} plans could be run; the first failed with: {found.outcomes[0].error}")
 

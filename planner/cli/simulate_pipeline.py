@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,14 +42,14 @@ def simulate_pipeline_plan(terminal: Terminal, asked: Simulation, schedule_file:
         if asked.trace is not None:
             write_trace(found, plan, asked.trace)
         straggled, kept = _reliability(asked, found, schedule)
-    if terminal.json:
-        document = _document(asked, found)
-        terminal.document(document | reliability_document(found.prediction, straggled, kept, asked.seed))
-    elif terminal.quiet:
-        terminal.line(f"{found.prediction.step_time_s!r}")
-    else:
-        terminal.show(*_report(plan, hardware, found, asked.trace))
-        terminal.show(*reliability_report(found.prediction, straggled, kept, asked.seed))
+    prediction = found.prediction
+    document = _document(asked, found) | reliability_document(prediction, straggled, kept, asked.seed)
+
+    def report() -> Iterator[RenderableType]:
+        yield from _report(plan, hardware, found, asked.trace)
+        yield from reliability_report(prediction, straggled, kept, asked.seed)
+
+    terminal.result(document, f"{prediction.step_time_s!r}", report)
 
 
 def _reliability(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -59,6 +60,28 @@ class Terminal:
         console = self.console()
         for part in parts:
             console.print(part)
+
+    def result(
+        self,
+        document: Mapping[str, Any],
+        line: str,
+        report: Callable[[], Iterable[RenderableType]],
+        out: Path | None = None,
+    ) -> None:
+        """Write a result as was asked: its document, one `line` for scripts, or the `report` for people.
+
+        The document also goes to the file `out` where there is one.
+        """
+        if out is not None:
+            from simulator.whole_file import write_whole
+
+            write_whole(out, json.dumps(document, indent=2) + "\n")
+        if self.json:
+            self.document(document)
+        elif self.quiet:
+            self.line(line)
+        else:
+            self.show(*report())
 
     def line(self, text: str) -> None:
         """Write one plain line on stdout, never wrapped."""

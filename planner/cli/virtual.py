@@ -22,24 +22,13 @@ if TYPE_CHECKING:
 
 def run_virtually(terminal: Terminal, strategy: Path, options: VirtualOptions, out: Path | None) -> None:
     """Run a strategy file on virtual devices, show what came of it and write it."""
-    from json import dumps
-
     from planner.execution.virtual.devices import run_virtual
     from planner.strategy.file import read_plan
-    from simulator.whole_file import write_whole
 
     plan = read_plan(strategy)
     with terminal.working(f"running {strategy} on {plan.devices} virtual devices"):
         report = run_virtual(plan, options)
-    document = asdict(report)
-    if out is not None:
-        write_whole(out, dumps(document, indent=2) + "\n")
-    if terminal.json:
-        terminal.document(document)
-    elif terminal.quiet:
-        terminal.line(f"{report.measured_step_time_s!r}")
-    else:
-        terminal.show(*virtual_report(report, out))
+    terminal.result(asdict(report), f"{report.measured_step_time_s!r}", lambda: virtual_report(report, out), out)
 
 
 def virtual_report(report: VirtualReport, out: Path | None) -> Iterable[RenderableType]:

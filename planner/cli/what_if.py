@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from planner.cli.arguments import takes
 from planner.cli.options import (
     AttentionOption,
     DebugFlag,
@@ -33,41 +34,87 @@ if TYPE_CHECKING:
     from planner.what_if import WhatIfOptions, WhatIfRow
 
 
-def what_if(
-    network: Annotated[str, typer.Argument(help="zoo:NAME, hf:PATH or py:module:factory.", metavar="NETWORK")],
-    hardware: Annotated[str, typer.Option("--hw", metavar="PROFILE[,PROFILE...]", help="Names or paths of profiles.")],
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIfArguments:
+    """Arguments and options, None where not given."""
+
+    network: Annotated[str, typer.Argument(help="zoo:NAME, hf:PATH or py:module:factory.", metavar="NETWORK")]
+    hardware: Annotated[str, typer.Option("--hw", metavar="PROFILE[,PROFILE...]", help="Names or paths of profiles.")]
     devices: Annotated[
         str, typer.Option("--devices", metavar="8,16,...,4096", help="Device counts; an ellipsis continues them.")
-    ],
-    global_batch: GlobalBatch = None,
+    ]
+    global_batch: GlobalBatch = None
     batch_per_device: Annotated[
         int | None,
         typer.Option("--batch-per-device", parser=natural, metavar="N", help="Samples of one step for each device."),
-    ] = None,
-    sequence_length: SequenceLength = None,
-    precision: PrecisionOption = None,
-    optimizer: OptimizerOption = None,
-    search_mode: Annotated[SearchMode, typer.Option("--search-mode")] = SearchMode.DYNAMIC_PROGRAMMING,
-    parallel_mode: Annotated[ParallelMode, typer.Option("--parallel-mode")] = ParallelMode.AUTO_PARALLEL,
-    pins: Pins = None,
-    software: SoftwareOption = None,
-    attention: AttentionOption = None,
+    ] = None
+    sequence_length: SequenceLength = None
+    precision: PrecisionOption = None
+    optimizer: OptimizerOption = None
+    search_mode: Annotated[SearchMode, typer.Option("--search-mode")] = SearchMode.DYNAMIC_PROGRAMMING
+    parallel_mode: Annotated[ParallelMode, typer.Option("--parallel-mode")] = ParallelMode.AUTO_PARALLEL
+    pins: Pins = None
+    software: SoftwareOption = None
+    attention: AttentionOption = None
     jobs: Annotated[
         int | None,
         typer.Option(
             "--jobs", "-j", parser=natural, metavar="N", help="Plans made side by side; all cores by default."
         ),
-    ] = None,
+    ] = None
     cluster: Annotated[
         str | None,
         typer.Option("--cluster", metavar="dask://HOST:PORT", help="Plan on the workers of a Dask scheduler."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="Write a page with pictures.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Plan anew what an interrupted run has left.")] = False,
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
-    debug: DebugFlag = False,
-) -> None:
+    ] = None
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="Write a page with pictures.")] = None
+    fresh: Annotated[bool, typer.Option("--fresh", help="Plan anew what an interrupted run has left.")] = False
+    as_json: JsonFlag = False
+    quiet: QuietFlag = False
+    debug: DebugFlag = False
+
+    def check(self) -> None:
+        """Raise InputError where options mean nothing together, or the report cannot be written."""
+        if self.jobs is not None and self.cluster is not None:
+            raise InputError(
+                f"--jobs {self.jobs} and --cluster {self.cluster!r}: a cluster plans on all of its workers; give one"
+            )
+        if self.out is not None:
+            check_out("--out", self.out, self.profiles())
+        elif self.fresh:
+            raise InputError("--fresh forgets what is kept beside the report; name the report with --out FILE.html")
+
+    def profiles(self) -> tuple[str, ...]:
+        """The profiles by name, none empty or named twice."""
+        names = tuple(name.strip() for name in self.hardware.split(","))
+        if not all(names) or len(set(names)) < len(names):
+            raise InputError(
+                f"--hw {self.hardware!r}: a profile is empty or named twice; write for example dgx-a100,dgx-h100"
+            )
+        return names
+
+    def options(self) -> WhatIfOptions:
+        """What to plan."""
+        from planner.what_if import WhatIfOptions
+
+        return WhatIfOptions(
+            network=self.network,
+            hardware=self.profiles(),
+            device_counts=read_device_counts(self.devices),
+            global_batch=self.global_batch,
+            batch_per_device=self.batch_per_device,
+            sequence_length=self.sequence_length,
+            precision=None if self.precision is None else str(self.precision),
+            optimizer=None if self.optimizer is None else str(self.optimizer),
+            search_mode=str(self.search_mode),
+            parallel_mode=str(self.parallel_mode),
+            pins=read_pins(self.pins or ()),
+            software=self.software or "",
+            attention=self.attention or "",
+        )
+
+
+@takes(WhatIfArguments)
+def what_if(given: WhatIfArguments) -> None:
     """Find the best plan at each device count.
 
     With --global-batch every count trains the same batch (strong scaling); else the batch grows with the
@@ -83,61 +130,26 @@ def what_if(
 
     Exit code 3: no plan fits at any count.
     """
-    from planner.what_if import WhatIfOptions
-
-    terminal = Terminal.open(as_json=as_json, quiet=quiet)
-    names = tuple(name.strip() for name in hardware.split(","))
-    if not all(names) or len(set(names)) < len(names):
-        raise InputError(f"--hw {hardware!r}: a profile is empty or named twice; write for example dgx-a100,dgx-h100")
-    options = WhatIfOptions(
-        network=network,
-        hardware=names,
-        device_counts=read_device_counts(devices),
-        global_batch=global_batch,
-        batch_per_device=batch_per_device,
-        sequence_length=sequence_length,
-        precision=None if precision is None else str(precision),
-        optimizer=None if optimizer is None else str(optimizer),
-        search_mode=str(search_mode),
-        parallel_mode=str(parallel_mode),
-        pins=read_pins(pins or ()),
-        software=software or "",
-        attention=attention or "",
-    )
-    if jobs is not None and cluster is not None:
-        raise InputError(f"--jobs {jobs} and --cluster {cluster!r}: a cluster plans on all of its workers; give one")
-    if out is not None:
-        check_out("--out", out, names)
-    elif fresh:
-        raise InputError("--fresh forgets what is kept beside the report; name the report with --out FILE.html")
-    rows = _rows(terminal, options, _Place(jobs=jobs, cluster=cluster, out=out, fresh=fresh))
-    _finish(terminal, options, rows, out)
+    terminal = Terminal.open(as_json=given.as_json, quiet=given.quiet)
+    options = given.options()
+    given.check()
+    _finish(terminal, options, _rows(terminal, options, given), given.out)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Where the points are planned and kept."""
-
-    jobs: int | None
-    cluster: str | None
-    out: Path | None
-    fresh: bool
-
-
-def _rows(terminal: Terminal, options: WhatIfOptions, place: _Place) -> tuple[WhatIfRow, ...]:
+def _rows(terminal: Terminal, options: WhatIfOptions, given: WhatIfArguments) -> tuple[WhatIfRow, ...]:
     from planner.what_if import prepare, run
     from planner.what_if.journal import journal_of, read
     from planner.what_if.processes import usable_cores
 
-    journal = None if place.out is None else journal_of(place.out)
-    sweep = prepare(options, journal=journal, fresh=place.fresh)
+    journal = None if given.out is None else journal_of(given.out)
+    sweep = prepare(options, journal=journal, fresh=given.fresh)
     for text in sweep.notes:
         terminal.note(text)
     notes: list[str] = []
     try:
         with terminal.counting("planning", len(sweep.requests)) as advance:
-            jobs = place.jobs or usable_cores()
-            return run(sweep, jobs=jobs, cluster=place.cluster, advance=advance, note=notes.append)
+            jobs = given.jobs or usable_cores()
+            return run(sweep, jobs=jobs, cluster=given.cluster, advance=advance, note=notes.append)
     except KeyboardInterrupt:
         if journal is not None:
             # The interrupt may come after a point is written and before it is counted: the file knows.
