@@ -77,7 +77,7 @@ def _run_virtually(terminal: Terminal, given: ExecuteArguments) -> None:
         slow_links=slow.links,
         seed=slow.seed,
     )
-    run_virtually(terminal, given.strategy, asked, given.out)
+    run_virtually(terminal, given.strategy, given.processes, asked, given.out)
 
 
 def _train(terminal: Terminal, given: ExecuteArguments) -> None:

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from planner.execution.run import ExecuteOptions
 
 STEPS = 10
+FOR_REAL = (
+    *("data", "verify", "precision", "learning_rate", "device", "timeout", "top", "join_timeout", "save", "save_every"),
+    *("resume", "force", "log_dir", "measure", "trace"),
+)
+"""Options of runs that compute, which virtual devices do not."""
 
 
 class Device(StrEnum):
@@ -130,15 +135,19 @@ class ExecuteArguments:
         if self.dry_run and (self.virtual or self.top is not None):
             other = "--virtual" if self.virtual else top
             raise InputError(f"--dry-run starts nothing, and {other} starts runs; leave one of them out")
-        if self.virtual and (self.top is not None or self.measure or self.trace is not None or self.verify):
-            raise InputError("--virtual computes nothing to verify, measure or compare; leave the other options out")
         if self.top is not None and self.trace is not None:
             raise InputError("--trace draws one plan, --top runs several; leave one of them out")
+        if self.top is not None and self.save is not None:
+            raise InputError("--save keeps one training, --top runs several; leave one of them out")
         if self.log_every is not None and (self.virtual or self.dry_run or self.top is not None):
             other = "--virtual" if self.virtual else "--dry-run" if self.dry_run else top
             raise InputError(
                 f"--log-every says the losses of one run, and {other} trains none to tell; leave one of them out"
             )
+        given = [name for name in FOR_REAL if getattr(self, name)]
+        if self.virtual and given:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise InputError(f"--virtual computes nothing: {names} would do nothing; leave them out")
 
     def options(self) -> ExecuteOptions:
         """What to run and how, with defaults for what was not given."""

@@ -20,12 +20,16 @@ if TYPE_CHECKING:
     from planner.execution.virtual.devices import VirtualOptions, VirtualReport
 
 
-def run_virtually(terminal: Terminal, strategy: Path, options: VirtualOptions, out: Path | None) -> None:
+def run_virtually(
+    terminal: Terminal, strategy: Path, processes: int | None, options: VirtualOptions, out: Path | None
+) -> None:
     """Run a strategy file on virtual devices, show what came of it and write it."""
+    from planner.execution.launch.starting import check_processes
     from planner.execution.virtual.devices import run_virtual
     from planner.strategy.file import read_plan
 
     plan = read_plan(strategy)
+    check_processes(plan, processes)
     with terminal.working(f"running {strategy} on {plan.devices} virtual devices"):
         report = run_virtual(plan, options)
     terminal.result(asdict(report), f"{report.measured_step_time_s!r}", lambda: virtual_report(report, out), out)

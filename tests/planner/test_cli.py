@@ -232,6 +232,13 @@ def test_a_strategy_for_another_network_gives_exit_code_2() -> None:
     assert "plan it again" in result.stderr
 
 
+def test_virtual_processes_are_as_many_as_the_plan_has_devices() -> None:
+    write_plan(make_plan(network="zoo:mlp", sequence_length=None), "plan.json")
+    result = run("execute", "plan.json", "--virtual", "--processes", "3")
+    assert result.exit_code == 2
+    assert "--processes 3 differs from the plan's" in result.stderr
+
+
 def test_a_strategy_whose_profile_is_gone_names_the_file_and_the_remedy() -> None:
     write_plan(make_plan(hardware="gone.yaml"), "mine.json")
     result = run("simulate", "mine.json")

@@ -151,8 +151,11 @@ def test_a_config_that_is_no_file(tmp_path: Path) -> None:
         (["--dry-run", "--virtual"], "--dry-run starts nothing, and --virtual starts runs"),
         (["--virtual", "--slowdown", "2"], "--slowdown was given without --stragglers; add it"),
         (["--stragglers", "1"], "without --virtual"),
-        (["--virtual", "--verify"], "--virtual computes nothing to verify"),
+        (["--virtual", "--verify"], "--virtual computes nothing: --verify would do nothing"),
+        (["--virtual", "--top", "2"], "--virtual computes nothing: --top would do nothing"),
+        (["--virtual", "--save", "run1", "--data", "digits"], "--virtual computes nothing: --data, --save would do"),
         (["--top", "2", "--trace", "run.json"], "--trace draws one plan, --top runs several"),
+        (["--top", "2", "--save", "run1"], "--save keeps one training, --top runs several"),
     ],
 )
 def test_options_of_execute_that_mean_nothing_together(tmp_path: Path, options: list[str], words: str) -> None:

@@ -146,11 +146,7 @@ def check_options(plan: Plan, options: ExecuteOptions, membership: Membership | 
             f"{membership.launcher} started {membership.world_size} processes, the plan is for {size} devices; "
             f"start {size} processes or plan for --devices {membership.world_size}"
         )
-    if options.processes is not None and options.processes != size:
-        raise InputError(
-            f"--processes {options.processes} differs from the plan's {size} devices; "
-            f"use --processes {size} or plan for --devices {options.processes}"
-        )
+    check_processes(plan, options.processes)
     if plan.attention in ("flash", "vendor"):
         raise InputError(
             f"the plan is for attention {plan.attention}, and torch takes the fused kernel of its choice; plan again "
@@ -166,6 +162,15 @@ def check_options(plan: Plan, options: ExecuteOptions, membership: Membership | 
         raise InputError(f"device {options.device!r} is not one of {', '.join(BACKENDS)}; choose one of them")
     if not options.join_timeout_s > 0:
         raise InputError(f"a join timeout of {options.join_timeout_s} s is not positive; give seconds, such as 300")
+
+
+def check_processes(plan: Plan, processes: int | None) -> None:
+    """Raise InputError where another number of `processes` is asked for than the plan has devices."""
+    if processes is not None and processes != plan.devices:
+        raise InputError(
+            f"--processes {processes} differs from the plan's {plan.devices} devices; "
+            f"use --processes {plan.devices} or plan for --devices {processes}"
+        )
 
 
 def _check_accelerators(device: str, processes: int, membership: Membership | None) -> None:
