@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from planner.strategy.plan import (
     Swap,
 )
 from planner.strategy.rule_text import rule_from_text, rule_to_text
-from planner.strategy.schema import FORMAT, VERSION, ExchangeModel, PlacementsModel, validate
+from planner.strategy.schema import FORMAT, VERSION, ExchangeModel, PlacementsModel, StrategyModel, validate
 from simulator.errors import InputError, StrategyError
 from simulator.hardware import is_profile_path, split_cluster_file
 from simulator.whole_file import write_whole
@@ -174,14 +174,7 @@ def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> 
         "stages": _stages(plan),
         "parallel_mode": plan.parallel_mode,
         "search_mode": plan.search_mode,
-        "recompute": {
-            "mode": plan.recompute,
-            "ranges": [
-                {"first": part.first, "last": part.last, "mode": part.mode}
-                | ({} if part.messages else {"messages": False})
-                for part in plan.recompute_ranges
-            ],
-        },
+        "recompute": {"mode": plan.recompute, "ranges": _recomputed(plan)},
         "optimizer_sharding": plan.optimizer_sharding,
         "shard_size": plan.shard_size,
         "sharding_threshold_bytes": plan.sharding_threshold_bytes,
@@ -198,19 +191,7 @@ def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> 
         **({"copies": plan.copies} if plan.copies > 1 else {}),
         **({"software": plan.software} if plan.software else {}),
         **({"attention": plan.attention} if plan.attention else {}),
-        "certificate": {
-            "status": plan.certificate.status.value,
-            "objective_s": plan.certificate.objective_s,
-            "lower_bound_s": plan.certificate.lower_bound_s,
-            "elimination_width": plan.certificate.elimination_width,
-            "operators": plan.certificate.operators,
-            "distinct_blocks": plan.certificate.distinct_blocks,
-            "states": plan.certificate.states,
-            "states_left": plan.certificate.states_left,
-            "largest_table": plan.certificate.largest_table,
-            "configurations": plan.certificate.configurations,
-            "partitions": plan.certificate.partitions,
-        },
+        "certificate": asdict(plan.certificate) | {"status": plan.certificate.status.value},
         "prediction": None if prediction is None else dict(prediction),
         "placements": _placements(plan.rules),
         "layers": [
@@ -243,30 +224,10 @@ def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
         micro_batches=model.batch.micro_batches,
         mesh=mesh,
         rules=_rules(model.placements, len(mesh.axes), f"{source}: placements"),
-        layers=tuple(
-            LayerRules(
-                prefix=run.prefix,
-                first=run.first,
-                last=run.last,
-                rules=_rules(run.placements, len(mesh.axes), f"{source}: layers.{index}.placements"),
-            )
-            for index, run in enumerate(model.layers)
-        ),
+        layers=_layers(model, len(mesh.axes), source),
         optimizer_sharding=model.optimizer_sharding,
         bucket_bytes=model.fusion.bucket_bytes,
-        certificate=Certificate(
-            status=Status(model.certificate.status),
-            objective_s=model.certificate.objective_s,
-            lower_bound_s=model.certificate.lower_bound_s,
-            elimination_width=model.certificate.elimination_width,
-            operators=model.certificate.operators,
-            distinct_blocks=model.certificate.distinct_blocks,
-            states=model.certificate.states,
-            states_left=model.certificate.states_left,
-            largest_table=model.certificate.largest_table,
-            configurations=model.certificate.configurations,
-            partitions=model.certificate.partitions,
-        ),
+        certificate=Certificate(**model.certificate.model_dump() | {"status": Status(model.certificate.status)}),
         parallel_mode=model.parallel_mode,
         search_mode=model.search_mode,
         recompute=model.recompute.mode,
@@ -286,14 +247,7 @@ def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
         offload_to=model.offload_to,
         offload_parameters=model.offload_parameters,
         host_embeddings=model.host_embeddings,
-        offload_ranges=tuple(
-            OffloadRange(
-                first=part.first,
-                last=part.last,
-                swap=Swap(prefetch=part.prefetch, operators=tuple(part.operators)),
-            )
-            for part in model.offload_activations
-        ),
+        offload_ranges=_offload_ranges(model),
         context_algorithm=model.context_algorithm,
         exchange=_exchange_of(model.exchange),
         copies=model.copies,
@@ -309,6 +263,22 @@ def _offloaded(plan: Plan) -> list[dict[str, object]]:
         | ({"prefetch": part.swap.prefetch} if part.swap.prefetch else {})
         | ({"operators": [*part.swap.operators]} if part.swap.operators else {})
         for part in plan.offload_ranges
+    ]
+
+
+def _offload_ranges(model: StrategyModel) -> tuple[OffloadRange, ...]:
+    return tuple(
+        OffloadRange(
+            first=part.first, last=part.last, swap=Swap(prefetch=part.prefetch, operators=tuple(part.operators))
+        )
+        for part in model.offload_activations
+    )
+
+
+def _recomputed(plan: Plan) -> list[dict[str, object]]:
+    return [
+        {"first": part.first, "last": part.last, "mode": part.mode} | ({} if part.messages else {"messages": False})
+        for part in plan.recompute_ranges
     ]
 
 
@@ -350,6 +320,18 @@ def _placements(rules: Mapping[str, NodeRules]) -> dict[str, dict[str, list[str]
         is_stored = bool(per_axis) and not any(rule.inputs for rule in per_axis)
         (stored if is_stored else operators)[name] = [rule_to_text(rule) for rule in per_axis]
     return {"parameters_and_inputs": stored, "operators": operators}
+
+
+def _layers(model: StrategyModel, axes: int, source: str) -> tuple[LayerRules, ...]:
+    return tuple(
+        LayerRules(
+            prefix=run.prefix,
+            first=run.first,
+            last=run.last,
+            rules=_rules(run.placements, axes, f"{source}: layers.{index}.placements"),
+        )
+        for index, run in enumerate(model.layers)
+    )
 
 
 def _rules(texts: PlacementsModel, axes: int, where: str) -> dict[str, NodeRules]:
