@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from planner.cli.tables import plain_table
 from planner.quantities import percent_text
 from planner.validation.results import Accuracy, AccuracyResult, Metrics
 
@@ -85,7 +86,7 @@ def _other_table(parts: Mapping[str, Metrics]) -> Table:
 
 
 def _table(*headings: str) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True)
+    table = plain_table()
     table.add_column("\nsource", max_width=_SOURCE_WIDTH, overflow="fold")
     for heading in headings:
         table.add_column(heading if "\n" in heading else f"\n{heading}", justify="right", no_wrap=True)

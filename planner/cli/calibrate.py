@@ -114,7 +114,7 @@ def _measure(terminal: Terminal, device: Device, processes: int, out: Path) -> N
     elif terminal.quiet:
         terminal.line(str(out))
     else:
-        from planner.cli.tables import calibration_report
+        from planner.cli.calibration_tables import calibration_report
 
         terminal.show(*calibration_report(hardware, str(out)))
 
@@ -135,7 +135,7 @@ def _correct(terminal: Terminal, runs: list[Path], names: list[str], out: Path) 
     elif terminal.quiet:
         terminal.line(str(out))
     else:
-        from planner.cli.correction_tables import correction_report
+        from planner.cli.calibration_tables import correction_report
 
         terminal.show(*correction_report(found))
 
@@ -170,7 +170,7 @@ def _fit(terminal: Terminal, measurements: Path, names: list[str] | None, out: P
         for path in dict.fromkeys([*(path for _, path in written), *steps]):
             terminal.line(str(path))
     else:
-        from planner.cli.tables import fitted_report
+        from planner.cli.calibration_tables import fitted_report
 
         terminal.show(*(part for fit, path in written for part in fitted_report(fit, str(path))))
         if steps:

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 
-from planner.cli.tables import facts
+from planner.cli.tables import facts, plain_table
 from planner.quantities import percent_text, seconds_text
 
 if TYPE_CHECKING:
@@ -41,9 +41,8 @@ def comparison_report(
 
 def error_table(comparison: Comparison) -> Table:
     """Predicted and measured seconds of a step by class of work; they add up to the step."""
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True)
-    for name in ("", " ", "calls", "predicted", "measured", "without\na core", "measured\nmore", "of the\nstep"):
-        table.add_column(name, justify="right" if name.strip() else "left", no_wrap=True)
+    names = ("", " ", "calls", "predicted", "measured", "without\na core", "measured\nmore", "of the\nstep")
+    table = plain_table(*((name, "right" if name.strip() else "") for name in names))
     whole = sum(row.measured_s for row in comparison.errors) or 1.0
     kind = ""
     for row in comparison.errors:

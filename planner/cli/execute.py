@@ -97,7 +97,7 @@ def _train(terminal: Terminal, given: ExecuteArguments) -> None:
 
 def _report(report: ExecutionReport, given: ExecuteArguments) -> Iterator[RenderableType]:
     """Everything that a run prints for people."""
-    from planner.cli.tables import execution_report
+    from planner.cli.execution_tables import execution_report
 
     yield from execution_report(report, given.out)
     if report.comparison is not None:

@@ -29,6 +29,6 @@ def networks(as_json: JsonFlag = False, quiet: QuietFlag = False, debug: DebugFl
         for network in found:
             terminal.line(network.spec)
     else:
-        from planner.cli.tables import network_table
+        from planner.cli.catalogue_tables import network_table
 
         terminal.show(network_table(found))

@@ -215,7 +215,7 @@ def _finish(terminal: Terminal, request: PlanRequest, result: PlanResult, path: 
     elif feasible and terminal.quiet:
         terminal.line(path)
     elif feasible:
-        from planner.cli.tables import plan_report
+        from planner.cli.plan_tables import plan_report
 
         terminal.show(*plan_report(result, hardware, path))
     if not feasible:

@@ -49,7 +49,7 @@ def list_profiles(as_json: JsonFlag = False, quiet: QuietFlag = False, debug: De
     if terminal.json:
         terminal.document({"profiles": [profile_document(hardware) for hardware in found]})
     else:
-        from planner.cli.tables import profile_table
+        from planner.cli.catalogue_tables import profile_table
 
         terminal.show(profile_table(found))
 
@@ -79,7 +79,7 @@ def show(
         for row in describe(hardware):
             terminal.line(f"{row.field}\t{row.value}\t{row.source}")
     else:
-        from planner.cli.tables import profile_details
+        from planner.cli.catalogue_tables import profile_details
 
         terminal.show(*profile_details(hardware))
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from planner.cli.tables import axes_text, facts
+from planner.cli.tables import axes_text, facts, plain_table
 from planner.quantities import interval_text, percent_text, seconds_text
 from planner.strategy.file import read_plan
 
@@ -58,9 +57,8 @@ def measured_order(outcomes: Iterable[Outcome]) -> list[Outcome]:
 def shoot_out_report(found: ShootOut, out: Path | None) -> Iterable[RenderableType]:
     """Everything that is printed."""
     yield Text(f"{len(found.outcomes)} plans, {found.steps} steps each, predicted best first", style="bold")
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True)
-    for name in ("", "plan", "predicted", "measured", "difference", "measured\nrank"):
-        table.add_column(name, justify="left" if name in ("", "plan") else "right", no_wrap=True)
+    names = ("", "plan", "predicted", "measured", "difference", "measured\nrank")
+    table = plain_table(*((name, "" if name in ("", "plan") else "right") for name in names))
     order = [one.strategy for one in measured_order(found.outcomes)]
     for number, one in enumerate(found.outcomes, 1):
         predicted, measured = one.predicted_step_time_s, one.measured_step_time_s

@@ -105,7 +105,7 @@ def _simulation(terminal: Terminal, given: SimulateArguments, extra: Reliability
 def _simulate_stage(terminal: Terminal, asked: Simulation) -> None:
     """Simulate a plan of one stage and print what it does, with what was asked of slow ranks and failures."""
     from planner.cli.reliability import reliability_document, reliability_report
-    from planner.cli.tables import simulation_report
+    from planner.cli.simulation_tables import simulation_report
     from planner.goodput import checkpoint_bytes
     from planner.strategy.loading import lower_strategy
     from planner.work import optimizer

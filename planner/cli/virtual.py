@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from planner.cli.tables import facts
+from planner.cli.tables import facts, plain_table
 from planner.quantities import interval_text, percent_text, seconds_text
 
 if TYPE_CHECKING:
@@ -38,9 +37,8 @@ def run_virtually(
 def virtual_report(report: VirtualReport, out: Path | None) -> Iterable[RenderableType]:
     """Everything that is printed."""
     yield Text(f"{report.steps} steps on {report.processes} virtual devices", style="bold")
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True)
-    for name in ("", "simulated", "measured", "difference"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    names = ("", "simulated", "measured", "difference")
+    table = plain_table(*((name, "right" if name else "") for name in names))
     span = interval_text(min(report.step_times_s), max(report.step_times_s))
     table.add_row(
         "step time",

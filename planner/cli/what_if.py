@@ -188,7 +188,7 @@ def _finish(terminal: Terminal, options: WhatIfOptions, rows: tuple[WhatIfRow, .
         if report:
             terminal.line(report)
     else:
-        from planner.cli.tables import what_if_report
+        from planner.cli.plan_tables import what_if_report
 
         terminal.show(*what_if_report(rows, rule, report))
     if all(row.best is None for row in rows):

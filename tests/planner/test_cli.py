@@ -374,7 +374,7 @@ def test_tables_fit_their_width(width: int) -> None:
 
     from rich.console import Console
 
-    from planner.cli.tables import plan_report, what_if_report
+    from planner.cli.plan_tables import plan_report, what_if_report
     from simulator.hardware import load_profile
 
     out = StringIO()

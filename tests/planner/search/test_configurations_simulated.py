@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.analytic import differing_term
-from planner.cli.tables import difference_text
+from planner.cli.plan_tables import difference_text
 from planner.configured import Configured
 from planner.documents import prediction_document
 from planner.graph.scaling import at_precision

@@ -1,0 +1,248 @@
+"""What `meshwright plan` and `meshwright what-if` print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from planner.cli.tables import (
+    BREAKDOWN_NAMES,
+    batch_text,
+    facts,
+    memory_kinds_text,
+    mesh_text,
+    plain_table,
+    throughput,
+)
+from planner.quantities import bytes_text, interval_text, percent_text, rate_text, seconds_text
+from simulator.topology import level_of_axis
+
+if TYPE_CHECKING:
+    from planner.planning import Candidate, PlanResult, Prediction
+    from planner.strategy.plan import Certificate, Plan
+    from planner.what_if import WhatIfRow
+    from simulator.hardware import Hardware
+
+
+def plan_report(result: PlanResult, hardware: Hardware, strategy_file: str) -> Iterable[RenderableType]:
+    """Everything `meshwright plan` says about a result with at least one plan."""
+    plan = result.candidates[0].plan
+    yield Text(
+        f"{plan.network} on {plan.devices} × {hardware.device_name} ({hardware.name}), global batch "
+        f"{plan.global_batch}{_length(plan)}, {plan.precision}, {plan.optimizer}",
+        style="bold",
+    )
+    yield Padding(candidate_table(result.candidates), (1, 0, 1, 0))
+    yield time_table(result.candidates)
+    yield Padding(facts(_facts(result, hardware, strategy_file)), (1, 0, 0, 0))
+
+
+def candidate_table(candidates: Sequence[Candidate]) -> Table:
+    """The plans, best first, with their predictions."""
+    first = candidates[0].prediction
+    table = plain_table(
+        ("", ""),
+        (mesh_header(c.plan for c in candidates), ""),
+        ("micro-\nbatch", ""),
+        ("optimizer\nstate", ""),
+        ("step\ntime", "right"),
+        ("\ninterval", "right"),
+        (f"{throughput(first)[1]}\nper s", "right"),
+        ("\nMFU", "right"),
+        (f"memory, of\n{bytes_text(first.device_memory_bytes)}", "right"),
+    )
+    for rank, candidate in enumerate(candidates, 1):
+        plan, prediction = candidate.plan, candidate.prediction
+        table.add_row(
+            str(rank),
+            mesh_text(plan),
+            batch_text(plan),
+            "whole" if plan.optimizer_sharding == "none" else plan.optimizer_sharding,
+            seconds_text(prediction.step_time_s),
+            interval_text(*prediction.interval_s),
+            rate_text(throughput(prediction)[0], "").removesuffix(" /s"),
+            percent_text(prediction.mfu),
+            bytes_text(prediction.peak_memory_bytes),
+            style="bold" if rank == 1 else "",
+        )
+    return table
+
+
+def mesh_header(plans: Iterable[Plan]) -> str:
+    """What the numbers of `mesh_text` are, as the head of a column."""
+    return "data × tensor\n× stages" if any(plan.pipeline > 1 for plan in plans) else "data ×\ntensor"
+
+
+def time_table(candidates: Sequence[Candidate]) -> Table:
+    """Where the time of each plan goes, and why it lost."""
+    parts = list(dict.fromkeys(part for candidate in candidates for part in candidate.prediction.breakdown))
+    names = (BREAKDOWN_NAMES.get(part, part.removesuffix("_s")).replace(" ", "\n") for part in parts)
+    table = plain_table(("", ""), *((name, "right") for name in names))
+    table.add_column("why not the first")
+    for rank, candidate in enumerate(candidates, 1):
+        table.add_row(str(rank), *_shares(candidate.prediction, parts), candidate.reason)
+    return table
+
+
+def _shares(prediction: Prediction, parts: Sequence[str]) -> list[str]:
+    whole = prediction.step_time_s or 1.0
+    return [percent_text(prediction.breakdown.get(part, 0.0) / whole) for part in parts]
+
+
+def _facts(result: PlanResult, hardware: Hardware, strategy_file: str) -> Iterable[tuple[str, str]]:
+    best = result.candidates[0]
+    plan, certificate = best.plan, best.plan.certificate
+    levels = ", ".join(
+        f"{axis.name} over {level_of_axis(hardware, axis.size, plan.mesh.stride(index))}"
+        for index, axis in enumerate(plan.mesh.axes)
+    )
+    yield "stages", stages_text(plan)
+    yield "topology", levels
+    yield "memory", memory_kinds_text(best.prediction.memory_at_peak)
+    yield "certificate", _certificate_text(certificate, best.prediction)
+    yield "prediction", f"{best.prediction.label} ({hardware.uncertainty.source}){difference_text(best.prediction)}"
+    yield (
+        "search",
+        (
+            f"{seconds_text(result.elapsed_s)} (of it simulation {seconds_text(result.simulation_s)}), "
+            f"capture {seconds_text(result.capture_s)}"
+        ),
+    )
+    if result.shadow_prices is not None:
+        from planner.explanations import shadow_messages
+
+        yield "worth", "; ".join(shadow_messages(result.shadow_prices))
+    for message in result.messages:
+        yield "note", message
+    yield "written", strategy_file
+
+
+def stages_text(plan: Plan) -> str:
+    """Pipeline, copies, recomputation, context, storage and messages of a plan in words; empty where it has none."""
+    parts = []
+    if plan.pipeline > 1:
+        chunks = f" × {plan.virtual} chunks" if plan.virtual > 1 else ""
+        parts.append(f"{plan.pipeline} stages{chunks}, {plan.schedule}")
+    if plan.software:
+        parts.append(f"run by {plan.software}")
+    if plan.attention:
+        parts.append(f"attention {plan.attention}")
+    if plan.copies > 1:
+        parts.append(f"micro-batches in {plan.copies} copies")
+    if plan.recompute != "none":
+        kept = not all(part.messages for part in plan.recompute_ranges)
+        parts.append(f"recomputation {plan.recompute}" + (" but of messages" if kept else ""))
+    parts += [f"{name} {plan.degree(name)}" for name in ("context", "expert") if plan.degree(name) > 1]
+    if plan.shard_size:
+        parts.append(f"states shared by {plan.shard_size} ranks")
+    if plan.offload_optimizer:
+        parts.append("states in host memory" if plan.offload_to == "host" else "states on disk")
+    if plan.offload_parameters:
+        parts.append("parameters in host memory" if plan.offload_to == "host" else "parameters on disk")
+    if plan.offload_ranges:
+        parts.append("activations in host memory")
+    if plan.host_embeddings:
+        parts.append("embedding tables in host memory")
+    if plan.context_algorithm != "none":
+        parts.append(f"attention by {plan.context_algorithm}")
+    if plan.degree("data") > 1:
+        parts.append(f"gradients in messages of {bytes_text(plan.bucket_bytes)}")
+    if plan.sharding_threshold_bytes:
+        parts.append(f"parameters under {bytes_text(plan.sharding_threshold_bytes)} whole")
+    return ", ".join(parts)
+
+
+def difference_text(prediction: Prediction) -> str:
+    """Where the closed form lies apart from the simulation, empty where both agree."""
+    from planner.analytic import differing_term
+
+    part = differing_term(prediction.analytic, prediction)
+    if not part:
+        return ""
+    objective_s, name = sum(prediction.analytic.values()), BREAKDOWN_NAMES.get(part, part)
+    here, there = prediction.analytic.get(part, 0.0), prediction.breakdown.get(part, 0.0)
+    return (
+        f"; the closed form says {seconds_text(objective_s)}: of that {name} {seconds_text(here)} "
+        f"instead of {seconds_text(there)}"
+    )
+
+
+_SHOWN = 1e-3
+"""Relative difference from which on a plan's own objective is shown beside the least."""
+
+
+def _certificate_text(certificate: Certificate, prediction: Prediction) -> str:
+    blocks, own_s, own = certificate.distinct_blocks, sum(prediction.analytic.values()), ""
+    if certificate.of_mesh:
+        space = " on its mesh"
+        size = f"elimination width {certificate.elimination_width}"
+        if certificate.states:
+            size += (
+                f", {certificate.states:,} states, {certificate.states_left:,} after reductions, largest table "
+                f"{certificate.largest_table:,} entries"
+            )
+    else:
+        space = " over all configurations"
+        if own_s > certificate.objective_s * (1 + _SHOWN):
+            own = f" (of this plan {seconds_text(own_s)})"
+        size = f"{certificate.configurations:,} configurations bounded, {certificate.partitions:,} cut into stages"
+    return (
+        f"{certificate.status}{space}: objective {seconds_text(certificate.objective_s)}{own}, lower bound "
+        f"{seconds_text(certificate.lower_bound_s)}, gap {percent_text(certificate.gap)}; {size}; "
+        f"{certificate.operators:,} operators, {blocks} distinct block{'s' * (blocks != 1)}"
+    )
+
+
+def _length(plan: Plan) -> str:
+    return f" × {plan.sequence_length} tokens" if plan.sequence_length else ""
+
+
+def what_if_report(rows: Sequence[WhatIfRow], rule: str, report: str | None) -> Iterable[RenderableType]:
+    """Everything `meshwright what-if` prints: a table for each profile."""
+    yield Text(rule)
+    for profile in dict.fromkeys(row.hardware for row in rows):
+        mine = [row for row in rows if row.hardware == profile]
+        yield Text(f"\n{profile}", style="bold")
+        yield _what_if_table(mine)
+        for row in mine:
+            if row.best is None:
+                yield Text(f"no plan for {row.devices} devices: {row.reason}", style="red")
+    if report:
+        yield Text(f"\nwritten {report}")
+
+
+def _what_if_table(rows: Sequence[WhatIfRow]) -> Table:
+    first = next((row.best.prediction for row in rows if row.best is not None), None)
+    table = plain_table(
+        ("\ndevices", "right"),
+        ("global\nbatch", "right"),
+        (mesh_header(row.best.plan for row in rows if row.best is not None), ""),
+        ("micro-\nbatch", ""),
+        ("step\ntime", "right"),
+        (f"{throughput(first)[1] if first else 'samples'}\nper s", "right"),
+        ("scaling\nefficiency", "right"),
+        ("\nMFU", "right"),
+        (f"memory, of\n{bytes_text(first.device_memory_bytes) if first else ''}", "right"),
+    )
+    for row in rows:
+        if row.best is None:
+            table.add_row(str(row.devices), str(row.global_batch), Text("no plan", style="red"))
+            continue
+        plan, prediction = row.best.plan, row.best.prediction
+        table.add_row(
+            str(row.devices),
+            str(row.global_batch),
+            mesh_text(plan),
+            batch_text(plan),
+            seconds_text(prediction.step_time_s),
+            rate_text(throughput(prediction)[0], "").removesuffix(" /s"),
+            "" if row.scaling_efficiency is None else percent_text(row.scaling_efficiency),
+            percent_text(prediction.mfu),
+            bytes_text(prediction.peak_memory_bytes),
+        )
+    return table
