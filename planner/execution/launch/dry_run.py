@@ -226,7 +226,7 @@ def _crossings(lowered: LoweredStages, rank: int) -> Iterator[tuple[int, int]]:
         crossing, there = (one.leaves, stage + 1) if forward else (one.gradient_leaves, stage - 1)
         if crossing is not None and int(schedule.stage_rank[there]) != place:
             peer = base + int(schedule.stage_rank[there]) * stride
-            yield peer, prod(crossing.shape) * getattr(torch, crossing.dtype).itemsize
+            yield peer, lowered.copies * prod(crossing.shape) * getattr(torch, crossing.dtype).itemsize
 
 
 def _update_bytes(lowered: LoweredStages, rank: int, message: Communicate, stored: tuple[StoredParameter, ...]) -> int:

@@ -1,6 +1,7 @@
 """What a rank would do is told without starting any, and is what it does."""
 
 from collections import Counter
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -52,6 +53,13 @@ def test_stages_send_to_one_another():
         assert kinds["FORWARD"] == lowered.micro_batches
     assert "tokens" in found[0].inputs
     assert "tokens" not in found[1].inputs
+
+
+def test_copies_of_a_micro_batch_cross_together():
+    plan = make_plan("zoo:gpt2-tiny", 2, batch=8, pp=2, vpp=1, micro_batch=2, schedule="1f1b")
+    whole, halves = (rank_line(lower_to_run(replace(plan, copies=copies), "unused"), 0) for copies in (1, 2))
+    sends = [[message for message in line.messages if message.collective == "send"] for line in (whole, halves)]
+    assert sends[0] == sends[1] != []
 
 
 def test_a_dry_run_starts_nothing_and_says_what_this_machine_lacks(tmp_path, monkeypatch):
