@@ -14,10 +14,12 @@ from simulator.errors import InputError
 
 IDX_UNSIGNED_BYTE = 8
 LARGEST_IDX_BYTES = 2**31
+LABELS_START = 8
+"""Bytes before the first label: the magic number and one dim."""
 PIECE_BYTES = 2**16
 CIFAR_SHAPE = (3, 32, 32)
 CIFAR_RECORD = 1 + 3 * 32 * 32
-CIFAR_CLASSES = 10
+CLASSES = 10
 
 Bytes = NDArray[np.uint8]
 
@@ -28,21 +30,30 @@ def read_mnist(folder: Path) -> tuple[Bytes, Bytes]:
     The files are those of the original distribution, ``train-images-idx3-ubyte`` and
     ``train-labels-idx1-ubyte``, each with or without ``.gz``.
     """
-    images = _idx_in(folder, "train-images-idx3-ubyte", "train-images.idx3-ubyte")
-    labels = _idx_in(folder, "train-labels-idx1-ubyte", "train-labels.idx1-ubyte")
+    pixels = _idx_in(folder, "train-images-idx3-ubyte", "train-images.idx3-ubyte")
+    numbers = _idx_in(folder, "train-labels-idx1-ubyte", "train-labels.idx1-ubyte")
+    images, labels = read_idx(pixels), read_idx(numbers)
     if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
         raise InputError(
             f"{folder}: images of shape {images.shape} and labels of shape {labels.shape} do not belong together; "
             "put the two training files of one data set there"
         )
+    if not images.size:
+        raise InputError(f"{pixels} has dims {images.shape} at byte 4, which hold nothing; copy the file again")
+    wrong = np.flatnonzero(labels >= CLASSES)
+    if len(wrong):
+        raise InputError(
+            f"{numbers} has label {labels[wrong[0]]} at byte {LABELS_START + wrong[0]} of what it holds, but labels "
+            "are 0 to 9; copy the file again"
+        )
     return images, labels
 
 
-def _idx_in(folder: Path, *names: str) -> Bytes:
+def _idx_in(folder: Path, *names: str) -> Path:
     candidates = [folder / (name + ending) for name in names for ending in ("", ".gz")]
     for path in candidates:
         if path.is_file():
-            return read_idx(path)
+            return path
     raise InputError(f"{folder} holds no {names[0]} (or {names[0]}.gz); give the folder with the MNIST files")
 
 
@@ -112,7 +123,7 @@ def _cifar_records(path: Path) -> Bytes:
             "long; the file is truncated, copy it again"
         )
     records = data.reshape(-1, CIFAR_RECORD)
-    wrong = np.flatnonzero(records[:, 0] >= CIFAR_CLASSES)
+    wrong = np.flatnonzero(records[:, 0] >= CLASSES)
     if len(wrong):
         raise InputError(
             f"{path} has label {records[wrong[0], 0]} at byte {wrong[0] * CIFAR_RECORD}, but labels are 0 to 9; "

@@ -364,6 +364,20 @@ class TestMnist:
         with pytest.raises(InputError, match="do not belong together"):
             read_mnist(mnist[0])
 
+    def test_impossible_label(self, mnist):
+        labels = mnist[2].copy()
+        labels[5] = 99
+        (mnist[0] / "train-labels-idx1-ubyte").write_bytes(idx(labels))
+        with pytest.raises(InputError, match="train-labels-idx1-ubyte has label 99 at byte 13 of what it holds"):
+            read_mnist(mnist[0])
+
+    @pytest.mark.parametrize("shape", [(0, 28, 28), (12, 0, 0)])
+    def test_nothing_in_a_file(self, tmp_path, shape):
+        (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(np.zeros(shape, np.uint8)))
+        (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(np.zeros(shape[0], np.uint8)))
+        with pytest.raises(InputError, match=r"train-images-idx3-ubyte has dims \(.*\) at byte 4, which hold nothing"):
+            read_mnist(tmp_path)
+
 
 class TestCifar:
     def test_read(self, cifar):
