@@ -11,6 +11,7 @@ from simulator.errors import InputError
 DEFAULT_PORT = 29500
 FIRST_SLURM_PORT = 15000
 SLURM_PORTS = 20000
+LAST_PORT = 2**16 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,5 +137,15 @@ def _checked(found: Membership) -> Membership:
         raise InputError(
             f"rank {found.rank} of {found.world_size} ranks in the variables of {found.launcher} is not possible; "
             "ranks count from 0 to one less than their number"
+        )
+    if found.local_rank < 0:
+        raise InputError(
+            f"local rank {found.local_rank} in the variables of {found.launcher} is not possible; ranks count from 0"
+        )
+    if not found.address.strip():
+        raise InputError(f"the variables of {found.launcher} name no host of rank 0; set MASTER_ADDR or MS_SCHED_HOST")
+    if not 1 <= found.port <= LAST_PORT:
+        raise InputError(
+            f"port {found.port} in the variables of {found.launcher} is not possible; give one from 1 to {LAST_PORT}"
         )
     return found

@@ -68,6 +68,9 @@ def test_msrun():
     [
         ({"RANK": "x", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}, "RANK is 'x'"),
         ({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}, "rank 4 of 4"),
+        ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": ""}, "torchrun name no host of rank 0"),
+        ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "99999"}, "port 99999"),
+        ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "LOCAL_RANK": "-1"}, "local rank -1"),
         ({name: value for name, value in MSRUN.items() if name != "RANK_ID"}, "RANK_ID is not set"),
     ],
 )
