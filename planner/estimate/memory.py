@@ -15,11 +15,12 @@ from functools import lru_cache
 
 from planner.estimate.device_family import family_of
 from planner.estimate.memory_traits import (
-    FUSED_LOSS_BYTES,
+    EAGER_KERNELS_BYTES,
     GATHERED_LOGITS_BYTES,
     LOW_PRECISION_BYTES,
     OLDER_WORKSPACE_BYTES,
     PLAIN_LOSS_BYTES,
+    SCRIPTED_LOSS_BYTES,
     MemoryTraits,
     traits_of,
 )
@@ -44,6 +45,7 @@ from planner.estimate.training_run import (
     TransformerShape,
 )
 from simulator.hardware import Hardware
+from simulator.program import Kernel
 
 _PREFETCHED_ELEMENTS = 5e7
 """DeepSpeed's default ``stage3_prefetch_bucket_size``."""
@@ -56,10 +58,14 @@ class MemoryFigure(StrEnum):
     """``torch.cuda.max_memory_allocated`` of the fullest device."""
     LAST_STAGE_ALLOCATED = "last_stage_allocated"
     """The same on the last pipeline stage, whose last rank writes Megatron's log."""
+    FIRST_STEP_ALLOCATED = "first_step_allocated"
+    """The same by the end of the first step, whose update allocates the moments when activations have gone."""
     RESERVED = "reserved"
     """``torch.cuda.max_memory_reserved`` of the fullest device."""
     DEVICE = "device"
     """``nvidia-smi``, ``npu-smi``."""
+    FIRST_NODE_DEVICE = "first_node_device"
+    """The same on the node of the first ranks, where a run is started and looked after."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +75,9 @@ class StageMemory:
     ``working`` are the recomputed values and gradients of the layer that goes back, or the logits and the loss where
     these are larger; ``gathered_parameters`` whole layers of sharded parameters; ``allocator_slack`` what the
     allocator holds besides; ``context`` what lies outside the allocator.
+
+    Two more are parts of others: ``headroom`` is the share of ``allocator_slack`` that a run needs in order to fit
+    but that no tool shows while memory is plentiful; ``first_step_bytes`` are the live tensors of the first step.
     """
 
     parameters: float
@@ -82,6 +91,8 @@ class StageMemory:
     workspace: float
     allocator_slack: float
     context: float
+    headroom: float = 0.0
+    first_step_bytes: float = 0.0
 
     @property
     def allocated_bytes(self) -> float:
@@ -103,15 +114,22 @@ class StageMemory:
 
     def components(self) -> dict[str, float]:
         """Every part by name; they add up to ``device_bytes``."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NO_COMPONENTS}
+
+
+_NO_COMPONENTS = ("headroom", "first_step_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Memory of every pipeline stage; the figures of the run are those of the fullest stage."""
+    """Memory of every pipeline stage; the figures of the run are those of the fullest stage.
+
+    The first ``first_node_stages`` of the stages lie on the first node.
+    """
 
     stages: tuple[StageMemory, ...]
     limit_bytes: float
+    first_node_stages: int = 1
 
     @property
     def fullest(self) -> StageMemory:
@@ -138,8 +156,12 @@ class MemoryEstimate:
         return {
             MemoryFigure.ALLOCATED: self.allocated_bytes,
             MemoryFigure.LAST_STAGE_ALLOCATED: self.stages[-1].allocated_bytes,
-            MemoryFigure.RESERVED: self.reserved_bytes,
-            MemoryFigure.DEVICE: self.device_bytes,
+            MemoryFigure.FIRST_STEP_ALLOCATED: max(stage.first_step_bytes for stage in self.stages),
+            MemoryFigure.RESERVED: max(stage.reserved_bytes - stage.headroom for stage in self.stages),
+            MemoryFigure.DEVICE: max(stage.device_bytes - stage.headroom for stage in self.stages),
+            MemoryFigure.FIRST_NODE_DEVICE: max(
+                stage.device_bytes - stage.headroom for stage in self.stages[: self.first_node_stages]
+            ),
         }
 
     @property
@@ -165,12 +187,17 @@ def peak_memory(run: TrainingRun) -> MemoryEstimate:
 
 
 def _memory(run: TrainingRun, indices: Iterable[int]) -> MemoryEstimate:
+    limit = run.hardware.device_memory_bytes
     if isinstance(run.network, LayeredNetwork):
-        stages = [_layered(run.network, run.setup, run.hardware)]
-    else:
-        rank = _Rank.of(run.network, run.setup, run.hardware)
-        stages = [rank.stage(index) for index in indices]
-    return MemoryEstimate(stages=tuple(stages), limit_bytes=run.hardware.device_memory_bytes)
+        return MemoryEstimate(stages=(_layered(run.network, run.setup, run.hardware),), limit_bytes=limit)
+    rank, indices = _Rank.of(run.network, run.setup, run.hardware), tuple(indices)
+    setup = run.setup
+    near = max(run.hardware.devices_per_node // (setup.tp * setup.cp * setup.dp), 1)
+    return MemoryEstimate(
+        stages=tuple(rank.stage(index) for index in indices),
+        limit_bytes=limit,
+        first_node_stages=sum(index < near for index in indices),
+    )
 
 
 def reserved_memory_bytes(run: TrainingRun) -> float:
@@ -230,7 +257,9 @@ class _Rank:
             ends, loss = self._head(content)
             activations += ends
             working = max(working, loss)
-        gathered = self._gathered(content, parameters.total)
+        gathered, communication = self._gathered(content, parameters.total), self._communication(parameters.total)
+        first = states.total - states.moments + activations + working + gathered + communication
+        first = max(first, states.total + self._largest_update(content))
         step = step_bytes(setup, self.traits) * shard
         if step > activations + working + gathered:
             activations, working, gathered = 0.0, step, 0.0
@@ -241,13 +270,30 @@ class _Rank:
                 activations=activations,
                 working=working,
                 gathered=gathered,
-                communication=self._communication(parameters.total),
+                communication=communication,
+                first_step=first,
                 several_in_flight=in_flight > 1,
                 fixed_workspaces=setup.fixed_workspaces,
             ),
             self.hardware,
             self.context,
         )
+
+    def _largest_update(self, content: StageContent) -> float:
+        """Bytes of the largest tensor of the stage in float32, with which an update tensor by tensor works.
+
+        It is a table of the vocabulary, the inner product of a layer, or that of all experts of a rank together.
+        """
+        shape, setup = self.shape, self.setup
+        dense_ranks, expert_ranks = shards(setup) if setup.optimizer_sharding is not OptimizerSharding.NONE else (1, 1)
+        ends = content.embedding or content.head
+        table = ends * local_vocabulary(shape, setup.tp, self.traits.padded_vocabulary) * shape.hidden
+        inner = (2 if shape.gated else 1) * shape.hidden
+        largest = max(table, inner * shape.feed_forward / setup.tp * bool(content.dense_layers)) / dense_ranks
+        if content.expert_layers and shape.experts:
+            together = shape.experts.feed_forward / setup.expert_tp * shape.experts.count / setup.ep
+            largest = max(largest, inner * together / expert_ranks)
+        return 4 * largest * setup.trained_fraction
 
     def _kept(self, content: StageContent) -> float:
         """Activations of one micro-batch in the layers of a stage."""
@@ -284,8 +330,10 @@ class _Rank:
         if setup.vocabulary_parallel_loss:
             columns, per_logit = (
                 local_vocabulary(shape, setup.tp, self.traits.padded_vocabulary),
-                self.traits.loss_bytes + (FUSED_LOSS_BYTES if setup.fused_loss else 0.0),
+                self.traits.loss_bytes,
             )
+            if setup.fused_loss:
+                per_logit = SCRIPTED_LOSS_BYTES if setup.scripted_loss else self.traits.compiled_loss_bytes
         else:
             gathered = GATHERED_LOGITS_BYTES if setup.tp > 1 else 0.0
             columns = float(shape.vocabulary)
@@ -358,6 +406,7 @@ class _Moment:
     working: float
     gathered: float
     communication: float
+    first_step: float = 0.0
     several_in_flight: bool = False
     fixed_workspaces: bool = False
 
@@ -368,9 +417,8 @@ def _stage_memory(
     moving = moment.activations + moment.working + moment.gathered + moment.communication
     workspace = _workspace(traits, hardware, fixed=moment.fixed_workspaces)
     # States are allocated once, in large pieces: only what comes and goes leaves fragments.
-    slack = traits.allocator_bytes + traits.reserved_share * moving
-    if moment.several_in_flight:
-        slack += traits.in_flight_share * moment.activations
+    headroom = traits.in_flight_share * moment.activations if moment.several_in_flight else 0.0
+    slack = traits.allocator_bytes + traits.reserved_share * moving + headroom
     if traits.takes_whole_device:
         slack = max(slack, hardware.device_memory_bytes - states.total - moving - workspace)
     return StageMemory(
@@ -385,6 +433,8 @@ def _stage_memory(
         workspace=workspace,
         allocator_slack=slack,
         context=context,
+        headroom=headroom,
+        first_step_bytes=(moment.first_step or states.total + moving) + workspace,
     )
 
 
@@ -399,13 +449,26 @@ def _workspace(traits: MemoryTraits, hardware: Hardware, *, fixed: bool) -> floa
 
 def _context(setup: TrainingSetup, traits: MemoryTraits, hardware: Hardware) -> float:
     """Driver context, and one communicator for each axis; ranks count along tensor, context, data, pipeline axis."""
-    total, stride = traits.context_bytes, 1
+    total, stride = traits.context_bytes + (EAGER_KERNELS_BYTES if setup.eager_kernels else 0.0), 1
     for size in (setup.tp, setup.cp, setup.dp, setup.pp):
         stride *= size
         if size > 1:
             across_nodes = stride > hardware.devices_per_node
             total += traits.network_communicator_bytes if across_nodes else traits.communicator_bytes
     return total + (traits.communicator_bytes if setup.ep > 1 else 0.0)
+
+
+def _kept_in_float32(network: LayeredNetwork, element: int) -> float:
+    """Elements, as wide as the others, that autocast keeps besides: it runs norms over channels and softmax in float32.
+
+    The former keep their input, the latter their output, which the product that follows keeps again in 16 bits.
+    """
+    wider = 4 / element
+    return sum(
+        layer.saved * layer.count * (wider if layer.kernel is Kernel.SOFTMAX else wider - 1)
+        for layer in network.layers
+        if layer.vector and layer.kernel in (Kernel.SOFTMAX, Kernel.NORMALIZATION)
+    )
 
 
 def _layered(network: LayeredNetwork, setup: TrainingSetup, hardware: Hardware) -> StageMemory:
@@ -415,6 +478,8 @@ def _layered(network: LayeredNetwork, setup: TrainingSetup, hardware: Hardware) 
     saved = sum(layer.saved * layer.count for layer in network.layers)
     widest = max((layer.saved for layer in network.layers), default=0.0)
     states, _ = states_of(RankParameters(dense=network.parameters), setup, traits)
+    if element < 4 and not traits.low_precision_weights:
+        saved += _kept_in_float32(network, element)
     casts = network.parameters * element if element < 4 and not traits.low_precision_weights else 0.0
     return _stage_memory(
         states,

@@ -23,9 +23,12 @@ GATHERED_LOGITS_BYTES = 8.0
 """Bytes a logit besides, where tensor ranks gather them first: the received parts and the whole, both ways. Fitted."""
 
 
-FUSED_LOSS_BYTES = 4.0
-"""Bytes a logit that Megatron's compiled loss takes besides: what it changes in place Inductor writes anew in float32
-(note in ``megatron/core/fusions/fused_cross_entropy.py``)."""
+SCRIPTED_LOSS_BYTES = 18.0
+"""Bytes a logit of Megatron's compiled loss where TorchScript compiles it, as before PyTorch 2.2: each function of the
+loss returns logits anew in float32."""
+EAGER_KERNELS_BYTES = 0.5 * 2**30
+"""What a context takes besides where all kernels of the libraries are loaded at once, as before CUDA 11.7: 1,113 MiB
+in all on V100 (``python -c "torch.ones(1).cuda()"``, BigScience's calibration)."""
 
 
 _WORKSPACE_BYTES = {"hopper": 104 * MEBI, "blackwell": 60 * MEBI}
@@ -51,7 +54,11 @@ class MemoryTraits:
         FlashAttention works in another layout (batch first), so that its output is kept twice.
     loss_bytes
         Bytes for every logit while the loss goes back, at two bytes a logit: 2 and a float32 copy whose memory
-        the softmax and its gradient use again (Megatron), or float32 logits, their softmax and the gradient.
+        the softmax and its gradient use again (Megatron), 4 more where the maximum is subtracted into a copy of it
+        (Megatron-DeepSpeed, forked in 2021), or float32 logits, their softmax and the gradient.
+    compiled_loss_bytes
+        The same where the loss is compiled: Megatron's writes anew in float32 what it changed in place (note in
+        ``megatron/core/fusions/fused_cross_entropy.py``); PyTorch's own comes down to logits and their gradient.
     low_precision_weights
         Parameters are kept in the precision of the products beside float32 master weights; otherwise parameters
         are float32 and what stands in low precision is the layer at work (autocast, FSDP mixed precision).
@@ -89,6 +96,7 @@ class MemoryTraits:
     fused_scores: bool = False
     attention_output_copy: bool = False
     loss_bytes: float = PLAIN_LOSS_BYTES
+    compiled_loss_bytes: float = 4.0
     low_precision_weights: bool = True
     saved_low_precision_inputs: bool = False
     bucket_elements: float = 0.0
@@ -108,8 +116,8 @@ class MemoryTraits:
 _EAGER = MemoryTraits(low_precision_weights=False, bucket_elements=6.5e6, step_bytes=4.0)
 _COMPILED = replace(_EAGER, fused_rms_norm=True, fused_gate=True, fused_scores=True, loss_bytes=12.0, step_bytes=0.0)
 _STATIC_GRAPH = MemoryTraits(low_precision_weights=False, fused_gate=True, loss_bytes=10.0)
-_DEEPSPEED = MemoryTraits(padded_vocabulary=True, attention_output_copy=True, loss_bytes=6.0)
-_MEGATRON = replace(_DEEPSPEED, fused_gate=True)
+_DEEPSPEED = MemoryTraits(padded_vocabulary=True, attention_output_copy=True, loss_bytes=10.0, compiled_loss_bytes=10.0)
+_MEGATRON = replace(_DEEPSPEED, fused_gate=True, loss_bytes=6.0)
 _ASCEND = MemoryTraits(fused_rms_norm=True, fused_gate=True, fused_scores=True, loss_bytes=6.0)
 
 _TRAITS: dict[Stack, MemoryTraits] = {

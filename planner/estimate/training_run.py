@@ -273,7 +273,11 @@ class TrainingSetup:
     """Checkpoints keep attention and every second matrix product of a layer, the rest is computed again
     (torchtitan's selective checkpointing by operator)."""
     fused_loss: bool = False
-    """The vocabulary-parallel loss is compiled (Megatron's ``--cross-entropy-loss-fusion``)."""
+    """The loss is compiled (Megatron's ``--cross-entropy-loss-fusion``)."""
+    scripted_loss: bool = False
+    """TorchScript compiles it, not ``torch.compile``."""
+    eager_kernels: bool = False
+    """Libraries load all their kernels into the device at once, as before CUDA 11.7."""
     deferred_head_batches: int = 0
     """Micro-batches whose gradients of the logits wait until the pipeline drains for the head's weight gradient
     (Megatron's ``--defer-embedding-wgrad-compute`` with its limit)."""

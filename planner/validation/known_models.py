@@ -251,7 +251,20 @@ _DEEPSEEK_HEADS = {"rotary_head": 64, "plain_head": 128, "value_head": 128}
 _LATENT = LatentAttention(query_rank=1536, key_value_rank=512, **_DEEPSEEK_HEADS)
 _LATENT_LITE = LatentAttention(query_rank=0, key_value_rank=512, **_DEEPSEEK_HEADS)
 
+_TESTS: tuple[tuple[str, KnownModel], ...] = (
+    (r"^deepseek-proxy-",
+     KnownModel(traits=LLAMA, sizes=(2, 512, 8, 8, 2048, 50257), experts=_experts(8, 4, 1024, 1024, 1),
+                latent_attention=LatentAttention(query_rank=256, key_value_rank=128, **_DEEPSEEK_HEADS))),
+    (r"^gpt3-moe-mcore-te-tp2-pp2-ep4-etp1-",
+     KnownModel(traits=LLAMA, sizes=(15, 1024, 32, 32, 4096, 50257), experts=_experts(32, 4, 1024, 1024, 3),
+                latent_attention=_LATENT)),
+    (r"^deepseek-500b-tp", KnownModel(traits=LLAMA, sizes=(0, 0, 0, 0, 0, 32000))),
+)  # fmt: skip
+"""Networks of functional tests that share a name with a published one, as ``tests/functional_tests`` of Megatron-LM
+(``model_config.yaml``) and ``tests/st`` of MindSpeed-LLM describe them."""
+
 _SINGLE: tuple[tuple[str, KnownModel], ...] = (
+    *_TESTS,
     (r"deepseek-?v?3(?!\d)|deepseek-r1(?!-distill)",
      KnownModel(traits=LLAMA, sizes=(61, 7168, 128, 128, 18432, 129280), latent_attention=_LATENT,
                 experts=_experts(256, 8, 2048, 2048, 3))),
@@ -298,6 +311,8 @@ _SINGLE: tuple[tuple[str, KnownModel], ...] = (
     (r"gpt-?2.*large", KnownModel(traits=GPT, sizes=(36, 1280, 20, 20, 5120, 50257))),
     (r"gpt-?2.*medium", KnownModel(traits=GPT, sizes=(24, 1024, 16, 16, 4096, 50257))),
     (r"gpt-?2(-small)?$", KnownModel(traits=GPT, sizes=(12, 768, 12, 12, 3072, 50257))),
+    (r"hu[ny]uan-?3|hy-?3(?!\d)", KnownModel(traits=LLAMA, sizes=(80, 4096, 64, 8, 13312, 120832), head_size=128,
+                                           experts=_experts(192, 8, 1536, 1536, 1))),
     (r"pangu.*1b", KnownModel(traits=GPT, sizes=(26, 1536, 12, 6, 5632, 153376))),
 )  # fmt: skip
 

@@ -16,6 +16,7 @@ from planner.estimate.training_run import (
     TransformerShape,
 )
 from planner.validation.measurement_file import FileRow, read_rows
+from planner.validation.memory_kinds import says_no_figure
 from planner.validation.reading_hardware import hardware_for
 from planner.validation.reading_memory import stated_memory_gib
 from planner.validation.reading_network import MissingFactError, is_transformer, read_network
@@ -25,6 +26,8 @@ from simulator.errors import MeshwrightError
 
 _DECISIVE = ("precision not stated", "recomputation not stated")
 """Notes on facts without which the work of a step is guessed: its products' rate, and whether they run once more."""
+
+_NO_FIGURE = "memory not compared: whether it is allocated, reserved or the device's is not stated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,12 +108,14 @@ def measured_row(row: FileRow) -> MeasuredRow:
     except MeshwrightError as error:
         return replace(known, reason=f"cannot be described: {error}")
     seconds, column = measured_time(row, run)
-    memory = stated_memory_gib(row)
+    memory, said = stated_memory_gib(row), run.assumed
+    if memory and says_no_figure(row.text("mem_kind")):
+        memory, said = None, (*said, _NO_FIGURE)
     return replace(
         known,
         run=run,
         complete=complete and not any(note.startswith(_DECISIVE) for note in run.assumed),
-        reason="; ".join(run.assumed),
+        reason="; ".join(said),
         measured_time_s=seconds,
         time_column=column,
         memory_gib=memory or math.nan,

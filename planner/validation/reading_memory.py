@@ -30,6 +30,7 @@ class MemorySettings(TypedDict):
     recompute_activation_function: bool
     every_second_product: bool
     fused_loss: bool
+    scripted_loss: bool
     deferred_head_batches: int
     packed_attention: bool
 
@@ -57,10 +58,22 @@ def memory_settings(row: FileRow) -> MemorySettings:
         or bool(re.search(r"\b(?:moe_)?act\b", row.text("recompute").lower())),
         every_second_product="torchtitan" in framework
         and bool(re.search(r"select\w*(?: \(?op\b| \(config)", row.text("recompute").lower())),
-        fused_loss=bool(re.search(r"cross[-_]entropy[-_](?:loss[-_])?fusion", words)),
+        fused_loss=bool(re.search(r"cross[-_]entropy[-_](?:loss[-_])?fusion", words))
+        # torchtitan compiles its loss as well since the beginning of 2025 (``build_cross_entropy_loss``).
+        or ("torchtitan" in framework and "compile" in words and row.text("measured_date") >= "2025"),
+        scripted_loss=long_term_support(row),
         deferred_head_batches=_DEFERRED * bool(re.search(r"defer[-_]embedding[-_]wgrad", words)),
         packed_attention="llm-foundry" not in framework,
     )
+
+
+def long_term_support(row: FileRow) -> bool:
+    """Whether a functional test of Megatron-LM ran in the container with long-term support.
+
+    Results of that container name the cluster ``dgxa100`` (``golden_values_lts_dgxa100_dracooci.json``), later ones
+    ``dgx_a100``. Its PyTorch compiles by TorchScript.
+    """
+    return row.text("hw").lower() == "dgxa100"
 
 
 def stated_memory_gib(row: FileRow) -> float | None:

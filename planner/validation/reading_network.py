@@ -21,6 +21,8 @@ _UNDESCRIBED = (
     (r"deepseek-?v?4", "compressed sparse attention"),
     (r"\bdpo\b|grpo|\bppo\b|rlhf", "training against a second network (preference or reinforcement learning)"),
     (r"albert", "parameters shared by all layers"),
+    (r"modelopt-distill|knowledge-distill", "a teacher beside the network that is trained"),
+    (r"(?:^|-)noop-layer", "layers that are switched off, how many is not stated"),
 )
 _LANGUAGE = r"decoder|gpt|llama|\bmoe\b|encoder|bert|\bt5\b|mixtral|transformer|mcore|languagemodeling|nemotron|mla"
 _NETWORK_COLUMNS = ("n_layers", "hidden", "n_heads")
@@ -207,7 +209,9 @@ def _traits(row: FileRow, known: KnownModel | None) -> Traits:
         traits = replace(traits, gated=False)
     if re.search(r"rmsnorm|rms-norm", words):
         traits = replace(traits, rms_norm=True)
-    if re.search(r"\brope\b|rotary", words):
+    framework, gpt = row.text("framework").lower(), traits.positions and traits.causal
+    # MindSpeed-LLM's scripts have no table of positions, its Baichuan of 13 billion parameters and BLOOM apart.
+    if re.search(r"\brope\b|rotary", words) or (gpt and "mindspeed" in framework):
         traits = replace(traits, rotary=True, positions=False)
     if "alibi" in arch:
         traits = replace(traits, positions=False)
@@ -217,9 +221,13 @@ def _traits(row: FileRow, known: KnownModel | None) -> Traits:
         traits = replace(traits, tied_embeddings=False)
     elif re.search(r"\btied\b", words):
         traits = replace(traits, tied_embeddings=True)
-    framework = row.text("framework").lower()
-    megatron = "megatron" in framework and traits.positions and traits.causal
-    if megatron and not re.search(r"nemo|megatron.?core|bridge", framework) and not re.search(r"\b(mtp|mla)\b", words):
+    if (
+        gpt
+        and "megatron" in framework
+        and "alibi" not in arch
+        and not re.search(r"nemo|megatron.?core|bridge", framework)
+        and not re.search(r"\b(mtp|mla)\b", words)
+    ):
         traits = replace(traits, dropout=True)
     return traits
 
@@ -368,7 +376,8 @@ def _encoder_decoder(row: FileRow, notes: Notes) -> TransformerShape:
         notes.append(f"n_layers not stated: {layers}")
     length = row.whole("seq_len") or 512
     notes.append(f"{layers} layers in the encoder and as many in the decoder, {_T5_DECODER_LENGTH} tokens there")
-    head_size = published[4] or (64 if hidden == 768 else 128 if hidden >= 4096 else hidden // heads)
+    # What is published holds for networks of the published width; others have ``hidden // heads`` by default.
+    head_size = (published[4] if hidden == published[1] else 0) or hidden // heads
     return TransformerShape(
         name=row.text("model"), layers=layers, hidden=hidden, heads=heads, key_value_heads=heads, head_size=head_size,
         feed_forward=inner or 4 * hidden, vocabulary=row.whole("vocab") or 30592, sequence_length=_T5_DECODER_LENGTH,

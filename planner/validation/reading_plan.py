@@ -18,6 +18,8 @@ from simulator.hardware import Hardware
 
 _DATA_PARALLEL = r"fsdp|ddp|horovod|data.?parallel|torchtune|torch dataparallel|deepspeed(?!.*megatron)|mindspore"
 _MANY_SAMPLES = 2048
+_LAZY_KERNELS = 2022 + 4 / 12
+"""CUDA 11.7, which loads kernels when they are first launched, is of May 2022."""
 _ROUNDING = 0.02
 """Batches that do not divide are taken as the next whole number of micro-batches up to this relative change."""
 
@@ -52,7 +54,8 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
     return TrainingSetup(
         devices=mesh.devices, dp=mesh.dp, tp=mesh.tp, pp=mesh.pp, vpp=vpp, cp=mesh.cp, ep=ep, expert_tp=expert_tp,
         micro_batch=micro_batch, micro_batches=micro_batches, schedule=words.schedule(row, vpp),
-        recompute=kept, recompute_layers=kept_layers * vpp, optimizer_sharding=shard,
+        recompute=kept, optimizer_sharding=shard,
+        recompute_layers=kept_layers * (1 if used is Stack.MINDSPEED else vpp),
         shard_group=words.shard_group(row, mesh.dp, mesh.cp),
         sequence_parallel=words.sequence_parallel(row, used, mesh.tp, notes),
         precision=kind, optimizer=words.optimizer(row, network),
@@ -67,7 +70,7 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
         scattered_gradients=not words.is_scaling(row), sent_gradient_bytes=4 * words.is_scaling(row),
         separate_gate=words.is_scaling(row), tokens_sent_once=words.sends_tokens_once(row),
         overlap_experts=bool(re.search(r"1f1b overlap|a2a_ovlp|overlap[-_]moe[-_]expert", flags)),
-        **memory_settings(row),
+        eager_kernels=0 < words.release(row) < _LAZY_KERNELS, **memory_settings(row),
         fused_norm=bool(re.search(r"rms kernel|fused[-_ ]?rms ?norm", f"{row.text('attention_impl')} {flags}".lower())),
     )  # fmt: skip
 
@@ -235,28 +238,41 @@ def read_stages(
     row: FileRow, network: Network, pp: int, micro_batches: int, notes: list[str]
 ) -> tuple[int, tuple[int, ...]]:
     """Virtual stages of a device, and the layers of each stage where they are not the same everywhere."""
-    if isinstance(network, LayeredNetwork) or pp == 1:
+    if isinstance(network, LayeredNetwork):
         return 1, ()
     layers = network.layers
+    listed = _listed_stages(row, layers, pp)
+    if pp == 1:
+        return 1, ()
     vpp = row.whole("vpp") or _usual_virtual_stages(row, layers, pp, micro_batches, notes)
     if pp > layers:
         raise MissingFactError(f"pp {pp} is more than the {layers} layers")
     if pp * vpp > layers + 2:
         notes.append(f"vpp {vpp} is more than the {layers} layers allow: {layers // pp}")
         vpp = layers // pp
-    listed = re.search(r"layers per stage:\s*(\d+(?:/\d+)*)", row.text("notes"))
     if listed and vpp == 1:
-        stages = [int(part) for part in listed[1].split("/")]
-        if len(stages) == pp and sum(stages) == layers + 2:
-            stages[0] -= 1  # the embedding and the output layer count as a layer each
-            stages[-1] -= 1
-        if len(stages) == pp and sum(stages) == layers and min(stages) >= 0:
-            return vpp, tuple(stages)
+        return vpp, listed
     if vpp == 1 and words.is_scaling(row):
         return vpp, _by_items(layers, pp)
     if layers % (pp * vpp) == 0:
         return vpp, ()
     return vpp, _uneven(layers, pp * vpp)
+
+
+def _listed_stages(row: FileRow, layers: int, pp: int) -> tuple[int, ...]:
+    """Layers of each stage where the notes list them; embedding and output layer may count as a layer each."""
+    listed = re.search(r"layers per stage:\s*(\d+(?:/\d+)*)", row.text("notes"))
+    if listed is None:
+        return ()
+    stages = [int(part) for part in listed[1].split("/")]
+    if sum(stages) == layers + 2:
+        stages[0] -= 1
+        stages[-1] -= 1
+    if sum(stages) != layers:
+        raise MissingFactError(
+            f"layers per stage {listed[1]} do not add up to the {layers} layers: which network ran is not known"
+        )
+    return tuple(stages) if len(stages) == pp and min(stages) >= 0 else ()
 
 
 def _usual_virtual_stages(row: FileRow, layers: int, pp: int, micro_batches: int, notes: list[str]) -> int:

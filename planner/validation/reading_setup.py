@@ -13,8 +13,8 @@ from planner.estimate.training_run import (
     TransformerShape,
 )
 from planner.validation.measurement_file import FileRow
-from planner.validation.reading_memory import cumulative, torchtune_recipe, whole_on_one_device
-from planner.validation.reading_suites import mixed_precision_ignored, trains_adapters
+from planner.validation.reading_memory import cumulative, long_term_support, torchtune_recipe, whole_on_one_device
+from planner.validation.reading_suites import flagperf_llama, mixed_precision_ignored, trains_adapters
 
 Network = TransformerShape | LayeredNetwork
 FROZEN_TRAINED_FRACTION = 0.005
@@ -164,6 +164,9 @@ def attention(row: FileRow, used: Stack, notes: list[str]) -> AttentionKernel:
     """How the attention core runs."""
     text, framework = row.text("attention_impl").lower(), row.text("framework").lower()
     date = year_month(row)
+    if flagperf_llama(row) and not text:
+        notes.append("attention kernel not stated: flash2, as the suite's page says")
+        return AttentionKernel.FLASH2
     if _triton_by_default(text, framework, date):
         notes.append("attention kernel not stated: flash, in Triton")
         return AttentionKernel.FLASH
@@ -202,11 +205,10 @@ def _triton_by_default(text: str, framework: str, date: str) -> bool:
 def _without_flash(row: FileRow) -> bool:
     """Whether reproducible kernels are asked of a container that has no reproducible flash attention.
 
-    Megatron-LM's functional tests name the cluster ``dgxa100`` in results of the long-term-support container
-    (``golden_values_lts_dgxa100_dracooci.json``), ``dgx_a100`` in later ones. Transformer Engine then falls back to
-    single operators (``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``; flash attention is reproducible from 2.4.1 on).
+    Transformer Engine then falls back to single operators (``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``; flash attention is
+    reproducible from 2.4.1 on, which the container with long-term support does not have).
     """
-    return row.text("hw").lower() == "dgxa100" and "nvte_allow_nondeterministic_algo=0" in all_words(row)
+    return long_term_support(row) and "nvte_allow_nondeterministic_algo=0" in all_words(row)
 
 
 def _stated_attention(text: str, row: FileRow, used: Stack, date: str) -> AttentionKernel:
@@ -254,6 +256,8 @@ def _stated_sharding(row: FileRow, used: Stack, notes: list[str]) -> OptimizerSh
     ):
         if re.search(pattern, text):
             return value
+    if flagperf_llama(row):
+        return OptimizerSharding.ZERO3
     value = _default_sharding(f"{row.text('framework')} {row.text('source_table')}".lower(), used)
     # DeepSpeed's optimizer for bfloat16 (``BF16_Optimizer``) knows sharded states alone.
     if re.fullmatch(r"megatron-deepspeed", row.text("framework").lower()) and row.text("precision_kind") == "bf16":

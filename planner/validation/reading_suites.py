@@ -80,3 +80,12 @@ def mixed_precision_ignored(row: FileRow) -> bool:
 def trains_adapters(row: FileRow) -> bool:
     """Whether a suite's list of tests says that a row trains adapters alone, where the row does not."""
     return "mindspeed" in row.text("framework").lower() and row.text("model").lower() in _TUNING_ADAPTERS
+
+
+def flagperf_llama(row: FileRow) -> bool:
+    """Whether a row is FlagPerf's LLaMA under DeepSpeed: ZeRO-3 and FlashAttention 2 (``ds_config.json``, README)."""
+    return (
+        "flagperf" in row.text("source").lower()
+        and row.text("framework").lower() == "deepspeed"
+        and "llama" in row.text("model").lower()
+    )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from planner.estimate.memory import training_memory
-from planner.estimate.memory_traits import FUSED_LOSS_BYTES
+from planner.estimate.memory_traits import SCRIPTED_LOSS_BYTES, traits_of
 from planner.estimate.step import Coefficients, StageTimes, stage_times
 from planner.estimate.training_run import OptimizerSharding, Recompute, Stack, TrainingRun
 from planner.estimate.work import Message, work_of
@@ -73,7 +73,10 @@ def test_the_loss_of_whole_logits_does_not_shrink_with_tensor_ranks() -> None:
 def test_a_compiled_loss_holds_the_logits_once_more() -> None:
     plain, fused = (training_memory(run(tp=2, stack=Stack.MEGATRON, fused_loss=fused)) for fused in (False, True))
     logits = GPT.sequence_length * GPT.vocabulary / 2
-    assert fused.allocated_bytes - plain.allocated_bytes == pytest.approx(FUSED_LOSS_BYTES * logits)
+    assert fused.allocated_bytes - plain.allocated_bytes == pytest.approx(4 * logits)
+    scripted = training_memory(run(tp=2, stack=Stack.MEGATRON, fused_loss=True, scripted_loss=True))
+    more = SCRIPTED_LOSS_BYTES - traits_of(Stack.MEGATRON).compiled_loss_bytes
+    assert scripted.allocated_bytes - fused.allocated_bytes == pytest.approx(more * logits)
 
 
 @pytest.mark.parametrize(("micro_batches", "waiting"), [(8, 2), (1, 1)])

@@ -6,8 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from planner.estimate.training_run import AttentionKernel, TrainingSetup
+from planner.estimate.memory import MemoryFigure
+from planner.estimate.training_run import (
+    AttentionKernel,
+    Experts,
+    OptimizerSharding,
+    TrainingSetup,
+    TransformerShape,
+)
 from planner.validation.memory_doubts import CONTRADICTION, MISSING_FACT, UNKNOWN_FIGURE, memory_doubt
+from planner.validation.memory_kinds import figure_of
 from planner.validation.reading import MeasuredRow, read_measurements
 from tests.measurements import write_measurements
 
@@ -50,6 +58,20 @@ def test_scaling_of_aleph_alpha(tmp_path: Path) -> None:
         ({"framework": "Megatron-LM", "recompute": "selective (op SAC)"}, "every_second_product", False),
         ({"recompute": "norm, act"}, "recompute_activation_function", True),
         ({"recompute": "activations"}, "recompute_activation_function", False),
+        ({"hw": "dgxa100"}, "scripted_loss", True),
+        ({"hw": "dgx_a100"}, "scripted_loss", False),
+        ({"framework": "torchtitan", "other_flags": "torch.compile", "measured_date": "2025-06"}, "fused_loss", True),
+        ({"framework": "torchtitan", "other_flags": "torch.compile", "measured_date": "2024-12"}, "fused_loss", False),
+        ({"framework": "torchtitan", "other_flags": "eager", "measured_date": "2025-06"}, "fused_loss", False),
+        ({"measured_date": "2022-02"}, "eager_kernels", True),
+        ({"measured_date": "2022-08"}, "eager_kernels", False),
+        ({"measured_date": ""}, "eager_kernels", False),
+        ({"recompute": "full method=block layers=3", "vpp": "2"}, "recompute_layers", 6),
+        (
+            {"recompute": "full method=block layers=3", "vpp": "2", "framework": "MindSpeed-LLM CI"},
+            "recompute_layers",
+            3,
+        ),
         ({"other_flags": "Opt Offl=Y; Par Offl=Y"}, "offload_parameters", True),
         ({"other_flags": "Opt Offl=Y; Par Offl=Y"}, "offload_optimizer", True),
         ({"other_flags": "Opt Offl=Y; Par Offl=N"}, "offload_parameters", False),
@@ -101,7 +123,8 @@ def test_releases_are_no_plans(tmp_path: Path) -> None:
     [
         ({"mem_gib_per_gpu": "60", "mem_kind": "nvidia-smi GB"}, ""),
         ({"mem_gib_per_gpu": "", "mem_kind": "GB as printed"}, ""),
-        ({"mem_gib_per_gpu": "60", "mem_kind": "GB as printed"}, UNKNOWN_FIGURE),
+        ({"mem_gib_per_gpu": "60", "mem_kind": "GB as printed"}, ""),
+        ({"mem_gib_per_gpu": "60", "mem_kind": "peak GB as printed"}, UNKNOWN_FIGURE),
         ({"mem_gib_per_gpu": "0.5", "mem_kind": "nvidia-smi GB"}, CONTRADICTION),
         (
             {"mem_gib_per_gpu": "60", "mem_kind": "nvidia-smi GB", "recompute": "", "recompute_kind": ""},
@@ -134,3 +157,80 @@ def test_a_row_in_full_says_what_it_multiplies_in_and_what_it_computes_again(
 ) -> None:
     full = {"plan_complete": "yes", "precision": "bf16", "recompute": "full", "recompute_kind": "full"}
     assert read_one(tmp_path, **{**full, **changes}).complete is complete
+
+
+@pytest.mark.parametrize(
+    ("kind", "figure"),
+    [
+        ("mem-max-allocated-bytes (rank 0 of the tensorboard log) /2^30", MemoryFigure.LAST_STAGE_ALLOCATED),
+        ("max over listed ranks of torch_npu max allocated", MemoryFigure.FIRST_STEP_ALLOCATED),
+        ("max over ranks, bytes/2^30 (includes reserved, per repo script)", MemoryFigure.DEVICE),
+        ("peak reserved (torchtitan max_reserved)", MemoryFigure.RESERVED),
+        ("nvidia-smi GB", MemoryFigure.FIRST_NODE_DEVICE),
+        ("nvidia-smi GB, max (first/last stage)", MemoryFigure.DEVICE),
+        ("GiB used of total as printed", MemoryFigure.DEVICE),
+        ("peak active", MemoryFigure.ALLOCATED),
+    ],
+)
+def test_what_measurements_of_memory_show(kind: str, figure: MemoryFigure) -> None:
+    assert figure_of(kind) is figure
+
+
+@pytest.mark.parametrize(("kind", "compared"), [("GB as printed", False), ("peak GB as printed", True)])
+def test_memory_without_a_word_on_what_it_is_is_not_compared(tmp_path: Path, kind: str, compared: bool) -> None:
+    row = read_one(tmp_path, mem_gib_per_gpu="60", mem_kind=kind)
+    assert (row.memory_gib == 60) is compared
+    assert ("not compared" in row.reason) is not compared
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"notes": "layers per stage: 20"}, "do not add up to the 24 layers"),
+        ({"notes": "layers per stage: 20", "pp": "1", "tp": "4"}, "do not add up to the 24 layers"),
+        ({"model": "llama3_mcore_tp2_pp2_vpp2_noop_layer"}, "how many is not stated"),
+        ({"model": "gpt3_mcore_te_tp2_pp1_modelopt_distill_resume"}, "a teacher"),
+    ],
+)
+def test_rows_that_do_not_say_which_network_ran(tmp_path: Path, changes: dict[str, str], missing: str) -> None:
+    row = read_measurements(write_measurements(tmp_path / "m.csv", changes))[0]
+    assert row.run is None
+    assert missing in row.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts"),
+    [
+        ({"framework": "MindSpeed-LLM CI"}, {"rotary": True, "learned_positions": 0}),
+        ({"framework": "Megatron-LM"}, {"rotary": False, "learned_positions": 2048, "dropout": True}),
+        ({"model": "GPT rope_embeddings"}, {"rotary": True, "learned_positions": 0, "dropout": True}),
+        ({"model": "llama", "arch": "rope"}, {"rotary": True, "dropout": False}),
+        ({"model": "t5_11b_mcore_tp4", "hidden": "4096", "n_heads": "64"}, {"head_size": 64}),
+        ({"model": "T5-11B", "hidden": "1024", "n_heads": "128"}, {"head_size": 128}),
+        (
+            {"model": "deepseek_proxy_fsdp_ep2", "n_experts": "8", "moe_topk": "4", "vocab": "", "n_layers": "2",
+             "hidden": "512", "n_heads": "8", "tp": "1", "pp": "1", "global_batch": "128"},
+            {"vocabulary": 50257},
+        ),
+    ],
+)  # fmt: skip
+def test_networks_as_their_software_has_them(tmp_path: Path, changes: dict[str, str], facts: dict[str, object]) -> None:
+    run = read_one(tmp_path, **changes).run
+    assert run is not None
+    assert {name: getattr(run.network, name) for name in facts} == facts
+
+
+def test_experts_of_a_published_network_have_their_own_width(tmp_path: Path) -> None:
+    sizes = {"n_layers": "2", "hidden": "4096", "n_heads": "64", "ffn_hidden": "13312", "n_experts": "16", "ep": "4"}
+    run = read_one(tmp_path, model="pretrain_huyuan3_4k", tp="1", pp="1", moe_topk="8", vocab="120832", **sizes).run
+    assert run is not None
+    assert isinstance(run.network, TransformerShape)
+    assert run.network.experts == Experts(
+        count=16, per_token=8, feed_forward=1536, shared_feed_forward=1536, dense_layers=1
+    )
+
+
+def test_flagperf_shards_llama_whole(tmp_path: Path) -> None:
+    plain = {"tp": "1", "pp": "1", "optimizer_sharding": "", "attention_impl": "", "sequence_parallel": ""}
+    setup = setup_of(tmp_path, source="FlagOpen/FlagPerf", framework="deepspeed", model="llama2_7b", **plain)
+    assert (setup.optimizer_sharding, setup.attention) == (OptimizerSharding.ZERO3, AttentionKernel.FLASH2)
