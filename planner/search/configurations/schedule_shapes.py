@@ -66,7 +66,7 @@ class ScheduleShape:
         return filled
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def schedule_shape(name: str, ranks: int, chunks: int, micro_batches: int) -> ScheduleShape:
     """The shape of a schedule of `chunks` chunks a rank.
 
@@ -86,18 +86,19 @@ def schedule_shape(name: str, ranks: int, chunks: int, micro_batches: int) -> Sc
             rank_of=np.zeros(1, dtype=np.int64), in_flight=one, fill_share=0.0, split=False, fill_sends=0.0,
             steady_sends=0.0,
         )  # fmt: skip
-    schedule = make_schedule(name, ranks, _enough(name, ranks, micro_batches), chunks)
     waits, hidden = 0.0, 0.0
     if name in ("1f1b", "zb_h1"):
         waits, hidden = (micro_batches - 1) * (ranks - 1) / ranks, 0.0 if name == "1f1b" else 1 / 3
     elif name == "gpipe":
         waits, hidden = micro_batches - 1.0, 1.0
-    in_flight, mixes = _in_flight(name, ranks, chunks, micro_batches)
+    rank_of, in_flight, mixes = _in_flight(name, ranks, chunks, _enough(ranks, micro_batches))
+    if name == "gpipe":
+        in_flight = np.full(ranks, float(micro_batches))
     if name == "interleaved_1f1b":
         around, passes = ranks * chunks, ranks * chunks + ranks - 1
         waits, hidden = micro_batches * (around - 1) / passes, (ranks - 1) / passes
     return ScheduleShape(
-        rank_of=schedule.stage_rank.astype(np.int64),
+        rank_of=rank_of,
         in_flight=in_flight,
         mixes=mixes,
         fill_share=1.0 / chunks,
@@ -178,35 +179,37 @@ def fits_schedule(name: str, ranks: int, chunks: int, micro_batches: int) -> boo
     return chunks == 1
 
 
-def _enough(name: str, ranks: int, micro_batches: int) -> int:
-    """Micro-batches after which nothing new happens; GPipe keeps all of them."""
-    return micro_batches if name == "gpipe" else min(micro_batches, 3 * ranks)
+def _enough(ranks: int, micro_batches: int) -> int:
+    """Micro-batches after which nothing new happens, but that GPipe keeps all of them."""
+    return min(micro_batches, 3 * ranks)
 
 
+@lru_cache(maxsize=1024)
 def _in_flight(
     name: str, ranks: int, chunks: int, micro_batches: int
-) -> tuple[FloatArray, tuple[tuple[float, float], ...]]:
-    """(chunks,) forward passes less finished backward passes of each chunk, when its rank has most in flight.
+) -> tuple[IntArray, FloatArray, tuple[tuple[float, float], ...]]:
+    """(chunks,) rank of each chunk, and forward passes less finished backward passes when its rank has most in flight.
 
     And `ScheduleShape.mixes`.
     """
+    schedule = make_schedule(name, ranks, micro_batches, chunks)
+    rank_of = schedule.stage_rank.astype(np.int64)
     if name == "gpipe":
-        return np.full(ranks, float(micro_batches)), ((1.0, 0.0),)
-    schedule = make_schedule(name, ranks, _enough(name, ranks, micro_batches), chunks)
-    change = np.zeros((schedule.size, ranks * chunks), dtype=np.int64)
+        return rank_of, np.full(ranks, float(micro_batches)), ((1.0, 0.0),)
     begins = schedule.kind == ActionKind.FORWARD
     ends = (schedule.kind == ActionKind.BACKWARD) | (schedule.kind == ActionKind.WEIGHT_GRADIENT)
-    rows = np.arange(schedule.size)
-    change[rows, schedule.stage] = begins.astype(np.int64) - ends
+    change = begins.astype(np.int64) - ends
     started = (schedule.kind == ActionKind.INPUT_GRADIENT).astype(np.int64)
     waits = started - (schedule.kind == ActionKind.WEIGHT_GRADIENT)
     result, mixes = np.zeros(ranks * chunks), set[tuple[float, float]]()
     for rank in range(ranks):
         own = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
-        level = np.cumsum(change[own], axis=0)
-        whole, mine = level.sum(axis=1), schedule.stage_rank == rank
-        result[mine] = level[int(np.argmax(whole))][mine]
+        whole = np.cumsum(change[own])
+        until = own.start + int(np.argmax(whole)) + 1
+        levels = np.bincount(schedule.stage[own.start : until], change[own.start : until], ranks * chunks)
+        mine = rank_of == rank
+        result[mine] = levels[mine]
         waiting, most = np.cumsum(waits[own]), whole.max()
         mixes.update(zip(((whole - waiting) / most).tolist(), (waiting / most).tolist(), strict=True))
-    ends = max(mixes), max(mixes, key=lambda mix: (mix[1], mix[0])), max(mixes, key=lambda mix: (sum(mix), mix[1]))
-    return result, tuple(dict.fromkeys(ends))
+    last = max(mixes), max(mixes, key=lambda mix: (mix[1], mix[0])), max(mixes, key=lambda mix: (sum(mix), mix[1]))
+    return rank_of, result, tuple(dict.fromkeys(last))
