@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
 
-from planner.graph.operator_graph import TensorRef
-from planner.instructions import NOTHING, Accumulate, value_of_copy
+from planner.instructions import NOTHING, Accumulate
 from planner.lowering.adding import ACCUMULATE, ADD_TERMS
 from planner.lowering.groups import ALONE, BY_SIZE
-from planner.lowering.placed import PlacedGraph, placements_text
+from planner.lowering.placed import PlacedGraph
 from planner.lowering.turns import in_turn
 from planner.lowering.unit_work import BESIDE, KERNELS, Mark, Part, UnitWork
-from planner.lowering.ways import moves_together
+from planner.lowering.ways import Wanted, moves_together
 from planner.lowering.work import Work
 from planner.lowering.writer import Moved, local_move, moving_message
-from planner.sharding.placement import Placements
-from planner.sharding.redistribution import Step
+from planner.lowering.written import Kind, Leg, Message, Then, Value, Written
 from simulator.pipeline_operators import FIRST, LAST, PLAIN
 from simulator.program import Collective, Kernel, Phase, Task
 from simulator.schedules import ActionKind, Schedule
@@ -54,24 +52,11 @@ class Draft:
 
 BEGIN, END = -2, -1
 """In place of an operator: the begin and the end of a unit."""
-Then = Callable[["Value"], None]
-Kind = tuple[Collective, int, str, int, bool]
-"""Gradients that may travel together: by collective, axis, type on the way, group, and whether they are on the host."""
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A gradient on its way: whose it is, its placement, the operator that makes it ready, and what it is called."""
-
-    mark: Mark
-    placements: Placements
-    operator: int
-    name: str
 
 
 @dataclass(slots=True)
 class _Bucket:
-    entries: list[tuple[Value, tuple[Step, ...], Then]] = field(default_factory=list)
+    entries: list[tuple[Value, tuple[Leg, ...], Then]] = field(default_factory=list)
     size_bytes: int = 0
 
 
@@ -80,7 +65,7 @@ def chunk_drafts(
     work: Work,
     units: Sequence[UnitWork],
     schedule: Schedule,
-    accumulations: dict[tuple[Mark, bool], int],
+    written: Written,
 ) -> dict[tuple[ActionKind, int], Draft]:
     """Every pass of a chunk of these units that a schedule has, plain and of the first and the last micro-batch."""
     kinds = {ActionKind(int(kind)) for kind in np.unique(schedule.kind)}
@@ -96,7 +81,7 @@ def chunk_drafts(
         phase = Phase.FORWARD if kind is ActionKind.FORWARD else Phase.BACKWARD
         for variant in variants if kind in kinds else ():
             first, last = variant == FIRST or (variant == LAST and alone), variant == LAST
-            writer = PassWriter(source, work, order, parts, phase, accumulations, first=first, last=last)
+            writer = PassWriter(source, work, order, parts, phase, written, first=first, last=last)
             made[kind, variant] = writer.write()
     return made
 
@@ -114,8 +99,8 @@ class PassWriter:
     parts : sequence of Part
         What each of them does in it.
     phase : Phase
-    accumulations : dict
-        Tasks of accumulations made so far.
+    written : Written
+        What other passes have written.
     first, last : bool
         The first micro-batch gathers parameters that stay and starts accumulators; the last synchronises gradients.
     """
@@ -127,14 +112,14 @@ class PassWriter:
         units: Sequence[UnitWork],
         parts: Sequence[Part],
         phase: Phase,
-        accumulations: dict[tuple[Mark, bool], int],
+        written: Written,
         *,
         first: bool,
         last: bool,
     ) -> None:
         self.source, self.work, self.units, self.parts = source, work, units, parts
         self.phase, self.first, self.last = phase, first, last
-        self.accumulations = accumulations
+        self.written = written
         self.draft = Draft()
         self.arrivals: list[dict[str, int]] = [{} for _ in units]
         self.pending: dict[Kind, _Bucket] = {}
@@ -210,11 +195,12 @@ class PassWriter:
         if operator.shared >= 0 and (copy, operator.shared) in self.shared_done:
             place[index] = self.kernel
             return
-        after = {place[n] for n in operator.after if place[n] >= 0}
+        after = {at for n in operator.after if (at := place[n]) >= 0}
         if operator.reads_input and given >= 0 and self.draft.stream[given] != operator.stream:
             after.add(given)
-        brought = (*operator.gathered, *operator.fetched)
-        after.update(self.arrivals[number][name] for name in brought if name in self.arrivals[number])
+        if operator.gathered or operator.fetched:
+            arrived = self.arrivals[number]
+            after.update(arrived[name] for name in (*operator.gathered, *operator.fetched) if name in arrived)
         tasks = operator.tasks if self.copies == 1 else [self.work.in_copy(task, copy) for task in operator.tasks]
         place[index] = self._add(tasks, operator.stream, sorted(after))
         for mark in operator.marks:
@@ -224,8 +210,12 @@ class PassWriter:
 
     def _gather_ahead(self) -> None:
         """Parameters that stay for the step, in fused messages, before the pass has its input."""
-        values = [(n, *value) for n, unit in enumerate(self.units) for value in unit.gathers.get(Phase.FORWARD, ())]
-        self._gather(values, [], ahead=True)
+        named = [(n, value) for n, unit in enumerate(self.units) for value in unit.gathers.get(Phase.FORWARD, ())]
+        for (stream, tasks, _), places in self._gathering([value for _, value in named]):
+            at = self._add(tasks, stream, [], ahead=True)
+            for place in places:
+                number, (*_, name) = named[place]
+                self.arrivals[number][name] = at
 
     def _gather_units(self, number: int) -> None:
         """When a unit begins, gather what the next one needs; the first unit's own come before the pass has its input.
@@ -235,9 +225,9 @@ class PassWriter:
         if not self.source.by_unit or not self._gathers():
             return
         if number == 0:
-            self._gather(self._wanted(0), [], ahead=True)
+            self._gather_unit(0, [], ahead=True)
         if number + 1 < len(self.units):
-            self._gather(self._wanted(number + 1), [self.kernel])
+            self._gather_unit(number + 1, [self.kernel])
 
     def _fetch_units(self, number: int) -> None:
         """Begin to bring back from the host what the next unit reads; of the first before the pass has its input."""
@@ -246,35 +236,31 @@ class PassWriter:
                 waits = [self.kernel] if place else []
                 self.arrivals[place][name] = self._add([task], BESIDE, waits, ahead=not place)
 
-    def _wanted(self, number: int) -> list[tuple[int, TensorRef, Placements, str]]:
-        return [(number, *value) for value in self.units[number].gathers.get(self.phase, ())]
+    def _gather_unit(self, number: int, after: list[int], *, ahead: bool = False) -> None:
+        """Append messages with all parameters of a unit, a single one of each kind."""
+        key = id(self.units[number]), self.phase is Phase.FORWARD
+        if key not in self.written.gathers:
+            values = self.units[number].gathers.get(self.phase, ())
+            self.written.gathers[key] = [message for message, _ in self._gathering(values)]
+        for stream, tasks, names in self.written.gathers[key]:
+            at = self._add(tasks, stream, list(after), ahead)
+            self.arrivals[number].update(dict.fromkeys(names, at))
 
     def _gathers(self) -> bool:
         return any(operator.gathered for part in self.parts for operator in part.operators)
 
-    def _gather(
-        self, values: Sequence[tuple[int, TensorRef, Placements, str]], after: list[int], *, ahead: bool = False
-    ) -> None:
-        """Append messages for ``(unit, parameter, placements, name)``; by unit a single one of each kind."""
+    def _gathering(self, values: Sequence[Wanted]) -> Iterator[tuple[Message, list[int]]]:
+        """Write messages that bring parameters, each with the places of what it brings in `values`."""
         limit = self.source.gather_limit(of_unit=bool(self.source.by_unit))
         for on_host in (False, True):
-            here = [value for value in values if self.source.host.holds(value[1]) is on_host]
-            for items, numbers in moves_together(self.source, [value[1:] for value in here], limit):
-                at = self._message(items, list(after), ahead, on_host=on_host)
-                for number in numbers:
-                    unit, *_, name = here[number]
-                    self.arrivals[unit][name] = at
+            places = [n for n, (ref, *_) in enumerate(values) if self.source.host.holds(ref) is on_host]
+            for items, numbers in moves_together(self.source, [values[place] for place in places], limit):
+                found = [places[number] for number in numbers]
+                names = tuple(values[place][2] for place in found)
+                yield (BESIDE, self._message_tasks(items, on_host=on_host), names), found
 
-    def _message(
-        self,
-        moved: Sequence[Moved],
-        after: list[int],
-        ahead: bool = False,
-        stream: int = BESIDE,
-        *,
-        on_host: bool = False,
-    ) -> int:
-        """Append a step on the way to a placement; `stream` is where it runs if it is no message."""
+    def _message_tasks(self, moved: Sequence[Moved], *, on_host: bool = False) -> list[int]:
+        """Write a step of tensors on the way to a placement."""
         (ref, *_, step), graph = moved[0], self.source.graph
         if not isinstance(step.operation, Collective):
             task = Task(
@@ -285,9 +271,9 @@ class PassWriter:
                 bytes_moved=2.0 * self.source.local_bytes(graph.spec(ref), step.after),
                 on_host=on_host,
             )
-            return self._add([self.work.add(task, local_move(self.source, moved[0]))], stream, after, ahead)
+            return [self.work.add(task, local_move(self.source, moved[0]))]
         name = f"{step.operation} of {len(moved)} from {self.source.written_name(ref)}"
-        return self._add([self._collective(name, self.phase, moved, on_host)], BESIDE, after, ahead)
+        return [self._collective(name, self.phase, moved, on_host)]
 
     def _collective(self, name: str, phase: Phase, moved: Sequence[Moved], on_host: bool) -> int:
         """Write one message of several tensors; returns the number of its task."""
@@ -312,9 +298,8 @@ class PassWriter:
 
     def _gradient(self, number: int, mark: Mark, operator: int, copy: int) -> None:
         """Hand a complete gradient on, once every copy and every unit that shares its parameter has sent its term."""
-        placements = self.source.output_placements(mark.gradient)
-        name = value_of_copy(self.source.value_name(mark.gradient, placements), copy)
-        value = Value(mark, placements, operator, name)
+        route = self.written.route(mark)
+        value = Value(mark, route.placements, operator, route.names[copy])
         tied = mark.parameter in self.tied
         expected = self.tied[mark.parameter] if tied else self.counts[id(self.parts[number])][mark.parameter]
         expected *= self.copies
@@ -336,21 +321,17 @@ class PassWriter:
                 )
                 added = self.work.add(task, Accumulate(source=term.name, accumulator=total, first=False))
                 value = Value(mark, value.placements, self._add([added], KERNELS, []), total)
-        self._synchronise(value, self._path(mark)[0], self._accumulate)
-
-    def _path(self, mark: Mark) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        return self.source.path_of_gradient(mark.gradient, mark.parameter)
+        self._synchronise(value, route.ahead, self._accumulate)
 
     def _accumulate(self, value: Value) -> None:
         mark, source = value.mark, self.source
-        behind = self._path(mark)[1]
         if source.options.micro_batches > 1:
             stream, after = self._behind(value)
             accumulator = f"{source.graph.nodes[mark.parameter].name}.accumulated"
             number = self._accumulation(value, accumulator)
             value = Value(mark, value.placements, self._add([number], stream, after), accumulator)
         if self.last:
-            self._synchronise(value, behind, self._arrived)
+            self._synchronise(value, self.written.route(mark).behind, self._arrived)
 
     def _arrived(self, value: Value) -> None:
         self.draft.synchronised[value.mark.parameter] = value.name
@@ -358,7 +339,7 @@ class PassWriter:
     def _accumulation(self, value: Value, accumulator: str) -> int:
         """The task that adds a gradient to its accumulator; every layer like this one has the same."""
         key = value.mark, self.first
-        if key not in self.accumulations:
+        if key not in self.written.accumulations:
             spec = self.source.graph.spec(value.mark.gradient)
             size = self.source.local_bytes(spec, value.placements)
             task = Task(
@@ -370,35 +351,31 @@ class PassWriter:
                 on_host=value.mark.parameter in self.source.host.parameters,
             )
             instruction = Accumulate(source=value.name, accumulator=accumulator, first=self.first)
-            self.accumulations[key] = self.work.add(task, instruction)
-        return self.accumulations[key]
+            self.written.accumulations[key] = self.work.add(task, instruction)
+        return self.written.accumulations[key]
 
     def _behind(self, value: Value) -> tuple[int, list[int]]:
         """Stream of the local work on a gradient, and what that waits for: kernels in order wait for no message."""
         stream = KERNELS if self.draft.stream[value.operator] == KERNELS else BESIDE
         return stream, [] if self.draft.stream[value.operator] == stream else [value.operator]
 
-    def _synchronise(self, value: Value, steps: tuple[Step, ...], then: Then) -> None:
-        if not steps:
+    def _synchronise(self, value: Value, legs: tuple[Leg, ...], then: Then) -> None:
+        if not legs:
             then(value)
             return
-        step = steps[0]
-        if not isinstance(step.operation, Collective):
+        leg = legs[0]
+        if leg.kind is None:
             stream, waits = self._behind(value)
-            target = self._name_after(value, step)
             on_host = value.mark.parameter in self.source.host.parameters
-            item = value.mark.gradient, value.name, target, step
-            at = self._message([item], waits, stream=stream, on_host=on_host)
-            self._synchronise(Value(value.mark, step.after, at, target), steps[1:], then)
+            item = value.mark.gradient, value.name, leg.target, leg.step
+            at = self._add(self._message_tasks([item], on_host=on_host), stream, waits)
+            self._synchronise(Value(value.mark, leg.step.after, at, leg.target), legs[1:], then)
             return
-        spec = self.source.graph.spec(value.mark.gradient)
-        key = self._kind(value.mark, step)
-        bucket = self.pending.setdefault(key, _Bucket())
-        bucket.entries.append((value, steps, then))
-        on_wire = self.source.travelling_bytes(spec)
-        bucket.size_bytes += int(on_wire / prod(self.source.sizes[a] for a in step.sharded_axes))
-        if self._is_full(key, bucket):
-            self._flush(key)
+        bucket = self.pending.setdefault(leg.kind, _Bucket())
+        bucket.entries.append((value, legs, then))
+        bucket.size_bytes += leg.size_bytes
+        if self._is_full(leg.kind, bucket):
+            self._flush(leg.kind)
 
     def _is_full(self, kind: Kind, bucket: _Bucket) -> bool:
         if kind[3] != BY_SIZE:
@@ -406,12 +383,6 @@ class PassWriter:
         if self._by_unit(kind[0]) and self.source.options.exchange.reduce_scatter_bytes is None:
             return False
         return bucket.size_bytes >= self.source.fused_bytes(kind[0])
-
-    def _kind(self, mark: Mark, step: Step) -> Kind:
-        assert isinstance(step.operation, Collective)  # slices and masks are moved at once
-        dtype = self.source.travelling_dtype(self.source.graph.spec(mark.gradient))
-        group = self.source.fusion_group(mark.parameter, step.operation)
-        return step.operation, step.axis, dtype, group, mark.parameter in self.source.host.parameters
 
     def _grouped(self) -> Counter[Kind]:
         """How many gradients of the chunk travel in each message of a group in this pass."""
@@ -423,9 +394,9 @@ class PassWriter:
                 if parameter in self.tied and parameter in seen:
                     continue
                 seen.add(parameter)
-                ahead, behind = self._path(mark)
-                steps = (*ahead, *behind) if self.last else ahead
-                found.update(self._kind(mark, step) for step in steps if isinstance(step.operation, Collective))
+                route = self.written.route(mark)
+                legs = (*route.ahead, *route.behind) if self.last else route.ahead
+                found.update(leg.kind for leg in legs if leg.kind is not None)
         return found
 
     def _by_unit(self, collective: Collective) -> bool:
@@ -436,17 +407,18 @@ class PassWriter:
         for key in [key for key in self.pending if self._by_unit(key[0])]:
             self._flush(key)
 
-    def _flush(self, key: Kind) -> None:
-        bucket = self.pending.pop(key)
+    def _flush(self, kind: Kind) -> None:
+        bucket = self.pending.pop(kind)
         waits = {v.operator for v, _, _ in bucket.entries if self.draft.stream[v.operator] != BESIDE}
-        targets = [self._name_after(value, steps[0]) for value, steps, _ in bucket.entries]
-        moved = [
-            (value.mark.gradient, value.name, target, steps[0])
-            for (value, steps, _), target in zip(bucket.entries, targets, strict=True)
-        ]
-        at = self._add(self._gradients_message(moved, key[2], key[4]), BESIDE, sorted(waits))
-        for (value, steps, then), target in zip(bucket.entries, targets, strict=True):
-            self._synchronise(Value(value.mark, steps[0].after, at, target), steps[1:], then)
+        key = tuple([(value.name, legs[0]) for value, legs, _ in bucket.entries])
+        if key not in self.written.messages:
+            moved = [
+                (value.mark.gradient, value.name, legs[0].target, legs[0].step) for value, legs, _ in bucket.entries
+            ]
+            self.written.messages[key] = self._gradients_message(moved, kind[2], kind[4])
+        at = self._add(self.written.messages[key], BESIDE, sorted(waits))
+        for value, legs, then in bucket.entries:
+            self._synchronise(Value(value.mark, legs[0].step.after, at, legs[0].target), legs[1:], then)
 
     def _gradients_message(self, moved: Sequence[Moved], dtype: str, on_host: bool) -> list[int]:
         """Tasks of one message of gradients, with casts around it where some travel in another type."""
@@ -486,7 +458,3 @@ class PassWriter:
             self.work.add(one, instruction)
             for one, instruction in ((casts[0], NOTHING), (task, message), (casts[1], NOTHING))
         ]
-
-    def _name_after(self, value: Value, step: Step) -> str:
-        name = self.source.graph.nodes[value.mark.parameter].name
-        return f"{name}.gradient@{placements_text(step.after)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -18,8 +18,9 @@ from planner.lowering.overflow import FLAG_BYTES, check_task, checks_gradients, 
 from planner.lowering.placed import PlacedGraph, local_share
 from planner.lowering.representatives import Representatives, representatives
 from planner.lowering.sums import summed
-from planner.lowering.unit_work import BESIDE, KERNELS, MESSAGES, Mark, UnitWork, units_work
+from planner.lowering.unit_work import BESIDE, KERNELS, MESSAGES, UnitWork, units_work
 from planner.lowering.work import Work
+from planner.lowering.written import Written
 from planner.strategy.plan import Plan
 from planner.work import update_traffic
 from simulator.caches import in_caches
@@ -91,7 +92,6 @@ class _Lowering:
     units: tuple[UnitWork, ...]
     keys: tuple[Key, ...]
     work: Work
-    accumulations: dict[tuple[Mark, bool], int] = field(default_factory=dict)
 
     @property
     def source(self) -> PlacedGraph:
@@ -121,9 +121,9 @@ def lower_pipeline(
     lowering = _Lowering(
         plan=plan, hardware=hardware, schedule=schedule, found=found, units=units, keys=keys, work=work
     )
+    written = Written(found.source)
     drafts = {
-        key: chunk_drafts(found.source, work, [units[n] for n in key], schedule, lowering.accumulations)
-        for key in dict.fromkeys(keys)
+        key: chunk_drafts(found.source, work, [units[n] for n in key], schedule, written) for key in dict.fromkeys(keys)
     }
     updates = [_updates(lowering, rank) for rank in range(schedule.ranks)]
     chunk = {key: chunk_bytes(found.source, [units[n] for n in key]) for key in dict.fromkeys(keys)}
@@ -142,8 +142,9 @@ def lower_pipeline(
     pairs = bool(schedule.paired.any())
     # What the host moves takes nothing from kernels.
     slowing = seconds * [task.axis not in (HOST, DISK) for task in work.tasks] * hardware.lost_to_messages
+    times = _TaskTimes(seconds, slowing)
     made = {
-        key: {place: _operators(draft, seconds, slowing, hardware, pairs) for place, draft in passes.items()}
+        key: {place: _operators(draft, times, hardware, pairs) for place, draft in passes.items()}
         for key, passes in drafts.items()
     }
     kinds = {ActionKind(int(kind)) for kind in np.unique(schedule.kind)}
@@ -254,15 +255,32 @@ def _stages_of(schedule: Schedule) -> list[list[int]]:
 # Passes
 
 
-def _operators(draft: Draft, seconds: FloatArray, slowing: FloatArray, hardware: Hardware, pairs: bool) -> Operators:
+class _TaskTimes:
+    """Seconds of the tasks of operators, and those that they take from kernels beside them."""
+
+    def __init__(self, seconds: FloatArray, slowing: FloatArray) -> None:
+        self.seconds, self.slowing = seconds.tolist(), slowing.tolist()
+        self._known: dict[int, tuple[list[int], float, float]] = {}
+
+    def of(self, draft: Draft) -> FloatArray:
+        """(2, operators) of both."""
+        known, found = self._known, []
+        for numbers in draft.tasks:
+            # Operators of equal layers share their lists.
+            if id(numbers) not in known:
+                taken, lost = (sum([each[n] for n in numbers], 0.0) for each in (self.seconds, self.slowing))
+                known[id(numbers)] = numbers, taken, lost
+            found.append(known[id(numbers)][1:])
+        return np.array(found).T
+
+
+def _operators(draft: Draft, times: _TaskTimes, hardware: Hardware, pairs: bool) -> Operators:
     """Times of the operators of a pass; what messages that may hide take from kernels stands before each among them.
 
     A rank with kernels to run loses that much, whichever they are, and one that waits for the message loses nothing.
     """
     streams = draft.stream
-    taken, lost = (
-        np.array([float(sum(each[n] for n in numbers)) for numbers in draft.tasks]) for each in (seconds, slowing)
-    )
+    taken, lost = times.of(draft)
     slows = _may_hide(draft, pairs) & (lost > 0)
     place = np.arange(len(streams)) + np.cumsum(slows)
     rows = np.zeros(len(streams) + int(slows.sum()), dtype=np.int64)
@@ -287,14 +305,17 @@ def _may_hide(draft: Draft, pairs: bool) -> BoolArray:
 
     Behind the other pass of a pair hides any.
     """
-    found, awaited = np.zeros(len(draft.stream), dtype=np.bool_), -1
-    for number in reversed(range(len(draft.stream))):
-        if draft.stream[number] == KERNELS:
-            awaited = max((n for n in draft.after[number] if draft.stream[n] == MESSAGES), default=-1)
+    streams, found, awaited = draft.stream, [False] * len(draft.stream), -1
+    for number in reversed(range(len(streams))):
+        if streams[number] == KERNELS:
+            awaited = -1
+            for before in draft.after[number]:
+                if before > awaited and streams[before] == MESSAGES:
+                    awaited = before
         else:
             # Messages that a pass waits for travel in their order.
-            found[number] = pairs or draft.stream[number] == BESIDE or awaited < number
-    return found
+            found[number] = pairs or streams[number] == BESIDE or awaited < number
+    return np.array(found, dtype=np.bool_)
 
 
 def _computing(plan: Plan) -> float:

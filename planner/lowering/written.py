@@ -1,0 +1,104 @@
+"""What passes of chunks have in common: ways of gradients, and tasks of messages and sums, written once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+from planner.instructions import value_of_copy
+from planner.lowering.placed import PlacedGraph, placements_text
+from planner.lowering.unit_work import Mark
+from planner.sharding.placement import Placements
+from planner.sharding.redistribution import Step
+from simulator.program import Collective
+
+Kind = tuple[Collective, int, str, int, bool]
+"""Gradients that may travel together: by collective, axis, type on the way, group, and whether they are on the host."""
+
+
+class Value(NamedTuple):
+    """A gradient on its way: whose it is, its placement, the operator that makes it ready, and what it is called."""
+
+    mark: Mark
+    placements: Placements
+    operator: int
+    name: str
+
+
+Then = Callable[[Value], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leg:
+    """A step of a gradient, what the gradient is called behind it, and, of a message, its kind and its bytes."""
+
+    step: Step
+    target: str
+    kind: Kind | None
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """A gradient as operators write it, and its steps to the accumulator and from there to where it is stored."""
+
+    placements: Placements
+    names: tuple[str, ...]
+    """In every copy of the micro-batch."""
+    ahead: tuple[Leg, ...]
+    behind: tuple[Leg, ...]
+
+    @classmethod
+    def of(cls, source: PlacedGraph, mark: Mark) -> Route:
+        """The route of a gradient, or of a term of one."""
+        placements = source.output_placements(mark.gradient)
+        name = source.value_name(mark.gradient, placements)
+        ahead, behind = source.path_of_gradient(mark.gradient, mark.parameter)
+        return cls(
+            placements,
+            tuple(value_of_copy(name, copy) for copy in range(source.options.copies)),
+            tuple(_leg(source, mark, step) for step in ahead),
+            tuple(_leg(source, mark, step) for step in behind),
+        )
+
+
+def _leg(source: PlacedGraph, mark: Mark, step: Step) -> Leg:
+    target = f"{source.graph.nodes[mark.parameter].name}.gradient@{placements_text(step.after)}"
+    if not isinstance(step.operation, Collective):  # slices and masks are moved at once
+        return Leg(step, target, None, 0)
+    spec = source.graph.spec(mark.gradient)
+    group = source.fusion_group(mark.parameter, step.operation)
+    on_host = mark.parameter in source.host.parameters
+    kind = step.operation, step.axis, source.travelling_dtype(spec), group, on_host
+    return Leg(
+        step, target, kind, int(source.travelling_bytes(spec) / prod(source.sizes[a] for a in step.sharded_axes))
+    )
+
+
+Message = tuple[int, list[int], tuple[str, ...]]
+"""Stream and tasks of a message of parameters, and the names that they get."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Tasks by number that layers alike have in common, in all passes and chunks, and the routes of their gradients.
+
+    Keys hold the objects that layers alike share, of which the lowered units keep one each.
+    """
+
+    source: PlacedGraph
+    accumulations: dict[tuple[Mark, bool], int] = field(default_factory=dict)
+    gathers: dict[tuple[int, bool], list[Message]] = field(default_factory=dict)
+    """Of a unit, by its identity, forward or not."""
+    messages: dict[tuple[tuple[str, Leg], ...], list[int]] = field(default_factory=dict)
+    """Of gradients, each by its name before a leg."""
+    _routes: dict[int, Route] = field(default_factory=dict)
+
+    def route(self, mark: Mark) -> Route:
+        """The route of a gradient."""
+        found = self._routes.get(id(mark))
+        if found is None:
+            found = self._routes[id(mark)] = Route.of(self.source, mark)
+        return found
