@@ -1,7 +1,8 @@
 """The fast engine: the same times as `simulator.engine`, on arrays.
 
 Where nothing shares a link and nothing is slowed by overlap, times are a recurrence; elsewhere events in the order of
-time. Small tables run as Python: loading compiled code takes longer than they do. Both give the same bits.
+time, without a heap where a rank is alone. Small tables run as Python: loading compiled code takes longer than they do.
+Both give the same bits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from simulator import fast_fluid, fast_recurrence
 from simulator.columns import ProgramColumns
+from simulator.fast_beside import run_beside, runs_alone
 from simulator.fast_fluid import Fluid
 from simulator.fast_recurrence import Recurrence
 from simulator.program import Program
@@ -37,7 +39,9 @@ SMALLEST_JOINED = 500
 SMALLEST_COMPILED = 2_000
 # Loading compiled code takes a process about 0.5 s, and 10 s once for an installation. It is loaded when Python would
 # have run as many tasks in 0.5 s, so a process never waits for more than twice the best.
-WORTH_COMPILING = {"run_in_order": 500_000, "time_alone": 300_000, "run_streams": 200_000, "run_events": 60_000}
+WORTH_COMPILING = {
+    "run_in_order": 500_000, "time_alone": 300_000, "run_streams": 200_000, "run_events": 60_000, "run_beside": 200_000,
+}  # fmt: skip
 _tasks_run: Counter[str] = Counter()
 
 
@@ -99,8 +103,14 @@ def _run_checked(table: TaskTable) -> Times:
 
 
 def _run_joined(groups: TaskGroups) -> Times:
-    seconds = None if groups.overlap_slows else _seconds_alone(groups)
-    return _run_events(groups) if seconds is None else _run_streams(groups, seconds)
+    if groups.overlap_slows:
+        alone = runs_alone(groups)
+        compiled = _worth_compiling("run_beside" if alone else "run_events", groups.table.size)
+        return run_beside(groups) if alone and not compiled else _run_events(groups, compiled=compiled)
+    seconds = _seconds_alone(groups)
+    if seconds is not None:
+        return _run_streams(groups, seconds)
+    return _run_events(groups, compiled=_worth_compiling("run_events", groups.table.size))
 
 
 def _waits_for_earlier_only(table: TaskTable) -> bool:
@@ -144,7 +154,8 @@ def _seconds_alone(groups: TaskGroups) -> FloatArray | None:
 def _run_streams(groups: TaskGroups, seconds: FloatArray) -> Times:
     values = _queues(groups) | {"latency_s": groups.latency_s, "seconds": seconds}
     values |= {"free": np.zeros(len(groups.table.stream_rank)), "ready": np.zeros(groups.table.size)}
-    return _drive(fast_recurrence, "run_streams", Recurrence(**values))
+    compiled = _worth_compiling("run_streams", groups.table.size)
+    return _drive(fast_recurrence, "run_streams", Recurrence(**values), compiled=compiled)
 
 
 def _queues(groups: TaskGroups) -> dict[str, Any]:
@@ -172,7 +183,7 @@ def _queues(groups: TaskGroups) -> dict[str, Any]:
     }
 
 
-def _run_events(groups: TaskGroups) -> Times:
+def _run_events(groups: TaskGroups, *, compiled: bool = False) -> Times:
     table = groups.table
     links = len(table.link_capacity)
     ranks, stream_rank = np.unique(table.stream_rank, return_inverse=True)
@@ -202,16 +213,16 @@ def _run_events(groups: TaskGroups) -> Times:
     values |= {name: _integers(len(table.links)) for name in ("on_link", "slot", "loosened")}
     values |= {name: np.zeros(links) for name in ("demand", "slack", "rising")}
     values |= {name: _integers(links) for name in ("loads", "tight", "crossed", "link_found", "risers", "full")}
-    return _drive(fast_fluid, "run_events", Fluid(**values))
+    return _drive(fast_fluid, "run_events", Fluid(**values), compiled=compiled)
 
 
 def _integers(size: int) -> IntArray:
     return np.zeros(size, dtype=np.int64)
 
 
-def _drive(module: ModuleType, name: str, state: State) -> Times:
+def _drive(module: ModuleType, name: str, state: State, *, compiled: bool) -> Times:
     """Run a table compiled on arrays, or as Python on lists, which are faster there."""
-    if _worth_compiling(name, len(state.stream)):
+    if compiled:
         _compiled(module, name)(state)
         done: Any = state
     else:

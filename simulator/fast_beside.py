@@ -1,0 +1,164 @@
+"""Tables of one rank that asks no link for more than it carries: streams that slow each other and nothing else.
+
+The events are those of `simulator.fast_fluid`, and so are the times, to the bit. A rank has few streams, each of which
+runs one task at a time: no heap orders their events, and a change of pace concerns them alone.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from simulator.task_groups import TaskGroups, tasks_by_stream
+from simulator.task_table import FloatArray, TaskTable
+
+Times = tuple[FloatArray, FloatArray]
+NEVER = float("inf")
+UNKNOWN = float("nan")
+MOST_STREAMS = 8
+"""Streams of a rank beyond which a heap finds the next event sooner."""
+AMPLE = 1 + 1e-12
+
+
+def runs_alone(groups: TaskGroups) -> bool:
+    """Whether a table is of one rank without meetings, and no link of it can be overloaded.
+
+    Tasks of one stream never run together, so a link carries at most the sum over streams of the largest load of each.
+    """
+    table = groups.table
+    if len(table.stream_rank) > MOST_STREAMS or len(set(table.stream_rank.tolist())) != 1:
+        return False
+    return bool((table.meeting < 0).all()) and (not table.links.size or _ample(groups, table))
+
+
+def _ample(groups: TaskGroups, table: TaskTable) -> bool:
+    links = len(table.link_capacity)
+    task = np.repeat(np.arange(table.size), np.diff(table.link_offsets))
+    uses, place = np.unique(task * links + table.links, return_inverse=True)
+    load = np.bincount(place, groups.use_weights * groups.pace[task])
+    most = np.zeros((len(table.stream_rank), links))
+    np.maximum.at(most, (table.stream[uses // links], uses % links), load)
+    return bool((most.sum(axis=0) <= table.link_capacity * AMPLE).all())
+
+
+def run_beside(groups: TaskGroups) -> Times:
+    """Seconds (T,) at which tasks start and end; those of a deadlock keep an end that is not a number."""
+    table = groups.table
+    offsets, order = tasks_by_stream(table.stream, len(table.stream_rank))
+    dependencies = table.dependencies.tolist()
+    rank = _Rank(
+        queues=[order[begin:end].tolist() for begin, end in pairwise(offsets.tolist())],
+        after=[dependencies[begin:end] for begin, end in pairwise(table.dependency_offsets.tolist())],
+        latency_s=groups.latency_s.tolist(),
+        amount=groups.amount.tolist(),
+        pace=groups.pace.tolist(),
+        role=groups.role.tolist(),
+        speed=(1.0, table.compute_speed, table.transfer_speed),
+    )
+    rank.run()
+    return np.array(rank.starts, dtype=np.float64), np.array(rank.ends, dtype=np.float64)
+
+
+class _Rank:
+    """The streams of a rank: what each runs, and when that next begins its work or ends (``moments``)."""
+
+    def __init__(
+        self,
+        *,
+        queues: list[list[int]],
+        after: list[list[int]],
+        latency_s: list[float],
+        amount: list[float],
+        pace: list[float],
+        role: list[int],
+        speed: tuple[float, float, float],
+    ) -> None:
+        self.queues, self.after, self.latency_s = [iter(queue) for queue in queues], after, latency_s
+        self.amount, self.pace, self.role, self.speed = amount, pace, role, speed
+        self.starts, self.ends = [UNKNOWN] * len(after), [UNKNOWN] * len(after)
+        streams = len(queues)
+        self.open = list(range(streams))
+        """Streams that may go on."""
+        self.task = [next(queue, -1) for queue in self.queues]
+        """The next or running task of each stream, -1 behind the last."""
+        self.waiting = [-1] * streams
+        """The task that the next one of each stream waits for."""
+        self.works = [False] * streams
+        self.left, self.since, self.rate = [0.0] * streams, [0.0] * streams, [0.0] * streams
+        self.moments = [NEVER] * streams
+        self.beside = [0, 0, 0]
+        """Tasks that run, by role."""
+
+    def run(self) -> None:
+        """Follow the events in the order of time; what happens at one moment happens before paces are found anew."""
+        now, moments = 0.0, self.moments
+        while True:
+            while self.open:
+                self._start(self.open.pop(), now)
+            if (first := min(moments)) != now:
+                self._settle(now)
+                first = min(moments)
+                if first == NEVER:
+                    return
+                now = first
+            own = moments.index(now)
+            if self.works[own]:
+                self._end(own, now)
+            else:
+                self._begin(own, now)
+
+    def _start(self, own: int, now: float) -> None:
+        task, ends = self.task[own], self.ends
+        if task < 0:
+            return
+        for needed in self.after[task]:
+            if ends[needed] != ends[needed]:
+                self.waiting[own] = needed
+                return
+        self.starts[task] = now
+        latency_s = self.latency_s[task]
+        if latency_s > 0.0:
+            self.beside[self.role[task]] += 1
+            self.moments[own] = now + latency_s
+            return
+        self.beside[self.role[task]] += self.amount[task] > 0.0
+        self._begin(own, now)
+
+    def _begin(self, own: int, now: float) -> None:
+        """Let the task of a stream begin its work, or end where it has none."""
+        amount = self.amount[self.task[own]]
+        if amount <= 0.0:
+            self._end(own, now)
+            return
+        self.works[own] = True
+        self.left[own], self.since[own], self.rate[own] = amount, now, 0.0
+        self.moments[own] = NEVER
+
+    def _end(self, own: int, now: float) -> None:
+        task, waiting = self.task[own], self.waiting
+        if self.works[own] or self.latency_s[task] > 0.0:
+            self.beside[self.role[task]] -= 1
+        self.ends[task] = now
+        self.works[own] = False
+        self.moments[own] = NEVER
+        self.task[own] = next(self.queues[own], -1)
+        self.open.append(own)
+        if task in waiting:
+            for other, needed in enumerate(waiting):
+                if needed == task:
+                    waiting[other] = -1
+                    self.open.append(other)
+
+    def _settle(self, now: float) -> None:
+        """Give what works its pace, and find when it ends by it."""
+        _, computes, transfers = self.beside
+        slowed = 1.0, self.speed[1] if transfers else 1.0, self.speed[2] if computes else 1.0
+        for own, works in enumerate(self.works):
+            if works:
+                task = self.task[own]
+                rate = self.pace[task] * slowed[self.role[task]]
+                if rate != self.rate[own]:
+                    left = max(0.0, self.left[own] - self.rate[own] * (now - self.since[own]))
+                    self.left[own], self.since[own], self.rate[own] = left, now, rate
+                    self.moments[own] = now + left / rate
