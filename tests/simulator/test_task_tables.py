@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from simulator import engine, fast_engine
 from simulator.errors import ProgramError
+from simulator.fast_beside import run_beside, runs_alone
 from simulator.flows import max_min_rates
 from simulator.table_builder import TableBuilder
 from simulator.table_copies import expand
+from simulator.task_groups import group_tasks
 from simulator.task_table import StreamKind, TaskTable
 from tests.simulator.task_tables import tables
 
@@ -61,6 +63,23 @@ def test_events_give_the_times_of_the_recurrence(table: TaskTable) -> None:
     # A factor this close to 1 changes nothing but the way the table is run.
     events = fast_engine.run(dataclasses.replace(ample, compute_speed=1 - 1e-15))
     np.testing.assert_allclose(recurrence, events, rtol=1e-9, atol=1e-12)
+
+
+@given(table=tables(), speeds=st.sampled_from([(0.8, 0.5), (0.8, 1.0), (1.0, 0.5)]), ample=st.booleans())
+@settings(deadline=None, max_examples=100)
+def test_a_rank_alone_runs_to_the_bit_as_events_do(table: TaskTable, speeds: tuple[float, float], ample: bool) -> None:
+    table = dataclasses.replace(
+        table,
+        stream_rank=np.zeros_like(table.stream_rank),
+        meeting=np.full_like(table.meeting, -1),
+        link_capacity=table.link_capacity * (100 if ample else 1),
+        compute_speed=speeds[0],
+        transfer_speed=speeds[1],
+    )
+    groups = group_tasks(table)
+    assume(table.size and runs_alone(groups))
+    for one, other in zip(run_beside(groups), fast_engine._run_events(groups), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @ENGINES
