@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -163,6 +164,32 @@ class Group:
     rows: IntArray
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Moves:
+    """Segments (n,) by where they end, then by group: a place is a boundary state behind so many units.
+
+    ``source`` and ``group`` are where each begins and its group; ``targets`` (ends,) are the places where any ends, and
+    those that end there are ``begins[i]:begins[i + 1]``.
+    """
+
+    source: IntArray
+    group: IntArray
+    targets: IntArray
+    begins: IntArray
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], width: int) -> Moves:
+        """Of groups in `width` boundary states."""
+        shape = [(len(g.starts), g.starts.start, g.length, g.entry, g.exit) for g in groups]
+        counts, first, length, entry, leave = np.array(shape, dtype=np.int64).reshape(-1, 5).T
+        group = np.repeat(np.arange(len(groups)), counts)
+        start = np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+        target = (start + length[group]) * width + leave[group]
+        order = np.argsort(target, kind="stable")
+        targets, begins = np.unique(target[order], return_index=True)
+        return cls((start * width + entry[group])[order], group[order], targets, np.append(begins, len(order)))
+
+
 @dataclass(frozen=True, slots=True)
 class _Kind:
     starts: range
@@ -180,8 +207,8 @@ class Segments:
     values : (ways, 7) as in `Fragments.values`, the messages at a segment's begin included
     fill, busy : (ways,) both terms of the objective
     offsets : (groups,) first row of each group
-    shape_arrays : (groups,) each: first start, end of the starts, length, entry and exit state
-    moves : (groups,) first units as the bits of one number, length, entry and exit state
+    shifts : (groups,) first units as the bits of one number, length, entry and exit state
+    longest : units of the longest segment
     states : place of each boundary state in arrays over states; that of the network's two ends is 0
     exact : whether all ways are there that may matter
     complete : whether every segment is there
@@ -235,11 +262,15 @@ class Segments:
                 size += len(rows)
         self.values = np.concatenate(tables)
         self.offsets = np.array([g.first for g in self.groups], dtype=np.int64)
-        shape = [(g.starts.start, g.starts.stop, g.length, g.entry, g.exit) for g in self.groups]
-        self.shape_arrays = tuple(np.array(shape, dtype=np.int64).reshape(-1, 5).T.copy())
-        self.moves = [((1 << g.starts.stop) - (1 << g.starts.start), g.length, g.entry, g.exit) for g in self.groups]
+        self.longest = max((g.length for g in self.groups), default=0)
+        self.shifts = [((1 << g.starts.stop) - (1 << g.starts.start), g.length, g.entry, g.exit) for g in self.groups]
         self.fill = self.values[:, FILL]
         self.busy = self.values[:, STEADY] + np.maximum(self.values[:, QUEUE], 0.0)
+
+    @cached_property
+    def moves(self) -> Moves:
+        """Every segment at every place where it may begin."""
+        return Moves.of(self.groups, len(self.states))
 
     def _power(self, kind: int, count: int) -> Fragments:
         return repeated(self.task.kinds[kind], count, self._powers[kind], self.width, self.criteria)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from planner.search.configurations.bounds import memory_bound, task_bound
 from planner.search.configurations.whole_units import chunk_times, least_turns
-from planner.search.stages import cutting
 from planner.search.stages import partition as pipeline
 from planner.search.stages.chain_bound import chain_bound
+from planner.search.stages.cutting import cut
 from planner.search.stages.fragments import ACTIVATION, BACKLOG, FILL, QUEUE, RESIDENT, STEADY, TRANSIENT, Fragments
 from planner.search.stages.partition import Partition, PartitionTask, partition
-from planner.search.stages.segments import idealised
+from planner.search.stages.segments import Segments, idealised
 
 
 @st.composite
@@ -222,15 +222,21 @@ def test_pinned_cuts_are_kept_and_the_rest_is_best(task: PartitionTask, data: st
     assert memory_bound(pinned) <= best * (1 + 1e-9)
 
 
-@given(tasks())
-def test_compiled_and_plain_recurrence_agree(task: PartitionTask) -> None:
-    plain = partition(task, width=100)
-    before = cutting._steps[0]
-    cutting._steps[0] = cutting.WORTH_COMPILING
-    try:
-        compiled = partition(task, width=100)
-    finally:
-        cutting._steps[0] = before
-    assert (plain is None) == (compiled is None)
-    if plain is not None and compiled is not None:
-        assert (plain.ends, plain.labels) == (compiled.ends, compiled.labels)
+@given(tasks(), st.integers(0, 2**32 - 1))
+def test_the_cheapest_row_of_segments_is_that_of_the_plain_recurrence(task: PartitionTask, seed: int) -> None:
+    segments = Segments(task, np.inf, 100)
+    assume(segments.groups)
+    random = np.random.default_rng(seed)
+    costs = random.choice([0.0, 1.0, 2.0, np.inf], size=(2, len(segments.groups)))
+    which = random.integers(0, 2, task.pieces)
+    best: dict[tuple[int, int], tuple[float, list[int]]] = {(0, 0): (0.0, [])}
+    for row in which:
+        after: dict[tuple[int, int], tuple[float, list[int]]] = {}
+        for number, group in enumerate(segments.groups):
+            for start in group.starts:
+                before, picks = best.get((start, group.entry), (np.inf, []))
+                to, total = (start + group.length, group.exit), before + costs[row, number]
+                if total < after.get(to, (np.inf, []))[0]:
+                    after[to] = total, [*picks, number]
+        best = after
+    assert cut(segments, costs, which) == best.get((task.units, 0), (np.inf, None))[1]
