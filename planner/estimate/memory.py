@@ -24,7 +24,7 @@ from planner.estimate.memory_traits import (
     MemoryTraits,
     traits_of,
 )
-from planner.estimate.pipeline_residency import micro_batches_in_flight
+from planner.estimate.pipeline_residency import stage_residency
 from planner.estimate.saved_activations import LayerActivations, layer_activations
 from planner.estimate.stage_parameters import (
     RankParameters,
@@ -247,7 +247,7 @@ class _Rank:
         shape, setup, content = self.shape, self.setup, self.contents[index]
         parameters = stage_parameters(shape, setup, content, self.traits.padded_vocabulary)
         states, shard = states_of(parameters, setup, self.traits)
-        in_flight = micro_batches_in_flight(setup.schedule, index, setup.pp, setup.vpp, setup.micro_batches)
+        in_flight = stage_residency(setup, index)
         activations = self._kept(content) * in_flight
         if setup.offload_activations:
             # What one layer keeps is on its way to the host, what another one keeps on its way back.
@@ -258,8 +258,7 @@ class _Rank:
             activations += ends
             working = max(working, loss)
         gathered, communication = self._gathered(content, parameters.total), self._communication(parameters.total)
-        first = states.total - states.moments + activations + working + gathered + communication
-        first = max(first, states.total + self._largest_update(content))
+        first = self._first_step(content, states, activations + working + gathered + communication)
         step = step_bytes(setup, self.traits) * shard
         if step > activations + working + gathered:
             activations, working, gathered = 0.0, step, 0.0
@@ -279,21 +278,24 @@ class _Rank:
             self.context,
         )
 
-    def _largest_update(self, content: StageContent) -> float:
-        """Bytes of the largest tensor of the stage in float32, with which an update tensor by tensor works.
+    def _first_step(self, content: StageContent, states: States, moving: float) -> float:
+        """Most bytes up to the end of the first step, with `moving` bytes that come and go in forward and backward.
 
-        It is a table of the vocabulary, the inner product of a layer, or that of all experts of a rank together.
+        The moments are allocated by the update, when those have gone. It works with the largest tensor once more in
+        float32: a table of the vocabulary, the inner product of a layer, or that of all experts of a rank. Before,
+        weights are drawn in float32, tensor by tensor, beside those that stand.
         """
         shape, setup = self.shape, self.setup
         dense_ranks, expert_ranks = shards(setup) if setup.optimizer_sharding is not OptimizerSharding.NONE else (1, 1)
         ends = content.embedding or content.head
         table = ends * local_vocabulary(shape, setup.tp, self.traits.padded_vocabulary) * shape.hidden
         inner = (2 if shape.gated else 1) * shape.hidden
-        largest = max(table, inner * shape.feed_forward / setup.tp * bool(content.dense_layers)) / dense_ranks
+        dense, expert = max(table, inner * shape.feed_forward / setup.tp * bool(content.dense_layers)), 0.0
         if content.expert_layers and shape.experts:
-            together = shape.experts.feed_forward / setup.expert_tp * shape.experts.count / setup.ep
-            largest = max(largest, inner * together / expert_ranks)
-        return 4 * largest * setup.trained_fraction
+            expert = inner * shape.experts.feed_forward / setup.expert_tp * shape.experts.count / setup.ep
+        update = max(dense / dense_ranks, expert / expert_ranks) * setup.trained_fraction
+        drawn = states.parameters + 4 * max(dense, expert)
+        return max(states.total - states.moments + moving, states.total + 4 * update, drawn)
 
     def _kept(self, content: StageContent) -> float:
         """Activations of one micro-batch in the layers of a stage."""
@@ -377,8 +379,9 @@ class _Rank:
         element = LOW_PRECISION_BYTES[setup.precision]
         buckets = self.traits.bucket_elements * element if setup.dp > 1 else 0.0
         if setup.dp > 1:
-            # Two buffers fill and reduce in turn, one gathers parameters; with sharded parameters it is one in all.
-            count = 1 if setup.optimizer_sharding is OptimizerSharding.ZERO3 else 3
+            # Two buffers fill and reduce in turn, one gathers parameters. It is one in all with sharded parameters, and
+            # in pipelines: they reduce after their last backward pass, and ZeRO-1 ignores ``overlap_comm`` there.
+            count = 1 if setup.optimizer_sharding is OptimizerSharding.ZERO3 or setup.pp > 1 else 3
             buckets += count * min(setup.reduce_bucket_elements, parameters) * element
         if setup.pp == 1:
             return buckets

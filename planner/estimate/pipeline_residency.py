@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from planner.estimate.training_run import TrainingSetup
 from simulator.errors import InputError
 
 WEIGHT_GRADIENT_SHARE = 32 / 34
@@ -63,3 +64,21 @@ def micro_batches_in_flight(schedule: str, stage: int, pp: int, vpp: int, micro_
             f"choose one of {', '.join(_FORMULAS)}"
         )
     return float(formula(stage, pp, vpp, micro_batches))
+
+
+def stage_residency(setup: TrainingSetup, stage: int) -> float:
+    """Micro-batches in flight of rank `stage`, whose chunks need not have equally many layers.
+
+    The result, times what all layers of the stage keep, is what stands. A rank that interleaves takes ``pp``
+    micro-batches through one chunk, then as many through the next, and so on: the first chunks hold more of them than
+    the last.
+    """
+    even = micro_batches_in_flight(setup.schedule, stage, setup.pp, setup.vpp, setup.micro_batches)
+    interleaved = schedule_name(setup.schedule) in ("1f1b", "interleaved_1f1b") and setup.vpp > 1
+    layers = setup.layers_per_stage[stage :: setup.pp]
+    if not interleaved or not layers:
+        return even
+    group = min(setup.pp, setup.micro_batches)
+    rounds, rest = divmod(even * setup.vpp, group * setup.vpp)
+    held = (rounds * group + min(max(rest - chunk * group, 0.0), group) for chunk in range(setup.vpp))
+    return sum(count * each for count, each in zip(layers, held, strict=True)) / max(sum(layers), 1)

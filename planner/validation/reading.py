@@ -28,6 +28,7 @@ _DECISIVE = ("precision not stated", "recomputation not stated")
 """Notes on facts without which the work of a step is guessed: its products' rate, and whether they run once more."""
 
 _NO_FIGURE = "memory not compared: whether it is allocated, reserved or the device's is not stated"
+_NO_BATCH = "memory not compared: it follows the batch, which is not stated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +112,8 @@ def measured_row(row: FileRow) -> MeasuredRow:
     memory, said = stated_memory_gib(row), run.assumed
     if memory and says_no_figure(row.text("mem_kind")):
         memory, said = None, (*said, _NO_FIGURE)
+    if memory and any(note.startswith("batch not stated") for note in said):
+        memory, said = None, (*said, _NO_BATCH)
     return replace(
         known,
         run=run,

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from planner.estimate.layered_work import typical_batch
+from planner.estimate.stage_parameters import even_chunks
 from planner.estimate.training_run import LayeredNetwork, OptimizerSharding, Stack, TrainingSetup, TransformerShape
 from planner.validation import reading_setup as words
 from planner.validation.measurement_file import FileRow
@@ -20,6 +21,7 @@ _DATA_PARALLEL = r"fsdp|ddp|horovod|data.?parallel|torchtune|torch dataparallel|
 _MANY_SAMPLES = 2048
 _LAZY_KERNELS = 2022 + 4 / 12
 """CUDA 11.7, which loads kernels when they are first launched, is of May 2022."""
+_UNEVEN_ENDS = 2
 _ROUNDING = 0.02
 """Batches that do not divide are taken as the next whole number of micro-batches up to this relative change."""
 
@@ -254,6 +256,10 @@ def read_stages(
         return vpp, listed
     if vpp == 1 and words.is_scaling(row):
         return vpp, _by_items(layers, pp)
+    if vpp == 1 and "uneven_pipeline" in row.text("model"):
+        # Megatron-LM's test of that name has two layers on the first and the last stage.
+        inner = layers - 2 * _UNEVEN_ENDS
+        return vpp, (_UNEVEN_ENDS, *even_chunks(inner, pp - 2), _UNEVEN_ENDS) if pp > 2 else ()
     if layers % (pp * vpp) == 0:
         return vpp, ()
     return vpp, _uneven(layers, pp * vpp)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from planner.estimate.memory import MemoryFigure, reserved_memory_bytes, training_memory
 from planner.estimate.memory_traits import traits_of
+from planner.estimate.pipeline_residency import stage_residency
 from planner.estimate.saved_activations import layer_activations
 from planner.estimate.stage_parameters import parameter_count, stage_contents, stage_parameters
 from planner.estimate.training_run import (
@@ -201,6 +202,17 @@ def test_components_add_up_and_figures_grow() -> None:
     assert figures[MemoryFigure.LAST_STAGE_ALLOCATED] <= figures[MemoryFigure.ALLOCATED]
 
 
+def test_first_chunks_hold_more_micro_batches_than_the_last() -> None:
+    """Four ranks, two chunks each: the last rank holds four passes of its first chunk and one of its second."""
+    even, first, second = (
+        TrainingSetup(devices=4, pp=4, vpp=2, micro_batches=8, layers_per_stage=layers)
+        for layers in ((1, 1, 1, 1, 1, 1, 1, 1), (1, 1, 1, 2, 1, 1, 1, 0), (1, 1, 1, 0, 1, 1, 1, 2))
+    )
+    assert [stage_residency(setup, 3) for setup in (even, first, second)] == [2.5, 4, 1]
+    assert stage_residency(replace(even, layers_per_stage=()), 3) == 2.5
+    assert stage_residency(replace(first, schedule="gpipe"), 3) == 8
+
+
 def test_moments_come_when_activations_have_gone() -> None:
     """By the end of the first step either the activations without moments were the most, or the update was."""
     few, many = (training_memory(run(LLAMA_7B, tp=8, micro_batch=size, stack=Stack.MINDSPEED)) for size in (1, 16))
@@ -216,6 +228,14 @@ def test_updates_work_with_the_experts_of_a_rank_at_once() -> None:
     (stage,) = training_memory(run(replace(MIXTRAL, layers=2), stack=Stack.MINDSPEED)).stages
     states = stage.parameters + stage.gradients + stage.master_weights + stage.moments
     assert stage.first_step_bytes - states - stage.workspace == pytest.approx(4 * 8 * 2 * 4096 * 14336)
+
+
+def test_weights_are_drawn_in_float32() -> None:
+    """Of one frozen layer and a head, drawing the head's weights takes most."""
+    shape = llama(2, 4096, 32, 8, 14336, vocabulary=128256, sequence_length=64)
+    memory = training_memory(run(shape, pp=2, trained_fraction=0.005, stack=Stack.MINDSPEED))
+    last = memory.stages[-1]
+    assert last.first_step_bytes == pytest.approx(last.parameters + 4 * 128256 * 4096 + last.workspace)
 
 
 def test_one_looks_at_the_first_node() -> None:

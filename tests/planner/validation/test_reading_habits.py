@@ -58,6 +58,7 @@ def test_scaling_of_aleph_alpha(tmp_path: Path) -> None:
         ({"framework": "Megatron-LM", "recompute": "selective (op SAC)"}, "every_second_product", False),
         ({"recompute": "norm, act"}, "recompute_activation_function", True),
         ({"recompute": "activations"}, "recompute_activation_function", False),
+        ({"model": "gpt3_tp1_pp4_uneven_pipeline", "tp": "1", "pp": "4"}, "layers_per_stage", (2, 10, 10, 2)),
         ({"hw": "dgxa100"}, "scripted_loss", True),
         ({"hw": "dgx_a100"}, "scripted_loss", False),
         ({"framework": "torchtitan", "other_flags": "torch.compile", "measured_date": "2025-06"}, "fused_loss", True),
@@ -181,6 +182,17 @@ def test_memory_without_a_word_on_what_it_is_is_not_compared(tmp_path: Path, kin
     row = read_one(tmp_path, mem_gib_per_gpu="60", mem_kind=kind)
     assert (row.memory_gib == 60) is compared
     assert ("not compared" in row.reason) is not compared
+
+
+def test_memory_without_a_batch_is_not_compared(tmp_path: Path) -> None:
+    vision = {"arch": "", "n_layers": "", "hidden": "", "n_heads": "", "vocab": "", "seq_len": "", "tp": "", "pp": ""}
+    plain = {**vision, "model": "resnet50", "recompute_kind": "", "mem_gib_per_gpu": "30", "mem_kind": "peak reserved"}
+    plain["optimizer_sharding"] = plain["sequence_parallel"] = plain["attention_impl"] = ""
+    stated = read_one(tmp_path, **plain, global_batch="2048", micro_batch="128")
+    assert stated.memory_gib == 30
+    unstated = read_one(tmp_path, **plain, global_batch="", micro_batch="", step_time_s="", samples_per_s="900")
+    assert "follows the batch" in unstated.reason
+    assert unstated.memory_gib != 30
 
 
 @pytest.mark.parametrize(
