@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import gcd
-from weakref import finalize
 
+from planner.graph.kept import KeptByGraph
 from planner.graph.operator_graph import DTYPE_BYTES, Argument, Node, OperatorGraph, Role, TensorRef, TensorSpec
 from planner.graph.statistics import wide_nodes
 from planner.kernel_shapes import is_product
@@ -29,17 +29,13 @@ def at_batch(graph: OperatorGraph, batch: int) -> OperatorGraph:
         raise InputError(f"batch size {batch} is not positive; give a whole number of samples")
     if batch == graph.batch_size:
         return graph
-    key = id(graph)
-    if key not in _SCALED:
-        _SCALED[key] = {}
-        finalize(graph, _SCALED.pop, key, None)
-    made = _SCALED[key]
+    made = _SCALED.of(graph)
     if batch not in made:
         made[batch] = _scaled(graph, batch)
     return made[batch]
 
 
-_SCALED: dict[int, dict[int, OperatorGraph]] = {}
+_SCALED = KeptByGraph[int, OperatorGraph]()
 
 
 def _scaled(graph: OperatorGraph, batch: int) -> OperatorGraph:

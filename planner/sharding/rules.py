@@ -7,6 +7,7 @@ operators that are linear and cheap, never through a matrix product or an attent
 
 from __future__ import annotations
 
+from planner.graph.kept import KeptByGraph
 from planner.graph.operator_graph import Node, OperatorGraph, Role
 from planner.sharding.placement import REPLICATE
 from planner.sharding.rule_notation import InnerMessage, Rule, call_of, replicated, rules_of
@@ -20,8 +21,20 @@ def rules_for(graph: OperatorGraph, node: Node) -> tuple[Rule, ...]:
 
     Whether a sharded dim divides by the size of the axis is for the caller to check. Parameters may be
     stored sharded on any dim and inputs on the batch dim; constants are replicated, as is an operator
-    without rules of its own (see `has_rule`).
+    without rules of its own (see `has_rule`). Those of a graph's nodes are found once and kept as long as the graph is.
     """
+    made = _MADE.of(graph)
+    found = made.get(id(node))
+    if found is None:
+        # The node is kept beside its rules, so that no other one gets its number.
+        found = made[id(node)] = node, _rules_for(graph, node)
+    return found[1]
+
+
+_MADE = KeptByGraph[int, tuple[Node, tuple[Rule, ...]]]()
+
+
+def _rules_for(graph: OperatorGraph, node: Node) -> tuple[Rule, ...]:
     if node.role in (Role.PARAMETER, Role.INPUT):
         return _stored(node)
     family = TABLE.get(node.op)

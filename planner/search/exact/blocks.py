@@ -97,8 +97,9 @@ def _block(problem: Problem, run: Run, sizes: list[int]) -> Block:
     entrance = tuple(back[v] for v in exits)
     others = around - set(first)
     inside = tuple(v for v in sorted(members) if v not in exits)
-    shared = {n for n in others if any(n in neighbours.get(v, ()) for v in inside)}
-    shared |= {n for n in others for v in exits if n in neighbours[v] & neighbours.get(back[v], set())}
+    met_inside = set[int]().union(*(neighbours.get(v, ()) for v in inside))
+    met_twice = set[int]().union(*(neighbours[v] & neighbours.get(back[v], set()) for v in exits))
+    shared = others & (met_inside | met_twice)
     if any(sizes[back[v]] != sizes[v] for v in exits):
         raise _unaligned(run)
     left = frozenset(v for v in exits if decisions.variables[v].tensor is not None)

@@ -80,7 +80,7 @@ class MeshCosts:
         if key not in self._tables:
             self.prepare([key])
         matrix = self._tables[key]
-        return matrix if masks else np.where(_needs_mask(rank, len(self.mesh.axes)), np.inf, matrix)
+        return matrix if masks else np.where(needs_mask(rank, len(self.mesh.axes)), np.inf, matrix)
 
     def scattering(self, rank: int, size_bytes: int) -> NDArray[np.float64]:
         """Seconds of the part of each way of a gradient that ends with its last reduce-scatter, 0 where there is none.
@@ -99,7 +99,8 @@ class MeshCosts:
 _MASKS: dict[tuple[int, int], NDArray[np.bool_]] = {}
 
 
-def _needs_mask(rank: int, axes: int) -> NDArray[np.bool_]:
+def needs_mask(rank: int, axes: int) -> NDArray[np.bool_]:
+    """Between which placements a replicated tensor becomes partial along some axis, shape (placements, placements)."""
     if (rank, axes) not in _MASKS:
         states = np.array(placements_of_rank(rank, axes), dtype=np.int64).reshape((rank + 2) ** axes, axes)
         masked = (states[:, None, :] == REPLICATE) & (states[None, :, :] == PARTIAL)

@@ -194,9 +194,11 @@ class Parts:
                 keep &= (placed == REPLICATE) == (self.setting.storage == "replicated")
         if (self.setting.batch_only and name == "data") or name in self.setting.batch_axes:
             for tensor, reads, placed in tensors:
-                batch = [dim for dim, grows in enumerate(self.graph.spec(tensor).batch_dims) if grows]
+                grows = self.graph.spec(tensor).batch_dims
                 stored = kind is Kind.PARAMETER and not reads
-                keep &= np.isin(placed, batch) if batch else (placed < 0) | stored | self.setting.batch_only
+                # Dims count from the front, replicated and partial from the back.
+                growing = np.array([*grows, False, False], dtype=np.bool_)
+                keep &= growing[placed] if any(grows) else (placed < 0) | stored | self.setting.batch_only
         if name == "expert":
             for tensor, _, placed in tensors:
                 spec = self.graph.spec(tensor)

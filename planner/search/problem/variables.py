@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.graph.chain import Boundary
+from planner.graph.kept import KeptByGraph
 from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
 from planner.search.problem.gradients import GradientFlow, alike, gradient_flows, owner_of
 from planner.sharding.placement import PARTIAL, REPLICATE, Placement
@@ -90,7 +91,7 @@ def decisions(graph: OperatorGraph, boundaries: Sequence[Boundary] = ()) -> Deci
     """List the variables of `graph` with their choices along one mesh axis, and the edges between them.
 
     The tensors of `boundaries` are handed on by stations whoever reads them. Choices that some neighbour can
-    never meet are dropped (arc consistency).
+    never meet are dropped (arc consistency). They are listed once for each graph and set of stations.
     """
     flows = gradient_flows(graph)
     of_node = [owner_of(graph, i) for i in range(len(graph.nodes))]
@@ -98,6 +99,18 @@ def decisions(graph: OperatorGraph, boundaries: Sequence[Boundary] = ()) -> Deci
     for boundary in boundaries:
         crossing = GradientFlow(boundary.gradient) if boundary.gradient else None
         stations.setdefault(boundary.forward, flows.get(boundary.forward, crossing))
+    made = _MADE.of(graph)
+    key = tuple(stations.items())
+    if key not in made:
+        made[key] = _decisions(graph, stations, of_node)
+    return made[key]
+
+
+_Stations = Mapping[TensorRef, GradientFlow | None]
+_MADE = KeptByGraph[tuple[tuple[TensorRef, GradientFlow | None], ...], Decisions]()
+
+
+def _decisions(graph: OperatorGraph, stations: _Stations, of_node: list[int]) -> Decisions:
     for tensor, flow in stations.items():
         for index in flow.sums if flow else ():
             of_node[index] = len(graph.nodes) + tensor.node * 64 + tensor.output
@@ -122,8 +135,8 @@ def decisions(graph: OperatorGraph, boundaries: Sequence[Boundary] = ()) -> Deci
         -1 if node.role is Role.CONSTANT else number[of_node[index]] for index, node in enumerate(graph.nodes)
     )
     edges = tuple(_edges(graph, variables, numbers, station_number))
-    made = _consistent(variables, edges)
-    return Decisions(variables=made, edges=edges, of_node=numbers, alike=_alike(graph, made))
+    consistent = _consistent(variables, edges)
+    return Decisions(variables=consistent, edges=edges, of_node=numbers, alike=_alike(graph, consistent))
 
 
 def unnamed(choice: Choice, tensors: Choice) -> tuple[object, ...]:

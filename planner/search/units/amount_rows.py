@@ -228,6 +228,8 @@ class Messages:
         payloads = np.maximum(self._payloads.values(ratio, share), 1.0)
         found = np.zeros_like(payloads)
         for (collective, axis, fused), slots in self._slots.items():
+            if axis >= len(costs.mesh.axes):
+                continue
             sent = payloads[:, slots]
             found[:, slots] = costs.message_time(collective, axis, sent.ravel(), fused).reshape(sent.shape)
         found[:, self._copies] = costs.copy_time(payloads[:, self._copies])
@@ -238,6 +240,8 @@ class Messages:
         inside = np.zeros_like(work_s)
         for key, group in self._inner.items():
             axis, rows = self._axes[key], group.rows[0]
+            if axis >= len(costs.mesh.axes):
+                continue
             payload = np.broadcast_to(group.fixed[0], (len(ratio), len(rows)))
             for port in group.ports:
                 payload = payload + port.values(ratio, share)

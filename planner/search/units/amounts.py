@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from planner.graph.operator_graph import DTYPE_BYTES, TensorRef, TensorSpec
 from planner.kernel_shapes import kernel_shape
-from planner.search.problem.costs import MeshCosts
+from planner.search.problem.costs import MeshCosts, needs_mask
 from planner.search.problem.parts import Parts, States
 from planner.search.problem.variables import Edge, masks
 from planner.search.units.amount_rows import Kernels, Messages, Scaled
@@ -201,6 +202,16 @@ class AmountLedger:
         after = states.placements(gradient, reads=False)
         return self._ways(gradient, before, after, masked=False, fused=False)
 
+    def impossible(self, edge: Edge) -> NDArray[np.bool_]:
+        """Where `moves` has no way, shape (states, states)."""
+        rank = len(self.graph.spec(edge.tensor).shape)
+        written, read = self.parts.ends(edge)
+        ways = (written[:, None], read[None, :])
+        impossible = ~step_table(rank, self.axes).possible[ways]
+        if not masks(self.parts.decisions.variables, edge):
+            impossible |= needs_mask(rank, self.axes)[ways]
+        return impossible
+
     def moves(self, edge: Edge) -> Ways:
         """The ways from each state of an edge's writer to each of its reader, shape (states, states)."""
         parts = self.parts
@@ -222,26 +233,21 @@ class AmountLedger:
         """Number the ways of a tensor from placements to others, all of shape (axes, ways)."""
         spec = self.graph.spec(tensor)
         rank = len(spec.shape)
-        table = step_table(rank, self.axes)
-        ends = placement_index(before, rank), placement_index(after, rank)
-        impossible = ~table.possible[ends]
-        if not masked:
-            impossible |= ((before == REPLICATE) & (after == PARTIAL)).any(axis=0)
-        messages, copies = self._first_slots(rank, spec, fused, table)
-        steps, cuts = table.steps[ends], table.copies[ends]
+        steps = _steps(rank, before.shape, before.tobytes(), after.tobytes(), masked)
+        messages, copies = self._first_slots(rank, spec, fused, step_table(rank, self.axes))
         return Ways(
-            self._numbered(np.where(steps < len(table.kinds), steps + messages, 0), impossible),
-            self._numbered(np.where(cuts < len(table.pieces), cuts + copies, 0), impossible),
-            impossible,
+            self._numbered(steps.sent, steps.messages, messages),
+            self._numbered(steps.copied, steps.copies, copies),
+            steps.impossible,
         )
 
-    def _numbered(self, slots: IntArray, impossible: NDArray[np.bool_]) -> IntArray:
-        """Number sums of slots, (ways, steps); NOTHING for those of none."""
-        moved = (slots > 0).any(axis=1) & ~impossible
+    def _numbered(self, moved: NDArray[np.bool_], slots: IntArray, first: int) -> IntArray:
+        """Number sums of slots, (moved, steps), which count from the `first`; NOTHING for ways that are not moved."""
         numbers = np.full(len(moved), NOTHING, dtype=np.int64)
-        numbers[moved] = _coded(np.arange(self._cells.count, self._cells.count + moved.sum()), _MOVE)
-        self._cells.steps.append(slots[moved])
-        self._cells.count += int(moved.sum())
+        if len(slots):
+            numbers[moved] = np.arange(self._cells.count, self._cells.count + len(slots)) * _KINDS + _MOVE
+            self._cells.steps.append(np.where(slots >= 0, slots + first, 0))
+            self._cells.count += len(slots)
         return numbers
 
     def _first_slots(self, rank: int, spec: TensorSpec, fused: bool, table: StepTable) -> tuple[int, int]:
@@ -265,13 +271,44 @@ class AmountLedger:
         return Amounts(self, steps, excesses)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Steps:
+    """Steps of many ways: which of them take messages, and copies, (ways,), and which ones, from 0 and −1 for none."""
+
+    sent: NDArray[np.bool_]
+    messages: IntArray
+    copied: NDArray[np.bool_]
+    copies: IntArray
+    impossible: NDArray[np.bool_]
+
+
+@lru_cache(maxsize=4096)
+def _steps(rank: int, shape: tuple[int, int], before: bytes, after: bytes, masked: bool) -> _Steps:
+    """Steps of the ways of a tensor of some rank between placements, numbers of `shape` (axes, ways)."""
+    here, there = (np.frombuffer(ends, dtype=np.int64).reshape(shape) for ends in (before, after))
+    table = step_table(rank, shape[0])
+    ends = placement_index(here, rank), placement_index(there, rank)
+    impossible = ~table.possible[ends]
+    if not masked:
+        impossible |= ((here == REPLICATE) & (there == PARTIAL)).any(axis=0)
+
+    def taken(steps: IntArray, count: int) -> tuple[NDArray[np.bool_], IntArray]:
+        known = steps < count
+        moved = known.any(axis=1) & ~impossible
+        return moved, np.where(known, steps, -1)[moved]
+
+    sent, messages = taken(table.steps[ends], len(table.kinds))
+    copied, copies = taken(table.copies[ends], len(table.pieces))
+    return _Steps(sent, messages, copied, copies, impossible)
+
+
 class Amounts:
     """The amounts of a ledger, worked out for any cases."""
 
     def __init__(self, ledger: AmountLedger, steps: IntArray, excesses: IntArray) -> None:
         self._kernels, self._messages, self._bytes = ledger.kernels, ledger.messages, ledger.bytes
         self._steps, self._excesses = steps, excesses
-        self._batch = ledger.graph.batch_size
+        self._batch, self._axes = ledger.graph.batch_size, ledger.axes
         counts = (len(self._kernels), len(self._kernels), len(steps), len(self._bytes), len(excesses))
         self._offsets = np.cumsum([0, *counts])
         self._kernels.close()
@@ -283,9 +320,12 @@ class Amounts:
         return np.asarray(coded // _KINDS + self._offsets[coded % _KINDS])
 
     def values(self, cases: Sequence[Case]) -> FloatArray:
-        """Every amount of each case, shape (cases, amounts); cases are of one cluster and have the same axes."""
+        """Every amount of each case, shape (cases, amounts); cases are of one cluster and have the same axes.
+
+        Those may be fewer than the ledger's: what is about the others is not to be read.
+        """
         ratio = np.array([case.batch / self._batch for case in cases])
-        share = np.array([_shares(case.costs.mesh.sizes) for case in cases])
+        share = np.array([_shares((*case.costs.mesh.sizes, *(1,) * self._axes)[: self._axes]) for case in cases])
         work_s = self._kernels.seconds([case.costs for case in cases], ratio, share)
         inside_s, sent_s = np.zeros_like(work_s), np.zeros((len(cases), self._messages.count))
         for costs, rows in _by_mesh(cases):

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.problem.parts import Parts
-from planner.search.units.amounts import AmountLedger, Case
+from planner.search.problem.parts import Parts, States
+from planner.search.units.amounts import AmountLedger, Amounts, Case
 from planner.search.units.factors import PARTS, UnitFactors, rows_of
 from planner.search.units.records import Least, UnitLabels, Weights
 from planner.search.units.stage_shape import KeptParts, StageOptions, StageShape, divisibility, ways_of_masks
 from planner.search.units.unit_terms import UnitTerms, unit_terms
+from planner.sharding.inner_messages import inner_messages
+from planner.sharding.placement import REPLICATE
 from simulator.errors import InputError
 
 if TYPE_CHECKING:
@@ -52,9 +54,13 @@ class Family:
     wide : Parts
         Their states are those of all stages of the family.
     options : StageOptions
+    within : Family, optional
+        One with further axes, of the same units: where nothing is cut along those, its sums are those of this one.
     """
 
-    def __init__(self, source: StageDecisions, wide: Parts, options: StageOptions) -> None:
+    def __init__(
+        self, source: StageDecisions, wide: Parts, options: StageOptions, within: Family | None = None
+    ) -> None:
         self.source, self.wide, self.options = source, wide, options
         self.shape = StageShape(source, wide, StageOptions(modes=options.modes, sequence_parallel=None))
         self._variables = range(len(source.decisions.variables))
@@ -69,14 +75,44 @@ class Family:
         self._crossed: dict[int, list[list[int]]] = {}
         self._least: dict[tuple[int, int], Least] = {}
         self._values: OrderedDict[tuple[int, int], FloatArray] = OrderedDict()
+        self.terms, self.amounts = self._taken_down() if within is None else self._taken_from(within)
         self._join()
+
+    def _taken_from(self, within: Family) -> tuple[Mapping[int, UnitTerms], Amounts]:
+        """What the tables of all units add up, of a family with further axes along which nothing is done."""
+        whole = within.whole_states
+        if whole is None:
+            return self._taken_down()
+        return {n: terms.at(whole) for n, terms in within.terms.items()}, within.amounts
+
+    def _taken_down(self) -> tuple[Mapping[int, UnitTerms], Amounts]:
+        """List what the tables of all units add up.
+
+        Where the batch alone is cut, and boundaries leave nothing open, what single states make up decides nothing.
+        """
+        ledger = AmountLedger(self.wide)
+        models = {self.source.tabled(n): None for n in range(len(self.source.models))}
+        closed = not self.source.shared and all(len(states) == 1 for states, _ in self.shape.classes)
+        decided = not (self.wide.setting.batch_only and closed)
+        terms = {n: unit_terms(self.source.models[n], ledger, decided=decided) for n in models}
+        return terms, ledger.amounts()
+
+    @cached_property
+    def whole_states(self) -> Mapping[int, int] | None:
+        """For each variable the state in which nothing is cut nor sent along any axis; None where one has none."""
+        found: dict[int, int] = {}
+        of_kind: dict[int, int | None] = {}
+        for number in self._variables:
+            states = self.wide.states(number)
+            if states.kind not in of_kind:
+                of_kind[states.kind] = _whole_state(states)
+            if (state := of_kind[states.kind]) is None:
+                return None
+            found[number] = state
+        return found
 
     def _join(self) -> None:
         """Put the sums of all units behind each other."""
-        ledger = AmountLedger(self.wide)
-        models = {self.source.tabled(n): None for n in range(len(self.source.models))}
-        self.terms: dict[int, UnitTerms] = {n: unit_terms(self.source.models[n], ledger) for n in models}
-        self.amounts = ledger.amounts()
         starts = np.cumsum([0, *(terms.entries for terms in self.terms.values())])
         self._starts = dict(zip(self.terms, starts.tolist(), strict=False))
         self.entries = int(starts[-1])
@@ -329,3 +365,17 @@ class Family:
         ]
         shape = self.shape.unit(number, terms.scopes, terms.sizes)
         return shape.spread(shape.lowest(tables), self.source.shared)
+
+
+def _whole_state(states: States) -> int | None:
+    """First state of which every choice keeps everything whole and sends nothing."""
+    whole = [
+        all(
+            not rule.splits_work and {*rule.inputs, *rule.outputs} <= {REPLICATE} and not inner_messages(rule)
+            for rule in choice.rules
+        )
+        and {*choice.reads.values(), *choice.writes.values()} <= {REPLICATE}
+        for choice in states.variable.choices
+    ]
+    found = np.flatnonzero(np.array(whole)[states.choice].all(axis=0))
+    return int(found[0]) if len(found) else None

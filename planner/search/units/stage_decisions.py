@@ -27,6 +27,9 @@ from simulator.hardware import Hardware
 from simulator.program import Phase
 from simulator.topology import group_shape
 
+TENSOR = ("tensor",)
+"""Axes of the stages that searches have most of."""
+
 
 class StageDecisions:
     """The chain of a graph and its decisions, with what no mesh or micro-batch changes.
@@ -220,17 +223,24 @@ class StageDecisions:
         key: tuple[object, ...] = (_names(setting.costs.mesh), *restricted)
         case = Case(setting.costs, parts.graph.batch_size)
         if key not in self._families:
-            wide = parts if setting.batch_only else self._widest(setting)
-            self._families[key] = Family(self, wide, options)
+            wide = parts if setting.batch_only else self._widest(setting, _names(setting.costs.mesh))
+            within = None
+            if not key[0] and not setting.batch_only and TENSOR in self._expected:
+                # It will be wanted anyway.
+                wider = (TENSOR, *restricted)
+                if wider not in self._families:
+                    self._families[wider] = Family(self, self._widest(setting, TENSOR), options)
+                within = self._families[wider]
+            self._families[key] = Family(self, wide, options, within)
         if self._families[key].shape_of(case) is None:
             key = (*key, case.key)
             if key not in self._families:
                 self._families[key] = Family(self, parts, options)
         return self._families[key]
 
-    def _widest(self, setting: Setting) -> Parts:
-        """States of a mesh whose axes divide everything."""
-        mesh = Mesh(tuple(MeshAxis(name, 1) for name in _names(setting.costs.mesh)))
+    def _widest(self, setting: Setting, names: tuple[str, ...]) -> Parts:
+        """States of a mesh with some axes, which divide everything."""
+        mesh = Mesh(tuple(MeshAxis(name, 1) for name in names))
         costs = self.costs(setting.costs.hardware, mesh, setting.costs.bucket_bytes)
         return Parts(self.graph, self.decisions, replace(setting, costs=costs))
 

@@ -39,19 +39,41 @@ class UnitTerms:
     amounts: IntArray
     forbidden: BoolArray
 
+    def at(self, states: Mapping[int, int]) -> UnitTerms:
+        """The same with a single state of each variable."""
+        chosen = []
+        for scope, start in zip(self.scopes, self.starts, strict=True):
+            place = 0
+            for v in scope:
+                place = place * self.sizes[v] + states[v]
+            chosen.append(start + place)
+        number = np.full(self.entries, -1, dtype=np.int64)
+        number[chosen] = np.arange(len(chosen))
+        kept = number[self.places] >= 0
+        return UnitTerms(
+            sizes=dict.fromkeys(self.sizes, 1),
+            scopes=self.scopes,
+            starts=tuple(range(len(chosen))),
+            entries=len(chosen),
+            parts=self.parts[kept],
+            places=number[self.places[kept]],
+            amounts=self.amounts[kept],
+            forbidden=self.forbidden[chosen],
+        )
 
-def unit_terms(model: UnitModel, ledger: AmountLedger) -> UnitTerms:
-    """Take down what the parts of one unit are made of."""
-    return _Builder(model, ledger).build()
+
+def unit_terms(model: UnitModel, ledger: AmountLedger, *, decided: bool = True) -> UnitTerms:
+    """Take down what the parts of one unit are made of; unless `decided`, without what only single states make up."""
+    return _Builder(model, ledger, decided=decided).build()
 
 
 class _Builder:
-    def __init__(self, model: UnitModel, ledger: AmountLedger) -> None:
-        self.model, self.ledger = model, ledger
+    def __init__(self, model: UnitModel, ledger: AmountLedger, *, decided: bool) -> None:
+        self.model, self.ledger, self.decided = model, ledger, decided
         self.parts: Parts = ledger.parts
         self.tables: dict[Scope, int] = {}
         self.entries = 0
-        self.terms: list[tuple[int, IntArray, IntArray]] = []
+        self.charges: list[tuple[tuple[int, ...], int, IntArray]] = []
         self.forbidden: list[tuple[Scope, BoolArray]] = []
         ends = [v for v in (model.entry, model.exit) if v is not None]
         self.members = (*model.variables, *ends, *model.shared)
@@ -61,12 +83,15 @@ class _Builder:
         model = self.model
         for number in self.members:
             self._table((number,))
-        for number in (*model.variables, *sorted(model.first)):
-            self._variable(number)
-        if model.entry is not None:
-            self._variable(model.entry)
+        ends = () if model.entry is None else (model.entry,)
+        for number in (*model.variables, *sorted(model.first), *ends):
+            if self._counts(number):
+                self._variable(number)
         for edge in model.edges:
-            self._edge(edge)
+            if self._counts(edge.source, edge.target):
+                self._edge(edge)
+            else:
+                self._barred_edge(edge)
         self._keep_all()
         for mode in (1, 2):
             self._keep_some(mode)
@@ -74,17 +99,21 @@ class _Builder:
         for scope, where in self.forbidden:
             start = self.tables[scope]
             forbidden[start : start + where.size] |= where.ravel()
-        parts = np.repeat([part for part, _, _ in self.terms], [len(amounts) for _, _, amounts in self.terms])
+        parts, places, amounts = self._terms()
         return UnitTerms(
             sizes=self.sizes,
             scopes=tuple(self.tables),
             starts=tuple(self.tables.values()),
             entries=self.entries,
-            parts=parts.astype(np.int64),
-            places=_joined([places for _, places, _ in self.terms]),
-            amounts=_joined([amounts for _, _, amounts in self.terms]),
+            parts=parts,
+            places=places,
+            amounts=amounts,
             forbidden=forbidden,
         )
+
+    def _counts(self, *variables: int | None) -> bool:
+        """Whether what some variables make up is taken down: all of it, or where one of them has several states."""
+        return self.decided or any(self.sizes.get(v, 0) > 1 for v in variables if v is not None)
 
     def _table(self, scope: Scope) -> int:
         """Where a table begins."""
@@ -101,11 +130,25 @@ class _Builder:
         if len(scope) == 2 and scope[0] > scope[1]:
             scope, amounts = scope[::-1], amounts.T
         if len(scope) == 1 or scope in self.tables:
-            flat = amounts.ravel()
-            places = (flat != NOTHING).nonzero()[0]
-            if len(places):
-                flat, places = flat[places], places + self.tables[scope]
-                self.terms += [(part, places, flat) for part in parts]
+            self.charges.append((parts, self.tables[scope], amounts.ravel()))
+
+    def _terms(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Part, place and amount of all that was charged, one for each part of a charge."""
+        if not self.charges:
+            nothing = np.zeros(0, dtype=np.int64)
+            return nothing, nothing, nothing
+        amounts = np.concatenate([charged for _, _, charged in self.charges])
+        lengths = np.array([len(charged) for _, _, charged in self.charges])
+        begins = np.cumsum(lengths) - lengths
+        first = np.array([start for _, start, _ in self.charges])
+        kept = np.flatnonzero(amounts != NOTHING)
+        charge = np.repeat(np.arange(len(lengths)), lengths)[kept]
+        places = kept + (first - begins)[charge]
+        # One charge may be for several parts.
+        widest = max(len(parts) for parts, _, _ in self.charges)
+        listed = np.array([(*parts, *(-1,) * (widest - len(parts))) for parts, _, _ in self.charges])[charge]
+        row, column = np.nonzero(listed >= 0)
+        return listed[row, column], places[row], amounts[kept][row]
 
     def _variable(self, number: int) -> None:
         states = self.parts.states(number)
@@ -143,6 +186,12 @@ class _Builder:
     def _forbid(self, scope: Scope, where: BoolArray) -> None:
         if where.any():
             self.forbidden.append((scope, where))
+
+    def _barred_edge(self, edge: Edge) -> None:
+        """Take down of an edge whether there is a way at all."""
+        scope = (min(edge.source, edge.target), max(edge.source, edge.target))
+        self._table(scope)
+        self._forbid(scope, self.ledger.impossible(edge))
 
     def _edge(self, edge: Edge) -> None:
         ways = self.ledger.moves(edge)
@@ -208,6 +257,8 @@ class _Builder:
         for ref, readers in model.saved.items():
             owner = model.decisions.of_node[ref.node] if ref != model.entry_tensor else None
             owner = owner if owner in self.sizes else None
+            if not self._counts(owner, model.exit, self.parts.station_of.get(ref), *readers):
+                continue
             if ref == model.exit_tensor and model.read_behind and model.exit is not None and owner is not None:
                 # The next unit keeps it too: it counts here where that keeps it in another placement.
                 there, here = self._numbers(ref, model.exit), self._numbers(ref, owner)
@@ -274,11 +325,13 @@ class _Builder:
         model, stations = self.model, self.parts.station_of
         for ref in model.kept(MODES[mode]):
             station = stations.get(ref)
+            owner = model.decisions.of_node[ref.node]
+            if not self._counts(owner, station, *model.again[MODES[mode]].readers[ref]):
+                continue
             if ref == model.entry_tensor:
                 assert station is not None  # every boundary has one
                 self._charge((Part.KEPT + mode,), (station,), self._written(ref, station))
                 continue
-            owner = model.decisions.of_node[ref.node]
             readers = sorted(model.again[MODES[mode]].readers[ref])
             written = self._written(ref, owner)
             if owner in readers or not readers or (station is None and len(readers) > 1):
@@ -288,7 +341,3 @@ class _Builder:
             partial = has_partial(self.parts.states(owner).placements(ref, reads=False))
             size = np.where(partial[:, None], self._read(ref, reader)[None, :], written[:, None])
             self._charge((Part.KEPT + mode,), (owner, reader), size)
-
-
-def _joined(rows: list[IntArray]) -> IntArray:
-    return np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
