@@ -59,10 +59,13 @@ def sends_s(hardware: Hardware, tables: StageTables, pairs: tuple[tuple[int, flo
     units, boundaries = tables.chain.units, tables.boundaries
     width = max((len(boundary.forward_bytes) for boundary in boundaries), default=1)
     seconds = np.zeros((len(boundaries), width))
+    payloads = np.zeros((2, len(boundaries), width))
     for number, boundary in enumerate(boundaries):
-        for payload, (apart, share) in product((boundary.forward_bytes, boundary.backward_bytes), pairs):
-            sent = message_s(hardware, Collective.SEND, payload, 2, apart)
-            seconds[number, : len(payload)] += np.where(payload > 0, share * sent, 0.0)
+        for way, payload in zip(payloads, (boundary.forward_bytes, boundary.backward_bytes), strict=True):
+            way[number, : len(payload)] = payload
+    for payload, (apart, share) in product(payloads, pairs):
+        sent = message_s(hardware, Collective.SEND, payload.ravel(), 2, apart).reshape(payload.shape)
+        seconds += np.where(payload > 0, share * sent, 0.0)
     # Between equal blocks goes what goes between the first and the second of them.
     rows = [place for n, unit in enumerate(units) for place in [n - 1] * (unit.count - 1) + [n]]
     return seconds[[min(max(row, 0), len(boundaries) - 1) for row in rows[:-1]]]

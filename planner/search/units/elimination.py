@@ -22,11 +22,16 @@ LONG = 2048
 
 @dataclass(frozen=True, slots=True)
 class _Term:
-    """A table that takes part in an elimination, with the order and shape that align it to the others."""
+    """A table that takes part in an elimination, with the order and shape that align it to the others.
+
+    ``order`` is empty where dims stay in theirs; ``fits`` says whether it can be added to the sum of those before in
+    place, which is then no table itself.
+    """
 
     number: int
     order: tuple[int, ...]
     shape: tuple[int, ...]
+    fits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,23 +111,31 @@ def elimination(scopes: tuple[Scope, ...], sizes: tuple[tuple[int, int], ...], k
         touching = [number for number, scope in pool.items() if variable in scope]
         scope = tuple(sorted(around[variable] - {variable}))
         full = (variable, *scope)
-        steps.append(_Step(variable, scope, tuple(_term(n, pool.pop(n), full, size) for n in touching)))
+        steps.append(_Step(variable, scope, _terms([(n, pool.pop(n)) for n in touching], full, size)))
         pool[len(scopes) + len(steps) - 1] = scope
         for other in scope:
             around[other] |= set(scope)
             around[other].discard(variable)
             if other in open_variables:
                 weight[other] = prod(size[u] for u in around[other])
-    rest = tuple(_term(n, scope, kept, size) for n, scope in pool.items())
+    rest = _terms([*pool.items()], kept, size)
     shapes = tuple(tuple(size[v] for v in scope) for scope in scopes)
     return Elimination(tuple(steps), rest, shapes, single)
 
 
-def _term(number: int, scope: Scope, full: Scope, size: Mapping[int, int]) -> _Term:
+def _terms(tables: Sequence[tuple[int, Scope]], full: Scope, size: Mapping[int, int]) -> tuple[_Term, ...]:
+    """Tables, each its number and scope, as they are added up one after the other."""
     place = {v: i for i, v in enumerate(full)}
-    order = sorted(range(len(scope)), key=lambda i: place[scope[i]])
-    shape = tuple(size[v] if v in scope else 1 for v in full)
-    return _Term(number, (*order, len(scope)), shape)
+    total = (0,) * len(full)
+    found = []
+    for count, (number, scope) in enumerate(tables):
+        order = sorted(range(len(scope)), key=lambda i: place[scope[i]])
+        stays = order == [*range(len(scope))]
+        shape = tuple(size[v] if v in scope else 1 for v in full)
+        fits = count > 1 and all(here >= there for here, there in zip(total, shape, strict=True))
+        total = tuple(map(max, total, shape))
+        found.append(_Term(number, () if stays else (*order, len(scope)), shape, fits))
+    return tuple(found)
 
 
 def minima(plan: Elimination, tables: Sequence[FloatArray], shape: tuple[int, ...]) -> Minima:
@@ -161,15 +174,18 @@ def _rest(plan: Elimination, pool: dict[int, FloatArray], count: int, shape: tup
 
 def _sum(terms: Sequence[_Term], pool: dict[int, FloatArray], count: int) -> FloatArray:
     total: FloatArray | None = None
-    own = False
     for term in terms:
-        table = pool.pop(term.number).transpose(term.order).reshape(*term.shape, count)
+        table = pool.pop(term.number)
+        if term.order:
+            table = table.transpose(term.order)
+        if table.ndim != len(term.shape) + 1:
+            table = table.reshape(*term.shape, count)
         if total is None:
             total = table
-        elif own and all(here >= there for here, there in zip(total.shape, table.shape, strict=True)):
+        elif term.fits:
             total += table
         else:
-            total, own = total + table, True
+            total = total + table
     assert total is not None  # every variable has a table of its own
     return total
 

@@ -201,10 +201,14 @@ class FlightSizes:
 
 
 def _share(parts: Parts, ref: TensorRef, variable: int, *, reads: bool) -> FloatArray:
-    """Part of a tensor that is local in each state of a variable."""
-    placed = parts.states(variable).placements(ref, reads=reads)
-    ways = np.where(placed >= 0, np.array(parts.sizes, dtype=np.float64).reshape(-1, 1), 1.0)
-    return np.asarray(1.0 / ways.prod(axis=0))
+    """Part of a tensor that is local in each state of a variable; found once for variables that are alike."""
+    states = parts.states(variable)
+    key = ("share", reads, states.place(ref, reads=reads))
+    if key not in states.known:
+        placed = states.placements(ref, reads=reads)
+        ways = np.where(placed >= 0, np.array(parts.sizes, dtype=np.float64).reshape(-1, 1), 1.0)
+        states.known[key] = 1.0 / ways.prod(axis=0)
+    return np.asarray(states.known[key])
 
 
 def _numbers(parts: Parts, ref: TensorRef, variable: int, *, reads: bool) -> FloatArray:
