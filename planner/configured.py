@@ -197,13 +197,19 @@ class Configured:
             asked = (*asked, self.hints, configuration.data)
         return (hardware, configuration.table_key, self.optimizer, self.bucket_bytes, *asked)
 
-    def passes_s(self, pins: Pins, data: int, tensor: int) -> tuple[float, float]:
+    def passes_s(self, pins: Pins, data: int, tensor: int, make: bool = False) -> tuple[float, float]:
         """Least seconds of both passes of the whole batch on a mesh whose data axis cuts the batch alone.
 
-        And of the sums over the batch for which they wait. Both are 0 where no table was made of them.
+        And of the sums over the batch for which they wait. Both are 0 where no table was made of them, unless one is to
+        be made and may be.
         """
         configuration = Configuration(data=data, tensor=tensor, micro_batch=self.global_batch // data)
         tables = self._shared.known(self._table_key(pins, configuration, self.hardware))
+        if tables is None and make and not self.hints:
+            try:
+                tables = self.tables(pins, configuration)
+            except InputError:
+                return 0.0, 0.0
         if tables is None:
             return 0.0, 0.0
         counts, waited = np.array(tables.counts), 0.0

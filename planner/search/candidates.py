@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
@@ -96,11 +96,12 @@ class Misfit:
 class Known:
     """What another search has found: steps of plans, and the least seconds of both passes on a mesh of data × tensor.
 
-    Beside these the seconds of sums over the batch for which they wait. Where nothing is known of a mesh both are 0.
+    Beside these the seconds of sums over the batch for which they wait. Where nothing is known of a mesh both are 0,
+    unless it is asked to be found out and can be.
     """
 
     steps_s: Sequence[float] = ()
-    passes_s: Callable[[int, int], tuple[float, float]] = lambda data, tensor: (0.0, 0.0)
+    passes_s: Callable[[int, int, bool], tuple[float, float]] = lambda data, tensor, find: (0.0, 0.0)
 
 
 NOTHING_KNOWN = Known()
@@ -202,10 +203,9 @@ def explore(
     steps = [*known.steps_s]
     most = NEAR_ENOUGH * min(steps, default=float("inf"))
     shapes = {(data, tensor): _Shape(space, data, tensor, graphs) for data, tensor in meshes(space)}
-    left = _left(shapes, known)
+    passes = _passes(shapes, known, _left(shapes, known), most)
     for (data, tensor), shape in shapes.items():
-        passes, waited = known.passes_s(data, tensor)
-        if left * passes + waited > most:
+        if passes[data, tensor] > most:
             possible = True
             continue
         try:
@@ -243,13 +243,28 @@ def _unhidden_s(problem: Problem, solution: Solution) -> float:
     return solution.objective_s - once_s(problem, solution)
 
 
+def _passes(
+    shapes: Iterable[tuple[int, int]], known: Known, left: float, most: float
+) -> dict[tuple[int, int], float]:
+    """Least seconds of passes on each mesh, of which free strategies leave a part, with the sums that they wait for.
+
+    What is not known is found out where the mesh with next more data-parallel ranks takes over `most`.
+    """
+    found: dict[tuple[int, int], float] = {}
+    more = 0.0
+    for mesh in sorted(shapes, reverse=True):
+        passes, waited = known.passes_s(*mesh, more > most)
+        more = found[mesh] = left * passes + waited
+    return found
+
+
 def _left(shapes: Mapping[tuple[int, int], _Shape], known: Known) -> float:
     """What free strategies along the data axis leave of passes that cut the batch alone, on the mesh with most ranks.
 
     Where they leave little, such as of passes over tables of which each rank could hold a part, such passes say little.
     """
     mesh = max(shapes)
-    passes, _ = known.passes_s(*mesh)
+    passes, _ = known.passes_s(*mesh, False)
     try:
         return min(1.0, shapes[mesh].work_s / passes) if passes else 1.0
     except ContextError:

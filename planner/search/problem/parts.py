@@ -113,7 +113,6 @@ class Parts:
         self.names = tuple(axis.name for axis in setting.costs.mesh.axes)
         self._made: dict[int, States] = {}
         self._first: dict[tuple[object, ...], States] = {}
-        self._moves: dict[tuple[int | bool, ...], FloatArray] = {}
         self._may_shard: dict[tuple[tuple[int, ...], tuple[bool, ...], int], NDArray[np.bool_]] = {}
 
     # States
@@ -350,16 +349,19 @@ class Parts:
 
     def move_seconds(self, edge: Edge) -> FloatArray:
         """Seconds of moving a tensor from each state of its writer to each of its reader, infinite where impossible."""
+        spec = self.graph.spec(edge.tensor)
+        masked = masks(self.decisions.variables, edge)
+        table = self.setting.costs.redistribution(
+            len(spec.shape), spec.size_bytes, fused=self.fused(edge), masks=masked
+        )
+        rows, columns = self.ends(edge)
+        return table[rows[:, None], columns[None, :]]
+
+    def kind_of(self, edge: Edge) -> tuple[int | bool, ...]:
+        """Which tensor an edge moves between which kinds of variables, and how: what is equal costs the same."""
         source, target = self.states(edge.source), self.states(edge.target)
-        fused, masked = self.fused(edge), masks(self.decisions.variables, edge)
         ends = (source.place(edge.tensor, reads=False), target.place(edge.tensor, reads=True))
-        key = (source.kind, target.kind, *ends, fused, masked)
-        if key not in self._moves:
-            spec = self.graph.spec(edge.tensor)
-            table = self.setting.costs.redistribution(len(spec.shape), spec.size_bytes, fused=fused, masks=masked)
-            rows, columns = self.ends(edge)
-            self._moves[key] = table[rows[:, None], columns[None, :]]
-        return self._moves[key]
+        return (source.kind, target.kind, *ends, self.fused(edge), masks(self.decisions.variables, edge))
 
     def scatter_seconds(self, edge: Edge) -> FloatArray:
         """Seconds of a gradient's way to its shards up to its last reduce-scatter, by states as `move_seconds`."""

@@ -99,8 +99,12 @@ class Problem:
 
     def _pairs(self) -> dict[tuple[int, int], Cost]:
         pairs: dict[tuple[int, int], Cost] = {}
+        alike: dict[tuple[int | bool, ...], Cost] = {}
         for edge in self.decisions.edges:
-            cost = self._edge_cost(edge)
+            of_edge = self.parts.kind_of(edge)
+            if of_edge not in alike:
+                alike[of_edge] = self._edge_cost(edge)
+            cost = alike[of_edge]
             key = (min(edge.source, edge.target), max(edge.source, edge.target))
             if edge.source > edge.target:
                 cost = Cost(cost.time.T, cost.memory.T)

@@ -221,6 +221,17 @@ def _passed_on(
 
 
 def _variable(graph: OperatorGraph, nodes: tuple[int, ...]) -> Variable:
+    """The variable that some nodes follow, the same whatever stations there are."""
+    made = _VARIABLES.of(graph)
+    if nodes not in made:
+        made[nodes] = _new_variable(graph, nodes)
+    return made[nodes]
+
+
+_VARIABLES = KeptByGraph[tuple[int, ...], Variable]()
+
+
+def _new_variable(graph: OperatorGraph, nodes: tuple[int, ...]) -> Variable:
     role = graph.nodes[nodes[0]].role
     kind = {Role.PARAMETER: Kind.PARAMETER, Role.INPUT: Kind.INPUT}.get(role, Kind.OPERATOR)
     if kind is Kind.OPERATOR:
@@ -375,4 +386,6 @@ def _consistent(variables: list[Variable], edges: tuple[Edge, ...]) -> tuple[Var
             kept = [c for c in choices[edge.target] if partial or c.reads[edge.tensor] != PARTIAL]
             if len(kept) < len(choices[edge.target]):
                 choices[edge.target], changed = kept, True
-    return tuple(replace(v, choices=tuple(c)) for v, c in zip(variables, choices, strict=True))
+    return tuple(
+        v if len(c) == len(v.choices) else replace(v, choices=tuple(c)) for v, c in zip(variables, choices, strict=True)
+    )

@@ -96,7 +96,7 @@ def _rules(source: StageDecisions, parts: Parts, number: int, states: Mapping[in
         if variable in states:
             all_states = parts.states(variable)
             position = made.variables[variable].nodes.index(index)
-            chosen = all_states.choice[:, states[variable]]
+            chosen = all_states.choice[:, states[variable]].tolist()
             found[index] = tuple(all_states.variable.choices[c].rules[position] for c in chosen)
     return found
 
@@ -154,9 +154,12 @@ class _DataAxis:
                 known[key] = len(self.assignments)
                 self.assignments.append(states)
             self.numbers.append(known[key])
+        self._rules: dict[tuple[int, int], UnitRules] = {}
 
     def rules(self, number: int, assignment: int) -> UnitRules:
-        return _rules(self.source, self.parts, number, self.assignments[assignment])
+        if (number, assignment) not in self._rules:
+            self._rules[number, assignment] = _rules(self.source, self.parts, number, self.assignments[assignment])
+        return self._rules[number, assignment]
 
 
 def _beside(tables: StageTables, along: UnitRules, rules: UnitRules, ways: int, threshold_bytes: int) -> UnitRules:
