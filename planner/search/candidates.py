@@ -243,9 +243,7 @@ def _unhidden_s(problem: Problem, solution: Solution) -> float:
     return solution.objective_s - once_s(problem, solution)
 
 
-def _passes(
-    shapes: Iterable[tuple[int, int]], known: Known, left: float, most: float
-) -> dict[tuple[int, int], float]:
+def _passes(shapes: Iterable[tuple[int, int]], known: Known, left: float, most: float) -> dict[tuple[int, int], float]:
     """Least seconds of passes on each mesh, of which free strategies leave a part, with the sums that they wait for.
 
     What is not known is found out where the mesh with next more data-parallel ranks takes over `most`.

@@ -70,21 +70,32 @@ def meshes_found(known: Known) -> set[tuple[int, ...]]:
     return {i.mesh.sizes for i in explore(space(), np.inf, known=known) if isinstance(i, Found)}
 
 
+def test_passes_are_found_out_where_a_mesh_with_more_data_parallel_ranks_is_too_slow() -> None:
+    step = 10 * min(i.solution.objective_s for i in explore(space(), np.inf) if isinstance(i, Found))
+    asked: list[tuple[int, bool]] = []
+
+    def passes_s(data: int, tensor: int, find: bool) -> tuple[float, float]:
+        asked.append((data, find))
+        return {4: 0.05, 2: 2.0, 1: 3.0 if find else 0.0}[data] * step, 0.0
+
+    assert meshes_found(Known(steps_s=(step,), passes_s=passes_s)) == {(4,)}
+    assert {data: find for data, find in asked if data < 4} == {2: False, 1: True}
+
+
 def test_meshes_whose_passes_take_too_long_are_left_out() -> None:
     best = min(
         (item for item in explore(space(), np.inf) if isinstance(item, Found)), key=lambda i: i.solution.objective_s
     )
     step = 10 * best.solution.objective_s
-    slow = Known(steps_s=(step,), passes_s=lambda data, tensor: ((0.05 if data == 4 else 2.0) * step, 0.0))
+    slow = Known(steps_s=(step,), passes_s=lambda data, tensor, find: ((0.05 if data == 4 else 2.0) * step, 0.0))
     assert meshes_found(Known(steps_s=(step,))) > meshes_found(slow) == {(4,)}
 
 
 def test_passes_that_free_strategies_shorten_leave_no_mesh_out() -> None:
     step = min(i.solution.objective_s for i in explore(space(), np.inf) if isinstance(i, Found))
     # Whoever cuts the batch alone takes a hundred times as long, on every mesh.
-    assert meshes_found(Known(steps_s=(step,), passes_s=lambda data, tensor: (100.0 * step, 0.0))) == meshes_found(
-        Known(steps_s=(step,))
-    )
+    slow = Known(steps_s=(step,), passes_s=lambda data, tensor, find: (100.0 * step, 0.0))
+    assert meshes_found(slow) == meshes_found(Known(steps_s=(step,)))
 
 
 def test_meshes_that_nothing_can_hide_are_left_out() -> None:

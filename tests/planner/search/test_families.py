@@ -14,11 +14,13 @@ from planner.graph.scaling import at_batch
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.parts import Parts, Setting
 from planner.search.problem.variables import Kind
+from planner.search.units import family, rules
 from planner.search.units.factors import Part
 from planner.search.units.family import Family
 from planner.search.units.labels import StageDecisions, StageTables, Weights, stage_decisions, stage_tables
 from planner.search.units.stage_shape import StageOptions
 from planner.search.units.stage_tables import Stage
+from planner.search.units.unit_terms import unit_terms
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.work import optimizer
 from simulator.errors import InputError
@@ -85,6 +87,35 @@ def test_tables_are_those_of_a_family_of_one(name: str, mesh: Mesh, batch: int, 
         assert (here.scopes, here.starts, dict(here.sizes)) == (there.scopes, there.starts, dict(there.sizes))
         assert np.array_equal(here.forbidden, there.forbidden)
         assert here.parts == pytest.approx(there.parts, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_stages_without_axes_have_the_tables_of_those_with_one_where_nothing_is_cut(name: str) -> None:
+    source, mesh = stage_decisions(prepared(name).graph), Mesh((), ())
+    source.expect(HARDWARE, BUCKET_BYTES, [(mesh, 4), (Mesh((MeshAxis("tensor", 4),), (1,)), 4)])
+    stage = tables_of(source, mesh, 4)._stage
+    assert stage.family.amounts is tables_of(source, Mesh((MeshAxis("tensor", 4),), (1,)), 4)._stage.family.amounts
+    alone = Family(source, own_parts(source, mesh, 4), StageOptions(modes=(0, 1, 2), sequence_parallel=None))
+    shape, parts = alone.known_shape(stage.case), alone.parts(stage.case)
+    for number in range(len(source.chain.units)):
+        here, there = stage.unit(number).factors, alone.factors(shape, source.tabled(number), parts)
+        assert (here.scopes, here.starts, dict(here.sizes)) == (there.scopes, there.starts, dict(there.sizes))
+        assert np.array_equal(here.forbidden, there.forbidden)
+        assert np.array_equal(here.parts, there.parts)
+
+
+@pytest.mark.parametrize("data", [2, 8, 16])
+def test_what_single_states_make_up_decides_nothing_along_the_data_axis(
+    data: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen() -> tuple[object, ...]:
+        tables = tables_of(stage_decisions(prepared("mlp").graph), Mesh((), ()), 4)
+        axis = rules._data_axis(tables.decisions, tables.parts, data)
+        return axis.numbers, axis.assignments
+
+    few = chosen()
+    monkeypatch.setattr(family, "unit_terms", lambda model, ledger, *, decided: unit_terms(model, ledger))
+    assert few == chosen()
 
 
 @given(mesh=MESHES, batch=BATCHES, seed=st.integers(0, 100))
