@@ -123,6 +123,16 @@ class Node:
         assert self._tensors is not None  # found above
         return self._tensors
 
+    def sized(self, outputs: tuple[TensorSpec, ...], flops: float) -> Node:
+        """The same with tensors of other sizes; graphs are scaled by many of these."""
+        made = Node(
+            name=self.name, op=self.op, role=self.role, phase=self.phase, kernel=self.kernel, args=self.args,
+            kwargs=self.kwargs, outputs=outputs, forward=self.forward, module=self.module, source=self.source,
+            flops=flops, product_dtype=self.product_dtype,
+        )  # fmt: skip
+        object.__setattr__(made, "_tensors", self._tensors)
+        return made
+
 
 def _collect(arguments: tuple[Argument, ...], found: list[TensorRef]) -> None:
     for argument in arguments:

@@ -54,7 +54,7 @@ def _scaled(graph: OperatorGraph, batch: int) -> OperatorGraph:
         flops = node.flops / old * batch if node.flops and _touches_batch(graph, node) else node.flops
         if flops == node.flops and not any(any(spec.batch_dims) for spec in node.outputs):
             return node
-        return replace(node, outputs=tuple(scale(spec) for spec in node.outputs), flops=flops)
+        return node.sized(tuple(scale(spec) for spec in node.outputs), flops)
 
     return replace(graph, nodes=tuple(at(node) for node in graph.nodes), batch_size=batch)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache, partial
 
 import numpy as np
@@ -114,7 +113,7 @@ def passes_bound(
         values, passes_s = np.zeros_like(ways.values), ways.values[:, STEADY] + summed_s
         values[:, FILL] = share * passes_s
         values[:, STEADY] = (c.micro_batches - share) * passes_s + added_s
-        kinds.append(replace(ways, values=values))
+        kinds.append(Fragments(values, ways.entry, ways.exit, ways.labels))
     task = PartitionTask(
         kinds=tuple(kinds),
         counts=tables.counts,

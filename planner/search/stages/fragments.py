@@ -143,6 +143,9 @@ def _frontier(
     keys = entry * (int(leave.max(initial=0)) + 2) + leave
     for key in np.unique(keys):
         rows = np.flatnonzero(keys == key)
+        if len(rows) == 1:
+            found.append(rows)
+            continue
         if len(rows) > max(width, _AT_ONCE):
             rows, exact = rows[_spread(values[rows], _AT_ONCE // 2)], False
         rows = rows[np.lexsort((*values[rows].T[::-1], *merits[rows].T[::-1]))]

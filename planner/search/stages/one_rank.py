@@ -105,6 +105,9 @@ def _kinds(task: PartitionTask) -> list[Ways]:
         keep = []
         for entry, leave in dict.fromkeys(zip(kind.entry.tolist(), kind.exit.tolist(), strict=True)):
             rows = np.flatnonzero((kind.entry == entry) & (kind.exit == leave))
+            if len(rows) == 1:
+                keep.append(rows)
+                continue
             rows = rows[np.lexsort(whole[rows].T[::-1])]
             keep.append(rows[~dominated(whole[rows])])
         rows = np.concatenate(keep)

@@ -143,7 +143,7 @@ def minima(plan: Elimination, tables: Sequence[FloatArray], shape: tuple[int, ..
 
     Parameters
     ----------
-    tables : sequence of arrays, shape (states of each variable of the scope …, weightings)
+    tables : sequence of arrays, shape (entries, weightings) or (states of each variable of the scope …, weightings)
     shape : tuple of int
         States of the kept variables.
     """

@@ -68,14 +68,11 @@ class UnitFactors:
     forbidden: NDArray[np.bool_]
 
     def weighted(self, weights: FloatArray) -> list[FloatArray]:
-        """Each table's weighted sums, shapes (states …, weightings); `weights` has shape (weightings, PARTS)."""
+        """Each table's weighted sums, shapes (entries, weightings); `weights` has shape (weightings, PARTS)."""
         total = np.ascontiguousarray((weights @ self.parts).T)
         total[self.forbidden] = np.inf
         ends = (*self.starts[1:], len(total))
-        return [
-            total[start:end].reshape(*(self.sizes[v] for v in scope), -1)
-            for scope, start, end in zip(self.scopes, self.starts, ends, strict=True)
-        ]
+        return [total[start:end] for start, end in zip(self.starts, ends, strict=True)]
 
     def evaluate(self, states: Mapping[int, NDArray[np.int64]]) -> FloatArray:
         """Add up the parts of many assignments; each variable has an array of states of shape (n,).

@@ -72,7 +72,7 @@ class Family:
         self.elements: dict[int, FloatArray] = {}
         self.priced: dict[tuple[int, int], tuple[FloatArray, FloatArray]] = {}
         self._of_shape: dict[int, BoolArray] = {}
-        self._crossed: dict[int, list[list[int]]] = {}
+        self._crossed: dict[int, list[tuple[IntArray, IntArray]]] = {}
         self._least: dict[tuple[int, int], Least] = {}
         self._values: OrderedDict[tuple[int, int], FloatArray] = OrderedDict()
         self.terms, self.amounts = self._taken_down() if within is None else self._taken_from(within)
@@ -317,9 +317,9 @@ class Family:
         if id(shape) not in self._crossed:
             mine = [{state: n for n, state in enumerate(states)} for states, _ in self.shape.classes]
             kept = [[of[state] for state in states] for of, (states, _) in zip(mine, shape.classes, strict=True)]
-            self._crossed[id(shape)] = [[0], *kept, [0]]
-        states = self._crossed[id(shape)]
-        return tuple(t[np.ix_(*ends)] for t, ends in zip(tables, pairwise(states), strict=True))
+            states = [np.array(numbers) for numbers in ([0], *kept, [0])]
+            self._crossed[id(shape)] = [(before[:, None], behind) for before, behind in pairwise(states)]
+        return tuple(t[ends] for t, ends in zip(tables, self._crossed[id(shape)], strict=True))
 
     def _named(self, shape: StageShape, states: Sequence[int]) -> Mapping[int, int]:
         """Numbers of the family's states of tied parameters on one mesh."""
@@ -364,10 +364,7 @@ class Family:
         """Least sums of one unit for the sums (entries, weightings), shape (weightings, shared …, entries, exits)."""
         terms = self.terms[number]
         ends = (*terms.starts[1:], terms.entries)
-        tables = [
-            sums[a:b].reshape(*(terms.sizes[v] for v in scope), -1)
-            for scope, a, b in zip(terms.scopes, terms.starts, ends, strict=True)
-        ]
+        tables = [sums[a:b] for a, b in zip(terms.starts, ends, strict=True)]
         shape = self.shape.unit(number, terms.scopes, terms.sizes)
         return shape.spread(shape.lowest(tables), self.source.shared)
 

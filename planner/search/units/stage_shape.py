@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -51,7 +51,8 @@ class KeptParts(Parts):
             key = (whole.kind,)
             if key not in self._first:
                 self._first[key] = States(whole.variable, whole.choice[:, self.kept[whole.kind]], whole.kind)
-            self._made[number] = replace(self._first[key], variable=whole.variable)
+            first = self._first[key]
+            self._made[number] = States(whole.variable, first.choice, first.kind, first.known)
         return self._made[number]
 
 
@@ -65,7 +66,7 @@ class UnitShape:
     ends: tuple[FloatArray, ...]
 
     def minima(self, tables: Sequence[FloatArray]) -> Minima:
-        """Minimise sums of tables, shapes (states …, weightings)."""
+        """Minimise sums of tables, shapes (entries, weightings)."""
         return minima(self.plan, self._with_ends(tables), self._left)
 
     def lowest(self, tables: Sequence[FloatArray]) -> FloatArray:
@@ -78,7 +79,7 @@ class UnitShape:
 
     def _with_ends(self, tables: Sequence[FloatArray]) -> list[FloatArray]:
         count = tables[0].shape[-1]
-        return [*tables, *(np.broadcast_to(end[..., None], (*end.shape, count)) for end in self.ends)]
+        return [*tables, *(np.broadcast_to(end.reshape(-1, 1), (end.size, count)) for end in self.ends)]
 
     def spread(self, table: FloatArray, shared: Iterable[int]) -> FloatArray:
         """Bring a table to shape (weightings, states of all shared stations, entries, exits)."""

@@ -194,7 +194,7 @@ def brute_force(factors: UnitFactors, tables: StageTables, number: int, row: np.
     by_variable = dict(zip(variables, states, strict=True))
     total = np.zeros(states.shape[1])
     for scope, table in zip(factors.scopes, factors.weighted(row[None]), strict=True):
-        total += table[..., 0][tuple(by_variable[v] for v in scope)]
+        total += table.reshape([factors.sizes[v] for v in scope])[tuple(by_variable[v] for v in scope)]
     ends = []
     for station, boundary in ((unit.model.entry, number - 1), (unit.model.exit, number)):
         none = np.zeros(states.shape[1], dtype=np.int64)
