@@ -59,6 +59,9 @@ class MemoryTraits:
     compiled_loss_bytes
         The same where the loss is compiled: Megatron's writes anew in float32 what it changed in place (note in
         ``megatron/core/fusions/fused_cross_entropy.py``); PyTorch's own comes down to logits and their gradient.
+    weighted_experts
+        Experts multiply the output of their activation function by the router's share of the token, so that it stands
+        before and after (Megatron-Core, ``megatron/core/transformer/moe/experts.py``).
     low_precision_weights
         Parameters are kept in the precision of the products beside float32 master weights; otherwise parameters
         are float32 and what stands in low precision is the layer at work (autocast, FSDP mixed precision).
@@ -97,6 +100,7 @@ class MemoryTraits:
     attention_output_copy: bool = False
     loss_bytes: float = PLAIN_LOSS_BYTES
     compiled_loss_bytes: float = 4.0
+    weighted_experts: bool = False
     low_precision_weights: bool = True
     saved_low_precision_inputs: bool = False
     bucket_elements: float = 0.0
@@ -126,7 +130,7 @@ _TRAITS: dict[Stack, MemoryTraits] = {
     Stack.MEGATRON: _MEGATRON,
     Stack.DEEPSPEED: _DEEPSPEED,
     Stack.TRANSFORMER_ENGINE: replace(
-        _MEGATRON, fused_rms_norm=True, fused_scores=True, saved_low_precision_inputs=True
+        _MEGATRON, fused_rms_norm=True, fused_scores=True, saved_low_precision_inputs=True, weighted_experts=True
     ),
     Stack.MINDSPORE: _ASCEND,
     Stack.MINDSPEED: replace(_ASCEND, padded_vocabulary=True),

@@ -211,6 +211,8 @@ def _experts(
     routed = sizes.tokens * setup.expert_tp / setup.tp * experts.per_token * (experts.capacity_factor or 1.0)
     saved, function, working = _activation(shape, traits, sizes, routed * experts.feed_forward / setup.expert_tp)
     saved += routed * shape.hidden * (sizes.product_input + element)
+    if traits.weighted_experts:
+        saved += function
     working += routed * shape.hidden * element
     if experts.shared_feed_forward:
         shared = _activation(shape, traits, sizes, sizes.tokens * experts.shared_feed_forward / setup.tp)

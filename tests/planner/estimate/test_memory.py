@@ -230,6 +230,16 @@ def test_updates_work_with_the_experts_of_a_rank_at_once() -> None:
     assert stage.first_step_bytes - states - stage.workspace == pytest.approx(4 * 8 * 2 * 4096 * 14336)
 
 
+def test_experts_keep_the_output_of_their_function_before_and_after_its_weight() -> None:
+    setup = run(MIXTRAL, stack=Stack.TRANSFORMER_ENGINE).setup
+    traits = traits_of(Stack.TRANSFORMER_ENGINE)
+    plain, weighted = (
+        layer_activations(MIXTRAL, setup, replace(traits, weighted_experts=kept), experts=True).saved
+        for kept in (False, True)
+    )
+    assert weighted - plain == 2 * MIXTRAL.sequence_length * 14336 * 2
+
+
 def test_weights_are_drawn_in_float32() -> None:
     """Of one frozen layer and a head, drawing the head's weights takes most."""
     shape = llama(2, 4096, 32, 8, 14336, vocabulary=128256, sequence_length=64)

@@ -242,6 +242,26 @@ def test_experts_of_a_published_network_have_their_own_width(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "nodes_of_four", "layers"),
+    [("etp1_fine_grained_offloading", 8, 1), ("etp1_no_mtp_fine_grained_offloading_1node", 4, 0)],
+)
+def test_functional_tests_run_on_eight_devices_or_one_node(
+    tmp_path: Path, name: str, nodes_of_four: int, layers: int
+) -> None:
+    facts = {"n_layers": "15", "hidden": "1024", "n_heads": "32", "ffn_hidden": "4096", "n_experts": "32", "ep": "2"}
+    run = read_one(
+        tmp_path, model=f"gpt3_moe_mcore_te_tp2_pp2_ep4_{name}", source="NVIDIA/Megatron-LM functional tests",
+        n_accels="", accels_per_node="4", vocab="", **facts,
+    ).run  # fmt: skip
+    assert run is not None
+    assert isinstance(run.network, TransformerShape)
+    assert run.network.experts == Experts(
+        count=32, per_token=4, feed_forward=1024, shared_feed_forward=1024, dense_layers=3
+    )
+    assert (run.setup.devices, run.network.multi_token_layers) == (nodes_of_four, layers)
+
+
 def test_flagperf_shards_llama_whole(tmp_path: Path) -> None:
     plain = {"tp": "1", "pp": "1", "optimizer_sharding": "", "attention_impl": "", "sequence_parallel": ""}
     setup = setup_of(tmp_path, source="FlagOpen/FlagPerf", framework="deepspeed", model="llama2_7b", **plain)
