@@ -15,6 +15,7 @@ from planner.strategy.plan import Plan
 from simulator import fast_engine
 from simulator.hardware import Hardware
 from simulator.mixed_cluster import MixedCluster
+from simulator.pipeline import per_rank
 from simulator.pipeline_memory import RankMemory, pipeline_memory
 from simulator.pipeline_operators import operator_table, task_actions
 from simulator.pipeline_passes import OperatorResult, simulate_operators
@@ -127,6 +128,8 @@ def breakdown(lowered: LoweredPipeline, result: OperatorResult) -> dict[str, flo
     Communication counts as exposed where the kernels of a pass wait for it, and after the last action.
     """
     schedule, costs, compute = lowered.schedule, lowered.costs, result.compute_s
+    if not lowered.hardware.overlaps_communication:
+        return _in_turn(lowered, result)
     exposed: FloatArray = result.stall_s + result.drained_s - result.computed_s
     for ranks, seconds in costs.meetings:
         exposed[list(ranks)] += seconds
@@ -138,5 +141,22 @@ def breakdown(lowered: LoweredPipeline, result: OperatorResult) -> dict[str, flo
         "exposed_communication_s": float(exposed.mean()),
         "bubble_s": float(result.step_time_s - compute.mean() - exposed.mean() - optimizer.mean()),
         "optimizer_s": float(optimizer.mean()),
+    }
+    return without_rounding(parts, result.step_time_s)
+
+
+def _in_turn(lowered: LoweredPipeline, result: OperatorResult) -> dict[str, float]:
+    """`breakdown` where messages take turns with kernels; those between stages count as waiting, as where they hide."""
+    schedule, work, costs = lowered.schedule, lowered.work, lowered.costs
+    taken = result.compute_s + per_rank(schedule, costs.prologue_s) + per_rank(schedule, costs.epilogue_s)
+    updates = sum(times * float(work.seconds[number]) for rank in work.updates for number, times in rank)
+    sent = work.seconds * [task.collective is not None for task in work.tasks]
+    inside, optimizer = float(work.in_passes(schedule) @ sent) / schedule.ranks, updates / schedule.ranks
+    met = sum(len(ranks) * seconds for ranks, seconds in costs.meetings) / schedule.ranks
+    parts = {
+        "compute_s": float(taken.mean()) - inside - optimizer,
+        "exposed_communication_s": inside + met,
+        "bubble_s": float(result.step_time_s - taken.mean()) - met,
+        "optimizer_s": optimizer,
     }
     return without_rounding(parts, result.step_time_s)

@@ -18,7 +18,7 @@ from planner.goodput import StraggledStep, slow_cluster, slowest_devices
 from planner.lowering.pipeline import LoweredPipeline
 from planner.strategy.plan import Plan
 from simulator.hardware import Hardware
-from simulator.pipeline_operators import PLAIN, STREAMS, OperatorCosts, Operators
+from simulator.pipeline_operators import PLAIN, STREAMS, OperatorCosts, Operators, in_one_stream
 from simulator.pipeline_passes import simulate_operators
 from simulator.schedules import ActionKind
 from simulator.stragglers import compute_factors, slow_stages
@@ -184,7 +184,7 @@ class _Cluster:
             meetings=self._meetings(shared),
         )
         if not self.hardware.overlaps_communication:
-            costs = in_one_stream(costs)
+            costs = in_one_stream(schedule, costs)
         return simulate_operators(schedule, costs).step_time_s
 
     def _passes(self, own: Sequence[Levels], shared: Sequence[Levels]) -> OperatorCosts:
@@ -239,22 +239,3 @@ class _Cluster:
                 for rank, factor in zip(work.updates, factors.tolist(), strict=True)
             ]
         )
-
-
-def in_one_stream(costs: OperatorCosts) -> OperatorCosts:
-    """The same on hardware that does not compute while it communicates."""
-    made: dict[int, Operators] = {}
-
-    def alone(one: Operators) -> Operators:
-        return made.setdefault(id(one), replace(one, communication=np.zeros_like(one.communication)))
-
-    def passes(given: Mapping[ActionKind, Sequence[Operators]]) -> dict[ActionKind, list[Operators]]:
-        return {kind: [alone(one) for one in row] for kind, row in given.items()}
-
-    return replace(
-        costs,
-        passes=passes(costs.passes),
-        first=passes(costs.first),
-        last=passes(costs.last),
-        overlap_sends=False,
-    )

@@ -342,6 +342,50 @@ def action_variants(schedule: Schedule) -> IntArray:
     return variant
 
 
+def in_one_stream(schedule: Schedule, costs: OperatorCosts) -> OperatorCosts:
+    """The same on hardware that does not compute while it communicates.
+
+    What travels beside passes once a step (parameters ahead of the first of a stage, gradients behind the last) then
+    comes before and after all passes of its rank, so that no other rank waits for it; what travels beside every pass
+    comes in its turn.
+    """
+    made: dict[tuple[int, bool], Operators] = {}
+    before, after = per_rank(schedule, costs.prologue_s).copy(), per_rank(schedule, costs.epilogue_s).copy()
+    always = [
+        any(bool((row[stage].communication == STREAMS - 1).any()) for row in costs.passes.values())
+        for stage in range(schedule.stages)
+    ]
+
+    def alone(one: Operators, once: bool) -> Operators:
+        if (id(one), once) not in made:
+            beside = once & (one.communication == STREAMS - 1)
+            seconds = np.where(beside, 0.0, one.seconds)
+            made[id(one), once] = replace(one, seconds=seconds, communication=np.zeros_like(one.communication))
+        return made[id(one), once]
+
+    def passes(given: Mapping[ActionKind, Sequence[Operators]]) -> dict[ActionKind, list[Operators]]:
+        return {
+            kind: [alone(one, not each) for one, each in zip(row, always, strict=True)] for kind, row in given.items()
+        }
+
+    for moments, variants, kinds in (
+        (before, costs.first, (ActionKind.FORWARD,)),
+        (after, costs.last, (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)),
+    ):
+        for stage, one in ((stage, one) for kind in kinds for stage, one in enumerate(variants.get(kind, ()))):
+            if not always[stage]:
+                moments[schedule.stage_rank[stage]] += one.seconds[one.communication == STREAMS - 1].sum()
+    return replace(
+        costs,
+        passes=passes(costs.passes),
+        first=passes(costs.first),
+        last=passes(costs.last),
+        prologue_s=before,
+        epilogue_s=after,
+        overlap_sends=False,
+    )
+
+
 def _grouped(distinct: list[Operators], first: int, second: int) -> OperatorGroup:
     members = [distinct[first]] + ([distinct[second - 1]] if second else [])
     progress = [(np.cumsum(one.seconds) - one.seconds / 2) / max(one.seconds.sum(), 1e-300) for one in members]

@@ -28,7 +28,7 @@ from simulator.corrections import message_time
 from simulator.errors import InputError, StrategyError
 from simulator.hardware import Hardware
 from simulator.pipeline_memory import PipelineBytes
-from simulator.pipeline_operators import FIRST, LAST, PLAIN, OperatorCosts, Operators, action_variants
+from simulator.pipeline_operators import FIRST, LAST, PLAIN, OperatorCosts, Operators, action_variants, in_one_stream
 from simulator.program import DISK, HOST, Collective, Kernel, Phase, Program, ProgramAxis, Segment, Task
 from simulator.schedules import ActionKind, Schedule, make_schedule
 from simulator.task_table import BoolArray, FloatArray
@@ -68,6 +68,14 @@ class PassTasks:
 
     def counts(self, schedule: Schedule) -> FloatArray:
         """(tasks,) how often each runs in a step, on all pipeline ranks together."""
+        found = self.in_passes(schedule)
+        for rank in self.updates:
+            for number, times in rank:
+                found[number] += times
+        return found
+
+    def in_passes(self, schedule: Schedule) -> FloatArray:
+        """`counts` without what follows the last pass of a rank."""
         found = np.zeros(len(self.tasks))
         which = action_variants(schedule)
         rows = np.stack([schedule.kind, schedule.stage, which], axis=1)
@@ -75,9 +83,6 @@ class PassTasks:
             passes = self.passes[stage]
             key = ActionKind(int(kind)), int(variant)
             np.add.at(found, list(passes.get(key, passes[key[0], PLAIN])), float(times))
-        for rank in self.updates:
-            for number, times in rank:
-                found[number] += times
         return found
 
 
@@ -144,7 +149,7 @@ def lower_pipeline(
     slowing = seconds * [task.axis not in (HOST, DISK) for task in work.tasks] * hardware.lost_to_messages
     times = _TaskTimes(seconds, slowing)
     made = {
-        key: {place: _operators(draft, times, hardware, pairs) for place, draft in passes.items()}
+        key: {place: _operators(draft, times, pairs) for place, draft in passes.items()}
         for key, passes in drafts.items()
     }
     kinds = {ActionKind(int(kind)) for kind in np.unique(schedule.kind)}
@@ -155,8 +160,9 @@ def lower_pipeline(
         send_s=_send_times(lowering),
         epilogue_s=np.array([sum(times * float(seconds[number]) for number, times in rank) for rank in updates]),
         meetings=_meetings(lowering),
-        overlap_sends=hardware.overlaps_communication,
     )
+    if not hardware.overlaps_communication:
+        costs = in_one_stream(schedule, costs)
     numbers = {
         key: {place: [n for operator in draft.tasks for n in operator] for place, draft in passes.items()}
         for key, passes in drafts.items()
@@ -274,7 +280,7 @@ class _TaskTimes:
         return np.array(found).T
 
 
-def _operators(draft: Draft, times: _TaskTimes, hardware: Hardware, pairs: bool) -> Operators:
+def _operators(draft: Draft, times: _TaskTimes, pairs: bool) -> Operators:
     """Times of the operators of a pass; what messages that may hide take from kernels stands before each among them.
 
     A rank with kernels to run loses that much, whichever they are, and one that waits for the message loses nothing.
@@ -286,7 +292,7 @@ def _operators(draft: Draft, times: _TaskTimes, hardware: Hardware, pairs: bool)
     rows = np.zeros(len(streams) + int(slows.sum()), dtype=np.int64)
     rows[place] = [len(after) for after in draft.after]
     kind, lasts, ahead = np.full(len(rows), KERNELS), np.zeros(len(rows)), np.zeros(len(rows), dtype=np.bool_)
-    kind[place] = streams if hardware.overlaps_communication else KERNELS
+    kind[place] = streams
     lasts[place], ahead[place] = taken, draft.ahead
     before = place[slows] - 1
     lasts[before], ahead[before] = lost[slows], ahead[before + 1]

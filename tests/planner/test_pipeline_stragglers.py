@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from planner.goodput import checkpoint_bytes, pipeline_checkpoint_bytes, slow_cluster
 from planner.lowering.checked import lower
 from planner.lowering.pipeline import LoweredPipeline, lower_pipeline
-from planner.pipeline_stragglers import in_one_stream, places, slow_step_s, steps_together, straggle_pipeline
+from planner.pipeline_stragglers import places, slow_step_s, steps_together, straggle_pipeline
 from planner.strategy.plan import Plan
 from planner.work import optimizer
 from simulator import fast_engine, launches
 from simulator.hardware import Hardware, load_profile
-from simulator.pipeline_operators import LABELS, operator_table
+from simulator.pipeline_operators import LABELS, in_one_stream, operator_table
 from simulator.pipeline_passes import simulate_operators
 from simulator.stragglers import slow_ranks
 from simulator.table_copies import expand
@@ -117,7 +117,8 @@ def test_a_slow_link_slows_the_messages_of_its_rank_alone() -> None:
 def test_hardware_without_overlap_runs_everything_in_turn() -> None:
     alone = replace(HARDWARE, overlaps_communication=False)
     direct = lower_pipeline(plan(), GRAPH, alone)
-    found = in_one_stream(lower_pipeline(plan(), GRAPH, replace(HARDWARE, overlap_compute_speed=1.0)).costs)
+    beside = lower_pipeline(plan(), GRAPH, replace(HARDWARE, overlap_compute_speed=1.0))
+    found = in_one_stream(direct.schedule, beside.costs)
     assert simulate_operators(direct.schedule, found).step_time_s == pytest.approx(
         simulate_operators(direct.schedule, direct.costs).step_time_s, rel=1e-12
     )

@@ -83,8 +83,10 @@ def test_a_plan_says_in_its_file_what_it_is_for(attention: str, pins: dict[str, 
     assert again.step_time_s == pytest.approx(found.prediction.step_time_s, rel=1e-9)
     assert again.peak_memory_bytes == found.prediction.peak_memory_bytes
     if found.prediction.analytic:
-        closed = sum(found.prediction.analytic.values())
-        assert closed == pytest.approx(found.prediction.step_time_s, rel=0.05)
+        closed, step = sum(found.prediction.analytic.values()), found.prediction.step_time_s
+        assert closed == pytest.approx(step, rel=0.05)
+        for part, seconds in found.prediction.breakdown.items():
+            assert seconds == pytest.approx(found.prediction.analytic[part], abs=0.05 * step), part
     certificate = found.plan.certificate
     assert certificate.lower_bound_s <= certificate.objective_s * (1 + 1e-9)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +18,7 @@ from simulator.pipeline_operators import (
     STREAMS,
     OperatorCosts,
     Operators,
+    in_one_stream,
     operator_table,
     plan_operators,
 )
@@ -190,3 +194,40 @@ def test_operators_that_need_no_input_run_before_the_pass_begins() -> None:
         return simulate_operators(schedule, OperatorCosts(passes=passes)).step_time_s
 
     assert (step(True), step(False)) == (4.0, 5.0)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("zb_h1", 1)])
+def test_what_nothing_hides_comes_before_and_after_all_passes(name: str, chunks: int) -> None:
+    """Parameters gathered and gradients summed once a step delay no other rank."""
+    schedule = make_schedule(name, 4, 8, chunks)
+
+    def costs(gathered: float, summed: float) -> OperatorCosts:
+        def row(beside: Sequence[float]) -> list[Operators]:
+            """One pass of each stage: a kernel, and what travels beside it before or behind its output."""
+            streams = np.array([0, *(STREAMS - 1 for _ in beside)])
+            return [Operators.chain(np.array([1.0, *beside]), streams)] * schedule.stages
+
+        kinds = {ActionKind(int(kind)) for kind in np.unique(schedule.kind)}
+        return OperatorCosts(
+            passes={kind: row(()) for kind in kinds},
+            first={ActionKind.FORWARD: row((gathered,))},
+            last={kind: row((summed,)) for kind in kinds & {ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT}},
+            send_s=0.1,
+        )
+
+    alone, both = (in_one_stream(schedule, costs(*sizes)) for sizes in ((0.0, 0.0), (2.0, 3.0)))
+    step, longer = (simulate_operators(schedule, one).step_time_s for one in (alone, both))
+    assert longer == pytest.approx(step + 5.0 * chunks, rel=1e-12)
+    assert fast_engine.run(operator_table(schedule, both))[1].max() == pytest.approx(longer, rel=1e-12)
+
+
+def test_what_travels_beside_every_pass_keeps_its_turn() -> None:
+    schedule = make_schedule("1f1b", 2, 4)
+    one = Operators.chain(np.array([1.0, 0.5]), np.array([0, STREAMS - 1]))
+    costs = OperatorCosts(passes={kind: [one, one] for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)})
+    turned = in_one_stream(schedule, costs)
+    assert not np.any(turned.epilogue_s)
+    whole = Operators.chain(np.array([1.5]), np.array([0]))
+    joined = replace(turned, passes={kind: [whole, whole] for kind in costs.passes})
+    steps = [simulate_operators(schedule, each).step_time_s for each in (turned, joined)]
+    assert steps[0] == pytest.approx(steps[1], rel=1e-12)

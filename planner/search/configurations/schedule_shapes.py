@@ -67,18 +67,23 @@ class ScheduleShape:
 
 
 @lru_cache(maxsize=4096)
-def schedule_shape(name: str, ranks: int, chunks: int, micro_batches: int) -> ScheduleShape:
-    """The shape of a schedule of `chunks` chunks a rank.
+def schedule_shape(name: str, ranks: int, chunks: int, micro_batches: int, *, overlaps: bool = True) -> ScheduleShape:
+    """The shape of a schedule of `chunks` chunks a rank; without ``overlaps`` a rank stands still while it sends.
 
     With F and B the passes of one rank's chunks together, a step takes M (F + B) and the fill, which is (p - 1)(F + B)
     for 1F1B and GPipe, and that over v for v interleaved chunks. Where backward passes B put off weight gradients W, it
     is (p - 1)(F + B - 2 W) for ZB-H1 and half of (p - 1)(max(F, B - W) + B - 3 W) for ZBV, and at least
     (p - 1) max(F, B - W), or half of that (`simulator.schedules.formulas` has the sources). 1F1B and ZB-H1 have
     as many micro-batches in flight as there are ranks behind a rank: they then wait for the messages of every one of
-    them, (p - 1)/p times on average, and ZB-H1 does its weight gradients meanwhile, a third of both passes. GPipe's
+    them, (p - 1)/p times on average, and ZB-H1 does its weight gradients meanwhile, a third of both passes; before the
+    first of these there are none to do, so that its fill waits for the messages there and back. GPipe's
     messages follow one another beside the passes, so that the longer of both counts. Interleaved, the first rank has
     p v + p - 1 passes in flight, p - 1 more than a micro-batch's way through all chunks and back takes: behind those
     messages hide. ZBV has more in flight and waits in the fill only.
+
+    Where ranks stand still while they send, those between the others send an activation on and a gradient back for
+    every micro-batch and chunk, which is what passes over one cut; of two ranks each sends one of them. In GPipe both
+    ways are taken at the pace of a rank that sends, however many there are.
     """
     if name == ONE_STAGE:
         one = np.ones(1)
@@ -91,12 +96,15 @@ def schedule_shape(name: str, ranks: int, chunks: int, micro_batches: int) -> Sc
         waits, hidden = (micro_batches - 1) * (ranks - 1) / ranks, 0.0 if name == "1f1b" else 1 / 3
     elif name == "gpipe":
         waits, hidden = micro_batches - 1.0, 1.0
+    elif name == "interleaved_1f1b":
+        around, passes = ranks * chunks, ranks * chunks + ranks - 1
+        waits, hidden = micro_batches * (around - 1) / passes, (ranks - 1) / passes
+    if not overlaps:
+        alone = name in ("1f1b", *SPLIT) and ranks == 2
+        waits, hidden = (micro_batches - 1) / (2 if alone else 1), 0.0
     rank_of, in_flight, mixes = _in_flight(name, ranks, chunks, _enough(ranks, micro_batches))
     if name == "gpipe":
         in_flight = np.full(ranks, float(micro_batches))
-    if name == "interleaved_1f1b":
-        around, passes = ranks * chunks, ranks * chunks + ranks - 1
-        waits, hidden = micro_batches * (around - 1) / passes, (ranks - 1) / passes
     return ScheduleShape(
         rank_of=rank_of,
         in_flight=in_flight,
@@ -104,7 +112,7 @@ def schedule_shape(name: str, ranks: int, chunks: int, micro_batches: int) -> Sc
         fill_share=1.0 / chunks,
         split=name in SPLIT,
         put_off=float(chunks),
-        fill_sends=1.0,
+        fill_sends=2.0 if name == "zb_h1" and overlaps else 1.0,
         steady_sends=waits,
         hidden_share=hidden,
     )

@@ -157,7 +157,8 @@ class StepModel:
     def shape(self, configuration: Configuration) -> ScheduleShape:
         """The schedule in numbers."""
         c = configuration
-        return schedule_shape(c.schedule, c.pipeline, c.virtual, c.micro_batches)
+        overlaps = self.hardware.overlaps_communication
+        return schedule_shape(c.schedule, c.pipeline, c.virtual, c.micro_batches, overlaps=overlaps)
 
     def stored(
         self, labels: UnitLabels, configuration: Configuration, whole: Whole, trained: int | IntArray = 1

@@ -12,6 +12,10 @@ from simulator.pipeline import PipelineCosts, simulate_pipeline
 from simulator.pipeline_memory import PipelineBytes, pipeline_memory
 from simulator.schedules import make_schedule
 
+STILL = (
+    ("1f1b", 1, 0.006), ("gpipe", 1, 1e-9), ("zb_h1", 1, 0.006), ("interleaved_1f1b", 2, 0.03), ("zbv", 2, 0.03),
+)  # fmt: skip
+"""Schedules, chunks a rank, and how far apart they may lie where ranks stand still while they send."""
 SECONDS = st.integers(10, 30).map(lambda tenths: tenths / 10)
 
 
@@ -42,6 +46,39 @@ def test_zbv_pays_for_the_longer_of_what_follows(ranks: int, more: int, longer: 
     fill = shape.fill_s(np.array([forward]), np.array([early + late]), np.array([late]))[0]
     found = filled_s("zbv", ranks, 2, micro_batches, (forward, early, late))
     assert 2 * (ranks - 1) * fill == pytest.approx(found, rel=0.1)
+
+
+def step_s(name: str, ranks: int, chunks: int, micro_batches: int, send_s: float, *, overlaps: bool) -> float:
+    """What the closed form says of equal stages: a second forward, one for each gradient, and messages between them."""
+    shape = schedule_shape(name, ranks, chunks, micro_batches, overlaps=overlaps)
+    fill = float(shape.fill_s(np.ones(1), np.full(1, 2.0), np.ones(1))[0])
+    own = 3.0 * micro_batches - fill
+    busy = own + max(0.0, shape.steady_sends * 2.0 * send_s - shape.hidden_share * own)
+    return ranks * chunks * fill + shape.fill_sends * 2.0 * send_s * (ranks * chunks - 1) + chunks * busy
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(STILL),
+    ranks=st.integers(2, 6), rounds=st.integers(2, 5), send=st.integers(0, 10),
+)  # fmt: skip
+def test_ranks_that_stand_still_send_for_every_micro_batch(
+    name: tuple[str, int, float], ranks: int, rounds: int, send: int
+) -> None:
+    schedule, chunks, within = name
+    costs = PipelineCosts(forward_s=1.0, backward_s=2.0, send_s=send / 100, overlap_sends=False)
+    made = make_schedule(schedule, ranks, rounds * ranks, chunks)
+    found = step_s(schedule, ranks, chunks, rounds * ranks, send / 100, overlaps=False)
+    assert found == pytest.approx(simulate_pipeline(made, costs).step_time_s, rel=within)
+
+
+@settings(max_examples=30, deadline=None)
+@given(ranks=st.integers(2, 6), rounds=st.integers(2, 5), send=st.integers(0, 25))
+def test_zb_h1_waits_for_messages_there_and_back_while_it_fills(ranks: int, rounds: int, send: int) -> None:
+    costs = PipelineCosts(forward_s=1.0, backward_s=2.0, send_s=send / 100)
+    made = make_schedule("zb_h1", ranks, rounds * ranks)
+    found = step_s("zb_h1", ranks, 1, rounds * ranks, send / 100, overlaps=True)
+    assert found == pytest.approx(simulate_pipeline(made, costs).step_time_s, rel=1e-9)
 
 
 @settings(max_examples=30, deadline=None)
