@@ -13,8 +13,10 @@ from planner.strategy.plan import Plan
 from simulator.errors import ProfileError
 from simulator.hardware import Hardware
 from simulator.mixed_cluster import MixedCluster, slowest_links, with_links
+from simulator.pipeline import per_rank
 from simulator.pipeline_operators import OperatorCosts, Operators
 from simulator.schedules import ActionKind, Schedule
+from simulator.task_table import FloatArray
 
 Nodes = frozenset[int]
 
@@ -41,8 +43,8 @@ def lower_mixed(
         raise ProfileError(
             f"the plan needs {plan.devices} devices, cluster {cluster.name} has {cluster.devices}; add nodes"
         )
-    paced = lower_pipeline(plan, graph, hardware, schedule)
     stages = _Stages(plan, graph, cluster, schedule)
+    paced = lower_pipeline(plan, graph, replace(hardware, overlaps_communication=stages.overlaps), schedule)
     held = nodes_of_ranks(plan, cluster)
     costs = [stages.costs(held[rank]) for rank in paced.schedule.stage_rank]
     slower = _Slower()
@@ -54,19 +56,18 @@ def lower_mixed(
             for kind in kinds
         }
 
-    epilogue = np.array(
-        [
-            max(float(np.broadcast_to(one.epilogue_s, len(held))[rank]) for one in stages.costs(nodes))
-            for rank, nodes in enumerate(held)
-        ]
-    )
+    def longest(name: str) -> FloatArray:
+        """(ranks,) the most seconds on any type of each rank."""
+        types = [[per_rank(paced.schedule, getattr(one, name)) for one in stages.costs(nodes)] for nodes in held]
+        return np.array([max(float(one[rank]) for one in given) for rank, given in enumerate(types)])
+
     mixed = replace(
         paced.costs,
         passes=passes("passes"),
         first=passes("first"),
         last=passes("last"),
-        epilogue_s=epilogue,
-        overlap_sends=all(one.overlap_sends for types in costs for one in types),
+        prologue_s=longest("prologue_s"),
+        epilogue_s=longest("epilogue_s"),
     )
     return replace(paced, costs=mixed)
 
@@ -84,6 +85,8 @@ class _Stages:
 
     def __init__(self, plan: Plan, graph: OperatorGraph, cluster: MixedCluster, schedule: Schedule | None) -> None:
         self.plan, self.graph, self.cluster, self.schedule = plan, graph, cluster, schedule
+        # Where one type does not compute while it communicates, the others wait for it.
+        self.overlaps = all(hardware.overlaps_communication for hardware in cluster.nodes)
         self._of_hardware: dict[str, OperatorCosts] = {}
         self._of_nodes: dict[Nodes, list[OperatorCosts]] = {}
 
@@ -96,7 +99,8 @@ class _Stages:
 
     def _on(self, hardware: Hardware) -> OperatorCosts:
         if hardware.hash not in self._of_hardware:
-            lowered = lower_pipeline(self.plan, self.graph, hardware, self.schedule)
+            alike = replace(hardware, overlaps_communication=self.overlaps)
+            lowered = lower_pipeline(self.plan, self.graph, alike, self.schedule)
             self._of_hardware[hardware.hash] = lowered.costs
         return self._of_hardware[hardware.hash]
 
@@ -115,11 +119,7 @@ class _Slower:
 
 
 def _slowest(types: Sequence[Operators]) -> Operators:
-    """Each operator as long as on the slowest type; on one stream where a type has but one."""
+    """Each operator as long as on the slowest type."""
     if len(types) == 1:
         return types[0]
-    return replace(
-        types[0],
-        seconds=np.maximum.reduce([one.seconds for one in types]),
-        communication=np.minimum.reduce([one.communication for one in types]),
-    )
+    return replace(types[0], seconds=np.maximum.reduce([one.seconds for one in types]))

@@ -28,6 +28,7 @@ from simulator.launches import LAUNCH, MESSAGE_LAUNCHES
 
 if TYPE_CHECKING:
     from planner.strategy.plan import Plan
+    from simulator.mixed_cluster import MixedCluster
 
 
 USUAL = "usual"
@@ -90,6 +91,11 @@ def as_run(hardware: Hardware, software: str, attention: str) -> Hardware:
     if check_attention(attention) in FUSED:
         found = replace(found, attention=attention, hash=f"{found.hash} {attention}")
     return found
+
+
+def cluster_as_run(cluster: MixedCluster, software: str, attention: str) -> MixedCluster:
+    """A cluster of several device types as the named software, with a kind of attention, runs on each of them."""
+    return replace(cluster, nodes=tuple(as_run(hardware, software, attention) for hardware in cluster.nodes))
 
 
 def machine_of(plan: Plan, *, software: bool = True) -> Hardware:

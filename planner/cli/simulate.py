@@ -80,7 +80,6 @@ def _simulation(terminal: Terminal, given: SimulateArguments, extra: Reliability
     from planner.prediction import check_products, precision_notes
     from planner.software import USUAL
     from planner.strategy.file import read_plan
-    from simulator.mixed_cluster import cluster_at
 
     plan = read_plan(given.strategy)
     if given.software is not None:
@@ -98,8 +97,17 @@ def _simulation(terminal: Terminal, given: SimulateArguments, extra: Reliability
         extra=extra,
         seed=given.seed,
         # Slow ranks are simulated at the pace of the slowest type, so the step beside them is, too.
-        cluster=cluster_at(given.hardware or plan.hardware) if extra.slow is None else None,
+        cluster=_cluster(plan, given.hardware or plan.hardware) if extra.slow is None else None,
     )
+
+
+def _cluster(plan: Plan, name: str) -> MixedCluster | None:
+    """The cluster of several device types that a file describes, as the plan's software runs on it."""
+    from planner.software import cluster_as_run
+    from simulator.mixed_cluster import cluster_at
+
+    cluster = cluster_at(name)
+    return cluster and cluster_as_run(cluster, plan.software, plan.attention)
 
 
 def _simulate_stage(terminal: Terminal, asked: Simulation) -> None:

@@ -54,3 +54,20 @@ def test_a_profile_is_no_cluster(tmp_path: Path) -> None:
     found = cluster_at(str(cluster(tmp_path, *TYPES)))
     assert found is not None
     assert [node.name for node in found.nodes] == [load_profile(name).name for name in TYPES]
+
+
+def test_named_software_runs_on_every_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four devices of the first node, as on a cluster of its type alone; slower than with what is usual."""
+    monkeypatch.undo()
+    strategy = str(write_plan(one_stage(axes=(("data", 2), ("tensor", 2))), tmp_path / "strategy.json"))
+    path = str(cluster(tmp_path, *TYPES))
+    usual, named, alone = (
+        simulated(strategy, "--hw", *given)
+        for given in (
+            (path,),
+            (path, "--software", "megatron_deepspeed"),
+            (TYPES[0], "--software", "megatron_deepspeed"),
+        )
+    )
+    assert named == pytest.approx(alone, rel=1e-9)
+    assert named > usual
