@@ -82,7 +82,7 @@ class Predictor:
         return PlanRequest(
             network=self._spec(run.network), hardware=self._profile(run.hardware), devices=run.devices,
             global_batch=run.global_batch, sequence_length=run.sequence_length, precision=run.precision,
-            pins=dict(run.pins), top=1, software=run.software, attention=run.attention,
+            pins=dict(run.pins), hints=run.hints, top=1, software=run.software, attention=run.attention,
         )  # fmt: skip
 
     def _shared(self, request: PlanRequest) -> SharedTables:

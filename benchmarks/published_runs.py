@@ -21,6 +21,7 @@ from planner.estimate.training_run import (
     TrainingSetup,
     TransformerShape,
 )
+from planner.search.problem.hints import Hint, hint
 from planner.software import SOFTWARE
 from planner.validation.reading import MeasuredRow
 
@@ -38,8 +39,8 @@ FUSED = (AttentionKernel.FLASH, AttentionKernel.FLASH2, AttentionKernel.VENDOR)
 class Run:
     """A published run; ``network`` is a specification or the text of a config, ``pins`` its whole plan.
 
-    ``layers`` are those of each stage in order, none with one stage; ``software`` and ``attention`` are empty where the
-    plan is not told.
+    ``layers`` are those of each stage in order, none with one stage; ``hints`` say what tensor ranks do that pins leave
+    open. ``software`` and ``attention`` are empty where the plan is not told.
     """
 
     network: str
@@ -50,6 +51,7 @@ class Run:
     precision: str
     pins: tuple[tuple[str, str], ...]
     layers: tuple[int, ...] = ()
+    hints: tuple[Hint, ...] = ()
     software: str = ""
     attention: str = ""
 
@@ -96,6 +98,7 @@ def read_run(row: MeasuredRow, *, stages: bool = False, told: bool = False) -> R
         precision=precision,
         pins=tuple(_pins(run, stages=stages or told).items()),
         layers=_layers(run) if told else (),
+        hints=_between_products(setup, gated=run.network.gated) if told and network.startswith("{") else (),
         software=_software(setup) if told else "",
         attention=str(setup.attention) if told and network.startswith("{") else "",
     )
@@ -109,6 +112,18 @@ def _software(setup: TrainingSetup) -> str:
         return "aleph_alpha_scaling" if setup.sent_gradient_bytes > setup.gradient_bytes else "megatron_deepspeed"
     apart = (name for name, known in SOFTWARE.items() if known.stack is setup.stack and not known.overlaps)
     return next(apart, str(setup.stack) if str(setup.stack) in SOFTWARE else "")
+
+
+def _between_products(setup: TrainingSetup, *, gated: bool) -> tuple[Hint, ...]:
+    """What tensor ranks do between the products of layers: norms and sums on whole rows, all of these or their part.
+
+    A search shares them out as suits it, numbers of rows as well, which none of these runs did.
+    """
+    if setup.tp == 1:
+        return ()
+    placed = "S(1)" if setup.sequence_parallel else "R"
+    norms = hint("*norm/*", "tensor", outputs=[placed]) if gated else hint("*.ln_*/*", "tensor", outputs=[placed] * 3)
+    return norms, hint("*.layers.*[0-9]/add*" if gated else "*.h.*[0-9]/add*", "tensor", outputs=[placed])
 
 
 def _layers(run: TrainingRun) -> tuple[int, ...]:
