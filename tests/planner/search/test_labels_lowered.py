@@ -1,4 +1,9 @@
-"""What labels say of a plan is what its lowered program takes: seconds without overlap, bytes kept."""
+"""What labels say of a plan is what its lowered program takes: seconds without overlap, bytes kept.
+
+Where memory is so dear that a layer hands on slices of a tensor that both it and the next one work on whole, labels
+have the slices kept and gathered again; the program, which is what plans are ranked and checked by, takes less time and
+more memory.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +33,8 @@ from tests.planner.search.problems import BUCKET_BYTES, captured_small, deepened
 HARDWARE = "dgx-a100"
 MORE = (("gpt", 4), ("llama", 2), ("llama", 4))
 
-SLICED = (
-    "where memory is so dear that a layer slices what it hands on, labels let the next layer gather it again; the "
-    "program reads the whole tensor where it still stands, one gather less, and keeps it for the backward pass"
-)
+DEAR = 1e-7
+"""Seconds a byte at which a layer hands a slice on though it and the next layer work on the whole tensor."""
 
 
 def tables_of(graph: OperatorGraph, mesh: Mesh, micro_batch: int = 2, **options: object) -> StageTables:
@@ -113,16 +116,14 @@ def kept_bytes(program: Program, graph: OperatorGraph) -> float:
     return sum(size for name, size in standing.items() if name not in apart)
 
 
-@pytest.mark.parametrize(("price", "tolerance"), [(0.0, 1e-6), (1e-9, 1e-3), (1e-7, 0.02)])
+@pytest.mark.parametrize(("price", "tolerance"), [(0.0, 1e-6), (1e-9, 1e-3), (DEAR, 0.02)])
 @pytest.mark.parametrize("modes", [(0,), (1,), (2,), (2, 0, 1)], ids=["none", "selective", "full", "mixed"])
 @pytest.mark.parametrize(
     ("name", "degree"), [("gpt", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 )
 def test_seconds_and_bytes_are_those_of_the_lowered_program(
-    name: str, modes: tuple[int, ...], price: float, tolerance: float, degree: int, request: pytest.FixtureRequest
+    name: str, modes: tuple[int, ...], price: float, tolerance: float, degree: int
 ) -> None:
-    if (name, modes, price) == ("llama", (2,), 1e-7):
-        request.applymarker(pytest.mark.xfail(strict=True, reason=SLICED))
     hardware, mesh = load_profile(HARDWARE), make_mesh(tensor=degree)
     tables = small_tables(name, degree)
     chosen = path(tables, modes, price)
@@ -141,11 +142,19 @@ def test_seconds_and_bytes_are_those_of_the_lowered_program(
     whole = unfold(tables.parts.graph)
     program = lower_graph(whole, rules, options).program
     found = totals(program, whole, hardware)
-    assert found[Phase.FORWARD] == pytest.approx(sum(ls.forward_s[i] for ls, i in labels), rel=tolerance)
-    assert found[Phase.BACKWARD] == pytest.approx(sum(ls.backward_s[i] for ls, i in labels), rel=tolerance)
+    forward_s, backward_s = (sum(getattr(ls, passes)[i] for ls, i in labels) for passes in ("forward_s", "backward_s"))
     kept = sum(float(ls.activation_bytes[i]) for ls, i in labels)
     assert kept_bytes(program, whole) >= kept * (1 - tolerance)
-    if 1 not in modes or price < 1e-7:
+    if (name, modes, price) == ("llama", (2,), DEAR):
+        # The next layer reads the whole tensor where it still stands: no gather, but that is what is kept.
+        assert kept_bytes(program, whole) > kept
+        gathers_s = sum(float(ls.forward_communication_s[i]) for ls, i in labels)
+        assert forward_s - gathers_s <= found[Phase.FORWARD] < forward_s
+        assert backward_s - 2 * gathers_s <= found[Phase.BACKWARD] < backward_s
+        return
+    assert found[Phase.FORWARD] == pytest.approx(forward_s, rel=tolerance)
+    assert found[Phase.BACKWARD] == pytest.approx(backward_s, rel=tolerance)
+    if 1 not in modes or price < DEAR:
         # Beyond, kept tensors that are gathered again stand as gathered from the forward pass on.
         assert kept_bytes(program, whole) == pytest.approx(kept, rel=tolerance)
 
