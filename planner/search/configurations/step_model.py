@@ -50,6 +50,7 @@ from planner.search.configurations.configuration import AXES, Configuration, uns
 from planner.search.configurations.messages import batch_sums_s, message_s, one_message_s, sends_s
 from planner.search.configurations.passes import paced_passes, passes_beside_messages
 from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape, schedule_shape
+from planner.search.configurations.storage import Storage
 from planner.search.configurations.stored_ways import (
     JoinedUnits,
     StoredWays,
@@ -64,7 +65,7 @@ from planner.search.configurations.stored_ways import (
 from planner.search.stages.fragments import ACTIVATION, STEADY, TRANSIENT, FloatArray, Fragments, IntArray
 from planner.search.stages.segments import PartitionTask
 from planner.search.stages.unit_pins import FREE, UnitPins
-from planner.work import Optimizer, state_bytes, update_traffic
+from planner.work import update_traffic
 from simulator.corrections import kernel_factor
 from simulator.hardware import Hardware
 from simulator.kernels import kernel_time
@@ -79,23 +80,17 @@ __all__ = ["AXES", "Configuration", "StepModel", "StoredWays", "Whole", "trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepModel:
+class StepModel(Storage):
     """Turns labels into fragments and partition tasks of a configuration.
 
-    ``limit_bytes`` is the memory of a device, ``unit_pins`` what is fixed of single units. ``host_elements`` are the
-    trained elements that live in the memory of the host: their memory is free, their time that on a device.
+    ``unit_pins`` are what is fixed of single units. Elements in the memory of the host take as long as on a device.
     ``gradient_dtype`` is what gradients are summed in, empty for that of the parameters; with ``whole_sums`` ZeRO-1
     sums them whole.
     """
 
     hardware: Hardware
-    optimizer: Optimizer
-    dtype: str
-    limit_bytes: float
     bucket_bytes: float
     unit_pins: UnitPins = FREE
-    host_elements: float = 0.0
-    parameters_away: bool = False
     gradient_dtype: str = ""
     whole_sums: bool = False
 
@@ -150,7 +145,7 @@ class StepModel:
         elements = labels.parameter_elements + labels.expert_elements
         passes = sum(paced_passes(self.hardware, labels)[:2])
         kernels = passes - labels.forward_communication_s - labels.backward_communication_s
-        if not self._scatters_each(c):
+        if not self.scatters_each(c):
             kernels = kernels + self._accumulation_s(labels, elements, c, trained)
         return kernels + self._cuts_s(labels, c)[0], self._update_s(elements, c, trained)
 
@@ -194,7 +189,7 @@ class StepModel:
             backlog_s=behind,
             activation_bytes=kept,
             resident_bytes=self.resident_bytes(labels, c),
-            transient_bytes=labels.transient_bytes + self._gathered_bytes(labels, c, bucket),
+            transient_bytes=labels.transient_bytes + self.gathered_bytes(labels, c, bucket),
         )
 
     def sends_s(self, tables: StageTables, configuration: Configuration) -> FloatArray:
@@ -207,11 +202,6 @@ class StepModel:
         return message_s(self.hardware, collective, payload, size, stride)
 
     # Data parallelism
-
-    def shards(self, configuration: Configuration) -> int:
-        """Ranks that optimizer states are shared out to."""
-        c = configuration
-        return 1 if c.optimizer_sharding == "none" else (c.shard_size or c.data)
 
     def _message_bytes(self, whole: Whole, c: Configuration) -> float:
         """Bytes of a fused message: what a chunk sends, in as few messages as the size of a bucket allows."""
@@ -241,7 +231,7 @@ class StepModel:
         # Where stages follow one another their ranks have one stream of messages beside the passes, else one an axis.
         sync_s = data_s + inside_s if c.pipeline > 1 else np.maximum(data_s, inside_s)
         alone = self._reduced_s(np.full(1, bucket / DTYPE_BYTES[self.dtype]), c, bucket)
-        if not self._scatters_each(c):
+        if not self.scatters_each(c):
             alone = alone + self._scattered_s(np.full(1, bucket / DTYPE_BYTES[self.dtype]), c, bucket)
         # A parameter travels whole.
         part = np.minimum(1.0, np.maximum(bucket, size / trained) / size)
@@ -250,7 +240,7 @@ class StepModel:
     def _summed_s(self, labels: UnitLabels, elements: FloatArray, c: Configuration, bucket: float) -> FloatArray:
         """Seconds of the sum of gradients over the data axis, once a step."""
         seconds = self._reduced_s(elements, c, bucket)
-        if c.optimizer_sharding == "none" or self._scatters_each(c):
+        if c.optimizer_sharding == "none" or self.scatters_each(c):
             return seconds
         return seconds + self._scattered_s(self._written(labels, elements), c, bucket)
 
@@ -282,7 +272,7 @@ class StepModel:
         """
         shards = self.shards(c)
         sums = labels.step_s - labels.gather_s
-        if not self._scatters_each(c):
+        if not self.scatters_each(c):
             return np.zeros_like(sums), sums / shards
         scattered = np.minimum(labels.gather_s, sums)
         return scattered / shards, (sums - scattered) / shards
@@ -292,14 +282,9 @@ class StepModel:
 
         What is scattered over the data axis is cut before, unless it has one dim, which that axis cuts first.
         """
-        if self._scatters_each(c):
+        if self.scatters_each(c):
             return labels.cut_s, labels.cut_last_s
         return np.zeros_like(labels.cut_s), labels.cut_s + labels.cut_last_s
-
-    @staticmethod
-    def _scatters_each(c: Configuration) -> bool:
-        """Whether every micro-batch's gradients are reduce-scattered."""
-        return c.optimizer_sharding == "zero3" or (c.optimizer_sharding == "zero2" and c.micro_batches > 1)
 
     def _passes(
         self,
@@ -323,7 +308,7 @@ class StepModel:
         sent = self._written(labels, elements) * DTYPE_BYTES[self.dtype]
         if c.optimizer_sharding in ("none", "zero1"):
             backward_s = backward_s + accumulation
-        if c.optimizer_sharding == "zero2" and self._scatters_each(c):
+        if c.optimizer_sharding == "zero2" and self.scatters_each(c):
             scatter = self._scattered_s(self._written(labels, elements), c, bucket) + inside_s
             backward_s = self._beside(backward_s, scatter + accumulation)
         if c.optimizer_sharding != "zero3":
@@ -372,7 +357,7 @@ class StepModel:
         """
         if c.micro_batches == 1:
             return np.zeros_like(elements)
-        held = elements / self.shards(c) if self._scatters_each(c) else elements + labels.unsummed_elements
+        held = elements / self.shards(c) if self.scatters_each(c) else elements + labels.unsummed_elements
         moved = 3.0 * held * DTYPE_BYTES[self.dtype]
         seconds = self._kernels_s(Kernel.ELEMENTWISE, np.zeros_like(moved), moved, c, trained)
         return seconds * (1 - 1 / c.micro_batches)
@@ -424,52 +409,6 @@ class StepModel:
         if c.optimizer_sharding not in ("zero1", "zero2") or not self.hardware.overlaps_communication:
             return 0.0
         return one_message_s(self.hardware, Collective.ALL_GATHER, bucket, self.shards(c), c.stride("data"))
-
-    def resident_bytes(self, labels: UnitLabels, configuration: Configuration) -> FloatArray:
-        """Bytes of parameters, gradients and optimizer states that stand through the step.
-
-        A rank holds its shard of the parameters and, but for ZeRO-3, those that are gathered for the step. Gradients
-        are accumulated as backward operators write them, or with ZeRO-2 and 3 in shards. In a single micro-batch on one
-        stage they come as activations go: what is larger counts.
-        """
-        c, shards = configuration, self.shards(configuration)
-        size = float(DTYPE_BYTES[self.dtype])
-        elements = labels.parameter_elements + labels.expert_elements
-        unsummed = elements + labels.unsummed_elements
-        held = elements / shards * size
-        if c.optimizer_sharding in ("zero1", "zero2"):
-            held = held + np.maximum(unsummed, labels.gathered_elements) * size
-        elif c.optimizer_sharding == "none":
-            held = held + labels.gathered_elements * size
-        if self.parameters_away:
-            held = np.zeros_like(held)
-        gradient = (elements / shards if c.optimizer_sharding in ("zero2", "zero3") else unsummed) * size
-        if c.pipeline == 1 and c.micro_batches == 1:
-            gradient = np.maximum(gradient - labels.activation_bytes, 0.0)
-        state = 0.0 if c.offload else state_bytes(self.optimizer, self.dtype) / shards
-        resident: FloatArray = held + gradient + elements * state
-        return resident
-
-    def room_bytes(self, configuration: Configuration) -> float:
-        """Memory of a device with what tables on the host leave free at least: every axis inside may shard them."""
-        c, shards = configuration, self.shards(configuration)
-        elements = self.host_elements / (c.tensor * c.context * c.expert)
-        size = float(DTYPE_BYTES[self.dtype])
-        copies = 1.0 if c.optimizer_sharding in ("zero1", "zero2") else 0.0
-        state = 0.0 if c.offload else state_bytes(self.optimizer, self.dtype)
-        return self.limit_bytes + elements * (size * copies + (size + state) / shards)
-
-    def _gathered_bytes(self, labels: UnitLabels, c: Configuration, bucket: float) -> FloatArray:
-        """Bytes of whole gradients and parameters that stand while a unit goes backward."""
-        whole = labels.parameter_elements + labels.expert_elements + labels.unsummed_elements
-        size = whole * DTYPE_BYTES[self.dtype]
-        if c.optimizer_sharding == "zero3" or self.parameters_away:
-            # A unit's parameters and gradients, and the parameters of the next one.
-            return 3.0 * size
-        if not self._scatters_each(c):
-            return np.zeros_like(size)
-        # Gradients wait for a full message.
-        return np.minimum(size, bucket + size / 3)
 
     def batch_sums_s(self, tables: StageTables, configuration: Configuration) -> FloatArray:
         """(units, 2) seconds of the sums over the batch that operators wait for, forward and backward."""
