@@ -49,15 +49,11 @@ def meet(membership: Membership, timeout_s: float, digest: str) -> Store:
                 f"two processes have rank {rank} of {size} at {_place(membership)}; give each process a rank of its "
                 "own, and each job a port of its own"
             )
+        store.set(f"digest/{rank}", digest)
         if store.add("arrived", 1) == size:
             store.set("complete", "")
         _wait(store, membership, end, timeout_s)
-        if rank == 0:
-            store.set("digest", digest)
-        elif store.get("digest").decode() != digest:
-            raise InputError(
-                f"rank {rank} was started with another strategy or other options than rank 0; start all alike"
-            )
+        _check_alike(store, rank, size, digest)
     except (RuntimeError, OSError) as error:
         raise ExecutionError(
             f"rank {rank} of {size} lost the meeting point {_place(membership)} ({_short(error)}): rank 0 has ended; "
@@ -114,11 +110,28 @@ def _wait(store: Store, membership: Membership, end: float, timeout_s: float) ->
             raise
         if membership.rank == 0:
             time.sleep(LINGER_S)
-        shown = ", ".join(map(str, missing[:SHOWN])) + (", …" if len(missing) > SHOWN else "")
         raise ExecutionError(
             f"only {size - len(missing)} of {size} processes came to {_place(membership)} within {timeout_s:g} s, "
-            f"missing rank {shown}; see why it was not started, or give --join-timeout more"
+            f"missing rank {_shown(missing)}; see why it was not started, or give --join-timeout more"
         ) from error
+
+
+def _check_alike(store: Store, rank: int, size: int, digest: str) -> None:
+    """Let rank 0 see who was asked for something else than itself, and tell all."""
+    if rank == 0:
+        given = store.multi_get([f"digest/{one}" for one in range(size)])
+        store.set("unlike", _shown([one for one, theirs in enumerate(given) if theirs.decode() != digest]))
+    unlike = store.get("unlike").decode()
+    if unlike:
+        if rank == 0:
+            time.sleep(LINGER_S)
+        raise InputError(
+            f"rank {unlike} was started with another strategy or other options than rank 0; start all alike"
+        )
+
+
+def _shown(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:SHOWN])) + (", …" if len(ranks) > SHOWN else "")
 
 
 @contextmanager

@@ -238,10 +238,12 @@ def test_two_have_the_same_rank(monkeypatch):
     assert any("two processes have rank 1 of 3" in str(error) for error in found)
 
 
-def test_two_were_asked_for_different_things():
+def test_all_are_told_who_was_asked_for_something_else(monkeypatch):
+    monkeypatch.setattr("planner.execution.launch.joining.LINGER_S", 0.1)
     port = free_port()
-    found = met([place(0, port), place(1, port)], digests=("a", "b"))
-    assert "rank 1 was started with another strategy or other options than rank 0" in str(found[1])
+    for error in met([place(rank, port, 3) for rank in range(3)], digests=("a", "b", "a")):
+        assert isinstance(error, InputError)
+        assert "rank 1 was started with another strategy or other options than rank 0" in str(error)
 
 
 # Watching
