@@ -5,8 +5,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from planner.execution.job import Job
+from planner.execution.optimizers import hyperparameters
 from planner.execution.run import ExecuteOptions, ExecutionReport, execute_plan
 from planner.planning import PlanRequest, plan_network
+from planner.strategy.loading import lower_to_run
 from planner.strategy.plan import Plan
 
 HARDWARE = "dgx-a100"
@@ -43,3 +46,20 @@ def run(plan: Plan, **options: Any) -> ExecutionReport:
         **options,
     }
     return execute_plan(plan, ExecuteOptions(**settings))
+
+
+def make_job(plan: Plan, *, steps: int) -> Job:
+    """A plan in float64 on numbers at random, with nothing around its steps."""
+    return Job(
+        lowered=lower_to_run(plan, "plan.json", precision="fp64"),
+        network=plan.network,
+        sequence_length=plan.sequence_length,
+        optimizer=plan.optimizer,
+        constants=hyperparameters(plan.optimizer),
+        data="synthetic",
+        seed=0,
+        steps=steps,
+        warm_up_steps=0,
+        device_type="cpu",
+        timeout_s=60.0,
+    )

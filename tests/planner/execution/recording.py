@@ -1,39 +1,76 @@
-"""What ranks really send while they train: kind, mesh axis and bytes of every message, in order."""
+"""What ranks really do while they train: the messages they send, and the gradients they update with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.execution import worker
+from planner.execution import stages, worker
+from planner.execution.checkpoints.checkpoint import Place
 from planner.execution.job import Job
-from planner.instructions import LoweredPlan
+from planner.execution.measuring.recorded import rank_entries
+from planner.execution.step_end import places
+from planner.execution.virtual.script import tie_axes
+from planner.instructions import LoweredPlan, LoweredStages
+from planner.strategy.plan import Plan
+from simulator.pipeline_operators import PLAIN, action_variants
+from simulator.program import Task
+from simulator.schedules import ActionKind
 
 Sent = tuple[str, str, float]
 """Kind of collective, mesh axis, bytes as the simulator counts them."""
+CROSSING = "pipeline"
+"""In place of the axis of what goes from stage to stage."""
 
 
 def planned_messages(lowered: LoweredPlan) -> list[Sent]:
     """The messages of a step, as they are timed."""
-    return [
-        (str(task.collective), task.axis, task.payload_bytes)
-        for segment in lowered.program.segments
-        for _ in range(segment.count)
-        for task in segment.tasks
-        if task.collective is not None
+    tasks = [task for segment in lowered.program.segments for _ in range(segment.count) for task in segment.tasks]
+    return list(_collectives(tasks))
+
+
+def planned_stage_messages(plan: Plan, lowered: LoweredStages, rank: int) -> list[Sent]:
+    """The messages of a step of one rank of a pipeline: those of its passes as they are timed, and what crosses."""
+    schedule, place = lowered.schedule, lowered.pipeline_rank(rank)
+    variants, found = action_variants(schedule), []
+    for i in range(int(schedule.offsets[place]), int(schedule.offsets[place + 1])):
+        kind, number, variant = ActionKind(int(schedule.kind[i])), int(schedule.stage[i]), int(variants[i])
+        stage = lowered.stages[number]
+        found += _collectives(stage.passes.get((kind, variant), stage.passes[kind, PLAIN]).tasks)
+        crossing, there = stage.gradient_leaves, number - 1
+        if kind is ActionKind.FORWARD:
+            crossing, there = stage.leaves, number + 1
+        if kind is ActionKind.WEIGHT_GRADIENT or crossing is None or int(schedule.stage_rank[there]) == place:
+            continue
+        width = getattr(torch, crossing.dtype).itemsize
+        found.append(("send", CROSSING, float(lowered.copies * prod(crossing.shape) * width)))
+    updating = [
+        entry.task for entry in rank_entries(plan, lowered, rank) if entry.task.name == "messages of the update"
     ]
+    return [*found, *_collectives(updating)]
+
+
+def _collectives(tasks: Any) -> Iterator[Sent]:
+    task: Task
+    for task in tasks:
+        if task.collective is not None:
+            yield str(task.collective), task.axis, task.payload_bytes
 
 
 def record(job: Job) -> list[list[Sent]]:
     """Train as one rank and return the messages of each step."""
     steps: list[list[Sent]] = []
-    axes: dict[tuple[int, ...], str] = {}
-    run_step = worker.Interpreter.run_step
+    axes: dict[tuple[int, ...] | None, str] = {None: CROSSING}
+    which = worker.StageInterpreter if isinstance(job.lowered, LoweredStages) else worker.Interpreter
+    run_step = which.run_step
 
     def recorded_step(self: Any, feed: Any) -> Any:
         steps.append([])
@@ -42,18 +79,20 @@ def record(job: Job) -> list[list[Sent]]:
 
     make = worker._groups
 
-    def groups(lowered: LoweredPlan, *arguments: Any) -> Any:
+    def groups(lowered: LoweredPlan | LoweredStages, *arguments: Any) -> Any:
         found = make(lowered, *arguments)
-        axes.update((_members(g), a.name) for g, a in zip(found, lowered.mesh.axes, strict=True))
+        for group, axis in zip(found, (*lowered.mesh.axes, *tie_axes(lowered)), strict=True):
+            if group is not None:
+                axes.setdefault(_members(group), axis.name)
         return found
 
-    with patch.object(worker.Interpreter, "run_step", recorded_step), patch.object(worker, "_groups", groups):
+    with patch.object(which, "run_step", recorded_step), patch.object(worker, "_groups", groups):
         worker.train(job)
     return steps
 
 
-def _members(group: Any) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))
+def _members(group: Any) -> tuple[int, ...] | None:
+    return None if group is None else tuple(dist.get_process_group_ranks(group))
 
 
 def _bytes(tensor: Tensor) -> float:
@@ -62,7 +101,7 @@ def _bytes(tensor: Tensor) -> float:
 
 @contextmanager
 def _seen(note: Callable[[str, float, Any], None]) -> Iterator[None]:
-    """Note every collective that is called."""
+    """Note every collective that is called, and every tensor sent to another stage."""
 
     def watched(kind: str, place: int) -> Callable[..., Any]:
         call = getattr(dist, kind)
@@ -79,6 +118,10 @@ def _seen(note: Callable[[str, float, Any], None]) -> Iterator[None]:
             note("send", _bytes(message.tensor), message.group)
         return send(messages)
 
+    def crossing(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+        note("send", _bytes(tensor), options["group"])
+        return dist.isend(tensor, *arguments, **options)
+
     names = {
         "all_reduce": "all_reduce",
         "all_gather_into_tensor": "all_gather",
@@ -88,5 +131,51 @@ def _seen(note: Callable[[str, float, Any], None]) -> Iterator[None]:
     places = {"all_reduce": 0, "all_gather_into_tensor": 0, "reduce_scatter_tensor": 1, "all_to_all_single": 1}
     send = dist.batch_isend_irecv
     calls = {kind: watched(kind, places[kind]) for kind in names}
-    with patch.multiple(dist, batch_isend_irecv=around, **calls):
+    # Rings send by `isend` as well, inside of batches.
+    between_stages = SimpleNamespace(**{**vars(dist), "isend": crossing})
+    with patch.multiple(dist, batch_isend_irecv=around, **calls), patch.object(stages, "dist", between_stages):
         yield
+
+
+# Gradients
+
+Pieces = dict[str, list[tuple[Place, Tensor]]]
+"""A rank's piece of the gradient of each parameter in each step, and its place in the whole."""
+
+
+def record_gradients(job: Job) -> Pieces:
+    """Train as one rank and return the gradients that it updates its pieces of the parameters with."""
+    found: Pieces = {}
+    make = worker.Held
+
+    def held(*, parameters: Mapping[str, Tensor], optimizers: Mapping[str, Any], **others: Any) -> Any:
+        coordinates = job.lowered.mesh.coordinates(dist.get_rank())
+        where = places(job.lowered, worker.held_parameters(job.lowered), coordinates)
+
+        def watched(name: str) -> Callable[[Tensor, Tensor], None]:
+            def step(parameter: Tensor, gradient: Tensor) -> None:
+                found.setdefault(name, []).append((where[name], gradient.clone()))
+                optimizers[name](parameter, gradient)
+
+            return step
+
+        return make(parameters=parameters, optimizers={name: watched(name) for name in optimizers}, **others)
+
+    with patch.object(worker, "Held", held):
+        worker.train(job)
+    return found
+
+
+def whole_gradients(ranks: list[Pieces], steps: int) -> dict[str, list[Tensor]]:
+    """The gradients of each parameter in each step, put together from the pieces of all ranks."""
+    found: dict[str, list[Tensor]] = {}
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        pieces = [rank[name] for rank in ranks if name in rank]
+        whole = [torch.full(pieces[0][0][0].whole, torch.nan, dtype=torch.float64) for _ in range(steps)]
+        for mine in pieces:
+            assert len(mine) == steps
+            for total, (place, piece) in zip(whole, mine, strict=True):
+                here = tuple(slice(at, at + size) for at, size in zip(place.offsets, place.sizes, strict=True))
+                total[here] = piece.reshape(place.sizes)
+        found[name] = whole
+    return found

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
-from planner.execution.job import Job
-from planner.execution.optimizers import hyperparameters
-from planner.instructions import LoweredPlan
-from planner.strategy.loading import lower_to_run
+from planner.execution.launch.dry_run import rank_line
+from planner.instructions import LoweredPlan, LoweredStages
 from simulator.calibration.launch import run_workers
-from tests.planner.execution.made import make_plan
-from tests.planner.execution.recording import planned_messages, record
+from tests.planner.execution.made import make_job, make_plan
+from tests.planner.execution.recording import planned_messages, planned_stage_messages, record
 from tests.planner.execution.small import place
 
 slow = pytest.mark.slow
@@ -37,23 +36,37 @@ CASES = [
 def test_what_is_sent_is_what_is_timed(
     network: str, devices: int, batch: int, pins: dict[str, Any], kinds: set[str]
 ) -> None:
-    plan = make_plan(network, devices, batch=batch, **pins)
-    lowered = lower_to_run(plan, "plan.json", precision="fp64")
-    assert isinstance(lowered, LoweredPlan)
-    job = Job(
-        lowered=lowered,
-        network=plan.network,
-        sequence_length=plan.sequence_length,
-        optimizer=plan.optimizer,
-        constants=hyperparameters(plan.optimizer),
-        data="synthetic",
-        seed=0,
-        steps=2,
-        warm_up_steps=0,
-        device_type="cpu",
-        timeout_s=60.0,
-    )
-    expected = planned_messages(lowered)
+    job = make_job(make_plan(network, devices, batch=batch, **pins), steps=2)
+    assert isinstance(job.lowered, LoweredPlan)
+    expected = planned_messages(job.lowered)
     assert kinds <= {kind for kind, *_ in expected}
     for steps in run_workers(record, (job,), devices):
         assert steps == [expected, expected]
+
+
+@slow
+@pytest.mark.parametrize(
+    ("pins", "kinds"),
+    [
+        (
+            {"dp": 2, "pp": 2, "schedule": "1f1b", "micro_batch": 1, "optimizer_sharding": "zero2"},
+            {"reduce_scatter"},
+        ),
+        ({"tp": 2, "pp": 2, "schedule": "zb_h1", "micro_batch": 2, "copies": 2}, {"all_reduce"}),
+    ],
+)
+def test_what_ranks_of_stages_send_is_what_is_timed(pins: dict[str, Any], kinds: set[str]) -> None:
+    plan = make_plan(place("gpt"), 4, batch=8, **pins)
+    job = make_job(plan, steps=2)
+    assert isinstance(job.lowered, LoweredStages)
+    for rank, steps in enumerate(run_workers(record, (job,), 4)):
+        expected = planned_stage_messages(plan, job.lowered, rank)
+        assert kinds | {"send"} <= {kind for kind, *_ in expected}
+        assert steps == [expected, expected]
+        told = Counter[str]()
+        for line in rank_line(job.lowered, rank).messages:
+            told[line.collective] += line.total_bytes
+        sent = Counter[str]()
+        for kind, _, size in expected:
+            sent[kind] += int(size)
+        assert told == sent
