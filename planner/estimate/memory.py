@@ -190,8 +190,7 @@ def _memory(run: TrainingRun, indices: Iterable[int]) -> MemoryEstimate:
     limit = run.hardware.device_memory_bytes
     if isinstance(run.network, LayeredNetwork):
         return MemoryEstimate(stages=(_layered(run.network, run.setup, run.hardware),), limit_bytes=limit)
-    rank, indices = _Rank.of(run.network, run.setup, run.hardware), tuple(indices)
-    setup = run.setup
+    rank, indices, setup = _Rank.of(run.network, run.setup, run.hardware), tuple(indices), run.setup
     near = max(run.hardware.devices_per_node // (setup.tp * setup.cp * setup.dp), 1)
     return MemoryEstimate(
         stages=tuple(rank.stage(index) for index in indices),
@@ -205,7 +204,8 @@ def reserved_memory_bytes(run: TrainingRun) -> float:
     if isinstance(run.network, LayeredNetwork):
         return _layered(run.network, run.setup, run.hardware).reserved_bytes
     rank = _Rank.of(run.network, run.setup, run.hardware)
-    return max(rank.stage(index).reserved_bytes for index in distinct_stages(run.network, run.setup))
+    stages = distinct_stages(run.network, run.setup)
+    return max(rank.stage(index, first_step=False).reserved_bytes for index in stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,8 +238,8 @@ class _Rank:
             context=_context(setup, traits, hardware),
         )
 
-    def stage(self, index: int) -> StageMemory:
-        """Memory of stage `index` at its fullest moment.
+    def stage(self, index: int, *, first_step: bool = True) -> StageMemory:
+        """Memory of stage `index` at its fullest moment; what the first step takes only where it is asked for.
 
         That is when the loss goes back on the last stage, when the first layer to go back is at work on the others,
         or the optimizer step: by then activations are gone, but 16-bit gradients stand once more in float32.
@@ -258,7 +258,8 @@ class _Rank:
             activations += ends
             working = max(working, loss)
         gathered, communication = self._gathered(content, parameters.total), self._communication(parameters.total)
-        first = self._first_step(content, states, activations + working + gathered + communication)
+        moving = activations + working + gathered + communication
+        first = self._first_step(content, states, moving) if first_step else 0.0
         step = step_bytes(setup, self.traits) * shard
         if step > activations + working + gathered:
             activations, working, gathered = 0.0, step, 0.0
