@@ -39,14 +39,21 @@ def cached_share(hardware: Hardware, working_set_bytes: float, processes: int) -
 
 
 def in_caches(hardware: Hardware, working_set_bytes: float, processes: int) -> Hardware:
-    """The hardware as kernels meet it in a step of this working set, on so many processes."""
+    """The hardware as kernels and messages meet it in a step of this working set, on so many processes."""
     share = cached_share(hardware, working_set_bytes, processes)
+    hardware = sharing_cores(hardware, processes)
     return hardware if share == hardware.cached_share else replace(hardware, cached_share=share)
 
 
+def sharing_cores(hardware: Hardware, processes: float) -> Hardware:
+    """The hardware as messages meet it where so many processes compute at a time, on average."""
+    same = not hardware.crowding or processes == hardware.processes
+    return hardware if same else replace(hardware, processes=processes)
+
+
 def for_program(hardware: Hardware, program: Program | ProgramColumns) -> Hardware:
-    """The hardware as the kernels of a program meet it."""
-    if hardware.caches is None:
+    """The hardware as the kernels and messages of a program meet it."""
+    if hardware.caches is None and not hardware.crowding:
         return hardware
     return in_caches(hardware, working_set(program), program.devices)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from simulator.collectives import FloatArray, collective_time
+from simulator.crowding import crowded
 from simulator.hardware import Hardware
 from simulator.launches import message_launch_s
 from simulator.program import Collective, Kernel
@@ -49,9 +50,13 @@ def kernel_factor(hardware: Hardware, kernel: Kernel, dtype: str, devices: float
 
 
 def message_time(hardware: Hardware, collective: Collective, payload: FloatArray, group: GroupShape) -> FloatArray:
-    """Seconds (n,) of collectives of `payload` bytes, inside the innermost level or beyond it, with their launches."""
+    """Seconds (n,) of collectives of `payload` bytes, inside the innermost level or beyond it, with their launches.
+
+    Where other processes of the job share the cores of a group, they take as long as that.
+    """
     factor = _factor(hardware.training, "outside" if group.outermost else "inside")
-    return collective_time(hardware, collective, payload, group) * factor + message_launch_s(hardware, group)
+    alone = collective_time(hardware, collective, payload, group) * factor + message_launch_s(hardware, group)
+    return crowded(hardware.crowding, alone, group.size, hardware.processes)
 
 
 def _factor(training: Mapping[str, float], name: str) -> float:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
+from simulator.conditions import Conditions
+from simulator.crowding import Crowding
 from simulator.errors import ProfileError
 from simulator.program import WIDER_CLASS, Collective, Kernel
 
@@ -197,9 +199,10 @@ class Hardware:
     ``kernel_slowdowns`` replace ``slowdown_table`` for single classes; ``message_workspace`` are bytes that a message
     takes beside its source and its result while it is on its way, for each byte of its payload.
     ``cached_share`` is the part of what kernels move that lies in ``caches``, none where a profile states none:
-    `simulator.caches` says it of a working set. ``pace_s`` are the seconds that typical kernels took when the machine
-    was calibrated, 0 where that is not known; no prediction depends on it. ``attention`` is the kind of fused attention
-    that runs, one of ``attention_models``.
+    `simulator.caches` says it of a working set. ``conditions`` say how fast and how quiet the machine was when
+    it was calibrated, None where that is not known. ``crowding`` is what messages of a group cost more where others
+    share the cores, and ``processes`` how many do in the job at hand.
+    ``attention`` is the kind of fused attention that runs, one of ``attention_models``.
     """
 
     name: str
@@ -230,7 +233,9 @@ class Hardware:
     message_workspace: Mapping[Collective, float] = field(default_factory=dict)
     caches: Caches | None = None
     cached_share: float = 0.0
-    pace_s: float = 0.0
+    conditions: Conditions | None = None
+    crowding: tuple[Crowding, ...] = ()
+    processes: float = 1.0
     multiprocessors: int = 1
     matmul_models: Mapping[str, MatmulModel] = field(default_factory=dict)
     sustained_matmul_speed: float = 1.0

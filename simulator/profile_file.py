@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from simulator.conditions import Conditions
+from simulator.crowding import Crowding
 from simulator.errors import ProfileError
 from simulator.hardware import (
     DISK_BANDWIDTH,
@@ -55,7 +57,6 @@ class DevicePart(Part):
     multiprocessors: Sourced[Count] | None = None
     own_cache_bytes: Sourced[Annotated[int, Field(ge=0, lt=10**15)]] | None = None
     shared_cache_bytes: Sourced[Annotated[int, Field(ge=0, lt=10**15)]] | None = None
-    pace_s: Sourced[Positive] | None = None
 
     @model_validator(mode="after")
     def _some_memory_is_left(self) -> DevicePart:
@@ -119,6 +120,50 @@ class SlowdownPart(Part):
         return self
 
 
+class CrowdingPart(Part):
+    """What messages of a group cost more while others compute on the same cores."""
+
+    group_size: Annotated[int, Field(ge=2)]
+    processes: Annotated[int, Field(ge=3)]
+    delay_s: NonNegative
+    stretch: Annotated[float, Field(ge=1, lt=1e6)]
+    source: Source
+
+    @model_validator(mode="after")
+    def _others_are_there(self) -> CrowdingPart:
+        if self.processes <= self.group_size:
+            raise ValueError(f"{self.processes} processes leave none beside a group of {self.group_size}")
+        return self
+
+
+class ConditionsPart(Part):
+    """How fast and how quiet the machine was: seconds of typical kernels on so many processes, and what disturbed."""
+
+    processes: Annotated[list[Count], Field(min_length=1, max_length=100)]
+    pace_s: Annotated[list[Positive], Field(min_length=1, max_length=100)]
+    pace_spread: NonNegative
+    others_share: NonNegative
+    stolen_share: NonNegative
+    source: Source
+
+    @model_validator(mode="after")
+    def _lists_agree(self) -> ConditionsPart:
+        if len(self.processes) != len(self.pace_s):
+            raise ValueError(f"{len(self.processes)} processes but {len(self.pace_s)} times")
+        if self.processes != sorted(set(self.processes)) or self.processes[0] != 1:
+            raise ValueError("processes must ascend from 1")
+        return self
+
+    def conditions(self) -> Conditions:
+        """The same for the simulator."""
+        return Conditions(
+            paces=tuple(zip(self.processes, self.pace_s, strict=True)),
+            pace_spread=self.pace_spread,
+            others_share=self.others_share,
+            stolen_share=self.stolen_share,
+        )
+
+
 class UncertaintyPart(Part):
     """Relative half-widths of the interval of a predicted time, and what they rest on."""
 
@@ -177,6 +222,8 @@ class ProfilePart(Part):
     uncertainty: UncertaintyPart
     collectives: list[CollectivePart] = Field(default_factory=list)
     compute_slowdown: SlowdownPart | None = None
+    message_crowding: list[CrowdingPart] | None = None
+    conditions: ConditionsPart | None = None
     message_workspace: Sourced[dict[Collective, NonNegative]] | None = None
     reliability: ReliabilityPart = ReliabilityPart()
     operators: OperatorsPart | None = None
@@ -350,7 +397,8 @@ def _hardware(profile: ProfilePart) -> Hardware:
         kernel_slowdowns=slowdown.of_kernels() if slowdown else {},
         message_workspace=profile.message_workspace.value if profile.message_workspace else {},
         caches=_caches(device),
-        pace_s=device.pace_s.value if device.pace_s else 0.0,
+        crowding=tuple(Crowding(**part.model_dump(exclude={"source"})) for part in profile.message_crowding or ()),
+        conditions=profile.conditions.conditions() if profile.conditions else None,
         multiprocessors=device.multiprocessors.value if device.multiprocessors else 1,
         **operator_models(profile.operators),
         overlap_compute_speed=profile.overlap.compute_speed.value if profile.overlap else 1.0,
@@ -407,9 +455,9 @@ _OPTIONAL_OF_KERNEL = ("serial_share", "cached_bandwidth_bytes_per_s")
 def _digest(profile: ProfilePart) -> str:
     # Parts that are not there do not count, so that new ones leave the hash of old profiles as it was; nor does
     # how often devices fail, on which neither a plan nor its time depends.
-    optional = ("operators", "overlap", "training", "message_workspace")
-    absent = {name for name in optional if getattr(profile, name) is None} | {"reliability"}
-    device = {"pace_s"} | {name for name in _OPTIONAL_OF_DEVICE if getattr(profile.device, name) is None}
+    optional = ("operators", "overlap", "training", "message_workspace", "message_crowding")
+    absent = {name for name in optional if getattr(profile, name) is None} | {"conditions", "reliability"}
+    device = {name for name in _OPTIONAL_OF_DEVICE if getattr(profile.device, name) is None}
     topology = {name for name in _OPTIONAL if getattr(profile.topology, name) is None}
     left_out: dict[str, Any] = {**dict.fromkeys(absent, True), "device": device, "topology": topology}
     left_out["kernels"] = {

@@ -39,6 +39,7 @@ def calibration_report(hardware: Hardware, path: str) -> Iterable[RenderableType
             ),
             ("slow-down", ", ".join(f"{n} processes {factor:.2f}" for n, factor in hardware.slowdown_table)),
             ("interval", f"−{percent_text(spread.low)} to +{percent_text(spread.high)} ({spread.label})"),
+            ("warning", hardware.conditions.warning if hardware.conditions else ""),
             ("written", path),
         ]
     )

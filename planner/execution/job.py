@@ -28,7 +28,7 @@ class Job:
     the meeting of the processes, all of which must have been given the same ``digest``. ``steps`` count from the
     beginning of training, before that of this run if it resumes another. ``logs`` gets a folder for each rank. Behind
     the steps come ``recorded_steps`` whose instructions are clocked one by one. ``first_scale`` is the scale of the
-    loss that training begins with where it has one. ``times_pace`` asks for typical kernels after the steps.
+    loss that training begins with where it has one. ``times_pace`` asks for typical kernels between the steps.
     """
 
     lowered: LoweredPlan | LoweredStages

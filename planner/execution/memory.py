@@ -12,7 +12,6 @@ from simulator.calibration.allocations import recorded_growth
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFERENCES = Path("/proc/self/clear_refs")
-SCHEDULER_STATISTICS = Path("/proc/self/schedstat")
 MEMORY = Path("/proc/meminfo")
 GROUP = Path("/sys/fs/cgroup")
 RESET_PEAK = "5"
@@ -89,14 +88,6 @@ def _left_in_group() -> int | None:
         return max(0, int(limit) - used + cache)
     except (OSError, ValueError):  # no such group, or no limit
         return None
-
-
-def waited_s() -> float:
-    """Seconds this process was ready to run but had no core, since its start; 0 where the system does not tell."""
-    try:
-        return int(SCHEDULER_STATISTICS.read_text().split()[1]) * 1e-9
-    except (OSError, ValueError, IndexError):
-        return 0.0
 
 
 def _status(field: str) -> int:

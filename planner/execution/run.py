@@ -40,12 +40,14 @@ from planner.strategy.file import read_plan
 from planner.strategy.loading import lower_to_run
 from planner.strategy.plan import Plan
 from simulator.calibration.launch import run_workers
-from simulator.calibration.process import available_cores, settle_worker, worker_threads
+from simulator.calibration.machine_use import Disturbance, disturbance
+from simulator.calibration.pace import paces_of
+from simulator.calibration.process import settle_worker
+from simulator.conditions import MOST_OTHERS, MOST_STOLEN
 from simulator.errors import ExecutionError, MeshwrightError
 
 DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_JOIN_TIMEOUT_S = 300.0
-BUSY_SHARE = 0.1
 CHANGED_SPEED = 0.1
 """From this change of the machine's speed on a run says so."""
 
@@ -101,9 +103,12 @@ class ExecutionReport:
     ``error`` is predicted step time over measured median, less one. Without verification
     ``reference_losses`` is empty and ``verified``, ``max_loss_difference`` and ``tolerance`` are None;
     the difference is relative. Predictions are None where the plan's profile cannot be read.
-    ``machine_speed`` is the speed of typical kernels after the steps over that when the profile was calibrated, None
-    where it does not know; ``predicted_at_this_speed_s`` is the prediction divided by it, and ``error_at_this_speed``
-    that prediction's error. ``rank`` is not 0 on the other ranks of a job that was joined, which should print nothing.
+    ``machine_speed`` is the speed of typical kernels, run by all ranks together before, between and behind the steps,
+    over that of as many processes when the profile was calibrated, None where it does not know;
+    ``predicted_at_this_speed_s`` is the prediction divided by it, and ``error_at_this_speed`` that prediction's error.
+    ``others_share`` and ``stolen_share`` are the parts of the cores' time that other programs and this machine's host
+    took during the timed steps, None where that is not known. ``rank`` is not 0 on the other ranks of a job that was
+    joined, which should print nothing.
     """
 
     processes: int
@@ -133,6 +138,8 @@ class ExecutionReport:
     machine_speed: float | None = None
     predicted_at_this_speed_s: float | None = None
     error_at_this_speed: float | None = None
+    others_share: float | None = None
+    stolen_share: float | None = None
 
 
 def execute(options: ExecuteOptions, say: Say = lambda _: None, monitor: Monitor | None = None) -> ExecutionReport:
@@ -274,8 +281,9 @@ def _report(
     slowest = np.max([result.step_times_s for result in results], axis=0)[job.warm_up_steps :]
     p10, median, p90 = (float(value) for value in np.quantile(slowest, (0.1, 0.5, 0.9)))
     speed = None
-    if prepared.calibrated_pace_s is not None and results[0].pace_s is not None:
-        speed = prepared.calibrated_pace_s / results[0].pace_s
+    if prepared.calibrated_pace_s is not None and results[0].paces_s:
+        speed = prepared.calibrated_pace_s / paces_of([result.paces_s for result in results]).median_s
+    disturbed = _disturbed(results, membership)
     at_this_speed = None if step_time is None or speed is None else step_time / speed
     losses = losses_of(results)
     differences = [relative_difference(*pair) for pair in zip(losses, reference, strict=False)]
@@ -302,8 +310,10 @@ def _report(
         measured_peak_memory_bytes=max(result.peak_memory_bytes for result in results),
         measured_memory_method=results[0].memory_method,
         predicted_peak_memory_bytes=prepared.predicted_peak_bytes,
-        notes=(*prepared.notes, *_busy(results, job.device_type), *_changed(speed)),
+        notes=(*prepared.notes, *_busy(disturbed, job.device_type), *_changed(speed)),
         machine_speed=speed,
+        others_share=None if disturbed is None else disturbed.others_share,
+        stolen_share=None if disturbed is None else disturbed.stolen_share,
         predicted_at_this_speed_s=at_this_speed,
         error_at_this_speed=None if at_this_speed is None else at_this_speed / median - 1,
     )
@@ -315,16 +325,25 @@ def _changed(speed: float | None) -> tuple[str, ...]:
         return ()
     word = "slower" if speed < 1 else "faster"
     return (
-        f"the machine has become {word} since it was calibrated: typical kernels ran at {speed:.0%} of their speed "
-        "then; calibrate again, or hold the step time against predicted_at_this_speed_s",
+        f"the machine has become {word} since it was calibrated: typical kernels on all processes together ran at "
+        f"{speed:.0%} of their speed then; calibrate again, or hold the step time against predicted_at_this_speed_s",
     )
 
 
-def _busy(results: list[RankResult], device_type: str) -> tuple[str, ...]:
-    """Say so where other programs kept the workers from their cores: the measured time is then not the plan's."""
-    share = float(np.mean([result.waited_share for result in results]))
-    if device_type != "cpu" or len(results) * worker_threads() > available_cores() or share < BUSY_SHARE:
+def _disturbed(results: list[RankResult], membership: Membership | None) -> Disturbance | None:
+    """What took time from the cores of the ranks; None where they are not all on this machine."""
+    if membership is not None and membership.local_size < membership.world_size:
+        return None
+    return disturbance([result.use for result in results])
+
+
+def _busy(found: Disturbance | None, device_type: str) -> tuple[str, ...]:
+    """Say so where other programs or the host took time from the cores: the measured time is then not the plan's."""
+    if device_type != "cpu" or found is None:
         return ()
-    return (
-        f"other programs kept the processes waiting for a core {share:.0%} of the time; measure on an idle machine",
-    )
+    taken = []
+    if found.others_share > MOST_OTHERS:
+        taken.append(f"other programs took {found.others_share:.0%} of the cores' time")
+    if found.stolen_share > MOST_STOLEN:
+        taken.append(f"the host of this machine took {found.stolen_share:.0%} of the cores' time")
+    return (f"{' and '.join(taken)}; measure on an idle machine",) if taken else ()

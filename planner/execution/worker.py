@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -29,14 +27,16 @@ from planner.execution.loss_scaling import LossScale, first_scale
 from planner.execution.machine import BUFFER, Held, RankContext
 from planner.execution.mapped import mapped
 from planner.execution.measuring.clocks import RankRecord, Recorder
-from planner.execution.memory import PeakMemory, waited_s
+from planner.execution.memory import PeakMemory
 from planner.execution.optimizers import make_step
+from planner.execution.paces import PacedSteps
 from planner.execution.stages import Neighbours, StageInterpreter
 from planner.execution.step_end import StepEnd, keep_checkpoints, places, resumed_states
 from planner.instructions import LoweredPlan, LoweredStages, StoredParameter
 from planner.networks import load_network
 from planner.sharding.local_call import Moment
-from simulator.calibration.pace import pace
+from simulator.calibration.machine_use import MachineUse, machine_use, used_since
+from simulator.calibration.process import return_free_memory
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 SPINNING = ("cpu", "cuda")
@@ -50,18 +50,18 @@ class RankResult:
     """What one rank measured; the losses are of whole batches, and so the same on every rank that knows them.
 
     With pipeline stages only ranks of the last one do; the others have none.
-    ``waited_share`` is the part of the timed steps in which the rank was ready but had no core. ``record`` is there
-    where steps were recorded. ``pace_s`` is what typical kernels took after them, where rank 0 was told to time
-    these.
+    ``record`` is there where steps were recorded. ``paces_s`` is what rounds of typical kernels took between the timed
+    steps, on all ranks at the same time, where the job asks for them. ``use`` is what the cores did during the timed
+    steps.
     """
 
     losses: tuple[float, ...]
     step_times_s: tuple[float, ...]
-    waited_share: float
     peak_memory_bytes: int
     memory_method: str
     record: RankRecord | None = None
-    pace_s: float | None = None
+    paces_s: tuple[float, ...] = ()
+    use: MachineUse | None = None
 
 
 def train(job: Job, membership: Membership | None = None) -> list[RankResult]:
@@ -149,20 +149,21 @@ def _train_rank(job: Job, device: torch.device, store: Store, watch: Watch) -> R
     for step in range(first, first + job.warm_up_steps):
         held = sum(one.untyped_storage().nbytes() for one in (*buffers.values(), *resumed_states(updates)))
         memory.record(partial(run, step, step + 1), held + interpreter.live_bytes())
-    waited = waited_s()
-    run(first + job.warm_up_steps, job.steps)
-    waited = waited_s() - waited
+    paced = PacedSteps(device, times[-1] if times else 0.0, wanted=job.times_pace)
+    before = machine_use()
+    for begin, end in paced.spans(first + job.warm_up_steps, job.steps):
+        run(begin, end)
+    use = used_since(before)
     if recorder is not None:
         _record(recorder, interpreter, load, job)
     return RankResult(
         losses=tuple(losses),
         step_times_s=tuple(times),
-        waited_share=waited / sum(times[job.warm_up_steps :]),
         peak_memory_bytes=memory.peak_bytes(),
         memory_method=memory.method,
         record=None if recorder is None else recorder.record(),
-        # The other ranks have nothing left to do but to wait for this one.
-        pace_s=pace(device) if job.times_pace and dist.get_rank() == 0 else None,
+        paces_s=tuple(paced.found),
+        use=use,
     )
 
 
@@ -239,7 +240,7 @@ def _own_tensors(
     }
     del module, whole, held
     gc.collect()
-    _return_free_memory()
+    return_free_memory()  # so that the whole network does not count as this rank's
     return kept, buffers
 
 
@@ -256,14 +257,6 @@ def _touch_libraries(context: RankContext) -> None:
     torch.relu(square @ square).sum()
     for group in filter(None, context.groups):
         dist.all_reduce(torch.ones(128, device=context.device), group=group)
-
-
-def _return_free_memory() -> None:
-    """Give pages of freed blocks back to the system, so that the whole network does not count as this rank's."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
 
 
 def _groups(lowered: LoweredPlan | LoweredStages, timeout: timedelta) -> tuple[dist.ProcessGroup | None, ...]:

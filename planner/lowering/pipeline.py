@@ -23,7 +23,7 @@ from planner.lowering.work import Work
 from planner.lowering.written import Written
 from planner.strategy.plan import Plan
 from planner.work import update_traffic
-from simulator.caches import in_caches
+from simulator.caches import in_caches, sharing_cores
 from simulator.corrections import message_time
 from simulator.errors import InputError, StrategyError
 from simulator.hardware import Hardware
@@ -120,6 +120,8 @@ def lower_pipeline(
             f"schedule {schedule.name} has {schedule.micro_batches} micro-batches, the plan {plan.micro_batches}; "
             "use a schedule of as many"
         )
+    computing = _computing(plan)
+    hardware = sharing_cores(hardware, computing)
     work = Work()
     units = units_work(found.source, found.chain, work)
     keys = tuple(tuple(found.of_unit[i] for i in members) for members in chunk_units(plan, found.names, schedule))
@@ -142,7 +144,7 @@ def lower_pipeline(
             found.source, units, [[keys[s] for s in stages] for stages in _stages_of(schedule)], plan.micro_batches
         ),
     )
-    met, computing = in_caches(hardware, _held_bytes(sizes), plan.devices), _computing(plan)
+    met = sharing_cores(in_caches(hardware, _held_bytes(sizes), plan.devices), computing)
     seconds = _seconds(lowering, met, computing)
     pairs = bool(schedule.paired.any())
     # What the host moves takes nothing from kernels.

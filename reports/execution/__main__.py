@@ -40,8 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.networks:
         cases = tuple(case for case in cases if case.network.name.startswith(tuple(given.networks)))
     results = run_all(cases, work, given.minutes, _say)
-    machine = load_profile(str(work / PROFILE)).device_name
-    write_whole(given.out / "index.html", execution_page(results, len(cases), machine))
+    hardware = load_profile(str(work / PROFILE))
+    machine, warning = hardware.device_name, hardware.conditions.warning if hardware.conditions else ""
+    write_whole(given.out / "index.html", execution_page(results, len(cases), machine, warning))
     write_whole(given.out / "runs.csv", runs_csv(results))
     write_whole(given.out / "runs.json", to_json(document(results, machine)))
     for one in figures(results):

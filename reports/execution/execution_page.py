@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,8 +13,9 @@ from planner.execution.run import CHANGED_SPEED
 from planner.quantities import bytes_text, interval_text, seconds_text
 from reports import page
 from reports.execution.figures import OVERHEAD_AIM, OWN_CORES, Figure, choice_regrets, figures, network_taus
-from reports.execution.running import Result
+from reports.execution.running import DISTURBED, Result
 from reports.page import PALETTE, SYMBOLS, Cell, Html
+from simulator.conditions import MOST_OTHERS, MOST_STOLEN
 
 COLUMNS = (
     "network",
@@ -29,6 +30,9 @@ COLUMNS = (
     "time_error",
     "machine_speed",
     "time_error_at_this_speed",
+    "others_share",
+    "stolen_share",
+    "first_time_error",
     "predicted_peak_memory_bytes",
     "measured_peak_memory_bytes",
     "memory_error",
@@ -72,8 +76,8 @@ def to_json(found: dict[str, Any]) -> str:
     return json.dumps(found, indent=1) + "\n"
 
 
-def execution_page(results: Sequence[Result], planned: int, machine: str) -> str:
-    """The page as text; `planned` plans should have been run."""
+def execution_page(results: Sequence[Result], planned: int, machine: str, warning: str = "") -> str:
+    """The page as text; `planned` plans should have been run, `warning` is of the calibration."""
     found = figures(results)
     ran = [result for result in results if not result.error]
     lead = (
@@ -82,22 +86,7 @@ def execution_page(results: Sequence[Result], planned: int, machine: str) -> str
         "before."
     )
     parts = [page.paragraph(lead, lead=True), page.cards([_card(one) for one in found])]
-    notes = sorted({r.waited_share_note for r in ran if "core" in r.waited_share_note})
-    if notes:
-        parts.append(
-            page.paragraph(f"The machine was not idle, so that measured times are not the plans': {notes[0]}.")
-        )
-    changed = [
-        r.machine_speed for r in ran if r.machine_speed is not None and abs(r.machine_speed - 1) >= CHANGED_SPEED
-    ]
-    if changed:
-        parts.append(
-            page.paragraph(
-                f"Beside {len(changed)} of {len(ran)} plans the machine had another speed than when it was calibrated: "
-                f"typical kernels ran at {min(changed):.0%} to {max(changed):.0%} of it. Errors are of the predictions "
-                "as they were made; scaled ones stand beside them under their own name."
-            )
-        )
+    parts += [page.paragraph(text) for text in _conditions(ran, warning)]
     if len(results) < planned:
         parts.append(page.paragraph(f"{planned - len(results)} of {planned} plans have not been run yet."))
     if ran:
@@ -109,6 +98,37 @@ def execution_page(results: Sequence[Result], planned: int, machine: str) -> str
     parts += [_table(results), page.heading("Why predictions were off"), _reasons(ran)]
     parts += [_list("Kendall tau by network", network_taus(ran), ""), _list("Regret", choice_regrets(ran), "%")]
     return page.page("Plans executed", parts, footer="Written by python -m reports.execution.")
+
+
+def _conditions(ran: Sequence[Result], warning: str) -> Iterator[str]:
+    """What the machine was like beside the runs."""
+    if warning:
+        yield f"Calibration warned: {warning}."
+    shares = [(r.others_share or 0.0, r.stolen_share or 0.0) for r in ran]
+    busy = [pair for pair in shares if pair[0] > MOST_OTHERS or pair[1] > MOST_STOLEN]
+    if busy:
+        yield (
+            f"Beside {len(busy)} of {len(ran)} plans the machine was not idle: other programs took up to "
+            f"{max(others for others, _ in shares):.0%} of the cores' time, its host up to "
+            f"{max(stolen for _, stolen in shares):.0%}."
+        )
+    speeds = [r.machine_speed for r in ran if r.machine_speed is not None]
+    changed = [speed for speed in speeds if abs(speed - 1) >= CHANGED_SPEED]
+    if changed:
+        yield (
+            f"Beside {len(changed)} of {len(ran)} plans the machine had another speed than when it was calibrated: "
+            f"typical kernels, run by all processes together between the steps, ran at {min(changed):.0%} to "
+            f"{max(changed):.0%} of it. Errors are of the predictions as they were made; scaled ones stand beside them "
+            "under their own name."
+        )
+    again = [r for r in ran if len(r.attempts) > 1]
+    if again:
+        yield (
+            f"{len(again)} plans ran again, {max(len(r.attempts) for r in again)} times at most, because the machine's "
+            f"speed and what was taken from its cores were together farther than {DISTURBED:.0%} from how it was "
+            "calibrated. The run nearest to that counts, whatever its error; errors of the first runs stand under "
+            "their own name, and runs.json has all."
+        )
 
 
 def _card(one: Figure) -> tuple[str, str, str]:

@@ -42,6 +42,8 @@ def figures(results: Sequence[Result]) -> tuple[Figure, ...]:
     many = _magnitudes(ran, lambda r: r.time_error if r.processes > OWN_CORES else None)
     same_few = _magnitudes(ran, lambda r: r.time_error_at_this_speed if r.processes <= OWN_CORES else None)
     same_many = _magnitudes(ran, lambda r: r.time_error_at_this_speed if r.processes > OWN_CORES else None)
+    first_few = _magnitudes(ran, lambda r: r.first_time_error if r.processes <= OWN_CORES else None)
+    first_many = _magnitudes(ran, lambda r: r.first_time_error if r.processes > OWN_CORES else None)
     memory = _magnitudes(ran, lambda r: r.memory_error)
     overheads = [r.overhead for r in ran if r.overhead is not None]
     taus, regrets = network_taus(ran), choice_regrets(ran)
@@ -57,6 +59,15 @@ def figures(results: Sequence[Result]) -> tuple[Figure, ...]:
                 ("cores shared: mean error", "scaled_shared_time_mean", np.mean, same_many, 0.20),
             )
             if values
+        ),
+        *(
+            _figure(f"{name}, first run of each plan", key, of, values, aim)
+            for name, key, of, values, aim in (
+                ("1 and 2 processes: mean error", "first_time_mean", np.mean, first_few, 0.10),
+                ("1 and 2 processes: worst error", "first_time_worst", np.max, first_few, 0.25),
+                ("cores shared: mean error", "first_shared_time_mean", np.mean, first_many, 0.20),
+            )
+            if values and any(len(r.attempts) > 1 for r in ran)
         ),
         _figure("peak memory: worst error", "memory_worst", np.max, memory, 0.10),
         _figure("Kendall tau, worst network", "kendall_tau", np.min, list(taus.values()), 0.8, at_least=True),

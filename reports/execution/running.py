@@ -7,7 +7,8 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ SEED = 0
 FEWEST, MOST = 5, 60
 CASE_S = 8.0
 """Seconds that the timed steps of a case may take together."""
+ATTEMPTS = 3
+DISTURBED = 0.1
+"""A plan runs again, so many times at most, where the machine was farther from how it was calibrated (`disturbed`)."""
 START_S = 25.0
 """What a case takes beside its steps, about: it is not begun with less time left."""
 
@@ -38,7 +42,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came of one plan: seconds and bytes, ``error`` where there are none."""
+    """What came of one plan: seconds and bytes, ``error`` where there are none.
+
+    ``attempts`` has what was measured in each run of the plan, of which this is one, in their order.
+    """
 
     network: str
     processes: int
@@ -54,8 +61,10 @@ class Result:
     by_hand: str = ""
     by_hand_step_time_s: float | None = None
     by_hand_loss_difference: float | None = None
-    waited_share_note: str = ""
     machine_speed: float | None = None
+    others_share: float | None = None
+    stolen_share: float | None = None
+    attempts: tuple[Mapping[str, float | None], ...] = ()
     errors: tuple[Mapping[str, Any], ...] = ()
 
     @property
@@ -82,6 +91,18 @@ class Result:
         return self.predicted_peak_memory_bytes / self.measured_peak_memory_bytes - 1
 
     @property
+    def first_time_error(self) -> float | None:
+        """The error of the first run of the plan."""
+        first = self.attempts[0]["measured_step_time_s"] if self.attempts else self.measured_step_time_s
+        return None if self.predicted_step_time_s is None or not first else self.predicted_step_time_s / first - 1
+
+    @property
+    def disturbed(self) -> float:
+        """How far the machine was from how it was calibrated: its speed, and what was taken from its cores."""
+        speed = abs(log(self.machine_speed)) if self.machine_speed else 0.0
+        return speed + (self.others_share or 0.0) + (self.stolen_share or 0.0)
+
+    @property
     def overhead(self) -> float | None:
         """Step time of the plan over that written by hand, less one."""
         if self.measured_step_time_s is None or not self.by_hand_step_time_s:
@@ -91,6 +112,8 @@ class Result:
 
 def run_all(cases: Sequence[Case], folder: Path, minutes: float, say: Say) -> tuple[Result, ...]:
     """Calibrate, then plan and run every case, until the time is up; cases of an earlier call are not run again.
+
+    When all have run, those beside which the machine was disturbed run again while there is time.
 
     Parameters
     ----------
@@ -104,18 +127,48 @@ def run_all(cases: Sequence[Case], folder: Path, minutes: float, say: Say) -> tu
         say("calibrating")
         most = max(2, *(case.processes for case in cases))
         calibrate(CalibrateOptions(processes=most, out=profile))
-    known = read_journal(journal, load_profile(str(profile)).hash)
-    for number, case in enumerate(cases, 1):
-        if key_of(case) in known:
-            continue
+    measured_with = load_profile(str(profile)).hash
+    known = read_journal(journal, measured_with)
+
+    def run(case: Case, words: str) -> bool:
         if time.monotonic() - begun > 60 * minutes - START_S:
+            return False
+        say(f"{words}: {case.network.name} on {case.processes}, {case.name}")
+        found = run_case(case, profile, folder)
+        known.setdefault(key_of(case), []).append(found)
+        _append(journal, {"key": key_of(case), "profile": measured_with, "result": asdict(found)})
+        return True
+
+    for number, case in enumerate(cases, 1):
+        if key_of(case) not in known and not run(case, f"{number} of {len(cases)}"):
             say(f"{60 * minutes:.0f} s are over; call again for the other {len(cases) - number + 1} plans")
             break
-        say(f"{number} of {len(cases)}: {case.network.name} on {case.processes}, {case.name}")
-        found = run_case(case, profile, folder)
-        known[key_of(case)] = found
-        _append(journal, {"key": key_of(case), "profile": load_profile(str(profile)).hash, "result": asdict(found)})
-    return tuple(known[key_of(case)] for case in cases if key_of(case) in known)
+    while again := [case for case in cases if again_worth(known.get(key_of(case), []))]:
+        if not all(run(case, "once more, as the machine was disturbed") for case in again):
+            break
+    return tuple(counted(known[key_of(case)]) for case in cases if key_of(case) in known)
+
+
+def again_worth(runs: Sequence[Result]) -> bool:
+    """Whether a plan should run again: the machine was another than when it was calibrated, each time so far.
+
+    The measured step time has no part in this.
+    """
+    return 0 < len(runs) < ATTEMPTS and not runs[0].error and min(run.disturbed for run in runs) > DISTURBED
+
+
+def counted(runs: Sequence[Result]) -> Result:
+    """The run of a plan beside which the machine was most like it was when it was calibrated, whatever its error."""
+    attempts = tuple(
+        {
+            "measured_step_time_s": run.measured_step_time_s,
+            "machine_speed": run.machine_speed,
+            "others_share": run.others_share,
+            "stolen_share": run.stolen_share,
+        }
+        for run in runs
+    )
+    return replace(min(runs, key=lambda run: (bool(run.error), run.disturbed)), attempts=attempts)
 
 
 def key_of(case: Case) -> str:
@@ -149,8 +202,9 @@ def run_case(case: Case, profile: Path, folder: Path) -> Result:
         measured_p90_s=time_s.p90,
         predicted_peak_memory_bytes=report.predicted_peak_memory_bytes,
         measured_peak_memory_bytes=report.measured_peak_memory_bytes,
-        waited_share_note="; ".join(report.notes),
         machine_speed=report.machine_speed,
+        others_share=report.others_share,
+        stolen_share=report.stolen_share,
         errors=errors,
         **hand,
     )
@@ -222,15 +276,16 @@ def _by_hand(case: Case, report: ExecutionReport, before: HandResult, after: Han
 # The journal: one JSON object a line
 
 
-def read_journal(journal: Path, profile_hash: str) -> dict[str, Result]:
-    """Results by case that were found with this profile; damaged lines do not count."""
-    found: dict[str, Result] = {}
+def read_journal(journal: Path, profile_hash: str) -> dict[str, list[Result]]:
+    """Results of every run by case that were found with this profile; damaged lines do not count."""
+    found: dict[str, list[Result]] = {}
     for line in _lines(journal):
         with suppress(ValueError, KeyError, TypeError):
             document = json.loads(line)
             if document["profile"] == profile_hash:
                 kept = document["result"]
-                found[document["key"]] = Result(**{**kept, "errors": tuple(kept["errors"])})
+                result = Result(**{**kept, "errors": tuple(kept["errors"]), "attempts": tuple(kept["attempts"])})
+                found.setdefault(document["key"], []).append(result)
     return found
 
 

@@ -9,17 +9,23 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from simulator.caches import ALL_BELOW
 from simulator.calibration.cases import Case, all_cases
+from simulator.calibration.crowds import measure_crowds
 from simulator.calibration.fitting import KernelFit, Measured, fit_kernel, predict_row, split_held_out
 from simulator.calibration.launch import run_workers
 from simulator.calibration.machine import Machine, find_machine, processor_caches
-from simulator.calibration.messages import MessageTimes, measure_messages
-from simulator.calibration.pace import pace
+from simulator.calibration.machine_use import Disturbance, MachineUse, disturbance, machine_use, used_since
+from simulator.calibration.messages import TIMEOUT, MessageTimes, measure_messages, own_device
+from simulator.calibration.pace import Pace, Paces, paces_of, timed_paces
+from simulator.calibration.process import available_cores, return_free_memory
 from simulator.calibration.profile_data import Findings, Residual, profile_data
-from simulator.calibration.slowdown import ALONE, Slowdown, factors_by_count, measure_slowdown
+from simulator.calibration.slowdown import Slowdown, SlowdownTimer, factors_by_count
 from simulator.calibration.timing import interleaved_factor, lower_quartile, measure_case
+from simulator.conditions import Conditions
+from simulator.crowding import Crowding
 from simulator.errors import InputError
 from simulator.hardware import write_profile
 from simulator.program import Kernel
@@ -32,6 +38,8 @@ KERNELS_S = 40.0
 SMALL_BYTES = 8192
 FEWEST_ROWS_TO_HOLD_BACK = 8
 SLOWDOWN_COUNTS = (2, 4, 8)
+CROWDS = (2, 4)
+"""Sizes of groups whose messages are timed beside other groups."""
 LARGEST_GROUP = 64
 
 Progress = Callable[[float, str], None]
@@ -72,21 +80,25 @@ def calibrate(options: CalibrateOptions, progress: Progress = lambda share, text
         check_writable(options.out)
     machine = find_machine(options.device, options.processes)
     groups = [size for size in (2, 4, 8, 16, 32, 64) if size <= min(options.processes, machine.devices)]
-    counts = () if machine.is_accelerator else SLOWDOWN_COUNTS
-    parts = 4.0 + 2 * len(groups) + len(counts)
+    shared = () if machine.is_accelerator else SLOWDOWN_COUNTS
+    counts = sorted({*groups, *shared})
+    parts = 2.0 + len(counts)
     progress(0.0, "kernels")
     kernels = run_workers(measure_kernels, (machine.device_type,), 1)[0]
-    done, messages = 4.0, list[MessageTimes]()
-    for size in groups:
-        progress(done / parts, f"collectives among {size} processes")
-        messages.append(run_workers(measure_messages, (machine.device_type, machine.backend), size)[0])
-        done += 2
-    slowdown = [(1, ALONE)] if counts else []
+    disturbances = [disturbance([kernels.use])]
+    done, found = 2.0, list[GroupTimes]()
     for count in counts:
-        progress(done / parts, f"{count} processes sharing the cores")
-        slowdown.append((count, run_workers(measure_slowdown, (machine.device_type, machine.backend), count)[0]))
+        progress(done / parts, f"{count} processes: collectives, and sharing the cores")
+        orders = (machine.device_type, machine.backend, count in groups, count in shared)
+        ranks = run_workers(measure_group, orders, count)
+        found.append(ranks[0])
+        disturbances.append(disturbance([rank.use for rank in ranks]))
         done += 1
-    data = profile_data(findings(machine, kernels, messages, slowdown, options), Path(options.out or "local").stem)
+    messages = [group.messages for group in found if group.messages is not None]
+    slowdown = [(count, group.slowdown) for count, group in zip(counts, found, strict=True) if group.slowdown]
+    measured = findings(machine, kernels, messages, slowdown, options, disturbances)
+    crowding = tuple(one for group in found for one in group.crowding)
+    data = profile_data(replace(measured, crowding=crowding), Path(options.out or "local").stem)
     if options.out is not None:
         write_profile(data, options.out)
     progress(1.0, "done")
@@ -94,12 +106,43 @@ def calibrate(options: CalibrateOptions, progress: Progress = lambda share, text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTimes:
+    """What a group of processes measured, None of what it was not asked for, and what this one's cores did."""
+
+    messages: MessageTimes | None
+    slowdown: Slowdown | None
+    crowding: tuple[Crowding, ...] = ()
+    use: MachineUse | None = None
+
+
+def measure_group(device_type: str, backend: str, messages: bool, slowdown: bool) -> GroupTimes:
+    """Measure collectives and, before and after them, how processes slow each other down, as one rank of a group."""
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    try:
+        device = own_device(device_type)
+        before = machine_use()
+        timer = SlowdownTimer(device) if slowdown else None
+        if timer is not None:
+            timer.time()
+            return_free_memory()  # which messages would count as theirs
+        found = measure_messages(device) if messages else None
+        crowding = measure_crowds(device, CROWDS) if slowdown else []
+        if timer is not None:
+            timer.time()
+        shared = timer.finish() if timer is not None else None
+        return GroupTimes(messages=found, slowdown=shared, crowding=tuple(crowding), use=used_since(before))
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTimes:
-    """Every kernel measured, what small ones cost more among others, and the machine's pace meanwhile."""
+    """Every kernel measured, what small ones cost more among others, and the machine's pace and use meanwhile."""
 
     rows: tuple[Measured, ...]
     mixing: float
-    pace_s: float
+    paces: Paces
+    use: MachineUse | None = None
 
 
 def measure_kernels(device_type: str) -> KernelTimes:
@@ -112,14 +155,16 @@ def measure_kernels(device_type: str) -> KernelTimes:
     cases = all_cases(accelerator=device_type != "cpu")
     most = 0.0 if device_type != "cpu" else ALL_BELOW * sum(astuple(processor_caches()))
     kinds = [(case, False) for case in cases] + [(case, True) for case in cases if 0 < case.bytes_moved <= most]
-    begin = time.perf_counter()
+    begin, before = time.perf_counter(), machine_use()
     times: list[list[float]] = [[] for _ in kinds]
-    paces: list[float] = []
-    while len(paces) < MOST_ROUNDS and (len(paces) < FEWEST_ROUNDS or time.perf_counter() - begin < KERNELS_S):
+    pace, paces = Pace(device), list[float]()
+    rounds = 0
+    while rounds < MOST_ROUNDS and (rounds < FEWEST_ROUNDS or time.perf_counter() - begin < KERNELS_S):
         for (case, cached), found in zip(kinds, times, strict=True):
-            if len(paces) < FEWEST_ROUNDS or max(found) > AGREEMENT * min(found):
+            if rounds < FEWEST_ROUNDS or max(found) > AGREEMENT * min(found):
                 found.append(measure_case(case, device, turn_bytes=0 if cached else None))
-        paces.append(pace(device))
+        paces += timed_paces(pace, lambda: None)
+        rounds += 1
     rows = [
         replace(_measured(case, lower_quartile(found)), cached=cached)
         for (case, cached), found in zip(kinds, times, strict=True)
@@ -128,7 +173,8 @@ def measure_kernels(device_type: str) -> KernelTimes:
     return KernelTimes(
         rows=tuple(rows),
         mixing=1.0 if device_type != "cpu" else interleaved_factor(small, device),
-        pace_s=lower_quartile(paces),
+        paces=paces_of([paces]),
+        use=used_since(before),
     )
 
 
@@ -144,6 +190,7 @@ def findings(
     messages: Sequence[MessageTimes],
     slowdown: Sequence[tuple[int, Slowdown]],
     options: CalibrateOptions,
+    disturbances: Sequence[Disturbance | None] = (),
 ) -> Findings:
     """Fit what was measured, and check the fits on rows held back.
 
@@ -171,11 +218,24 @@ def findings(
         machine=machine,
         fits=fits,
         mixing=mixing,
-        pace_s=kernels.pace_s,
+        conditions=_conditions(kernels, slowdown, [d for d in disturbances if d is not None]),
         best_flops_per_s=best,
         messages=tuple(messages),
         slowdown=factors.get(None, ()),
         class_slowdown={kernel: pairs for kernel, pairs in factors.items() if kernel is not None},
         residuals=tuple(residuals),
         origin=f"{command} on {today}, {machine.device_name}, torch {torch.__version__}",
+    )
+
+
+def _conditions(
+    kernels: KernelTimes, slowdown: Sequence[tuple[int, Slowdown]], disturbances: Sequence[Disturbance]
+) -> Conditions:
+    """How fast and how quiet the machine was: what disturbed the most disturbed part of calibration counts."""
+    paces = [(1, kernels.paces), *((count, found.paces) for count, found in slowdown if found.paces is not None)]
+    return Conditions(
+        paces=tuple((count, found.median_s) for count, found in paces),
+        pace_spread=max(found.spread for count, found in paces if count <= available_cores()),
+        others_share=max((found.others_share for found in disturbances), default=0.0),
+        stolen_share=max((found.stolen_share for found in disturbances), default=0.0),
     )

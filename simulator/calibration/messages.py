@@ -51,20 +51,15 @@ class MessageTimes:
     workspace: Mapping[Collective, float] = field(default_factory=dict)
 
 
-def measure_messages(device_type: str, backend: str) -> MessageTimes:
+def measure_messages(device: torch.device) -> MessageTimes:
     """Measure every collective at every size, as one rank of a group of all processes."""
-    dist.init_process_group(backend, timeout=TIMEOUT)
-    try:
-        device = own_device(device_type)
-        return MessageTimes(
-            processes=dist.get_world_size(),
-            seconds=_time_collectives(device),
-            overlap=_measure_overlap(device),
-            resident_bytes=_resident_bytes(),
-            workspace=_workspace(device),
-        )
-    finally:
-        dist.destroy_process_group()
+    return MessageTimes(
+        processes=dist.get_world_size(),
+        seconds=_time_collectives(device),
+        overlap=_measure_overlap(device),
+        resident_bytes=_resident_bytes(),
+        workspace=_workspace(device),
+    )
 
 
 def _time_collectives(device: torch.device) -> dict[Collective, tuple[float, ...]]:
@@ -80,8 +75,8 @@ def _time_collectives(device: torch.device) -> dict[Collective, tuple[float, ...
     mean of the middle half of a kind's calls counts, which moves little where threads wake sometimes soon, sometimes
     late.
     """
-    calls = {(kind, size): call for size in SIZES for kind, call in _calls(size, device).items()}
-    before = _filler(device)
+    calls = {(kind, size): call for size in SIZES for kind, call in calls_of(size, device).items()}
+    before = filler(device)
     counts = {}
     for place, call in calls.items():  # the first calls make connections and buffers
         call(0)
@@ -93,12 +88,17 @@ def _time_collectives(device: torch.device) -> dict[Collective, tuple[float, ...
         for place, call in calls.items():
             found = spans[place]
             for _ in range(counts[place]):
-                found.append(_span(before, partial(call, len(found)), device))
+                found.append(span(before, partial(call, len(found)), device))
     return {kind: tuple(_call_seconds(spans[kind, size], device) for size in SIZES) for kind in Collective}
 
 
-def _calls(size: int, device: torch.device) -> dict[Collective, Callable[[int], object]]:
-    """Every collective of a payload of `size` bytes, called with a number that picks the buffer."""
+def calls_of(
+    size: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> dict[Collective, Callable[[int], object]]:
+    """Every collective of a payload of `size` bytes, called with a number that picks the buffer.
+
+    Sums run in a group of some ranks too; all else among all.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     elements = _elements(size, world)
     copies = max(1, min(MOST_COPIES, COLD_BYTES // size))
@@ -109,7 +109,7 @@ def _calls(size: int, device: torch.device) -> dict[Collective, Callable[[int], 
         return lambda number: call(tensors[number % copies])
 
     return {
-        Collective.ALL_REDUCE: of(lambda whole: dist.all_reduce(whole.clone())),
+        Collective.ALL_REDUCE: of(lambda whole: dist.all_reduce(whole.clone(), group=group)),
         Collective.ALL_GATHER: of(_gather, parts),
         Collective.REDUCE_SCATTER: of(_scatter),
         Collective.ALL_TO_ALL: of(_exchange),
@@ -154,7 +154,7 @@ def _exchange(wholes: Tensor) -> object:
     return [piece.reshape(-1) for piece in came.view(dist.get_world_size(), -1).chunk(2, 1)]
 
 
-def _filler(device: torch.device) -> Callable[[], None]:
+def filler(device: torch.device) -> Callable[[], None]:
     """What a rank computes before a message."""
     factor = torch.rand(FILLER_ROWS, FILLER_ROWS, device=device)
     streamed = torch.rand(FILLER_ELEMENTS, device=device)
@@ -172,7 +172,7 @@ def _call_seconds(spans: Sequence[tuple[float, float]], device: torch.device) ->
     return max(middle_mean((ends - begins).tolist()), 1e-7)
 
 
-def _span(before: Callable[[], object], call: Callable[[], object], device: torch.device) -> tuple[float, float]:
+def span(before: Callable[[], object], call: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """When a call behind something else begins and ends."""
     before()
     synchronize(device)

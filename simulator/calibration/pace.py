@@ -1,28 +1,74 @@
-"""The pace of a machine: typical kernels, timed when it is calibrated and again beside a run.
+"""The pace of a machine: typical kernels, timed when it is calibrated and beside a run, on all its ranks together.
 
-Clocks, other programs and other machines on the same host change how fast a machine computes from one hour to the next.
-The same few kernels on both occasions tell that from an error of a prediction.
+Clocks, other programs and other machines on the same host change how fast a machine computes, and how much processes on
+it slow each other down, from one minute to the next. The same few kernels on both occasions, run by as many processes
+at the same time, tell that from an error of a prediction.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from simulator.calibration.cases import all_cases
-from simulator.calibration.timing import lower_quartile, repeated_case, repeated_seconds
+from simulator.calibration.timing import repeated_case, synchronize
 
-TYPICAL = ("mm 256x768x3072", "backward of conv 16x256x4x4 to 256, 3x3", "gelu 524288", "adam 4194304")
-"""Products, convolutions, activations and updates: of arithmetic, and of what comes from memory."""
-BUDGET_S = 0.04
-ROUNDS = 4
+TYPICAL = (
+    "mm 256x768x3072",
+    "mm 64x1024x4096",
+    "backward of conv 16x256x4x4 to 256, 3x3",
+    "gelu 524288",
+    "adam 4194304",
+)
+"""Products of arithmetic and of weights from memory, convolutions, activations, and updates from memory."""
+ROUNDS = 8
+"""Rounds that calibration takes."""
 
 
-def pace(device: torch.device) -> float:
-    """Seconds of one call of each typical kernel, in float32; to be timed while no other rank computes.
+class Pace:
+    """Typical kernels in float32, ready to be timed again and again by one rank of some that do the same."""
 
-    They have their turns in rounds, so that what disturbs the machine for a moment is in one round of each.
-    """
-    cases = [c for c in all_cases(accelerator=device.type != "cpu") if c.name in TYPICAL and c.dtype == "float32"]
-    runs = [repeated_case(case, device) for case in cases]
-    rounds = [[repeated_seconds(run, device, BUDGET_S) for run in runs] for _ in range(ROUNDS)]
-    return sum(lower_quartile(times) for times in zip(*rounds, strict=True))
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        cases = [c for c in all_cases(accelerator=device.type != "cpu") if c.name in TYPICAL and c.dtype == "float32"]
+        # Inputs are the same each time: between two calls of one kernel the others have filled the caches.
+        self._runs = [repeated_case(case, device, turn_bytes=0) for case in cases]
+        for run in self._runs:
+            run(1)
+        synchronize(device)
+
+    def seconds(self) -> float:
+        """Seconds that one call of each kernel takes by the wall clock, which a step is timed by."""
+        start = time.perf_counter()
+        for run in self._runs:
+            run(1)
+        synchronize(self._device)
+        return time.perf_counter() - start
+
+
+def timed_paces(pace: Pace, meet: Callable[[], object], rounds: int = ROUNDS) -> list[float]:
+    """Seconds of some rounds of one rank; `meet` waits for the others before each."""
+    found = []
+    for _ in range(rounds):
+        meet()
+        found.append(pace.seconds())
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paces:
+    """The median of rounds, each its slowest rank's, for which a step waits, and their middle 80 % over it."""
+
+    median_s: float
+    spread: float
+
+
+def paces_of(ranks: Sequence[Sequence[float]] | NDArray[np.float64]) -> Paces:
+    """Pace of a machine from the rounds of its ranks (ranks, rounds)."""
+    low, median, high = np.quantile(np.max(np.asarray(ranks), axis=0), (0.1, 0.5, 0.9)).tolist()
+    return Paces(median_s=median, spread=(high - low) / median)

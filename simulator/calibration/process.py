@@ -64,6 +64,13 @@ def keep_large_blocks() -> None:
         mallopt(M_TRIM_THRESHOLD, LARGEST_INT)
 
 
+def return_free_memory() -> None:
+    """Give pages of freed blocks back to the system, so that they count as nobody's."""
+    trim = getattr(_libc(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _die_with_launcher() -> None:
     """End this process when its launcher is gone, however that ended."""
     launcher = multiprocessing.parent_process()

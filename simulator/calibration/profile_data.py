@@ -12,6 +12,8 @@ import numpy as np
 from simulator.calibration.fitting import KernelFit
 from simulator.calibration.machine import Machine
 from simulator.calibration.messages import SIZES, MessageTimes
+from simulator.conditions import Conditions
+from simulator.crowding import Crowding
 from simulator.program import Collective, Kernel
 
 OVERLAPS_BELOW = 0.9
@@ -41,7 +43,8 @@ class Findings:
     machine: Machine
     fits: Mapping[Kernel, KernelFit]
     mixing: float
-    pace_s: float
+    conditions: Conditions
+    crowding: tuple[Crowding, ...] = ()
     best_flops_per_s: Mapping[str, float]
     messages: tuple[MessageTimes, ...]
     slowdown: tuple[tuple[int, float], ...]
@@ -83,12 +86,12 @@ def profile_data(found: Findings, name: str) -> Data:
                 for dtype, rate in sorted(found.best_flops_per_s.items())
             },
             **_caches(machine, measured),
-            "pace_s": {"value": _rounded(found.pace_s), "source": f"{measured}; typical kernels, in one process"},
         },
         "kernels": {kernel.value: _kernel(fit, bandwidth, found) for kernel, fit in found.fits.items()},
         "topology": _topology(found, measured, bandwidth),
         "uncertainty": _uncertainty(found),
         "collectives": _collectives(found.messages, measured),
+        "conditions": _conditions(found.conditions, measured),
     }
     if found.slowdown:
         data["compute_slowdown"] = {
@@ -100,6 +103,17 @@ def profile_data(found: Findings, name: str) -> Data:
             },
             "source": measured,
         }
+    if found.crowding:
+        data["message_crowding"] = [
+            {
+                "group_size": one.group_size,
+                "processes": one.processes,
+                "delay_s": _rounded(one.delay_s),
+                "stretch": _rounded(one.stretch),
+                "source": f"{measured}; sums in groups while all compute and send",
+            }
+            for one in found.crowding
+        ]
     workspace = {
         collective.value: _rounded(max(group.workspace.get(collective, 0.0) for group in found.messages))
         for group in found.messages[:1]
@@ -108,6 +122,17 @@ def profile_data(found: Findings, name: str) -> Data:
     if workspace:
         data["message_workspace"] = {"value": workspace, "source": f"{measured}; of several tensors in one message"}
     return data
+
+
+def _conditions(found: Conditions, measured: str) -> Data:
+    return {
+        "processes": [count for count, _ in found.paces],
+        "pace_s": [_rounded(seconds) for _, seconds in found.paces],
+        "pace_spread": _rounded(found.pace_spread),
+        "others_share": _rounded(found.others_share),
+        "stolen_share": _rounded(found.stolen_share),
+        "source": f"{measured}; typical kernels, by so many processes together",
+    }
 
 
 def _caches(machine: Machine, measured: str) -> Data:

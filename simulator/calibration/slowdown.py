@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,13 +12,16 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from simulator.calibration.cases import all_cases
-from simulator.calibration.messages import TIMEOUT, gathered, own_device
+from simulator.calibration.messages import gathered
+from simulator.calibration.pace import Pace, Paces, paces_of, timed_paces
 from simulator.calibration.process import available_cores
 from simulator.calibration.timing import Repeated, kernel_clock, repeated_case, synchronize
 from simulator.program import Kernel
 
-FEWEST_ROUNDS, MOST_ROUNDS = 16, 48
-ROUND_S = 0.008
+FEWEST_ROUNDS, MOST_ROUNDS = 16, 32
+ROUND_S = 0.006
+PACE_EVERY = 2
+"""Kinds of kernels between two rounds of the machine's pace."""
 AGREEMENT = 0.04
 """Part by which the two halves of the rounds may differ before more are run."""
 MIX_SIZE = 256
@@ -35,13 +39,14 @@ SLOWED: Mapping[Kernel, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowdown:
-    """Time while some processes compute over time alone: of a mix of kernels, and of single classes."""
+    """Time while some processes compute over time alone: of a mix of kernels, and of single classes.
+
+    ``paces`` is what typical kernels took while all ran them.
+    """
 
     mix: float
     classes: Mapping[Kernel, float] = field(default_factory=dict)
-
-
-ALONE = Slowdown(mix=1.0, classes=dict.fromkeys(SLOWED, 1.0))
+    paces: Paces | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,26 +82,86 @@ class Rounds:
         return abs(before - after) <= AGREEMENT * min(before, after)
 
 
-def measure_slowdown(device_type: str, backend: str) -> Slowdown:
-    """Measure, as one rank of all, how much slower kernels are while all processes run them at the same time.
+class SlowdownTimer:
+    """Times kernels alone and together, as one rank of all.
 
     Every rank takes turns at computing alone, each time right before all do: what the machine does besides, or the
-    pace of the hour, is in both and not in their ratio. Processor time tells how they disturb each other's caches and
-    memory, and leaves other programs out; where there are more processes than cores, each also waits for its turn, in
-    proportion. Ranks of a step wait for the slowest between two messages: a mix of kernels is run in short parts, and
-    the slowest rank's of each counts; single classes are slowed by as much.
+    pace of the hour, is in both and not in their ratio. All kinds of kernels have their turn in every round, so that
+    what disturbs the machine for a while hits a few rounds of each and not all of one. Processor time tells how they
+    disturb each other's caches and memory, and leaves other programs out; where there are more processes than cores,
+    each also waits for its turn, in proportion. Ranks of a step wait for the slowest between two messages: a mix of
+    kernels is run in short parts, and the slowest rank's of each counts; single classes are slowed by as much.
     """
-    dist.init_process_group(backend, timeout=TIMEOUT)
-    try:
-        device = own_device(device_type)
-        threads = dist.get_world_size() * torch.get_num_threads()
-        turns = max(1.0, threads / available_cores()) if device_type == "cpu" else 1.0
-        mix = _rounds(_mix(device), device)
-        waits = turns * mix.skew
-        classes = {kernel: waits * _of_class(kernel, device) for kernel in SLOWED}
-        return Slowdown(mix=waits * mix.factor, classes=classes)
-    finally:
-        dist.destroy_process_group()
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._turns = 1.0
+        if device.type == "cpu":
+            self._turns = max(1.0, dist.get_world_size() * torch.get_num_threads() / available_cores())
+        cases = [c for c in all_cases(accelerator=device.type != "cpu") if c.dtype == "float32"]
+        self._kinds = [_Timed(None, lambda: _mix(device))]
+        self._kinds += [
+            _Timed(kernel, partial(repeated_case, case, device))
+            for kernel, names in SLOWED.items()
+            for case in cases
+            if case.name in names
+        ]
+        self._paces: list[float] = []
+
+    def time(self) -> None:
+        """Time some rounds of every kind, and of the machine's pace; to be called twice and more, some time apart."""
+        ranks = dist.get_world_size()
+        rounds = -(-FEWEST_ROUNDS // (2 * ranks)) * ranks
+        pace = Pace(self._device)
+        for number, kind in enumerate(self._kinds):
+            kind.time(rounds, self._device)
+            self._paces += timed_paces(pace, dist.barrier, 1 if number % PACE_EVERY == 0 else 0)
+
+    def finish(self) -> Slowdown:
+        """Time again what earlier and later rounds tell differently, and say what was found."""
+        for kind in self._kinds:
+            while not kind.found(self._device).agree and kind.count < MOST_ROUNDS:
+                kind.time(dist.get_world_size() * -(-8 // dist.get_world_size()), self._device)
+        found = [kind.found(self._device) for kind in self._kinds]
+        waits = self._turns * found[0].skew
+        factors: dict[Kernel, list[float]] = {}
+        for kind, rounds in zip(self._kinds, found, strict=True):
+            if kind.kernel is not None:
+                factors.setdefault(kind.kernel, []).append(rounds.factor)
+        return Slowdown(
+            mix=waits * found[0].factor,
+            classes={kernel: waits * float(np.mean(of_kernel)) for kernel, of_kernel in factors.items()},
+            paces=paces_of(gathered(self._paces, self._device)),
+        )
+
+
+class _Timed:
+    """A kind of kernels with its rounds so far, of this rank; its memory is there while it is timed."""
+
+    def __init__(self, kernel: Kernel | None, make: Callable[[], Repeated]) -> None:
+        self.kernel, self._make = kernel, make
+        self._alone, self._together = list[float](), list[float]()
+
+    @property
+    def count(self) -> int:
+        """Rounds so far."""
+        return len(self._alone)
+
+    def time(self, rounds: int, device: torch.device) -> None:
+        """Run some rounds alone, where it is this rank's turn, and together with all others."""
+        run, ranks, rank = self._make(), dist.get_world_size(), dist.get_rank()
+        count = _count(run, device)
+        for _ in range(rounds):
+            dist.barrier()
+            mine = len(self._alone) % ranks == rank
+            self._alone.append(_seconds(run, count, device) / count if mine else 0.0)
+            dist.barrier()
+            self._together.append(_seconds(run, count, device) / count)
+
+    def found(self, device: torch.device) -> Rounds:
+        """The rounds of all ranks, the same on each."""
+        alone, together = gathered(self._alone, device).max(axis=0), gathered(self._together, device)
+        return Rounds(alone=alone, together=together)
 
 
 def _mix(device: torch.device) -> Repeated:
@@ -108,31 +173,6 @@ def _mix(device: torch.device) -> Repeated:
             torch.add(right, right)
 
     return run
-
-
-def _of_class(kernel: Kernel, device: torch.device) -> float:
-    """Factor of a class: the mean of its typical kernels', in float32."""
-    names = SLOWED[kernel]
-    cases = [c for c in all_cases(accelerator=device.type != "cpu") if c.name in names and c.dtype == "float32"]
-    found = [_rounds(repeated_case(case, device), device) for case in cases]
-    return float(np.mean([rounds.factor for rounds in found]))
-
-
-def _rounds(run: Repeated, device: torch.device) -> Rounds:
-    """Run something alone and together in turn, the more often the less the rounds agree."""
-    count = _count(run, device)
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    own_alone, own_together = list[float](), list[float]()
-    while True:
-        for number in range(len(own_alone), len(own_alone) + FEWEST_ROUNDS):
-            dist.barrier()
-            own_alone.append(_seconds(run, count, device) if number % ranks == rank else 0.0)
-            dist.barrier()
-            own_together.append(_seconds(run, count, device))
-        alone, together = gathered(own_alone, device).max(axis=0), gathered(own_together, device)
-        found = Rounds(alone=alone, together=together)
-        if found.agree or len(own_alone) >= MOST_ROUNDS:
-            return found
 
 
 def _count(run: Repeated, device: torch.device) -> int:
@@ -162,5 +202,6 @@ def factors_by_count(found: Sequence[tuple[int, Slowdown]]) -> dict[Kernel | Non
     for kind in kinds:
         raw = [slowdown.mix if kind is None else slowdown.classes[kind] for _, slowdown in found]
         rising = np.maximum.accumulate(np.maximum(raw, 1.0)).tolist()
-        result[kind] = tuple((count, factor) for (count, _), factor in zip(found, rising, strict=True))
+        pairs = ((count, factor) for (count, _), factor in zip(found, rising, strict=True))
+        result[kind] = ((1, 1.0), *pairs)
     return result

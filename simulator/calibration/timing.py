@@ -23,7 +23,9 @@ FILLER_ELEMENTS = 1 << 17
 INTERLEAVED_S = 1.5
 INTERLEAVED_ROUNDS = (20, 400)
 LARGEST_FACTOR = 10.0
-CASE_S = 0.04
+CASE_S = 0.03
+MOST_INPUT_TURNS = 4
+"""Times the memory taken in turn that inputs may hold of which little is read, as tables of embeddings."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -150,9 +152,10 @@ def _closure(case: Case, inputs: list[Tensor], *, keeps: bool = False) -> Callab
 
 def _input_sets(case: Case, device: torch.device, turn_bytes: int) -> list[list[Tensor]]:
     size = max(1, int(case.bytes_moved))
-    copies = max(1, min(MOST_COPIES, turn_bytes // size))
     generator = torch.Generator().manual_seed(0)
     first = _inputs(case, device, generator)
+    held = max(1, sum(tensor.nbytes for tensor in first))
+    copies = max(1, min(MOST_COPIES, turn_bytes // size, MOST_INPUT_TURNS * turn_bytes // held))
     return [first, *([tensor.clone() for tensor in first] for _ in range(copies - 1))]
 
 

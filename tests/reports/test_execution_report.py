@@ -10,7 +10,16 @@ from reports.execution.__main__ import main
 from reports.execution.cases import all_cases, tiny_cases
 from reports.execution.execution_page import document, execution_page, runs_csv
 from reports.execution.figures import choice_regrets, figures, network_taus
-from reports.execution.running import JOURNAL, Result, key_of, read_journal
+from reports.execution.running import (
+    JOURNAL,
+    PROFILE,
+    Result,
+    again_worth,
+    counted,
+    key_of,
+    read_journal,
+    run_all,
+)
 
 
 def result(network="MLP", processes=1, plan="one process", predicted=1.0, measured=1.0, **others):
@@ -98,8 +107,65 @@ def test_damaged_lines_of_the_journal_do_not_count(tmp_path):
     line = json.dumps({"key": "a", "profile": "p", "result": asdict(RESULTS[0])})
     other = json.dumps({"key": "b", "profile": "other", "result": asdict(RESULTS[0])})
     path = tmp_path / "runs.jsonl"
-    path.write_text(f'{line}\n{other}\n{{"key": 1}}\n{line[:40]}')
-    assert read_journal(path, "p") == {"a": RESULTS[0]}
+    path.write_text(f'{line}\n{other}\n{{"key": 1}}\n{line}\n{line[:40]}')
+    assert read_journal(path, "p") == {"a": [RESULTS[0], RESULTS[0]]}
+
+
+def test_a_plan_runs_again_where_the_machine_was_disturbed_whatever_came_of_it():
+    slow = result(predicted=1.0, measured=2.0, machine_speed=0.7, others_share=0.0)
+    busy = result(predicted=1.0, measured=1.0, machine_speed=1.0, others_share=0.3, stolen_share=0.05)
+    calm = result(predicted=1.0, measured=1.5, machine_speed=1.02, others_share=0.01)
+    assert busy.disturbed == pytest.approx(0.35)
+    assert result().disturbed == 0.0
+    assert again_worth([slow])
+    assert again_worth([slow, busy])
+    assert not again_worth([slow, calm])
+    assert not again_worth([slow, busy, slow])
+    assert not again_worth([])
+    assert not again_worth([RESULTS[-1]])
+    found = counted([slow, busy, calm])
+    assert found.measured_step_time_s == 1.5
+    assert [run["machine_speed"] for run in found.attempts] == [0.7, 1.0, 1.02]
+    assert found.time_error == pytest.approx(1 / 1.5 - 1)
+    assert found.first_time_error == pytest.approx(-0.5)
+    assert counted([RESULTS[-1], slow]).error == ""
+
+
+def test_first_runs_stand_beside_those_that_count():
+    again = counted([result(measured=2.0, machine_speed=0.6), result(measured=1.25, machine_speed=1.0)])
+    found = {one.key: one for one in figures((again,))}
+    assert found["time_mean"].value == pytest.approx(0.2)
+    assert found["first_time_mean"].value == pytest.approx(0.5)
+    assert not any(one.key.startswith("first") for one in figures(RESULTS))
+    page = execution_page((again,), planned=1, machine="here", warning="the machine was not quiet")
+    assert "1 plans ran again, 2 times at most" in page
+    assert "Calibration warned: the machine was not quiet." in page
+    assert "ran again" not in execution_page(RESULTS, planned=5, machine="here")
+    busy = result(others_share=0.3, stolen_share=0.02)
+    assert "took up to 30% of the cores&#x27; time, its host up to 2%" in execution_page((busy,), 1, "here")
+    line = runs_csv((again,)).splitlines()
+    assert dict(zip(line[0].split(","), line[1].split(","), strict=True))["first_time_error"] == "-0.5"
+
+
+def test_disturbed_plans_run_once_more_when_all_have_run(tmp_path, monkeypatch):
+    """The first plan is disturbed twice, the second always, the third never."""
+    speeds = {case.name: [0.5, 0.6, 1.0] for case in tiny_cases()}
+    speeds["dp=2"] = [0.5] * 5
+    speeds["tp=2"] = [1.0] * 5
+    ran = []
+
+    def run_case(case, profile, folder):
+        ran.append(case.name)
+        return result(plan=case.name, machine_speed=speeds[case.name][ran.count(case.name) - 1])
+
+    monkeypatch.setattr("reports.execution.running.run_case", run_case)
+    shutil.copy(str(files("hw_profiles") / "dgx-a100.yaml"), tmp_path / PROFILE)
+    found = run_all(tiny_cases(), tmp_path, 10.0, lambda text: None)
+    assert ran == ["one process", "dp=2", "tp=2", "one process", "dp=2", "one process", "dp=2"]
+    assert [len(one.attempts) for one in found] == [3, 3, 1]
+    assert [one.machine_speed for one in found] == [1.0, 0.5, 1.0]
+    assert run_all(tiny_cases(), tmp_path, 10.0, lambda text: None) == found
+    assert len(ran) == 7
 
 
 @pytest.mark.slow

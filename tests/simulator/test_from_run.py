@@ -13,6 +13,7 @@ from simulator.calibration.from_run import correct_profile, fit_factors, read_ru
 from simulator.calibration.machine import find_machine
 from simulator.calibration.messages import SIZES as PAYLOADS
 from simulator.calibration.messages import MessageTimes
+from simulator.calibration.pace import Paces
 from simulator.calibration.process import available_cores
 from simulator.calibration.profile_data import profile_data
 from simulator.calibration.slowdown import Slowdown
@@ -33,10 +34,10 @@ def profile(tmp_path):
         for cached, bandwidth in ((False, 2e10), (True, 8e10))
         for case in all_cases()
     )  # fmt: skip
-    kernels = KernelTimes(rows=rows, mixing=1.0, pace_s=0.02)
+    kernels = KernelTimes(rows=rows, mixing=1.0, paces=Paces(median_s=0.02, spread=0.1))
     seconds = {kind: tuple(2e-4 + size / 2e9 for size in PAYLOADS) for kind in Collective}
     messages = [MessageTimes(processes=2, seconds=seconds, overlap=1.0, resident_bytes=2**28)]
-    slowdown = [(count, Slowdown(mix=factor)) for count, factor in ((1, 1.0), (2, 1.1))]
+    slowdown = [(2, Slowdown(mix=1.1))]
     found = findings(find_machine("cpu", 4), kernels, messages, slowdown, CalibrateOptions(processes=2))
     path = tmp_path / "local.yaml"
     write_profile(profile_data(found, "local"), path)

@@ -122,9 +122,10 @@ def prepare(plan: Plan, options: ExecuteOptions, membership: Membership | None, 
 def _calibrated_pace(plan: Plan) -> float | None:
     """What typical kernels took on the plan's hardware when it was calibrated; None where its profile does not say."""
     try:
-        return load_profile(plan.hardware).pace_s or None
+        conditions = load_profile(plan.hardware).conditions
     except ProfileError:
         return None
+    return None if conditions is None else conditions.pace_s(plan.devices)
 
 
 def _of_drivers(prediction: Prediction) -> int:

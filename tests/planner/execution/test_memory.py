@@ -1,7 +1,7 @@
 import torch
 
 from planner.execution import memory as memory_module
-from planner.execution.memory import PeakMemory, free_memory, waited_s
+from planner.execution.memory import PeakMemory, free_memory
 from simulator.calibration.allocations import peak_growth
 
 CPU = torch.device("cpu")
@@ -30,12 +30,6 @@ def test_without_a_record_the_growth_of_resident_memory_stands_in():
     assert memory.peak_bytes() >= 60 * MEGABYTE
     assert held.numel()
     assert "resident" in memory.method
-
-
-def test_waiting_never_shrinks():
-    before = waited_s()
-    assert before >= 0
-    assert waited_s() >= before
 
 
 def test_a_container_leaves_less_than_the_machine_has(tmp_path, monkeypatch):

@@ -1,0 +1,54 @@
+"""The machine's pace beside the timed steps of a run, timed on all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from simulator.calibration.pace import Pace, timed_paces
+
+PACE_SHARE = 0.1
+"""Part of the time of the steps that typical kernels between them take."""
+MOST_SPANS = 40
+"""Spans of steps between two rounds, however many steps there are."""
+AFTER_ROUNDS = 8
+
+
+class PacedSteps:
+    """Spans of steps with rounds of typical kernels before, between and behind them; ``found`` are their seconds.
+
+    An accelerator may have no memory for these kernels before the steps are done.
+
+    Parameters
+    ----------
+    wanted : whether to time the pace at all
+    step_s : seconds of one step, about; 0 if not known
+    """
+
+    def __init__(self, device: torch.device, step_s: float, *, wanted: bool) -> None:
+        self.found: list[float] = []
+        self._device, self._step_s = device, step_s
+        self._between, self._after = wanted and device.type == "cpu", wanted and device.type != "cpu"
+
+    def spans(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """First steps and ends of all spans, one after the other, the same on every rank."""
+        if not self._between:
+            yield first, end
+            if self._after:
+                self.found += timed_paces(Pace(self._device), dist.barrier, AFTER_ROUNDS)
+            return
+        pace = Pace(self._device)
+        self.found += timed_paces(pace, dist.barrier, 1)
+        every = self._steps_of_span(end - first)
+        for begin in range(first, end, every):
+            yield begin, min(begin + every, end)
+            self.found += timed_paces(pace, dist.barrier, 1)
+
+    def _steps_of_span(self, steps: int) -> int:
+        longest = torch.tensor([self._step_s, self.found[0]], dtype=torch.float64)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        step_s, round_s = longest.tolist()
+        fewest = -(-steps // MOST_SPANS)
+        return max(1, fewest, min(steps, round(round_s / PACE_SHARE / step_s)) if step_s else steps)
