@@ -8,7 +8,7 @@ operators that are linear and cheap, never through a matrix product or an attent
 from __future__ import annotations
 
 from planner.graph.kept import KeptByGraph
-from planner.graph.operator_graph import Node, OperatorGraph, Role
+from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
 from planner.sharding.placement import REPLICATE
 from planner.sharding.rule_notation import InnerMessage, Rule, call_of, replicated, rules_of
 from planner.sharding.rule_table import TABLE
@@ -26,12 +26,26 @@ def rules_for(graph: OperatorGraph, node: Node) -> tuple[Rule, ...]:
     made = _MADE.of(graph)
     found = made.get(id(node))
     if found is None:
+        alike = _ALIKE.of(graph)
+        key = (node.op, node.role, _sized(graph, node.args), _sized(graph, node.kwargs), node.outputs)
+        if key not in alike:
+            alike[key] = _rules_for(graph, node)
         # The node is kept beside its rules, so that no other one gets its number.
-        found = made[id(node)] = node, _rules_for(graph, node)
+        found = made[id(node)] = node, alike[key]
     return found[1]
 
 
 _MADE = KeptByGraph[int, tuple[Node, tuple[Rule, ...]]]()
+_ALIKE = KeptByGraph[tuple[object, ...], tuple[Rule, ...]]()
+
+
+def _sized(graph: OperatorGraph, argument: object) -> object:
+    """An argument by the sizes of its tensors; a number that equals another of a different type is told apart."""
+    if isinstance(argument, TensorRef):
+        return graph.spec(argument)
+    if isinstance(argument, tuple):
+        return tuple(_sized(graph, item) for item in argument)
+    return type(argument), argument
 
 
 def _rules_for(graph: OperatorGraph, node: Node) -> tuple[Rule, ...]:

@@ -250,6 +250,28 @@ def _new_variable(graph: OperatorGraph, nodes: tuple[int, ...]) -> Variable:
 
 
 def _operator_choices(graph: OperatorGraph, nodes: tuple[int, ...]) -> Iterator[Choice]:
+    """Choices of an operator and its backward operators: those of the first one alike, of other tensors."""
+    tensors: dict[TensorRef, int] = {}
+    ports = []
+    for index in nodes:
+        node = graph.nodes[index]
+        refs = (*node.tensor_inputs, *(TensorRef(index, o) for o in range(len(node.outputs))))
+        ports.append((id(rules_for(graph, node)), *(tensors.setdefault(ref, len(tensors)) for ref in refs)))
+    kinds = ((graph.nodes[r.node].role, graph.nodes[r.node].phase, graph.spec(r), r.node in nodes) for r in tensors)
+    made, key = _CHOICES.of(graph), (tuple(ports), tuple(kinds))
+    if key not in made:
+        made[key] = tuple(tensors), tuple(_agreeing(graph, nodes))
+    first, choices = made[key]
+    here = dict(zip(first, tensors, strict=True))
+    for choice in choices:
+        reads, writes = ({here[r]: p for r, p in side.items()} for side in (choice.reads, choice.writes))
+        yield Choice(rules=choice.rules, reads=reads, writes=writes)
+
+
+_CHOICES = KeptByGraph[tuple[object, ...], tuple[tuple[TensorRef, ...], tuple[Choice, ...]]]()
+
+
+def _agreeing(graph: OperatorGraph, nodes: tuple[int, ...]) -> Iterator[Choice]:
     """Combine the rules of an operator and its backward operators that agree on every tensor they share."""
     group = set(nodes)
     tables = [rules_for(graph, graph.nodes[i]) for i in nodes]

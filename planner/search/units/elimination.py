@@ -103,17 +103,24 @@ def elimination(scopes: tuple[Scope, ...], sizes: tuple[tuple[int, int], ...], k
     pool: dict[int, Scope] = dict(enumerate(scopes))
     open_variables = set(size) - set(kept) - set(single)
     steps = []
-    around = {v: {u for s in scopes if v in s for u in s} | {v} for v in size}
+    touching: dict[int, list[int]] = {v: [] for v in size}
+    for number, scope in pool.items():
+        for v in scope:
+            touching[v].append(number)
+    around = {v: {u for n in touching[v] for u in pool[n]} | {v} for v in size}
     weight = {v: prod(size[u] for u in around[v]) for v in open_variables}
     while open_variables:
         variable = min(open_variables, key=lambda v: (weight[v], v))
         open_variables.discard(variable)
-        touching = [number for number, scope in pool.items() if variable in scope]
         scope = tuple(sorted(around[variable] - {variable}))
         full = (variable, *scope)
-        steps.append(_Step(variable, scope, _terms([(n, pool.pop(n)) for n in touching], full, size)))
-        pool[len(scopes) + len(steps) - 1] = scope
+        steps.append(
+            _Step(variable, scope, _terms([(n, pool.pop(n)) for n in touching[variable] if n in pool], full, size))
+        )
+        made = len(scopes) + len(steps) - 1
+        pool[made] = scope
         for other in scope:
+            touching[other].append(made)
             around[other] |= set(scope)
             around[other].discard(variable)
             if other in open_variables:

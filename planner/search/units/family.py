@@ -66,6 +66,7 @@ class Family:
         self._variables = range(len(source.decisions.variables))
         self._first_state = np.cumsum([0, *(len(wide.states(v)) for v in self._variables)])
         self._shapes: dict[tuple[object, ...], StageShape | None] = {}
+        self._shape_of: dict[tuple[tuple[int, ...], int], StageShape | None] = {}
         self._factors: dict[tuple[int, int], Mapping[int, UnitFactors]] = {}
         self._tabled: dict[tuple[int, int], Tabled] = {}
         self.labels: dict[tuple[int, int], tuple[UnitLabels, ...]] = {}
@@ -170,6 +171,12 @@ class Family:
         InputError
             The sequence cannot be sharded as asked.
         """
+        sizes = case.costs.mesh.sizes
+        if (sizes, case.batch) not in self._shape_of:
+            self._shape_of[sizes, case.batch] = self._find_shape(case)
+        return self._shape_of[sizes, case.batch]
+
+    def _find_shape(self, case: Case) -> StageShape | None:
         sizes = case.costs.mesh.sizes
         places, extents, grows, masks = self._conditions
         before = self.wide.graph.batch_size
