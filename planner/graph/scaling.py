@@ -50,13 +50,24 @@ def _scaled(graph: OperatorGraph, batch: int) -> OperatorGraph:
             scaled[spec] = replace(spec, shape=tuple(d // old * batch if grows else d for d, grows in dims))
         return scaled[spec]
 
-    def at(node: Node) -> Node:
-        flops = node.flops / old * batch if node.flops and _touches_batch(graph, node) else node.flops
-        if flops == node.flops and not any(any(spec.batch_dims) for spec in node.outputs):
+    def at(node: Node, works: bool, grows: bool) -> Node:
+        flops = node.flops / old * batch if works else node.flops
+        if flops == node.flops and not grows:
             return node
         return node.sized(tuple(scale(spec) for spec in node.outputs), flops)
 
-    return replace(graph, nodes=tuple(at(node) for node in graph.nodes), batch_size=batch)
+    known = _GROWING.of(graph)
+    if None not in known:
+        known[None] = [
+            (bool(node.flops) and _touches_batch(graph, node), any(any(spec.batch_dims) for spec in node.outputs))
+            for node in graph.nodes
+        ]
+    nodes = tuple(at(node, *growing) for node, growing in zip(graph.nodes, known[None], strict=True))
+    return replace(graph, nodes=nodes, batch_size=batch)
+
+
+_GROWING = KeptByGraph[None, list[tuple[bool, bool]]]()
+"""Of each node of a graph whether its operations, and whether its outputs, grow with the batch."""
 
 
 def at_precision(graph: OperatorGraph, dtype: str) -> OperatorGraph:

@@ -6,6 +6,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
+from planner.graph.kept import KeptByGraph
 from planner.graph.operator_graph import Node, OperatorGraph
 from planner.search.configurations.least_states import PAYLOADS
 from planner.search.configurations.schedule_shapes import SPLIT
@@ -53,8 +54,18 @@ def work_bound(graph: OperatorGraph, hardware: Hardware, dtype: str, devices: in
     """Seconds that one sample takes on one device at best, however the work is split.
 
     `graph` is at batch 1. Every kernel takes at least what its operations and the bytes of tensors that grow with the
-    batch take at the profile's highest efficiency, without overhead; messages cost nothing.
+    batch take at the profile's highest efficiency, without overhead; messages cost nothing. It is worked out once.
     """
+    made, key = _SAMPLES.of(graph), (hardware, dtype, devices)
+    if key not in made:
+        made[key] = _work_bound(graph, hardware, dtype, devices)
+    return made[key]
+
+
+_SAMPLES = KeptByGraph[tuple[Hardware, str, int], float]()
+
+
+def _work_bound(graph: OperatorGraph, hardware: Hardware, dtype: str, devices: int) -> float:
     seconds = 0.0
     for node, times in zip(graph.nodes, graph.multiplicity, strict=True):
         if node.kernel is not Kernel.VIEW and node.kernel is not Kernel.OPTIMIZER:

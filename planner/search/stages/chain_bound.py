@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.ma  # which numpy else loads in the midst of a search, for `np.unique`
 
 from planner.search.stages.fragments import BACKLOG, FILL, QUEUE, STEADY, FloatArray, IntArray
 from planner.search.stages.listed_cuts import few_cuts, least_listed
