@@ -16,7 +16,10 @@ COLUMNS = 7
 WIDTH = 32
 """Most ways that are kept of one fragment between two boundary states; beyond it they are thinned."""
 _AT_ONCE = 512
+"""Ways between two boundary states that are compared; of more some are picked first."""
+_BLOCK = 128
 """Ways that are compared with each other at once."""
+_EARLIER: NDArray[np.bool_] = ~np.tri(_BLOCK, dtype=np.bool_)
 _FLIGHTS = (1.0, 8.0, 64.0, 1e6)
 
 
@@ -157,34 +160,36 @@ def _frontier(
 
 
 def dominated(values: FloatArray) -> NDArray[np.bool_]:
-    """(n,) rows that another one, or an equal one before them, makes needless; rows are in lexical order."""
+    """(n,) rows that another one, or an equal one before them, makes needless; rows are in lexical order.
+
+    Only earlier rows dominate then, and those that are dominated themselves need not be asked.
+    """
     distinct = np.flatnonzero((values != values[:1]).any(axis=0))
     if not len(distinct):
         return np.arange(len(values)) > 0
-    columns = values[:, distinct]
-    if len(columns) > _AT_ONCE:
-        return _dominated_in_turn(columns)
-    below = np.ones((len(columns), len(columns)), dtype=np.bool_)
-    for column in columns.T:
+    # The first column that differs ascends.
+    columns = values[:, distinct[1:]].T
+    if len(values) <= _BLOCK:
+        return _beaten(columns)
+    result = np.zeros(len(values), dtype=np.bool_)
+    for begin in range(0, len(values), _BLOCK):
+        block = slice(begin, begin + _BLOCK)
+        below = np.ones((begin - int(result.sum()), len(result[block])), dtype=np.bool_)
+        for earlier, other in zip(columns[:, :begin][:, ~result[:begin]], columns[:, block], strict=True):
+            below &= earlier[:, None] <= other
+        result[block] = below.any(axis=0)
+        own = begin + np.flatnonzero(~result[block])
+        result[own] = _beaten(columns[:, own])
+    return result
+
+
+def _beaten(columns: FloatArray) -> NDArray[np.bool_]:
+    """(n,) whether one before each is at most as much in all columns (columns, n)."""
+    below = _EARLIER[: columns.shape[1], : columns.shape[1]].copy()
+    for column in columns:
         np.logical_and(below, column[:, None] <= column[None, :], out=below)
-    np.fill_diagonal(below, False)
-    # Of equal rows the first stays.
-    equal = below & below.T
-    later = np.tri(len(columns), k=-1, dtype=np.bool_)
-    result: NDArray[np.bool_] = np.any(below & ~(equal & later), axis=0)
-    return result
-
-
-def _dominated_in_turn(columns: FloatArray) -> NDArray[np.bool_]:
-    """As `dominated` with memory for one row at a time: in lexical order only earlier rows dominate."""
-    result = np.zeros(len(columns), dtype=np.bool_)
-    kept = np.zeros(0, dtype=np.int64)
-    for row in range(len(columns)):
-        if len(kept) and bool(np.any(np.all(columns[kept] <= columns[row], axis=1))):
-            result[row] = True
-        else:
-            kept = np.append(kept, row)
-    return result
+    found: NDArray[np.bool_] = np.any(below, axis=0)
+    return found
 
 
 def _spread(values: FloatArray, width: int) -> IntArray:

@@ -377,26 +377,38 @@ def _ahead(table: FloatArray, count: int, rest: FloatArray) -> FloatArray:
 def _kept(values: FloatArray, state: IntArray, bound: FloatArray, rows: IntArray, beam: int) -> tuple[IntArray, float]:
     """Rows that no other one in the same state beats, at most `beam` in each, and the least bound of the others."""
     found, left_out = [rows[:0]], np.inf
-    for place in np.unique(state[rows]).tolist():
-        same = rows[state[rows] == place]
-        for most, beaten in ((4 * beam, _beaten), (beam, None)):
-            if len(same) > most:
-                same = same[np.argsort(bound[same], kind="stable")]
-                left_out = min(left_out, float(bound[same[most]]))
-                same = same[:most]
-            if beaten is not None:
-                same = same[np.lexsort(values[same].T[::-1])]
-                same = same[~beaten(values[same])]
+    states = state[rows]
+    for place in np.flatnonzero(np.bincount(states)).tolist():
+        same = rows[states == place]
+        if len(same) > 4 * beam:
+            same, least = _first(same, bound[same], 4 * beam)
+            left_out = min(left_out, least)
+        same = same[_unbeaten(values[same])]
+        if len(same) > beam:
+            order = np.argsort(bound[same], kind="stable")
+            left_out = min(left_out, float(bound[same[order[beam]]]))
+            same = same[order[:beam]]
         found.append(same)
     return np.concatenate(found), left_out
 
 
-def _beaten(values: FloatArray) -> BoolArray:
-    """As `dominated`, by sorting where two columns differ; rows are in lexical order."""
-    distinct = np.flatnonzero((values != values[:1]).any(axis=0))
+def _first(rows: IntArray, bound: FloatArray, most: int) -> tuple[IntArray, float]:
+    """The `most` rows of least bounds, of equal ones the first, and the least bound of the others."""
+    least = float(np.partition(bound, most)[most])
+    below = bound < least
+    below[np.flatnonzero(bound == least)[: most - int(np.count_nonzero(below))]] = True
+    return rows[below], least
+
+
+def _unbeaten(values: FloatArray) -> IntArray:
+    """Rows that no other one beats, as `dominated` has it, in lexical order; by sorting where two columns differ."""
+    distinct = np.flatnonzero((values != values[0]).any(axis=0))
+    if not len(distinct):
+        return np.zeros(1, dtype=np.int64)
+    order: IntArray = np.lexsort(values[:, distinct[::-1]].T)
     if len(distinct) != 2:
-        return dominated(values)
-    other = values[:, distinct[1]]
-    beaten = np.zeros(len(values), dtype=np.bool_)
-    beaten[1:] = other[1:] >= np.minimum.accumulate(other)[:-1]
-    return beaten
+        return order[~dominated(values[order])]
+    other = values[order, distinct[1]]
+    kept = np.ones(len(values), dtype=np.bool_)
+    kept[1:] = other[1:] < np.minimum.accumulate(other)[:-1]
+    return order[kept]

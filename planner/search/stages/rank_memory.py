@@ -163,7 +163,9 @@ def _tables(block: Fragments, highest: int, prices: FloatArray, seconds: FloatAr
 def _shared(table: FloatArray) -> FloatArray:
     """(…, blocks + 1) least sums of two rows of blocks that hold so many together."""
     size = table.shape[-1]
-    left = np.arange(size)[:, None] - np.arange(size)[None, :]
+    # Either row may be the one that holds at most half.
+    few = np.arange((size + 1) // 2)
+    left = np.arange(size)[:, None] - few
     rest = np.where(left < 0, np.inf, table[..., np.maximum(left, 0)])
-    shared: FloatArray = (table[..., None, :] + rest).min(axis=-1)
+    shared: FloatArray = (table[..., None, few] + rest).min(axis=-1)
     return shared
