@@ -40,8 +40,14 @@ def refined(search: Configured, pins: Pins, best: Candidate, source: Scored | No
         found = _other_buckets(search, found)
     if pins.sharding_threshold_kb is None and source is not None and best.plan.optimizer_sharding != "none":
         most = largest_threshold(search.graph, best.plan.degree("tensor") * best.plan.degree("expert"))
+        lost: Plan | None = None
         for threshold in (size for size in THRESHOLDS if size <= most):
-            found = _better(search, found, _with_threshold(search, source, found.candidate.plan, threshold))
+            plan = _with_threshold(search, source, found.candidate.plan, threshold)
+            # Where no parameter lies between two thresholds, both leave the same ones whole.
+            if lost is None or not _alike(plan, lost):
+                tried = _better(search, found, plan)
+                lost = plan if tried.candidate is found.candidate else None
+                found = tried
     return found
 
 
@@ -70,14 +76,18 @@ def _better(search: Configured, found: Refined, plan: Plan) -> Refined:
     """The faster of two plans, the one before where they are equal."""
     best = found.candidate.prediction
     tried = Refined(candidate=found.candidate, simulated=found.simulated + 1)
-    same = found.candidate.plan
-    if (plan.rules, plan.layers, plan.bucket_bytes) == (same.rules, same.layers, same.bucket_bytes):
+    if _alike(plan, found.candidate.plan):
         return found
     prediction = predict_plan(plan, search.graph, search.hardware)
     fits = prediction.peak_memory_bytes <= prediction.device_memory_bytes
     if not fits or prediction.step_time_s >= best.step_time_s * (1 - 1e-6):
         return tried
     return replace(tried, candidate=replace(found.candidate, plan=plan, prediction=_told(prediction, best)))
+
+
+def _alike(one: Plan, other: Plan) -> bool:
+    """Whether two plans that differ in messages and thresholds alone do the same."""
+    return (one.rules, one.layers, one.bucket_bytes) == (other.rules, other.layers, other.bucket_bytes)
 
 
 def _told(prediction: Prediction, before: Prediction) -> Prediction:
