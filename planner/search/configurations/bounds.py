@@ -118,9 +118,9 @@ def passes_bound(
     of each unit take in a step at least (`LeastStates`).
     """
     c, shape = configuration, model.shape(configuration)
-    share = _filled(c, computed_ahead(extent, c))
-    kinds, sums_s = [], model.batch_sums_s(tables, c).sum(axis=1)
-    for ways, summed_s, added_s in zip(least_ways(tables), sums_s.tolist(), once_s.tolist(), strict=True):
+    share, sums_s = _filled(c, computed_ahead(extent, c)), model.batch_sums_s(tables, c).sum(axis=1)
+    all_ways, chained, kinds = least_ways(tables), unlike(tables.counts, c.pipeline * c.virtual), []
+    for ways, summed_s, added_s in zip(all_ways, sums_s.tolist(), once_s.tolist(), strict=True) if chained else ():
         values, passes_s = np.zeros_like(ways.values), ways.values[:, STEADY] + summed_s
         values[:, FILL] = share * passes_s
         values[:, STEADY] = (c.micro_batches - share) * passes_s + added_s
@@ -139,7 +139,14 @@ def passes_bound(
         hidden_share=shape.hidden_share,
         uneven_s=partial(uneven_passes_s, c) if c.virtual > 1 else None,
     )
-    return time_bound(task)
+    if chained:
+        return chain_bound(task)
+    # What is least of every kind is least with the least passes.
+    passes_s = np.array([ways.values[:, STEADY].min() for ways in all_ways]) + sums_s
+    least = np.zeros((len(passes_s), COLUMNS + 1))
+    least[:, FILL] = share * passes_s
+    least[:, STEADY] = least[:, _BEHIND] = (c.micro_batches - share) * passes_s + once_s
+    return _bound_of(task, least)
 
 
 @lru_cache(maxsize=256)
@@ -220,7 +227,11 @@ def task_bound(task: PartitionTask) -> float:
     What synchronisation leaves to do is at least what it leaves of the first unit of a chunk, and at least what
     messages take longer than the passes that hide them. Where turns may even out, a rank's chunks count together.
     """
-    least = _least_of_kinds(task)
+    return _bound_of(task, _least_of_kinds(task))
+
+
+def _bound_of(task: PartitionTask, least: FloatArray) -> float:
+    """`task_bound` by the least values of the ways of each kind of unit, as `_least_of_kinds` has them."""
     sends = np.sort(task.sends_s.min(axis=1)) if task.units > 1 else np.zeros(0)
     together = task.chunks if task.uneven_s is not None else 1
     least_s = together * task.steady_sends * float(sends[0]) if len(sends) else 0.0
@@ -234,7 +245,7 @@ def task_bound(task: PartitionTask) -> float:
         busiest = least_ranks(times, task.ranks, together=bool(task.rank_of[0] == task.rank_of[-1]))
     counts = np.array(task.counts, dtype=np.float64)
     even = max(float(np.ascontiguousarray(least[:, column]) @ counts) / task.ranks for column in (STEADY, _BEHIND))
-    return _least_fill(task, least) + max(even, busiest)
+    return _least_fill(task, least, sends) + max(even, busiest)
 
 
 def time_bound(task: PartitionTask) -> float:
@@ -250,11 +261,11 @@ def _least_of_kinds(task: PartitionTask) -> FloatArray:
     return np.minimum.reduceat(np.column_stack([values, behind]), starts, axis=0)
 
 
-def _least_fill(task: PartitionTask, least: FloatArray) -> float:
-    """Least seconds of the fill: all units' and the cheapest messages'."""
+def _least_fill(task: PartitionTask, least: FloatArray, sends: FloatArray) -> float:
+    """Least seconds of the fill: all units' and the cheapest messages', whose seconds ascend in ``sends``."""
     fills = np.ascontiguousarray(least[:, FILL])
-    sends = np.sort(task.sends_s.min(axis=1))[: task.pieces - 1].sum() if task.units > 1 else 0.0
-    return float(fills @ np.array(task.counts)) + task.fill_sends * float(sends)
+    sent = float(sends[: task.pieces - 1].sum()) if task.units > 1 else 0.0
+    return float(fills @ np.array(task.counts)) + task.fill_sends * sent
 
 
 def memory_bound(task: PartitionTask) -> float:
@@ -263,7 +274,8 @@ def memory_bound(task: PartitionTask) -> float:
     resident = sum(count * held for held, count in zip(least[:, RESIDENT].tolist(), task.counts, strict=True))
     if resident > task.ranks * task.limit_bytes:
         return np.inf
-    return _least_fill(task, least) + least_busiest(task)
+    sends = np.sort(task.sends_s.min(axis=1)) if task.units > 1 else np.zeros(0)
+    return _least_fill(task, least, sends) + least_busiest(task)
 
 
 def least_memory(task: PartitionTask) -> tuple[int, float]:

@@ -143,8 +143,9 @@ def _frontier(
     Of rows that are equal in all criteria the one that is least in the other columns stays.
     """
     found, exact, merits = [], True, criteria.of(values)
-    keys = entry * (int(leave.max(initial=0)) + 2) + leave
-    for key in np.unique(keys):
+    # Boundary states are small numbers, from -1 on.
+    keys = (entry + 1) * (int(leave.max(initial=0)) + 2) + leave + 1
+    for key in np.flatnonzero(np.bincount(keys)).tolist():
         rows = np.flatnonzero(keys == key)
         if len(rows) == 1:
             found.append(rows)
