@@ -1,7 +1,7 @@
-"""Tables of one rank that asks no link for more than it carries: streams that slow each other and nothing else.
+"""Tables of one rank: few streams that slow each other, and of which at most two share links.
 
-The events are those of `simulator.fast_fluid`, and so are the times, to the bit. A rank has few streams, each of which
-runs one task at a time: no heap orders their events, and a change of pace concerns them alone.
+The events are those of `simulator.fast_fluid`, and so are the times, to the bit where links cannot be overloaded. Each
+stream runs one task at a time: no heap orders their events, and a change of pace concerns them alone.
 """
 
 from __future__ import annotations
@@ -10,36 +10,48 @@ from itertools import pairwise
 
 import numpy as np
 
+from simulator.fast_fluid import CROWDED, SAME_LEVEL
 from simulator.task_groups import TaskGroups, tasks_by_stream
-from simulator.task_table import FloatArray, TaskTable
+from simulator.task_table import FloatArray
 
 Times = tuple[FloatArray, FloatArray]
 NEVER = float("inf")
 UNKNOWN = float("nan")
 MOST_STREAMS = 8
 """Streams of a rank beyond which a heap finds the next event sooner."""
+MOST_SHARING = 2
+"""Streams of which one link's loads are the same sum in any order."""
 AMPLE = 1 + 1e-12
 
 
 def runs_alone(groups: TaskGroups) -> bool:
-    """Whether a table is of one rank without meetings, and no link of it can be overloaded.
-
-    Tasks of one stream never run together, so a link carries at most the sum over streams of the largest load of each.
-    """
+    """Whether a table is of one rank without meetings, at most `MOST_SHARING` streams of which cross links."""
     table = groups.table
     if len(table.stream_rank) > MOST_STREAMS or len(set(table.stream_rank.tolist())) != 1:
         return False
-    return bool((table.meeting < 0).all()) and (not table.links.size or _ample(groups, table))
+    crossing = np.unique(table.stream[np.diff(table.link_offsets) > 0])
+    return bool((table.meeting < 0).all()) and len(crossing) <= MOST_SHARING
 
 
-def _ample(groups: TaskGroups, table: TaskTable) -> bool:
-    links = len(table.link_capacity)
+def _uses(groups: TaskGroups) -> list[dict[int, float]]:
+    """(T,) bytes on each link for each of a task's amount; empty where no link can be overloaded.
+
+    Tasks of one stream never run together, so a link carries at most the sum over streams of the largest load of each.
+    """
+    table, links = groups.table, len(groups.table.link_capacity)
     task = np.repeat(np.arange(table.size), np.diff(table.link_offsets))
     uses, place = np.unique(task * links + table.links, return_inverse=True)
-    load = np.bincount(place, groups.use_weights * groups.pace[task])
+    weights = np.bincount(place, groups.use_weights)
+    task, link = uses // max(links, 1), uses % max(links, 1)
     most = np.zeros((len(table.stream_rank), links))
-    np.maximum.at(most, (table.stream[uses // links], uses % links), load)
-    return bool((most.sum(axis=0) <= table.link_capacity * AMPLE).all())
+    np.maximum.at(most, (table.stream[task], link), weights * groups.pace[task])
+    if (most.sum(axis=0) <= table.link_capacity * AMPLE).all():
+        return []
+    found: list[dict[int, float]] = [{} for _ in range(table.size)]
+    for number, crossed, weight in zip(task.tolist(), link.tolist(), weights.tolist(), strict=True):
+        if weight > 0.0:
+            found[number][crossed] = weight
+    return found
 
 
 def run_beside(groups: TaskGroups) -> Times:
@@ -55,6 +67,8 @@ def run_beside(groups: TaskGroups) -> Times:
         pace=groups.pace.tolist(),
         role=groups.role.tolist(),
         speed=(1.0, table.compute_speed, table.transfer_speed),
+        uses=_uses(groups) if table.links.size else [],
+        capacity=table.link_capacity.tolist(),
     )
     rank.run()
     return np.array(rank.starts, dtype=np.float64), np.array(rank.ends, dtype=np.float64)
@@ -73,7 +87,10 @@ class _Rank:
         pace: list[float],
         role: list[int],
         speed: tuple[float, float, float],
+        uses: list[dict[int, float]],
+        capacity: list[float],
     ) -> None:
+        self.uses, self.capacity = uses, capacity
         self.queues, self.after, self.latency_s = [iter(queue) for queue in queues], after, latency_s
         self.amount, self.pace, self.role, self.speed = amount, pace, role, speed
         self.starts, self.ends = [UNKNOWN] * len(after), [UNKNOWN] * len(after)
@@ -154,11 +171,46 @@ class _Rank:
         """Give what works its pace, and find when it ends by it."""
         _, computes, transfers = self.beside
         slowed = 1.0, self.speed[1] if transfers else 1.0, self.speed[2] if computes else 1.0
+        rates: dict[int, float] = {}
         for own, works in enumerate(self.works):
             if works:
                 task = self.task[own]
-                rate = self.pace[task] * slowed[self.role[task]]
-                if rate != self.rate[own]:
-                    left = max(0.0, self.left[own] - self.rate[own] * (now - self.since[own]))
-                    self.left[own], self.since[own], self.rate[own] = left, now, rate
-                    self.moments[own] = now + left / rate
+                rates[own] = self.pace[task] * slowed[self.role[task]]
+        if self.uses:
+            self._share(rates)
+        for own, rate in rates.items():
+            if rate != self.rate[own]:
+                left = max(0.0, self.left[own] - self.rate[own] * (now - self.since[own]))
+                self.left[own], self.since[own], self.rate[own] = left, now, rate
+                self.moments[own] = now + left / rate
+
+    def _share(self, rates: dict[int, float]) -> None:
+        """Max-min fair rates of what crosses links, none faster than it is alone, as `simulator.fast_fluid.share`."""
+        flows = {own: found for own in rates if (found := self.uses[self.task[own]])}
+        demand: dict[int, float] = {}
+        for own, uses in flows.items():
+            for link, weight in uses.items():
+                demand[link] = demand.get(link, 0.0) + weight * rates[own]
+        slack = {link: self.capacity[link] for link, asked in demand.items() if asked > self.capacity[link] * CROWDED}
+        if not slack:
+            return
+        rising, level = list(flows), 0.0
+
+        def weights_on(link: int) -> float:
+            return sum(flows[own][link] for own in rising if link in flows[own])
+
+        while rising:
+            weights = {link: weight for link in slack if (weight := weights_on(link)) > 0.0}
+            lowest = max(level, min((slack[link] / weight for link, weight in weights.items()), default=NEVER))
+            stopped = [own for own in rising if rates[own] <= lowest]
+            if not stopped:
+                # Those that rise no further go at the pace of a link that is full.
+                level = lowest
+                full = {link for link, weight in weights.items() if slack[link] <= level * SAME_LEVEL * weight}
+                stopped = [own for own in rising if not full.isdisjoint(flows[own])]
+                rates.update(dict.fromkeys(stopped, level))
+            for own in stopped:
+                for link, weight in flows[own].items():
+                    if link in slack:
+                        slack[link] = max(0.0, slack[link] - rates[own] * weight)
+            rising = [own for own in rising if own not in stopped]

@@ -67,7 +67,7 @@ def test_events_give_the_times_of_the_recurrence(table: TaskTable) -> None:
 
 @given(table=tables(), speeds=st.sampled_from([(0.8, 0.5), (0.8, 1.0), (1.0, 0.5)]), ample=st.booleans())
 @settings(deadline=None, max_examples=100)
-def test_a_rank_alone_runs_to_the_bit_as_events_do(table: TaskTable, speeds: tuple[float, float], ample: bool) -> None:
+def test_a_rank_alone_runs_as_events_do(table: TaskTable, speeds: tuple[float, float], ample: bool) -> None:
     table = dataclasses.replace(
         table,
         stream_rank=np.zeros_like(table.stream_rank),
@@ -78,8 +78,9 @@ def test_a_rank_alone_runs_to_the_bit_as_events_do(table: TaskTable, speeds: tup
     )
     groups = group_tasks(table)
     assume(table.size and runs_alone(groups))
+    exact = ample or not table.links.size
     for one, other in zip(run_beside(groups), fast_engine._run_events(groups), strict=True):
-        np.testing.assert_array_equal(one, other)
+        np.testing.assert_allclose(one, other, rtol=0.0 if exact else 1e-9, atol=0.0 if exact else 1e-12)
 
 
 @ENGINES
