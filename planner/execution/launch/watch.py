@@ -48,9 +48,10 @@ DISTRIBUTED = str(Path(dist.__file__).parent)
 class Watch:
     """Watches one rank from a thread of its own.
 
-    Every rank sets a counter in the store once a second. Rank 0 looks whether all do; each rank looks whether rank 0
-    answers, whether any rank has raised the alarm, and whether its own step goes on. A rank whose step neither
-    uses the processor nor waits for another rank hangs: it raises the alarm, shows where it stands and ends.
+    Every rank sets a counter in the store once a second. Rank 0 looks whether all do, the others whether rank 0 does;
+    each looks whether the store answers, whether any rank has raised the alarm, and whether its own step goes on. A
+    rank whose step neither uses the processor nor waits for another rank hangs: it raises the alarm, shows where it
+    stands and ends.
 
     Parameters
     ----------
@@ -165,12 +166,15 @@ class Watch:
         if alarm is not None and self._alarm is None:
             self._alarm, self._alarmed_at = alarm, time.monotonic()
         self._heard = time.monotonic()
-        if self._rank == 0:
-            self._listen(beat, counts)
+        self._listen(beat, counts)
 
     def _listen(self, beat: int, counts: dict[int, tuple[bytes, int]]) -> None:
-        """Look on rank 0 who is silent; its own beats are the clock, which goes slower on an overloaded host."""
-        for rank, count in enumerate(self._beats()):
+        """Look who is silent, on rank 0 any rank, on the others rank 0, beside whose process the store may live on.
+
+        Own beats are the clock, which goes slower on an overloaded host.
+        """
+        heard = self._beats() if self._rank == 0 else [self._talk.get("beat/0")] if self._talk.check(["beat/0"]) else []
+        for rank, count in enumerate(heard):
             if counts.get(rank, (b"", 0))[0] != count:
                 counts[rank] = (count, beat)
             elif count != DONE.encode() and (beat - counts[rank][1]) * BEAT_S > self._silent_s:

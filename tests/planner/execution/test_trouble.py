@@ -331,14 +331,15 @@ def test_an_alarm_ends_a_rank_that_waits(fast, capsys):
     assert "meshwright: rank 7 of 8 failed" in capsys.readouterr().err
 
 
-def test_a_silent_rank_is_noticed_by_the_first(fast):
+@pytest.mark.parametrize(("silent", "other"), [(1, 0), (0, 1)])
+def test_a_silent_rank_is_noticed_by_the_first_and_the_first_by_the_others(fast, silent, other):
     store = dist.HashStore()
-    PrefixStore("watch", store).set("beat/1", "0")
-    watched, _, _ = watching(_clonable(store), 0, 2, silent_s=0.5)
+    PrefixStore("watch", store).set(f"beat/{silent}", "0")
+    watched, _, _ = watching(_clonable(store), other, 2, silent_s=0.5)
     watched.start()
-    PrefixStore("watch", store).wait([ALARM], timedelta(seconds=60))
+    PrefixStore("watch", store).wait([ALARM], timedelta(seconds=20))
     watched.close()
-    assert b"rank 1 of 2 is dead or stopped" in PrefixStore("watch", store).get(ALARM)
+    assert f"rank {silent} of 2 is dead or stopped" in PrefixStore("watch", store).get(ALARM).decode()
 
 
 def test_a_rank_that_has_done_its_work_may_be_silent(fast):
