@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,9 +10,14 @@ from typing import Any
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
+SILENCE = {"KINETO_LOG_LEVEL": "99"}
+"""What keeps the profiler's library from telling on stderr, among what users say there, when it begins and ends."""
+
 
 def recorded_growth(work: Callable[[], object]) -> int:
     """Do some work and return the most bytes that its tensors, message buffers and workspaces take together."""
+    for name, value in SILENCE.items():
+        os.environ.setdefault(name, value)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
     return peak_growth(_allocations(recorded.profiler))
