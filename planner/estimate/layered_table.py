@@ -36,7 +36,6 @@ _BACKWARD_MOVED: Mapping[Kernel, float] = {
 """Elements that the backward kernel moves over those of the forward one: a norm reads two tensors, twice."""
 _OPTIMIZER_BYTES = 20.0
 """Bytes a parameter of SGD with momentum in float32: gradient, weight and momentum read, the last two written."""
-_SINGLE_BYTES = 4.0
 _SMALL_WINDOW = 9.0
 _WINOGRAD_WINDOW = (6.0, 9.5)
 """Operations for each input element and output channel over two, of 3 x 3 windows that move by one: 9, and somewhat
@@ -132,7 +131,8 @@ def layered_times(table: LayeredTable, columns: Mapping[str, FloatArray]) -> dic
     contended = device * np.where(table.several, columns["contention"], 0.0)
     crowded = 1.0 + columns["crowding"] * table.doublings
     launches = kernels * columns["launch_s"] * table.micro_batches * crowded
-    samples = table.batch * table.micro_batches * columns["host_s"] * table.area
+    shared = 2.0 ** (columns["pooled"] * table.doublings)
+    samples = table.batch * table.micro_batches * columns["host_s"] * table.area * shared
     busy = _smooth_maximum(device + contended, launches, samples)
     # The gradients of the last micro-batch are reduced while it runs, but for those of its last quarter.
     hidden = (device + contended) * backward / device / table.micro_batches * (1 - 1 / 4)
@@ -184,7 +184,7 @@ def _product_s(table: LayeredTable, of_run: Mapping[str, FloatArray]) -> FloatAr
     flops = batch * layers["flops"]
     # Winograd's algorithm multiplies less often; tensor units have no use for it.
     counted = np.where(layers["winograd"] & table.without_tensor_units[run], flops / of_run["winograd"], flops)
-    peak = np.where(layers["convolution"], table.convolution_peak[run], table.matmul_peak[run])
+    peak = np.where(layers["convolution"], table.convolution_peak[run], table.matmul_peak[run] * of_run["matmuls"])
     shape = (
         (layers["columns"] / (layers["columns"] + of_run["columns_half"]))
         * (layers["depth"] / (layers["depth"] + of_run["depth_half"]))
@@ -198,7 +198,7 @@ def _product_s(table: LayeredTable, of_run: Mapping[str, FloatArray]) -> FloatAr
         moved * window / (table.bandwidth[run] * of_run["grouped"]), flops / (0.5 * table.single_peak[run])
     )
     seconds = np.where(layers["grouped"], np.minimum(seconds, narrow), seconds)
-    copied = layers["convolution"] & (size < _SINGLE_BYTES)
+    copied = layers["convolution"] & ~table.without_tensor_units[run]
     return np.asarray(seconds + np.where(copied, of_run["casts"] * moved_s, 0.0))
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
+from planner.estimate.coefficients import stack_key
 from planner.estimate.device_family import family_of
 from planner.estimate.layered_table import (
     FloatArray,
@@ -19,8 +20,9 @@ from planner.estimate.layered_table import (
     flops_per_element,
     layer_arrays,
     layered_times,
+    product_kind,
 )
-from planner.estimate.training_run import LayeredNetwork, TrainingRun
+from planner.estimate.training_run import LayeredNetwork, Stack, TrainingRun
 from simulator.hardware import Hardware
 
 _WORKSPACE_SHARE = 0.25
@@ -49,7 +51,9 @@ class LayeredParameters:
     unfused
         Share of the traffic of ReLUs and sums, and of a norm's first pass, that no other kernel does on its way.
     casts
-        Copies that mixed precision makes around a convolution, to another layout, as a share of what it moves.
+        Copies around a convolution on tensor units, to the layout that these take, as a share of what it moves.
+    matmuls
+        Rate of matrix products over that of convolutions.
     winograd
         Operations of a 3 x 3 convolution over those that Winograd's algorithm needs, where no tensor unit multiplies.
     vector
@@ -58,6 +62,9 @@ class LayeredParameters:
         Seconds of a step outside kernels.
     crowding
         Share by which launches and what is outside kernels take longer for each doubling of the devices of a host.
+    pooled
+        Power of the number of devices of a host with which its time for a sample grows: 1 where all share its cores, 0
+        where each has some of its own.
     exposed
         Share of the all-reduce that the backward pass does not hide, however long it is.
     contention
@@ -76,16 +83,21 @@ class LayeredParameters:
     launch_s: float = 1e-5
     unfused: float = 0.7
     casts: float = 0.1
+    matmuls: float = 1.0
     winograd: float = 1.5
     vector: float = 1.0
     step_overhead_s: float = 2e-3
     crowding: float = 0.1
+    pooled: float = 0.0
     exposed: float = 0.2
     contention: float = 0.03
     host_s: Mapping[str, float] = field(default_factory=dict)
 
 
 _NEUTRAL = LayeredParameters()
+_FUSED_IN_HALF = (Stack.MXNET, Stack.PADDLE)
+"""What fuses norms with what follows them where channels are last, which NVIDIA's examples have in half precision only
+(``MxNet/Classification/RN50v1.5/runner``, ``PaddlePaddle/Classification/RN50v1.5/scripts/training``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +114,11 @@ class LayeredCoefficients:
     """Fitted values by device family and by stack, as the profile of the software keeps them.
 
     A device has fields of `LayeredParameters`, factors ``launch`` (on the host's time for a launch) and ``boxes`` (on
-    its time for images with boxes), and ``balance``. Its ``products`` are those of a device with `USUAL_BALANCE`:
-    with more operations for each element that the memory delivers, fewer of them are reached, in all precisions
-    alike, with the power ``balance`` of their ratio. A stack has factors on ``products``, ``memory``, ``grouped`` and
-    ``kernel_s``, the other fields, and ``host_<kind>_s``.
+    its time for images with boxes), ``balance`` and ``planes``. Its ``products`` are those of a device with
+    `USUAL_BALANCE`: with more operations for each element that the memory delivers, fewer of them are reached, in all
+    precisions alike, with the power ``balance`` of their ratio. ``planes`` are the ``casts`` of TF32: tensor units take
+    images with channels last, and frameworks put them so for half precision alone. A stack has factors on
+    ``products``, ``memory``, ``grouped`` and ``kernel_s``, the other fields, and ``host_<kind>_s``.
     """
 
     devices: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -114,10 +127,15 @@ class LayeredCoefficients:
     def parameters(self, run: TrainingRun) -> LayeredParameters:
         """Parameters of `run`; what nobody fitted is neutral."""
         device = dict(self.devices.get(family_of(run.hardware.device_name), {}))
-        stack = dict(self.stacks.get(run.setup.stack, {}))
+        stack = dict(self.stacks.get(stack_key(run), {}))
         for name in ("products", "memory", "grouped", "kernel_s"):
             device[name] = device.get(name, getattr(_NEUTRAL, name)) * stack.pop(name, 1.0)
         device["products"] *= (USUAL_BALANCE / flops_per_element(run)) ** device.pop("balance", 0.0)
+        planes = device.pop("planes", _NEUTRAL.casts)
+        if product_kind(run) == "tf32":
+            stack["casts"] = planes
+        if product_kind(run) != "half" and run.setup.stack in _FUSED_IN_HALF:
+            stack["unfused"] = _NEUTRAL.unfused
         stack["launch_s"] = stack.get("launch_s", _NEUTRAL.launch_s) * device.pop("launch", 1.0)
         boxes = device.pop("boxes", 1.0)
         host = {}

@@ -9,6 +9,7 @@ from planner.estimate.layered import lookup, lookup_by_parameters
 from planner.estimate.training_run import Experts, LatentAttention, LayeredNetwork, TransformerShape
 from planner.validation.known_models import BERT, GPT, LLAMA, KnownModel, Traits, billions, known_model, plain_name
 from planner.validation.measurement_file import FileRow
+from planner.validation.reading_suites import published_name, recipe_sample
 
 Notes = list[str]
 
@@ -73,7 +74,7 @@ def read_network(row: FileRow, notes: Notes) -> TransformerShape | LayeredNetwor
 
 
 def _layered(row: FileRow, notes: Notes) -> LayeredNetwork:
-    name = row.text("model")
+    name = published_name(row)
     mindspore = "mindspore" in row.text("framework").lower()
     if "COCO" in row.text("notes") and re.match(r"resnet", name.lower()):
         raise MissingFactError(f"{name} on a detection dataset is the backbone of a network that is not stated")
@@ -91,7 +92,8 @@ def _layered(row: FileRow, notes: Notes) -> LayeredNetwork:
         raise MissingFactError("the network is not named")
     if found is None:
         raise MissingFactError(f"no description of the network {name!r}: sizes are not stated and the name is unknown")
-    return found
+    sample = recipe_sample(row, found.name, found.sample)
+    return found if sample == found.sample else replace(found, sample=sample)
 
 
 def _image_side(notes: str, *, enlarged: bool = False) -> int | None:

@@ -14,7 +14,7 @@ from planner.validation.measurement_file import FileRow
 from planner.validation.reading_memory import memory_settings, whole_on_one_device
 from planner.validation.reading_network import MissingFactError
 from planner.validation.reading_setup import Network
-from planner.validation.reading_suites import CHOSEN_TO_FIT, suite_batch
+from planner.validation.reading_suites import CHOSEN_TO_FIT, recipe_in_single, suite_batch
 from simulator.hardware import Hardware
 
 _DATA_PARALLEL = r"fsdp|ddp|horovod|data.?parallel|torchtune|torch dataparallel|deepspeed(?!.*megatron)|mindspore"
@@ -39,7 +39,7 @@ class Mesh:
 
 def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[str]) -> TrainingSetup:
     """How a row trained; `notes` gets what was assumed, MissingFactError says what is missing."""
-    kind = words.precision(row, notes)
+    kind = "fp32" if recipe_in_single(row, network.name) else words.precision(row, notes)
     used = words.stack(row, notes)
     shard = words.sharding(row, used, notes)
     mesh = read_mesh(row, network, shard, notes)

@@ -14,7 +14,13 @@ from planner.estimate.training_run import (
 )
 from planner.validation.measurement_file import FileRow
 from planner.validation.reading_memory import cumulative, long_term_support, torchtune_recipe, whole_on_one_device
-from planner.validation.reading_suites import flagperf_llama, mixed_precision_ignored, trains_adapters
+from planner.validation.reading_suites import (
+    flagperf_llama,
+    is_example,
+    keeps_planes,
+    mixed_precision_ignored,
+    trains_adapters,
+)
 
 Network = TransformerShape | LayeredNetwork
 FROZEN_TRAINED_FRACTION = 0.005
@@ -124,9 +130,7 @@ def stack(row: FileRow, notes: list[str]) -> Stack:
     for named in (Stack.TENSORFLOW, Stack.PADDLE, Stack.MXNET, Stack.ONEFLOW):
         if named.value in framework:
             return named
-    if re.search(_VISION, row.text("arch").lower()) and re.search(
-        r"nvidia/deeplearningexamples", row.text("source").lower()
-    ):
+    if re.search(_VISION, row.text("arch").lower()) and is_example(row) and not keeps_planes(row):
         return Stack.CHANNELS_LAST
     if re.search(r"torch\.compile|\bcompile\b", flags) or cumulative(row, "compile"):
         return Stack.COMPILED

@@ -31,6 +31,18 @@ _SINGLE: Mapping[str, tuple[int, ...]] = {
 """Samples a device in Lambda's suite by the device's memory: its configurations are chosen by memory
 (github.com/lambdal/deeplearning-benchmark, ``pytorch/pytorch-train-bs-fp16.csv`` and ``-fp32.csv``)."""
 
+_EXAMPLES: tuple[tuple[str, str, Mapping[int, tuple[int, int]]], ...] = (
+    (r"(?<!ne)resnet50", "pytorch", {16: (256, 112), 32: (256, 112), 80: (256, 256)}),
+    (r"se-?resnext101", "pytorch", {16: (112, 64), 32: (112, 64), 80: (128, 128)}),
+    (r"resnext101", "pytorch", {16: (128, 64), 32: (128, 64), 80: (128, 128)}),
+    (r"efficientnet-(?:widese-)?b0", "pytorch", {16: (128, 64), 32: (256, 128), 80: (256, 256)}),
+    (r"efficientnet-(?:widese-)?b4", "pytorch", {16: (32, 16), 32: (64, 32), 80: (128, 64)}),
+    (r"efficientdet", "pytorch", {80: (150, 80)}),
+    (r"efficientdet", "tensorflow2", {80: (200, 104)}),
+)
+"""Samples a device in half and in single precision by the memory of the device, as NVIDIA's examples are run
+(``PyTorch/Classification/ConvNets/configs.yml`` and ``*/Detection/Efficientdet/scripts/D0`` of
+github.com/NVIDIA/DeepLearningExamples)."""
 _TUNING_ADAPTERS = frozenset({"tune_llama2_tp8_pp1_ptd"})
 """MindSpeed-LLM's tests that its list of tests names under LoRA, while their own names and flags do not
 (``tests/README.md`` of ModelLink 2.0)."""
@@ -60,12 +72,38 @@ def suite_batch(row: FileRow, memory_bytes: float) -> int | None:
         Memory of the device; the configuration is the one for the nearest size.
     """
     if not is_lambda(row):
-        return None
+        return _example_batch(row, memory_bytes)
     batches = _HALF if "16" in row.text("precision") else _SINGLE
     model = row.text("model").lower()
     known = next((known for name, known in batches.items() if model.startswith(name)), None)
     nearest = min(range(len(_MEMORIES_GB)), key=lambda place: abs(_MEMORIES_GB[place] * 1e9 - memory_bytes))
     return known[nearest] if known else None
+
+
+def is_example(row: FileRow) -> bool:
+    """Whether a row is of NVIDIA's own runs of its examples."""
+    return "nvidia/deeplearningexamples" in row.text("source").lower()
+
+
+def _example_batch(row: FileRow, memory_bytes: float) -> int | None:
+    """Samples a device as the scripts of NVIDIA's examples have it; None where they do not say."""
+    if not is_example(row):
+        return None
+    model, framework = row.text("model").lower(), row.text("framework").lower()
+    half = bool(re.search(r"16|amp", row.text("precision").lower()))
+    for name, software, batches in _EXAMPLES:
+        if framework == software and re.search(name, model):
+            nearest = min(batches, key=lambda size: abs(size * 1e9 - memory_bytes))
+            return batches[nearest][0 if half else 1]
+    return None
+
+
+def keeps_planes(row: FileRow) -> bool:
+    """Whether an example for PyTorch leaves images in planes in half precision as well.
+
+    The scripts of EfficientDet say ``--memory-format nchw``, those of classification ``nhwc``.
+    """
+    return is_example(row) and "efficientdet" in row.text("model").lower()
 
 
 def mixed_precision_ignored(row: FileRow) -> bool:
@@ -75,6 +113,38 @@ def mixed_precision_ignored(row: FileRow) -> bool:
     and ignores what it does not know (``parse_known_args``): both are trained in single precision.
     """
     return is_lambda(row) and bool(re.match(r"tacotron2|waveglow", row.text("model").lower()))
+
+
+def is_mindcv(row: FileRow) -> bool:
+    """Whether a row is of MindCV, whose recipes are ``configs/*/*_ascend.yaml`` of github.com/mindspore-lab/mindcv."""
+    return "mindspore-lab/mindcv" in row.text("source").lower()
+
+
+def recipe_in_single(row: FileRow, network: str) -> bool:
+    """Whether MindCV's recipe of a network keeps float32 (``amp_level: 'O0'``) and the row leaves it to the recipe."""
+    single = re.match(r"bit_?resnet|inception_?v3|repvgg_a", network)
+    return is_mindcv(row) and "see recipe" in row.text("precision").lower() and bool(single)
+
+
+def recipe_sample(row: FileRow, network: str, sample: str) -> str:
+    """Kind of sample by MindCV's recipe of a network, else `sample`.
+
+    EfficientNets and Inceptions take AutoAugment's policy for each image (``auto_augment: 'autoaug'``) and mix none;
+    MindSpore's own table of 2023 has the former from MindCV, the latter not.
+    """
+    own = "official/benchmark" in row.text("source").lower()
+    learnt = network.startswith("efficientnet") if own else is_mindcv(row) and re.match(r"efficientnet|incep", network)
+    return "policy image" if learnt else sample
+
+
+def published_name(row: FileRow) -> str:
+    """The network's name, with what scripts add to it.
+
+    ViT of MindSpore's models takes patches of 32 pixels (``official/cv/VIT/config/vit_patch32_*.yml``).
+    """
+    name = row.text("model")
+    plain = name.lower() == "vit" and "mindspore-ai/models" in row.text("source").lower()
+    return "vit_base_patch32" if plain else name
 
 
 def trains_adapters(row: FileRow) -> bool:

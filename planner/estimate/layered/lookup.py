@@ -278,7 +278,9 @@ FAMILIES: tuple[tuple[str, int, Family], ...] = (
     (
         r"^convit_(?P<size>(?:tiny|small|base)(?:_plus)?)$",
         224,
-        lambda name, m, side: tokens.vision_transformer(name, side, 16, *CONVIT_SIZES[m["size"]], sample="image"),
+        lambda name, m, side: tokens.vision_transformer(
+            name, side, 16, *CONVIT_SIZES[m["size"]], sample="image", gated=10
+        ),
     ),
     (
         r"^swin(?:_?transformer)?(?:_?(?P<second>v2))?(?:_(?P<size>tiny|small|base|large))?(?:_.*?(?:window(?P<window>\d+))?)?$",

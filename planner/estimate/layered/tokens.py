@@ -26,14 +26,20 @@ def feed_forward(net: NetworkBuilder, ratio: float) -> NetworkBuilder:
 
 
 def vision_transformer(
-    name: str, side: int, patch: int, width: int, depth: int, heads: int, *, sample: str = SAMPLE
+    name: str, side: int, patch: int, width: int, depth: int, heads: int, *, sample: str = SAMPLE, gated: int = 0
 ) -> LayeredNetwork:
-    """ViT (arXiv:2010.11929) and DeiT: patches as tokens, and a class token."""
+    """ViT (arXiv:2010.11929) and DeiT: patches as tokens, and a class token.
+
+    The first ``gated`` layers mix the scores of content and of position after softmax (ConViT, arXiv:2103.10697).
+    """
     net = NetworkBuilder(3, side, side, tokens=True).convolution(width, patch, patch, bias=True, padding=0)
     tokens = net.positions + 1
     net.become(width, tokens).add()
     net.parameters += width * (tokens + 1)
-    for _ in range(depth):
+    for layer in range(depth):
+        if layer < gated:
+            with net.branch():
+                net.become(heads, tokens, tokens).scale().scale().add()
         feed_forward(attend(net, heads), 4)
     net.norm().become(width, 1).linear(CLASSES)
     return net.finish(name, sample)
@@ -227,7 +233,8 @@ def class_attention(name: str, side: int, width: int, depth: int, heads: int) ->
     for _ in range(depth):
         attend(net, heads).scale()
         with net.branch():
-            net.become(heads, tokens, tokens).linear(heads).linear(heads)
+            for _ in range(2):
+                net.become(heads, tokens, tokens).copy().linear(heads).copy()  # heads become channels and back
         feed_forward(net, 4).scale()
         net.parameters += 2 * width
     for _ in range(2):

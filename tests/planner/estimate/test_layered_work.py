@@ -98,8 +98,39 @@ def test_fusion_casts_and_contention_show_in_time() -> None:
     base = seconds(run())
     assert seconds(run(), replace(NEUTRAL, unfused=0.3)) < base
     assert seconds(run(), replace(NEUTRAL, casts=1.0)) > base
-    assert seconds(run(precision="tf32"), replace(NEUTRAL, casts=1.0)) == seconds(run(precision="tf32"))
+    assert seconds(run(precision="tf32"), replace(NEUTRAL, casts=1.0)) > seconds(run(precision="tf32"))
+    single = run(profile="dgx1-v100", precision="fp32")  # without tensor units nothing is copied
+    assert seconds(single, replace(NEUTRAL, casts=1.0)) == seconds(single)
     assert seconds(run(), replace(NEUTRAL, contention=0.2)) > base
+
+
+def test_images_lie_in_planes_for_tf32_whatever_the_software_does_for_half_precision() -> None:
+    known = LayeredCoefficients(
+        devices={"ampere": {"planes": 2.0}}, stacks={"mxnet": {"casts": 0.1, "unfused": 0.2}, "eager": {"casts": 3.0}}
+    )
+    half, tf32 = (known.parameters(run(stack=Stack.MXNET, precision=kind)) for kind in ("fp16", "tf32"))
+    assert (half.casts, half.unfused) == (0.1, 0.2)
+    assert (tf32.casts, tf32.unfused) == (2.0, NEUTRAL.unfused)
+    assert known.parameters(run(stack=Stack.EAGER)).casts == 3.0
+
+
+def test_matrix_products_have_a_rate_of_their_own() -> None:
+    slow = replace(NEUTRAL, matmuls=0.5)
+    assert seconds(run(name="vit_b_16"), slow) > 1.2 * seconds(run(name="vit_b_16"))
+    assert seconds(run(), slow) < 1.01 * seconds(run())
+
+
+def test_devices_of_a_host_share_its_cores_where_they_are_pooled() -> None:
+    starved = replace(NEUTRAL, host_s={"image": 0.01})
+    pooled = replace(starved, pooled=1.0)
+    assert seconds(run(devices=1), pooled) == seconds(run(devices=1), starved)
+    assert seconds(run(devices=8), pooled) == pytest.approx(8 * seconds(run(devices=8), starved), rel=0.05)
+
+
+def test_mindspore_away_from_its_devices_has_coefficients_of_its_own() -> None:
+    known = LayeredCoefficients(stacks={"mindspore": {"unfused": 0.2}, "mindspore_gpu": {"unfused": 0.6}})
+    assert known.parameters(run(stack=Stack.MINDSPORE)).unfused == 0.6
+    assert known.parameters(run(stack=Stack.MINDSPORE, profile="ascend910-atlas800")).unfused == 0.2
 
 
 def test_memory_grows_with_the_batch() -> None:

@@ -157,3 +157,70 @@ def test_a_suites_list_says_which_of_its_tests_train_adapters(
     run = read_one(tmp_path, model=model, framework=framework).run
     assert run
     assert run.setup.trained_fraction == trained
+
+
+EXAMPLE = {**LAMBDA, "source": "NVIDIA/DeepLearningExamples", "framework": "PyTorch"}
+RECIPE = {
+    **LAMBDA, "source": "mindspore-lab/mindcv", "framework": "MindSpore", "arch": "image classification/seg/det",
+    "accelerator": "Ascend 910", "precision": "amp (O2/O3; see recipe)", "precision_kind": "fp16", "micro_batch": "32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "framework", "precision", "memory", "batch", "stack"),
+    [
+        ("Classification/ConvNets/resnet50v1.5", "PyTorch", "TF32", "80", 256, Stack.CHANNELS_LAST),
+        ("Classification/ConvNets/resnet50v1.5", "PyTorch", "FP32", "16", 112, Stack.CHANNELS_LAST),
+        ("Classification/ConvNets/se-resnext101-32x4d", "PyTorch", "mixed (AMP fp16)", "16", 112, Stack.CHANNELS_LAST),
+        ("ConvNets resnext101-32x4d", "PyTorch", "mixed (AMP fp16)", "80", 128, Stack.CHANNELS_LAST),
+        ("ConvNets efficientnet-widese-b4", "PyTorch", "FP32", "16", 16, Stack.CHANNELS_LAST),
+        ("Detection/Efficientdet", "PyTorch", "mixed (AMP fp16)", "80", 150, Stack.EAGER),
+        ("Detection/Efficientdet", "TensorFlow2", "TF32", "80", 104, Stack.TENSORFLOW),
+    ],
+)
+def test_the_scripts_of_an_example_state_its_batch_and_its_layout(
+    tmp_path: Path, model: str, framework: str, precision: str, memory: str, batch: int, stack: Stack
+) -> None:
+    device = "V100" if memory == "16" else "A100"
+    arch = "Detection" if "det" in model else "Classification"
+    row = {**EXAMPLE, "model": model, "arch": arch, "framework": framework}
+    row |= {"precision": precision, "precision_kind": "", "accelerator": device, "accel_mem_gb": memory}
+    run = read_one(tmp_path, **row).run
+    assert run is not None
+    assert (run.setup.micro_batch, run.setup.stack) == (batch, stack)
+
+
+@pytest.mark.parametrize(
+    ("source", "model", "precision", "sample"),
+    [
+        ("mindspore-lab/mindcv", "bit_resnet50", "fp32", "image"),
+        ("mindspore-lab/mindcv", "inception_v3", "fp32", "policy image"),
+        ("mindspore-lab/mindcv", "efficientnet_b0", "fp16", "policy image"),
+        ("mindspore-lab/mindcv", "resnet50", "fp16", "image"),
+        ("mindspore-ai/models official/benchmark.md", "efficientnet_b0", "fp16", "policy image"),
+        ("mindspore-ai/models official/benchmark.md", "inceptionv3", "fp16", "image"),
+        ("mindspore-ai/models official/benchmark.md", "bit_resnet50", "fp16", "image"),
+    ],
+)
+def test_a_recipe_states_precision_and_augmentation(
+    tmp_path: Path, source: str, model: str, precision: str, sample: str
+) -> None:
+    run = read_one(tmp_path, **{**RECIPE, "source": source, "model": model}).run
+    assert run is not None
+    assert isinstance(run.network, LayeredNetwork)
+    assert (run.setup.precision, run.network.sample) == (precision, sample)
+
+
+def test_a_recipe_is_found_by_the_network_where_the_row_names_none(tmp_path: Path) -> None:
+    run = read_one(tmp_path, **{**RECIPE, "model": "", "params_b": "0.02716"}).run
+    assert run is not None
+    assert (run.network.name, run.setup.precision) == ("inception_v3", "fp32")
+
+
+def test_a_script_states_the_patches_of_a_transformer(tmp_path: Path) -> None:
+    row = {**RECIPE, "source": "mindspore-ai/models README performance tables", "precision": "", "model": "vit"}
+    named, other = read_one(tmp_path, **row).run, read_one(tmp_path, **{**row, "source": "another table"}).run
+    assert named is not None
+    assert other is not None
+    assert named.network.name == "vit_base_patch32"
+    assert other.network.name == "vit"
