@@ -41,7 +41,7 @@ _WINOGRAD_WINDOW = (6.0, 9.5)
 """Operations for each input element and output channel over two, of 3 x 3 windows that move by one: 9, and somewhat
 fewer where the border is not padded."""
 _WINOGRAD_CHANNELS = 16
-_SMOOTH = 3.0
+_SMOOTH = 5.0
 """Exponent of the smooth maximum of what runs at the same time."""
 
 
