@@ -97,6 +97,7 @@ STACK_OWN_PRIORS: Mapping[str, Mapping[str, Prior]] = {
         "launch_s": Prior(centre=3e-5, spread=0.3),
         "unfused": Prior(centre=0.4, spread=0.4),
         "pooled": Prior(centre=0.3, spread=0.3),
+        "step_overhead_s": Prior(centre=4e-3, spread=0.6),
     },
     Stack.COMPILED: {"unfused": Prior(centre=0.4, spread=0.4)},
     Stack.PADDLE: {"unfused": Prior(centre=0.35, spread=0.4)},
