@@ -32,7 +32,7 @@ from planner.estimate.predict import predict_runs
 from planner.estimate.software_file import shipped_software
 from planner.estimate.training_run import LayeredNetwork, TrainingRun
 from planner.validation.aims import ASCEND, CONVOLUTIONAL, group_of
-from planner.validation.attainable import Spread, spread_of, with_factors
+from planner.validation.attainable import Spread, spread_of, told_by_others, with_factors
 from planner.validation.calibrating import Folds, usable
 from planner.validation.measurement_file import FileRow, read_rows
 from planner.validation.reading import MeasuredRow, measured_row
@@ -130,13 +130,14 @@ def predicted(measurements: Path) -> list[Known]:
     return found
 
 
-def elsewhere(rows: Sequence[Known]) -> Spread | None:
-    """How far medians of sources lie apart whose runs are the same."""
+def elsewhere(rows: Sequence[Known]) -> tuple[Spread | None, float | None]:
+    """How far medians of sources lie apart whose runs are the same, and how well they predict each other."""
     runs: dict[Hashable, dict[str, list[float]]] = {}
     for known in rows:
         runs.setdefault(same_run(known), {}).setdefault(known.row.source, []).append(known.row.measured_time_s)
     medians = [(run, float(np.median(times))) for run, sources in runs.items() for times in sources.values()]
-    return spread_of(np.array([time for _, time in medians]), [run for run, _ in medians]) if medians else None
+    times, names = np.array([time for _, time in medians]), [run for run, _ in medians]
+    return spread_of(times, names), told_by_others(times, names)
 
 
 def show(name: str, rows: Sequence[Known], console: Console) -> None:
@@ -153,14 +154,17 @@ def show(name: str, rows: Sequence[Known], console: Console) -> None:
         table.add_row(kind, str(left.groups), *(f"{share:.1%}" for share in shares))
     console.print(table)
     measured = np.array([known.row.measured_time_s for known in rows])
+    between, told = elsewhere(rows)
     spreads = {
         "same row": spread_of(measured, [same_row(known) for known in rows]),
         "same run": spread_of(measured, [same_run(known) for known in rows]),
-        "same run elsewhere": elsewhere(rows),
+        "same run elsewhere": between,
     }
     for kind, spread in spreads.items():
         words = "no two" if spread is None else f"{spread.rows} in {spread.groups}, least mean error {spread.error:.1%}"
         console.print(f"{kind}: {words}", highlight=False)
+    if told is not None:
+        console.print(f"one source's time predicted by the others' times of the same run: {told:.1%}", highlight=False)
     console.print()
 
 

@@ -80,6 +80,15 @@ def spread_of(measured_s: FloatArray, facts: Sequence[Hashable]) -> Spread | Non
     return Spread(rows=len(found), groups=len(members), error=float(found.mean()))
 
 
+def told_by_others(measured_s: FloatArray, facts: Sequence[Hashable]) -> float | None:
+    """Mean error of predicting each measurement by the median of the others of the same facts; None without others."""
+    errors: list[float] = []
+    for rows in _members(facts):
+        own = measured_s[rows]
+        errors += [abs(float(np.median(np.delete(own, i))) / own[i] - 1.0) for i in range(len(rows)) if len(rows) > 1]
+    return float(np.mean(errors)) if errors else None
+
+
 def _members(groups: Sequence[Hashable]) -> list[npt.NDArray[np.intp]]:
     found: dict[Hashable, list[int]] = {}
     for index, group in enumerate(groups):

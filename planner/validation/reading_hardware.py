@@ -84,6 +84,9 @@ def _profile_name(row: FileRow, notes: list[str]) -> str:
             raise MissingFactError("the accelerator is not stated")
         notes.append("accelerator not stated: A100, on which these tests ran before their results named one")
         return "dgx-a100"
+    presumed = "?" in accelerator and "not stated" in row.text("hw").lower()
+    if presumed and not re.search(r"atlas|910", row.text("model").lower()):
+        raise MissingFactError(f"the accelerator is not stated, {accelerator.rstrip('?')!r} is presumed")
     network = f"{row.text('inter_node_link')} per node: {row.whole('accels_per_node') or ''}".lower()
     size = row.number("accel_mem_gb")
     if size is None and (size := suite_memory_gb(row)) is not None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.validation.attainable import best_factor, spread_of, with_factors
+from planner.validation.attainable import best_factor, spread_of, told_by_others, with_factors
 
 RATIOS = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=12).map(np.array)
 
@@ -38,3 +38,8 @@ def test_what_rows_of_the_same_facts_differ_by_is_left_to_everyone() -> None:
     assert (spread.rows, spread.groups) == (2, 1)
     assert spread.error == pytest.approx(0.25)  # one second for both: right for the one, half of the other
     assert spread_of(np.array([1.0, 2.0]), ["a", "b"]) is None
+
+
+def test_other_measurements_of_the_same_facts_predict_no_better_than_they_agree() -> None:
+    assert told_by_others(np.array([1.0, 2.0, 9.0]), ["a", "a", "b"]) == pytest.approx((1.0 + 0.5) / 2)
+    assert told_by_others(np.array([1.0, 2.0]), ["a", "b"]) is None

@@ -326,6 +326,13 @@ def test_variants_are_the_same_object(tmp_path: Path) -> None:
     assert first is second
 
 
+def test_a_presumed_accelerator_is_a_missing_fact_unless_the_name_states_it(tmp_path: Path) -> None:
+    row = {"accelerator": "Ascend 910B (64GB)?", "hw": "not stated per table (Atlas 800T A2 presumed)", "tp": "8"}
+    assert "the accelerator is not stated, 'Ascend 910B (64GB)' is presumed" in read_one(tmp_path, **row).reason
+    assert run_of(tmp_path, **{**row, "model": "GPT test(Atlas 800T A2)"})
+    assert run_of(tmp_path, **{**row, "hw": "Atlas 800T A2"})
+
+
 @pytest.mark.skipif(not MEASUREMENTS.is_dir(), reason="the published measurements are not beside the repository")
 def test_most_published_transformer_rows_are_read() -> None:
     total = read = 0
