@@ -130,7 +130,7 @@ def predicted(measurements: Path) -> list[Known]:
     return found
 
 
-def elsewhere(rows: Sequence[Known]) -> tuple[Spread | None, float | None]:
+def elsewhere(rows: Sequence[Known]) -> tuple[Spread | None, FloatArray]:
     """How far medians of sources lie apart whose runs are the same, and how well they predict each other."""
     runs: dict[Hashable, dict[str, list[float]]] = {}
     for known in rows:
@@ -163,8 +163,9 @@ def show(name: str, rows: Sequence[Known], console: Console) -> None:
     for kind, spread in spreads.items():
         words = "no two" if spread is None else f"{spread.rows} in {spread.groups}, least mean error {spread.error:.1%}"
         console.print(f"{kind}: {words}", highlight=False)
-    if told is not None:
-        console.print(f"one source's time predicted by the others' times of the same run: {told:.1%}", highlight=False)
+    if told.size:
+        error = f"mean {told.mean():.1%}, median {np.median(told):.1%}"
+        console.print(f"one source's time predicted by the others' times of the same run: {error}", highlight=False)
     console.print()
 
 

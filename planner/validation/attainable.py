@@ -80,13 +80,13 @@ def spread_of(measured_s: FloatArray, facts: Sequence[Hashable]) -> Spread | Non
     return Spread(rows=len(found), groups=len(members), error=float(found.mean()))
 
 
-def told_by_others(measured_s: FloatArray, facts: Sequence[Hashable]) -> float | None:
-    """Mean error of predicting each measurement by the median of the others of the same facts; None without others."""
+def told_by_others(measured_s: FloatArray, facts: Sequence[Hashable]) -> FloatArray:
+    """Errors of predicting each measurement by the median of the others of the same facts, where there are others."""
     errors: list[float] = []
     for rows in _members(facts):
         own = measured_s[rows]
         errors += [abs(float(np.median(np.delete(own, i))) / own[i] - 1.0) for i in range(len(rows)) if len(rows) > 1]
-    return float(np.mean(errors)) if errors else None
+    return np.array(errors)
 
 
 def _members(groups: Sequence[Hashable]) -> list[npt.NDArray[np.intp]]:

@@ -41,5 +41,5 @@ def test_what_rows_of_the_same_facts_differ_by_is_left_to_everyone() -> None:
 
 
 def test_other_measurements_of_the_same_facts_predict_no_better_than_they_agree() -> None:
-    assert told_by_others(np.array([1.0, 2.0, 9.0]), ["a", "a", "b"]) == pytest.approx((1.0 + 0.5) / 2)
-    assert told_by_others(np.array([1.0, 2.0]), ["a", "b"]) is None
+    assert told_by_others(np.array([1.0, 2.0, 9.0]), ["a", "a", "b"]).tolist() == [1.0, 0.5]
+    assert told_by_others(np.array([1.0, 2.0]), ["a", "b"]).size == 0
