@@ -47,25 +47,43 @@ class MeshCosts:
 
     def prepare(self, keys: Iterable[tuple[int, int, bool]]) -> None:
         """Fill the tables of tensors ``(rank, bytes, fused)`` in a few vectorised calls."""
-        missing = [key for key in dict.fromkeys(keys) if key not in self._tables]
-        wanted: dict[tuple[Collective, int, bool], list[tuple[int, int, float]]] = {}
         axes = len(self.mesh.axes)
-        seconds = [np.zeros(len(step_table(rank, axes).kinds) + 1) for rank, _, _ in missing]
-        for row, (rank, size, fused) in enumerate(missing):
-            for column, (collective, axis, sharded) in enumerate(step_table(rank, axes).kinds):
-                wanted.setdefault((collective, axis, fused), []).append((row, column, size * self._share(sharded)))
-        for (collective, axis, fused), items in wanted.items():
-            times = self.message_time(collective, axis, np.array([max(p, 1.0) for _, _, p in items]), fused)
-            for (row, column, _), time in zip(items, times, strict=True):
-                seconds[row][column] = time
-        for key, times in zip(missing, seconds, strict=True):
-            table = step_table(key[0], axes)
-            copied = np.array([2.0 * key[1] * self._share(cut) for cut in table.pieces])
-            copies = np.append(self.copy_time(copied), 0.0)
-            matrix = times[table.steps].sum(axis=-1) + copies[table.copies].sum(axis=-1)
+        sizes: dict[tuple[int, bool], list[int]] = {}
+        for rank, size, fused in (key for key in dict.fromkeys(keys) if key not in self._tables):
+            sizes.setdefault((rank, fused), []).append(size)
+        seconds: dict[tuple[int, bool], NDArray[np.float64]] = {}
+        wanted: dict[tuple[Collective, int, bool], list[tuple[NDArray[np.float64], list[int], NDArray[np.float64]]]]
+        wanted = {}
+        for (rank, fused), missing in sizes.items():
+            kinds = step_table(rank, axes).kinds
+            times = seconds[rank, fused] = np.zeros((len(missing), len(kinds) + 1))
+            share = np.array([self._share(sharded) for _, _, sharded in kinds])
+            sent = np.maximum(np.array(missing, dtype=np.float64)[:, None] * share, 1.0)
+            columns: dict[tuple[Collective, int], list[int]] = {}
+            for column, (collective, axis, _) in enumerate(kinds):
+                columns.setdefault((collective, axis), []).append(column)
+            for (collective, axis), few in columns.items():
+                wanted.setdefault((collective, axis, fused), []).append((times, few, sent[:, few]))
+        for (collective, axis, fused), parts in wanted.items():
+            found = self.message_time(collective, axis, np.concatenate([sent.ravel() for _, _, sent in parts]), fused)
+            place = 0
+            for times, few, sent in parts:
+                times[:, few] = found[place : place + sent.size].reshape(sent.shape)
+                place += sent.size
+        for (rank, fused), missing in sizes.items():
+            self._tabulate(rank, fused, missing, seconds[rank, fused])
+
+    def _tabulate(self, rank: int, fused: bool, sizes: Sequence[int], seconds: NDArray[np.float64]) -> None:
+        """Fill the tables of tensors of some sizes; `seconds` of their messages have shape (sizes, kinds and none)."""
+        table = step_table(rank, len(self.mesh.axes))
+        share = np.array([self._share(cut) for cut in table.pieces])
+        copies = np.zeros((len(sizes), len(share) + 1))
+        copies[:, :-1] = self.copy_time(2.0 * np.array(sizes, dtype=np.float64)[:, None] * share)
+        for size, times, copied in zip(sizes, seconds, copies, strict=True):
+            matrix = times[table.steps].sum(axis=-1) + copied[table.copies].sum(axis=-1)
             matrix[~table.possible] = np.inf
-            self._tables[key] = matrix
-            self._seconds[key] = times
+            self._tables[rank, size, fused] = matrix
+            self._seconds[rank, size, fused] = times
 
     def _share(self, cut: Sequence[int]) -> float:
         """What the axes that cut a tensor leave of it on one rank."""
