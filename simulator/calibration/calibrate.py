@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from simulator.caches import ALL_BELOW
 from simulator.calibration.cases import Case, all_cases
-from simulator.calibration.crowds import measure_crowds
+from simulator.calibration.crowds import CrowdTimes, crowding, measure_crowds
 from simulator.calibration.fitting import KernelFit, Measured, fit_kernel, predict_row, split_held_out
 from simulator.calibration.launch import run_workers
 from simulator.calibration.machine import Machine, find_machine, processor_caches
@@ -25,7 +25,6 @@ from simulator.calibration.profile_data import Findings, Residual, profile_data
 from simulator.calibration.slowdown import Slowdown, SlowdownTimer, factors_by_count
 from simulator.calibration.timing import interleaved_factor, lower_quartile, measure_case
 from simulator.conditions import Conditions
-from simulator.crowding import Crowding
 from simulator.errors import InputError
 from simulator.hardware import write_profile
 from simulator.program import Kernel
@@ -97,8 +96,8 @@ def calibrate(options: CalibrateOptions, progress: Progress = lambda share, text
     messages = [group.messages for group in found if group.messages is not None]
     slowdown = [(count, group.slowdown) for count, group in zip(counts, found, strict=True) if group.slowdown]
     measured = findings(machine, kernels, messages, slowdown, options, disturbances)
-    crowding = tuple(one for group in found for one in group.crowding)
-    data = profile_data(replace(measured, crowding=crowding), Path(options.out or "local").stem)
+    crowds = [crowd for group in found for crowd in group.crowds]
+    data = profile_data(replace(measured, crowding=crowding(crowds, messages)), Path(options.out or "local").stem)
     if options.out is not None:
         write_profile(data, options.out)
     progress(1.0, "done")
@@ -111,7 +110,7 @@ class GroupTimes:
 
     messages: MessageTimes | None
     slowdown: Slowdown | None
-    crowding: tuple[Crowding, ...] = ()
+    crowds: tuple[CrowdTimes, ...] = ()
     use: MachineUse | None = None
 
 
@@ -126,11 +125,11 @@ def measure_group(device_type: str, backend: str, messages: bool, slowdown: bool
             timer.time()
             return_free_memory()  # which messages would count as theirs
         found = measure_messages(device) if messages else None
-        crowding = measure_crowds(device, CROWDS) if slowdown else []
+        crowds = measure_crowds(device, CROWDS) if slowdown else ()
         if timer is not None:
             timer.time()
         shared = timer.finish() if timer is not None else None
-        return GroupTimes(messages=found, slowdown=shared, crowding=tuple(crowding), use=used_since(before))
+        return GroupTimes(messages=found, slowdown=shared, crowds=crowds, use=used_since(before))
     finally:
         dist.destroy_process_group()
 

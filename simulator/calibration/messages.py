@@ -24,7 +24,7 @@ SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
 """Payloads in bytes, as `simulator.program.Collective` counts them."""
 TIMEOUT = timedelta(seconds=60)
 COLLECTIVE_S = 0.2
-CALL_ROUNDS = 6
+CALL_ROUNDS = 5
 FEWEST_CALLS = 2
 MOST_CALLS = 5
 COLD_BYTES = 48 << 20

@@ -12,19 +12,22 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from simulator.calibration.cases import all_cases
+from simulator.calibration.machine import beyond_caches
 from simulator.calibration.messages import gathered
 from simulator.calibration.pace import Pace, Paces, paces_of, timed_paces
 from simulator.calibration.process import available_cores
 from simulator.calibration.timing import Repeated, kernel_clock, repeated_case, synchronize
 from simulator.program import Kernel
 
-FEWEST_ROUNDS, MOST_ROUNDS = 16, 32
+FEWEST_ROUNDS, MOST_ROUNDS = 16, 24
 ROUND_S = 0.006
 PACE_EVERY = 2
 """Kinds of kernels between two rounds of the machine's pace."""
 AGREEMENT = 0.04
 """Part by which the two halves of the rounds may differ before more are run."""
 MIX_SIZE = 256
+TURN_CACHES = 0.625
+"""Part of what lies beyond the caches that inputs are taken in turn from: more than the caches hold all the same."""
 SLOWED: Mapping[Kernel, tuple[str, ...]] = {
     Kernel.MATMUL: ("mm 256x256x256", "mm 64x1024x4096", "mm 256x768x3072"),
     Kernel.CONVOLUTION: ("conv 8x64x16x16 to 64, 3x3", "backward of conv 16x512x1x1 to 1024, 1x1"),
@@ -100,8 +103,9 @@ class SlowdownTimer:
             self._turns = max(1.0, dist.get_world_size() * torch.get_num_threads() / available_cores())
         cases = [c for c in all_cases(accelerator=device.type != "cpu") if c.dtype == "float32"]
         self._kinds = [_Timed(None, lambda: _mix(device))]
+        turn = TURN_CACHES * beyond_caches() if device.type == "cpu" else None
         self._kinds += [
-            _Timed(kernel, partial(repeated_case, case, device))
+            _Timed(kernel, partial(repeated_case, case, device, turn_bytes=None if turn is None else int(turn)))
             for kernel, names in SLOWED.items()
             for case in cases
             if case.name in names

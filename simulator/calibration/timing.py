@@ -23,7 +23,7 @@ FILLER_ELEMENTS = 1 << 17
 INTERLEAVED_S = 1.5
 INTERLEAVED_ROUNDS = (20, 400)
 LARGEST_FACTOR = 10.0
-CASE_S = 0.03
+CASE_S = 0.025
 MOST_INPUT_TURNS = 4
 """Times the memory taken in turn that inputs may hold of which little is read, as tables of embeddings."""
 

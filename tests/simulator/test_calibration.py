@@ -7,11 +7,20 @@ import numpy as np
 import pytest
 import torch
 
-from simulator.calibration import timing
-from simulator.calibration.calibrate import CalibrateOptions, KernelTimes, calibrate, findings
+from simulator.calibration import crowds, timing
+from simulator.calibration.calibrate import (
+    CalibrateOptions,
+    GroupTimes,
+    KernelTimes,
+    calibrate,
+    findings,
+    measure_kernels,
+)
 from simulator.calibration.cases import all_cases
+from simulator.calibration.crowds import CrowdTimes
 from simulator.calibration.fitting import Measured, fit_kernel, predict_row, split_held_out
 from simulator.calibration.machine import USUAL_CACHES, find_machine, processor_caches
+from simulator.calibration.machine_use import MachineUse
 from simulator.calibration.messages import SIZES, MessageTimes
 from simulator.calibration.pace import Paces
 from simulator.calibration.process import available_cores
@@ -272,6 +281,43 @@ def test_this_machine(tmp_path):
     assert 1e8 < hardware.memory_bandwidth < 1e13
     assert {table.group_size for table in hardware.collective_tables} == {2}
     assert all(math.isfinite(model.overhead_s) for model in hardware.kernels.values())
+
+
+def test_what_workers_measured_stands_in_the_profile(tmp_path, monkeypatch):
+    """Workers that measured at once: other programs took a quarter of the cores from the four, and a hundredth else."""
+    asked = []
+
+    def run(function, arguments, processes):
+        asked.append((function.__name__, processes))
+        others = 0.25 if processes == 4 else 0.01
+        cores = available_cores()
+        own = 10.0 * cores * (1 - others) / processes
+        use = MachineUse(wall_s=10.0, busy_s=10.0 * cores, stolen_s=0.0, own_s=own)
+        paces = Paces(median_s=0.02 * processes, spread=0.1)
+        if function is measure_kernels:
+            return [KernelTimes(rows=tuple(synthetic_rows()), mixing=1.0, paces=paces, use=use)]
+        with_messages, with_slowdown = arguments[2:]
+        among = tuple(1e-3 + 2 * (2e-4 + size / 2e9) for size in crowds.SIZES)
+        found = GroupTimes(
+            messages=synthetic_messages(processes) if with_messages else None,
+            slowdown=Slowdown(mix=0.6 * processes, paces=paces) if with_slowdown else None,
+            crowds=(CrowdTimes(group_size=2, processes=processes, seconds=among),) if processes > 2 else (),
+            use=use,
+        )
+        return [found] * processes
+
+    monkeypatch.setattr("simulator.calibration.calibrate.run_workers", run)
+    calibrate(CalibrateOptions(processes=4, out=tmp_path / "local.yaml"))
+    hardware = load_profile(str(tmp_path / "local.yaml"))
+    assert asked == [("measure_kernels", 1), ("measure_group", 2), ("measure_group", 4), ("measure_group", 8)]
+    assert {table.group_size for table in hardware.collective_tables} == {2, 4}
+    assert hardware.slowdown_table == ((1, 1.0), (2, 1.2), (4, 2.4), (8, 4.8))
+    assert [(one.group_size, one.processes) for one in hardware.crowding] == [(2, 4), (2, 8)]
+    assert hardware.crowding[0].delay_s == pytest.approx(1e-3, rel=0.1)
+    assert hardware.conditions is not None
+    assert hardware.conditions.paces == ((1, 0.02), (2, 0.04), (4, 0.08), (8, 0.16))
+    assert hardware.conditions.others_share == pytest.approx(0.25)
+    assert "other programs took 25% of the cores' time" in hardware.conditions.warning
 
 
 @pytest.mark.parametrize("place", ["missing/local.yaml", "folder", "/proc/local.yaml"])

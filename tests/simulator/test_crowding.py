@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.caches import for_program
-from simulator.calibration.crowds import fit_crowding
+from simulator.calibration import messages
+from simulator.calibration.crowds import SIZES, CrowdTimes, crowding, fit_crowding
+from simulator.calibration.messages import MessageTimes
 from simulator.crowding import Crowding, crowded
 from simulator.errors import ProfileError
 from simulator.hardware import load_profile, write_profile
-from simulator.program import Program, ProgramAxis
+from simulator.program import Collective, Program, ProgramAxis
 from simulator.timing import task_times
 from tests.simulator.programs import communication, program, segment
 from tests.simulator.test_hardware import calibrated
@@ -74,6 +76,18 @@ def test_the_fit_finds_delay_and_factor() -> None:
         assert found[1] == pytest.approx(stretch, rel=0.1)
     # Among others a message is never faster, whatever the scatter says.
     assert fit_crowding(alone, [0.5 * seconds for seconds in alone]) == (0.0, 1.0)
+
+
+def test_crowds_are_held_against_groups_of_their_size_alone() -> None:
+    seconds = tuple(2e-4 + size / 2e9 for size in messages.SIZES)
+    times = dict.fromkeys(Collective, seconds)
+    alone = MessageTimes(processes=2, seconds=times, overlap=1.0, resident_bytes=2**28)
+    among = tuple(1e-3 + 2 * (2e-4 + size / 2e9) for size in SIZES)
+    crowds = [CrowdTimes(group_size=size, processes=8, seconds=among) for size in (2, 4)]
+    (found,) = crowding(crowds, [alone])  # groups of four were not timed alone
+    assert (found.group_size, found.processes) == (2, 8)
+    assert found.delay_s == pytest.approx(1e-3, rel=0.1)
+    assert found.stretch == pytest.approx(2.0, rel=0.1)
 
 
 def test_steps_on_shared_cores_pay_for_it(tmp_path: Path) -> None:
