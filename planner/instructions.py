@@ -285,7 +285,8 @@ class RankInstructions:
     """What all ranks of one pipeline rank hold, do once before the first step (``start``) and at the end of each.
 
     ``ties`` are sets of pipeline ranks that hold a parameter together; the group of number t is the mesh axis
-    ``len(mesh.axes) + t`` of messages in ``update``.
+    ``len(mesh.axes) + t`` of messages in ``update``. ``shared`` are sums of gradients that chunks of the rank add up
+    together: in ``update`` they are of the first of these.
     """
 
     stages: tuple[int, ...]
@@ -293,6 +294,7 @@ class RankInstructions:
     update: tuple[Instruction, ...]
     ties: tuple[tuple[int, ...], ...]
     start: tuple[Instruction, ...] = ()
+    shared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

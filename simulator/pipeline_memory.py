@@ -28,6 +28,9 @@ class PipelineBytes:
     activations : (stages,) kept from the forward to the backward pass of a micro-batch
     weight_activations : (stages,) the part of them that only the weight gradient releases; by default all
     recomputed : (stages,) stand while a backward pass runs: recomputed values, gradients of the layer at work
+    input_gradients : (stages,) the same while the part of a backward pass runs that leads to the input's gradient; by
+        default as in whole ones
+    weight_gradients : (stages,) the same while the rest of one runs
     forward : (stages,) stand besides while a forward pass runs: what it needs at once beyond what it keeps
     loss : (stages,) stand from the end of a forward pass to the end of its backward pass: logits and loss
     resident : by kind, (ranks,), through the whole step
@@ -36,6 +39,8 @@ class PipelineBytes:
     activations: Numbers
     weight_activations: Numbers | None = None
     recomputed: Numbers = 0.0
+    input_gradients: Numbers | None = None
+    weight_gradients: Numbers = 0.0
     forward: Numbers = 0.0
     loss: Numbers = 0.0
     resident: Mapping[BufferKind, Numbers] = field(default_factory=dict)
@@ -114,7 +119,8 @@ def _changes(
         return np.broadcast_to(np.asarray(values, dtype=np.float64), schedule.stages)[schedule.stage]
 
     kept, recomputed, loss = of_stage(sizes.activations), of_stage(sizes.recomputed), of_stage(sizes.loss)
-    extra = of_stage(sizes.forward)
+    extra, late = of_stage(sizes.forward), of_stage(sizes.weight_gradients)
+    early = recomputed if sizes.input_gradients is None else of_stage(sizes.input_gradients)
     weight = kept if sizes.weight_activations is None else of_stage(sizes.weight_activations)
     forward = schedule.kind == ActionKind.FORWARD
     whole = schedule.kind == ActionKind.BACKWARD
@@ -128,8 +134,12 @@ def _changes(
         (whole, True, _ACTIVATION, -kept),
         (inputs, True, _ACTIVATION, weight - kept),
         (weights, True, _ACTIVATION, -weight),
-        (backward, False, _RECOMPUTED, recomputed),
-        (backward, True, _RECOMPUTED, -recomputed),
+        (whole, False, _RECOMPUTED, recomputed),
+        (whole, True, _RECOMPUTED, -recomputed),
+        (inputs, False, _RECOMPUTED, early),
+        (inputs, True, _RECOMPUTED, -early),
+        (weights, False, _RECOMPUTED, late),
+        (weights, True, _RECOMPUTED, -late),
         (forward, True, _LOSS, loss),
         (backward, True, _LOSS, -loss),
     )

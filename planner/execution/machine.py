@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol, TypeGuard
@@ -119,6 +119,8 @@ class Machine:
         Those parameters, their updates, and buffers.
     copies : int
         Of a micro-batch; ``moments`` is where training stands with each.
+    shared : collection of str
+        Sums of gradients that another machine may have begun.
     """
 
     def __init__(
@@ -129,10 +131,10 @@ class Machine:
         stored: Sequence[StoredParameter],
         held: Held,
         copies: int = 1,
+        shared: Collection[str] = (),
     ) -> None:
-        self._graph = graph
-        self._sizes = sizes
-        self._context = context
+        self._graph, self._shared = graph, shared
+        self._sizes, self._context = sizes, context
         self._buffers = held.buffers
         self.moments = [replace(context.moment) for _ in range(copies - 1)]
         self.moments.insert(0, context.moment)
@@ -296,8 +298,9 @@ class Machine:
         if node.op == BUFFER:
             buffer = (self._buffers[node.name],)
             return lambda tensors, peers: buffer
+        wanted, place = tuple(map(bool, instruction.outputs)), self._context.coordinates
         operator = prepare(
-            graph, node, instruction.rules, self._sizes, self._context.coordinates, device=device, cut=instruction.cut
+            graph, node, instruction.rules, self._sizes, place, device=device, cut=instruction.cut, wanted=wanted
         )
         if node.role is Role.CONSTANT and node.name.partition(".")[0] == SEED:
             operator = _scaled(operator, self._context.scale)
@@ -348,11 +351,11 @@ class Machine:
     def _accumulate(self, instruction: Accumulate, freed: list[int]) -> Action:
         slots = self.slots
         source, target = self.number(instruction.source), self.number(instruction.accumulator)
-        first = instruction.first
+        first, shared = instruction.first, instruction.accumulator in self._shared
 
         def run() -> None:
             value = self.value(source)
-            if first:
+            if first and (slots[target] is None or not shared):
                 slots[target] = value
             else:
                 # In place only where no other value shares the memory: a gradient may be a view of one.

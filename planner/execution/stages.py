@@ -116,7 +116,8 @@ class StageInterpreter:
         mine = lowered.ranks[rank]
 
         def machine() -> Machine:
-            return Machine(lowered.graph, lowered.mesh.sizes, context, mine.parameters, held, lowered.copies)
+            sizes = lowered.mesh.sizes
+            return Machine(lowered.graph, sizes, context, mine.parameters, held, lowered.copies, mine.shared)
 
         self._stages = {number: Stage(lowered.stages[number], machine(), lowered.loss) for number in mine.stages}
         self._update = machine()
@@ -136,6 +137,11 @@ class StageInterpreter:
             (ActionKind(int(schedule.kind[i])), int(schedule.stage[i]), int(schedule.micro_batch[i]), int(variants[i]))
             for i in own
         ]
+        self._shared = {
+            number: [(name, stage.machine.number(name)) for name in mine.shared if name in stage.instructions.lasting]
+            for number, stage in self._stages.items()
+        }
+        self._sums: dict[str, Tensor | None] = {}
         self._local: dict[tuple[int, int, int], list[Tensor]] = {}
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
@@ -152,9 +158,11 @@ class StageInterpreter:
             self._run(kind, number, micro_batch, variant, feed, losses)
         for (number, name), slot in self._given.items():
             stage = self._stages[number]
+            self._take_sums(number)
             self._update.slots[slot] = stage.machine.value(stage.machine.number(stage.instructions.gradients[name]))
         for stage in self._stages.values():
             stage.end_step()
+        self._sums.clear()
         for action in self._updates:
             action()
         for slot in self._made:
@@ -182,6 +190,7 @@ class StageInterpreter:
         instructions, slots = stage.instructions, stage.machine.slots
         key = (kind, variant) if (kind, variant) in stage.actions else (kind, PLAIN)
         stage.enter(micro_batch)
+        self._take_sums(number)
         first = micro_batch * len(stage.copies)
         for copy, moment in enumerate(stage.machine.moments):
             moment.step, moment.micro_batch = self._context.moment.step, first + copy
@@ -203,7 +212,14 @@ class StageInterpreter:
                 losses |= {first + copy: stage.machine.value(slot) for copy, slot in enumerate(stage.losses)}
         elif kind is not ActionKind.WEIGHT_GRADIENT:
             self._send(stage, instructions.gradient_leaves, GRADIENT, number, number - 1, micro_batch)
+        for name, slot in self._shared[number]:
+            self._sums[name], slots[slot] = slots[slot], None
         stage.leave(micro_batch, key, done=kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT))
+
+    def _take_sums(self, number: int) -> None:
+        """Give a stage the sums of gradients that stages of this rank add up together."""
+        for name, slot in self._shared[number]:
+            self._stages[number].machine.slots[slot] = self._sums.get(name)
 
     def _is_last(self, number: int) -> bool:
         return (number + 1) % self._lowered.schedule.chain_stages == 0

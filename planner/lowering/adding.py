@@ -14,6 +14,14 @@ ADD_TERMS = "add gradients of "
 """Beginning of the names of tasks that add two gradients of one parameter to each other."""
 
 
+def adds_across_chunks(source: PlacedGraph) -> bool:
+    """Whether chunks of a rank that share a parameter add its gradient up in one place.
+
+    They do where it travels with no chunk's pass: on stages of one device.
+    """
+    return source.options.mesh.size == 1 and source.options.micro_batches > 1
+
+
 def addition(
     source: PlacedGraph,
     parameter: int,

@@ -10,6 +10,7 @@ from math import inf
 import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES
+from planner.lowering.adding import adds_across_chunks
 from planner.lowering.groups import ALONE, BY_SIZE
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.unit_work import UnitWork
@@ -20,12 +21,17 @@ from simulator.task_table import FloatArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkBytes:
-    """Bytes of one micro-batch: kept for the backward pass, deferred by its first part, and needed at once beyond."""
+    """Bytes of one micro-batch: kept for the backward pass, deferred by its first part, and needed at once beyond.
+
+    ``forward``, ``backward`` and its parts ``inputs`` and ``weights`` are beyond what has been kept, or deferred.
+    """
 
     kept: int
     deferred: int
     forward: int
     backward: int
+    inputs: int
+    weights: int
 
 
 def chunk_bytes(source: PlacedGraph, units: Sequence[UnitWork]) -> ChunkBytes:
@@ -46,12 +52,26 @@ def chunk_bytes(source: PlacedGraph, units: Sequence[UnitWork]) -> ChunkBytes:
     backward = max(
         each * (unit.memory.backward + next_back[n] - sum(kept[n + 1 :])) + pending[n] for n, unit in enumerate(units)
     )
+    deferred = [unit.memory.deferred for unit in units]
+    inputs = max(
+        each * (unit.memory.inputs + next_back[n] - sum(kept[n + 1 :]) + sum(deferred[n + 1 :]) - _twice(units, n))
+        for n, unit in enumerate(units)
+    )
+    weights = max(each * (unit.memory.weights - sum(deferred[n + 1 :])) + pending[n] for n, unit in enumerate(units))
     return ChunkBytes(
         kept=total,
-        deferred=each * sum(unit.memory.deferred for unit in units),
+        deferred=each * sum(deferred),
         forward=max(0, forward - total),
         backward=max(0, backward),
+        inputs=max(0, inputs),
+        weights=max(0, weights),
     )
+
+
+def _twice(units: Sequence[UnitWork], number: int) -> int:
+    """Bytes that a unit keeps while those behind have gone back: its output, where the next one defers it too."""
+    behind = units[number + 1].memory if number + 1 < len(units) else None
+    return behind.input if behind and behind.defers_input and units[number].memory.keeps_output else 0
 
 
 def rank_bytes(
@@ -83,6 +103,7 @@ def _resident(
         0.0,
     )
     users = Counter(index for unit in units for index in unit.parameters)
+    chunks_of = Counter(i for chunk in chunks for i in dict.fromkeys(i for n in chunk for i in units[n].parameters))
     counted: set[int] = set()
     for number, times in Counter(n for chunk in chunks for n in chunk).items():
         for index in units[number].parameters:
@@ -90,7 +111,8 @@ def _resident(
                 continue
             counted.add(index)
             for kind, size in _parameter_bytes(source, index).items():
-                found[kind] += size if users[index] > 1 else times * size
+                sums = kind is BufferKind.GRADIENT and not adds_across_chunks(source)
+                found[kind] += size * (times if users[index] == 1 else chunks_of[index] if sums else 1)
     found[BufferKind.GATHERED_PARAMETER] += max((_gathered(source, units, chunk) for chunk in chunks), default=0)
     return found
 

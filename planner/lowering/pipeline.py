@@ -10,7 +10,7 @@ import numpy as np
 
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.instructions import NOTHING
-from planner.lowering.adding import ACCUMULATE, ADD_TERMS
+from planner.lowering.adding import ADD_TERMS
 from planner.lowering.chunk_memory import chunk_bytes, rank_bytes
 from planner.lowering.chunk_passes import Draft, chunk_drafts
 from planner.lowering.host import offloading
@@ -123,7 +123,9 @@ def lower_pipeline(
     computing = _computing(plan)
     hardware = sharing_cores(hardware, computing)
     work = Work()
-    units = units_work(found.source, found.chain, work)
+    # A single micro-batch adds nothing up.
+    counts_fresh = bool(hardware.message_workspace) and plan.micro_batches > 1
+    units = units_work(found.source, found.chain, work, counts_fresh=counts_fresh)
     keys = tuple(tuple(found.of_unit[i] for i in members) for members in chunk_units(plan, found.names, schedule))
     lowering = _Lowering(
         plan=plan, hardware=hardware, schedule=schedule, found=found, units=units, keys=keys, work=work
@@ -138,8 +140,10 @@ def lower_pipeline(
     sizes = PipelineBytes(
         activations=np.array([chunk[key].kept for key in keys]),
         weight_activations=np.array([chunk[key].deferred for key in keys]),
-        recomputed=np.array([chunk[key].backward + beside[key][1] for key in keys]),
-        forward=np.array([chunk[key].forward + beside[key][0] for key in keys]),
+        recomputed=np.array([chunk[key].backward + beside[key][BACKWARD] for key in keys]),
+        input_gradients=np.array([chunk[key].inputs + beside[key][INPUT] for key in keys]),
+        weight_gradients=np.array([chunk[key].weights + beside[key][WEIGHT] for key in keys]),
+        forward=np.array([chunk[key].forward + beside[key][FORWARD] for key in keys]),
         resident=rank_bytes(
             found.source, units, [[keys[s] for s in stages] for stages in _stages_of(schedule)], plan.micro_batches
         ),
@@ -181,28 +185,25 @@ def lower_pipeline(
     )
 
 
-_SUMS = {ACCUMULATE: 1, ADD_TERMS: 2}
-"""Gradients that stand beside an accumulator while one is added to it, or to another of the same parameter."""
+def _beside(
+    lowering: _Lowering, passes: Mapping[tuple[ActionKind, int], Draft], hardware: Hardware
+) -> Mapping[ActionKind, int]:
+    """Bytes that a chunk's passes take at once beside their values, by kind of pass: of messages and of sums.
 
-
-def _beside(lowering: _Lowering, passes: Mapping[tuple[ActionKind, int], Draft], hardware: Hardware) -> tuple[int, int]:
-    """Bytes that a chunk's passes take at once beside their values, forward and backward: of messages and of sums.
-
-    The largest message stands packed while it is on its way, with what its backend takes; a gradient stands beside the
-    sum that it is added to. Only profiles that say what messages take (`Hardware.message_workspace`) count either: they
-    are of machines on which plans are executed as they are lowered.
+    The largest message stands packed while it is on its way, with what its backend takes; a term of a gradient waits
+    for the other that it is added to. Only profiles that say what messages take (`Hardware.message_workspace`) count
+    either: they are of machines on which plans are executed as they are lowered.
     """
-    found = [0, 0]
+    found = dict.fromkeys(ActionKind, 0)
     for (kind, _), draft in passes.items() if hardware.message_workspace else ():
         for number in (n for operator in draft.tasks for n in operator):
             task = lowering.work.tasks[number]
             taken = hardware.message_workspace.get(task.collective, 0.0) if task.collective else 0.0
             if task.collective is Collective.ALL_REDUCE and task.axis == "data":
                 taken += 1.0
-            added = task.bytes_moved / 3 * next((n for name, n in _SUMS.items() if task.name.startswith(name)), 0)
-            side = int(kind is not FORWARD)
-            found[side] = max(found[side], int(taken * task.payload_bytes + added))
-    return found[0], found[1]
+            added = task.bytes_moved / 3 if task.name.startswith(ADD_TERMS) else 0.0
+            found[kind] = max(found[kind], int(taken * task.payload_bytes + added))
+    return found
 
 
 def plan_schedule(plan: Plan) -> Schedule:

@@ -5,7 +5,8 @@ The passes are those that `planner.lowering.pipeline` times, of every layer inst
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain as joined
 
@@ -32,6 +33,7 @@ from planner.instructions import (
     value_of_copy,
     written_values,
 )
+from planner.lowering.adding import adds_across_chunks
 from planner.lowering.chunk_passes import chunk_drafts
 from planner.lowering.options import lowering_options
 from planner.lowering.overflow import FLAG, checks_gradients, flag_messages
@@ -220,13 +222,16 @@ def _ranks(
         mine = np.flatnonzero(schedule.stage_rank == rank).tolist()
         parameters = sorted({i for stage in mine for i in held[stage]})
         tied = {i: ties.index(tuple(sorted(holders[i]))) for i in parameters if len(holders[i]) > 1}
+        of_chunks = Counter(i for stage in mine for i in held[stage]) if adds_across_chunks(source) else Counter()
+        shared = {source.graph.nodes[i].name for i, count in of_chunks.items() if count > 1}
         found.append(
             RankInstructions(
                 stages=tuple(mine),
                 parameters=_stored(source, parameters),
-                update=tuple(_update(source, [stages[s] for s in mine], mine, parameters, tied, ties)),
+                update=tuple(_update(source, [stages[s] for s in mine], mine, parameters, tied, ties, shared)),
                 ties=ties,
                 start=start_instructions(source, parameters),
+                shared=tuple(sorted(f"{name}.accumulated" for name in shared)),
             )
         )
     return tuple(found)
@@ -253,8 +258,12 @@ def _update(
     parameters: Sequence[int],
     tied: Mapping[int, int],
     ties: Sequence[tuple[int, ...]],
+    shared: Container[str],
 ) -> Iterable[Instruction]:
-    """Sum what stages and ranks have of a gradient, then update; messages in the same order on all ranks."""
+    """Sum what stages and ranks have of a gradient, then update; messages in the same order on all ranks.
+
+    The stages of a rank have one sum of the gradients of `shared` parameters.
+    """
     axes = len(source.sizes)
     totals: dict[int, str] = {}
     for index in parameters:
@@ -266,7 +275,7 @@ def _update(
         ]
         if not terms:
             continue
-        for term in terms[1:]:
+        for term in () if name in shared else terms[1:]:
             yield Accumulate(source=term, accumulator=terms[0], first=False)
         totals[index] = terms[0]
     for index, before in list(totals.items()):

@@ -21,8 +21,11 @@ class UnitMemory:
     keeps_input, keeps_output : whether the backward pass reads them; the input's size is ``input``
     forward : most that stands at once in the forward pass, made by the unit
     backward : most that stands at once in the backward pass beyond what was kept
+    inputs : the same in the part of the backward pass that leads to the input's gradient
     fetched : of that, brought back from the host while the unit behind still goes backward
-    deferred : after the part of the backward pass that leads to the input's gradient, what the rest still reads
+    deferred : after that part, what the rest still reads, and gradients of parameters that it has made
+    defers_input : whether the input of the unit is among that
+    weights : most that stands at once in the rest beyond what was deferred
     """
 
     kept: int
@@ -31,7 +34,10 @@ class UnitMemory:
     keeps_output: bool
     forward: int
     backward: int
+    inputs: int
     deferred: int
+    defers_input: bool
+    weights: int
     fetched: int = 0
 
 
@@ -69,6 +75,7 @@ def unit_memory(
     returns: TensorRef | None,
     leaves: tuple[str, str],
     gradients: frozenset[str],
+    fresh: frozenset[str] = frozenset(),
     fetched: Sequence[Buffer] = (),
 ) -> UnitMemory:
     """Follow the values of a unit through its passes.
@@ -82,13 +89,16 @@ def unit_memory(
     leaves : tuple of str
         Names of what the unit hands on and sends back: they stand until its passes end.
     gradients : frozenset of str
-        Gradients of parameters, which are counted where they are accumulated.
+        Gradients of parameters, which are counted where they are accumulated, and where one waits for the pass that
+        does.
+    fresh : frozenset of str
+        Those of them that stand beside their accumulator until they have been added to it.
     fetched : sequence of Buffer
         What has been brought back from the host when the backward pass begins.
     """
     values = _Values([*forward, *backward])
     sent_on, sent_back = (values.base(name) for name in leaves)
-    size = {name: 0 if name in gradients else values.size[name] for name in values.size}
+    size = {name: 0 if name in gradients - fresh else values.size[name] for name in values.size}
     made = {b.name for draft in forward for b in draft.writes}
     arrived = _bytes(source, arrives)
     returned = _bytes(source, returns)
@@ -111,9 +121,14 @@ def unit_memory(
     kept_bytes = sum(size[name] for name in kept)
     start = kept_bytes + (arrived if keeps_input else 0)
     backward_peak = _peak(backward, values, sizes, standing=held, stays={sent_back}) - start
+    early = {b.name for draft in inputs for b in draft.writes}
+    late = early & gradients
+    sizes |= {name: values.size[name] for name in late}
     rest = {values.base(name) for draft in weights for name in draft.reads}
-    early = held | {b.name for draft in inputs for b in draft.writes}
-    deferred = sum(sizes.get(name, 0) for name in rest & early if name)
+    waiting = (rest & (held | early)) | late
+    deferred = sum(sizes.get(name, 0) for name in waiting if name)
+    inputs_peak = _peak(inputs, values, sizes, standing=held, stays=waiting | {sent_back}) - start
+    weights_peak = _peak(weights, values, sizes, standing=waiting, stays=late) - deferred
     return UnitMemory(
         kept=kept_bytes,
         input=arrived,
@@ -121,7 +136,10 @@ def unit_memory(
         keeps_output=sent_on in kept,
         forward=forward_peak,
         backward=max(0, backward_peak),
+        inputs=max(0, inputs_peak),
         deferred=deferred,
+        defers_input=input_name in waiting,
+        weights=max(0, weights_peak),
         fetched=sum(back.values()),
     )
 

@@ -12,11 +12,12 @@ from planner.lowering.body import Body, Gather
 from planner.lowering.host import HOST_STREAM
 from planner.lowering.offload import Fetch
 from planner.lowering.placed import PlacedGraph
+from planner.lowering.split_backward import split_backward
 from planner.lowering.unit_memory import UnitMemory, unit_memory
 from planner.lowering.work import Work
 from planner.lowering.writer import Draft
 from planner.sharding.placement import Placements
-from simulator.program import COMPUTE_STREAM, Phase
+from simulator.program import COMPUTE_STREAM, Collective, Phase
 
 KERNELS, MESSAGES, BESIDE = range(3)
 """Streams of a rank, as in `simulator.pipeline_operators`."""
@@ -79,8 +80,11 @@ class UnitWork:
     memory: UnitMemory
 
 
-def units_work(source: PlacedGraph, found: Chain, work: Work) -> tuple[UnitWork, ...]:
-    """Lower every unit of a chain; their tasks are appended to `work`."""
+def units_work(source: PlacedGraph, found: Chain, work: Work, *, counts_fresh: bool = False) -> tuple[UnitWork, ...]:
+    """Lower every unit of a chain; their tasks are appended to `work`.
+
+    With `counts_fresh` the memory of units has gradients of parameters that stand beside what they are added to.
+    """
     seen: dict[int, int] = {}
     for unit in found.units:
         for index in unit.nodes:
@@ -89,7 +93,9 @@ def units_work(source: PlacedGraph, found: Chain, work: Work) -> tuple[UnitWork,
         i for i, n in seen.items() if n > 1 and source.graph.nodes[i].role not in (Role.PARAMETER, Role.INPUT)
     )
     terms, sums = gradient_terms(source)
-    made = tuple(_unit_work(source, found, number, work, shared, terms, sums) for number in range(len(found.units)))
+    made = tuple(
+        _unit_work(source, found, number, work, shared, terms, sums, counts_fresh) for number in range(len(found.units))
+    )
     batch = {node.name for node in source.graph.nodes if node.role is Role.INPUT}
     work.own = frozenset(batch.union(*map(written_values, work.instructions)))
     return made
@@ -119,6 +125,7 @@ def _unit_work(
     shared: frozenset[int],
     terms: Mapping[TensorRef, int],
     sums: frozenset[int],
+    counts_fresh: bool,
 ) -> UnitWork:
     unit = found.units[number]
     before = found.boundaries[number - 1] if number else None
@@ -146,13 +153,16 @@ def _unit_work(
     forward = [draft for draft in drafts if draft.task.phase is Phase.FORWARD]
     backward = [draft for draft in drafts if draft.task.phase is Phase.BACKWARD]
     sent_back = source.written_name(before.gradient) if before and before.gradient else ""
-    leads = _leads_to(backward, sent_back)
-    inputs = [draft for draft, leads_there in zip(backward, leads, strict=True) if leads_there]
-    weights = [draft for draft, leads_there in zip(backward, leads, strict=True) if not leads_there]
+    halves = split_backward(source, backward)
+    leads = _leads_to(halves, sent_back)
+    inputs = [draft for draft, leads_there in zip(halves, leads, strict=True) if leads_there]
+    weights = [draft for draft, leads_there in zip(halves, leads, strict=True) if not leads_there]
     fetches = {draft.writes[0].name: number for draft, number in zip(coming, work.add_all(coming), strict=True)}
     entries = frozenset(source.written_name(ref) for ref in given)
     builder = _Builder(entries, gathered, names, shared, source, fetches)
-    numbers = dict(zip(map(id, drafts), work.add_all(drafts), strict=True))
+    whole = set(map(id, drafts))
+    written = [*drafts, *(draft for draft in halves if id(draft) not in whole)]
+    numbers = dict(zip(map(id, written), work.add_all(written), strict=True))
     ends = [name for draft in drafts for name in (b.name for b in draft.writes) if name in names]
     early, late = _marked_late(builder.part(inputs, numbers, sent_back), builder.part(weights, numbers, ""))
     late = replace(late, fetches=tuple(one for one in late.fetches if one not in early.fetches))
@@ -173,9 +183,16 @@ def _unit_work(
             returns=returns,
             leaves=(sent_on, sent_back),
             gradients=frozenset(ends),
+            fresh=frozenset(name for name in ends if counts_fresh and _stays_whole(source, names[name])),
             fetched=[draft.writes[0] for draft in coming],
         ),
     )
+
+
+def _stays_whole(source: PlacedGraph, mark: Mark) -> bool:
+    """Whether a gradient is added up as it is made; others wait for the message that they travel in."""
+    ahead, _ = source.path_of_gradient(mark.gradient, mark.parameter)
+    return not any(isinstance(step.operation, Collective) for step in ahead)
 
 
 def _marked_late(inputs: Part, weights: Part) -> tuple[Part, Part]:
@@ -190,7 +207,7 @@ def _marked_late(inputs: Part, weights: Part) -> tuple[Part, Part]:
 
 
 def _leads_to(drafts: Sequence[Draft], goal: str) -> list[bool]:
-    """Whether each draft is needed for a value; all of them are needed for none if there is no goal.
+    """Whether each draft is needed for a value; none is if there is no goal.
 
     Pieces of an operator that messages run beside yield nothing: they belong to the operator, which follows them.
     """

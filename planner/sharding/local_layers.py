@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,10 @@ from torch import Tensor
 from torch.nn.functional import batch_norm
 
 from planner.sharding.local_call import LocalCall, LocalOperator, Peers, Slot, elements, filled, invoke, operator
+
+CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
+_MASK = 10
+"""Argument that says which of its gradients are computed."""
 
 
 def reshaped(call: LocalCall) -> LocalOperator:
@@ -64,6 +69,12 @@ def convolution_backward(call: LocalCall) -> LocalOperator:
     arguments[3] = arguments[3] and [call.input_shape(0)[1]]
     arguments[9] = _local_groups(call, 1, arguments[9])
     return invoke(call, tuple(arguments))
+
+
+def convolution_gradients(call: LocalCall, wanted: Sequence[bool]) -> LocalCall:
+    """The call that makes only those gradients of a convolution that are wanted."""
+    mask = [asked and read for asked, read in zip(call.arguments[_MASK], wanted, strict=True)]
+    return replace(call, arguments=call.with_argument(_MASK, mask))
 
 
 def _local_groups(call: LocalCall, source: int, groups: int) -> int:

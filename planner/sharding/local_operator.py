@@ -45,7 +45,7 @@ _SPECIAL: dict[str, Callable[[LocalCall], LocalOperator]] = {
     "aten.addmm.default": layers.biased_product,
     "aten.baddbmm.default": layers.biased_product,
     "aten.convolution.default": layers.convolution,
-    "aten.convolution_backward.default": layers.convolution_backward,
+    layers.CONVOLUTION_BACKWARD: layers.convolution_backward,
     "aten.native_group_norm.default": layers.group_norm,
     "aten.native_group_norm_backward.default": layers.group_norm_backward,
     "aten.embedding.default": layers.embedding,
@@ -85,17 +85,20 @@ def prepare(
     *,
     device: torch.device | None = None,
     cut: SequenceCut | None = None,
+    wanted: Sequence[bool] | None = None,
 ) -> LocalOperator:
     """Resolve everything that can be known before run time of one rank's part of `node`.
 
     ``rules``, ``sizes`` and ``coordinates`` (of this rank) have one entry for each mesh axis, outermost
     first. Where two axes shard one dim the outer one cuts it first, into contiguous chunks. `device`
-    is where operators without tensor inputs make theirs, `cut` how a context axis shares the sequence of a dropout. The
-    result is called with this rank's
-    tensors, aligned with ``node.tensor_inputs``, and with the other ranks of every axis; the tensors
-    it returns may share memory with those it was given, as views do.
+    is where operators without tensor inputs make theirs, `cut` how a context axis shares the sequence of a dropout,
+    `wanted` which outputs are read: gradients of a convolution that are not are not computed. The result is called with
+    this rank's tensors, aligned with ``node.tensor_inputs``, and with the other ranks of every axis; the tensors it
+    returns may share memory with those it was given, as views do.
     """
     call = local_call(graph, node, rules, sizes, coordinates, device)
+    if wanted is not None and node.op == layers.CONVOLUTION_BACKWARD:
+        call = layers.convolution_gradients(call, wanted)
     if node.op == DROPOUT:
         return dropout(call, operator_number(graph, node), cut)
     if any(rule.messages for rule in rules):

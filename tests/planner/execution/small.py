@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from planner.networks.losses import mean_cross_entropy
 from planner.networks.zoo.configs import GPTConfig, LlamaConfig, MixtralConfig, WideDeepConfig
 from planner.networks.zoo.gpt import GPT
 from planner.networks.zoo.llama import Llama
 from planner.networks.zoo.mixtral import Mixtral
-from planner.networks.zoo.resnet import ResNet
+from planner.networks.zoo.resnet import Bottleneck, ResNet
 from planner.networks.zoo.wide_deep import WideAndDeep
 
 VOCABULARY, LENGTH = 32, 16
@@ -70,6 +71,26 @@ def mixtral() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 def resnet() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     """One block a stage."""
     return ResNet((1, 1, 1, 1), classes=10), (torch.zeros(2, 3, 32, 32), torch.arange(2) + 8)
+
+
+class Blocks(nn.Module):
+    """Bottleneck blocks of a ResNet alone, with a head."""
+
+    def __init__(self, count: int, channels: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Bottleneck(channels, channels // 4, 1) for _ in range(count))
+        self.head = nn.Linear(channels, 10)
+
+    def forward(self, image: Tensor, label: Tensor) -> Tensor:
+        """Loss of images ``(batch, channels, h, w)`` against class numbers ``(batch,)``."""
+        for block in self.blocks:
+            image = block(image)
+        return mean_cross_entropy(self.head(image.mean((2, 3))), label)
+
+
+def blocks() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """Convolutions and batch norms, on images so small that the weights outweigh them."""
+    return Blocks(4, 256), (torch.zeros(2, 256, 2, 2), torch.arange(2) + 8)
 
 
 def wide_and_deep() -> tuple[nn.Module, tuple[Tensor, Tensor, Tensor]]:
