@@ -216,6 +216,21 @@ def test_layers_in_a_row_are_lowered_once_and_count_as_often_as_they_are_there(
     assert short.memory_at_peak == whole.memory_at_peak
 
 
+@pytest.mark.parametrize("level", ["zero2", "zero3"])
+def test_layers_alike_share_the_tasks_of_their_messages(level: str) -> None:
+    def tasks(layers: int) -> int:
+        graph = captured("gpt2-tiny", layers)
+        plan = one_stage("gpt2-tiny", layers, (("data", 2),), storage="sharded")
+        plan = replace(plan, optimizer_sharding=level, bucket_bytes=2**40)
+        lowered = lower_pipeline(pipelined(plan, graph, 2, "1f1b"), graph, HARDWARE)
+        calls = lowered.work.counts(lowered.schedule)
+        sent = [task.collective is not None for task in lowered.work.tasks]
+        assert calls[sent].sum() > len(calls[sent])
+        return len(lowered.work.tasks)
+
+    assert tasks(16) == tasks(12)
+
+
 def test_ranks_that_share_a_parameter_sum_its_gradient_and_others_do_not_meet() -> None:
     plan = one_stage("gpt2-tiny", LAYERS)
     apart = lower_pipeline(pipelined(plan, GRAPH, 3, "1f1b"), GRAPH, HARDWARE)
