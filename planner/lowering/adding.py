@@ -10,8 +10,6 @@ from simulator.program import Buffer, BufferKind, Kernel, Phase, Task
 
 ACCUMULATE = "accumulate "
 """Beginning of the names of tasks that add a gradient to its accumulator."""
-ADD_TERMS = "add gradients of "
-"""Beginning of the names of tasks that add two gradients of one parameter to each other."""
 
 
 def adds_across_chunks(source: PlacedGraph) -> bool:

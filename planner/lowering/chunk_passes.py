@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 
 from planner.instructions import NOTHING, Accumulate
-from planner.lowering.adding import ACCUMULATE, ADD_TERMS
+from planner.lowering.adding import ACCUMULATE
 from planner.lowering.groups import ALONE, BY_SIZE
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.turns import in_turn
@@ -312,14 +312,15 @@ class PassWriter:
             total = terms[0].name
             for term in terms[1:]:
                 task = Task(
-                    name=f"{ADD_TERMS}{self.source.graph.nodes[mark.parameter].name}",
+                    name=f"add gradients of {self.source.graph.nodes[mark.parameter].name}",
                     phase=Phase.BACKWARD,
                     kernel=Kernel.ELEMENTWISE,
                     dtype=self.source.graph.spec(mark.gradient).dtype,
                     bytes_moved=3.0 * size,
                     on_host=mark.parameter in self.source.host.parameters,
                 )
-                added = self.work.add(task, Accumulate(source=term.name, accumulator=total, first=False))
+                instruction = Accumulate(source=term.name, accumulator=total, first=False)
+                added = self.work.add(task, instruction, waiting=size)
                 value = Value(mark, value.placements, self._add([added], KERNELS, []), total)
         self._synchronise(value, route.ahead, self._accumulate)
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.instructions import NOTHING
-from planner.lowering.adding import ADD_TERMS
 from planner.lowering.chunk_memory import chunk_bytes, rank_bytes
 from planner.lowering.chunk_passes import Draft, chunk_drafts
 from planner.lowering.host import offloading
@@ -201,8 +200,8 @@ def _beside(
             taken = hardware.message_workspace.get(task.collective, 0.0) if task.collective else 0.0
             if task.collective is Collective.ALL_REDUCE and task.axis == "data":
                 taken += 1.0
-            added = task.bytes_moved / 3 if task.name.startswith(ADD_TERMS) else 0.0
-            found[kind] = max(found[kind], int(taken * task.payload_bytes + added))
+            waiting = lowering.work.waiting.get(number, 0)
+            found[kind] = max(found[kind], int(taken * task.payload_bytes + waiting))
     return found
 
 

@@ -16,19 +16,24 @@ class Work:
     """What runs is what is timed: ``instructions[n]`` belongs to ``tasks[n]``.
 
     ``own`` are values that each copy of a micro-batch has of its own; ``copied`` are the numbers of tasks in a copy, by
-    the copy and the number that they have been written with.
+    the copy and the number that they have been written with. ``waiting`` are bytes that stand beside the values of a
+    pass while a task runs, by its number.
     """
 
     tasks: list[Task] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     own: frozenset[str] = frozenset()
     copied: dict[tuple[int, int], int] = field(default_factory=dict)
+    waiting: dict[int, int] = field(default_factory=dict)
 
-    def add(self, task: Task, instruction: Instruction) -> int:
-        """Append a task; returns its number."""
+    def add(self, task: Task, instruction: Instruction, *, waiting: int = 0) -> int:
+        """Append a task, beside which so many bytes wait; returns its number."""
+        number = len(self.tasks)
         self.tasks.append(task)
         self.instructions.append(instruction)
-        return len(self.tasks) - 1
+        if waiting:
+            self.waiting[number] = waiting
+        return number
 
     def in_copy(self, number: int, copy: int) -> int:
         """Number of a task as a copy of the micro-batch runs it."""
