@@ -74,11 +74,12 @@ def shoot_out_report(found: ShootOut, out: Path | None) -> Iterable[RenderableTy
             str(order.index(one.strategy) + 1) if one.strategy in order else "",
         )
     yield Padding(table, (1, 0, 1, 0))
+    resumed = f"{found.resumed} plan{'s' * (found.resumed > 1)} from the interrupted run"
     yield facts([
         ("Kendall tau", "" if found.kendall_tau is None else f"{found.kendall_tau:.2f}"),
         ("regret", "" if found.regret is None else f"{percent_text(found.regret)}: the plan predicted best over the "
          "fastest"),
         *((f"failed: {one.strategy}", one.error) for one in found.outcomes if one.error),
-        ("resumed", f"{found.resumed} plans from the interrupted run" if found.resumed else ""),
+        ("resumed", resumed if found.resumed else ""),
         ("written", str(out) if out else ""),
     ])  # fmt: skip
