@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from simulator.conditions import Conditions
 from simulator.crowding import Crowding
 from simulator.errors import ProfileError
 from simulator.hardware import (
@@ -34,6 +33,7 @@ from simulator.hardware import (
 )
 from simulator.profile_operators import OperatorsPart, OverlapPart, Share, operator_models
 from simulator.profile_parts import Count, Dtype, Fraction, Name, NonNegative, Part, Positive, Source, Sourced
+from simulator.profile_sharing import ConditionsPart, CrowdingPart, SlowdownPart
 from simulator.profile_topology import TopologyPart
 from simulator.program import WIDER_CLASS, Collective, Kernel
 from simulator.topology import check_graph
@@ -57,6 +57,7 @@ class DevicePart(Part):
     multiprocessors: Sourced[Count] | None = None
     own_cache_bytes: Sourced[Annotated[int, Field(ge=0, lt=10**15)]] | None = None
     shared_cache_bytes: Sourced[Annotated[int, Field(ge=0, lt=10**15)]] | None = None
+    pace_s: Sourced[Positive] | None = None  # of profiles that know no conditions; nothing reads it
 
     @model_validator(mode="after")
     def _some_memory_is_left(self) -> DevicePart:
@@ -92,76 +93,6 @@ class CollectivePart(Part):
         if any(low >= high for low, high in itertools.pairwise(self.payload_bytes)):
             raise ValueError("payload_bytes must ascend")
         return self
-
-
-Factors = Annotated[list[Annotated[float, Field(ge=1, lt=1e6)]], Field(min_length=1, max_length=100)]
-
-
-class SlowdownPart(Part):
-    """How processes that share this machine's cores slow each other."""
-
-    processes: Annotated[list[Count], Field(min_length=1, max_length=100)]
-    factor: Factors
-    by_kernel: dict[Kernel, Factors] = Field(default_factory=dict)
-    source: Source
-
-    def of_kernels(self) -> dict[Kernel, tuple[tuple[int, float], ...]]:
-        """Counts and factors of the classes that have their own."""
-        found = self.by_kernel.items()
-        return {kernel: tuple(zip(self.processes, factors, strict=True)) for kernel, factors in found}
-
-    @model_validator(mode="after")
-    def _lists_agree(self) -> SlowdownPart:
-        for factors in (self.factor, *self.by_kernel.values()):
-            if len(self.processes) != len(factors):
-                raise ValueError(f"{len(self.processes)} processes but {len(factors)} factors")
-        if self.processes != sorted(set(self.processes)) or self.processes[0] != 1:
-            raise ValueError("processes must ascend from 1")
-        return self
-
-
-class CrowdingPart(Part):
-    """What messages of a group cost more while others compute on the same cores."""
-
-    group_size: Annotated[int, Field(ge=2)]
-    processes: Annotated[int, Field(ge=3)]
-    delay_s: NonNegative
-    stretch: Annotated[float, Field(ge=1, lt=1e6)]
-    source: Source
-
-    @model_validator(mode="after")
-    def _others_are_there(self) -> CrowdingPart:
-        if self.processes <= self.group_size:
-            raise ValueError(f"{self.processes} processes leave none beside a group of {self.group_size}")
-        return self
-
-
-class ConditionsPart(Part):
-    """How fast and how quiet the machine was: seconds of typical kernels on so many processes, and what disturbed."""
-
-    processes: Annotated[list[Count], Field(min_length=1, max_length=100)]
-    pace_s: Annotated[list[Positive], Field(min_length=1, max_length=100)]
-    pace_spread: NonNegative
-    others_share: NonNegative
-    stolen_share: NonNegative
-    source: Source
-
-    @model_validator(mode="after")
-    def _lists_agree(self) -> ConditionsPart:
-        if len(self.processes) != len(self.pace_s):
-            raise ValueError(f"{len(self.processes)} processes but {len(self.pace_s)} times")
-        if self.processes != sorted(set(self.processes)) or self.processes[0] != 1:
-            raise ValueError("processes must ascend from 1")
-        return self
-
-    def conditions(self) -> Conditions:
-        """The same for the simulator."""
-        return Conditions(
-            paces=tuple(zip(self.processes, self.pace_s, strict=True)),
-            pace_spread=self.pace_spread,
-            others_share=self.others_share,
-            stolen_share=self.stolen_share,
-        )
 
 
 class UncertaintyPart(Part):
@@ -457,7 +388,7 @@ def _digest(profile: ProfilePart) -> str:
     # how often devices fail, on which neither a plan nor its time depends.
     optional = ("operators", "overlap", "training", "message_workspace", "message_crowding")
     absent = {name for name in optional if getattr(profile, name) is None} | {"conditions", "reliability"}
-    device = {name for name in _OPTIONAL_OF_DEVICE if getattr(profile.device, name) is None}
+    device = {"pace_s"} | {name for name in _OPTIONAL_OF_DEVICE if getattr(profile.device, name) is None}
     topology = {name for name in _OPTIONAL if getattr(profile.topology, name) is None}
     left_out: dict[str, Any] = {**dict.fromkeys(absent, True), "device": device, "topology": topology}
     left_out["kernels"] = {

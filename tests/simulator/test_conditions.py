@@ -54,6 +54,8 @@ def test_profiles_keep_the_conditions_and_no_plan_depends_on_them(tmp_path: Path
     assert plain.conditions is None
     assert known.conditions == QUIET
     assert known.hash == plain.hash
+    data["device"]["pace_s"] = {"value": 0.03, "source": "measured: by an older calibration on 2025-01-01"}
+    assert write_profile(data, tmp_path / "older.yaml").hash == plain.hash
     data["conditions"]["pace_s"] = [0.03]
     with pytest.raises(ProfileError, match="3 processes but 1 times"):
         write_profile(data, tmp_path / "wrong.yaml")
