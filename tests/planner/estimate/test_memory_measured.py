@@ -35,7 +35,7 @@ def errors(file: str) -> np.ndarray:
     ("file", "median", "bias"),
     [
         ("L_megatron_ci_golden.csv", 0.012, 0.03),
-        ("M_bigscience_jeanzay.csv", 0.1, 0.05),
+        ("M_bigscience_jeanzay.csv", 0.1, 0.06),  # BLOOM's trials are 9 % low (docs/memory.md)
         ("H_systems_papers.csv", 0.05, 0.05),
         ("E_ascend_training.csv", 0.05, 0.08),
     ],
