@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from simulator.calibration.process import available_cores
+from simulator.calibration.process import available_cores, own_cores
 
 STATISTICS = Path("/proc/stat")
 USER, NICE, SYSTEM, STOLEN = 0, 1, 2, 7
@@ -48,7 +48,7 @@ class Disturbance:
 
 def machine_use(statistics: Path = STATISTICS) -> MachineUse | None:
     """Counters of this moment; None where the system has none."""
-    cores = {f"cpu{number}" for number in _cores()}
+    cores = {f"cpu{number}" for number in own_cores()}
     busy = stolen = 0
     try:
         for line in statistics.read_text().splitlines():
@@ -76,9 +76,3 @@ def disturbance(of_ranks: Sequence[MachineUse | None]) -> Disturbance | None:
     whole = known[0].wall_s * available_cores()
     others = known[0].busy_s - sum(use.own_s for use in known)
     return Disturbance(others_share=max(0.0, others) / whole, stolen_share=known[0].stolen_s / whole)
-
-
-def _cores() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))

@@ -35,10 +35,15 @@ def worker_threads() -> int:
 
 
 def available_cores() -> int:
-    """Cores this process may run on."""
+    """Cores this process may run on, how many."""
+    return len(own_cores())
+
+
+def own_cores() -> set[int]:
+    """Numbers of the cores this process may run on."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def settle_worker(*, owned: bool) -> None:
