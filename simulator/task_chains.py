@@ -89,9 +89,10 @@ def _computed(starts: FloatArray, ends: FloatArray, speed: float) -> Times:
 def chains(groups: TaskGroups) -> Chains | None:
     """Join tasks without links and meetings that wait for nothing but the task before, for which nothing else waits.
 
-    Where overlap slows, those that compute alone, without latency. None where no two tasks can be joined.
+    Where overlap slows, those that compute alone, without latency. What a task waits for anyway counts for nothing.
+    None where no two tasks can be joined.
     """
-    table = groups.table
+    table = _without_spare_waits(groups.table)
     size = table.size
     offsets, order = tasks_by_stream(table.stream, len(table.stream_rank))
     plain = (table.meeting < 0) & (np.diff(table.link_offsets) == 0)
@@ -129,6 +130,32 @@ def chains(groups: TaskGroups) -> Chains | None:
         label=table.label[head] if len(table.label) else table.label,
     )
     return Chains(table=joined, order=order, first=first, seconds=seconds, role=groups.role[head])
+
+
+def _without_spare_waits(table: TaskTable) -> TaskTable:
+    """Leave out what follows from the order of streams.
+
+    A task that waits for one of a stream waits for all before it there, and so do those behind it on its own.
+    """
+    if not table.dependencies.size:
+        return table
+    task, needed = np.repeat(np.arange(table.size), np.diff(table.dependency_offsets)), table.dependencies
+    streams = len(table.stream_rank)
+    own, other = table.stream[task], table.stream[needed]
+    pair = own * streams + other
+    order = np.argsort(pair.astype(np.uint16) if streams < 256 else pair, kind="stable")
+    # Tasks of a stream run in the order of their numbers: of each stream the last that a task waits for says it all.
+    begin = np.flatnonzero(np.diff(pair[order] * table.size + task[order], prepend=-1))
+    last = np.maximum.reduceat(needed[order], begin)
+    task, pair = task[order[begin]], pair[order[begin]]
+    reached = np.maximum.accumulate(pair * table.size + last)
+    new = np.diff(reached, prepend=-1) > 0
+    new &= (table.stream[last] != table.stream[task]) | (last >= task)
+    task, last = task[new], last[new]
+    by_task = np.argsort(task, kind="stable")
+    return replace(
+        table, dependencies=last[by_task], dependency_offsets=_offsets(np.bincount(task, minlength=table.size))
+    )
 
 
 def _offsets(counts: IntArray) -> IntArray:

@@ -66,3 +66,20 @@ def test_kernels_that_messages_slow_are_joined_and_told_apart() -> None:
     assert starts.tolist() == [0.0, 1.0, 5.0, 8.5, 1.0, 3.0]
     plain = fast_engine.run(builder.build(compute_speed=0.5))
     np.testing.assert_allclose(ends, plain[1], rtol=1e-12)
+
+
+def test_what_a_task_waits_for_anyway_does_not_keep_it_apart() -> None:
+    """Three kernels read what one message brought, and the next message what two kernels made."""
+    builder = TableBuilder()
+    kernels, messages = builder.stream(0, StreamKind.COMPUTE), builder.stream(0, StreamKind.COMMUNICATION)
+    brought = builder.task(messages, work=1.0)
+    later = builder.task(messages, work=1.0)
+    reading = [builder.task(kernels, work=2.0, after=[brought]) for _ in range(3)]
+    builder.task(kernels, work=1.0, after=[reading[0], brought, later])
+    builder.task(messages, work=1.0, after=reading[:2])
+    joined = chains(group_tasks(builder.build()))
+    assert joined is not None
+    assert joined.table.work.tolist() == [4.0, 2.0, 1.0, 1.0, 1.0, 1.0]
+    starts, ends = joined.apart(fast_engine.run(joined.table))
+    assert starts.tolist() == [0.0, 1.0, 1.0, 3.0, 5.0, 7.0, 5.0]
+    assert ends.tolist() == [1.0, 2.0, 3.0, 5.0, 7.0, 8.0, 6.0]
