@@ -1,24 +1,20 @@
-"""Device memory of a training run, by pipeline stage and by what it is used for.
+"""Device memory of a training run, by pipeline stage and by what it is used for: see `planner.estimate.memory_figures`.
 
-Three figures are told apart. *Allocated* is the largest sum of live tensors, what ``max_memory_allocated`` shows.
-*Reserved* is what the framework's allocator holds for them, fragments included. *Device total* adds what lies
-outside the allocator, driver context and communicators, and is what ``nvidia-smi`` shows. A run goes out of memory
-when it would have to reserve more than the profile says a job can use (the profile already takes the context off).
+A run goes out of memory when it would have to reserve more than the profile says a job can use (the profile already
+takes the context off).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from enum import StrEnum
+from dataclasses import dataclass
 from functools import lru_cache
 
-from planner.estimate.device_family import family_of
+from planner.estimate.memory_figures import MemoryEstimate, StageMemory
+from planner.estimate.memory_outside import context_bytes, workspace_bytes
 from planner.estimate.memory_traits import (
-    EAGER_KERNELS_BYTES,
     GATHERED_LOGITS_BYTES,
     LOW_PRECISION_BYTES,
-    OLDER_WORKSPACE_BYTES,
     PLAIN_LOSS_BYTES,
     SCRIPTED_LOSS_BYTES,
     MemoryTraits,
@@ -35,7 +31,7 @@ from planner.estimate.stage_parameters import (
     stage_contents,
     stage_parameters,
 )
-from planner.estimate.standing_states import States, shards, states_of, step_bytes
+from planner.estimate.standing_states import States, accumulated_apart, shards, states_of, step_bytes
 from planner.estimate.training_run import (
     LayeredNetwork,
     OptimizerSharding,
@@ -49,125 +45,6 @@ from simulator.program import Kernel
 
 _PREFETCHED_ELEMENTS = 5e7
 """DeepSpeed's default ``stage3_prefetch_bucket_size``."""
-
-
-class MemoryFigure(StrEnum):
-    """What a tool that measures memory shows."""
-
-    ALLOCATED = "allocated"
-    """``torch.cuda.max_memory_allocated`` of the fullest device."""
-    LAST_STAGE_ALLOCATED = "last_stage_allocated"
-    """The same on the last pipeline stage, whose last rank writes Megatron's log."""
-    FIRST_STEP_ALLOCATED = "first_step_allocated"
-    """The same by the end of the first step, whose update allocates the moments when activations have gone."""
-    RESERVED = "reserved"
-    """``torch.cuda.max_memory_reserved`` of the fullest device."""
-    DEVICE = "device"
-    """``nvidia-smi``, ``npu-smi``."""
-    FIRST_NODE_DEVICE = "first_node_device"
-    """The same on the node of the first ranks, where a run is started and looked after."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageMemory:
-    """Bytes on one rank of one pipeline stage at its peak; the first nine add up to ``allocated_bytes``.
-
-    ``working`` are the recomputed values and gradients of the layer that goes back, or the logits and the loss where
-    these are larger; ``gathered_parameters`` whole layers of sharded parameters; ``allocator_slack`` what the
-    allocator holds besides; ``context`` what lies outside the allocator.
-
-    Two more are parts of others: ``headroom`` is the share of ``allocator_slack`` that a run needs in order to fit
-    but that no tool shows while memory is plentiful; ``first_step_bytes`` are the live tensors of the first step.
-    """
-
-    parameters: float
-    gradients: float
-    master_weights: float
-    moments: float
-    activations: float
-    working: float
-    gathered_parameters: float
-    communication: float
-    workspace: float
-    allocator_slack: float
-    context: float
-    headroom: float = 0.0
-    first_step_bytes: float = 0.0
-
-    @property
-    def allocated_bytes(self) -> float:
-        """Live tensors."""
-        return (
-            self.parameters + self.gradients + self.master_weights + self.moments + self.activations
-            + self.working + self.gathered_parameters + self.communication + self.workspace
-        )  # fmt: skip
-
-    @property
-    def reserved_bytes(self) -> float:
-        """What the framework's allocator holds."""
-        return self.allocated_bytes + self.allocator_slack
-
-    @property
-    def device_bytes(self) -> float:
-        """What the device holds for the process."""
-        return self.reserved_bytes + self.context
-
-    def components(self) -> dict[str, float]:
-        """Every part by name; they add up to ``device_bytes``."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NO_COMPONENTS}
-
-
-_NO_COMPONENTS = ("headroom", "first_step_bytes")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryEstimate:
-    """Memory of every pipeline stage; the figures of the run are those of the fullest stage.
-
-    The first ``first_node_stages`` of the stages lie on the first node.
-    """
-
-    stages: tuple[StageMemory, ...]
-    limit_bytes: float
-    first_node_stages: int = 1
-
-    @property
-    def fullest(self) -> StageMemory:
-        """The stage whose allocator needs most: the one that decides."""
-        return max(self.stages, key=lambda stage: stage.reserved_bytes)
-
-    @property
-    def allocated_bytes(self) -> float:
-        """Peak of live tensors."""
-        return max(stage.allocated_bytes for stage in self.stages)
-
-    @property
-    def reserved_bytes(self) -> float:
-        """Peak of the allocator."""
-        return self.fullest.reserved_bytes
-
-    @property
-    def device_bytes(self) -> float:
-        """Peak of the device."""
-        return self.fullest.device_bytes
-
-    def figures(self) -> dict[MemoryFigure, float]:
-        """What the tools that measure memory would show."""
-        return {
-            MemoryFigure.ALLOCATED: self.allocated_bytes,
-            MemoryFigure.LAST_STAGE_ALLOCATED: self.stages[-1].allocated_bytes,
-            MemoryFigure.FIRST_STEP_ALLOCATED: max(stage.first_step_bytes for stage in self.stages),
-            MemoryFigure.RESERVED: max(stage.reserved_bytes - stage.headroom for stage in self.stages),
-            MemoryFigure.DEVICE: max(stage.device_bytes - stage.headroom for stage in self.stages),
-            MemoryFigure.FIRST_NODE_DEVICE: max(
-                stage.device_bytes - stage.headroom for stage in self.stages[: self.first_node_stages]
-            ),
-        }
-
-    @property
-    def fits(self) -> bool:
-        """Whether the allocator gets what it needs."""
-        return self.reserved_bytes <= self.limit_bytes
 
 
 def training_memory(run: TrainingRun) -> MemoryEstimate:
@@ -235,7 +112,7 @@ class _Rank:
             expert=expert,
             encoder=encoder,
             hardware=hardware,
-            context=_context(setup, traits, hardware),
+            context=context_bytes(setup, traits, hardware),
         )
 
     def stage(self, index: int, *, first_step: bool = True) -> StageMemory:
@@ -257,11 +134,13 @@ class _Rank:
             ends, loss = self._head(content)
             activations += ends
             working = max(working, loss)
-        gathered, communication = self._gathered(content, parameters.total), self._communication(parameters.total)
+        gathered = self._gathered(content, parameters.total)
+        communication = self._communication(content, parameters.total)
         moving = activations + working + gathered + communication
         first = self._first_step(content, states, moving) if first_step else 0.0
-        step = step_bytes(setup, self.traits) * shard
-        if step > activations + working + gathered:
+        step, moved = step_bytes(setup, self.traits) * shard, activations + working + gathered
+        cached = self._cached(content, min(step, moved), step)
+        if step > moved:
             activations, working, gathered = 0.0, step, 0.0
         return _stage_memory(
             states,
@@ -272,6 +151,7 @@ class _Rank:
                 gathered=gathered,
                 communication=communication,
                 first_step=first,
+                cached=cached,
                 several_in_flight=in_flight > 1,
                 fixed_workspaces=setup.fixed_workspaces,
             ),
@@ -297,6 +177,22 @@ class _Rank:
         update = max(dense / dense_ranks, expert / expert_ranks) * setup.trained_fraction
         drawn = states.parameters + 4 * max(dense, expert)
         return max(states.total - states.moments + moving, states.total + 4 * update, drawn)
+
+    def _cached(self, content: StageContent, smaller: float, step: float) -> float:
+        """Free blocks that no other phase of DeepSpeed's step can use, since its tensors are larger than they are.
+
+        `smaller` are the bytes of either backward pass or update, whichever is less: the update of sharded states works
+        with tensors of a whole shard (``stage_1_and_2.py``), which blocks of activations cannot hold; they take the
+        place of a bucket. The gradient of an embedding table is a whole tensor, added to the one that stands.
+        """
+        setup = self.setup
+        sharded = setup.optimizer_sharding in (OptimizerSharding.ZERO1, OptimizerSharding.ZERO2)
+        if not sharded or not setup.reduce_bucket_elements:
+            return 0.0
+        element = LOW_PRECISION_BYTES[setup.precision]
+        table = content.embedding * local_vocabulary(self.shape, setup.tp, self.traits.padded_vocabulary)
+        bucket = min(setup.reduce_bucket_elements * element, step) if setup.dp > 1 else 0.0
+        return max(smaller + table * self.shape.hidden * element - bucket, 0.0)
 
     def _kept(self, content: StageContent) -> float:
         """Activations of one micro-batch in the layers of a stage."""
@@ -374,7 +270,7 @@ class _Rank:
         )
         return (self.traits.gathered_layers * layer + tables * ends) * element + layer * element
 
-    def _communication(self, parameters: float) -> float:
+    def _communication(self, content: StageContent, parameters: float) -> float:
         """Buckets, and the messages between stages: one that arrives and one that leaves."""
         setup = self.setup
         element = LOW_PRECISION_BYTES[setup.precision]
@@ -383,7 +279,12 @@ class _Rank:
             # Two buffers fill and reduce in turn, one gathers parameters. It is one in all with sharded parameters, and
             # in pipelines: they reduce after their last backward pass, and ZeRO-1 ignores ``overlap_comm`` there.
             count = 1 if setup.optimizer_sharding is OptimizerSharding.ZERO3 or setup.pp > 1 else 3
-            buckets += count * min(setup.reduce_bucket_elements, parameters) * element
+            if accumulated_apart(setup):
+                # ``BF16_Optimizer`` sums whole float32 gradients, bucket by bucket of whole tensors.
+                largest = local_vocabulary(self.shape, setup.tp, self.traits.padded_vocabulary) * self.shape.hidden
+                buckets += 4 * max(min(setup.reduce_bucket_elements, parameters), largest * content.embedding)
+            else:
+                buckets += count * min(setup.reduce_bucket_elements, parameters) * element
         if setup.pp == 1:
             return buckets
         tokens = setup.micro_batch * self.shape.sequence_length / setup.cp
@@ -411,6 +312,7 @@ class _Moment:
     gathered: float
     communication: float
     first_step: float = 0.0
+    cached: float = 0.0
     several_in_flight: bool = False
     fixed_workspaces: bool = False
 
@@ -419,7 +321,7 @@ def _stage_memory(
     states: States, traits: MemoryTraits, moment: _Moment, hardware: Hardware, context: float
 ) -> StageMemory:
     moving = moment.activations + moment.working + moment.gathered + moment.communication
-    workspace = _workspace(traits, hardware, fixed=moment.fixed_workspaces)
+    workspace = workspace_bytes(traits, hardware, fixed=moment.fixed_workspaces)
     # States are allocated once, in large pieces: only what comes and goes leaves fragments.
     headroom = traits.in_flight_share * moment.activations if moment.several_in_flight else 0.0
     slack = traits.allocator_bytes + traits.reserved_share * moving + headroom
@@ -438,28 +340,9 @@ def _stage_memory(
         allocator_slack=slack,
         context=context,
         headroom=headroom,
+        cached=moment.cached,
         first_step_bytes=(moment.first_step or states.total + moving) + workspace,
     )
-
-
-_family_of = lru_cache(maxsize=256)(family_of)
-
-
-def _workspace(traits: MemoryTraits, hardware: Hardware, *, fixed: bool) -> float:
-    family = _family_of(hardware.device_name)
-    own = traits.workspace_bytes.get(family, OLDER_WORKSPACE_BYTES)
-    return own + (traits.fixed_workspace_bytes if fixed and family != "hopper" else 0.0)
-
-
-def _context(setup: TrainingSetup, traits: MemoryTraits, hardware: Hardware) -> float:
-    """Driver context, and one communicator for each axis; ranks count along tensor, context, data, pipeline axis."""
-    total, stride = traits.context_bytes + (EAGER_KERNELS_BYTES if setup.eager_kernels else 0.0), 1
-    for size in (setup.tp, setup.cp, setup.dp, setup.pp):
-        stride *= size
-        if size > 1:
-            across_nodes = stride > hardware.devices_per_node
-            total += traits.network_communicator_bytes if across_nodes else traits.communicator_bytes
-    return total + (traits.communicator_bytes if setup.ep > 1 else 0.0)
 
 
 def _kept_in_float32(network: LayeredNetwork, element: int) -> float:
@@ -495,5 +378,5 @@ def _layered(network: LayeredNetwork, setup: TrainingSetup, hardware: Hardware) 
             communication=traits.bucket_elements * 4 if setup.dp > 1 else 0.0,
         ),
         hardware,
-        _context(setup, traits, hardware),
+        context_bytes(setup, traits, hardware),
     )

@@ -88,9 +88,10 @@ class MemoryTraits:
         What the allocator holds in any run: partly filled blocks of small tensors, one pool a stream.
     takes_whole_device
         The allocator takes all of the device at once, whatever is needed (TensorFlow without ``allow_growth``).
-    context_bytes, communicator_bytes, network_communicator_bytes
-        Outside the allocator: driver context with its kernels, and the buffers of a communicator within
-        a node and of one that spans nodes (NCCL has buffers for each channel and peer). Fitted.
+    context_bytes, communicator_bytes, network_communicator_bytes, network_pair_bytes
+        Outside the allocator: driver context with its kernels, and the buffers of a communicator within a node, of one
+        that spans nodes (NCCL has buffers for each channel and peer), and of stages on several nodes, which only send
+        to their neighbours: half of it. Fitted.
     """
 
     padded_vocabulary: bool = False
@@ -115,6 +116,7 @@ class MemoryTraits:
     context_bytes: float = 0.6 * GIBI
     communicator_bytes: float = 0.3 * GIBI
     network_communicator_bytes: float = 1.8 * GIBI
+    network_pair_bytes: float = 0.9 * GIBI
 
 
 _EAGER = MemoryTraits(low_precision_weights=False, bucket_elements=6.5e6, step_bytes=4.0)

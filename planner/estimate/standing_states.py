@@ -9,6 +9,8 @@ from planner.estimate.stage_parameters import RankParameters
 from planner.estimate.training_run import OptimizerSharding, TrainingSetup
 from simulator.errors import InputError
 
+_BOTH_GRADIENTS = 6
+"""Bytes of a 16-bit gradient and its float32 sum."""
 _SHARDED_GRADIENTS = (OptimizerSharding.ZERO2, OptimizerSharding.ZERO3)
 
 
@@ -76,6 +78,11 @@ def _pure(setup: TrainingSetup, traits: MemoryTraits) -> bool:
     return low and not traits.low_precision_weights
 
 
+def accumulated_apart(setup: TrainingSetup) -> bool:
+    """Whether float32 sums of gradients stand beside the 16-bit gradients (DeepSpeed's ``BF16_Optimizer``)."""
+    return setup.gradient_bytes == _BOTH_GRADIENTS
+
+
 def step_bytes(setup: TrainingSetup, traits: MemoryTraits) -> float:
     """Bytes a parameter that the optimizer step needs for a moment.
 
@@ -84,6 +91,8 @@ def step_bytes(setup: TrainingSetup, traits: MemoryTraits) -> float:
     """
     if setup.offload_optimizer or LOW_PRECISION_BYTES[setup.precision] == 4 or _pure(setup, traits):
         return 0.0
+    if accumulated_apart(setup):
+        return 0.0  # the sums are float32 already, and the update works on views of them
     if setup.reduce_bucket_elements:
         return 8.0
     if setup.gradient_bytes < 4:

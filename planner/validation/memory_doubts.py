@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 
-from planner.estimate.memory import MemoryFigure, StageMemory, training_memory
+from planner.estimate.memory import training_memory
+from planner.estimate.memory_figures import MemoryFigure, StageMemory
 from planner.estimate.training_run import TrainingRun, TransformerShape
 from planner.validation.memory_kinds import figure_of
 from planner.validation.reading import MeasuredRow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from planner.estimate.memory import MemoryFigure
+from planner.estimate.memory_figures import MemoryFigure
 
 _FIGURES = (
     (r"tensorboard|mem-max-allocated", MemoryFigure.LAST_STAGE_ALLOCATED),

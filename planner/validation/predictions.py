@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from planner.estimate.memory import MemoryEstimate, training_memory
+from planner.estimate.memory import training_memory
+from planner.estimate.memory_figures import MemoryEstimate
 from planner.estimate.training_run import Recompute, RunPrediction, Stack, TrainingRun, TransformerShape
 from planner.validation.aims import group_of
 from planner.validation.memory_doubts import memory_doubt

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.estimate.memory import MemoryFigure, reserved_memory_bytes, training_memory
+from planner.estimate.memory import reserved_memory_bytes, training_memory
+from planner.estimate.memory_figures import MemoryFigure
 from planner.estimate.memory_traits import traits_of
 from planner.estimate.pipeline_residency import stage_residency
 from planner.estimate.saved_activations import layer_activations
@@ -200,6 +201,31 @@ def test_components_add_up_and_figures_grow() -> None:
     assert memory.fullest.headroom > 0
     assert figures[MemoryFigure.ALLOCATED] < figures[MemoryFigure.RESERVED] < figures[MemoryFigure.DEVICE]
     assert figures[MemoryFigure.LAST_STAGE_ALLOCATED] <= figures[MemoryFigure.ALLOCATED]
+
+
+def test_blocks_of_activations_stay_cached_beside_the_update_of_shards() -> None:
+    """Tools show both, up to what the device has; a run that needs the blocks gets them back."""
+    plan: dict[str, Any] = {
+        "stack": Stack.DEEPSPEED, "dp": 8, "tp": 2, "gradient_bytes": 2, "optimizer_sharding": OptimizerSharding.ZERO1
+    }  # fmt: skip
+    sharded = training_memory(run(LLAMA_7B, **plan, reduce_bucket_elements=5e8))
+    plain = training_memory(run(LLAMA_7B, **plan))
+    stage = sharded.fullest
+    assert stage.cached > 0 == plain.fullest.cached
+    assert sharded.figures()[MemoryFigure.RESERVED] == pytest.approx(stage.reserved_bytes + stage.cached)
+    assert stage.shown_bytes(stage.reserved_bytes + stage.context) == stage.reserved_bytes
+    assert sum(stage.components().values()) == pytest.approx(stage.device_bytes)
+
+
+def test_sums_of_gradients_in_float32_need_a_bucket_for_a_whole_table() -> None:
+    """DeepSpeed's ``BF16_Optimizer`` copies whole tensors into a bucket, and its update needs no copies."""
+    plan: dict[str, Any] = {
+        "stack": Stack.DEEPSPEED, "dp": 8, "pp": 2, "micro_batches": 2, "optimizer_sharding": OptimizerSharding.ZERO1
+    }  # fmt: skip
+    stage = training_memory(run(LLAMA_7B, **plan, gradient_bytes=6, reduce_bucket_elements=1e6)).stages[0]
+    table = 32000 * LLAMA_7B.hidden
+    assert stage.communication > 4 * table
+    assert stage.gradients == pytest.approx(3 * stage.parameters)
 
 
 def test_first_chunks_hold_more_micro_batches_than_the_last() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.estimate.memory import MemoryFigure
+from planner.estimate.memory_figures import MemoryFigure
 from planner.estimate.training_run import (
     AttentionKernel,
     Experts,

@@ -1,0 +1,137 @@
+"""What tools that measure device memory show of a run, and what of a stage it consists of.
+
+Three figures are told apart. *Allocated* is the largest sum of live tensors, what ``max_memory_allocated`` shows.
+*Reserved* is what the framework's allocator holds for them, fragments included. *Device total* adds what lies
+outside the allocator, driver context and communicators, and is what ``nvidia-smi`` shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+
+class MemoryFigure(StrEnum):
+    """What a tool that measures memory shows."""
+
+    ALLOCATED = "allocated"
+    """``torch.cuda.max_memory_allocated`` of the fullest device."""
+    LAST_STAGE_ALLOCATED = "last_stage_allocated"
+    """The same on the last pipeline stage, whose last rank writes Megatron's log."""
+    FIRST_STEP_ALLOCATED = "first_step_allocated"
+    """The same by the end of the first step, whose update allocates the moments when activations have gone."""
+    RESERVED = "reserved"
+    """``torch.cuda.max_memory_reserved`` of the fullest device."""
+    DEVICE = "device"
+    """``nvidia-smi``, ``npu-smi``."""
+    FIRST_NODE_DEVICE = "first_node_device"
+    """The same on the node of the first ranks, where a run is started and looked after."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes on one rank of one pipeline stage at its peak; the first nine add up to ``allocated_bytes``.
+
+    ``working`` are the recomputed values and gradients of the layer that goes back, or the logits and the loss where
+    these are larger; ``gathered_parameters`` whole layers of sharded parameters; ``allocator_slack`` what the
+    allocator holds besides; ``context`` what lies outside the allocator.
+
+    Three more are apart: ``headroom`` is the share of ``allocator_slack`` that a run needs in order to fit but that no
+    tool shows while memory is plentiful; ``cached`` are free blocks that tools show while memory is plentiful and that
+    the allocator gives back before a run fails; ``first_step_bytes`` are the live tensors of the first step.
+    """
+
+    parameters: float
+    gradients: float
+    master_weights: float
+    moments: float
+    activations: float
+    working: float
+    gathered_parameters: float
+    communication: float
+    workspace: float
+    allocator_slack: float
+    context: float
+    headroom: float = 0.0
+    cached: float = 0.0
+    first_step_bytes: float = 0.0
+
+    @property
+    def allocated_bytes(self) -> float:
+        """Live tensors."""
+        return (
+            self.parameters + self.gradients + self.master_weights + self.moments + self.activations
+            + self.working + self.gathered_parameters + self.communication + self.workspace
+        )  # fmt: skip
+
+    @property
+    def reserved_bytes(self) -> float:
+        """What the framework's allocator holds."""
+        return self.allocated_bytes + self.allocator_slack
+
+    @property
+    def device_bytes(self) -> float:
+        """What the device holds for the process."""
+        return self.reserved_bytes + self.context
+
+    def shown_bytes(self, limit: float, *, outside: bool = False) -> float:
+        """What tools show of the allocator on a device of which it may take `limit`; with what is `outside` of it."""
+        needed = self.reserved_bytes - self.headroom
+        shown = max(needed, min(needed + self.cached, limit - self.context))
+        return shown + self.context if outside else shown
+
+    def components(self) -> dict[str, float]:
+        """Every part by name; they add up to ``device_bytes``."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NO_COMPONENTS}
+
+
+_NO_COMPONENTS = ("headroom", "cached", "first_step_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Memory of every pipeline stage; the figures of the run are those of the fullest stage.
+
+    The first ``first_node_stages`` of the stages lie on the first node.
+    """
+
+    stages: tuple[StageMemory, ...]
+    limit_bytes: float
+    first_node_stages: int = 1
+
+    @property
+    def fullest(self) -> StageMemory:
+        """The stage whose allocator needs most: the one that decides."""
+        return max(self.stages, key=lambda stage: stage.reserved_bytes)
+
+    @property
+    def allocated_bytes(self) -> float:
+        """Peak of live tensors."""
+        return max(stage.allocated_bytes for stage in self.stages)
+
+    @property
+    def reserved_bytes(self) -> float:
+        """Peak of the allocator."""
+        return self.fullest.reserved_bytes
+
+    @property
+    def device_bytes(self) -> float:
+        """Peak of the device."""
+        return self.fullest.device_bytes
+
+    def figures(self) -> dict[MemoryFigure, float]:
+        """What the tools that measure memory would show."""
+        devices = [stage.shown_bytes(self.limit_bytes, outside=True) for stage in self.stages]
+        return {
+            MemoryFigure.ALLOCATED: self.allocated_bytes,
+            MemoryFigure.LAST_STAGE_ALLOCATED: self.stages[-1].allocated_bytes,
+            MemoryFigure.FIRST_STEP_ALLOCATED: max(stage.first_step_bytes for stage in self.stages),
+            MemoryFigure.RESERVED: max(stage.shown_bytes(self.limit_bytes) for stage in self.stages),
+            MemoryFigure.DEVICE: max(devices),
+            MemoryFigure.FIRST_NODE_DEVICE: max(devices[: self.first_node_stages]),
+        }
+
+    @property
+    def fits(self) -> bool:
+        """Whether the allocator gets what it needs."""
+        return self.reserved_bytes <= self.limit_bytes
