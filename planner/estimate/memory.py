@@ -21,7 +21,7 @@ from planner.estimate.memory_traits import (
     traits_of,
 )
 from planner.estimate.pipeline_residency import stage_residency
-from planner.estimate.saved_activations import LayerActivations, layer_activations
+from planner.estimate.saved_activations import LayerActivations, bias_bytes, layer_activations
 from planner.estimate.stage_parameters import (
     RankParameters,
     StageContent,
@@ -129,11 +129,12 @@ class _Rank:
         if setup.offload_activations:
             # What one layer keeps is on its way to the host, what another one keeps on its way back.
             activations = min(activations, 2 * self._kept(content) / max(content.layers, 1.0))
-        working = self._working(content)
+        layer = working = self._working(content)
         if content.head:
             ends, loss = self._head(content)
             activations += ends
             working = max(working, loss)
+        late = self._late(activations + working, states.gradients + layer, states.gradients)
         gathered = self._gathered(content, parameters.total)
         communication = self._communication(content, parameters.total)
         moving = activations + working + gathered + communication
@@ -152,6 +153,8 @@ class _Rank:
                 communication=communication,
                 first_step=first,
                 cached=cached,
+                late=late,
+                biases=self._biases(),
                 several_in_flight=in_flight > 1,
                 fixed_workspaces=setup.fixed_workspaces,
             ),
@@ -177,6 +180,24 @@ class _Rank:
         update = max(dense / dense_ranks, expert / expert_ranks) * setup.trained_fraction
         drawn = states.parameters + 4 * max(dense, expert)
         return max(states.total - states.moments + moving, states.total + 4 * update, drawn)
+
+    def _late(self, early: float, ending: float, gradients: float) -> float:
+        """Bytes of `gradients` that do not stand yet at the fullest moment of a backward pass.
+
+        It begins with `early` bytes of activations and the loss, and ends with `ending`, the gradients and what the
+        first layer works with; one goes as the other comes. Passes that add to earlier ones find gradients there.
+        """
+        setup = self.setup
+        if not self.traits.late_gradients or setup.micro_batches > 1 or setup.pp > 1:
+            return 0.0
+        return max(early + gradients - max(early, ending), 0.0)
+
+    def _biases(self) -> float:
+        """Biases by distance that stand beside those of the layers: as made, and twice for each sample of a batch.
+
+        The latter are those with the mask added and those that are handed to the kernel (MindSpeed-LLM, ``Alibi``).
+        """
+        return bias_bytes(self.shape, self.setup, self.traits) * (1 + 2 * self.setup.micro_batch)
 
     def _cached(self, content: StageContent, smaller: float, step: float) -> float:
         """Free blocks that no other phase of DeepSpeed's step can use, since its tensors are larger than they are.
@@ -313,6 +334,8 @@ class _Moment:
     communication: float
     first_step: float = 0.0
     cached: float = 0.0
+    late: float = 0.0
+    biases: float = 0.0
     several_in_flight: bool = False
     fixed_workspaces: bool = False
 
@@ -321,7 +344,7 @@ def _stage_memory(
     states: States, traits: MemoryTraits, moment: _Moment, hardware: Hardware, context: float
 ) -> StageMemory:
     moving = moment.activations + moment.working + moment.gathered + moment.communication
-    workspace = workspace_bytes(traits, hardware, fixed=moment.fixed_workspaces)
+    workspace = workspace_bytes(traits, hardware, fixed=moment.fixed_workspaces) + moment.biases
     # States are allocated once, in large pieces: only what comes and goes leaves fragments.
     headroom = traits.in_flight_share * moment.activations if moment.several_in_flight else 0.0
     slack = traits.allocator_bytes + traits.reserved_share * moving + headroom
@@ -341,6 +364,7 @@ def _stage_memory(
         context=context,
         headroom=headroom,
         cached=moment.cached,
+        late=moment.late,
         first_step_bytes=(moment.first_step or states.total + moving) + workspace,
     )
 

@@ -36,9 +36,11 @@ class StageMemory:
     these are larger; ``gathered_parameters`` whole layers of sharded parameters; ``allocator_slack`` what the
     allocator holds besides; ``context`` what lies outside the allocator.
 
-    Three more are apart: ``headroom`` is the share of ``allocator_slack`` that a run needs in order to fit but that no
+    Four more are apart: ``headroom`` is the share of ``allocator_slack`` that a run needs in order to fit but that no
     tool shows while memory is plentiful; ``cached`` are free blocks that tools show while memory is plentiful and that
-    the allocator gives back before a run fails; ``first_step_bytes`` are the live tensors of the first step.
+    the allocator gives back before a run fails; ``late`` is the share of ``gradients`` that is not there yet when the
+    others are at their fullest, though its blocks are kept; ``first_step_bytes`` are the live tensors of the first
+    step.
     """
 
     parameters: float
@@ -54,6 +56,7 @@ class StageMemory:
     context: float
     headroom: float = 0.0
     cached: float = 0.0
+    late: float = 0.0
     first_step_bytes: float = 0.0
 
     @property
@@ -85,7 +88,7 @@ class StageMemory:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NO_COMPONENTS}
 
 
-_NO_COMPONENTS = ("headroom", "cached", "first_step_bytes")
+_NO_COMPONENTS = ("headroom", "cached", "late", "first_step_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +126,8 @@ class MemoryEstimate:
         """What the tools that measure memory would show."""
         devices = [stage.shown_bytes(self.limit_bytes, outside=True) for stage in self.stages]
         return {
-            MemoryFigure.ALLOCATED: self.allocated_bytes,
-            MemoryFigure.LAST_STAGE_ALLOCATED: self.stages[-1].allocated_bytes,
+            MemoryFigure.ALLOCATED: max(stage.allocated_bytes - stage.late for stage in self.stages),
+            MemoryFigure.LAST_STAGE_ALLOCATED: self.stages[-1].allocated_bytes - self.stages[-1].late,
             MemoryFigure.FIRST_STEP_ALLOCATED: max(stage.first_step_bytes for stage in self.stages),
             MemoryFigure.RESERVED: max(stage.shown_bytes(self.limit_bytes) for stage in self.stages),
             MemoryFigure.DEVICE: max(devices),

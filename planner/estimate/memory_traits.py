@@ -62,6 +62,11 @@ class MemoryTraits:
     weighted_experts
         Experts multiply the output of their activation function by the router's share of the token, so that it stands
         before and after (Megatron-Core, ``megatron/core/transformer/moe/experts.py``).
+    position_biases
+        Attention that adds biases to its scores by distance gets them as tensors of the heads' scores.
+    late_gradients
+        Gradients are allocated one by one as the backward pass makes them (``zero_grad(set_to_none=True)``); otherwise
+        they stand in buffers.
     low_precision_weights
         Parameters are kept in the precision of the products beside float32 master weights; otherwise parameters
         are float32 and what stands in low precision is the layer at work (autocast, FSDP mixed precision).
@@ -102,6 +107,8 @@ class MemoryTraits:
     loss_bytes: float = PLAIN_LOSS_BYTES
     compiled_loss_bytes: float = 4.0
     weighted_experts: bool = False
+    position_biases: bool = False
+    late_gradients: bool = False
     low_precision_weights: bool = True
     saved_low_precision_inputs: bool = False
     bucket_elements: float = 0.0
@@ -119,7 +126,7 @@ class MemoryTraits:
     network_pair_bytes: float = 0.9 * GIBI
 
 
-_EAGER = MemoryTraits(low_precision_weights=False, bucket_elements=6.5e6, step_bytes=4.0)
+_EAGER = MemoryTraits(low_precision_weights=False, late_gradients=True, bucket_elements=6.5e6, step_bytes=4.0)
 _COMPILED = replace(_EAGER, fused_rms_norm=True, fused_gate=True, fused_scores=True, loss_bytes=12.0, step_bytes=0.0)
 _STATIC_GRAPH = MemoryTraits(low_precision_weights=False, fused_gate=True, loss_bytes=10.0)
 _DEEPSPEED = MemoryTraits(padded_vocabulary=True, attention_output_copy=True, loss_bytes=10.0, compiled_loss_bytes=10.0)
@@ -135,7 +142,7 @@ _TRAITS: dict[Stack, MemoryTraits] = {
         _MEGATRON, fused_rms_norm=True, fused_scores=True, saved_low_precision_inputs=True, weighted_experts=True
     ),
     Stack.MINDSPORE: _ASCEND,
-    Stack.MINDSPEED: replace(_ASCEND, padded_vocabulary=True),
+    Stack.MINDSPEED: replace(_ASCEND, padded_vocabulary=True, position_biases=True),
     Stack.TENSORFLOW: replace(_STATIC_GRAPH, takes_whole_device=True),
     Stack.PADDLE: _STATIC_GRAPH,
     Stack.MXNET: _STATIC_GRAPH,

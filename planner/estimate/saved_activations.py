@@ -142,8 +142,21 @@ def _attention(
         ):
             core += tokens * output * sizes.product_input
         working = (tokens * query + key_tokens * key_value) * element + 4 * tokens * query
+        core += bias_bytes(shape, setup, traits)
     mask = sizes.stream if shape.dropout else 0.0
     return saved + core + result + mask, core, working
+
+
+def bias_bytes(shape: TransformerShape, setup: TrainingSetup, traits: MemoryTraits) -> float:
+    """Bytes of the biases that attention adds to its scores by distance (Press et al., arXiv:2108.12409).
+
+    Where they are a tensor it has one number for each head and pair of positions, for all samples the same. Every layer
+    weighs them anew.
+    """
+    by_distance = not shape.rotary and not shape.learned_positions and not shape.encoder_layers
+    if not traits.position_biases or not by_distance or setup.attention in _UNFUSED:
+        return 0.0
+    return shape.heads / setup.tp * shape.sequence_length**2 * LOW_PRECISION_BYTES[setup.precision]
 
 
 def _widths(shape: TransformerShape, setup: TrainingSetup) -> tuple[float, float, float]:

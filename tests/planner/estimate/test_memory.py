@@ -217,6 +217,32 @@ def test_blocks_of_activations_stay_cached_beside_the_update_of_shards() -> None
     assert sum(stage.components().values()) == pytest.approx(stage.device_bytes)
 
 
+@pytest.mark.parametrize("stack", [Stack.EAGER, Stack.COMPILED, Stack.MEGATRON])
+def test_gradients_that_come_one_by_one_are_not_there_at_the_loss(stack: Stack) -> None:
+    """Activations go as gradients come, unless these stand in buffers or earlier passes have made them."""
+    once, twice = (training_memory(run(LLAMA_7B, stack=stack, micro_batches=count)) for count in (1, 2))
+    stage = once.fullest
+    early = stage.activations + stage.working
+    together = early + stage.gradients - stage.late
+    assert once.figures()[MemoryFigure.ALLOCATED] == pytest.approx(stage.allocated_bytes - stage.late)
+    assert twice.fullest.late == 0
+    if stack is Stack.MEGATRON:
+        assert stage.late == 0
+    else:
+        assert together >= max(early, stage.gradients)
+        assert 0 < stage.late <= min(early, stage.gradients)
+
+
+def test_biases_by_distance_are_tensors_in_mindspeed() -> None:
+    plan: dict[str, Any] = {"stack": Stack.MINDSPEED, "attention": AttentionKernel.VENDOR, "tp": 2, "micro_batch": 2}
+    rotated, biased = (
+        training_memory(run(replace(LLAMA_7B, rotary=rotary), **plan)).fullest for rotary in (True, False)
+    )
+    tensor = 2 * LLAMA_7B.heads / 2 * LLAMA_7B.sequence_length**2
+    assert biased.activations - rotated.activations == pytest.approx(LLAMA_7B.layers * tensor)
+    assert biased.workspace - rotated.workspace == pytest.approx(5 * tensor)
+
+
 def test_sums_of_gradients_in_float32_need_a_bucket_for_a_whole_table() -> None:
     """DeepSpeed's ``BF16_Optimizer`` copies whole tensors into a bucket, and its update needs no copies."""
     plan: dict[str, Any] = {
