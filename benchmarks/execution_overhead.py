@@ -1,7 +1,7 @@
 """Step time of executed plans over PyTorch written by hand for the same parallelism.
 
-Called by ``python -m benchmarks.execution_overhead``. Plan and hand-written training take turns, so that whatever
-else the machine does meets both; the median of the ratios of all rounds counts.
+Called by ``python -m benchmarks.execution_overhead``. It measures as the execution report does: plan and hand-written
+training take turns in the same processes, and the median of the ratios of all rounds counts.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from planner.execution.run import ExecuteOptions, execute_plan
 from planner.strategy.file import write_plan
 from reports.execution.cases import all_cases, tiny_cases
 from reports.execution.figures import OVERHEAD_AIM
-from reports.execution.running import WARM_UP, plan_case, written_by_hand
+from reports.execution.running import TURNS_S, plan_case, turns_of
 from simulator.calibration.calibrate import CalibrateOptions, calibrate
 
 
@@ -25,8 +24,7 @@ def main() -> None:
     """Print a line for every plan that is also written by hand."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", type=Path, help="profile of this machine [calibrated first]")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=TURNS_S, help="of steps of a plan and by hand together")
     parser.add_argument("--networks", nargs="*", default=[""], help="only networks whose names begin so")
     parser.add_argument("--tiny", action="store_true", help="small plans, to try the command")
     given = parser.parse_args()
@@ -37,18 +35,14 @@ def main() -> None:
         for case in tiny_cases() if given.tiny else all_cases():
             if case.by_hand is None or not case.network.name.startswith(tuple(given.networks)):
                 continue
-            plan, _ = plan_case(case, profile)
+            plan, predicted_s = plan_case(case, profile)
             file = Path(folder) / "plan.json"
             write_plan(plan, file)
-            ratios = []
-            for _ in range(given.rounds):
-                report = execute_plan(plan, ExecuteOptions(strategy=file, steps=WARM_UP + given.steps))
-                found = written_by_hand(case, plan, WARM_UP + given.steps, report.seed)
-                ratios.append(report.measured_step_time_s.median / found.median_s)
-            ratio = float(np.median(ratios))
+            turns = turns_of(case, plan, file, predicted_s, given.seconds)
+            ratio = float(np.median(turns.ratios))
             name = f"{case.network.name} on {case.processes}, {case.name}, over {case.by_hand}"
             verdict = "met" if ratio - 1 <= OVERHEAD_AIM else "missed"
-            rounds = ", ".join(f"{one:.3f}" for one in ratios)
+            rounds = ", ".join(f"{one:.3f}" for one in turns.ratios)
             sys.stdout.write(f"{name}: {ratio:.3f} (rounds {rounds}); aim {1 + OVERHEAD_AIM:.2f}: {verdict}\n")
             sys.stdout.flush()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -98,97 +98,106 @@ def _backend(job: Job) -> str:
     return f"cpu:gloo,{job.device_type}:{backend}" if hosted and job.device_type != "cpu" else backend
 
 
+class Trainer:
+    """The tensors of one rank of a job, and what runs its steps; the process group must be there."""
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        coordinates = job.lowered.mesh.coordinates(dist.get_rank())
+        timeout, first = timedelta(seconds=job.timeout_s), job.checkpoints.position.step
+        self.recorder = Recorder(job.lowered, dist.get_rank(), device) if job.recorded_steps else None
+        context = RankContext(
+            coordinates=coordinates,
+            groups=_groups(job.lowered, timeout),
+            device=device,
+            watch=self.recorder,
+            moment=Moment(seed=job.seed, step=first),
+            scale=_loss_scale(job),
+        )
+        self._device, self._micro_batches = device, job.lowered.micro_batches
+        self._load = _loader(job, coordinates, device)
+        self._load(first, 0)
+        _touch_libraries(context)
+        self.memory = PeakMemory(device)
+        parameters, self._buffers = _own_tensors(job, coordinates, device)
+        to = job.lowered.offload_to
+        self._updates = {
+            name: make_step(job.optimizer, job.constants, offload=job.lowered.offload_optimizer, to=to)
+            for name in parameters
+        }
+        kept = Held(parameters=parameters, optimizers=self._updates, buffers=self._buffers)
+        where = places(job.lowered, held_parameters(job.lowered), coordinates)
+        self.save = keep_checkpoints(job, kept, self._updates, where, context.scale)
+        self.memory.restart()
+        self._interpreter: Interpreter | StageInterpreter
+        if isinstance(job.lowered, LoweredStages):
+            self._interpreter = StageInterpreter(job.lowered, context, _neighbours(job.lowered, device, timeout), kept)
+        else:
+            self._interpreter = Interpreter(job.lowered, context, kept)
+
+    def batches(self, step: int) -> list[list[Tensor]]:
+        """Load this rank's pieces of the inputs of every micro-batch of a step."""
+        return [self._load(step, number) for number in range(self._micro_batches)]
+
+    def run(self, batches: list[list[Tensor]]) -> tuple[float | None, float]:
+        """Run one step; returns the mean loss, where this rank knows it, and the seconds."""
+        _synchronize(self._device)
+        start = time.perf_counter()
+        found = self._interpreter.run_step(batches.__getitem__)
+        _synchronize(self._device)
+        seconds = time.perf_counter() - start
+        return (sum(float(loss) for loss in found) / len(found) if found else None), seconds
+
+    def held_bytes(self) -> int:
+        """What this rank holds between steps."""
+        held = (*self._buffers.values(), *resumed_states(self._updates))
+        return sum(one.untyped_storage().nbytes() for one in held) + self._interpreter.live_bytes()
+
+    def run_recorded(self, step: int) -> None:
+        """Run a step, which counts for nothing else, with every instruction clocked."""
+        assert self.recorder is not None
+        batches = self.batches(step)
+        dist.barrier()
+        self.recorder.begin_step()
+        self._interpreter.run_step(batches.__getitem__)
+        self.recorder.end_step()
+
+
 def _train_rank(job: Job, device: torch.device, store: Store, watch: Watch) -> RankResult:
-    timeout = timedelta(seconds=job.timeout_s)
     first = job.checkpoints.position.step
-    coordinates = job.lowered.mesh.coordinates(dist.get_rank())
-    recorder = Recorder(job.lowered, dist.get_rank(), device) if job.recorded_steps else None
-    context = RankContext(
-        coordinates=coordinates,
-        groups=_groups(job.lowered, timeout),
-        device=device,
-        watch=recorder,
-        moment=Moment(seed=job.seed, step=first),
-        scale=_loss_scale(job),
-    )
-    load = _loader(job, coordinates, device)
-    load(first, 0)
-    _touch_libraries(context)
-    memory = PeakMemory(device)
-    parameters, buffers = _own_tensors(job, coordinates, device)
-    updates = {
-        name: make_step(job.optimizer, job.constants, offload=job.lowered.offload_optimizer, to=job.lowered.offload_to)
-        for name in parameters
-    }
-    kept = Held(parameters=parameters, optimizers=updates, buffers=buffers)
-    where = places(job.lowered, held_parameters(job.lowered), coordinates)
-    save = keep_checkpoints(job, kept, updates, where, context.scale)
-    memory.restart()
-    interpreter: Interpreter | StageInterpreter
-    if isinstance(job.lowered, LoweredStages):
-        neighbours = _neighbours(job.lowered, device, timeout)
-        interpreter = StageInterpreter(job.lowered, context, neighbours, kept)
-    else:
-        interpreter = Interpreter(job.lowered, context, kept)
+    trainer = Trainer(job, device)
     losses: list[float] = []
     times: list[float] = []
-
-    end_step = StepEnd(job, store, save)
+    end_step = StepEnd(job, store, trainer.save)
 
     def run(begin: int, end: int) -> None:
         """Run some steps; loading data is not part of a step's time."""
         for step in range(begin, end):
-            batches = [load(step, i) for i in range(job.lowered.micro_batches)]
+            batches = trainer.batches(step)
             with watch.step():
-                loss, seconds = _run_step(interpreter, batches, device)
+                loss, seconds = trainer.run(batches)
             if loss is not None:
                 losses.append(loss)
             times.append(seconds)
             end_step(step, loss, seconds)
 
     for step in range(first, first + job.warm_up_steps):
-        held = sum(one.untyped_storage().nbytes() for one in (*buffers.values(), *resumed_states(updates)))
-        memory.record(partial(run, step, step + 1), held + interpreter.live_bytes())
+        trainer.memory.record(partial(run, step, step + 1), trainer.held_bytes())
     paced = PacedSteps(device, times[-1] if times else 0.0, wanted=job.times_pace)
     before = machine_use()
     for begin, end in paced.spans(first + job.warm_up_steps, job.steps):
         run(begin, end)
     use = used_since(before)
-    if recorder is not None:
-        _record(recorder, interpreter, load, job)
+    for step in range(job.steps, job.steps + job.recorded_steps):
+        trainer.run_recorded(step)
     return RankResult(
         losses=tuple(losses),
         step_times_s=tuple(times),
-        peak_memory_bytes=memory.peak_bytes(),
-        memory_method=memory.method,
-        record=None if recorder is None else recorder.record(),
+        peak_memory_bytes=trainer.memory.peak_bytes(),
+        memory_method=trainer.memory.method,
+        record=None if trainer.recorder is None else trainer.recorder.record(),
         paces_s=tuple(paced.found),
         use=use,
     )
-
-
-def _record(
-    recorder: Recorder, interpreter: Interpreter | StageInterpreter, load: Callable[[int, int], list[Tensor]], job: Job
-) -> None:
-    """Run more steps, which count for nothing else, with every instruction clocked."""
-    for step in range(job.steps, job.steps + job.recorded_steps):
-        batches = [load(step, i) for i in range(job.lowered.micro_batches)]
-        dist.barrier()
-        recorder.begin_step()
-        interpreter.run_step(batches.__getitem__)
-        recorder.end_step()
-
-
-def _run_step(
-    interpreter: Interpreter | StageInterpreter, batches: list[list[Tensor]], device: torch.device
-) -> tuple[float | None, float]:
-    """Run one step on its micro-batches; returns the mean loss, where this rank knows it, and the seconds."""
-    _synchronize(device)
-    start = time.perf_counter()
-    found = interpreter.run_step(batches.__getitem__)
-    _synchronize(device)
-    seconds = time.perf_counter() - start
-    return (sum(float(loss) for loss in found) / len(found) if found else None), seconds
 
 
 def _loss_scale(job: Job) -> LossScale:

@@ -15,7 +15,7 @@ from pathlib import Path
 from reports.execution.cases import all_cases, tiny_cases
 from reports.execution.execution_page import document, execution_page, runs_csv, to_json
 from reports.execution.figures import figures
-from reports.execution.running import PROFILE, run_all
+from reports.execution.running import PROFILE, Result, run_all
 from simulator.hardware import load_profile
 from simulator.whole_file import write_whole
 
@@ -39,12 +39,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cases = tiny_cases() if given.tiny else all_cases()
     if given.networks:
         cases = tuple(case for case in cases if case.network.name.startswith(tuple(given.networks)))
-    results = run_all(cases, work, given.minutes, _say)
-    hardware = load_profile(str(work / PROFILE))
-    machine, warning = hardware.device_name, hardware.conditions.warning if hardware.conditions else ""
-    write_whole(given.out / "index.html", execution_page(results, len(cases), machine, warning))
-    write_whole(given.out / "runs.csv", runs_csv(results))
-    write_whole(given.out / "runs.json", to_json(document(results, machine)))
+
+    def show(results: Sequence[Result]) -> None:
+        """Write all anew, so that whatever ends the command leaves what has run, whole."""
+        hardware = load_profile(str(work / PROFILE))
+        machine, warning = hardware.device_name, hardware.conditions.warning if hardware.conditions else ""
+        write_whole(given.out / "index.html", execution_page(results, len(cases), machine, warning))
+        write_whole(given.out / "runs.csv", runs_csv(results))
+        write_whole(given.out / "runs.json", to_json(document(results, machine)))
+
+    results = run_all(cases, work, given.minutes, _say, show)
+    show(results)
     for one in figures(results):
         met = {None: "nothing run", True: "met", False: "missed"}[one.met]
         value = "–" if one.value is None else f"{one.value:.3f}"

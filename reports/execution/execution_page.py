@@ -37,8 +37,12 @@ COLUMNS = (
     "measured_peak_memory_bytes",
     "memory_error",
     "by_hand",
+    "by_hand_error",
+    "beside_by_hand_step_time_s",
     "by_hand_step_time_s",
     "overhead",
+    "overhead_lowest",
+    "overhead_highest",
     "by_hand_loss_difference",
 )
 LEAST_SHARE = 0.005
@@ -208,14 +212,24 @@ def _overhead_chart(results: Sequence[Result]) -> tuple[Html]:
         x=[overhead for _, overhead in rows],
         orientation="h",
         marker={"color": PALETTE[0]},
-        customdata=[(_seconds(r.measured_step_time_s), _seconds(r.by_hand_step_time_s)) for r, _ in rows],
+        error_x={
+            "array": [100 * max(r.overhead_rounds) - overhead for r, overhead in rows],
+            "arrayminus": [overhead - 100 * min(r.overhead_rounds) for r, overhead in rows],
+            "color": "#8a93a3",
+            "thickness": 1,
+            "width": 4,
+        },
+        customdata=[(_seconds(r.beside_by_hand_step_time_s), _seconds(r.by_hand_step_time_s)) for r, _ in rows],
         hovertemplate="%{y}: %{x:+.1f} %<br>plan %{customdata[0]}, by hand %{customdata[1]}<extra></extra>",
         showlegend=False,
     )
     figure.add_vline(x=100 * OVERHEAD_AIM, line={"color": "#8a93a3", "width": 1, "dash": "dot"}, annotation_text="aim")
     figure.update_xaxes(title="longer than by hand, %", zeroline=True, zerolinecolor="#8a93a3")
     figure.update_yaxes(autorange="reversed", tickfont={"size": 11})
-    caption = "The same network, data, seed, optimizer and parallelism, one after the other; left of 0 plans win."
+    caption = (
+        "The same network, data, seed, optimizer and parallelism, in the same processes, in turns of some steps. The "
+        "median round counts; whiskers reach from the lowest to the highest. Left of 0 plans win."
+    )
     return (page.chart(figure, identity="overhead", title="Plans beside PyTorch written by hand", caption=caption,
                        height=140 + 30 * len(rows)),)  # fmt: skip
 
@@ -223,15 +237,19 @@ def _overhead_chart(results: Sequence[Result]) -> tuple[Html]:
 def _table(results: Sequence[Result]) -> Html:
     columns = ["network", "processes", "plan", "predicted", "measured", "error", "machine's speed", "scaled error",
                "memory", "measured",
-               "error", "by hand", "overhead"]  # fmt: skip
-    return page.table(columns, [_row(result) for result in results], caption="All plans; in brackets the middle 80 % "
-                      "of the steps", numbers=(1, *range(3, 13)), close=True)  # fmt: skip
+               "error", "in turns", "by hand", "overhead"]  # fmt: skip
+    caption = (
+        "All plans; in brackets the middle 80 % of the steps, and of overheads the lowest and highest round. In turns "
+        "with the same by hand a plan takes another time than when it runs alone."
+    )
+    return page.table(columns, [_row(result) for result in results], caption=caption, numbers=(1, *range(3, 14)),
+                      close=True)  # fmt: skip
 
 
 def _row(result: Result) -> list[Cell]:
     if result.error:
         failed = Html(f'<span class="wrap bad">{page.escape(result.error)}</span>')
-        return [result.network, str(result.processes), result.plan, failed, *[""] * 9]
+        return [result.network, str(result.processes), result.plan, failed, *[""] * 10]
     measured = seconds_text(result.measured_step_time_s or 0.0)
     return [
         result.network,
@@ -245,9 +263,22 @@ def _row(result: Result) -> list[Cell]:
         _bytes(result.predicted_peak_memory_bytes),
         _bytes(result.measured_peak_memory_bytes),
         _percent(result.memory_error),
-        _seconds(result.by_hand_step_time_s),
-        _percent(result.overhead),
+        *_beside_by_hand(result),
     ]
+
+
+def _beside_by_hand(result: Result) -> tuple[Cell, Cell, Cell]:
+    """Plan and by hand in turns, and the overhead with its lowest and highest round."""
+    if result.by_hand_error:
+        return "", Html(f'<span class="wrap bad">{page.escape(result.by_hand_error)}</span>'), ""
+    if result.overhead is None:
+        return "", "", ""
+    low, high = (f"{100 * rounds:+.0f}" for rounds in (min(result.overhead_rounds), max(result.overhead_rounds)))
+    return (
+        _seconds(result.beside_by_hand_step_time_s),
+        _seconds(result.by_hand_step_time_s),
+        f"{_percent(result.overhead)} ({low} to {high})",
+    )
 
 
 def _reasons(results: Sequence[Result]) -> Html:

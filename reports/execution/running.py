@@ -10,15 +10,15 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import log
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from planner.execution.job import input_specs
-from planner.execution.measuring.by_hand import HandResult, HandWritten, Way, train_by_hand
-from planner.execution.optimizers import hyperparameters
-from planner.execution.run import ExecuteOptions, ExecutionReport, execute_plan
+from planner.execution.launch.starting import prepare
+from planner.execution.measuring.by_hand import Way
+from planner.execution.measuring.turns import Turns, rounds_within, take_turns
+from planner.execution.run import ExecuteOptions, execute_plan
 from planner.planning import PlanRequest, plan_network
-from planner.strategy.file import write_plan
-from planner.strategy.loading import lower_to_run
+from planner.strategy.file import read_plan, write_plan
 from planner.strategy.plan import Plan
 from reports.execution.cases import Case
 from simulator.calibration.calibrate import CalibrateOptions, calibrate
@@ -31,11 +31,24 @@ SEED = 0
 FEWEST, MOST = 5, 60
 CASE_S = 8.0
 """Seconds that the timed steps of a case may take together."""
+TURNS_S = 12.0
+"""Seconds that steps of a plan and by hand in turns take together, about."""
 ATTEMPTS = 3
 DISTURBED = 0.1
 """A plan runs again, so many times at most, where the machine was farther from how it was calibrated (`disturbed`)."""
 START_S = 25.0
-"""What a case takes beside its steps, about: it is not begun with less time left."""
+"""What a case takes, about: it is not begun with less time left."""
+BESIDE_S = 20.0
+"""What the turns with the same by hand take more."""
+
+IN_TURNS = (
+    "by_hand",
+    "by_hand_error",
+    "beside_by_hand_step_time_s",
+    "by_hand_step_time_s",
+    "overhead_rounds",
+    "by_hand_loss_difference",
+)
 
 Say = Callable[[str], None]
 
@@ -44,7 +57,9 @@ Say = Callable[[str], None]
 class Result:
     """What came of one plan: seconds and bytes, ``error`` where there are none.
 
-    ``attempts`` has what was measured in each run of the plan, of which this is one, in their order.
+    ``attempts`` has what was measured in each run of the plan, of which this is one, in their order. In turns the plan
+    took ``beside_by_hand_step_time_s`` and the same by hand ``by_hand_step_time_s``, medians of all rounds;
+    ``overhead_rounds`` are the plan's time over that by hand, less one, of each round.
     """
 
     network: str
@@ -59,7 +74,10 @@ class Result:
     predicted_peak_memory_bytes: int | None = None
     measured_peak_memory_bytes: int | None = None
     by_hand: str = ""
+    by_hand_error: str = ""
+    beside_by_hand_step_time_s: float | None = None
     by_hand_step_time_s: float | None = None
+    overhead_rounds: tuple[float, ...] = ()
     by_hand_loss_difference: float | None = None
     machine_speed: float | None = None
     others_share: float | None = None
@@ -104,13 +122,27 @@ class Result:
 
     @property
     def overhead(self) -> float | None:
-        """Step time of the plan over that written by hand, less one."""
-        if self.measured_step_time_s is None or not self.by_hand_step_time_s:
-            return None
-        return self.measured_step_time_s / self.by_hand_step_time_s - 1
+        """Step time of the plan over that written by hand, less one: the median round's."""
+        return median(self.overhead_rounds) if self.overhead_rounds else None
+
+    @property
+    def overhead_lowest(self) -> float | None:
+        """That of the round in which it was lowest."""
+        return min(self.overhead_rounds, default=None)
+
+    @property
+    def overhead_highest(self) -> float | None:
+        """That of the round in which it was highest."""
+        return max(self.overhead_rounds, default=None)
 
 
-def run_all(cases: Sequence[Case], folder: Path, minutes: float, say: Say) -> tuple[Result, ...]:
+def run_all(
+    cases: Sequence[Case],
+    folder: Path,
+    minutes: float,
+    say: Say,
+    show: Callable[[Sequence[Result]], None] = lambda results: None,
+) -> tuple[Result, ...]:
     """Calibrate, then plan and run every case, until the time is up; cases of an earlier call are not run again.
 
     When all have run, those beside which the machine was disturbed run again while there is time.
@@ -119,6 +151,7 @@ def run_all(cases: Sequence[Case], folder: Path, minutes: float, say: Say) -> tu
     ----------
     folder : where profile, strategy files and journal are kept between calls
     minutes : after so many no further case begins
+    show : given what has run so far whenever a plan has
     """
     begun = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,13 +163,20 @@ def run_all(cases: Sequence[Case], folder: Path, minutes: float, say: Say) -> tu
     measured_with = load_profile(str(profile)).hash
     known = read_journal(journal, measured_with)
 
+    def so_far() -> tuple[Result, ...]:
+        return tuple(counted(known[key_of(case)]) for case in cases if key_of(case) in known)
+
     def run(case: Case, words: str) -> bool:
-        if time.monotonic() - begun > 60 * minutes - START_S:
+        needed_s = START_S + (BESIDE_S if case.by_hand and key_of(case) not in known else 0.0)
+        if time.monotonic() - begun > 60 * minutes - needed_s:
             return False
         say(f"{words}: {case.network.name} on {case.processes}, {case.name}")
         found = run_case(case, profile, folder)
+        if key_of(case) not in known:  # taken in turns, it does not depend on the machine's speed
+            found = with_overhead(found, case, folder)
         known.setdefault(key_of(case), []).append(found)
         _append(journal, {"key": key_of(case), "profile": measured_with, "result": asdict(found)})
+        show(so_far())
         return True
 
     for number, case in enumerate(cases, 1):
@@ -146,7 +186,7 @@ def run_all(cases: Sequence[Case], folder: Path, minutes: float, say: Say) -> tu
     while again := [case for case in cases if again_worth(known.get(key_of(case), []))]:
         if not all(run(case, "once more, as the machine was disturbed") for case in again):
             break
-    return tuple(counted(known[key_of(case)]) for case in cases if key_of(case) in known)
+    return so_far()
 
 
 def again_worth(runs: Sequence[Result]) -> bool:
@@ -158,7 +198,11 @@ def again_worth(runs: Sequence[Result]) -> bool:
 
 
 def counted(runs: Sequence[Result]) -> Result:
-    """The run of a plan beside which the machine was most like it was when it was calibrated, whatever its error."""
+    """The run of a plan beside which the machine was most like it was when it was calibrated, whatever its error.
+
+    What was found in turns with the same by hand stays with it.
+    """
+    in_turns = next((run for run in runs if run.by_hand), runs[0])
     attempts = tuple(
         {
             "measured_step_time_s": run.measured_step_time_s,
@@ -168,7 +212,8 @@ def counted(runs: Sequence[Result]) -> Result:
         }
         for run in runs
     )
-    return replace(min(runs, key=lambda run: (bool(run.error), run.disturbed)), attempts=attempts)
+    nearest = min(runs, key=lambda run: (bool(run.error), run.disturbed))
+    return replace(nearest, attempts=attempts, **{name: getattr(in_turns, name) for name in IN_TURNS})
 
 
 def key_of(case: Case) -> str:
@@ -177,16 +222,14 @@ def key_of(case: Case) -> str:
 
 
 def run_case(case: Case, profile: Path, folder: Path) -> Result:
-    """Plan and run one case, before and after it the same by hand, where it is; a failure is a result."""
+    """Plan and run one case; a failure is a result."""
     names: dict[str, Any] = {"network": case.network.name, "processes": case.processes, "plan": case.name}
     try:
         plan, predicted_s = plan_case(case, profile)
-        file = folder / f"{'-'.join(f'{case.network.name} {case.processes} {case.name}'.split())}.json"
+        file = plan_file(case, folder)
         write_plan(plan, file)
         steps = WARM_UP + max(FEWEST, min(MOST, int(CASE_S / predicted_s)))
-        before = written_by_hand(case, plan, steps, SEED) if case.by_hand is not None else None
         report = execute_plan(plan, ExecuteOptions(strategy=file, steps=steps, seed=SEED, measure=True))
-        hand = {} if before is None else _by_hand(case, report, before, written_by_hand(case, plan, steps, SEED))
     except MeshwrightError as error:
         return Result(**names, error=str(error))
     except Exception as error:  # noqa: BLE001 -- one plan's defect must not lose the others' results
@@ -206,7 +249,6 @@ def run_case(case: Case, profile: Path, folder: Path) -> Result:
         others_share=report.others_share,
         stolen_share=report.stolen_share,
         errors=errors,
-        **hand,
     )
 
 
@@ -237,40 +279,34 @@ def plan_case(case: Case, profile: Path) -> tuple[Plan, float]:
     return best.plan, best.prediction.step_time_s
 
 
-def written_by_hand(case: Case, plan: Plan, steps: int, seed: int) -> HandResult:
-    """Train as a plan does, by hand."""
-    lowered = lower_to_run(plan, plan.network)
-    specs = input_specs(lowered)
-    work = HandWritten(
-        way=Way(case.by_hand or ""),
-        network=plan.network,
-        sequence_length=plan.sequence_length,
-        inputs=specs,
-        data=None,
-        optimizer=plan.optimizer,
-        constants=hyperparameters(plan.optimizer, None, plan.global_batch),
-        seed=seed,
-        steps=steps,
-        warm_up_steps=WARM_UP,
+def turns_of(case: Case, plan: Plan, file: Path, step_s: float, seconds: float = TURNS_S) -> Turns:
+    """Train as a plan does and by hand, in turns of so many seconds together; `step_s` is what a step takes, about."""
+    job = prepare(plan, ExecuteOptions(strategy=file, seed=SEED), None, lambda text: None).job
+    return take_turns(job, Way(case.by_hand or ""), *rounds_within(seconds, step_s))
+
+
+def with_overhead(found: Result, case: Case, folder: Path) -> Result:
+    """Add to what came of a plan how it compares with the same by hand, where that is written."""
+    if case.by_hand is None or found.measured_step_time_s is None:
+        return found
+    file = plan_file(case, folder)
+    try:
+        turns = turns_of(case, read_plan(file), file, found.measured_step_time_s)
+    except Exception as error:  # noqa: BLE001 -- the plan ran all the same
+        return replace(found, by_hand=case.by_hand, by_hand_error=f"{type(error).__name__}: {error}")
+    return replace(
+        found,
+        by_hand=case.by_hand,
+        beside_by_hand_step_time_s=median(turns.plan_s),
+        by_hand_step_time_s=median(turns.by_hand_s),
+        overhead_rounds=tuple(ratio - 1 for ratio in turns.ratios),
+        by_hand_loss_difference=turns.loss_difference,
     )
-    return train_by_hand(work, case.processes)
 
 
-def _by_hand(case: Case, report: ExecutionReport, before: HandResult, after: HandResult) -> dict[str, Any]:
-    """What the same by hand took, on average before and after the plan, so that a drifting machine favours none.
-
-    The losses of both must be those of the plan.
-    """
-    apart = max(
-        abs(a - b) / max(abs(a), 1e-12)
-        for hand in (before, after)
-        for a, b in zip(hand.losses, report.losses, strict=False)
-    )
-    return {
-        "by_hand": str(case.by_hand),
-        "by_hand_step_time_s": (before.median_s + after.median_s) / 2,
-        "by_hand_loss_difference": apart,
-    }
+def plan_file(case: Case, folder: Path) -> Path:
+    """Where the strategy file of a case lies."""
+    return folder / f"{'-'.join(f'{case.network.name} {case.processes} {case.name}'.split())}.json"
 
 
 # The journal: one JSON object a line
@@ -284,7 +320,8 @@ def read_journal(journal: Path, profile_hash: str) -> dict[str, list[Result]]:
             document = json.loads(line)
             if document["profile"] == profile_hash:
                 kept = document["result"]
-                result = Result(**{**kept, "errors": tuple(kept["errors"]), "attempts": tuple(kept["attempts"])})
+                lists = {name: tuple(kept[name]) for name in ("errors", "attempts", "overhead_rounds")}
+                result = Result(**{**kept, **lists})
                 found.setdefault(document["key"], []).append(result)
     return found
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from enum import StrEnum
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,11 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from planner.execution.data.samples import Batches, InputSpec, Shard, open_dataset
+from planner.execution.job import Job
 from planner.execution.optimizers import Hyperparameters
 from planner.networks import load_network
 from planner.networks.losses import mean_absolute_error
 from planner.networks.zoo.mlp import MultilayerPerceptron
-from simulator.calibration.launch import run_workers
 from simulator.errors import InputError
 
 
@@ -39,7 +37,7 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandWritten:
-    """A run by hand: the same network, data, seed and optimizer as a plan's on as many processes."""
+    """Training by hand: the same network, data, seed and optimizer as a plan's on as many processes."""
 
     way: Way
     network: str
@@ -49,65 +47,54 @@ class HandWritten:
     optimizer: str
     constants: Hyperparameters
     seed: int
-    steps: int
-    warm_up_steps: int
-    timeout_s: float = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandResult:
-    """Seconds of each timed step, the slowest rank's, and the mean loss of every step."""
+def like(job: Job, way: Way) -> HandWritten:
+    """Work by hand that trains what a job trains."""
+    return HandWritten(
+        way=way,
+        network=job.network,
+        sequence_length=job.sequence_length,
+        inputs=job.inputs,
+        data=job.data,
+        optimizer=job.optimizer,
+        constants=job.constants,
+        seed=job.seed,
+    )
 
-    step_times_s: tuple[float, ...]
-    losses: tuple[float, ...]
 
-    @property
-    def median_s(self) -> float:
-        """Median seconds of a step."""
-        return float(np.median(self.step_times_s))
-
-
-def train_by_hand(work: HandWritten, processes: int) -> HandResult:
-    """Train on new processes of this machine.
+class HandTrainer:
+    """What one rank trains by hand; the process group must be there.
 
     Raises
     ------
     InputError
-        Tensor parallelism by hand is written for perceptrons of an even number of layers.
-    ExecutionError
-        A rank failed.
+        Tensor parallelism by hand is written for perceptrons of an even number of layers, and for some optimizers.
     """
-    results = run_workers(_train, (work,), processes)
-    times = np.max([times for times, _ in results], axis=0)
-    losses = np.mean([losses for _, losses in results], axis=0)
-    return HandResult(step_times_s=tuple(times.tolist()), losses=tuple(losses.tolist()))
 
-
-def _train(work: HandWritten) -> tuple[list[float], list[float]]:
-    """One rank: seconds of the timed steps and the losses of all."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=work.timeout_s))
-    try:
+    def __init__(self, work: HandWritten) -> None:
         whole = load_network(work.network, sequence_length=work.sequence_length).build(work.seed)
-        module, parameters = _wrapped(work.way, whole)
-        optimizer = _optimizer(work, parameters)
+        self._module, parameters = _wrapped(work.way, whole)
+        self._optimizer = _optimizer(work, parameters)
         split = work.way is not Way.TENSOR
-        shard = Shard(num_shards=dist.get_world_size(), shard_id=dist.get_rank()) if split else Shard()
-        batches = Batches(dataset=open_dataset(work.data, work.inputs, work.seed), seed=work.seed)
-        times, losses = [], []
-        for step in range(work.steps):
-            start = step * work.inputs[0].shape[0]
-            inputs = [batches.load(spec, start, shard).contiguous() for spec in work.inputs]
-            dist.barrier()
-            begun = time.perf_counter()
-            loss = module(*inputs)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            times.append(time.perf_counter() - begun)
-            losses.append(float(loss.detach()))
-        return times[work.warm_up_steps :], losses
-    finally:
-        dist.destroy_process_group()
+        self._shard = Shard(num_shards=dist.get_world_size(), shard_id=dist.get_rank()) if split else Shard()
+        self._data = Batches(dataset=open_dataset(work.data, work.inputs, work.seed), seed=work.seed)
+        self._inputs = work.inputs
+
+    def batches(self, step: int) -> list[list[Tensor]]:
+        """Load this rank's samples of a step, which is one micro-batch."""
+        start = step * self._inputs[0].shape[0]
+        return [[self._data.load(spec, start, self._shard).contiguous() for spec in self._inputs]]
+
+    def run(self, batches: list[list[Tensor]]) -> tuple[float, float]:
+        """Run one step; returns the loss of this rank's samples and the seconds."""
+        begun = time.perf_counter()
+        loss = self._module(*batches[0])
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        seconds = time.perf_counter() - begun
+        return float(loss.detach()), seconds
 
 
 def _wrapped(way: Way, module: nn.Module) -> tuple[Callable[..., Tensor], Sequence[nn.Parameter]]:
