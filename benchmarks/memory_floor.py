@@ -30,11 +30,6 @@ from planner.validation.reading import measured_row
 
 FloatArray = npt.NDArray[np.float64]
 _GIB = 2**30
-_MEASURED = (
-    "row_id", "step_time_s", "tokens_per_s_per_gpu", "samples_per_s", "tflops_per_gpu", "mfu_pct", "mem_gib_per_gpu",
-    "outcome", "notes",
-)  # fmt: skip
-"""Columns that are no facts of the run that are known before it."""
 _FEWEST = 5
 """Rows of a source below which two coefficients would fit noise."""
 
@@ -71,7 +66,7 @@ def _known(row: FileRow) -> Known | None:
         source=read.source,
         measured=read.memory_gib,
         predicted=training_memory(read.run).figures()[figure_of(read.memory_kind)] / _GIB,
-        facts=tuple(sorted((name, text) for name, text in row.texts.items() if text and name not in _MEASURED)),
+        facts=row.facts(),
     )
 
 

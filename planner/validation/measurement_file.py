@@ -33,6 +33,11 @@ _REAL_RANGES: Mapping[str, tuple[float, float]] = {
     "params_b": (0, 1e6), "accel_mem_gb": (1, 1e4), "step_time_s": (1e-7, 1e7), "tokens_per_s_per_gpu": (0, 1e10),
     "samples_per_s": (0, 1e12), "tflops_per_gpu": (0, 1e5), "mfu_pct": (0, 150), "mem_gib_per_gpu": (0, 1e4),
 }  # fmt: skip
+_RESULTS = (
+    "row_id", "step_time_s", "tokens_per_s_per_gpu", "samples_per_s", "tflops_per_gpu", "mfu_pct", "mem_gib_per_gpu",
+    "outcome", "notes",
+)  # fmt: skip
+"""Columns that are no facts of a run that are known before it."""
 _MAX_BYTES = 256 * 2**20
 
 
@@ -58,6 +63,10 @@ class FileRow:
         """The stated whole number, or None."""
         value = self.numbers.get(column)
         return None if value is None else int(value)
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """Column and text of all that the row states of its run, and not of how it went."""
+        return tuple(sorted((name, text) for name, text in self.texts.items() if text and name not in _RESULTS))
 
 
 def read_rows(path: Path) -> list[FileRow]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 
 from planner.estimate.memory import training_memory
 from planner.estimate.memory_figures import MemoryFigure, StageMemory
@@ -14,7 +15,9 @@ from planner.validation.reading import MeasuredRow
 UNKNOWN_FIGURE = "the source does not say which memory it shows"
 MISSING_FACT = "recomputation, batch or size of the network not stated"
 CONTRADICTION = "less measured than parameters, gradients and optimizer states of what is described take"
-DOUBTS = (UNKNOWN_FIGURE, MISSING_FACT, CONTRADICTION)
+APART = "rows that state the same were measured more than 5 % apart"
+DOUBTS = (UNKNOWN_FIGURE, MISSING_FACT, CONTRADICTION, APART)
+_APART = 0.05
 _GIB = 2**30
 _UNSAID = re.compile(r"as printed")
 _DECIDING = re.compile(r"(?:recomputation|batch|n_layers|hidden|seq_len) not stated(?!.* as published)")
@@ -38,6 +41,23 @@ def memory_doubt(row: MeasuredRow) -> str:
     if states > row.memory_gib * _GIB:
         return CONTRADICTION
     return ""
+
+
+def measured_apart(rows: Iterable[MeasuredRow]) -> frozenset[tuple[str, str]]:
+    """Source and identity of the rows whose twins show another memory: what decides it is stated nowhere.
+
+    Twins are rows of one source that state the same of their runs; no single value is near to all of them.
+    """
+    twins: dict[object, list[MeasuredRow]] = {}
+    for row in rows:
+        if not math.isnan(row.memory_gib) and row.outcome in ("", "ok"):
+            twins.setdefault((row.source, row.facts), []).append(row)
+    return frozenset(
+        (row.source, row.row_id)
+        for group in twins.values()
+        if max(row.memory_gib for row in group) > (1 + _APART) * min(row.memory_gib for row in group)
+        for row in group
+    )
 
 
 def _state_bytes(run: TrainingRun, figure: MemoryFigure) -> float:

@@ -12,7 +12,7 @@ from planner.estimate.memory import training_memory
 from planner.estimate.memory_figures import MemoryEstimate
 from planner.estimate.training_run import Recompute, RunPrediction, Stack, TrainingRun, TransformerShape
 from planner.validation.aims import group_of
-from planner.validation.memory_doubts import memory_doubt
+from planner.validation.memory_doubts import APART, measured_apart, memory_doubt
 from planner.validation.memory_kinds import figure_of
 from planner.validation.reading import MeasuredRow
 from planner.validation.reading_suites import CHOSEN_TO_FIT
@@ -42,7 +42,11 @@ def score(
         scored.extend(_scored(row, next(outcomes) if row.run is not None else None) for row in chunk)
         if advance is not None:
             advance(len(chunk))
-    return scored
+    apart = measured_apart(rows)
+    return [
+        replace(row, memory_doubt=APART) if (row.source, row.row_id) in apart and not row.memory_doubt else row
+        for row in scored
+    ]
 
 
 def predict_each(runs: Sequence[TrainingRun], predict: Predictor) -> list[RunPrediction | Exception]:

@@ -53,6 +53,8 @@ class MeasuredRow:
         The same for rows of one source that trained the same network with the same batch on the same devices.
     transformer
         Whether the network is one, also where the row has no run.
+    facts
+        All that the row states of its run: rows that state the same may have been measured apart.
     complete
         Whether the source states shape and plan in full (``plan_complete``), what matrices are multiplied in and what
         is computed again included.
@@ -71,6 +73,7 @@ class MeasuredRow:
     memory_kind: str = ""
     outcome: str = ""
     workload: str = ""
+    facts: tuple[tuple[str, str], ...] = ()
     transformer: bool = False
     complete: bool = False
 
@@ -96,6 +99,7 @@ def measured_row(row: FileRow) -> MeasuredRow:
         file=row.file,
         line=row.line,
         outcome=row.text("outcome").lower(),
+        facts=row.facts(),
     )
     if row.fault:
         return replace(known, fault=row.fault, reason=row.fault)

@@ -14,7 +14,13 @@ from planner.estimate.training_run import (
     TrainingSetup,
     TransformerShape,
 )
-from planner.validation.memory_doubts import CONTRADICTION, MISSING_FACT, UNKNOWN_FIGURE, memory_doubt
+from planner.validation.memory_doubts import (
+    CONTRADICTION,
+    MISSING_FACT,
+    UNKNOWN_FIGURE,
+    measured_apart,
+    memory_doubt,
+)
 from planner.validation.memory_kinds import figure_of
 from planner.validation.reading import MeasuredRow, read_measurements
 from tests.measurements import write_measurements
@@ -135,6 +141,21 @@ def test_releases_are_no_plans(tmp_path: Path) -> None:
 )
 def test_doubts_about_memory(tmp_path: Path, changes: dict[str, str], doubt: str) -> None:
     assert memory_doubt(read_one(tmp_path, **changes)) == doubt
+
+
+def test_rows_that_state_the_same_leave_in_doubt_what_decides(tmp_path: Path) -> None:
+    stated = {"mem_kind": "peak reserved", "source": "one"}
+    file = tmp_path / "m.csv"
+    write_measurements(
+        file,
+        {**stated, "row_id": "a", "mem_gib_per_gpu": "20"},
+        {**stated, "row_id": "b", "mem_gib_per_gpu": "30", "notes": "again"},
+        {**stated, "row_id": "c", "mem_gib_per_gpu": "40", "micro_batch": "8"},
+        {**stated, "row_id": "d", "mem_gib_per_gpu": "41", "micro_batch": "8"},
+        {**stated, "row_id": "e", "mem_gib_per_gpu": "20", "source": "two"},
+        {**stated, "row_id": "f", "mem_gib_per_gpu": "60", "outcome": "oom"},
+    )
+    assert measured_apart(read_measurements(file)) == {("one", "a"), ("one", "b")}
 
 
 @pytest.mark.parametrize(
