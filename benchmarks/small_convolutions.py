@@ -1,9 +1,9 @@
-"""What convolutions of ResNet-50 on 32 x 32 images take in one thread, by micro-batch, and what products would take.
+"""What convolutions of ResNet-50 on 32 x 32 images take in one thread, by micro-batch: as torch runs them, as executed.
 
     python -m benchmarks.small_convolutions [--batches 8 32]
 
-For each shape: forward, backward, its two gradients apart, and of 1 x 1 convolutions by single steps the same as matrix
-products whose rows are pixels. Milliseconds of processor time, medians; below, sums over the network.
+For each shape: forward, backward and its two gradients apart, by torch's operators and by those that plans run
+(`simulator.calibration.convolutions`). Milliseconds of processor time, medians; below, sums over the network.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from planner.networks.small import resnet50_small_images
+from simulator.calibration.convolutions import convolution, convolution_backward
 from simulator.calibration.process import keep_large_blocks
 
 REPETITIONS, WARM_UP = 7, 2
@@ -36,11 +38,6 @@ class Shape:
     window: int
     stride: int
     padding: int
-
-    @property
-    def is_product(self) -> bool:
-        """Whether pixels are taken one by one."""
-        return (self.window, self.stride, self.padding) == (1, 1, 0)
 
 
 def shapes() -> Counter[Shape]:
@@ -72,47 +69,24 @@ def measured_ms(work: Callable[[], object]) -> float:
 
 
 def times_ms(shape: Shape, batch: int) -> dict[str, float]:
-    """Milliseconds by what is done; without products where there are none, those of the convolution count."""
+    """Milliseconds by what is done and by whom."""
     image = torch.randn(batch, shape.inputs, shape.side, shape.side)
     weight = torch.randn(shape.outputs, shape.inputs, shape.window, shape.window)
     way = ([shape.stride] * 2, [shape.padding] * 2, [1, 1], False, [0, 0], 1)
     gradient = torch.randn_like(aten.convolution.default(image, weight, None, *way))
-
-    def backward(*wanted: bool) -> float:
-        mask = [*wanted, False]
-        return measured_ms(lambda: aten.convolution_backward.default(gradient, image, weight, None, *way, mask))
-
-    forward = measured_ms(lambda: aten.convolution.default(image, weight, None, *way))
-    found = {
-        "forward": forward,
-        "backward": backward(True, True),
-        "of the input": backward(True, False),
-        "of the weight": backward(False, True),
-    }
-    products = shape.is_product
-    found["forward as products"] = measured_ms(lambda: _product(image, weight)) if products else forward
-    found["backward as products"] = (
-        measured_ms(lambda: _gradients(gradient, image, weight)) if products else found["backward"]
-    )
+    found = {}
+    for whose, forward, backward in (
+        ("torch's", aten.convolution.default, aten.convolution_backward.default),
+        ("executed", convolution, convolution_backward),
+    ):
+        found[f"{whose} forward"] = measured_ms(partial(forward, image, weight, None, *way))
+        for what, mask in (
+            ("backward", [True, True, False]),
+            ("gradient of the image", [True, False, False]),
+            ("gradient of the weight", [False, True, False]),
+        ):
+            found[f"{whose} {what}"] = measured_ms(partial(backward, gradient, image, weight, None, *way, mask))
     return found
-
-
-def _pixels(image: Tensor) -> Tensor:
-    return image.permute(0, 2, 3, 1).reshape(-1, image.shape[1])
-
-
-def _image(pixels: Tensor, like: Tensor) -> Tensor:
-    batch, _, height, width = like.shape
-    return pixels.view(batch, height, width, -1).permute(0, 3, 1, 2).contiguous()
-
-
-def _product(image: Tensor, weight: Tensor) -> Tensor:
-    return _image(_pixels(image) @ weight.flatten(1).t(), image)
-
-
-def _gradients(gradient: Tensor, image: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    pixels = _pixels(gradient)
-    return _image(pixels @ weight.flatten(1), image), pixels.t() @ _pixels(image)
 
 
 def main() -> None:

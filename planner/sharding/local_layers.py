@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import batch_norm
 
 from planner.sharding.local_call import LocalCall, LocalOperator, Peers, Slot, elements, filled, invoke, operator
+from simulator.calibration import convolutions
 
 CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
 _MASK = 10
@@ -58,8 +59,9 @@ def convolution(call: LocalCall) -> LocalOperator:
     """Convolution with this rank's groups, and a bias as in `biased_product`."""
     arguments = call.with_argument(8, _local_groups(call, 0, call.arguments[8]))
     if len(call.inputs) < 3 or call.adds_bias(2):
-        return invoke(call, arguments)
-    run = filled(operator(call.op), (*arguments[:2], None, *arguments[3:]), call.keywords)
+        run = filled(convolutions.convolution, arguments, call.keywords)
+        return lambda tensors, peers: (run(tensors),)
+    run = filled(convolutions.convolution, (*arguments[:2], None, *arguments[3:]), call.keywords)
     return lambda tensors, peers: (run(tensors[:2]),)
 
 
@@ -68,7 +70,8 @@ def convolution_backward(call: LocalCall) -> LocalOperator:
     arguments = list(call.arguments)
     arguments[3] = arguments[3] and [call.input_shape(0)[1]]
     arguments[9] = _local_groups(call, 1, arguments[9])
-    return invoke(call, tuple(arguments))
+    run = filled(convolutions.convolution_backward, tuple(arguments), call.keywords)
+    return lambda tensors, peers: run(tensors)
 
 
 def convolution_gradients(call: LocalCall, wanted: Sequence[bool]) -> LocalCall:

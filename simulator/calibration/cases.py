@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from simulator.calibration.convolutions import convolution, convolution_backward
 from simulator.program import Kernel
 
 aten = torch.ops.aten
@@ -31,6 +32,13 @@ SMALL_IMAGES = (
     (32, 512, 2048, 1, 1),
     (32, 2048, 512, 1, 1),
     (32, 1024, 2048, 2, 1, 2),
+    (8, 64, 256, 8, 1),
+    (8, 512, 128, 4, 1),
+    (8, 256, 1024, 2, 1),
+    (4, 1024, 256, 2, 1),
+    (4, 2048, 512, 1, 1),
+    (8, 256, 256, 2, 3),
+    (4, 512, 512, 1, 3),
 )
 """Batch, channels in and out, side of image and window of convolutions whose weights outweigh their images; stride."""
 CUBES = (16, 64, 128, 256, 512)
@@ -124,7 +132,7 @@ def _convolutions() -> Iterator[Case]:
                 name=name,
                 dtype=dtype,
                 shapes=(image, kernel),
-                operator=aten.convolution.default,
+                operator=convolution,
                 arguments=(None, *geometry),
                 flops=work,
                 bytes_moved=moved * _width(dtype),
@@ -134,7 +142,7 @@ def _convolutions() -> Iterator[Case]:
                 name=f"backward of {name}",
                 dtype=dtype,
                 shapes=((batch, outputs, side, side), image, kernel),
-                operator=aten.convolution_backward.default,
+                operator=convolution_backward,
                 arguments=(None, *geometry, [True, True, False]),
                 flops=2 * work,
                 bytes_moved=(moved + prod(image) + prod(kernel)) * _width(dtype),
