@@ -141,6 +141,7 @@ class _Rank:
         first = self._first_step(content, states, moving) if first_step else 0.0
         step, moved = step_bytes(setup, self.traits) * shard, activations + working + gathered
         cached = self._cached(content, min(step, moved), step)
+        late = max(step, moved) - max(step, moved - late)  # by the update all gradients are there
         if step > moved:
             activations, working, gathered = 0.0, step, 0.0
         return _stage_memory(

@@ -19,6 +19,9 @@ GIBI = 2.0**30
 PLAIN_LOSS_BYTES = 18.0
 """Bytes a logit of PyTorch's own cross entropy in float32 of 16-bit logits: these and their gradient 2 each, the
 float32 copy and its gradient, the logarithm of the softmax 4 each, and what the view without the last token copies."""
+DROPPED_LOGITS_BYTES = 14.0
+"""The same where the logits are dropped once the loss is taken (``del pred`` in torchtitan, ``del logits`` in
+torchtune): its logarithm keeps its own output alone, so that 16-bit logits and their float32 copy are gone."""
 GATHERED_LOGITS_BYTES = 8.0
 """Bytes a logit besides, where tensor ranks gather them first: the received parts and the whole, both ways. Fitted."""
 
@@ -126,7 +129,13 @@ class MemoryTraits:
     network_pair_bytes: float = 0.9 * GIBI
 
 
-_EAGER = MemoryTraits(low_precision_weights=False, late_gradients=True, bucket_elements=6.5e6, step_bytes=4.0)
+_EAGER = MemoryTraits(
+    low_precision_weights=False,
+    late_gradients=True,
+    bucket_elements=6.5e6,
+    step_bytes=4.0,
+    loss_bytes=DROPPED_LOGITS_BYTES,
+)
 _COMPILED = replace(_EAGER, fused_rms_norm=True, fused_gate=True, fused_scores=True, loss_bytes=12.0, step_bytes=0.0)
 _STATIC_GRAPH = MemoryTraits(low_precision_weights=False, fused_gate=True, loss_bytes=10.0)
 _DEEPSPEED = MemoryTraits(padded_vocabulary=True, attention_output_copy=True, loss_bytes=10.0, compiled_loss_bytes=10.0)

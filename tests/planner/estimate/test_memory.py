@@ -220,7 +220,7 @@ def test_blocks_of_activations_stay_cached_beside_the_update_of_shards() -> None
 @pytest.mark.parametrize("stack", [Stack.EAGER, Stack.COMPILED, Stack.MEGATRON])
 def test_gradients_that_come_one_by_one_are_not_there_at_the_loss(stack: Stack) -> None:
     """Activations go as gradients come, unless these stand in buffers or earlier passes have made them."""
-    once, twice = (training_memory(run(LLAMA_7B, stack=stack, micro_batches=count)) for count in (1, 2))
+    once, twice = (training_memory(run(LLAMA_7B, stack=stack, micro_batch=8, micro_batches=count)) for count in (1, 2))
     stage = once.fullest
     early = stage.activations + stage.working
     together = early + stage.gradients - stage.late
@@ -231,6 +231,8 @@ def test_gradients_that_come_one_by_one_are_not_there_at_the_loss(stack: Stack) 
     else:
         assert together >= max(early, stage.gradients)
         assert 0 < stage.late <= min(early, stage.gradients)
+        updating = training_memory(run(replace(LLAMA_7B, sequence_length=64), stack=Stack.EAGER)).fullest
+        assert updating.activations == updating.late == 0
 
 
 def test_biases_by_distance_are_tensors_in_mindspeed() -> None:
