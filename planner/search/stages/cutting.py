@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -29,26 +30,27 @@ def cut(segments: Segments, costs: FloatArray, which: IntArray) -> list[int] | N
     done, left = np.arange(1, chunks + 1), np.arange(chunks)[::-1]
     low = np.maximum(done, units - left * segments.longest)
     high = np.minimum(done * segments.longest, units - left) + 1
-    firsts, lasts = (np.searchsorted(moves.targets, end * width) for end in (low, high))
-    begins, ends = (moves.begins[places].tolist() for places in (firsts, lasts))
+    firsts, lasts = (moves.targets.searchsorted(end * width) for end in (low, high))
+    begins = moves.begins.tolist()
     priced = list(costs[:, moves.group])
-    best = np.full((chunks + 1, (units + 1) * width), np.inf)
-    best[0, 0] = 0.0
-    for chunk, (row, first, last, begin, end) in enumerate(
-        zip(rows, firsts.tolist(), lasts.tolist(), begins, ends, strict=True)
-    ):
+    best = list(np.full((chunks + 1, (units + 1) * width), np.inf))
+    best[0][0] = 0.0
+    for chunk, (row, first, last) in enumerate(zip(rows, firsts.tolist(), lasts.tolist(), strict=True)):
         if first < last:
+            begin, end = begins[first], begins[last]
             sums = best[chunk].take(moves.source[begin:end])
             sums += priced[row][begin:end]
             best[chunk + 1][moves.targets[first:last]] = np.minimum.reduceat(sums, moves.begins[first:last] - begin)
     place = units * width
-    if not np.isfinite(best[chunks, place]):
+    if not np.isfinite(best[chunks][place]):
         return None
+    ending = dict(zip(moves.targets.tolist(), pairwise(begins), strict=True))
     picks = []
     for chunk in reversed(range(chunks)):
-        to = int(np.searchsorted(moves.targets, place))
-        begin, end = moves.begins[to], moves.begins[to + 1]
-        pick = begin + int(np.argmin(best[chunk, moves.source[begin:end]] + priced[rows[chunk]][begin:end]))
+        begin, end = ending[place]
+        sums = best[chunk].take(moves.source[begin:end])
+        sums += priced[rows[chunk]][begin:end]
+        pick = begin + int(sums.argmin())
         picks.append(int(moves.group[pick]))
         place = int(moves.source[pick])
     return picks[::-1]

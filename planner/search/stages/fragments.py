@@ -142,10 +142,13 @@ def _frontier(
 
     Of rows that are equal in all criteria the one that is least in the other columns stays.
     """
-    found, exact, merits = [], True, criteria.of(values)
     # Boundary states are small numbers, from -1 on.
     keys = (entry + 1) * (int(leave.max(initial=0)) + 2) + leave + 1
-    for key in np.flatnonzero(np.bincount(keys)).tolist():
+    counts = np.bincount(keys)
+    if counts.max(initial=0) <= 1:
+        return np.argsort(keys, kind="stable"), True
+    found, exact, merits = [], True, criteria.of(values)
+    for key in np.flatnonzero(counts).tolist():
         rows = np.flatnonzero(keys == key)
         if len(rows) == 1:
             found.append(rows)

@@ -14,8 +14,8 @@ on y follows by dynamic programming over the cuts (Narayanan et al., PipeDream, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from planner.search.stages.fragments import (
     TRANSIENT,
     WIDTH,
     FloatArray,
+    IntArray,
 )
 from planner.search.stages.listed_cuts import few_cuts
 from planner.search.stages.listed_search import listed_partition
@@ -192,7 +193,9 @@ class _Cutter:
         groups = cut(self.segments, np.stack([np.minimum.reduceat(t, self.segments.offsets) for t in tables]), which)
         if groups is None:
             return None
-        return [self._row(group, tables[place]) for group, place in zip(groups, which.tolist(), strict=True)]
+        pairs_of = list(zip(groups, which.tolist(), strict=True))
+        rows = {pair: self._row(pair[0], tables[pair[1]]) for pair in dict.fromkeys(pairs_of)}
+        return [rows[pair] for pair in pairs_of]
 
     def _costs(self, kind: int, limit_s: float) -> FloatArray:
         segments = self.segments
@@ -204,16 +207,46 @@ class _Cutter:
         inside = slice(group.first, group.last)
         return group.first + int(np.lexsort((self.segments.busy[inside], costs[inside]))[0])
 
-    def least(self, low: int, high: int, limits_of: Callable[[float], FloatArray]) -> tuple[int, Picks | None]:
-        """First place in `limits` from which a cut exists, given that one exists at `high`; and that cut."""
-        last = high
+    @cached_property
+    def _longest(self) -> IntArray:
+        """(chunks, limits) units that each chunk may hold at most under each of `limits`, far below 0 for none."""
+        groups, task = self.segments.groups, self.segments.task
+        length = np.array([group.length for group in groups])
+        begin, end = (np.array([edge(group.starts) for group in groups]) for edge in (min, max))
+        inner = (end > 0) & (begin + length < task.units)
+        table = np.empty((3, len(self.least_busy), len(self.limits)), dtype=np.int64)
+        for kind, busy in enumerate(self.least_busy):
+            order = np.argsort(busy, kind="stable")
+            places = np.searchsorted(busy[order], self.limits * (1 + ROUNDING), side="right")
+            for position, there in enumerate((begin == 0, inner, end + length == task.units)):
+                most = np.maximum.accumulate(np.where(there, length, -task.units * task.pieces)[order])
+                table[position, kind] = np.append(-task.units * task.pieces, most)[places]
+        ends = np.ones(task.pieces, dtype=np.int64)
+        ends[0], ends[-1] = 0, 2
+        found: IntArray = table[ends, self.kind]
+        return found
+
+    def least(self, high: int, limits_s: FloatArray, lowered: BoolArray) -> tuple[int, Picks | None]:
+        """First place in `limits` to which chunks can be `lowered`, (chunks,), given that `high` is one; and that cut.
+
+        Chunks that could not hold all units together, if each were as long as it may, need not be tried.
+        """
+        places = np.searchsorted(self.limits, limits_s)[:, None]
+        trials = np.where(lowered[:, None], np.minimum(places, np.arange(high)), places)
+        held = np.take_along_axis(self._longest, trials, axis=1).sum(axis=0)
+        low, last, step = int(np.searchsorted(held, self.segments.task.units)), high, 1
+
+        def limits_at(place: int) -> FloatArray:
+            return np.where(lowered, np.minimum(limits_s, self.limits[place]), limits_s)
+
         while low < high:
-            middle = (low + high) // 2
-            if self._exists(limits_of(float(self.limits[middle]))):
-                high = middle
+            # What all units together need is nearly always enough.
+            trial = min(low + step - 1, (low + high) // 2)
+            if self._exists(limits_at(trial)):
+                high = trial
             else:
-                low = middle + 1
-        return low, self.picks(limits_of(float(self.limits[low]))) if low < last else None
+                low, step = trial + 1, 2 * step
+        return low, self.picks(limits_at(low)) if low < last else None
 
 
 def _search(segments: Segments) -> Partition | None:
@@ -223,21 +256,21 @@ def _search(segments: Segments) -> Partition | None:
     if not len(cutter.limits):
         return None
 
-    def limits_of(limit: float) -> FloatArray:
-        return np.full(task.pieces, limit)
+    def limits_of(place: int) -> FloatArray:
+        return np.full(task.pieces, cutter.limits[place])
 
-    best = cutter.picks(limits_of(float(cutter.limits[-1])))
+    best = cutter.picks(limits_of(-1))
     if best is None:
         return None
     best_s, least_fill, bound = _objective(segments, best), _fill(segments, best), np.inf
-    place, _ = cutter.least(0, len(cutter.limits) - 1, limits_of)
+    place, _ = cutter.least(len(cutter.limits) - 1, limits_of(-1), np.ones(task.pieces, dtype=np.bool_))
     for trial in range(SCANS + 1):
         if place >= len(cutter.limits) or cutter.limits[place] + least_fill >= best_s * (1 - ROUNDING):
             break
         if trial == SCANS:
             bound = float(cutter.limits[place]) + least_fill
             break
-        picks = cutter.picks(limits_of(float(cutter.limits[place])))
+        picks = cutter.picks(limits_of(place))
         assert picks is not None  # there is a cut at a lower limit
         if _objective(segments, picks) < best_s:
             best, best_s = picks, _objective(segments, picks)
@@ -318,14 +351,9 @@ def _lowered(cutter: _Cutter) -> Picks | None:
         return None
     turns = [*range(task.chunks)]
     for chosen in _sets_of_turns(turns):
-
-        def limits_of(limit: float, chosen: Sequence[int] = chosen, limits: FloatArray = limits) -> FloatArray:
-            trial = limits.copy()
-            trial[chosen] = np.minimum(trial[chosen], limit)
-            return np.repeat(trial, task.ranks)
-
+        lowered = np.repeat(np.isin(turns, chosen), task.ranks)
         high = int(np.searchsorted(cutter.limits, limits[chosen].max()))
-        place, picks = cutter.least(0, high, limits_of)
+        place, picks = cutter.least(high, np.repeat(limits, task.ranks), lowered)
         if picks is not None and _objective(segments, picks) <= _objective(segments, best):
             best = picks
             limits[chosen] = np.minimum(limits[chosen], cutter.limits[place])

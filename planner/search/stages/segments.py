@@ -230,6 +230,9 @@ class Segments:
         self.complete = True
         self._powers: list[dict[int, Fragments]] = [{} for _ in task.kinds]
         self._begins = np.concatenate(([0], np.cumsum(task.counts))).tolist()
+        changes = np.any(task.sends_s[1:] != task.sends_s[:-1], axis=1)
+        # Units before which the message is another than before the one before; there is none before the network.
+        self._differs = np.concatenate(([1], 2 + np.flatnonzero(changes)))
         kinds = [*self._inside(), *self._across()]
         self.exact = all(kind.ways.exact for kind in kinds)
         states = sorted({_BEGIN, *(int(s) for k in task.kinds for s in (*k.entry, *k.exit))})
@@ -344,14 +347,11 @@ class Segments:
 
     def _placed_row(self, starts: range, length: int, ways: Fragments) -> Iterator[_Kind]:
         """Split where the message before the segment differs; there is none before the network."""
-        nothing = np.zeros(0)
-        sends = [nothing if start == 0 else self.task.sends_s[start - 1] for start in starts]
-        begin = 0
-        for place in range(1, len(starts) + 1):
-            if place == len(starts) or not np.array_equal(sends[place], sends[begin]):
-                if len(ways):
-                    yield _Kind(starts[begin:place], length, ways, sends[begin])
-                begin = place
+        if not len(ways):
+            return
+        differs = self._differs[(self._differs > starts.start) & (self._differs < starts.stop)].tolist()
+        for begin, end in pairwise([starts.start, *differs, starts.stop]):
+            yield _Kind(range(begin, end), length, ways, self.task.sends_s[begin - 1] if begin else np.zeros(0))
 
 
 def _chunk_ends(task: PartitionTask) -> dict[int, set[int]]:
