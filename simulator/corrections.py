@@ -25,6 +25,7 @@ FACTORS: Mapping[Kernel, str] = {
     **dict.fromkeys(
         (
             Kernel.ELEMENTWISE,
+            Kernel.ACCUMULATION,
             Kernel.ACTIVATION,
             Kernel.TRANSCENDENTAL,
             Kernel.SOFTMAX,

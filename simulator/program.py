@@ -33,6 +33,8 @@ class Kernel(StrEnum):
     """Both gradients of a convolution: of the speed of `CONVOLUTION` where a profile does not tell."""
     ATTENTION = "attention"
     ELEMENTWISE = "elementwise"
+    ACCUMULATION = "accumulation"
+    """Adding to a tensor where it stands: of the speed of `ELEMENTWISE` where a profile does not tell."""
     ACTIVATION = "activation"
     TRANSCENDENTAL = "transcendental"
     """Activations with exponentials, such as GELU: of the speed of `ACTIVATION` where a profile does not tell."""
@@ -49,6 +51,7 @@ class Kernel(StrEnum):
 
 WIDER_CLASS = {
     Kernel.CONVOLUTION_BACKWARD: Kernel.CONVOLUTION,
+    Kernel.ACCUMULATION: Kernel.ELEMENTWISE,
     Kernel.TRANSCENDENTAL: Kernel.ACTIVATION,
     Kernel.BATCH_NORMALIZATION: Kernel.NORMALIZATION,
 }

@@ -37,7 +37,7 @@ def addition(
         name=f"{ACCUMULATE}{source.graph.nodes[parameter].name}",
         phase=Phase.BACKWARD,
         stream=stream,
-        kernel=Kernel.VIEW if first else Kernel.ELEMENTWISE,
+        kernel=Kernel.VIEW if first else Kernel.ACCUMULATION,
         dtype=spec.dtype,
         bytes_moved=0.0 if first else 3.0 * source.local_bytes(spec, placements),
         on_host=source.host.holds(ref),

@@ -314,7 +314,7 @@ class PassWriter:
                 task = Task(
                     name=f"add gradients of {self.source.graph.nodes[mark.parameter].name}",
                     phase=Phase.BACKWARD,
-                    kernel=Kernel.ELEMENTWISE,
+                    kernel=Kernel.ACCUMULATION,
                     dtype=self.source.graph.spec(mark.gradient).dtype,
                     bytes_moved=3.0 * size,
                     on_host=mark.parameter in self.source.host.parameters,
@@ -346,7 +346,7 @@ class PassWriter:
             task = Task(
                 name=f"{ACCUMULATE}{self.source.graph.nodes[value.mark.parameter].name}",
                 phase=Phase.BACKWARD,
-                kernel=Kernel.VIEW if self.first else Kernel.ELEMENTWISE,
+                kernel=Kernel.VIEW if self.first else Kernel.ACCUMULATION,
                 dtype=spec.dtype,
                 bytes_moved=0.0 if self.first else 3.0 * size,
                 on_host=value.mark.parameter in self.source.host.parameters,

@@ -251,6 +251,7 @@ BATCH_NORMS = ((16, 4), (64, 8), (256, 2), (512, 1))
 """Channels, and side of the images of each."""
 FAMILIES = (
     _Family(kernel=Kernel.ELEMENTWISE, name="add", operator=aten.add.Tensor, inputs=2, moved=3),
+    _Family(kernel=Kernel.ACCUMULATION, name="add in place", operator=aten.add_.Tensor, inputs=2, moved=3),
     _Family(kernel=Kernel.ELEMENTWISE, name="scale", operator=aten.mul.Tensor, arguments=(0.5,)),
     _Family(kernel=Kernel.ACTIVATION, name="relu", operator=aten.relu.default),
     _Family(kernel=Kernel.TRANSCENDENTAL, name="gelu", operator=_gelu),

@@ -32,6 +32,7 @@ SLOWED: Mapping[Kernel, tuple[str, ...]] = {
     Kernel.MATMUL: ("mm 256x256x256", "mm 64x1024x4096", "mm 256x768x3072"),
     Kernel.CONVOLUTION: ("conv 8x64x16x16 to 64, 3x3", "backward of conv 16x512x1x1 to 1024, 1x1"),
     Kernel.ELEMENTWISE: ("add 524288",),
+    Kernel.ACCUMULATION: ("add in place 524288",),
     Kernel.ACTIVATION: ("relu 524288",),
     Kernel.TRANSCENDENTAL: ("gelu 524288",),
     Kernel.NORMALIZATION: ("layer norm 524288",),

@@ -211,7 +211,7 @@ def _update_task(plan: Plan, lowered: LoweredPlan | LoweredStages, rank: int, in
             payload_bytes=_update_payload(lowered, rank, instruction),
         )
     if not isinstance(instruction, Update | BeginUpdate):
-        kernel = Kernel.ELEMENTWISE if isinstance(instruction, Accumulate) else Kernel.COPY
+        kernel = Kernel.ACCUMULATION if isinstance(instruction, Accumulate) else Kernel.COPY
         return Task(name="gradients of stages", phase=Phase.UPDATE, stream=COMPUTE_STREAM, kernel=kernel)
     assert isinstance(lowered, LoweredStages)
     stored = lowered.ranks[lowered.pipeline_rank(rank)].parameters

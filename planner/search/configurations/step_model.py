@@ -359,7 +359,7 @@ class StepModel(Storage):
             return np.zeros_like(elements)
         held = elements / self.shards(c) if self.scatters_each(c) else elements + labels.unsummed_elements
         moved = 3.0 * held * DTYPE_BYTES[self.dtype]
-        seconds = self._kernels_s(Kernel.ELEMENTWISE, np.zeros_like(moved), moved, c, trained)
+        seconds = self._kernels_s(Kernel.ACCUMULATION, np.zeros_like(moved), moved, c, trained)
         return seconds * (1 - 1 / c.micro_batches)
 
     def _kernels_s(
