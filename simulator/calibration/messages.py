@@ -25,8 +25,8 @@ SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
 TIMEOUT = timedelta(seconds=60)
 COLLECTIVE_S = 0.2
 CALL_ROUNDS = 5
-FEWEST_CALLS = 2
 MOST_CALLS = 5
+"""Calls of a kind and size in a round, at most; those that take long have one."""
 COLD_BYTES = 48 << 20
 MOST_COPIES = 8
 FILLER_ROWS = 384
@@ -81,8 +81,8 @@ def _time_collectives(device: torch.device) -> dict[Collective, tuple[float, ...
     for place, call in calls.items():  # the first calls make connections and buffers
         call(0)
         before()
-        once = _slowest(_loop(partial(call, 1), 2, device), device)
-        counts[place] = max(FEWEST_CALLS, min(MOST_CALLS, int(COLLECTIVE_S / max(once, 1e-6) / CALL_ROUNDS)))
+        once = _slowest(_loop(partial(call, 1), 1, device), device)
+        counts[place] = max(1, min(MOST_CALLS, int(COLLECTIVE_S / max(once, 1e-6) / CALL_ROUNDS)))
     spans: dict[tuple[Collective, int], list[tuple[float, float]]] = {place: [] for place in calls}
     for _ in range(CALL_ROUNDS):
         for place, call in calls.items():
