@@ -1,4 +1,4 @@
-"""The machine's pace beside the timed steps of a run, timed on all ranks together."""
+"""Timed steps of a run on the machine that its prediction is for, and the machine's pace beside them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ AFTER_ROUNDS = 8
 class PacedSteps:
     """Spans of steps with rounds of typical kernels before, between and behind them; ``found`` are their seconds.
 
-    An accelerator may have no memory for these kernels before the steps are done.
+    An accelerator may have no memory for these kernels before the steps are done. On a processor ranks that share cores
+    load data and look after the run between steps one after the other: that is no part of a step, and so none of them
+    begins before all are ready.
 
     Parameters
     ----------
@@ -45,6 +47,11 @@ class PacedSteps:
         for begin in range(first, end, every):
             yield begin, min(begin + every, end)
             self.found += timed_paces(pace, dist.barrier, 1)
+
+    def meet(self) -> None:
+        """Wait until all ranks are ready for the next step, where that would count as the time of those that are."""
+        if self._between:
+            dist.barrier()
 
     def _steps_of_span(self, steps: int) -> int:
         longest = torch.tensor([self._step_s, self.found[0]], dtype=torch.float64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -169,10 +169,11 @@ def _train_rank(job: Job, device: torch.device, store: Store, watch: Watch) -> R
     times: list[float] = []
     end_step = StepEnd(job, store, trainer.save)
 
-    def run(begin: int, end: int) -> None:
+    def run(begin: int, end: int, meet: Callable[[], None] = lambda: None) -> None:
         """Run some steps; loading data is not part of a step's time."""
         for step in range(begin, end):
             batches = trainer.batches(step)
+            meet()
             with watch.step():
                 loss, seconds = trainer.run(batches)
             if loss is not None:
@@ -185,7 +186,7 @@ def _train_rank(job: Job, device: torch.device, store: Store, watch: Watch) -> R
     paced = PacedSteps(device, times[-1] if times else 0.0, wanted=job.times_pace)
     before = machine_use()
     for begin, end in paced.spans(first + job.warm_up_steps, job.steps):
-        run(begin, end)
+        run(begin, end, paced.meet)
     use = used_since(before)
     for step in range(job.steps, job.steps + job.recorded_steps):
         trainer.run_recorded(step)

@@ -80,3 +80,13 @@ def test_a_run_says_how_fast_and_how_quiet_the_machine_was(tmp_path: Path) -> No
     assert any("typical kernels on all processes together" in note for note in report.notes)
     for share in (report.others_share, report.stolen_share):
         assert share is None or 0 <= share <= 1.01
+
+
+@pytest.mark.parametrize(("device", "wanted", "meetings"), [("cpu", True, 1), ("cpu", False, 0), ("cuda", True, 0)])
+def test_timed_steps_begin_together_where_ranks_share_cores(
+    monkeypatch: pytest.MonkeyPatch, device: str, wanted: bool, meetings: int
+) -> None:
+    met: list[str] = []
+    monkeypatch.setattr("planner.execution.paces.dist.barrier", lambda: met.append("all"))
+    PacedSteps(torch.device(device), 0.1, wanted=wanted).meet()
+    assert len(met) == meetings
