@@ -224,7 +224,7 @@ _SETUP: dict[str, Callable[[TrainingSetup], Any]] = {
     "weight_gradients_in_bubble": lambda s: _DELAYED.get(schedule_name(s.schedule), 0.0),
     "paired_passes": lambda s: schedule_name(s.schedule) in _PAIRED,
     "passes_in_bubble": lambda s: 2.0 if schedule_name(s.schedule) == "multi_copy" else 1.0,
-    "fused_norm": lambda s: s.fused_norm or traits_of(s.stack).fused_rms_norm,
+    "fused_norm": lambda s: (s.fused_norm or traits_of(s.stack).fused_rms_norm) and not s.single_norms,
     "fused_gate": lambda s: traits_of(s.stack).fused_gate,
     "slow_dropout": lambda s: s.stack in _MEGATRONS_DROPOUT,
     "fused_sums": lambda s: s.stack in _FUSED_SUMS,

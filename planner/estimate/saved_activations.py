@@ -74,7 +74,7 @@ def layer_activations(
     tokens = setup.micro_batch * sequence / setup.cp
     element = LOW_PRECISION_BYTES[setup.precision]
     low = setup.precision in ("fp8", "fp4") and traits.saved_low_precision_inputs
-    fused_norm = traits.fused_rms_norm or setup.fused_norm or not shape.rms_norm
+    fused_norm = ((traits.fused_rms_norm or setup.fused_norm) and not setup.single_norms) or not shape.rms_norm
     sizes = _Sizes(
         tokens=tokens,
         sequence=sequence,

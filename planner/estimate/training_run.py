@@ -253,6 +253,8 @@ class TrainingSetup:
     deterministic: bool = False
     fused_norm: bool = False
     """A fused RMSNorm or layer-norm kernel where the stack's default has none."""
+    single_norms: bool = False
+    """RMSNorm of single operators where the stack has a kernel."""
     reduce_bucket_elements: float = 0.0
     """Elements of a buffer that gradients are copied to and reduced in (DeepSpeed: 5e8); 0: they are contiguous."""
     fixed_workspaces: bool = False

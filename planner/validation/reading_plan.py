@@ -73,7 +73,7 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
         separate_gate=words.is_scaling(row), tokens_sent_once=words.sends_tokens_once(row),
         overlap_experts=bool(re.search(r"1f1b overlap|a2a_ovlp|overlap[-_]moe[-_]expert", flags)),
         eager_kernels=0 < words.release(row) < _LAZY_KERNELS, **memory_settings(row),
-        fused_norm=bool(re.search(r"rms kernel|fused[-_ ]?rms ?norm", f"{row.text('attention_impl')} {flags}".lower())),
+        fused_norm=words.fused_norm(row), single_norms=used is Stack.MINDSPEED and words.leaves_norms_single(row),
     )  # fmt: skip
 
 

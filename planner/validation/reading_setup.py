@@ -383,6 +383,16 @@ def is_recipe(row: FileRow) -> bool:
     return bool(re.search(r"nemo|megatron-bridge|dgxc", origin)) and "automodel" not in origin
 
 
+def fused_norm(row: FileRow) -> bool:
+    """Whether a row says that RMSNorm is one kernel."""
+    return bool(re.search(r"rms kernel|fused[-_ ]?rms ?norm", f"{row.text('attention_impl')} {all_words(row)}".lower()))
+
+
+def leaves_norms_single(row: FileRow) -> bool:
+    """Whether a test lists its flags and not ``--use-fused-rmsnorm``, which MindSpeed's other scripts all have."""
+    return functional_test(row) and not fused_norm(row)
+
+
 def sends_tokens_once(row: FileRow) -> bool:
     """Whether experts get a token once for each node: DeepEP, and HybridEP, which Megatron-Bridge's recipes take.
 

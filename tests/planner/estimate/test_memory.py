@@ -235,6 +235,14 @@ def test_gradients_that_come_one_by_one_are_not_there_at_the_loss(stack: Stack) 
         assert updating.activations == updating.late == 0
 
 
+def test_norms_of_single_operators_keep_float32_copies() -> None:
+    one, single = (
+        training_memory(run(LLAMA_7B, stack=Stack.MINDSPEED, single_norms=single)).fullest for single in (False, True)
+    )
+    stream = LLAMA_7B.sequence_length * LLAMA_7B.hidden
+    assert single.activations - one.activations == pytest.approx(2 * LLAMA_7B.layers * 4 * stream)
+
+
 def test_biases_by_distance_are_tensors_in_mindspeed() -> None:
     plan: dict[str, Any] = {"stack": Stack.MINDSPEED, "attention": AttentionKernel.VENDOR, "tp": 2, "micro_batch": 2}
     rotated, biased = (

@@ -112,6 +112,24 @@ def test_containers_without_reproducible_flash_attention(
     assert setup.attention is kernel
 
 
+@pytest.mark.parametrize(
+    ("flags", "source", "single"),
+    [
+        ("use-fused-rmsnorm; swiglu", "MindSpeed-LLM CI baselines", False),
+        ("swiglu", "MindSpeed-LLM CI baselines", True),
+        ("swiglu", "MindSpeed-LLM README", False),
+    ],
+)
+def test_norms_of_mindspeed_are_one_kernel_unless_a_test_leaves_the_flag_out(
+    tmp_path: Path, flags: str, source: str, single: bool
+) -> None:
+    setup = setup_of(
+        tmp_path, other_flags=flags, source=source, framework="MindSpeed-LLM CI", accelerator="Ascend 910B"
+    )
+    assert setup.single_norms is single
+    assert setup.fused_norm is ("rmsnorm" in flags)
+
+
 def test_reward_models_see_answers_of_variable_length(tmp_path: Path) -> None:
     assert "variable length" in read_one(tmp_path, model="reward_chatglm3_tp2", notes="").reason
     assert "variable length" not in read_one(tmp_path, model="performance_chatglm3", notes="").reason
