@@ -138,8 +138,8 @@ class _Rank:
         gathered = self._gathered(content, parameters.total)
         communication = self._communication(content, parameters.total)
         moving = activations + working + gathered + communication
-        first = self._first_step(content, states, moving) if first_step else 0.0
         step, moved = step_bytes(setup, self.traits) * shard, activations + working + gathered
+        first = self._first_step(content, states, moving, step) if first_step else 0.0
         cached = self._cached(content, min(step, moved), step)
         late = max(step, moved) - max(step, moved - late)  # by the update all gradients are there
         if step > moved:
@@ -163,12 +163,13 @@ class _Rank:
             self.context,
         )
 
-    def _first_step(self, content: StageContent, states: States, moving: float) -> float:
+    def _first_step(self, content: StageContent, states: States, moving: float, step: float) -> float:
         """Most bytes up to the end of the first step, with `moving` bytes that come and go in forward and backward.
 
-        The moments are allocated by the update, when those have gone. It works with the largest tensor once more in
-        float32: a table of the vocabulary, the inner product of a layer, or that of all experts of a rank. Before,
-        weights are drawn in float32, tensor by tensor, beside those that stand.
+        The moments are allocated by the update, when those have gone. It works with `step` bytes of gradients in
+        float32 or, where they are that already, with the largest tensor once more: a table of the vocabulary, the inner
+        product of a layer, or that of all experts of a rank. Before, weights are drawn in float32, tensor by tensor,
+        beside those that stand.
         """
         shape, setup = self.shape, self.setup
         dense_ranks, expert_ranks = shards(setup) if setup.optimizer_sharding is not OptimizerSharding.NONE else (1, 1)
@@ -180,7 +181,7 @@ class _Rank:
             expert = inner * shape.experts.feed_forward / setup.expert_tp * shape.experts.count / setup.ep
         update = max(dense / dense_ranks, expert / expert_ranks) * setup.trained_fraction
         drawn = states.parameters + 4 * max(dense, expert)
-        return max(states.total - states.moments + moving, states.total + 4 * update, drawn)
+        return max(states.total - states.moments + moving, states.total + max(4 * update, step), drawn)
 
     def _late(self, early: float, ending: float, gradients: float) -> float:
         """Bytes of `gradients` that do not stand yet at the fullest moment of a backward pass.

@@ -70,15 +70,18 @@ def stage_residency(setup: TrainingSetup, stage: int) -> float:
     """Micro-batches in flight of rank `stage`, whose chunks need not have equally many layers.
 
     The result, times what all layers of the stage keep, is what stands. A rank that interleaves takes ``pp``
-    micro-batches through one chunk, then as many through the next, and so on: the first chunks hold more of them than
-    the last.
+    micro-batches (``micro_batch_group`` where that is more) through one chunk, then as many through the next, and so
+    on: the first chunks hold more of them than the last.
     """
     even = micro_batches_in_flight(setup.schedule, stage, setup.pp, setup.vpp, setup.micro_batches)
     interleaved = schedule_name(setup.schedule) in ("1f1b", "interleaved_1f1b") and setup.vpp > 1
+    if interleaved and setup.micro_batch_group > setup.pp:
+        more = (setup.vpp - 1) * (setup.micro_batch_group - setup.pp) / setup.vpp
+        even = min(even + more, float(setup.micro_batches))
     layers = setup.layers_per_stage[stage :: setup.pp]
     if not interleaved or not layers:
         return even
-    group = min(setup.pp, setup.micro_batches)
+    group = min(max(setup.pp, setup.micro_batch_group), setup.micro_batches)
     rounds, rest = divmod(even * setup.vpp, group * setup.vpp)
     held = (rounds * group + min(max(rest - chunk * group, 0.0), group) for chunk in range(setup.vpp))
     return sum(count * each for count, each in zip(layers, held, strict=True)) / max(sum(layers), 1)

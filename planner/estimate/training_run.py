@@ -253,6 +253,8 @@ class TrainingSetup:
     deterministic: bool = False
     fused_norm: bool = False
     """A fused RMSNorm or layer-norm kernel where the stack's default has none."""
+    micro_batch_group: int = 0
+    """Micro-batches that an interleaved rank takes through a chunk before the next chunk gets one; 0: ``pp``."""
     single_norms: bool = False
     """RMSNorm of single operators where the stack has a kernel."""
     reduce_bucket_elements: float = 0.0

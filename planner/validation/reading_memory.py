@@ -10,6 +10,8 @@ from planner.validation.measurement_file import FileRow
 _FOUR_BITS = 0.5
 _DEFERRED = 2
 """``--wgrad-deferral-limit`` of Megatron-LM's functional tests of it."""
+_GROUP = 5
+"""``--microbatch-group-size-per-virtual-pipeline-stage`` of Megatron-LM's test of tuned overlap."""
 _IN_PLACE = 16
 _CUMULATIVE = (
     "baseline", "packed", "compile", "chunked", "activation checkpointing", "fuse optimizer", "activation offloading",
@@ -32,6 +34,7 @@ class MemorySettings(TypedDict):
     fused_loss: bool
     scripted_loss: bool
     deferred_head_batches: int
+    micro_batch_group: int
     packed_attention: bool
 
 
@@ -63,6 +66,7 @@ def memory_settings(row: FileRow) -> MemorySettings:
         or ("torchtitan" in framework and "compile" in words and row.text("measured_date") >= "2025"),
         scripted_loss=long_term_support(row),
         deferred_head_batches=_DEFERRED * bool(re.search(r"defer[-_]embedding[-_]wgrad", words)),
+        micro_batch_group=_GROUP * ("tunable_overlap" in words),
         packed_attention="llm-foundry" not in framework,
     )
 

@@ -275,6 +275,14 @@ def test_first_chunks_hold_more_micro_batches_than_the_last() -> None:
     assert stage_residency(replace(first, schedule="gpipe"), 3) == 8
 
 
+def test_larger_groups_hold_more_micro_batches_of_the_first_chunks() -> None:
+    """Megatron-LM's warm-up is ``2 (p - i - 1) + (v - 1) g`` passes for groups of ``g`` micro-batches."""
+    setup = TrainingSetup(devices=4, pp=4, vpp=3, micro_batches=10)
+    held = [stage_residency(replace(setup, micro_batch_group=group), 3) for group in (0, 4, 5, 100)]
+    assert held == pytest.approx([9 / 3, 9 / 3, 11 / 3, 10])
+    assert stage_residency(replace(setup, vpp=1, micro_batch_group=5), 3) == 1
+
+
 def test_moments_come_when_activations_have_gone() -> None:
     """By the end of the first step either the activations without moments were the most, or the update was."""
     few, many = (training_memory(run(LLAMA_7B, tp=8, micro_batch=size, stack=Stack.MINDSPEED)) for size in (1, 16))
@@ -282,6 +290,9 @@ def test_moments_come_when_activations_have_gone() -> None:
     states = small.parameters + small.gradients + small.master_weights + small.moments
     table = 4 * LLAMA_7B.vocabulary / 8 * LLAMA_7B.hidden
     assert small.first_step_bytes == pytest.approx(states + small.workspace + table, rel=0.01)
+    (half,) = training_memory(run(LLAMA_7B, tp=8, stack=Stack.MINDSPEED, precision="fp16", gradient_bytes=2)).stages
+    states = half.parameters + half.gradients + half.master_weights + half.moments
+    assert half.first_step_bytes == pytest.approx(states + half.workspace + 2 * half.parameters)
     assert large.first_step_bytes == pytest.approx(large.allocated_bytes - large.moments)
     assert few.figures()[MemoryFigure.FIRST_STEP_ALLOCATED] < few.figures()[MemoryFigure.ALLOCATED]
 
