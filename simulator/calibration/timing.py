@@ -12,6 +12,7 @@ from torch import Tensor
 
 from simulator.calibration.cases import Case
 from simulator.calibration.machine import beyond_caches
+from simulator.program import Kernel
 
 Repeated = Callable[[int], None]
 """Does something so many times."""
@@ -24,6 +25,8 @@ INTERLEAVED_S = 1.5
 INTERLEAVED_ROUNDS = (20, 400)
 LARGEST_FACTOR = 10.0
 CASE_S = 0.025
+IN_PLACE = frozenset({Kernel.OPTIMIZER, Kernel.ACCUMULATION})
+"""Kernels whose results lie in their inputs: what they move twice takes memory once."""
 MOST_INPUT_TURNS = 4
 """Times the memory taken in turn that inputs may hold of which little is read, as tables of embeddings."""
 
@@ -151,10 +154,10 @@ def _closure(case: Case, inputs: list[Tensor], *, keeps: bool = False) -> Callab
 
 
 def _input_sets(case: Case, device: torch.device, turn_bytes: int) -> list[list[Tensor]]:
-    size = max(1, int(case.bytes_moved))
     generator = torch.Generator().manual_seed(0)
     first = _inputs(case, device, generator)
     held = max(1, sum(tensor.nbytes for tensor in first))
+    size = held if case.kernel in IN_PLACE else max(1, int(case.bytes_moved))
     copies = max(1, min(MOST_COPIES, turn_bytes // size, MOST_INPUT_TURNS * turn_bytes // held))
     return [first, *([tensor.clone() for tensor in first] for _ in range(copies - 1))]
 

@@ -349,3 +349,14 @@ def test_results_of_kernels_taken_in_turn_stand_until_their_next_turn():
     alive.clear(), most.clear()
     measure_case(case, torch.device("cpu"), budget_s=1e-4, turn_bytes=0)
     assert max(most) == 1
+
+
+@pytest.mark.parametrize("name", ["adam 65536", "sgd 65536", "add in place 65536", "add 65536"])
+def test_inputs_taken_in_turn_fill_the_memory_that_they_are_taken_from(name):
+    """What a kernel reads and writes in place lies there once, though it counts twice as moved."""
+    case = next(case for case in all_cases() if case.name == name and case.dtype == "float32")
+    wanted = 8 << 20
+    sets = timing._input_sets(case, torch.device("cpu"), wanted)
+    results = 4 * 65536 if name == "add 65536" else 0
+    held = sum(sum(tensor.nbytes for tensor in inputs) + results for inputs in sets)
+    assert 0.8 * wanted < held <= wanted
