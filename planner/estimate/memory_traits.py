@@ -139,7 +139,7 @@ _EAGER = MemoryTraits(
 _COMPILED = replace(_EAGER, fused_rms_norm=True, fused_gate=True, fused_scores=True, loss_bytes=12.0, step_bytes=0.0)
 _STATIC_GRAPH = MemoryTraits(low_precision_weights=False, fused_gate=True, loss_bytes=10.0)
 _DEEPSPEED = MemoryTraits(padded_vocabulary=True, attention_output_copy=True, loss_bytes=10.0, compiled_loss_bytes=10.0)
-_MEGATRON = replace(_DEEPSPEED, fused_gate=True, loss_bytes=6.0)
+_MEGATRON = replace(_DEEPSPEED, fused_gate=True, loss_bytes=6.0, weighted_experts=True)
 _ASCEND = MemoryTraits(fused_rms_norm=True, fused_gate=True, fused_scores=True, loss_bytes=6.0)
 
 _TRAITS: dict[Stack, MemoryTraits] = {
@@ -148,7 +148,7 @@ _TRAITS: dict[Stack, MemoryTraits] = {
     Stack.MEGATRON: _MEGATRON,
     Stack.DEEPSPEED: _DEEPSPEED,
     Stack.TRANSFORMER_ENGINE: replace(
-        _MEGATRON, fused_rms_norm=True, fused_scores=True, saved_low_precision_inputs=True, weighted_experts=True
+        _MEGATRON, fused_rms_norm=True, fused_scores=True, saved_low_precision_inputs=True
     ),
     Stack.MINDSPORE: _ASCEND,
     Stack.MINDSPEED: replace(_ASCEND, padded_vocabulary=True, position_biases=True),

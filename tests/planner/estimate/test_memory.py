@@ -303,9 +303,10 @@ def test_updates_work_with_the_experts_of_a_rank_at_once() -> None:
     assert stage.first_step_bytes - states - stage.workspace == pytest.approx(4 * 8 * 2 * 4096 * 14336)
 
 
-def test_experts_keep_the_output_of_their_function_before_and_after_its_weight() -> None:
-    setup = run(MIXTRAL, stack=Stack.TRANSFORMER_ENGINE).setup
-    traits = traits_of(Stack.TRANSFORMER_ENGINE)
+@pytest.mark.parametrize("stack", [Stack.MEGATRON, Stack.TRANSFORMER_ENGINE])
+def test_experts_keep_the_output_of_their_function_before_and_after_its_weight(stack: Stack) -> None:
+    setup, traits = run(MIXTRAL, stack=stack).setup, traits_of(stack)
+    assert traits.weighted_experts
     plain, weighted = (
         layer_activations(MIXTRAL, setup, replace(traits, weighted_experts=kept), experts=True).saved
         for kept in (False, True)
