@@ -39,6 +39,8 @@ SMALL_IMAGES = (
     (4, 2048, 512, 1, 1),
     (8, 256, 256, 2, 3),
     (4, 512, 512, 1, 3),
+    (8, 256, 256, 4, 3, 2),
+    (4, 512, 512, 2, 3, 2),
 )
 """Batch, channels in and out, side of image and window of convolutions whose weights outweigh their images; stride."""
 CUBES = (16, 64, 128, 256, 512)
