@@ -34,15 +34,16 @@ def errors(file: str) -> np.ndarray:
 @pytest.mark.parametrize(
     ("file", "median", "bias"),
     [
-        ("L_megatron_ci_golden.csv", 0.012, 0.03),
-        ("M_bigscience_jeanzay.csv", 0.1, 0.06),  # BLOOM's trials are 9 % low (docs/memory.md)
+        ("C_torchtitan_pytorch_native.csv", 0.06, 0.05),
+        ("L_megatron_ci_golden.csv", 0.01, 0.03),
+        ("M_bigscience_jeanzay.csv", 0.07, 0.03),
         ("H_systems_papers.csv", 0.05, 0.05),
-        ("E_ascend_training.csv", 0.05, 0.08),
+        ("E_ascend_training.csv", 0.03, 0.05),
     ],
 )
 def test_the_error_stays_where_it_was(file: str, median: float, bias: float) -> None:
     found = errors(file)
-    assert found.size >= 30
+    assert found.size >= 20
     assert np.median(np.abs(found)) < median
     assert abs(found.mean()) < bias
 
