@@ -99,7 +99,10 @@ def execution_page(results: Sequence[Result], planned: int, machine: str, warnin
             page.grid(_scatter(ran), _error_chart(ran)),
             page.grid(*(_overhead_chart(ran) if any(r.overhead is not None for r in ran) else ())),
         ]
-    parts += [_table(results), page.heading("Why predictions were off"), _reasons(ran)]
+    parts.append(_table(results))
+    if any(len(r.attempts) > 1 for r in ran):
+        parts.append(_all_runs(ran))
+    parts += [page.heading("Why predictions were off"), _reasons(ran)]
     parts += [_list("Kendall tau by network", network_taus(ran), ""), _list("Regret", choice_regrets(ran), "%")]
     return page.page("Plans executed", parts, footer="Written by python -m reports.execution.")
 
@@ -131,7 +134,7 @@ def _conditions(ran: Sequence[Result], warning: str) -> Iterator[str]:
             f"{len(again)} plans ran again, {max(len(r.attempts) for r in again)} times at most, because the machine's "
             f"speed and what was taken from its cores were together farther than {DISTURBED:.0%} from how it was "
             "calibrated. The run nearest to that counts, whatever its error; errors of the first runs stand under "
-            "their own name, and runs.json has all."
+            "their own name, and a table has all."
         )
 
 
@@ -279,6 +282,27 @@ def _beside_by_hand(result: Result) -> tuple[Cell, Cell, Cell]:
         _seconds(result.by_hand_step_time_s),
         f"{_percent(result.overhead)} ({low} to {high})",
     )
+
+
+def _all_runs(results: Sequence[Result]) -> Html:
+    """Every run of the plans that ran more than once, in their order; a star is at the one that counts."""
+    rows: list[list[Cell]] = []
+    for result in results:
+        for number, run in enumerate(result.attempts if len(result.attempts) > 1 else (), 1):
+            measured, predicted = run["measured_step_time_s"], result.predicted_step_time_s
+            counts = measured == result.measured_step_time_s
+            rows.append(
+                [
+                    _label(result),
+                    f"{number}{'*' if counts else ''}",
+                    _seconds(measured),
+                    _percent(predicted / measured - 1 if measured and predicted else None),
+                    *("" if run[name] is None else f"{run[name]:.2f}" for name in ("machine_speed", "others_share")),
+                ]
+            )
+    return page.table(["plan", "run", "measured", "error", "machine's speed", "other programs"], rows,
+                      caption="All runs of plans that ran again; the one with a star counts",
+                      numbers=range(1, 6), close=True)  # fmt: skip
 
 
 def _reasons(results: Sequence[Result]) -> Html:

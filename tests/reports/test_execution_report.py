@@ -1,6 +1,7 @@
 """The report of plans that were run."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from importlib.resources import files
@@ -142,6 +143,8 @@ def test_first_runs_stand_beside_those_that_count():
     assert not any(one.key.startswith("first") for one in figures(RESULTS))
     page = execution_page((again,), planned=1, machine="here", warning="the machine was not quiet")
     assert "1 plans ran again, 2 times at most" in page
+    runs = re.findall(r"<td[^>]*>(\d\*?)</td><td[^>]*>([^<]*)</td><td[^>]*>([^<]*)</td>", page)
+    assert runs[-2:] == [("1", "2.00 s", "-50.0 %"), ("2*", "1.25 s", "-20.0 %")]
     assert "Calibration warned: the machine was not quiet." in page
     assert "ran again" not in execution_page(RESULTS, planned=5, machine="here")
     busy = result(others_share=0.3, stolen_share=0.02)
