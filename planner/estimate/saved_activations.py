@@ -126,6 +126,8 @@ def _attention(
     query, key_value, output = _widths(shape, setup)
     saved = sizes.normalised_input + (tokens * query + key_tokens * key_value) * element
     saved += _latent_inputs(shape, sizes)
+    if shape.normalised_queries and not shape.latent_attention:
+        saved += (tokens * query + key_tokens * key_value / 2) * element
     if setup.attention in _UNFUSED:
         core, working = _scores(shape, setup, traits, heads * tokens * keys, element)
         if shape.key_value_heads < shape.heads and not shape.latent_attention:

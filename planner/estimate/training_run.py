@@ -148,6 +148,8 @@ class TransformerShape:
     encoder_layers: int = 0
     encoder_sequence_length: int = 0
     multi_token_layers: int = 0
+    normalised_queries: bool = False
+    """Queries and keys pass through a norm of their own."""
     predicted_positions: float = 1.0
     """Share of the positions for which logits are computed: masked language models predict some 15 %."""
 

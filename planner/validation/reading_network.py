@@ -153,6 +153,7 @@ def _transformer(row: FileRow, known: KnownModel | None, notes: Notes) -> Transf
         experts=experts,
         latent_attention=known.latent_attention if known else None,
         multi_token_layers=known.multi_token_layers if known else 0,
+        normalised_queries=bool(re.search(r"qk[-_]layernorm", f"{row.text('model')} {row.text('other_flags')}")),
         predicted_positions=_predicted_positions(row, traits, notes),
     )
 

@@ -243,6 +243,14 @@ def test_norms_of_single_operators_keep_float32_copies() -> None:
     assert single.activations - one.activations == pytest.approx(2 * LLAMA_7B.layers * 4 * stream)
 
 
+def test_norms_of_queries_and_keys_keep_their_inputs() -> None:
+    plain, normalised = (
+        training_memory(run(replace(LLAMA_7B, normalised_queries=norms), tp=2)).fullest for norms in (False, True)
+    )
+    each = LLAMA_7B.sequence_length * LLAMA_7B.hidden / 2 * 2
+    assert normalised.activations - plain.activations == pytest.approx(LLAMA_7B.layers * 2 * each)
+
+
 def test_biases_by_distance_are_tensors_in_mindspeed() -> None:
     plan: dict[str, Any] = {"stack": Stack.MINDSPEED, "attention": AttentionKernel.VENDOR, "tp": 2, "micro_batch": 2}
     rotated, biased = (
