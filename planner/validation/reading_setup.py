@@ -290,7 +290,8 @@ def shard_group(row: FileRow, dp: int, cp: int) -> int:
         return dp * cp
     group = int(found[1]) if found else 0
     if "multi_dist_optimizer_instances" in row.text("model"):
-        group = dp * cp // 2  # ``--num-distributed-optimizer-instances 2``, as Megatron-LM's tests of it have
+        # ``--num-distributed-optimizer-instances 2``, as Megatron-LM's tests of it have; each may be one rank.
+        return dp * cp // 2
     return group if 1 < group < dp and dp % group == 0 else 0
 
 

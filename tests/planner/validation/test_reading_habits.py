@@ -57,6 +57,7 @@ def test_scaling_of_aleph_alpha(tmp_path: Path) -> None:
         ({"model": "gpt3_tp2_cross_entropy_loss_fusion"}, "fused_loss", True),
         ({"model": "gpt3_tp2_defer_embedding_wgrad_compute"}, "deferred_head_batches", 2),
         ({"model": "gpt3_multi_dist_optimizer_instances", "tp": "1", "pp": "1", "dp": "16"}, "shard_group", 8),
+        ({"model": "multi_dist_optimizer_instances", "tp": "8", "pp": "1", "dp": "2"}, "shard_group", 1),
         ({"model": "llama2_tp4_tp2d", "sequence_parallel": "false", "sp": ""}, "sequence_parallel", True),
         ({"framework": "torchtitan", "recompute": "selective (op SAC)"}, "every_second_product", True),
         ({"framework": "torchtitan", "recompute": "selective (config default)"}, "every_second_product", True),
