@@ -18,6 +18,7 @@ from reports.execution.cases import all_cases, tiny_cases
 from reports.execution.figures import OVERHEAD_AIM
 from reports.execution.running import TURNS_S, plan_case, turns_of
 from simulator.calibration.calibrate import CalibrateOptions, calibrate
+from simulator.errors import MeshwrightError
 
 
 def main() -> None:
@@ -35,12 +36,16 @@ def main() -> None:
         for case in tiny_cases() if given.tiny else all_cases():
             if case.by_hand is None or not case.network.name.startswith(tuple(given.networks)):
                 continue
-            plan, predicted_s = plan_case(case, profile)
-            file = Path(folder) / "plan.json"
-            write_plan(plan, file)
-            turns = turns_of(case, plan, file, predicted_s, given.seconds)
-            ratio = float(np.median(turns.ratios))
             name = f"{case.network.name} on {case.processes}, {case.name}, over {case.by_hand}"
+            file = Path(folder) / "plan.json"
+            try:
+                plan, predicted_s = plan_case(case, profile)
+                write_plan(plan, file)
+                turns = turns_of(case, plan, file, predicted_s, given.seconds)
+            except MeshwrightError as error:
+                sys.stdout.write(f"{name}: {error}\n")
+                continue
+            ratio = float(np.median(turns.ratios))
             verdict = "met" if ratio - 1 <= OVERHEAD_AIM else "missed"
             rounds = ", ".join(f"{one:.3f}" for one in turns.ratios)
             sys.stdout.write(f"{name}: {ratio:.3f} (rounds {rounds}); aim {1 + OVERHEAD_AIM:.2f}: {verdict}\n")
