@@ -159,7 +159,9 @@ class _Known:
             for rule, axis in zip(rules, axes, strict=True):
                 placement = (*rule.inputs, *rule.outputs)[position]
                 if placement >= 0:
-                    ways[placement] *= axis.size
+                    # States may be shared by some of the data-parallel ranks, the others having copies.
+                    shared = self.plan.shard_size if axis.name == "data" and node.role is Role.PARAMETER else 0
+                    ways[placement] *= shared or axis.size
             if any(dim % way for dim, way in zip(spec.shape, ways, strict=True)):
                 raise StrategyError(
                     f"{node.name!r}: shape {spec.shape} does not divide by {tuple(ways)}; use another device count or "

@@ -125,13 +125,14 @@ class _Offload:
 
     def _unit(self, unit: int, swap: Swap) -> None:
         span, place = self.spans[unit], self.body.source.units.names[unit]
-        forward = set(span.forward)
+        begin = span.forward[0]
         away: dict[str, str] = {}
         coming: list[Draft] = []
         for name in [n for n, units in self.readers.items() if units == {unit} and self._may_leave(n, unit, swap)]:
             buffer, made = self.buffers[name], self.made[name]
-            there, back = f"{name} on the host", f"{name} back in {place}"
-            where = self.behind[made] if made in forward else self.before[span.forward[0]]
+            there, back = f"{name} away from {place}", f"{name} back in {place}"
+            # What is made inside the unit may be of no unit: a constant, say.
+            where = self.before[begin] if made < begin else self.behind[made]
             where.append(_copy(name, replace(buffer, name=there, size_bytes=0), buffer.size_bytes, Phase.FORWARD))
             away[name] = back
             coming.append(_copy(there, replace(buffer, name=back), buffer.size_bytes, Phase.BACKWARD))

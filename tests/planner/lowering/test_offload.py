@@ -15,6 +15,7 @@ from planner.graph.folding import unfold
 from planner.graph.scaling import at_batch
 from planner.instructions import HostCopy, LoweredPlan, PassInstructions, read_values, written_values
 from planner.lowering import lower_graph, lowering_options
+from planner.lowering.checked import lower
 from planner.lowering.pipeline import lower_pipeline
 from planner.lowering.stages import lower_stages
 from planner.planning import PlanRequest, plan_network
@@ -25,6 +26,8 @@ from simulator.errors import StrategyError
 from simulator.hardware import load_profile
 from simulator.program import HOST, Phase
 from simulator.schedules import ActionKind
+from tests.planner.execution.made import make_plan
+from tests.planner.execution.small import place
 from tests.planner.lowering.plans import MEGATRON, one_stage, pipelined, recomputing
 from tests.planner.search.problems import captured
 from tests.planner.test_lowering import Rank, steps
@@ -61,6 +64,18 @@ def test_every_value_is_there_when_it_is_read(swap: Swap, mode: str, first: int)
         rank.follow(task, instruction)
     stored = {entry.value for entry in (*lowered.parameters, *lowered.inputs)}
     assert set(rank.placed) == stored | {lowered.loss}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pins", [{"recompute": "selective"}, {"host_embeddings": "true"}])
+def test_constants_and_rows_from_the_host_leave_once_they_are_made(pins: dict[str, str]) -> None:
+    """Constants inside a layer are of no unit; what a lookup on the host leaves there has a name of its own."""
+    lowered = lower(make_plan(place("mixtral"), 2, batch=8, dp=2, tp=1, pp=1, offload_activations="true", **pins))
+    there = {entry.value for entry in (*lowered.parameters, *lowered.inputs)}
+    for task, instruction in steps(lowered):
+        assert there.issuperset(read_values(instruction)), task.name
+        there.update(written_values(instruction))
+        there.difference_update(task.releases)
 
 
 def test_what_leaves_comes_back_and_less_memory_is_used() -> None:

@@ -16,12 +16,16 @@ from planner.graph.recompute import recomputed
 from planner.graph.scaling import at_batch
 from planner.instructions import Communicate, Compute, LoweredPlan
 from planner.lowering import lower_graph, lowering_options
+from planner.lowering.checked import lower
+from planner.lowering.replicas import REPLICAS
 from planner.strategy.plan import Plan, RecomputeRange, expanded_rules
 from simulator import fast_engine
 from simulator.errors import InputError
 from simulator.hardware import Hardware, Reliability, load_profile
 from simulator.program import DISK, HOST, BufferKind, Collective, Kernel, Phase
 from simulator.timing import task_times
+from tests.planner.execution.made import make_plan
+from tests.planner.execution.small import place
 from tests.planner.lowering.plans import one_stage, recomputing
 from tests.planner.search.problems import captured
 from tests.planner.test_lowering import Rank, steps
@@ -260,3 +264,10 @@ def test_selective_recomputation_keeps_products_and_attention() -> None:
     assert recomputed(GRAPH, block.nodes, "none") == ()
     with pytest.raises(InputError, match="'some' is not one of none, selective, full"):
         recomputed(GRAPH, block.nodes, "some")
+
+
+def test_states_shared_by_some_ranks_need_not_divide_by_all() -> None:
+    """A layer of 36 inputs, whose states pairs of eight data-parallel ranks share."""
+    pins = {"dp": 8, "tp": 1, "pp": 1, "optimizer_sharding": "zero1", "shard_size": 2, "sharding_threshold_kb": 1}
+    lowered = lower(make_plan(place("wide_and_deep"), 8, batch=16, **pins))
+    assert {axis.name: axis.size for axis in lowered.mesh.axes} == {REPLICAS: 4, "data": 2}
