@@ -31,7 +31,7 @@ from planner.execution.verification import (
     relative_difference,
     tolerances,
 )
-from planner.execution.worker import BACKENDS, RankResult, train
+from planner.execution.worker import RankResult, train
 from planner.instructions import LoweredPlan
 from planner.lowering.checked import checked_graph
 from planner.prediction import predict
@@ -40,6 +40,7 @@ from planner.strategy.file import read_plan
 from planner.strategy.loading import lower_to_run
 from planner.strategy.plan import Plan
 from simulator.calibration.launch import run_workers
+from simulator.calibration.machine import BACKENDS
 from simulator.calibration.machine_use import Disturbance, disturbance
 from simulator.calibration.pace import paces_of
 from simulator.calibration.process import settle_worker

@@ -35,10 +35,11 @@ from planner.execution.step_end import StepEnd, keep_checkpoints, places, resume
 from planner.instructions import LoweredPlan, LoweredStages, StoredParameter
 from planner.networks import load_network
 from planner.sharding.local_call import Moment
+from simulator.calibration.machine import BACKENDS
 from simulator.calibration.machine_use import MachineUse, machine_use, used_since
+from simulator.calibration.npu import load_npu
 from simulator.calibration.process import return_free_memory
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 SPINNING = ("cpu", "cuda")
 """Devices that a rank waits for with its processor: one that uses none hangs."""
 PREPARED_STEPS = 2
@@ -76,16 +77,12 @@ def train(job: Job, membership: Membership | None = None) -> list[RankResult]:
         store = meet(membership, job.join_timeout_s, job.digest)
         watch = Watch(store, membership.rank, membership.world_size, stalls=device.type in SPINNING)
         try:
-            with process_group(_backend(job), store, membership, job.timeout_s):
+            # The alarm comes before the group is taken down, which may wait for ranks that know nothing yet.
+            with watch.explaining(), process_group(_backend(job), store, membership, job.timeout_s), watch.explaining():
                 watch.start()
                 mine = _train_rank(job, device, store, watch)
                 results: list[RankResult] = [mine] * dist.get_world_size()
                 dist.all_gather_object(results, mine)
-        except Exception as error:
-            explained = watch.explain(error)
-            if explained is error:
-                raise
-            raise explained from error
         finally:
             watch.close()
     return results
@@ -116,7 +113,10 @@ class Trainer:
         self._device, self._micro_batches = device, job.lowered.micro_batches
         self._load = _loader(job, coordinates, device)
         self._load(first, 0)
-        _touch_libraries(context)
+        neighbours = None
+        if isinstance(job.lowered, LoweredStages):
+            neighbours = _neighbours(job.lowered, device, timeout)
+        _touch_libraries(context, () if neighbours is None else neighbours.groups.values())
         self.memory = PeakMemory(device)
         parameters, self._buffers = _own_tensors(job, coordinates, device)
         to = job.lowered.offload_to
@@ -130,7 +130,8 @@ class Trainer:
         self.memory.restart()
         self._interpreter: Interpreter | StageInterpreter
         if isinstance(job.lowered, LoweredStages):
-            self._interpreter = StageInterpreter(job.lowered, context, _neighbours(job.lowered, device, timeout), kept)
+            assert neighbours is not None  # made of the same stages
+            self._interpreter = StageInterpreter(job.lowered, context, neighbours, kept)
         else:
             self._interpreter = Interpreter(job.lowered, context, kept)
 
@@ -261,11 +262,14 @@ def held_parameters(lowered: LoweredPlan | LoweredStages) -> tuple[StoredParamet
     return lowered.ranks[lowered.pipeline_rank(dist.get_rank())].parameters
 
 
-def _touch_libraries(context: RankContext) -> None:
-    """Let libraries and connections make their fixed buffers, which are not the plan's memory."""
+def _touch_libraries(context: RankContext, between_stages: Iterable[dist.ProcessGroup]) -> None:
+    """Let libraries and connections make their fixed buffers, which are not the plan's memory.
+
+    Groups connect here, in one order on all ranks: nccl does at the first message, for which both sides then wait.
+    """
     square = torch.ones(128, 128, device=context.device)
     torch.relu(square @ square).sum()
-    for group in filter(None, context.groups):
+    for group in (*filter(None, context.groups), *between_stages):
         dist.all_reduce(torch.ones(128, device=context.device), group=group)
 
 
@@ -327,7 +331,7 @@ def _device(device_type: str, membership: Membership | None) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     if device_type == "npu":
-        import torch_npu  # noqa: F401
+        load_npu()
     local_rank = int(os.environ["LOCAL_RANK"]) if membership is None else membership.local_rank
     device = torch.device(device_type, local_rank)
     getattr(torch, device_type).set_device(device)

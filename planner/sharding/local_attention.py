@@ -1,4 +1,8 @@
-"""Attention on devices that lack the fused CPU kernels the graphs are captured with."""
+"""Attention on devices that lack the fused CPU kernels the graphs are captured with.
+
+CUDA has a fused kernel of its own for half precision without a mask (`_has_flash`), which keeps the same log-sum-exp.
+Everything else is written out in products, which keep all scores in memory while they run.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,11 @@ from torch import Tensor
 
 from planner.sharding.local_call import LocalCall, LocalOperator, Peers, invoke, operator
 from planner.sharding.sequence import ATTENTION, ATTENTION_BACKWARD
+
+FLASH = "aten._scaled_dot_product_flash_attention.default"
+FLASH_BACKWARD = "aten._scaled_dot_product_flash_attention_backward.default"
+WIDEST_FLASH, FLASH_ALIGNMENT, FLASH_SINCE = 256, 8, (8, 0)
+"""Widest heads of the kernel, what their width is a multiple of, and the first architecture that has it."""
 
 
 def attention(call: LocalCall) -> LocalOperator:
@@ -68,6 +77,9 @@ def attend(
 
     Query ``(batch, heads, length, width)``; returns O and L ``(batch, heads, length)``.
     """
+    if mask is None and _has_flash(query):
+        output, normaliser, *_ = operator(FLASH)(query, key, value, 0.0, causal, False, scale=scale)
+        return output, normaliser
     key, value = _per_head(key, query), _per_head(value, query)
     scores = _scores(query, key, causal, mask, scale)
     normaliser = scores.logsumexp(-1)
@@ -87,12 +99,27 @@ def attend_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""Gradients of `attend`: :math:`dV = P^T dO` and :math:`dS = P (dO V^T - \sum dO \, O)`."""
+    if mask is None and _has_flash(query):
+        lengths = query.shape[-2], key.shape[-2]
+        # Nothing is dropped: the kernel does not look at the state of its random numbers.
+        state = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
+        of_query, of_key, of_value = operator(FLASH_BACKWARD)(
+            gradient, query, key, value, output, normaliser, None, None, *lengths, 0.0, causal, *state, scale=scale
+        )
+        return of_query, of_key, of_value
     wide_key, wide_value = _per_head(key, query), _per_head(value, query)
     weights = (_scores(query, wide_key, causal, mask, scale) - normaliser.unsqueeze(-1)).exp_()
     shift = (gradient * output).sum(-1, keepdim=True, dtype=weights.dtype)
     slopes = (weights * (gradient @ wide_value.mT - shift)).to(query.dtype) * _scale(query, scale)
     of_key, of_value = slopes.mT @ query, weights.to(query.dtype).mT @ gradient
     return slopes @ wide_key, _summed(of_key, key), _summed(of_value, value)
+
+
+def _has_flash(query: Tensor) -> bool:
+    """Whether the device of a query has the fused kernel for it."""
+    width = query.shape[-1]
+    fits = query.dtype in (torch.float16, torch.bfloat16) and width <= WIDEST_FLASH and width % FLASH_ALIGNMENT == 0
+    return fits and query.is_cuda and torch.cuda.get_device_capability(query.device) >= FLASH_SINCE
 
 
 def _scores(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale: float | None) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 
 from simulator.caches import NONE_ABOVE
+from simulator.calibration.npu import load_npu
 from simulator.calibration.process import available_cores
 from simulator.errors import InputError, UnsupportedError
 from simulator.hardware import Caches
@@ -68,11 +68,7 @@ def count_devices(device_type: str) -> int:
     if device_type not in BACKENDS:
         raise InputError(f"device {device_type!r} is not one of {', '.join(BACKENDS)}; choose one of them")
     if device_type == "npu":
-        if importlib.util.find_spec("torch_npu") is None:
-            raise UnsupportedError(
-                "device 'npu' needs torch_npu, which is not installed; install it or use --device cpu"
-            )
-        import torch_npu  # noqa: F401
+        load_npu()
     backend = getattr(torch, device_type)
     if not backend.is_available() or not backend.device_count():
         raise UnsupportedError(f"device {device_type!r} is not available to this torch ({torch.__version__}) on this "

@@ -12,11 +12,11 @@ import torch
 from planner.execution.job import input_specs
 from planner.execution.launch.starting import Prepared
 from planner.execution.measuring.recorded import timed_instructions
-from planner.execution.worker import BACKENDS
 from planner.instructions import Communicate, Instruction, LoweredPlan, LoweredStages, StoredParameter
 from planner.lowering.overflow import FLAG, FLAG_BYTES
 from planner.lowering.stages import gradient_of_stage
 from planner.sharding.placement import local_shape
+from simulator.calibration.machine import BACKENDS
 from simulator.program import Task
 from simulator.schedules import ActionKind
 

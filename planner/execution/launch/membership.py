@@ -12,13 +12,16 @@ DEFAULT_PORT = 29500
 FIRST_SLURM_PORT = 15000
 SLURM_PORTS = 20000
 LAST_PORT = 2**16 - 1
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+"""Devices that a process may see, by number, with commas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
     """One rank's place in a job: its number, how many there are and where rank 0 listens.
 
-    ``local_size`` ranks are on its machine, as far as its launcher says.
+    ``local_rank`` is the number of its device among those that it sees; ``local_size`` ranks are on its machine, as far
+    as its launcher says.
     """
 
     launcher: str
@@ -81,7 +84,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Membership:
         launcher="Slurm",
         rank=_number(environment, "SLURM_PROCID"),
         world_size=_number(environment, size_name),
-        local_rank=_number(environment, "SLURM_LOCALID", 0),
+        local_rank=0 if _has_own_device(environment) else _number(environment, "SLURM_LOCALID", 0),
         address=environment.get("MASTER_ADDR") or first_host(nodes),
         port=_number(environment, "MASTER_PORT", FIRST_SLURM_PORT + job % SLURM_PORTS),
         local_size=_first_count(environment.get("SLURM_STEP_TASKS_PER_NODE", "1")),
@@ -110,6 +113,12 @@ def first_host(node_list: str) -> str:
     """
     match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,]*))?", node_list)
     return "" if match is None else "".join(part or "" for part in match.groups())
+
+
+def _has_own_device(environment: Mapping[str, str]) -> bool:
+    """Whether Slurm has bound the task to one device, which then is its number 0 (``--gpus-per-task 1``)."""
+    seen = [environment.get(name, "").strip() for name in VISIBLE]
+    return any(devices and "," not in devices for devices in seen)
 
 
 def _first_count(tasks: str) -> int:

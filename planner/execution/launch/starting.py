@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,15 +16,14 @@ from planner.execution.job import Job, check_precision, input_specs
 from planner.execution.measuring.factors import check_comparable
 from planner.execution.memory import free_memory
 from planner.execution.optimizers import hyperparameters
-from planner.execution.worker import BACKENDS
 from planner.instructions import LoweredPlan, LoweredStages
 from planner.lowering.checked import checked_graph
 from planner.prediction import Prediction, predict, predict_plan
 from planner.software import machine_of
 from planner.strategy.loading import lower_to_run, naming
 from planner.strategy.plan import Plan
-from simulator.calibration.machine import count_devices
-from simulator.errors import InfeasibleError, InputError, ProfileError
+from simulator.calibration.machine import BACKENDS, count_devices
+from simulator.errors import InfeasibleError, InputError, ProfileError, UnsupportedError
 from simulator.hardware import load_profile
 from simulator.program import BufferKind
 
@@ -191,13 +189,12 @@ def _check_accelerators(device: str, processes: int, membership: Membership | No
 
 def _best_device(processes: int) -> str:
     """Take an accelerator that has a device for each process, else the CPU."""
-    if torch.cuda.is_available() and torch.cuda.device_count() >= processes:
-        return "cuda"
-    if importlib.util.find_spec("torch_npu") is not None:
-        import torch_npu
-
-        if torch_npu.npu.is_available() and torch_npu.npu.device_count() >= processes:
-            return "npu"
+    for device in ("cuda", "npu"):
+        try:
+            if count_devices(device) >= processes:
+                return device
+        except UnsupportedError:
+            continue
     return "cpu"
 
 

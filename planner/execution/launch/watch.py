@@ -83,6 +83,7 @@ class Watch:
         self._closed = threading.Event()
         self._heard = time.monotonic()
         self._alarm: str | None = None
+        self._explained: Exception | None = None
         self._alarmed_at = 0.0
         self._talk = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]
         self._talk.set(f"beat/{rank}", "0")
@@ -113,6 +114,19 @@ class Watch:
             if thread.is_alive():
                 thread.join(2 * BEAT_S)
         self._try(lambda: self._talk.set(f"beat/{self._rank}", DONE))
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raise an error of what is inside as `explain` has it; one that was explained before goes on as it is."""
+        try:
+            yield
+        except Exception as error:
+            if error is self._explained:
+                raise
+            self._explained = self.explain(error)
+            if self._explained is error:
+                raise
+            raise self._explained from error
 
     def explain(self, error: Exception) -> Exception:
         """Tell the other ranks of this rank's error; one that only names a connection becomes what caused it.

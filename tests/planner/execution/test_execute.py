@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from planner.execution.launch.starting import _best_device
 from planner.execution.run import ExecuteOptions, execute, execute_plan
 from planner.planning import PlanRequest, plan_network
 from planner.strategy.file import write_plan
@@ -206,6 +207,23 @@ def test_an_accelerator_that_is_not_there(mlp, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match="'cuda' is not available .*use --device cpu"):
         run(mlp, device="cuda")
+
+
+def broken_npu(folder, monkeypatch):
+    """An installed torch_npu whose libraries are missing."""
+    (folder / "torch_npu.py").write_text("raise ImportError('libhccl.so: cannot open shared object file')")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_what_torch_npu_lacks_is_said(mlp, tmp_path, monkeypatch):
+    broken_npu(tmp_path, monkeypatch)
+    with pytest.raises(InputError, match=r"does not load \(libhccl.so: .*\); load CANN's .* or use --device cpu"):
+        run(mlp, device="npu")
+
+
+def test_an_npu_that_does_not_load_leaves_the_processor(tmp_path, monkeypatch):
+    broken_npu(tmp_path, monkeypatch)
+    assert _best_device(1) == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.slow

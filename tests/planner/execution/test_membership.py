@@ -40,6 +40,14 @@ def test_slurm_step():
 
 
 @pytest.mark.parametrize(
+    ("seen", "number"),
+    [({"CUDA_VISIBLE_DEVICES": "3"}, 0), ({"ASCEND_RT_VISIBLE_DEVICES": "3"}, 0), ({"CUDA_VISIBLE_DEVICES": "2,3"}, 1)],
+)
+def test_a_device_that_slurm_binds_to_a_task_is_the_only_one_it_sees(seen, number):
+    assert find_membership({**SLURM, **seen}).local_rank == number
+
+
+@pytest.mark.parametrize(
     ("environment", "size"),
     [
         ({"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "LOCAL_WORLD_SIZE": "4"}, 4),

@@ -10,10 +10,11 @@ import sys
 import threading
 import time
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -287,6 +288,31 @@ def test_the_first_alarm_is_what_all_are_told():
     told = second.explain(RuntimeError("Connection closed by peer"))
     assert isinstance(told, ExecutionError)
     assert str(told) == "rank 0 of 2 failed: ValueError: the disk is full"
+
+
+def test_the_others_are_told_before_the_group_is_taken_down(monkeypatch):
+    """Taking a group down may wait for ranks that know nothing yet."""
+    store, known = dist.HashStore(), []
+
+    @contextmanager
+    def group(*_):
+        try:
+            yield
+        finally:
+            known.append(PrefixStore("watch", store).get(ALARM).decode())
+
+    def fail(*_):
+        raise ValueError("the disk is full")
+
+    monkeypatch.setattr(worker, "meet", lambda *_: _clonable(store))
+    monkeypatch.setattr(worker, "process_group", group)
+    monkeypatch.setattr(worker, "_train_rank", fail)
+    lowered = SimpleNamespace(host_parameters=())
+    job = SimpleNamespace(logs=None, device_type="cpu", join_timeout_s=1.0, timeout_s=1.0, digest="", lowered=lowered)
+    place = Membership(launcher="torchrun", rank=0, world_size=2, local_rank=0, address="localhost", port=1)
+    with pytest.raises(ValueError, match="the disk is full"):
+        worker.train(job, place)
+    assert known == ["rank 0 of 2 failed: ValueError: the disk is full"]
 
 
 def beating(monkeypatch, *, others, own):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from planner.graph.operator_graph import BatchSize, Node, OperatorGraph, TensorSpec
+from planner.sharding import local_attention
 from planner.sharding.checking import assemble, cut, rule_error
 from planner.sharding.local_attention import attend, attend_backward
 from planner.sharding.local_operator import Alone, call_operator, prepare
@@ -205,3 +206,35 @@ def test_attention_saves_what_the_fused_kernel_saves() -> None:
     for ours, theirs in zip(attend(query, key, value, causal=True, mask=None, scale=None), fused, strict=True):
         assert ours.shape == theirs.shape
         assert ours.sub(theirs).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_fused_attention_of_gpus_is_called_as_it_wants_to_be(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, shapes and types alone; pieces of a ring have keys of another length than queries."""
+    monkeypatch.setattr(local_attention, "_has_flash", lambda query: query.dtype is torch.bfloat16)
+    query, gradient = torch.empty(2, 2, 4, 16, 8, dtype=torch.bfloat16, device="meta")
+    key, value = torch.empty(2, 2, heads, 32, 8, dtype=torch.bfloat16, device="meta")
+    settings = {"causal": False, "mask": None, "scale": 0.5}
+    output, normaliser = attend(query, key, value, **settings)
+    assert (output.shape, normaliser.shape, normaliser.dtype) == (query.shape, query.shape[:-1], torch.float32)
+    found = attend_backward(gradient, query, key, value, output, normaliser, **settings)
+    assert [one.shape for one in found] == [query.shape, key.shape, value.shape]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("causal", [True, False])
+def test_fused_attention_of_gpus_is_attention(heads: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    query, gradient = torch.randn(2, 2, 4, 32, 8, generator=generator, device="cuda", dtype=torch.bfloat16)
+    key, value = torch.randn(2, 2, heads, 32, 8, generator=generator, device="cuda", dtype=torch.bfloat16)
+    settings = {"causal": causal, "mask": None, "scale": None}
+
+    def both() -> list[Tensor]:
+        output, normaliser = attend(query, key, value, **settings)
+        return [output, normaliser, *attend_backward(gradient, query, key, value, output, normaliser, **settings)]
+
+    fused = both()
+    monkeypatch.setattr(local_attention, "_has_flash", lambda _: False)
+    for one, other in zip(fused, both(), strict=True):
+        assert one.float().sub(other.float()).abs().max() < 2**-5 * other.float().abs().max()
