@@ -40,6 +40,8 @@ _SMALL_WINDOW = 9.0
 _WINOGRAD_WINDOW = (6.0, 9.5)
 """Operations for each input element and output channel over two, of 3 x 3 windows that move by one: 9, and somewhat
 fewer where the border is not padded."""
+_FFT_WINDOW = (9.5, 26.0)
+"""The same of windows that float32 takes by Fourier transforms: 5 x 5, and 11 to 25 in a row, but not 3 x 3 x 3."""
 _WINOGRAD_CHANNELS = 16
 _SMOOTH = 5.0
 """Exponent of the smooth maximum of what runs at the same time."""
@@ -323,9 +325,13 @@ def _arrays_of(key: _Same) -> LayerArrays:
 
 
 def _winograd(layer: LayerWork) -> bool:
-    """Whether a layer is a 3 x 3 convolution that moves by one, and not the first of all: Winograd's algorithm."""
+    """Whether a fast algorithm multiplies less often: Winograd's for 3 x 3 windows that move by one, Fourier's beyond.
+
+    Not so the first convolution of all.
+    """
     inputs = layer.elements_moved - layer.m * layer.n
     if layer.kernel is not Kernel.CONVOLUTION or layer.groups > 1 or inputs <= 0:
         return False
-    low, high = _WINOGRAD_WINDOW
-    return low < layer.k * layer.m / inputs < high and layer.k >= _SMALL_WINDOW * _WINOGRAD_CHANNELS
+    window = layer.k * layer.m / inputs
+    fast = any(low < window < high for low, high in (_WINOGRAD_WINDOW, _FFT_WINDOW))
+    return fast and layer.k >= _SMALL_WINDOW * _WINOGRAD_CHANNELS

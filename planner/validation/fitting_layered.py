@@ -39,7 +39,7 @@ _STACKS = (
 )  # fmt: skip
 """Devices and stacks that are predicted without a row of theirs, by what is expected of them."""
 EVERYWHERE_PRIORS = {
-    "products": Prior(centre=0.55, spread=0.2),
+    "products": Prior(centre=0.55, spread=0.1),
     "balance": Prior(centre=0.6, spread=0.5),
     "winograd": Prior(centre=1.7, spread=0.15),
     "planes": Prior(centre=2.0, spread=0.5),
@@ -48,16 +48,17 @@ EVERYWHERE_PRIORS = {
 could take in the time in which their memory delivers one element; without tensor units the peak is easily reached.
 Where images lie in planes, input and output of a convolution are turned around: both are read and written once more."""
 COMMON_PRIORS = {
-    "products": 0.15,
+    "products": 0.08,
     "matmuls": 0.3,
     "memory": 0.06,
     "grouped": 0.6,
     "columns_half": 0.2,
     "depth_half": 0.2,
     "rows_half": 0.3,
-    "kernel_s": 0.5,
+    "kernel_s": 0.2,
 }
-"""Spreads of what devices of one maker have in common, as factors on `DEVICE_PRIORS`."""
+"""Spreads of what devices of one maker have in common, as factors on `DEVICE_PRIORS`. What convolutions reach differs
+more between stacks than between devices, so that one slow stack does not make a device slow for all others."""
 DEVICE_PRIORS = {
     "products": Prior(centre=1.0, spread=0.06),
     "matmuls": Prior(centre=1.0, spread=0.03),
@@ -73,7 +74,7 @@ DEVICE_PRIORS = {
 SINK_PRIORS = {"launch": Prior(centre=0.05, spread=0.3), "kernel_s": Prior(centre=2e-5, spread=0.1)}
 """Of Ascend devices, which launch the kernels of a whole graph themselves."""
 STACK_PRIORS = {
-    "products": Prior(centre=1.0, spread=0.08),
+    "products": Prior(centre=1.0, spread=0.15),
     "memory": Prior(centre=1.0, spread=0.1),
     "grouped": Prior(centre=1.0, spread=0.2),
     "kernel_s": Prior(centre=1.0, spread=0.3),

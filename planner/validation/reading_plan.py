@@ -14,7 +14,7 @@ from planner.validation.measurement_file import FileRow
 from planner.validation.reading_memory import memory_settings, whole_on_one_device
 from planner.validation.reading_network import MissingFactError
 from planner.validation.reading_setup import Network
-from planner.validation.reading_suites import CHOSEN_TO_FIT, recipe_in_single, suite_batch
+from planner.validation.reading_suites import CHOSEN_TO_FIT, misread_batch, recipe_in_single, suite_batch
 from simulator.hardware import Hardware
 
 _DATA_PARALLEL = r"fsdp|ddp|horovod|data.?parallel|torchtune|torch dataparallel|deepspeed(?!.*megatron)|mindspore"
@@ -43,6 +43,8 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
     used = words.stack(row, notes)
     shard = words.sharding(row, used, notes)
     mesh = read_mesh(row, network, shard, notes)
+    if misread_batch(row):
+        raise MissingFactError("batch of mixed precision not stated: 32 are the bits of FP32")
     chosen = suite_batch(row, hardware.device_memory_bytes)
     usual = chosen or (typical_batch(network, hardware, kind) if isinstance(network, LayeredNetwork) else None)
     micro_batch, micro_batches = read_batches(row, mesh, notes, usual)

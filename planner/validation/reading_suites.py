@@ -43,6 +43,7 @@ _EXAMPLES: tuple[tuple[str, str, Mapping[int, tuple[int, int]]], ...] = (
 """Samples a device in half and in single precision by the memory of the device, as NVIDIA's examples are run
 (``PyTorch/Classification/ConvNets/configs.yml`` and ``*/Detection/Efficientdet/scripts/D0`` of
 github.com/NVIDIA/DeepLearningExamples)."""
+_FP32_DIGITS = 32
 _TUNING_ADAPTERS = frozenset({"tune_llama2_tp8_pp1_ptd"})
 """MindSpeed-LLM's tests that its list of tests names under LoRA, while their own names and flags do not
 (``tests/README.md`` of ModelLink 2.0)."""
@@ -96,6 +97,22 @@ def _example_batch(row: FileRow, memory_bytes: float) -> int | None:
             nearest = min(batches, key=lambda size: abs(size * 1e9 - memory_bytes))
             return batches[nearest][0 if half else 1]
     return None
+
+
+def misread_batch(row: FileRow) -> bool:
+    """Whether a batch of 32 is a precision's: TensorFlow's classification prints ``128 (FP32) / 256 (AMP)`` on V100.
+
+    So do the tables of SE-ResNeXt, with 64 and 96 (``TensorFlow/Classification/ConvNets/*/README.md`` of NVIDIA's
+    examples). The batch of mixed precision is not 32 then, nor the time of a step that was worked out with it.
+    """
+    return (
+        is_example(row)
+        and row.text("framework").lower() == "tensorflow"
+        and bool(re.search(r"classification/.*resnet50|se-?resnext101", row.text("model").lower()))
+        and "v100" in row.text("accelerator").lower()
+        and bool(re.search(r"16|amp", row.text("precision").lower()))
+        and row.whole("per_accel_batch") == _FP32_DIGITS
+    )
 
 
 def keeps_planes(row: FileRow) -> bool:

@@ -151,6 +151,10 @@ class NetworkBuilder:
         self._append(kernel, elements_moved=elements / kernels, saved=elements / kernels / 3, count=count * kernels)
         return self
 
+    def dropout(self) -> NetworkBuilder:
+        """The product with a random mask, of which a byte an element is kept."""
+        return self._append(Kernel.ELEMENTWISE, elements_moved=2.5 * self.elements, saved=self.elements / 2)
+
     def concatenate(self, channels: int) -> NetworkBuilder:
         """Branches copied into one tensor of `channels`."""
         self.channels = channels
@@ -283,13 +287,14 @@ class NetworkBuilder:
         self._append(kernel, elements_moved=factor * self.elements, saved=kept)
         return self
 
-    def _append(self, kernel: Kernel, **work: float) -> None:
+    def _append(self, kernel: Kernel, **work: float) -> NetworkBuilder:
         alone = kernel is Kernel.NORMALIZATION or (kernel is Kernel.ACTIVATION and work.get("saved", 0) > 0)
         vector = kernel is Kernel.SOFTMAX or (self.tokens and alone)
         layer = LayerWork(kernel=kernel, vector=vector, **work)  # type: ignore[arg-type]
         self.layers.append(layer)
         self.parameters += layer.weights * layer.count
         self._new_tensor()
+        return self
 
     def _new_tensor(self) -> None:
         self._tensor = self._tensors

@@ -44,18 +44,26 @@ def volume_unet(name: str, side: int, widths: Sequence[int], classes: int = 4, i
 
 
 def vnet(name: str, side: int, widths: Sequence[int] = (16, 32, 64, 128), classes: int = 3) -> LayeredNetwork:
-    """V-Net (arXiv:1606.04797) with 3x3x3 kernels: residual levels joined by strided convolutions."""
+    """V-Net (arXiv:1606.04797) with 3x3x3 kernels: residual levels joined by strided convolutions.
+
+    On the way up a level keeps the width of what it concatenates, and the last has one convolution, as in
+    ``TensorFlow/Segmentation/VNet/model/layers.py`` of NVIDIA's examples.
+    """
     net = NetworkBuilder(1, side, side, side).unit(widths[0]).add()
     for channels in widths[1:]:
         net.unit(channels, 2, 2, padding=0)
-        for _ in range(3):
-            net.unit(channels)
-        net.add()
-    for channels in reversed(widths[:-1]):
+        _residual_level(net, channels)
+    for channels in reversed(widths[1:-1]):
         net.transposed(channels).norm().relu().concatenate(2 * channels)
-        net.unit(channels).unit(channels).add()
-    net.convolution(classes, 1, bias=True)
+        _residual_level(net, 2 * channels)
+    net.transposed(widths[0]).norm().relu().convolution(classes, 3, bias=True)
     return net.finish(name, "small volume")
+
+
+def _residual_level(net: NetworkBuilder, channels: int) -> None:
+    for _ in range(3):
+        net.unit(channels)
+    net.add()
 
 
 def deeplab(name: str, side: int, *, decoder: bool) -> LayeredNetwork:

@@ -6,66 +6,89 @@ from planner.estimate.layered.builder import NetworkBuilder
 from planner.estimate.training_run import LayeredNetwork
 from simulator.program import Kernel
 
-UTTERANCE_FRAMES = 1230
-"""Frames of 10 ms of a mean utterance of LibriSpeech."""
+UTTERANCE_FRAMES = 1632
+PERTURBED_FRAMES = 1664
+"""Frames of 10 ms to which a batch of LibriSpeech's utterances is padded: the longest of those below 16.7 s. With
+speeds perturbed by 15 % they have 1408 to 1920 (``QuartzNet/scripts/train_benchmark.sh`` of NVIDIA's examples)."""
 LETTERS = 29
 SENTENCE_TOKENS = 26
-"""Mean pieces of words of a sentence of WMT16 in one language."""
+PADDED_TOKENS = 31
+"""Mean pieces of words of a sentence of WMT16 in one language, and those of a batch: sentences go into buckets 10 wide
+by the longer of both languages and are padded to the longest of the batch (``GNMT/seq2seq/data/sampler.py``)."""
 CLIP_FRAMES = 566
 CLIP_LONGEST_FRAMES = 860
-CLIP_LETTERS = 100
-"""Mean mel frames and letters of a clip of LJSpeech, and the longest frames in a batch, to which all are padded."""
+CLIP_LETTERS = 180
+"""Mean mel frames of a clip of LJSpeech, and the most frames and letters in a batch, to which all are padded."""
 SEGMENT_SAMPLES = 8000
 
 
 def jasper(name: str) -> LayeredNetwork:
-    """Jasper 10x5 with dense residuals (arXiv:1904.03288)."""
-    net = NetworkBuilder(64, UTTERANCE_FRAMES).unit(256, 11, 2)
+    """Jasper 10x5 with dense residuals (arXiv:1904.03288), masks before convolutions, and dropout."""
+    net = NetworkBuilder(64, UTTERANCE_FRAMES)
+    _masked(net, 256, 11, 2).relu().dropout()
     inputs = [256]
     for channels, kernel in ((256, 11), (384, 13), (512, 17), (640, 21), (768, 25)):
         for _ in range(2):
             residuals = list(inputs)
             for _ in range(4):
-                net.unit(channels, kernel)
-            net.unit(channels, kernel, activation="")
+                _masked(net, channels, kernel).relu().dropout()
+            _masked(net, channels, kernel)
             with net.branch():
                 for width in residuals:
-                    net.become(width).unit(channels, 1, activation="").add()
-            net.relu()
+                    _masked(net.become(width), channels, 1).add()
+            net.relu().dropout()
             inputs.append(channels)
-    net.unit(896, 29, dilation=2).unit(1024, 1).convolution(LETTERS, 1, bias=True)
+    _masked(net, 896, 29, dilation=2).relu().dropout()
+    _masked(net, 1024, 1).relu().dropout().convolution(LETTERS, 1, bias=True)
     return net.finish(name, "utterance")
 
 
 def quartznet(name: str) -> LayeredNetwork:
-    """QuartzNet 15x5 (arXiv:1910.10261): the same with separable convolutions."""
-    net = NetworkBuilder(64, UTTERANCE_FRAMES).convolution(64, 33, 2, groups=64).unit(256, 1)
+    """QuartzNet 15x5 (arXiv:1910.10261): the same with separable convolutions, and without dropout."""
+    net = NetworkBuilder(64, PERTURBED_FRAMES).copy().convolution(64, 33, 2, groups=64)
+    _masked(net, 256, 1).relu()
     for channels, kernel in ((256, 33), (256, 39), (512, 51), (512, 63), (512, 75)):
         for _ in range(3):
             with net.branch():
-                net.unit(channels, 1, activation="")
+                _masked(net, channels, 1)
             for index in range(5):
-                net.convolution(net.channels, kernel, groups=net.channels)
-                net.unit(channels, 1, activation="relu" if index < 4 else "")
+                net.copy().convolution(net.channels, kernel, groups=net.channels)
+                _masked(net, channels, 1)
+                if index < 4:
+                    net.relu()
             net.add().relu()
-    net.convolution(512, 87, groups=512, dilation=2).unit(512, 1).unit(1024, 1).convolution(LETTERS, 1, bias=True)
+    net.copy().convolution(512, 87, groups=512, dilation=2)
+    _masked(net, 512, 1).relu()
+    _masked(net, 1024, 1).relu().convolution(LETTERS, 1, bias=True)
     return net.finish(name, "utterance")
 
 
+def _masked(net: NetworkBuilder, channels: int, kernel: int, stride: int = 1, *, dilation: int = 1) -> NetworkBuilder:
+    """What lies behind the end of an utterance is zeroed in a copy before each convolution; batch norm follows."""
+    return net.copy().unit(channels, kernel, stride, dilation=dilation, activation="")
+
+
 def gnmt(name: str, hidden: int = 1024, vocabulary: int = 32320) -> LayeredNetwork:
-    """GNMT v2 (arXiv:1609.08144): four recurrent layers each way, attention; rates count tokens of both languages."""
-    net = NetworkBuilder(1, SENTENCE_TOKENS).embedding(vocabulary, hidden)
+    """GNMT v2 (arXiv:1609.08144): four recurrent layers each way, attention; rates count tokens of both languages.
+
+    The scores of attention are those of Bahdanau (arXiv:1409.0473), of all pairs of positions and units at once; the
+    loss has smoothed labels, in float32.
+    """
+    net = NetworkBuilder(1, PADDED_TOKENS).embedding(vocabulary, hidden)
     net.recurrent(hidden, bidirectional=True)
     for _ in range(3):
         net.recurrent(hidden)
-    net.become(1, SENTENCE_TOKENS).embedding(vocabulary, hidden, trained=False).recurrent(hidden)
+    net.become(1, PADDED_TOKENS).embedding(vocabulary, hidden, trained=False).recurrent(hidden)
     with net.branch():
-        net.linear(hidden).attention(1, hidden, SENTENCE_TOKENS)
+        net.linear(hidden).attention(1, hidden, PADDED_TOKENS)
+        net.become(hidden, PADDED_TOKENS, PADDED_TOKENS).scale().smooth()
+        net.become(hidden, PADDED_TOKENS)
     for _ in range(3):
         net.become(2 * hidden).concatenate(2 * hidden).recurrent(hidden)
     net.linear(vocabulary)
-    net.become(1, SENTENCE_TOKENS * vocabulary)
-    net.softmax()
+    net.become(1, PADDED_TOKENS * vocabulary)
+    # Read in half precision, written as float32, and summed up once more for the smoothed labels.
+    net.softmax().copy()
     return net.finish(name, "sentence", units=2 * SENTENCE_TOKENS)
 
 
@@ -77,7 +100,9 @@ def tacotron2(name: str) -> LayeredNetwork:
     net.recurrent(256, bidirectional=True)
     net.become(80, CLIP_LONGEST_FRAMES).linear(256, bias=False).relu().linear(256, bias=False).relu()
     net.become(768, CLIP_LONGEST_FRAMES).recurrent(1024)
-    net.steps(CLIP_LONGEST_FRAMES, Kernel.COPY, 40, 6 * CLIP_LETTERS * 128)
+    # Forward and backward alike: the weighted sum of what was read, six passes over the energies of attention, and the
+    # gradients of both, which add up from frame to frame.
+    net.steps(CLIP_LONGEST_FRAMES, Kernel.COPY, 40, CLIP_LETTERS * (3 * 512 + 8 * 128))
     net.become(1536, CLIP_LONGEST_FRAMES).recurrent(1024).become(1536).linear(80)
     for channels in (512, 512, 512, 512, 80):
         net.unit(channels, 5, activation="smooth")
@@ -98,6 +123,11 @@ def waveglow(name: str) -> LayeredNetwork:
                 net.become(640).convolution(1024, 1, bias=True)
             with net.branch():
                 net.convolution(1024, 3, dilation=2**layer, bias=True).add().smooth().smooth()
-                net.become(512).scale().convolution(1024 if layer < 7 else 512, 1, bias=True).become(512).add().add()
+                net.become(512).scale()
+                if layer < 7:
+                    net.convolution(1024, 1, bias=True).copy()  # the gradients of its halves are padded with zeros
+                else:
+                    net.convolution(512, 1, bias=True)
+                net.become(512).add().add()
         net.convolution(remaining, 1, bias=True).become(remaining // 2).scale().add().concatenate(remaining)
     return net.finish(name, "sound", units=SEGMENT_SAMPLES)

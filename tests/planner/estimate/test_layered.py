@@ -7,6 +7,7 @@ import pytest
 from planner.estimate.layered import lookup, lookup_by_parameters
 from planner.estimate.layered.builder import NetworkBuilder, divisible
 from planner.estimate.layered.lookup import PUBLISHED, plain_name
+from planner.estimate.layered_table import layer_arrays
 from simulator.program import Kernel
 
 # Millions of parameters as torchvision, timm, Ultralytics or the papers publish them.
@@ -193,6 +194,42 @@ def test_a_tensor_is_kept_once() -> None:
         net.convolution(8, 1)
     net.convolution(8, 1)
     assert [layer.saved for layer in net.layers] == [128.0, 0.0]
+
+
+def test_dropout_keeps_a_byte_an_element_and_no_tensor() -> None:
+    net = NetworkBuilder(8, 4, 4).dropout()
+    assert (net.layers[0].elements_moved, net.layers[0].saved) == (2.5 * 128, 128 / 2)
+    assert NetworkBuilder(8, 4, 4).dropout().dropout().layers[1].saved == 128 / 2
+
+
+@pytest.mark.parametrize(
+    ("net", "fast"),
+    [
+        (NetworkBuilder(64, 56, 56).convolution(64, 3), True),
+        (NetworkBuilder(64, 56, 56).convolution(64, 5), True),
+        (NetworkBuilder(64, 1000).convolution(64, 25), True),
+        (NetworkBuilder(64, 56, 56).convolution(64, 1), False),
+        (NetworkBuilder(64, 56, 56).convolution(64, 3, 2), False),
+        (NetworkBuilder(64, 16, 16, 16).convolution(64, 3), False),
+        (NetworkBuilder(64, 1000).convolution(64, 25, groups=64), False),
+        (NetworkBuilder(3, 56, 56).convolution(64, 5), False),
+    ],
+)
+def test_windows_that_fast_algorithms_take(net: NetworkBuilder, fast: bool) -> None:
+    assert layer_arrays(net.finish("one layer")).winograd.tolist() == [fast]
+
+
+def test_batches_of_speech_are_padded_beyond_what_their_rates_count() -> None:
+    sentences = lookup("gnmt")
+    assert sentences is not None
+    assert all(layer.m * layer.count * 2 > sentences.units for layer in sentences.layers if layer.n == 32320)
+
+
+def test_v_net_keeps_the_width_of_what_it_concatenates() -> None:
+    network = lookup("vnet")
+    assert network is not None
+    inner = [layer for layer in network.layers if layer.kernel is Kernel.CONVOLUTION and layer.n == layer.k / 27]
+    assert [layer.n for layer in inner] == [32] * 3 + [64] * 3 + [128] * 3 + [128] * 3 + [64] * 3
 
 
 def test_a_recurrent_layer_counts_its_weights_once() -> None:

@@ -157,6 +157,19 @@ def test_missing_fact_is_named(tmp_path: Path, changes: dict[str, str], missing:
     assert missing in row.reason
 
 
+@pytest.mark.parametrize(("batch", "precision", "read"), [("32", "mixed (AMP fp16)", False), ("128", "FP32", True),
+                                                           ("256", "mixed (AMP fp16)", True)])  # fmt: skip
+def test_a_batch_that_is_the_digits_of_a_precision_is_none(
+    tmp_path: Path, batch: str, precision: str, read: bool
+) -> None:
+    example = {"source": "NVIDIA/DeepLearningExamples", "model": "Classification/ConvNets/resnet50v1.5",
+               "framework": "TensorFlow", "accelerator": "V100", "accel_mem_gb": "16", "n_accels": "1", "tp": "",
+               "pp": "", "micro_batch": "", "dp": "1"}  # fmt: skip
+    row = read_one(tmp_path, **example, per_accel_batch=batch, global_batch=batch, precision=precision)
+    assert (row.run is not None) is read, row.reason
+    assert read or "bits of FP32" in row.reason
+
+
 def test_degrees_and_batches_are_derived(tmp_path: Path) -> None:
     assert run_of(tmp_path, dp="1").setup.dp == 4
     assert run_of(tmp_path, tp="", pp="4", dp="2").setup.tp == 2
