@@ -71,7 +71,7 @@ DEVICE_PRIORS = {
     "launch": Prior(centre=1.0, spread=0.2),
     "boxes": Prior(centre=1.0, spread=0.4),
 }
-SINK_PRIORS = {"launch": Prior(centre=0.05, spread=0.3), "kernel_s": Prior(centre=2e-5, spread=0.1)}
+SINK_PRIORS = {"launch": Prior(centre=0.05, spread=0.3), "kernel_s": Prior(centre=1.4e-5, spread=0.1)}
 """Of Ascend devices, which launch the kernels of a whole graph themselves."""
 STACK_PRIORS = {
     "products": Prior(centre=1.0, spread=0.15),
@@ -103,7 +103,11 @@ STACK_OWN_PRIORS: Mapping[str, Mapping[str, Prior]] = {
     Stack.COMPILED: {"unfused": Prior(centre=0.4, spread=0.4)},
     Stack.PADDLE: {"unfused": Prior(centre=0.35, spread=0.4)},
     Stack.MXNET: {"unfused": Prior(centre=0.25, spread=0.4)},
-    Stack.MINDSPORE: {**_MINDSPORE_PRIORS, "vector": Prior(centre=2.0, spread=0.5)},
+    Stack.MINDSPORE: {
+        **_MINDSPORE_PRIORS,
+        "unfused": Prior(centre=0.25, spread=0.4),
+        "vector": Prior(centre=2.0, spread=0.5),
+    },
     Stack.MINDSPORE_TOOLKIT: {
         **_MINDSPORE_PRIORS,
         "kernel_s": Prior(centre=2.0, spread=0.15),

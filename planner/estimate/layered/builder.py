@@ -155,6 +155,12 @@ class NetworkBuilder:
         """The product with a random mask, of which a byte an element is kept."""
         return self._append(Kernel.ELEMENTWISE, elements_moved=2.5 * self.elements, saved=self.elements / 2)
 
+    def accumulate(self, count: int, weights: float) -> NetworkBuilder:
+        """Gradients of `weights` that are added up after each of `count` steps: two reads and a write, in two kernels."""
+        self._append(Kernel.COPY, weights=1.5 * weights, count=count)
+        self.parameters -= 1.5 * weights * count
+        return self
+
     def concatenate(self, channels: int) -> NetworkBuilder:
         """Branches copied into one tensor of `channels`."""
         self.channels = channels

@@ -104,6 +104,7 @@ def tacotron2(name: str) -> LayeredNetwork:
     # gradients of both, which add up from frame to frame.
     net.steps(CLIP_LONGEST_FRAMES, Kernel.COPY, 40, CLIP_LETTERS * (3 * 512 + 8 * 128))
     net.become(1536, CLIP_LONGEST_FRAMES).recurrent(1024).become(1536).linear(80)
+    net.accumulate(CLIP_LONGEST_FRAMES, 4 * 1024 * (768 + 1536 + 2 * 1024))
     for channels in (512, 512, 512, 512, 80):
         net.unit(channels, 5, activation="smooth")
     net.add()
