@@ -83,8 +83,9 @@ DEEPSPEED_PRIORS = {
     "pipeline_exposed": Prior(centre=0.8, spread=0.1),
 }
 """DeepSpeed takes about twice as long for an operator, on A100 and GH200 alike, and its pipeline engine works through
-a list of instructions for each micro-batch, and waits for nearly all of what it sends, but for no more. Its kernels bound by memory are PyTorch's, held near those of other stacks:
-two large sources want them 15 % slower and faster, and neither may say alone."""
+a list of instructions for each micro-batch, and waits for nearly all of what it sends, but for no more. Its kernels
+bound by memory are PyTorch's, held near those of other stacks: two large sources want them 15 % slower and faster, and
+neither may say alone."""
 DETERMINISTIC_PRIORS = {
     "launch_s": Prior(centre=1e-4, spread=0.5),
     "step_overhead_s": Prior(centre=0.05, spread=1.0),

@@ -156,7 +156,7 @@ class NetworkBuilder:
         return self._append(Kernel.ELEMENTWISE, elements_moved=2.5 * self.elements, saved=self.elements / 2)
 
     def accumulate(self, count: int, weights: float) -> NetworkBuilder:
-        """Gradients of `weights` that are added up after each of `count` steps: two reads and a write, in two kernels."""
+        """Gradients of `weights` that are added up after each of `count` steps: two reads and a write."""
         self._append(Kernel.COPY, weights=1.5 * weights, count=count)
         self.parameters -= 1.5 * weights * count
         return self
