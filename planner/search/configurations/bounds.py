@@ -237,8 +237,10 @@ def _bound_of(task: PartitionTask, least: FloatArray) -> float:
     least_s = together * task.steady_sends * float(sends[0]) if len(sends) else 0.0
     options = {"sends_s": least_s, "hidden": task.hidden_share}
     tail = together * max(0.0, float(least[:, QUEUE].min()))
-    alone = chunk_times(least[:, STEADY].tolist(), task.counts, tail_s=tail, **options)
-    times = longer(alone, chunk_times(least[:, _BEHIND].tolist(), task.counts, **options))
+    alone, behind = least[:, STEADY].tolist(), least[:, _BEHIND].tolist()
+    times = chunk_times(alone, task.counts, tail_s=tail, **options)
+    if tail or alone != behind:
+        times = longer(times, chunk_times(behind, task.counts, **options))
     if task.uneven_s is None:
         busiest = least_turns(times, task.ranks, task.chunks)
     else:

@@ -150,22 +150,23 @@ def _tables(block: Fragments, highest: int, prices: FloatArray, seconds: FloatAr
     keys, begins = np.unique((entry * width + leave)[order], return_index=True)
     pairs = np.full((len(values), width * width), np.inf)
     pairs[:, keys] = np.minimum.reduceat(values[:, order], begins, axis=1)
-    step = pairs.reshape(len(values), width, width)
-    row: FloatArray = np.zeros((len(values), width))
-    found = [row.min(axis=1)]
-    for _ in range(highest):
-        row = (row[:, :, None] + step).min(axis=1)
-        found.append(row.min(axis=1))
-    sums = np.stack(found, axis=1)
+    power = pairs.reshape(len(values), width, width)
+    rows: FloatArray = np.zeros((len(values), 1, width))
+    while rows.shape[1] <= highest:
+        # All rows with so many blocks more, as many as there are.
+        more = (rows[:, : highest + 1 - rows.shape[1], :, None] + power[:, None]).min(axis=2)
+        rows = np.concatenate([rows, more], axis=1)
+        power = (power[:, :, :, None] + power[:, None]).min(axis=2)
+    sums = rows.min(axis=2)
     return sums[:-1].reshape(len(seconds), len(prices), -1), sums[-1]
 
 
 def _shared(table: FloatArray) -> FloatArray:
     """(…, blocks + 1) least sums of two rows of blocks that hold so many together."""
     size = table.shape[-1]
+    shared: FloatArray = table + table[..., :1]
     # Either row may be the one that holds at most half.
-    few = np.arange((size + 1) // 2)
-    left = np.arange(size)[:, None] - few
-    rest = np.where(left < 0, np.inf, table[..., np.maximum(left, 0)])
-    shared: FloatArray = (table[..., None, few] + rest).min(axis=-1)
+    for few in range(1, (size + 1) // 2):
+        some = shared[..., 2 * few :]
+        np.minimum(some, table[..., few : few + 1] + table[..., few : size - few], out=some)
     return shared
