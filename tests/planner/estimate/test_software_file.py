@@ -100,3 +100,10 @@ def test_every_stack_may_stand_in_the_file() -> None:
 def test_the_shipped_file_holds() -> None:
     shipped_software.cache_clear()
     assert shipped_software().intervals["transformer", ANY, ANY].low < 1
+
+
+def test_no_stack_waits_for_more_than_all_of_its_messages() -> None:
+    stacks = shipped_software().coefficients.stacks
+    waits = {(stack, name): value for stack, own in stacks.items() for name, value in own.items() if "_exposed" in name}
+    assert waits
+    assert not {key: value for key, value in waits.items() if value > 1}
