@@ -7,7 +7,7 @@ from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from planner.search.configurations.bounds import memory_bound, task_bound
@@ -242,6 +242,7 @@ def test_the_cheapest_row_of_segments_is_that_of_the_plain_recurrence(task: Part
     assert cut(segments, costs, which) == best.get((task.units, 0), (np.inf, None))[1]
 
 
+@settings(max_examples=40)
 @given(tasks(chunks=2), st.data())
 def test_limits_are_lowered_as_far_as_a_cut_exists(task: PartitionTask, data: st.DataObject) -> None:
     assume(task.pieces <= task.units)
