@@ -19,8 +19,9 @@ from planner.rescoring import Contender, Field, rescore
 from planner.search.candidates import that_can_cut
 from planner.search.configurations.alternatives import diverse
 from planner.search.configurations.bounds import work_bound
-from planner.search.configurations.branch_and_bound import PROOF, explore
+from planner.search.configurations.branch_and_bound import explore
 from planner.search.configurations.explored import Explored, Placed, Unfit
+from planner.search.configurations.limits import PROOF
 from planner.search.configurations.pin_checks import check_pins
 from planner.search.configurations.space import LONG_SEQUENCE, Extent, bases, divisors, orders
 from planner.search.configurations.step_model import Configuration, StepModel
@@ -119,9 +120,8 @@ class Configured:
         each, units = launch_time(self.hardware), self.decisions.chain.units
         if not each:
             return 0.0
-        known = known_software(self.hardware)
-        counts = (model.chained_launches if known else model.launches for model in self.decisions.models)
-        return each * sum(u.count * (ahead + min(back)) for u, (ahead, back) in zip(units, counts, strict=True))
+        launches = self.decisions.least_launches(chained=known_software(self.hardware))
+        return each * sum(unit.count * number for unit, number in zip(units, launches, strict=True))
 
     def _context(self, pins: Pins) -> Mapping[str, ContextAxis] | None:
         """What the network does on a context axis by algorithm, where one is searched; None where none is."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache, partial
 
 import numpy as np
 
 from planner.graph.kept import KeptByGraph
 from planner.graph.operator_graph import Node, OperatorGraph
-from planner.search.configurations.least_states import PAYLOADS
+from planner.search.configurations.least_states import PAYLOADS, LeastStates
 from planner.search.configurations.schedule_shapes import SPLIT
 from planner.search.configurations.space import Extent
 from planner.search.configurations.step_model import AXES, Configuration, StepModel
@@ -102,31 +103,85 @@ def whole_bound(
 
     In another order of the axes than that of `tables` passes may be faster, and do not count.
     """
-    c, least_s = configuration, 0.0 if other else tables.least.whole_s
-    if c.data > 1 and tables.decisions.sums_over_batch:
-        least_s += float(model.batch_sums_s(tables, c).sum(axis=1) @ np.array(tables.counts))
-    return even_bound(c, least_s, computed_ahead(extent, c))
+    least_s = _passes_s(model, tables, configuration, 0.0 if other else tables.least.whole_s)
+    return even_bound(configuration, max(least_s, extent.launch_s), computed_ahead(extent, configuration))
+
+
+def states_bounds(
+    extent: Extent,
+    model: StepModel,
+    tables: StageTables,
+    configuration: Configuration,
+    ways: Iterable[LeastStates],
+    passes: float = 0.0,
+) -> list[float]:
+    """`whole_bound` with what states take in each of several storages, and what passes may keep beside them.
+
+    ``passes`` is another bound, but for what the last message of gradients takes.
+    """
+    c, ahead, counts = configuration, computed_ahead(extent, configuration), np.array(tables.counts)
+    even = even_bound(c, _passes_s(model, tables, c, tables.least.whole_s), ahead)
+    launched, found = even_bound(c, extent.launch_s, ahead), []
+    for way in ways:
+        stored = max(even + way.again_s(model, tables, c), launched) + float(way.once_s @ counts) / c.pipeline
+        found.append(max(stored, passes) + way.last_s(model, c))
+    return found
+
+
+def _passes_s(model: StepModel, tables: StageTables, c: Configuration, least_s: float) -> float:
+    """Seconds of passes with the sums over the batch for which they wait."""
+    if c.data == 1 or not tables.decisions.sums_over_batch:
+        return least_s
+    return least_s + float(model.batch_sums_s(tables, c).sum(axis=1) @ np.array(tables.counts))
 
 
 def passes_bound(
-    extent: Extent, model: StepModel, tables: StageTables, configuration: Configuration, once_s: FloatArray
+    extent: Extent,
+    model: StepModel,
+    tables: StageTables,
+    configuration: Configuration,
+    once_s: FloatArray | None = None,
 ) -> float:
-    """Bound by the least time of each unit's passes of one micro-batch between boundary states, units shared out whole.
+    """Bound by the least time of each unit's passes of one micro-batch, units shared out whole.
 
     What a rank's own passes add to the fill they take from its busy time, so that the least fill of all units counts.
     Turns may even out, so that the chunks of a rank count together. ``once_s`` (units,) is what the states
     of each unit take in a step at least (`LeastStates`).
     """
-    c, shape = configuration, model.shape(configuration)
+    c, share = configuration, _filled(configuration, computed_ahead(extent, configuration))
+    # What is least of every kind is least with the least passes.
+    between_s = np.array([ways.values[:, STEADY].min() for ways in least_ways(tables)])
+    passes_s = np.maximum(between_s + model.batch_sums_s(tables, c).sum(axis=1), tables.launches_s)
+    least = np.zeros((len(passes_s), COLUMNS + 1))
+    least[:, FILL] = share * passes_s
+    least[:, STEADY] = least[:, _BEHIND] = (c.micro_batches - share) * passes_s
+    if once_s is not None:
+        least[:, [STEADY, _BEHIND]] += once_s[:, None]
+    return _bound_of(_passes_task(model, tables, c, ()), least)
+
+
+def chained_bound(
+    extent: Extent, model: StepModel, tables: StageTables, configuration: Configuration, once_s: FloatArray
+) -> float:
+    """`passes_bound` of a chain of unlike units, with passes between boundary states."""
+    c, kinds = configuration, []
     share, sums_s = _filled(c, computed_ahead(extent, c)), model.batch_sums_s(tables, c).sum(axis=1)
-    all_ways, chained, kinds = least_ways(tables), unlike(tables.counts, c.pipeline * c.virtual), []
-    for ways, summed_s, added_s in zip(all_ways, sums_s.tolist(), once_s.tolist(), strict=True) if chained else ():
-        values, passes_s = np.zeros_like(ways.values), ways.values[:, STEADY] + summed_s
+    each = zip(least_ways(tables), sums_s.tolist(), once_s.tolist(), tables.launches_s.tolist(), strict=True)
+    for ways, summed_s, added_s, launched_s in each:
+        values, passes_s = np.zeros_like(ways.values), np.maximum(ways.values[:, STEADY] + summed_s, launched_s)
         values[:, FILL] = share * passes_s
         values[:, STEADY] = (c.micro_batches - share) * passes_s + added_s
         kinds.append(Fragments(values, ways.entry, ways.exit, ways.labels))
-    task = PartitionTask(
-        kinds=tuple(kinds),
+    return chain_bound(_passes_task(model, tables, c, tuple(kinds)))
+
+
+def _passes_task(
+    model: StepModel, tables: StageTables, c: Configuration, kinds: tuple[Fragments, ...]
+) -> PartitionTask:
+    """The partition of a configuration without its memory limit."""
+    shape = model.shape(c)
+    return PartitionTask(
+        kinds=kinds,
         counts=tables.counts,
         sends_s=model.sends_s(tables, c),
         fill_sends=shape.fill_sends,
@@ -139,14 +194,6 @@ def passes_bound(
         hidden_share=shape.hidden_share,
         uneven_s=partial(uneven_passes_s, c) if c.virtual > 1 else None,
     )
-    if chained:
-        return chain_bound(task)
-    # What is least of every kind is least with the least passes.
-    passes_s = np.array([ways.values[:, STEADY].min() for ways in all_ways]) + sums_s
-    least = np.zeros((len(passes_s), COLUMNS + 1))
-    least[:, FILL] = share * passes_s
-    least[:, STEADY] = least[:, _BEHIND] = (c.micro_batches - share) * passes_s + once_s
-    return _bound_of(task, least)
 
 
 @lru_cache(maxsize=256)

@@ -1,10 +1,11 @@
 """Branch and bound over configurations: the best plans of the whole space, with a proof of how good they are.
 
 Nodes are opened in the order of their bounds, from degrees and micro-batches (bounded by the work alone) over orders
-of the axes (bounded by all ways to run units: their time shared out evenly, then whole and with states, then with what
-states leave room for) to storages of labels (bounded by what stands on all ranks, by time, then with the memory
-limit), whose stages are then partitioned: what is cheap to tell comes first. The search ends when no bound lies under
-the best objective found and enough plans are there to choose from, or after `SOLVES` partitions.
+of the axes (bounded by all ways to run units: their time shared out evenly, then whole, then with states and what
+these leave room for, then between boundary states) to storages of labels (bounded by what stands on all ranks, by
+time, then with the memory limit), whose stages are then partitioned: what is cheap to tell comes first. The search ends
+when no bound lies under the best objective found and enough plans are there to choose from, or after `SOLVES`
+partitions (`planner.search.configurations.limits`).
 """
 
 from __future__ import annotations
@@ -18,19 +19,37 @@ import numpy as np
 
 from planner.search.configurations.alternatives import PER_SHAPE, different, shape_of
 from planner.search.configurations.bounds import (
+    chained_bound,
     even_bound,
     least_memory,
     memory_bound,
     never_faster,
     passes_bound,
     standing_bytes,
+    states_bounds,
     task_bound,
     time_bound,
     weight,
     whole_bound,
 )
 from planner.search.configurations.explored import Explored, Placed, Unfit
-from planner.search.configurations.least_states import LeastStates, least_states_of
+from planner.search.configurations.least_states import LeastStates, least_once_s, least_states_of
+from planner.search.configurations.limits import (
+    DIVE,
+    IDEALISED,
+    LABELLED,
+    LOOSE,
+    NAMED,
+    NEAR,
+    NODES,
+    OTHERS,
+    PROOF,
+    PROOFS,
+    SOLVES,
+    TABLE_AGAIN,
+    TABLES,
+    WORK,
+)
 from planner.search.configurations.nodes import (
     BY_TURNS,
     OPTIMISM,
@@ -52,37 +71,6 @@ from simulator.errors import InputError
 
 TablesOf = Callable[[Configuration], StageTables]
 """Makes the tables of a configuration's stage mesh and micro-batch; InputError where the network cannot take them."""
-
-SOLVES = 96
-"""Most partitions of one search."""
-TABLES = 96
-"""Most tables of one search, as `weight` and `TABLE_AGAIN` count them."""
-LABELLED = 48
-"""Most tables whose labels are made once a plan is found, each counted as the first one with its axes."""
-PROOFS = 64
-"""Tables whose labels are made beside those for the sake of the proof, the least bounds first, counted likewise."""
-DIVE = 6
-"""After so many tables each, the search goes for a plan before it makes more."""
-TABLE_AGAIN = 0.1
-"""How much others with the same axes count: they are made together with the first."""
-NODES = 40_000
-"""Most nodes that are opened in one search."""
-WORK = {"bounds": 1000, "partition": 450}
-"""Memory bounds, and kinds of units in partitions, that one search may count: one that has found a plan ends behind
-those bounds, and behind those partitions what is left is bounded alone. Counts, so that every machine finds the same.
-"""
-IDEALISED = 4
-"""How many times as much a bound counts that partitions units which cannot be divided."""
-NEAR = 1.3
-"""Alternatives are looked for up to so many times the best objective."""
-OTHERS = 500
-"""Nodes that are opened for them at most where enough plans are there that differ less."""
-NAMED = 32
-"""Configurations of which it is said by how much they do not fit where none does."""
-LOOSE = 4
-"""After so many partitions with several chunks a rank, it counts how far they lie from their bounds."""
-PROOF = 1e-9
-"""Relative distance to the bound up to which a plan counts as proven to be the best."""
 
 
 def explore(
@@ -133,8 +121,7 @@ class _Search:
         self.labelled: dict[int, int] = {}
         self.table_work, self.dives, self.others = 0.0, 0, 0
         self.serial = 0
-        self.best = np.inf
-        self.until_found = False
+        self.best, self.until_found = np.inf, False
         self.unproven: list[float] = []
         self.apart: list[float] = []
         self.work = dict.fromkeys(WORK, 0)
@@ -260,9 +247,9 @@ class _Search:
         near = (p for p in self.result.found if p.objective_s <= self.best * NEAR)
         return self.others >= OTHERS or different(near) >= self.wanted
 
-    def _push(self, bound: float, node: Node, hoped_s: float = 0.0) -> None:
+    def _push(self, bound: float, node: Node, hoped_s: float | None = None) -> None:
         self.serial += 1
-        hoped_s = max(bound, hoped_s) * OPTIMISM[node.stage]
+        hoped_s = (bound if hoped_s is None else hoped_s) * OPTIMISM[node.stage]
         if node.stage is Stage.BOUNDED and node.configuration.virtual > 1:
             hoped_s = max(hoped_s, bound * self._nearest())
         node.waits, node.key = True, self.number.of(node.configuration)
@@ -309,9 +296,11 @@ class _Search:
             self._units(bound, node.configuration)
         elif node.stage is Stage.STATES:
             self._states(bound, node.configuration)
+        elif node.stage is Stage.CHAINED:
+            self._chain(bound, node)
         elif node.stage is Stage.WHOLE:
             for stored in storages(self.extent, node.configuration):
-                self._store(bound, stored)
+                self._store(bound, stored, node.passes)
         elif node.stage is Stage.STORAGE:
             self._time(bound, node.configuration)
         else:
@@ -329,12 +318,12 @@ class _Search:
             slower = [o for o in node.others if never_faster(self.extent.hardware, placed, o)]
             for other in (o for o in node.others if o not in slower):
                 even = max(bound, whole_bound(self.extent, self.model, tables, other, other=True))
-                self._push(even, Node(Stage.ORDER, other), hoped_s=wait_s)
+                self._push(even, Node(Stage.ORDER, other), hoped_s=max(even, wait_s))
             if slower:
                 # Those in which no pass is faster wait together; without sums over the batch they have one bound.
                 count = len(slower) if tables.decisions.sums_over_batch else 1
                 even = max(bound, min(whole_bound(self.extent, self.model, tables, other) for other in slower[:count]))
-                self._push(even, Node(Stage.ORDERS, placed, others=tuple(slower)), hoped_s=wait_s)
+                self._push(even, Node(Stage.ORDERS, placed, others=tuple(slower)), hoped_s=max(even, wait_s))
 
     def _opened(self, placed: Configuration) -> StageTables | None:
         """The tables of a configuration's stage mesh; None where the network cannot take them."""
@@ -348,19 +337,30 @@ class _Search:
         return tables
 
     def _units(self, bound: float, placed: Configuration) -> None:
-        """Bound an order by the passes of units shared out whole, and their states in any storage that has room."""
-        tables = self._table(placed)
-        if ways := self._least_states(tables, placed):
-            least_s = np.min([way.once_s for way in ways], axis=0)
-            least = passes_bound(self.extent, self.model, tables, placed, least_s)
-            self._push(max(bound, least), Node(Stage.STATES, placed))
+        """Bound an order by the passes of units shared out whole; where they will not be chained, with states."""
+        tables, least_s = self._table(placed), None
+        if not unlike(tables.counts, placed.pipeline * placed.virtual):
+            if not (ways := self._least_states(tables, placed)):
+                return
+            least_s = least_once_s(ways)
+        least = passes_bound(self.extent, self.model, tables, placed, least_s)
+        self._push(max(bound, least), Node(Stage.STATES, placed))
 
     def _states(self, bound: float, placed: Configuration) -> None:
-        """Bound it by what passes may keep in each storage."""
-        tables, model = self._table(placed), self.model
-        waited_s = min(way.waited_s(model, tables, placed) for way in self._least_states(tables, placed))
-        even = whole_bound(self.extent, model, tables, placed)
-        self._push(max(bound, even + waited_s), Node(Stage.WHOLE, placed))
+        """Bound it by what states take, and passes may keep, in each storage that has room."""
+        tables = self._table(placed)
+        if ways := self._least_states(tables, placed):
+            behind = Stage.CHAINED if unlike(tables.counts, placed.pipeline * placed.virtual) else Stage.WHOLE
+            least = min(states_bounds(self.extent, self.model, tables, placed, ways, bound))
+            self._push(least, Node(behind, placed, passes=bound))
+
+    def _chain(self, bound: float, node: Node) -> None:
+        """Bound it by passes between the boundary states of units."""
+        placed, tables = node.configuration, self._table(node.configuration)
+        ways = self._least_states(tables, placed)
+        passes = max(node.passes, chained_bound(self.extent, self.model, tables, placed, least_once_s(ways)))
+        last_s = min(way.last_s(self.model, placed) for way in ways)
+        self._push(max(bound, passes + last_s), Node(Stage.WHOLE, placed, passes=passes))
 
     def _least_states(self, tables: StageTables, placed: Configuration) -> list[LeastStates]:
         """What states take at least in each storage that all ranks together have room for."""
@@ -389,7 +389,7 @@ class _Search:
         assert tables is not None  # its order was opened
         return tables
 
-    def _store(self, bound: float, stored: Configuration) -> None:
+    def _store(self, bound: float, stored: Configuration, passes: float = 0.0) -> None:
         """Leave a storage out where all ranks together do not hold what stands through the step."""
         c, tables = stored, self._table(stored)
         key = (self.number.of(c), c.data, c.optimizer_sharding, c.shard_size, c.offload)
@@ -401,8 +401,9 @@ class _Search:
             self._offload(bound, c)
         else:
             way = next(way for way in self._least_states(tables, c) if way.stores_as(c))
-            even = whole_bound(self.extent, self.model, tables, c) + way.waited_s(self.model, tables, c)
-            self._push(max(bound, even), Node(Stage.STORAGE, c))
+            (least,) = states_bounds(self.extent, self.model, tables, c, [way], passes)
+            # All that may be the best are timed before one is solved.
+            self._push(max(bound, least), Node(Stage.STORAGE, c), hoped_s=bound)
 
     def _time(self, bound: float, stored: Configuration) -> None:
         """Bound a storage by time alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES
 from planner.search.configurations.schedule_shapes import ScheduleShape
-from planner.search.configurations.space import Extent, offloaded, shardings
+from planner.search.configurations.space import Extent, offloaded, storages
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.configurations.stored_ways import trained_parameters
 from planner.search.stages.fragments import FloatArray, IntArray
@@ -26,17 +27,28 @@ PAYLOADS: FloatArray = np.exp2(np.arange(41, dtype=np.float64))
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LeastStates:
-    """What the states of a storage take at least: seconds of a step (units,), and bytes on all ranks together."""
+    """What the states of a storage take at least: seconds of a step (units,), and bytes on all ranks together.
+
+    ``sent_bytes`` are those of the gradients that ranks of all stages sum over the data axis, 0 where a unit has none.
+    """
 
     stored: Configuration
     once_s: FloatArray
     standing_bytes: float
+    sent_bytes: float
 
     @classmethod
     def of(cls, model: StepModel, tables: StageTables, stored: Configuration) -> LeastStates:
         """Work them out, whatever way the units are run."""
-        standing = float(model.resident_bytes(least_states(tables)[0], stored) @ np.array(tables.counts))
-        return cls(stored=stored, once_s=states_s(model, tables, stored), standing_bytes=standing)
+        counts = np.array(tables.counts)
+        standing = float(model.resident_bytes(least_states(tables)[0], stored) @ counts)
+        sent = float(tables.least_elements @ counts) * DTYPE_BYTES[model.dtype]
+        return cls(
+            stored=stored,
+            once_s=states_s(model, tables, stored),
+            standing_bytes=standing,
+            sent_bytes=sent if tables.least_elements.all() else 0.0,
+        )
 
     def fits(self, model: StepModel) -> bool:
         """Whether all ranks together have room for what stands through a step."""
@@ -49,13 +61,30 @@ class LeastStates:
             other.optimizer_sharding, other.shard_size, other.offload,
         )  # fmt: skip
 
-    def waited_s(self, model: StepModel, tables: StageTables, placed: Configuration) -> float:
-        """Seconds that `even_bound` may grow by: states, and passes that keep no more than there is room for."""
-        c, kept, again_s = placed, self._kept_bytes(model, placed), 0.0
-        if kept < tables.saved_bytes:
-            prices, priced_s = tables.priced
-            again_s = max(0.0, float((priced_s - prices * kept).max()) - tables.least.whole_s)
-        return (c.micro_batches * again_s + float(self.once_s @ np.array(tables.counts))) / c.pipeline
+    def again_s(self, model: StepModel, tables: StageTables, placed: Configuration) -> float:
+        """Seconds by which passes that keep no more than there is room for take longer, shared out over the ranks."""
+        kept = self._kept_bytes(model, placed)
+        if kept >= tables.saved_bytes:
+            return 0.0
+        prices, priced_s = tables.priced
+        again_s = max(0.0, float((priced_s - prices * kept).max()) - tables.least.whole_s)
+        return placed.micro_batches * again_s / placed.pipeline
+
+    def last_s(self, model: StepModel, placed: Configuration) -> float:
+        """Seconds of the last message of gradients, which no pass hides, whatever unit a backward pass ends with."""
+        c, hardware = self.stored, model.hardware
+        if not self.sent_bytes or c.data == 1:
+            return 0.0
+        # As `StepModel` fuses messages: all in one, or of half a bucket at least.
+        payload = min(self.sent_bytes / (c.pipeline * placed.virtual), (c.bucket_bytes or model.bucket_bytes) / 2)
+        shards, stride = model.shards(c), c.stride("data")
+        summed = least_message_s(hardware, Collective.ALL_REDUCE, c.data // shards, stride * shards, payload) / shards
+        if model.scatters_each(c):
+            return (1 - hardware.lost_to_messages) * summed
+        whole = model.whole_sums and c.optimizer_sharding == "zero1"
+        scatter = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
+        scattered = least_message_s(hardware, scatter, shards, stride, payload)
+        return (1 - hardware.lost_to_messages) * (summed + scattered)
 
     def _kept_bytes(self, model: StepModel, c: Configuration) -> float:
         """Most bytes that one micro-batch may keep on all ranks of a pipeline together."""
@@ -77,22 +106,56 @@ def _flights(shape: ScheduleShape, ranks: int) -> tuple[float, float, float]:
 
 def least_states_of(extent: Extent, model: StepModel, tables: StageTables, placed: Configuration) -> list[LeastStates]:
     """What states take at least in every storage, on the devices and where they may move to the host."""
-    stored = shardings(extent, placed)
+    stored = storages(extent, placed)
     moved = (offloaded(extent, one) for one in stored)
     return [LeastStates.of(model, tables, one) for one in (*stored, *moved) if one is not None]
+
+
+def least_once_s(ways: Sequence[LeastStates]) -> FloatArray:
+    """(units,) least seconds of a step that the states of each unit take in any of several storages."""
+    least: FloatArray = np.min([way.once_s for way in ways], axis=0)
+    return least
 
 
 def states_s(model: StepModel, tables: StageTables, stored: Configuration) -> FloatArray:
     """(units,) least seconds of a step that the states of each unit take, whatever way it is run.
 
-    Those are the update, the sums over micro-batches, and what messages over the data axis take from kernels.
+    Those are the update, the sums over micro-batches, what messages over the data axis take from kernels, and those
+    that nothing hides.
     """
     labels, trained = least_states(tables)
     each_s, update_s = model.kernels_s(labels, stored, trained)
     lost = lost_to_messages(model, stored)
     lost_s = labels.parameter_elements * np.append(lost[:1], np.repeat(lost[1:], len(trained) - 1))
-    found: FloatArray = stored.micro_batches * each_s + update_s + lost_s
+    found: FloatArray = stored.micro_batches * each_s + update_s + lost_s + exposed_s(model, tables, stored)
     return found
+
+
+def exposed_s(model: StepModel, tables: StageTables, stored: Configuration) -> FloatArray:
+    """(units,) least seconds of a step of messages beside no pass.
+
+    Those are the first gather of ZeRO-1 and 2 on each rank, of any size, and with ZeRO-3 those at the ends of chunks in
+    every micro-batch, or all where nothing overlaps.
+    """
+    c, hardware, units = stored, model.hardware, sum(tables.counts)
+    found = np.zeros(len(tables.counts))
+    if c.optimizer_sharding == "none" or c.data == 1:
+        return found
+    group = (model.shards(c), c.stride("data"))
+    if c.optimizer_sharding != "zero3":
+        if hardware.overlaps_communication:
+            gather_s = least_message_s(hardware, Collective.ALL_GATHER, *group, 1.0)
+            found[:] = c.pipeline / units * (1 - hardware.lost_to_messages) * gather_s
+        return found
+    trained, sizes = tables.least_elements > 0, tables.least_elements * DTYPE_BYTES[model.dtype]
+    gather, scatter = (
+        trained * least_messages_s(hardware, one, *group, sizes)
+        for one in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    )
+    if not hardware.overlaps_communication:
+        return np.asarray(c.micro_batches * (2 * gather + scatter))
+    ends = np.append(1.0, np.full(len(found) - 1, (c.pipeline - 1) / max(1, units - 1)))
+    return np.asarray(c.micro_batches * (1 - hardware.lost_to_messages) * (gather + scatter) * ends)
 
 
 def lost_to_messages(model: StepModel, configuration: Configuration) -> FloatArray:
@@ -130,6 +193,29 @@ def least_states(tables: StageTables) -> tuple[UnitLabels, IntArray]:
     return replace(labels, parameter_elements=tables.least_elements, activation_bytes=kept), np.array(
         trained_parameters(tables)
     )
+
+
+def least_message_s(hardware: Hardware, collective: Collective, size: int, stride: int, payload: float) -> float:
+    """Least seconds of a message of `payload` bytes or more, in groups of `size` ranks, `stride` apart."""
+    return float(_of_payloads_s(hardware, collective, size, stride)[int(np.log2(max(1.0, payload)))])
+
+
+def least_messages_s(
+    hardware: Hardware, collective: Collective, size: int, stride: int, payloads: FloatArray
+) -> FloatArray:
+    """`least_message_s` of each of several messages."""
+    places = np.log2(np.maximum(1.0, payloads)).astype(np.int64)
+    return _of_payloads_s(hardware, collective, size, stride)[places]
+
+
+@lru_cache(maxsize=4096)
+def _of_payloads_s(hardware: Hardware, collective: Collective, size: int, stride: int) -> FloatArray:
+    """Least seconds of messages of each size of `PAYLOADS` or more."""
+    if size == 1:
+        return np.zeros_like(PAYLOADS)
+    seconds = message_time(hardware, collective, PAYLOADS, group_shape(hardware, size, stride))
+    least: FloatArray = np.minimum.accumulate(seconds[::-1])[::-1]
+    return least
 
 
 @lru_cache(maxsize=4096)

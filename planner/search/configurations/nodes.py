@@ -27,11 +27,12 @@ class Stage(IntEnum):
     ORDER = 2
     EVEN = 3
     STATES = 4
-    WHOLE = 5
-    STORAGE = 6
-    TIMED = 7
-    BOUNDED = 8
-    SOLVED = 9
+    CHAINED = 5
+    WHOLE = 6
+    STORAGE = 7
+    TIMED = 8
+    BOUNDED = 9
+    SOLVED = 10
 
 
 OPTIMISM = {
@@ -40,8 +41,9 @@ OPTIMISM = {
     Stage.ORDER: 1.25,
     Stage.EVEN: 1.05,
     Stage.STATES: 1.05,
+    Stage.CHAINED: 1.05,
     Stage.WHOLE: 1.05,
-    Stage.STORAGE: 1.05,
+    Stage.STORAGE: 1.0,
     Stage.TIMED: 1.0,
     Stage.BOUNDED: 1.0,
     Stage.SOLVED: 1.0,
@@ -51,7 +53,10 @@ OPTIMISM = {
 
 @dataclass(slots=True)
 class Node:
-    """A configuration, or several orders of its axes, that wait to be opened; ``key`` numbers its table of labels."""
+    """A configuration, or several orders of its axes, that wait to be opened; ``key`` numbers its table of labels.
+
+    ``passes`` bounds it whatever way its states are stored, but for the last message of gradients.
+    """
 
     stage: Stage
     configuration: Configuration
@@ -59,6 +64,7 @@ class Node:
     placed: Placed | None = None
     width: int = WIDTH
     others: tuple[Configuration, ...] = ()
+    passes: float = 0.0
     waits: bool = False
     key: int = -1
 

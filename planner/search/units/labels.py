@@ -34,6 +34,7 @@ from planner.sharding.placement import Mesh
 from planner.work import Optimizer
 from simulator.errors import InputError
 from simulator.hardware import Hardware
+from simulator.launches import known_software, launch_time
 
 __all__ = [
     "RECOMPUTE",
@@ -98,6 +99,13 @@ class StageTables:
     def least_elements(self) -> FloatArray:
         """(units,) least elements of parameters that one rank holds of each unit."""
         return self._stage.least_elements
+
+    @cached_property
+    def launches_s(self) -> FloatArray:
+        """(units,) least seconds in which the host launches both passes of each unit."""
+        hardware = self.parts.setting.costs.hardware
+        launches = self.decisions.least_launches(chained=known_software(hardware))
+        return launch_time(hardware) * np.array(launches, dtype=np.float64)
 
     @cached_property
     def saved_bytes(self) -> float:

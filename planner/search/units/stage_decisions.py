@@ -104,6 +104,11 @@ class StageDecisions:
         """Stations of parameters that several units read."""
         return tuple(sorted({v for model in self.models for v in model.shared}))
 
+    def least_launches(self, *, chained: bool) -> tuple[int, ...]:
+        """Least launches of both passes of each unit; those of chains of kernels once where they are ``chained``."""
+        counts = (model.chained_launches if chained else model.launches for model in self.models)
+        return tuple(forward + min(backward) for forward, backward in counts)
+
     def tabled(self, number: int) -> int:
         """The unit whose tables a unit has: of a run's first block the second where they are equal."""
         return number + 1 if number in self.twins else number

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from planner.request import Pins
-from planner.search.configurations import branch_and_bound
+from planner.search.configurations import branch_and_bound, limits
 from planner.search.configurations.nodes import Node, Stage
 from planner.search.configurations.space import Extent, schedules
 from planner.search.configurations.step_model import Configuration
@@ -65,7 +65,7 @@ def test_few_ways_far_from_the_best_are_not_partitioned_and_prove_as_much() -> N
     extent = Extent(hardware=A100, devices=8, global_batch=16, pins=Pins(), units=task.units)
     bound, least = 1.0, chain_bound(simplified(undominated(task)))
     found = []
-    for best in (np.inf, least / branch_and_bound.NEAR * (1 - 1e-6)):
+    for best in (np.inf, least / limits.NEAR * (1 - 1e-6)):
         tried = branch_and_bound._Search(extent, model(8.0), lambda c: made_tables(network(), c, A100), 0.0, 3, 96)
         assert tried._opened(placed) is not None
         tried.best = best
@@ -74,7 +74,7 @@ def test_few_ways_far_from_the_best_are_not_partitioned_and_prove_as_much() -> N
     every, near = found
     assert (every.result.solved, near.result.solved) == (1, 0)
     assert every.unproven == near.unproven == [bound]
-    assert every.best >= least > near.best * branch_and_bound.NEAR
+    assert every.best >= least > near.best * limits.NEAR
 
 
 def test_gpipe_of_one_micro_batch_is_1f1b() -> None:
