@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import planner.pipeline_prediction  # noqa: F401 - which `predict_plan` else loads in the midst of a search
 from planner.configured import Configured, Scored
 from planner.explanations import (
     ShadowPrices,
