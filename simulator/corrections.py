@@ -25,7 +25,6 @@ FACTORS: Mapping[Kernel, str] = {
     **dict.fromkeys(
         (
             Kernel.ELEMENTWISE,
-            Kernel.ACCUMULATION,
             Kernel.ACTIVATION,
             Kernel.TRANSCENDENTAL,
             Kernel.SOFTMAX,
@@ -38,7 +37,8 @@ FACTORS: Mapping[Kernel, str] = {
         "memory",
     ),
 }
-"""Keys of ``Hardware.training`` by kernel; views cost nothing anyway."""
+"""Keys of ``Hardware.training`` by kernel. Views cost nothing anyway, and sums of gradients are as fast as memory is:
+what whole steps put on norms, dropout and casts, which software fuses or not, says nothing of them."""
 
 
 def kernel_factor(hardware: Hardware, kernel: Kernel, dtype: str, devices: float) -> float:

@@ -24,7 +24,7 @@ from simulator.calibration.fits import rounded
 from simulator.calibration.process import available_cores
 from simulator.errors import InputError
 from simulator.hardware import Hardware, load_profile, write_profile
-from simulator.program import Kernel
+from simulator.program import WIDER_CLASS, Kernel
 
 PRIOR = 0.02
 """Weight of "nothing to correct" against the logarithmic errors of a class, whose weights add up to one."""
@@ -173,6 +173,11 @@ def correct_profile(run_files: Sequence[str | Path], profile: str | None, out: s
 # Kernels
 
 
+def _section_of(kernel: Kernel | None, data: Data) -> Kernel | None:
+    """The class whose entry of a profile a kernel's times are from."""
+    return kernel if kernel is None or kernel.value in data.get("kernels", {}) else WIDER_CLASS.get(kernel, kernel)
+
+
 def _correct_kernels(data: Data, hardware: Hardware, runs: Sequence[RunModel], origin: str) -> Iterator[Correction]:
     for kernel in Kernel:
         section = data.get("kernels", {}).get(kernel.value)
@@ -180,7 +185,7 @@ def _correct_kernels(data: Data, hardware: Hardware, runs: Sequence[RunModel], o
             (row, hardware.compute_slowdown(run.comparison.processes, kernel), _turns(run))
             for run in runs
             for row in run.comparison.work
-            if row.kernel is kernel and row.predicted_s > 0 and row.busy_s > 0
+            if _section_of(row.kernel, data) is kernel and row.predicted_s > 0 and row.busy_s > 0
         ]
         if not rows or section is None:
             continue

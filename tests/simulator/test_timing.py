@@ -61,7 +61,7 @@ def test_corrections_of_whole_steps_multiply_what_they_name() -> None:
     found = program(segment(*kernels, communication("c")))
     with_them, without = task_times(found, corrected)[0], task_times(found, plain)[0]
     others = {"matmul": 1.25, "attention": 1.5, "optimizer": 1.0, "view": 1.0}
-    others |= {"convolution": 1.0, "convolution_backward": 1.0}
+    others |= {"convolution": 1.0, "convolution_backward": 1.0, "accumulation": 1.0}
     factors = [others.get(kernel.value, 0.75) for kernel in Kernel]
     np.testing.assert_allclose(with_them, without * [*factors, 1.25, 4.0, 2.0], rtol=1e-12)
     wide = dataclasses.replace(

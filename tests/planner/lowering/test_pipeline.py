@@ -67,7 +67,8 @@ def test_a_pipeline_of_one_stage_is_the_plain_step(axes: dict[str, int], mode: s
         calm = replace(HARDWARE, overlap_compute_speed=1.0)
         step, stage = predict_plan(plan, GRAPH, calm), predict_pipeline(alone(plan), GRAPH, calm).prediction
         for part in ("compute_s", "optimizer_s"):
-            assert stage.breakdown[part] == pytest.approx(step.breakdown[part], rel=1e-9)
+            # Terms of a tied gradient are added where they stand in a pipeline, into new memory in the plain step.
+            assert stage.breakdown[part] == pytest.approx(step.breakdown[part], rel=1e-3)
     ours, theirs = (p.breakdown["compute_s"] + p.breakdown["optimizer_s"] for p in (found, plain))
     assert ours == pytest.approx(theirs, rel=0.1)
     # Updates of early buckets run beside the last messages in the plain step, and only after them in a pipeline; but
