@@ -45,8 +45,15 @@ class AxisPeers:
 
     def sum(self, tensor: Tensor, axis: int) -> Tensor:
         """Sum a tensor over the ranks of an axis."""
+        return self._all_reduced(tensor, axis, dist.ReduceOp.SUM)
+
+    def largest(self, tensor: Tensor, axis: int) -> Tensor:
+        """The largest of each element over the ranks of an axis."""
+        return self._all_reduced(tensor, axis, dist.ReduceOp.MAX)
+
+    def _all_reduced(self, tensor: Tensor, axis: int, reduction: dist.ReduceOp.RedOpType) -> Tensor:
         total = tensor.clone(memory_format=torch.contiguous_format)
-        self._run(axis, lambda: dist.all_reduce(total, group=self._groups[axis]))
+        self._run(axis, lambda: dist.all_reduce(total, reduction, group=self._groups[axis]))
         return total
 
     def pass_on(self, tensors: Parts, axis: int) -> Callable[[], Parts]:

@@ -455,7 +455,7 @@ class Body(Writer):
 
     def _local(self, index: int, message: InnerMessage) -> InnerMessage:
         """A message with as many copies of a head as lie on one rank."""
-        if message.divisor == 1:
+        if message.divisor == 1 or message.uncut:
             return message
         recipe, node = self.source.recipe(index), self.graph.nodes[index]
         shape = local_shape(self.graph.spec(node.tensor_inputs[0]).shape, recipe.inputs[0], self.source.sizes)
@@ -472,7 +472,7 @@ class Body(Writer):
         completes: tuple[str, ...] = (),
         waits_for: tuple[str, ...] = (),
     ) -> None:
-        payload = message_bytes(self.graph, node, message, self.source.shares(index))
+        payload = message_bytes(self.graph, node, message, self.source.shares(index), self.source.sizes[axis])
         inner = Communicate(
             collective=message.collective, axis=axis, sources=(), targets=(), gather_dims=(), split_dims=()
         )
@@ -482,6 +482,6 @@ class Body(Writer):
             came = f"gathered by message {len(self.drafts)} for {base}"
             whole = Buffer(name=came, size_bytes=int(payload), kind=BufferKind.COMMUNICATION)
             writes = (whole,) if message.gathered > 1 else ()
-            dtype = "float32" if message.elements else node.outputs[0].dtype
+            dtype = "float32" if message.elements or message.uncut else node.outputs[0].dtype
             self._message(name, phase, inner, payload, completes=completes, writes=writes, dtype=dtype)
             self.drafts[-1].reads = waits_for

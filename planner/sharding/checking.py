@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from math import inf
@@ -187,7 +187,7 @@ def _run_ranks(
 ) -> dict[Coordinates, tuple[Tensor, ...]]:
     """Run every rank's part; ranks that add up among each other run in threads."""
     operators = {rank: prepare(graph, node, rules, sizes, rank) for rank in tensors}
-    if not any(rule.reduced_elements for rule in rules):
+    if not any(rule.reduced_elements or rule.messages for rule in rules):
         return {rank: operators[rank](tensors[rank], Alone()) for rank in tensors}
     exchange, barrier = dict[Coordinates, Tensor](), Barrier(len(tensors), timeout=60)
     with ThreadPoolExecutor(len(tensors)) as pool:
@@ -205,10 +205,17 @@ class _Summing(Alone):
 
     def sum(self, tensor: Tensor, axis: int) -> Tensor:
         """Add what all ranks of the axis have brought."""
+        return self._met(tensor, axis, lambda brought: brought.sum(0))
+
+    def largest(self, tensor: Tensor, axis: int) -> Tensor:
+        """The largest of what all ranks of the axis have brought."""
+        return self._met(tensor, axis, lambda brought: brought.amax(0))
+
+    def _met(self, tensor: Tensor, axis: int, joined: Callable[[Tensor], Tensor]) -> Tensor:
         rank, shared = self.rank, self.shared
         shared[rank] = tensor
         self.barrier.wait()
         others = [r for r in sorted(shared) if r[:axis] + r[axis + 1 :] == rank[:axis] + rank[axis + 1 :]]
-        total = torch.stack([shared[r] for r in others]).sum(0)
+        found = joined(torch.stack([shared[r] for r in others]))
         self.barrier.wait()
-        return total
+        return found

@@ -1,8 +1,9 @@
 """The collectives inside operators: how often they are sent, how much, and how long an operator waits for them.
 
 Search and lowering time every inner collective by these functions, whatever the operator: the all-reduced
-statistics of a synchronised batch norm, the keys and values that go round in ring attention (Liu et al.,
-arXiv:2310.01889), the exchange between sequence and heads (Jacobs et al., arXiv:2309.14509).
+statistics of a synchronised batch norm, what ranks agree on in a softmax over classes that are cut, the keys and
+values that go round in ring attention (Liu et al., arXiv:2310.01889), the exchange between sequence and heads (Jacobs
+et al., arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -47,18 +48,23 @@ def message_count(message: InnerMessage, size: int) -> int:
     return size - 1 if message.circulating else 1
 
 
-def message_bytes(graph: OperatorGraph, node: Node, message: InnerMessage, shares: Sequence[Amount]) -> Amount:
+def message_bytes(
+    graph: OperatorGraph, node: Node, message: InnerMessage, shares: Sequence[Amount], size: int = 1
+) -> Amount:
     """Payload in bytes of sending a message once.
 
     Parameters
     ----------
     shares : sequence
         For each tensor input, then each output: the part of the tensor that is local, as `traffic_bytes` takes it.
+    size : int
+        Ranks of the axis whose rule has the message; only messages of ``uncut`` tensors ask for it.
     """
     specs = (*(graph.spec(ref) for ref in node.tensor_inputs), *node.outputs)
     total = shares[0] * 0.0 + message.elements * DTYPE_BYTES[node.outputs[0].dtype]
+    times = message.gathered * (size if message.uncut else 1) / message.divisor
     for position in message.tensors:
-        total = total + shares[position] * (specs[position].size_bytes * message.gathered / message.divisor)
+        total = total + shares[position] * (specs[position].size_bytes * times)
     return total
 
 

@@ -14,11 +14,10 @@ from torch import Tensor
 from planner.graph.dropout import dropout_operator
 from planner.graph.operator_graph import DROPOUT, Argument, BatchSize, Node, OperatorGraph, TensorRef, TensorSpec
 from planner.sharding.placement import PARTIAL, REPLICATE, Placements, local_shape
-from planner.sharding.rule_notation import Rule
+from planner.sharding.rule_notation import NARROW, Rule
 from simulator.errors import ExecutionError
 
 Parts = tuple[Tensor, ...]
-NARROW = frozenset({"float16", "bfloat16"})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +39,10 @@ class Peers(Protocol):
 
     def sum(self, tensor: Tensor, axis: int) -> Tensor:
         """Sum a tensor over the ranks."""
+        ...
+
+    def largest(self, tensor: Tensor, axis: int) -> Tensor:
+        """The largest of each element over the ranks."""
         ...
 
     def pass_on(self, tensors: Parts, axis: int) -> Callable[[], Parts]:

@@ -15,6 +15,7 @@ from planner.sharding.local_attention import attention, attention_backward
 from planner.sharding.local_call import LocalCall, LocalOperator, Moment, Parts, Peers, invoke, local_call, widened
 from planner.sharding.local_context import context_attention, context_attention_backward
 from planner.sharding.local_dropout import dropout, operator_number
+from planner.sharding.local_softmax import shared_log_softmax, shared_log_softmax_backward
 from planner.sharding.rule_notation import Rule
 from planner.sharding.sequence import ATTENTION, ATTENTION_BACKWARD, SequenceCut
 
@@ -72,6 +73,8 @@ _SPECIAL: dict[str, Callable[[LocalCall], LocalOperator]] = {
 _AMONG_RANKS: dict[str, Callable[[LocalCall], LocalOperator]] = {
     ATTENTION: context_attention,
     ATTENTION_BACKWARD: context_attention_backward,
+    "aten._log_softmax.default": shared_log_softmax,
+    "aten._log_softmax_backward_data.default": shared_log_softmax_backward,
 }
 """Operators whose rule has messages of its own."""
 
@@ -122,6 +125,10 @@ class Alone:
 
     def sum(self, tensor: Tensor, axis: int) -> Tensor:
         """Return the tensor: there is nothing to add."""
+        return tensor
+
+    def largest(self, tensor: Tensor, axis: int) -> Tensor:
+        """Return the tensor: there is nothing to compare it with."""
         return tensor
 
     def pass_on(self, tensors: Parts, axis: int) -> Callable[[], Parts]:

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.rule_families import Family, fixed_layout
-from planner.sharding.rule_notation import FIXED, LETTERS, Call, Layout, Operand, Rule, Value
+from planner.sharding.rule_notation import (
+    FIXED,
+    LETTERS,
+    NARROW,
+    Call,
+    InnerMessage,
+    Layout,
+    Operand,
+    Rule,
+    Value,
+)
+from simulator.program import Collective
 
 
 def notation(text: str) -> Family:
@@ -220,6 +233,32 @@ def index_put(call: Call) -> Layout:
     aligned = written[max(len(written) - values.rank, 0) :]
     adds = bool(call.argument(3, "accumulate", False))
     return Layout(arguments=(label, "", aligned), outputs=(label,), linear=((0, 2),) if adds else ())
+
+
+def log_softmax(call: Call) -> Layout:
+    """By any dim; along its own all ranks agree on the largest exponents and their sums, a number each a row."""
+    return _over_classes(call, 1, messages=2)
+
+
+def log_softmax_backward(call: Call) -> Layout:
+    """Gradient of `log_softmax`; along its own dim gradients are summed, a number a row."""
+    return _over_classes(call, 2, messages=1, linear=((0,),))
+
+
+def _over_classes(call: Call, position: int, messages: int, linear: tuple[tuple[int, ...], ...] = ()) -> Layout:
+    source = call.tensor(0)
+    dim = call.dim(position, "dim", source.rank, -1)
+    length = source.extents[dim]
+    layout = fixed_layout(call, {dim}, linear)
+    if length == 1 or source.grows(dim):
+        return layout
+    # What ranks agree on is in float32 where the tensors are in half of that.
+    row = InnerMessage(
+        Collective.ALL_REDUCE, tensors=(0,) * (2 if source.dtype in NARROW else 1), divisor=length, uncut=True
+    )
+    tensors = sum(isinstance(value, Operand) for value in call.args)
+    rule = Rule((dim,) * tensors, (dim,), splits_work=True, messages=(row,) * messages)
+    return replace(layout, extra=(rule,))
 
 
 _SUM = 2

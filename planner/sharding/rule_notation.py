@@ -19,6 +19,7 @@ FIXED = "."
 """A dim that cannot be sharded."""
 
 _BATCH = 1_000_003
+NARROW = frozenset({"float16", "bfloat16"})
 _FLOATING = frozenset(("float64", "float32", "float16", "bfloat16"))
 
 
@@ -31,7 +32,9 @@ class InnerMessage:
     ``divisor``: the number of heads in a row that are copies of one. A ``circulating`` message is sent size − 1
     times, one after the other, until every rank has seen every piece; an ``overlapped`` one travels while the
     operator works on the piece before, ``together`` with how many others of its size. An all-gather counts what
-    arrives: the pieces of all ``gathered`` ranks. `planner.sharding.inner_messages` counts and times them.
+    arrives: the pieces of all ``gathered`` ranks. ``uncut`` tensors count as if the rule's own axis did not cut them:
+    with the length of a cut dim as divisor that is one number for each row along it. `planner.sharding.inner_messages`
+    counts and times them.
     """
 
     collective: Collective
@@ -42,6 +45,7 @@ class InnerMessage:
     overlapped: bool = False
     gathered: int = 1
     together: int = 1
+    uncut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,10 @@ class Operand:
     def rank(self) -> int:
         """Number of dims."""
         return len(self.extents)
+
+    def grows(self, dim: int) -> bool:
+        """Whether a dim grows with the batch."""
+        return self.extents[dim] % _BATCH == 0
 
 
 Value = Operand | BatchSize | int | float | bool | str | None | tuple["Value", ...]

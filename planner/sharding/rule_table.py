@@ -136,9 +136,9 @@ _REDUCTIONS: dict[str, Family] = {
     "aten.topk.default": families.along(2, "dim", -1),
     "aten.sort.default": families.along(1, "dim", -1),
     "aten._softmax.default": families.along(1, "dim"),
-    "aten._log_softmax.default": families.along(1, "dim"),
+    "aten._log_softmax.default": layers.log_softmax,
     "aten._softmax_backward_data.default": families.along(2, "dim", linear=((0,),)),
-    "aten._log_softmax_backward_data.default": families.along(2, "dim", linear=((0,),)),
+    "aten._log_softmax_backward_data.default": layers.log_softmax_backward,
 }
 
 _LAYERS: dict[str, Family] = {

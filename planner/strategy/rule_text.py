@@ -18,7 +18,7 @@ _RULE = re.compile(
 )
 _MESSAGE = re.compile(
     r"([a-z_]+) of (?:tensors ([0-9]{1,3}(?:\+[0-9]{1,3})*))?(?: and )?(?:([1-9][0-9]{0,15}) numbers)?"
-    r"(?: / ([1-9][0-9]{0,8}))?( in turns)?( beside)?"
+    r"(?: / ([1-9][0-9]{0,8}))?( in turns)?( beside)?( uncut)?"
 )
 
 
@@ -48,7 +48,7 @@ def message_to_text(message: InnerMessage) -> str:
     parts += [f"{message.elements} numbers"] if message.elements else []
     text = f"{message.collective.value} of {' and '.join(parts)}"
     text += f" / {message.divisor}" if message.divisor != 1 else ""
-    return text + " in turns" * message.circulating + " beside" * message.overlapped
+    return text + " in turns" * message.circulating + " beside" * message.overlapped + " uncut" * message.uncut
 
 
 def _message_from_text(text: str) -> InnerMessage:
@@ -68,6 +68,7 @@ def _message_from_text(text: str) -> InnerMessage:
         divisor=int(match[4] or 1),
         circulating=match[5] is not None,
         overlapped=match[6] is not None,
+        uncut=match[7] is not None,
     )
 
 

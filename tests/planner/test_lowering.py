@@ -260,10 +260,16 @@ def test_a_task_waits_for_nothing_but_what_it_reads(
         for task, instruction in zip(segment.tasks, instructions, strict=True):
             wanted = set(reads_of(instruction))
             for index in task.after:
+                name, inside = segment.tasks[index].name, task.name.partition(" inside ")[2]
+                if inside and name.endswith(inside):
+                    continue  # a message of the operator itself
                 before, made = instructions[index], {buffer.name for buffer in segment.tasks[index].allocates}
                 if isinstance(before, Accumulate):
                     made.add(before.accumulator)
-                assert made & wanted, f"{task.name} waits for {segment.tasks[index].name}"
+                if " inside " in name:  # what the operator makes is complete behind its messages
+                    owner = next(one for one in segment.tasks if one.name == name.partition(" inside ")[2])
+                    made |= {buffer.name for buffer in owner.allocates}
+                assert made & wanted, f"{task.name} waits for {name}"
 
 
 @pytest.mark.parametrize("hardware", ["dgx-a100", "ascend910-atlas800"])

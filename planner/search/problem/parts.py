@@ -305,8 +305,8 @@ class Parts:
         inside = np.zeros(len(states))
         for number, choice in enumerate(states.variable.choices):
             for message in inner_messages(choice.rules[position]):
-                payload = message_bytes(self.graph, node, message, shares)
                 for axis, size in enumerate(self.sizes):
+                    payload = message_bytes(self.graph, node, message, shares, size)
                     sent = self.setting.costs.message_time(message.collective, axis, np.maximum(payload, 1.0))
                     chosen = (states.choice[axis] == number) & (payload > 0)
                     inside += np.where(chosen, waiting_time(message, size, sent, work_s), 0.0)

@@ -184,8 +184,11 @@ class AmountLedger:
                 sent = [(specs[i].size_bytes / message.divisor, grows[i], ports[i]) for i in message.tensors]
                 for axis in range(self.axes):
                     chosen = np.flatnonzero(states.choice[axis] == number)
-                    if len(chosen):
-                        self.messages.add(message, axis, rows[chosen], fixed, [(b, g, p[chosen]) for b, g, p in sent])
+                    if not len(chosen):
+                        continue
+                    cut_by = ~(1 << axis) if message.uncut else ~0
+                    parts = [(size, growth, axes[chosen] & cut_by) for size, growth, axes in sent]
+                    self.messages.add(message, axis, rows[chosen], fixed, parts)
         return rows
 
     # Seconds of messages between operators

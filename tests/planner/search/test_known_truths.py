@@ -100,8 +100,10 @@ def test_a_vocabulary_projection_that_dominates_is_split_by_vocabulary(
 ) -> None:
     graph = gpt(vocabulary=262144, hidden=1024, layers=2, heads=8, length=128)
     problem = make_problem(graph, make_mesh(tensor=8), batch=8)
-    head = products(problem, best(solve, problem))["head/mm"]
-    assert head[0] == (REPLICATE, 1, 1)
+    found = best(solve, problem)
+    assert products(problem, found)["head/mm"][0] == (REPLICATE, 1, 1)
+    softmax = placed(problem, found, lambda name: "log_softmax" in name)
+    assert {placements[0] for placements in softmax.values()} == {(1, 1)}, "the loss is taken of the parts"
 
 
 @pytest.mark.parametrize("axes", [{"tensor": 8}, {"data": 4, "tensor": 8}])

@@ -129,6 +129,15 @@ class Recount:
                     if elements:
                         size = elements * DTYPE_BYTES[self.graph.nodes[index].outputs[0].dtype]
                         yield self.message(Collective.ALL_REDUCE, axis, size)
+                    if choice.rules[position].messages:
+                        yield self.log_softmax(index, [c.rules[position] for c in chosen], axis)
+
+    def log_softmax(self, index: int, rules: Sequence[Rule], axis: int) -> float:
+        """Largest exponents and their sums forward, sums of gradients backward: float32, one of each row."""
+        rows, _ = self.graph.spec(self.graph.nodes[index].tensor_inputs[0]).shape
+        cut = prod(n for rule, n in zip(rules, self.mesh.sizes, strict=True) if rule.inputs[0] == 0)
+        messages = 1 if "backward" in self.graph.nodes[index].op else 2
+        return messages * self.message(Collective.ALL_REDUCE, axis, 4 * rows / cut)
 
     def message(self, collective: Collective, axis: int, payload: float) -> float:
         group = group_shape(self.costs.hardware, self.mesh.axes[axis].size, self.mesh.stride(axis))

@@ -33,6 +33,8 @@ def test_payload_follows_what_is_local() -> None:
     assert message_bytes(graph, node, shared, [1.0] * 5) == 2 * whole / 4
     states = [np.array([1.0, 0.5])] * 5
     np.testing.assert_allclose(message_bytes(graph, node, KEYS, states), [2 * whole, whole])
+    rows = InnerMessage(Collective.ALL_REDUCE, tensors=(1,), divisor=4, uncut=True)
+    assert message_bytes(graph, node, rows, [1.0, 1 / 6, 1.0, 1.0, 1.0], 3) == pytest.approx(whole / 2 / 4)
     fixed = InnerMessage(Collective.ALL_REDUCE, elements=10)
     np.testing.assert_allclose(message_bytes(graph, node, fixed, states), [40.0, 40.0])
 

@@ -38,6 +38,7 @@ def messages(draw: st.DrawFn) -> InnerMessage:
         divisor=draw(st.integers(1, 64)),
         circulating=draw(st.booleans()),
         overlapped=draw(st.booleans()),
+        uncut=draw(st.booleans()),
     )
 
 
