@@ -108,10 +108,13 @@ class Predictor:
 
 
 def _cut(run: Run, tables: NetworkTables) -> UnitPins:
-    """The network cut into the run's stages: behind so many layers of its longest row of equal units."""
+    """The network cut into the run's stages: behind so many layers, the last of which ends its longest row of units.
+
+    The first layer may be unlike the others, and a unit apart.
+    """
     if not run.layers:
         return FREE
     counts = [unit.count for unit in tables.decisions.chain.units]
-    front = sum(counts[: counts.index(max(counts))])
+    front = sum(counts[: counts.index(max(counts)) + 1]) - sum(run.layers)
     ends = [front + end for end in accumulate(run.layers[:-1])]
     return UnitPins(cuts=tuple(range(end, end + 1) for end in ends), virtual=int(dict(run.pins).get("vpp", 1)))

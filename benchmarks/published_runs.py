@@ -70,8 +70,8 @@ def read_run(row: MeasuredRow, *, stages: bool = False, told: bool = False) -> R
     """Translate a row; NotCoveredError says why it is not compared.
 
     ``stages`` covers pipelines and recomputation as well: which layers a stage has is left to the planner. ``told``
-    covers every kind of attention besides: the plan is told it, the software, and the layers of each stage, and the
-    vocabulary is padded as the software does.
+    covers every kind of attention besides: the plan is told it, the software, and the layers of each stage. The
+    vocabulary is padded as the software pads it.
     """
     require(row.run is not None, "misses facts")
     require(row.outcome == "ok" and row.measured_time_s > 0, "did not run, or no time")
@@ -169,7 +169,7 @@ def _network(run: TrainingRun, *, told: bool) -> str:
     require(not network.encoder_layers and not network.attention_window, "encoder or windows")
     require(told or run.setup.attention in FUSED, "attention is not fused")
     rows = local_vocabulary(network, run.setup.tp, traits_of(run.setup.stack).padded_vocabulary) * run.setup.tp
-    return _config(network, round(rows) if told else network.vocabulary)
+    return _config(network, round(rows))
 
 
 def _config(network: TransformerShape, vocabulary: int) -> str:
