@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.execution import stages, worker
+from planner.execution import reference, stages, worker
 from planner.execution.checkpoints.checkpoint import Place
 from planner.execution.job import Job
 from planner.execution.measuring.recorded import rank_entries
+from planner.execution.optimizers import ElementStep, SummedStep
+from planner.execution.run import losses_of
 from planner.execution.step_end import places
 from planner.execution.virtual.script import tie_axes
 from planner.instructions import LoweredPlan, LoweredStages
+from planner.networks import load_network
 from planner.strategy.plan import Plan
 from simulator.pipeline_operators import PLAIN, action_variants
 from simulator.program import Task
@@ -143,8 +147,8 @@ Pieces = dict[str, list[tuple[Place, Tensor]]]
 """A rank's piece of the gradient of each parameter in each step, and its place in the whole."""
 
 
-def record_gradients(job: Job) -> Pieces:
-    """Train as one rank and return the gradients that it updates its pieces of the parameters with."""
+def record_gradients(job: Job) -> tuple[Pieces, tuple[float, ...]]:
+    """Train as one rank; returns the gradients that it updates its pieces of the parameters with, and the losses."""
     found: Pieces = {}
     make = worker.Held
 
@@ -152,18 +156,20 @@ def record_gradients(job: Job) -> Pieces:
         coordinates = job.lowered.mesh.coordinates(dist.get_rank())
         where = places(job.lowered, worker.held_parameters(job.lowered), coordinates)
 
-        def watched(name: str) -> Callable[[Tensor, Tensor], None]:
-            def step(parameter: Tensor, gradient: Tensor) -> None:
+        def watched(name: str, step: ElementStep | SummedStep) -> ElementStep | SummedStep:
+            update = step.begin if isinstance(step, SummedStep) else step.change
+
+            def noted(parameter: Tensor, gradient: Tensor, *state: Any) -> Any:
                 found.setdefault(name, []).append((where[name], gradient.clone()))
-                optimizers[name](parameter, gradient)
+                return update(parameter, gradient, *state)
 
-            return step
+            return replace(step, **{"begin" if isinstance(step, SummedStep) else "change": noted})
 
-        return make(parameters=parameters, optimizers={name: watched(name) for name in optimizers}, **others)
+        steps = {name: watched(name, step) for name, step in optimizers.items()}
+        return make(parameters=parameters, optimizers=steps, **others)
 
     with patch.object(worker, "Held", held):
-        worker.train(job)
-    return found
+        return found, losses_of(worker.train(job))
 
 
 def whole_gradients(ranks: list[Pieces], steps: int) -> dict[str, list[Tensor]]:
@@ -179,3 +185,18 @@ def whole_gradients(ranks: list[Pieces], steps: int) -> dict[str, list[Tensor]]:
                 total[here] = piece.reshape(place.sizes)
         found[name] = whole
     return found
+
+
+def reference_gradients(job: Job, perturbation: float = 0.0) -> tuple[dict[str, list[Tensor]], tuple[float, ...]]:
+    """What plain PyTorch in one process updates with in each step, by parameter, and the losses."""
+    steps: list[list[Tensor]] = []
+    update = reference._update
+
+    def noted(optimizer: Any, parameters: list[Any], *others: Any) -> None:
+        steps.append([parameter.grad.clone() for parameter in parameters])
+        update(optimizer, parameters, *others)
+
+    with patch.object(reference, "_update", noted):
+        losses = reference.run_reference(job, perturbation=perturbation)
+    names = [name for name, _ in load_network(job.network).build(0).named_parameters()]
+    return {name: list(each) for name, each in zip(names, zip(*steps, strict=True), strict=True)}, tuple(losses)

@@ -1,9 +1,11 @@
-"""Plans that compute again or shard what they store run as one process does, in float64."""
+"""Plans that keep messages or have some activations on the host run as one process does, in float64.
+
+How states are stored is tested together with all else (`test_combinations.py`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -14,39 +16,6 @@ from tests.planner.lowering.plans import MEGATRON, one_stage, pipelined, recompu
 from tests.planner.search.problems import captured
 
 slow = pytest.mark.slow
-AWAY = {"offload_optimizer": True, "offload_parameters": True}
-
-
-@pytest.mark.parametrize(
-    ("axes", "mode", "changes"),
-    [
-        pytest.param({"data": 2}, "full", {"optimizer_sharding": "zero3"}, marks=slow),
-        pytest.param({"data": 2, "tensor": 2}, "full", {"optimizer_sharding": "zero3"}, marks=slow),
-        pytest.param({"data": 2}, "none", {"optimizer_sharding": "zero2"}, marks=slow),
-        pytest.param({"data": 4}, "none", {"optimizer_sharding": "zero3", "shard_size": 2}, marks=slow),
-        pytest.param({"data": 4}, "selective", {"optimizer_sharding": "zero2", "shard_size": 2}, marks=slow),
-        pytest.param({"tensor": 2}, "full", {}, marks=slow),
-        pytest.param({"data": 2}, "none", {"optimizer_sharding": "zero3", "offload_optimizer": True}, marks=slow),
-        pytest.param({"data": 2}, "none", {"optimizer": "lamb", "offload_optimizer": True}, marks=slow),
-        pytest.param(
-            {"data": 2},
-            "none",
-            {"optimizer_sharding": "zero2", "offload_optimizer": True, "offload_to": "disk"},
-            marks=slow,
-        ),
-        pytest.param({"data": 2}, "none", {"optimizer_sharding": "zero2", **AWAY}, marks=slow),
-        pytest.param({"data": 2, "tensor": 2}, "full", {"optimizer": "lamb", **AWAY}, marks=slow),
-        pytest.param({"data": 2}, "none", {"optimizer_sharding": "zero2", "offload_to": "disk", **AWAY}, marks=slow),
-    ],
-)
-def test_losses_are_those_of_one_process(axes: dict[str, int], mode: str, changes: dict[str, Any]) -> None:
-    storage = "sharded" if "data" in axes else "replicated"
-    plan = one_stage(axes=tuple(axes.items()), micro_batches=2, micro_batch=1, storage=storage)
-    plan = replace(recomputing(plan, captured("gpt2-tiny"), mode) if mode != "none" else plan, **changes)
-    report = execute_plan(plan, ExecuteOptions(strategy="unused", steps=3, verify=True, precision="fp64"))
-    assert report.max_loss_difference is not None
-    assert report.max_loss_difference < 1e-10
-    assert report.losses[0] != report.losses[-1]
 
 
 @slow
