@@ -73,7 +73,7 @@ def test_a_pipeline_of_one_stage_is_the_plain_step(axes: dict[str, int], mode: s
     assert ours == pytest.approx(theirs, rel=0.1)
     # Updates of early buckets run beside the last messages in the plain step, and only after them in a pipeline; but
     # there a micro-batch does not wait for the messages of the one before.
-    assert found.step_time_s == pytest.approx(plain.step_time_s, rel=1e-9 if not axes else 0.05)
+    assert found.step_time_s == pytest.approx(plain.step_time_s, rel=1e-3 if not axes else 0.05)
     # Parameters gathered unit by unit are counted at their most, whenever that is.
     assert found.peak_memory_bytes == pytest.approx(plain.peak_memory_bytes, rel=0.2 if level == "zero3" else 0.06)
     assert found.mfu == pytest.approx(plain.mfu * plain.step_time_s / found.step_time_s)
