@@ -19,11 +19,11 @@ from simulator.calibration.launch import run_workers
 from simulator.calibration.machine import Machine, find_machine, processor_caches
 from simulator.calibration.machine_use import Disturbance, MachineUse, disturbance, machine_use, used_since
 from simulator.calibration.messages import TIMEOUT, MessageTimes, measure_messages, own_device
-from simulator.calibration.pace import Pace, Paces, paces_of, timed_paces
+from simulator.calibration.pace import Pace, Paces, paces_of
 from simulator.calibration.process import available_cores, return_free_memory
 from simulator.calibration.profile_data import Findings, Residual, profile_data
 from simulator.calibration.slowdown import Slowdown, SlowdownTimer, factors_by_count
-from simulator.calibration.timing import interleaved_factor, lower_quartile, measure_case
+from simulator.calibration.timing import interleaved_factor, measure_case, middle_mean
 from simulator.conditions import Conditions
 from simulator.errors import InputError
 from simulator.hardware import write_profile
@@ -34,6 +34,8 @@ FEWEST_ROUNDS, MOST_ROUNDS = 2, 6
 AGREEMENT = 1.1
 """Longest over shortest time of a kernel above which it is measured again."""
 KERNELS_S = 40.0
+PACED = 20
+"""Kernels between two times of the pace, which is to be that of their time."""
 SMALL_BYTES = 8192
 FEWEST_ROWS_TO_HOLD_BACK = 8
 SLOWDOWN_COUNTS = (2, 4, 8)
@@ -159,13 +161,16 @@ def measure_kernels(device_type: str) -> KernelTimes:
     pace, paces = Pace(device), list[float]()
     rounds = 0
     while rounds < MOST_ROUNDS and (rounds < FEWEST_ROUNDS or time.perf_counter() - begin < KERNELS_S):
+        timed = 0
         for (case, cached), found in zip(kinds, times, strict=True):
             if rounds < FEWEST_ROUNDS or max(found) > AGREEMENT * min(found):
                 found.append(measure_case(case, device, turn_bytes=0 if cached else None))
-        paces += timed_paces(pace, lambda: None)
+                if timed % PACED == 0:
+                    paces.append(pace.seconds())
+                timed += 1
         rounds += 1
     rows = [
-        replace(_measured(case, lower_quartile(found)), cached=cached)
+        replace(_measured(case, middle_mean(found)), cached=cached)
         for (case, cached), found in zip(kinds, times, strict=True)
     ]
     small = [case for case in cases if case.dtype == "float32" and case.bytes_moved < SMALL_BYTES]

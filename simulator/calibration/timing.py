@@ -37,13 +37,11 @@ def synchronize(device: torch.device) -> None:
         getattr(torch, device.type).synchronize(device)
 
 
-def lower_quartile(seconds: Sequence[float]) -> float:
-    """First quartile of repeated timings: other programs only ever slow a run, and a single best may be luck."""
-    return statistics.quantiles(seconds, n=4, method="inclusive")[0] if len(seconds) > 1 else seconds[0]
-
-
 def middle_mean(seconds: Sequence[float]) -> float:
-    """Mean of the middle half of repeated timings: outliers do not count, and two modes weigh as often as they come."""
+    """Mean of the middle half of repeated timings: outliers do not count, and two modes weigh as often as they come.
+
+    Steps are told by medians: the fastest kernels of a machine of changing speed would foretell its fastest steps.
+    """
     ordered = sorted(seconds)
     cut = len(ordered) // 4
     return statistics.fmean(ordered[cut : len(ordered) - cut])
@@ -71,7 +69,7 @@ def repeated_seconds(run: Repeated, device: torch.device, budget_s: float = CASE
         run(count)
         synchronize(device)
         times.append((clock() - start) / count)
-    return lower_quartile(times)
+    return middle_mean(times)
 
 
 def measure_case(case: Case, device: torch.device, budget_s: float = CASE_S, *, turn_bytes: int | None = None) -> float:

@@ -26,7 +26,7 @@ from simulator.calibration.pace import Paces
 from simulator.calibration.process import available_cores
 from simulator.calibration.profile_data import Residual, profile_data
 from simulator.calibration.slowdown import Rounds, Slowdown, factors_by_count
-from simulator.calibration.timing import interleaved_factor, lower_quartile, measure_case, middle_mean
+from simulator.calibration.timing import interleaved_factor, measure_case, middle_mean
 from simulator.collectives import collective_time
 from simulator.conditions import Conditions
 from simulator.errors import InputError, UnsupportedError
@@ -210,11 +210,6 @@ def test_devices_that_are_not_there():
             calibrate(CalibrateOptions(device="cuda"))
     with pytest.raises(UnsupportedError, match="npu"):
         calibrate(CalibrateOptions(device="npu"))
-
-
-def test_lower_quartile():
-    assert lower_quartile([4.0]) == 4.0
-    assert lower_quartile([1.0, 2.0, 3.0, 4.0, 100.0]) == 2.0
 
 
 def test_middle_mean_follows_how_often_two_modes_come_and_no_outlier():
