@@ -55,16 +55,16 @@ def trouble(kind, loss):
 def sicken(kind):
     """Let one rank of this process's job fall ill, with a shorter patience than the usual."""
     watch.STALL_S, watch.SILENT_S = 5.0, 8.0
-    healthy, steps = worker._run_step, []
+    healthy, steps = worker.Trainer.run, []
 
-    def run_step(interpreter, batches, device):
+    def run(trainer, batches):
         steps.append(len(steps))
-        loss, seconds = healthy(interpreter, batches, device)
+        loss, seconds = healthy(trainer, batches)
         if steps[-1] == SICK_STEP and dist.get_rank() == SICK_RANK:
             loss = trouble(kind, loss)
         return loss, seconds
 
-    worker._run_step = run_step
+    worker.Trainer.run = run
 
 
 def sick_train(kind, pids, job, membership=None):
