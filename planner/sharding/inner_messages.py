@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph
+from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, TensorSpec
 from planner.sharding.rule_notation import InnerMessage, Rule
 from simulator.program import Collective
 
@@ -62,10 +62,16 @@ def message_bytes(
     """
     specs = (*(graph.spec(ref) for ref in node.tensor_inputs), *node.outputs)
     total = shares[0] * 0.0 + message.elements * DTYPE_BYTES[node.outputs[0].dtype]
-    times = message.gathered * (size if message.uncut else 1) / message.divisor
+    times = message.gathered * (size if message.uncut else 1)
     for position in message.tensors:
-        total = total + shares[position] * (specs[position].size_bytes * times)
+        total = total + shares[position] * (sent_bytes(specs[position], message) * times)
     return total
+
+
+def sent_bytes(spec: TensorSpec, message: InnerMessage) -> float:
+    """Bytes that a whole tensor adds to one rank's payload of a message."""
+    widened = max(1.0, DTYPE_BYTES["float32"] / DTYPE_BYTES[spec.dtype]) if message.uncut else 1.0
+    return spec.size_bytes * widened / message.divisor
 
 
 EXCHANGES = (Collective.ALL_TO_ALL, Collective.ALL_GATHER)

@@ -9,7 +9,6 @@ from planner.sharding.rule_families import Family, fixed_layout
 from planner.sharding.rule_notation import (
     FIXED,
     LETTERS,
-    NARROW,
     Call,
     InnerMessage,
     Layout,
@@ -252,10 +251,7 @@ def _over_classes(call: Call, position: int, messages: int, linear: tuple[tuple[
     layout = fixed_layout(call, {dim}, linear)
     if length == 1 or source.grows(dim):
         return layout
-    # What ranks agree on is in float32 where the tensors are in half of that.
-    row = InnerMessage(
-        Collective.ALL_REDUCE, tensors=(0,) * (2 if source.dtype in NARROW else 1), divisor=length, uncut=True
-    )
+    row = InnerMessage(Collective.ALL_REDUCE, tensors=(0,), divisor=length, uncut=True)
     tensors = sum(isinstance(value, Operand) for value in call.args)
     rule = Rule((dim,) * tensors, (dim,), splits_work=True, messages=(row,) * messages)
     return replace(layout, extra=(rule,))

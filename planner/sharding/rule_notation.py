@@ -33,8 +33,8 @@ class InnerMessage:
     times, one after the other, until every rank has seen every piece; an ``overlapped`` one travels while the
     operator works on the piece before, ``together`` with how many others of its size. An all-gather counts what
     arrives: the pieces of all ``gathered`` ranks. ``uncut`` tensors count as if the rule's own axis did not cut them:
-    with the length of a cut dim as divisor that is one number for each row along it. `planner.sharding.inner_messages`
-    counts and times them.
+    with the length of a cut dim as divisor that is one number for each row along it, in float32 at least, so that rules
+    are the same in every precision. `planner.sharding.inner_messages` counts and times them.
     """
 
     collective: Collective

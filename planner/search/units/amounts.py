@@ -21,7 +21,7 @@ from planner.search.problem.costs import MeshCosts, needs_mask
 from planner.search.problem.parts import Parts, States
 from planner.search.problem.variables import Edge, masks
 from planner.search.units.amount_rows import Kernels, Messages, Scaled
-from planner.sharding.inner_messages import inner_messages
+from planner.sharding.inner_messages import inner_messages, sent_bytes
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.redistribution import StepTable, placement_index, step_table
 from planner.work import cast_sizes, traffic_sizes
@@ -181,7 +181,7 @@ class AmountLedger:
         for number, rule in enumerate(rules):
             for message in inner_messages(rule):
                 fixed = float(message.elements * DTYPE_BYTES[dtype])
-                sent = [(specs[i].size_bytes / message.divisor, grows[i], ports[i]) for i in message.tensors]
+                sent = [(sent_bytes(specs[i], message), grows[i], ports[i]) for i in message.tensors]
                 for axis in range(self.axes):
                     chosen = np.flatnonzero(states.choice[axis] == number)
                     if not len(chosen):

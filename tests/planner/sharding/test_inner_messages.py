@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.sharding.inner_messages import inner_messages, message_bytes, message_count, waiting_time
-from planner.sharding.rules import InnerMessage, Rule
+from planner.sharding.rules import InnerMessage, Rule, rules_for
 from simulator.program import Collective
 from tests.planner.sharding.single_nodes import Given, one_node
 
@@ -35,8 +37,18 @@ def test_payload_follows_what_is_local() -> None:
     np.testing.assert_allclose(message_bytes(graph, node, KEYS, states), [2 * whole, whole])
     rows = InnerMessage(Collective.ALL_REDUCE, tensors=(1,), divisor=4, uncut=True)
     assert message_bytes(graph, node, rows, [1.0, 1 / 6, 1.0, 1.0, 1.0], 3) == pytest.approx(whole / 2 / 4)
+    narrow, pieces = one_node("aten._log_softmax.default", Given((8, 16), "bfloat16"), 1, False)
+    assert message_bytes(narrow, pieces, replace(rows, tensors=(0,), divisor=16), [0.5, 0.5], 2) == 8 * 4
     fixed = InnerMessage(Collective.ALL_REDUCE, elements=10)
     np.testing.assert_allclose(message_bytes(graph, node, fixed, states), [40.0, 40.0])
+
+
+def test_a_loss_that_is_cut_by_classes_may_run_in_another_precision() -> None:
+    """A strategy found in one precision is one in every other, as ``execute --precision`` asks."""
+    logits = (Given((8, 16), dtype) for dtype in ("bfloat16", "float16", "float32", "float64"))
+    first, *others = (rules_for(*one_node("aten._log_softmax.default", given, 1, False)) for given in logits)
+    assert any(rule.messages for rule in first)
+    assert all(found == first for found in others)
 
 
 @given(st.integers(1, 16), seconds, seconds)
