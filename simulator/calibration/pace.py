@@ -26,8 +26,6 @@ TYPICAL = (
     "adam 4194304",
 )
 """Products of arithmetic and of weights from memory, convolutions, activations, and updates from memory."""
-ROUNDS = 8
-"""Rounds that calibration takes."""
 
 
 class Pace:
@@ -51,7 +49,7 @@ class Pace:
         return time.perf_counter() - start
 
 
-def timed_paces(pace: Pace, meet: Callable[[], object], rounds: int = ROUNDS) -> list[float]:
+def timed_paces(pace: Pace, meet: Callable[[], object], rounds: int) -> list[float]:
     """Seconds of some rounds of one rank; `meet` waits for the others before each."""
     found = []
     for _ in range(rounds):
