@@ -32,13 +32,13 @@ FEWEST, MOST = 5, 60
 CASE_S = 8.0
 """Seconds that the timed steps of a case may take together."""
 TURNS_S = 12.0
-"""Seconds that steps of a plan and by hand in turns take together, about."""
+"""Seconds that steps of a plan and by hand in turns take together, about; long steps take more."""
 ATTEMPTS = 3
 DISTURBED = 0.1
 """A plan runs again, so many times at most, where the machine was farther from how it was calibrated (`disturbed`)."""
 START_S = 25.0
 """What a case takes, about: it is not begun with less time left."""
-BESIDE_S = 20.0
+BESIDE_S = 30.0
 """What the turns with the same by hand take more."""
 
 IN_TURNS = (

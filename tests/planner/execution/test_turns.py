@@ -16,9 +16,9 @@ def test_a_machine_that_drifts_favours_neither():
 @pytest.mark.parametrize("step_s", [1e-5, 0.05, 0.3, 2.0, 60.0])
 def test_rounds_keep_to_the_time_where_steps_allow_it(step_s):
     rounds, steps = rounds_within(12.0, step_s)
-    assert turns.FEWEST_ROUNDS <= rounds <= turns.MOST_ROUNDS
+    assert rounds == turns.ROUNDS
     assert 1 <= steps <= MOST_STEPS
-    assert rounds == turns.FEWEST_ROUNDS or 2 * rounds * steps * step_s <= 12.0
+    assert steps == 1 or 2 * rounds * steps * step_s <= 12.0
 
 
 def test_blocks_of_both_are_told_apart(monkeypatch):
