@@ -155,9 +155,8 @@ class _Rank:
                 first_step=first,
                 cached=cached,
                 late=late,
-                biases=self._biases(),
+                workspace=workspace_bytes(self.traits, setup, self.hardware) + self._biases(),
                 several_in_flight=in_flight > 1,
-                fixed_workspaces=setup.fixed_workspaces,
             ),
             self.hardware,
             self.context,
@@ -328,7 +327,7 @@ def _activations(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Moment:
-    """Bytes that come and go, at the fullest moment."""
+    """Bytes that come and go, at the fullest moment, and the libraries' workspaces."""
 
     activations: float
     working: float
@@ -337,21 +336,19 @@ class _Moment:
     first_step: float = 0.0
     cached: float = 0.0
     late: float = 0.0
-    biases: float = 0.0
+    workspace: float = 0.0
     several_in_flight: bool = False
-    fixed_workspaces: bool = False
 
 
 def _stage_memory(
     states: States, traits: MemoryTraits, moment: _Moment, hardware: Hardware, context: float
 ) -> StageMemory:
     moving = moment.activations + moment.working + moment.gathered + moment.communication
-    workspace = workspace_bytes(traits, hardware, fixed=moment.fixed_workspaces) + moment.biases
     # States are allocated once, in large pieces: only what comes and goes leaves fragments.
     headroom = traits.in_flight_share * moment.activations if moment.several_in_flight else 0.0
     slack = traits.allocator_bytes + traits.reserved_share * moving + headroom
     if traits.takes_whole_device:
-        slack = max(slack, hardware.device_memory_bytes - states.total - moving - workspace)
+        slack = max(slack, hardware.device_memory_bytes - states.total - moving - moment.workspace)
     return StageMemory(
         parameters=states.parameters,
         gradients=states.gradients,
@@ -361,13 +358,13 @@ def _stage_memory(
         working=moment.working,
         gathered_parameters=moment.gathered,
         communication=moment.communication,
-        workspace=workspace,
+        workspace=moment.workspace,
         allocator_slack=slack,
         context=context,
         headroom=headroom,
         cached=moment.cached,
         late=moment.late,
-        first_step_bytes=(moment.first_step or states.total + moving) + workspace,
+        first_step_bytes=(moment.first_step or states.total + moving) + moment.workspace,
     )
 
 
@@ -402,6 +399,7 @@ def _layered(network: LayeredNetwork, setup: TrainingSetup, hardware: Hardware) 
             working=2 * widest * setup.micro_batch * element,
             gathered=casts,
             communication=traits.bucket_elements * 4 if setup.dp > 1 else 0.0,
+            workspace=workspace_bytes(traits, setup, hardware),
         ),
         hardware,
         context_bytes(setup, traits, hardware),

@@ -5,22 +5,39 @@ from __future__ import annotations
 from functools import lru_cache
 
 from planner.estimate.device_family import family_of
-from planner.estimate.memory_traits import EAGER_KERNELS_BYTES, OLDER_WORKSPACE_BYTES, MemoryTraits
+from planner.estimate.memory_traits import EAGER_KERNELS_BYTES, GIBI, MEBI, OLDER_WORKSPACE_BYTES, MemoryTraits
 from planner.estimate.training_run import TrainingSetup
 from simulator.hardware import Hardware
 
 _family_of = lru_cache(maxsize=256)(family_of)
 
+GRACE_HOPPER_BYTES = 3.2 * GIBI
+"""What GH200 holds outside the allocator, communicators of any plan included: ``total_mb`` less ``reserved`` in runs of
+Aceso on Alps, 3.8 GiB of four tensor ranks in a node, 2.9 and 3.1 GiB of 64 ranks with data and pipeline axes
+(``aceso_validation_clariden`` of github.com/eth-easl/sailor). The driver keeps more for memory that the processor
+shares, and buffers for Slingshot lie in the host."""
+_LARGE_CUBLAS_BYTES, _CUBLAS_BYTES = 32 * MEBI, 8 * MEBI
+_CAPTURED_WORKSPACES = 4
+"""cuBLAS has a workspace for each thread and stream: graphs are warmed up on a stream and captured on another
+(``torch.cuda.make_graphed_callables``), each by the threads of forward and backward."""
 
-def workspace_bytes(traits: MemoryTraits, hardware: Hardware, *, fixed: bool) -> float:
-    """Library workspaces inside the allocator; `fixed` where ``CUBLAS_WORKSPACE_CONFIG`` sets their size."""
+
+def workspace_bytes(traits: MemoryTraits, setup: TrainingSetup, hardware: Hardware) -> float:
+    """Library workspaces inside the allocator; fixed where ``CUBLAS_WORKSPACE_CONFIG`` sets their size."""
     family = _family_of(hardware.device_name)
     own = traits.workspace_bytes.get(family, OLDER_WORKSPACE_BYTES)
-    return own + (traits.fixed_workspace_bytes if fixed and family != "hopper" else 0.0)
+    if setup.fixed_workspaces and family != "hopper":
+        own += traits.fixed_workspace_bytes
+    if setup.captured_graphs:
+        large = setup.fixed_workspaces or family == "hopper"
+        own += _CAPTURED_WORKSPACES * (_LARGE_CUBLAS_BYTES if large else _CUBLAS_BYTES)
+    return own
 
 
 def context_bytes(setup: TrainingSetup, traits: MemoryTraits, hardware: Hardware) -> float:
     """Driver context, and one communicator for each axis; ranks count along tensor, context, data, pipeline axis."""
+    if "GH200" in hardware.device_name:
+        return GRACE_HOPPER_BYTES
     total, stride = traits.context_bytes + (EAGER_KERNELS_BYTES if setup.eager_kernels else 0.0), 1
     for size in (setup.tp, setup.cp, setup.dp):
         stride *= size

@@ -263,6 +263,8 @@ class TrainingSetup:
     """Elements of a buffer that gradients are copied to and reduced in (DeepSpeed: 5e8); 0: they are contiguous."""
     fixed_workspaces: bool = False
     """cuBLAS has workspaces of 32 MiB a stream (``CUBLAS_WORKSPACE_CONFIG=:4096:8``), as reproducible runs ask for."""
+    captured_graphs: bool = False
+    """Layers are replayed as CUDA graphs."""
     loss_chunks: int = 1
     """Parts of the tokens whose loss is computed one after the other, in float32."""
     master_weight_bytes: int = 4

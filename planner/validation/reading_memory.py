@@ -24,6 +24,7 @@ class MemorySettings(TypedDict):
 
     reduce_bucket_elements: float
     fixed_workspaces: bool
+    captured_graphs: bool
     loss_chunks: int
     vocabulary_parallel_loss: bool
     master_weight_bytes: int
@@ -47,6 +48,7 @@ def memory_settings(row: FileRow) -> MemorySettings:
         reduce_bucket_elements=5e8 if "deepspeed" in framework else 0.0,
         # Megatron's ``--deterministic-mode`` insists on ``CUBLAS_WORKSPACE_CONFIG``.
         fixed_workspaces="deterministic-mode" in words,
+        captured_graphs=bool(re.search(r"cuda[-_ ]?graph", words)),
         loss_chunks=_loss_chunks(row, framework),
         # Of AA-Scaling's runs those with few layers a device at tp 8 go out of memory: only whole logits explain that.
         vocabulary_parallel_loss="aa-scaling" not in framework,
