@@ -43,6 +43,8 @@ from planner.estimate.training_run import (
 from simulator.hardware import Hardware
 from simulator.program import Kernel
 
+_PIPELINED = (OptimizerSharding.NONE, OptimizerSharding.ZERO1)
+"""What DeepSpeed's pipeline engine runs; with more sharded it runs without."""
 _PREFETCHED_ELEMENTS = 5e7
 """DeepSpeed's default ``stage3_prefetch_bucket_size``."""
 
@@ -255,6 +257,8 @@ class _Rank:
             )
             if setup.fused_loss:
                 per_logit = SCRIPTED_LOSS_BYTES if setup.scripted_loss else self.traits.compiled_loss_bytes
+            if setup.micro_batches > 1 and setup.optimizer_sharding in _PIPELINED:
+                per_logit += self.traits.earlier_loss_bytes
         else:
             gathered = GATHERED_LOGITS_BYTES if setup.tp > 1 else 0.0
             columns = float(shape.vocabulary)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from functools import lru_cache
 
 from planner.estimate.device_family import family_of
-from planner.estimate.memory_traits import EAGER_KERNELS_BYTES, GIBI, MEBI, OLDER_WORKSPACE_BYTES, MemoryTraits
+from planner.estimate.memory_traits import (
+    EAGER_KERNELS_BYTES,
+    GIBI,
+    MEBI,
+    OLDER_EAGER_KERNELS_BYTES,
+    OLDER_WORKSPACE_BYTES,
+    MemoryTraits,
+)
 from planner.estimate.training_run import TrainingSetup
 from simulator.hardware import Hardware
 
@@ -38,7 +45,9 @@ def context_bytes(setup: TrainingSetup, traits: MemoryTraits, hardware: Hardware
     """Driver context, and one communicator for each axis; ranks count along tensor, context, data, pipeline axis."""
     if "GH200" in hardware.device_name:
         return GRACE_HOPPER_BYTES
-    total, stride = traits.context_bytes + (EAGER_KERNELS_BYTES if setup.eager_kernels else 0.0), 1
+    total, stride = traits.context_bytes, 1
+    if setup.eager_kernels:
+        total += EAGER_KERNELS_BYTES.get(_family_of(hardware.device_name), OLDER_EAGER_KERNELS_BYTES)
     for size in (setup.tp, setup.cp, setup.dp):
         stride *= size
         if size > 1:

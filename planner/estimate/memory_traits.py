@@ -29,9 +29,11 @@ GATHERED_LOGITS_BYTES = 8.0
 SCRIPTED_LOSS_BYTES = 18.0
 """Bytes a logit of Megatron's compiled loss where TorchScript compiles it, as before PyTorch 2.2: each function of the
 loss returns logits anew in float32."""
-EAGER_KERNELS_BYTES = 0.5 * 2**30
-"""What a context takes besides where all kernels of the libraries are loaded at once, as before CUDA 11.7: 1,113 MiB
-in all on V100 (``python -c "torch.ones(1).cuda()"``, BigScience's calibration)."""
+EAGER_KERNELS_BYTES = {"ampere": 1.05 * 2**30}
+OLDER_EAGER_KERNELS_BYTES = 0.5 * 2**30
+"""What a context takes besides where all kernels of the libraries are loaded at once, as before CUDA 11.7, by device
+family: 1,113 MiB in all on V100 (``python -c "torch.ones(1).cuda()"``, BigScience's calibration), 1,687 MiB on the next
+generation (RTX 3090, PyTorch 1.8, https://github.com/pytorch/pytorch/issues/55277)."""
 
 
 _WORKSPACE_BYTES = {"hopper": 104 * MEBI, "blackwell": 60 * MEBI}
@@ -62,6 +64,10 @@ class MemoryTraits:
     compiled_loss_bytes
         The same where the loss is compiled: Megatron's writes anew in float32 what it changed in place (note in
         ``megatron/core/fusions/fused_cross_entropy.py``); PyTorch's own comes down to logits and their gradient.
+    earlier_loss_bytes
+        Bytes for every logit of the micro-batch before, which stand as well: DeepSpeed's pipeline engine has two
+        buffers at least and keeps the output of the last stage until its buffer is used again
+        (``PipelineEngine._exec_forward_pass``), logits in float32 (``GPTModelPipe``).
     weighted_experts
         Experts multiply the output of their activation function by the router's share of the token, so that it stands
         before and after (Megatron-Core, ``megatron/core/transformer/moe/experts.py``).
@@ -109,6 +115,7 @@ class MemoryTraits:
     attention_output_copy: bool = False
     loss_bytes: float = PLAIN_LOSS_BYTES
     compiled_loss_bytes: float = 4.0
+    earlier_loss_bytes: float = 0.0
     weighted_experts: bool = False
     position_biases: bool = False
     late_gradients: bool = False
@@ -138,8 +145,14 @@ _EAGER = MemoryTraits(
 )
 _COMPILED = replace(_EAGER, fused_rms_norm=True, fused_gate=True, fused_scores=True, loss_bytes=12.0, step_bytes=0.0)
 _STATIC_GRAPH = MemoryTraits(low_precision_weights=False, fused_gate=True, loss_bytes=10.0)
-_DEEPSPEED = MemoryTraits(padded_vocabulary=True, attention_output_copy=True, loss_bytes=10.0, compiled_loss_bytes=10.0)
-_MEGATRON = replace(_DEEPSPEED, fused_gate=True, loss_bytes=6.0, weighted_experts=True)
+_DEEPSPEED = MemoryTraits(
+    padded_vocabulary=True,
+    attention_output_copy=True,
+    loss_bytes=10.0,
+    compiled_loss_bytes=10.0,
+    earlier_loss_bytes=4.0,
+)
+_MEGATRON = replace(_DEEPSPEED, fused_gate=True, loss_bytes=6.0, earlier_loss_bytes=0.0, weighted_experts=True)
 _ASCEND = MemoryTraits(fused_rms_norm=True, fused_gate=True, fused_scores=True, loss_bytes=6.0)
 
 _TRAITS: dict[Stack, MemoryTraits] = {

@@ -14,7 +14,13 @@ from planner.validation.measurement_file import FileRow
 from planner.validation.reading_memory import memory_settings, whole_on_one_device
 from planner.validation.reading_network import MissingFactError
 from planner.validation.reading_setup import Network
-from planner.validation.reading_suites import CHOSEN_TO_FIT, misread_batch, recipe_in_single, suite_batch
+from planner.validation.reading_suites import (
+    CHOSEN_TO_FIT,
+    misread_batch,
+    recipe_in_single,
+    suite_batch,
+    suite_release,
+)
 from simulator.hardware import Hardware
 
 _DATA_PARALLEL = r"fsdp|ddp|horovod|data.?parallel|torchtune|torch dataparallel|deepspeed(?!.*megatron)|mindspore"
@@ -74,7 +80,7 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
         scattered_gradients=not words.is_scaling(row), sent_gradient_bytes=4 * words.is_scaling(row),
         separate_gate=words.is_scaling(row), tokens_sent_once=words.sends_tokens_once(row),
         overlap_experts=bool(re.search(r"1f1b overlap|a2a_ovlp|overlap[-_]moe[-_]expert", flags)),
-        eager_kernels=0 < words.release(row) < _LAZY_KERNELS, **memory_settings(row),
+        eager_kernels=0 < (suite_release(row) or words.release(row)) < _LAZY_KERNELS, **memory_settings(row),
         fused_norm=words.fused_norm(row), single_norms=used is Stack.MINDSPEED and words.leaves_norms_single(row),
     )  # fmt: skip
 

@@ -64,6 +64,15 @@ def suite_memory_gb(row: FileRow) -> float | None:
     return 40.0 if flagperf and re.search(r"\ba100", row.text("accelerator").lower()) else None
 
 
+def suite_release(row: FileRow) -> float:
+    """When the software of a suite was released, as a year with its part, 0 where its pages do not say.
+
+    FlagPerf's image networks ran on A100 in the container of PyTorch 1.8.0a0 (``training/nvidia/*-pytorch/README.md``).
+    """
+    flagperf = "flagperf" in row.text("source").lower() and row.text("framework").lower() == "pytorch"
+    return 2020 + 11 / 12 if flagperf and re.search(r"\ba100", row.text("accelerator").lower()) else 0.0
+
+
 def suite_batch(row: FileRow, memory_bytes: float) -> int | None:
     """Samples a device that the suite's configuration for a device with so much memory takes; None where none says.
 

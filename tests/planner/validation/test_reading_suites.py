@@ -144,6 +144,22 @@ def test_a_suite_states_the_memory_of_its_machines(
 
 
 @pytest.mark.parametrize(
+    ("changes", "eager"),
+    [
+        ({"framework": "pytorch"}, True),
+        ({"framework": "deepspeed"}, False),
+        ({"framework": "pytorch", "accelerator": "H100"}, False),
+        ({"framework": "pytorch", "source": "another suite"}, False),
+    ],
+)
+def test_a_suite_states_how_old_its_software_is(tmp_path: Path, changes: dict[str, str], eager: bool) -> None:
+    row = {"source": "FlagOpen/FlagPerf", "accelerator": "A100", "hw": "", "measured_date": "", **changes}
+    run = read_one(tmp_path, **row).run
+    assert run is not None
+    assert run.setup.eager_kernels == eager
+
+
+@pytest.mark.parametrize(
     ("model", "framework", "trained"),
     [
         ("tune_llama2_tp8_pp1_ptd", "MindSpeed-LLM CI", 0.005),

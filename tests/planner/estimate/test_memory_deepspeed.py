@@ -1,0 +1,59 @@
+"""Device memory of runs under DeepSpeed: its pipeline engine, and what it offloads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from planner.estimate.memory import training_memory
+from planner.estimate.memory_traits import PLAIN_LOSS_BYTES, traits_of
+from planner.estimate.training_run import OptimizerSharding, Stack, TrainingRun, TrainingSetup
+from tests.planner.estimate.test_memory import A100, gpt, run
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_a_logit"),
+    [
+        ({}, 4),
+        ({"micro_batches": 1}, 0),
+        ({"optimizer_sharding": OptimizerSharding.ZERO3}, 0),
+        ({"stack": Stack.MEGATRON}, 0),
+    ],
+)
+def test_pipelines_of_deepspeed_keep_the_logits_of_the_micro_batch_before(
+    changes: dict[str, Any], bytes_a_logit: int
+) -> None:
+    setup = {"dp": 4, "micro_batch": 2, "stack": Stack.DEEPSPEED, "micro_batches": 4, **changes}
+    kept, dropped = (
+        training_memory(run(gpt(2, 1024, 16, vocabulary=51200), **setup, vocabulary_parallel_loss=parallel)).fullest
+        for parallel in (True, False)
+    )
+    own = traits_of(setup["stack"]).loss_bytes
+    tokens = 2 * 2048
+    whole = PLAIN_LOSS_BYTES  # on the whole vocabulary
+    assert dropped.working - kept.working == pytest.approx((whole - own - bytes_a_logit) * tokens * 51200)
+
+
+@pytest.mark.parametrize("sharding", [OptimizerSharding.ZERO2, OptimizerSharding.ZERO3])
+def test_offloaded_shards_wait_in_the_memory_of_the_host(sharding: OptimizerSharding) -> None:
+    setup = TrainingSetup(devices=8, dp=8, optimizer_sharding=sharding, stack=Stack.DEEPSPEED)
+
+    def stage(**changes: Any) -> Any:
+        run = TrainingRun(network=gpt(24, 2048, 16), setup=replace(setup, **changes), hardware=A100)
+        return training_memory(run).stages[0]
+
+    here, states = stage(), stage(offload_optimizer=True)
+    assert min(here.gradients, here.master_weights, here.moments) > 0
+    assert (states.gradients, states.master_weights, states.moments) == (0, 0, 0)
+    assert states.parameters == here.parameters
+    everything = stage(offload_optimizer=True, offload_parameters=True)
+    # Whole copies of what is only sharded in its states stay where they are.
+    assert everything.parameters == (0 if sharding is OptimizerSharding.ZERO3 else here.parameters)
+
+
+def test_gradients_that_every_rank_keeps_whole_stay_on_the_device() -> None:
+    setup = TrainingSetup(devices=8, dp=8, optimizer_sharding=OptimizerSharding.ZERO1, offload_optimizer=True)
+    run = TrainingRun(network=gpt(24, 2048, 16), setup=setup, hardware=A100)
+    assert training_memory(run).stages[0].gradients > 0

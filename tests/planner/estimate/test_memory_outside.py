@@ -1,0 +1,44 @@
+"""What a device holds beside the tensors of a run, against what was measured of it alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.estimate.memory_outside import context_bytes, workspace_bytes
+from planner.estimate.memory_traits import traits_of
+from planner.estimate.training_run import Stack, TrainingSetup
+from simulator.hardware import load_profile
+
+GIB, MIB = 2**30, 2**20
+
+
+def context(profile: str, **setup: Any) -> float:
+    return context_bytes(TrainingSetup(**setup), traits_of(Stack.EAGER), load_profile(profile))
+
+
+def workspace(profile: str, **setup: Any) -> float:
+    return workspace_bytes(traits_of(Stack.MEGATRON), TrainingSetup(devices=1, **setup), load_profile(profile))
+
+
+@pytest.mark.parametrize(("profile", "mebibytes"), [("v100x4-omnipath", 1113), ("dgx-a100", 1687)])
+def test_a_context_with_all_kernels_is_as_large_as_it_was_measured(profile: str, mebibytes: float) -> None:
+    assert context(profile, devices=1, eager_kernels=True) / MIB == pytest.approx(mebibytes, rel=0.02)
+
+
+def test_gh200_holds_as_much_outside_the_allocator_whatever_the_plan() -> None:
+    plans = ({"devices": 4, "tp": 4}, {"devices": 64, "tp": 4, "dp": 16}, {"devices": 64, "tp": 4, "dp": 4, "pp": 4})
+    held = {context("gh200x4", **plan) for plan in plans}
+    assert len(held) == 1
+    # Least and most that was measured of these three plans.
+    assert 2922 * MIB <= held.pop() <= 3883 * MIB
+    assert context("dgx-h100", devices=4, tp=4) < context("dgx-h100", devices=64, tp=4, dp=4, pp=4)
+
+
+@pytest.mark.parametrize(
+    ("profile", "fixed", "each"), [("dgx-h100", False, 32), ("dgx-a100", True, 32), ("dgx-a100", False, 8)]
+)
+def test_graphs_are_warmed_up_and_captured_with_workspaces_of_their_own(profile: str, fixed: bool, each: int) -> None:
+    more = workspace(profile, captured_graphs=True, fixed_workspaces=fixed) - workspace(profile, fixed_workspaces=fixed)
+    assert more == 4 * each * MIB
