@@ -197,7 +197,9 @@ class Hardware:
     ``host_memory_bandwidth`` is that of a node's processors in bytes/s, ``disk_bandwidth`` that of its disks; its
     devices share both.
     ``kernel_slowdowns`` replace ``slowdown_table`` for single classes; ``message_workspace`` are bytes that a message
-    takes beside its source and its result while it is on its way, for each byte of its payload.
+    takes beside its source and its result while it is on its way, for each byte of its payload. With
+    ``copies_apart`` the times of messages leave out what packs tensors into them and cuts tensors out of them
+    (`simulator.program.Task.copied_bytes`).
     ``cached_share`` is the part of what kernels move that lies in ``caches``, none where a profile states none:
     `simulator.caches` says it of a working set. ``conditions`` say how fast and how quiet the machine was when
     it was calibrated, None where that is not known. ``crowding`` is what messages of a group cost more where others
@@ -231,6 +233,7 @@ class Hardware:
     slowdown_table: tuple[tuple[int, float], ...] = ((1, 1.0),)
     kernel_slowdowns: Mapping[Kernel, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     message_workspace: Mapping[Collective, float] = field(default_factory=dict)
+    copies_apart: bool = False
     caches: Caches | None = None
     cached_share: float = 0.0
     conditions: Conditions | None = None

@@ -156,6 +156,7 @@ class ProfilePart(Part):
     message_crowding: list[CrowdingPart] | None = None
     conditions: ConditionsPart | None = None
     message_workspace: Sourced[dict[Collective, NonNegative]] | None = None
+    message_copies_apart: Sourced[bool] | None = None
     reliability: ReliabilityPart = ReliabilityPart()
     operators: OperatorsPart | None = None
     overlap: OverlapPart | None = None
@@ -327,6 +328,7 @@ def _hardware(profile: ProfilePart) -> Hardware:
         slowdown_table=tuple(zip(slowdown.processes, slowdown.factor, strict=True)) if slowdown else ((1, 1.0),),
         kernel_slowdowns=slowdown.of_kernels() if slowdown else {},
         message_workspace=profile.message_workspace.value if profile.message_workspace else {},
+        copies_apart=bool(profile.message_copies_apart and profile.message_copies_apart.value),
         caches=_caches(device),
         crowding=tuple(Crowding(**part.model_dump(exclude={"source"})) for part in profile.message_crowding or ()),
         conditions=profile.conditions.conditions() if profile.conditions else None,
@@ -386,7 +388,7 @@ _OPTIONAL_OF_KERNEL = ("serial_share", "cached_bandwidth_bytes_per_s")
 def _digest(profile: ProfilePart) -> str:
     # Parts that are not there do not count, so that new ones leave the hash of old profiles as it was; nor does
     # how often devices fail, on which neither a plan nor its time depends.
-    optional = ("operators", "overlap", "training", "message_workspace", "message_crowding")
+    optional = ("operators", "overlap", "training", "message_workspace", "message_copies_apart", "message_crowding")
     absent = {name for name in optional if getattr(profile, name) is None} | {"conditions", "reliability"}
     device = {"pace_s"} | {name for name in _OPTIONAL_OF_DEVICE if getattr(profile.device, name) is None}
     topology = {name for name in _OPTIONAL if getattr(profile.topology, name) is None}

@@ -117,10 +117,20 @@ def _seconds(
             )
         payload = np.array([tasks[i].payload_bytes for i in messages])
         seconds[messages] = message_time(hardware, collective, payload, shapes[axis])
+        if hardware.copies_apart:
+            copied = np.array([tasks[i].copied_bytes for i in messages])
+            seconds[messages] += copy_time(hardware, copied, sharing)
         if hosted := [i for i in messages if tasks[i].on_host]:
             payload = np.array([tasks[i].payload_bytes for i in hosted])
             seconds[hosted] = host_message_time(hardware, collective, payload, shapes[axis])
     return paced(tasks, seconds, hardware)
+
+
+def copy_time(hardware: Hardware, copied_bytes: FloatArray, sharing: float) -> FloatArray:
+    """Seconds (n,) of copies around messages that read and write so many bytes, where so many processes compute."""
+    slowdown = kernel_factor(hardware, Kernel.COPY, "", sharing)
+    seconds = kernel_time(hardware, Kernel.COPY, "", np.zeros_like(copied_bytes), copied_bytes)
+    return np.where(copied_bytes > 0, slowdown * seconds, 0.0)
 
 
 def group_shapes(program: Program | ProgramColumns, hardware: Hardware) -> dict[str, GroupShape]:

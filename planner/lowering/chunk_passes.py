@@ -12,6 +12,7 @@ import numpy as np
 from planner.instructions import NOTHING, Accumulate
 from planner.lowering.adding import ACCUMULATE
 from planner.lowering.groups import ALONE, BY_SIZE
+from planner.lowering.packing import copied_bytes
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.turns import in_turn
 from planner.lowering.unit_work import BESIDE, KERNELS, Mark, Part, UnitWork
@@ -280,19 +281,20 @@ class PassWriter:
         (ref, *_, step), graph, sizes = moved[0], self.source.graph, self.source.sizes
         assert isinstance(step.operation, Collective)
         axis = self.source.options.mesh.axes[step.axis].name
+        message = moving_message(moved, asynchronous=True)
+        payload = sum(graph.spec(one).size_bytes / prod(sizes[a] for a in way.sharded_axes) for one, _, _, way in moved)
         task = Task(
             name=name,
             phase=phase,
             stream=f"communication:{axis}",
             dtype=graph.spec(ref).dtype,
-            collective=step.operation,
+            collective=message.collective,
             axis=axis,
-            payload_bytes=sum(
-                graph.spec(one).size_bytes / prod(sizes[a] for a in way.sharded_axes) for one, _, _, way in moved
-            ),
+            payload_bytes=payload,
+            copied_bytes=copied_bytes(message, payload, sizes[step.axis]),
             on_host=on_host,
         )
-        return self.work.add(task, moving_message(moved, asynchronous=True))
+        return self.work.add(task, message)
 
     # Gradients
 
@@ -443,6 +445,7 @@ class PassWriter:
             collective=message.collective,
             axis=axis,
             payload_bytes=payload,
+            copied_bytes=copied_bytes(message, payload, source.sizes[message.axis]),
             on_host=on_host,
         )
         casts = [

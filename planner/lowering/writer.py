@@ -15,6 +15,7 @@ from planner.instructions import (
     Slice,
 )
 from planner.lowering.host import host_copy
+from planner.lowering.packing import copied_bytes
 from planner.lowering.placed import PlacedGraph, placements_text
 from planner.sharding.placement import Placements
 from planner.sharding.redistribution import Step
@@ -64,6 +65,7 @@ def finished(task: Task, after: tuple[int, ...], allocates: tuple[Buffer, ...], 
         collective=task.collective,
         axis=task.axis,
         payload_bytes=task.payload_bytes,
+        copied_bytes=task.copied_bytes,
         on_host=task.on_host,
         launched_with=task.launched_with,
         allocates=allocates,
@@ -242,6 +244,7 @@ class Writer:
             collective=message.collective,
             axis=axis,
             payload_bytes=payload,
+            copied_bytes=copied_bytes(message, payload, self.source.sizes[message.axis]),
             on_host=on_host,
             launched_with=-1 if message.asynchronous else self._pass(phase),
         )

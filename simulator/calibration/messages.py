@@ -63,9 +63,10 @@ def measure_messages(device: torch.device) -> MessageTimes:
 
 
 def _time_collectives(device: torch.device) -> dict[Collective, tuple[float, ...]]:
-    """Seconds of every collective at every size from when the last rank has come, of two tensors in one message.
+    """Seconds of every collective at every size from when the last rank has come, of tensors that need no packing.
 
-    They are packed and cut out of what came as execution does it, whose copies take as long as the rest.
+    What execution copies to pack tensors and to cut them out of what came depends on how many they are and along which
+    dims they are cut: tasks count it (`simulator.program.Task.copied_bytes`).
 
     In a step the ranks compute between messages, meet late, find the communication threads asleep, and send what has
     left the caches: each call follows kernels that take milliseconds and fill the caches of a core, and sends another
@@ -110,9 +111,9 @@ def calls_of(
 
     return {
         Collective.ALL_REDUCE: of(lambda whole: dist.all_reduce(whole.clone(), group=group)),
-        Collective.ALL_GATHER: of(_gather, parts),
-        Collective.REDUCE_SCATTER: of(_scatter),
-        Collective.ALL_TO_ALL: of(_exchange),
+        Collective.ALL_GATHER: of(_gathered, parts),
+        Collective.REDUCE_SCATTER: of(_scattered),
+        Collective.ALL_TO_ALL: of(_exchanged),
         Collective.BROADCAST: of(lambda whole: dist.broadcast(whole, 0)),
         Collective.SEND: of(lambda whole: _pass_on(whole, rank, world)),
     }
@@ -123,12 +124,31 @@ def _elements(size: int, world: int) -> int:
     return max(2 * world, size // 4 // (2 * world) * (2 * world))
 
 
+def _gathered(part: Tensor) -> Tensor:
+    """What execution brings of a tensor of which every rank has a part."""
+    came = part.new_empty(dist.get_world_size() * part.numel())
+    dist.all_gather_into_tensor(came, part.reshape(-1))
+    return came
+
+
+def _scattered(whole: Tensor) -> Tensor:
+    """What execution brings of a sum of which every rank gets a part."""
+    came = whole.new_empty(whole.numel() // dist.get_world_size())
+    dist.reduce_scatter_tensor(came, whole.reshape(-1))
+    return came
+
+
+def _exchanged(whole: Tensor) -> Tensor:
+    """What execution brings of the parts that all ranks have for each other."""
+    came = whole.new_empty(whole.numel())
+    dist.all_to_all_single(came, whole.reshape(-1))
+    return came
+
+
 def _gather(parts: Tensor) -> object:
     """Gather two tensors (2, n) as execution does: packed into one, and cut out of what came."""
-    packed, world = torch.cat(list(parts)), dist.get_world_size()
-    came = packed.new_empty(world * packed.numel())
-    dist.all_gather_into_tensor(came, packed)
-    return [piece.reshape(-1) for piece in came.view(world, -1).chunk(2, 1)]
+    came = _gathered(torch.cat(list(parts)))
+    return [piece.reshape(-1) for piece in came.view(dist.get_world_size(), -1).chunk(2, 1)]
 
 
 def _packed(wholes: Tensor) -> Tensor:
@@ -140,17 +160,12 @@ def _packed(wholes: Tensor) -> Tensor:
 
 def _scatter(wholes: Tensor) -> object:
     """Reduce and scatter two tensors (2, n) as execution does."""
-    packed = _packed(wholes)
-    came = packed.new_empty(packed.numel() // dist.get_world_size())
-    dist.reduce_scatter_tensor(came, packed)
-    return came
+    return _scattered(_packed(wholes))
 
 
 def _exchange(wholes: Tensor) -> object:
     """Exchange two tensors (2, n) as execution does."""
-    packed = _packed(wholes)
-    came = torch.empty_like(packed)
-    dist.all_to_all_single(came, packed)
+    came = _exchanged(_packed(wholes))
     return [piece.reshape(-1) for piece in came.view(dist.get_world_size(), -1).chunk(2, 1)]
 
 

@@ -121,6 +121,8 @@ def profile_data(found: Findings, name: str) -> Data:
     }
     if workspace:
         data["message_workspace"] = {"value": workspace, "source": f"{measured}; of several tensors in one message"}
+    if found.messages:
+        data["message_copies_apart"] = {"value": True, "source": f"{measured}; of tensors that need no packing"}
     return data
 
 

@@ -163,6 +163,7 @@ def test_profile_predicts_what_was_measured(found, tmp_path):
     assert hardware.compute_slowdown(4, Kernel.MATMUL) == pytest.approx(2.1)
     assert hardware.compute_slowdown(4, Kernel.OPTIMIZER) == pytest.approx(2.1**1.5, rel=1e-3)
     assert hardware.message_workspace == {Collective.ALL_GATHER: 1.5}
+    assert hardware.copies_apart
     # Where processes share cores, their turns and not the machine's speed make the spread.
     spread = {1: 0.1, 2: 0.2, 3: 0.2}.get(available_cores(), 0.9)
     assert hardware.conditions == Conditions(paces=((1, 0.02), (2, 0.03), (4, 0.07)), pace_spread=spread)

@@ -92,6 +92,16 @@ def test_computation_slows_down_with_processes_and_messages_do_not() -> None:
     assert slow[1] == fast[1]
 
 
+def test_packing_takes_the_time_of_copies_where_messages_were_timed_without_it() -> None:
+    sent = communication("gather", "data", collective=Collective.ALL_GATHER, payload_bytes=1e8)
+    packed = dataclasses.replace(sent, copied_bytes=2e8)
+    found = program(segment(sent, packed, name="one"))
+    assert len(set(task_times(found, HARDWARE)[0])) == 1
+    plain, copied = task_times(found, dataclasses.replace(HARDWARE, copies_apart=True))[0]
+    copy_s = alone(found, task("copy", kernel=Kernel.COPY, bytes_moved=2e8))
+    assert (plain, copied) == pytest.approx((alone(found, sent), alone(found, sent) + copy_s), rel=1e-12)
+
+
 def test_unknown_axis_is_an_error() -> None:
     with pytest.raises(ProgramError, match=r"task 'c' communicates on axis 'pipeline'; .*\['data', 'tensor'\]"):
         task_times(program(segment(communication("c", "pipeline"))), HARDWARE)

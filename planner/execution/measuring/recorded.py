@@ -21,6 +21,7 @@ from planner.instructions import (
     LoweredStages,
     Update,
 )
+from planner.lowering.packing import copied_bytes
 from planner.sharding.placement import local_shape
 from planner.strategy.plan import Plan
 from planner.work import optimizer, update_traffic
@@ -201,14 +202,16 @@ def _update_task(plan: Plan, lowered: LoweredPlan | LoweredStages, rank: int, in
     """What an instruction at the end of a pipeline's step is timed as."""
     mesh = lowered.mesh
     if isinstance(instruction, Communicate):
-        names = [axis.name for axis in mesh.axes] + [axis.name for axis in tie_axes(lowered)]
+        axes = [*mesh.axes, *tie_axes(lowered)]
+        payload = _update_payload(lowered, rank, instruction)
         return Task(
             name="messages of the update",
             phase=Phase.UPDATE,
             stream="communication",
             collective=instruction.collective,
-            axis=names[instruction.axis],
-            payload_bytes=_update_payload(lowered, rank, instruction),
+            axis=axes[instruction.axis].name,
+            payload_bytes=payload,
+            copied_bytes=copied_bytes(instruction, payload, axes[instruction.axis].size),
         )
     if not isinstance(instruction, Update | BeginUpdate):
         kernel = Kernel.ACCUMULATION if isinstance(instruction, Accumulate) else Kernel.COPY
