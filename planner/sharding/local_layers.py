@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import batch_norm
 
 from planner.sharding.local_call import LocalCall, LocalOperator, Peers, Slot, elements, filled, invoke, operator
-from simulator.calibration import convolutions
+from simulator.calibration import convolutions, normalizations
 
 CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
 _MASK = 10
@@ -288,10 +288,11 @@ def synchronised_batch_norm_backward(call: LocalCall) -> LocalOperator:
     """
     axes = _reduced_axes(call)
     if not axes:
-        return invoke(call)
+        whole = filled(normalizations.batch_norm_backward, call.arguments, call.keywords)
+        return lambda tensors, peers: whole(tensors)
     weight, mean_slot, deviation_slot = call.arguments[2], call.arguments[5], call.arguments[6]
     sums_only = (*call.arguments[:-1], [False, True, True])
-    run = filled(operator(call.op), sums_only, call.keywords)
+    run = filled(normalizations.batch_norm_backward, sums_only, call.keywords)
     shares, mask = _ranks(call, axes), call.arguments[9]
 
     def differentiate(tensors: Sequence[Tensor], peers: Peers) -> tuple[Tensor, ...]:

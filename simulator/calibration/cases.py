@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from simulator.calibration.convolutions import convolution, convolution_backward
+from simulator.calibration.normalizations import batch_norm_backward
 from simulator.program import Kernel
 
 aten = torch.ops.aten
@@ -219,9 +220,7 @@ def _batch_norm(values: Tensor, channels: int, side: int) -> object:
 def _batch_norm_backward(gradient: Tensor, values: Tensor, channels: int, side: int) -> object:
     shape, mean = (-1, channels, side, side), values.view(-1)[:channels]
     gradient, values = gradient.view(shape), values.view(shape)
-    return aten.native_batch_norm_backward.default(
-        gradient, values, None, None, None, mean, mean, True, 1e-5, [True, True, True]
-    )
+    return batch_norm_backward(gradient, values, None, None, None, mean, mean, True, 1e-5, [True, True, True])
 
 
 def _layer_norm_backward(gradient: Tensor, values: Tensor) -> object:

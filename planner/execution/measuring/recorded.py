@@ -22,11 +22,11 @@ from planner.instructions import (
     Update,
 )
 from planner.lowering.packing import copied_bytes
-from planner.sharding.placement import local_shape
+from planner.sharding.placement import MeshAxis, local_shape
 from planner.strategy.plan import Plan
 from planner.work import optimizer, update_traffic
 from simulator.pipeline_operators import PLAIN, action_variants
-from simulator.program import COMPUTE_STREAM, Kernel, Phase, Task
+from simulator.program import COMPUTE_STREAM, Kernel, Phase, ProgramAxis, Task
 from simulator.schedules import ActionKind
 
 FloatArray = NDArray[np.float64]
@@ -202,7 +202,7 @@ def _update_task(plan: Plan, lowered: LoweredPlan | LoweredStages, rank: int, in
     """What an instruction at the end of a pipeline's step is timed as."""
     mesh = lowered.mesh
     if isinstance(instruction, Communicate):
-        axes = [*mesh.axes, *tie_axes(lowered)]
+        axes: list[MeshAxis | ProgramAxis] = [*mesh.axes, *tie_axes(lowered)]
         payload = _update_payload(lowered, rank, instruction)
         return Task(
             name="messages of the update",
