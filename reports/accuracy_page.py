@@ -15,7 +15,6 @@ from planner.validation.aims import (
     CONVOLUTIONAL,
     ELSEWHERE,
     FSDP,
-    FUNCTIONAL,
     IN_PART,
     TRANSFORMERS,
     Aim,
@@ -23,10 +22,10 @@ from planner.validation.aims import (
 )
 from planner.validation.memory_doubts import DOUBTS
 from planner.validation.metrics import metrics_of_rows
-from planner.validation.outliers import Outlier, outliers
 from planner.validation.predictions import prediction_lines
 from planner.validation.results import Accuracy, AccuracyResult, Metrics, ScoredRow
 from reports import accuracy_plots, page
+from reports.accuracy_outliers import memory_outliers, some, time_outliers, wrapped
 from reports.page import Cell, Html
 from simulator.whole_file import write_whole
 
@@ -36,7 +35,7 @@ GROUPS = (TRANSFORMERS, IN_PART, ASCEND, CONVOLUTIONAL, FSDP, ELSEWHERE)
 COUNTS = ("timed", "memory_rows", "oom_rows", "workloads")
 NAMES = r"'[^']*'|(?<=no hardware profile for ).*|^.{1,80}?(?= has .* not modelled)"  # what makes a reason a row's own
 LABELS = ("calibrated", "interpolated", "extrapolated")
-MAX_OUTLIERS, MAX_REASONS = 40, 40
+MAX_REASONS = 40
 HEADINGS = (
     ("", ("source", "predicted")),
     (
@@ -122,7 +121,8 @@ def accuracy_page(result: AccuracyResult, *, command: str, date: str) -> str:
         page.heading("By kind of run"),
         _sources(fits, by_group=True),
         page.heading("What the predictions do not explain"),
-        *_outliers(judged),
+        *time_outliers(judged.rows),
+        memory_outliers(judged.rows),
         page.heading("Rows without a prediction"),
         _skipped(judged),
         page.heading("How this page was made"),
@@ -230,13 +230,14 @@ def _devices_picture(svg: str) -> Html:
 
 
 def _other_pictures(judged: Accuracy) -> Iterator[Html]:
-    yield page.picture(
+    memory = page.picture(
         accuracy_plots.memory_scatter(judged, "memory"),
         title="Peak memory of a device",
-        caption="One mark a row whose memory was measured. Line: predicted = measured.",
+        caption="One mark a row whose memory was measured. Line: predicted = measured. What memory takes follows from "
+        "plans and from what software keeps, so that it is the same with a source left out.",
     )
-    yield _memory_doubts(judged)
-    yield _outcomes(judged)
+    yield Html(f"<div>{memory.text}{_labels(judged).text}</div>")
+    yield Html(f"<div>{_memory_doubts(judged).text}{_outcomes(judged).text}</div>")
 
 
 def _memory_doubts(judged: Accuracy) -> Html:
@@ -248,7 +249,7 @@ def _memory_doubts(judged: Accuracy) -> Html:
     for name, rows in parts:
         metrics = metrics_of_rows(rows)
         figures = (_figure(metrics, one) for one in ("memory_rows", "memory_mean", "memory_median", "memory_bias"))
-        lines.append([name, *figures])
+        lines.append([wrapped(name, narrow=True), *figures])
     return page.table(
         ["rows", "n", "mean error", "median", "bias"],
         lines,
@@ -270,13 +271,12 @@ def _outcomes(judged: Accuracy) -> Html:
         [names[measured], *(f"{counts[measured, predicted]:,}" for predicted in ("oom", "ok"))]
         for measured in ("oom", "ok")
     ]
-    table = page.table(
+    return page.table(
         ["measured", "predicted: out", "predicted: fits"],
         lines,
         caption="Does it fit? Rows whose outcome was stated and predicted",
         numbers=(1, 2),
     )
-    return Html(f"<div>{table.text}{_labels(judged).text}</div>")
 
 
 def _labels(judged: Accuracy) -> Html:
@@ -347,7 +347,8 @@ def _counted(metrics: Metrics) -> str:
 
 
 def _line(name: str, metrics: Sequence[Metrics], rows: Callable[[Metrics], str], kind: str = "") -> str:
-    cells = [f'<th scope="row">{page.escape(name)}</th>', f'<td class="number">{rows(metrics[0])}</td>']
+    breakable = re.sub(r"([/_])", r"\1<wbr>", page.escape(name))
+    cells = [f'<th scope="row">{breakable}</th>', f'<td class="number">{rows(metrics[0])}</td>']
     for title, figures in (
         ("t", ("timed", "time_mean", "time_median", "time_p90", "time_max", "time_bias", "inside_interval")),
         ("m", ("memory_rows", "memory_mean", "memory_median")),
@@ -381,47 +382,6 @@ def _figure(metrics: Metrics, figure: str) -> str:
     return percent_text(value)
 
 
-def _outliers(judged: Accuracy) -> list[Html]:
-    """All rows that are far off by likely cause, and the worst of them one by one."""
-    found = outliers(judged.rows)
-    if not found:
-        return [page.paragraph("No row is off by more than a quarter.")]
-    # Functional tests are no surprise one by one: they would fill the list.
-    worst = [one for one in found if one.row.group != FUNCTIONAL][:MAX_OUTLIERS]
-    lines: list[list[Cell]] = [
-        [
-            one.row.row_id,
-            _wrapped(one.row.source),
-            f"{one.row.device or '?'} × {one.row.devices:,}",
-            f"{100 * one.error:+.0f} %".replace("-", "−"),
-            _wrapped(one.cause.words),
-        ]
-        for one in worst
-    ]
-    kinds: dict[str, list[Outlier]] = {}
-    for one in found:
-        kinds.setdefault(one.cause.kind, []).append(one)
-    ordered = sorted(kinds.items(), key=lambda item: (-len(item[1]), item[0]))
-    causes: list[list[Cell]] = [
-        [_wrapped(kind), f"{len(ones):,}", _wrapped(_some([one.row.source for one in ones], 3))]
-        for kind, ones in ordered
-    ]
-    by_cause = page.table(
-        ["likely cause", "rows", "from"],
-        causes,
-        caption=f"The {len(found):,} rows whose time is off by more than a quarter, by likely cause",
-        numbers=(1,),
-    )
-    one_by_one = page.table(
-        ["row", "source", "devices", "error", "likely cause"],
-        lines,
-        caption=f"The {len(worst)} of them that are predicted worst, by the ratio of predicted and measured, "
-        "functional tests left aside",
-        numbers=(3,),
-    )
-    return [by_cause, one_by_one]
-
-
 def _skipped(judged: Accuracy) -> Html:
     groups: dict[str, list[ScoredRow]] = {}
     for row in judged.rows:
@@ -431,7 +391,7 @@ def _skipped(judged: Accuracy) -> Html:
         return page.paragraph("Every row has a prediction.")
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
     lines: list[list[Cell]] = [
-        [_wrapped(reason), f"{len(rows):,}", _wrapped(_named(rows)), _wrapped(_some([row.file for row in rows], 3))]
+        [wrapped(reason), f"{len(rows):,}", wrapped(_named(rows)), wrapped(some([row.file for row in rows], 3))]
         for reason, rows in ordered[:MAX_REASONS]
     ]
     rest = sum(len(rows) for _, rows in ordered[MAX_REASONS:])
@@ -449,14 +409,4 @@ def _plain(reason: str) -> str:
 
 def _named(rows: Sequence[ScoredRow]) -> str:
     """The names that `_plain` takes out of the reasons."""
-    return _some([name.strip("'") for row in rows for name in re.findall(NAMES, row.reason)], 8)
-
-
-def _some(names: Sequence[str], limit: int) -> str:
-    distinct = list(dict.fromkeys(names))
-    more = f" and {len(distinct) - limit} more" if len(distinct) > limit else ""
-    return ", ".join(distinct[:limit]) + more
-
-
-def _wrapped(text: str) -> Html:
-    return Html(f'<span class="wrap">{page.escape(text)}</span>')
+    return some([name.strip("'") for row in rows for name in re.findall(NAMES, row.reason)], 8)

@@ -47,6 +47,7 @@ th { font-weight: 600; color: var(--soft); }
 thead th { border-top: 0; }
 th, td { white-space: nowrap; }
 .wrap { display: inline-block; min-width: 34ch; white-space: normal; }
+.wrap.narrow { min-width: 16ch; }
 .close th, .close td { padding: 7px 6px; font-size: 13px; }
 .close th:first-child { padding-left: 14px; }
 .number { text-align: right; }
@@ -57,10 +58,10 @@ th, td { white-space: nowrap; }
 .scroll { overflow-x: auto; }
 .scroll .plot { min-width: 330px; }
 .scroll.wide .plot { min-width: 760px; }
-.tight th, .tight td { padding: 6px 5px; font-size: 13px; }
-.tight td:last-child, .tight th:last-child { padding-right: 12px; }
+.tight th, .tight td { padding: 6px 4px; font-size: 13px; }
+.tight td:last-child, .tight th:last-child { padding-right: 8px; }
 .tight th:first-child { padding-left: 14px; }
-.tight tbody th { white-space: normal; overflow-wrap: anywhere; min-width: 18ch; font-weight: 500;
+.tight tbody th { white-space: normal; overflow-wrap: anywhere; min-width: 16ch; font-weight: 500;
   color: var(--ink); background: var(--card); position: sticky; left: 0; }
 .tight .soft { font-size: 12px; }
 .tight .group { text-align: center; border-left: 1px solid var(--rule); }

@@ -1,0 +1,130 @@
+"""Rows that the predictions do not explain: of step times by likely cause, of memory by what their rows leave open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+from planner.validation.aims import FUNCTIONAL
+from planner.validation.outliers import Outlier, outliers
+from planner.validation.results import ScoredRow
+from reports import page
+from reports.page import Cell, Html
+
+T = TypeVar("T")
+MAX_GROUPS = 25
+NAMED = 3
+FAR_OFF = 0.1
+"""Relative error of a peak of memory from which on a row is listed."""
+
+
+def time_outliers(rows: Sequence[ScoredRow]) -> list[Html]:
+    """All rows whose time is far off by likely cause, and the worst, those of one source, device and cause together."""
+    found = outliers(rows)
+    if not found:
+        return [page.paragraph("No row is off by more than a quarter.")]
+    # Functional tests are no surprise one by one: they would fill the list.
+    single = [one for one in found if one.row.group != FUNCTIONAL]
+    groups = list(_grouped(single, lambda one: (one.row.source, one.row.device, one.cause.words)))[:MAX_GROUPS]
+    lines: list[list[Cell]] = [
+        [
+            wrapped(some([one.row.row_id for one in ones], NAMED), narrow=True),
+            wrapped(ones[0].row.source, narrow=True),
+            wrapped(_devices(ones), narrow=True),
+            _range([one.error for one in ones]),
+            wrapped(ones[0].cause.words),
+        ]
+        for ones in groups
+    ]
+    shown = sum(len(ones) for ones in groups)
+    worst = page.table(
+        ["rows", "source", "devices", "error", "likely cause"],
+        lines,
+        caption=f"{shown:,} of them, those with the worst first, functional tests left aside; rows that have source, "
+        "device and cause in common stand together",
+        numbers=(3,),
+    )
+    return [_by_cause(found), worst]
+
+
+def _by_cause(found: Sequence[Outlier]) -> Html:
+    kinds = sorted(_grouped(found, lambda one: one.cause.kind), key=lambda ones: (-len(ones), ones[0].cause.kind))
+    lines: list[list[Cell]] = [
+        [wrapped(ones[0].cause.kind), f"{len(ones):,}", wrapped(some([one.row.source for one in ones], NAMED))]
+        for ones in kinds
+    ]
+    return page.table(
+        ["likely cause", "rows", "from"],
+        lines,
+        caption=f"The {len(found):,} rows whose time is off by more than a quarter, by likely cause",
+        numbers=(1,),
+    )
+
+
+def memory_outliers(rows: Sequence[ScoredRow]) -> Html:
+    """Rows whose memory is off by more than a tenth, by source and doubt, the largest part of the mean error first."""
+    measured = [row for row in rows if row.memory_error is not None]
+    far = [row for row in measured if abs(_memory_error(row)) > FAR_OFF]
+    if not far:
+        return page.paragraph("No row's memory is off by more than a tenth.")
+    far.sort(key=lambda row: (-abs(_memory_error(row)), row.file, row.row_id))
+    groups = sorted(
+        _grouped(far, lambda row: (row.source, row.memory_doubt)),
+        key=lambda ones: -sum(abs(_memory_error(row)) for row in ones),
+    )
+    lines: list[list[Cell]] = [
+        [
+            wrapped(some([row.row_id for row in ones], NAMED), narrow=True),
+            wrapped(ones[0].source, narrow=True),
+            _range([_memory_error(row) for row in ones]),
+            f"{100 * sum(abs(_memory_error(row)) for row in ones) / len(measured):.2f}",
+            wrapped(ones[0].memory_doubt or "described in full"),
+        ]
+        for ones in groups
+    ]
+    return page.table(
+        ["rows", "source", "error", "points of the mean", "what the rows leave open"],
+        lines,
+        caption=f"The {len(far):,} rows whose memory is off by more than a tenth, worst first in each line",
+        numbers=(2, 3),
+    )
+
+
+def _memory_error(row: ScoredRow) -> float:
+    assert row.memory_error is not None
+    return row.memory_error
+
+
+def _grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> Iterable[list[T]]:
+    """Items of the same key together, in the order in which keys first come."""
+    groups: dict[Hashable, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups.values()
+
+
+def _devices(ones: Sequence[Outlier]) -> str:
+    counts = sorted({one.row.devices for one in ones})
+    return f"{ones[0].row.device or '?'} × {', '.join(f'{count:,}' for count in counts)}"
+
+
+def _range(errors: Sequence[float]) -> str:
+    """Errors from the lowest to the highest, one where they are the same."""
+    low, high = (f"{100 * error:+.0f}".replace("-", "−") for error in (min(errors), max(errors)))
+    return f"{low} %" if low == high else f"{low} to {high} %"
+
+
+def some(names: Sequence[str], limit: int) -> str:
+    """The first of some names, and how many more there are.
+
+    >>> some(["a", "b", "a", "c"], 2)
+    'a, b and 1 more'
+    """
+    distinct = list(dict.fromkeys(names))
+    more = f" and {len(distinct) - limit} more" if len(distinct) > limit else ""
+    return ", ".join(distinct[:limit]) + more
+
+
+def wrapped(text: str, *, narrow: bool = False) -> Html:
+    """A cell whose text takes several lines, `narrow` ones where others need the room."""
+    return Html(f'<span class="wrap{" narrow" if narrow else ""}">{page.escape(text)}</span>')
