@@ -25,13 +25,16 @@ from planner.sharding.local_dropout import dropped, operator_number
 from simulator.program import Phase
 
 
-def run_reference(job: Job, *, perturbation: float = 0.0) -> list[float]:
+def run_reference(job: Job, *, nudge: float = 0.0, draw: int = 0) -> list[float]:
     """Train a module with autograd and `torch.optim` on the job's data, seed and micro-batches.
 
     Parameters
     ----------
-    perturbation : float
-        Relative change of every parameter before the first step, to see how the network amplifies rounding.
+    nudge : float
+        Standard deviation of the relative change of every parameter before every step, to see how the network
+        amplifies rounding.
+    draw : int
+        Seeds those changes.
 
     Returns
     -------
@@ -43,8 +46,7 @@ def run_reference(job: Job, *, perturbation: float = 0.0) -> list[float]:
     dtype = getattr(torch, graph.nodes[graph.parameters[0].node].outputs[0].dtype)
     module = load_network(job.network, sequence_length=job.sequence_length).build(job.seed).to(device, dtype)
     parameters = list(module.parameters())
-    if perturbation:
-        _perturb(parameters, perturbation)
+    generator = torch.Generator().manual_seed(draw)
     masters = [torch.nn.Parameter(p.detach().float()) if is_narrow(p.dtype) else p for p in parameters]
     optimizer = torch_optimizer(job.optimizer, job.constants, masters)
     batches = Batches(dataset=open_dataset(job.data, specs, job.seed), seed=job.seed)
@@ -57,6 +59,8 @@ def run_reference(job: Job, *, perturbation: float = 0.0) -> list[float]:
     divisor = 1 if dtype in SCALED else count
     for step in range(job.steps):
         total = 0.0
+        if nudge:
+            _nudge(parameters, nudge, generator)
         module.zero_grad()
         for micro_batch in range(count):
             start = (step * count + micro_batch) * graph.batch_size
@@ -110,8 +114,7 @@ _LEFT_OUT = (
 
 
 @torch.no_grad()
-def _perturb(parameters: list[torch.nn.Parameter], relative: float) -> None:
-    generator = torch.Generator().manual_seed(0)
+def _nudge(parameters: list[torch.nn.Parameter], relative: float, generator: torch.Generator) -> None:
     for parameter in parameters:
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.mul_(1 + relative * noise.to(parameter.device, parameter.dtype))

@@ -187,7 +187,7 @@ def whole_gradients(ranks: list[Pieces], steps: int) -> dict[str, list[Tensor]]:
     return found
 
 
-def reference_gradients(job: Job, perturbation: float = 0.0) -> tuple[dict[str, list[Tensor]], tuple[float, ...]]:
+def reference_gradients(job: Job, nudge: float = 0.0) -> tuple[dict[str, list[Tensor]], tuple[float, ...]]:
     """What plain PyTorch in one process updates with in each step, by parameter, and the losses."""
     steps: list[list[Tensor]] = []
     update = reference._update
@@ -197,6 +197,6 @@ def reference_gradients(job: Job, perturbation: float = 0.0) -> tuple[dict[str, 
         update(optimizer, parameters, *others)
 
     with patch.object(reference, "_update", noted):
-        losses = reference.run_reference(job, perturbation=perturbation)
+        losses = reference.run_reference(job, nudge=nudge)
     names = [name for name, _ in load_network(job.network).build(0).named_parameters()]
     return {name: list(each) for name, each in zip(names, zip(*steps, strict=True), strict=True)}, tuple(losses)

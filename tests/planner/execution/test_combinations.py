@@ -11,17 +11,17 @@ from tests.planner.execution.combinations import (
     factors,
     read_table,
 )
-from tests.planner.execution.together import EXACT, ROUNDING, Trials, name_of
+from tests.planner.execution.together import EXACT, LOW, Trials, name_of
 
 ROWS = read_table()
-MOST = 14
+MOST = 20
 UPDATE = "python -m tests.planner.execution.combinations writes the table anew"
 
 
 def in_low_precision() -> list[tuple[Combination, str]]:
     """Rows with a precision each, so that every value of every factor is met in every one."""
     found: list[tuple[Combination, str]] = []
-    for precision in ROUNDING:
+    for precision in LOW:
         left = set().union(*(row.items() for row in ROWS))
         while left:
             best = max(ROWS, key=lambda row: (len(left & row.items()), -int(row["devices"])))
@@ -31,12 +31,16 @@ def in_low_precision() -> list[tuple[Combination, str]]:
 
 
 def sets() -> Iterator[tuple[str, list[tuple[Combination, str]]]]:
-    """Trials that share processes: as many ranks and one precision each, no more than `MOST` together."""
-    trials = [*((row, EXACT) for row in ROWS), *in_low_precision()]
-    for precision, devices in sorted({(precision, row["devices"]) for row, precision in trials}):
-        alike = [one for one in trials if (one[1], one[0]["devices"]) == (precision, devices)]
+    """Trials that share processes: as many ranks each, no more than `MOST` together.
+
+    A row's precisions stand together: one process trains it in float64 once for all of them.
+    """
+    low = in_low_precision()
+    trials = [(row, one) for row in ROWS for one in (EXACT, *(p for other, p in low if other is row))]
+    for devices in dict.fromkeys(row["devices"] for row, _ in trials):
+        alike = [one for one in trials if one[0]["devices"] == devices]
         for first in range(0, len(alike), MOST):
-            yield f"{precision} on {devices}, from {first}", alike[first : first + MOST]
+            yield f"{devices} devices, from {first}", alike[first : first + MOST]
 
 
 SETS = dict(sets())

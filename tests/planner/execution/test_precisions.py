@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from planner.execution.verification import TOLERANCES, relative_difference
+from planner.execution.verification import ROUNDING, TOLERANCES, relative_difference
 from tests.planner.execution.made import make_plan, run
 from tests.planner.execution.small import place
 
-ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 MULTIPLE = 3.0
 """How much more than one process's own error sums in another order may make, beside one rounding of the loss."""
 

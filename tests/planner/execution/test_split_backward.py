@@ -113,8 +113,9 @@ def test_chunks_of_a_rank_add_the_gradient_of_a_shared_parameter_up_in_one_place
 @pytest.mark.parametrize("schedule", ["zbv", "zb_h1", "dualpipe_v", "1f1b"])
 def test_no_more_stands_than_is_simulated(schedule: str) -> None:
     memory = rank_memory(lowered("blocks", schedule))
-    # In a third step an activation is so close to zero that rounding decides whether it counts, and 1e-4 of the loss.
-    report = run(planned("blocks", schedule), precision="fp32", steps=2)
+    # In the third step rounding decides whether an activation close to zero counts, and with it 1e-4 of the loss.
+    report = run(planned("blocks", schedule), precision="fp32")
+    assert any("only rounding sets apart" in note for note in report.notes)
     simulated, measured = max(one.peak_bytes for one in memory), report.measured_peak_memory_bytes
     assert report.verified
     assert simulated * (1 - SMALL) < measured < simulated * (1 + SMALL) + 2 * LARGEST_WEIGHT + MESSAGES

@@ -21,7 +21,14 @@ from torch import Tensor
 from planner.execution.job import Job
 from planner.execution.launch.membership import find_membership
 from planner.execution.optimizers import hyperparameters
-from planner.execution.verification import CHAOS, PERTURBATION, ROUNDING_FACTORS, TOLERANCES, relative_difference
+from planner.execution.verification import (
+    CHAOS,
+    NUDGE,
+    ROUNDING,
+    ROUNDING_FACTORS,
+    TOLERANCES,
+    relative_difference,
+)
 from planner.lowering.checked import checked_graph, lower
 from planner.lowering.stages import lower_stages
 from simulator.calibration.launch import run_workers
@@ -38,7 +45,7 @@ from tests.planner.execution.recording import record_gradients, reference_gradie
 
 STEPS = 3
 EXACT = "fp64"
-ROUNDING = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+LOW = ("fp32", "bf16", "fp16")
 MULTIPLE = 3.0
 """How much more than one process's own error sums in another order may make, beside one rounding of the loss."""
 
@@ -154,16 +161,16 @@ class Trials:
         alone = self._in_one_process(job, precision)
         if precision == EXACT:
             found = _unequal(outcome, alone)
-            return found and _unequal(outcome, alone, self._in_one_process(job, precision, PERTURBATION))
+            return found and _unequal(outcome, alone, self._in_one_process(job, precision, NUDGE * ROUNDING[precision]))
         exact = self._in_one_process(make_job(chosen), EXACT)
         return _worse(precision, outcome.losses, alone.losses, exact.losses)
 
-    def _in_one_process(self, job: Job, precision: str, perturbation: float = 0.0) -> Outcome:
+    def _in_one_process(self, job: Job, precision: str, nudge: float = 0.0) -> Outcome:
         lowered = job.lowered
         trained = (job.network, job.optimizer, lowered.micro_batches, lowered.graph.batch_size)
-        key = (*trained, precision, perturbation)
+        key = (*trained, precision, nudge)
         if key not in self._alone:
-            gradients, losses = reference_gradients(job, perturbation)
+            gradients, losses = reference_gradients(job, nudge)
             self._alone[key] = Outcome(losses=losses, gradients=gradients)
         return self._alone[key]
 
@@ -220,7 +227,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--drawn", type=int, default=0, help="combinations to draw")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--rows", default="", help="numbers of rows of the table, from 0, with commas")
-    parser.add_argument("--precision", default=EXACT, choices=[EXACT, *ROUNDING])
+    parser.add_argument("--precision", default=EXACT, choices=[EXACT, *LOW])
     given = parser.parse_args(arguments)
     table = read_table()
     rows = [table[int(number)] for number in given.rows.split(",") if number]
