@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from simulator.calibration.allocations import recorded_growth
+from simulator.calibration.npu import load_npu
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFERENCES = Path("/proc/self/clear_refs")
@@ -69,6 +70,14 @@ def free_memory(device_type: str, local_rank: int) -> int | None:
         return int(module.mem_get_info(local_rank)[0]) if hasattr(module, "mem_get_info") else None
     found = [bound for bound in (_available(), _left_in_group()) if bound is not None]
     return min(found, default=None)
+
+
+def least_free_memory(device_type: str, devices: int) -> int | None:
+    """Bytes free on the fullest of this machine's first devices of an accelerator; None if unknown."""
+    if device_type == "npu":
+        load_npu()
+    found = [free_memory(device_type, number) for number in range(devices)]
+    return min((free for free in found if free is not None), default=None)
 
 
 def _available() -> int | None:

@@ -6,13 +6,17 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -60,9 +64,7 @@ def run_workers(
         The user interrupted; all ranks are stopped.
     """
     folder = Path(tempfile.mkdtemp(prefix="meshwright-" if logs is None else "launcher-", dir=logs))
-    # What workers need is imported once; only the first launch of a process says what.
-    preloaded = ["simulator.calibration.preload", function.__module__]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(preloaded)
+    _forking(function.__module__)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -78,10 +80,12 @@ def run_workers(
         logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL),
         shutdown_timeout=SHUTDOWN_S,
     )
+    packed = folder / "work.pickle"  # written once: elastic would send it to one process after the other
+    packed.write_bytes(pickle.dumps((function, arguments)))
     keep = False
     try:
         with _quiet_elastic(), _own_signals(), _stopped_workers_end_too(), _environment(worker_environment()):
-            returned = elastic_launch(config, _work)(function, arguments)
+            returned = elastic_launch(config, _work)(packed)
     except ChildFailedError as error:
         if error.get_first_failure()[1].exitcode == -signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -92,14 +96,39 @@ def run_workers(
             raise KeyboardInterrupt from None
         raise SystemExit(128 + int(error.sigval)) from None
     finally:
+        packed.unlink(missing_ok=True)
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
     return [returned[rank] for rank in range(processes)]
 
 
-def _work(function: Callable[..., Result], arguments: tuple[Any, ...]) -> Result:
+def ask_process(function: Callable[..., Result], arguments: tuple[Any, ...], workers: str) -> Result:
+    """Call a function in a process of its own, which ends at once: what it opens on an accelerator goes with it.
+
+    Parameters
+    ----------
+    workers : str
+        The module whose functions `run_workers` will run; both fork their processes from one server.
+    """
+    with _environment(worker_environment()), ProcessPoolExecutor(1, mp_context=_forking(workers)) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def _forking(module: str) -> BaseContext:
+    """Processes forked from a server that has imported what workers need; only the first call of a process says what.
+
+    A script of the user's is not imported there, for it may start processes itself; what installers write does not.
+    """
+    context = multiprocessing.get_context("forkserver")
+    installed = not str(getattr(sys.modules["__main__"], "__file__", ".py")).endswith(".py")
+    context.set_forkserver_preload(["simulator.calibration.preload", module, *["__main__"][: int(installed)]])
+    return context
+
+
+def _work(packed: Path) -> Any:
     settle_worker(owned=True)
     torch.set_num_threads(worker_threads())
+    function, arguments = pickle.loads(packed.read_bytes())  # noqa: S301 - written by the launcher, in its own folder
     try:
         return function(*arguments)
     except Exception as error:

@@ -14,14 +14,16 @@ from planner.execution.checkpoints.options import check_verifiable, checkpoints,
 from planner.execution.data.samples import check_dataset, open_dataset
 from planner.execution.job import Job, check_precision, input_specs
 from planner.execution.measuring.factors import check_comparable
-from planner.execution.memory import free_memory
+from planner.execution.memory import free_memory, least_free_memory
 from planner.execution.optimizers import hyperparameters
+from planner.execution.worker import train
 from planner.instructions import LoweredPlan, LoweredStages
 from planner.lowering.checked import checked_graph
 from planner.prediction import Prediction, predict, predict_plan
 from planner.software import machine_of
 from planner.strategy.loading import lower_to_run, naming
 from planner.strategy.plan import Plan
+from simulator.calibration.launch import ask_process
 from simulator.calibration.machine import BACKENDS, count_devices
 from simulator.errors import InfeasibleError, InputError, ProfileError, UnsupportedError
 from simulator.hardware import load_profile
@@ -220,10 +222,19 @@ def check_host(plan: Plan, options: ExecuteOptions, prepared: Prepared, membersh
         _check_memory(plan, prepared, membership)
 
 
+def _free_memory(device: str, processes: int, membership: Membership | None) -> int | None:
+    """Free memory for each process; a launcher that will not compute leaves no context on its devices."""
+    if membership is not None or device == "cpu":
+        return free_memory(device, 0 if membership is None else membership.local_rank)
+    return ask_process(least_free_memory, (device, processes), train.__module__)
+
+
 def _check_memory(plan: Plan, prepared: Prepared, membership: Membership | None) -> None:
     needed, device = prepared.predicted_tensor_bytes, prepared.job.device_type
-    free = free_memory(device, 0 if membership is None else membership.local_rank)
-    if needed is None or free is None:
+    if needed is None:
+        return
+    free = _free_memory(device, plan.devices, membership)
+    if free is None:
         return
     sharing = 1
     if device == "cpu":

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from planner.execution.launch.starting import _best_device
+from planner.execution.memory import least_free_memory
 from planner.execution.run import ExecuteOptions, execute, execute_plan
 from planner.planning import PlanRequest, plan_network
 from planner.strategy.file import write_plan
@@ -195,6 +196,28 @@ def test_memory_is_looked_at_before_anything_starts(mlp, monkeypatch):
         run(mlp)
     with pytest.raises(pytest.fail.Exception):
         run(mlp, force=True)
+
+
+def test_a_launcher_asks_for_free_memory_without_a_context_of_its_own(mlp, monkeypatch):
+    asked = []
+
+    def ask(*request):
+        asked.append(request)
+        return 10**6
+
+    for name, value in (("is_available", lambda: True), ("device_count", lambda: 2)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: pytest.fail("a context is made in the launcher"))
+    monkeypatch.setattr("planner.execution.launch.starting.dist.is_backend_available", lambda _: True)
+    monkeypatch.setattr("planner.execution.launch.starting.ask_process", ask)
+    with pytest.raises(InfeasibleError, match="but there are 0.001 GB free on its cuda device"):
+        run(mlp, device="cuda")
+    assert asked == [(least_free_memory, ("cuda", 2), "planner.execution.worker")]
+
+
+def test_the_fullest_device_counts(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: ((5, 3, 4)[number], 8))
+    assert least_free_memory("cuda", 3) == 3
 
 
 def test_a_backend_that_torch_was_built_without(mlp, monkeypatch):

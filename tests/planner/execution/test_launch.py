@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from simulator.calibration.launch import is_peer_failure, run_workers
+from simulator.calibration.launch import ask_process, is_peer_failure, run_workers
 from simulator.errors import ExecutionError
 
 ROOT = Path(__file__).parents[3]
@@ -82,6 +82,12 @@ def test_results_come_by_rank(tmp_path):
     if hasattr(os, "SCHED_BATCH"):
         assert {entry[3] for entry in found} == {os.SCHED_BATCH}
     assert_gone(tmp_path, 2)
+
+
+def test_a_process_is_asked_and_ends():
+    found = ask_process(os.getpid, (), __name__)
+    assert found != os.getpid()
+    assert not alive(found)
 
 
 @pytest.mark.parametrize(
