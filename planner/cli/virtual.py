@@ -46,6 +46,12 @@ def virtual_report(report: VirtualReport, out: Path | None) -> Iterable[Renderab
         f"{seconds_text(report.measured_step_time_s)} ({span})",
         f"{100 * report.error:+.1f} %",
     )
+    table.add_row(
+        "without this machine's delays",
+        seconds_text(report.predicted_step_time_s),
+        seconds_text(report.undelayed_step_time_s),
+        f"{100 * report.undelayed_error:+.1f} %",
+    )
     yield Padding(table, (1, 0, 1, 0))
     slow = [f"rank {rank}: {factor:.2f} × as long" for rank, factor in report.slow_ranks.items()]
     slow += [f"{level}: {percent_text(share)} of its bandwidth" for level, share in report.slow_links.items()]

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import Store
 
 from planner.execution.data.loader import Loader, Share
 from planner.execution.data.samples import Batches, open_dataset
+from planner.execution.groups import make_groups, members, own_group
 from planner.execution.interpreter import Interpreter
 from planner.execution.job import Job, own_piece
 from planner.execution.launch.joining import meet, process_group
@@ -274,41 +275,8 @@ def _touch_libraries(context: RankContext, between_stages: Iterable[dist.Process
 
 
 def _groups(lowered: LoweredPlan | LoweredStages, timeout: timedelta) -> tuple[dist.ProcessGroup | None, ...]:
-    """Make the groups of every mesh axis and of tied parameters, in one order on all ranks, and return this rank's.
-
-    Where an axis or a tie joins ranks as one before it does, both have the same groups: each is made once.
-    """
-    wanted = _members(lowered)
-    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
-    for groups in wanted:
-        if groups not in made:
-            made[groups] = _own_group(groups, timeout)
-    return tuple(made[groups] for groups in wanted)
-
-
-def _members(lowered: LoweredPlan | LoweredStages) -> list[tuple[tuple[int, ...], ...]]:
-    """Ranks of every group of each mesh axis, then of each set of tied parameters."""
-    mesh = lowered.mesh
-    axes = range(len(mesh.axes))
-    if isinstance(lowered, LoweredPlan):
-        return [tuple(tuple(ranks) for ranks in mesh.groups(axis)) for axis in axes]
-    shifts = [stage * lowered.pipeline_stride for stage in range(lowered.schedule.ranks)]
-    found = [
-        tuple(tuple(rank + shift for rank in ranks) for shift in shifts for ranks in mesh.groups(axis)) for axis in axes
-    ]
-    ties = lowered.ranks[0].ties
-    return [*found, *(tuple(tuple(rank + shifts[m] for m in members) for rank in mesh.ranks()) for members in ties)]
-
-
-def _own_group(groups: Iterable[Iterable[int]], timeout: timedelta) -> dist.ProcessGroup | None:
-    """Make these groups and return the one that this rank is in."""
-    rank, mine = dist.get_rank(), None
-    for ranks in groups:
-        members = list(ranks)
-        group = dist.new_group(members, timeout=timeout)
-        if rank in members:
-            mine = group
-    return mine
+    """Make the groups of every mesh axis and of tied parameters; returns this rank's, None where it is in none."""
+    return make_groups(members(lowered), timeout)
 
 
 def _neighbours(lowered: LoweredStages, device: torch.device, timeout: timedelta) -> Neighbours:
@@ -321,7 +289,7 @@ def _neighbours(lowered: LoweredStages, device: torch.device, timeout: timedelta
         for direction, there in enumerate((stage + 1, stage - 1)):
             if there in range(schedule.stages) and ranks_of_stages[stage] != ranks_of_stages[there]:
                 pairs = [[one + ranks_of_stages[s] for s in (stage, there)] for one in lowered.mesh.ranks()]
-                mine = _own_group([sorted(pair) for pair in pairs], timeout)
+                mine = own_group([sorted(pair) for pair in pairs], timeout)
                 if mine is not None:
                     groups[direction, stage] = mine
     return Neighbours(rank=rank, rank_of=tuple(base + shift for shift in ranks_of_stages), groups=groups)
