@@ -48,7 +48,7 @@ class Predictor:
 
     def __init__(self, folder: Path, limit_s: float = LIMIT_S) -> None:
         self.folder, self.limit_s = folder, limit_s
-        self.graphs: dict[tuple[str, int | None, str], SharedTables] = {}
+        self.graphs: dict[tuple[str, int | None, str, str], SharedTables] = {}
         self.known: dict[tuple[Run, Hardware | None], float] = {}
 
     def closed_form_s(self, run: Run, changed: Callable[[Hardware], Hardware] = lambda hardware: hardware) -> float:
@@ -83,10 +83,11 @@ class Predictor:
             network=self._spec(run.network), hardware=self._profile(run.hardware), devices=run.devices,
             global_batch=run.global_batch, sequence_length=run.sequence_length, precision=run.precision,
             pins=dict(run.pins), hints=run.hints, top=1, software=run.software, attention=run.attention,
+            norms=run.norms,
         )  # fmt: skip
 
     def _shared(self, request: PlanRequest) -> SharedTables:
-        key = (request.network, request.sequence_length, request.attention)
+        key = (request.network, request.sequence_length, request.attention, request.norms)
         if key not in self.graphs:
             self.graphs[key] = SharedTables(capture_for(request))
         return self.graphs[key]

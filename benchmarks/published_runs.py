@@ -40,7 +40,7 @@ class Run:
     """A published run; ``network`` is a specification or the text of a config, ``pins`` its whole plan.
 
     ``layers`` are those of each stage in order, none with one stage; ``hints`` say what tensor ranks do that pins leave
-    open. ``software`` and ``attention`` are empty where the plan is not told.
+    open. ``software``, ``attention`` and ``norms`` are empty where the plan is not told.
     """
 
     network: str
@@ -54,6 +54,7 @@ class Run:
     hints: tuple[Hint, ...] = ()
     software: str = ""
     attention: str = ""
+    norms: str = ""
 
 
 class NotCoveredError(Exception):
@@ -101,6 +102,7 @@ def read_run(row: MeasuredRow, *, stages: bool = False, told: bool = False) -> R
         hints=_between_products(setup, gated=run.network.gated) if told and network.startswith("{") else (),
         software=_software(setup) if told else "",
         attention=str(setup.attention) if told and network.startswith("{") else "",
+        norms=_norms(run) if told else "",
     )
 
 
@@ -112,6 +114,15 @@ def _software(setup: TrainingSetup) -> str:
         return "aleph_alpha_scaling" if setup.sent_gradient_bytes > setup.gradient_bytes else "megatron_deepspeed"
     apart = (name for name, known in SOFTWARE.items() if known.stack is setup.stack and not known.overlaps)
     return next(apart, str(setup.stack) if str(setup.stack) in SOFTWARE else "")
+
+
+def _norms(run: TrainingRun) -> str:
+    """How root-mean-square norms run, as the row or its stack has it; empty where there are none."""
+    network, setup = run.network, run.setup
+    if not isinstance(network, TransformerShape) or not network.rms_norm:
+        return ""
+    fused = (setup.fused_norm or traits_of(setup.stack).fused_rms_norm) and not setup.single_norms
+    return "fused" if fused else "unfused"
 
 
 def _between_products(setup: TrainingSetup, *, gated: bool) -> tuple[Hint, ...]:

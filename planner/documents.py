@@ -83,6 +83,7 @@ def plan_document(plan: Plan, hardware: Hardware) -> Document:
         "optimizer": plan.optimizer,
         "software": plan.software or None,
         "attention": plan.attention or None,
+        "norms": plan.norms or None,
     }
 
 

@@ -39,6 +39,7 @@ from planner.search.configurations.pin_checks import check_pins
 from planner.setting import Setting, setting_of
 from planner.sharding.rules import has_rule
 from planner.shared_tables import SharedTables
+from planner.software import norms_of
 from planner.strategy.plan import Status
 from simulator.errors import UnsupportedError
 from simulator.hardware import Hardware
@@ -79,7 +80,10 @@ class PlanResult:
 
 def capture_for(request: PlanRequest) -> OperatorGraph:
     """Capture the network of a request at batch 1; the same graph serves any devices and batch."""
-    return load_network(request.network, sequence_length=request.sequence_length, attention=request.attention).capture()
+    return load_network(
+        request.network, sequence_length=request.sequence_length, attention=request.attention,
+        norms=norms_of(request.software, request.norms),
+    ).capture()  # fmt: skip
 
 
 @contextmanager

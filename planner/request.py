@@ -60,8 +60,8 @@ class PlanRequest:
     Without ``sensitivity`` it is not said what memory, links and pins are worth. ``exchange`` is how tensors travel:
     plans are simulated and ranked with it, the closed form of the search does not know it. ``marks`` of modules come
     before those that the network's code has. ``software`` is a name of `planner.software`, ``attention`` one of
-    `planner.attention`: how the attention of the network runs; the usual software and fused attention where nothing is
-    said.
+    `planner.graph.attention` and ``norms`` one of `planner.graph.norms`: how attention and root-mean-square norms run;
+    the usual software, fused attention and norms as the software has them where nothing is said.
     """
 
     network: str | Network
@@ -81,6 +81,7 @@ class PlanRequest:
     marks: Marks | None = None
     software: str = ""
     attention: str = ""
+    norms: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

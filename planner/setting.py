@@ -25,7 +25,7 @@ from planner.search.problem.hints import told_apart
 from planner.search.stages.unit_pins import FREE, UnitPins
 from planner.search.units.hinted import StageHints
 from planner.shared_tables import NetworkTables, SharedTables
-from planner.software import as_run, exchange_of
+from planner.software import as_run, exchange_of, norms_of
 from planner.strategy.exchange import Exchange
 from planner.strategy.plan import Swap
 from planner.work import Optimizer, optimizer, state_bytes
@@ -74,12 +74,18 @@ class Setting:
 
 def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: SharedTables | None) -> Setting:
     """Read and check a request; `graph` is its network, captured already, `shared` what earlier requests made of it."""
-    request = replace(request, exchange=exchange_of(request.software, request.exchange))
+    request = replace(
+        request,
+        exchange=exchange_of(request.software, request.exchange),
+        norms=norms_of(request.software, request.norms),
+    )
     pins = read_pins(request)
     profile = load_profile(request.hardware)
     profile.check_devices(request.devices)
     hardware = as_run(profile, request.software, request.attention)
-    network = load_network(request.network, sequence_length=request.sequence_length, attention=request.attention)
+    network = load_network(
+        request.network, sequence_length=request.sequence_length, attention=request.attention, norms=request.norms
+    )
     precision = request.precision or {v: k for k, v in PRECISIONS.items()}[hardware.default_precision]
     dtype = precision_dtype(precision)
     check_products(hardware, dtype)
@@ -210,6 +216,7 @@ def _base_plan(
         "search_mode": request.search_mode,
         "software": request.software,
         "attention": request.attention,
+        "norms": request.norms,
         "exchange": _exchange(request, network, graph, batch),
     }
 

@@ -17,10 +17,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from planner.estimate.device_family import family_of
+from planner.estimate.memory_traits import traits_of
 from planner.estimate.software_file import shipped_software
 from planner.estimate.training_run import Stack
 from planner.estimate.usual_software import factors_of, usual_factors
 from planner.graph.attention import FUSED, check_attention
+from planner.graph.norms import FUSED as FUSED_NORMS
+from planner.graph.norms import check_norms
 from planner.strategy.exchange import Exchange
 from simulator.errors import InputError
 from simulator.hardware import Hardware, load_profile
@@ -119,6 +122,13 @@ def exchange_of(software: str, exchange: Exchange) -> Exchange:
         gradient_dtype=exchange.gradient_dtype or known.gradient_dtype,
         whole_sums=exchange.whole_sums or known.whole_sums,
     )
+
+
+def norms_of(software: str, norms: str) -> str:
+    """How root-mean-square norms run where the software is named: what is not asked for is as it has them."""
+    if check_norms(norms) or not check_software(software):
+        return norms
+    return FUSED_NORMS if traits_of(SOFTWARE[software].stack).fused_rms_norm else ""
 
 
 @lru_cache(maxsize=64)

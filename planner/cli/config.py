@@ -49,6 +49,7 @@ class PlanSettings(BaseModel):
     hints: str | None = None
     software: str | None = None
     attention: str | None = None
+    norms: str | None = None
     top: Annotated[int, Field(strict=True, ge=1, le=100)] | None = None
     out: str | None = None
 
@@ -145,6 +146,7 @@ def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettin
     from planner.context.marks import Marks
     from planner.context.notes import check_micro_batches, check_sizes, sizes_of, used_devices, vocabulary_marks
     from planner.networks import load_network
+    from planner.software import norms_of
 
     pins, notes = read_pins(settings.pin), []
     used, idle = used_devices(pins, settings.devices)
@@ -157,8 +159,9 @@ def _checked(settings: PlanSettings, translated: Translated) -> tuple[PlanSettin
     marks = None
     if (sized or translated.layers) and settings.network is not None:
         graph = load_network(
-            settings.network, sequence_length=settings.seq_len, attention=settings.attention or ""
-        ).capture()
+            settings.network, sequence_length=settings.seq_len, attention=settings.attention or "",
+            norms=norms_of(settings.software or "", settings.norms or ""),
+        ).capture()  # fmt: skip
         notes += check_sizes(pins, sizes_of(graph), vocabulary_cut=cut)
         stages, virtual = (int(pins.get(name, "1")) for name in ("pp", "vpp"))
         marks = translated.layers.marks(graph, stages, virtual) if translated.layers else None

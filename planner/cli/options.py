@@ -140,6 +140,14 @@ AttentionOption = Annotated[
         help="How attention runs: flash, flash2 or vendor (fused), fused_softmax or unfused (scores in memory).",
     ),
 ]
+NormsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--norms",
+        metavar="KIND",
+        help="How RMSNorm runs: fused (one kernel) or unfused (single operators); by default as the software has it.",
+    ),
+]
 Pins = Annotated[
     list[str] | None,
     typer.Option(

@@ -15,6 +15,7 @@ from planner.cli.options import (
     DebugFlag,
     GlobalBatch,
     JsonFlag,
+    NormsOption,
     OptimizerOption,
     ParallelMode,
     Pins,
@@ -63,6 +64,7 @@ class PlanArguments:
     pins: Pins = None
     software: SoftwareOption = None
     attention: AttentionOption = None
+    norms: NormsOption = None
     hints: Annotated[
         Path | None,
         typer.Option("--hints", metavar="FILE.yaml", help="Placements of operators by pattern; see docs/search.md."),
@@ -96,6 +98,7 @@ class PlanArguments:
             hints=None if self.hints is None else str(self.hints),
             software=self.software,
             attention=self.attention,
+            norms=self.norms,
             top=self.top,
             out=None if self.out is None else str(self.out),
         )
@@ -189,6 +192,7 @@ def _request(settings: PlanSettings, found: Configuration) -> PlanRequest:
         exchange=found.exchange,
         software=settings.software or "",
         attention=settings.attention or "",
+        norms=settings.norms or "",
     )
 
 

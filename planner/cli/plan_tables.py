@@ -128,10 +128,8 @@ def stages_text(plan: Plan) -> str:
     if plan.pipeline > 1:
         chunks = f" × {plan.virtual} chunks" if plan.virtual > 1 else ""
         parts.append(f"{plan.pipeline} stages{chunks}, {plan.schedule}")
-    if plan.software:
-        parts.append(f"run by {plan.software}")
-    if plan.attention:
-        parts.append(f"attention {plan.attention}")
+    run_by = {"run by": plan.software, "attention": plan.attention, "norms": plan.norms}
+    parts += [f"{what} {kind}" for what, kind in run_by.items() if kind]
     if plan.copies > 1:
         parts.append(f"micro-batches in {plan.copies} copies")
     if plan.recompute != "none":

@@ -14,6 +14,7 @@ from planner.cli.options import (
     DebugFlag,
     GlobalBatch,
     JsonFlag,
+    NormsOption,
     OptimizerOption,
     ParallelMode,
     Pins,
@@ -56,6 +57,7 @@ class WhatIfArguments:
     pins: Pins = None
     software: SoftwareOption = None
     attention: AttentionOption = None
+    norms: NormsOption = None
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -110,6 +112,7 @@ class WhatIfArguments:
             pins=read_pins(self.pins or ()),
             software=self.software or "",
             attention=self.attention or "",
+            norms=self.norms or "",
         )
 
 

@@ -292,7 +292,9 @@ def save_strategies(found: Planned, source: Source, path: str, *, whole: bool) -
     from simulator.whole_file import write_whole
 
     plan = found.plan
-    graph = load_network(source, sequence_length=plan.sequence_length, attention=plan.attention).capture()
+    graph = load_network(
+        source, sequence_length=plan.sequence_length, attention=plan.attention, norms=plan.norms
+    ).capture()
     if whole:
         return export_mindspore(found.plan, graph, path, prediction_document(found.prediction))
     items = {name: item for name, item in strategy_items(found.plan, graph).items() if name != "parallel_layout_item"}

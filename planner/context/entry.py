@@ -167,7 +167,7 @@ def _check_agrees(request: PlanRequest, found: Plan, where: str) -> None:
     if not found.shard_size and found.optimizer_sharding != "none":
         said["shard_size"] = said["dp"]
     asked: dict[str, object] = dict(request.pins)
-    for name in ("global_batch", "precision", "optimizer", "software", "attention"):
+    for name in ("global_batch", "precision", "optimizer", "software", "attention", "norms"):
         if getattr(request, name):
             asked[name] = getattr(request, name)
     for name, value in asked.items():

@@ -16,7 +16,7 @@ MARKS = (
 """Sections that say how a network is to be parallel."""
 OPTIONS = (
     *("network", "hw", "devices", "global_batch", "seq_len", "precision", "optimizer", "hints", "top", "out"),
-    *("software", "attention"),
+    *("software", "attention", "norms"),
 )
 """Options of ``plan`` that may stand beside them."""
 SECTIONS = (

@@ -21,7 +21,7 @@ THRESHOLD_KB = 64
 LEVELS: Mapping[str, str] = {"level1": "zero1", "level2": "zero2", "level3": "zero3"}
 OPTIONS = (
     *("global_batch", "sequence_length", "precision", "optimizer", "hints", "marks", "top", "sensitivity"),
-    *("software", "attention"),
+    *("software", "attention", "norms"),
 )
 NAMES = (*OPTIONS, "layerwise_parallel")
 DATA_ONLY: Mapping[str, str] = {
@@ -50,8 +50,8 @@ def request_of(
         More pins than the context's.
     **options
         Other fields of the request: ``global_batch``, ``sequence_length``, ``precision``, ``optimizer``, ``hints``,
-        ``marks``, ``top``, ``sensitivity``, ``software``, ``attention``; and ``layerwise_parallel``, names or patterns
-        of parameters of which every rank has its own in ``hybrid_parallel``.
+        ``marks``, ``top``, ``sensitivity``, ``software``, ``attention``, ``norms``; and ``layerwise_parallel``, names
+        or patterns of parameters of which every rank has its own in ``hybrid_parallel``.
 
     Raises
     ------

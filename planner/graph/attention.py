@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from planner.graph.operator_graph import Argument, Node, OperatorGraph, TensorRef, TensorSpec
+from planner.graph.rewriting import Rewriter
 from simulator.errors import InputError, UnsupportedError
 from simulator.program import Kernel
 
@@ -54,12 +55,12 @@ def with_attention(graph: OperatorGraph, kind: str) -> OperatorGraph:
     """
     if check_attention(kind) not in WRITTEN_OUT:
         return graph
-    writer = _Writer(graph, kind)
+    writer = _Writer(graph, kind=kind)
     for index in range(len(graph.nodes)):
         writer.copy(index)
     if not writer.parts:
         raise UnsupportedError(f"attention {kind}: {graph.network} has no attention to write out; leave it out")
-    return writer.graph_()
+    return writer.finished()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +74,8 @@ class _Attention:
 
 
 @dataclass
-class _Writer:
-    graph: OperatorGraph
-    kind: str
-    nodes: list[Node] = field(default_factory=list)
-    refs: dict[TensorRef, TensorRef] = field(default_factory=dict)
-    places: dict[int, int] = field(default_factory=dict)
+class _Writer(Rewriter):
+    kind: str = ""
     parts: dict[int, _Attention] = field(default_factory=dict)
 
     def copy(self, index: int) -> None:
@@ -86,54 +83,23 @@ class _Writer:
         node = self.graph.nodes[index]
         if node.op == _FORWARD:
             self._attention(index, node)
-            return
-        if node.op == _BACKWARD:
+        elif node.op == _BACKWARD:
             self._gradients(index, node)
-            return
-        self.places[index] = len(self.nodes)
-        forward = None if node.forward is None else self.places[node.forward]
-        args = tuple(self._argument(argument) for argument in node.args)
-        kwargs = tuple((key, self._argument(argument)) for key, argument in node.kwargs)
-        self.refs |= {TensorRef(index, o): TensorRef(len(self.nodes), o) for o in range(len(node.outputs))}
-        self.nodes.append(replace(node, args=args, kwargs=kwargs, forward=forward))
-
-    def graph_(self) -> OperatorGraph:
-        """The graph with everything that was taken over."""
-        return replace(
-            self.graph,
-            nodes=tuple(self.nodes),
-            parameters=tuple(
-                replace(p, node=self.places[p.node], gradient=None if p.gradient is None else self.refs[p.gradient])
-                for p in self.graph.parameters
-            ),
-            inputs=tuple(replace(i, node=self.places[i.node]) for i in self.graph.inputs),
-            loss=self.refs[self.graph.loss],
-        )
-
-    def _argument(self, argument: Argument) -> Argument:
-        if isinstance(argument, TensorRef):
-            return self.refs[argument]
-        return tuple(self._argument(item) for item in argument) if isinstance(argument, tuple) else argument
-
-    def _spec(self, ref: TensorRef) -> TensorSpec:
-        return self.nodes[ref.node].outputs[ref.output]
+        else:
+            super().copy(index)
 
     def _emit(
         self, like: Node, name: str, op: str, kernel: Kernel, args: Sequence[Argument], spec: TensorSpec,
         *, forward: int | None = None, flops: float = 0.0,
     ) -> TensorRef:  # fmt: skip
-        node = replace(
-            like, name=f"{like.name}/{name}" if name else like.name, op=op, kernel=kernel, args=tuple(args), kwargs=(),
-            outputs=(spec,), forward=forward, flops=flops,
-        )  # fmt: skip
-        self.nodes.append(node)
-        return TensorRef(len(self.nodes) - 1)
+        path = f"{like.name}/{name}" if name else like.name
+        return self.emit(like, path, op, kernel, args, spec, forward=forward, flops=flops)
 
     def _product(
         self, like: Node, name: str, op: str, factors: tuple[TensorRef, TensorRef], spec: TensorSpec,
         forward: int | None = None,
     ) -> TensorRef:  # fmt: skip
-        left, right = (self._spec(ref).shape for ref in factors)
+        left, right = (self.spec(ref).shape for ref in factors)
         sides = (left[-1], left[-2], right[-2] if op == SCORES else right[-1])
         flops = 2.0 * prod(left[:-2]) * prod(sides)
         return self._emit(like, name, op, Kernel.MATMUL, factors, spec, forward=forward, flops=flops)
@@ -147,7 +113,7 @@ class _Writer:
             )
         query, key, value = (self.refs[ref] for ref in node.tensor_inputs[:3])
         causal = bool(node.args[4]) if len(node.args) > 4 else bool(keywords.get("is_causal"))
-        asked, wide = self._spec(query), self._spec(key)
+        asked, wide = self.spec(query), self.spec(key)
         given = keywords.get("scale")
         scale = float(given) if isinstance(given, int | float) else float(asked.shape[-1]) ** -0.5
         met = replace(

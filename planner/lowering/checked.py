@@ -28,7 +28,9 @@ def precision_dtype(name: str) -> str:
 def captured(plan: Plan, graph: OperatorGraph | None = None) -> OperatorGraph:
     """The plan's network, captured at batch 1 where `graph` is not given; StrategyError where it is another one."""
     if graph is None:
-        graph = load_network(plan.network, sequence_length=plan.sequence_length, attention=plan.attention).capture()
+        graph = load_network(
+            plan.network, sequence_length=plan.sequence_length, attention=plan.attention, norms=plan.norms
+        ).capture()
     if graph.fingerprint != plan.fingerprint:
         length = "" if plan.sequence_length is None else f" with sequence length {plan.sequence_length}"
         raise StrategyError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from planner.graph.attention import check_attention
+from planner.graph.norms import check_norms
 from planner.networks.decoder.known import zoo_decoder
 from planner.networks.network import Family, Network
 from planner.networks.zoo.configs import BertConfig, MixtralConfig
@@ -45,7 +46,9 @@ def list_networks() -> tuple[NetworkSummary, ...]:
     )
 
 
-def load_network(spec: str | Network, *, sequence_length: int | None = None, attention: str = "") -> Network:
+def load_network(
+    spec: str | Network, *, sequence_length: int | None = None, attention: str = "", norms: str = ""
+) -> Network:
     """Find the network that `spec` names.
 
     Parameters
@@ -56,9 +59,13 @@ def load_network(spec: str | Network, *, sequence_length: int | None = None, att
         Tokens per sample of a language network; ``None`` for the network's own.
     attention
         How attention runs, one of `planner.graph.attention`; empty for the usual fused kernel.
+    norms
+        How root-mean-square norms run, one of `planner.graph.norms`; empty for single operators, as networks have them.
     """
     found = _found(spec, sequence_length)
-    return replace(found, attention=check_attention(attention)) if attention else found
+    if attention:
+        found = replace(found, attention=check_attention(attention))
+    return replace(found, norms=check_norms(norms)) if norms else found
 
 
 def _found(spec: str | Network, sequence_length: int | None) -> Network:

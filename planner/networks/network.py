@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from planner.graph import cache
 from planner.graph.attention import WRITTEN_OUT, with_attention
+from planner.graph.norms import FUSED, with_norms
 from planner.graph.operator_graph import OperatorGraph
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Network:
     leave some out. ``content`` identifies what the graph depends on; empty: never cached. ``decoder`` is
     set for known families: their graph is written from it, without torch, equal to the capture's. ``marks`` are
     those that the network's own code has on its modules, ``layerwise`` the parameters it marks as each rank's own.
-    ``attention`` is how that runs, one of `planner.graph.attention`.
+    ``attention`` and ``norms`` are how these run, of the kinds of `planner.graph.attention` and `planner.graph.norms`.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Network:
     marks: Marks | None = None
     layerwise: tuple[str, ...] = ()
     attention: str = ""
+    norms: str = ""
 
     def capture(self) -> OperatorGraph:
         """Return the operator graph at batch 1, from the cache where it can."""
@@ -95,6 +97,7 @@ def _cache_key(network: Network) -> str:
         return ""
     content = f"{network.content}\n{network.sequence_length}\n{network.depth}\n{cache.toolchain()}"
     content += f"\n{network.attention}" if network.attention in WRITTEN_OUT else ""
+    content += "\nfused norms" if network.norms == FUSED else ""
     return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -105,6 +108,7 @@ def _capture(network: Network) -> OperatorGraph:
     shortened = network.depth is not None and network.depth > CAPTURED_BLOCKS
     captured_depth = CAPTURED_BLOCKS if shortened else None
     graph = with_attention(_unfolded(network, captured_depth), network.attention)
+    graph = with_norms(graph, network.norms)
     if shortened:
         assert network.depth is not None
         graph = repeat(graph, network.depth)

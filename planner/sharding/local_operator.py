@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from planner.graph import attention as written_out
+from planner.graph import norms
 from planner.graph.operator_graph import DROPOUT, Node, OperatorGraph
 from planner.sharding import local_layers as layers
+from planner.sharding import local_norms
 from planner.sharding import local_scores as products
 from planner.sharding.local_attention import attention, attention_backward
 from planner.sharding.local_call import LocalCall, LocalOperator, Moment, Parts, Peers, invoke, local_call, widened
@@ -65,6 +67,8 @@ _SPECIAL: dict[str, Callable[[LocalCall], LocalOperator]] = {
     written_out.HIDDEN: products.hidden,
     written_out.SOFTMAX: products.scaled_softmax,
     written_out.SOFTMAX_BACKWARD: products.scaled_softmax_backward,
+    norms.RMS_NORM: local_norms.rms_norm,
+    norms.RMS_NORM_BACKWARD: local_norms.rms_norm_backward,
     "aten._native_batch_norm_legit.no_stats": layers.synchronised_batch_norm,
     "aten._native_batch_norm_legit_functional.default": layers.synchronised_batch_norm,
     "aten.native_batch_norm_backward.default": layers.synchronised_batch_norm_backward,

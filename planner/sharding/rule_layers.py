@@ -143,6 +143,23 @@ def _normalized(call: Call, source: int, shape: int) -> tuple[str, str]:
     return LETTERS[: rank - count] + FIXED * count, FIXED * count
 
 
+def rms_norm(call: Call) -> Layout:
+    """By any dim but the last."""
+    values = _rows(call.tensor(0).rank)
+    return Layout(arguments=(values, FIXED), outputs=(values,))
+
+
+def rms_norm_backward(call: Call) -> Layout:
+    """As `rms_norm`; the weight's gradient is partial."""
+    values = _rows(call.tensor(0).rank)
+    return Layout(arguments=(values, values, FIXED), outputs=(values, FIXED), linear=((0,),))
+
+
+def _rows(rank: int) -> str:
+    """Letters of values whose last dim is normalised."""
+    return LETTERS[: rank - 1] + FIXED
+
+
 def group_norm(call: Call) -> Layout:
     """By sample, or by channel in whole groups."""
     values = "nc" + FIXED * (call.tensor(0).rank - 2)

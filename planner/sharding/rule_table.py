@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.graph import attention
+from planner.graph import attention, norms
 from planner.graph.operator_graph import DROPOUT
 from planner.sharding import rule_families as families
 from planner.sharding import rule_layers as layers
@@ -183,6 +183,8 @@ _LAYERS: dict[str, Family] = {
     attention.HIDDEN: notation("bh..->bh.."),
     attention.SOFTMAX: notation("bh..->bh.."),
     attention.SOFTMAX_BACKWARD: notation("bh..,bh..->bh.."),
+    norms.RMS_NORM: layers.rms_norm,
+    norms.RMS_NORM_BACKWARD: layers.rms_norm_backward,
 }
 
 TABLE: dict[str, Family] = _POINTWISE | _LINEAR | _VIEWS | _CREATED | _CONSTANT | _REDUCTIONS | _LAYERS

@@ -191,6 +191,7 @@ def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> 
         **({"copies": plan.copies} if plan.copies > 1 else {}),
         **({"software": plan.software} if plan.software else {}),
         **({"attention": plan.attention} if plan.attention else {}),
+        **({"norms": plan.norms} if plan.norms else {}),
         "certificate": asdict(plan.certificate) | {"status": plan.certificate.status.value},
         "prediction": None if prediction is None else dict(prediction),
         "placements": _placements(plan.rules),
@@ -253,6 +254,7 @@ def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
         copies=model.copies,
         software=model.software,
         attention=model.attention,
+        norms=model.norms,
     )
     return StrategyFile(plan=plan, prediction=model.prediction.model_dump() if model.prediction else None)
 

@@ -154,7 +154,8 @@ class Plan:
     context_algorithm : ``"none"``, ``"ring"`` or ``"all_to_all"``
     exchange : what a context says of how tensors travel
     software : what the plan is predicted for, a name of `planner.software`; empty for the usual software
-    attention : how attention runs, one of `planner.attention`; empty for the usual fused kernel
+    attention : how attention runs, one of `planner.graph.attention`; empty for the usual fused kernel
+    norms : how root-mean-square norms run, one of `planner.graph.norms`; empty for single operators
     copies : parts that the samples of a micro-batch are divided into, whose operators are issued in turn so that the
         messages of one travel while another computes
     """
@@ -197,6 +198,7 @@ class Plan:
     copies: int = 1
     software: str = ""
     attention: str = ""
+    norms: str = ""
 
     @property
     def devices(self) -> int:

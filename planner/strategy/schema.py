@@ -220,6 +220,7 @@ class StrategyModel(_Strict):
     copies: Literal[1, 2] = 1
     software: Annotated[str, Field(max_length=64)] = ""
     attention: Literal["", "unfused", "fused_softmax", "flash", "flash2", "vendor"] = ""
+    norms: Literal["", "fused", "unfused"] = ""
     certificate: CertificateModel
     prediction: PredictionModel | None
     placements: PlacementsModel

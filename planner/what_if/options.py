@@ -36,6 +36,7 @@ class WhatIfOptions:
     pins: Mapping[str, str] = field(default_factory=dict)
     software: str = ""
     attention: str = ""
+    norms: str = ""
 
 
 def batch_rule(options: WhatIfOptions) -> tuple[str, dict[int, int]]:
@@ -84,10 +85,11 @@ def requests_of(options: WhatIfOptions) -> tuple[PlanRequest, ...]:
         A profile is missing or malformed.
     """
     from planner.request import PlanRequest
-    from planner.software import as_run
+    from planner.software import as_run, norms_of
 
     for name in options.hardware:
         as_run(load_profile(name), options.software, options.attention)
+    norms_of(options.software, options.norms)
     _, batches = batch_rule(options)
     return tuple(
         PlanRequest(
@@ -103,6 +105,7 @@ def requests_of(options: WhatIfOptions) -> tuple[PlanRequest, ...]:
             pins=dict(options.pins),
             software=options.software,
             attention=options.attention,
+            norms=options.norms,
             top=1,
             sensitivity=False,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,11 +13,11 @@ from planner.estimate.software_file import shipped_software
 from planner.execution.launch.starting import check_options
 from planner.execution.run import ExecuteOptions
 from planner.graph.scaling import at_precision
-from planner.lowering.checked import lower
+from planner.lowering.checked import checked_graph, lower
 from planner.planning import PlanRequest, PlanResult, plan_network
 from planner.prediction import predict_plan
 from planner.shared_tables import SharedTables
-from planner.software import SOFTWARE, as_run, as_run_by, exchange_of, machine_of
+from planner.software import SOFTWARE, as_run, as_run_by, exchange_of, machine_of, norms_of
 from planner.strategy.exchange import Exchange
 from planner.strategy.file import plan_from_text, plan_to_text
 from simulator.errors import InputError
@@ -26,6 +27,11 @@ from simulator.program import Collective
 from tests.planner.search.problems import captured
 
 DGX = load_profile("dgx-a100")
+PINNED = {"tp": "2", "dp": "2", "pp": "1", "micro_batch": "4", "recompute": "none", "optimizer_sharding": "none"}
+SMALL = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 8,
+    "intermediate_size": 2816, "vocab_size": 512, "max_position_embeddings": 512,
+}  # fmt: skip
 
 
 @cache
@@ -78,7 +84,7 @@ def test_unknown_names_say_what_is_meant() -> None:
 def test_a_plan_says_in_its_file_what_it_is_for(attention: str, pins: dict[str, str]) -> None:
     found = planned("megatron_deepspeed", attention, **pins).candidates[0]
     read = plan_from_text(plan_to_text(found.plan)).plan
-    assert (read.software, read.attention) == ("megatron_deepspeed", attention)
+    assert (read.software, read.attention, read.norms) == ("megatron_deepspeed", attention, "")
     again = predict_plan(read, at_precision(captured("gpt2-tiny", attention=attention), "bfloat16"), machine_of(read))
     assert again.step_time_s == pytest.approx(found.prediction.step_time_s, rel=1e-9)
     assert again.peak_memory_bytes == found.prediction.peak_memory_bytes
@@ -89,6 +95,29 @@ def test_a_plan_says_in_its_file_what_it_is_for(attention: str, pins: dict[str, 
             assert seconds == pytest.approx(found.prediction.analytic[part], abs=0.05 * step), part
     certificate = found.plan.certificate
     assert certificate.lower_bound_s <= certificate.objective_s * (1 + 1e-9)
+
+
+def test_fused_norms_are_planned_and_take_less_time(tmp_path: Path) -> None:
+    times, network = {}, f"hf:{tmp_path / 'config.json'}"
+    (tmp_path / "config.json").write_text(json.dumps(SMALL), encoding="utf-8")
+    for norms in ("unfused", "fused"):
+        request = PlanRequest(
+            network=network, hardware="dgx-a100", devices=4, global_batch=16, top=1, sensitivity=False, pins=PINNED,
+            norms=norms,
+        )  # fmt: skip
+        found = plan_network(request).candidates[0]
+        assert plan_from_text(plan_to_text(found.plan)).plan.norms == norms
+        assert any(name.endswith("rms_norm") for name in found.plan.rules) == (norms == "fused")
+        again = predict_plan(found.plan, checked_graph(found.plan), machine_of(found.plan))
+        assert again.step_time_s == pytest.approx(found.prediction.step_time_s, rel=1e-9)
+        times[norms] = found.prediction.step_time_s
+    assert times["fused"] < times["unfused"]
+
+
+def test_norms_are_as_the_software_has_them_unless_asked_for() -> None:
+    assert norms_of("", "") == norms_of("megatron_lm", "") == norms_of("aleph_alpha_scaling", "") == ""
+    assert norms_of("nemo", "") == norms_of("mindformers", "") == norms_of("aleph_alpha_scaling", "fused") == "fused"
+    assert norms_of("nemo", "unfused") == "unfused"
 
 
 def test_scores_take_time_and_memory() -> None:

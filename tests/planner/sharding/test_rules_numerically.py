@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from planner.graph.attention import WRITTEN_OUT, with_attention
 from planner.graph.capture import capture_module
+from planner.graph.norms import RMS_NORM, RMS_NORM_BACKWARD, with_norms
 from planner.graph.operator_graph import Node, OperatorGraph
 from planner.graph.scaling import at_batch, at_precision
 from planner.networks.loading import load_network
@@ -63,6 +64,13 @@ def test_every_pair_of_rules_of_attention_that_is_written_out(kind: str) -> None
     network = with_attention(graph("llama"), kind)
     nodes = [node for node in distinct_nodes(network) if node.op.startswith("meshwright.")]
     assert {node.op for node in nodes} == {node.op for node in network.nodes if node.op.startswith("meshwright.")}
+    assert sum(check(network, node, pairs=1000) for node in nodes) >= 5 * len(nodes)
+
+
+def test_every_pair_of_rules_of_norms_that_are_one_operator() -> None:
+    network = with_norms(graph("llama"), "fused")
+    nodes = [node for node in distinct_nodes(network) if node.op in (RMS_NORM, RMS_NORM_BACKWARD)]
+    assert {node.op for node in nodes} == {RMS_NORM, RMS_NORM_BACKWARD}
     assert sum(check(network, node, pairs=1000) for node in nodes) >= 5 * len(nodes)
 
 
@@ -273,6 +281,7 @@ CALLS: list[tuple[Any, ...]] = [
 def test_calls_cover_the_table() -> None:
     seen = {call[0] for call in CALLS} | set(POINTWISE) | {n.op for name in NETWORKS for n in graph(name).nodes}
     seen |= {n.op for kind in WRITTEN_OUT for n in with_attention(graph("llama"), kind).nodes}
+    seen |= {n.op for n in with_norms(graph("llama"), "fused").nodes}
     creation = {"aten.arange.start", "aten.arange.start_step", "aten.scalar_tensor.default"}
     assert set(rule_table.TABLE) - seen - creation == set()
 
