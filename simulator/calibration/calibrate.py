@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -30,10 +31,11 @@ from simulator.hardware import write_profile
 from simulator.program import Kernel
 from simulator.whole_file import check_writable
 
-FEWEST_ROUNDS, MOST_ROUNDS = 2, 6
+MOST_ROUNDS = 3
 AGREEMENT = 1.1
 """Longest over shortest time of a kernel above which it is measured again."""
-KERNELS_S = 40.0
+KERNELS_S = 20.0
+"""After so many seconds no further round of kernels begins."""
 PACED = 20
 """Kernels between two times of the pace, which is to be that of their time."""
 SMALL_BYTES = 8192
@@ -83,11 +85,10 @@ def calibrate(options: CalibrateOptions, progress: Progress = lambda share, text
     groups = [size for size in (2, 4, 8, 16, 32, 64) if size <= min(options.processes, machine.devices)]
     shared = () if machine.is_accelerator else SLOWDOWN_COUNTS
     counts = sorted({*groups, *shared})
-    parts = 2.0 + len(counts)
+    parts = 3.0 + len(counts)
     progress(0.0, "kernels")
-    kernels = run_workers(measure_kernels, (machine.device_type,), 1)[0]
-    disturbances = [disturbance([kernels.use])]
-    done, found = 2.0, list[GroupTimes]()
+    rounds = [run_workers(measure_kernels, (machine.device_type,), 1)[0]]
+    done, found, disturbances = 1.5, list[GroupTimes](), list[Disturbance | None]()
     for count in counts:
         progress(done / parts, f"{count} processes: collectives, and sharing the cores")
         orders = (machine.device_type, machine.backend, count in groups, count in shared)
@@ -95,6 +96,10 @@ def calibrate(options: CalibrateOptions, progress: Progress = lambda share, text
         found.append(ranks[0])
         disturbances.append(disturbance([rank.use for rank in ranks]))
         done += 1
+    progress(done / parts, "kernels again")
+    rounds += run_workers(measure_kernels, (machine.device_type,), 1)
+    disturbances += [disturbance([one.use]) for one in rounds]
+    kernels = kernel_times(machine.device_type, rounds)
     messages = [group.messages for group in found if group.messages is not None]
     slowdown = [(count, group.slowdown) for count, group in zip(counts, found, strict=True) if group.slowdown]
     measured = findings(machine, kernels, messages, slowdown, options, disturbances)
@@ -137,48 +142,75 @@ def measure_group(device_type: str, backend: str, messages: bool, slowdown: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRounds:
+    """Some rounds of kernels: seconds of each of `timed_kinds`, what small ones cost more among others, and the pace.
+
+    ``use`` is what the cores did meanwhile.
+    """
+
+    seconds: tuple[tuple[float, ...], ...]
+    mixing: float
+    paces: tuple[float, ...]
+    use: MachineUse | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTimes:
-    """Every kernel measured, what small ones cost more among others, and the machine's pace and use meanwhile."""
+    """Every kernel measured, what small ones cost more among others, and the machine's pace meanwhile."""
 
     rows: tuple[Measured, ...]
     mixing: float
     paces: Paces
-    use: MachineUse | None = None
 
 
-def measure_kernels(device_type: str) -> KernelTimes:
-    """Measure every kernel case, what small kernels cost more among others, and the pace.
-
-    On a processor, what fits into its caches is measured in them as well. Rounds lie apart in time so that a passing
-    disturbance hits few of them; kernels whose rounds agree are measured no more, so that there is time for the others.
-    """
-    device = torch.device(device_type, 0) if device_type != "cpu" else torch.device("cpu")
+def timed_kinds(device_type: str) -> list[tuple[Case, bool]]:
+    """Every kernel case, and again, marked, what fits into the caches of a processor."""
     cases = all_cases(accelerator=device_type != "cpu")
     most = 0.0 if device_type != "cpu" else ALL_BELOW * sum(astuple(processor_caches()))
-    kinds = [(case, False) for case in cases] + [(case, True) for case in cases if 0 < case.bytes_moved <= most]
+    return [(case, False) for case in cases] + [(case, True) for case in cases if 0 < case.bytes_moved <= most]
+
+
+def measure_kernels(device_type: str) -> KernelRounds:
+    """Measure every kernel, what small kernels cost more among others, and the pace.
+
+    On a processor, what fits into its caches is measured in them as well. While there is time there are more rounds;
+    kernels whose rounds agree are measured no more, so that there is time for the others.
+    """
+    device = torch.device(device_type, 0) if device_type != "cpu" else torch.device("cpu")
     begin, before = time.perf_counter(), machine_use()
+    kinds = timed_kinds(device_type)
     times: list[list[float]] = [[] for _ in kinds]
     pace, paces = Pace(device), list[float]()
     rounds = 0
-    while rounds < MOST_ROUNDS and (rounds < FEWEST_ROUNDS or time.perf_counter() - begin < KERNELS_S):
+    while rounds < 1 or (rounds < MOST_ROUNDS and time.perf_counter() - begin < KERNELS_S):
         timed = 0
         for (case, cached), found in zip(kinds, times, strict=True):
-            if rounds < FEWEST_ROUNDS or max(found) > AGREEMENT * min(found):
+            if len(found) < 2 or max(found) > AGREEMENT * min(found):
                 found.append(measure_case(case, device, turn_bytes=0 if cached else None))
                 if timed % PACED == 0:
                     paces.append(pace.seconds())
                 timed += 1
         rounds += 1
-    rows = [
-        replace(_measured(case, middle_mean(found)), cached=cached)
-        for (case, cached), found in zip(kinds, times, strict=True)
-    ]
+    cases = [case for case, cached in kinds if not cached]
     small = [case for case in cases if case.dtype == "float32" and case.bytes_moved < SMALL_BYTES]
+    return KernelRounds(
+        seconds=tuple(map(tuple, times)),
+        mixing=1.0 if device_type != "cpu" else interleaved_factor(small, device),
+        paces=tuple(paces),
+        use=used_since(before),
+    )
+
+
+def kernel_times(device_type: str, rounds: Sequence[KernelRounds]) -> KernelTimes:
+    """What rounds at several times tell together: a machine that was faster for a while counts as long as it was."""
+    rows = [
+        replace(_measured(case, fmean(middle_mean(one.seconds[place]) for one in rounds)), cached=cached)
+        for place, (case, cached) in enumerate(timed_kinds(device_type))
+    ]
     return KernelTimes(
         rows=tuple(rows),
-        mixing=1.0 if device_type != "cpu" else interleaved_factor(small, device),
-        paces=paces_of([paces]),
-        use=used_since(before),
+        mixing=fmean(one.mixing for one in rounds),
+        paces=paces_of([[seconds for one in rounds for seconds in one.paces]]),
     )
 
 

@@ -11,10 +11,12 @@ from simulator.calibration import crowds, timing
 from simulator.calibration.calibrate import (
     CalibrateOptions,
     GroupTimes,
+    KernelRounds,
     KernelTimes,
     calibrate,
     findings,
     measure_kernels,
+    timed_kinds,
 )
 from simulator.calibration.cases import all_cases
 from simulator.calibration.crowds import CrowdTimes
@@ -282,6 +284,7 @@ def test_this_machine(tmp_path):
 def test_what_workers_measured_stands_in_the_profile(tmp_path, monkeypatch):
     """Workers that measured at once: other programs took a quarter of the cores from the four, and a hundredth else."""
     asked = []
+    exact = {(case.name, case.dtype): row for case, row in zip(all_cases(), synthetic_rows(), strict=True)}
 
     def run(function, arguments, processes):
         asked.append((function.__name__, processes))
@@ -291,7 +294,9 @@ def test_what_workers_measured_stands_in_the_profile(tmp_path, monkeypatch):
         use = MachineUse(wall_s=10.0, busy_s=10.0 * cores, stolen_s=0.0, own_s=own)
         paces = Paces(median_s=0.02 * processes, spread=0.1)
         if function is measure_kernels:
-            return [KernelTimes(rows=tuple(synthetic_rows()), mixing=1.0, paces=paces, use=use)]
+            share = 4 / 3 if asked.count(("measure_kernels", 1)) == 1 else 2 / 3  # the machine has become faster
+            kept = tuple((share * exact[case.name, case.dtype].seconds,) for case, _ in timed_kinds("cpu"))
+            return [KernelRounds(seconds=kept, mixing=1.0, paces=(0.02 * share, 0.02 * share), use=use)]
         with_messages, with_slowdown = arguments[2:]
         among = tuple(1e-3 + 2 * (2e-4 + size / 2e9) for size in crowds.SIZES)
         found = GroupTimes(
@@ -305,7 +310,11 @@ def test_what_workers_measured_stands_in_the_profile(tmp_path, monkeypatch):
     monkeypatch.setattr("simulator.calibration.calibrate.run_workers", run)
     calibrate(CalibrateOptions(processes=4, out=tmp_path / "local.yaml"))
     hardware = load_profile(str(tmp_path / "local.yaml"))
-    assert asked == [("measure_kernels", 1), ("measure_group", 2), ("measure_group", 4), ("measure_group", 8)]
+    groups = [("measure_group", count) for count in (2, 4, 8)]
+    assert asked == [("measure_kernels", 1), *groups, ("measure_kernels", 1)]
+    row = exact["mm 512x512x512", "float32"]
+    found = kernel_time(hardware, row.kernel, row.dtype, row.flops, row.bytes_moved)
+    assert found == pytest.approx(row.seconds, rel=0.1)
     assert {table.group_size for table in hardware.collective_tables} == {2, 4}
     assert hardware.slowdown_table == ((1, 1.0), (2, 1.2), (4, 2.4), (8, 4.8))
     assert [(one.group_size, one.processes) for one in hardware.crowding] == [(2, 4), (2, 8)]
