@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -58,11 +59,19 @@ class Uses:
     values: array[int] = field(default_factory=lambda: array("q"))
     units: array[int] = field(default_factory=lambda: array("q"))
 
+    def copy(self) -> Uses:
+        """The same rows, to which others may be added."""
+        return Uses(self.offsets[:], self.values[:], self.units[:])
+
     def add(self, uses: Sequence[Use]) -> None:
         """Add the row of one more draft."""
         self.values.extend([value for value, _ in uses])
         self.units.extend([unit for _, unit in uses])
         self.offsets.append(len(self.values))
+
+
+_GROWS = ("names", "home", "_number", "tasks", "instructions", "beside", "views", "write_bytes", "write_kind")
+"""What grows with each draft that is added to a blueprint."""
 
 
 class Blueprint:
@@ -100,6 +109,28 @@ class Blueprint:
             for name in stored_values(source, index):
                 self.value(name, self.owners[index])
         self.script = tuple(self._script(Body(source)))
+
+    def with_messages(self, bucket_bytes: int) -> Blueprint:
+        """The same micro-batch, to be gone on with in messages of another size: what is added to one, the other lacks.
+
+        Nothing may have been added to it but its body.
+        """
+        found = copy(self)
+        found.source = self.source.with_messages(bucket_bytes)
+        for name in (
+            "names",
+            "home",
+            "_number",
+            "tasks",
+            "instructions",
+            "beside",
+            "write_bytes",
+            "write_kind",
+            "views",
+        ):
+            setattr(found, name, copy(getattr(self, name)))
+        found.reads, found.writes, found.completes = (uses.copy() for uses in (self.reads, self.writes, self.completes))
+        return found
 
     def value(self, name: str, home: int) -> int:
         """Number of a value; the first to name it says where it is at home."""

@@ -10,14 +10,15 @@ import numpy as np
 
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.instructions import NOTHING
+from planner.lowering.bodies import unit_bodies
 from planner.lowering.chunk_memory import chunk_bytes, rank_bytes
 from planner.lowering.chunk_passes import Draft, chunk_drafts
 from planner.lowering.host import offloading
 from planner.lowering.overflow import FLAG_BYTES, check_task, checks_gradients, flag_messages, settle_task
 from planner.lowering.placed import PlacedGraph, local_share
-from planner.lowering.representatives import Representatives, representatives
+from planner.lowering.representatives import Representatives
 from planner.lowering.sums import summed
-from planner.lowering.unit_work import BESIDE, KERNELS, MESSAGES, UnitWork, units_work
+from planner.lowering.unit_work import BESIDE, KERNELS, MESSAGES, UnitWork
 from planner.lowering.work import Work
 from planner.lowering.written import Written
 from planner.strategy.plan import Plan
@@ -112,7 +113,9 @@ def lower_pipeline(
     StrategyError
         The chunks do not cover the network in order, or lie on other ranks than the schedule runs them.
     """
-    found = representatives(plan, graph)
+    # A single micro-batch adds nothing up.
+    bodies = unit_bodies(plan, graph, counts_fresh=bool(hardware.message_workspace) and plan.micro_batches > 1)
+    found, units, work = bodies.found, bodies.units, bodies.work
     schedule = plan_schedule(plan) if schedule is None else schedule
     if schedule.micro_batches != plan.micro_batches:
         raise InputError(
@@ -121,10 +124,6 @@ def lower_pipeline(
         )
     computing = _computing(plan)
     hardware = sharing_cores(hardware, computing)
-    work = Work()
-    # A single micro-batch adds nothing up.
-    counts_fresh = bool(hardware.message_workspace) and plan.micro_batches > 1
-    units = units_work(found.source, found.chain, work, counts_fresh=counts_fresh)
     keys = tuple(tuple(found.of_unit[i] for i in members) for members in chunk_units(plan, found.names, schedule))
     lowering = _Lowering(
         plan=plan, hardware=hardware, schedule=schedule, found=found, units=units, keys=keys, work=work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import inf, prod
@@ -161,6 +162,12 @@ class PlacedGraph:
         self.units = no_units(graph) if plain else units_of(graph, options.recompute, fetched, options.offload, units)
         self.read = {*graph.consumers, graph.loss, *(p.gradient for p in graph.parameters if p.gradient)}
         self.loss_value = self.value_name(graph.loss, self.replicated)
+
+    def with_messages(self, bucket_bytes: int) -> PlacedGraph:
+        """The same with messages of another size, on which nothing depends that is kept of it."""
+        found = copy(self)
+        found.options = replace(self.options, bucket_bytes=bucket_bytes)
+        return found
 
     def _loaded(self, node: Node, number: int, own: NodeRules) -> NodeRules:
         """How a batch tensor arrives."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
-from planner.lowering.blueprint import Blueprint
+from planner.lowering.bodies import step_body
 from planner.lowering.copies import UnalikeError
 from planner.lowering.options import lowering_options
 from planner.lowering.program import lower_graph, lower_step
-from planner.lowering.representatives import representatives
 from planner.strategy.plan import Plan, expanded_rules
 from simulator.columns import ProgramColumns, columns
 
@@ -25,8 +24,7 @@ def lowered_step(plan: Plan, graph: OperatorGraph) -> ProgramColumns:
         The network, folded, at the plan's precision and any batch.
     """
     try:
-        found = representatives(plan, graph)
-        return lower_step(Blueprint(found.source, found.copies, found.chain))
+        return lower_step(step_body(plan, graph))
     except UnalikeError:
         whole = unfold(at_batch(graph, plan.samples))
         return columns(lower_graph(whole, expanded_rules(plan), lowering_options(plan, graph)).program)

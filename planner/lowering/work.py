@@ -26,6 +26,10 @@ class Work:
     copied: dict[tuple[int, int], int] = field(default_factory=dict)
     waiting: dict[int, int] = field(default_factory=dict)
 
+    def copy(self) -> Work:
+        """The same tasks, to which others may be added."""
+        return Work([*self.tasks], [*self.instructions], self.own, dict(self.copied), dict(self.waiting))
+
     def add(self, task: Task, instruction: Instruction, *, waiting: int = 0) -> int:
         """Append a task, beside which so many bytes wait; returns its number."""
         number = len(self.tasks)

@@ -1,0 +1,71 @@
+"""What passes run, lowered once for plans that differ in the size of their messages alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from planner.graph.operator_graph import OperatorGraph
+from planner.lowering.blueprint import Blueprint
+from planner.lowering.representatives import Representatives, representatives
+from planner.lowering.unit_work import UnitWork, units_work
+from planner.lowering.work import Work
+from planner.strategy.plan import Plan
+
+KEPT = 8
+"""Plans whose passes are kept: as many as are usually simulated before the best is tried with other sizes."""
+
+
+def step_body(plan: Plan, graph: OperatorGraph) -> Blueprint:
+    """The micro-batch of a plan on one stage, to be gone on with; raises UnalikeError as `representatives`.
+
+    Parameters
+    ----------
+    graph : OperatorGraph
+        The network, folded, at the plan's precision and any batch.
+    """
+    return _step_body(_Asked(plan, graph)).with_messages(plan.bucket_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitBodies:
+    """The units of a plan with pipeline stages, and the tasks of their operators, to which others may be added."""
+
+    found: Representatives
+    units: tuple[UnitWork, ...]
+    work: Work
+
+
+def unit_bodies(plan: Plan, graph: OperatorGraph, *, counts_fresh: bool) -> UnitBodies:
+    """The units of a plan; for `graph` see `step_body`, for `counts_fresh` `units_work`."""
+    kept = _unit_bodies(_Asked(plan, graph), counts_fresh)
+    source = kept.found.source.with_messages(plan.bucket_bytes)
+    return UnitBodies(found=replace(kept.found, source=source), units=kept.units, work=kept.work.copy())
+
+
+class _Asked:
+    """A plan for a network but for the size of its messages; networks are compared by identity."""
+
+    __slots__ = ("graph", "plan")
+
+    def __init__(self, plan: Plan, graph: OperatorGraph) -> None:
+        self.plan, self.graph = replace(plan, bucket_bytes=0), graph
+
+    def __hash__(self) -> int:
+        return hash((id(self.graph), self.plan.mesh, self.plan.samples, self.plan.micro_batches))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Asked) and other.graph is self.graph and other.plan == self.plan
+
+
+@lru_cache(maxsize=KEPT)
+def _step_body(asked: _Asked) -> Blueprint:
+    found = representatives(asked.plan, asked.graph)
+    return Blueprint(found.source, found.copies, found.chain)
+
+
+@lru_cache(maxsize=KEPT)
+def _unit_bodies(asked: _Asked, counts_fresh: bool) -> UnitBodies:
+    found, work = representatives(asked.plan, asked.graph), Work()
+    units = units_work(found.source, found.chain, work, counts_fresh=counts_fresh)
+    return UnitBodies(found=found, units=units, work=work)
