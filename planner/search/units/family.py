@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from planner.search.problem.parts import Parts, States
 from planner.search.units.amounts import AmountLedger, Amounts, Case
 from planner.search.units.factors import PARTS, UnitFactors, rows_of
-from planner.search.units.records import Least, UnitLabels, Weights
+from planner.search.units.records import RECOMPUTE, Least, UnitLabels, Weights
 from planner.search.units.stage_shape import KeptParts, StageOptions, StageShape, divisibility, ways_of_masks
 from planner.search.units.unit_terms import UnitTerms, unit_terms
 from planner.sharding.inner_messages import inner_messages
@@ -31,6 +31,7 @@ IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 MOST_NUMBERS = 4_000_000
 """Most entries of tables that are worked out at once."""
+KEEPS_ALL = RECOMPUTE.index("none")
 PASSES = Weights()
 PLAIN = Weights(step=1 / 32)
 """A plain training step, for which tied parameters lie best."""
@@ -76,6 +77,7 @@ class Family:
         self._crossed: dict[int, list[tuple[IntArray, IntArray]]] = {}
         self._least: dict[tuple[int, int], Least] = {}
         self._values: OrderedDict[tuple[int, int], FloatArray] = OrderedDict()
+        self._added: dict[tuple[int, ...], list[tuple[IntArray, IntArray]]] = {}
         self.terms, self.amounts = self._taken_down() if within is None else self._taken_from(within)
         self._join()
 
@@ -223,7 +225,7 @@ class Family:
     def parts(self, case: Case) -> FloatArray:
         """Parts of the tables of all units, shape (PARTS, entries)."""
         known = self._values.pop(case.key, None)
-        return np.asarray(self._summed(self.amounts.values([case]) if known is None else known[None], range(PARTS))[0])
+        return self._summed(self.amounts.values([case]) if known is None else known[None], range(PARTS))[..., 0]
 
     def _keep(self, cases: Sequence[Case], values: FloatArray) -> None:
         """Keep the amounts of cases whose least passes are worked out, for their tables."""
@@ -232,16 +234,25 @@ class Family:
             self._values.popitem(last=False)
 
     def _summed(self, values: FloatArray, wanted: Sequence[int]) -> FloatArray:
-        """Some parts of the tables of all units from amounts (cases, amounts), shape (cases, wanted, entries)."""
-        place = np.full(PARTS, -1)
-        place[list(wanted)] = np.arange(len(wanted))
-        chosen = np.flatnonzero(place[self._parts] >= 0)
-        where = place[self._parts[chosen]] * self.entries + self._places[chosen]
-        found = np.zeros((len(values), len(wanted) * self.entries))
-        if len(where):
+        """Some parts of the tables of all units from amounts (cases, amounts), shape (wanted, entries, cases)."""
+        found = np.zeros((len(wanted) * self.entries, len(values)))
+        amounts = np.ascontiguousarray(values.T)
+        for places, numbers in self._rounds(tuple(wanted)):
+            found[places] += amounts[numbers]
+        return found.reshape(len(wanted), self.entries, len(values))
+
+    def _rounds(self, wanted: tuple[int, ...]) -> list[tuple[IntArray, IntArray]]:
+        """Entries of the parts, and what is added to each: in every round once at most, to most in the last alone."""
+        if wanted not in self._added:
+            place = np.full(PARTS, -1)
+            place[list(wanted)] = np.arange(len(wanted))
+            chosen = np.flatnonzero(place[self._parts] >= 0)
+            where = place[self._parts[chosen]] * self.entries + self._places[chosen]
             first = np.flatnonzero(np.diff(where, prepend=-1))
-            found[:, where[first]] = np.add.reduceat(values[:, self._numbers[chosen]], first, axis=1)
-        return found.reshape(len(values), len(wanted), self.entries)
+            turn = np.arange(len(where)) - np.repeat(first, np.diff(first, append=len(where)))
+            rounds = [np.flatnonzero(turn == n) for n in (*range(1, int(turn.max(initial=0)) + 1), 0)]
+            self._added[wanted] = [(where[one], self._numbers[chosen[one]]) for one in rounds]
+        return self._added[wanted]
 
     def tables(self, case: Case) -> Mapping[int, UnitFactors]:
         """Tables of all units of a stage, made once for all stages of one case."""
@@ -346,20 +357,24 @@ class Family:
     def _lowest(
         self, cases: Sequence[Case], shapes: Sequence[StageShape], weights: Sequence[Weights]
     ) -> list[list[FloatArray]]:
-        """Least sums of each unit in any mode for some weights.
+        """Least sums of each unit in any mode for some weights, where a kept byte costs nothing.
 
-        Arrays have shape (cases, states of shared stations …, entries, exits).
+        What computes again then takes no less than what does not: where that is allowed, it is the least alone. Arrays
+        have shape (cases, states of shared stations …, entries, exits).
         """
-        rows = np.concatenate([rows_of(weighting, self.options.modes) for weighting in weights])
+        modes = self.options.modes
+        modes = modes if KEEPS_ALL not in modes else (KEEPS_ALL,)
+        rows = np.concatenate([rows_of(weighting, modes) for weighting in weights])
         wanted = np.flatnonzero(rows.any(axis=0))
         values = self.amounts.values(cases)
         self._keep(cases, values)
-        total = rows[:, wanted] @ self._summed(values, wanted.tolist())
-        total[..., self._forbidden] = np.inf
+        parts = self._summed(values, wanted.tolist())
+        total = np.tensordot(rows[:, wanted], parts, axes=1).transpose(1, 2, 0)
+        total[self._forbidden] = np.inf
         alone = np.flatnonzero(self._ends[0] == self._ends[1])
         allowed = np.array([self._allowed(shape) for shape in shapes])
-        total[..., alone] += np.where(allowed[:, self._ends[0, alone]], 0.0, np.inf)[:, None]
-        flat = np.ascontiguousarray(total.reshape(-1, self.entries).T)
+        total[alone] += np.where(allowed[:, self._ends[0, alone]].T, 0.0, np.inf)[..., None]
+        flat = np.ascontiguousarray(total).reshape(self.entries, -1)
         made: dict[int, FloatArray] = {}
         for number, terms in self.terms.items():
             table = self._unit_lowest(number, flat[self._starts[number] :][: terms.entries])
