@@ -63,6 +63,13 @@ class Uses:
         """The same rows, to which others may be added."""
         return Uses(self.offsets[:], self.values[:], self.units[:])
 
+    def add_own(self, values: Sequence[int]) -> None:
+        """Add the row of one more draft, whose values are of its own copy."""
+        if values:
+            self.values.extend(values)
+            self.units.extend((SAME,) * len(values))
+        self.offsets.append(len(self.values))
+
     def add(self, uses: Sequence[Use]) -> None:
         """Add the row of one more draft."""
         self.values.extend([value for value, _ in uses])
@@ -155,15 +162,21 @@ class Blueprint:
         self.tasks.append(draft.task)
         self.instructions.append(draft.instruction)
         self.beside.append(draft.beside)
-        own = [(self.value(b.name, home), SAME) for b in draft.writes] if writes is None else writes
-        self.reads.add([(self.value(name, home), SAME) for name in draft.reads] if reads is None else reads)
-        self.writes.add(own)
-        self.write_bytes.extend([buffer.size_bytes for buffer in draft.writes])
-        self.write_kind.extend([KIND_INDEX[buffer.kind] for buffer in draft.writes])
-        self.completes.add([(self.value(name, home), SAME) for name in draft.completes])
+        self._use(self.writes, [buffer.name for buffer in draft.writes], home, writes)
+        self._use(self.reads, draft.reads, home, reads)
+        self._use(self.completes, draft.completes, home, None)
+        for buffer in draft.writes:
+            self.write_bytes.append(buffer.size_bytes)
+            self.write_kind.append(KIND_INDEX[buffer.kind])
         for view, owner in draft.owners.items():
             self.views.append((number, self.value(view, home), self.value(owner, home)))
         return number
+
+    def _use(self, uses: Uses, names: Sequence[str], home: int, given: Sequence[Use] | None) -> None:
+        if given is None:
+            uses.add_own([self.value(name, home) for name in names])
+        else:
+            uses.add(given)
 
     @cached_property
     def gathered(self) -> list[tuple[Wanted, int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from math import inf, prod
 
 from planner.graph.chain import Chain
@@ -30,6 +30,7 @@ from simulator.program import (
     Buffer,
     BufferKind,
     Collective,
+    Kernel,
 )
 
 CONTEXT = "context"
@@ -69,6 +70,15 @@ class LoweringOptions:
 def local_share(placements: Placements, sizes: tuple[int, ...]) -> float:
     """Part of a tensor that one rank holds."""
     return 1.0 / prod(size for p, size in zip(placements, sizes, strict=True) if p >= 0)
+
+
+@lru_cache(maxsize=4096)
+def _local_shape(
+    kernel: Kernel, sizes: tuple[float, ...], shares: tuple[float, float, float], work: float
+) -> tuple[float, float, float, float]:
+    """`local_kernel`, of which networks of equal layers have few that differ."""
+    first, second, third, fourth = local_kernel(kernel, sizes, shares, work)
+    return float(first), float(second), float(third), float(fourth)
 
 
 @cache
@@ -218,8 +228,7 @@ class PlacedGraph:
         if whole is None:
             return None
         one, two, three = (shares[port] for port in whole.ports)
-        first, second, third, fourth = local_kernel(node.kernel, whole.sizes, (one, two, three), work)
-        return float(first), float(second), float(third), float(fourth)
+        return _local_shape(node.kernel, whole.sizes, (one, two, three), work)
 
     def shares(self, index: int) -> list[float]:
         """Part of each tensor input, then of each output of a node that is local."""

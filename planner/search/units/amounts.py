@@ -223,9 +223,17 @@ class AmountLedger:
         key = (*self._ends(edge), masked, fused)
         if key not in self._moves:
             here, there = source.placements(edge.tensor, reads=False), target.placements(edge.tensor, reads=True)
+            self._moves[key] = self._between(edge.tensor, here, there, masked=masked, fused=fused)
+        return self._moves[key]
+
+    def _between(self, tensor: TensorRef, here: IntArray, there: IntArray, *, masked: bool, fused: bool) -> Ways:
+        """The ways from each of some placements to each of others; those of tensors of one size are the same."""
+        spec = self.graph.spec(tensor)
+        key = (len(spec.shape), spec.size_bytes, _growth(spec), here.tobytes(), there.tobytes(), masked, fused)
+        if key not in self._moves:
             shape = (here.shape[1], there.shape[1])
             flat = self._ways(
-                edge.tensor, np.repeat(here, shape[1], 1), np.tile(there, shape[0]), masked=masked, fused=fused
+                tensor, np.repeat(here, shape[1], 1), np.tile(there, shape[0]), masked=masked, fused=fused
             )
             self._moves[key] = Ways(
                 flat.messages.reshape(shape), flat.copies.reshape(shape), flat.impossible.reshape(shape)
@@ -360,7 +368,8 @@ def axes_of(placements: IntArray) -> IntArray:
 
 def _masks(states: States, cuts: NDArray[np.bool_]) -> IntArray:
     """Masks of the axes whose choice cuts, by state."""
-    return axes_of(np.where(cuts[states.choice], 0, -1))
+    weights = 1 << np.arange(len(states.choice), dtype=np.int64)
+    return np.asarray(weights @ cuts[states.choice], dtype=np.int64)
 
 
 def _growth(spec: TensorSpec) -> int:

@@ -129,12 +129,13 @@ class Family:
 
     def _states_of(self, terms: UnitTerms) -> IntArray:
         """First and last state that each entry of a unit stands for, shape (2, entries)."""
-        found = []
+        states = {v: np.arange(size) + self._first_state[v] for v, size in terms.sizes.items()}
+        first, last = [], []
         for scope in terms.scopes:
-            shape = [terms.sizes[v] for v in scope]
-            states = np.indices(shape).reshape(len(shape), -1) + self._first_state[list(scope)][:, None]
-            found.append(states[[0, -1]])
-        return np.concatenate(found, axis=1)
+            # A scope has one variable or two.
+            first.append(np.repeat(states[scope[0]], terms.sizes[scope[1]]) if len(scope) > 1 else states[scope[0]])
+            last.append(np.tile(states[scope[1]], terms.sizes[scope[0]]) if len(scope) > 1 else states[scope[0]])
+        return np.array([np.concatenate(first), np.concatenate(last)])
 
     # Shapes
 

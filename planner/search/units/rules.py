@@ -14,7 +14,7 @@ from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.search.problem.parts import Parts, Setting
 from planner.search.problem.solution import template_name
-from planner.search.problem.variables import Kind
+from planner.search.problem.variables import Choice, Kind
 from planner.search.units.records import Weights
 from planner.search.units.stage_decisions import StageDecisions
 from planner.search.units.stage_shape import StageOptions
@@ -91,13 +91,16 @@ def _rules(source: StageDecisions, parts: Parts, number: int, states: Mapping[in
     """Rules of a unit's nodes in an assignment, along each axis of the mesh of `parts`."""
     found = {}
     made = source.decisions
+    chosen: dict[int, list[Choice]] = {}
     for index in source.chain.units[number].nodes:
         variable = made.of_node[index]
         if variable in states:
-            all_states = parts.states(variable)
+            if variable not in chosen:
+                all_states = parts.states(variable)
+                along = all_states.choice[:, states[variable]].tolist()
+                chosen[variable] = [all_states.variable.choices[c] for c in along]
             position = made.variables[variable].nodes.index(index)
-            chosen = all_states.choice[:, states[variable]].tolist()
-            found[index] = tuple(all_states.variable.choices[c].rules[position] for c in chosen)
+            found[index] = tuple([choice.rules[position] for choice in chosen[variable]])
     return found
 
 
@@ -134,7 +137,7 @@ class _DataAxis:
             storage="replicated",
             batch_only=batch_only,
         )
-        graph = at_batch(parts.graph, parts.graph.batch_size * data)
+        graph = at_batch(source.graph, parts.graph.batch_size * data)
         self.source = source
         self.parts = Parts(graph, source.decisions, setting)
         stage = Stage(source, self.parts, StageOptions(modes=(0,), sequence_parallel=None))

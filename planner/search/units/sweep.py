@@ -85,10 +85,12 @@ def unit_labels(stage: Stage, number: int, shared: Mapping[int, int]) -> UnitLab
     """
     unit = stage.unit(number)
     modes = stage.options.modes
-    base = _solved(unit, stage.rows(Weights(step=STEP_WEIGHTS[0])), shared, len(modes))
-    time, kept, held = _scales(unit.factors.evaluate(base.states), modes)
-    fixed, kept_bytes, elements = _price_rows(modes)
-    found = _solved(unit, fixed + kept_bytes * (time / kept) + elements * (time / held), shared, len(modes))
+    found = _solved(unit, stage.rows(Weights(step=STEP_WEIGHTS[0])), shared, len(modes))
+    if any(unit.sizes[v] > 1 for v in unit.model.variables):
+        # Else no price decides anything.
+        time, kept, held = _scales(unit.factors.evaluate(found.states), modes)
+        fixed, kept_bytes, elements = _price_rows(modes)
+        found = _solved(unit, fixed + kept_bytes * (time / kept) + elements * (time / held), shared, len(modes))
     return _labels(stage, unit, found, np.array(modes)[found.row % len(modes)])
 
 
