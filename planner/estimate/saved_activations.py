@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.estimate.memory_traits import LOW_PRECISION_BYTES, MemoryTraits
+from planner.estimate.memory_traits import LOW_PRECISION_BYTES, UNEVEN_ROUTING, MemoryTraits
 from planner.estimate.training_run import AttentionKernel, Recompute, TrainingSetup, TransformerShape
 
 _UNFUSED = (AttentionKernel.UNFUSED, AttentionKernel.FUSED_SOFTMAX)
@@ -223,7 +223,8 @@ def _experts(
     """The same of router, permuted tokens into and out of the experts, and inner values, shared experts' included."""
     assert shape.experts is not None
     experts, element = shape.experts, sizes.element
-    routed = sizes.tokens * setup.expert_tp / setup.tp * experts.per_token * (experts.capacity_factor or 1.0)
+    uneven = experts.capacity_factor or (UNEVEN_ROUTING if setup.ep > 1 else 1.0)
+    routed = sizes.tokens * setup.expert_tp / setup.tp * experts.per_token * uneven
     saved, function, working = _activation(shape, traits, sizes, routed * experts.feed_forward / setup.expert_tp)
     saved += routed * shape.hidden * (sizes.product_input + element)
     if traits.weighted_experts:

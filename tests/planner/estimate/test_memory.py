@@ -438,6 +438,19 @@ def test_whole_logits_decide_what_fits() -> None:
     assert not training_memory(run(shape, **common, vocabulary_parallel_loss=False)).fits
 
 
+def test_experts_of_a_rank_get_more_than_an_even_share_of_tokens_where_none_are_dropped() -> None:
+    def routed(ep: int, capacity: float) -> float:
+        experts = Experts(count=8, per_token=2, feed_forward=14336, capacity_factor=capacity)
+        shape = replace(MIXTRAL, experts=experts)
+        setup = TrainingSetup(devices=ep, dp=ep, ep=ep)
+        return layer_activations(shape, setup, traits_of(Stack.MEGATRON), experts=True).saved
+
+    even = routed(1, 0.0)
+    # Attention, norms and router, which every rank has for its own tokens, stay as they are.
+    assert 1.05 * even < routed(8, 0.0) < 1.1 * even
+    assert routed(8, 1.0) == even
+
+
 def test_a_layered_network_keeps_what_its_layers_save() -> None:
     layer = LayerWork(kernel=Kernel.CONVOLUTION, saved=1e6, count=3)
     network = LayeredNetwork(name="net", layers=(layer,), parameters=1e6)
