@@ -28,6 +28,8 @@ _DECISIVE = ("precision not stated", "recomputation not stated")
 """Notes on facts without which the work of a step is guessed: its products' rate, and whether they run once more."""
 
 _NO_FIGURE = "memory not compared: whether it is allocated, reserved or the device's is not stated"
+_TWO_SPEEDS = "time not compared: the time of a step and the samples a second that are stated differ by more than twice"
+_TWOFOLD = 2.0
 _NO_BATCH = "memory not compared: it follows the batch, which is not stated"
 
 
@@ -113,6 +115,8 @@ def measured_row(row: FileRow) -> MeasuredRow:
     except MeshwrightError as error:
         return replace(known, reason=f"cannot be described: {error}")
     seconds, column = measured_time(row, run)
+    if _contradicted(row):
+        seconds, column, run = math.nan, "", replace(run, assumed=(*run.assumed, _TWO_SPEEDS))
     memory, said = stated_memory_gib(row), run.assumed
     if memory and says_no_figure(row.text("mem_kind")):
         memory, said = None, (*said, _NO_FIGURE)
@@ -207,6 +211,14 @@ def measured_time(row: FileRow, run: TrainingRun) -> tuple[float, str]:
         if work:
             return work / (rate * 1e12 * setup.devices), "tflops_per_gpu"
     return math.nan, ""
+
+
+def _contradicted(row: FileRow) -> bool:
+    """Whether a row states two speeds that cannot both be true."""
+    seconds, samples, batch = (row.number(column) for column in ("step_time_s", "samples_per_s", "global_batch"))
+    if not seconds or not samples or not batch:
+        return False
+    return not 1 / _TWOFOLD < batch / samples / seconds < _TWOFOLD
 
 
 def _step_flops(row: FileRow, network: TransformerShape, batch: float) -> float:

@@ -178,7 +178,10 @@ def attention(row: FileRow, used: Stack, notes: list[str]) -> AttentionKernel:
         return _stated_attention(text, row, used, date)
     if is_ascend(row):
         recent = date >= "2024" and used in (Stack.MINDSPEED, Stack.MINDSPORE)
-        kernel = AttentionKernel.VENDOR if recent else AttentionKernel.FUSED_SOFTMAX
+        # The fused kernel of CANN (FlashAttentionScore) is for Atlas A2 and later; MindFormers has no fused softmax.
+        first = re.search(r"910\s?a|ascend\s?910(?!\s?[bc*])", row.text("accelerator").lower()) is not None
+        without = AttentionKernel.UNFUSED if recent else AttentionKernel.FUSED_SOFTMAX
+        kernel = AttentionKernel.VENDOR if recent and not first else without
     elif used is Stack.TRANSFORMER_ENGINE and _without_flash(row):
         kernel = AttentionKernel.FUSED_SOFTMAX
     elif used is Stack.TRANSFORMER_ENGINE:

@@ -333,6 +333,28 @@ def test_any_row_is_read_or_explained(texts: dict[str, str], counts: dict[str, s
     assert row.run is not None or row.reason
 
 
+def test_a_row_of_two_speeds_states_no_time(tmp_path: Path) -> None:
+    agreeing = read_one(tmp_path, step_time_s="0.05", samples_per_s="5120", global_batch="256")
+    assert agreeing.measured_time_s == 0.05
+    torn = read_one(tmp_path, step_time_s="4.7", samples_per_s="5120", global_batch="256")
+    assert torn.run is not None
+    assert math.isnan(torn.measured_time_s)
+    assert "differ by more than twice" in torn.reason
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "date", "kernel"),
+    [
+        ("Ascend 910B (64GB)", "2025-02-24", "vendor"),
+        ("Ascend 910A (32GB)", "2025-02-24", "unfused"),  # CANN's fused kernel is for later devices
+        ("Ascend 910", "2021-07-05", "fused_softmax"),
+    ],
+)
+def test_attention_on_ascend_where_it_is_not_stated(tmp_path: Path, accelerator: str, date: str, kernel: str) -> None:
+    row = {"accelerator": accelerator, "hw": "", "measured_date": date, "framework": "MindFormers/MindSpore"}
+    assert run_of(tmp_path, **row, attention_impl="").setup.attention == kernel
+
+
 def test_variants_are_the_same_object(tmp_path: Path) -> None:
     rows = read_measurements(write_measurements(tmp_path / "m.csv", {"accel_mem_gb": "64"}, {"accel_mem_gb": "64"}))
     first, second = (row.run.hardware for row in rows if row.run)
