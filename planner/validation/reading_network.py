@@ -85,7 +85,7 @@ def _layered(row: FileRow, notes: Notes) -> LayeredNetwork:
         raise MissingFactError(f"images of {side} pixels are too small for {name}") from None
     counted = row.number("params_b")
     if not name and counted:
-        found = lookup_by_parameters(counted * 1e9, side)
+        found = lookup_by_parameters(counted * 1e9, side, row.whole("per_accel_batch"))
         if found:
             notes.append(f"network not named: {found.name}, which has as many parameters")
     if found is None and not name:

@@ -181,6 +181,7 @@ FAMILIES: tuple[tuple[str, int, Family], ...] = (
     ),
     (r"^yolo_?v3", 640, lambda name, _, side: yolo.darknet53(name, side)),
     (r"^yolox_?darknet53", 640, lambda name, _, side: yolo.darknet53(name, side)),
+    (r"^yolo_?(?P<version>x)_?(?P<size>n|tiny|t)(?P<large>)(?:ano)?$", 416, _yolo),
     (r"^yolo_?(?P<version>v5|v8|x)_?(?P<size>tiny|t(?=$)|[nsmlx])(?P<large>6)?$", 640, _yolo),
     (r"mask_?rcnn", 800, lambda name, _, side: detection.mask_rcnn(name, (side, side * 38 // 25))),
     (r"faster_?rcnn", 800, lambda name, _, side: detection.mask_rcnn(name, (side, side * 38 // 25), masks=False)),
@@ -352,6 +353,13 @@ PUBLISHED = (
     "mobilevit_xx_small", "mobilevit_x_small", "mobilevit_small",
 )  # fmt: skip
 """Image classifiers that are told apart by their parameters alone."""
+TWINS = {
+    "efficientnet_b0": ("nasnet_a_4x1056", 256),
+    "mobilenet_v3_large_100": ("coat_tiny", 32),
+    "mobilenet_v1_050": ("edgenext_xx_small", 256),
+}
+"""Classifiers of MindCV with as many parameters as another of its networks, which is not described here, and the
+batch of the other's recipe (``configs/nasnet``, ``coat`` and ``edgenext`` of github.com/mindspore-lab/mindcv)."""
 _SAME_COUNT = 0.002
 """Relative difference up to which two counts are of one network."""
 _ROUND = 1e6
@@ -359,14 +367,21 @@ _ROUND = 1e6
 
 
 @lru_cache(maxsize=256)
-def lookup_by_parameters(parameters: float, image_size: int | None = None) -> LayeredNetwork | None:
-    """The image classifier with so many parameters, counted with or without the running statistics of its norms."""
+def lookup_by_parameters(
+    parameters: float, image_size: int | None = None, batch: int | None = None
+) -> LayeredNetwork | None:
+    """The image classifier with so many parameters, counted with or without the running statistics of its norms.
+
+    None where ``batch``, of a device, says that it is another with as many (`TWINS`).
+    """
     if parameters % _ROUND == 0:
         return None
     found = [network for network in map(lookup, PUBLISHED) if network]
     counts = {network.name: (network.parameters, network.parameters + running_statistics(network)) for network in found}
     distances = {name: min(abs(parameters / count - 1) for count in both) for name, both in counts.items()}
     best = min(distances, key=distances.__getitem__)
+    if batch and TWINS.get(best, ("", 0))[1] == batch:
+        return None
     return lookup(best, image_size) if distances[best] <= _SAME_COUNT else None
 
 

@@ -45,7 +45,12 @@ def darknet53(name: str, side: int) -> LayeredNetwork:
         if level < 2:
             unit(net, channels // 2, 1).upsample()
             carried = channels // 2
-    return net.finish(name, SAMPLE, area=(side / USUAL_SIDE) ** 2)
+    return net.finish(name, SAMPLE, area=_area(side, mixed=name.startswith("yolox")))
+
+
+def _area(side: int, *, mixed: bool) -> float:
+    """Mosaics of the usual size that an image takes: YOLOX mixes each with a second one (arXiv:2107.08430)."""
+    return (2.0 if mixed else 1.0) * (side / USUAL_SIDE) ** 2
 
 
 def _darknet_backbone(net: NetworkBuilder) -> list[tuple[int, tuple[int, ...]]]:
@@ -113,7 +118,7 @@ def aggregated(
     count = max(1, round(3 * depth))
     _neck(net, features, count, second=second)
     _heads(net, features, width, version)
-    return net.finish(name, SAMPLE, area=(side / USUAL_SIDE) ** 2)
+    return net.finish(name, SAMPLE, area=_area(side, mixed=version == 10))
 
 
 def _even(channels: float) -> int:

@@ -167,6 +167,23 @@ def test_a_network_is_known_by_its_parameters() -> None:
     assert lookup_by_parameters(19.9e6) is None
 
 
+def test_a_batch_tells_networks_of_as_many_parameters_apart() -> None:
+    efficientnet = lookup_by_parameters(5.33e6, 224, 128)
+    assert efficientnet is not None
+    assert efficientnet.name == "efficientnet_b0"
+    assert lookup_by_parameters(5.33e6, 224, 256) is None  # NASNet, by MindCV's recipe
+
+
+def test_the_smallest_yolox_take_small_images_and_all_of_them_two_mosaics() -> None:
+    small, tiny, stated, five = lookup("yolox_s"), lookup("yolox_tiny"), lookup("yolox_n", 640), lookup("yolov5_s")
+    assert small is not None
+    assert tiny is not None
+    assert stated is not None
+    assert five is not None
+    assert small.area == stated.area == pytest.approx(2 * five.area)
+    assert tiny.area == pytest.approx(small.area * (416 / 640) ** 2)
+
+
 def test_larger_images_take_more_work_but_no_more_weights() -> None:
     small, large = lookup("resnet50", 224), lookup("resnet50", 448)
     assert small is not None
