@@ -128,7 +128,8 @@ def layered_times(table: LayeredTable, columns: Mapping[str, FloatArray]) -> dic
         sample of the run's kind.
     """
     forward, backward, kernels = _passes(table, columns)
-    forward, backward = forward * table.micro_batches, backward * table.micro_batches
+    boxes = table.batch * table.area * columns["boxes_s"]
+    forward, backward = (forward + boxes) * table.micro_batches, backward * table.micro_batches
     device = forward + backward
     contended = device * np.where(table.several, columns["contention"], 0.0)
     crowded = 1.0 + columns["crowding"] * table.doublings

@@ -27,7 +27,9 @@ from simulator.hardware import Hardware
 
 _WORKSPACE_SHARE = 0.25
 """Convolution workspaces and what the allocator cannot fill, over kept activations: ResNet-50 of FlagPerf on A100."""
-_WITH_BOXES = ("annotated image", "mosaic image")
+_MOSAIC = "mosaic image"
+_ON_AI_CPU = "ascend910"
+"""Sorting and picking in the loss of a detector, which Ascend 910 leaves to its AI CPU and later devices do not."""
 USUAL_BALANCE = 300.0
 """Operations for each element that the memory delivers at which ``products`` of a device hold: about an A100's."""
 
@@ -69,6 +71,8 @@ class LayeredParameters:
         Share of the all-reduce that the backward pass does not hide, however long it is.
     contention
         Share by which all-reduces beside them slow the kernels of several devices.
+    boxes_s
+        Seconds of a mosaic on the AI CPU, which matches its boxes with the cells of a detector.
     host_s
         Seconds that the host takes to prepare a sample for one device, by kind of sample.
     """
@@ -91,6 +95,7 @@ class LayeredParameters:
     pooled: float = 0.0
     exposed: float = 0.2
     contention: float = 0.03
+    boxes_s: float = 0.0
     host_s: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -113,8 +118,8 @@ class LayeredEstimate:
 class LayeredCoefficients:
     """Fitted values by device family and by stack, as the profile of the software keeps them.
 
-    A device has fields of `LayeredParameters`, factors ``launch`` (on the host's time for a launch) and ``boxes`` (on
-    its time for images with boxes), ``balance`` and ``planes``. Its ``products`` are those of a device with
+    A device has fields of `LayeredParameters`, a factor ``launch`` (on the host's time for a launch), ``balance`` and
+    ``planes``. Its ``products`` are those of a device with
     `USUAL_BALANCE`: with more operations for each element that the memory delivers, fewer of them are reached, in all
     precisions alike, with the power ``balance`` of their ratio. ``planes`` are the ``casts`` of TF32: tensor units take
     images with channels last, and frameworks put them so for half precision alone. A stack has factors on
@@ -137,11 +142,12 @@ class LayeredCoefficients:
         if product_kind(run) != "half" and run.setup.stack in _FUSED_IN_HALF:
             stack["unfused"] = _NEUTRAL.unfused
         stack["launch_s"] = stack.get("launch_s", _NEUTRAL.launch_s) * device.pop("launch", 1.0)
-        boxes = device.pop("boxes", 1.0)
+        if family_of(run.hardware.device_name) != _ON_AI_CPU:
+            stack.pop("boxes_s", None)
         host = {}
         for name in [name for name in stack if name.startswith("host_")]:
             kind = name[5:-2].replace("_", " ")
-            host[kind] = stack.pop(name) * (boxes if kind in _WITH_BOXES else 1.0)
+            host[kind] = stack.pop(name)
         return LayeredParameters(host_s=host, **device, **stack)
 
 
@@ -153,6 +159,7 @@ def parameter_columns(table: LayeredTable, parameters: Sequence[LayeredParameter
     columns = {name: np.array([getattr(one, name) for one in parameters]) for name in _COLUMNS}
     kinds = [data_parallel_network(run).sample for run in table.runs]
     columns["host_s"] = np.array([one.host_s.get(kind, 0.0) for one, kind in zip(parameters, kinds, strict=True)])
+    columns["boxes_s"] *= [kind == _MOSAIC for kind in kinds]
     return columns
 
 

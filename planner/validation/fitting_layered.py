@@ -69,7 +69,6 @@ DEVICE_PRIORS = {
     "rows_half": Prior(centre=512.0, spread=0.15),
     "kernel_s": Prior(centre=5e-6, spread=0.1),
     "launch": Prior(centre=1.0, spread=0.2),
-    "boxes": Prior(centre=1.0, spread=0.4),
 }
 SINK_PRIORS = {"launch": Prior(centre=0.05, spread=0.3), "kernel_s": Prior(centre=1.4e-5, spread=0.1)}
 """Of Ascend devices, which launch the kernels of a whole graph themselves."""
@@ -112,6 +111,7 @@ STACK_OWN_PRIORS: Mapping[str, Mapping[str, Prior]] = {
         **_MINDSPORE_PRIORS,
         "kernel_s": Prior(centre=2.0, spread=0.15),
         "exposed": Prior(centre=0.2, spread=0.3),
+        "boxes_s": Prior(centre=8e-3, spread=1.0),
     },
 }
 """PyTorch launches operators one by one and keeps images in planes, which tensor units do not take: half precision is
@@ -139,6 +139,9 @@ PYTHON_HOST_PRIORS = {
 }
 """Where the host transforms images: in MindCV and MindYOLO, and in PyTorch and TensorFlow what augments images by
 rules. One policy for each image (AutoAugment) takes less than random rules with erasing and mixing."""
+_OWN_HOST = Prior(centre=1.0, spread=0.25)
+"""Of a source: one machine, whose cores prepare samples faster or slower than those of others, however many rows it
+has. Its factor serves the fit alone; strangers are predicted by what sources have in common."""
 _BOUNDS = {"unfused": 1.0, "exposed": 1.0, "products": 1.6, "memory": 1.1, "contention": 0.2}
 
 
@@ -172,6 +175,8 @@ def priors() -> dict[Key, Prior]:
 
 
 def _host_priors(stack: str) -> dict[str, Prior]:
+    if stack == Stack.MINDSPORE:
+        return HOST_PRIORS | {"annotated image": PYTHON_HOST_PRIORS["annotated image"]}
     if stack == Stack.MINDSPORE_TOOLKIT:
         return HOST_PRIORS | PYTHON_HOST_PRIORS
     if stack in (Stack.EAGER, Stack.TENSORFLOW):
@@ -185,10 +190,11 @@ def fit_layered(rows: Sequence[MeasuredRow], near: LayeredFit | None = None) -> 
     ``near`` is where the search begins, a fit on nearly the same rows; by default it begins at the priors.
     """
     runs = [row.run for row in rows if row.run]
-    steps = Steps(runs)
+    sources = [row.source for row in rows if row.run]
+    steps = Steps(runs, sources)
     target = np.log([row.measured_time_s for row in rows])
-    weights = _weights(runs, [row.source for row in rows])
-    known = priors()
+    weights = _weights(runs, sources)
+    known = priors() | {("sources", source, "host"): _OWN_HOST for source in dict.fromkeys(sources)}
     keys = list(known)
     centres = np.log([known[key].centre for key in keys])
     spreads = np.array([known[key].spread for key in keys])
@@ -201,7 +207,8 @@ def fit_layered(rows: Sequence[MeasuredRow], near: LayeredFit | None = None) -> 
     def errors(theta: FloatArray) -> FloatArray:
         return np.asarray((steps.logarithms(keys, theta) - target) / _RESIDUAL_SCALE)
 
-    theta = np.minimum(centres if near is None else np.log([near.values[key] for key in keys]), upper)
+    start = centres if near is None else np.log([near.values.get(key, 1.0) for key in keys])
+    theta = np.minimum(start, upper)
     error, damping = errors(theta), 1e-3
     for _ in range(_ITERATIONS):
         slopes = steps.slopes(keys, theta, place) / _RESIDUAL_SCALE
@@ -239,8 +246,9 @@ def _kind(run: TrainingRun) -> str:
 class Steps:
     """Runs (N,) to be timed with many sets of coefficients; those with the same parameters are known by one of them."""
 
-    def __init__(self, runs: Sequence[TrainingRun]) -> None:
+    def __init__(self, runs: Sequence[TrainingRun], sources: Sequence[str] = ()) -> None:
         self._table = LayeredTable(runs)
+        self._sources = tuple(sources)
         self._families = [family_of(run.hardware.device_name) for run in runs]
         self._stacks = [stack_key(run) for run in runs]
         alike: dict[tuple[str, str, str], int] = {}
@@ -248,15 +256,19 @@ class Steps:
                        for index, run in enumerate(runs)]  # fmt: skip
         self._first = sorted(set(self._alike))
 
-    def predicted(self, coefficients: LayeredCoefficients) -> FloatArray:
-        """Logarithm (N,) of the predicted seconds."""
+    def predicted(self, coefficients: LayeredCoefficients, hosts: Mapping[str, float] | None = None) -> FloatArray:
+        """Logarithm (N,) of the predicted seconds; ``hosts`` are factors of sources on preparing a sample."""
         known = {index: coefficients.parameters(self._table.runs[index]) for index in self._first}
-        parts = layered_times(self._table, parameter_columns(self._table, [known[index] for index in self._alike]))
-        return np.asarray(np.log(sum(parts.values())))
+        columns = parameter_columns(self._table, [known[index] for index in self._alike])
+        if hosts:
+            columns["host_s"] = columns["host_s"] * [hosts[source] for source in self._sources]
+        return np.asarray(np.log(sum(layered_times(self._table, columns).values())))
 
     def logarithms(self, keys: Sequence[Key], theta: FloatArray) -> FloatArray:
         """The same by logarithms of the coefficients of `keys`."""
-        return self.predicted(combined(dict(zip(keys, np.exp(theta).tolist(), strict=True))))
+        values = dict(zip(keys, np.exp(theta).tolist(), strict=True))
+        hosts = {group: value for (part, group, _), value in values.items() if part == "sources"}
+        return self.predicted(combined(values), hosts)
 
     def places(self, keys: Sequence[Key]) -> dict[tuple[str, str], npt.NDArray[np.intp]]:
         """For each part and name the index of each run's key, −1 where it has none."""
@@ -266,6 +278,7 @@ class Steps:
             "common": [_maker(family) for family in self._families],
             "devices": self._families,
             "stacks": self._stacks,
+            "sources": self._sources,
         }
         return {
             (part, name): np.array([index.get((part, group, name), -1) for group in groups[part]])

@@ -151,7 +151,7 @@ def test_a_usual_batch_fits_and_is_a_power_of_two() -> None:
 
 def test_coefficients_of_device_and_stack_are_combined() -> None:
     coefficients = LayeredCoefficients(
-        devices={"ampere": {"products": 0.5, "memory": 0.8, "launch": 2.0, "boxes": 3.0}},
+        devices={"ampere": {"products": 0.5, "memory": 0.8, "launch": 2.0}},
         stacks={
             "eager": {
                 "products": 0.9,
@@ -166,9 +166,27 @@ def test_coefficients_of_device_and_stack_are_combined() -> None:
     assert half.products == pytest.approx(0.45)
     assert half.memory == pytest.approx(0.4)
     assert half.launch_s == pytest.approx(2e-5)
-    assert half.host_s == pytest.approx({"image": 1e-4, "mosaic image": 3e-3})
+    assert half.host_s == pytest.approx({"image": 1e-4, "mosaic image": 1e-3})
     assert coefficients.parameters(run(profile="dgx-h100")).products == pytest.approx(0.9 * NEUTRAL.products)
     assert LayeredCoefficients().parameters(run()) == NEUTRAL
+
+
+def test_boxes_of_mosaics_keep_an_ascend_910_and_no_later_device() -> None:
+    coefficients = LayeredCoefficients(stacks={"mindspore_toolkit": {"boxes_s": 0.01}})
+
+    def seconds(profile: str, name: str) -> tuple[float, float]:
+        wanted = run(devices=1, profile=profile, name=name, batch=8, stack=Stack.MINDSPORE_TOOLKIT)
+        plain = LayeredCoefficients().parameters(wanted)
+        known = coefficients.parameters(wanted)
+        return predict_layered(wanted, known).step_time_s, predict_layered(wanted, plain).step_time_s
+
+    first, without = seconds("ascend910-atlas800", "yolov5_s")
+    assert first - without == pytest.approx(8 * 0.01, rel=0.01)  # no kernel hides it
+    mixed, plain = seconds("ascend910-atlas800", "yolox_s")
+    assert mixed - plain == pytest.approx(2 * 8 * 0.01, rel=0.01)  # two mosaics an image
+    for profile, name in (("ascend910b-atlas800t-a2", "yolov5_s"), ("ascend910-atlas800", "resnet50")):
+        first, without = seconds(profile, name)
+        assert first == without
 
 
 def test_the_more_operations_for_an_element_of_memory_the_fewer_are_reached() -> None:

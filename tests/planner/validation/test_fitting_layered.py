@@ -74,6 +74,19 @@ def test_coefficients_belong_to_families_and_stacks_only() -> None:
     assert parts == {"everywhere", "common", "devices", "stacks"}
 
 
+def test_a_source_has_one_host_however_many_rows() -> None:
+    # Steps that wait for the host: the host of one source takes twice as long as that of the other, with six times as
+    # many rows; what strangers are expected to have lies nearer to the middle than to its own.
+    names = ("efficientnet_b0", "mobilenet_v3_large_100", "pit_ti", "pvt_tiny", "rexnet_10", "ghostnet_100")
+    many = [made_row(name, batch, "many", factor=2.0) for name in names for batch in (64, 128, 256)]
+    few = [made_row(name, 128, "few") for name in names[:3]]
+    fit = fit_layered([*many, *few])
+    host = fit.coefficients.stacks["eager"]["host_augmented_image_s"]
+    true = TRUE.stacks["eager"]["host_augmented_image_s"]
+    assert true < host < 2 * true * 0.9
+    assert fit.values["sources", "many", "host"] > 1.1 > 0.9 > fit.values["sources", "few", "host"]
+
+
 def test_a_device_without_rows_is_as_its_kin() -> None:
     devices = fit_layered(made_rows()).coefficients.devices
     assert devices["hopper"]["balance"] == devices["ampere"]["balance"]
