@@ -151,6 +151,12 @@ def _obstacle(chosen: Part) -> str:
 
 def plan_of(chosen: Combination) -> Plan:
     """The best plan of a combination."""
+    return _planned(tuple(chosen.items()))
+
+
+@cache
+def _planned(values: Part) -> Plan:
+    chosen = dict(values)
     tables = shared_tables(chosen)
     result = plan_network(request(chosen), shared=tables)
     if not result.candidates:

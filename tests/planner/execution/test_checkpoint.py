@@ -263,7 +263,6 @@ GPT = {
     "two stages": (2, {"pp": 2, "micro_batch": 2}),
     "three stages": (3, {"pp": 3, "micro_batch": 2}),
     "one device": (1, {}),
-    "tensor": (2, {"tp": 2}),
     "zero": (2, {"dp": 2, "optimizer_sharding": "zero3"}),
     "data and tensor": (4, {"dp": 2, "tp": 2}),
 }
@@ -280,7 +279,6 @@ def gpt(name):
     [
         ("two stages", "data and tensor"),
         ("zero", "two stages"),
-        ("tensor", "zero"),
         ("data and tensor", "one device"),
         ("three stages", "zero"),
     ],

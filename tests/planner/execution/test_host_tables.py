@@ -32,15 +32,8 @@ def trained(network: str, devices: int, device: str = "cpu", **pins: object) -> 
 @pytest.mark.parametrize(
     ("network", "devices", "pins"),
     [
-        pytest.param(WIDE, 2, {"dp": 2, "optimizer_sharding": "zero3", "micro_batches": 2}, marks=slow),
-        pytest.param(WIDE, 2, {"tp": 2, "micro_batches": 2}, marks=slow),
         pytest.param(WIDE, 2, {"dp": 2, "optimizer_sharding": "zero2", "offload_optimizer": "true"}, marks=slow),
-        pytest.param(LLAMA, 2, {"dp": 2, "optimizer_sharding": "zero1", "recompute": "full"}, marks=slow),
-        pytest.param(WIDE, 2, {"dp": 2, "optimizer_sharding": "zero1", "optimizer": "lamb"}, marks=slow),
-        pytest.param(TIED, 2, {"dp": 2, "optimizer_sharding": "zero1", "recompute": "full"}, marks=slow),
-        pytest.param(TIED, 2, {"tp": 2, "micro_batches": 2}, marks=slow),
         pytest.param(TIED, 4, {"pp": 2, "dp": 2, "optimizer_sharding": "zero3", "micro_batches": 2}, marks=slow),
-        pytest.param(LLAMA, 2, {"pp": 2, "micro_batches": 4, "schedule": "zb_h1"}, marks=slow),
     ],
 )
 def test_losses_are_those_of_one_process(network: str, devices: int, pins: dict[str, object]) -> None:

@@ -19,9 +19,7 @@ MULTIPLE = 3.0
     ("network", "precision", "devices", "pins"),
     [
         ("gpt", "bf16", 4, {"dp": 2, "tp": 2, "optimizer_sharding": "zero1"}),
-        ("gpt", "fp16", 2, {"dp": 2, "optimizer_sharding": "zero3", "micro_batch": 2}),
         ("llama", "fp16", 2, {"dp": 2, "optimizer_sharding": "zero1", "micro_batch": 2}),
-        ("mixtral", "fp16", 2, {"dp": 2, "micro_batch": 2}),
     ],
 )
 def test_no_worse_than_one_process(network: str, precision: str, devices: int, pins: dict[str, Any]) -> None:

@@ -1,4 +1,7 @@
-"""Plans with pipeline stages run as one process does, in float64, with the messages that were lowered."""
+"""Plans with pipeline stages run as one process does, in float64, with the messages that were lowered.
+
+Schedules that are searched are tested together with all else (`test_combinations.py`).
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,8 @@ slow = pytest.mark.slow
 ZERO3 = {"optimizer_sharding": "zero3"}
 CASES = [
     pytest.param({}, 2, "1f1b", {}, "none", {}),
-    pytest.param({}, 2, "gpipe", {}, "none", {}, marks=slow),
-    pytest.param({}, 2, "interleaved_1f1b", {"virtual": 2}, "none", {}, marks=slow),
-    pytest.param({}, 2, "zb_h1", {}, "selective", {}, marks=slow),
-    pytest.param({}, 2, "zbv", {"virtual": 2}, "full", {}, marks=slow),
     pytest.param({}, 2, "dualpipe", {"virtual": 2}, "none", {}, marks=slow),
-    pytest.param({}, 4, "1f1b", {}, "full", {}, marks=slow),
-    pytest.param({"tensor": 2}, 2, "1f1b", {}, "none", {}, marks=slow),
-    pytest.param({"data": 2}, 2, "1f1b", {}, "none", {}, marks=slow),
-    pytest.param({"data": 2}, 2, "zb_h1", {}, "full", {"optimizer_sharding": "zero2"}, marks=slow),
     pytest.param({"data": 2}, 2, "interleaved_1f1b", {"virtual": 2}, "none", ZERO3, marks=slow),
-    pytest.param({"data": 4}, 2, "1f1b", {}, "selective", {"optimizer_sharding": "zero3", "shard_size": 2}, marks=slow),
-    pytest.param({"data": 2}, 2, "1f1b", {}, "none", {"optimizer": "lamb"}, marks=slow),
-    pytest.param({"data": 2, "tensor": 2}, 2, "1f1b", {}, "full", {"optimizer_sharding": "zero1"}, marks=slow),
 ]  # fmt: skip
 
 

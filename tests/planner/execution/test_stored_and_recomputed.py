@@ -1,6 +1,7 @@
-"""Plans that keep messages or have some activations on the host run as one process does, in float64.
+"""Plans that have some activations of some units on the host run as one process does, in float64.
 
-How states are stored is tested together with all else (`test_combinations.py`).
+How states and all activations are stored, and what is kept of messages, is tested together with all else
+(`test_combinations.py`).
 """
 
 from __future__ import annotations
@@ -19,25 +20,10 @@ slow = pytest.mark.slow
 
 
 @slow
-@pytest.mark.parametrize(("ranks", "mode"), [(1, "full"), (2, "selective"), (2, "full")])
-def test_losses_are_those_of_one_process_where_messages_are_kept(ranks: int, mode: str) -> None:
-    graph = captured("gpt2-tiny")
-    plan = one_stage(axes=(("tensor", 2),), micro_batches=2, micro_batch=1, hints=MEGATRON)
-    plan = recomputing(plan, graph, mode)
-    plan = replace(plan, recompute_ranges=tuple(replace(part, messages=False) for part in plan.recompute_ranges))
-    plan = pipelined(plan, graph, ranks, "1f1b") if ranks > 1 else plan
-    report = execute_plan(plan, ExecuteOptions(strategy="unused", steps=3, verify=True, precision="fp64"))
-    assert report.max_loss_difference is not None
-    assert report.max_loss_difference < 1e-10
-
-
-@slow
 @pytest.mark.parametrize(
     ("axes", "mode", "schedule", "swap"),
     [
-        ((), "none", "", Swap()),
         ((("tensor", 2),), "selective", "", Swap(prefetch=3)),
-        ((), "none", "1f1b", Swap()),
         ((("data", 2),), "full", "zb_h1", Swap()),
         ((), "none", "interleaved_1f1b", Swap(operators=(".expand/addmm", ".gelu"))),
     ],

@@ -162,7 +162,7 @@ class Trials:
         if precision == EXACT:
             found = _unequal(outcome, alone)
             return found and _unequal(outcome, alone, self._in_one_process(job, precision, NUDGE * ROUNDING[precision]))
-        exact = self._in_one_process(make_job(chosen), EXACT)
+        exact = self._in_one_process(self.jobs.get(name_of(chosen, EXACT)) or make_job(chosen), EXACT)
         return _worse(precision, outcome.losses, alone.losses, exact.losses)
 
     def _in_one_process(self, job: Job, precision: str, nudge: float = 0.0) -> Outcome:
