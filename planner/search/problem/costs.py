@@ -8,12 +8,14 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.lowering.packing import packing_bytes
 from planner.sharding.placement import PARTIAL, REPLICATE, Mesh
 from planner.sharding.redistribution import placements_of_rank, step_table
 from simulator.corrections import kernel_factor, message_time
 from simulator.hardware import Hardware
 from simulator.kernels import kernel_time
 from simulator.program import Collective, Kernel
+from simulator.timing import copy_time
 from simulator.topology import group_shape
 
 
@@ -35,9 +37,16 @@ class MeshCosts:
     def message_time(
         self, collective: Collective, axis: int, payload_bytes: NDArray[np.float64], fused: bool = False
     ) -> NDArray[np.float64]:
-        """Seconds of one collective of each payload on mesh axis `axis`, arrays of shape (n,)."""
+        """Seconds of one collective of each payload on mesh axis `axis`, arrays of shape (n,).
+
+        Fused messages are of several tensors, which are packed; what a tensor alone needs depends on the dim that it is
+        cut along, and is left out.
+        """
         sent = np.maximum(payload_bytes, self.bucket_bytes) if fused else payload_bytes
         seconds = message_time(self.hardware, collective, sent, self._groups[axis])
+        if fused and self.hardware.copies_apart:
+            copied = packing_bytes(collective, sent, self.mesh.axes[axis].size)
+            seconds = seconds + copy_time(self.hardware, copied, self.mesh.size)
         return seconds * (payload_bytes / sent) if fused else seconds
 
     def copy_time(self, moved_bytes: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,11 @@ from torch import Tensor
 from planner.execution.communication import _cut, _pack_chunks, _pack_gather, _unpack_chunks, _unpack_flat
 from planner.instructions import Communicate
 from planner.lowering.packing import copied_bytes
+from planner.search.problem.costs import MeshCosts
+from planner.sharding.placement import Mesh, MeshAxis
+from simulator.hardware import load_profile
 from simulator.program import Collective
+from simulator.timing import copy_time
 
 MEMBERS = 2
 GATHER, SCATTER, EXCHANGE = Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL
@@ -61,3 +67,18 @@ def test_what_is_always_copied_is_part_of_the_message(collective):
         collective=collective, axis=0, sources=("a", "b"), targets=("a", "b"), gather_dims=(-1, -1), split_dims=(-1, -1)
     )
     assert copied_bytes(message, 1024.0, MEMBERS) == 0.0
+
+
+def test_search_counts_what_packs_fused_messages_and_nothing_of_others():
+    hardware, payload = load_profile("dgx-a100"), np.array([4e7, 1e8])
+    apart = replace(hardware, copies_apart=True)
+    mesh = Mesh(axes=(MeshAxis("data", 4),))
+
+    def added(*, fused: bool) -> np.ndarray:
+        without, counted = (
+            MeshCosts(one, mesh, 1 << 20).message_time(GATHER, 0, payload, fused=fused) for one in (hardware, apart)
+        )
+        return counted - without
+
+    np.testing.assert_allclose(added(fused=True), copy_time(hardware, 2 * (1 + 1 / 4) * payload, 4.0), rtol=1e-9)
+    assert not added(fused=False).any()
