@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.prediction import Prediction, without_rounding
 from planner.search.configurations.explored import Placed
-from planner.search.configurations.step_model import StepModel, StoredWays, Whole, trained_parameters
+from planner.search.configurations.step_model import StepModel, StoredWays
 
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 AGREES = 0.05
 """Relative difference up to which both times are the same for a plan's purposes."""
 
@@ -22,14 +25,14 @@ def analytic_breakdown(placed: Placed, model: StepModel) -> dict[str, float]:
     and synchronisation take beyond the passes; what is left is waiting.
     """
     c, tables, chosen = placed.configuration, placed.tables, placed.partition
-    units, whole, trained = model.labels(tables, c), Whole.of(tables), trained_parameters(tables)
-    stored = [model.stored(unit, c, whole, count) for unit, count in zip(units, trained, strict=True)]
-    kernels = [model.kernels_s(unit, c, count) for unit, count in zip(units, trained, strict=True)]
-    picked = list(zip(tables.chain.positions, chosen.labels, strict=True))
-    compute, update = (sum(float(kernels[unit][kind][label]) for unit, label in picked) for kind in (0, 1))
+    joined = model.joined(tables, c)
+    stored = model.stored(joined.labels, c, joined.whole, joined.trained)
+    first = np.concatenate(([0], joined.ends))
+    picked = first[np.array(tables.chain.positions)] + np.array(chosen.labels)
+    compute, update = (sum(seconds[picked].tolist()) for seconds in model.kernels_s(joined.labels, c, joined.trained))
     compute *= c.micro_batches
-    own = sum(_own_s(stored[unit], label, c.micro_batches) for unit, label in picked)
-    left = sum(_left_s(stored, picked[first:last]) for first, last in pairwise((0, *chosen.ends)))
+    own = sum(_own_s(stored, c.micro_batches)[picked].tolist())
+    left = sum(_left_s(stored, picked[begin:end]) for begin, end in pairwise((0, *chosen.ends)))
     found = {
         "compute_s": compute / c.pipeline,
         "exposed_communication_s": (own + left - compute - update) / c.pipeline,
@@ -39,17 +42,15 @@ def analytic_breakdown(placed: Placed, model: StepModel) -> dict[str, float]:
     return without_rounding(found, placed.objective_s)
 
 
-def _own_s(ways: StoredWays, label: int, micro_batches: int) -> float:
-    """Seconds that a unit keeps its rank busy."""
-    passes = ways.forward_s[label] + ways.backward_s[label] + ways.stall_s[label]
-    return float(micro_batches * passes + ways.once_s[label])
+def _own_s(ways: StoredWays, micro_batches: int) -> FloatArray:
+    """Seconds (ways,) that a unit keeps its rank busy."""
+    return np.asarray(micro_batches * (ways.forward_s + ways.backward_s + ways.stall_s) + ways.once_s)
 
 
-def _left_s(stored: list[StoredWays], picked: list[tuple[int, int]]) -> float:
+def _left_s(ways: StoredWays, picked: IntArray) -> float:
     """Seconds that synchronisation goes on after the last backward pass of a chunk (`stages.fragments.joined`)."""
-    behind = np.cumsum([0.0, *(stored[unit].backlog_s[label] for unit, label in picked[:-1])])
-    queue = np.array([stored[unit].queue_s[label] for unit, label in picked])
-    return max(0.0, float((behind + queue).max()))
+    behind = np.cumsum([0.0, *ways.backlog_s[picked[:-1]]])
+    return max(0.0, float((behind + ways.queue_s[picked]).max()))
 
 
 def differing_term(analytic: Mapping[str, float], simulated: Prediction) -> str:

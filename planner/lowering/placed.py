@@ -33,6 +33,8 @@ from simulator.program import (
     Kernel,
 )
 
+_GIVEN = frozenset({Role.PARAMETER, Role.INPUT})
+"""Roles of nodes that take no work."""
 CONTEXT = "context"
 """The mesh axis along which sequences are shared."""
 
@@ -205,23 +207,28 @@ class PlacedGraph:
     def _find_recipe(self, index: int) -> Recipe:
         node, rules = self.graph.nodes[index], self.rules[index]
         key = (id(node.outputs), id(rules), node.op)
-        if key not in self._recipes:
-            inputs = tuple(
-                tuple(rule.inputs[position] for rule in rules) for position in range(len(node.tensor_inputs))
-            )
-            outputs = tuple(tuple(rule.outputs[o] for rule in rules) for o in range(len(node.outputs)))
-            shares = [local_share(placements, self.sizes) for placements in (*inputs, *outputs)]
-            split = prod(size for rule, size in zip(rules, self.sizes, strict=True) if rule.splits_work)
-            self._recipes[key] = Recipe(
-                inputs=inputs,
-                outputs=outputs,
-                sizes=tuple(self.local_bytes(spec, p) for spec, p in zip(node.outputs, outputs, strict=True)),
-                flops=node.flops / split,
-                bytes_moved=traffic_bytes(self.graph, node, shares),
-                shape=self._shape(node, shares, 1.0 / split),
-            )
-        self._recipe_of[index] = self._recipes[key]
-        return self._recipes[key]
+        found = self._recipes.get(key)
+        if found is None:
+            found = self._recipes[key] = self._new_recipe(node, rules)
+        self._recipe_of[index] = found
+        return found
+
+    def _new_recipe(self, node: Node, rules: NodeRules) -> Recipe:
+        inputs = tuple([tuple([rule.inputs[n] for rule in rules]) for n in range(len(node.tensor_inputs))])
+        outputs = tuple([tuple([rule.outputs[n] for rule in rules]) for n in range(len(node.outputs))])
+        sizes = tuple([self.local_bytes(spec, p) for spec, p in zip(node.outputs, outputs, strict=True)])
+        if node.role in _GIVEN:
+            return Recipe(inputs=inputs, outputs=outputs, sizes=sizes, flops=0.0, bytes_moved=0.0, shape=None)
+        shares = [local_share(placements, self.sizes) for placements in (*inputs, *outputs)]
+        split = prod([size for rule, size in zip(rules, self.sizes, strict=True) if rule.splits_work])
+        return Recipe(
+            inputs=inputs,
+            outputs=outputs,
+            sizes=sizes,
+            flops=node.flops / split,
+            bytes_moved=traffic_bytes(self.graph, node, shares),
+            shape=self._shape(node, shares, 1.0 / split),
+        )
 
     def _shape(self, node: Node, shares: list[float], work: float) -> tuple[float, float, float, float] | None:
         whole = kernel_shape(self.graph, node)

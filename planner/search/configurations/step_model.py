@@ -57,10 +57,8 @@ from planner.search.configurations.stored_ways import (
     Whole,
     holding,
     merged,
-    trained_parameters,
     uneven_passes_s,
     untied_units,
-    waiting,
 )
 from planner.search.stages.fragments import ACTIVATION, STEADY, TRANSIENT, FloatArray, Fragments, IntArray
 from planner.search.stages.segments import PartitionTask
@@ -76,7 +74,7 @@ from simulator.topology import neighbour_distances
 if TYPE_CHECKING:
     from planner.search.units.labels import StageTables, UnitLabels
 
-__all__ = ["AXES", "Configuration", "StepModel", "StoredWays", "Whole", "trained_parameters"]
+__all__ = ["AXES", "Configuration", "StepModel", "StoredWays"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,7 +95,7 @@ class StepModel(Storage):
     def task(self, tables: StageTables, configuration: Configuration) -> PartitionTask:
         """The partition task of a configuration."""
         shape = self.shape(configuration)
-        joined = _joined(self, tables, unstored(configuration))
+        joined = self.joined(tables, configuration)
         stored = self.stored(joined.labels, configuration, joined.whole, joined.trained)
         kinds = joined.fragments(stored.values(shape, configuration.micro_batches))
         modes, rows = [unit.recompute for unit in joined.units], [unit.count for unit in tables.chain.units]
@@ -120,6 +118,10 @@ class StepModel(Storage):
             apart_s=joined.apart_s(stored, tables, configuration),
         )
 
+    def joined(self, tables: StageTables, configuration: Configuration) -> JoinedUnits:
+        """The ways of all units with what depends on the whole pipeline and the data axis."""
+        return _joined(self, tables, unstored(configuration))
+
     def _on_host(self, ways: Fragments, micro_batches: int) -> Fragments:
         """Ways of a unit whose activations wait on the host: copies hide behind passes, two units' stand at once."""
         values = ways.values.copy()
@@ -128,14 +130,6 @@ class StepModel(Storage):
         values[:, TRANSIENT] += 2.0 * kept
         values[:, ACTIVATION] = 0.0
         return replace(ways, values=values)
-
-    def labels(self, tables: StageTables, configuration: Configuration) -> tuple[UnitLabels, ...]:
-        """Labels of the units with what depends on the whole pipeline and the data axis.
-
-        Sums over the batch that operators wait for count once more where the operators run again.
-        """
-        units, sums_s = self.with_tied(tables, configuration), self.batch_sums_s(tables, configuration).tolist()
-        return tuple(waiting(unit, *each) if any(each) else unit for unit, each in zip(units, sums_s, strict=True))
 
     def kernels_s(
         self, labels: UnitLabels, configuration: Configuration, trained: int | IntArray = 1
