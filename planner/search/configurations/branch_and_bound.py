@@ -302,7 +302,7 @@ class _Search:
             for stored in storages(self.extent, node.configuration):
                 self._store(bound, stored, node.passes)
         elif node.stage is Stage.STORAGE:
-            self._time(bound, node.configuration)
+            self._time(bound, node)
         else:
             self._limit(bound, node)
 
@@ -400,18 +400,23 @@ class _Search:
             self.misfits.append((self.standing[key] / c.pipeline, c))
             self._offload(bound, c)
         else:
-            way = next(way for way in self._least_states(tables, c) if way.stores_as(c))
+            ways = self._least_states(tables, c)
+            way = next(way for way in ways if way.stores_as(c))
             (least,) = states_bounds(self.extent, self.model, tables, c, [way], passes)
+            gain_s = way.gain_on_host_s(ways, self.model, tables)
             # All that may be the best are timed before one is solved.
-            self._push(max(bound, least), Node(Stage.STORAGE, c), hoped_s=bound)
+            self._push(max(bound, least - gain_s), Node(Stage.STORAGE, c, gain_s=gain_s), hoped_s=bound)
 
-    def _time(self, bound: float, stored: Configuration) -> None:
+    def _time(self, bound: float, node: Node) -> None:
         """Bound a storage by time alone."""
+        stored = node.configuration
         task = self.model.task(self._table(stored), stored)
         timed = max(bound, task_bound(task))
         if timed < self.best * NEAR and unlike(task.counts, task.pieces):
             timed = max(timed, chain_bound(task))
         self._push(timed, Node(Stage.TIMED, stored, task))
+        if node.gain_s:
+            self._offload(max(bound, timed - node.gain_s), stored)
 
     def _limit(self, bound: float, node: Node) -> None:
         """Bound it with the memory limit."""
@@ -484,7 +489,7 @@ class _Search:
                 self.unproven.append(placed.partition.lower_bound_s)
 
     def _offload(self, bound: float, stored: Configuration) -> None:
-        """Where memory binds, states may move to the host, which makes nothing faster."""
+        """Where memory binds, or the host may update them sooner, states may move to it."""
         other = offloaded(self.extent, stored)
         if other is not None and other not in self.moved:
             self.moved.add(other)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -23,6 +23,9 @@ from simulator.topology import group_shape
 
 PAYLOADS: FloatArray = np.exp2(np.arange(41, dtype=np.float64))
 """Bytes of messages at which links are compared."""
+MANY_ELEMENTS = 1e15
+"""Elements of which an update takes its bytes' time alone."""
+ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,6 +64,31 @@ class LeastStates:
             other.optimizer_sharding, other.shard_size, other.offload,
         )  # fmt: skip
 
+    def gain_on_host_s(self, ways: Iterable[LeastStates], model: StepModel, tables: StageTables) -> float:
+        """Most seconds of a step by which the host may update these states sooner, whatever way the units are run.
+
+        ``ways`` are all there are. Kernels of the device take longer in a whole step than alone, and those of the host
+        do not, so that it is the sooner one where there is hardly anything to update. Both times grow in proportion to
+        what there is; where those of the device grow faster, there is no limit.
+        """
+        other = next((way for way in ways if way.moves(self.stored)), None)
+        if other is None:
+            return 0.0
+        if _lags(model, self.stored.devices):
+            return np.inf
+        gain_s = self.once_s - other.once_s
+        gain_s[np.abs(gain_s) <= ROUNDING * self.once_s] = 0.0
+        # A rank of several may have those units alone that gain.
+        gain_s = gain_s if self.stored.pipeline == 1 else np.maximum(gain_s, 0.0)
+        return max(0.0, float(gain_s @ np.array(tables.counts)))
+
+    def moves(self, configuration: Configuration) -> bool:
+        """Whether states are stored as in a configuration, but on the host."""
+        one, other = self.stored, configuration
+        return (one.optimizer_sharding, one.shard_size, one.offload, other.offload) == (
+            other.optimizer_sharding, other.shard_size, True, False,
+        )  # fmt: skip
+
     def again_s(self, model: StepModel, tables: StageTables, placed: Configuration) -> float:
         """Seconds by which passes that keep no more than there is room for take longer, shared out over the ranks."""
         kept = self._kept_bytes(model, placed)
@@ -93,6 +121,14 @@ class LeastStates:
         room, (once, least, most) = model.room_bytes(self.stored), _flights(model.shape(c), c.pipeline)
         # What stands lies on the ranks with most in flight, or on the others.
         return min(room * once - self.standing_bytes / most, (c.pipeline * room - self.standing_bytes) / least)
+
+
+@lru_cache(maxsize=4)
+def _lags(model: StepModel, devices: int) -> bool:
+    """Whether a device takes longer than its host for each element of an update."""
+    ways = (Configuration(data=devices, offload=away) for away in (False, True))
+    here, there = (model.update_s(np.full(1, MANY_ELEMENTS), way) for way in ways)
+    return bool(there[0] < here[0])
 
 
 @lru_cache(maxsize=256)

@@ -55,7 +55,8 @@ OPTIMISM = {
 class Node:
     """A configuration, or several orders of its axes, that wait to be opened; ``key`` numbers its table of labels.
 
-    ``passes`` bounds it whatever way its states are stored, but for the last message of gradients.
+    ``passes`` bounds it whatever way its states are stored, but for the last message of gradients. With ``gain_s`` it
+    stands for the same with states on the host as well, which may take so much less.
     """
 
     stage: Stage
@@ -65,6 +66,7 @@ class Node:
     width: int = WIDTH
     others: tuple[Configuration, ...] = ()
     passes: float = 0.0
+    gain_s: float = 0.0
     waits: bool = False
     key: int = -1
 

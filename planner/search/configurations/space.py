@@ -99,7 +99,7 @@ def shardings(extent: Extent, placed: Configuration) -> list[Configuration]:
 def offloaded(extent: Extent, stored: Configuration) -> Configuration | None:
     """The same with optimizer states on the host, where that is free and possible.
 
-    It is slower and takes less memory: without a limit on memory it is never better.
+    It takes less memory, and is slower but where there is hardly anything to update.
     """
     free = extent.pins.offload_optimizer is None and not stored.offload
     return replace(stored, offload=True) if free and host_time(extent.hardware, 1.0) else None

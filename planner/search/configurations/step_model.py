@@ -141,7 +141,7 @@ class StepModel(Storage):
         kernels = passes - labels.forward_communication_s - labels.backward_communication_s
         if not self.scatters_each(c):
             kernels = kernels + self._accumulation_s(labels, elements, c, trained)
-        return kernels + self._cuts_s(labels, c)[0], self._update_s(elements, c, trained)
+        return kernels + self._cuts_s(labels, c)[0], self.update_s(elements, c, trained)
 
     def shape(self, configuration: Configuration) -> ScheduleShape:
         """The schedule in numbers."""
@@ -379,7 +379,7 @@ class StepModel(Storage):
     ) -> FloatArray:
         """Seconds of the update, of the way to the host and back, and what gathering parameters exposes."""
         shards, hardware = self.shards(c), self.hardware
-        seconds = self._update_s(elements, c, trained) + self._cuts_s(labels, c)[1]
+        seconds = self.update_s(elements, c, trained) + self._cuts_s(labels, c)[1]
         if c.optimizer_sharding != "zero3":
             gather = labels.gather_s
             if c.optimizer_sharding != "none":
@@ -388,7 +388,7 @@ class StepModel(Storage):
             seconds = seconds + np.maximum(gather - hidden, hardware.lost_to_messages * gather)
         return np.where(elements > 0, seconds, labels.step_s)
 
-    def _update_s(self, elements: FloatArray, c: Configuration, trained: int | IntArray) -> FloatArray:
+    def update_s(self, elements: FloatArray, c: Configuration, trained: int | IntArray = 1) -> FloatArray:
         """Seconds of the update of the states that a rank holds, or of its host's, with the way there and back."""
         held = elements / self.shards(c)
         traffic = held * update_traffic(self.optimizer, self.dtype)

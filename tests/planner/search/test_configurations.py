@@ -94,7 +94,7 @@ def search(
     devices=st.sampled_from([1, 2, 4]),
     batch=st.sampled_from([2, 6]),
     limit=st.sampled_from([1.0, 2.0, 4.0, 40.0]),
-    elements=st.sampled_from([1e6, 1e8]),
+    elements=st.sampled_from([1e2, 1e6, 1e8]),
     gib=st.sampled_from([0.01, 0.4]),
 )
 def test_the_search_equals_trying_everything(
@@ -202,6 +202,17 @@ def test_uneven_stages_make_up_for_a_heavy_head() -> None:
     best = search(units, 4, 64, 60.0, Pins(pp=4, schedule="1f1b")).found[0]
     sizes = np.diff((0, *best.partition.ends))
     assert sizes[-1] < sizes[1]
+
+
+@pytest.mark.parametrize("elements", [1e2, 1e4])
+def test_states_lie_on_the_host_where_it_updates_them_sooner(elements: float) -> None:
+    """Kernels of a device take longer in whole steps than alone: a host may be sooner where they do hardly anything."""
+    units = network(blocks=1, elements=elements, gib=0.0)
+    free, here, there = (search(units, 1, 2, 80.0, Pins(offload_optimizer=pin)) for pin in (None, False, True))
+    seconds = [explored.found[0].objective_s for explored in (here, there)]
+    assert (seconds[1] < seconds[0]) == (elements == 1e2)
+    assert free.found[0].objective_s == min(seconds)
+    assert free.lower_bound_s <= min(seconds)
 
 
 def test_nothing_fits_names_the_fullest_rank() -> None:
