@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.search.configurations.alternatives import PER_SHAPE, different, shape_of
+from planner.search.configurations.alternatives import PER_SHAPE, shape_of
 from planner.search.configurations.bounds import (
     chained_bound,
     even_bound,
@@ -244,8 +244,7 @@ class _Search:
     def _enough(self) -> bool:
         if len(self.result.found) < self.wanted:
             return False
-        near = (p for p in self.result.found if p.objective_s <= self.best * NEAR)
-        return self.others >= OTHERS or different(near) >= self.wanted
+        return self.others >= OTHERS or self.result.different_below(self.best * NEAR) >= self.wanted
 
     def _push(self, bound: float, node: Node, hoped_s: float | None = None) -> None:
         self.serial += 1

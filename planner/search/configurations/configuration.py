@@ -54,8 +54,12 @@ class Configuration:
 
     def stride(self, axis: str) -> int:
         """Distance in rank between neighbours along an axis."""
-        inner = self.order[self.order.index(axis) + 1 :]
-        return prod(int(getattr(self, name)) for name in inner)
+        found = 1
+        for name in reversed(self.order):
+            if name == axis:
+                break
+            found *= getattr(self, name)
+        return found
 
     def mesh(self) -> Mesh:
         """Mesh of one stage, axes of one rank left out."""

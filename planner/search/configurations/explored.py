@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from planner.search.configurations.alternatives import different
 from planner.search.configurations.configuration import Configuration
 from planner.search.stages.partition import Partition
 from planner.search.stages.segments import PartitionTask
@@ -56,12 +57,21 @@ class Explored:
     interrupted: bool = False
     timings: dict[str, float] = field(default_factory=lambda: {"cost_tables": 0.0, "bounds": 0.0, "partition": 0.0})
 
+    _different: tuple[tuple[int, float], int] = field(default=((-1, 0.0), 0), init=False, repr=False)
+
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Add the seconds of what is done inside to those of a phase."""
         began = time.perf_counter()
         yield
         self.timings[phase] += time.perf_counter() - began
+
+    def different_below(self, limit_s: float) -> int:
+        """How many plans below a limit differ, as `different` has it; the same until another one is solved."""
+        key = (self.solved, limit_s)
+        if self._different[0] != key:
+            self._different = key, different(p for p in self.found if p.objective_s <= limit_s)
+        return self._different[1]
 
     @property
     def gap(self) -> float:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
-from planner.search.stages.fragments import FloatArray, IntArray
+from planner.search.stages.fragments import FloatArray
 from planner.search.stages.segments import Segments
 
 
-def cut(segments: Segments, costs: FloatArray, which: IntArray) -> list[int] | None:
+def cut(segments: Segments, costs: FloatArray, which: Sequence[int]) -> list[int] | None:
     """Group of every chunk's segment with the least sum of costs; None where no row of segments fits.
 
     Parameters
@@ -25,32 +24,24 @@ def cut(segments: Segments, costs: FloatArray, which: IntArray) -> list[int] | N
     best[c, i, entry] + cost``. Of equal ways the first group wins.
     """
     chunks, units, width = len(which), segments.task.units, len(segments.states)
-    moves, rows = segments.moves, which.tolist()
-    # Chunks before and behind hold at least one unit each and at most the longest segment.
-    done, left = np.arange(1, chunks + 1), np.arange(chunks)[::-1]
-    low = np.maximum(done, units - left * segments.longest)
-    high = np.minimum(done * segments.longest, units - left) + 1
-    firsts, lasts = (moves.targets.searchsorted(end * width) for end in (low, high))
-    begins = moves.begins.tolist()
+    moves = segments.moves
     priced = list(costs[:, moves.group])
     best = list(np.full((chunks + 1, (units + 1) * width), np.inf))
     best[0][0] = 0.0
-    for chunk, (row, first, last) in enumerate(zip(rows, firsts.tolist(), lasts.tolist(), strict=True)):
-        if first < last:
-            begin, end = begins[first], begins[last]
-            sums = best[chunk].take(moves.source[begin:end])
-            sums += priced[row][begin:end]
-            best[chunk + 1][moves.targets[first:last]] = np.minimum.reduceat(sums, moves.begins[first:last] - begin)
+    for chunk, (row, window) in enumerate(zip(which, segments.windows, strict=True)):
+        if len(window.targets):
+            sums = best[chunk].take(window.source)
+            sums += priced[row][window.inside]
+            best[chunk + 1][window.targets] = np.minimum.reduceat(sums, window.begins)
     place = units * width
     if not np.isfinite(best[chunks][place]):
         return None
-    ending = dict(zip(moves.targets.tolist(), pairwise(begins), strict=True))
     picks = []
     for chunk in reversed(range(chunks)):
-        begin, end = ending[place]
-        sums = best[chunk].take(moves.source[begin:end])
-        sums += priced[rows[chunk]][begin:end]
-        pick = begin + int(sums.argmin())
+        inside = moves.ending[place]
+        sums = best[chunk].take(moves.source[inside])
+        sums += priced[which[chunk]][inside]
+        pick = inside.start + int(sums.argmin())
         picks.append(int(moves.group[pick]))
         place = int(moves.source[pick])
     return picks[::-1]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from itertools import compress
 
 import numpy as np
 
@@ -54,6 +55,8 @@ _WAYS = 4
 """Most ways of a unit by which ranks share their memory out."""
 _LESS = 0.8
 """How much less than the one before each of them keeps."""
+_SETS_OF_TURNS = tuple(slice(*ends) for ends in ((0, None), (1, -1), (1, None), (0, -1), (0, 1), (-1, None)))
+"""Turns whose limits are lowered together, one set after the other."""
 
 
 def partition(task: PartitionTask, *, width: int = WIDTH) -> Partition | None:
@@ -168,42 +171,46 @@ class _Cutter:
         self.segments = segments
         keys = list(zip(task.in_flight.tolist(), limits_bytes.tolist(), strict=True))
         places = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-        self.allowed: list[BoolArray] = [segments.allowed(*key) for key in places]
-        self.kind = np.array([places[key] for key in keys])
-        fitting = segments.busy[np.any(np.stack(self.allowed), axis=0)]
-        self.limits = np.unique(fitting)
+        self.allowed: BoolArray = np.stack([segments.allowed(*key) for key in places])
+        """(kinds, ways) whether a kind of chunk has the memory."""
+        self.kinds = [places[key] for key in keys]
+        self.limits = np.unique(segments.busy[np.any(self.allowed, axis=0)])
         """Values that the limit on a rank's time may take."""
-        usable = [np.where(allowed & np.isfinite(segments.fill), segments.busy, np.inf) for allowed in self.allowed]
-        self.least_busy = [np.minimum.reduceat(busy, segments.offsets) for busy in usable]
-        """(groups,) the least such value of each group, for each kind of chunk."""
+        usable = np.where(self.allowed & np.isfinite(segments.fill), segments.busy, np.inf)
+        self.least_busy = np.minimum.reduceat(usable, segments.offsets, axis=1)
+        """(kinds, groups) the least such value of each group, for each kind of chunk."""
+
+    def _rows(self, limits_s: FloatArray) -> tuple[IntArray, FloatArray, list[int]]:
+        """Kinds of chunk (rows,) and limits (rows, 1) that occur together, and the row of each chunk."""
+        pairs = list(zip(self.kinds, limits_s.tolist(), strict=True))
+        places = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
+        kinds, limits = np.array(list(places)).T
+        return kinds.astype(np.int64), limits[:, None] * (1 + ROUNDING), [places[pair] for pair in pairs]
 
     def _exists(self, limits_s: FloatArray) -> bool:
         """Whether there is a cut with each chunk's time under its limit, (chunks,)."""
-        pairs = list(zip(self.kind.tolist(), limits_s.tolist(), strict=True))
-        places = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
-        fits = [np.flatnonzero(self.least_busy[kind] <= limit * (1 + ROUNDING)).tolist() for kind, limit in places]
-        return reaches(self.segments, fits, [places[pair] for pair in pairs])
+        kinds, limits, which = self._rows(limits_s)
+        numbers = range(len(self.segments.groups))
+        fits = [list(compress(numbers, row)) for row in (self.least_busy[kinds] <= limits).tolist()]
+        return reaches(self.segments, fits, which)
 
     def picks(self, limits_s: FloatArray) -> Picks | None:
         """Rows of the cheapest fill with each chunk's time under its limit, (chunks,)."""
-        pairs = list(zip(self.kind.tolist(), limits_s.tolist(), strict=True))
-        places = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
-        tables = [self._costs(*pair) for pair in places]
-        which = np.array([places[pair] for pair in pairs], dtype=np.int64)
-        groups = cut(self.segments, np.stack([np.minimum.reduceat(t, self.segments.offsets) for t in tables]), which)
+        segments = self.segments
+        kinds, limits, which = self._rows(limits_s)
+        tables = np.where(self.allowed[kinds] & (segments.busy <= limits), segments.fill, np.inf)
+        groups = cut(segments, np.minimum.reduceat(tables, segments.offsets, axis=1), which)
         if groups is None:
             return None
-        pairs_of = list(zip(groups, which.tolist(), strict=True))
-        rows = {pair: self._row(pair[0], tables[pair[1]]) for pair in dict.fromkeys(pairs_of)}
-        return [rows[pair] for pair in pairs_of]
-
-    def _costs(self, kind: int, limit_s: float) -> FloatArray:
-        segments = self.segments
-        fits = self.allowed[kind] & (segments.busy <= limit_s * (1 + ROUNDING))
-        return np.where(fits, segments.fill, np.inf)
+        pairs = list(zip(groups, which, strict=True))
+        rows = {pair: self._row(pair[0], tables[pair[1]]) for pair in dict.fromkeys(pairs)}
+        return [rows[pair] for pair in pairs]
 
     def _row(self, number: int, costs: FloatArray) -> int:
+        """The cheapest way of a group, of equal ones the one that keeps its rank busy for least."""
         group = self.segments.groups[number]
+        if group.last == group.first + 1:
+            return group.first
         inside = slice(group.first, group.last)
         return group.first + int(np.lexsort((self.segments.busy[inside], costs[inside]))[0])
 
@@ -214,16 +221,17 @@ class _Cutter:
         length = np.array([group.length for group in groups])
         begin, end = (np.array([edge(group.starts) for group in groups]) for edge in (min, max))
         inner = (end > 0) & (begin + length < task.units)
-        table = np.empty((3, len(self.least_busy), len(self.limits)), dtype=np.int64)
-        for kind, busy in enumerate(self.least_busy):
-            order = np.argsort(busy, kind="stable")
-            places = np.searchsorted(busy[order], self.limits * (1 + ROUNDING), side="right")
-            for position, there in enumerate((begin == 0, inner, end + length == task.units)):
-                most = np.maximum.accumulate(np.where(there, length, -task.units * task.pieces)[order])
-                table[position, kind] = np.append(-task.units * task.pieces, most)[places]
+        none, limits = -task.units * task.pieces, self.limits * (1 + ROUNDING)
+        there = np.stack([begin == 0, inner, end + length == task.units])
+        order = np.argsort(self.least_busy, axis=1, kind="stable")
+        most = np.full((3, len(order), len(groups) + 1), none)
+        most[:, :, 1:] = np.maximum.accumulate(np.where(there, length, none)[:, order], axis=2)
+        ascending = np.take_along_axis(self.least_busy, order, axis=1)
+        places = np.stack([busy.searchsorted(limits, side="right") for busy in ascending])
+        table = np.take_along_axis(most, places[None], axis=2)
         ends = np.ones(task.pieces, dtype=np.int64)
         ends[0], ends[-1] = 0, 2
-        found: IntArray = table[ends, self.kind]
+        found: IntArray = table[ends, self.kinds]
         return found
 
     def least(self, high: int, limits_s: FloatArray, lowered: BoolArray) -> tuple[int, Picks | None]:
@@ -349,20 +357,18 @@ def _lowered(cutter: _Cutter) -> Picks | None:
     best = cutter.picks(np.repeat(limits, task.ranks))
     if best is None:
         return None
-    turns = [*range(task.chunks)]
-    for chosen in _sets_of_turns(turns):
-        lowered = np.repeat(np.isin(turns, chosen), task.ranks)
+    best_s = _objective(segments, best)
+    for chosen in _SETS_OF_TURNS:
+        if not len(limits[chosen]):
+            continue
+        lowered = np.zeros((task.chunks, task.ranks), dtype=np.bool_)
+        lowered[chosen] = True
         high = int(np.searchsorted(cutter.limits, limits[chosen].max()))
-        place, picks = cutter.least(high, np.repeat(limits, task.ranks), lowered)
-        if picks is not None and _objective(segments, picks) <= _objective(segments, best):
-            best = picks
+        place, picks = cutter.least(high, np.repeat(limits, task.ranks), lowered.ravel())
+        if picks is not None and (seconds := _objective(segments, picks)) <= best_s:
+            best, best_s = picks, seconds
             limits[chosen] = np.minimum(limits[chosen], cutter.limits[place])
     return best
-
-
-def _sets_of_turns(turns: list[int]) -> list[list[int]]:
-    sets = [turns, turns[1:-1], turns[1:], turns[:-1], turns[:1], turns[-1:]]
-    return [chosen for chosen in sets if chosen]
 
 
 def _made(segments: Segments, picks: Picks, lower_s: float) -> Partition:

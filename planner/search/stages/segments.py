@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -164,7 +164,7 @@ class Group:
     rows: IntArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Moves:
     """Segments (n,) by where they end, then by group: a place is a boundary state behind so many units.
 
@@ -188,6 +188,31 @@ class Moves:
         order = np.argsort(target, kind="stable")
         targets, begins = np.unique(target[order], return_index=True)
         return cls((start * width + entry[group])[order], group[order], targets, np.append(begins, len(order)))
+
+    @cached_property
+    def ending(self) -> dict[int, slice]:
+        """Segments that end at each place."""
+        ends = pairwise(self.begins.tolist())
+        return {place: slice(begin, end) for place, (begin, end) in zip(self.targets.tolist(), ends, strict=True)}
+
+    def between(self, firsts: IntArray, lasts: IntArray) -> list[Window]:
+        """Segments that end at places from each of `firsts` on, before that of `lasts`."""
+        lows, highs = self.targets.searchsorted(firsts), self.targets.searchsorted(lasts)
+        highs = np.maximum(lows, highs)
+        begins, ends = self.begins[lows].tolist(), self.begins[highs].tolist()
+        return [
+            Window(slice(begin, end), self.source[begin:end], self.targets[low:high], self.begins[low:high] - begin)
+            for low, high, begin, end in zip(lows.tolist(), highs.tolist(), begins, ends, strict=True)
+        ]
+
+
+class Window(NamedTuple):
+    """Segments that one chunk may be: which of all, where each begins, where they end, and the first of each end."""
+
+    inside: slice
+    source: IntArray
+    targets: IntArray
+    begins: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +299,18 @@ class Segments:
     def moves(self) -> Moves:
         """Every segment at every place where it may begin."""
         return Moves.of(self.groups, len(self.states))
+
+    @cached_property
+    def windows(self) -> list[Window]:
+        """For each chunk the segments that it may be.
+
+        Chunks before and behind hold at least one unit each and at most the longest segment.
+        """
+        chunks, units, width = self.task.pieces, self.task.units, len(self.states)
+        done, left = np.arange(1, chunks + 1), np.arange(chunks)[::-1]
+        low = np.maximum(done, units - left * self.longest)
+        high = np.minimum(done * self.longest, units - left) + 1
+        return self.moves.between(low * width, high * width)
 
     def _power(self, kind: int, count: int) -> Fragments:
         return repeated(self.task.kinds[kind], count, self._powers[kind], self.width, self.criteria)
