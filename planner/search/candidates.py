@@ -15,8 +15,10 @@ from planner.search.dynamic_programming import fastest, least_bytes, once_s
 from planner.search.problem.by_data import FREE_AXES, rest_by_data
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.hints import Hint, check_cuts, constrained, targets
+from planner.search.problem.parts import Parts
 from planner.search.problem.problem import Problem, Setting
 from planner.search.problem.solution import Solution
+from planner.search.problem.together import time_together
 from planner.search.problem.variables import Decisions
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.work import Optimizer
@@ -204,6 +206,7 @@ def explore(
     most = NEAR_ENOUGH * min(steps, default=float("inf"))
     shapes = {(data, tensor): _Shape(space, data, tensor, graphs) for data, tensor in meshes(space)}
     passes = _passes(shapes, known, _left(shapes, known), most)
+    _time_together([shape for mesh, shape in shapes.items() if passes[mesh] <= most])
     for (data, tensor), shape in shapes.items():
         if passes[data, tensor] > most:
             possible = True
@@ -297,13 +300,26 @@ class _Shape:
         self.counts = _micro_batch_counts(space, data)
         self.free: Solution | None = None
         self._made: dict[int, Problem] = {}
+        self._parts: dict[int, Parts] = {}
+
+    def parts(self, count: int) -> Parts:
+        """What states of operators take at so many micro-batches."""
+        if count not in self._parts:
+            if count not in self.graphs:
+                self.graphs[count] = at_batch(self.space.graph, self.space.global_batch // count)
+            setting = _setting(self.space, self.costs, count)
+            self._parts[count] = Parts(self.graphs[count], self.space.decisions, setting)
+        return self._parts[count]
+
+    @property
+    def known(self) -> bool:
+        """Whether what its operators take was worked out already."""
+        return bool(self._made)
 
     def problem(self, count: int) -> Problem:
         """The operator search at so many micro-batches."""
         if count not in self._made:
-            if count not in self.graphs:
-                self.graphs[count] = at_batch(self.space.graph, self.space.global_batch // count)
-            self._made[count] = _problem(self.space, self.costs, count, self.graphs[count])
+            self._made[count] = _problem(self.space, self.parts(count))
         return self._made[count]
 
     @property
@@ -364,8 +380,18 @@ def _micro_batch_counts(space: Space, data: int) -> list[int]:
     return counts
 
 
-def _problem(space: Space, costs: MeshCosts, count: int, graph: OperatorGraph) -> Problem:
-    setting = Setting(
+def _time_together(shapes: Iterable[_Shape]) -> None:
+    """Time the operators of meshes at as many micro-batches each as is tried first, those of as many together."""
+    first: dict[int, list[Parts]] = {}
+    for shape in (one for one in shapes if not one.known):
+        first.setdefault(shape.counts[0], []).append(shape.parts(shape.counts[0]))
+    for meshes in first.values():
+        if len(meshes) > 1:
+            time_together(meshes)
+
+
+def _setting(space: Space, costs: MeshCosts, count: int) -> Setting:
+    return Setting(
         costs=costs,
         micro_batches=count,
         optimizer=space.optimizer,
@@ -374,7 +400,10 @@ def _problem(space: Space, costs: MeshCosts, count: int, graph: OperatorGraph) -
         sharded_gradients=space.pins.optimizer_sharding == "zero2",
         free_axes=FREE_AXES if space.rest_by_data or any(hint.cuts for hint in space.hints) else frozenset(),
     )
-    problem = Problem(graph, space.decisions, setting)
+
+
+def _problem(space: Space, parts: Parts) -> Problem:
+    problem = Problem(parts.graph, space.decisions, parts.setting, parts)
     if space.rest_by_data:
         problem = rest_by_data(problem, targets(problem.parts, space.hints).keys())
     # Propagation settles contradictions between hints itself.

@@ -88,9 +88,9 @@ class MeshCosts:
         share = np.array([self._share(cut) for cut in table.pieces])
         copies = np.zeros((len(sizes), len(share) + 1))
         copies[:, :-1] = self.copy_time(2.0 * np.array(sizes, dtype=np.float64)[:, None] * share)
-        for size, times, copied in zip(sizes, seconds, copies, strict=True):
-            matrix = times[table.steps].sum(axis=-1) + copied[table.copies].sum(axis=-1)
-            matrix[~table.possible] = np.inf
+        matrices = seconds[:, table.steps].sum(axis=-1) + copies[:, table.copies].sum(axis=-1)
+        matrices[:, ~table.possible] = np.inf
+        for size, times, matrix in zip(sizes, seconds, matrices, strict=True):
             self._tables[rank, size, fused] = matrix
             self._seconds[rank, size, fused] = times
 

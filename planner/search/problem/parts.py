@@ -18,7 +18,8 @@ from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
 from planner.kernel_shapes import kernel_shape, local_kernel
 from planner.request import ParameterStorage
 from planner.search.problem.costs import MeshCosts
-from planner.search.problem.variables import Choice, Decisions, Edge, Kind, Variable, masks, unnamed
+from planner.search.problem.saved import saved_tensors
+from planner.search.problem.variables import Choice, Decisions, Edge, Kind, Variable, masks, once_a_step, unnamed
 from planner.sharding.inner_messages import inner_messages, message_bytes, waiting_time
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.redistribution import placement_index
@@ -127,38 +128,49 @@ class Parts:
                 key = (*key, unnamed(choice, variable.choices[0]))
                 variable = replace(variable, choices=(*variable.choices, choice))
             if key not in self._first:
-                self._first[key] = replace(self._states(variable), kind=number)
+                self._first[key] = States(variable, self._choices(variable), number)
             first = self._first[key]
             self._made[number] = States(variable, first.choice, first.kind, first.known)
         return self._made[number]
 
-    def _states(self, variable: Variable) -> States:
+    def _choices(self, variable: Variable) -> NDArray[np.int64]:
+        """Choices along each axis in every state, shape (axes, states)."""
         axes = range(len(self.sizes))
         tensors = [(tensor, True, placed) for tensor, placed in variable.read.items()]
         tensors += [(tensor, False, placed) for tensor, placed in variable.written.items()]
-        fits = [self._fits(variable, axis, tensors) for axis in axes]
+        places = self._places(tensors)
+        fits = [self._fits(variable, axis, tensors, places) for axis in axes]
         wanted = [np.flatnonzero(f & self._wanted(variable, axis, tensors)) for axis, f in zip(axes, fits, strict=True)]
         for kept in (wanted, [np.flatnonzero(f) for f in fits]):
             choice = np.zeros((0, 1), dtype=np.int64)
             for allowed in kept:
                 old = np.repeat(choice, len(allowed), axis=1)
                 choice = np.vstack((old, np.tile(allowed, choice.shape[1])))
-            divides = np.ones(choice.shape[1], dtype=np.bool_)
-            if len(self.sizes) > 1:
-                for tensor, _, codes in tensors:
-                    divides &= self._divides(tensor, codes[choice])
+            divides = self._divides(tensors, places, choice)
             if divides.any():
                 break
-        return States(variable, choice[:, divides])
+        return choice[:, divides]
 
-    def _fits(self, variable: Variable, axis: int, tensors: Sequence[Placed]) -> NDArray[np.bool_]:
+    def _places(self, tensors: Sequence[Placed]) -> NDArray[np.int64]:
+        """Placement of each tensor in each choice (tensors, choices), as places in what is said of all placements.
+
+        Those of each tensor come behind those of the one before, dims from the front.
+        """
+        sizes = np.array([len(self.graph.spec(tensor).shape) + 2 for tensor, _, _ in tensors], dtype=np.int64)
+        codes = np.array([placed for _, _, placed in tensors], dtype=np.int64).reshape(len(tensors), -1)
+        return np.where(codes < 0, codes + sizes[:, None], codes) + (sizes.cumsum() - sizes)[:, None]
+
+    def _fits(
+        self, variable: Variable, axis: int, tensors: Sequence[Placed], places: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
         """Choices in which every dim divides along one axis alone, and is one that the axis may shard."""
         fits = np.ones(len(variable.choices), dtype=np.bool_)
         if self.setting.context:
             # The last choice is for the context axis, and no other choice is.
             fits[-1], fits[:-1] = self.names[axis] == CONTEXT, self.names[axis] != CONTEXT
-        for tensor, _, codes in tensors:
-            fits &= self._allowed(tensor, axis)[codes]
+        if tensors:
+            allowed = np.concatenate([self._allowed(tensor, axis) for tensor, _, _ in tensors])
+            fits &= allowed[places].all(axis=0)
         return fits
 
     def _allowed(self, tensor: TensorRef, axis: int) -> NDArray[np.bool_]:
@@ -222,21 +234,28 @@ class Parts:
                 found |= {shape[0]} if len(shape) == 3 else set()
         return frozenset(found)
 
-    def _divides(self, tensor: TensorRef, placements: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether every dim divides by all the axes that shard it together."""
+    def _divides(
+        self, tensors: Sequence[Placed], places: NDArray[np.int64], choice: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """States (axes, states) in which every dim divides by all the axes that shard it together."""
+        keep = np.ones(choice.shape[1], dtype=np.bool_)
+        if len(self.sizes) == 1 or not tensors:
+            return keep
+        shapes = [self.graph.spec(tensor).shape for tensor, _, _ in tensors]
         if len(self.sizes) == 2:
-            # Each axis divides by itself: only a dim that both shard is left to look at.
-            extents = np.array([*self.graph.spec(tensor).shape, 1, 1], dtype=np.int64)
-            one, other = placements
-            divides = extents % (self.sizes[0] * self.sizes[1]) == 0
-            fits: NDArray[np.bool_] = (one != other) | (one < 0) | divides[one]
+            # Each axis divides by itself: only a dim that both shard is left to look at. What is whole or partial does.
+            both = self.sizes[0] * self.sizes[1]
+            divides = np.array([extent % both == 0 for shape in shapes for extent in (*shape, 0, 0)])
+            one, other = places[:, choice[0]], places[:, choice[1]]
+            fits: NDArray[np.bool_] = ((one != other) | divides[one]).all(axis=0)
             return fits
-        keep = np.ones(placements.shape[1], dtype=np.bool_)
-        for dim, extent in enumerate(self.graph.spec(tensor).shape):
-            ways = np.ones(placements.shape[1], dtype=np.int64)
-            for size, row in zip(self.sizes, placements, strict=True):
-                ways = np.where(row == dim, ways * size, ways)
-            keep &= extent % ways == 0
+        for shape, (_, _, codes) in zip(shapes, tensors, strict=True):
+            placements = codes[choice]
+            for dim, extent in enumerate(shape):
+                ways = np.ones(choice.shape[1], dtype=np.int64)
+                for size, row in zip(self.sizes, placements, strict=True):
+                    ways = np.where(row == dim, ways * size, ways)
+                keep &= extent % ways == 0
         return keep
 
     # Seconds
@@ -249,18 +268,27 @@ class Parts:
             keys.append((len(spec.shape), spec.size_bytes, self.fused(edge)))
         self.setting.costs.prepare(keys)
 
+    def prepare_sums(self) -> None:
+        """Time the messages that `handing_back` sends, of all stations at once."""
+        gradients = (_gradient_of(variable) for variable in self.decisions.variables if variable.kind is Kind.STATION)
+        specs = [self.graph.spec(gradient) for gradient in gradients if gradient is not None]
+        self.setting.costs.prepare([(len(spec.shape), spec.size_bytes, False) for spec in specs])
+
     def fused(self, edge: Edge) -> bool:
         """Whether a tensor moves once a step, in messages of many: parameters and their gradients."""
-        ends = (self.decisions.variables[edge.source], self.decisions.variables[edge.target])
-        return any(v.kind is Kind.PARAMETER for v in ends)
+        return once_a_step(self.decisions.variables, edge)
 
     def shares(self, states: States, placements: Sequence[int]) -> FloatArray:
         """Part of a tensor that is local in each state; `placements` are those of each choice."""
         codes = np.array(placements, dtype=np.int64)
         share = np.ones(len(states))
-        for axis, size in enumerate(self.sizes):
-            share = np.where(codes[states.choice[axis]] >= 0, share / size, share)
+        for row, size in zip(states.choice, self._axes(), strict=True):
+            share = np.where(codes[row] >= 0, share / size, share)
         return share
+
+    def _axes(self) -> Sequence[int | NDArray[np.int64]]:
+        """Ranks along each axis; of several meshes at once by state."""
+        return self.sizes
 
     def node_seconds(self, states: States, position: int) -> Seconds:
         """Seconds of the `position`-th node of a variable in each state, with the collectives inside it."""
@@ -275,8 +303,8 @@ class Parts:
         hardware, choices = self.setting.costs.hardware, states.variable.choices
         work = np.ones(len(states))
         splits = np.array([c.rules[position].splits_work for c in choices])
-        for axis, size in enumerate(self.sizes):
-            work = np.where(splits[states.choice[axis]], work / size, work)
+        for row, size in zip(states.choice, self._axes(), strict=True):
+            work = np.where(splits[row], work / size, work)
         ports = [[c.rules[position].inputs[i] for c in choices] for i in range(len(node.tensor_inputs))]
         ports += [[c.rules[position].outputs[i] for c in choices] for i in range(len(node.outputs))]
         shares = [self.shares(states, codes) for codes in ports]
@@ -317,8 +345,7 @@ class Parts:
 
     def handing_back(self, states: States) -> FloatArray:
         """Seconds in which a station turns the summed gradient into the placement it is handed back in."""
-        tensor = states.variable.tensor
-        gradient = next((r for r in states.variable.choices[0].writes if r != tensor), None)
+        gradient = _gradient_of(states.variable)
         if gradient is None:
             return np.zeros(len(states))
         summed = [c.rules[-1].outputs[0] if c.rules else c.reads[gradient] for c in states.variable.choices]
@@ -336,6 +363,12 @@ class Parts:
 
     def update_seconds(self, states: States) -> FloatArray:
         """Seconds of the optimizer's update of the stored shard of a parameter."""
+        if ("update",) not in states.known:
+            states.known["update",] = self._update_seconds(states)
+        found: FloatArray = states.known["update",]
+        return found
+
+    def _update_seconds(self, states: States) -> FloatArray:
         held, update = self.elements(states), self.setting.optimizer
         dtype = self.graph.spec(TensorRef(states.variable.nodes[0])).dtype
         time = kernel_time(
@@ -356,12 +389,6 @@ class Parts:
         )
         rows, columns = self.ends(edge)
         return table[rows[:, None], columns[None, :]]
-
-    def kind_of(self, edge: Edge) -> tuple[int | bool, ...]:
-        """Which tensor an edge moves between which kinds of variables, and how: what is equal costs the same."""
-        source, target = self.states(edge.source), self.states(edge.target)
-        ends = (source.place(edge.tensor, reads=False), target.place(edge.tensor, reads=True))
-        return (source.kind, target.kind, *ends, self.fused(edge), masks(self.decisions.variables, edge))
 
     def scatter_seconds(self, edge: Edge) -> FloatArray:
         """Seconds of a gradient's way to its shards up to its last reduce-scatter, by states as `move_seconds`."""
@@ -443,30 +470,14 @@ class Parts:
         return saved_tensors(self.graph, self.decisions)
 
 
+def _gradient_of(station: Variable) -> TensorRef | None:
+    """The gradient that a station hands back, if any."""
+    return next((ref for ref in station.choices[0].writes if ref != station.tensor), None)
+
+
 def stations_of(decisions: Decisions) -> dict[TensorRef, int]:
     """Variables that are stations, by their tensor."""
     return {v.tensor: i for i, v in enumerate(decisions.variables) if v.tensor is not None}
-
-
-def saved_tensors(graph: OperatorGraph, decisions: Decisions) -> dict[TensorRef, set[int]]:
-    """Forward tensors that backward operators read, with the variables of those; views count as their base."""
-    nodes = graph.nodes
-    found: dict[TensorRef, set[int]] = {}
-    for ref, users in graph.consumers.items():
-        kept = nodes[ref.node].role is Role.OPERATOR and nodes[ref.node].phase is Phase.FORWARD
-        readers = {decisions.of_node[u] for u in users if nodes[u].phase is Phase.BACKWARD} - {-1}
-        if kept and readers:
-            found[ref] = readers
-    return {ref: readers for ref, readers in found.items() if not _is_view_of(graph, ref, found)}
-
-
-def _is_view_of(graph: OperatorGraph, ref: TensorRef, saved: Mapping[TensorRef, set[int]]) -> bool:
-    """Whether `ref` only views a tensor that is kept anyway: another saved one, a parameter or an input."""
-    while graph.nodes[ref.node].kernel is Kernel.VIEW and graph.nodes[ref.node].role is Role.OPERATOR:
-        ref = graph.nodes[ref.node].tensor_inputs[0]
-        if ref in saved or graph.nodes[ref.node].role is not Role.OPERATOR:
-            return True
-    return False
 
 
 def has_partial(placements: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -43,13 +43,19 @@ class Cost:
 
 
 class Problem:
-    """Cost tables of every variable and every pair of variables that share a tensor."""
+    """Cost tables of every variable and every pair of variables that share a tensor.
 
-    def __init__(self, graph: OperatorGraph, decisions: Decisions, setting: Setting) -> None:
+    `parts` are those of the same graph, decisions and setting, where some of them are known already.
+    """
+
+    def __init__(
+        self, graph: OperatorGraph, decisions: Decisions, setting: Setting, parts: Parts | None = None
+    ) -> None:
         self.graph = graph
         self.decisions = decisions
         self.setting = setting
-        self.parts = Parts(graph, decisions, setting)
+        self.parts = parts or Parts(graph, decisions, setting)
+        self.parts.prepare_sums()
         self.sizes = self.parts.sizes
         self.states = tuple(self.parts.states(number) for number in range(len(decisions.variables)))
         alike = {s.kind: s for s in self.states}
@@ -100,8 +106,9 @@ class Problem:
     def _pairs(self) -> dict[tuple[int, int], Cost]:
         pairs: dict[tuple[int, int], Cost] = {}
         alike: dict[tuple[int | bool, ...], Cost] = {}
-        for edge in self.decisions.edges:
-            of_edge = self.parts.kind_of(edge)
+        for edge, move in zip(self.decisions.edges, self.decisions.moves, strict=True):
+            # What is equal costs the same.
+            of_edge = (self.states[edge.source].kind, self.states[edge.target].kind, *move)
             if of_edge not in alike:
                 alike[of_edge] = self._edge_cost(edge)
             cost = alike[of_edge]

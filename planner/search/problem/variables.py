@@ -72,7 +72,7 @@ class Edge:
     tensor: TensorRef
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Decisions:
     """All variables of a graph, and the tensors between them.
 
@@ -85,6 +85,20 @@ class Decisions:
     edges: tuple[Edge, ...]
     of_node: tuple[int, ...]
     alike: tuple[int, ...]
+
+    @cached_property
+    def moves(self) -> tuple[tuple[int, int, bool, bool], ...]:
+        """How each edge's tensor moves, whatever the mesh.
+
+        Its place among those that the source writes and among those that the target reads, whether it moves once a
+        step, and whether it may be masked.
+        """
+        found = []
+        for edge in self.edges:
+            source, target = self.variables[edge.source], self.variables[edge.target]
+            places = ([*source.choices[0].writes].index(edge.tensor), [*target.choices[0].reads].index(edge.tensor))
+            found.append((*places, once_a_step(self.variables, edge), masks(self.variables, edge)))
+        return tuple(found)
 
 
 def decisions(graph: OperatorGraph, boundaries: Sequence[Boundary] = ()) -> Decisions:
@@ -388,6 +402,11 @@ def _edges(
         for user in users:
             if user not in (source, station):
                 yield Edge(source=source, target=user, tensor=ref)
+
+
+def once_a_step(variables: Sequence[Variable], edge: Edge) -> bool:
+    """Whether a tensor moves once a step, in messages of many: parameters and their gradients."""
+    return variables[edge.source].kind is Kind.PARAMETER or variables[edge.target].kind is Kind.PARAMETER
 
 
 def masks(variables: Sequence[Variable], edge: Edge) -> bool:
