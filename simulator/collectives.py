@@ -378,10 +378,11 @@ def _levels(hardware: Hardware, group: GroupShape, use: Use) -> tuple[Level, ...
     return (replace(first, bandwidth_bytes_per_s=share * first.bandwidth_bytes_per_s), *outer)
 
 
-def _crossed(hardware: Hardware, group: GroupShape, use: Use = "ring") -> list[tuple[int, int, Level]]:
+@lru_cache(maxsize=4096)
+def _crossed(hardware: Hardware, group: GroupShape, use: Use = "ring") -> tuple[tuple[int, int, Level], ...]:
     """``(m_l, c_(l-1), level)`` of the levels at which the group has more than one member."""
     levels = enumerate(zip(group.members, _levels(hardware, group, use), strict=True))
-    return [(count, group.within(index - 1), level) for index, (count, level) in levels if count > 1]
+    return tuple((count, group.within(index - 1), level) for index, (count, level) in levels if count > 1)
 
 
 def _tree_parts(hardware: Hardware, group: GroupShape) -> dict[str, float]:

@@ -253,7 +253,7 @@ class Hardware:
     rows: tuple[ProfileRow, ...] = ()
 
     def __hash__(self) -> int:
-        return hash((self.name, self.hash))
+        return hash(self.hash)
 
     def peak(self, dtype: str, kernel: Kernel = Kernel.MATMUL) -> float:
         """Peak FLOP/s for `dtype`: that of `peak_dtype`."""

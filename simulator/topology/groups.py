@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 from simulator.errors import ProfileError
 from simulator.hardware import Hardware
@@ -25,7 +26,7 @@ class GroupShape:
     @property
     def size(self) -> int:
         """Number of members."""
-        return self.within(len(self.members) - 1)
+        return prod(self.members)
 
     @property
     def outermost(self) -> int:
@@ -34,12 +35,10 @@ class GroupShape:
 
     def within(self, level: int) -> int:
         """Members inside one unit of `level`; 1 for level -1, the device."""
-        product = 1
-        for count in self.members[: level + 1]:
-            product *= count
-        return product
+        return prod(self.members[: level + 1])
 
 
+@lru_cache(maxsize=4096)
 def group_shape(hardware: Hardware, size: int, stride: int) -> GroupShape:
     """Shape of a mesh axis whose groups hold `size` devices, `stride` apart.
 
