@@ -29,7 +29,8 @@ _WORKSPACE_SHARE = 0.25
 """Convolution workspaces and what the allocator cannot fill, over kept activations: ResNet-50 of FlagPerf on A100."""
 _MOSAIC = "mosaic image"
 _ON_AI_CPU = "ascend910"
-"""Sorting and picking in the loss of a detector, which Ascend 910 leaves to its AI CPU and later devices do not."""
+"""What leaves sorting and picking in the loss of a detector to its AI CPU, and later devices do not: inferred from
+published steps, which take as much longer for a mosaic whatever the network, on this device alone."""
 USUAL_BALANCE = 300.0
 """Operations for each element that the memory delivers at which ``products`` of a device hold: about an A100's."""
 
