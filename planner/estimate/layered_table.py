@@ -34,8 +34,6 @@ _BACKWARD_MOVED: Mapping[Kernel, float] = {
     Kernel.EMBEDDING: 2.0,
 }
 """Elements that the backward kernel moves over those of the forward one: a norm reads two tensors, twice."""
-_OPTIMIZER_BYTES = 20.0
-"""Bytes a parameter of SGD with momentum in float32: gradient, weight and momentum read, the last two written."""
 _SMALL_WINDOW = 9.0
 _WINOGRAD_WINDOW = (6.0, 9.5)
 """Operations for each input element and output channel over two, of 3 x 3 windows that move by one: 9, and somewhat
@@ -51,7 +49,8 @@ _SMOOTH = 5.0
 class LayerArrays:
     """Distinct layers of a network, each ``(layers,)``: work of one sample, and how often it occurs.
 
-    ``saved`` elements are kept for the backward pass; ``first_flops`` and ``first_moved`` are of the first product.
+    ``saved`` elements are kept for the backward pass; ``tensors`` of weights are trained, one of a product and two of
+    a norm; ``first_flops`` and ``first_moved`` are of the first product, where it is trained.
     """
 
     flops: FloatArray
@@ -67,14 +66,17 @@ class LayerArrays:
     fusable: BoolArray
     norm: BoolArray
     vector: BoolArray
+    single: BoolArray
+    frozen: BoolArray
     backward_moved: FloatArray
     count: FloatArray
     saved: float
+    tensors: float
     first_flops: float
     first_moved: float
 
 
-_LAYER_COLUMNS = tuple(field.name for field in fields(LayerArrays))[:-3]
+_LAYER_COLUMNS = tuple(field.name for field in fields(LayerArrays))[:-4]
 
 
 class LayeredTable:
@@ -107,6 +109,7 @@ class LayeredTable:
         self.doublings = np.log2(sharing)  # of the devices that share a host
         self.reduction_s = np.array([_all_reduce_s(run, net) for run, net in zip(runs, networks, strict=True)])
         self.parameters = np.array([network.parameters for network in networks])
+        self.tensors = np.array([layers.tensors for layers in arrays])
         self.area = np.array([network.area for network in networks])
         self.first_flops = np.array([layers.first_flops for layers in arrays])
         self.first_moved = np.array([layers.first_moved for layers in arrays])
@@ -133,20 +136,22 @@ def layered_times(table: LayeredTable, columns: Mapping[str, FloatArray]) -> dic
     device = forward + backward
     contended = device * np.where(table.several, columns["contention"], 0.0)
     crowded = 1.0 + columns["crowding"] * table.doublings
-    launches = kernels * columns["launch_s"] * table.micro_batches * crowded
+    updates = table.tensors * columns["updates"]
+    launches = (kernels * table.micro_batches + updates) * columns["launch_s"] * crowded
     shared = 2.0 ** (columns["pooled"] * table.doublings)
     samples = table.batch * table.micro_batches * columns["host_s"] * table.area * shared
     busy = _smooth_maximum(device + contended, launches, samples)
     # The gradients of the last micro-batch are reduced while it runs, but for those of its last quarter.
-    hidden = (device + contended) * backward / device / table.micro_batches * (1 - 1 / 4)
+    hidden = busy * backward / device / table.micro_batches * (1 - 1 / 4)
     exposed = np.maximum(columns["exposed"] * table.reduction_s, table.reduction_s - hidden)
+    exposed = exposed + np.where(table.several, columns["coordination_s"], 0.0)
     return {
         "forward": forward,
         "backward": backward,
         "contention": contended,
         "waiting for the host": busy - device - contended,
         "gradients": exposed,
-        "optimizer": table.parameters * _OPTIMIZER_BYTES / (table.bandwidth * columns["memory"]),
+        "optimizer": table.parameters * columns["update_bytes"] / (table.bandwidth * columns["memory"]),
         "overhead": columns["step_overhead_s"] * crowded,
     }
 
@@ -160,7 +165,7 @@ def _passes(table: LayeredTable, columns: Mapping[str, FloatArray]) -> tuple[Flo
     layers, run = table.layers, table.run
     of_run = {name: column[run] for name, column in columns.items()}
     products = _product_s(table, of_run)
-    batch, size = table.batch[run], table.element_bytes[run]
+    batch, size = table.batch[run], np.where(layers["single"], 4.0, table.element_bytes[run])
     moved_s = size * (batch * layers["moved"] + layers["weights"]) / (table.bandwidth[run] * of_run["memory"])
     left = np.where(layers["fusable"], of_run["unfused"], 1.0)
     # A fused norm sums up what its convolution writes: one of its three passes goes.
@@ -170,13 +175,15 @@ def _passes(table: LayeredTable, columns: Mapping[str, FloatArray]) -> tuple[Flo
     once = np.where(product, products, pointwise) + kernel_s * left
     again = np.where(product, 2 * products, pointwise * layers["backward_moved"])
     again += kernel_s * np.where(product, 2.0, left)
+    trained = np.where(layers["frozen"], 0.0, 1.0)
     first = np.maximum(
         table.batch * table.first_flops / (table.first_peak * columns["products"]),
         table.element_bytes * table.batch * table.first_moved / (table.bandwidth * columns["memory"]),
     )
     forward = table.total(once)
-    backward = np.maximum(table.total(again) - first, forward)
-    return forward, backward, table.total(np.where(product, 3.0, 2 * left))
+    backward = np.maximum(table.total(again * trained) - first, table.total(once * trained))
+    launched = np.where(product, 1.0, left) + np.where(product, 2.0, left) * trained
+    return forward, backward, table.total(launched)
 
 
 def _product_s(table: LayeredTable, of_run: Mapping[str, FloatArray]) -> FloatArray:
@@ -188,10 +195,12 @@ def _product_s(table: LayeredTable, of_run: Mapping[str, FloatArray]) -> FloatAr
     # Winograd's algorithm multiplies less often; tensor units have no use for it.
     counted = np.where(layers["winograd"] & table.without_tensor_units[run], flops / of_run["winograd"], flops)
     peak = np.where(layers["convolution"], table.convolution_peak[run], table.matmul_peak[run] * of_run["matmuls"])
+    columns, half = layers["columns"], of_run["columns_half"]
+    outputs = batch * layers["rows"] * columns
     shape = (
-        (layers["columns"] / (layers["columns"] + of_run["columns_half"]))
+        (columns / (columns + half))
         * (layers["depth"] / (layers["depth"] + of_run["depth_half"]))
-        * (batch * layers["rows"] / (batch * layers["rows"] + of_run["rows_half"]))
+        * (outputs / (outputs + of_run["outputs_half"] + half * columns))
     )
     moved_s = moved / (table.bandwidth[run] * of_run["memory"])
     seconds = np.maximum(counted / (peak * of_run["products"] * shape), moved_s)
@@ -296,7 +305,7 @@ def _arrays_of(key: _Same) -> LayerArrays:
         row = (
             layer.kernel, layer.flops, layer.elements_moved, layer.weights,
             layer.m * batched, columns, layer.k, grouped, layer.kernel in _FUSABLE and not layer.saved,
-            layer.vector, _winograd(layer),
+            layer.vector, layer.single, layer.frozen, _winograd(layer),
         )  # fmt: skip
         counts[row] = counts.get(row, 0.0) + layer.count
     rows = list(counts)
@@ -316,13 +325,22 @@ def _arrays_of(key: _Same) -> LayerArrays:
         fusable=np.array([bool(row[8]) for row in rows]),
         norm=np.array([kernel is Kernel.NORMALIZATION for kernel in kernels]),
         vector=np.array([bool(row[9]) for row in rows]),
-        winograd=np.array([bool(row[10]) for row in rows]),
+        single=np.array([bool(row[10]) for row in rows]),
+        frozen=np.array([bool(row[11]) for row in rows]),
+        winograd=np.array([bool(row[12]) for row in rows]),
         backward_moved=np.array([_BACKWARD_MOVED.get(kernel, 1.0) for kernel in kernels]),  # type: ignore[call-overload]
         count=np.array([counts[row] for row in rows]),
         saved=sum(layer.saved * layer.count for layer in key.network.layers),
-        first_flops=first.flops if first else 0.0,
-        first_moved=first.elements_moved if first else 0.0,
+        tensors=sum(_tensors(layer) for layer in key.network.layers),
+        first_flops=first.flops if first and not first.frozen else 0.0,
+        first_moved=first.elements_moved if first and not first.frozen else 0.0,
     )
+
+
+def _tensors(layer: LayerWork) -> float:
+    if layer.frozen:
+        return 0.0
+    return 2.0 if layer.kernel is Kernel.NORMALIZATION else float(layer.kernel in _PRODUCTS and layer.weights > 0)
 
 
 def _winograd(layer: LayerWork) -> bool:

@@ -47,8 +47,11 @@ class LayeredParameters:
         Share of the peak that wide convolutions and matrix products reach.
     memory, grouped
         Share of the memory bandwidth that pointwise kernels and grouped convolutions reach.
-    columns_half, depth_half, rows_half
-        Width, depth and rows of a product at which its rate is half of that of a wide one.
+    columns_half, depth_half
+        Width and depth of a product at which its rate is half of that of a wide one. So many rows are also begun in
+        vain: tiles are computed whole.
+    outputs_half
+        Outputs of a product that keep half of the device at work: fewer do not fill all its multiprocessors with tiles.
     kernel_s, launch_s
         Seconds that a kernel takes beyond its work, and that the host takes to launch it.
     unfused
@@ -61,6 +64,13 @@ class LayeredParameters:
         Operations of a 3 x 3 convolution over those that Winograd's algorithm needs, where no tensor unit multiplies.
     vector
         Time of softmax, of norms over channels and of GELU over that in which the memory moves what they touch.
+    update_bytes
+        Bytes that a step moves for each weight outside of products. SGD with momentum in one kernel reads gradient,
+        weight and momentum in float32 and writes the last two: 20.
+    updates
+        Kernels for each tensor of weights outside of the network's operators: its update, casts, clipping.
+    coordination_s
+        Seconds until processes have agreed that a gradient is there everywhere, for the last one of a step.
     step_overhead_s
         Seconds of a step outside kernels.
     crowding
@@ -83,7 +93,7 @@ class LayeredParameters:
     grouped: float = 0.1
     columns_half: float = 32.0
     depth_half: float = 64.0
-    rows_half: float = 512.0
+    outputs_half: float = 1.5e5
     kernel_s: float = 5e-6
     launch_s: float = 1e-5
     unfused: float = 0.7
@@ -91,6 +101,9 @@ class LayeredParameters:
     matmuls: float = 1.0
     winograd: float = 1.5
     vector: float = 1.0
+    update_bytes: float = 20.0
+    updates: float = 1.0
+    coordination_s: float = 0.0
     step_overhead_s: float = 2e-3
     crowding: float = 0.1
     pooled: float = 0.0
@@ -142,6 +155,8 @@ class LayeredCoefficients:
             stack["casts"] = planes
         if product_kind(run) != "half" and run.setup.stack in _FUSED_IN_HALF:
             stack["unfused"] = _NEUTRAL.unfused
+        if run.setup.plain_graph:
+            stack["unfused"] = 1.0
         stack["launch_s"] = stack.get("launch_s", _NEUTRAL.launch_s) * device.pop("launch", 1.0)
         if family_of(run.hardware.device_name) != _ON_AI_CPU:
             stack.pop("boxes_s", None)

@@ -78,7 +78,7 @@ class Stack(StrEnum):
     MINDSPEED = "mindspeed"
     """PyTorch on Ascend: torch_npu with MindSpeed's fused kernels."""
     TENSORFLOW = "tensorflow"
-    """TensorFlow without XLA."""
+    """TensorFlow, with XLA unless ``plain_graph`` says otherwise; Horovod between devices."""
     PADDLE = "paddle"
     """PaddlePaddle."""
     MXNET = "mxnet"
@@ -174,6 +174,7 @@ class LayerWork:
     for the backward pass. ``m, n, k`` per sample describe matrix products and convolutions (as implicit matrix
     products: m = output pixels, n = output channels, k = input channels * kernel area / groups).
     ``vector``: what vector units do that sum over channels or take exponentials, and no product hides.
+    ``single``: its tensors are float32 in mixed precision as well. ``frozen``: it has no backward pass.
     """
 
     kernel: Kernel
@@ -187,6 +188,8 @@ class LayerWork:
     groups: int = 1
     count: int = 1
     vector: bool = False
+    single: bool = False
+    frozen: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +256,8 @@ class TrainingSetup:
     trained_fraction: float = 1.0
     layers_per_stage: tuple[int, ...] = ()
     deterministic: bool = False
+    plain_graph: bool = False
+    """TensorFlow's graph runs operator by operator: XLA, which fuses chains of them, is not asked for."""
     fused_norm: bool = False
     """A fused RMSNorm or layer-norm kernel where the stack's default has none."""
     micro_batch_group: int = 0

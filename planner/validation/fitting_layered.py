@@ -39,26 +39,25 @@ _STACKS = (
 )  # fmt: skip
 """Devices and stacks that are predicted without a row of theirs, by what is expected of them."""
 EVERYWHERE_PRIORS = {
-    "products": Prior(centre=0.55, spread=0.1),
     "balance": Prior(centre=0.6, spread=0.5),
     "winograd": Prior(centre=1.7, spread=0.15),
     "planes": Prior(centre=2.0, spread=0.5),
 }
-"""Of all devices. In convolutions they reach much the same part of their peak, but the less, the more operations they
-could take in the time in which their memory delivers one element; without tensor units the peak is easily reached.
-Where images lie in planes, input and output of a convolution are turned around: both are read and written once more."""
+"""Of all devices. In convolutions they reach the less of their peak, the more operations they could take in the time
+in which their memory delivers one element; without tensor units the peak is easily reached. Where images lie in planes,
+input and output of a convolution are turned around: both are read and written once more."""
 COMMON_PRIORS = {
-    "products": 0.08,
-    "matmuls": 0.3,
-    "memory": 0.06,
-    "grouped": 0.6,
-    "columns_half": 0.2,
-    "depth_half": 0.2,
-    "rows_half": 0.3,
-    "kernel_s": 0.2,
+    "products": Prior(centre=0.55, spread=0.13),
+    "matmuls": Prior(centre=1.0, spread=0.3),
+    "memory": Prior(centre=1.0, spread=0.06),
+    "grouped": Prior(centre=1.0, spread=0.6),
+    "columns_half": Prior(centre=1.0, spread=0.2),
+    "depth_half": Prior(centre=1.0, spread=0.2),
+    "outputs_half": Prior(centre=1.0, spread=0.6),
+    "kernel_s": Prior(centre=1.0, spread=0.2),
 }
-"""Spreads of what devices of one maker have in common, as factors on `DEVICE_PRIORS`. What convolutions reach differs
-more between stacks than between devices, so that one slow stack does not make a device slow for all others."""
+"""What devices of one maker have in common, as factors on `DEVICE_PRIORS`. What convolutions reach differs more between
+stacks than between devices of one maker, so that one slow stack does not make a device slow for all others."""
 DEVICE_PRIORS = {
     "products": Prior(centre=1.0, spread=0.06),
     "matmuls": Prior(centre=1.0, spread=0.03),
@@ -66,7 +65,7 @@ DEVICE_PRIORS = {
     "grouped": Prior(centre=0.12, spread=0.2),
     "columns_half": Prior(centre=32.0, spread=0.1),
     "depth_half": Prior(centre=64.0, spread=0.1),
-    "rows_half": Prior(centre=512.0, spread=0.15),
+    "outputs_half": Prior(centre=1.5e5, spread=0.15),
     "kernel_s": Prior(centre=5e-6, spread=0.1),
     "launch": Prior(centre=1.0, spread=0.2),
 }
@@ -80,6 +79,8 @@ STACK_PRIORS = {
     "unfused": Prior(centre=0.7, spread=0.4),
     "launch_s": Prior(centre=8e-6, spread=0.8),
     "casts": Prior(centre=0.1, spread=1.0),
+    "update_bytes": Prior(centre=20.0, spread=0.3),
+    "updates": Prior(centre=1.0, spread=0.3),
     "step_overhead_s": Prior(centre=2e-3, spread=0.4),
     "crowding": Prior(centre=0.1, spread=0.7),
     "exposed": Prior(centre=0.2, spread=0.7),
@@ -92,11 +93,20 @@ _MINDSPORE_PRIORS = {
     "crowding": Prior(centre=0.01, spread=0.5),
 }
 STACK_OWN_PRIORS: Mapping[str, Mapping[str, Prior]] = {
-    Stack.EAGER: {"launch_s": Prior(centre=2e-5, spread=0.4), "casts": Prior(centre=3.0, spread=0.5)},
+    Stack.CHANNELS_LAST: {"unfused": Prior(centre=1.0, spread=0.1)},
+    Stack.EAGER: {
+        "unfused": Prior(centre=1.0, spread=0.1),
+        "launch_s": Prior(centre=2e-5, spread=0.4),
+        "casts": Prior(centre=3.0, spread=0.5),
+        "update_bytes": Prior(centre=110.0, spread=0.7),
+        "updates": Prior(centre=6.0, spread=0.5),
+    },
     Stack.TENSORFLOW: {
         "launch_s": Prior(centre=3e-5, spread=0.3),
         "unfused": Prior(centre=0.4, spread=0.4),
         "pooled": Prior(centre=0.3, spread=0.3),
+        "updates": Prior(centre=3.0, spread=0.5),
+        "coordination_s": Prior(centre=7.5e-3, spread=0.3),
         "step_overhead_s": Prior(centre=4e-3, spread=0.6),
     },
     Stack.COMPILED: {"unfused": Prior(centre=0.4, spread=0.4)},
@@ -114,10 +124,14 @@ STACK_OWN_PRIORS: Mapping[str, Mapping[str, Prior]] = {
         "boxes_s": Prior(centre=8e-3, spread=1.0),
     },
 }
-"""PyTorch launches operators one by one and keeps images in planes, which tensor units do not take: half precision is
-copied around convolutions, elements of two bytes at a lower rate than those of four. TensorFlow schedules operators one
-by one; NVIDIA measured its examples with XLA, which fuses what follows a convolution, and those for MXNet with norms
-that take sum and ReLU along (``--fuse-bn-relu``, ``--fuse-bn-add-relu`` in ``MxNet/Classification/RN50v1.5/runner``).
+"""PyTorch launches operators one by one, fuses none of them and keeps images in planes, which tensor units do not take:
+half precision is copied around convolutions, elements of two bytes at a lower rate than those of four. Its optimizers
+are single operators as well: Adam with decay moves 88 bytes a weight in six kernels, gradients that are zeroed,
+unscaled and clipped 24 more. TensorFlow schedules operators one by one, and for each tensor of weights its update, its
+decay and its part of the norm of all gradients. Horovod looks every 5 ms which gradients are there everywhere (1 ms
+from 0.21 of November 2020 on): the last one of a step waits for half a cycle, and for one more until all have said so.
+NVIDIA measured its examples with XLA, which fuses what follows a convolution, and those for MXNet with norms that take
+sum and ReLU along (``--fuse-bn-relu``, ``--fuse-bn-add-relu`` in ``MxNet/Classification/RN50v1.5/runner``).
 MindSpore's graphs run as operators where no device takes them whole, and its vector units take several passes for norms
 over channels, softmax and GELU."""
 HOST_PRIORS = {
@@ -164,8 +178,7 @@ def priors() -> dict[Key, Prior]:
     for family in _DEVICES:
         device = DEVICE_PRIORS | (SINK_PRIORS if family.startswith("ascend") else {})
         found |= {("devices", family, name): prior for name, prior in device.items()}
-        for name, spread in COMMON_PRIORS.items():
-            found["common", _maker(family), name] = Prior(centre=1.0, spread=spread)
+        found |= {("common", _maker(family), name): prior for name, prior in COMMON_PRIORS.items()}
     for stack in _STACKS:
         software = STACK_PRIORS | dict(STACK_OWN_PRIORS.get(stack, {}))
         found |= {("stacks", str(stack), name): prior for name, prior in software.items()}
@@ -318,6 +331,5 @@ def combined(values: Mapping[Key, float]) -> LayeredCoefficients:
     for family, device in groups["devices"].items():
         for name in COMMON_PRIORS:
             device[name] *= values["common", _maker(family), name]
-        device["products"] *= values["everywhere", "", "products"]
         device |= {name: values["everywhere", "", name] for name in ("balance", "winograd", "planes")}
     return LayeredCoefficients(**groups)

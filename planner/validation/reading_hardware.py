@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from planner.validation.measurement_file import FileRow
 from planner.validation.reading_network import MissingFactError
-from planner.validation.reading_suites import suite_memory_gb
+from planner.validation.reading_suites import messages_through_host, suite_memory_gb
 from simulator.hardware import Hardware, Level, load_profile, profile_names
 
 _PROFILES: tuple[tuple[str, str], ...] = (
@@ -56,6 +56,12 @@ _INSIDE_NODE = re.compile(
 """Rates of links inside a node, and of memory, where they stand beside that of the network."""
 _BITS_PER_BYTE = 8
 _OMNI_PATH_PORT = 100.0
+_PCIE_BYTES_PER_S = ((r"V100", 15.75e9), (r"H[12]00|GH200|B[23]?00", 63.0e9), (r"", 31.5e9))
+"""Of 16 lanes in one direction, by the name of the device: PCIe 3.0, 5.0, and else 4.0."""
+_STAGED_SHARE = 0.32
+"""Of that, what each device of a ring gets through the memory of the host, written by one and read by the next: eight
+A100 of PCIe 4.0 averaged 8 GB/s so, and 21 from device to device (github.com/NVIDIA/nccl/issues/841), of which 26
+are usual in long messages."""
 
 
 def hardware_for(row: FileRow, notes: list[str]) -> Hardware:
@@ -73,6 +79,7 @@ def hardware_for(row: FileRow, notes: list[str]) -> Hardware:
         bandwidth=_stated_bandwidth(row),
         per_node=_node_size(row, base, per_node),
         nominal=_outer_bandwidth(row, base, per_node, notes),
+        staged=_staged_bandwidth(base) if messages_through_host(row) else 0.0,
     )
 
 
@@ -157,6 +164,11 @@ def _outer_bandwidth(row: FileRow, base: Hardware, per_node: int, notes: list[st
     return rate * 1e9 / _BITS_PER_BYTE / per_node * _LINK_SHARE
 
 
+def _staged_bandwidth(base: Hardware) -> float:
+    """Bytes per second of each device of a ring whose messages wait in the memory of the host."""
+    return next(rate for pattern, rate in _PCIE_BYTES_PER_S if re.search(pattern, base.device_name)) * _STAGED_SHARE
+
+
 def _node_rate(text: str, per_node: int) -> float | None:
     """Gigabits per second of one node that the text of a link states.
 
@@ -189,13 +201,18 @@ def _gigabits(number: str, unit: str) -> float:
 
 
 @lru_cache(maxsize=512)
-def _variant(name: str, *, memory_bytes: int, bandwidth: float, per_node: int, nominal: float) -> Hardware:
+def _variant(
+    name: str, *, memory_bytes: int, bandwidth: float, per_node: int, nominal: float, staged: float
+) -> Hardware:
     base = _load(name)
-    if not (memory_bytes or bandwidth or per_node or nominal):
+    if not (memory_bytes or bandwidth or per_node or nominal or staged):
         return base
     levels = base.levels
     if per_node:
         levels = (_resized(levels[0], per_node), *levels[1:])
+    if staged:
+        inner = replace(levels[0], bandwidth_bytes_per_s=staged, reduction_bandwidth_bytes_per_s=0.0)
+        levels = (inner, *levels[1:])
     if nominal and abs(nominal / levels[-1].bandwidth_bytes_per_s - 1) > 0.06:
         levels = (*levels[:-1], replace(levels[-1], bandwidth_bytes_per_s=nominal))
     if levels == base.levels and not (memory_bytes or bandwidth):
@@ -209,7 +226,8 @@ def _variant(name: str, *, memory_bytes: int, bandwidth: float, per_node: int, n
         devices_per_node=per_node or base.devices_per_node,
         node_device_counts=tuple(range(1, per_node + 1)) if per_node else base.node_device_counts,
         levels=levels,
-        node=None if per_node else base.node,
+        node=None if per_node or staged else base.node,
+        collective_tables=() if staged else base.collective_tables,
     )
 
 

@@ -124,6 +124,24 @@ def misread_batch(row: FileRow) -> bool:
     )
 
 
+def without_xla(row: FileRow) -> bool:
+    """Whether a network of TensorFlow runs without XLA.
+
+    NVIDIA's benchmarks of V-Net do not ask for it (``VNet/examples/vnet_benchmark.py``), those of the other networks
+    do; FlagPerf's runtime does not (``training/nvidia/resnet50-tensorflow2/config``).
+    """
+    flagperf = "flagperf" in row.text("source").lower() and "tensorflow" in row.text("framework").lower()
+    return flagperf or (is_example(row) and bool(re.search(r"/vnet\b", row.text("model").lower())))
+
+
+def messages_through_host(row: FileRow) -> bool:
+    """Whether devices of a node send through its memory: Lambda's script says ``export NCCL_P2P_DISABLE=1``.
+
+    (``pytorch/scripts/benchmark_pytorch.sh``, in front of every run of several devices.)
+    """
+    return is_lambda(row) and (row.whole("n_accels") or 1) > 1
+
+
 def keeps_planes(row: FileRow) -> bool:
     """Whether an example for PyTorch leaves images in planes in half precision as well.
 

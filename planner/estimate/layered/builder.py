@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from planner.estimate.training_run import LayeredNetwork, LayerWork
 from simulator.program import Kernel
 
+_SECTOR_ELEMENTS = 8
+"""Numbers of 4 bytes in the least that a GPU reads from its memory."""
+
 
 def divisible(value: float, divisor: int = 8) -> int:
     """Channels rounded to a multiple of `divisor`, never by more than 10 % down (MobileNetV2's reference code)."""
@@ -31,6 +34,8 @@ class NetworkBuilder:
     def __init__(self, channels: int, *size: int, tokens: bool = False) -> None:
         self.channels = channels
         self.tokens = tokens
+        self.frozen = False
+        self.fixed_norms = False
         self.size: tuple[int, ...] = size
         self.parameters = 0.0
         self.layers: list[LayerWork] = []
@@ -122,8 +127,13 @@ class NetworkBuilder:
         return self
 
     def norm(self) -> NetworkBuilder:
-        """Batch, layer, group or instance norm with scale and shift: two reads and a write."""
+        """Batch, layer, group or instance norm with scale and shift: two reads and a write.
+
+        With ``fixed_norms`` its statistics, scale and shift are constants: each element is read and written once.
+        """
         self.parameters += 2 * self.channels
+        if self.fixed_norms:
+            return self._pointwise(Kernel.ELEMENTWISE, 2, saved=False)
         return self._pointwise(Kernel.NORMALIZATION, 3, saved=True)
 
     def relu(self) -> NetworkBuilder:
@@ -145,6 +155,17 @@ class NetworkBuilder:
     def softmax(self) -> NetworkBuilder:
         """Probabilities over all elements and their loss."""
         return self._pointwise(Kernel.SOFTMAX, 3, saved=True)
+
+    def smoothed_loss(self) -> NetworkBuilder:
+        """Cross entropy of smoothed labels in float32, operator by operator.
+
+        Forward log-softmax (two reads, a write) and its mean over classes (a read); backward the two gradients of the
+        log-probabilities written and added (five), and that of the log-softmax (five).
+        """
+        kept = self._save()
+        self._append(Kernel.ELEMENTWISE, elements_moved=4 * self.elements, saved=kept, single=True)
+        self._append(Kernel.COPY, elements_moved=3 * self.elements, single=True)
+        return self
 
     def steps(self, count: int, kernel: Kernel, kernels: int, elements: float) -> NetworkBuilder:
         """Each of `count` steps that wait for each other runs `kernels` kernels, which move `elements` together."""
@@ -244,6 +265,16 @@ class NetworkBuilder:
         self._append(Kernel.MATMUL, flops=flops, elements_moved=moved, m=rows, n=head, k=keys, groups=groups)
         return self.become(width)
 
+    def regions(self, count: int, side: int, points: int = 16) -> NetworkBuilder:
+        """Features of `count` regions, `side` by `side` each, from a map: RoIAlign (arXiv:1703.06870).
+
+        Each output weighs `points`, four corners of four samples, and its gradient is added to them one by one, in
+        float32. They lie apart, so that each costs a sector of 32 bytes.
+        """
+        outputs = self.channels * count * side * side
+        self._append(Kernel.EMBEDDING, elements_moved=outputs * points * _SECTOR_ELEMENTS, single=True)
+        return self
+
     def embedding(self, rows: int, channels: int, trained: bool = True) -> NetworkBuilder:
         """One row of a table at every position."""
         self.become(channels)
@@ -279,6 +310,24 @@ class NetworkBuilder:
                 self._append(Kernel.ELEMENTWISE, elements_moved=2 * moved, saved=n, count=steps)
         return self.become(channels * directions)
 
+    def cell(self, channels: int, *, gates: int = 4) -> NetworkBuilder:
+        """A recurrent cell whose input waits for its last output: one product a step, of input and state together."""
+        steps, inputs, n = self.positions, self.channels, gates * channels
+        self._append(
+            Kernel.MATMUL,
+            flops=2.0 * n * (inputs + channels),
+            elements_moved=inputs + channels + n,
+            weights=n * (inputs + channels),
+            saved=inputs + channels + n,
+            m=1,
+            n=n,
+            k=inputs + channels,
+            count=steps,
+        )
+        self.parameters += n - n * (inputs + channels) * (steps - 1)
+        self._append(Kernel.ELEMENTWISE, elements_moved=2 * (channels + n), saved=n, count=steps)
+        return self.become(channels)
+
     def squeeze_excite(self, hidden: int, *, smooth: bool = False, bias: bool = True) -> NetworkBuilder:
         """Channel weights from the global average through two products (SENet, arXiv:1709.01507)."""
         channels = self.channels
@@ -296,7 +345,7 @@ class NetworkBuilder:
     def _append(self, kernel: Kernel, **work: float) -> NetworkBuilder:
         alone = kernel is Kernel.NORMALIZATION or (kernel is Kernel.ACTIVATION and work.get("saved", 0) > 0)
         vector = kernel is Kernel.SOFTMAX or (self.tokens and alone)
-        layer = LayerWork(kernel=kernel, vector=vector, **work)  # type: ignore[arg-type]
+        layer = LayerWork(kernel=kernel, vector=vector, frozen=self.frozen, **work)  # type: ignore[arg-type]
         self.layers.append(layer)
         self.parameters += layer.weights * layer.count
         self._new_tensor()

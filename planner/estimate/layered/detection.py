@@ -15,9 +15,12 @@ SSD_ANCHORS = (4, 6, 6, 6, 4, 4)
 Feature = tuple[int, tuple[int, ...]]
 
 
-def residual_stages(net: NetworkBuilder, depth: int, stages: int = 4, last_stride: int = 2) -> list[Feature]:
-    """Stem and the first `stages` of a ResNet; returned are channels and size after each."""
+def residual_stages(
+    net: NetworkBuilder, depth: int, stages: int = 4, last_stride: int = 2, frozen: int = 0
+) -> list[Feature]:
+    """Stem and the first `stages` of a ResNet, of which `frozen` are not trained; returned are channels and sizes."""
     form = ResidualForm()
+    net.frozen = frozen > 0
     stem(net, form)
     features = []
     for stage in range(stages):
@@ -25,6 +28,7 @@ def residual_stages(net: NetworkBuilder, depth: int, stages: int = 4, last_strid
             first_stride = 1 if not stage else last_stride if stage == stages - 1 else 2
             bottleneck(net, 64 * 2**stage, 1 if index else first_stride, form)
         features.append((net.channels, net.size))
+        net.frozen = stage + 1 < frozen
     return features
 
 
@@ -122,17 +126,25 @@ def ssd_pyramid(name: str, side: int, *, mobile: bool) -> LayeredNetwork:
 
 
 def mask_rcnn(name: str, size: tuple[int, int] = (800, 1216), *, masks: bool = True) -> LayeredNetwork:
-    """Mask R-CNN on ResNet-50 and FPN (arXiv:1703.06870): 512 regions for boxes, 128 for masks."""
+    """Mask R-CNN on ResNet-50 and FPN (arXiv:1703.06870): 512 regions for boxes, 128 for masks.
+
+    Norms are constants, and the stem and the first stage stay as they are (``FREEZE_CONV_BODY_AT: 2``,
+    ``FrozenBatchNorm2d``; ``trainable=False`` in TensorFlow).
+    """
     net = NetworkBuilder(3, *size)
-    features = residual_stages(net, 50)
+    net.fixed_norms = True
+    features = residual_stages(net, 50, frozen=1)
+    net.fixed_norms = False
     feature_pyramid(net, features)
     proposals(net, [*(size for _, size in features), tuple(part // 2 for part in net.size)])
     regions = 512
+    net.become(256, 1).regions(regions, 7)
     net.become(256 * 7 * 7, regions).linear(1024).relu().linear(1024).relu()
     with net.branch():
         net.linear(COCO_CLASSES)
     net.linear(4 * COCO_CLASSES)
     if masks:
+        net.become(256, 1).regions(128, 14)
         net.become(256, 128 * 14, 14)
         for _ in range(4):
             net.convolution(256, 3, bias=True).relu()

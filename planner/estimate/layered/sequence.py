@@ -87,8 +87,7 @@ def gnmt(name: str, hidden: int = 1024, vocabulary: int = 32320) -> LayeredNetwo
         net.become(2 * hidden).concatenate(2 * hidden).recurrent(hidden)
     net.linear(vocabulary)
     net.become(1, PADDED_TOKENS * vocabulary)
-    # Read in half precision, written as float32, and summed up once more for the smoothed labels.
-    net.softmax().copy()
+    net.smoothed_loss()
     return net.finish(name, "sentence", units=2 * SENTENCE_TOKENS)
 
 
@@ -99,11 +98,11 @@ def tacotron2(name: str) -> LayeredNetwork:
         net.unit(512, 5)
     net.recurrent(256, bidirectional=True)
     net.become(80, CLIP_LONGEST_FRAMES).linear(256, bias=False).relu().linear(256, bias=False).relu()
-    net.become(768, CLIP_LONGEST_FRAMES).recurrent(1024)
+    net.become(768, CLIP_LONGEST_FRAMES).cell(1024)
     # Forward and backward alike: the weighted sum of what was read, six passes over the energies of attention, and the
     # gradients of both, which add up from frame to frame.
     net.steps(CLIP_LONGEST_FRAMES, Kernel.COPY, 40, CLIP_LETTERS * (3 * 512 + 8 * 128))
-    net.become(1536, CLIP_LONGEST_FRAMES).recurrent(1024).become(1536).linear(80)
+    net.become(1536, CLIP_LONGEST_FRAMES).cell(1024).become(1536).linear(80)
     net.accumulate(CLIP_LONGEST_FRAMES, 4 * 1024 * (768 + 1536 + 2 * 1024))
     for channels in (512, 512, 512, 512, 80):
         net.unit(channels, 5, activation="smooth")

@@ -256,6 +256,45 @@ def test_a_recurrent_layer_counts_its_weights_once() -> None:
     assert sum(layer.count for layer in net.layers if layer.kernel is Kernel.MATMUL) == 2 * (1 + 7)
 
 
+def test_a_cell_takes_input_and_state_step_by_step_and_its_weights_once() -> None:
+    net = NetworkBuilder(10, 7).cell(20)
+    assert (net.channels, net.size) == (20, (7,))
+    assert net.parameters == 4 * (10 * 20 + 20 * 20 + 20)
+    products = [layer for layer in net.layers if layer.kernel is Kernel.MATMUL]
+    assert [(layer.k, layer.n, layer.count) for layer in products] == [(30, 80, 7)]
+
+
+def test_what_is_frozen_has_no_backward_pass_and_no_update() -> None:
+    trained, frozen = NetworkBuilder(8, 16, 16), NetworkBuilder(8, 16, 16)
+    frozen.frozen = True
+    for net in (trained, frozen):
+        net.unit(8).convolution(8, 3)
+    assert [layer_arrays(net.finish("two layers")).tensors for net in (trained, frozen)] == [4, 0]
+    assert all(layer_arrays(frozen.finish("two layers")).frozen)
+
+
+def test_fixed_norms_read_and_write_once() -> None:
+    net = NetworkBuilder(8, 16, 16)
+    net.fixed_norms = True
+    norm = net.norm().layers[0]
+    assert (norm.kernel, norm.elements_moved, norm.saved, net.parameters) == (Kernel.ELEMENTWISE, 2 * 2048, 0, 16)
+
+
+def test_mask_r_cnn_trains_neither_stem_nor_first_stage() -> None:
+    network = lookup("maskrcnn")
+    assert network is not None
+    kept = [layer for layer in network.layers if layer.frozen and layer.kernel is Kernel.CONVOLUTION]
+    assert len(kept) == 1 + 3 * 3 + 1
+    gathered = [layer.elements_moved / 128 for layer in network.layers if layer.kernel is Kernel.EMBEDDING]
+    assert gathered == [256 * 512 * 7**2, 256 * 128 * 14**2]
+
+
+def test_a_smoothed_loss_is_float32() -> None:
+    network = lookup("gnmt")
+    assert network is not None
+    assert sum(layer.elements_moved for layer in network.layers if layer.single) == 7 * 31 * 32320
+
+
 def test_names_are_made_plain() -> None:
     assert plain_name("Classification/ConvNets/SE-ResNeXt101_32x4d") == "se_resnext101_32x4d"
     assert plain_name("ResNet50-v1.5") == "resnet50_v1_5"

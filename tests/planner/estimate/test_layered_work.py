@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.estimate.layered import lookup
+from planner.estimate.layered.builder import NetworkBuilder
 from planner.estimate.layered_table import LayeredTable, layered_times
 from planner.estimate.layered_work import (
     USUAL_BALANCE,
@@ -112,6 +113,50 @@ def test_images_lie_in_planes_for_tf32_whatever_the_software_does_for_half_preci
     assert (half.casts, half.unfused) == (0.1, 0.2)
     assert (tf32.casts, tf32.unfused) == (2.0, NEUTRAL.unfused)
     assert known.parameters(run(stack=Stack.EAGER)).casts == 3.0
+
+
+def test_what_a_step_does_beside_its_network_counts_by_weights_and_by_tensors() -> None:
+    bare = replace(NEUTRAL, update_bytes=0.0, updates=0.0)
+    wanted = run(name="vgg16", batch=1, devices=1)
+    moved = network("vgg16").parameters * 100 / (wanted.hardware.memory_bandwidth * NEUTRAL.memory)
+    assert seconds(wanted, replace(bare, update_bytes=100.0)) - seconds(wanted, bare) == pytest.approx(moved)
+    launched = replace(bare, launch_s=1e-3)  # the host alone decides: 53 convolutions, 53 norms, one product
+    small = run(devices=1, batch=1)
+    longer = seconds(small, replace(launched, updates=5.0)) - seconds(small, launched)
+    assert longer == pytest.approx(5 * 1e-3 * (53 + 2 * 53 + 1), rel=1e-3)
+
+
+def test_gradients_wait_until_all_devices_have_agreed_on_them() -> None:
+    slow = replace(NEUTRAL, coordination_s=0.01)
+    assert seconds(run(devices=8), slow) == pytest.approx(seconds(run(devices=8)) + 0.01)
+    assert seconds(run(devices=1), slow) == seconds(run(devices=1))
+
+
+def test_a_plain_graph_fuses_nothing() -> None:
+    known = LayeredCoefficients(stacks={"tensorflow": {"unfused": 0.4}})
+    compiled = run(stack=Stack.TENSORFLOW)
+    plain = replace(compiled, setup=replace(compiled.setup, plain_graph=True))
+    assert [known.parameters(one).unfused for one in (compiled, plain)] == [0.4, 1.0]
+
+
+def test_frozen_layers_take_their_forward_pass_alone() -> None:
+    kept = network()
+    frozen = replace(kept, layers=tuple(replace(layer, frozen=True) for layer in kept.layers))
+    parts = [predict_layered(replace(run(), network=one), NEUTRAL).breakdown for one in (kept, frozen)]
+    assert parts[0]["forward"] == parts[1]["forward"]
+    assert parts[0]["backward"] > parts[1]["backward"] == 0
+
+
+def test_few_rows_of_wide_products_fill_a_device_but_for_their_tiles() -> None:
+    def rate(rows: int, columns: int) -> float:
+        net = NetworkBuilder(4096, rows).linear(columns)
+        one = replace(run(devices=1, batch=1), network=net.finish("one product"))
+        table = LayeredTable([one])
+        columns_of = parameter_columns(table, [replace(NEUTRAL, memory=1e6, kernel_s=0.0)])
+        return sum(layer.flops for layer in net.layers) / float(layered_times(table, columns_of)["forward"][0])
+
+    assert rate(256, 4096) > 4 * rate(256, 64)
+    assert rate(4, 65536) < 0.2 * rate(256, 65536)
 
 
 def test_matrix_products_have_a_rate_of_their_own() -> None:

@@ -111,7 +111,7 @@ def test_slopes_are_those_of_every_coefficient_by_itself() -> None:
     theta = np.log([prior.centre for prior in priors().values()])
     slopes = steps.slopes(keys, theta, steps.places(keys))
     base = steps.logarithms(keys, theta)
-    for number in (keys.index(("devices", "ampere", "memory")), keys.index(("everywhere", "", "products"))):
+    for number in (keys.index(("devices", "ampere", "memory")), keys.index(("common", "nvidia", "products"))):
         moved = theta.copy()
         moved[number] -= 1e-3
         assert slopes[:, number] == pytest.approx((base - steps.logarithms(keys, moved)) / 1e-3, abs=1e-9)

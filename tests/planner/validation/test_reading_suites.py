@@ -240,3 +240,44 @@ def test_a_script_states_the_patches_of_a_transformer(tmp_path: Path) -> None:
     assert other is not None
     assert named.network.name == "vit_base_patch32"
     assert other.network.name == "vit"
+
+
+@pytest.mark.parametrize(
+    ("changes", "plain"),
+    [
+        ({"source": "NVIDIA/DeepLearningExamples", "model": "Segmentation/VNet", "framework": "TensorFlow"}, True),
+        (
+            {
+                "source": "NVIDIA/DeepLearningExamples",
+                "model": "Classification/ConvNets/resnet50v1.5",
+                "framework": "TensorFlow",
+            },
+            False,
+        ),
+        ({"source": "FlagOpen/FlagPerf", "model": "resnet50", "framework": "tensorflow2"}, True),
+        ({"source": "FlagOpen/FlagPerf", "model": "resnet50", "framework": "pytorch"}, False),
+    ],
+)
+def test_scripts_say_whether_they_ask_for_xla(tmp_path: Path, changes: dict[str, str], plain: bool) -> None:
+    run = read_one(tmp_path, **{**LAMBDA, **changes}, accelerator="A100", accel_mem_gb="80", per_accel_batch="16").run
+    assert run is not None
+    assert run.setup.plain_graph == plain
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "devices", "rate"),
+    [
+        ("A100 80GB SXM4", "2", 0.32 * 31.5e9),
+        ("V100 16GB", "8", 0.32 * 15.75e9),
+        ("H100 80GB SXM5", "8", 0.32 * 63e9),
+        ("A100 80GB SXM4", "1", None),
+    ],
+)
+def test_a_suite_sends_messages_through_the_host(
+    tmp_path: Path, accelerator: str, devices: str, rate: float | None
+) -> None:
+    changes = {**LAMBDA, "model": "gnmt", "precision": "fp32", "precision_kind": "fp32", "n_accels": devices}
+    through_host = read_one(tmp_path, **changes, accelerator=accelerator).run
+    assert through_host is not None
+    inner = through_host.hardware.levels[0].bandwidth_bytes_per_s
+    assert inner == pytest.approx(rate) if rate else inner > 1e11
