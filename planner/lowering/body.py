@@ -72,7 +72,9 @@ class Body(Writer):
         gradients: Mapping[TensorRef, int] | None = None,
         leaves: str = "",
     ) -> None:
-        super().__init__(source)
+        self.nodes = range(len(source.graph.nodes)) if nodes is None else sorted(nodes)
+        read = {ref.node for index in self.nodes for ref in source.graph.nodes[index].tensor_inputs}.union(self.nodes)
+        super().__init__(source, read)
         self.items: list[Item] = []
         self.exchanged: dict[int | None, tuple[str, ...]] = {}
         """What each attention has exchanged, by its node."""
@@ -86,11 +88,10 @@ class Body(Writer):
         for ref in given:
             self.versions[ref] = {source.output_placements(ref): source.written_name(ref)}
         for parameter in self.graph.parameters:
-            if parameter.node not in source.by_unit:
+            if parameter.node in read and parameter.node not in source.by_unit:
                 ref = TensorRef(parameter.node)
                 for wanted in source.gathered(parameter.node):
                     self.versions[ref][wanted] = source.value_name(ref, wanted)
-        self.nodes = range(len(self.graph.nodes)) if nodes is None else sorted(nodes)
         self.reached: list[int] = []
         """How many items there are once each of ``nodes`` has run."""
         for index in self.nodes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -109,14 +109,23 @@ class _Part:
 
 
 class Writer:
-    """Writes tasks and instructions, and knows every tensor's versions so far."""
+    """Writes tasks and instructions, and knows every tensor's versions so far.
 
-    def __init__(self, source: PlacedGraph) -> None:
+    Parameters
+    ----------
+    source : PlacedGraph
+    read : container of int, optional
+        Nodes of the stored tensors that may be read; all by default.
+    """
+
+    def __init__(self, source: PlacedGraph, read: Container[int] | None = None) -> None:
         self.source = source
         self.graph = source.graph
         self.drafts: list[Draft] = []
         self.versions: dict[TensorRef, dict[Placements, str]] = {
-            TensorRef(index): {placements: self.graph.nodes[index].name} for index, placements in source.stored.items()
+            TensorRef(index): {placements: self.graph.nodes[index].name}
+            for index, placements in source.stored.items()
+            if read is None or index in read
         }
         self.renamed: dict[TensorRef, str] = {}
         """Names of tensors that are computed again."""
