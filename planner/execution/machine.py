@@ -175,8 +175,8 @@ class Machine:
     def compile(self, instructions: Sequence[Instruction], releases: Sequence[tuple[str, ...]]) -> list[Action]:
         """Compile what runs in a row, with the values to free after each.
 
-        A collective that may run beside computation is waited for at the first use; if it has arrived before, it is
-        finished when the next one is sent, as it has ended by then in the simulated step.
+        A collective is waited for at the first use of what it brings; if it has arrived before, it is finished when the
+        next one is sent, as it has ended by then in the simulated step.
         """
         return self.compile_parts(instructions, releases, 0)[1]
 
@@ -198,10 +198,7 @@ class Machine:
                 opened = self._open(instruction)
                 actions.extend(entry.settle for entry in under_way)
                 actions.append(opened.message.start)
-                if instruction.asynchronous:
-                    under_way.append(opened)
-                else:
-                    actions.append(opened.message.finish)
+                under_way.append(opened)
                 actions.extend(_release(self.slots, freed))
             else:
                 actions.append(self._watched(instruction, RUN, self._action(instruction, freed)))

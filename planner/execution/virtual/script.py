@@ -111,7 +111,7 @@ class _Writer:
         )
         self.count += 1
         self.deeds.append(begin)
-        if self.overlaps and instruction.asynchronous:
+        if self.overlaps and instruction.sources:
             self.open.append((begin.number, frozenset(instruction.sources), frozenset(instruction.targets)))
         else:
             self.deeds.append(End(number=begin.number))

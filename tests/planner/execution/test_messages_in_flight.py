@@ -56,7 +56,9 @@ class Work:
         assert self.waits == 1
 
 
-def gradients(wire: Wire, monkeypatch: pytest.MonkeyPatch, count: int = 4) -> tuple[Machine, list[Any]]:
+def gradients(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch, count: int = 4, *, beside: bool = True
+) -> tuple[Machine, list[Any]]:
     """A rank that all-reduces so many gradients one after the other and reads the first of them at the end."""
     monkeypatch.setattr(dist, "all_reduce", wire.send)
     graph = load_network("py:planner.networks.small:tiny_perceptron").capture()
@@ -64,7 +66,7 @@ def gradients(wire: Wire, monkeypatch: pytest.MonkeyPatch, count: int = 4) -> tu
     subject = Machine(graph, (1,), context, (), Held(parameters={}, optimizers={}))
     messages = [
         Communicate(collective=Collective.ALL_REDUCE, axis=0, sources=(f"gradient{n}",), targets=(f"sum{n}",),
-                    gather_dims=(-1,), split_dims=(-1,), asynchronous=True)
+                    gather_dims=(-1,), split_dims=(-1,), asynchronous=beside)
         for n in range(count)
     ]  # fmt: skip
     reader = Slice(source="sum0", target="own", axis=0, dim=0, cut=None)
@@ -72,12 +74,14 @@ def gradients(wire: Wire, monkeypatch: pytest.MonkeyPatch, count: int = 4) -> tu
     return subject, subject.compile([*messages, reader], releases)
 
 
+@pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize(("arrived", "most"), [(True, 1), (False, 4)])
 def test_what_has_arrived_gives_its_memory_back_before_the_next_is_sent(
-    arrived: bool, most: int, monkeypatch: pytest.MonkeyPatch
+    arrived: bool, most: int, beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nothing waits for a message before its first use, as in the simulated step, however soon that comes."""
     wire = Wire(arrived=arrived)
-    subject, actions = gradients(wire, monkeypatch)
+    subject, actions = gradients(wire, monkeypatch, beside=beside)
     for _ in range(2):  # steps
         for n in range(4):
             subject.slots[subject.number(f"gradient{n}")] = torch.full((8,), float(n))
