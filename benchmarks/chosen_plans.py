@@ -2,8 +2,9 @@
 
     python -m benchmarks.chosen_plans MEASUREMENTS_DIR [--file N] [--simulated K] [--limit S] [--workloads W] [--rows]
 
-Workloads are networks that one source trained with one batch on the same devices and with the same kernels under
-several plans; every measured plan is pinned whole (degrees, micro-batch, schedule, recomputation, optimizer sharding).
+Workloads are networks that one source trained with one batch on the same devices and with one release of its software
+under several plans; every measured plan is pinned whole (degrees, micro-batch, schedule, recomputation, optimizer
+sharding), with the kinds of attention and norms that it ran with.
 As in a search, all are ranked by the closed form, and the best ``--simulated`` of them by the simulation. Memory limits
 are lifted: the plans ran. A prediction that takes longer than ``--limit`` seconds of computation is left out and
 counted.
@@ -55,7 +56,7 @@ class Workload:
 
 def workloads(measurements: Path, files: Sequence[str], reasons: Reasons) -> list[Workload]:
     """Workloads with several measured plans."""
-    found: dict[tuple[str, str, bool], dict[Run, list[float]]] = {}
+    found: dict[tuple[str, str], dict[Run, list[float]]] = {}
     for path in sorted(measurements.glob("*.csv")):
         name = path.name.split("_")[0]
         for row in read_measurements(path) if name in files else ():
@@ -64,16 +65,14 @@ def workloads(measurements: Path, files: Sequence[str], reasons: Reasons) -> lis
             except NotCoveredError as error:
                 reasons.add(name, error)
                 continue
-            assert row.run is not None
-            norm = row.run.setup.fused_norm
-            found.setdefault((name, row.workload, norm), {}).setdefault(run, []).append(row.measured_time_s)
+            found.setdefault((name, row.workload), {}).setdefault(run, []).append(row.measured_time_s)
     return [
         Workload(
             file=file,
-            name=f"{name} | fused norms" if norm else name,
+            name=name,
             plans={run: float(np.median(times)) for run, times in plans.items()},
         )
-        for (file, name, norm), plans in found.items()
+        for (file, name), plans in found.items()
         if len({run.pins for run in plans}) > 1
     ]
 
@@ -111,7 +110,8 @@ def regret(workload: Workload, table: pd.DataFrame) -> dict[str, object]:
 
 
 def _said(run: Run) -> str:
-    return " ".join([*(f"{name}={value}" for name, value in run.pins), run.attention])
+    norms = f"norms {run.norms}" if run.norms else ""
+    return " ".join(filter(None, [*(f"{name}={value}" for name, value in run.pins), run.attention, norms]))
 
 
 def show(found: pd.DataFrame, console: Console) -> None:
