@@ -364,7 +364,7 @@ class _Search:
     def _least_states(self, tables: StageTables, placed: Configuration) -> list[LeastStates]:
         """What states take at least in each storage that all ranks together have room for."""
         c = placed
-        key = (self.number.of(c), c.pipeline, c.data, c.stride("data"), c.micro_batches)
+        key = (self.number.of(c), c.pipeline, c.data, c.stride("data"), c.micro_batches, c.in_a_row)
         if key not in self.states:
             ways = least_states_of(self.extent, self.model, tables, c)
             self.states[key] = [way for way in ways if way.fits(self.model)]

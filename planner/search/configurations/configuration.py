@@ -38,6 +38,11 @@ class Configuration:
     context_algorithm: str = "none"
 
     @property
+    def in_a_row(self) -> bool:
+        """Whether ranks go forward with all micro-batches before any goes backward."""
+        return self.schedule == "gpipe"
+
+    @property
     def degrees(self) -> dict[str, int]:
         """Size of every axis."""
         return {axis: int(getattr(self, axis)) for axis in AXES}

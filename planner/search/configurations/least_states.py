@@ -171,7 +171,7 @@ def exposed_s(model: StepModel, tables: StageTables, stored: Configuration) -> F
     """(units,) least seconds of a step of messages beside no pass.
 
     Those are the first gather of ZeRO-1 and 2 on each rank, of any size, and with ZeRO-3 those at the ends of chunks in
-    every micro-batch, or all where nothing overlaps.
+    every micro-batch (in GPipe once), or all where nothing overlaps.
     """
     c, hardware, units = stored, model.hardware, sum(tables.counts)
     found = np.zeros(len(tables.counts))
@@ -191,7 +191,8 @@ def exposed_s(model: StepModel, tables: StageTables, stored: Configuration) -> F
     if not hardware.overlaps_communication:
         return np.asarray(c.micro_batches * (2 * gather + scatter))
     ends = np.append(1.0, np.full(len(found) - 1, (c.pipeline - 1) / max(1, units - 1)))
-    return np.asarray(c.micro_batches * (1 - hardware.lost_to_messages) * (gather + scatter) * ends)
+    times = 1 if c.in_a_row else c.micro_batches
+    return np.asarray(times * (1 - hardware.lost_to_messages) * (gather + scatter) * ends)
 
 
 def lost_to_messages(model: StepModel, configuration: Configuration) -> FloatArray:

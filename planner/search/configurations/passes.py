@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.stages.fragments import FloatArray
+from planner.search.stages.fragments import FloatArray, IntArray
 from simulator.hardware import Hardware
 from simulator.launches import launch_time, pass_time
 
@@ -76,3 +78,63 @@ def passes_beside_messages(
     forward_s = forward_s + lost_gather + np.where(first, 0.0, ahead)
     backward_s = backward_s + lost_scatter + np.where(first, 0.0, waits + lost_gather)
     return forward_s, backward_s, late_s + lost_scatter if split else late_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Row:
+    """Work and messages of units whose passes stand in a row, (ways,) each.
+
+    A rank of GPipe goes forward with all micro-batches and then backward with all: a pass stands between two of its
+    kind. Seconds of both passes without messages, of the gather of a unit's parameters before each of them (none for
+    the backward pass of what begins the network, unless it computes all again: it reads no table of tokens) and the
+    scatter of its gradients, and what a second of messages beside work costs of it (`Hardware.lost_to_messages`).
+    """
+
+    forward_s: FloatArray
+    backward_s: FloatArray
+    gather: FloatArray
+    again: FloatArray
+    scatter: FloatArray
+    lost: float
+
+    def alone(self, first: BoolArray, usual_s: float) -> tuple[FloatArray, FloatArray]:
+        """Seconds (ways,) of both passes of units, whatever chunk they are in: messages beside their own work.
+
+        What begins the network, the ``first``, is gathered beside a forward pass of the usual kind of unit, and its
+        gradients are scattered when all is computed.
+        """
+        gather, behind = self.gather, self.again + self.scatter
+        beside = np.where(first, usual_s, self.forward_s)
+        forward_s = self.forward_s + self.lost * gather + np.maximum((1 - self.lost) * gather - beside, 0.0)
+        backward_s = np.maximum(self.backward_s + self.lost * behind, behind)
+        return forward_s, np.where(first, np.maximum(self.backward_s + self.scatter, backward_s), backward_s)
+
+    def of_chunks(self, picked: IntArray, chunks: Sequence[tuple[int, int]]) -> tuple[FloatArray, FloatArray]:
+        """Seconds (chunks,) between two forward passes of a chunk, and between two backward passes.
+
+        Parameters
+        ----------
+        picked : (units,) the way of each unit, in the order of the network
+        chunks : the first unit of each chunk and the one behind its last
+
+        Notes
+        -----
+        A unit is gathered while the one before it in the pass works; the first of a pass while the pass before ends.
+        Backward, messages have one order, so that the gather for a pass waits for the last scatter of the pass before,
+        which waits for its work: neither hides. A chunk of one unit has its messages beside itself.
+        """
+        found = [self._of_chunk(picked[begin:end]) for begin, end in chunks]
+        forward_s, backward_s = np.array(found).T
+        return forward_s, backward_s
+
+    def _of_chunk(self, ways: IntArray) -> tuple[float, float]:
+        ahead, back = self.forward_s[ways], self.backward_s[ways]
+        gather, again, scatter = self.gather[ways], self.again[ways], self.scatter[ways]
+        work = float(ahead.sum() + self.lost * gather.sum()), float(back.sum() + self.lost * (again + scatter).sum())
+        if len(ways) == 1:
+            return max(work[0], float(gather[0])), max(work[1], float(again[0] + scatter[0]))
+        gather, again, scatter = ((1 - self.lost) * seconds for seconds in (gather, again, scatter))
+        waits = np.maximum(np.roll(gather, -1) - ahead, 0.0).sum()
+        beside = np.append(0.0, again[:-1]) + np.append(scatter[1:], 0.0)
+        exposed = scatter[0] + again[-1] + np.maximum(beside - back, 0.0).sum()
+        return work[0] + float(waits), work[1] + float(exposed)

@@ -22,6 +22,7 @@ With several micro-batches every one but the first adds its gradients to those b
 ZeRO-2 reduce-scatters every micro-batch's gradients in buckets, ZeRO-3 those of a unit in one message, and gathers a
 unit's parameters in one before its forward and its backward pass, over the data axis and inside the stage mesh: a pass
 of a unit takes as long as the longer of its work and its messages (`.passes`: in pipelines, of the work beside them).
+GPipe's stand between others of their kind (`.passes.Row`), and its ends of chunks are exposed once a step.
 No pass is shorter than the launches of its kernels (`simulator.launches`). ``stall`` is what ZeRO-3 exposes between the
 passes of a chunk (the scatter and the gather of its first unit), and by how much the sum of the loss takes longer than
 the passes beside it. What happens at both ends of a chunk is shared out over the units, so that the objective stays a
@@ -46,9 +47,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES
+from planner.graph.recompute import MODES
 from planner.search.configurations.configuration import AXES, Configuration, unstored
 from planner.search.configurations.messages import batch_sums_s, message_s, one_message_s, sends_s
-from planner.search.configurations.passes import paced_passes, passes_beside_messages
+from planner.search.configurations.passes import Row, paced_passes, passes_beside_messages
 from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape, schedule_shape
 from planner.search.configurations.storage import Storage
 from planner.search.configurations.stored_ways import (
@@ -73,6 +75,9 @@ from simulator.topology import neighbour_distances
 
 if TYPE_CHECKING:
     from planner.search.units.labels import StageTables, UnitLabels
+
+Passes = tuple[FloatArray, FloatArray, FloatArray, FloatArray, Row | None]
+"""Both passes of units, what may be put off, what is exposed at the ends of chunks, and passes in a row."""
 
 __all__ = ["AXES", "Configuration", "StepModel", "StoredWays"]
 
@@ -159,7 +164,7 @@ class StepModel(Storage):
         c = configuration
         elements = labels.parameter_elements + labels.expert_elements
         bucket = self._message_bytes(whole, c)
-        forward_s, backward_s, late_s, stall_s = self._passes(labels, elements, c, bucket, whole, trained)
+        forward_s, backward_s, late_s, stall_s, row = self._passes(labels, elements, c, bucket, whole, trained)
         loss_s = one_message_s(self.hardware, Collective.ALL_REDUCE, 1.0, c.data, c.stride("data"))
         ends = c.pipeline * c.virtual / whole.units
         stall_s = stall_s + np.maximum(0.0, ends * loss_s - forward_s - backward_s)
@@ -184,6 +189,7 @@ class StepModel(Storage):
             activation_bytes=kept,
             resident_bytes=self.resident_bytes(labels, c),
             transient_bytes=labels.transient_bytes + self.gathered_bytes(labels, c, bucket),
+            row=row,
         )
 
     def sends_s(self, tables: StageTables, configuration: Configuration) -> FloatArray:
@@ -288,7 +294,7 @@ class StepModel(Storage):
         bucket: float,
         whole: Whole,
         trained: int | IntArray,
-    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    ) -> Passes:
         """Passes with the messages of every micro-batch, what may be put off, and what is exposed at ends of chunks.
 
         Between a backward pass and the next one stand the scatter and the gather of the first unit of a chunk.
@@ -306,7 +312,7 @@ class StepModel(Storage):
             scatter = self._scattered_s(self._written(labels, elements), c, bucket) + inside_s
             backward_s = self._beside(backward_s, scatter + accumulation)
         if c.optimizer_sharding != "zero3":
-            return forward_s, backward_s, late_s, np.zeros_like(forward_s)
+            return forward_s, backward_s, late_s, np.zeros_like(forward_s), None
         gather = np.where(size > 0, self.message_s(Collective.ALL_GATHER, size, shards, stride), 0.0) + labels.gather_s
         scatter = np.where(size > 0, self.message_s(Collective.REDUCE_SCATTER, sent, shards, stride), 0.0) + inside_s
         scatter = scatter + accumulation
@@ -322,7 +328,8 @@ class StepModel(Storage):
         exposed = exposed + np.where(last, gather, 0.0)
         if not self.hardware.overlaps_communication:
             exposed = np.zeros_like(exposed)
-        return self._beside(forward_s, gather), backward_s, late_s, (1 - self.hardware.lost_to_messages) * exposed
+        exposed = (1 - self.hardware.lost_to_messages) * exposed
+        return self._beside(forward_s, gather), backward_s, late_s, exposed, None
 
     def _passes_of_stages(
         self,
@@ -331,16 +338,24 @@ class StepModel(Storage):
         messages_s: tuple[FloatArray, FloatArray],
         c: Configuration,
         whole: Whole,
-    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    ) -> Passes:
         """`_passes` of units whose parameters a rank of a pipeline gathers one unit ahead."""
         first, last = np.asarray(labels.entry) < 0, np.asarray(labels.exit) < 0
         usual = max(1.0, whole.usual_elements * DTYPE_BYTES[self.dtype])
         usual_s = one_message_s(self.hardware, Collective.ALL_GATHER, usual, self.shards(c), c.stride("data"))
         lost = self.hardware.lost_to_messages
+        ends_s = np.where(first, 1.0, whole.inner_ends(c)) * (1 - lost) * sum(messages_s)
+        if c.in_a_row:
+            full = np.asarray(labels.recompute) == MODES.index("full")
+            row = Row(
+                forward_s=passes_s[0], backward_s=passes_s[1], gather=messages_s[0],
+                again=np.where(first & ~full, 0.0, messages_s[0]), scatter=messages_s[1], lost=lost,
+            )  # fmt: skip
+            return *row.alone(first, whole.usual_s[0]), passes_s[2], ends_s / c.micro_batches, row
         found_s = passes_beside_messages(
             passes_s, messages_s, (first, last), (*whole.usual_s, usual_s), split=c.schedule in SPLIT, lost=lost
         )
-        return *found_s, np.where(first, 1.0, whole.inner_ends(c)) * (1 - lost) * sum(messages_s)
+        return *found_s, ends_s, None
 
     def _accumulation_s(
         self, labels: UnitLabels, elements: FloatArray, c: Configuration, trained: int | IntArray

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from planner.search.configurations.configuration import Configuration
+from planner.search.configurations.passes import Row
 from planner.search.configurations.schedule_shapes import ScheduleShape, apart_s, uneven_s
 from planner.search.stages.fragments import FloatArray, Fragments, IntArray
 from planner.search.stages.outcome import Partition
@@ -37,6 +39,8 @@ class StoredWays:
     activation_bytes: FloatArray
     resident_bytes: FloatArray
     transient_bytes: FloatArray
+    row: Row | None = None
+    """Where passes stand in a row and parameters are gathered for each: what a chunk's depend on together."""
 
     def values(self, shape: ScheduleShape, micro_batches: int) -> FloatArray:
         """(ways, 7) columns of `planner.search.stages.fragments.Fragments` under a schedule."""
@@ -177,16 +181,23 @@ class JoinedUnits:
         self, stored: StoredWays, tables: StageTables, configuration: Configuration
     ) -> Callable[[Partition], float] | None:
         """Seconds of a step by the passes of each chunk where all forward passes come first; None elsewhere."""
-        if configuration.schedule != "gpipe" or configuration.micro_batches == 1:
+        if not configuration.in_a_row or configuration.micro_batches == 1:
             return None
-        forward_s, backward_s = (np.split(passes, self.ends) for passes in (stored.forward_s, stored.backward_s))
+        offsets = np.append(0, self.ends)
 
         def seconds(found: Partition) -> float:
-            picked = list(zip(tables.chain.positions, found.labels, strict=True))
+            ways = offsets[list(tables.chain.positions)] + np.array(found.labels)
             first = [0, *found.ends[:-1]]
-            forward = np.add.reduceat([forward_s[unit][label] for unit, label in picked], first)
-            backward = np.add.reduceat([backward_s[unit][label] for unit, label in picked], first)
-            return apart_s(configuration.micro_batches, forward, backward, found.fill_s, found.busy_s)
+            forward, backward = (
+                np.add.reduceat(passes[ways], first) for passes in (stored.forward_s, stored.backward_s)
+            )
+            fill_s, busy_s = found.fill_s, found.busy_s
+            if stored.row is not None:
+                taken = forward + backward
+                forward, backward = stored.row.of_chunks(ways, list(pairwise((0, *found.ends))))
+                fill_s = fill_s + (forward + backward - taken)
+                busy_s = busy_s + (configuration.micro_batches - 1) * (forward + backward - taken)
+            return apart_s(configuration.micro_batches, forward, backward, fill_s, busy_s)
 
         return seconds
 

@@ -18,8 +18,14 @@ from planner.configured import Configured
 from planner.documents import prediction_document
 from planner.graph.scaling import at_precision
 from planner.networks import load_network
+from planner.prediction import predict_plan
 from planner.request import Pins
 from planner.search.configurations.bounds import even_bound
+from planner.search.configurations.configuration import Configuration
+from planner.search.configurations.explored import Placed
+from planner.search.stages.partition import partition
+from planner.search.stages.segments import simplified
+from planner.strategy.plan import Certificate, Status
 from planner.work import optimizer
 from simulator.hardware import load_profile
 from tests.planner.search.problems import captured
@@ -105,6 +111,26 @@ USUAL = [
 @pytest.mark.parametrize("pins", USUAL, ids=lambda pins: "-".join(pins.named().values()))
 def test_objective_and_memory_agree_with_the_simulation(pins: Pins) -> None:
     check(configured(8, 64), pins)
+
+
+def test_passes_in_a_row_go_at_the_pace_of_their_own_kind() -> None:
+    """GPipe with ZeRO-3 across nodes, large ends on stages of few units: as if passes alternated it took half again."""
+    search = configured(64, 512)
+    c = Configuration(
+        pipeline=8, data=2, tensor=4, order=("context", "expert", "data", "tensor", "pipeline"), schedule="gpipe",
+        micro_batch=4, micro_batches=64, optimizer_sharding="zero3", bucket_bytes=BUCKET,
+    )  # fmt: skip
+    tables = search.tables(Pins(recompute="none"), c)
+    task = search.model(limit_bytes=1e15).task(tables, c)
+    found = partition(simplified(task))
+    assert found is not None
+    placed = Placed(configuration=c, tables=tables, task=task, partition=found)
+    proof = Certificate(
+        status=Status.BOUNDED, objective_s=placed.objective_s, lower_bound_s=0.0, elimination_width=0, operators=0,
+        distinct_blocks=0,
+    )  # fmt: skip
+    simulated = predict_plan(search.plan(placed, proof), search.graph, search.hardware)
+    assert placed.objective_s == pytest.approx(simulated.step_time_s, rel=0.05)
 
 
 SHAPES = [

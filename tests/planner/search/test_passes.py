@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from planner.search.configurations.passes import paced_passes, passes_beside_messages
+from planner.search.configurations.passes import Row, paced_passes, passes_beside_messages
 from simulator.hardware import load_profile
 from simulator.launches import LAUNCH
 from tests.planner.search.made_tables import MadeUnit, labels
@@ -82,3 +82,18 @@ def test_no_pass_is_shorter_than_its_launches_where_the_profile_states_them() ->
     np.testing.assert_allclose(slow[0], 2e-4)
     np.testing.assert_allclose(slow[1], np.maximum(many.backward_s, 3.6e-4))
     np.testing.assert_allclose(slow[2] / slow[1], many.late_s / many.backward_s)
+
+
+def test_messages_of_chunks_in_a_row_are_beside_the_next_unit_and_none_is_behind_the_last_scatter() -> None:
+    gather, again, scatter = np.array([5.0, 2.0, 6.0]), np.array([0.0, 2.0, 6.0]), np.array([5.0, 3.0, 6.0])
+    row = Row(
+        forward_s=np.array([1.0, 4.0, 4.0]), backward_s=np.array([2.0, 8.0, 8.0]), gather=gather, again=again,
+        scatter=scatter, lost=0.0,
+    )  # fmt: skip
+    forward, backward = row.of_chunks(np.arange(3), [(0, 2), (2, 3)])
+    # The table is gathered beside the second unit of the pass before, which leaves 1 s, the second beside the first.
+    np.testing.assert_allclose(forward, [1 + 4 + 1 + 1, 6])
+    # The second unit's gather waits for the table's scatter; its own scatter hides but for 1 s behind the first unit.
+    np.testing.assert_allclose(backward, [2 + 8 + 5 + 2 + 1, 12])
+    free = replace(row, gather=0 * gather, again=0 * again, scatter=0 * scatter)
+    np.testing.assert_allclose(free.of_chunks(np.arange(3), [(0, 2), (2, 3)]), [[5, 4], [10, 8]])
