@@ -191,13 +191,13 @@ class JoinedUnits:
             forward, backward = (
                 np.add.reduceat(passes[ways], first) for passes in (stored.forward_s, stored.backward_s)
             )
-            fill_s, busy_s = found.fill_s, found.busy_s
+            busy_s = found.busy_s
             if stored.row is not None:
                 taken = forward + backward
                 forward, backward = stored.row.of_chunks(ways, list(pairwise((0, *found.ends))))
-                fill_s = fill_s + (forward + backward - taken)
+                # A rank that waits for its first pass gathers meanwhile: the fill stays what it is.
                 busy_s = busy_s + (configuration.micro_batches - 1) * (forward + backward - taken)
-            return apart_s(configuration.micro_batches, forward, backward, fill_s, busy_s)
+            return apart_s(configuration.micro_batches, forward, backward, found.fill_s, busy_s)
 
         return seconds
 
