@@ -224,7 +224,7 @@ def test_the_strategy_file_keeps_it_and_contradictions_are_refused() -> None:
 
 
 def test_sums_of_tables_and_of_other_parameters_travel_apart() -> None:
-    plan = replace(planned_with(LLAMA, 1), optimizer="lamb")
+    plan = replace(planned_with(LLAMA, 1), optimizer="lamb", offload_optimizer=False)
     lowered = lower(plan, captured(LLAMA))
     on_host = set(lowered.host_parameters)
     sums = [
