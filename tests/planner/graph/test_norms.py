@@ -30,15 +30,17 @@ def operators(graph: OperatorGraph, op: str) -> int:
     return sum(node.op == op for node in graph.nodes)
 
 
-def test_fused_norms_equal_autograd() -> None:
-    network = fused("llama")
-    module = small_network("llama").build(seed=1).double()
+def equals_autograd(network: OperatorGraph, module: nn.Module) -> None:
     inputs = random_inputs(network, seed=2)
     loss, gradients = autograd(module, inputs)
     found_loss, found = run_graph(network, module, inputs)
     torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0)
     for parameter, gradient in gradients.items():
         torch.testing.assert_close(found[parameter], gradient, rtol=1e-10, atol=1e-14)
+
+
+def test_fused_norms_equal_autograd() -> None:
+    equals_autograd(fused("llama"), small_network("llama").build(seed=1).double())
 
 
 def test_every_norm_of_a_decoder_is_found_and_the_graph_folds() -> None:
@@ -98,13 +100,7 @@ def test_torchs_own_norm_is_found_and_one_that_others_look_into_is_left(watched:
     network = at_precision(at_batch(with_norms(graph, "fused"), 2), "float64")
     assert operators(network, RMS_NORM) == (1 if watched else 2)
     assert sum(node.op == INVERSE_ROOT and node.phase is Phase.FORWARD for node in network.nodes) == watched
-    module = _Norms(watched=watched).double()
-    values = random_inputs(network, seed=3)
-    loss, gradients = autograd(module, values)
-    found_loss, found = run_graph(network, module, values)
-    torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0)
-    for parameter, gradient in gradients.items():
-        torch.testing.assert_close(found[parameter], gradient, rtol=1e-10, atol=1e-14)
+    equals_autograd(network, _Norms(watched=watched).double())
 
 
 def test_an_unknown_kind_is_refused() -> None:
