@@ -57,6 +57,18 @@ def random_inputs(graph: OperatorGraph, seed: int, bounds: Mapping[str, int] = {
     return tensors
 
 
+def assert_equals_autograd(
+    graph: OperatorGraph, module: nn.Module, seed: int, *, rtol: float = 1e-10, atol: float = 1e-14
+) -> None:
+    """Loss and gradients of a graph in float64 are those of its module; the tolerances are of the gradients."""
+    inputs = random_inputs(graph, seed)
+    loss, gradients = autograd(module, inputs)
+    graph_loss, graph_gradients = run_graph(graph, module, inputs)
+    torch.testing.assert_close(graph_loss, loss, rtol=1e-12, atol=0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(graph_gradients[name], gradient, rtol=rtol, atol=atol)
+
+
 def _call(graph: OperatorGraph, node: Node, values: list[tuple[Any, ...]]) -> Any:
     if node.op.startswith("meshwright."):
         return call_operator(graph, node, [values[ref.node][ref.output] for ref in node.tensor_inputs])

@@ -18,7 +18,7 @@ from planner.graph.scaling import at_batch, at_precision
 from planner.networks import Network, load_network
 from simulator.errors import InputError, NetworkError, UnsupportedError
 from simulator.program import Kernel
-from tests.oracles.graph_interpreter import autograd, random_inputs, run_graph
+from tests.oracles.graph_interpreter import assert_equals_autograd
 
 pytest.importorskip("transformers")
 
@@ -57,13 +57,7 @@ def test_repeated_capture_is_the_full_one_and_equals_autograd(kind: str, tmp_pat
     nodes, full_nodes = ([replace(node, source="") for node in g.nodes] for g in (graph, full))
     assert (nodes, graph.parameters, graph.loss) == (full_nodes, full.parameters, full.loss)
     graph = at_precision(at_batch(graph, 3), "float64")
-    module = network.build(seed=0).double()
-    inputs = random_inputs(graph, seed=1)
-    loss, gradients = autograd(module, inputs)
-    graph_loss, graph_gradients = run_graph(graph, module, inputs)
-    torch.testing.assert_close(graph_loss, loss, rtol=1e-12, atol=0)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(graph_gradients[name], gradient, rtol=1e-11, atol=1e-15)
+    assert_equals_autograd(graph, network.build(seed=0).double(), seed=1, rtol=1e-11, atol=1e-15)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
