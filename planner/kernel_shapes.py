@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.graph.operator_graph import Node, OperatorGraph, TensorSpec
-from simulator.program import Kernel
+from simulator.program import CONVOLUTIONS, Kernel
 
 Amount = TypeVar("Amount", float, NDArray[np.float64])
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "scores", "weighted", "gathered"})
@@ -43,7 +43,7 @@ def kernel_shape(graph: OperatorGraph, node: Node) -> KernelShape | None:
     """Shape of the whole operator; None where its time does not depend on it."""
     if is_product(node):
         return _product(graph, node)
-    if node.kernel in {Kernel.CONVOLUTION, Kernel.CONVOLUTION_BACKWARD} and node.flops > 0:
+    if node.kernel in CONVOLUTIONS and node.flops > 0:
         return _convolution(graph, node)
     if node.kernel is Kernel.ATTENTION and node.flops > 0:
         return _attention(graph, node)

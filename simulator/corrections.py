@@ -13,14 +13,13 @@ from simulator.collectives import FloatArray, collective_time
 from simulator.crowding import crowded
 from simulator.hardware import Hardware
 from simulator.launches import message_launch_s
-from simulator.program import Collective, Kernel
+from simulator.program import CONVOLUTIONS, Collective, Kernel
 from simulator.topology import GroupShape
 
 FACTORS: Mapping[Kernel, str] = {
     Kernel.MATMUL: "matmul",
     Kernel.ATTENTION: "attention",
-    Kernel.CONVOLUTION: "convolution",
-    Kernel.CONVOLUTION_BACKWARD: "convolution",
+    **dict.fromkeys(CONVOLUTIONS, "convolution"),
     Kernel.OPTIMIZER: "optimizer",
     **dict.fromkeys(
         (
@@ -31,6 +30,7 @@ FACTORS: Mapping[Kernel, str] = {
             Kernel.NORMALIZATION,
             Kernel.BATCH_NORMALIZATION,
             Kernel.REDUCTION,
+            Kernel.POOLING,
             Kernel.EMBEDDING,
             Kernel.COPY,
         ),

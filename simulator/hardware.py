@@ -18,7 +18,7 @@ from pathlib import Path
 from simulator.conditions import Conditions
 from simulator.crowding import Crowding
 from simulator.errors import ProfileError
-from simulator.program import WIDER_CLASS, Collective, Kernel
+from simulator.program import Collective, Kernel, described_class
 
 PROFILE_SUFFIX = ".yaml"
 PROFILE_SUFFIXES = (PROFILE_SUFFIX, ".yml")
@@ -303,8 +303,7 @@ class Hardware:
         """
         table = self.slowdown_table
         if kernel is not None and self.kernel_slowdowns:
-            wider = self.kernel_slowdowns.get(WIDER_CLASS.get(kernel, kernel), table)
-            table = self.kernel_slowdowns.get(kernel, wider)
+            table = self.kernel_slowdowns.get(described_class(kernel, self.kernel_slowdowns), table)
         counts = [count for count, _ in table]
         factors = [factor for _, factor in table]
         place = bisect.bisect_left(counts, processes)

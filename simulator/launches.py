@@ -40,7 +40,7 @@ SHARPNESS = 3.5
 NOT_LAUNCHED = frozenset({Kernel.VIEW, Kernel.COPY})
 """Kernels without a launch of their own: views cost nothing, and slices and masks go with what reads them."""
 
-CHAINED = frozenset({Kernel.ELEMENTWISE, Kernel.ACCUMULATION, Kernel.REDUCTION})
+CHAINED = frozenset({Kernel.ELEMENTWISE, Kernel.ACCUMULATION, Kernel.REDUCTION, Kernel.POOLING})
 """Kernels that are launched together where they follow one another and the software is known."""
 
 

@@ -35,7 +35,7 @@ from simulator.profile_operators import OperatorsPart, OverlapPart, Share, opera
 from simulator.profile_parts import Count, Dtype, Fraction, Name, NonNegative, Part, Positive, Source, Sourced
 from simulator.profile_sharing import ConditionsPart, CrowdingPart, SlowdownPart
 from simulator.profile_topology import TopologyPart
-from simulator.program import WIDER_CLASS, Collective, Kernel
+from simulator.program import WIDER_CLASS, Collective, Kernel, described_class
 from simulator.topology import check_graph
 from simulator.whole_file import write_whole
 
@@ -302,7 +302,7 @@ def _hardware(profile: ProfilePart) -> Hardware:
     overhead, algorithms = topology.collective_overhead_s, topology.collective_algorithms
     memory, disk = topology.host_memory_bandwidth_bytes_per_s, topology.disk_bandwidth_bytes_per_s
     known = profile.kernels
-    kernels = {kernel: _kernel(known.get(kernel) or known.get(WIDER_CLASS.get(kernel, kernel))) for kernel in Kernel}
+    kernels = {kernel: _kernel(known.get(described_class(kernel, known))) for kernel in Kernel}
     return Hardware(
         name=profile.name,
         hash=_digest(profile),

@@ -6,6 +6,7 @@ is timed on any hardware. Devices that must behave alike share one task list.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -31,6 +32,9 @@ class Kernel(StrEnum):
     CONVOLUTION = "convolution"
     CONVOLUTION_BACKWARD = "convolution_backward"
     """Both gradients of a convolution: of the speed of `CONVOLUTION` where a profile does not tell."""
+    STRIDED_CONVOLUTION_BACKWARD = "strided_convolution_backward"
+    """The same, that of the image among them, where a window of several pixels moves by more than one: of the speed of
+    `CONVOLUTION_BACKWARD` where a profile does not tell."""
     ATTENTION = "attention"
     ELEMENTWISE = "elementwise"
     ACCUMULATION = "accumulation"
@@ -43,6 +47,8 @@ class Kernel(StrEnum):
     BATCH_NORMALIZATION = "batch_normalization"
     """Statistics of channels over the batch: of the speed of `NORMALIZATION` where a profile does not tell."""
     REDUCTION = "reduction"
+    POOLING = "pooling"
+    """Largest numbers or means of windows over images: of the speed of `REDUCTION` where a profile does not tell."""
     EMBEDDING = "embedding"
     OPTIMIZER = "optimizer"
     COPY = "copy"
@@ -51,11 +57,26 @@ class Kernel(StrEnum):
 
 WIDER_CLASS = {
     Kernel.CONVOLUTION_BACKWARD: Kernel.CONVOLUTION,
+    Kernel.STRIDED_CONVOLUTION_BACKWARD: Kernel.CONVOLUTION_BACKWARD,
     Kernel.ACCUMULATION: Kernel.ELEMENTWISE,
     Kernel.TRANSCENDENTAL: Kernel.ACTIVATION,
     Kernel.BATCH_NORMALIZATION: Kernel.NORMALIZATION,
+    Kernel.POOLING: Kernel.REDUCTION,
 }
 """The class whose speed counts for another that a profile does not have."""
+CONVOLUTIONS = frozenset({Kernel.CONVOLUTION, Kernel.CONVOLUTION_BACKWARD, Kernel.STRIDED_CONVOLUTION_BACKWARD})
+
+
+def described_class(kernel: Kernel, known: Container[Kernel]) -> Kernel:
+    """The class whose numbers count for `kernel`: itself, or the nearest wider one that is known.
+
+    >>> described_class(Kernel.STRIDED_CONVOLUTION_BACKWARD, {Kernel.CONVOLUTION}).value
+    'convolution'
+    """
+    found = kernel
+    while found not in known and found in WIDER_CLASS:
+        found = WIDER_CLASS[found]
+    return found
 
 
 class Collective(StrEnum):

@@ -268,7 +268,7 @@ class _Converter:
             op=op,
             role=role,
             phase=Phase.BACKWARD if backward else Phase.FORWARD,
-            kernel=kernel_class(op),
+            kernel=kernel_class(op, _values(source.args)),
             args=args,
             kwargs=kwargs,
             outputs=outputs,

@@ -9,10 +9,10 @@ from itertools import pairwise
 
 from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
 from planner.graph.unfolding import run_start
-from simulator.program import Kernel, Phase
+from simulator.program import CONVOLUTIONS, Kernel, Phase
 
 _LEVELS = 3
-_HEAVY = frozenset((Kernel.MATMUL, Kernel.CONVOLUTION, Kernel.CONVOLUTION_BACKWARD, Kernel.ATTENTION, Kernel.EMBEDDING))
+_HEAVY = CONVOLUTIONS | {Kernel.MATMUL, Kernel.ATTENTION, Kernel.EMBEDDING}
 _ANYWHERE = -1
 """Position of what depends on inputs and constants only: every unit that reads it has it."""
 

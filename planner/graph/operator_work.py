@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -33,9 +34,10 @@ _CLASSES: dict[Kernel, tuple[str, ...]] = {
     Kernel.BATCH_NORMALIZATION: ("_native_batch_norm_legit", "native_batch_norm", "native_batch_norm_backward"),
     Kernel.REDUCTION: (
         *("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "var_mean", "prod", "any", "all"),
-        *("cumsum", "nll_loss_forward", "avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d", "topk"),
+        *("cumsum", "nll_loss_forward", "_adaptive_avg_pool2d", "topk"),
         *("linalg_vector_norm", "logsumexp", "max_pool2d_with_indices_backward"),
     ),
+    Kernel.POOLING: ("max_pool2d_with_indices", "avg_pool2d"),
     Kernel.EMBEDDING: (
         *("embedding", "embedding_dense_backward", "gather", "scatter", "scatter_add", "index", "index_select"),
         *("index_put", "index_add", "_unsafe_index_put"),
@@ -83,9 +85,14 @@ def operator_name(op: str) -> str:
     return op.split(".")[1]
 
 
-def kernel_class(op: str) -> Kernel:
-    """Classify an overload; what is not listed works element by element."""
-    return _KERNELS.get(operator_name(op), Kernel.ELEMENTWISE)
+def kernel_class(op: str, args: Sequence[Any] = ()) -> Kernel:
+    """Classify an overload, called with `args`; what is not listed works element by element."""
+    kernel = _KERNELS.get(operator_name(op), Kernel.ELEMENTWISE)
+    if kernel is Kernel.CONVOLUTION_BACKWARD and args:
+        weight, stride, of_image = args[2], args[4], args[10][0]
+        if of_image and max(stride) > 1 and prod(weight.shape[2:]) > 1:
+            return Kernel.STRIDED_CONVOLUTION_BACKWARD
+    return kernel
 
 
 def count_flops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> float:

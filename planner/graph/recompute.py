@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from planner.graph.operator_graph import Node, OperatorGraph, Role
 from simulator.errors import InputError
-from simulator.program import Kernel, Phase
+from simulator.program import CONVOLUTIONS, Kernel, Phase
 
 MODES = ("none", "selective", "full")
 """From keeping everything to keeping only the input of each unit."""
 
-DEAR = frozenset({Kernel.MATMUL, Kernel.CONVOLUTION, Kernel.CONVOLUTION_BACKWARD, Kernel.ATTENTION, Kernel.EMBEDDING})
+DEAR = CONVOLUTIONS | {Kernel.MATMUL, Kernel.ATTENTION, Kernel.EMBEDDING}
 """Operators whose results selective recomputation keeps, attention written out in products excepted."""
 
 

@@ -19,6 +19,15 @@ Operator = Callable[..., object]
 MEMORY_SIZES = (256, 4096, 65536, 524288, 4194304)
 """Elements of the tensors of memory-bound kernels: from the cost of a call to beyond the caches."""
 LARGE_MEMORY_SIZES = (1 << 24, 1 << 26)
+IMAGES = (
+    (8, 64, 64, 16, 3),
+    (4, 64, 256, 14, 1),
+    (8, 128, 128, 8, 3),
+    (4, 256, 64, 14, 1),
+    (2, 512, 512, 7, 3),
+    (8, 128, 128, 8, 3, 2),
+)
+"""Batch, channels in and out, side of image and window of convolutions, and stride where it is not 1."""
 SMALL_IMAGES = (
     (32, 64, 64, 8, 3),
     (32, 128, 512, 4, 1),
@@ -28,6 +37,7 @@ SMALL_IMAGES = (
     (16, 512, 1024, 1, 1),
     (16, 256, 256, 1, 3),
     (16, 128, 128, 8, 3, 2),
+    (32, 256, 256, 4, 3, 2),
     (16, 512, 1024, 4, 1, 2),
     (16, 512, 1024, 2, 1, 2),
     (32, 512, 2048, 1, 1),
@@ -43,7 +53,9 @@ SMALL_IMAGES = (
     (8, 256, 256, 4, 3, 2),
     (4, 512, 512, 2, 3, 2),
 )
-"""Batch, channels in and out, side of image and window of convolutions whose weights outweigh their images; stride."""
+"""The same of convolutions whose weights outweigh their images; in single precision alone."""
+POOLED = ((1, 16, 8), (8, 64, 8), (8, 64, 16), (32, 64, 16), (8, 64, 32))
+"""Batch, channels and side of pooled images."""
 CUBES = (16, 64, 128, 256, 512)
 LARGE_CUBES = (1024, 2048, 4096, 8192)
 SKINNY_PRODUCTS = (
@@ -94,7 +106,7 @@ def all_cases(*, accelerator: bool = False) -> list[Case]:
     cubes = (*CUBES, *LARGE_CUBES) if accelerator else CUBES
     sizes = (*MEMORY_SIZES, *LARGE_MEMORY_SIZES) if accelerator else MEMORY_SIZES
     attention = _attention if accelerator else aten._scaled_dot_product_flash_attention_for_cpu.default
-    return [*_matmuls(dtypes, cubes), *_convolutions(), *_attentions(attention), *_memory_bound(sizes)]
+    return [*_matmuls(dtypes, cubes), *_convolutions(), *_poolings(), *_attentions(attention), *_memory_bound(sizes)]
 
 
 def _width(dtype: str) -> int:
@@ -119,9 +131,8 @@ def _matmuls(dtypes: tuple[str, ...], cubes: tuple[int, ...]) -> Iterator[Case]:
 
 
 def _convolutions() -> Iterator[Case]:
-    layers = [(8, 64, 64, 16, 3), (4, 64, 256, 14, 1), (8, 128, 128, 8, 3), (4, 256, 64, 14, 1), (2, 512, 512, 7, 3)]
     for dtype in ("float32", "float64"):
-        for batch, inputs, outputs, size, width, *strides in (*layers, *(SMALL_IMAGES if dtype == "float32" else ())):
+        for batch, inputs, outputs, size, width, *strides in (*IMAGES, *(SMALL_IMAGES if dtype == "float32" else ())):
             image, kernel = (batch, inputs, size, size), (outputs, inputs, width, width)
             stride = strides[0] if strides else 1
             side = size // stride
@@ -130,6 +141,7 @@ def _convolutions() -> Iterator[Case]:
             work, moved = 2.0 * result * inputs * width * width, prod(image) + prod(kernel) + result
             name = f"conv {batch}x{inputs}x{size}x{size} to {outputs}, {width}x{width}"
             name += f" by {stride}" if strides else ""
+            kind = Kernel.STRIDED_CONVOLUTION_BACKWARD if stride > 1 and width > 1 else Kernel.CONVOLUTION_BACKWARD
             yield Case(
                 kernel=Kernel.CONVOLUTION,
                 name=name,
@@ -141,7 +153,7 @@ def _convolutions() -> Iterator[Case]:
                 bytes_moved=moved * _width(dtype),
             )
             yield Case(
-                kernel=Kernel.CONVOLUTION_BACKWARD,
+                kernel=kind,
                 name=f"backward of {name}",
                 dtype=dtype,
                 shapes=((batch, outputs, side, side), image, kernel),
@@ -149,6 +161,22 @@ def _convolutions() -> Iterator[Case]:
                 arguments=(None, *geometry, [True, True, False]),
                 flops=2 * work,
                 bytes_moved=(moved + prod(image) + prod(kernel)) * _width(dtype),
+            )
+
+
+def _poolings() -> Iterator[Case]:
+    for batch, channels, size in POOLED:
+        given, made = batch * channels * size**2, batch * channels * (size // 2) ** 2
+        windows = (("max", 3, aten.max_pool2d_with_indices.default, 12), ("mean", 2, aten.avg_pool2d.default, 4))
+        for name, width, operator, result in windows[: 1 if size > 8 else 2]:
+            yield Case(
+                kernel=Kernel.POOLING,
+                name=f"{name} pooling of {batch}x{channels}x{size}x{size}",
+                dtype="float32",
+                shapes=((batch, channels, size, size),),
+                operator=operator,
+                arguments=([width] * 2, [2, 2], [width // 2] * 2 if width > 2 else [0, 0]),
+                bytes_moved=4.0 * given + result * made,
             )
 
 

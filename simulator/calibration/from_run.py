@@ -24,7 +24,7 @@ from simulator.calibration.fits import rounded
 from simulator.calibration.process import available_cores
 from simulator.errors import InputError
 from simulator.hardware import Hardware, load_profile, write_profile
-from simulator.program import WIDER_CLASS, Kernel
+from simulator.program import Kernel, described_class
 
 PRIOR = 0.02
 """Weight of "nothing to correct" against the logarithmic errors of a class, whose weights add up to one."""
@@ -175,7 +175,7 @@ def correct_profile(run_files: Sequence[str | Path], profile: str | None, out: s
 
 def _section_of(kernel: Kernel | None, data: Data) -> Kernel | None:
     """The class whose entry of a profile a kernel's times are from."""
-    return kernel if kernel is None or kernel.value in data.get("kernels", {}) else WIDER_CLASS.get(kernel, kernel)
+    return None if kernel is None else described_class(kernel, {Kernel(name) for name in data.get("kernels", {})})
 
 
 def _correct_kernels(data: Data, hardware: Hardware, runs: Sequence[RunModel], origin: str) -> Iterator[Correction]:

@@ -11,10 +11,9 @@ from simulator.hardware import AttentionModel, Hardware
 from simulator.kernels.attention import ATTENTION_KINDS, attention_kernel_time, attention_model
 from simulator.kernels.convolution import convolution_kernel_time
 from simulator.kernels.matmul import matmul_model, matmul_time
-from simulator.program import Kernel
+from simulator.program import CONVOLUTIONS, Kernel
 
 FloatArray = NDArray[np.float64]
-_CONVOLUTIONS = (Kernel.CONVOLUTION, Kernel.CONVOLUTION_BACKWARD)
 _BACKWARD = 1.5
 """Passes from which attention goes backward."""
 
@@ -23,7 +22,7 @@ def has_shape_model(hardware: Hardware, kernel: Kernel) -> bool:
     """Whether the profile says how the time of `kernel` depends on its shape."""
     if kernel is Kernel.MATMUL:
         return bool(hardware.matmul_models)
-    if kernel in _CONVOLUTIONS:
+    if kernel in CONVOLUTIONS:
         return bool(hardware.matmul_models) and hardware.convolution_efficiency is not None
     return kernel is Kernel.ATTENTION and bool(hardware.attention_models)
 
@@ -50,7 +49,7 @@ def shaped_time(
     if kernel is Kernel.MATMUL:
         return matmul_time(hardware, dtype, second, third, fourth, first)
     whole = np.maximum(first * second * third * fourth, 1.0)
-    if kernel in _CONVOLUTIONS:
+    if kernel in CONVOLUTIONS:
         passes = flops / (2.0 * whole)
         return convolution_kernel_time(
             hardware, dtype, groups=first, rows=second, columns=third, depth=fourth, passes=passes, moved=bytes_moved

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from simulator.calibration.cases import all_cases
-from simulator.calibration.convolutions import MOST_PIXELS, convolution, convolution_backward, is_product
+from simulator.calibration.convolutions import (
+    MOST_PIXELS,
+    convolution,
+    convolution_backward,
+    has_few_windows,
+    is_product,
+    misses_pixels,
+)
 from simulator.program import Kernel
 
 aten = torch.ops.aten
@@ -39,8 +46,9 @@ def convolutions(draw):
     dims = draw(st.integers(1, 3))
     size = st.integers(1, 7 if dims < 3 else 4)
     sides = draw(st.lists(size, min_size=dims, max_size=dims))
-    samples, inputs, outputs = draw(st.integers(1, 20)), draw(st.integers(1, 9)), draw(st.integers(1, 9))
-    window = draw(st.sampled_from((1, 1, 1, 2)))
+    samples, inputs = draw(st.integers(1, 20)), draw(st.integers(1, 9))
+    outputs = draw(st.sampled_from((1, 2, 5, 9, 70)))
+    window = draw(st.sampled_from((1, 1, 1, 2, 3)))
     least = window - min(sides)
     padding = draw(st.sampled_from((0, 0, 0, 1))) if least <= 0 else 1
     stride = draw(st.one_of(st.lists(st.integers(1, 3), min_size=dims, max_size=dims), st.just([2])))
@@ -96,11 +104,46 @@ def test_what_torch_runs_itself(other):
     assert not taken(**other)
 
 
+def few_windows(gradient=(4, 64, 2, 1), window=(3, 3), dtype=torch.float32, dilation=(1, 1), groups=1):
+    weight = torch.empty(gradient[1], 6, *window, dtype=dtype)
+    return has_few_windows(torch.empty(gradient, dtype=dtype), weight, dilation, False, groups)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"gradient": (4, 64, 3, 1)}, {"gradient": (0, 64, 2, 1)}, {"window": (1, 1)}, {"dilation": (1, 2)}, {"groups": 2},
+     {"dtype": torch.bfloat16}],
+    ids=str,
+)  # fmt: skip
+def test_gradients_of_many_weights_from_few_windows_are_products(other):
+    assert few_windows()
+    assert not few_windows(**other)
+
+
+def test_windows_of_a_pixel_that_go_further_miss_some():
+    image, weight = torch.empty(8, 6, 4, 4), torch.empty(6, 6, 1, 1)
+    assert misses_pixels(image, weight, (2, 1), (0, 0), False, 1)
+    assert not misses_pixels(image, weight, (1, 1), (0, 0), False, 1)
+    assert not misses_pixels(image, weight, (2, 1), (1, 1), False, 1)
+    assert not misses_pixels(image, torch.empty(6, 6, 3, 3), (2, 2), (0, 0), False, 1)
+
+
 def test_other_devices_and_several_threads_are_torchs():
     weight = torch.empty(6, 6, 1, 1, device="meta")
     assert not is_product(torch.empty(FEW, device="meta"), weight, (1, 1), (0, 0), False, 1)
     torch.set_num_threads(2)
     assert not taken()
+
+
+def test_calibration_times_gradients_of_weights_that_are_products_and_others():
+    found = set()
+    for case in all_cases():
+        if "backward of conv" in case.name and case.dtype == "float32":
+            gradient, _, weight = (torch.empty(shape) for shape in case.shapes)
+            assert case.operator is convolution_backward
+            found.add((case.kernel, has_few_windows(gradient, weight, (1, 1), False, 1)))
+    kinds = (Kernel.CONVOLUTION_BACKWARD, Kernel.STRIDED_CONVOLUTION_BACKWARD)
+    assert found == {(kernel, few) for kernel in kinds for few in (True, False)}
 
 
 def test_calibration_times_convolutions_that_are_products_and_others():

@@ -44,6 +44,8 @@ def test_a_class_that_a_profile_lacks_has_the_speed_of_the_wider_one() -> None:
     slowed = replace(hardware, kernel_slowdowns={Kernel.NORMALIZATION: ((1, 1.0), (2, 3.0))})
     assert slowed.compute_slowdown(2, Kernel.BATCH_NORMALIZATION) == 3.0
     assert slowed.compute_slowdown(2, Kernel.MATMUL) == 1.0
+    slowed = replace(hardware, kernel_slowdowns={Kernel.CONVOLUTION: ((1, 1.0), (2, 3.0))})
+    assert slowed.compute_slowdown(2, Kernel.STRIDED_CONVOLUTION_BACKWARD) == 3.0
 
 
 def test_a_view_is_free() -> None:

@@ -11,7 +11,7 @@ from simulator.collectives import collective_time
 from simulator.errors import ProgramError
 from simulator.hardware import load_profile
 from simulator.kernels import kernel_time
-from simulator.program import Collective, Kernel, Program, ProgramAxis, Task
+from simulator.program import CONVOLUTIONS, Collective, Kernel, Program, ProgramAxis, Task
 from simulator.timing import task_times
 from simulator.topology import group_shape
 from tests.simulator.programs import communication, program, segment, task
@@ -61,7 +61,7 @@ def test_corrections_of_whole_steps_multiply_what_they_name() -> None:
     found = program(segment(*kernels, communication("c")))
     with_them, without = task_times(found, corrected)[0], task_times(found, plain)[0]
     others = {"matmul": 1.25, "attention": 1.5, "optimizer": 1.0, "view": 1.0}
-    others |= {"convolution": 1.0, "convolution_backward": 1.0, "accumulation": 1.0}
+    others |= {"accumulation": 1.0, **dict.fromkeys(CONVOLUTIONS, 1.0)}
     factors = [others.get(kernel.value, 0.75) for kernel in Kernel]
     np.testing.assert_allclose(with_them, without * [*factors, 1.25, 4.0, 2.0], rtol=1e-12)
     wide = dataclasses.replace(
@@ -79,7 +79,7 @@ def test_corrections_of_plans_stand_in_for_those_of_the_device() -> None:
     kernels = [task(kernel.value, kernel=kernel, dtype="bfloat16", flops=1e12, bytes_moved=1e9) for kernel in Kernel]
     found = program(segment(*kernels, task("eight bits", dtype="float8_e4m3fn", flops=1e12), communication("c")))
     with_them = task_times(found, dataclasses.replace(plain, training={**device, **planned}))[0]
-    named = {"matmul": 1.5, "attention": 1.5, "convolution": 0.5, "convolution_backward": 0.5, "optimizer": 1.2}
+    named = {"matmul": 1.5, "attention": 1.5, **dict.fromkeys(CONVOLUTIONS, 0.5), "optimizer": 1.2}
     factors = [named.get(kernel.value, 1.0) for kernel in Kernel]
     np.testing.assert_allclose(with_them, task_times(found, plain)[0] * [*factors, 3.0, 3.0], rtol=1e-12)
 

@@ -38,7 +38,14 @@ from simulator.topology import group_shape
 
 _STREAMING = frozenset(
     (
-        *(Kernel.ELEMENTWISE, Kernel.ACTIVATION, Kernel.TRANSCENDENTAL, Kernel.SOFTMAX, Kernel.REDUCTION),
+        *(
+            Kernel.ELEMENTWISE,
+            Kernel.ACTIVATION,
+            Kernel.TRANSCENDENTAL,
+            Kernel.SOFTMAX,
+            Kernel.REDUCTION,
+            Kernel.POOLING,
+        ),
         *(Kernel.NORMALIZATION, Kernel.BATCH_NORMALIZATION),
     )
 )

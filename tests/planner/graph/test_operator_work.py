@@ -17,6 +17,15 @@ def test_resnet50_forward_is_the_published_4_1_giga_multiply_adds() -> None:
     assert graph.flops(Phase.BACKWARD) / graph.flops(Phase.FORWARD) == pytest.approx(2, rel=0.03)
 
 
+def test_convolutions_with_a_stride_go_back_as_a_class_of_their_own() -> None:
+    graph = load_network("zoo:resnet50").capture()
+    found = [n.module for n in graph.nodes if n.kernel is Kernel.STRIDED_CONVOLUTION_BACKWARD]
+    # Windows of one pixel are as fast as without a stride, and nothing asks for the gradient of the network's image.
+    assert sorted(found) == [f"layer{number}.0.conv2" for number in (2, 3, 4)]
+    pooled = [(n.op, n.phase) for n in graph.nodes if n.kernel is Kernel.POOLING]
+    assert pooled == [("aten.max_pool2d_with_indices.default", Phase.FORWARD)]
+
+
 @pytest.mark.parametrize(
     ("name", "length", "layers", "hidden"),
     [("gpt2", 1024, 12, 768), ("gpt3-175b", 2048, 96, 12288), ("llama2-7b", 4096, 32, 4096)],
