@@ -15,6 +15,7 @@ from random import Random
 
 from planner.graph.attention import WRITTEN_OUT
 from planner.graph.chain import chain
+from planner.graph.norms import FUSED, RMS_NORM
 from planner.networks import Network, load_network
 from planner.planning import plan_network
 from planner.request import COPIES, FLAGS, PIN_NAMES, SEARCH_MODES, WORDS, PlanRequest
@@ -56,8 +57,8 @@ SMALL_BUCKETS = "2048"
 """Bytes of fused messages with which networks of a few kilobytes have several; the search counts in MiB."""
 CANDIDATES = 3
 ROOTS, TRIES = 8, 3
-FEW = (3, 1)
-"""How much oftener four devices are tried first than eight."""
+OFTEN = (2, 3, 1)
+"""How often each number of devices is tried first."""
 SEED = 20
 
 
@@ -70,6 +71,7 @@ def factors() -> dict[str, tuple[str, ...]]:
         "optimizer": tuple(OPTIMIZERS),
         "search_mode": SEARCH_MODES,
         "attention": ("", *WRITTEN_OUT),
+        "norms": ("", FUSED),
         "bucket_bytes": ("", SMALL_BUCKETS),
     }
     for name in PIN_NAMES:
@@ -87,7 +89,7 @@ def factors() -> dict[str, tuple[str, ...]]:
     return found
 
 
-BESIDE = ("network", "devices", "global_batch", "optimizer", "search_mode", "attention", "bucket_bytes")
+BESIDE = ("network", "devices", "global_batch", "optimizer", "search_mode", "attention", "norms", "bucket_bytes")
 """Factors that are no pins."""
 
 
@@ -98,7 +100,7 @@ def request(chosen: Combination) -> PlanRequest:
         pins = {**pins, "recompute": "none"}
         pins.pop("recompute_messages", None)
     return PlanRequest(
-        network=loaded(chosen.get("network", "gpt"), chosen.get("attention", "")),
+        network=loaded(*_place(chosen)),
         hardware=HARDWARE,
         devices=int(chosen.get("devices", "4")),
         global_batch=int(chosen.get("global_batch", "16")),
@@ -106,29 +108,38 @@ def request(chosen: Combination) -> PlanRequest:
         optimizer=chosen.get("optimizer", "sgd"),
         search_mode=chosen.get("search_mode", SEARCH_MODES[0]),
         attention=chosen.get("attention", ""),
+        norms=chosen.get("norms", ""),
         pins=pins,
         top=1,
         sensitivity=False,
     )
 
 
+def _place(chosen: Combination) -> tuple[str, str, str]:
+    """The network of a combination, and how its attention and norms run."""
+    return chosen.get("network", "gpt"), chosen.get("attention", ""), chosen.get("norms", "")
+
+
 @cache
-def loaded(name: str, attention: str) -> Network:
+def loaded(name: str, attention: str, norms: str) -> Network:
     """One of the small networks."""
-    return load_network(place(name), attention=attention)
+    return load_network(place(name), attention=attention, norms=norms)
 
 
 @cache
-def _captured(name: str, attention: str) -> SharedTables | InputError:
+def _captured(name: str, attention: str, norms: str) -> SharedTables | InputError:
     try:
-        return SharedTables(loaded(name, attention).capture())
+        tables = SharedTables(loaded(name, attention, norms).capture())
     except InputError as error:
         return error
+    if norms == FUSED and all(node.op != RMS_NORM for node in tables.at("float32").graph.nodes):
+        return InputError(f"{name} has no root-mean-square norms to fuse")
+    return tables
 
 
 def shared_tables(chosen: Combination) -> SharedTables:
     """What requests for the network of a combination have in common; InputError where it cannot be captured."""
-    found = _captured(chosen.get("network", "gpt"), chosen.get("attention", ""))
+    found = _captured(*_place(chosen))
     if isinstance(found, InputError):
         raise found
     return found
@@ -219,12 +230,12 @@ def completed(begun: Combination, wanted: Wanted, random: Random) -> Combination
 def _roots(begun: Combination, wanted: Wanted, random: Random) -> Iterator[Combination]:
     """What every request needs: a network, devices (more processes take longer), and a batch."""
     every = factors()
-    few = random.choices(("4", "8"), FEW)[0]
+    first = random.choices(every["devices"], OFTEN)[0]
     names = ("network", *FREE)
     roots = [{**dict(zip(names, values, strict=True)), **begun} for values in product(*(every[n] for n in names))]
     roots = [dict(root) for root in dict.fromkeys(tuple(root.items()) for root in roots)]
     random.shuffle(roots)
-    roots.sort(key=lambda root: (-wanted(begun, "network", root["network"]), root["devices"] != few))
+    roots.sort(key=lambda root: (-wanted(begun, "network", root["network"]), root["devices"] != first))
     yield from (root for root in roots if not obstacle(root))
 
 
