@@ -23,7 +23,7 @@ from simulator.calibration.messages import TIMEOUT, MessageTimes, measure_messag
 from simulator.calibration.pace import Pace, Paces, paces_of
 from simulator.calibration.process import available_cores, return_free_memory
 from simulator.calibration.profile_data import Findings, Residual, profile_data
-from simulator.calibration.slowdown import Slowdown, SlowdownTimer, factors_by_count
+from simulator.calibration.slowdown import Slowdown, SlowdownTimer, core_turns, factors_by_count
 from simulator.calibration.timing import interleaved_factor, measure_case, middle_mean
 from simulator.conditions import Conditions
 from simulator.errors import InputError
@@ -131,12 +131,18 @@ def measure_group(device_type: str, backend: str, messages: bool, slowdown: bool
         if timer is not None:
             timer.time()
             return_free_memory()  # which messages would count as theirs
-        found = measure_messages(device) if messages else None
+        calls = measure_messages(device) if messages else None
         crowds = measure_crowds(device, CROWDS) if slowdown else ()
         if timer is not None:
             timer.time()
         shared = timer.finish() if timer is not None else None
-        return GroupTimes(messages=found, slowdown=shared, crowds=crowds, use=used_since(before))
+        waits = shared.waits if shared is not None else core_turns(device)
+        return GroupTimes(
+            messages=calls.times(waits) if calls is not None else None,
+            slowdown=shared,
+            crowds=crowds,
+            use=used_since(before),
+        )
     finally:
         dist.destroy_process_group()
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from simulator.calibration import messages
-from simulator.calibration.messages import TIMEOUT, MessageTimes, calls_of, filler, gathered, span
-from simulator.calibration.timing import middle_mean
+from simulator.calibration.messages import (
+    TIMEOUT,
+    BehindComputation,
+    MessageTimes,
+    calls_of,
+    gathered_calls,
+)
 from simulator.crowding import Crowding
 from simulator.program import Collective
 
@@ -42,23 +48,14 @@ def _crowd(device: torch.device, size: int) -> CrowdTimes:
     world, rank = dist.get_world_size(), dist.get_rank()
     members = [range(first, first + size) for first in range(0, world, size)]
     groups = [dist.new_group(list(ranks), timeout=TIMEOUT) for ranks in members]
-    before, found = filler(device), list[float]()
+    behind, found = BehindComputation(device), list[float]()
     for payload in SIZES:
         call = calls_of(payload, device, groups[rank // size])[Collective.ALL_REDUCE]
         call(0)
-        before()
-        dist.barrier()
-        found.append(
-            _seconds([span(before, partial(call, number), device) for number in range(CALLS)], device, members)
-        )
+        behind.begin()
+        calls = gathered_calls([behind.call(partial(call, number)) for number in range(CALLS)], device)
+        found.append(fmean(calls.of(ranks).direct_seconds() for ranks in members))
     return CrowdTimes(group_size=size, processes=world, seconds=tuple(found))
-
-
-def _seconds(spans: Sequence[tuple[float, float]], device: torch.device, groups: Sequence[range]) -> float:
-    """Mean of the middle half of what calls take from when the last member has come until the last has done."""
-    begins, ends = (gathered([each[side] for each in spans], device) for side in (0, 1))
-    found = [ends[list(ranks)].max(axis=0) - begins[list(ranks)].max(axis=0) for ranks in groups]
-    return max(middle_mean(np.concatenate(found).tolist()), 1e-7)
 
 
 def crowding(crowds: Sequence[CrowdTimes], alone: Sequence[MessageTimes]) -> tuple[Crowding, ...]:

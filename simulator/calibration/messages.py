@@ -17,20 +17,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from simulator.calibration.allocations import recorded_growth
-from simulator.calibration.timing import middle_mean, synchronize
+from simulator.calibration.timing import kernel_clock, middle_mean, synchronize
 from simulator.program import Collective
 
+FloatArray = NDArray[np.float64]
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
 """Payloads in bytes, as `simulator.program.Collective` counts them."""
 TIMEOUT = timedelta(seconds=60)
 COLLECTIVE_S = 0.2
 CALL_ROUNDS = 5
+SHORTEST_S = 1e-7
 MOST_CALLS = 5
 """Calls of a kind and size in a round, at most; those that take long have one."""
 COLD_BYTES = 48 << 20
 MOST_COPIES = 8
-FILLER_ROWS = 384
-FILLER_ELEMENTS = 1 << 21
+PARTS = 3
+"""Equal parts of the computation before a message: in the first the message before has left caches and clocks cold."""
+PART_ROWS = 264
+PART_ELEMENTS = 700_000
 WORKSPACE_BYTES = 1 << 22
 OVERLAP_REPEATS = 5
 OVERLAP_BYTES = 1 << 22
@@ -51,46 +55,107 @@ class MessageTimes:
     workspace: Mapping[Collective, float] = field(default_factory=dict)
 
 
-def measure_messages(device: torch.device) -> MessageTimes:
-    """Measure every collective at every size, as one rank of a group of all processes."""
-    return MessageTimes(
-        processes=dist.get_world_size(),
-        seconds=_time_collectives(device),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """Equal messages behind computation, by every rank (ranks, calls).
+
+    ``since`` is when the rank's call before ended, ``begin`` and ``end`` when it came and had done, in seconds of one
+    clock; ``computing`` the seconds of computation before the call, by the clock that kernels are timed by.
+    """
+
+    since: FloatArray
+    begin: FloatArray
+    end: FloatArray
+    computing: FloatArray
+
+    def of(self, ranks: Sequence[int]) -> Calls:
+        """The calls of some ranks."""
+        return Calls(**{name: getattr(self, name)[list(ranks)] for name in NAMES})
+
+    def seconds(self, waits: float) -> float:
+        """What a message adds to computation, which takes `waits` times as long between messages as it is timed.
+
+        From when the last rank has done one call until it has done the next, less the computation. Timed from when the
+        last rank comes, messages among ranks that share cores would have what the first ranks compute already, while
+        the last wait for a core to end theirs: that is in the computation, which takes turns. A message takes no less
+        than from when the last rank has come until the first goes on.
+
+        The middle half of the calls counts, which moves little where threads wake sometimes soon, sometimes late.
+        """
+        period, computing = self.end.max(axis=0) - self.since.max(axis=0), self.computing.mean(axis=0)
+        latency = middle_mean((self.end.min(axis=0) - self.begin.max(axis=0)).tolist())
+        return max(middle_mean(period.tolist()) - waits * middle_mean(computing.tolist()), latency, SHORTEST_S)
+
+    def direct_seconds(self) -> float:
+        """From when the last of these ranks has come until all have done."""
+        return max(middle_mean((self.end.max(axis=0) - self.begin.max(axis=0)).tolist()), SHORTEST_S)
+
+
+SENDERS = (0, 1)
+NAMES = ("since", "begin", "end", "computing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageCalls:
+    """What a group of processes ran; all but ``calls`` as in `MessageTimes`."""
+
+    calls: dict[Collective, tuple[Calls, ...]]
+    overlap: float
+    resident_bytes: int
+    workspace: Mapping[Collective, float]
+
+    def times(self, waits: float) -> MessageTimes:
+        """Seconds of every collective at every size where computation takes `waits` times as long as it is timed.
+
+        The ranks that a send is not between compute on, so that it is timed from when both have come.
+        """
+        found = {kind: tuple(one.seconds(waits) for one in sizes) for kind, sizes in self.calls.items()}
+        sends = self.calls[Collective.SEND]
+        found[Collective.SEND] = tuple(one.of(SENDERS).direct_seconds() for one in sends)
+        return MessageTimes(
+            processes=len(self.calls[Collective.ALL_REDUCE][0].end),
+            seconds=found,
+            overlap=self.overlap,
+            resident_bytes=self.resident_bytes,
+            workspace=self.workspace,
+        )
+
+
+def measure_messages(device: torch.device) -> MessageCalls:
+    """Run every collective at every size, as one rank of a group of all processes."""
+    return MessageCalls(
+        calls=_run_collectives(device),
         overlap=_measure_overlap(device),
         resident_bytes=_resident_bytes(),
         workspace=_workspace(device),
     )
 
 
-def _time_collectives(device: torch.device) -> dict[Collective, tuple[float, ...]]:
-    """Seconds of every collective at every size from when the last rank has come, of tensors that need no packing.
+def _run_collectives(device: torch.device) -> dict[Collective, tuple[Calls, ...]]:
+    """Calls of every collective at every size, of tensors that need no packing.
 
     What execution copies to pack tensors and to cut them out of what came depends on how many they are and along which
     dims they are cut: tasks count it (`simulator.program.Task.copied_bytes`).
 
     In a step the ranks compute between messages, meet late, find the communication threads asleep, and send what has
-    left the caches: each call follows kernels that take milliseconds and fill the caches of a core, and sends another
-    buffer than the last.
-    Ranks on one machine share a clock, so that what each waits for the last does not count. Every kind and size has its
-    turn in every round, so that what disturbs the machine for a while hits a few calls of each and not all of one; the
-    mean of the middle half of a kind's calls counts, which moves little where threads wake sometimes soon, sometimes
-    late.
+    left the caches: each call follows kernels that fill the caches of a core, and sends another buffer than the last.
+    Every kind and size has its turn in every round, so that what disturbs the machine for a while hits a few calls of
+    each and not all of one.
     """
     calls = {(kind, size): call for size in SIZES for kind, call in calls_of(size, device).items()}
-    before = filler(device)
+    behind = BehindComputation(device)
     counts = {}
     for place, call in calls.items():  # the first calls make connections and buffers
         call(0)
-        before()
         once = _slowest(_loop(partial(call, 1), 1, device), device)
         counts[place] = max(1, min(MOST_CALLS, int(COLLECTIVE_S / max(once, 1e-6) / CALL_ROUNDS)))
-    spans: dict[tuple[Collective, int], list[tuple[float, float]]] = {place: [] for place in calls}
+    found: dict[tuple[Collective, int], list[Moments]] = {place: [] for place in calls}
+    behind.begin()
     for _ in range(CALL_ROUNDS):
         for place, call in calls.items():
-            found = spans[place]
             for _ in range(counts[place]):
-                found.append(span(before, partial(call, len(found)), device))
-    return {kind: tuple(_call_seconds(spans[kind, size], device) for size in SIZES) for kind in Collective}
+                found[place].append(behind.call(partial(call, len(found[place]))))
+    return {kind: tuple(gathered_calls(found[kind, size], device) for size in SIZES) for kind in Collective}
 
 
 def calls_of(
@@ -169,35 +234,52 @@ def _exchange(wholes: Tensor) -> object:
     return [piece.reshape(-1) for piece in came.view(dist.get_world_size(), -1).chunk(2, 1)]
 
 
-def filler(device: torch.device) -> Callable[[], None]:
-    """What a rank computes before a message."""
-    factor = torch.rand(FILLER_ROWS, FILLER_ROWS, device=device)
-    streamed = torch.rand(FILLER_ELEMENTS, device=device)
-
-    def fill() -> None:
-        torch.mm(factor, factor)
-        streamed.clone()
-
-    return fill
+Moments = tuple[float, float, float, float]
+"""A call of one rank, in the order of `NAMES`."""
 
 
-def _call_seconds(spans: Sequence[tuple[float, float]], device: torch.device) -> float:
-    """Mean of the middle half of what calls take, given when each began and ended on this rank."""
-    begins, ends = (gathered([span[side] for span in spans], device).max(axis=0) for side in (0, 1))
-    return max(middle_mean((ends - begins).tolist()), 1e-7)
+class BehindComputation:
+    """Makes calls behind computation, as one rank of all that do the same."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._clock = kernel_clock(device)
+        self._factor = torch.rand(PART_ROWS, PART_ROWS, device=device)
+        self._streamed = torch.rand(PART_ELEMENTS, device=device)
+        self._since = 0.0
+
+    def begin(self) -> None:
+        """Begin together with all other ranks."""
+        self._part()
+        dist.barrier()
+        self._since = time.perf_counter()
+
+    def call(self, call: Callable[[], object]) -> Moments:
+        """Compute, and make a call."""
+        since = self._since
+        self._part()
+        start = self._clock()
+        for _ in range(PARTS - 1):
+            self._part()
+        computing = (self._clock() - start) * PARTS / (PARTS - 1)
+        begin = time.perf_counter()
+        call()
+        synchronize(self._device)
+        self._since = time.perf_counter()
+        return since, begin, self._since, computing
+
+    def _part(self) -> None:
+        torch.mm(self._factor, self._factor)
+        self._streamed.clone()
+        synchronize(self._device)
 
 
-def span(before: Callable[[], object], call: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """When a call behind something else begins and ends."""
-    before()
-    synchronize(device)
-    begin = time.perf_counter()
-    call()
-    synchronize(device)
-    return begin, time.perf_counter()
+def gathered_calls(own: Sequence[Moments], device: torch.device) -> Calls:
+    """The same calls of all ranks."""
+    return Calls(**{name: gathered([call[place] for call in own], device) for place, name in enumerate(NAMES)})
 
 
-def gathered(own: Sequence[float], device: torch.device) -> NDArray[np.float64]:
+def gathered(own: Sequence[float], device: torch.device) -> FloatArray:
     """Numbers (n,) of every rank: (ranks, n)."""
     mine = torch.tensor(own, dtype=torch.float64, device=device)
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -228,10 +310,11 @@ def _workspace(device: torch.device) -> dict[Collective, float]:
 
 def _pass_on(message: Tensor, rank: int, world: int) -> None:
     """Send between the first two ranks; the others only wait, as they would in a pipeline."""
-    if rank == 0 and world > 1:
-        dist.send(message, 1)
-    elif rank == 1:
-        dist.recv(message, 0)
+    first, second = SENDERS
+    if rank == first and world > 1:
+        dist.send(message, second)
+    elif rank == second:
+        dist.recv(message, first)
 
 
 def _loop(call: Callable[[], object], count: int, device: torch.device) -> float:

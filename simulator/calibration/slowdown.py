@@ -45,11 +45,13 @@ SLOWED: Mapping[Kernel, tuple[str, ...]] = {
 class Slowdown:
     """Time while some processes compute over time alone: of a mix of kernels, and of single classes.
 
-    ``paces`` is what typical kernels took while all ran them.
+    ``waits`` is the part of these factors that processor time does not show: kernels between two messages wait for
+    their turn on a core, and for the slowest rank. ``paces`` is what typical kernels took while all ran them.
     """
 
     mix: float
     classes: Mapping[Kernel, float] = field(default_factory=dict)
+    waits: float = 1.0
     paces: Paces | None = None
 
 
@@ -99,9 +101,7 @@ class SlowdownTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._turns = 1.0
-        if device.type == "cpu":
-            self._turns = max(1.0, dist.get_world_size() * torch.get_num_threads() / available_cores())
+        self._turns = core_turns(device)
         cases = [c for c in all_cases(accelerator=device.type != "cpu") if c.dtype == "float32"]
         self._kinds = [_Timed(None, lambda: _mix(device))]
         turn = TURN_CACHES * beyond_caches() if device.type == "cpu" else None
@@ -136,6 +136,7 @@ class SlowdownTimer:
         return Slowdown(
             mix=waits * found[0].factor,
             classes={kernel: waits * float(np.mean(of_kernel)) for kernel, of_kernel in factors.items()},
+            waits=waits,
             paces=paces_of(gathered(self._paces, self._device)),
         )
 
@@ -167,6 +168,13 @@ class _Timed:
         """The rounds of all ranks, the same on each."""
         alone, together = gathered(self._alone, device).max(axis=0), gathered(self._together, device)
         return Rounds(alone=alone, together=together)
+
+
+def core_turns(device: torch.device) -> float:
+    """How many ranks take turns on a core."""
+    if device.type != "cpu":
+        return 1.0
+    return max(1.0, dist.get_world_size() * torch.get_num_threads() / available_cores())
 
 
 def _mix(device: torch.device) -> Repeated:
