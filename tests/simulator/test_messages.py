@@ -81,13 +81,12 @@ def test_calls_follow_each_other_and_their_computation(monkeypatch: pytest.Monke
     monkeypatch.setattr(messages, "PART_ELEMENTS", 64)
     found = messages._run_collectives(torch.device("cpu"))
     assert set(found) == set(Collective)
-    rounds = [[calls for (calls,) in found.values()]] * 2
-    moments = []
-    for number, kinds in enumerate(rounds):
-        for calls in kinds:
-            each = calls.end.shape[1] // 2
-            for call in range(number * each, (number + 1) * each):
-                moments.append([float(getattr(calls, name)[0, call]) for name in ("since", "begin", "end")])
+    moments = [
+        [float(getattr(calls, name)[0, call]) for name in ("since", "begin", "end")]
+        for half in (0, 1)
+        for (calls,) in found.values()
+        for call in np.array_split(np.arange(calls.end.shape[1]), 2)[half]
+    ]
     for before, (since, begin, end) in zip([None, *moments[:-1]], moments, strict=True):
         assert since < begin < end
         assert before is None or before[2] == since
