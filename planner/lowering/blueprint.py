@@ -25,30 +25,37 @@ from simulator.columns import KIND_INDEX
 from simulator.program import BufferKind, Phase, Task
 from simulator.task_table import IntArray
 
-SAME = -2
-"""Unit of a value that is that of the draft's own copy."""
+SAME = -(1 << 32)
+"""Unit of a value that is that of the draft's own copy; that of a copy so many units behind it is as much more."""
+RELATIVE = SAME // 2
+"""Units below count from the draft's own."""
 
 Use = tuple[int, int]
-"""A value and the unit of the whole network whose copy of it is meant, `SAME` for the draft's own."""
+"""A value and the unit of the whole network whose copy of it is meant, or how far that is from the draft's own."""
 
 
 class Block(NamedTuple):
-    """Drafts ``first … last`` (exclusive) of the copy number `unit`."""
+    """Drafts ``first … last`` (exclusive)."""
 
     first: int
     last: int
-    unit: int
 
 
 class Event(NamedTuple):
-    """A complete gradient, or the place where a unit needs its parameters or activations, in the copy number `unit`.
+    """A complete gradient, or the place where a unit needs its parameters or activations.
 
     ``copy`` is the part of the micro-batch that the gradient is of.
     """
 
     item: TensorRef | Gather | Fetch
-    unit: int
     copy: int = 0
+
+
+class Visit(NamedTuple):
+    """What runs in a row for one unit of the whole network: copies of a layer that is written once share ``events``."""
+
+    events: Sequence[Block | Event]
+    unit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +199,7 @@ class Blueprint:
 
     # The order of a micro-batch
 
-    def _script(self, body: Body) -> Iterator[Block | Event]:
+    def _script(self, body: Body) -> Iterator[Visit]:
         count = self.source.options.copies
         own: frozenset[str] = frozenset()
         if count > 1:
@@ -202,10 +209,13 @@ class Blueprint:
             for unit, phase, items in self._spans(body)
         ]
         visits = [*self._visits(spans)]
+        if count == 1:
+            yield from (Visit(span.events[0], unit) for span, unit in visits)
+            return
         copies = [
-            [event._replace(unit=unit) for span, unit in visits for event in span.events[copy]] for copy in range(count)
+            [Visit((event,), unit) for span, unit in visits for event in span.events[copy]] for copy in range(count)
         ]
-        yield from copies[0] if count == 1 else in_turn(copies, self._ends_turn)
+        yield from in_turn(copies, self._ends_turn)
 
     def _of_copy(self, items: Sequence[Item], own: frozenset[str], copy: int) -> Sequence[Item]:
         """Items of a span in one copy of the micro-batch; parameters are gathered for all by the first."""
@@ -217,7 +227,8 @@ class Blueprint:
             if copy == 0 or not isinstance(item, Gather)
         ]
 
-    def _ends_turn(self, event: Block | Event) -> bool:
+    def _ends_turn(self, visit: Visit) -> bool:
+        (event,) = visit.events
         return isinstance(event, Block) and is_message(self.instructions[event.last - 1])
 
     def _spans(self, body: Body) -> Iterator[tuple[int, Phase, list[Item]]]:
@@ -248,12 +259,12 @@ class Blueprint:
                 if not in_turns or not is_message(item.instruction):
                     continue
             if len(self.tasks) > begin:
-                found.append(Block(begin, len(self.tasks), unit))
+                found.append(Block(begin, len(self.tasks)))
                 begin = len(self.tasks)
             if not isinstance(item, Draft):
-                found.append(Event(item, unit, copy))
+                found.append(Event(item, copy))
         if len(self.tasks) > begin:
-            found.append(Block(begin, len(self.tasks), unit))
+            found.append(Block(begin, len(self.tasks)))
         return found
 
     def _visits(self, spans: Sequence[_Span]) -> Iterator[tuple[_Span, int]]:

@@ -81,7 +81,7 @@ def check_blocks(blueprint: Blueprint, gradients: Sequence[tuple[int, Use]]) -> 
 def _block(blueprint: Blueprint, draft: Draft, reads: Sequence[Use]) -> Block:
     writes = [_use(blueprint, buffer.name) for buffer in draft.writes]
     number = blueprint.add(draft, NOBODY, reads, writes)
-    return Block(number, number + 1, NOBODY)
+    return Block(number, number + 1)
 
 
 def _use(blueprint: Blueprint, name: str) -> Use:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES, Role
 from planner.instructions import value_of_copy
-from planner.lowering.blueprint import SAME, Block, Blueprint, BufferNames, Placing, Use
+from planner.lowering.blueprint import RELATIVE, SAME, Blueprint, BufferNames, Placing, Use
 from planner.lowering.segment import SegmentWriter
 from planner.lowering.turns import stored_values
 from planner.work import state_bytes
@@ -84,7 +85,8 @@ class _Step:
         counts = offsets[which + 1] - offsets[which]
         row = np.repeat(np.arange(len(which)), counts)
         use = _ranges(offsets[which], counts)
-        of = np.where(units[use] == SAME, unit[row], units[use])
+        of = units[use]
+        of += np.where(of < RELATIVE, unit[row] - SAME, 0)
         return _Rows(row, self.placing(values[use], of), use)
 
     def segment(self, name: str, count: int, writer: SegmentWriter) -> SegmentColumns:
@@ -219,8 +221,8 @@ def _ranges(begin: IntArray, counts: IntArray) -> IntArray:
     return found
 
 
-def _expanded(order: Sequence[Block]) -> tuple[IntArray, IntArray]:
+def _expanded(order: array[int]) -> tuple[IntArray, IntArray]:
     """(n,) drafts of a segment in order, and the unit that each is run for."""
-    blocks = np.array(order, dtype=np.int64).reshape(len(order), 3)
+    blocks = np.array(order, dtype=np.int64).reshape(-1, 3)
     counts = blocks[:, 1] - blocks[:, 0]
     return _ranges(blocks[:, 0], counts), np.repeat(blocks[:, 2], counts)

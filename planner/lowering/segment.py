@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from math import inf, prod
+from typing import TypeVar
 
 from planner.graph.operator_graph import DTYPE_BYTES, TensorRef
 from planner.instructions import NOTHING, BeginUpdate, Communicate, Update, all_reduced, value_of_copy
 from planner.lowering.adding import addition
-from planner.lowering.blueprint import Block, Blueprint, Use
+from planner.lowering.blueprint import SAME, Block, Blueprint, Event, Use
 from planner.lowering.body import Gather
 from planner.lowering.copies import NOBODY
 from planner.lowering.groups import ALONE, BY_SIZE
@@ -21,29 +23,37 @@ from planner.lowering.placed import local_share
 from planner.lowering.sums import Summed, summed
 from planner.lowering.travelling import Accumulated, Entry, Gradient, Kind, Move, Pending, Then
 from planner.lowering.ways import Wanted, moves_together
-from planner.lowering.writer import Draft, Moved, Writer
+from planner.lowering.writer import Moved, Writer
 from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step
 from planner.work import finish_traffic, sum_bytes, update_traffic
 from simulator.program import COMPUTE_STREAM, Buffer, BufferKind, Collective, Kernel, Phase, Task
 
+Placed = TypeVar("Placed", Gather, Fetch)
+
 
 class SegmentWriter(Writer):
-    """Writes what runs in one micro-batch: ``order`` are drafts of the blueprint with the unit that each is run for."""
+    """Writes what runs in one micro-batch.
+
+    ``order`` holds drafts of the blueprint in threes: the first, the one behind the last, the unit they are run for.
+    """
 
     def __init__(self, blueprint: Blueprint, *, first: bool, last: bool) -> None:
         super().__init__(blueprint.source)
         self.blueprint = blueprint
         self.first = first
         self.last = last
-        self.order: list[Block] = []
+        self.order = array("q")
+        self.buckets: dict[Kind, Pending] = {}
         self.pending: dict[Kind, Pending] = {}
+        """Buckets that are not empty."""
         self.synchronised: list[Gradient] = []
         self.persistent: list[Use] = []
         """Values that outlive a micro-batch, beside parameters, the batch and the loss."""
         self.made: dict[object, Block] = {}
+        """What is run for other units again."""
         self.moves: dict[tuple[int, int], Move] = {}
-        self.written: dict[tuple[TensorRef, int], tuple[int, int, tuple[Step, ...]]] = {}
+        self.written: dict[int, tuple[int, int, tuple[Step, ...]]] = {}
         self.accumulated: dict[int, Accumulated] = {}
         self.sums: dict[int, str] = {}
         """What sums over whole parameters are called now, by node, where the update needs some."""
@@ -51,44 +61,59 @@ class SegmentWriter(Writer):
     def write(self) -> None:
         """Fill ``order``."""
         self._gather_parameters()
-        script = self.blueprint.script
-        gathers = [(e.item, e.unit) for e in script if not isinstance(e, Block) and isinstance(e.item, Gather)]
-        fetches = [(e.item, e.unit) for e in script if not isinstance(e, Block) and isinstance(e.item, Fetch)]
+        script, place = self.blueprint.script, self.order.extend
+        gathers, fetches = [*self._events(Gather)], [*self._events(Fetch)]
         passed = fetched = 0
-        for event in script:
-            if isinstance(event, Block):
-                self.order.append(event)
-            elif isinstance(event.item, Gather):
-                self._gather_units(gathers, passed)
-                passed += 1
-            elif isinstance(event.item, Fetch):
-                for fetch, unit in fetches[fetched + 1 if fetched else 0 : fetched + 2]:
-                    self._fetch_back(fetch, unit)
-                fetched += 1
-            else:
-                self._gradient(event.item, event.unit, event.copy)
+        for events, unit in script:
+            for event in events:
+                if isinstance(event, Block):
+                    place((*event, unit))
+                elif isinstance(event.item, Gather):
+                    self._gather_units(gathers, passed)
+                    passed += 1
+                elif isinstance(event.item, Fetch):
+                    for fetch, its_unit in fetches[fetched + 1 if fetched else 0 : fetched + 2]:
+                        self._fetch_back(fetch, its_unit)
+                    fetched += 1
+                else:
+                    self._gradient(event, event.item, unit)
         while self.pending:
             self._flush(next(iter(self.pending)))
         if self.last:
             self._update()
 
-    def _run(self, key: object, unit: int, home: int, write: Callable[[], None]) -> None:
-        """Run for a unit the drafts that `write` makes the first time."""
+    def _events(self, kind: type[Placed]) -> Iterator[tuple[Placed, int]]:
+        """What the script has of a kind, with the units."""
+        known: dict[int, list[Placed]] = {}
+        for events, unit in self.blueprint.script:
+            if id(events) not in known:
+                items = [event.item for event in events if isinstance(event, Event)]
+                known[id(events)] = [item for item in items if isinstance(item, kind)]
+            yield from ((item, unit) for item in known[id(events)])
+
+    def _run(self, key: object, unit: int, home: int, write: Callable[..., None], *given: object) -> None:
+        """Run for a unit the drafts that `write` makes the first time, of what it is given."""
         made = self.made.get(key)
         if made is None:
             before = len(self.blueprint.tasks)
-            write()
+            write(*given)
             for draft in self.drafts:
                 self.blueprint.add(draft, home)
             self.drafts = []
-            made = self.made[key] = Block(before, len(self.blueprint.tasks), home)
-        self.order.append(Block(made.first, made.last, unit))
+            made = self.made[key] = Block(before, len(self.blueprint.tasks))
+        self.order.extend((*made, unit))
 
     def _run_once(self, unit: int, home: int, reads: Sequence[Use], writes: Sequence[Use]) -> None:
         """Run the one draft just written, whose values are of several units."""
-        draft: Draft = self.drafts.pop()
-        number = self.blueprint.add(draft, home, reads, writes)
-        self.order.append(Block(number, number + 1, unit))
+        number = self._add_shared(unit, home, reads, writes)
+        self.order.extend((number, number + 1, unit))
+
+    def _add_shared(self, unit: int, home: int, reads: Sequence[Use], writes: Sequence[Use]) -> int:
+        """Add the one draft just written; its values are of units that lie so from `unit` wherever else it is run."""
+        own = SAME - unit
+        reads = [(value, own + other) for value, other in reads]
+        writes = [(value, own + other) for value, other in writes]
+        return self.blueprint.add(self.drafts.pop(), home, reads, writes)
 
     # Parameters
 
@@ -101,16 +126,20 @@ class SegmentWriter(Writer):
 
     def _gather_fused(self, values: Sequence[tuple[Wanted, int]]) -> None:
         """Fetch parameters of all units in messages that are full at the size of a bucket."""
-        blueprint = self.blueprint
         units = [unit for _, unit in values]
         for items, numbers in self._ways([value for value, _ in values], self.source.gather_limit(of_unit=False)):
-            self._step(items, Phase.FORWARD, asynchronous=True)
-            homes = [blueprint.owners[ref.node] for ref, *_ in items]
-            reads = [
-                (blueprint.value(v, h), units[n]) for (_, v, _, _), n, h in zip(items, numbers, homes, strict=True)
-            ]
-            made = [(blueprint.value(t, h), units[n]) for (_, _, t, _), n, h in zip(items, numbers, homes, strict=True)]
-            self._run_once(units[numbers[0]], homes[0], reads, made)
+            own = [units[number] for number in numbers]
+            first = own[0]
+            key = tuple([(target, unit - first) for (_, _, target, _), unit in zip(items, own, strict=True)])
+            self._run(key, first, NOBODY, self._gather_together, items, own)
+
+    def _gather_together(self, items: list[Moved], units: Sequence[int]) -> None:
+        """Write the message of parameters of several units."""
+        self._step(items, Phase.FORWARD, asynchronous=True)
+        value, homes = self.blueprint.value, [self.blueprint.owners[ref.node] for ref, *_ in items]
+        reads = [(value(v, home), unit) for (_, v, _, _), unit, home in zip(items, units, homes, strict=True)]
+        made = [(value(t, home), unit) for (_, _, t, _), unit, home in zip(items, units, homes, strict=True)]
+        self._add_shared(units[0], homes[0], reads, made)
 
     def _ways(self, values: Sequence[Wanted], limit_bytes: float) -> Iterator[tuple[list[Moved], list[int]]]:
         """The moves of parameters to their placements, as far as they go together, with their places in `values`.
@@ -136,7 +165,7 @@ class SegmentWriter(Writer):
             wanted.append(gathers[position + 1])
         for gather, unit in wanted:
             home = gather.unit if self.blueprint.copies.of_unit else NOBODY
-            self._run(("gather", gather.unit, gather.phase), unit, home, partial(self._gather, gather))
+            self._run(("gather", gather.unit, gather.phase), unit, home, self._gather, gather)
 
     def _gather(self, gather: Gather) -> None:
         for items, _ in self._ways(gather.values, self.source.gather_limit(of_unit=True)):
@@ -147,25 +176,28 @@ class SegmentWriter(Writer):
     def _fetch_back(self, fetch: Fetch, unit: int) -> None:
         """Bring back what a unit has on the host: its own where it is the first, and of the next."""
         home = fetch.unit if self.blueprint.copies.of_unit else NOBODY
-        self._run(("fetch", fetch.unit), unit, home, partial(self.drafts.extend, fetch.drafts))
+        self._run(("fetch", fetch.unit), unit, home, self._fetched, fetch)
+
+    def _fetched(self, fetch: Fetch) -> None:
+        self.drafts += fetch.drafts
 
     # Gradients
 
-    def _gradient(self, ref: TensorRef, unit: int, copy: int) -> None:
+    def _gradient(self, event: Event, ref: TensorRef, unit: int) -> None:
         """Hand a complete gradient on: to its accumulator, or first to the rank that accumulates its part."""
-        known = self.written.get((ref, copy))
+        known, copy = self.written.get(id(event)), event.copy
         if known is None:
             parameter = self.source.gradient_of[ref]
             name = value_of_copy(self.source.value_name(ref, self.source.output_placements(ref)), copy)
             known = parameter, self.blueprint.named(name), self.source.gradient_path(parameter)[0]
-            self.written[ref, copy] = known
+            self.written[id(event)] = known
         parameter, value, ahead = known
         copies = self.source.options.copies
         if copies > 1:
             total, home = f"{self.graph.nodes[parameter].name}.gradient of all copies", self.blueprint.owners[parameter]
             placements = self.source.output_placements(ref)
-            write = partial(self._add_to, parameter, value, total, placements, first=copy == 0)
-            self._run(("add up", parameter, copy), unit, home, write)
+            key = "add up", parameter, copy
+            self._run(key, unit, home, self._add_to, parameter, value, total, placements, copy == 0)
             value = self.blueprint.value(total, home)
         if copy + 1 < copies:
             return
@@ -184,8 +216,7 @@ class SegmentWriter(Writer):
         if self.source.options.micro_batches > 1:
             accumulator = self.blueprint.value(made.name, made.home)
             self.persistent.append((accumulator, unit))
-            write = partial(self._accumulation, parameter, value, made.name)
-            self._run(("accumulate", parameter), unit, made.home, write)
+            self._run(("accumulate", parameter), unit, made.home, self._accumulation, parameter, value, made.name)
             gradient = Gradient(parameter, unit, accumulator)
         if self.last:
             self._synchronise(gradient, made.behind, self.synchronised.append)
@@ -194,9 +225,9 @@ class SegmentWriter(Writer):
         source = self.source
         ahead, _ = source.gradient_path(parameter)
         placements = ahead[-1].after if ahead else source.output_placements(source.gradient_ref(parameter))
-        self._add_to(parameter, value, accumulator, placements, first=self.first)
+        self._add_to(parameter, value, accumulator, placements, self.first)
 
-    def _add_to(self, parameter: int, value: int, accumulator: str, placements: Placements, *, first: bool) -> None:
+    def _add_to(self, parameter: int, value: int, accumulator: str, placements: Placements, first: bool) -> None:
         name = self.blueprint.names[value]
         stream = self.came.get(name, COMPUTE_STREAM)
         self.drafts.append(addition(self.source, parameter, name, accumulator, placements, stream, first=first))
@@ -207,27 +238,28 @@ class SegmentWriter(Writer):
             then(gradient)
             return
         step, parameter = steps[0], gradient.parameter
-        if not isinstance(step.operation, Collective):
+        move = self.moves.get((parameter, id(step)))
+        if move is None and not isinstance(step.operation, Collective):
             target = self._synchronised_name(parameter, step)
             home = self.blueprint.owners[parameter]
             item = self.source.gradient_ref(parameter), self.blueprint.names[gradient.value], target, step
-            self._run(
-                ("move", gradient.value, target), gradient.unit, home,
-                lambda: self._step([item], Phase.BACKWARD, asynchronous=False),
-            )  # fmt: skip
+            key = "move", gradient.value, target
+            self._run(key, gradient.unit, home, self._step, [item], Phase.BACKWARD, False)
             moved = Gradient(parameter, gradient.unit, self.blueprint.value(target, home))
             self._synchronise(moved, steps[1:], then)
             return
-        move = self._move_of(parameter, step)
-        bucket = self.pending.get(move.key)
-        if bucket is None:
-            bucket = self.pending[move.key] = self._empty(move.key)
+        if move is None:
+            move = self.moves[parameter, id(step)] = self._move_of(parameter, step)
+        bucket = move.bucket
+        if not bucket.entries:
+            self.pending[move.key] = bucket
         bucket.entries.append((gradient, move, steps[1:], then))
         bucket.size_bytes += int(move.payload)
         if len(bucket.entries) == bucket.most or bucket.size_bytes >= bucket.full_bytes:
             self._flush(move.key)
 
-    def _empty(self, kind: Kind) -> Pending:
+    def _bucket(self, kind: Kind) -> Pending:
+        """Where gradients of a kind wait."""
         if kind[3] != BY_SIZE:
             return Pending(1 if kind[3] == ALONE else self._assigned[kind], inf)
         if self._by_unit(kind[0]) and self.source.options.exchange.reduce_scatter_bytes is None:
@@ -248,22 +280,22 @@ class SegmentWriter(Writer):
         return step.operation, step.axis, dtype, group, self.source.host.holds(ref)
 
     def _move_of(self, parameter: int, step: Step) -> Move:
-        key = parameter, id(step)
-        if key not in self.moves:
-            ref, kind = self.source.gradient_ref(parameter), self._kind(parameter, step)
-            spec = self.graph.spec(ref)
-            on_wire = self.source.travelling_bytes(spec)
-            name, size = self._synchronised_name(parameter, step), self.source.local_bytes(spec, step.after)
-            self.moves[key] = Move(
-                key=kind,
-                target=self.blueprint.value(name, self.blueprint.owners[parameter]),
-                made=Buffer(name=name, size_bytes=0 if kind[4] else size, kind=BufferKind.GRADIENT),
-                size_bytes=size,
-                payload=on_wire / prod(self.source.sizes[a] for a in step.sharded_axes),
-                dims=(step.gather_dim, step.split_dim),
-                narrow_bytes=0 if spec.dtype == kind[2] else self.source.local_bytes(spec, step.before),
-            )
-        return self.moves[key]
+        ref, kind = self.source.gradient_ref(parameter), self._kind(parameter, step)
+        spec = self.graph.spec(ref)
+        on_wire = self.source.travelling_bytes(spec)
+        name, size = self._synchronised_name(parameter, step), self.source.local_bytes(spec, step.after)
+        if kind not in self.buckets:
+            self.buckets[kind] = self._bucket(kind)
+        return Move(
+            key=kind,
+            bucket=self.buckets[kind],
+            target=self.blueprint.value(name, self.blueprint.owners[parameter]),
+            made=Buffer(name=name, size_bytes=0 if kind[4] else size, kind=BufferKind.GRADIENT),
+            size_bytes=size,
+            payload=on_wire / prod(self.source.sizes[a] for a in step.sharded_axes),
+            dims=(step.gather_dim, step.split_dim),
+            narrow_bytes=0 if spec.dtype == kind[2] else self.source.local_bytes(spec, step.before),
+        )
 
     def _by_unit(self, collective: Collective) -> bool:
         """Whether gradients travel unit by unit, as the parameters do."""
@@ -276,8 +308,22 @@ class SegmentWriter(Writer):
     def _synchronised_name(self, parameter: int, step: Step) -> str:
         return f"{self.graph.nodes[parameter].name}.gradient@{','.join(map(placement_name, step.after))}"
 
-    def _flush(self, key: Kind) -> None:
-        entries, names = self.pending.pop(key).entries, self.blueprint.names
+    def _flush(self, kind: Kind) -> None:
+        entries = self.pending.pop(kind).emptied()
+        unit = entries[0][0].unit
+        # Moves are kept, so that their identities stay theirs.
+        key = kind, tuple([(gradient.value, id(move), gradient.unit - unit) for gradient, move, _, _ in entries])
+        self._run(key, unit, NOBODY, self._send, kind, entries)
+        for (parameter, its_unit, _), move, steps, then in entries:
+            gradient = Gradient(parameter, its_unit, move.target)
+            if steps:
+                self._synchronise(gradient, steps, then)
+            else:
+                then(gradient)
+
+    def _send(self, key: Kind, entries: Sequence[Entry]) -> None:
+        """Write the message of gradients of several units."""
+        names = self.blueprint.names
         cast = any(move.narrow_bytes for _, move, _, _ in entries)
         message = Communicate(
             collective=key[0],
@@ -300,18 +346,16 @@ class SegmentWriter(Writer):
         home = self.blueprint.owners[head.parameter]
         if not cast:
             self._message(name, Phase.BACKWARD, message, payload, writes=buffers, dtype=key[2], on_host=key[4])
-            self._run_once(head.unit, home, reads, made)
+            self._add_shared(head.unit, home, reads, made)
         else:
             packed = self._pack(entries, reads, home)
             self._message(name, Phase.BACKWARD, message, payload, dtype=key[2], on_host=key[4])
-            self._run_once(head.unit, home, [*reads, packed], ())
+            self._add_shared(head.unit, home, [*reads, packed], ())
             came = sum(move.size_bytes for _, move, *_ in entries if move.narrow_bytes)
             axis = self.source.options.mesh.axes[key[1]].name
             task = self._cast_task(f"cast back {name}", came, f"communication:{axis}", on_host=key[4])
             self._add(task, NOTHING, (), buffers)
-            self._run_once(head.unit, home, [packed], made)
-        for gradient, move, steps, then in entries:
-            self._synchronise(Gradient(gradient.parameter, gradient.unit, move.target), steps, then)
+            self._add_shared(head.unit, home, [packed], made)
 
     def _pack(self, entries: Sequence[Entry], reads: Sequence[Use], home: int) -> Use:
         """Time the cast of gradients to the type in which they travel; the message that is sent casts them.
@@ -329,7 +373,7 @@ class SegmentWriter(Writer):
         size = 0 if on_host else int(sum(move.payload for _, move, *_ in entries))
         self._add(task, NOTHING, (), (Buffer(name=packed, size_bytes=size, kind=BufferKind.COMMUNICATION),))
         value = self.blueprint.value(packed, home)
-        self._run_once(head.unit, home, reads, [(value, head.unit)])
+        self._add_shared(head.unit, home, reads, [(value, head.unit)])
         return value, head.unit
 
     def _cast_task(self, name: str, narrow_bytes: int, stream: str, *, on_host: bool) -> Task:
@@ -347,13 +391,14 @@ class SegmentWriter(Writer):
         if self.source.options.offload_optimizer:
             self._through_host()
         if checks_gradients(self.source):
-            self.order += check_blocks(self.blueprint, [(g.parameter, (g.value, g.unit)) for g in self.synchronised])
+            for block in check_blocks(self.blueprint, [(g.parameter, (g.value, g.unit)) for g in self.synchronised]):
+                self.order.extend((*block, NOBODY))
         if self.source.options.optimizer.sums:
             self._begin_updates()
         for gradient in self.synchronised:
             parameter, value = gradient.parameter, gradient.value
             home = self.blueprint.owners[parameter]
-            self._run(("update", parameter), gradient.unit, home, partial(self._update_of, parameter, value))
+            self._run(("update", parameter), gradient.unit, home, self._update_of, parameter, value)
 
     def _update_of(self, parameter: int, value: int) -> None:
         update, node, name = self.source.options.optimizer, self.graph.nodes[parameter], self.blueprint.names[value]
@@ -392,7 +437,7 @@ class SegmentWriter(Writer):
         for gradient in self.synchronised:
             parameter, home = gradient.parameter, self.blueprint.owners[gradient.parameter]
             self.sums[parameter] = f"{self.graph.nodes[parameter].name}.sums"
-            self._run(("begin", parameter), gradient.unit, home, partial(self._begin_of, parameter, gradient.value))
+            self._run(("begin", parameter), gradient.unit, home, self._begin_of, parameter, gradient.value)
         for message in summed(self.source, [(gradient.parameter, 1) for gradient in self.synchronised]):
             self._add_up(message)
 

@@ -26,9 +26,13 @@ class Gradient(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A collective on a gradient's way: what it is called then, its bytes, and those of its part of the message."""
+    """A collective on a gradient's way: what it is called then, its bytes, and those of its part of the message.
+
+    The gradient waits for it in ``bucket``.
+    """
 
     key: Kind
+    bucket: Pending
     target: int
     made: Buffer
     size_bytes: int
@@ -58,3 +62,8 @@ class Pending:
     full_bytes: float
     entries: list[Entry] = field(default_factory=list)
     size_bytes: int = 0
+
+    def emptied(self) -> list[Entry]:
+        """Take out what waits."""
+        entries, self.entries, self.size_bytes = self.entries, [], 0
+        return entries

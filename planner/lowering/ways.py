@@ -19,11 +19,11 @@ Wanted = tuple[TensorRef, Placements, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
-    """How a parameter gets to a placement: its moves, and its bytes in each placement on the way."""
+    """How a parameter gets to a placement: its moves, and its bytes behind each step, by the step's identity."""
 
     steps: tuple[Step, ...]
     dtype: str
-    size_bytes: Mapping[Placements, int]
+    size_bytes: Mapping[int, int]
     moves: tuple[Moved, ...]
 
 
@@ -48,7 +48,7 @@ def moves_together(
     done = [0] * len(values)
 
     def size_bytes(number: int, step: Step) -> float:
-        return found[number].size_bytes[step.after]
+        return found[number].size_bytes[id(step)]
 
     for moves in together([way.steps for way in found], [way.dtype for way in found], size_bytes, limit_bytes):
         items: list[Moved] = []
@@ -66,6 +66,6 @@ def _way(source: PlacedGraph, value: Wanted) -> _Way:
     return _Way(
         steps=steps,
         dtype=spec.dtype,
-        size_bytes={step.after: source.local_bytes(spec, step.after) for step in steps},
+        size_bytes={id(step): source.local_bytes(spec, step.after) for step in steps},
         moves=tuple((ref, *pair, step) for pair, step in zip(pairwise(names), steps, strict=False)),
     )
