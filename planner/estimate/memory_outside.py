@@ -13,7 +13,7 @@ from planner.estimate.memory_traits import (
     OLDER_WORKSPACE_BYTES,
     MemoryTraits,
 )
-from planner.estimate.training_run import TrainingSetup
+from planner.estimate.training_run import Stack, TrainingSetup
 from simulator.hardware import Hardware
 
 _family_of = lru_cache(maxsize=256)(family_of)
@@ -24,9 +24,13 @@ Aceso on Alps, 3.8 GiB of four tensor ranks in a node, 2.9 and 3.1 GiB of 64 ran
 (``aceso_validation_clariden`` of github.com/eth-easl/sailor). The driver keeps more for memory that the processor
 shares, and buffers for Slingshot lie in the host."""
 _LARGE_CUBLAS_BYTES, _CUBLAS_BYTES = 32 * MEBI, 8 * MEBI
-_CAPTURED_WORKSPACES = 4
-"""cuBLAS has a workspace for each thread and stream: graphs are warmed up on a stream and captured on another
-(``torch.cuda.make_graphed_callables``), each by the threads of forward and backward."""
+_GROUPED_STREAMS = 4
+_LARGE_GROUPED_BYTES, _GROUPED_BYTES = 32 * MEBI, 4 * MEBI
+"""Transformer Engine runs the products of a group on four streams (``NUM_CUBLASLT_STREAMS``), each with a workspace of
+its own: 32 MiB from Hopper on, 4 MiB before (``get_multi_stream_cublas_workspace``)."""
+_CAPTURED_WORKSPACES = 2
+"""cuBLAS has a workspace for each thread and stream: graphs are captured on a stream of their own, by the threads of
+forward and backward (``torch.cuda.make_graphed_callables``)."""
 
 
 def workspace_bytes(traits: MemoryTraits, setup: TrainingSetup, hardware: Hardware) -> float:
@@ -35,6 +39,9 @@ def workspace_bytes(traits: MemoryTraits, setup: TrainingSetup, hardware: Hardwa
     own = traits.workspace_bytes.get(family, OLDER_WORKSPACE_BYTES)
     if setup.fixed_workspaces and family != "hopper":
         own += traits.fixed_workspace_bytes
+    if setup.grouped_products and setup.stack is Stack.TRANSFORMER_ENGINE:
+        recent = family in ("hopper", "blackwell")
+        own += _GROUPED_STREAMS * (_LARGE_GROUPED_BYTES if recent else _GROUPED_BYTES)
     if setup.captured_graphs:
         large = setup.fixed_workspaces or family == "hopper"
         own += _CAPTURED_WORKSPACES * (_LARGE_CUBLAS_BYTES if large else _CUBLAS_BYTES)

@@ -71,8 +71,11 @@ def stage_residency(setup: TrainingSetup, stage: int) -> float:
 
     The result, times what all layers of the stage keep, is what stands. A rank that interleaves takes ``pp``
     micro-batches (``micro_batch_group`` where that is more) through one chunk, then as many through the next, and so
-    on: the first chunks hold more of them than the last.
+    on: the first chunks hold more of them than the last. A schedule that was searched for under a limit of memory uses
+    it up (ZB-1p and ZB-2p: ``p`` and ``2 p`` micro-batches on every rank; arXiv:2401.10241, section 5).
     """
+    if setup.pipelines_in_flight:
+        return float(min(setup.pipelines_in_flight * setup.pp, setup.micro_batches))
     even = micro_batches_in_flight(setup.schedule, stage, setup.pp, setup.vpp, setup.micro_batches)
     interleaved = schedule_name(setup.schedule) in ("1f1b", "interleaved_1f1b") and setup.vpp > 1
     if interleaved and setup.micro_batch_group > setup.pp:

@@ -270,6 +270,12 @@ class TrainingSetup:
     """cuBLAS has workspaces of 32 MiB a stream (``CUBLAS_WORKSPACE_CONFIG=:4096:8``), as reproducible runs ask for."""
     captured_graphs: bool = False
     """Layers are replayed as CUDA graphs."""
+    grouped_products: bool = False
+    """Experts of a rank are multiplied by one call, on several streams (Transformer Engine's ``GroupedLinear``)."""
+    gathered_inputs: bool = False
+    """Products that gather the parts of a sequence keep them whole for the backward pass (MindSpeed's MC2)."""
+    pipelines_in_flight: int = 0
+    """Micro-batches that a searched schedule may hold on any rank, in multiples of ``pp``; 0: as its formula says."""
     loss_chunks: int = 1
     """Parts of the tokens whose loss is computed one after the other, in float32."""
     master_weight_bytes: int = 4

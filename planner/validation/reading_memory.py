@@ -25,6 +25,9 @@ class MemorySettings(TypedDict):
     reduce_bucket_elements: float
     fixed_workspaces: bool
     captured_graphs: bool
+    grouped_products: bool
+    gathered_inputs: bool
+    pipelines_in_flight: int
     loss_chunks: int
     vocabulary_parallel_loss: bool
     master_weight_bytes: int
@@ -49,6 +52,10 @@ def memory_settings(row: FileRow) -> MemorySettings:
         # Megatron's ``--deterministic-mode`` insists on ``CUBLAS_WORKSPACE_CONFIG``.
         fixed_workspaces="deterministic-mode" in words,
         captured_graphs=bool(re.search(r"cuda[-_ ]?graph", words)),
+        grouped_products="grouped-gemm" in words,
+        # MC2 products keep what they gathered unless ``all_gather_recomputation`` is asked for.
+        gathered_inputs=bool(re.search(r"\b(?:use|ascend)-mc2", words)),
+        pipelines_in_flight=_pipelines_in_flight(words),
         loss_chunks=_loss_chunks(row, framework),
         # Of AA-Scaling's runs those with few layers a device at tp 8 go out of memory: only whole logits explain that.
         vocabulary_parallel_loss="aa-scaling" not in framework,
@@ -71,6 +78,12 @@ def memory_settings(row: FileRow) -> MemorySettings:
         micro_batch_group=_GROUP * ("tunable_overlap" in words),
         packed_attention="llm-foundry" not in framework,
     )
+
+
+def _pipelines_in_flight(words: str) -> int:
+    """1 and 2 of ZB-1p and ZB-2p, which are searched for within the activations of ``p`` and ``2 p`` micro-batches."""
+    found = re.search(r"zb-?([12])p", words)
+    return int(found[1]) if found else 0
 
 
 def long_term_support(row: FileRow) -> bool:

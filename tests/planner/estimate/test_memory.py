@@ -291,6 +291,23 @@ def test_larger_groups_hold_more_micro_batches_of_the_first_chunks() -> None:
     assert stage_residency(replace(setup, vpp=1, micro_batch_group=5), 3) == 1
 
 
+def test_schedules_searched_for_within_a_limit_use_it_up_on_every_rank() -> None:
+    setup = TrainingSetup(devices=8, pp=8, micro_batches=24, schedule="zb-h1", pipelines_in_flight=2)
+    assert [stage_residency(setup, stage) for stage in (0, 3, 7)] == [16, 16, 16]
+    assert stage_residency(replace(setup, micro_batches=10), 0) == 10
+
+
+@pytest.mark.parametrize("shape", [LLAMA_7B, MIXTRAL])
+def test_products_that_gather_keep_what_they_gathered(shape: TransformerShape) -> None:
+    """Queries, keys and values have one such product, the first of a dense feed-forward network is another."""
+    plan: dict[str, Any] = {"stack": Stack.MINDSPEED, "tp": 8, "micro_batch": 2, "sequence_parallel": True}
+    apart, whole = (training_memory(run(shape, **plan, gathered_inputs=mc2)).fullest for mc2 in (False, True))
+    stream = 2 * 2 * shape.sequence_length * shape.hidden
+    assert whole.activations - apart.activations == pytest.approx(shape.layers * stream * (1 if shape.experts else 2))
+    plan["sequence_parallel"] = False
+    assert training_memory(run(shape, **plan, gathered_inputs=True)) == training_memory(run(shape, **plan))
+
+
 def test_moments_come_when_activations_have_gone() -> None:
     """By the end of the first step either the activations without moments were the most, or the update was."""
     few, many = (training_memory(run(LLAMA_7B, tp=8, micro_batch=size, stack=Stack.MINDSPEED)) for size in (1, 16))

@@ -41,4 +41,20 @@ def test_gh200_holds_as_much_outside_the_allocator_whatever_the_plan() -> None:
 )
 def test_graphs_are_warmed_up_and_captured_with_workspaces_of_their_own(profile: str, fixed: bool, each: int) -> None:
     more = workspace(profile, captured_graphs=True, fixed_workspaces=fixed) - workspace(profile, fixed_workspaces=fixed)
-    assert more == 4 * each * MIB
+    assert more == 2 * each * MIB
+
+
+@pytest.mark.parametrize(
+    ("profile", "stack", "mebibytes"),
+    [
+        ("dgx-h100", Stack.TRANSFORMER_ENGINE, 128),
+        ("gb200-nvl72", Stack.TRANSFORMER_ENGINE, 128),
+        ("dgx-a100", Stack.TRANSFORMER_ENGINE, 16),
+        ("dgx-h100", Stack.MEGATRON, 0),
+    ],
+)
+def test_a_group_of_products_has_a_workspace_for_each_of_its_streams(
+    profile: str, stack: Stack, mebibytes: float
+) -> None:
+    one, grouped = (workspace(profile, stack=stack, grouped_products=grouped) for grouped in (False, True))
+    assert grouped - one == mebibytes * MIB
