@@ -195,8 +195,8 @@ def explore(
     or less memory never make the objective smaller. Meshes whose bound is over `HOPELESS` times the best
     known plan, or over `ALTERNATIVE` times where `wanted` plans are known, are left out. So are those that take
     `NEAR_ENOUGH` times a plan found elsewhere with nothing but what passes cannot hide: the least passes (`_left` of
-    them), the operators alone, and their fastest plan but for messages once a step. Plans come with what a price of
-    memory proves of them (`closed` proves more).
+    them), the operators alone, their kernels with the sums that these wait for, and their fastest plan but for messages
+    once a step. Plans come with what a price of memory proves of them (`closed` proves more).
     """
     waiting: list[tuple[float, int, int, _Shape]] = []
     graphs: dict[int, OperatorGraph] = {}
@@ -206,9 +206,9 @@ def explore(
     most = NEAR_ENOUGH * min(steps, default=float("inf"))
     shapes = {(data, tensor): _Shape(space, data, tensor, graphs) for data, tensor in meshes(space)}
     passes = _passes(shapes, known, _left(shapes, known), most)
-    _time_together([shape for mesh, shape in shapes.items() if passes[mesh] <= most])
+    _time_together([shape for mesh, shape in shapes.items() if sum(passes[mesh]) <= most])
     for (data, tensor), shape in shapes.items():
-        if passes[data, tensor] > most:
+        if sum(passes[data, tensor]) > most:
             possible = True
             continue
         try:
@@ -220,7 +220,7 @@ def explore(
             refused = error
             continue
         possible = True
-        if work <= most:
+        if work <= most and shape.waiting_s(passes[data, tensor][1]) <= most:
             heappush(waiting, (work, tensor, data, shape))
     if refused is not None and not possible:
         raise refused
@@ -246,16 +246,19 @@ def _unhidden_s(problem: Problem, solution: Solution) -> float:
     return solution.objective_s - once_s(problem, solution)
 
 
-def _passes(shapes: Iterable[tuple[int, int]], known: Known, left: float, most: float) -> dict[tuple[int, int], float]:
-    """Least seconds of passes on each mesh, of which free strategies leave a part, with the sums that they wait for.
+def _passes(
+    shapes: Iterable[tuple[int, int]], known: Known, left: float, most: float
+) -> dict[tuple[int, int], tuple[float, float]]:
+    """Least seconds of passes on each mesh, of which free strategies leave a part, and of the sums that they wait for.
 
     What is not known is found out where the mesh with next more data-parallel ranks takes over `most`.
     """
-    found: dict[tuple[int, int], float] = {}
+    found: dict[tuple[int, int], tuple[float, float]] = {}
     more = 0.0
     for mesh in sorted(shapes, reverse=True):
         passes, waited = known.passes_s(*mesh, more > most)
-        more = found[mesh] = left * passes + waited
+        found[mesh] = left * passes, waited
+        more = sum(found[mesh])
     return found
 
 
@@ -326,6 +329,10 @@ class _Shape:
     def work_s(self) -> float:
         """Seconds that its operators take at least, nothing sent between them."""
         return self.problem(self.counts[0]).least_work_s
+
+    def waiting_s(self, sums_s: float) -> float:
+        """Seconds that its kernels take at least, which wait so long for sums over the batch; 0 where they do not."""
+        return self.problem(self.counts[0]).least_kernels_s + sums_s if sums_s else 0.0
 
     def solved(self, limit: float) -> Iterator[Found | Misfit]:
         """Plans at the first number of micro-batches that fits and at the next."""

@@ -73,6 +73,28 @@ class Problem:
             )
         )
 
+    @property
+    def least_kernels_s(self) -> float:
+        """`least_work_s` without messages inside operators: updates, and kernels in the state that computes least."""
+        times, least = self.graph.multiplicity, dict[int, float]()
+        for states in self.states:
+            if states.kind not in least:
+                least[states.kind] = self._kernels_s(states)
+        return sum(
+            least[states.kind] * (times[variable.nodes[0]] if variable.nodes else 1)
+            for states, variable in zip(self.states, self.decisions.variables, strict=True)
+        )
+
+    def _kernels_s(self, states: States) -> float:
+        """The least seconds of a step of one variable's update or kernels."""
+        nodes = range(len(states.variable.nodes))
+        if states.variable.kind is Kind.PARAMETER:
+            return float(self.parts.update_seconds(states).min())
+        if states.variable.kind is Kind.INPUT or not nodes:
+            return 0.0
+        each = [self.parts.node_seconds(states, position) for position in nodes]
+        return self.setting.micro_batches * float(sum(s.total - s.communication for s in each).min())
+
     @cached_property
     def unary(self) -> tuple[Cost, ...]:
         """Costs of each variable by its own states."""

@@ -91,6 +91,22 @@ def test_meshes_whose_passes_take_too_long_are_left_out() -> None:
     assert meshes_found(Known(steps_s=(step,))) > meshes_found(slow) == {(4,)}
 
 
+def test_kernels_with_the_sums_that_they_wait_for_leave_meshes_out() -> None:
+    problems = {shape: candidates._Shape(space(), *shape).problem(1) for shape in ((4, 1), (2, 2), (1, 4))}
+    kernels = {shape: problem.least_kernels_s for shape, problem in problems.items()}
+    for shape, problem in problems.items():
+        assert 0 < kernels[shape] <= problem.least_work_s <= fastest(problem).objective_s
+    step = 10 * max(fastest(problem).objective_s for problem in problems.values())
+    near = candidates.NEAR_ENOUGH * step
+
+    def waiting(share: float) -> Known:
+        waited = {data: share * (near - kernels[data, tensor]) for data, tensor in kernels}
+        return Known(steps_s=(step,), passes_s=lambda data, tensor, find: (0.0, waited[data]))
+
+    assert meshes_found(waiting(0.999)) == meshes_found(Known(steps_s=(step,)))
+    assert meshes_found(waiting(1.001)) == set()
+
+
 def test_passes_that_free_strategies_shorten_leave_no_mesh_out() -> None:
     step = min(i.solution.objective_s for i in explore(space(), np.inf) if isinstance(i, Found))
     # Whoever cuts the batch alone takes a hundred times as long, on every mesh.
