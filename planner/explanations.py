@@ -204,7 +204,9 @@ def shadow_prices(search: Configured, pins: Pins, explored: Explored, best: Plac
             with_more = min(with_more, _roomier_s(placed))
     # Measured times of collectives are those of the links as they are.
     measured = bool(search.hardware.collective_tables)
-    plain = replace(search.hardware, collective_tables=()) if measured else search.hardware
+    plain = search.hardware
+    if measured:
+        plain = replace(plain, collective_tables=(), hash=f"{plain.hash} by formulas")
     before = _objective_s(search, pins, best, plain, plain) if measured else best.objective_s
     links = {}
     for number, level in enumerate(plain.levels):
@@ -212,7 +214,8 @@ def shadow_prices(search: Configured, pins: Pins, explored: Explored, best: Plac
             links[level.name] = 0.0  # nothing leaves the level below
             continue
         faster = replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * MORE_BANDWIDTH)
-        hardware = replace(plain, levels=(*plain.levels[:number], faster, *plain.levels[number + 1 :]))
+        levels = (*plain.levels[:number], faster, *plain.levels[number + 1 :])
+        hardware = replace(plain, levels=levels, hash=f"{plain.hash} with faster {level.name}")
         inside = number <= _outermost(plain, best.configuration)
         after = _objective_s(search, pins, best, hardware, hardware if inside else plain)
         links[level.name] = max(0.0, before - after) if np.isfinite(after) else 0.0

@@ -253,7 +253,8 @@ class Hardware:
     rows: tuple[ProfileRow, ...] = ()
 
     def __hash__(self) -> int:
-        return hash(self.hash)
+        # What derives from one profile is told apart by these; to compare all fields takes far longer.
+        return hash((self.hash, self.cached_share, self.processes))
 
     def peak(self, dtype: str, kernel: Kernel = Kernel.MATMUL) -> float:
         """Peak FLOP/s for `dtype`: that of `peak_dtype`."""
