@@ -29,8 +29,10 @@ from simulator.kernels import has_shape_model, kernel_time, shaped_time
 from simulator.program import Kernel, Phase
 
 FloatArray = NDArray[np.float64]
-Placed = tuple[TensorRef, bool, NDArray[np.int64]]
+Port = tuple[TensorRef, bool, NDArray[np.int64]]
 """A tensor, whether it is read, and its placement in each choice."""
+Placed = dict[tuple[str | bool | int, ...], NDArray[np.int64]]
+"""Placements of tensors by state, and their numbers."""
 Scope = tuple[int, ...]
 CONTEXT = "context"
 
@@ -62,13 +64,15 @@ class Setting:
 class States:
     """The states of a variable: ``choice[a, s]`` is the choice along mesh axis a in state s.
 
-    ``known`` is what was worked out of them, by name; variables that are alike (number ``kind``) share it.
+    ``known`` is what was worked out of them, by name, and ``placed`` where their tensors lie; variables that are alike
+    (number ``kind``) share both, meshes with the same states the second.
     """
 
     variable: Variable
     choice: NDArray[np.int64]
     kind: int = -1
     known: dict[tuple[str | bool | int, ...], Any] = field(default_factory=dict, repr=False, compare=False)
+    placed: Placed = field(default_factory=dict, repr=False, compare=False)
 
     def __len__(self) -> int:
         return int(self.choice.shape[1])
@@ -76,18 +80,16 @@ class States:
     def placements(self, tensor: TensorRef, *, reads: bool) -> NDArray[np.int64]:
         """Placements of a tensor in every state, shape (axes, states)."""
         key = ("placements", reads, self.place(tensor, reads=reads))
-        if key not in self.known:
-            self.known[key] = (self.variable.read if reads else self.variable.written)[tensor][self.choice]
-        found: NDArray[np.int64] = self.known[key]
-        return found
+        if key not in self.placed:
+            self.placed[key] = (self.variable.read if reads else self.variable.written)[tensor][self.choice]
+        return self.placed[key]
 
     def numbers(self, tensor: TensorRef, rank: int, *, reads: bool) -> NDArray[np.int64]:
         """Numbers of the placements of a tensor with `rank` dims, by state (`placement_index`)."""
         key = ("numbers", reads, self.place(tensor, reads=reads))
-        if key not in self.known:
-            self.known[key] = placement_index(self.placements(tensor, reads=reads), rank)
-        found: NDArray[np.int64] = self.known[key]
-        return found
+        if key not in self.placed:
+            self.placed[key] = placement_index(self.placements(tensor, reads=reads), rank)
+        return self.placed[key]
 
     def place(self, tensor: TensorRef, *, reads: bool) -> int:
         """Which of the tensors that the variable reads or writes this is."""
@@ -115,6 +117,7 @@ class Parts:
         self._made: dict[int, States] = {}
         self._first: dict[tuple[object, ...], States] = {}
         self._may_shard: dict[tuple[tuple[int, ...], tuple[bool, ...], int], NDArray[np.bool_]] = {}
+        self._divided_by: dict[tuple[int, ...], tuple[bool, ...]] = {}
 
     # States
 
@@ -128,19 +131,47 @@ class Parts:
                 key = (*key, unnamed(choice, variable.choices[0]))
                 variable = replace(variable, choices=(*variable.choices, choice))
             if key not in self._first:
-                self._first[key] = States(variable, self._choices(variable), number)
+                found, placed = self._known_choices(variable, self.decisions.alike[number])
+                self._first[key] = States(variable, found, number, placed=placed)
             first = self._first[key]
-            self._made[number] = States(variable, first.choice, first.kind, first.known)
+            self._made[number] = States(variable, first.choice, first.kind, first.known, first.placed)
         return self._made[number]
+
+    def _known_choices(self, variable: Variable, kind: int) -> tuple[NDArray[np.int64], Placed]:
+        """`_choices`, found once for all meshes whose axes divide the same dims, and what is known of placements."""
+        setting = self.setting
+        if setting.context:
+            return self._choices(variable), {}
+        asked = (setting.storage, setting.batch_only, setting.batch_axes, setting.free_axes)
+        divided = tuple([self._divided(tensor) for tensor in (*variable.read, *variable.written)])
+        key = (kind, self.names, asked, 1 in self.sizes and self.sizes, divided)
+        known: dict[tuple[object, ...], tuple[NDArray[np.int64], Placed]] = self.decisions.states
+        if key not in known:
+            known[key] = (self._choices(variable), {})
+        return known[key]
+
+    def _divided(self, tensor: TensorRef) -> tuple[bool, ...]:
+        """Whether each dim of a tensor divides by the product of any of the axes."""
+        shape = self.graph.spec(tensor).shape
+        if shape not in self._divided_by:
+            products = [1]
+            for size in self.sizes:
+                products += [size * product for product in products]
+            self._divided_by[shape] = tuple([extent % product == 0 for product in products for extent in shape])
+        return self._divided_by[shape]
 
     def _choices(self, variable: Variable) -> NDArray[np.int64]:
         """Choices along each axis in every state, shape (axes, states)."""
         axes = range(len(self.sizes))
+        if not axes:
+            return np.zeros((0, 1), dtype=np.int64)
         tensors = [(tensor, True, placed) for tensor, placed in variable.read.items()]
         tensors += [(tensor, False, placed) for tensor, placed in variable.written.items()]
         places = self._places(tensors)
         fits = [self._fits(variable, axis, tensors, places) for axis in axes]
         wanted = [np.flatnonzero(f & self._wanted(variable, axis, tensors)) for axis, f in zip(axes, fits, strict=True)]
+        if len(axes) == 1:
+            return (wanted[0] if len(wanted[0]) else np.flatnonzero(fits[0]))[None, :]
         for kept in (wanted, [np.flatnonzero(f) for f in fits]):
             choice = np.zeros((0, 1), dtype=np.int64)
             for allowed in kept:
@@ -151,7 +182,7 @@ class Parts:
                 break
         return choice[:, divides]
 
-    def _places(self, tensors: Sequence[Placed]) -> NDArray[np.int64]:
+    def _places(self, tensors: Sequence[Port]) -> NDArray[np.int64]:
         """Placement of each tensor in each choice (tensors, choices), as places in what is said of all placements.
 
         Those of each tensor come behind those of the one before, dims from the front.
@@ -161,7 +192,7 @@ class Parts:
         return np.where(codes < 0, codes + sizes[:, None], codes) + (sizes.cumsum() - sizes)[:, None]
 
     def _fits(
-        self, variable: Variable, axis: int, tensors: Sequence[Placed], places: NDArray[np.int64]
+        self, variable: Variable, axis: int, tensors: Sequence[Port], places: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
         """Choices in which every dim divides along one axis alone, and is one that the axis may shard."""
         fits = np.ones(len(variable.choices), dtype=np.bool_)
@@ -191,7 +222,7 @@ class Parts:
             self._may_shard[key] = np.array([*dims, True, True], dtype=np.bool_)
         return self._may_shard[key]
 
-    def _wanted(self, variable: Variable, axis: int, tensors: Sequence[Placed]) -> NDArray[np.bool_]:
+    def _wanted(self, variable: Variable, axis: int, tensors: Sequence[Port]) -> NDArray[np.bool_]:
         """Choices that the axis and the setting ask for, where there are such."""
         name, kind, choices = self.names[axis], variable.kind, variable.choices
         keep = np.ones(len(choices), dtype=np.bool_)
@@ -235,11 +266,11 @@ class Parts:
         return frozenset(found)
 
     def _divides(
-        self, tensors: Sequence[Placed], places: NDArray[np.int64], choice: NDArray[np.int64]
+        self, tensors: Sequence[Port], places: NDArray[np.int64], choice: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
         """States (axes, states) in which every dim divides by all the axes that shard it together."""
         keep = np.ones(choice.shape[1], dtype=np.bool_)
-        if len(self.sizes) == 1 or not tensors:
+        if not tensors:
             return keep
         shapes = [self.graph.spec(tensor).shape for tensor, _, _ in tensors]
         if len(self.sizes) == 2:

@@ -92,8 +92,11 @@ class Problem:
             return float(self.parts.update_seconds(states).min())
         if states.variable.kind is Kind.INPUT or not nodes:
             return 0.0
-        each = [self.parts.node_seconds(states, position) for position in nodes]
-        return self.setting.micro_batches * float(sum(s.total - s.communication for s in each).min())
+        seconds = np.zeros(len(states))
+        for position in nodes:
+            found = self.parts.node_seconds(states, position)
+            seconds += found.total - found.communication
+        return self.setting.micro_batches * float(seconds.min())
 
     @cached_property
     def unary(self) -> tuple[Cost, ...]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,6 +86,11 @@ class Decisions:
     edges: tuple[Edge, ...]
     of_node: tuple[int, ...]
     alike: tuple[int, ...]
+
+    @cached_property
+    def states(self) -> dict[tuple[object, ...], Any]:
+        """What states of variables there are on some meshes, as far as `planner.search.problem.parts` has asked."""
+        return {}
 
     @cached_property
     def moves(self) -> tuple[tuple[int, int, bool, bool], ...]:
