@@ -91,13 +91,14 @@ class _Rank:
         capacity: list[float],
     ) -> None:
         self.uses, self.capacity = uses, capacity
-        self.queues, self.after, self.latency_s = [iter(queue) for queue in queues], after, latency_s
+        self.queues, self.after, self.latency_s = [[*queue, -1] for queue in queues], after, latency_s
         self.amount, self.pace, self.role, self.speed = amount, pace, role, speed
         self.starts, self.ends = [UNKNOWN] * len(after), [UNKNOWN] * len(after)
         streams = len(queues)
         self.open = list(range(streams))
         """Streams that may go on."""
-        self.task = [next(queue, -1) for queue in self.queues]
+        self.place = [0] * streams
+        self.task = [queue[0] for queue in self.queues]
         """The next or running task of each stream, -1 behind the last."""
         self.waiting = [-1] * streams
         """The task that the next one of each stream waits for."""
@@ -113,12 +114,14 @@ class _Rank:
         while True:
             while self.open:
                 self._start(self.open.pop(), now)
-            if (first := min(moments)) != now:
+            if min(moments) != now:
                 self._settle(now)
-                first = min(moments)
-                if first == NEVER:
+                own = moments.index(min(moments))
+                if self.works[own]:
+                    self._go_on(own)
+                now = min(moments)
+                if now == NEVER:
                     return
-                now = first
             own = moments.index(now)
             if self.works[own]:
                 self._end(own, now)
@@ -142,6 +145,40 @@ class _Rank:
         self.beside[self.role[task]] += self.amount[task] > 0.0
         self._begin(own, now)
 
+    def _slowed(self) -> tuple[float, float, float]:
+        """Paces by role, of those alone, beside what runs."""
+        _, computes, transfers = self.beside
+        return 1.0, self.speed[1] if transfers else 1.0, self.speed[2] if computes else 1.0
+
+    def _go_on(self, own: int) -> None:
+        """Let a stream run one task after the other while nothing else happens and no pace changes.
+
+        The task at which it stops runs: what follows that is an event like others.
+        """
+        ends, queue, place = self.ends, self.queues[own], self.place[own]
+        task, moment = self.task[own], self.moments[own]
+        role, works = self.role[task], True
+        slowed = self._slowed()[role]
+        limit = min([other for stream, other in enumerate(self.moments) if stream != own], default=NEVER)
+        while works and moment < limit and task not in self.waiting and not (self.uses and self.uses[task]):
+            following = queue[place + 1]
+            if following < 0 or self.role[following] != role or self.amount[following] <= 0.0:
+                break
+            if self.uses and self.uses[following]:
+                break
+            if any(needed != task and ends[needed] != ends[needed] for needed in self.after[following]):
+                break
+            ends[task] = self.starts[following] = moment
+            task, place = following, place + 1
+            if (latency_s := self.latency_s[task]) > 0.0:
+                moment += latency_s
+            works = moment < limit
+            if works:
+                rate = self.pace[task] * slowed
+                self.left[own], self.since[own], self.rate[own] = self.amount[task], moment, rate
+                moment += self.amount[task] / rate
+        self.task[own], self.place[own], self.works[own], self.moments[own] = task, place, works, moment
+
     def _begin(self, own: int, now: float) -> None:
         """Let the task of a stream begin its work, or end where it has none."""
         amount = self.amount[self.task[own]]
@@ -159,7 +196,8 @@ class _Rank:
         self.ends[task] = now
         self.works[own] = False
         self.moments[own] = NEVER
-        self.task[own] = next(self.queues[own], -1)
+        self.place[own] += 1
+        self.task[own] = self.queues[own][self.place[own]]
         self.open.append(own)
         if task in waiting:
             for other, needed in enumerate(waiting):
@@ -169,8 +207,7 @@ class _Rank:
 
     def _settle(self, now: float) -> None:
         """Give what works its pace, and find when it ends by it."""
-        _, computes, transfers = self.beside
-        slowed = 1.0, self.speed[1] if transfers else 1.0, self.speed[2] if computes else 1.0
+        slowed = self._slowed()
         rates: dict[int, float] = {}
         for own, works in enumerate(self.works):
             if works:
