@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.estimate.device_family import family_of
-from planner.estimate.training_run import LayeredNetwork, LayerWork, TrainingRun
+from planner.estimate.training_run import LayeredNetwork, LayerWork, Stack, TrainingRun
 from simulator.collectives import collective_time
 from simulator.errors import InputError
 from simulator.hardware import Hardware
@@ -50,7 +50,8 @@ class LayerArrays:
     """Distinct layers of a network, each ``(layers,)``: work of one sample, and how often it occurs.
 
     ``saved`` elements are kept for the backward pass; ``tensors`` of weights are trained, one of a product and two of
-    a norm; ``first_flops`` and ``first_moved`` are of the first product, where it is trained.
+    a norm; ``dense`` weights are those of matrix products; ``first_flops`` and ``first_moved`` are of the first
+    product, where it is trained.
     """
 
     flops: FloatArray
@@ -72,11 +73,12 @@ class LayerArrays:
     count: FloatArray
     saved: float
     tensors: float
+    dense: float
     first_flops: float
     first_moved: float
 
 
-_LAYER_COLUMNS = tuple(field.name for field in fields(LayerArrays))[:-4]
+_LAYER_COLUMNS = tuple(field.name for field in fields(LayerArrays))[:-5]
 
 
 class LayeredTable:
@@ -98,18 +100,21 @@ class LayeredTable:
         self.starts = np.searchsorted(self.run, np.arange(len(runs)))
         self.layers = {name: np.concatenate([getattr(layers, name) for layers in arrays]) for name in _LAYER_COLUMNS}
         self.element_bytes = np.array([element_bytes(run) for run in runs])
+        self.operand_bytes = np.array([operand_bytes(run) for run in runs])
         self.batch = np.array([float(run.setup.micro_batch) for run in runs])
         self.micro_batches = np.array([float(run.setup.micro_batches) for run in runs])
         self.bandwidth = np.array([run.hardware.memory_bandwidth for run in runs])
         self.single_peak = np.array([run.hardware.peak("float32") for run in runs])
         self.convolution_peak, self.matmul_peak = np.array([peaks(run) for run in runs]).T
         self.without_tensor_units = np.array([product_kind(run) == "single" for run in runs])
+        self.single_norms = np.array([keeps_single_norms(run) for run in runs])
         self.several = np.array([run.setup.devices > 1 for run in runs])
         sharing = [min(run.setup.devices, run.hardware.devices_per_node) for run in runs]
         self.doublings = np.log2(sharing)  # of the devices that share a host
         self.reduction_s = np.array([_all_reduce_s(run, net) for run, net in zip(runs, networks, strict=True)])
         self.parameters = np.array([network.parameters for network in networks])
         self.tensors = np.array([layers.tensors for layers in arrays])
+        self.dense = np.array([layers.dense for layers in arrays])
         self.area = np.array([network.area for network in networks])
         self.first_flops = np.array([layers.first_flops for layers in arrays])
         self.first_moved = np.array([layers.first_moved for layers in arrays])
@@ -151,7 +156,8 @@ def layered_times(table: LayeredTable, columns: Mapping[str, FloatArray]) -> dic
         "contention": contended,
         "waiting for the host": busy - device - contended,
         "gradients": exposed,
-        "optimizer": table.parameters * columns["update_bytes"] / (table.bandwidth * columns["memory"]),
+        "optimizer": (table.parameters * columns["update_bytes"] + table.dense * columns["layout_bytes"])
+        / (table.bandwidth * columns["memory"]),
         "overhead": columns["step_overhead_s"] * crowded,
     }
 
@@ -165,7 +171,8 @@ def _passes(table: LayeredTable, columns: Mapping[str, FloatArray]) -> tuple[Flo
     layers, run = table.layers, table.run
     of_run = {name: column[run] for name, column in columns.items()}
     products = _product_s(table, of_run)
-    batch, size = table.batch[run], np.where(layers["single"], 4.0, table.element_bytes[run])
+    single = layers["single"] | (layers["norm"] & ~layers["vector"] & table.single_norms[run])
+    batch, size = table.batch[run], np.where(single, 4.0, table.element_bytes[run])
     moved_s = size * (batch * layers["moved"] + layers["weights"]) / (table.bandwidth[run] * of_run["memory"])
     left = np.where(layers["fusable"], of_run["unfused"], 1.0)
     # A fused norm sums up what its convolution writes: one of its three passes goes.
@@ -178,7 +185,7 @@ def _passes(table: LayeredTable, columns: Mapping[str, FloatArray]) -> tuple[Flo
     trained = np.where(layers["frozen"], 0.0, 1.0)
     first = np.maximum(
         table.batch * table.first_flops / (table.first_peak * columns["products"]),
-        table.element_bytes * table.batch * table.first_moved / (table.bandwidth * columns["memory"]),
+        table.operand_bytes * table.batch * table.first_moved / (table.bandwidth * columns["memory"]),
     )
     forward = table.total(once)
     backward = np.maximum(table.total(again * trained) - first, table.total(once * trained))
@@ -189,7 +196,7 @@ def _passes(table: LayeredTable, columns: Mapping[str, FloatArray]) -> tuple[Flo
 def _product_s(table: LayeredTable, of_run: Mapping[str, FloatArray]) -> FloatArray:
     """Seconds (L,) of the forward kernel of every layer, were it a product; ``of_run`` has parameters (L,)."""
     layers, run = table.layers, table.run
-    batch, size = table.batch[run], table.element_bytes[run]
+    batch, size = table.batch[run], table.operand_bytes[run]
     moved = size * (batch * layers["moved"] + layers["weights"])
     flops = batch * layers["flops"]
     # Winograd's algorithm multiplies less often; tensor units have no use for it.
@@ -211,7 +218,9 @@ def _product_s(table: LayeredTable, of_run: Mapping[str, FloatArray]) -> FloatAr
     )
     seconds = np.where(layers["grouped"], np.minimum(seconds, narrow), seconds)
     copied = layers["convolution"] & ~table.without_tensor_units[run]
-    return np.asarray(seconds + np.where(copied, of_run["casts"] * moved_s, 0.0))
+    dense = ~layers["convolution"] & (layers["weights"] > 0)
+    copies = np.where(copied, of_run["casts"], np.where(dense, of_run["turned"], 0.0))
+    return np.asarray(seconds + copies * moved_s)
 
 
 def data_parallel_network(run: TrainingRun) -> LayeredNetwork:
@@ -241,6 +250,24 @@ def product_kind(run: TrainingRun) -> str:
 def element_bytes(run: TrainingRun) -> float:
     """Bytes of an activation."""
     return 4.0 if run.setup.precision in ("fp32", "tf32") else 2.0
+
+
+def operand_bytes(run: TrainingRun) -> float:
+    """Bytes of an element that a product reads or writes.
+
+    The matrix units of Ascend 910 take half precision alone, to which float32 networks are cast around them
+    (``allow_fp32_to_fp16``, the default of CANN in training); Ascend 910B keeps what the network says.
+    """
+    return 2.0 if family_of(run.hardware.device_name) == "ascend910" else element_bytes(run)
+
+
+def keeps_single_norms(run: TrainingRun) -> bool:
+    """Whether batch norms stay in float32 while the rest is half precision.
+
+    MindSpore's ``amp_level="O2"``, which MindCV and MindYOLO take; the networks of its models do without
+    (``keep_batchnorm_fp32=False`` in ``official/cv/ResNet/train.py``).
+    """
+    return run.setup.stack is Stack.MINDSPORE_TOOLKIT and run.setup.precision == "fp16"
 
 
 def peaks(run: TrainingRun) -> tuple[float, float]:
@@ -332,6 +359,7 @@ def _arrays_of(key: _Same) -> LayerArrays:
         count=np.array([counts[row] for row in rows]),
         saved=sum(layer.saved * layer.count for layer in key.network.layers),
         tensors=sum(_tensors(layer) for layer in key.network.layers),
+        dense=sum(_dense(layer) for layer in key.network.layers),
         first_flops=first.flops if first and not first.frozen else 0.0,
         first_moved=first.elements_moved if first and not first.frozen else 0.0,
     )
@@ -341,6 +369,10 @@ def _tensors(layer: LayerWork) -> float:
     if layer.frozen:
         return 0.0
     return 2.0 if layer.kernel is Kernel.NORMALIZATION else float(layer.kernel in _PRODUCTS and layer.weights > 0)
+
+
+def _dense(layer: LayerWork) -> float:
+    return layer.weights * layer.count if layer.kernel is Kernel.MATMUL and not layer.frozen else 0.0
 
 
 def _winograd(layer: LayerWork) -> bool:

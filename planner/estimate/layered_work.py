@@ -58,6 +58,9 @@ class LayeredParameters:
         Share of the traffic of ReLUs and sums, and of a norm's first pass, that no other kernel does on its way.
     casts
         Copies around a convolution on tensor units, to the layout that these take, as a share of what it moves.
+    turned
+        Copies of what a dense layer reads and writes, to the fractal layout of matrix units and back, as a share of
+        what it moves. Scores of attention stay in that layout, and so do images.
     matmuls
         Rate of matrix products over that of convolutions.
     winograd
@@ -67,6 +70,9 @@ class LayeredParameters:
     update_bytes
         Bytes that a step moves for each weight outside of products. SGD with momentum in one kernel reads gradient,
         weight and momentum in float32 and writes the last two: 20.
+    layout_bytes
+        Bytes that take as long to move as a weight of a dense layer takes in a step to that layout, and its gradient
+        back; weights of convolutions stay in it.
     updates
         Kernels for each tensor of weights outside of the network's operators: its update, casts, clipping.
     coordination_s
@@ -98,10 +104,12 @@ class LayeredParameters:
     launch_s: float = 1e-5
     unfused: float = 0.7
     casts: float = 0.1
+    turned: float = 0.0
     matmuls: float = 1.0
     winograd: float = 1.5
     vector: float = 1.0
     update_bytes: float = 20.0
+    layout_bytes: float = 0.0
     updates: float = 1.0
     coordination_s: float = 0.0
     step_overhead_s: float = 2e-3

@@ -71,6 +71,12 @@ DEVICE_PRIORS = {
 }
 SINK_PRIORS = {"launch": Prior(centre=0.05, spread=0.3), "kernel_s": Prior(centre=1.4e-5, spread=0.1)}
 """Of Ascend devices, which launch the kernels of a whole graph themselves."""
+LAYOUT_PRIORS = {"layout_bytes": Prior(centre=200.0, spread=0.4), "turned": Prior(centre=3.0, spread=0.5)}
+"""Of Ascend 910. Its matrix units take operands in a fractal layout, to which kernels of their own (TransData) bring
+what dense layers take and from which they bring it back; those of Ascend 910B turn rows around while they load them
+(``Nd2NzParams`` of Ascend C, from Atlas A2 on). Of the steps of VGG-11 to 19, in three sources, 37 to 49 ms follow
+neither the images nor the convolutions, on one device as on eight: 300 to 400 bytes for each of 124 million dense
+weights, of which updates and reading them explain a third."""
 STACK_PRIORS = {
     "products": Prior(centre=1.0, spread=0.15),
     "memory": Prior(centre=1.0, spread=0.1),
@@ -146,13 +152,16 @@ HOST_PRIORS = {
 }
 PYTHON_HOST_PRIORS = {
     "image": Prior(centre=6e-4, spread=0.2),
-    "augmented image": Prior(centre=1.8e-3, spread=0.2),
+    "augmented image": Prior(centre=1.6e-3, spread=0.2),
+    "bicubic augmented image": Prior(centre=1.8e-3, spread=0.2),
+    "noisy augmented image": Prior(centre=2.05e-3, spread=0.2),
     "policy image": Prior(centre=1.4e-3, spread=0.3),
     "annotated image": Prior(centre=2e-3, spread=1.0),
     "mosaic image": Prior(centre=5e-3, spread=1.0),
 }
 """Where the host transforms images: in MindCV and MindYOLO, and in PyTorch and TensorFlow what augments images by
-rules. One policy for each image (AutoAugment) takes less than random rules with erasing and mixing."""
+rules. One policy for each image (AutoAugment) takes less than random rules with erasing and mixing. Bicubic
+interpolation takes longer than bilinear one, and so does erasing with noise instead of a constant."""
 _OWN_HOST = Prior(centre=1.0, spread=0.25)
 """Of a source: one machine, whose cores prepare samples faster or slower than those of others, however many rows it
 has. Its factor serves the fit alone; strangers are predicted by what sources have in common."""
@@ -177,6 +186,7 @@ def priors() -> dict[Key, Prior]:
     found: dict[Key, Prior] = {("everywhere", "", name): prior for name, prior in EVERYWHERE_PRIORS.items()}
     for family in _DEVICES:
         device = DEVICE_PRIORS | (SINK_PRIORS if family.startswith("ascend") else {})
+        device |= LAYOUT_PRIORS if family == "ascend910" else {}
         found |= {("devices", family, name): prior for name, prior in device.items()}
         found |= {("common", _maker(family), name): prior for name, prior in COMMON_PRIORS.items()}
     for stack in _STACKS:

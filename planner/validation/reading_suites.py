@@ -170,15 +170,27 @@ def recipe_in_single(row: FileRow, network: str) -> bool:
     return is_mindcv(row) and "see recipe" in row.text("precision").lower() and bool(single)
 
 
+_NOISY = r"pit_|pvt_v2|convnext|rexnet"
+_BICUBIC = r"crossvit|resnest|swin|pvt|vit|cait"
+"""Networks whose images MindCV's recipes resize by bicubic interpolation (``interpolation: 'bicubic'``) before random
+rules, and those of them that also erase with noise (``re_value: 'random'``)."""
+
+
 def recipe_sample(row: FileRow, network: str, sample: str) -> str:
     """Kind of sample by MindCV's recipe of a network, else `sample`.
 
     EfficientNets and Inceptions take AutoAugment's policy for each image (``auto_augment: 'autoaug'``) and mix none;
-    MindSpore's own table of 2023 has the former from MindCV, the latter not.
+    MindSpore's own table of 2023 has the former from MindCV, the latter not. Random rules are told apart by what else
+    the recipe does to an image.
     """
     own = "official/benchmark" in row.text("source").lower()
     learnt = network.startswith("efficientnet") if own else is_mindcv(row) and re.match(r"efficientnet|incep", network)
-    return "policy image" if learnt else sample
+    if learnt:
+        return "policy image"
+    if sample == "augmented image" and (own or is_mindcv(row)):
+        kind = "noisy " if re.match(_NOISY, network) else "bicubic " if re.match(_BICUBIC, network) else ""
+        return kind + sample
+    return sample
 
 
 def published_name(row: FileRow) -> str:

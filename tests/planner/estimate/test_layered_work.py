@@ -25,6 +25,7 @@ from simulator.errors import InputError
 from simulator.hardware import load_profile
 
 NEUTRAL = LayeredParameters()
+A2 = "ascend910b-atlas800t-a2"
 
 
 def network(name: str = "resnet50") -> LayeredNetwork:
@@ -124,6 +125,38 @@ def test_what_a_step_does_beside_its_network_counts_by_weights_and_by_tensors() 
     small = run(devices=1, batch=1)
     longer = seconds(small, replace(launched, updates=5.0)) - seconds(small, launched)
     assert longer == pytest.approx(5 * 1e-3 * (53 + 2 * 53 + 1), rel=1e-3)
+
+
+def test_dense_layers_are_turned_to_the_layout_of_matrix_units_and_convolutions_are_not() -> None:
+    wanted = run(name="vgg16", batch=1, devices=1)
+    dense = 25088 * 4096 + 4096 * 4096 + 4096 * 1000  # of 138 million weights
+    moved = dense * 100 / (wanted.hardware.memory_bandwidth * NEUTRAL.memory)
+    assert seconds(wanted, replace(NEUTRAL, layout_bytes=100.0)) - seconds(wanted) == pytest.approx(moved)
+    turned = replace(NEUTRAL, turned=6.0)
+    convolutions, tokens = (run(name=name) for name in ("resnet50", "vit_b_16"))
+    assert seconds(tokens, turned) > 1.2 * seconds(tokens)
+    assert seconds(convolutions, turned) < 1.01 * seconds(convolutions)  # its classifier alone
+
+
+def test_batch_norms_stay_in_float32_where_software_keeps_them_there() -> None:
+    def passes(name: str, stack: Stack, precision: str = "fp16") -> float:
+        wanted = run(name=name, profile="ascend910-atlas800", stack=stack, precision=precision)
+        parts = predict_layered(wanted, NEUTRAL).breakdown
+        return parts["forward"] + parts["backward"]
+
+    kept, cast = Stack.MINDSPORE_TOOLKIT, Stack.MINDSPORE
+    assert passes("resnet50", kept) > 1.1 * passes("resnet50", cast)
+    assert passes("resnet50", kept, "fp32") == passes("resnet50", cast, "fp32")
+    assert passes("vit_b_16", kept) == passes("vit_b_16", cast)  # norms over channels
+
+
+def test_products_of_an_ascend_910_read_and_write_half_precision_whatever_the_network() -> None:
+    def parts(profile: str, precision: str) -> float:
+        found = predict_layered(run(name="mnasnet_100", profile=profile, precision=precision, batch=256), NEUTRAL)
+        return found.breakdown["forward"] + found.breakdown["backward"]
+
+    first, later = (parts(name, "fp32") / parts(name, "fp16") for name in ("ascend910-atlas800", A2))
+    assert 1.1 < first < 0.9 * later
 
 
 def test_gradients_wait_until_all_devices_have_agreed_on_them() -> None:
@@ -229,7 +262,7 @@ def test_boxes_of_mosaics_keep_an_ascend_910_and_no_later_device() -> None:
     assert first - without == pytest.approx(8 * 0.01, rel=0.01)  # no kernel hides it
     mixed, plain = seconds("ascend910-atlas800", "yolox_s")
     assert mixed - plain == pytest.approx(2 * 8 * 0.01, rel=0.01)  # two mosaics an image
-    for profile, name in (("ascend910b-atlas800t-a2", "yolov5_s"), ("ascend910-atlas800", "resnet50")):
+    for profile, name in ((A2, "yolov5_s"), ("ascend910-atlas800", "resnet50")):
         first, without = seconds(profile, name)
         assert first == without
 
