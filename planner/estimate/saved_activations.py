@@ -85,10 +85,6 @@ def layer_activations(
         norm=element if fused_norm else 4 + element,
     )
     saved, core, working = _attention(shape, setup, traits, sizes, sequence)
-    if setup.gathered_inputs and setup.sequence_parallel:
-        # The inputs of the products for queries, keys and values, and of the first of the feed-forward network.
-        products = 1 if experts else 2
-        saved += products * tokens * shape.hidden * element
     if shape.encoder_layers and not encoder:
         cross = _attention(shape, setup, traits, sizes, shape.encoder_sequence_length)
         saved, core = saved + cross[0], core + cross[1]

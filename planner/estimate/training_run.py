@@ -272,8 +272,6 @@ class TrainingSetup:
     """Layers are replayed as CUDA graphs."""
     grouped_products: bool = False
     """Experts of a rank are multiplied by one call, on several streams (Transformer Engine's ``GroupedLinear``)."""
-    gathered_inputs: bool = False
-    """Products that gather the parts of a sequence keep them whole for the backward pass (MindSpeed's MC2)."""
     pipelines_in_flight: int = 0
     """Micro-batches that a searched schedule may hold on any rank, in multiples of ``pp``; 0: as its formula says."""
     loss_chunks: int = 1

@@ -26,7 +26,6 @@ class MemorySettings(TypedDict):
     fixed_workspaces: bool
     captured_graphs: bool
     grouped_products: bool
-    gathered_inputs: bool
     pipelines_in_flight: int
     loss_chunks: int
     vocabulary_parallel_loss: bool
@@ -53,8 +52,6 @@ def memory_settings(row: FileRow) -> MemorySettings:
         fixed_workspaces="deterministic-mode" in words,
         captured_graphs=bool(re.search(r"cuda[-_ ]?graph", words)),
         grouped_products="grouped-gemm" in words,
-        # MC2 products keep what they gathered unless ``all_gather_recomputation`` is asked for.
-        gathered_inputs=bool(re.search(r"\b(?:use|ascend)-mc2", words)),
         pipelines_in_flight=_pipelines_in_flight(words),
         loss_chunks=_loss_chunks(row, framework),
         # Of AA-Scaling's runs those with few layers a device at tp 8 go out of memory: only whole logits explain that.

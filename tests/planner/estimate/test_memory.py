@@ -297,17 +297,6 @@ def test_schedules_searched_for_within_a_limit_use_it_up_on_every_rank() -> None
     assert stage_residency(replace(setup, micro_batches=10), 0) == 10
 
 
-@pytest.mark.parametrize("shape", [LLAMA_7B, MIXTRAL])
-def test_products_that_gather_keep_what_they_gathered(shape: TransformerShape) -> None:
-    """Queries, keys and values have one such product, the first of a dense feed-forward network is another."""
-    plan: dict[str, Any] = {"stack": Stack.MINDSPEED, "tp": 8, "micro_batch": 2, "sequence_parallel": True}
-    apart, whole = (training_memory(run(shape, **plan, gathered_inputs=mc2)).fullest for mc2 in (False, True))
-    stream = 2 * 2 * shape.sequence_length * shape.hidden
-    assert whole.activations - apart.activations == pytest.approx(shape.layers * stream * (1 if shape.experts else 2))
-    plan["sequence_parallel"] = False
-    assert training_memory(run(shape, **plan, gathered_inputs=True)) == training_memory(run(shape, **plan))
-
-
 def test_moments_come_when_activations_have_gone() -> None:
     """By the end of the first step either the activations without moments were the most, or the update was."""
     few, many = (training_memory(run(LLAMA_7B, tp=8, micro_batch=size, stack=Stack.MINDSPEED)) for size in (1, 16))

@@ -201,7 +201,6 @@ def test_degrees_and_batches_are_derived(tmp_path: Path) -> None:
         ({"other_flags": "schedule ZB-2p"}, "pipelines_in_flight", 2),
         ({"other_flags": "schedule 1F1B"}, "pipelines_in_flight", 0),
         ({"other_flags": "deterministic-mode; moe-grouped-gemm"}, "grouped_products", True),
-        ({"other_flags": "use-fused-rmsnorm; ascend-mc2; swiglu"}, "gathered_inputs", True),
         ({"recompute_kind": "full", "recompute": "full method=block layers=6"}, "recompute_layers", 6),
     ],
 )
