@@ -205,7 +205,7 @@ def stage_times(work: Work, k: Coefficients) -> StageTimes:
         send=message(Message.PIPELINE),
         gradient_reduce=message(Message.GRADIENT_REDUCE),
         parameter_gather=message(Message.PARAMETER_GATHER),
-        optimizer=work.optimizer_s * k.optimizer,
+        optimizer=work.optimizer_s * k.optimizer + work.layout_s,
         layer_communication=communication,
     )
 

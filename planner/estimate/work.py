@@ -99,13 +99,18 @@ class Message(StrEnum):
 Key = tuple[Part, Phase, WorkClass]
 
 
+LAYOUT_BYTES = {"ascend910": 190.0}
+"""Bytes that take as long to move as a weight takes to the fractal layout of an Ascend 910's matrix units, and its
+gradient back: as fitted for dense layers of vision networks (``layout_bytes`` of `planner.estimate.layered_work`)."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Work:
     """Work of (N,) runs: seconds by part, phase and class, of one layer and one micro-batch each.
 
     ``core_seconds`` is the part of the forward seconds that selective recompute repeats; ``kernels`` counts launches.
-    Messages are seconds, split into those ``inside`` the innermost level and those that leave it. What no run does is
-    left out of ``seconds`` and ``kernels``.
+    Messages are seconds, split into those ``inside`` the innermost level and those that leave it. ``layout_s`` are of
+    a step's conversions of weights. What no run does is left out of ``seconds`` and ``kernels``.
     """
 
     columns: Columns
@@ -115,6 +120,7 @@ class Work:
     inside: dict[Message, FloatArray]
     outside: dict[Message, FloatArray]
     optimizer_s: FloatArray
+    layout_s: FloatArray
     element_bytes: FloatArray = field(default_factory=lambda: np.zeros(0))
 
 
@@ -129,7 +135,7 @@ def work_of(runs: Sequence[TrainingRun]) -> Work:
     kernels: dict[tuple[Part, Phase], FloatArray] = defaultdict(lambda: np.zeros(count))
     core = {w: np.zeros(count) for w in WorkClass}
     inside, outside = ({message: np.zeros(count) for message in Message} for _ in range(2))
-    optimizer, element_bytes = np.zeros(count), np.zeros(count)
+    optimizer, layout, element_bytes = np.zeros(count), np.zeros(count), np.zeros(count)
     for (hardware, precision, attention), members in groups.items():
         rows = np.array(members)
         part_columns = columns.take(rows)
@@ -158,9 +164,10 @@ def work_of(runs: Sequence[TrainingRun]) -> Work:
             inside[message][rows] += here
             outside[message][rows] += there
         optimizer[rows] = _optimizer_seconds(hardware, part_columns, element)
+        layout[rows] = _layout_seconds(hardware, part_columns)
     return Work(
         columns=columns, seconds=dict(seconds), core_seconds=core, kernels=dict(kernels),
-        inside=inside, outside=outside, optimizer_s=optimizer, element_bytes=element_bytes,
+        inside=inside, outside=outside, optimizer_s=optimizer, layout_s=layout, element_bytes=element_bytes,
     )  # fmt: skip
 
 
@@ -391,3 +398,10 @@ def _optimizer_seconds(hardware: Hardware, c: Columns, element: float) -> FloatA
         moved += parameters * c.trained_fraction / share * each
         moved += parameters * c.trained_fraction / np.where(c.sharding >= 2, share, 1.0) * 8
     return kernel_time(hardware, Kernel.OPTIMIZER, "float32", np.zeros(1), moved)
+
+
+def _layout_seconds(hardware: Hardware, c: Columns) -> FloatArray:
+    """A step's conversions of trained weights to the layout of matrix units, and of their gradients back."""
+    weights = (c.dense_parameters + c.expert_parameters) * c.trained_fraction
+    turned = LAYOUT_BYTES.get(family_of(hardware.device_name), 0.0) * weights
+    return np.asarray(turned / hardware.memory_bandwidth)

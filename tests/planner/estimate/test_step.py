@@ -162,6 +162,13 @@ def test_coefficients_touch_what_they_name() -> None:
     assert timed(wanted, k=Coefficients(launch_s=0.0, outside=2.0)).step_time_s == plain.step_time_s
 
 
+def test_a_step_ends_with_turning_weights_to_the_layout_of_the_device() -> None:
+    wanted = run(GPT, hardware="ascend910-atlas800")
+    turned = float(work_of([wanted]).layout_s[0])
+    assert staged(wanted).optimizer[0] - SLOW.optimizer * work_of([wanted]).optimizer_s[0] == pytest.approx(turned)
+    assert turned > 0
+
+
 def test_a_stage_that_is_fuller_decides() -> None:
     shape = replace(GPT, vocabulary=1024)
     even, uneven = (

@@ -20,7 +20,7 @@ from planner.estimate.training_run import (
     TransformerShape,
 )
 from planner.estimate.transformer_work import Part
-from planner.estimate.work import Message, Phase, Work, WorkClass, collective_seconds, work_of
+from planner.estimate.work import LAYOUT_BYTES, Message, Phase, Work, WorkClass, collective_seconds, work_of
 from simulator.collectives import collective_time
 from simulator.errors import InputError
 from simulator.program import Collective
@@ -30,7 +30,7 @@ from tests.planner.estimate.transformers import DEEPSEEK, GPT, LLAMA, MIXTRAL, R
 
 def numbers(work: Work, row: int) -> dict[str, float]:
     """Every number of a row that is not zero."""
-    found: dict[str, Any] = {"optimizer": work.optimizer_s, "element": work.element_bytes}
+    found: dict[str, Any] = {"optimizer": work.optimizer_s, "layout": work.layout_s, "element": work.element_bytes}
     for name in ("seconds", "core_seconds", "kernels", "inside", "outside"):
         found |= {f"{name} {key}": values for key, values in getattr(work, name).items()}
     return {name: float(values[row]) for name, values in found.items() if values[row] != 0}
@@ -239,6 +239,18 @@ def test_gradients_of_later_micro_batches_are_added_up() -> None:
     assert sums_s(stack="eager", gradient_bytes=4) > sums_s(micro_batches=16, **eager)
     assert sums_s(micro_batches=16, stack="megatron", gradient_bytes=2) == 0
     assert sums_s(micro_batches=16, dp=8, optimizer_sharding="zero3", **eager) == 0
+
+
+def test_trained_weights_are_turned_to_the_layout_of_an_ascend_910_once_a_step() -> None:
+    first, later = profile("ascend910-atlas800"), "ascend910b-atlas800t-a2"
+    whole, halved, frozen, on_later = work_of([
+        run(hardware=first.name), run(hardware=first.name, tp=2), run(hardware=first.name, trained_fraction=0.0),
+        run(hardware=later),
+    ]).layout_s  # fmt: skip
+    weights = 12 * 24 * 2048**2 + 51200 * 2048
+    assert whole == pytest.approx(weights * LAYOUT_BYTES["ascend910"] / first.memory_bandwidth, rel=0.01)
+    assert halved == pytest.approx(whole / 2, rel=0.01)
+    assert frozen == on_later == 0
 
 
 def test_a_dispatcher_that_sends_tokens_once_sends_fewer_copies() -> None:
