@@ -35,6 +35,7 @@ PARTS = 3
 """Equal parts of the computation before a message: in the first the message before has left caches and clocks cold."""
 PART_ROWS = 264
 PART_ELEMENTS = 700_000
+FEWEST_RANKS = 2
 WORKSPACE_BYTES = 1 << 22
 OVERLAP_REPEATS = 5
 OVERLAP_BYTES = 1 << 22
@@ -290,11 +291,12 @@ def gathered(own: Sequence[float], device: torch.device) -> FloatArray:
 def _workspace(device: torch.device) -> dict[Collective, float]:
     """Bytes that messages of several tensors take beside what they send and bring, for each byte of payload.
 
-    As execution sends them: packed into one, and cut out of what came.
+    As execution sends them: packed into one, and cut out of what came. Two ranks have the largest parts to pack; among
+    more it takes no more.
     """
-    if device.type != "cpu":
-        return {}
     world = dist.get_world_size()
+    if device.type != "cpu" or world > FEWEST_RANKS:
+        return {}
     elements = _elements(WORKSPACE_BYTES, world)
     whole, part = (torch.rand(2, size // 2, device=device) for size in (elements, elements // world))
     brought: dict[Collective, tuple[Callable[[], object], float]] = {

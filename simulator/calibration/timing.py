@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ MOST_COPIES = 128
 BEYOND_ACCELERATOR_CACHES = 1 << 28
 """Twice the second-level cache of the largest accelerators."""
 REPEATS = 5
+WARM_CALLS = 3
+"""Calls before a kernel is timed, which say how often it is called then."""
+MOST_CALLS = 2000
 FILLER_ELEMENTS = 1 << 17
 INTERLEAVED_S = 1.5
 INTERLEAVED_ROUNDS = (20, 400)
@@ -59,10 +64,9 @@ def repeated_seconds(run: Repeated, device: torch.device, budget_s: float = CASE
     run(1)
     synchronize(device)
     start = clock()
-    run(2)
+    run(WARM_CALLS - 1)
     synchronize(device)
-    once = max((clock() - start) / 2, 1e-7)
-    count = max(1, min(2000, int(budget_s / REPEATS / once)))
+    count = _calls(max((clock() - start) / (WARM_CALLS - 1), 1e-7), budget_s)
     times = []
     for _ in range(REPEATS):
         start = clock()
@@ -74,10 +78,13 @@ def repeated_seconds(run: Repeated, device: torch.device, budget_s: float = CASE
 
 def measure_case(case: Case, device: torch.device, budget_s: float = CASE_S, *, turn_bytes: int | None = None) -> float:
     """Seconds of one call of a kernel, called as `repeated_case` does."""
-    return repeated_seconds(repeated_case(case, device, turn_bytes=turn_bytes), device, budget_s)
+    run = repeated_case(case, device, turn_bytes=turn_bytes, budget_s=budget_s)
+    return repeated_seconds(run, device, budget_s)
 
 
-def repeated_case(case: Case, device: torch.device, *, turn_bytes: int | None = None) -> Repeated:
+def repeated_case(
+    case: Case, device: torch.device, *, turn_bytes: int | None = None, budget_s: float | None = None
+) -> Repeated:
     """Prepare a kernel to be called so many times.
 
     Parameters
@@ -85,19 +92,40 @@ def repeated_case(case: Case, device: torch.device, *, turn_bytes: int | None = 
     turn_bytes : inputs are taken in turn from this much memory, so that they come from where as much lies, and results
         stand until their inputs' next turn, so that they go there; by default beyond all caches, as weights, states
         and gradients in steps of large networks, and 0 for the same inputs and the same memory of results always
+    budget_s : seconds that `repeated_seconds` is given, in which not all of these inputs may have a turn
     """
     if turn_bytes is None:
         turn_bytes = beyond_caches() if device.type == "cpu" else BEYOND_ACCELERATOR_CACHES
     sets = _input_sets(case, device, turn_bytes)
     runs = [_closure(case, inputs, keeps=len(sets) > 1) for inputs in sets]
-    for run_once in runs if len(runs) > 1 else ():  # results get their memory
-        run_once()
+    if len(runs) > 1:
+        _give_memory(runs, device, budget_s)
+    turn = cycle(runs)
 
     def run(count: int) -> None:
-        for index in range(count):
-            runs[index % len(runs)]()
+        for _ in range(count):
+            next(turn)()
 
     return run
+
+
+def _give_memory(runs: Sequence[Callable[[], None]], device: torch.device, budget_s: float | None) -> None:
+    """Call once whatever will be called, so that its results have their memory when it is timed."""
+    once, called = math.inf, 0
+    while called < len(runs) and (budget_s is None or called < _most_calls(once, budget_s)):
+        start = time.perf_counter()
+        runs[called]()
+        synchronize(device)
+        once, called = min(once, time.perf_counter() - start), called + 1
+
+
+def _most_calls(once_s: float, budget_s: float) -> int:
+    """How many calls `repeated_seconds` makes at most of a kernel that takes so long."""
+    return WARM_CALLS + REPEATS * _calls(once_s, budget_s)
+
+
+def _calls(once_s: float, budget_s: float) -> int:
+    return max(1, min(MOST_CALLS, int(budget_s / REPEATS / once_s)))
 
 
 def interleaved_factor(cases: Sequence[Case], device: torch.device) -> float:

@@ -2,6 +2,7 @@ import dataclasses
 import math
 import socket
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -354,6 +355,43 @@ def test_results_of_kernels_taken_in_turn_stand_until_their_next_turn():
     alive.clear(), most.clear()
     measure_case(case, torch.device("cpu"), budget_s=1e-4, turn_bytes=0)
     assert max(most) == 1
+
+
+def counted_case():
+    """A kernel that notes which of its inputs it was called with."""
+    seen: list[int] = []
+
+    def noted(values):
+        seen.append(values.data_ptr())
+        return values + values
+
+    case = next(case for case in all_cases() if case.name == "relu 4096")
+    return dataclasses.replace(case, operator=noted), seen
+
+
+def test_every_call_takes_the_inputs_whose_turn_it_is():
+    """Else a kernel that is called twice at a time would find the first two in the caches, however much memory lies."""
+    case, seen = counted_case()
+    run = timing.repeated_case(case, torch.device("cpu"), turn_bytes=int(6 * case.bytes_moved))
+    order = seen[:]
+    assert len(set(order)) == len(order) == 6
+    seen.clear()
+    for count in (1, 2, 2, 2, 2, 2, 1):
+        run(count)
+    assert seen == [*order, *order]
+
+
+@pytest.mark.parametrize(("once", "called"), [(0.004, 8), (0.001, 13), (0.0001, 100)])
+def test_only_inputs_that_have_a_turn_are_called_before_a_kernel_is_timed(once, called, monkeypatch):
+    case, seen = counted_case()
+    clock = lambda: once * len(seen)  # noqa: E731
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=clock, process_time=clock))
+    turn_bytes = int(100 * case.bytes_moved)
+    run = timing.repeated_case(case, torch.device("cpu"), turn_bytes=turn_bytes, budget_s=0.0101)
+    primed = set(seen)
+    assert len(primed) == len(seen) == called
+    timing.repeated_seconds(run, torch.device("cpu"), 0.0101)
+    assert set(seen) == primed
 
 
 @pytest.mark.parametrize("name", ["adam 65536", "sgd 65536", "add in place 65536", "add 65536"])
