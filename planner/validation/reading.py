@@ -22,6 +22,7 @@ from planner.validation.reading_memory import stated_memory_gib
 from planner.validation.reading_network import MissingFactError, is_transformer, read_network
 from planner.validation.reading_plan import read_setup
 from planner.validation.reading_setup import SIMULATORS_DEFAULT, release
+from planner.validation.reading_suites import starting_up
 from simulator.errors import MeshwrightError
 
 _DECISIVE = ("precision not stated", "recomputation not stated")
@@ -30,6 +31,7 @@ _DECISIVE = ("precision not stated", "recomputation not stated")
 _NO_FIGURE = "memory not compared: whether it is allocated, reserved or the device's is not stated"
 _TWO_SPEEDS = "time not compared: the time of a step and the samples a second that are stated differ by more than twice"
 _TWOFOLD = 2.0
+_STARTING = "time not compared: that of the second or third step of a process, before the steps are alike"
 _NO_BATCH = "memory not compared: it follows the batch, which is not stated"
 
 
@@ -117,6 +119,8 @@ def measured_row(row: FileRow) -> MeasuredRow:
     seconds, column = measured_time(row, run)
     if _contradicted(row):
         seconds, column, run = math.nan, "", replace(run, assumed=(*run.assumed, _TWO_SPEEDS))
+    if starting_up(row, run.setup.devices, run.setup.micro_batch):
+        seconds, column, run = math.nan, "", replace(run, assumed=(*run.assumed, _STARTING))
     memory, said = stated_memory_gib(row), run.assumed
     if memory and says_no_figure(row.text("mem_kind")):
         memory, said = None, (*said, _NO_FIGURE)

@@ -44,6 +44,8 @@ _EXAMPLES: tuple[tuple[str, str, Mapping[int, tuple[int, int]]], ...] = (
 (``PyTorch/Classification/ConvNets/configs.yml`` and ``*/Detection/Efficientdet/scripts/D0`` of
 github.com/NVIDIA/DeepLearningExamples)."""
 _FP32_DIGITS = 32
+_CLIPS = 2500
+"""``filelists/ljs_audio_text_train_subset_2500_filelist.txt``, the longest of Lambda's lists."""
 _TUNING_ADAPTERS = frozenset({"tune_llama2_tp8_pp1_ptd"})
 """MindSpeed-LLM's tests that its list of tests names under LoRA, while their own names and flags do not
 (``tests/README.md`` of ModelLink 2.0)."""
@@ -157,6 +159,16 @@ def mixed_precision_ignored(row: FileRow) -> bool:
     and ignores what it does not know (``parse_known_args``): both are trained in single precision.
     """
     return is_lambda(row) and bool(re.match(r"tacotron2|waveglow", row.text("model").lower()))
+
+
+def starting_up(row: FileRow, devices: int, batch: int) -> bool:
+    """Whether a row tells how long the second or third step of a process took, before the steps are alike.
+
+    Lambda trains Tacotron 2 on at most 2,500 clips, twice or three times, and prints the rate of the last pass. On
+    eight devices with 256 clips each it is one step: its log of eight A100 has 35.9, 6.4 and 4.5 s one after the
+    other, that of one A100 2.5 s (``pytorch/results/8xA100_80GB_SXM4_v1`` and ``A100_80GB_SXM4_v1``).
+    """
+    return is_lambda(row) and row.text("model").lower().startswith("tacotron2") and 2 * devices * batch > _CLIPS
 
 
 def is_mindcv(row: FileRow) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,18 @@ def test_a_flag_that_nothing_reads_changes_no_precision(tmp_path: Path, model: s
     run = read_one(tmp_path, **row).run
     assert run is not None
     assert run.setup.precision == kind
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "compared"),
+    [("tacotron2", "8", False), ("tacotron2", "4", True), ("tacotron2", "1", True), ("waveglow", "8", True)],
+)
+def test_the_first_steps_of_a_run_are_no_measurement(tmp_path: Path, model: str, devices: str, compared: bool) -> None:
+    row = {**LAMBDA, "model": model, "precision": "fp32", "accelerator": "A100 80GB SXM4", "n_accels": devices}
+    read = read_one(tmp_path, **row, accel_mem_gb="80")
+    assert read.run is not None
+    assert math.isfinite(read.measured_time_s) == compared
+    assert ("time not compared" in read.reason) != compared
 
 
 @pytest.mark.parametrize(
