@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.estimate.device_family import family_of
-from planner.estimate.training_run import LayeredNetwork, LayerWork, Stack, TrainingRun
+from planner.estimate.training_run import NOVOGRAD, LayeredNetwork, LayerWork, Stack, TrainingRun
 from simulator.collectives import collective_time
 from simulator.errors import InputError
 from simulator.hardware import Hardware
@@ -41,6 +41,10 @@ fewer where the border is not padded."""
 _FFT_WINDOW = (9.5, 26.0)
 """The same of windows that float32 takes by Fourier transforms: 5 x 5, and 11 to 25 in a row, but not 3 x 3 x 3."""
 _WINOGRAD_CHANNELS = 16
+_LANES, _FASTEST_CLOCK = 64, 3e9
+_NOVOGRAD_UPDATES = 20 / 6
+"""Operators for each tensor over those of other optimizers: 12, and 8 for the average of weights that goes with it
+(``SpeechRecognition/Jasper/common/optimizers.py`` and ``train.py`` of NVIDIA's examples)."""
 _SMOOTH = 5.0
 """Exponent of the smooth maximum of what runs at the same time."""
 
@@ -115,6 +119,7 @@ class LayeredTable:
         self.parameters = np.array([network.parameters for network in networks])
         self.tensors = np.array([layers.tensors for layers in arrays])
         self.dense = np.array([layers.dense for layers in arrays])
+        self.waiting = np.array([run.setup.optimizer == NOVOGRAD for run in runs])
         self.area = np.array([network.area for network in networks])
         self.first_flops = np.array([layers.first_flops for layers in arrays])
         self.first_moved = np.array([layers.first_moved for layers in arrays])
@@ -142,7 +147,10 @@ def layered_times(table: LayeredTable, columns: Mapping[str, FloatArray]) -> dic
     contended = device * np.where(table.several, columns["contention"], 0.0)
     crowded = 1.0 + columns["crowding"] * table.doublings
     updates = table.tensors * columns["updates"]
-    launches = (kernels * table.micro_batches + updates) * columns["launch_s"] * crowded
+    updates = updates * np.where(table.waiting, _NOVOGRAD_UPDATES, 1.0) * columns["launch_s"] * crowded
+    launches = kernels * table.micro_batches * columns["launch_s"] * crowded + np.where(table.waiting, 0.0, updates)
+    rewritten = table.parameters * columns["update_bytes"] + table.dense * columns["layout_bytes"]
+    update_s = rewritten / (table.bandwidth * columns["memory"])
     shared = 2.0 ** (columns["pooled"] * table.doublings)
     samples = table.batch * table.micro_batches * columns["host_s"] * table.area * shared
     busy = _smooth_maximum(device + contended, launches, samples)
@@ -156,8 +164,7 @@ def layered_times(table: LayeredTable, columns: Mapping[str, FloatArray]) -> dic
         "contention": contended,
         "waiting for the host": busy - device - contended,
         "gradients": exposed,
-        "optimizer": (table.parameters * columns["update_bytes"] + table.dense * columns["layout_bytes"])
-        / (table.bandwidth * columns["memory"]),
+        "optimizer": np.maximum(update_s, np.where(table.waiting, updates, 0.0)),
         "overhead": columns["step_overhead_s"] * crowded,
     }
 
@@ -285,6 +292,17 @@ def peaks(run: TrainingRun) -> tuple[float, float]:
 def flops_per_element(run: TrainingRun) -> float:
     """Operations that convolutions could take in the time in which the memory delivers one activation."""
     return peaks(run)[0] * element_bytes(run) / run.hardware.memory_bandwidth
+
+
+def bytes_per_cycle(hardware: Hardware) -> float:
+    """Bytes that the memory delivers to a multiprocessor in one of its cycles.
+
+    Multiprocessors of Volta and of A100 multiply and add 64 numbers of float32 a cycle, those of later devices 128:
+    their clock is what the peak leaves.
+    """
+    pairs = hardware.peak_flops["float32"] / hardware.multiprocessors / 2
+    clock = pairs / _LANES if pairs / _LANES < _FASTEST_CLOCK else pairs / (2 * _LANES)
+    return hardware.memory_bandwidth / hardware.multiprocessors / clock
 
 
 def _all_reduce_s(run: TrainingRun, network: LayeredNetwork) -> float:

@@ -15,6 +15,7 @@ from planner.estimate.device_family import family_of
 from planner.estimate.layered_table import (
     FloatArray,
     LayeredTable,
+    bytes_per_cycle,
     data_parallel_network,
     element_bytes,
     flops_per_element,
@@ -33,6 +34,9 @@ _ON_AI_CPU = "ascend910"
 published steps, which take as much longer for a mosaic whatever the network, on this device alone."""
 USUAL_BALANCE = 300.0
 """Operations for each element that the memory delivers at which ``products`` of a device hold: about an A100's."""
+
+USUAL_REACH = 13.0
+"""Bytes that the memory delivers in a cycle of a multiprocessor at which ``memory`` of a device holds: an A100's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,12 +144,14 @@ class LayeredEstimate:
 class LayeredCoefficients:
     """Fitted values by device family and by stack, as the profile of the software keeps them.
 
-    A device has fields of `LayeredParameters`, a factor ``launch`` (on the host's time for a launch), ``balance`` and
-    ``planes``. Its ``products`` are those of a device with
-    `USUAL_BALANCE`: with more operations for each element that the memory delivers, fewer of them are reached, in all
-    precisions alike, with the power ``balance`` of their ratio. ``planes`` are the ``casts`` of TF32: tensor units take
-    images with channels last, and frameworks put them so for half precision alone. A stack has factors on
-    ``products``, ``memory``, ``grouped`` and ``kernel_s``, the other fields, and ``host_<kind>_s``.
+    A device has fields of `LayeredParameters`, a factor ``launch`` (on the host's time for a launch), ``balance``,
+    ``reach`` and ``planes``. Its ``products`` are those of a device with `USUAL_BALANCE`: with more operations for each
+    element that the memory delivers, fewer of them are reached, in all precisions alike, with the power ``balance`` of
+    their ratio, and never more than the peak. Its ``memory`` is that of a device with `USUAL_REACH`: the more bytes a
+    multiprocessor is to take in a cycle, the smaller the share that it takes, with the power ``reach`` of their ratio.
+    ``planes`` are the ``casts`` of TF32: tensor units take images with channels last, and frameworks put them so for
+    half precision alone. A stack has factors on ``products``, ``memory``, ``grouped`` and ``kernel_s``, the other
+    fields, and ``host_<kind>_s``.
     """
 
     devices: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -158,6 +164,10 @@ class LayeredCoefficients:
         for name in ("products", "memory", "grouped", "kernel_s"):
             device[name] = device.get(name, getattr(_NEUTRAL, name)) * stack.pop(name, 1.0)
         device["products"] *= (USUAL_BALANCE / flops_per_element(run)) ** device.pop("balance", 0.0)
+        device["products"] = min(device["products"], 1.0)
+        reach = device.pop("reach", 0.0)
+        if not family_of(run.hardware.device_name).startswith("ascend"):
+            device["memory"] *= (USUAL_REACH / bytes_per_cycle(run.hardware)) ** reach
         planes = device.pop("planes", _NEUTRAL.casts)
         if product_kind(run) == "tf32":
             stack["casts"] = planes

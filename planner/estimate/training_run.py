@@ -87,6 +87,10 @@ class Stack(StrEnum):
     """OneFlow."""
 
 
+NOVOGRAD = "novograd"
+"""Optimizer that asks of each tensor on the host whether its norm was ever taken: host and device take turns."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """A mixture of experts in place of the feed-forward network.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from planner.estimate.training_run import (
+    NOVOGRAD,
     AttentionKernel,
     LayeredNetwork,
     OptimizerSharding,
@@ -451,6 +452,8 @@ def optimizer(row: FileRow, network: Network) -> str:
     """The optimizer, by what is trained."""
     words = all_words(row)
     if isinstance(network, LayeredNetwork):
+        if re.search(r"jasper|quartznet", network.name.lower()):
+            return NOVOGRAD
         return "momentum" if re.search(r"net|rn50|vgg|yolo|ssd|rcnn", network.name.lower()) else "adamw"
     if "muon" in words:
         return "muon"

@@ -103,8 +103,7 @@ class NetworkBuilder:
             k=k,
             groups=groups,
         )
-        self.parameters += channels if bias else 0
-        return self
+        return self._biased() if bias else self
 
     def transposed(self, channels: int, kernel: int = 2, stride: int = 2, *, bias: bool = True) -> NetworkBuilder:
         """A transposed convolution, which multiplies the size by `stride`."""
@@ -123,8 +122,7 @@ class NetworkBuilder:
             n=channels * area,
             k=inputs,
         )
-        self.parameters += channels if bias else 0
-        return self
+        return self._biased() if bias else self
 
     def norm(self) -> NetworkBuilder:
         """Batch, layer, group or instance norm with scale and shift: two reads and a write.
@@ -328,6 +326,14 @@ class NetworkBuilder:
         self._append(Kernel.ELEMENTWISE, elements_moved=2 * (channels + n), saved=n, count=steps)
         return self.become(channels)
 
+    def sliced(self, count: int) -> NetworkBuilder:
+        """`count` slices are taken one after the other: their gradients add up.
+
+        Each stands in a tensor of zeros as large as the whole (a write), which is added to the sum of the others (two
+        reads and a write), all of them in the backward pass.
+        """
+        return self._append(Kernel.COPY, elements_moved=2 * self.elements, count=count)
+
     def squeeze_excite(self, hidden: int, *, smooth: bool = False, bias: bool = True) -> NetworkBuilder:
         """Channel weights from the global average through two products (SENet, arXiv:1709.01507)."""
         channels = self.channels
@@ -336,6 +342,11 @@ class NetworkBuilder:
             self.smooth() if smooth else self.relu()
             self.linear(channels, bias=bias).smooth()
         return self.scale()
+
+    def _biased(self) -> NetworkBuilder:
+        """A bias after a convolution: a read and a write, and a read for its gradient, where nothing takes it along."""
+        self.parameters += self.channels
+        return self._pointwise(Kernel.ELEMENTWISE, 3 / 2, saved=False)
 
     def _pointwise(self, kernel: Kernel, factor: float, *, saved: bool) -> NetworkBuilder:
         kept = self._save() if saved else 0.0

@@ -11,10 +11,12 @@ PERTURBED_FRAMES = 1664
 """Frames of 10 ms to which a batch of LibriSpeech's utterances is padded: the longest of those below 16.7 s. With
 speeds perturbed by 15 % they have 1408 to 1920 (``QuartzNet/scripts/train_benchmark.sh`` of NVIDIA's examples)."""
 LETTERS = 29
-SENTENCE_TOKENS = 26
-PADDED_TOKENS = 31
+SENTENCE_TOKENS = 24.4
+PADDED_TOKENS = 32
 """Mean pieces of words of a sentence of WMT16 in one language, and those of a batch: sentences go into buckets 10 wide
-by the longer of both languages and are padded to the longest of the batch (``GNMT/seq2seq/data/sampler.py``)."""
+by the longer of both languages and are padded to the longest of the batch (``GNMT/seq2seq/data/sampler.py``). A pass of
+142 batches of 1,024 pairs has 48.8 pieces a pair, its buckets a mean width of 32 by the times of their batches
+(``pytorch/results/A100_80GB_SXM4_v1/PyTorch_gnmt_FP32`` of github.com/lambdal/deeplearning-benchmark)."""
 CLIP_FRAMES = 566
 CLIP_LONGEST_FRAMES = 860
 CLIP_LETTERS = 180
@@ -98,10 +100,11 @@ def tacotron2(name: str) -> LayeredNetwork:
         net.unit(512, 5)
     net.recurrent(256, bidirectional=True)
     net.become(80, CLIP_LONGEST_FRAMES).linear(256, bias=False).relu().linear(256, bias=False).relu()
+    net.sliced(CLIP_LONGEST_FRAMES)
     net.become(768, CLIP_LONGEST_FRAMES).cell(1024)
-    # Forward and backward alike: the weighted sum of what was read, six passes over the energies of attention, and the
-    # gradients of both, which add up from frame to frame.
-    net.steps(CLIP_LONGEST_FRAMES, Kernel.COPY, 40, CLIP_LETTERS * (3 * 512 + 8 * 128))
+    # The weighted sum of what was read (a pass) and the energies of attention (9), their gradients, which add up from
+    # frame to frame (5 and 11), and what is read for them: half of it each way.
+    net.steps(CLIP_LONGEST_FRAMES, Kernel.COPY, 40, CLIP_LETTERS * (3 * 512 + 12 * 128))
     net.become(1536, CLIP_LONGEST_FRAMES).cell(1024).become(1536).linear(80)
     net.accumulate(CLIP_LONGEST_FRAMES, 4 * 1024 * (768 + 1536 + 2 * 1024))
     for channels in (512, 512, 512, 512, 80):

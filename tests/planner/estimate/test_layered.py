@@ -219,6 +219,21 @@ def test_dropout_keeps_a_byte_an_element_and_no_tensor() -> None:
     assert NetworkBuilder(8, 4, 4).dropout().dropout().layers[1].saved == 128 / 2
 
 
+def test_gradients_of_slices_are_as_large_as_the_whole() -> None:
+    # A write of zeros, and two reads and a write for the sum, of all 7 x 10 for each slice.
+    net = NetworkBuilder(10, 7).sliced(7)
+    assert sum(2 * layer.elements_moved * layer.count for layer in net.layers) == 4 * 70 * 7
+
+
+@pytest.mark.parametrize(
+    "net", [NetworkBuilder(8, 4, 4).convolution(6, 1, bias=True), NetworkBuilder(8, 2, 2).transposed(6)]
+)
+def test_a_bias_is_read_and_written_and_its_gradient_read(net: NetworkBuilder) -> None:
+    product, bias = net.layers
+    assert (bias.elements_moved * 2, bias.saved) == (3 * 6 * 16, 0.0)
+    assert net.parameters == product.weights + 6
+
+
 @pytest.mark.parametrize(
     ("net", "fast"),
     [
@@ -292,7 +307,7 @@ def test_mask_r_cnn_trains_neither_stem_nor_first_stage() -> None:
 def test_a_smoothed_loss_is_float32() -> None:
     network = lookup("gnmt")
     assert network is not None
-    assert sum(layer.elements_moved for layer in network.layers if layer.single) == 7 * 31 * 32320
+    assert sum(layer.elements_moved for layer in network.layers if layer.single) == 7 * 32 * 32320
 
 
 def test_names_are_made_plain() -> None:

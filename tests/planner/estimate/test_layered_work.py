@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.estimate.device_family import family_of
 from planner.estimate.layered import lookup
 from planner.estimate.layered.builder import NetworkBuilder
-from planner.estimate.layered_table import LayeredTable, layered_times
+from planner.estimate.layered_table import LayeredTable, bytes_per_cycle, layered_times
 from planner.estimate.layered_work import (
     USUAL_BALANCE,
+    USUAL_REACH,
     LayeredCoefficients,
     LayeredParameters,
     layered_memory,
@@ -20,7 +22,7 @@ from planner.estimate.layered_work import (
     predict_layered,
     typical_batch,
 )
-from planner.estimate.training_run import LayeredNetwork, Stack, TrainingRun, TrainingSetup, TransformerShape
+from planner.estimate.training_run import NOVOGRAD, LayeredNetwork, Stack, TrainingRun, TrainingSetup, TransformerShape
 from simulator.errors import InputError
 from simulator.hardware import load_profile
 
@@ -280,6 +282,34 @@ def test_the_more_operations_for_an_element_of_memory_the_fewer_are_reached() ->
     assert tf32 == pytest.approx(hopper)
     # Without tensor units memory keeps up easily.
     assert coefficients.parameters(run(profile="dgx1-v100", precision="fp32")).products > 1.5 * ampere
+
+
+def test_no_device_exceeds_its_peak() -> None:
+    device = {"products": 0.7, "balance": 0.5}
+    coefficients = LayeredCoefficients(devices={"volta": device})
+    assert coefficients.parameters(run(profile="dgx1-v100", precision="fp32")).products == 1.0
+
+
+@pytest.mark.parametrize(
+    ("profile", "clock"), [("dgx1-v100", 1.53e9), ("dgx-a100", 1.41e9), ("rtx-a6000", 1.8e9), ("h100-pcie", 1.755e9)]
+)
+def test_the_more_bytes_for_a_multiprocessor_the_less_of_the_bandwidth_is_reached(profile: str, clock: float) -> None:
+    wanted = run(profile=profile, devices=1)
+    hardware, family = wanted.hardware, family_of(wanted.hardware.device_name)
+    each = hardware.memory_bandwidth / hardware.multiprocessors / clock
+    assert bytes_per_cycle(hardware) == pytest.approx(each, rel=0.01)
+    coefficients = LayeredCoefficients(devices={family: {"memory": 0.8, "reach": 0.5}})
+    assert coefficients.parameters(wanted).memory == pytest.approx(0.8 * (USUAL_REACH / each) ** 0.5, rel=0.01)
+
+
+def test_novograd_keeps_the_device_waiting_for_its_host() -> None:
+    bare = replace(NEUTRAL, update_bytes=0.0, updates=6.0, launch_s=1e-3)
+    wanted = run(devices=1, batch=1)
+    waiting = replace(wanted, setup=replace(wanted.setup, optimizer=NOVOGRAD))
+    parts = predict_layered(waiting, bare).breakdown
+    tensors = 53 + 2 * 53 + 1
+    assert parts["optimizer"] == pytest.approx(20 * tensors * 1e-3)
+    assert predict_layered(wanted, bare).breakdown["optimizer"] == 0.0
 
 
 def test_winograd_helps_3_by_3_convolutions_without_tensor_units() -> None:
