@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
@@ -14,6 +15,9 @@ from reports.page import Cell, Html
 T = TypeVar("T")
 MAX_GROUPS = 25
 NAMED = 3
+_HYPHENED = re.compile(r"[^\s,]+-[^\s,]+")
+_WHOLE = r'<span class="whole">\g<0></span>'
+_PER_CENT = "\N{NO-BREAK SPACE}%"
 FAR_OFF = 0.1
 """Relative error of a peak of memory from which on a row is listed."""
 
@@ -28,7 +32,7 @@ def time_outliers(rows: Sequence[ScoredRow]) -> list[Html]:
     groups = list(_grouped(single, lambda one: (one.row.source, one.row.device, one.cause.words)))[:MAX_GROUPS]
     lines: list[list[Cell]] = [
         [
-            wrapped(some([one.row.row_id for one in ones], NAMED), narrow=True),
+            _ids([one.row for one in ones]),
             wrapped(ones[0].row.source, narrow=True),
             wrapped(_devices(ones), narrow=True),
             _range([one.error for one in ones]),
@@ -74,20 +78,29 @@ def memory_outliers(rows: Sequence[ScoredRow]) -> Html:
     )
     lines: list[list[Cell]] = [
         [
-            wrapped(some([row.row_id for row in ones], NAMED), narrow=True),
+            _ids(ones),
             wrapped(ones[0].source, narrow=True),
             _range([_memory_error(row) for row in ones]),
             f"{100 * sum(abs(_memory_error(row)) for row in ones) / len(measured):.2f}",
-            wrapped(ones[0].memory_doubt or "described in full"),
+            wrapped(_memory_cause(ones[0])),
         ]
         for ones in groups
     ]
     return page.table(
-        ["rows", "source", "error", "points of the mean", "what the rows leave open"],
+        ["rows", "source", "error", "points of the mean", "likely cause"],
         lines,
         caption=f"The {len(far):,} rows whose memory is off by more than a tenth, worst first in each line",
         numbers=(2, 3),
     )
+
+
+def _memory_cause(row: ScoredRow) -> str:
+    """What its row leaves open; of a functional test, which states its shape and plan, what others do not see."""
+    if row.memory_doubt:
+        return row.memory_doubt
+    if row.group == FUNCTIONAL:
+        return "described in full; a functional test: versions, and flags of its script that its row leaves out"
+    return "described in full: unexplained"
 
 
 def _memory_error(row: ScoredRow) -> float:
@@ -125,6 +138,12 @@ def some(names: Sequence[str], limit: int) -> str:
     return ", ".join(distinct[:limit]) + more
 
 
+def _ids(rows: Sequence[ScoredRow]) -> Html:
+    """The first rows by name; a name is not broken at its hyphen."""
+    text = page.escape(some([row.row_id for row in rows], NAMED))
+    return Html(f'<span class="wrap narrow">{_HYPHENED.sub(_WHOLE, text)}</span>')
+
+
 def wrapped(text: str, *, narrow: bool = False) -> Html:
     """A cell whose text takes several lines, `narrow` ones where others need the room."""
-    return Html(f'<span class="wrap{" narrow" if narrow else ""}">{page.escape(text)}</span>')
+    return Html(f'<span class="wrap{" narrow" if narrow else ""}">{page.escape(text).replace(" %", _PER_CENT)}</span>')

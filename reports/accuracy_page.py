@@ -39,7 +39,7 @@ MAX_REASONS = 40
 HEADINGS = (
     ("", ("source", "predicted")),
     (
-        "step time: absolute errors, bias, share inside the interval",
+        "step time: errors, bias, share inside the interval",
         ("n", "mean", "median", "p90", "max", "bias", "inside"),
     ),
     ("memory error", ("n", "mean", "median")),
@@ -198,8 +198,8 @@ def _time_pictures(fits: Sequence[tuple[str, Accuracy]]) -> Iterator[Html]:
         page.picture(
             accuracy_plots.time_scatter(accuracy, f"time-{index}"),
             title=f"Step time: {name}",
-            caption="One mark a row, by device. Line: predicted = measured. Shaded: where the measurement should lie "
-            "for a prediction, nine times of ten (median interval of rows of like time).",
+            caption="One mark a row, by device. Grey line: predicted = measured. Between the blue lines: where "
+            "the measurement should lie for a prediction, nine times of ten (median interval of rows of like time).",
         )
         for index, (name, accuracy) in enumerate(fits)
     ]

@@ -18,7 +18,7 @@ STYLE = """
   --rule: #343b48; --accent: #7fb0ff; --bad: #ff8a80; --good: #6fd3a8; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
-main { max-width: 1180px; margin: 0 auto; padding: 32px 24px 64px; }
+main { max-width: 1200px; margin: 0 auto; padding: 32px 24px 64px; }
 h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; }
 h2 { font-size: 18px; margin: 36px 0 12px; }
 p { margin: 0 0 12px; max-width: 78ch; }
@@ -48,6 +48,7 @@ thead th { border-top: 0; }
 th, td { white-space: nowrap; }
 .wrap { display: inline-block; min-width: 34ch; white-space: normal; }
 .wrap.narrow { min-width: 16ch; }
+.whole { white-space: nowrap; }
 .close th, .close td { padding: 7px 6px; font-size: 13px; }
 .close th:first-child { padding-left: 14px; }
 .number { text-align: right; }
@@ -61,7 +62,7 @@ th, td { white-space: nowrap; }
 .tight th, .tight td { padding: 6px 4px; font-size: 13px; }
 .tight td:last-child, .tight th:last-child { padding-right: 8px; }
 .tight th:first-child { padding-left: 14px; }
-.tight tbody th { white-space: normal; overflow-wrap: anywhere; min-width: 16ch; font-weight: 500;
+.tight tbody th { white-space: normal; overflow-wrap: anywhere; min-width: 20ch; font-weight: 500;
   color: var(--ink); background: var(--card); position: sticky; left: 0; }
 .tight .soft { font-size: 12px; }
 .tight .group { text-align: center; border-left: 1px solid var(--rule); }

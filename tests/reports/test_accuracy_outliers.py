@@ -47,7 +47,14 @@ def test_rows_whose_memory_is_far_off_are_listed_by_what_they_cost() -> None:
     rows += [held(4, 0.05), timed(5, 0.9)]
     first, second = lines(memory_outliers(rows))
     assert first == f"r2, r3|suite|−30 to −12 %|10.50|{MISSING_FACT}"
-    assert second == "r1|suite|+20 %|5.00|described in full"
+    assert second == "r1|suite|+20 %|5.00|described in full: unexplained"
+
+
+def test_names_of_rows_are_not_broken_at_their_hyphens() -> None:
+    rows = [replace(held(i, i / 5, group=FUNCTIONAL), row_id=f"L-000{i}") for i in (1, 2)]
+    table = memory_outliers(rows).text
+    assert '<span class="whole">L-0002</span>, <span class="whole">L-0001</span>' in table
+    assert "a functional test" in table
 
 
 def test_nothing_far_off_is_said() -> None:
