@@ -29,6 +29,7 @@ FACTORS: Mapping[Kernel, str] = {
             Kernel.SOFTMAX,
             Kernel.NORMALIZATION,
             Kernel.BATCH_NORMALIZATION,
+            Kernel.SYNCHRONIZED_BATCH_NORMALIZATION,
             Kernel.REDUCTION,
             Kernel.POOLING,
             Kernel.EMBEDDING,

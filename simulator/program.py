@@ -46,6 +46,9 @@ class Kernel(StrEnum):
     NORMALIZATION = "normalization"
     BATCH_NORMALIZATION = "batch_normalization"
     """Statistics of channels over the batch: of the speed of `NORMALIZATION` where a profile does not tell."""
+    SYNCHRONIZED_BATCH_NORMALIZATION = "synchronized_batch_normalization"
+    """With sums over ranks in its middle, their message apart: of the speed of `BATCH_NORMALIZATION` where a profile
+    does not tell."""
     REDUCTION = "reduction"
     POOLING = "pooling"
     """Largest numbers or means of windows over images: of the speed of `REDUCTION` where a profile does not tell."""
@@ -61,9 +64,12 @@ WIDER_CLASS = {
     Kernel.ACCUMULATION: Kernel.ELEMENTWISE,
     Kernel.TRANSCENDENTAL: Kernel.ACTIVATION,
     Kernel.BATCH_NORMALIZATION: Kernel.NORMALIZATION,
+    Kernel.SYNCHRONIZED_BATCH_NORMALIZATION: Kernel.BATCH_NORMALIZATION,
     Kernel.POOLING: Kernel.REDUCTION,
 }
 """The class whose speed counts for another that a profile does not have."""
+SUMMED_CLASS = {Kernel.BATCH_NORMALIZATION: Kernel.SYNCHRONIZED_BATCH_NORMALIZATION}
+"""The class of operators that sum over ranks in their middle, by that of the same in one piece."""
 CONVOLUTIONS = frozenset({Kernel.CONVOLUTION, Kernel.CONVOLUTION_BACKWARD, Kernel.STRIDED_CONVOLUTION_BACKWARD})
 
 

@@ -19,7 +19,7 @@ from planner.lowering.placed import PlacedGraph
 from planner.lowering.units import NOWHERE
 from planner.lowering.writer import Draft, Writer
 from planner.sharding.context import copies_among
-from planner.sharding.inner_messages import EXCHANGES, inner_messages, message_bytes, message_count
+from planner.sharding.inner_messages import EXCHANGES, inner_messages, local_class, message_bytes, message_count
 from planner.sharding.placement import PARTIAL, Placements, local_shape
 from planner.sharding.redistribution import Step
 from planner.sharding.rules import InnerMessage
@@ -286,7 +286,7 @@ class Body(Writer):
         task = Task(
             name=name,
             phase=phase,
-            kernel=node.kernel,
+            kernel=local_class(node, rules),
             dtype=node.kernel_dtype,
             flops=recipe.flops * part,
             bytes_moved=recipe.bytes_moved * part,

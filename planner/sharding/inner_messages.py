@@ -17,11 +17,21 @@ from numpy.typing import NDArray
 
 from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, TensorSpec
 from planner.sharding.rule_notation import InnerMessage, Rule
-from simulator.program import Collective
+from simulator.program import SUMMED_CLASS, Collective, Kernel
 
 PAIR = 2
 """Keys and values, or their gradients."""
 Amount = TypeVar("Amount", float, NDArray[np.float64])
+
+
+def summing(rules: Sequence[Rule]) -> NDArray[np.bool_]:
+    """Which rules (rules,) have sums over ranks in the middle of their operator."""
+    return np.array([rule.reduced_elements > 0 for rule in rules], dtype=np.bool_)
+
+
+def local_class(node: Node, rules: Sequence[Rule]) -> Kernel:
+    """Class of the kernel of one rank's part of an operator."""
+    return SUMMED_CLASS.get(node.kernel, node.kernel) if summing(rules).any() else node.kernel
 
 
 def inner_messages(rule: Rule) -> tuple[InnerMessage, ...]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import batch_norm
 
 from planner.sharding.local_call import LocalCall, LocalOperator, Peers, Slot, elements, filled, invoke, operator
 from simulator.calibration import convolutions, normalizations
@@ -229,90 +228,60 @@ def _local_index(indices: Tensor, start: int, length: int) -> tuple[Tensor, Tens
 
 
 def synchronised_batch_norm(call: LocalCall) -> LocalOperator:
-    r"""Batch norm with statistics over the ranks that share the batch.
-
-    Every rank contributes :math:`n_i m_i` and :math:`M_i + n_i m_i^2`, with count, mean and sum of squared
-    deviations of its own part, in float64, so that one message is enough: the difference in
-    :math:`\sigma^2 = Q / N - \mu^2` costs a relative error of :math:`10^{-16} \mu^2 / \sigma^2`.
-    """
+    """Batch norm with statistics over the ranks that share the batch."""
     axes = _reduced_axes(call)
-    if not axes:
+    if not axes and not (call.op == "aten._native_batch_norm_legit.no_stats" and call.arguments[-3]):
         return invoke(call)
     functional = call.op == "aten._native_batch_norm_legit_functional.default"
-    weight, bias = call.arguments[1:3]
     momentum, epsilon = call.arguments[-2:]
     shares = _ranks(call, axes)
 
     def normalise(tensors: Sequence[Tensor], peers: Peers) -> tuple[Tensor, ...]:
         values = tensors[0]
-        count = values.numel() // values.shape[1]
-        single = values if values.dtype in (torch.float32, torch.float64) else values.float()
-        means, variances = (statistic.double() for statistic in _channel_statistics(single))
-        sums = torch.cat((means, variances + means * means)) * count
-        for axis in axes:
-            sums = peers.sum(sums, axis)
-        mean, square = (sums / (count * shares)).chunk(2)
-        variance = (square - mean * mean).clamp_(min=0)
-        scale, shift = (tensors[a.position] if isinstance(a, Slot) else None for a in (weight, bias))
-        kept = values.dtype if scale is None else scale.dtype
-        result = batch_norm(values, mean.to(kept), variance.to(kept), scale, shift, False, 0.0, epsilon)
-        # torch's kernels save float32 on accelerators, the parameters' dtype on CPU, and want it back so
-        save = kept if values.device.type == "cpu" else single.dtype
-        statistics = mean.to(save), (variance + epsilon).rsqrt_().to(save)
+        scale, shift = (tensors[a.position] if isinstance(a, Slot) else None for a in call.arguments[1:3])
+        if not axes:
+            return normalizations.batch_norm(values, scale, shift, epsilon)
+        total = _total(peers, axes)
+        *found, (mean, variance) = normalizations.batch_norm_among(values, scale, shift, epsilon, total, shares)
         if not functional:
-            return result, *statistics
-        unbiased = variance * (count * shares / (count * shares - 1))
+            return tuple(found)
+        count = values.numel() // values.shape[1] * shares
+        unbiased = variance * (count / (count - 1))
         running = (
             old.lerp(new.to(old.dtype), momentum) for old, new in zip(tensors[-2:], (mean, unbiased), strict=True)
         )
-        return result, *statistics, *running
+        return (*found, *running)
 
     return normalise
 
 
-def _channel_statistics(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and mean squared deviation of every channel (channels,)."""
-    if values.device.type == "cpu":  # a third of the time of `var_mean`, which does not know that channels lie apart
-        mean, variance = torch.batch_norm_update_stats(values, None, None, 0.0)
-        return mean, variance
-    variance, mean = torch.var_mean(values, [d for d in range(values.ndim) if d != 1], correction=0)
-    return mean, variance
-
-
 def synchronised_batch_norm_backward(call: LocalCall) -> LocalOperator:
-    r"""Gradient of `synchronised_batch_norm`.
-
-    With :math:`S_1 = \sum g` and :math:`S_2 = \sum g \hat x` over the whole batch,
-    :math:`dx = w \sigma^{-1} (g - S_1 / N - \hat x S_2 / N)`; :math:`S_2` and :math:`S_1` also are the
-    gradients of weight and bias.
-    """
+    """Gradient of `synchronised_batch_norm`."""
     axes = _reduced_axes(call)
     if not axes:
         whole = filled(normalizations.batch_norm_backward, call.arguments, call.keywords)
         return lambda tensors, peers: whole(tensors)
-    weight, mean_slot, deviation_slot = call.arguments[2], call.arguments[5], call.arguments[6]
-    sums_only = (*call.arguments[:-1], [False, True, True])
-    run = filled(normalizations.batch_norm_backward, sums_only, call.keywords)
-    shares, mask = _ranks(call, axes), call.arguments[9]
+    weight, mean, deviation = call.arguments[2], call.arguments[5], call.arguments[6]
+    shares, epsilon, mask = _ranks(call, axes), call.arguments[8], call.arguments[9]
 
-    def differentiate(tensors: Sequence[Tensor], peers: Peers) -> tuple[Tensor, ...]:
-        gradient, values = tensors[0], tensors[1]
-        _, product, plain = run(tensors)
-        sums = torch.cat((product, plain))
-        for axis in axes:
-            sums = peers.sum(sums, axis)
-        product, plain = sums.chunk(2)
-        total = values.numel() // values.shape[1] * shares
-        inverse = tensors[deviation_slot.position]
-        factor = inverse * tensors[weight.position] if isinstance(weight, Slot) else inverse
-        slope = -factor * inverse * product / total
-        constant = -factor * plain / total - slope * tensors[mean_slot.position]
-        wide = [1, -1] + [1] * (values.ndim - 2)
-        factor, slope, constant = (t.to(values.dtype).view(wide) for t in (factor, slope, constant))
-        result: Any = torch.addcmul(constant, values, slope).addcmul_(gradient, factor) if mask[0] else None
-        return result, product, plain
+    def differentiate(tensors: Sequence[Tensor], peers: Peers) -> tuple[Any, ...]:
+        scale = tensors[weight.position] if isinstance(weight, Slot) else None
+        saved = tensors[mean.position], tensors[deviation.position]
+        gradient, values, total = tensors[0], tensors[1], _total(peers, axes)
+        return normalizations.batch_norm_backward_among(gradient, values, scale, *saved, epsilon, mask, total, shares)
 
     return differentiate
+
+
+def _total(peers: Peers, axes: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    """Sum over the ranks of some axes."""
+
+    def total(sums: Tensor) -> Tensor:
+        for axis in axes:
+            sums = peers.sum(sums, axis)
+        return sums
+
+    return total
 
 
 def _reduced_axes(call: LocalCall) -> tuple[int, ...]:

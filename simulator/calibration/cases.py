@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from simulator.calibration.convolutions import convolution, convolution_backward
-from simulator.calibration.normalizations import batch_norm_backward
+from simulator.calibration.normalizations import (
+    batch_norm,
+    batch_norm_among,
+    batch_norm_backward,
+    batch_norm_backward_among,
+)
 from simulator.program import Kernel
 
 aten = torch.ops.aten
@@ -242,13 +247,25 @@ def _gelu_backward(gradient: Tensor, values: Tensor) -> object:
 
 def _batch_norm(values: Tensor, channels: int, side: int) -> object:
     images = values.view(-1, channels, side, side)
-    return aten._native_batch_norm_legit.no_stats(images, None, None, True, 0.1, 1e-5)
+    return batch_norm(images, None, None, 1e-5)
 
 
 def _batch_norm_backward(gradient: Tensor, values: Tensor, channels: int, side: int) -> object:
     shape, mean = (-1, channels, side, side), values.view(-1)[:channels]
     gradient, values = gradient.view(shape), values.view(shape)
     return batch_norm_backward(gradient, values, None, None, None, mean, mean, True, 1e-5, [True, True, True])
+
+
+def _summed_batch_norm(values: Tensor, channels: int, side: int) -> object:
+    """Without the message, with what two ranks do besides."""
+    images, weight = values.view(-1, channels, side, side), values.view(-1)[:channels]
+    return batch_norm_among(images, weight, weight, 1e-5, torch.clone, 2)
+
+
+def _summed_batch_norm_backward(gradient: Tensor, values: Tensor, channels: int, side: int) -> object:
+    shape, of_channels = (-1, channels, side, side), values.view(-1)[:channels]
+    given = (gradient.view(shape), values.view(shape), of_channels, of_channels, of_channels)
+    return batch_norm_backward_among(*given, 1e-5, [True, True, True], torch.clone, 2)
 
 
 def _layer_norm_backward(gradient: Tensor, values: Tensor) -> object:
@@ -305,19 +322,29 @@ FAMILIES = (
     _Family(kernel=Kernel.NORMALIZATION, name="layer norm backward", operator=_layer_norm_backward, inputs=2, moved=3),
     *(
         family
-        for channels, side in BATCH_NORMS
+        for kernel, name, forward, backward, norms in (
+            (Kernel.BATCH_NORMALIZATION, "batch norm", _batch_norm, _batch_norm_backward, BATCH_NORMS),
+            (
+                Kernel.SYNCHRONIZED_BATCH_NORMALIZATION,
+                "summed batch norm",
+                _summed_batch_norm,
+                _summed_batch_norm_backward,
+                BATCH_NORMS[1:3],
+            ),
+        )
+        for channels, side in norms
         for family in (
             _Family(
-                kernel=Kernel.BATCH_NORMALIZATION,
-                name=f"batch norm of {channels}",
-                operator=_batch_norm,
+                kernel=kernel,
+                name=f"{name} of {channels}",
+                operator=forward,
                 arguments=(channels, side),
                 least=channels * side**2,
             ),
             _Family(
-                kernel=Kernel.BATCH_NORMALIZATION,
-                name=f"backward of batch norm of {channels}",
-                operator=_batch_norm_backward,
+                kernel=kernel,
+                name=f"backward of {name} of {channels}",
+                operator=backward,
                 inputs=2,
                 moved=3,
                 arguments=(channels, side),

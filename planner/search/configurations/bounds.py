@@ -33,7 +33,7 @@ from planner.work import traffic_bytes
 from simulator.corrections import kernel_factor, message_time
 from simulator.hardware import Hardware
 from simulator.kernels import best_rate
-from simulator.program import Collective, Kernel
+from simulator.program import SUMMED_CLASS, Collective, Kernel
 from simulator.topology import group_shape
 
 _STREAMING = frozenset(
@@ -91,7 +91,8 @@ def _least(graph: OperatorGraph, node: Node, hardware: Hardware, dtype: str) -> 
     shares = [float(any(graph.spec(ref).batch_dims)) for ref in node.tensor_inputs]
     shares += [float(any(spec.batch_dims)) for spec in node.outputs]
     moved = traffic_bytes(graph, node, shares) if shares else 0.0
-    return moved / hardware.bandwidth(node.kernel)
+    classes = {node.kernel, SUMMED_CLASS.get(node.kernel, node.kernel)}
+    return moved / max(hardware.bandwidth(kernel) for kernel in classes)
 
 
 def even_bound(configuration: Configuration, passes_s: float, ahead: float = 0.0) -> float:

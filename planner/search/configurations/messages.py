@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from planner.search.stages.fragments import FloatArray
-from simulator.corrections import message_time
+from simulator.corrections import kernel_factor, message_time
 from simulator.hardware import Hardware
-from simulator.program import Collective
+from simulator.kernels import kernel_time
+from simulator.program import SUMMED_CLASS, Collective, Kernel
 from simulator.topology import group_shape
 
 if TYPE_CHECKING:
     from planner.search.units.labels import StageTables
+    from planner.search.units.stage_decisions import SummedWork
 
 BatchSums = tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]
 
@@ -46,6 +48,27 @@ def batch_sums_s(hardware: Hardware, sums: BatchSums, size: int, stride: int) ->
     seconds = np.concatenate([[0.0], message_s(hardware, Collective.ALL_REDUCE, payloads, size, stride).cumsum()])
     found: FloatArray = np.diff(seconds[ends], prepend=0.0).reshape(-1, 2)
     return found
+
+
+@lru_cache(maxsize=256)
+def summing_s(hardware: Hardware, work: SummedWork, grown: float, share: float, devices: int) -> FloatArray:
+    """(units, 2) seconds that operators of each unit take longer for summing in their middle, messages aside.
+
+    Parameters
+    ----------
+    grown : batch over that of the graph of `work`
+    share : the part of their tensors that is local
+    """
+
+    def longer_s(kernel: Kernel, dtype: str, fixed: float, growing: float) -> float:
+        moved = share * (fixed + grown * growing)
+        whole, summed = (
+            kernel_time(hardware, one, dtype, 0.0, moved) * kernel_factor(hardware, one, dtype, devices)
+            for one in (kernel, SUMMED_CLASS.get(kernel, kernel))
+        )
+        return summed - whole
+
+    return np.array([[sum(longer_s(*one) for one in passes) for passes in unit] for unit in work], dtype=np.float64)
 
 
 @lru_cache(maxsize=256)

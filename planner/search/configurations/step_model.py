@@ -49,7 +49,7 @@ import numpy as np
 from planner.graph.operator_graph import DTYPE_BYTES
 from planner.graph.recompute import MODES
 from planner.search.configurations.configuration import AXES, Configuration, unstored
-from planner.search.configurations.messages import batch_sums_s, message_s, one_message_s, sends_s
+from planner.search.configurations.messages import batch_sums_s, message_s, one_message_s, sends_s, summing_s
 from planner.search.configurations.passes import Row, paced_passes, passes_beside_messages
 from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape, schedule_shape
 from planner.search.configurations.storage import Storage
@@ -420,11 +420,16 @@ class StepModel(Storage):
         return one_message_s(self.hardware, Collective.ALL_GATHER, bucket, self.shards(c), c.stride("data"))
 
     def batch_sums_s(self, tables: StageTables, configuration: Configuration) -> FloatArray:
-        """(units, 2) seconds of the sums over the batch that operators wait for, forward and backward."""
-        c = configuration
-        if c.data == 1 or not tables.decisions.sums_over_batch:
+        """(units, 2) seconds of the sums over the batch that operators wait for, forward and backward.
+
+        With what operators that sum in their middle take longer than in one piece, cut by the whole tensor axis.
+        """
+        c, decisions = configuration, tables.decisions
+        if c.data == 1 or not decisions.sums_over_batch:
             return np.zeros((len(tables.chain.units), 2))
-        return batch_sums_s(self.hardware, tables.decisions.batch_sums, c.data, c.stride("data"))
+        grown = tables.parts.graph.batch_size / decisions.graph.batch_size
+        longer = summing_s(self.hardware, decisions.summed_work, grown, 1.0 / c.tensor, c.devices)
+        return longer + batch_sums_s(self.hardware, decisions.batch_sums, c.data, c.stride("data"))
 
     def with_tied(self, tables: StageTables, c: Configuration) -> tuple[UnitLabels, ...]:
         """Labels with tied parameters stored on every rank that reads them: they count in the first unit that does.

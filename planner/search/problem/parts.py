@@ -20,13 +20,13 @@ from planner.request import ParameterStorage
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.saved import saved_tensors
 from planner.search.problem.variables import Choice, Decisions, Edge, Kind, Variable, masks, once_a_step, unnamed
-from planner.sharding.inner_messages import inner_messages, message_bytes, waiting_time
+from planner.sharding.inner_messages import inner_messages, message_bytes, summing, waiting_time
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.redistribution import placement_index
 from planner.work import Optimizer, cast_bytes, traffic_bytes, update_traffic
 from simulator.corrections import kernel_factor
 from simulator.kernels import has_shape_model, kernel_time, shaped_time
-from simulator.program import Kernel, Phase
+from simulator.program import SUMMED_CLASS, Kernel, Phase
 
 FloatArray = NDArray[np.float64]
 Port = tuple[TensorRef, bool, NDArray[np.int64]]
@@ -349,6 +349,10 @@ class Parts:
             local = local_kernel(node.kernel, shape.sizes, (first, second, result), work)
             time = shaped_time(hardware, node.kernel, dtype, local, flops, moved)
         time = time * self._factor(node.kernel, dtype)
+        if node.kernel in SUMMED_CLASS:
+            kernel, summed = SUMMED_CLASS[node.kernel], summing([c.rules[position] for c in choices])
+            others = kernel_time(hardware, kernel, dtype, flops, moved) * self._factor(kernel, dtype)
+            time = np.where(summed[states.choice].any(axis=0), others, time)
         if node.product_dtype:
             narrow = cast_bytes(self.graph, node, shares)
             wide = node.outputs[0].dtype

@@ -15,17 +15,18 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.graph.operator_graph import DTYPE_BYTES, TensorRef, TensorSpec
+from planner.graph.operator_graph import DTYPE_BYTES, Node, TensorRef, TensorSpec
 from planner.kernel_shapes import kernel_shape
 from planner.search.problem.costs import MeshCosts, needs_mask
 from planner.search.problem.parts import Parts, States
 from planner.search.problem.variables import Edge, masks
 from planner.search.units.amount_rows import Kernels, Messages, Scaled
-from planner.sharding.inner_messages import inner_messages, sent_bytes
+from planner.sharding.inner_messages import inner_messages, sent_bytes, summing
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.redistribution import StepTable, placement_index, step_table
+from planner.sharding.rule_notation import Rule
 from planner.work import cast_sizes, traffic_sizes
-from simulator.program import Kernel
+from simulator.program import SUMMED_CLASS, Kernel
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -167,9 +168,10 @@ class AmountLedger:
         flops = (node.flops, int(any(grows)))
         dtype = node.outputs[0].dtype
         moved = [] if node.kernel is Kernel.VIEW else list(zip(traffic_sizes(self.graph, node), grows, strict=True))
-        rows = self.kernels.add(
-            (node.kernel, node.kernel_dtype), flops, work, moved, ports, kernel_shape(self.graph, node)
-        )
+        shape, rows = kernel_shape(self.graph, node), np.zeros(len(work), dtype=np.int64)
+        for kernel, chosen in _classes(states, node, rules):
+            cut = [axes[chosen] for axes in ports]
+            rows[chosen] = self.kernels.add((kernel, node.kernel_dtype), flops, work[chosen], moved, cut, shape)
         if node.product_dtype:
             casts = cast_sizes(self.graph, node)
             narrow = [(size, grows[place]) for place, size in casts]
@@ -370,6 +372,16 @@ def _masks(states: States, cuts: NDArray[np.bool_]) -> IntArray:
     """Masks of the axes whose choice cuts, by state."""
     weights = 1 << np.arange(len(states.choice), dtype=np.int64)
     return np.asarray(weights @ cuts[states.choice], dtype=np.int64)
+
+
+def _classes(states: States, node: Node, rules: Sequence[Rule]) -> list[tuple[Kernel, IntArray]]:
+    """Classes of an operator's kernel, each with the numbers of the states in which it is of that class."""
+    among = SUMMED_CLASS.get(node.kernel, node.kernel)
+    if among is node.kernel:
+        return [(node.kernel, np.arange(len(states)))]
+    summed = summing(rules)[states.choice].any(axis=0)
+    found = ((node.kernel, np.flatnonzero(~summed)), (among, np.flatnonzero(summed)))
+    return [(kernel, chosen) for kernel, chosen in found if len(chosen)]
 
 
 def _growth(spec: TensorSpec) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from planner.graph.chain import Chain, chain
-from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, Role, TensorRef
+from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, Role, TensorRef
 from planner.search.problem.context_choices import context_choices
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.parts import CONTEXT, Parts, Setting
@@ -22,14 +22,18 @@ from planner.sharding.context import Algorithm, ContextAxis, context_axis
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.sharding.rules import rules_for
 from planner.sharding.sequence import sequence_dims
+from planner.work import traffic_sizes
 from simulator.collectives import ALGORITHMS, algorithm_costs
 from simulator.errors import InputError, UnsupportedError
 from simulator.hardware import Hardware
-from simulator.program import Phase
+from simulator.program import Kernel, Phase
 from simulator.topology import group_shape
 
 TENSOR = ("tensor",)
 """Axes of the stages that searches have most of."""
+
+
+SummedWork = tuple[tuple[tuple[tuple[Kernel, str, float, float], ...], ...], ...]
 
 
 class StageDecisions:
@@ -149,11 +153,36 @@ class StageDecisions:
         )
 
     @cached_property
+    def summed_work(self) -> SummedWork:
+        """Class, dtype and bytes moved of the operators of each unit that sum over the batch, forward and backward.
+
+        The bytes are those of whole operators: those that stay, and those that grow with the batch, at the graph's.
+        """
+        both = (Phase.FORWARD, Phase.BACKWARD)
+        return tuple(
+            tuple(tuple(self._summed_work(node) for node, _ in self._summing(unit.nodes, phase)) for phase in both)
+            for unit in self.chain.units
+        )
+
+    def _summed_work(self, node: Node) -> tuple[Kernel, str, float, float]:
+        specs = (*(self.graph.spec(ref) for ref in node.tensor_inputs), *node.outputs)
+        fixed, grown = 0.0, 0.0
+        for spec, size in zip(specs, traffic_sizes(self.graph, node), strict=True):
+            grows = any(spec.batch_dims)
+            fixed, grown = fixed + size * (not grows), grown + size * grows
+        return node.kernel, node.kernel_dtype, fixed, grown
+
+    @cached_property
     def sums_over_batch(self) -> bool:
         """Whether any operator sums over the batch."""
         return any(map(any, self.batch_sums))
 
     def _batch_sums(self, nodes: Iterable[int], phase: Phase) -> tuple[float, ...]:
+        summing = self._summing(nodes, phase)
+        return tuple(float(elements * DTYPE_BYTES[node.outputs[0].dtype]) for node, elements in summing)
+
+    def _summing(self, nodes: Iterable[int], phase: Phase) -> list[tuple[Node, int]]:
+        """Operators of a pass that sum over the batch, each with the numbers that it sums."""
         found = []
         for node in (self.graph.nodes[index] for index in nodes):
             if node.role is not Role.OPERATOR or node.phase is not phase:
@@ -161,8 +190,8 @@ class StageDecisions:
             rules = rules_for(self.graph, node)
             summed = next((r for r in rules if r.reduced_elements and r.splits_work and r.inputs[:1] == (0,)), None)
             if summed is not None:
-                found.append(float(summed.reduced_elements * DTYPE_BYTES[node.outputs[0].dtype]))
-        return tuple(found)
+                found.append((node, summed.reduced_elements))
+        return found
 
     def context_axis(self, algorithm: Algorithm) -> ContextAxis:
         """What the network does on a context axis; raises UnsupportedError where an operator forbids one."""

@@ -27,15 +27,18 @@ from planner.search.stages.partition import partition
 from planner.search.stages.segments import simplified
 from planner.strategy.plan import Certificate, Status
 from planner.work import optimizer
-from simulator.hardware import load_profile
+from simulator.hardware import Hardware, load_profile
+from simulator.program import Kernel
 from tests.planner.search.problems import captured
 
 BUCKET = 25 * 2**20
 SPLIT = ("zb_h1", "zbv")
 
 
-def configured(devices: int, batch: int, name: str = "gpt2", layers: int | None = None) -> Configured:
-    network, hardware = load_network(f"zoo:{name}"), load_profile("dgx-a100")
+def configured(
+    devices: int, batch: int, name: str = "gpt2", layers: int | None = None, hardware: Hardware | None = None
+) -> Configured:
+    network, hardware = load_network(f"zoo:{name}"), hardware or load_profile("dgx-a100")
     graph = at_precision(captured(name, layers), "bfloat16")
     base: dict[str, object] = {
         "network": network.spec, "fingerprint": graph.fingerprint, "sequence_length": network.sequence_length,
@@ -188,6 +191,17 @@ def test_the_sums_of_batch_normalisation_over_the_data_axis_count() -> None:
     placed = search.scored(search.explore(pins, solves=2), 1)[0]
     assert placed.placed.objective_s == pytest.approx(placed.prediction.step_time_s, rel=0.05)
     assert sum(len(sums) for unit in search.decisions.batch_sums for sums in unit) > 20
+
+
+def test_batch_norms_that_sum_over_the_data_axis_take_the_time_of_their_class() -> None:
+    plain = load_profile("dgx-a100")
+    slow = replace(plain.kernels[Kernel.BATCH_NORMALIZATION], overhead_s=1e-3, bandwidth_efficiency=0.1)
+    hardware = replace(plain, kernels={**plain.kernels, Kernel.SYNCHRONIZED_BATCH_NORMALIZATION: slow})
+    search = configured(4, 64, "resnet50", hardware=hardware)
+    pins = Pins(pp=1, tp=1, optimizer_sharding="none", recompute="none", micro_batch=16)
+    placed = search.scored(search.explore(pins, solves=2), 1)[0]
+    assert placed.placed.objective_s == pytest.approx(placed.prediction.step_time_s, rel=0.01)
+    assert placed.prediction.step_time_s > 106e-3
 
 
 def test_the_part_of_a_step_that_differs_is_named() -> None:
