@@ -342,6 +342,7 @@ class _Moment:
     late: float = 0.0
     workspace: float = 0.0
     several_in_flight: bool = False
+    many_sizes: bool = False
 
 
 def _stage_memory(
@@ -350,7 +351,8 @@ def _stage_memory(
     moving = moment.activations + moment.working + moment.gathered + moment.communication
     # States are allocated once, in large pieces: only what comes and goes leaves fragments.
     headroom = traits.in_flight_share * moment.activations if moment.several_in_flight else 0.0
-    slack = traits.allocator_bytes + traits.reserved_share * moving + headroom
+    share = traits.many_sizes_share if moment.many_sizes else traits.reserved_share
+    slack = traits.allocator_bytes + share * moving + headroom
     if traits.takes_whole_device:
         slack = max(slack, hardware.device_memory_bytes - states.total - moving - moment.workspace)
     return StageMemory(
@@ -404,6 +406,7 @@ def _layered(network: LayeredNetwork, setup: TrainingSetup, hardware: Hardware) 
             gathered=casts,
             communication=traits.bucket_elements * 4 if setup.dp > 1 else 0.0,
             workspace=workspace_bytes(traits, setup, hardware),
+            many_sizes=True,
         ),
         hardware,
         context_bytes(setup, traits, hardware),
