@@ -141,9 +141,10 @@ class Task:
     ``after`` holds indices of tasks of the same segment that must end first; tasks of one stream
     also run in the order of their indices. ``allocates`` happens when the task starts,
     ``releases`` (names of buffers) when it ends. ``copied_bytes`` are read and written to pack tensors into a message
-    and to cut them out of one. ``on_host``: the host works, or hosts exchange, on tensors in their memory, while the
-    device waits in its stream. ``launched_with`` numbers the pass of a unit in which the host launches it, −1 for what
-    runs besides: kernels of a pass take at least as long as their launches (`simulator.launches`).
+    and to cut them out of one. ``copies`` is how many copies between a device and its host the task stands for.
+    ``on_host``: the host works, or hosts exchange, on tensors in their memory, while the device waits in its stream.
+    ``launched_with`` numbers the pass of a unit in which the host launches it, −1 for what runs besides: kernels of a
+    pass take at least as long as their launches (`simulator.launches`).
 
     ``shape`` is that of a kernel whose time depends on it: batch, m, n and k of a matrix product; groups, output
     positions, output channels of a group, and input channels of a group times the window's area of a convolution;
@@ -163,6 +164,7 @@ class Task:
     axis: str = ""
     payload_bytes: float = 0.0
     copied_bytes: float = 0.0
+    copies: int = 1
     on_host: bool = False
     launched_with: int = -1
     allocates: tuple[Buffer, ...] = ()

@@ -24,11 +24,16 @@ HOST_PASSES = 3.0
 """How often a message among hosts reads or writes each of its bytes in memory: the sender, the receiver, the copy."""
 
 
-def host_time(hardware: Hardware, size_bytes: Amount) -> Amount:
-    """Seconds of a transfer between a device and its host; 0 where the profile does not say how fast it is."""
+def host_time(hardware: Hardware, size_bytes: Amount, copies: float = 1.0) -> Amount:
+    """Seconds of transfers between a device and its host; 0 where the profile does not say how fast they are.
+
+    Each of the `copies` is launched as a kernel is that copies on the device, and takes that one's overhead.
+    """
     through_node = hardware.node.host_bandwidth_bytes_per_s if hardware.node else 0.0
     bandwidth = hardware.reliability.snapshot_bandwidth_bytes_per_s or through_node
-    return size_bytes / bandwidth if bandwidth else 0.0 * size_bytes
+    if not bandwidth:
+        return 0.0 * size_bytes
+    return copies * hardware.kernels[Kernel.COPY].overhead_s + size_bytes / bandwidth
 
 
 def disk_time(hardware: Hardware, size_bytes: float) -> float:
@@ -57,8 +62,9 @@ def task_times(program: Program | ProgramColumns, hardware: Hardware) -> list[Fl
 
     What the program holds at its peak says how much of it stays in the caches (`simulator.caches`). Tasks that share an
     efficiency are timed together; `simulator.corrections` says what slows them, and
-    `simulator.launches` where the host is slower. What the host runs takes a kernel's overhead on the device, and its
-    bytes over the memory of the host; where the profile knows no way between them, as of a CPU, both are one.
+    `simulator.launches` where the host is slower. What the host runs takes a kernel's overhead on the device, slowed
+    down by the software as there, and its bytes over the memory of the host; where the profile knows no way between
+    them, as of a CPU, both are one.
 
     Raises
     ------
@@ -103,12 +109,12 @@ def _seconds(
         seconds[compute] = slowdown * kernel_time(hardware, kernel, dtype, work[:, 0], work[:, 1])
         for i in compute if kernel is Kernel.COPY else ():
             if tasks[i].axis == HOST:
-                seconds[i] = host_time(hardware, tasks[i].bytes_moved)
+                seconds[i] = host_time(hardware, tasks[i].bytes_moved, tasks[i].copies)
             elif tasks[i].axis == DISK:
                 seconds[i] = disk_time(hardware, tasks[i].bytes_moved)
         if reaches_host and (hosted := [i for i in compute if tasks[i].on_host]):
             moved = np.array([tasks[i].bytes_moved for i in hosted])
-            seconds[hosted] = hardware.kernels[kernel].overhead_s + host_memory_time(hardware, moved)
+            seconds[hosted] = slowdown * hardware.kernels[kernel].overhead_s + host_memory_time(hardware, moved)
     for (collective, axis), messages in collectives.items():
         if axis not in shapes:
             raise ProgramError(

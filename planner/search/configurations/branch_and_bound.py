@@ -402,7 +402,7 @@ class _Search:
             ways = self._least_states(tables, c)
             way = next(way for way in ways if way.stores_as(c))
             (least,) = states_bounds(self.extent, self.model, tables, c, [way], passes)
-            gain_s = way.gain_on_host_s(ways, self.model, tables)
+            gain_s = way.gain_on_host_s(ways, self.model)
             # All that may be the best are timed before one is solved.
             self._push(max(bound, least - gain_s), Node(Stage.STORAGE, c, gain_s=gain_s), hoped_s=bound)
 

@@ -25,7 +25,6 @@ PAYLOADS: FloatArray = np.exp2(np.arange(41, dtype=np.float64))
 """Bytes of messages at which links are compared."""
 MANY_ELEMENTS = 1e15
 """Elements of which an update takes its bytes' time alone."""
-ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,23 +63,14 @@ class LeastStates:
             other.optimizer_sharding, other.shard_size, other.offload,
         )  # fmt: skip
 
-    def gain_on_host_s(self, ways: Iterable[LeastStates], model: StepModel, tables: StageTables) -> float:
+    def gain_on_host_s(self, ways: Iterable[LeastStates], model: StepModel) -> float:
         """Most seconds of a step by which the host may update these states sooner, whatever way the units are run.
 
-        ``ways`` are all there are. Kernels of the device take longer in a whole step than alone, and those of the host
-        do not, so that it is the sooner one where there is hardly anything to update. Both times grow in proportion to
-        what there is; where those of the device grow faster, there is no limit.
+        ``ways`` are all there are. An update is launched alike on both, and on the host copied there and back besides,
+        so that it is the sooner one only where it takes less time for each element; there is no limit then.
         """
-        other = next((way for way in ways if way.moves(self.stored)), None)
-        if other is None:
-            return 0.0
-        if _lags(model, self.stored.devices):
-            return np.inf
-        gain_s = self.once_s - other.once_s
-        gain_s[np.abs(gain_s) <= ROUNDING * self.once_s] = 0.0
-        # A rank of several may have those units alone that gain.
-        gain_s = gain_s if self.stored.pipeline == 1 else np.maximum(gain_s, 0.0)
-        return max(0.0, float(gain_s @ np.array(tables.counts)))
+        moves = any(way.moves(self.stored) for way in ways)
+        return np.inf if moves and _lags(model, self.stored.devices) else 0.0
 
     def moves(self, configuration: Configuration) -> bool:
         """Whether states are stored as in a configuration, but on the host."""

@@ -131,7 +131,8 @@ class StepModel(Storage):
         """Ways of a unit whose activations wait on the host: copies hide behind passes, two units' stand at once."""
         values = ways.values.copy()
         kept = values[:, ACTIVATION].copy()
-        values[:, STEADY] = np.maximum(values[:, STEADY], 2.0 * micro_batches * host_time(self.hardware, kept))
+        there_s = host_time(self.hardware, kept, copies=0.0)
+        values[:, STEADY] = np.maximum(values[:, STEADY], 2.0 * micro_batches * there_s)
         values[:, TRANSIENT] += 2.0 * kept
         values[:, ACTIVATION] = 0.0
         return replace(ways, values=values)
@@ -408,9 +409,12 @@ class StepModel(Storage):
         held = elements / self.shards(c)
         traffic = held * update_traffic(self.optimizer, self.dtype)
         if c.offload:
-            overhead = np.where(traffic > 0, trained * self.hardware.kernels[Kernel.OPTIMIZER].overhead_s, 0.0)
-            copies = host_time(self.hardware, 2.0 * held * DTYPE_BYTES[self.dtype])
-            return np.asarray(overhead + host_memory_time(self.hardware, traffic) + copies)
+            slowdown = kernel_factor(self.hardware, Kernel.OPTIMIZER, self.dtype, c.devices)
+            update = slowdown * self.hardware.kernels[Kernel.OPTIMIZER].overhead_s
+            overhead = trained * (update + host_time(self.hardware, 0.0, copies=2.0))
+            copies = host_time(self.hardware, 2.0 * held * DTYPE_BYTES[self.dtype], copies=0.0)
+            found = overhead + host_memory_time(self.hardware, traffic) + copies
+            return np.asarray(np.where(traffic > 0, found, 0.0))
         return self._kernels_s(Kernel.OPTIMIZER, held * self.optimizer.flops, traffic, c, trained)
 
     def _first_gather_s(self, c: Configuration, bucket: float) -> float:
