@@ -22,7 +22,7 @@ def test_blocks_are_split_merged_and_used_again() -> None:
     assert [pool.take(size * MEBI).size / MEBI for size in (11, 12.5)] == [12, 12.5]
 
 
-@pytest.mark.parametrize(("samples", "element"), [(256, 4), (64, 2)])
+@pytest.mark.parametrize(("samples", "element"), [(128, 4), (512, 2)])
 def test_what_a_convolutional_network_leaves_free_is_the_share_that_is_estimated(samples: int, element: int) -> None:
     pool = resnet50(samples, element)
     assert pool.allocated == pytest.approx(3 * 4 * 25_557_032, rel=1e-4)
