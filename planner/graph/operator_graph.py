@@ -53,6 +53,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
     batch_dims: tuple[bool, ...]
+    _bytes: int | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def elements(self) -> int:
@@ -62,7 +63,11 @@ class TensorSpec:
     @property
     def size_bytes(self) -> int:
         """Bytes of the whole tensor."""
-        return self.elements * DTYPE_BYTES[self.dtype]
+        # A search asks tens of thousands of times.
+        if self._bytes is None:
+            object.__setattr__(self, "_bytes", self.elements * DTYPE_BYTES[self.dtype])
+        assert self._bytes is not None  # worked out above
+        return self._bytes
 
 
 DROPOUT = "meshwright.dropout.default"

@@ -84,6 +84,15 @@ def at_precision(graph: OperatorGraph, dtype: str) -> OperatorGraph:
     if dtype == CAPTURED_PRECISION:
         return graph
     wide = wide_nodes(graph) if DTYPE_BYTES[dtype] < DTYPE_BYTES[CAPTURED_PRECISION] else frozenset()
+    made: dict[TensorSpec, TensorSpec] = {}
+
+    def narrowed(spec: TensorSpec) -> TensorSpec:
+        if spec.dtype != CAPTURED_PRECISION:
+            return spec
+        if spec not in made:
+            made[spec] = replace(spec, dtype=dtype)
+        return made[spec]
+
     nodes = tuple(
         node
         if index in wide
@@ -91,9 +100,7 @@ def at_precision(graph: OperatorGraph, dtype: str) -> OperatorGraph:
             node,
             args=tuple(_with_dtype(argument, dtype) for argument in node.args),
             kwargs=tuple((key, _with_dtype(argument, dtype)) for key, argument in node.kwargs),
-            outputs=tuple(
-                replace(spec, dtype=dtype) if spec.dtype == CAPTURED_PRECISION else spec for spec in node.outputs
-            ),
+            outputs=tuple(map(narrowed, node.outputs)),
         )
         for index, node in enumerate(graph.nodes)
     )

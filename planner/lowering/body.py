@@ -125,7 +125,8 @@ class Body(Writer):
         if node.role in (Role.PARAMETER, Role.INPUT):
             return
         self._enter(index, node)
-        leaving = [ref for ref in map(partial(TensorRef, index), range(len(node.outputs))) if self._leaves_device(ref)]
+        made = map(partial(TensorRef, index), range(len(node.outputs)))
+        leaving = [ref for ref in made if self._leaves_device(ref)] if self.source.host.parameters else []
         for ref in leaving:
             self.renamed[ref] = f"{self.source.written_name(ref)} on the device"
         self._compute(index, node, node.phase)
@@ -275,12 +276,13 @@ class Body(Writer):
                 self.versions[ref] = {placements: name}
                 if view:
                     owners[name] = names[0]
-        for kept in self._exchanged(index, node):
+        rules = source.rules[index]
+        sends = any([rule.messages for rule in rules])
+        for kept in self._exchanged(index, node) if sends else ():
             outputs.append(kept.name)
             writes.append(kept)
-        rules = source.rules[index]
         name = node.name if phase is node.phase else f"recompute {node.name}"
-        beside = self._messages_beside(index, node, phase, names) if any(rule.messages for rule in rules) else ()
+        beside = self._messages_beside(index, node, phase, names) if sends else ()
         part = beside[0] if beside else 1.0
         cast = self._cast_factors(index, node, name, phase, names) if node.product_dtype else ()
         task = Task(
@@ -349,7 +351,8 @@ class Body(Writer):
     def _read(self, index: int, node: Node, phase: Phase) -> tuple[str, ...]:
         """Values an operator reads; the gradient of an exchanging attention those that were exchanged."""
         wanted = list(zip(node.tensor_inputs, self.source.recipe(index).inputs, strict=True))
-        kept = self.exchanged.get(node.forward, ()) if node.phase is Phase.BACKWARD and self._exchanges(index) else ()
+        back = bool(self.exchanged) and node.phase is Phase.BACKWARD and self._exchanges(index)
+        kept = self.exchanged.get(node.forward, ()) if back else ()
         if not kept:
             return tuple(self._fetch(ref, placements, phase) for ref, placements in wanted)
         first, last = (self._fetch(*wanted[place], phase) for place in (0, 1 + len(kept)))
@@ -357,7 +360,9 @@ class Body(Writer):
 
     def _cut(self, index: int, node: Node) -> SequenceCut | None:
         """How a dropout, which must know the places of its elements, is shared along a context axis."""
-        places = enumerate(self.source.recipe(index).outputs[0]) if node.op == DROPOUT else ()
+        if node.op != DROPOUT:
+            return None
+        places = enumerate(self.source.recipe(index).outputs[0])
         cuts = (self.source.cut(TensorRef(index), axis, dim) for axis, dim in places if dim >= 0)
         return next((cut for cut in cuts if cut is not None), None)
 

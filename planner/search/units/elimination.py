@@ -53,6 +53,11 @@ class Elimination:
     shapes: tuple[tuple[int, ...], ...]
     single: tuple[int, ...]
 
+    def named(self, names: Sequence[int]) -> Elimination:
+        """The same of variables with other numbers."""
+        steps = [_Step(names[s.variable], tuple([names[v] for v in s.scope]), s.terms) for s in self.steps]
+        return Elimination(tuple(steps), self.rest, self.shapes, tuple([names[v] for v in self.single]))
+
     def pool(self, tables: Sequence[FloatArray]) -> dict[int, FloatArray]:
         """Tables by their number, without the variables of one state."""
         return {
@@ -85,19 +90,29 @@ class Minima:
         return states
 
 
-@cache
-def elimination(scopes: tuple[Scope, ...], sizes: tuple[tuple[int, int], ...], kept: Scope) -> Elimination:
+def elimination(scopes: Sequence[Scope], sizes: Mapping[int, int], kept: Scope) -> Elimination:
     """Order the variables that are not `kept`: next the one that makes the smallest table, ties by number.
+
+    What differs in the numbers of its variables alone, not in their order, is worked out once.
 
     Parameters
     ----------
-    scopes : tuple
+    scopes : sequence
         Variables of each table, in the order of its dims.
-    sizes : tuple of (variable, states)
+    sizes : mapping of variable to states
     kept : tuple of int
         Variables that stay, in the order of the result's dims.
     """
-    size = dict(sizes)
+    names = sorted(sizes)
+    place = {v: n for n, v in enumerate(names)}
+    numbered = tuple([tuple([place[v] for v in scope]) for scope in scopes])
+    return _numbered(numbered, tuple([sizes[v] for v in names]), tuple([place[v] for v in kept])).named(names)
+
+
+@cache
+def _numbered(scopes: tuple[Scope, ...], sizes: tuple[int, ...], kept: Scope) -> Elimination:
+    """`elimination` of variables that are numbered from 0."""
+    size = dict(enumerate(sizes))
     single = tuple(v for v in size if size[v] == 1 and v not in kept)
     scopes = tuple(tuple(v for v in scope if v not in single) for scope in scopes)
     pool: dict[int, Scope] = dict(enumerate(scopes))

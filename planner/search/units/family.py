@@ -211,10 +211,11 @@ class Family:
         found = np.zeros(self._first_state[-1], dtype=np.bool_)
         crosses = shape.crosses()
         for number in self._variables:
-            allowed = ~shape.barred(number)
-            if number in crosses:
-                allowed &= crosses[number]
-            found[self._first_state[number] + self._kept(shape, number)[allowed]] = True
+            kept = self._first_state[number] + self._kept(shape, number)
+            if number in crosses or shape.bars:
+                allowed = ~shape.barred(number)
+                kept = kept[allowed & crosses.get(number, allowed)]
+            found[kept] = True
         return found
 
     def _kept(self, shape: StageShape, number: int) -> IntArray:
@@ -283,7 +284,8 @@ class Family:
         for v in terms.sizes:
             kept = self._first_state[v] + self._kept(shape, v)
             inside[kept] = True
-            barred[kept[shape.barred(v)]] = True
+            if shape.bars:
+                barred[kept[shape.barred(v)]] = True
         first, last = self._ends[:, start : start + terms.entries]
         entries = np.flatnonzero(inside[first] & inside[last])
         forbidden = (terms.forbidden | (barred[first] & (first == last)))[entries]

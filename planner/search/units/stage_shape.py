@@ -124,7 +124,7 @@ class StageShape:
             scopes.append((station, end))
             ends.append(np.where(match, 0.0, np.inf))
             kept.append(end)
-        plan = elimination(tuple(scopes), tuple(sorted(sizes.items())), tuple(kept))
+        plan = elimination(scopes, sizes, tuple(kept))
         return UnitShape(plan, tuple(kept), sizes, tuple(ends))
 
     def parts_at(self, graph: OperatorGraph, setting: Setting) -> Parts:
@@ -231,9 +231,14 @@ class StageShape:
                     found |= np.isin(states.placements(ref, reads=reads)[axis], dims)
         return found
 
+    @property
+    def bars(self) -> bool:
+        """Whether there are states that are not to be taken."""
+        return self.options.sequence_parallel is False
+
     def barred(self, number: int) -> BoolArray:
         """States of a variable that are not to be taken, unless that leaves none."""
-        if self.options.sequence_parallel is not False:
+        if not self.bars:
             return np.zeros(len(self.parts.states(number)), dtype=np.bool_)
         states = self.sequence_sharded(number)
         return states & ~states.all()
