@@ -126,8 +126,8 @@ def algorithm_costs(hardware: Hardware, collective: Collective, group: GroupShap
         return {pinned: only}
     costs = {}
     for name, algorithm in ALGORITHMS[collective].items():
-        cost = algorithm(hardware, group)
-        if cost is not None and (name in ALWAYS or name in hardware.collective_algorithms):
+        known = name in ALWAYS or name in hardware.collective_algorithms
+        if known and (cost := algorithm(hardware, group)) is not None:
             costs[name] = cost
     return costs
 

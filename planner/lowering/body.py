@@ -277,7 +277,7 @@ class Body(Writer):
                 if view:
                     owners[name] = names[0]
         rules = source.rules[index]
-        sends = any([rule.messages for rule in rules])
+        sends = any(rule.messages for rule in rules)
         for kept in self._exchanged(index, node) if sends else ():
             outputs.append(kept.name)
             writes.append(kept)

@@ -10,6 +10,7 @@ of a unit in one message, and buckets matter between copies alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -43,37 +44,44 @@ def bucket_bytes(hardware: Hardware, configuration: Configuration, gradient_byte
     if c.data == 1 or not gradient_bytes or (c.optimizer_sharding == "zero3" and shards == c.data):
         return USUAL
     hidden = pass_s if hardware.overlaps_communication else 0.0
-    sizes = [b for b in BUCKETS if c.optimizer_sharding != "zero2" or b <= LARGEST_PENDING]
-    return min(sizes, key=lambda b: _exposed_s(hardware, c, b, shards, gradient_bytes, hidden))
+    exposed = dict(zip(BUCKETS, _exposed_s(hardware, c, shards, gradient_bytes, hidden), strict=True))
+    return min((b for b in BUCKETS if c.optimizer_sharding != "zero2" or b <= LARGEST_PENDING), key=exposed.__getitem__)
 
 
 def _exposed_s(
-    hardware: Hardware, c: Configuration, bucket: int, shards: int, gradient_bytes: float, pass_s: float
-) -> float:
-    """Seconds of a step that messages of one size add to those of the passes."""
-    number, stride, forward_s, backward_s = BUCKETS.index(bucket), c.stride("data"), pass_s / 3, pass_s * 2 / 3
+    hardware: Hardware, c: Configuration, shards: int, gradient_bytes: float, pass_s: float
+) -> Iterator[float]:
+    """Seconds of a step that messages of each size of `BUCKETS` add to those of the passes."""
+    stride, forward_s, backward_s = c.stride("data"), pass_s / 3, pass_s * 2 / 3
+    lost = hardware.lost_to_messages
+    hidden = 1 - lost
 
-    def times(collective: Collective, ranks: int, apart: int, payload: float) -> tuple[float, float]:
+    def times(collective: Collective, ranks: int, apart: int, payload: float) -> list[tuple[float, float]]:
         """All messages, and the last of them."""
-        last = _seconds(hardware, collective, ranks, apart)[number]
-        return last * max(1.0, payload / bucket), last
+        seconds = zip(BUCKETS, _seconds(hardware, collective, ranks, apart), strict=True)
+        return [(last * max(1.0, payload / bucket), last) for bucket, last in seconds]
 
     def added(whole: float, work_s: float, last: float = 0.0) -> float:
-        return hardware.lost_to_messages * whole + max(hidden * whole - work_s, hidden * last)
+        return lost * whole + max(hidden * whole - work_s, hidden * last)
 
-    hidden = 1 - hardware.lost_to_messages
     if c.optimizer_sharding == "none":
-        whole, last = times(Collective.ALL_REDUCE, c.data, stride, gradient_bytes)
-        return added(whole, backward_s, last)
-    among, last_among = times(Collective.ALL_REDUCE, c.data // shards, stride * shards, gradient_bytes / shards)
+        for whole, last in times(Collective.ALL_REDUCE, c.data, stride, gradient_bytes):
+            yield added(whole, backward_s, last)
+        return
+    among = times(Collective.ALL_REDUCE, c.data // shards, stride * shards, gradient_bytes / shards)
     if c.optimizer_sharding == "zero3":
-        return added(among, backward_s, last_among)
-    scatter, last = times(Collective.REDUCE_SCATTER, shards, stride, gradient_bytes)
-    gather, _ = times(Collective.ALL_GATHER, shards, stride, gradient_bytes)
-    late = added(gather, forward_s)
-    if c.optimizer_sharding == "zero2" and c.micro_batches > 1:
-        return late + c.micro_batches * added(scatter, backward_s) + added(among, backward_s, last_among)
-    return late + added(scatter + among, backward_s, last + last_among)
+        for whole, last in among:
+            yield added(whole, backward_s, last)
+        return
+    scatters, gathers = (
+        times(one, shards, stride, gradient_bytes) for one in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
+    )
+    for (sums, last_sum), (scatter, last), (gather, _) in zip(among, scatters, gathers, strict=True):
+        late = added(gather, forward_s)
+        if c.optimizer_sharding == "zero2" and c.micro_batches > 1:
+            yield late + c.micro_batches * added(scatter, backward_s) + added(sums, backward_s, last_sum)
+        else:
+            yield late + added(scatter + sums, backward_s, last + last_sum)
 
 
 @lru_cache(maxsize=1024)
