@@ -22,7 +22,7 @@ from planner.validation.reading_memory import stated_memory_gib
 from planner.validation.reading_network import MissingFactError, is_transformer, read_network
 from planner.validation.reading_plan import read_setup
 from planner.validation.reading_setup import SIMULATORS_DEFAULT, release
-from planner.validation.reading_suites import starting_up
+from planner.validation.reading_suites import foreign_configuration, starting_up
 from simulator.errors import MeshwrightError
 
 _DECISIVE = ("precision not stated", "recomputation not stated")
@@ -140,6 +140,8 @@ def measured_row(row: FileRow) -> MeasuredRow:
 
 
 def _run(row: FileRow, notes: list[str]) -> TrainingRun:
+    if foreign_configuration(row):
+        raise MissingFactError("n_accels not stated for this device: dp, tp and batch are those of devices of 32 GB")
     network = read_network(row, notes)
     hardware = hardware_for(row, notes)
     setup = read_setup(row, network, hardware, notes)

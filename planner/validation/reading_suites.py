@@ -227,3 +227,17 @@ def flagperf_llama(row: FileRow) -> bool:
         and row.text("framework").lower() == "deepspeed"
         and "llama" in row.text("model").lower()
     )
+
+
+def foreign_configuration(row: FileRow) -> bool:
+    """Whether a row shows the plan of a configuration that is not its device's.
+
+    MindFormers has GPT-2 13B on four times eight devices of 32 GB (``configs/gpt2/run_gpt2_13b.yaml``) and on eight
+    replicas of one device for 910B (``run_gpt2_13b_910b.yaml``), and its rows have their plans from such files.
+    """
+    return (
+        "mindformers" in row.text("source").lower()
+        and row.text("model").lower() == "gpt2_13b"
+        and "910b" in row.text("accelerator").lower()
+        and (row.whole("dp"), row.whole("tp")) == (4, 8)
+    )

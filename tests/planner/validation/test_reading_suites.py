@@ -298,3 +298,21 @@ def test_a_suite_sends_messages_through_the_host(
     assert through_host is not None
     inner = through_host.hardware.levels[0].bandwidth_bytes_per_s
     assert inner == pytest.approx(rate) if rate else inner > 1e11
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "dp", "tp", "missing"),
+    [
+        ("Ascend 910B (64GB)", "4", "8", True),
+        ("Ascend 910B (64GB)", "32", "1", False),
+        ("Ascend 910A (32GB)", "4", "8", False),
+    ],
+)
+def test_a_plan_of_other_devices_is_a_missing_fact(
+    tmp_path: Path, accelerator: str, dp: str, tp: str, missing: bool
+) -> None:
+    row = {"source": "MindFormers model cards", "framework": "MindFormers/MindSpore", "model": "gpt2_13b", "hw": ""}
+    row |= {"n_layers": "40", "hidden": "5120", "n_heads": "40", "accelerator": accelerator, "n_accels": "32"}
+    read = read_one(tmp_path, **row, dp=dp, tp=tp, pp="1", global_batch="32", micro_batch="")
+    assert ("n_accels not stated for this device" in read.reason) == missing
+    assert (read.run is None) == missing
