@@ -87,14 +87,15 @@ def step_bytes(setup: TrainingSetup, traits: MemoryTraits) -> float:
     """Bytes a parameter that the optimizer step needs for a moment.
 
     16-bit gradients are copied to float32; DeepSpeed clones and flattens them before (2 + 2 + 4 bytes,
-    ``stage_1_and_2.py``); PyTorch's multi-tensor Adam holds the denominators.
+    ``stage_1_and_2.py``), but for a single replica, whose partition they all lie in already; PyTorch's multi-tensor
+    Adam holds the denominators.
     """
     if setup.offload_optimizer or LOW_PRECISION_BYTES[setup.precision] == 4 or _pure(setup, traits):
         return 0.0
     if accumulated_apart(setup):
         return 0.0  # the sums are float32 already, and the update works on views of them
     if setup.reduce_bucket_elements:
-        return 8.0
+        return 8.0 if shards(setup)[0] > 1 else 6.0
     if setup.gradient_bytes < 4:
         return 4.0
     return traits.step_bytes

@@ -57,3 +57,12 @@ def test_gradients_that_every_rank_keeps_whole_stay_on_the_device() -> None:
     setup = TrainingSetup(devices=8, dp=8, optimizer_sharding=OptimizerSharding.ZERO1, offload_optimizer=True)
     run = TrainingRun(network=gpt(24, 2048, 16), setup=setup, hardware=A100)
     assert training_memory(run).stages[0].gradients > 0
+
+
+@pytest.mark.parametrize(("dp", "bytes_each"), [(1, 6), (2, 8), (4, 8)])
+def test_gradients_are_cloned_for_the_update_where_replicas_share_them_out(dp: int, bytes_each: int) -> None:
+    """Flat gradients and their copies in float32, and the clones: most of all where samples are short."""
+    sharded = {"optimizer_sharding": OptimizerSharding.ZERO1, "reduce_bucket_elements": 5e8, "gradient_bytes": 2}
+    network = gpt(24, 4096, 32, sequence_length=32, learned_positions=32)
+    stage = training_memory(run(network, dp=dp, tp=8, stack=Stack.DEEPSPEED, **sharded)).fullest
+    assert stage.working == pytest.approx(bytes_each * stage.moments / 8)
