@@ -199,6 +199,7 @@ MOMENTS = {
     "lars": 1.0,
     "lion": 1.0,
     "muon": 1.0,
+    "novograd": 1.0,
     "adafactor": 0.0,
     "adamw8bit": 2.0,
 }

@@ -22,6 +22,7 @@ from planner.estimate.layered_work import (
     predict_layered,
     typical_batch,
 )
+from planner.estimate.memory import training_memory
 from planner.estimate.training_run import NOVOGRAD, LayeredNetwork, Stack, TrainingRun, TrainingSetup, TransformerShape
 from simulator.errors import InputError
 from simulator.hardware import load_profile
@@ -362,3 +363,12 @@ def test_only_data_parallel_runs_of_layered_networks_are_predicted() -> None:
     )  # fmt: skip
     with pytest.raises(InputError, match="is a transformer"):
         predict_layered(replace(run(), network=shape), NEUTRAL)
+
+
+def test_every_optimizer_of_a_layered_network_has_states() -> None:
+    wanted = run(name="jasper", devices=1, batch=8)
+    kept = [
+        training_memory(replace(wanted, setup=replace(wanted.setup, optimizer=name))).reserved_bytes
+        for name in (NOVOGRAD, "momentum", "adam")
+    ]
+    assert kept[0] == kept[1] < kept[2]
