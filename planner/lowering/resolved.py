@@ -66,15 +66,17 @@ class _Step:
             name: tuple(np.array(column, dtype=np.int64) for column in (uses.offsets, uses.values, uses.units))
             for name, uses in (("reads", blueprint.reads), ("writes", blueprint.writes), ("done", blueprint.completes))
         }
-        stored = blueprint.source.stored
         owned = [
-            (index, blueprint.named(name), unit)
-            for index in stored
+            (index, blueprint.named(name), blueprint.owners[index])
+            for index in blueprint.source.stored
             for name in stored_values(blueprint.source, index)
-            for unit in blueprint.copies.places[blueprint.owners[index]]
         ]
-        self.stored_nodes = [index for index, *_ in owned]
-        self.stored = self._placed([(value, unit) for _, value, unit in owned])
+        nodes, values, owners = np.array(owned, dtype=np.int64).reshape(-1, 3).T
+        places = {owner: np.array(units, dtype=np.int64) for owner, units in blueprint.copies.places.items()}
+        counts = [len(places[owner]) for owner in owners.tolist()]
+        units = [np.zeros(0, dtype=np.int64), *(places[owner] for owner in owners.tolist())]
+        self.stored_nodes: IntArray = np.repeat(nodes, counts)
+        self.stored = placing(np.repeat(values, counts), np.concatenate(units))
 
     def _placed(self, uses: Sequence[Use]) -> IntArray:
         pairs = np.array(uses, dtype=np.int64).reshape(len(uses), 2)
@@ -186,11 +188,9 @@ class _Step:
     def resident(self) -> tuple[Changes, list[int]]:
         """Parameters, optimizer states and the batch; and the parameter of each state."""
         source, graph = self.blueprint.source, self.blueprint.graph
-        rows: list[tuple[int, int, int]] = []
-        states: list[int] = []
-        state = KIND_INDEX[BufferKind.OPTIMIZER_STATE]
-        sizes: dict[int, tuple[int, int, int]] = {}
-        for index in dict.fromkeys(self.stored_nodes):
+        # By node: bytes, what they are, and those of its states; nothing of what the host holds.
+        sizes = np.full((len(graph.nodes), 3), -1, dtype=np.int64)
+        for index in source.stored:
             if source.on_host(index):
                 continue
             node = graph.nodes[index]
@@ -200,17 +200,21 @@ class _Step:
             kind = KIND_INDEX[BufferKind.PARAMETER if parameter else BufferKind.ACTIVATION]
             more = state_bytes(source.options.optimizer, spec.dtype) * size // DTYPE_BYTES[spec.dtype]
             sizes[index] = size, kind, 0 if source.options.offload_optimizer or not parameter else more
-        for value, index in zip(self.stored.tolist(), self.stored_nodes, strict=True):
-            if index not in sizes:
-                continue
-            size, kind, more = sizes[index]
-            rows.append((value, size, kind))
-            if more:
-                rows.append((self.placing.count + len(states), more, state))
-                states.append(value)
-        table = np.array(rows, dtype=np.int64).reshape(len(rows), 3).T
-        zeros = np.zeros(len(rows), dtype=np.int64)
-        return Changes(row=zeros, sign=zeros + 1, buffer=table[0], size_bytes=table[1], kind=table[2]), states
+        found = sizes[self.stored_nodes]
+        here = found[:, 0] >= 0
+        values, found = self.stored[here], found[here]
+        stateful = found[:, 2] > 0
+        states = values[stateful]
+        # States stand behind what they are of.
+        own = np.arange(len(values)) + np.cumsum(stateful) - stateful
+        behind = own[stateful] + 1
+        table = np.empty((3, len(values) + len(states)), dtype=np.int64)
+        table[:, own] = values, found[:, 0], found[:, 1]
+        table[:2, behind] = self.placing.count + np.arange(len(states)), found[stateful, 2]
+        table[2, behind] = KIND_INDEX[BufferKind.OPTIMIZER_STATE]
+        zeros = np.zeros(table.shape[1], dtype=np.int64)
+        changes = Changes(row=zeros, sign=zeros + 1, buffer=table[0], size_bytes=table[1], kind=table[2])
+        return changes, states.tolist()
 
 
 def _ranges(begin: IntArray, counts: IntArray) -> IntArray:

@@ -19,6 +19,8 @@ _AT_ONCE = 512
 """Ways between two boundary states that are compared; of more some are picked first."""
 _BLOCK = 128
 """Ways that are compared with each other at once."""
+_FEW = 64
+"""Ways of which all columns are compared in one go."""
 _EARLIER: NDArray[np.bool_] = ~np.tri(_BLOCK, dtype=np.bool_)
 _FLIGHTS = (1.0, 8.0, 64.0, 1e6)
 
@@ -189,10 +191,16 @@ def dominated(values: FloatArray) -> NDArray[np.bool_]:
 
 def _beaten(columns: FloatArray) -> NDArray[np.bool_]:
     """(n,) whether one before each is at most as much in all columns (columns, n)."""
-    below = _EARLIER[: columns.shape[1], : columns.shape[1]].copy()
-    for column in columns:
-        np.logical_and(below, column[:, None] <= column[None, :], out=below)
-    found: NDArray[np.bool_] = np.any(below, axis=0)
+    ways = columns.shape[1]
+    earlier = _EARLIER[:ways, :ways]
+    if ways <= _FEW:
+        below = np.logical_and.reduce(columns[:, :, None] <= columns[:, None, :], axis=0)
+        below &= earlier
+    else:
+        below = earlier.copy()
+        for column in columns:
+            np.logical_and(below, column[:, None] <= column[None, :], out=below)
+    found: NDArray[np.bool_] = np.logical_or.reduce(below, axis=0)
     return found
 
 
