@@ -10,7 +10,7 @@ import bisect
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -196,10 +196,10 @@ class Hardware:
     that whole training steps put on kernels and messages: `planner.estimate.coefficients` says which.
     ``host_memory_bandwidth`` is that of a node's processors in bytes/s, ``disk_bandwidth`` that of its disks; its
     devices share both.
-    ``kernel_slowdowns`` replace ``slowdown_table`` for single classes; ``message_workspace`` are bytes that a message
-    takes beside its source and its result while it is on its way, for each byte of its payload. With
-    ``copies_apart`` the times of messages leave out what packs tensors into them and cuts tensors out of them
-    (`simulator.program.Task.copied_bytes`).
+    ``kernel_slowdowns`` replace ``slowdown_table`` for single classes, and ``waiting_table`` is the part of both in
+    which ranks wait for each other; ``message_workspace`` are bytes that a message takes beside its source and its
+    result while it is on its way, for each byte of its payload. With ``copies_apart`` the times of messages leave out
+    what packs tensors into them and cuts tensors out of them (`simulator.program.Task.copied_bytes`).
     ``cached_share`` is the part of what kernels move that lies in ``caches``, none where a profile states none:
     `simulator.caches` says it of a working set. ``conditions`` say how fast and how quiet the machine was when
     it was calibrated, None where that is not known. ``crowding`` is what messages of a group cost more where others
@@ -232,6 +232,7 @@ class Hardware:
     collective_tables: tuple[CollectiveTable, ...] = ()
     slowdown_table: tuple[tuple[int, float], ...] = ((1, 1.0),)
     kernel_slowdowns: Mapping[Kernel, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    waiting_table: tuple[tuple[int, float], ...] = ()
     message_workspace: Mapping[Collective, float] = field(default_factory=dict)
     copies_apart: bool = False
     caches: Caches | None = None
@@ -305,15 +306,14 @@ class Hardware:
         table = self.slowdown_table
         if kernel is not None and self.kernel_slowdowns:
             table = self.kernel_slowdowns.get(described_class(kernel, self.kernel_slowdowns), table)
-        counts = [count for count, _ in table]
-        factors = [factor for _, factor in table]
-        place = bisect.bisect_left(counts, processes)
-        if place == len(counts):
-            return factors[-1] * processes / counts[-1] if len(counts) > 1 else factors[-1]
-        if counts[place] == processes or place == 0:
-            return factors[place]
-        share = (processes - counts[place - 1]) / (counts[place] - counts[place - 1])
-        return factors[place - 1] + share * (factors[place] - factors[place - 1])
+        return _at(table, processes, proportional=True)
+
+    def waiting(self, processes: float) -> float:
+        """The part of `compute_slowdown` in which ranks wait for the slowest of them: a factor, 1 where it is unknown.
+
+        Between measured counts it is interpolated linearly; beyond the last it is as there.
+        """
+        return _at(self.waiting_table or ((1, 1.0),), processes, proportional=False)
 
     def check_devices(self, devices: int) -> None:
         """Raise ProfileError unless a job of `devices` devices fills whole units of the topology."""
@@ -442,6 +442,18 @@ def write_profile(content: Mapping[str, object], path: str | Path) -> Hardware:
 def describe(hardware: Hardware) -> tuple[ProfileRow, ...]:
     """Every number of the profile as text, with its source, in the order of the file."""
     return hardware.rows
+
+
+def _at(table: Sequence[tuple[int, float]], processes: float, *, proportional: bool) -> float:
+    """A factor on a straight line between counts of processes; beyond the last the last, or in proportion."""
+    counts, factors = [count for count, _ in table], [factor for _, factor in table]
+    place = bisect.bisect_left(counts, processes)
+    if place == len(counts):
+        return factors[-1] * processes / counts[-1] if proportional and len(counts) > 1 else factors[-1]
+    if counts[place] == processes or place == 0:
+        return factors[place]
+    share = (processes - counts[place - 1]) / (counts[place] - counts[place - 1])
+    return factors[place - 1] + share * (factors[place] - factors[place - 1])
 
 
 def _as_float(dtype: str) -> str:

@@ -327,6 +327,7 @@ def _hardware(profile: ProfilePart) -> Hardware:
         collective_tables=tuple(_table(table) for table in profile.collectives),
         slowdown_table=tuple(zip(slowdown.processes, slowdown.factor, strict=True)) if slowdown else ((1, 1.0),),
         kernel_slowdowns=slowdown.of_kernels() if slowdown else {},
+        waiting_table=tuple(zip(slowdown.processes, slowdown.waiting or (), strict=False)) if slowdown else (),
         message_workspace=profile.message_workspace.value if profile.message_workspace else {},
         copies_apart=bool(profile.message_copies_apart and profile.message_copies_apart.value),
         caches=_caches(device),
@@ -387,7 +388,7 @@ _OPTIONAL_OF_KERNEL = ("serial_share", "cached_bandwidth_bytes_per_s")
 
 def _digest(profile: ProfilePart) -> str:
     # Parts that are not there do not count, so that new ones leave the hash of old profiles as it was; nor does
-    # how often devices fail, on which neither a plan nor its time depends.
+    # how often devices fail or ranks wait, on which neither a plan nor its time depends.
     optional = ("operators", "overlap", "training", "message_workspace", "message_copies_apart", "message_crowding")
     absent = {name for name in optional if getattr(profile, name) is None} | {"conditions", "reliability"}
     device = {"pace_s"} | {name for name in _OPTIONAL_OF_DEVICE if getattr(profile.device, name) is None}
@@ -397,8 +398,8 @@ def _digest(profile: ProfilePart) -> str:
         name: {field for field in _OPTIONAL_OF_KERNEL if getattr(part, field) is None}
         for name, part in profile.kernels.items()
     }
-    if profile.compute_slowdown is not None and not profile.compute_slowdown.by_kernel:
-        left_out["compute_slowdown"] = {"by_kernel"}
+    if profile.compute_slowdown is not None:
+        left_out["compute_slowdown"] = {"waiting", *(() if profile.compute_slowdown.by_kernel else ("by_kernel",))}
     if profile.training is not None:
         left_out["training"] = {n for n, part in profile.training if part is None and n.startswith("planned_")}
     numbers = _without_text(profile.model_dump(mode="json", exclude=left_out))

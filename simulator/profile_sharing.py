@@ -14,11 +14,15 @@ Factors = Annotated[list[Annotated[float, Field(ge=1, lt=1e6)]], Field(min_lengt
 
 
 class SlowdownPart(Part):
-    """How processes that share this machine's cores slow each other."""
+    """How processes that share this machine's cores slow each other.
+
+    ``waiting`` is the part of these factors in which ranks wait, between two messages, for the slowest of them.
+    """
 
     processes: Annotated[list[Count], Field(min_length=1, max_length=100)]
     factor: Factors
     by_kernel: dict[Kernel, Factors] = Field(default_factory=dict)
+    waiting: Factors | None = None
     source: Source
 
     def of_kernels(self) -> dict[Kernel, tuple[tuple[int, float], ...]]:
@@ -28,7 +32,7 @@ class SlowdownPart(Part):
 
     @model_validator(mode="after")
     def _lists_agree(self) -> SlowdownPart:
-        for factors in (self.factor, *self.by_kernel.values()):
+        for factors in (self.factor, *self.by_kernel.values(), *([self.waiting] if self.waiting else [])):
             if len(self.processes) != len(factors):
                 raise ValueError(f"{len(self.processes)} processes but {len(factors)} factors")
         if self.processes != sorted(set(self.processes)) or self.processes[0] != 1:

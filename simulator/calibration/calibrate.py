@@ -264,6 +264,7 @@ def findings(
         best_flops_per_s=best,
         messages=tuple(messages),
         slowdown=factors.get(None, ()),
+        waiting=((1, 1.0), *((count, found.skew) for count, found in slowdown)),
         class_slowdown={kernel: pairs for kernel, pairs in factors.items() if kernel is not None},
         residuals=tuple(residuals),
         origin=f"{command} on {today}, {machine.device_name}, torch {torch.__version__}",

@@ -36,8 +36,8 @@ class Residual:
 class Findings:
     """All that calibration measured and fitted.
 
-    ``slowdown`` and ``class_slowdown`` pair process counts with factors; ``mixing`` is already in the overheads of the
-    fits.
+    ``slowdown``, ``waiting``, which is a part of it, and ``class_slowdown`` pair process counts with factors;
+    ``mixing`` is already in the overheads of the fits.
     """
 
     machine: Machine
@@ -48,6 +48,7 @@ class Findings:
     best_flops_per_s: Mapping[str, float]
     messages: tuple[MessageTimes, ...]
     slowdown: tuple[tuple[int, float], ...]
+    waiting: tuple[tuple[int, float], ...] = ()
     residuals: tuple[Residual, ...]
     origin: str
     class_slowdown: Mapping[Kernel, tuple[tuple[int, float], ...]] = field(default_factory=dict)
@@ -101,6 +102,7 @@ def profile_data(found: Findings, name: str) -> Data:
                 kernel.value: [_rounded(factor) for _, factor in factors]
                 for kernel, factors in found.class_slowdown.items()
             },
+            "waiting": [_rounded(factor) for _, factor in found.waiting],
             "source": measured,
         }
     if found.crowding:

@@ -46,12 +46,14 @@ class Slowdown:
     """Time while some processes compute over time alone: of a mix of kernels, and of single classes.
 
     ``waits`` is the part of these factors that processor time does not show: kernels between two messages wait for
-    their turn on a core, and for the slowest rank. ``paces`` is what typical kernels took while all ran them.
+    their turn on a core and, ``skew`` times as long, for the slowest rank. ``paces`` is what typical kernels took
+    while all ran them.
     """
 
     mix: float
     classes: Mapping[Kernel, float] = field(default_factory=dict)
     waits: float = 1.0
+    skew: float = 1.0
     paces: Paces | None = None
 
 
@@ -137,6 +139,7 @@ class SlowdownTimer:
             mix=waits * found[0].factor,
             classes={kernel: waits * float(np.mean(of_kernel)) for kernel, of_kernel in factors.items()},
             waits=waits,
+            skew=found[0].skew,
             paces=paces_of(gathered(self._paces, self._device)),
         )
 

@@ -302,7 +302,7 @@ def test_what_workers_measured_stands_in_the_profile(tmp_path, monkeypatch):
         among = tuple(1e-3 + 2 * (2e-4 + size / 2e9) for size in crowds.SIZES)
         found = GroupTimes(
             messages=synthetic_messages(processes) if with_messages else None,
-            slowdown=Slowdown(mix=0.6 * processes, paces=paces) if with_slowdown else None,
+            slowdown=Slowdown(mix=0.6 * processes, skew=1 + 0.01 * processes, paces=paces) if with_slowdown else None,
             crowds=(CrowdTimes(group_size=2, processes=processes, seconds=among),) if processes > 2 else (),
             use=use,
         )
@@ -318,6 +318,7 @@ def test_what_workers_measured_stands_in_the_profile(tmp_path, monkeypatch):
     assert found == pytest.approx(row.seconds, rel=0.1)
     assert {table.group_size for table in hardware.collective_tables} == {2, 4}
     assert hardware.slowdown_table == ((1, 1.0), (2, 1.2), (4, 2.4), (8, 4.8))
+    assert hardware.waiting_table == ((1, 1.0), (2, 1.02), (4, 1.04), (8, 1.08))
     assert [(one.group_size, one.processes) for one in hardware.crowding] == [(2, 4), (2, 8)]
     assert hardware.crowding[0].delay_s == pytest.approx(1e-3, rel=0.1)
     assert hardware.conditions is not None

@@ -336,6 +336,13 @@ def test_processes_that_share_cores_slow_each_other(tmp_path: Path) -> None:
     assert hardware.compute_slowdown(5) == pytest.approx(3.125)
     assert hardware.compute_slowdown(16) == pytest.approx(10.0)
     assert load_profile("dgx-a100").compute_slowdown(8) == 1.0
+    assert [hardware.waiting(n) for n in (1, 2, 16)] == [1.0, 1.0, 1.0]
+    data = calibrated()
+    data["compute_slowdown"]["waiting"] = [1.0, 1.1, 1.3]
+    waiting = write_profile(data, tmp_path / "waiting.yaml")
+    assert [waiting.waiting(n) for n in (1, 2, 5, 8, 16)] == pytest.approx([1.0, 1.1, 1.2, 1.3, 1.3])
+    assert waiting.hash == hardware.hash  # a part of what the factors have already
+    assert waiting.compute_slowdown(16) == pytest.approx(10.0)
     assert "collectives" in {row.field.split(".")[0] for row in describe(hardware)}
 
 

@@ -122,6 +122,7 @@ def compare(
     middle = middle_step(ranks)
     hidden = {} if timeline is None or not isinstance(lowered, LoweredPlan) else _shown(lowered, timeline)
     shown = {key: hidden.get(key, value) for key, value in seconds.items()}
+    waiting = 1.0 - 1.0 / hardware.waiting(len(ranks)) if isinstance(lowered, LoweredPlan) else 0.0
     return Comparison(
         network=plan.network,
         hardware=plan.hardware,
@@ -129,7 +130,9 @@ def compare(
         processes=len(records),
         recorded_steps=len(whole),
         recorded_step_time_s=float(np.median(whole)),
-        errors=tuple(_errors([rank.of_step(middle) for rank in ranks], quiet, shown, predicted_step_s, middle)),
+        errors=tuple(
+            _errors([rank.of_step(middle) for rank in ranks], quiet, shown, waiting, predicted_step_s, middle)
+        ),
         work=tuple(_work_rows(ranks, seconds)),
         messages=tuple(_message_rows(lowered, ranks, seconds)),
     )
@@ -185,12 +188,13 @@ def _errors(
     ranks: Sequence[RankTimes],
     quiet: Sequence[Sequence[tuple[Task, int]]],
     seconds: Mapping[int, float],
+    waiting: float,
     predicted_step_s: float,
     step: int,
 ) -> Iterator[ErrorRow]:
     sums: dict[Group, _Sums] = {}
     for rank, silent in zip(ranks, quiet, strict=True):
-        for group, predicted, measured, calls, waited in _parts(rank, silent, seconds):
+        for group, predicted, measured, calls, waited in _parts(rank, silent, seconds, waiting):
             total = sums.setdefault(group, _Sums())
             total.calls += calls / len(ranks)
             total.predicted_s += predicted / len(ranks)
@@ -219,9 +223,12 @@ def _errors(
 
 
 def _parts(
-    rank: RankTimes, silent: Sequence[tuple[Task, int]], seconds: Mapping[int, float]
+    rank: RankTimes, silent: Sequence[tuple[Task, int]], seconds: Mapping[int, float], waiting: float
 ) -> Iterator[tuple[Group, float, float, float, float]]:
-    """Group, predicted and measured seconds, calls, and seconds without a core, of all in a step of a rank."""
+    """Group, predicted and measured seconds, calls, and seconds without a core, of all in a step of a rank.
+
+    ``waiting`` is the part of the predicted seconds of kernels in which ranks wait for the slowest of them.
+    """
     inside = {task.axis for task, _ in silent if task.collective is not None}
     for task, times in silent:
         yield _group(task, inside=True), times * seconds[id(task)], 0.0, 0.0, 0.0
@@ -237,7 +244,11 @@ def _parts(
             task = rank.entries[number].task
             first = part in (RUN, START)
             idle = max(0.0, took - busy) if part == RUN else 0.0
-            yield _group(task), seconds[id(task)] * first, took - waited, float(first), idle
+            predicted = seconds[id(task)] * first
+            late = waiting * predicted if part == RUN else 0.0
+            yield _group(task), predicted - late, took - waited, float(first), idle
+            if late:
+                yield (REST, WAITING), late, 0.0, 0.0, 0.0
             if part == FINISH:
                 yield (REST, WAITING), 0.0, waited, 0.0, 0.0
 

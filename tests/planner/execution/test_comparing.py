@@ -99,6 +99,21 @@ def test_a_late_rank_keeps_the_other_waiting(lowered_plan):
     assert all(row.waited_s == pytest.approx(0.25e-3) for row in found.messages)
 
 
+def test_waiting_that_the_profile_knows_of_is_predicted_as_such(lowered_plan):
+    plan, lowered = lowered_plan
+    records = [recorded(lowered, rank) for rank in (0, 1)]
+    plain = load_profile(HARDWARE)
+    known, unknown = (
+        {row.name: row.predicted_s for row in compare(plan, lowered, records, hardware, 0.25).errors}
+        for hardware in (replace(plain, waiting_table=((1, 1.0), (2, 1.25))), plain)
+    )
+    assert unknown[WAITING] == 0
+    assert known["matmul"] == pytest.approx(unknown["matmul"] / 1.25)
+    kernels = {row.name for row in compare(plan, lowered, records, plain, 0.25).errors if row.kind == OPERATORS}
+    assert known[WAITING] == pytest.approx(0.2 * sum(unknown[name] for name in kernels))
+    assert sum(known.values()) == pytest.approx(0.25)
+
+
 def test_ranks_with_clocks_of_their_own_are_laid_over_each_other(lowered_plan):
     plan, lowered = lowered_plan
     first, second = recorded(lowered, 0), recorded(lowered, 1)
