@@ -59,7 +59,7 @@ SMALL_IMAGES = (
     (4, 512, 512, 2, 3, 2),
 )
 """The same of convolutions whose weights outweigh their images; in single precision alone."""
-POOLED = ((1, 16, 8), (8, 64, 8), (8, 64, 16), (32, 64, 16), (8, 64, 32))
+POOLED = ((1, 16, 8), (8, 64, 8), (32, 64, 16))
 """Batch, channels and side of pooled images."""
 CUBES = (16, 64, 128, 256, 512)
 LARGE_CUBES = (1024, 2048, 4096, 8192)
@@ -230,7 +230,8 @@ class _Family:
     """Times the tensor is read or written."""
     arguments: tuple[object, ...] = ()
     least: int = 0
-    """Elements of the smallest tensor that it takes."""
+    most: int = LARGE_MEMORY_SIZES[-1]
+    """Elements of the smallest and of the largest tensor that it takes."""
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool) -> object:
@@ -322,14 +323,22 @@ FAMILIES = (
     _Family(kernel=Kernel.NORMALIZATION, name="layer norm backward", operator=_layer_norm_backward, inputs=2, moved=3),
     *(
         family
-        for kernel, name, forward, backward, norms in (
-            (Kernel.BATCH_NORMALIZATION, "batch norm", _batch_norm, _batch_norm_backward, BATCH_NORMS),
+        for kernel, name, forward, backward, norms, most in (
+            (
+                Kernel.BATCH_NORMALIZATION,
+                "batch norm",
+                _batch_norm,
+                _batch_norm_backward,
+                BATCH_NORMS,
+                LARGE_MEMORY_SIZES[-1],
+            ),
             (
                 Kernel.SYNCHRONIZED_BATCH_NORMALIZATION,
                 "summed batch norm",
                 _summed_batch_norm,
                 _summed_batch_norm_backward,
                 BATCH_NORMS[1:3],
+                524288,
             ),
         )
         for channels, side in norms
@@ -340,6 +349,7 @@ FAMILIES = (
                 operator=forward,
                 arguments=(channels, side),
                 least=channels * side**2,
+                most=most,
             ),
             _Family(
                 kernel=kernel,
@@ -349,6 +359,7 @@ FAMILIES = (
                 moved=3,
                 arguments=(channels, side),
                 least=channels * side**2,
+                most=most,
             ),
         )
     ),
@@ -363,7 +374,7 @@ FAMILIES = (
 
 def _memory_bound(sizes: tuple[int, ...]) -> Iterator[Case]:
     for family in FAMILIES:
-        for elements in (size for size in sizes if size >= family.least):
+        for elements in (size for size in sizes if family.least <= size <= family.most):
             yield Case(
                 kernel=family.kernel,
                 name=f"{family.name} {elements}",
