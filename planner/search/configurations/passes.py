@@ -87,7 +87,8 @@ class Row:
     A rank of GPipe goes forward with all micro-batches and then backward with all: a pass stands between two of its
     kind. Seconds of both passes without messages, of the gather of a unit's parameters before each of them (none for
     the backward pass of what begins the network, unless it computes all again: it reads no table of tokens) and the
-    scatter of its gradients, and what a second of messages beside work costs of it (`Hardware.lost_to_messages`).
+    scatter of its gradients, whether anything is computed again, and what a second of messages beside work costs of it
+    (`Hardware.lost_to_messages`).
     """
 
     forward_s: FloatArray
@@ -95,6 +96,7 @@ class Row:
     gather: FloatArray
     again: FloatArray
     scatter: FloatArray
+    recomputes: BoolArray
     lost: float
 
     def alone(self, first: BoolArray, usual_s: float) -> tuple[FloatArray, FloatArray]:
@@ -121,7 +123,8 @@ class Row:
         -----
         A unit is gathered while the one before it in the pass works; the first of a pass while the pass before ends.
         Backward, messages have one order, so that the gather for a pass waits for the last scatter of the pass before,
-        which waits for its work: neither hides. A chunk of one unit has its messages beside itself.
+        which waits for its work: neither hides. A chunk of one unit has its messages beside itself, unless it computes
+        again: what that reads is not there from the forward pass.
         """
         found = [self._of_chunk(picked[begin:end]) for begin, end in chunks]
         forward_s, backward_s = np.array(found).T
@@ -132,7 +135,9 @@ class Row:
         gather, again, scatter = self.gather[ways], self.again[ways], self.scatter[ways]
         work = float(ahead.sum() + self.lost * gather.sum()), float(back.sum() + self.lost * (again + scatter).sum())
         if len(ways) == 1:
-            return max(work[0], float(gather[0])), max(work[1], float(again[0] + scatter[0]))
+            behind = float(again[0] + scatter[0])
+            waits = (1 - self.lost) * behind if again[0] and self.recomputes[ways[0]] else 0.0
+            return max(work[0], float(gather[0])), max(work[1] + waits, behind)
         gather, again, scatter = ((1 - self.lost) * seconds for seconds in (gather, again, scatter))
         waits = np.maximum(np.roll(gather, -1) - ahead, 0.0).sum()
         beside = np.append(0.0, again[:-1]) + np.append(scatter[1:], 0.0)

@@ -172,6 +172,21 @@ def apart_s(
     return float(fill_s.sum() + more * forward_s.max() + (more * behind + once).max())
 
 
+def turns_apart_s(
+    micro_batches: int, forward_s: FloatArray, backward_s: FloatArray, fill_s: FloatArray, busy_s: FloatArray
+) -> float:
+    """Seconds of a step of 1F1B, in which a rank that is quick in its passes may do more than others behind them.
+
+    Its last backward pass ends with that of the slowest rank behind it, but for the passes of the ranks before.
+    Parameters are those of `apart_s`.
+    """
+    both, more = forward_s + backward_s, micro_batches - 1
+    behind = np.maximum.accumulate(both[::-1])[::-1]
+    earlier = np.cumsum(backward_s) - backward_s
+    ends = np.maximum(busy_s, busy_s + more * (behind - both) - earlier)
+    return float(fill_s.sum() + ends.max())
+
+
 def fits_schedule(name: str, ranks: int, chunks: int, micro_batches: int) -> bool:
     """Whether the schedule exists for these numbers and its closed form holds."""
     if name == ONE_STAGE:

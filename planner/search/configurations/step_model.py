@@ -347,10 +347,12 @@ class StepModel(Storage):
         lost = self.hardware.lost_to_messages
         ends_s = np.where(first, 1.0, whole.inner_ends(c)) * (1 - lost) * sum(messages_s)
         if c.in_a_row:
-            full = np.asarray(labels.recompute) == MODES.index("full")
+            modes = np.asarray(labels.recompute)
+            full = modes == MODES.index("full")
             row = Row(
                 forward_s=passes_s[0], backward_s=passes_s[1], gather=messages_s[0],
-                again=np.where(first & ~full, 0.0, messages_s[0]), scatter=messages_s[1], lost=lost,
+                again=np.where(first & ~full, 0.0, messages_s[0]), scatter=messages_s[1],
+                recomputes=modes != MODES.index("none"), lost=lost,
             )  # fmt: skip
             return *row.alone(first, whole.usual_s[0]), passes_s[2], ends_s / c.micro_batches, row
         found_s = passes_beside_messages(

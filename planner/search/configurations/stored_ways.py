@@ -12,7 +12,7 @@ import numpy as np
 
 from planner.search.configurations.configuration import Configuration
 from planner.search.configurations.passes import Row
-from planner.search.configurations.schedule_shapes import ScheduleShape, apart_s, uneven_s
+from planner.search.configurations.schedule_shapes import ScheduleShape, apart_s, turns_apart_s, uneven_s
 from planner.search.stages.fragments import FloatArray, Fragments, IntArray
 from planner.search.stages.outcome import Partition
 
@@ -180,8 +180,12 @@ class JoinedUnits:
     def apart_s(
         self, stored: StoredWays, tables: StageTables, configuration: Configuration
     ) -> Callable[[Partition], float] | None:
-        """Seconds of a step by the passes of each chunk where all forward passes come first; None elsewhere."""
-        if not configuration.in_a_row or configuration.micro_batches == 1:
+        """Seconds of a step by the passes of each chunk where all forward passes come first; None elsewhere.
+
+        In 1F1B with states on the host what a rank does once is long: its passes end with those of slower ranks.
+        """
+        c = configuration
+        if c.micro_batches == 1 or not (c.in_a_row or (c.schedule == "1f1b" and c.offload)):
             return None
         offsets = np.append(0, self.ends)
 
@@ -192,6 +196,9 @@ class JoinedUnits:
                 np.add.reduceat(passes[ways], first) for passes in (stored.forward_s, stored.backward_s)
             )
             busy_s = found.busy_s
+            if not c.in_a_row:
+                backward = backward + np.add.reduceat(stored.stall_s[ways], first)
+                return turns_apart_s(c.micro_batches, forward, backward, found.fill_s, busy_s)
             if stored.row is not None:
                 taken = forward + backward
                 forward, backward = stored.row.of_chunks(ways, list(pairwise((0, *found.ends))))

@@ -88,12 +88,15 @@ def test_messages_of_chunks_in_a_row_are_beside_the_next_unit_and_none_is_behind
     gather, again, scatter = np.array([5.0, 2.0, 6.0]), np.array([0.0, 2.0, 6.0]), np.array([5.0, 3.0, 6.0])
     row = Row(
         forward_s=np.array([1.0, 4.0, 4.0]), backward_s=np.array([2.0, 8.0, 8.0]), gather=gather, again=again,
-        scatter=scatter, lost=0.0,
+        scatter=scatter, recomputes=np.zeros(3, dtype=np.bool_), lost=0.0,
     )  # fmt: skip
     forward, backward = row.of_chunks(np.arange(3), [(0, 2), (2, 3)])
     # The table is gathered beside the second unit of the pass before, which leaves 1 s, the second beside the first.
     np.testing.assert_allclose(forward, [1 + 4 + 1 + 1, 6])
     # The second unit's gather waits for the table's scatter; its own scatter hides but for 1 s behind the first unit.
     np.testing.assert_allclose(backward, [2 + 8 + 5 + 2 + 1, 12])
+    # What is computed again reads what is gathered behind the scatter of the pass before.
+    anew = replace(row, recomputes=np.ones(3, dtype=np.bool_)).of_chunks(np.arange(3), [(0, 2), (2, 3)])
+    np.testing.assert_allclose(anew, [forward, [backward[0], 8 + 6 + 6]])
     free = replace(row, gather=0 * gather, again=0 * again, scatter=0 * scatter)
     np.testing.assert_allclose(free.of_chunks(np.arange(3), [(0, 2), (2, 3)]), [[5, 4], [10, 8]])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.search.configurations.schedule_shapes import apart_s, schedule_shape
+from planner.search.configurations.schedule_shapes import apart_s, schedule_shape, turns_apart_s
 from simulator.pipeline import PipelineCosts, simulate_pipeline
 from simulator.pipeline_memory import PipelineBytes, pipeline_memory
 from simulator.schedules import make_schedule
@@ -101,6 +101,24 @@ def test_gpipe_goes_at_the_pace_of_its_slowest_forward_and_its_slowest_backward_
     last = apart_s(micro_batches, forward, backward, both, (micro_batches - 1) * both + first)
     assert last == pytest.approx(simulated_s(first), rel=1e-9)
     assert simulated_s(once) <= found + 1e-9 <= simulated_s(once) + backward[:-1].sum() + 2e-9
+
+
+@settings(max_examples=30, deadline=None)
+@given(ranks=st.integers(2, 5), rounds=st.integers(2, 4), data=st.data())
+def test_what_the_first_rank_of_1f1b_does_last_waits_for_the_slowest(
+    ranks: int, rounds: int, data: st.DataObject
+) -> None:
+    scale = data.draw(st.lists(SECONDS, min_size=ranks, max_size=ranks).map(np.array))
+    forward, backward, micro_batches = scale, 2 * scale, rounds * ranks
+    both = forward + backward
+    once = np.where(np.arange(ranks) == 0, data.draw(SECONDS) + both.sum(), 0.0)
+    found = turns_apart_s(micro_batches, forward, backward, both, (micro_batches - 1) * both + once)
+    costs = PipelineCosts(forward_s=forward, backward_s=backward, epilogue_s=once)
+    simulated = simulate_pipeline(make_schedule("1f1b", ranks, micro_batches, 1), costs).step_time_s
+    without = both.sum() + ((micro_batches - 1) * both + once).max()
+    assert without <= found * (1 + 1e-9)
+    # Either way a rank ends with passes of others, all of them at most.
+    assert abs(found - simulated) <= both.sum() - both.min() + 1e-9
 
 
 @settings(max_examples=30, deadline=None)
