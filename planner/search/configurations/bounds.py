@@ -9,7 +9,7 @@ import numpy as np
 
 from planner.graph.kept import KeptByGraph
 from planner.graph.operator_graph import Node, OperatorGraph
-from planner.search.configurations.least_states import PAYLOADS, LeastStates
+from planner.search.configurations.least_states import LeastStates, payloads_s
 from planner.search.configurations.schedule_shapes import SPLIT
 from planner.search.configurations.space import Extent
 from planner.search.configurations.step_model import AXES, Configuration, StepModel
@@ -30,11 +30,10 @@ from planner.search.stages.rank_memory import least_busiest
 from planner.search.stages.segments import PartitionTask
 from planner.search.units.labels import StageTables
 from planner.work import traffic_bytes
-from simulator.corrections import kernel_factor, message_time
+from simulator.corrections import kernel_factor
 from simulator.hardware import Hardware
 from simulator.kernels import best_rate
 from simulator.program import SUMMED_CLASS, Collective, Kernel
-from simulator.topology import group_shape
 
 _STREAMING = frozenset(
     (
@@ -254,7 +253,7 @@ def standing_bytes(model: StepModel, tables: StageTables, configuration: Configu
 
 
 def never_faster(hardware: Hardware, usual: Configuration, other: Configuration) -> bool:
-    """Whether no message inside a stage is faster in another order of the same axes, at any payload of `PAYLOADS`."""
+    """Whether no message inside a stage is faster in another order of the same axes, at any payload."""
     return _never_faster(hardware, tuple(usual.degrees.values()), usual.order, other.order)
 
 
@@ -268,9 +267,8 @@ def _never_faster(
         size = degrees[axis]
         if size == 1 or usual.stride(axis) == other.stride(axis):
             continue
-        groups = [group_shape(hardware, size, c.stride(axis)) for c in (usual, other)]
         for collective in _INSIDE:
-            here, there = (message_time(hardware, collective, PAYLOADS, group) for group in groups)
+            here, there = (payloads_s(hardware, collective, size, c.stride(axis)) for c in (usual, other))
             if np.any(there < here * (1 - _ROUNDING)):
                 return False
     return True

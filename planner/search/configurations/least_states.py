@@ -240,15 +240,17 @@ def _of_payloads_s(hardware: Hardware, collective: Collective, size: int, stride
     """Least seconds of messages of each size of `PAYLOADS` or more."""
     if size == 1:
         return np.zeros_like(PAYLOADS)
-    seconds = message_time(hardware, collective, PAYLOADS, group_shape(hardware, size, stride))
-    least: FloatArray = np.minimum.accumulate(seconds[::-1])[::-1]
+    least: FloatArray = np.minimum.accumulate(payloads_s(hardware, collective, size, stride)[::-1])[::-1]
     return least
 
 
 @lru_cache(maxsize=4096)
 def least_byte_s(hardware: Hardware, collective: Collective, size: int, stride: int) -> float:
     """Least seconds of a byte in a message of any size of `PAYLOADS`, in groups of `size` ranks, `stride` apart."""
-    if size == 1:
-        return 0.0
-    seconds = message_time(hardware, collective, PAYLOADS, group_shape(hardware, size, stride))
-    return float((seconds / PAYLOADS).min())
+    return 0.0 if size == 1 else float((payloads_s(hardware, collective, size, stride) / PAYLOADS).min())
+
+
+@lru_cache(maxsize=4096)
+def payloads_s(hardware: Hardware, collective: Collective, size: int, stride: int) -> FloatArray:
+    """Seconds of messages of each size of `PAYLOADS`."""
+    return message_time(hardware, collective, PAYLOADS, group_shape(hardware, size, stride))

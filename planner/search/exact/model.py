@@ -57,16 +57,17 @@ class Model:
 
     def restricted(self, keep: Sequence[Mask]) -> Model:
         """The same tables over the states that are marked."""
+        fewer = {v for v, mask in enumerate(keep) if not mask.all()}
 
         def part(scope: Variables, table: Table) -> Table:
             for dim, v in enumerate(scope):
-                if not keep[v].all():
+                if v in fewer:
                     table = table.compress(keep[v], axis=dim)
             return table
 
         return Model(
             self.layout,
-            tuple(s if k.all() else s[k] for s, k in zip(self.states, keep, strict=True)),
+            tuple(s[keep[v]] if v in fewer else s for v, s in enumerate(self.states)),
             {scope: part(scope, table) for scope, table in self.time.items()},
             {scope: part(scope, table) for scope, table in self.memory.items()},
         )

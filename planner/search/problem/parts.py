@@ -310,12 +310,20 @@ class Parts:
         return once_a_step(self.decisions.variables, edge)
 
     def shares(self, states: States, placements: Sequence[int]) -> FloatArray:
-        """Part of a tensor that is local in each state; `placements` are those of each choice."""
-        codes = np.array(placements, dtype=np.int64)
-        share = np.ones(len(states))
-        for row, size in zip(states.choice, self._axes(), strict=True):
-            share = np.where(codes[row] >= 0, share / size, share)
-        return share
+        """Part of a tensor that is local in each state; `placements` are those of each choice.
+
+        Most operators of a variable read and write tensors that are cut alike.
+        """
+        key: tuple[str | bool | int, ...] = ("local", *placements)
+        if key not in states.known:
+            cut = np.array(placements, dtype=np.int64) >= 0
+            share = np.ones(len(states))
+            for row, size in zip(states.choice, self._axes(), strict=True):
+                share = np.where(cut[row], share / size, share)
+            share.setflags(write=False)
+            states.known[key] = share
+        found: FloatArray = states.known[key]
+        return found
 
     def _axes(self) -> Sequence[int | NDArray[np.int64]]:
         """Ranks along each axis; of several meshes at once by state."""
