@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from planner.configured import Configured, Scored
-from planner.graph.operator_graph import OperatorGraph
+from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
 from planner.one_stage import Candidate
 from planner.prediction import Prediction, predict_plan
 from planner.request import Pins
@@ -53,18 +53,30 @@ def refined(search: Configured, pins: Pins, best: Candidate, source: Scored | No
 
 def _other_buckets(search: Configured, found: Refined) -> Refined:
     """Larger messages as long as they help, and where they do not, smaller ones."""
-    sizes = sorted(BUCKETS)
+    sizes, gradients = sorted(BUCKETS), gradient_bytes(search.graph, found.candidate.plan.exchange.gradient_dtype)
     here = min(range(len(sizes)), key=lambda n: abs(sizes[n] - found.candidate.plan.bucket_bytes))
     for ahead in (sizes[here + 1 :], sizes[:here][::-1]):
         started = found.candidate
         for size in ahead:
             before = found.candidate
+            if gradients < min(size, before.plan.bucket_bytes):
+                break  # all of them travel at once in both
             found = _better(search, found, replace(before.plan, bucket_bytes=size))
             if found.candidate is before:
                 break
         if found.candidate is not started:
             break
     return found
+
+
+def gradient_bytes(graph: OperatorGraph, dtype: str) -> int:
+    """Bytes of the gradients of all parameters together, summed in `dtype` unless that is empty."""
+    specs = [
+        (graph.multiplicity[p.node], graph.nodes[p.node].outputs[0]) for p in graph.parameters if p.gradient is not None
+    ]
+    return sum(
+        times * spec.elements * max(DTYPE_BYTES[spec.dtype], DTYPE_BYTES[dtype or spec.dtype]) for times, spec in specs
+    )
 
 
 def _with_threshold(search: Configured, source: Scored, plan: Plan, threshold_bytes: int) -> Plan:

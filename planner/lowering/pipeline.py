@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -394,18 +395,15 @@ def _rank_parameters(lowering: _Lowering, rank: int) -> dict[int, int]:
     """Trained parameters of a rank by node, each with the number of units like its own that the rank holds."""
     keys = [lowering.keys[stage] for stage in _stages_of(lowering.schedule)[rank]]
     trained = {p.node for p in lowering.source.graph.parameters if p.gradient is not None}
+    readers = Counter(index for unit in lowering.units for index in unit.parameters)
     found: dict[int, int] = {}
     for key in keys:
         for number in dict.fromkeys(key):
             for index in lowering.units[number].parameters:
                 if index in trained:
-                    tied = _tied(lowering, index)
+                    tied = readers[index] > 1
                     found[index] = 1 if tied else found.get(index, 0) + key.count(number)
     return found
-
-
-def _tied(lowering: _Lowering, index: int) -> bool:
-    return sum(index in unit.parameters for unit in lowering.units) > 1
 
 
 # Between stages
