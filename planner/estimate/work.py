@@ -99,9 +99,10 @@ class Message(StrEnum):
 Key = tuple[Part, Phase, WorkClass]
 
 
-LAYOUT_BYTES = {"ascend910": 190.0}
+LAYOUT_BYTES = {"ascend910": 170.0}
 """Bytes that take as long to move as a weight takes to the fractal layout of an Ascend 910's matrix units, and its
-gradient back: as fitted for dense layers of vision networks (``layout_bytes`` of `planner.estimate.layered_work`)."""
+gradient back: what dense layers of vision networks take (``layout_bytes`` of `planner.estimate.layered_work` over
+the share of the bandwidth that is reached)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
