@@ -207,7 +207,7 @@ def _host_priors(stack: str) -> dict[str, Prior]:
     if stack == Stack.MINDSPORE_TOOLKIT:
         return HOST_PRIORS | PYTHON_HOST_PRIORS
     if stack in (Stack.EAGER, Stack.TENSORFLOW):
-        return HOST_PRIORS | {"augmented image": PYTHON_HOST_PRIORS["augmented image"]}
+        return HOST_PRIORS | {kind: prior for kind, prior in PYTHON_HOST_PRIORS.items() if "augmented" in kind}
     return HOST_PRIORS
 
 

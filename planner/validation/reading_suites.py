@@ -62,8 +62,7 @@ def suite_memory_gb(row: FileRow) -> float | None:
     FlagPerf's NVIDIA A100 is that of a DGX A100 with 40 GB (github.com/FlagOpen/FlagPerf,
     ``training/nvidia/*/README.md``).
     """
-    flagperf = "flagperf" in row.text("source").lower()
-    return 40.0 if flagperf and re.search(r"\ba100", row.text("accelerator").lower()) else None
+    return 40.0 if is_flagperf(row) and re.search(r"\ba100", row.text("accelerator").lower()) else None
 
 
 def suite_release(row: FileRow) -> float:
@@ -71,7 +70,7 @@ def suite_release(row: FileRow) -> float:
 
     FlagPerf's image networks ran on A100 in the container of PyTorch 1.8.0a0 (``training/nvidia/*-pytorch/README.md``).
     """
-    flagperf = "flagperf" in row.text("source").lower() and row.text("framework").lower() == "pytorch"
+    flagperf = is_flagperf(row) and row.text("framework").lower() == "pytorch"
     return 2020 + 11 / 12 if flagperf and re.search(r"\ba100", row.text("accelerator").lower()) else 0.0
 
 
@@ -132,7 +131,7 @@ def without_xla(row: FileRow) -> bool:
     NVIDIA's benchmarks of V-Net do not ask for it (``VNet/examples/vnet_benchmark.py``), those of the other networks
     do; FlagPerf's runtime does not (``training/nvidia/resnet50-tensorflow2/config``).
     """
-    flagperf = "flagperf" in row.text("source").lower() and "tensorflow" in row.text("framework").lower()
+    flagperf = is_flagperf(row) and "tensorflow" in row.text("framework").lower()
     return flagperf or (is_example(row) and bool(re.search(r"/vnet\b", row.text("model").lower())))
 
 
@@ -171,6 +170,11 @@ def starting_up(row: FileRow, devices: int, batch: int) -> bool:
     return is_lambda(row) and row.text("model").lower().startswith("tacotron2") and 2 * devices * batch > _CLIPS
 
 
+def is_flagperf(row: FileRow) -> bool:
+    """Whether a row is of FlagPerf (github.com/FlagOpen/FlagPerf)."""
+    return "flagperf" in row.text("source").lower()
+
+
 def is_mindcv(row: FileRow) -> bool:
     """Whether a row is of MindCV, whose recipes are ``configs/*/*_ascend.yaml`` of github.com/mindspore-lab/mindcv."""
     return "mindspore-lab/mindcv" in row.text("source").lower()
@@ -189,16 +193,19 @@ rules, and those of them that also erase with noise (``re_value: 'random'``)."""
 
 
 def recipe_sample(row: FileRow, network: str, sample: str) -> str:
-    """Kind of sample by MindCV's recipe of a network, else `sample`.
+    """Kind of sample by the recipe of a network, MindCV's or FlagPerf's, else `sample`.
 
     EfficientNets and Inceptions take AutoAugment's policy for each image (``auto_augment: 'autoaug'``) and mix none;
     MindSpore's own table of 2023 has the former from MindCV, the latter not. Random rules are told apart by what else
-    the recipe does to an image.
+    the recipe does to an image. FlagPerf's Swin Transformer resizes bicubically and erases with noise
+    (``data_interpolation`` and ``aug_remode`` of ``training/benchmarks/swin_transformer/pytorch/config/_base.py``).
     """
     own = "official/benchmark" in row.text("source").lower()
     learnt = network.startswith("efficientnet") if own else is_mindcv(row) and re.match(r"efficientnet|incep", network)
     if learnt:
         return "policy image"
+    if is_flagperf(row) and network.startswith("swin"):
+        return "noisy augmented image"
     if sample == "augmented image" and (own or is_mindcv(row)):
         kind = "noisy " if re.match(_NOISY, network) else "bicubic " if re.match(_BICUBIC, network) else ""
         return kind + sample
@@ -222,11 +229,7 @@ def trains_adapters(row: FileRow) -> bool:
 
 def flagperf_llama(row: FileRow) -> bool:
     """Whether a row is FlagPerf's LLaMA under DeepSpeed: ZeRO-3 and FlashAttention 2 (``ds_config.json``, README)."""
-    return (
-        "flagperf" in row.text("source").lower()
-        and row.text("framework").lower() == "deepspeed"
-        and "llama" in row.text("model").lower()
-    )
+    return is_flagperf(row) and row.text("framework").lower() == "deepspeed" and "llama" in row.text("model").lower()
 
 
 def foreign_configuration(row: FileRow) -> bool:

@@ -232,6 +232,7 @@ def test_the_scripts_of_an_example_state_its_batch_and_its_layout(
         ("mindspore-lab/mindcv", "pvt_v2_b0", "fp16", "noisy augmented image"),
         ("mindspore-lab/mindcv", "poolformer_s12", "fp16", "augmented image"),
         ("mindspore-ai/models README", "vit_b_16", "fp16", "augmented image"),
+        ("FlagOpen/FlagPerf", "swin_transformer", "fp16", "noisy augmented image"),
         ("mindspore-ai/models official/benchmark.md", "bit_resnet50", "fp16", "image"),
     ],
 )
