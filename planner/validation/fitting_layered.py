@@ -9,7 +9,7 @@ to be as its kin.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -41,14 +41,15 @@ _STACKS = (
 EVERYWHERE_PRIORS = {
     "balance": Prior(centre=0.6, spread=0.5),
     "winograd": Prior(centre=1.7, spread=0.15),
-    "planes": Prior(centre=2.0, spread=0.5),
+    "planes": Prior(centre=1.6, spread=0.3),
     "reach": Prior(centre=0.3, spread=0.5),
 }
 """Of all devices. In convolutions they reach the less of their peak, the more operations they could take in the time
 in which their memory delivers one element; without tensor units the peak is easily reached. Where images lie in planes,
-input and output of a convolution are turned around: both are read and written once more. Of the bandwidth a kernel
-reaches the less, the more bytes a multiprocessor is to take in a cycle: with powers of 0.4 and 0.6 in published timings
-of activations and of norms on A40 and A100, 0 in those of sums."""
+input and output of a convolution are turned around: both are read and written once more (2), but for the outputs of
+kernels that write planes themselves (``nhwckrsc_nchw`` of cuDNN; 4/3 if all of two passes do). Of the bandwidth a
+kernel reaches the less, the more bytes a multiprocessor is to take in a cycle: with powers of 0.4 and 0.6 in published
+timings of activations and of norms on A40 and A100, 0 in those of sums."""
 COMMON_PRIORS = {
     "products": Prior(centre=0.55, spread=0.13),
     "matmuls": Prior(centre=1.0, spread=0.3),
@@ -72,6 +73,9 @@ DEVICE_PRIORS = {
     "kernel_s": Prior(centre=5e-6, spread=0.1),
     "launch": Prior(centre=1.0, spread=0.2),
 }
+STREAMED = {"volta": 0.89, "ampere": 0.835, "hopper": 0.876, "blackwell": 0.876}
+"""Share of the bandwidth that copies and sums of long streams reach in published timings: what ``memory`` of a device
+is expected to be (``kernels.elementwise`` in the profiles of V100, A100 of 80 GB and H100; B200 as H100)."""
 SINK_PRIORS = {"launch": Prior(centre=0.05, spread=0.3), "kernel_s": Prior(centre=1.4e-5, spread=0.1)}
 """Of Ascend devices, which launch the kernels of a whole graph themselves."""
 LAYOUT_PRIORS = {"layout_bytes": Prior(centre=200.0, spread=0.4), "turned": Prior(centre=3.0, spread=0.5)}
@@ -191,6 +195,8 @@ def priors() -> dict[Key, Prior]:
     for family in _DEVICES:
         device = DEVICE_PRIORS | (SINK_PRIORS if family.startswith("ascend") else {})
         device |= LAYOUT_PRIORS if family == "ascend910" else {}
+        if family in STREAMED:
+            device |= {"memory": replace(DEVICE_PRIORS["memory"], centre=STREAMED[family])}
         found |= {("devices", family, name): prior for name, prior in device.items()}
         found |= {("common", _maker(family), name): prior for name, prior in COMMON_PRIORS.items()}
     for stack in _STACKS:

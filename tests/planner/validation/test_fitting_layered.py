@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from planner.estimate.device_family import family_of
 from planner.estimate.layered import lookup
 from planner.estimate.layered_work import LayeredCoefficients, predict_layered
 from planner.estimate.training_run import LayeredNetwork, Stack, TrainingRun, TrainingSetup
@@ -21,6 +22,7 @@ from planner.validation.fitting_layered import (
 )
 from planner.validation.reading import MeasuredRow
 from simulator.hardware import load_profile
+from simulator.program import Kernel
 
 TRUE = LayeredCoefficients(
     devices={"ampere": {"products": 0.45, "memory": 0.8, "grouped": 0.1, "kernel_s": 6e-6}},
@@ -116,3 +118,10 @@ def test_slopes_are_those_of_every_coefficient_by_itself() -> None:
         moved[number] -= 1e-3
         assert slopes[:, number] == pytest.approx((base - steps.logarithms(keys, moved)) / 1e-3, abs=1e-9)
     assert not slopes[:, keys.index(("devices", "volta", "memory"))].any()
+
+
+@pytest.mark.parametrize("profile", ["dgx1-v100", "dgx-a100", "dgx-h100", "dgx-b200"])
+def test_memory_is_expected_as_streams_were_timed(profile: str) -> None:
+    hardware = load_profile(profile)
+    expected = priors()["devices", family_of(hardware.device_name), "memory"].centre
+    assert expected == pytest.approx(hardware.kernels[Kernel.ELEMENTWISE].bandwidth_efficiency, rel=0.005)
