@@ -27,6 +27,7 @@ from rich.table import Table
 from benchmarks.predicted_runs import LIMIT_S, Predictor
 from benchmarks.published_runs import NotCoveredError, Run, read_run
 from planner.rescoring import RESCORED
+from planner.validation.metrics import choice_of
 from planner.validation.reading import read_measurements
 from simulator.errors import MeshwrightError
 
@@ -95,14 +96,21 @@ def ranked(workload: Workload, predictor: Predictor, simulated: int, reasons: Re
     return table.sort_values(["step", "predicted"], kind="stable")
 
 
-def regret(workload: Workload, table: pd.DataFrame) -> dict[str, object]:
-    """Plans, Kendall's tau and regret: measured time of the plan chosen over the best, less one."""
-    best = table.measured.min()
+def regret(workload: Workload, table: pd.DataFrame) -> dict[str, object] | None:
+    """Plans, Kendall's tau and regret, as `meshwright validate` has them; None where the closed form knows one plan.
+
+    What was simulated ranks before all else.
+    """
+    choice = choice_of(zip(table.predicted, table.measured, strict=True))
+    if choice is None:
+        return None
+    tau, closed_form = choice
+    best = table.groupby("predicted").measured.median().min()
     return {
         "file": workload.file, "workload": workload.name, "plans": len(table),
-        "tau": table.predicted.corr(table.measured, method="kendall"),
-        "regret": table.measured.iloc[0] / best - 1,
-        "closed form": table.measured[table.predicted.idxmin()] / best - 1,
+        "tau": tau,
+        "regret": table.measured.iloc[0] / best - 1 if np.isfinite(table.step).any() else closed_form,
+        "closed form": closed_form,
         "random": table.measured.mean() / best - 1,
         "chosen": _said(table.run.iloc[0]),
         "best": _said(table.run[table.measured.idxmin()]),
@@ -136,15 +144,15 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="print every workload")
     arguments = parser.parse_args()
     reasons, lines = Reasons(), []
-    found = workloads(arguments.measurements, arguments.file or FILES, reasons)
-    if not found:
+    drawn = _drawn(workloads(arguments.measurements, arguments.file or FILES, reasons), arguments.workloads)
+    if not drawn:
         parser.error(f"{str(arguments.measurements)!r} holds no measured plans; name a folder of *.csv")
     with tempfile.TemporaryDirectory() as folder:
         predictor = Predictor(Path(folder), arguments.limit)
-        for workload in _drawn(found, arguments.workloads):
+        for workload in drawn:
             table = ranked(workload, predictor, arguments.simulated, reasons)
-            if len(table) > 1:
-                lines.append(regret(workload, table))
+            if found := regret(workload, table):
+                lines.append(found)
     console, regrets = Console(width=180), pd.DataFrame(lines)
     if regrets.empty:
         parser.error("no workload has two plans with a prediction; raise --limit")

@@ -95,21 +95,33 @@ def _outcomes(rows: Sequence[ScoredRow]) -> tuple[float | None, float | None, in
 def _choices(rows: Sequence[ScoredRow]) -> tuple[float | None, float | None, int]:
     """Mean Kendall rank correlation and mean regret over the workloads with at least two plans.
 
-    Rows of a workload that have the same predicted time are one plan, measured several times: their median counts.
+    Every workload counts as one, however many plans it has.
     """
-    workloads: dict[str, dict[float, list[float]]] = {}
+    workloads: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row.workload and row.predicted_step_time_s and row.measured_step_time_s:
-            plans = workloads.setdefault(row.workload, {})
-            plans.setdefault(row.predicted_step_time_s, []).append(row.measured_step_time_s)
-    taus, regrets = [], []
-    for plans in workloads.values():
-        if len(plans) < 2:
-            continue
-        predicted = np.array(list(plans))
-        measured = np.array([float(np.median(times)) for times in plans.values()])
-        regrets.append(float(measured[np.argmin(predicted)] / measured.min() - 1))
-        tau = float(kendalltau(predicted, measured).statistic)
-        if np.isfinite(tau):
-            taus.append(tau)
-    return _figure(np.mean, np.array(taus)), _figure(np.mean, np.array(regrets)), len(regrets)
+            times = row.predicted_step_time_s, row.measured_step_time_s
+            workloads.setdefault(row.workload, []).append(times)
+    found = [choice for times in workloads.values() if (choice := choice_of(times))]
+    taus = [tau for tau, _ in found if np.isfinite(tau)]
+    return _figure(np.mean, np.array(taus)), _figure(np.mean, np.array([cost for _, cost in found])), len(found)
+
+
+def choice_of(times: Iterable[tuple[float, float]]) -> tuple[float, float] | None:
+    """Kendall's tau, and the measured time of the plan predicted best over the best, less one; None with one plan.
+
+    Runs of one workload that have the same predicted time are one plan, measured several times: their median counts.
+    Tau is not a number where all measured times are the same.
+
+    Parameters
+    ----------
+    times : predicted and measured seconds of each run
+    """
+    plans: dict[float, list[float]] = {}
+    for predicted, measured in times:
+        plans.setdefault(predicted, []).append(measured)
+    if len(plans) < 2:
+        return None
+    foretold, medians = np.array(list(plans)), np.array([float(np.median(seconds)) for seconds in plans.values()])
+    cost = float(medians[np.argmin(foretold)] / medians.min() - 1)
+    return float(kendalltau(foretold, medians).statistic), cost
