@@ -292,18 +292,12 @@ class Parts:
     # Seconds
 
     def prepare(self, edges: Collection[Edge]) -> None:
-        """Time the messages of many tensors at once."""
-        keys = []
-        for edge in edges:
-            spec = self.graph.spec(edge.tensor)
-            keys.append((len(spec.shape), spec.size_bytes, self.fused(edge)))
-        self.setting.costs.prepare(keys)
-
-    def prepare_sums(self) -> None:
-        """Time the messages that `handing_back` sends, of all stations at once."""
+        """Time the messages of many tensors at once, and those that `handing_back` sends, of all stations."""
         gradients = (_gradient_of(variable) for variable in self.decisions.variables if variable.kind is Kind.STATION)
-        specs = [self.graph.spec(gradient) for gradient in gradients if gradient is not None]
-        self.setting.costs.prepare([(len(spec.shape), spec.size_bytes, False) for spec in specs])
+        tensors = [(gradient, False) for gradient in gradients if gradient is not None]
+        tensors += [(edge.tensor, self.fused(edge)) for edge in edges]
+        specs = [(self.graph.spec(tensor), fused) for tensor, fused in tensors]
+        self.setting.costs.prepare([(len(spec.shape), spec.size_bytes, fused) for spec, fused in specs])
 
     def fused(self, edge: Edge) -> bool:
         """Whether a tensor moves once a step, in messages of many: parameters and their gradients."""

@@ -55,7 +55,7 @@ class Problem:
         self.decisions = decisions
         self.setting = setting
         self.parts = parts or Parts(graph, decisions, setting)
-        self.parts.prepare_sums()
+        self.parts.prepare(())
         self.sizes = self.parts.sizes
         self.states = tuple(self.parts.states(number) for number in range(len(decisions.variables)))
         alike = {s.kind: s for s in self.states}

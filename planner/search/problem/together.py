@@ -18,6 +18,9 @@ def time_together(meshes: Sequence[Parts]) -> None:
 
     What the parts of each mesh are asked for later is known then.
     """
+    for parts in meshes:
+        # Most of them will be asked for their messages, in few calls.
+        parts.prepare(parts.decisions.edges)
     kinds = dict.fromkeys(states.kind for states in map(meshes[0].states, range(len(meshes[0].decisions.variables))))
     for number in kinds:
         _Abreast(meshes, number).time()
