@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import product
+from itertools import islice, product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +12,7 @@ from planner.search.stages.fragments import FloatArray
 from simulator.corrections import kernel_factor, message_time
 from simulator.hardware import Hardware
 from simulator.kernels import kernel_time
-from simulator.program import SUMMED_CLASS, Collective, Kernel
+from simulator.program import SUMMED_CLASS, Collective
 from simulator.topology import group_shape
 
 if TYPE_CHECKING:
@@ -59,16 +59,19 @@ def summing_s(hardware: Hardware, work: SummedWork, grown: float, share: float, 
     grown : batch over that of the graph of `work`
     share : the part of their tensors that is local
     """
-
-    def longer_s(kernel: Kernel, dtype: str, fixed: float, growing: float) -> float:
-        moved = share * (fixed + grown * growing)
+    rows = [one for unit in work for passes in unit for one in passes]
+    moved = np.array([share * (fixed + grown * growing) for *_, fixed, growing in rows], dtype=np.float64)
+    longer = np.zeros(len(rows))
+    for kernel, dtype in dict.fromkeys((kernel, dtype) for kernel, dtype, *_ in rows):
+        alike = [place for place, row in enumerate(rows) if row[:2] == (kernel, dtype)]
         whole, summed = (
-            kernel_time(hardware, one, dtype, 0.0, moved) * kernel_factor(hardware, one, dtype, devices)
+            kernel_time(hardware, one, dtype, np.zeros(len(alike)), moved[alike])
+            * kernel_factor(hardware, one, dtype, devices)
             for one in (kernel, SUMMED_CLASS.get(kernel, kernel))
         )
-        return summed - whole
-
-    return np.array([[sum(longer_s(*one) for one in passes) for passes in unit] for unit in work], dtype=np.float64)
+        longer[alike] = summed - whole
+    seconds = iter(longer.tolist())
+    return np.array([[sum(islice(seconds, len(passes))) for passes in unit] for unit in work], dtype=np.float64)
 
 
 @lru_cache(maxsize=256)
