@@ -13,7 +13,7 @@ from planner.execution.run import CHANGED_SPEED
 from planner.quantities import bytes_text, interval_text, seconds_text
 from reports import page
 from reports.execution.figures import OVERHEAD_AIM, OWN_CORES, Figure, choice_regrets, figures, network_taus
-from reports.execution.running import DISTURBED, Result
+from reports.execution.running import Result
 from reports.page import PALETTE, SYMBOLS, Cell, Html
 from simulator.conditions import MOST_OTHERS, MOST_STOLEN
 
@@ -128,13 +128,12 @@ def _conditions(ran: Sequence[Result], warning: str) -> Iterator[str]:
             f"{max(changed):.0%} of it. Errors are of the predictions as they were made; scaled ones stand beside them "
             "under their own name."
         )
-    again = [r for r in ran if len(r.attempts) > 1]
-    if again:
+    twice = [r for r in ran if len(r.attempts) > 1]
+    if twice:
         yield (
-            f"{len(again)} plans ran again, {max(len(r.attempts) for r in again)} times at most, because the machine's "
-            f"speed and what was taken from its cores were together farther than {DISTURBED:.0%} from how it was "
-            "calibrated. The run nearest to that counts, whatever its error; errors of the first runs stand under "
-            "their own name, and a table has all."
+            f"{len(twice)} of {len(ran)} plans ran {max(len(r.attempts) for r in twice)} times, one after the other "
+            "and then backwards, so that a drift of the machine's speed meets all alike. The mean of the runs counts; "
+            "errors of the first runs stand under their own name, and a table has all."
         )
 
 
@@ -285,23 +284,22 @@ def _beside_by_hand(result: Result) -> tuple[Cell, Cell, Cell]:
 
 
 def _all_runs(results: Sequence[Result]) -> Html:
-    """Every run of the plans that ran more than once, in their order; a star is at the one that counts."""
+    """Every run of the plans that ran more than once, in their order."""
     rows: list[list[Cell]] = []
     for result in results:
         for number, run in enumerate(result.attempts if len(result.attempts) > 1 else (), 1):
             measured, predicted = run["measured_step_time_s"], result.predicted_step_time_s
-            counts = measured == result.measured_step_time_s
             rows.append(
                 [
                     _label(result),
-                    f"{number}{'*' if counts else ''}",
+                    str(number),
                     _seconds(measured),
                     _percent(predicted / measured - 1 if measured and predicted else None),
                     *("" if run[name] is None else f"{run[name]:.2f}" for name in ("machine_speed", "others_share")),
                 ]
             )
     return page.table(["plan", "run", "measured", "error", "machine's speed", "other programs"], rows,
-                      caption="All runs of plans that ran again; the one with a star counts",
+                      caption="All runs of plans that ran more than once; their mean counts",
                       numbers=range(1, 6), close=True)  # fmt: skip
 
 

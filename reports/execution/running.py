@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from math import log
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from planner.execution.launch.starting import prepare
@@ -28,15 +27,14 @@ from simulator.hardware import load_profile
 PROFILE, JOURNAL = "local.yaml", "runs.jsonl"
 WARM_UP = 2
 SEED = 0
-FEWEST, MOST = 9, 60
-"""Timed steps: a host that is slow for some seconds leaves the median of fewer long ones to chance."""
-CASE_S = 8.0
-"""Seconds that the timed steps of a case may take together."""
+ROUNDS = 2
+"""How often every plan runs: in their order, then backwards, so that a drift of the machine's speed meets all alike."""
+FEWEST, MOST = 6, 40
+"""Timed steps of a run: a host that is slow for some seconds leaves the median of fewer long ones to chance."""
+CASE_S = 5.0
+"""Seconds that the timed steps of a run may take together."""
 TURNS_S = 12.0
 """Seconds that steps of a plan and by hand in turns take together, about; long steps take more."""
-ATTEMPTS = 3
-DISTURBED = 0.1
-"""A plan runs again, so many times at most, where the machine was farther from how it was calibrated (`disturbed`)."""
 START_S = 25.0
 """What a case takes, about: it is not begun with less time left."""
 BESIDE_S = 30.0
@@ -51,6 +49,9 @@ IN_TURNS = (
     "by_hand_loss_difference",
 )
 
+OF_RUNS = ("measured_step_time_s", "machine_speed", "others_share", "stolen_share")
+"""What every run of a plan has of its own, and what is the mean of them."""
+
 Say = Callable[[str], None]
 
 
@@ -58,8 +59,8 @@ Say = Callable[[str], None]
 class Result:
     """What came of one plan: seconds and bytes, ``error`` where there are none.
 
-    ``attempts`` has what was measured in each run of the plan, of which this is one, in their order. In turns the plan
-    took ``beside_by_hand_step_time_s`` and the same by hand ``by_hand_step_time_s``, medians of all rounds;
+    ``attempts`` has what was measured in each run of the plan, in their order, where this is of all of them. In turns
+    the plan took ``beside_by_hand_step_time_s`` and the same by hand ``by_hand_step_time_s``, medians of all rounds;
     ``overhead_rounds`` are the plan's time over that by hand, less one, of each round.
     """
 
@@ -116,12 +117,6 @@ class Result:
         return None if self.predicted_step_time_s is None or not first else self.predicted_step_time_s / first - 1
 
     @property
-    def disturbed(self) -> float:
-        """How far the machine was from how it was calibrated: its speed, and what was taken from its cores."""
-        speed = abs(log(self.machine_speed)) if self.machine_speed else 0.0
-        return speed + (self.others_share or 0.0) + (self.stolen_share or 0.0)
-
-    @property
     def overhead(self) -> float | None:
         """Step time of the plan over that written by hand, less one: the median round's."""
         return median(self.overhead_rounds) if self.overhead_rounds else None
@@ -144,9 +139,7 @@ def run_all(
     say: Say,
     show: Callable[[Sequence[Result]], None] = lambda results: None,
 ) -> tuple[Result, ...]:
-    """Calibrate, then plan and run every case, until the time is up; cases of an earlier call are not run again.
-
-    When all have run, those beside which the machine was disturbed run again while there is time.
+    """Calibrate, then plan and run every case `ROUNDS` times, until the time is up, without those of an earlier call.
 
     Parameters
     ----------
@@ -180,41 +173,58 @@ def run_all(
         show(so_far())
         return True
 
-    for number, case in enumerate(cases, 1):
-        if key_of(case) not in known and not run(case, f"{number} of {len(cases)}"):
-            say(f"{60 * minutes:.0f} s are over; call again for the other {len(cases) - number + 1} plans")
-            break
-    while again := [case for case in cases if again_worth(known.get(key_of(case), []))]:
-        if not all(run(case, "once more, as the machine was disturbed") for case in again):
-            break
+    for turn in range(ROUNDS):
+        for number, case in enumerate(cases[:: 1 if turn % 2 == 0 else -1], 1):
+            runs = known.get(key_of(case), [])
+            if len(runs) > turn or any(one.error for one in runs):
+                continue
+            if not run(case, f"{'again, ' * turn}{number} of {len(cases)}"):
+                left = len(cases) - number + 1
+                say(f"{60 * minutes:.0f} s are over; call again for {left} runs of round {turn + 1} of {ROUNDS}")
+                return so_far()
     return so_far()
 
 
-def again_worth(runs: Sequence[Result]) -> bool:
-    """Whether a plan should run again: the machine was another than when it was calibrated, each time so far.
-
-    The measured step time has no part in this.
-    """
-    return 0 < len(runs) < ATTEMPTS and not runs[0].error and min(run.disturbed for run in runs) > DISTURBED
-
-
 def counted(runs: Sequence[Result]) -> Result:
-    """The run of a plan beside which the machine was most like it was when it was calibrated, whatever its error.
+    """One result of all runs of a plan: means of their times and speeds, the lowest p10 and the highest p90.
 
     What was found in turns with the same by hand stays with it.
     """
+    good = [one for one in runs if not one.error]
+    if not good:
+        return runs[0]
     in_turns = next((run for run in runs if run.by_hand), runs[0])
-    attempts = tuple(
-        {
-            "measured_step_time_s": run.measured_step_time_s,
-            "machine_speed": run.machine_speed,
-            "others_share": run.others_share,
-            "stolen_share": run.stolen_share,
-        }
-        for run in runs
+    attempts = tuple({name: getattr(run, name) for name in OF_RUNS} for run in good)
+    return replace(
+        good[0],
+        **{name: _over(fmean, good, name) for name in OF_RUNS},
+        measured_p10_s=_over(min, good, "measured_p10_s"),
+        measured_p90_s=_over(max, good, "measured_p90_s"),
+        measured_peak_memory_bytes=_over(max, good, "measured_peak_memory_bytes"),
+        errors=_mean_rows([run.errors for run in good if run.errors]),
+        attempts=attempts,
+        **{name: getattr(in_turns, name) for name in IN_TURNS},
     )
-    nearest = min(runs, key=lambda run: (bool(run.error), run.disturbed))
-    return replace(nearest, attempts=attempts, **{name: getattr(in_turns, name) for name in IN_TURNS})
+
+
+def _over(of: Callable[[list[Any]], Any], runs: Sequence[Result], name: str) -> Any:
+    """A value of all runs that have it; None where none has."""
+    known = [value for run in runs if (value := getattr(run, name)) is not None]
+    return of(known) if known else None
+
+
+def _mean_rows(tables: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[Mapping[str, Any], ...]:
+    """Rows of the tables of errors by kind and name, each the mean of all tables; one without a row says 0."""
+    rows: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in (row for table in tables for row in table):
+        rows.setdefault((row["kind"], row["name"]), []).append(row)
+    return tuple(
+        {
+            name: sum(row[name] for row in alike) / len(tables) if isinstance(value, int | float) else value
+            for name, value in alike[0].items()
+        }
+        for alike in rows.values()
+    )
 
 
 def key_of(case: Case) -> str:
