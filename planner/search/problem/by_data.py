@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
-from planner.search.problem.parts import Parts, States
+from planner.search.problem.parts import Parts
 from planner.search.problem.problem import Cost, Problem
+from planner.search.problem.states import States
 from planner.search.problem.variables import Kind
 from planner.sharding.placement import PARTIAL
 from simulator.program import Phase

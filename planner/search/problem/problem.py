@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph, TensorRef
-from planner.search.problem.parts import Parts, Setting, States
+from planner.search.problem.parts import Parts
+from planner.search.problem.states import Setting, States
 from planner.search.problem.variables import Choice, Decisions, Edge, Kind
 from planner.work import state_bytes
 

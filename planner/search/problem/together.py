@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.graph.operator_graph import Node
-from planner.search.problem.parts import FloatArray, Parts, Seconds, States
+from planner.search.problem.parts import FloatArray, Parts, Seconds
+from planner.search.problem.states import States
 from planner.search.problem.variables import Kind
 
 

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from planner.graph.operator_graph import DTYPE_BYTES, Node, TensorRef, TensorSpec
 from planner.kernel_shapes import kernel_shape
 from planner.search.problem.costs import MeshCosts, needs_mask
-from planner.search.problem.parts import Parts, States
+from planner.search.problem.parts import Parts
+from planner.search.problem.states import States
 from planner.search.problem.variables import Edge, masks
 from planner.search.units.amount_rows import Kernels, Messages, Scaled
 from planner.sharding.inner_messages import inner_messages, sent_bytes, summing

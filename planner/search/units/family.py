@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.problem.parts import Parts, States
+from planner.search.problem.parts import Parts
+from planner.search.problem.states import States
 from planner.search.units.amounts import AmountLedger, Amounts, Case
 from planner.search.units.factors import PARTS, UnitFactors, rows_of
 from planner.search.units.records import RECOMPUTE, Least, UnitLabels, Weights

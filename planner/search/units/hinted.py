@@ -19,7 +19,8 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.search.problem.by_data import FREE_AXES, states_by_data
 from planner.search.problem.hints import Hint, allowed_states
-from planner.search.problem.parts import Parts, Setting
+from planner.search.problem.parts import Parts
+from planner.search.problem.states import Setting
 from planner.search.units.records import Least
 from planner.search.units.stage_decisions import StageDecisions
 from planner.sharding.placement import Mesh, MeshAxis

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.graph.operator_graph import OperatorGraph
-from planner.search.problem.parts import Parts, Setting
+from planner.search.problem.parts import Parts
 from planner.search.problem.problem import Problem
+from planner.search.problem.states import Setting
 from planner.search.units.records import (
     RECOMPUTE,
     BoundaryStates,

@@ -12,8 +12,9 @@ import numpy as np
 from planner.graph.folding import run_start
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
 from planner.graph.scaling import at_batch
-from planner.search.problem.parts import Parts, Setting
+from planner.search.problem.parts import Parts
 from planner.search.problem.solution import template_name
+from planner.search.problem.states import Setting
 from planner.search.problem.variables import Choice, Kind
 from planner.search.units.records import Weights
 from planner.search.units.stage_decisions import StageDecisions

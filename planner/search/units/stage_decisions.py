@@ -10,8 +10,9 @@ from planner.graph.chain import Chain, chain
 from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, Role, TensorRef
 from planner.search.problem.context_choices import context_choices
 from planner.search.problem.costs import MeshCosts
-from planner.search.problem.parts import CONTEXT, Parts, Setting
+from planner.search.problem.parts import Parts
 from planner.search.problem.saved import saved_tensors
+from planner.search.problem.states import CONTEXT, Setting
 from planner.search.problem.variables import Choice, Decisions, decisions
 from planner.search.units.amounts import Case
 from planner.search.units.family import Family

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
-from planner.search.problem.parts import Parts, Setting, States, has_partial
+from planner.search.problem.parts import Parts, has_partial
+from planner.search.problem.states import Setting, States
 from planner.search.units.elimination import Elimination, Minima, elimination, lowest, minima
 from planner.search.units.factors import Scope
 from planner.search.units.transient import FlightSizes
@@ -43,15 +44,16 @@ class KeptParts(Parts):
     def __init__(self, wider: Parts, graph: OperatorGraph, setting: Setting, kept: Mapping[int, IntArray]) -> None:
         super().__init__(graph, wider.decisions, setting)
         self.wider, self.kept = wider, kept
+        self._made: dict[int, States] = {}
+        self._of_kind: dict[int, States] = {}
 
     def states(self, number: int) -> States:
         """States of one variable, numbered as on any mesh of these sizes."""
         if number not in self._made:
             whole = self.wider.states(number)
-            key = (whole.kind,)
-            if key not in self._first:
-                self._first[key] = States(whole.variable, whole.choice[:, self.kept[whole.kind]], whole.kind)
-            first = self._first[key]
+            if whole.kind not in self._of_kind:
+                self._of_kind[whole.kind] = States(whole.variable, whole.choice[:, self.kept[whole.kind]], whole.kind)
+            first = self._of_kind[whole.kind]
             self._made[number] = States(whole.variable, first.choice, first.kind, first.known)
         return self._made[number]
 

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from planner.graph.operator_graph import Role, TensorRef
 from planner.graph.recompute import MODES
-from planner.search.problem.parts import Parts, States, has_partial
+from planner.search.problem.parts import Parts, has_partial
+from planner.search.problem.states import States
 from planner.search.problem.variables import Edge, Kind
 from planner.search.units.amounts import NOTHING, AmountLedger, Ways
 from planner.search.units.factors import Part, Scope

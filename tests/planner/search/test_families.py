@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from planner.graph.scaling import at_batch
 from planner.search.problem.costs import MeshCosts
-from planner.search.problem.parts import Parts, Setting
+from planner.search.problem.parts import Parts
+from planner.search.problem.states import Setting
 from planner.search.problem.variables import Kind
 from planner.search.units import family, rules
 from planner.search.units.factors import Part
