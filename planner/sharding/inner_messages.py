@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, TensorSpec
 from planner.sharding.rule_notation import InnerMessage, Rule
-from simulator.program import SUMMED_CLASS, Collective, Kernel
+from simulator.program import SUMMED_CLASS, Collective, Kernel, Phase
 
 PAIR = 2
 """Keys and values, or their gradients."""
@@ -32,6 +32,16 @@ def summing(rules: Sequence[Rule]) -> NDArray[np.bool_]:
 def local_class(node: Node, rules: Sequence[Rule]) -> Kernel:
     """Class of the kernel of one rank's part of an operator."""
     return SUMMED_CLASS.get(node.kernel, node.kernel) if summing(rules).any() else node.kernel
+
+
+def bytes_of_sums(node: Node, elements: float) -> float:
+    """Bytes of so many numbers that are summed over ranks in the middle of an operator.
+
+    Means and mean squares of a batch norm travel in float64: the difference between the second and the square of the
+    first is what is wanted. Sums of gradients travel in the dtype of the result.
+    """
+    statistics = node.kernel in SUMMED_CLASS and node.phase is Phase.FORWARD
+    return elements * DTYPE_BYTES["float64" if statistics else node.outputs[0].dtype]
 
 
 def inner_messages(rule: Rule) -> tuple[InnerMessage, ...]:
@@ -71,7 +81,7 @@ def message_bytes(
         Ranks of the axis whose rule has the message; only messages of ``uncut`` tensors ask for it.
     """
     specs = (*(graph.spec(ref) for ref in node.tensor_inputs), *node.outputs)
-    total = shares[0] * 0.0 + message.elements * DTYPE_BYTES[node.outputs[0].dtype]
+    total = shares[0] * 0.0 + bytes_of_sums(node, message.elements)
     times = message.gathered * (size if message.uncut else 1)
     for position in message.tensors:
         total = total + shares[position] * (sent_bytes(specs[position], message) * times)

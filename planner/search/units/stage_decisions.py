@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from planner.graph.chain import Chain, chain
-from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, Role, TensorRef
+from planner.graph.operator_graph import Node, OperatorGraph, Role, TensorRef
 from planner.search.problem.context_choices import context_choices
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.parts import Parts
@@ -20,6 +20,7 @@ from planner.search.units.stage_shape import StageOptions
 from planner.search.units.transient import Flight, flight_of
 from planner.search.units.unit_model import UnitModel
 from planner.sharding.context import Algorithm, ContextAxis, context_axis
+from planner.sharding.inner_messages import bytes_of_sums
 from planner.sharding.placement import Mesh, MeshAxis
 from planner.sharding.rules import rules_for
 from planner.sharding.sequence import sequence_dims
@@ -179,8 +180,7 @@ class StageDecisions:
         return any(map(any, self.batch_sums))
 
     def _batch_sums(self, nodes: Iterable[int], phase: Phase) -> tuple[float, ...]:
-        summing = self._summing(nodes, phase)
-        return tuple(float(elements * DTYPE_BYTES[node.outputs[0].dtype]) for node, elements in summing)
+        return tuple(bytes_of_sums(node, elements) for node, elements in self._summing(nodes, phase))
 
     def _summing(self, nodes: Iterable[int], phase: Phase) -> list[tuple[Node, int]]:
         """Operators of a pass that sum over the batch, each with the numbers that it sums."""

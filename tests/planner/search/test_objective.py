@@ -24,7 +24,7 @@ from simulator.collectives import collective_time
 from simulator.hardware import load_profile
 from simulator.kernels import kernel_time, matmul_time
 from simulator.kernels.attention import attention_kernel_time
-from simulator.program import Collective, Kernel
+from simulator.program import Collective, Kernel, Phase
 from simulator.topology import group_shape
 from tests.planner.search.problems import BUCKET_BYTES, captured, make_mesh, make_problem
 
@@ -131,7 +131,9 @@ class Recount:
                 for axis, choice in enumerate(chosen):
                     elements = choice.rules[position].reduced_elements
                     if elements:
-                        size = elements * DTYPE_BYTES[self.graph.nodes[index].outputs[0].dtype]
+                        node = self.graph.nodes[index]
+                        wide = node.kernel is Kernel.BATCH_NORMALIZATION and node.phase is Phase.FORWARD
+                        size = elements * DTYPE_BYTES["float64" if wide else node.outputs[0].dtype]
                         yield self.message(Collective.ALL_REDUCE, axis, size)
                     if choice.rules[position].messages:
                         yield self.log_softmax(index, [c.rules[position] for c in chosen], axis)
