@@ -45,9 +45,8 @@ class Parts:
         self.graph = graph
         self.decisions = decisions
         self.setting = setting
-        self.sizes = setting.costs.mesh.sizes
-        self.names = tuple(axis.name for axis in setting.costs.mesh.axes)
         self._states = StatesOnMesh(graph, decisions, setting)
+        self.sizes, self.names = self._states.sizes, self._states.names
 
     def states(self, number: int) -> States:
         """States of one variable: a choice along each axis, as far as every dim divides."""
