@@ -1,7 +1,7 @@
 """Run plans of three networks on this machine and write what came of it: ``python -m reports.execution``.
 
-Calibrates first. A call that is interrupted, or whose time is up, is gone on with by the next one; ``--fresh`` begins
-again.
+Calibrates before every round of the plans. A call that is interrupted, or whose time is up, is gone on with by the
+next one; ``--fresh`` begins again.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from reports.execution.cases import all_cases, tiny_cases
 from reports.execution.execution_page import document, execution_page, runs_csv, to_json
 from reports.execution.figures import figures
-from reports.execution.running import PROFILE, Result, run_all
+from reports.execution.running import Result, profiles_of, run_all
 from simulator.hardware import load_profile
 from simulator.whole_file import write_whole
 
-MINUTES = 12.0
+MINUTES = 30.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m reports.execution", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("reports/execution"), help="folder of page, CSV and JSON")
     parser.add_argument("--work", type=Path, help="folder of profile, plans and journal [reports/out/execution]")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="begin no plan after so many [12]")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="begin no plan after so many [30]")
     parser.add_argument("--networks", nargs="*", default=[], help="only networks whose names begin so")
     parser.add_argument("--tiny", action="store_true", help="a few small plans, to try the command")
     parser.add_argument("--fresh", action="store_true", help="calibrate and run all again")
@@ -42,9 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def show(results: Sequence[Result]) -> None:
         """Write all anew, so that whatever ends the command leaves what has run, whole."""
-        hardware = load_profile(str(work / PROFILE))
-        machine, warning = hardware.device_name, hardware.conditions.warning if hardware.conditions else ""
-        write_whole(given.out / "index.html", execution_page(results, len(cases), machine, warning))
+        hardware = [load_profile(str(profile)) for profile in profiles_of(work)]
+        machine, conditions = hardware[0].device_name, [one.conditions for one in hardware]
+        warnings = [one.warning if one is not None else "" for one in conditions]
+        write_whole(given.out / "index.html", execution_page(results, len(cases), machine, warnings))
         write_whole(given.out / "runs.csv", runs_csv(results))
         write_whole(given.out / "runs.json", to_json(document(results, machine)))
 

@@ -13,7 +13,7 @@ from planner.execution.run import CHANGED_SPEED
 from planner.quantities import bytes_text, interval_text, seconds_text
 from reports import page
 from reports.execution.figures import OVERHEAD_AIM, OWN_CORES, Figure, choice_regrets, figures, network_taus
-from reports.execution.running import Result
+from reports.execution.running import Result, error_of
 from reports.page import PALETTE, SYMBOLS, Cell, Html
 from simulator.conditions import MOST_OTHERS, MOST_STOLEN
 
@@ -80,17 +80,17 @@ def to_json(found: dict[str, Any]) -> str:
     return json.dumps(found, indent=1) + "\n"
 
 
-def execution_page(results: Sequence[Result], planned: int, machine: str, warning: str = "") -> str:
-    """The page as text; `planned` plans should have been run, `warning` is of the calibration."""
+def execution_page(results: Sequence[Result], planned: int, machine: str, warnings: Sequence[str] = ()) -> str:
+    """The page as text; `planned` plans should have been run, `warnings` are the calibrations', "" for a quiet one."""
     found = figures(results)
     ran = [result for result in results if not result.error]
     lead = (
         f"{len(ran)} plans of {len({r.network for r in ran})} networks, planned for this machine and run: {machine}. "
-        "Every step is timed on its slowest rank; predictions were made before the runs, on a profile measured just "
-        "before."
+        "Every step is timed on its slowest rank; predictions were made before the runs, on a profile measured before "
+        "every round of them."
     )
     parts = [page.paragraph(lead, lead=True), page.cards([_card(one) for one in found])]
-    parts += [page.paragraph(text) for text in _conditions(ran, warning)]
+    parts += [page.paragraph(text) for text in _conditions(ran, warnings)]
     if len(results) < planned:
         parts.append(page.paragraph(f"{planned - len(results)} of {planned} plans have not been run yet."))
     if ran:
@@ -107,10 +107,11 @@ def execution_page(results: Sequence[Result], planned: int, machine: str, warnin
     return page.page("Plans executed", parts, footer="Written by python -m reports.execution.")
 
 
-def _conditions(ran: Sequence[Result], warning: str) -> Iterator[str]:
-    """What the machine was like beside the runs."""
-    if warning:
-        yield f"Calibration warned: {warning}."
+def _conditions(ran: Sequence[Result], warnings: Sequence[str]) -> Iterator[str]:
+    """What the machine was like beside the calibrations and the runs."""
+    for number, warning in enumerate(warnings, 1):
+        if warning:
+            yield f"Calibration {number} of {len(warnings)} warned: {warning}."
     shares = [(r.others_share or 0.0, r.stolen_share or 0.0) for r in ran]
     busy = [pair for pair in shares if pair[0] > MOST_OTHERS or pair[1] > MOST_STOLEN]
     if busy:
@@ -131,9 +132,10 @@ def _conditions(ran: Sequence[Result], warning: str) -> Iterator[str]:
     twice = [r for r in ran if len(r.attempts) > 1]
     if twice:
         yield (
-            f"{len(twice)} of {len(ran)} plans ran {max(len(r.attempts) for r in twice)} times, one after the other "
-            "and then backwards, so that a drift of the machine's speed meets all alike. The mean of the runs counts; "
-            "errors of the first runs stand under their own name, and a table has all."
+            f"{len(twice)} of {len(ran)} plans ran {max(len(r.attempts) for r in twice)} times, in rounds forwards and "
+            "backwards, each after a calibration of its own, so that a drift of the machine's speed meets all alike. "
+            "The mean of the runs counts, beside the mean of what was predicted before each; errors of the first "
+            "calibration and its runs stand under their own name, and a table has all."
         )
 
 
@@ -288,19 +290,20 @@ def _all_runs(results: Sequence[Result]) -> Html:
     rows: list[list[Cell]] = []
     for result in results:
         for number, run in enumerate(result.attempts if len(result.attempts) > 1 else (), 1):
-            measured, predicted = run["measured_step_time_s"], result.predicted_step_time_s
+            measured, predicted = run["measured_step_time_s"], run["predicted_step_time_s"]
             rows.append(
                 [
                     _label(result),
                     str(number),
+                    _seconds(predicted),
                     _seconds(measured),
-                    _percent(predicted / measured - 1 if measured and predicted else None),
+                    _percent(error_of(predicted, measured)),
                     *("" if run[name] is None else f"{run[name]:.2f}" for name in ("machine_speed", "others_share")),
                 ]
             )
-    return page.table(["plan", "run", "measured", "error", "machine's speed", "other programs"], rows,
-                      caption="All runs of plans that ran more than once; their mean counts",
-                      numbers=range(1, 6), close=True)  # fmt: skip
+    return page.table(["plan", "run", "predicted", "measured", "error", "machine's speed", "other programs"], rows,
+                      caption="All runs of plans that ran more than once; their means count",
+                      numbers=range(1, 7), close=True)  # fmt: skip
 
 
 def _reasons(results: Sequence[Result]) -> Html:

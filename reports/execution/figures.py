@@ -61,7 +61,7 @@ def figures(results: Sequence[Result]) -> tuple[Figure, ...]:
             if values
         ),
         *(
-            _figure(f"{name}, first run of each plan", key, of, values, aim)
+            _figure(f"{name}, first calibration and run", key, of, values, aim)
             for name, key, of, values, aim in (
                 ("1 and 2 processes: mean error", "first_time_mean", np.mean, first_few, 0.10),
                 ("1 and 2 processes: worst error", "first_time_worst", np.max, first_few, 0.25),

@@ -24,11 +24,14 @@ from simulator.calibration.calibrate import CalibrateOptions, calibrate
 from simulator.errors import MeshwrightError
 from simulator.hardware import load_profile
 
-PROFILE, JOURNAL = "local.yaml", "runs.jsonl"
+JOURNAL = "runs.jsonl"
 WARM_UP = 2
 SEED = 0
-ROUNDS = 2
-"""How often every plan runs: in their order, then backwards, so that a drift of the machine's speed meets all alike."""
+ROUNDS = 3
+"""How often the machine is calibrated and then every plan runs, in turns in their order and backwards.
+
+A drift of the machine's speed meets all plans alike so, and no single calibration foretells them all.
+"""
 FEWEST, MOST = 6, 40
 """Timed steps of a run: a host that is slow for some seconds leaves the median of fewer long ones to chance."""
 CASE_S = 5.0
@@ -49,7 +52,7 @@ IN_TURNS = (
     "by_hand_loss_difference",
 )
 
-OF_RUNS = ("measured_step_time_s", "machine_speed", "others_share", "stolen_share")
+OF_RUNS = ("predicted_step_time_s", "measured_step_time_s", "machine_speed", "others_share", "stolen_share")
 """What every run of a plan has of its own, and what is the mean of them."""
 
 Say = Callable[[str], None]
@@ -59,9 +62,9 @@ Say = Callable[[str], None]
 class Result:
     """What came of one plan: seconds and bytes, ``error`` where there are none.
 
-    ``attempts`` has what was measured in each run of the plan, in their order, where this is of all of them. In turns
-    the plan took ``beside_by_hand_step_time_s`` and the same by hand ``by_hand_step_time_s``, medians of all rounds;
-    ``overhead_rounds`` are the plan's time over that by hand, less one, of each round.
+    ``attempts`` has what was predicted and measured in each run of the plan, in their order, where this is of all.
+    In turns the plan took ``beside_by_hand_step_time_s`` and the same by hand ``by_hand_step_time_s``, medians of all
+    rounds; ``overhead_rounds`` are the plan's time over that by hand, less one, of each round.
     """
 
     network: str
@@ -90,9 +93,7 @@ class Result:
     @property
     def time_error(self) -> float | None:
         """Predicted over measured step time, less one."""
-        if self.predicted_step_time_s is None or not self.measured_step_time_s:
-            return None
-        return self.predicted_step_time_s / self.measured_step_time_s - 1
+        return error_of(self.predicted_step_time_s, self.measured_step_time_s)
 
     @property
     def time_error_at_this_speed(self) -> float | None:
@@ -106,15 +107,13 @@ class Result:
     @property
     def memory_error(self) -> float | None:
         """Predicted over measured peak memory, less one."""
-        if self.predicted_peak_memory_bytes is None or not self.measured_peak_memory_bytes:
-            return None
-        return self.predicted_peak_memory_bytes / self.measured_peak_memory_bytes - 1
+        return error_of(self.predicted_peak_memory_bytes, self.measured_peak_memory_bytes)
 
     @property
     def first_time_error(self) -> float | None:
         """The error of the first run of the plan."""
-        first = self.attempts[0]["measured_step_time_s"] if self.attempts else self.measured_step_time_s
-        return None if self.predicted_step_time_s is None or not first else self.predicted_step_time_s / first - 1
+        first = self.attempts[0] if self.attempts else asdict(self)
+        return error_of(first["predicted_step_time_s"], first["measured_step_time_s"])
 
     @property
     def overhead(self) -> float | None:
@@ -132,6 +131,11 @@ class Result:
         return max(self.overhead_rounds, default=None)
 
 
+def error_of(predicted: float | None, measured: float | None) -> float | None:
+    """Predicted over measured, less one; None where either is not known."""
+    return None if predicted is None or not measured else predicted / measured - 1
+
+
 def run_all(
     cases: Sequence[Case],
     folder: Path,
@@ -139,54 +143,61 @@ def run_all(
     say: Say,
     show: Callable[[Sequence[Result]], None] = lambda results: None,
 ) -> tuple[Result, ...]:
-    """Calibrate, then plan and run every case `ROUNDS` times, until the time is up, without those of an earlier call.
+    """Calibrate, then run every case, `ROUNDS` times, until the time is up, without what an earlier call has run.
 
     Parameters
     ----------
-    folder : where profile, strategy files and journal are kept between calls
+    folder : where profiles, strategy files and journal are kept between calls
     minutes : after so many no further case begins
     show : given what has run so far whenever a plan has
     """
     begun = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    profile, journal = folder / PROFILE, folder / JOURNAL
-    if not profile.exists():
-        say("calibrating")
-        most = max(2, *(case.processes for case in cases))
-        calibrate(CalibrateOptions(processes=most, out=profile))
-    measured_with = load_profile(str(profile)).hash
-    known = read_journal(journal, measured_with)
+    journal = folder / JOURNAL
+    rounds: list[dict[str, Result]] = []
 
     def so_far() -> tuple[Result, ...]:
-        return tuple(counted(known[key_of(case)]) for case in cases if key_of(case) in known)
-
-    def run(case: Case, words: str) -> bool:
-        needed_s = START_S + (BESIDE_S if case.by_hand and key_of(case) not in known else 0.0)
-        if time.monotonic() - begun > 60 * minutes - needed_s:
-            return False
-        say(f"{words}: {case.network.name} on {case.processes}, {case.name}")
-        found = run_case(case, profile, folder)
-        if key_of(case) not in known:  # taken in turns, it does not depend on the machine's speed
-            found = with_overhead(found, case, folder)
-        known.setdefault(key_of(case), []).append(found)
-        _append(journal, {"key": key_of(case), "profile": measured_with, "result": asdict(found)})
-        show(so_far())
-        return True
+        runs = ([one[key] for one in rounds if key in one] for key in map(key_of, cases))
+        return tuple(counted(of_case) for of_case in runs if of_case)
 
     for turn in range(ROUNDS):
+        profile = profile_of(folder, turn)
+        if not profile.exists():
+            say(f"calibrating, {turn + 1} of {ROUNDS}")
+            most = max(2, *(case.processes for case in cases))
+            calibrate(CalibrateOptions(processes=most, out=profile))
+        measured_with = load_profile(str(profile)).hash
+        found = read_journal(journal, measured_with)
+        rounds.append(found)
         for number, case in enumerate(cases[:: 1 if turn % 2 == 0 else -1], 1):
-            runs = known.get(key_of(case), [])
-            if len(runs) > turn or any(one.error for one in runs):
+            key = key_of(case)
+            if key in found or any(one[key].error for one in rounds if key in one):
                 continue
-            if not run(case, f"{'again, ' * turn}{number} of {len(cases)}"):
+            beside = case.by_hand is not None and turn == 0  # taken in turns, it does not depend on the machine's speed
+            if time.monotonic() - begun > 60 * minutes - START_S - BESIDE_S * beside:
                 left = len(cases) - number + 1
                 say(f"{60 * minutes:.0f} s are over; call again for {left} runs of round {turn + 1} of {ROUNDS}")
                 return so_far()
+            say(f"round {turn + 1}, {number} of {len(cases)}: {case.network.name} on {case.processes}, {case.name}")
+            result = run_case(case, profile, folder, rounds[0].get(key))
+            found[key] = with_overhead(result, case, folder) if beside else result
+            _append(journal, {"key": key, "profile": measured_with, "result": asdict(found[key])})
+            show(so_far())
     return so_far()
 
 
+def profile_of(folder: Path, turn: int) -> Path:
+    """Where the profile of a round lies, counted from 0."""
+    return folder / f"local-{turn + 1}.yaml"
+
+
+def profiles_of(folder: Path) -> list[Path]:
+    """The profiles of all rounds that have begun."""
+    return [profile for turn in range(ROUNDS) if (profile := profile_of(folder, turn)).exists()]
+
+
 def counted(runs: Sequence[Result]) -> Result:
-    """One result of all runs of a plan: means of their times and speeds, the lowest p10 and the highest p90.
+    """One result of all runs of a plan: means of their times, foretold and measured, the lowest p10 and highest p90.
 
     What was found in turns with the same by hand stays with it.
     """
@@ -232,14 +243,19 @@ def key_of(case: Case) -> str:
     return json.dumps(asdict(case), sort_keys=True)
 
 
-def run_case(case: Case, profile: Path, folder: Path) -> Result:
-    """Plan and run one case; a failure is a result."""
+def run_case(case: Case, profile: Path, folder: Path, earlier: Result | None = None) -> Result:
+    """Plan one case, or take plan and steps of an `earlier` round, and run it; a failure is a result."""
     names: dict[str, Any] = {"network": case.network.name, "processes": case.processes, "plan": case.name}
     try:
-        plan, predicted_s = plan_case(case, profile)
         file = plan_file(case, folder)
+        if earlier is None:
+            plan, predicted_s = plan_case(case, profile)
+            timed = max(FEWEST, min(MOST, int(CASE_S / predicted_s)))
+        else:
+            hash_now = load_profile(str(profile)).hash
+            plan, timed = replace(read_plan(file), hardware=str(profile), hardware_hash=hash_now), earlier.steps
         write_plan(plan, file)
-        steps = WARM_UP + max(FEWEST, min(MOST, int(CASE_S / predicted_s)))
+        steps = WARM_UP + timed
         report = execute_plan(plan, ExecuteOptions(strategy=file, steps=steps, seed=SEED, measure=True))
     except MeshwrightError as error:
         return Result(**names, error=str(error))
@@ -249,7 +265,7 @@ def run_case(case: Case, profile: Path, folder: Path) -> Result:
     errors = () if report.comparison is None else tuple(asdict(row) for row in report.comparison.errors)
     return Result(
         **names,
-        steps=steps - WARM_UP,
+        steps=timed,
         predicted_step_time_s=report.predicted_step_time_s,
         measured_step_time_s=time_s.median,
         measured_p10_s=time_s.p10,
@@ -323,17 +339,16 @@ def plan_file(case: Case, folder: Path) -> Path:
 # The journal: one JSON object a line
 
 
-def read_journal(journal: Path, profile_hash: str) -> dict[str, list[Result]]:
-    """Results of every run by case that were found with this profile; damaged lines do not count."""
-    found: dict[str, list[Result]] = {}
+def read_journal(journal: Path, profile_hash: str) -> dict[str, Result]:
+    """Results by case that were found with this profile; damaged lines do not count."""
+    found: dict[str, Result] = {}
     for line in _lines(journal):
         with suppress(ValueError, KeyError, TypeError):
             document = json.loads(line)
             if document["profile"] == profile_hash:
                 kept = document["result"]
                 lists = {name: tuple(kept[name]) for name in ("errors", "attempts", "overhead_rounds")}
-                result = Result(**{**kept, **lists})
-                found.setdefault(document["key"], []).append(result)
+                found[document["key"]] = Result(**{**kept, **lists})
     return found
 
 

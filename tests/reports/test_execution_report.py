@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from dataclasses import replace
 from importlib.resources import files
 
@@ -14,10 +13,11 @@ from reports.execution.execution_page import document, execution_page, runs_csv
 from reports.execution.figures import choice_regrets, figures, network_taus
 from reports.execution.running import (
     JOURNAL,
-    PROFILE,
+    ROUNDS,
     Result,
     counted,
     key_of,
+    profile_of,
     read_journal,
     run_all,
     with_overhead,
@@ -111,14 +111,14 @@ def test_damaged_lines_of_the_journal_do_not_count(tmp_path):
     other = json.dumps({"key": "b", "profile": "other", "result": asdict(RESULTS[0])})
     path = tmp_path / "runs.jsonl"
     path.write_text(f'{line}\n{other}\n{{"key": 1}}\n{line}\n{line[:40]}')
-    assert read_journal(path, "p") == {"a": [RESULTS[0], RESULTS[0]]}
+    assert read_journal(path, "p") == {"a": RESULTS[0]}
 
 
 def test_all_runs_of_a_plan_count_alike():
     rows = [{"kind": "operators", "name": "matmul", "calls": 2.0, "measured_s": 1.0}]
     slow = result(predicted=1.0, measured=2.0, machine_speed=0.6, others_share=0.0, errors=rows)
     calm = result(
-        predicted=1.0, measured=1.0, machine_speed=1.0, others_share=0.1, errors=[{**rows[0], "measured_s": 3.0}]
+        predicted=1.4, measured=1.0, machine_speed=1.0, others_share=0.1, errors=[{**rows[0], "measured_s": 3.0}]
     )
     found = counted([slow, calm])
     assert found.measured_step_time_s == pytest.approx(1.5)
@@ -129,7 +129,9 @@ def test_all_runs_of_a_plan_count_alike():
         None,
     )
     assert [run["machine_speed"] for run in found.attempts] == [0.6, 1.0]
-    assert found.time_error == pytest.approx(1 / 1.5 - 1)
+    assert [run["predicted_step_time_s"] for run in found.attempts] == [1.0, 1.4]
+    assert found.predicted_step_time_s == pytest.approx(1.2)
+    assert found.time_error == pytest.approx(1.2 / 1.5 - 1)
     assert found.first_time_error == pytest.approx(-0.5)
     assert found.errors == ({**rows[0], "measured_s": 2.0},)
     assert counted([RESULTS[-1]]).error
@@ -142,11 +144,11 @@ def test_first_runs_stand_beside_all():
     assert found["time_mean"].value == pytest.approx(1 - 1 / 1.625)
     assert found["first_time_mean"].value == pytest.approx(0.5)
     assert not any(one.key.startswith("first") for one in figures(RESULTS))
-    page = execution_page((again,), planned=1, machine="here", warning="the machine was not quiet")
+    page = execution_page((again,), planned=1, machine="here", warnings=("", "it was not quiet"))
     assert "1 of 1 plans ran 2 times" in page
-    runs = re.findall(r"<td[^>]*>(\d)</td><td[^>]*>([^<]*)</td><td[^>]*>([^<]*)</td>", page)
-    assert runs[-2:] == [("1", "2.00 s", "-50.0 %"), ("2", "1.25 s", "-20.0 %")]
-    assert "Calibration warned: the machine was not quiet." in page
+    runs = re.findall(r"<td[^>]*>(\d)</td>" + 3 * r"<td[^>]*>([^<]*)</td>", page)
+    assert runs[-2:] == [("1", "1.00 s", "2.00 s", "-50.0 %"), ("2", "1.00 s", "1.25 s", "-20.0 %")]
+    assert "Calibration 2 of 2 warned: it was not quiet." in page
     assert "plans ran" not in execution_page(RESULTS, planned=5, machine="here")
     busy = result(others_share=0.3, stolen_share=0.02)
     assert "took up to 30% of the cores&#x27; time, its host up to 2%" in execution_page((busy,), 1, "here")
@@ -180,42 +182,51 @@ def test_failed_turns_do_not_lose_the_run(tmp_path, monkeypatch):
     assert with_overhead(RESULTS[0], cases[0], tmp_path) is RESULTS[0]
 
 
-def test_plans_run_forwards_and_backwards(tmp_path, monkeypatch):
-    ran = []
+def test_every_round_calibrates_and_runs_forwards_or_backwards(tmp_path, monkeypatch):
+    ran, taken, shown = [], [], []
 
-    def run_case(case, profile, folder):
-        ran.append(case.name)
+    def run_case(case, profile, folder, earlier):
+        ran.append((profile.stem[-1], case.name))
+        assert (earlier is None) == (profile == profile_of(folder, 0))
         if case.name == "tp=2":
             return result(plan=case.name, predicted=None, measured=None, error="ExecutionError: no such plan")
-        return result(plan=case.name, measured=float(len(ran)))
+        return result(plan=case.name, predicted=float(profile.stem[-1]), measured=float(len(ran)))
 
     def with_overhead(found, case, folder):
         taken.append(case.name)
         return found
 
-    taken, shown = [], []
     monkeypatch.setattr("reports.execution.running.run_case", run_case)
     monkeypatch.setattr("reports.execution.running.with_overhead", with_overhead)
-    shutil.copy(str(files("hw_profiles") / "dgx-a100.yaml"), tmp_path / PROFILE)
+    monkeypatch.setattr("reports.execution.running.calibrate", calibrated_as_number)
     found = run_all(tiny_cases(), tmp_path, 10.0, lambda text: None, shown.append)
-    assert taken == ["one process", "dp=2", "tp=2"]
-    assert [len(results) for results in shown] == [1, 2, 3, 3, 3]
+    assert taken == ["dp=2", "tp=2"]
+    assert [len(results) for results in shown] == [1, 2, 3, 3, 3, 3, 3]
     assert shown[-1] == found
-    assert ran == ["one process", "dp=2", "tp=2", "dp=2", "one process"]
-    assert [len(one.attempts) for one in found] == [2, 2, 0]
-    assert [one.measured_step_time_s for one in found] == [3.0, 3.0, None]
+    first, second = [("1", "one process"), ("1", "dp=2"), ("1", "tp=2")], [("2", "dp=2"), ("2", "one process")]
+    assert ran == [*first, *second, ("3", "one process"), ("3", "dp=2")]
+    assert [len(one.attempts) for one in found] == [3, 3, 0]
+    assert [one.predicted_step_time_s for one in found] == [2.0, 2.0, None]
+    assert [one.measured_step_time_s for one in found] == pytest.approx([12 / 3, 13 / 3, None])
+    assert [one.first_time_error for one in found] == [0.0, -0.5, None]
     assert run_all(tiny_cases(), tmp_path, 10.0, lambda text: None) == found
-    assert len(ran) == 5
+    assert len(ran) == 7
+
+
+def calibrated_as_number(options):
+    """A profile unlike that of any other round."""
+    text = (files("hw_profiles") / "dgx-a100.yaml").read_text()
+    options.out.write_text(text.replace("name: dgx-a100", f"name: dgx-a100-{options.out.stem}", 1))
 
 
 @pytest.mark.slow
 def test_the_command_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    """No time is left for any plan at first; then each runs once, and a third call runs none."""
+    """No time is left for any plan at first; then each runs in every round, and a third call runs none."""
     asked = []
 
     def calibrated(options):
         asked.append(options.processes)
-        shutil.copy(str(files("hw_profiles") / "dgx-a100.yaml"), options.out)
+        calibrated_as_number(options)
 
     monkeypatch.setattr("reports.execution.running.calibrate", calibrated)
     out, work = tmp_path / "out", tmp_path / "work"
@@ -231,4 +242,5 @@ def test_the_command_goes_on_where_it_stopped(tmp_path, monkeypatch):
     before = (work / JOURNAL).read_bytes()
     main(arguments)
     assert (work / JOURNAL).read_bytes() == before
-    assert asked == [2]
+    assert asked == [2] * ROUNDS
+    assert [len(plan["attempts"]) for plan in found] == [ROUNDS] * len(found)
