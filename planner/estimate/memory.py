@@ -173,16 +173,40 @@ class _Rank:
         beside those that stand.
         """
         shape, setup = self.shape, self.setup
-        dense_ranks, expert_ranks = shards(setup) if setup.optimizer_sharding is not OptimizerSharding.NONE else (1, 1)
         ends = content.embedding or content.head
         table = ends * local_vocabulary(shape, setup.tp, self.traits.padded_vocabulary) * shape.hidden
         inner = (2 if shape.gated else 1) * shape.hidden
         dense, expert = max(table, inner * shape.feed_forward / setup.tp * bool(content.dense_layers)), 0.0
         if content.expert_layers and shape.experts:
             expert = inner * shape.experts.feed_forward / setup.expert_tp * shape.experts.count / setup.ep
-        update = max(dense / dense_ranks, expert / expert_ranks) * setup.trained_fraction
         drawn = states.parameters + 4 * max(dense, expert)
-        return max(states.total - states.moments + moving, states.total + max(4 * update, step), drawn)
+        update = 4 * self._updated(content, dense, expert)
+        return max(states.total - states.moments + moving, states.total + max(update, step), drawn, self._warm_up())
+
+    def _updated(self, content: StageContent, dense: float, expert: float) -> float:
+        """Parameters of the largest piece of a tensor that one rank updates, of `dense` and `expert` in the largest.
+
+        A sharded optimizer cuts buckets, not tensors. Where gradients are sent early a tensor this large has a bucket
+        to itself; otherwise, and on all stages but the first, all of a stage is one bucket, and a rank's shard can lie
+        in one tensor (``DistributedDataParallel`` of Megatron-Core).
+        """
+        setup = self.setup
+        if setup.optimizer_sharding is OptimizerSharding.NONE:
+            return max(dense, expert) * setup.trained_fraction
+        ranks = shards(setup)
+        if setup.overlap_gradients and content.embedding:
+            return max(dense / ranks[0], expert / ranks[1]) * setup.trained_fraction
+        parameters = stage_parameters(self.shape, setup, content, self.traits.padded_vocabulary)
+        return max(min(dense, parameters.dense / ranks[0]), min(expert, parameters.expert / ranks[1])) * (
+            setup.trained_fraction
+        )
+
+    def _warm_up(self) -> float:
+        """Bytes before the model is made, while Megatron's functions warm up on whole sequences, whatever ``cp``."""
+        shape, setup = self.shape, self.setup
+        tokens = setup.micro_batch * shape.sequence_length
+        inner = tokens * shape.feed_forward / setup.tp * LOW_PRECISION_BYTES[setup.precision]
+        return self.traits.warm_up_tensors * inner
 
     def _late(self, early: float, ending: float, gradients: float) -> float:
         """Bytes of `gradients` that do not stand yet at the fullest moment of a backward pass.

@@ -62,6 +62,9 @@ class MemoryTraits:
         Unfused attention still has scale, mask and softmax in one kernel, which keeps its low-precision output.
     attention_output_copy
         FlashAttention works in another layout (batch first), so that its output is kept twice.
+    attention_statistics
+        Bytes that fused attention keeps for a token of a head beside its output: the logarithm of its sum, or eight
+        times each the maximum and the sum, in float32 (``npu_fusion_attention``).
     loss_bytes
         Bytes for every logit while the loss goes back, at two bytes a logit: 2 and a float32 copy whose memory
         the softmax and its gradient use again (Megatron), 4 more where the maximum is subtracted into a copy of it
@@ -78,6 +81,10 @@ class MemoryTraits:
         before and after (Megatron-Core, ``megatron/core/transformer/moe/experts.py``).
     position_biases
         Attention that adds biases to its scores by distance gets them as tensors of the heads' scores.
+    warm_up_tensors
+        Tensors as wide as the inner product of a layer, of whole sequences of a micro-batch, that stand while Megatron
+        warms up its fused functions before the model is made (``_warmup_jit_function``): where nothing fuses, bias and
+        GELU keep eight, those of the call before still stand, and so does the input.
     late_gradients
         Gradients are allocated one by one as the backward pass makes them (``zero_grad(set_to_none=True)``); otherwise
         they stand in buffers.
@@ -120,11 +127,13 @@ class MemoryTraits:
     fused_gate: bool = False
     fused_scores: bool = False
     attention_output_copy: bool = False
+    attention_statistics: float = 4.0
     loss_bytes: float = PLAIN_LOSS_BYTES
     compiled_loss_bytes: float = 4.0
     earlier_loss_bytes: float = 0.0
     weighted_experts: bool = False
     position_biases: bool = False
+    warm_up_tensors: int = 0
     late_gradients: bool = False
     low_precision_weights: bool = True
     saved_low_precision_inputs: bool = False
@@ -162,7 +171,9 @@ _DEEPSPEED = MemoryTraits(
     earlier_loss_bytes=4.0,
 )
 _MEGATRON = replace(_DEEPSPEED, fused_gate=True, loss_bytes=6.0, earlier_loss_bytes=0.0, weighted_experts=True)
-_ASCEND = MemoryTraits(fused_rms_norm=True, fused_gate=True, fused_scores=True, loss_bytes=6.0)
+_ASCEND = MemoryTraits(
+    fused_rms_norm=True, fused_gate=True, fused_scores=True, attention_statistics=64.0, loss_bytes=6.0
+)
 
 _TRAITS: dict[Stack, MemoryTraits] = {
     Stack.MINDSPORE_TOOLKIT: _ASCEND,
@@ -173,7 +184,7 @@ _TRAITS: dict[Stack, MemoryTraits] = {
         _MEGATRON, fused_rms_norm=True, fused_scores=True, saved_low_precision_inputs=True
     ),
     Stack.MINDSPORE: _ASCEND,
-    Stack.MINDSPEED: replace(_ASCEND, padded_vocabulary=True, position_biases=True),
+    Stack.MINDSPEED: replace(_ASCEND, padded_vocabulary=True, position_biases=True, warm_up_tensors=17),
     Stack.TENSORFLOW: replace(_STATIC_GRAPH, takes_whole_device=True),
     Stack.PADDLE: _STATIC_GRAPH,
     Stack.MXNET: _STATIC_GRAPH,

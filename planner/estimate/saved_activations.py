@@ -134,7 +134,7 @@ def _attention(
             core += key_tokens * (2 * query - key_value) * element
         result = tokens * output * sizes.product_input
     else:
-        core = 4 * heads * tokens
+        core = traits.attention_statistics * heads * tokens
         result = tokens * output * element
         if setup.attention is AttentionKernel.FLASH and setup.packed_attention:
             # FlashAttention 1 in CUDA packs queries, keys and values into one tensor.
