@@ -8,7 +8,7 @@ from functools import lru_cache
 from planner.graph.operator_graph import OperatorGraph
 from planner.lowering.blueprint import Blueprint
 from planner.lowering.representatives import Representatives, representatives
-from planner.lowering.unit_work import UnitWork, units_work
+from planner.lowering.unit_work import Kinds, UnitWork, units_work
 from planner.lowering.work import Work
 from planner.strategy.plan import Plan
 
@@ -36,9 +36,9 @@ class UnitBodies:
     work: Work
 
 
-def unit_bodies(plan: Plan, graph: OperatorGraph, *, counts_fresh: bool) -> UnitBodies:
-    """The units of a plan; for `graph` see `step_body`, for `counts_fresh` `units_work`."""
-    kept = _unit_bodies(_Asked(plan, graph), counts_fresh)
+def unit_bodies(plan: Plan, graph: OperatorGraph, kinds: Kinds, *, counts_fresh: bool) -> UnitBodies:
+    """The units of a plan; for `graph` see `step_body`, for `kinds` and `counts_fresh` `units_work`."""
+    kept = _unit_bodies(_Asked(plan, graph), kinds, counts_fresh)
     source = kept.found.source.with_messages(plan.bucket_bytes)
     return UnitBodies(found=replace(kept.found, source=source), units=kept.units, work=kept.work.copy())
 
@@ -65,7 +65,7 @@ def _step_body(asked: _Asked) -> Blueprint:
 
 
 @lru_cache(maxsize=KEPT)
-def _unit_bodies(asked: _Asked, counts_fresh: bool) -> UnitBodies:
+def _unit_bodies(asked: _Asked, kinds: Kinds, counts_fresh: bool) -> UnitBodies:
     found, work = representatives(asked.plan, asked.graph), Work()
-    units = units_work(found.source, found.chain, work, counts_fresh=counts_fresh)
+    units = units_work(found.source, found.chain, work, kinds, counts_fresh=counts_fresh)
     return UnitBodies(found=found, units=units, work=work)

@@ -20,7 +20,7 @@ from planner.lowering.ways import Wanted, moves_together
 from planner.lowering.work import Work
 from planner.lowering.writer import Moved, local_move, moving_message
 from planner.lowering.written import Kind, Leg, Message, Then, Value, Written
-from simulator.pipeline_operators import FIRST, LAST, PLAIN
+from simulator.pipeline_operators import FIRST, LAST, PLAIN, action_variants
 from simulator.program import Collective, Kernel, Phase, Task
 from simulator.schedules import ActionKind, Schedule
 
@@ -67,9 +67,15 @@ def chunk_drafts(
     units: Sequence[UnitWork],
     schedule: Schedule,
     written: Written,
+    *,
+    every: bool = True,
 ) -> dict[tuple[ActionKind, int], Draft]:
-    """Every pass of a chunk of these units that a schedule has, plain and of the first and the last micro-batch."""
+    """Every pass of a chunk of these units that a schedule has, plain and of the first and the last micro-batch.
+
+    Unless `every`, those that make gradients only as the schedule runs them: with a single micro-batch none is plain.
+    """
     kinds = {ActionKind(int(kind)) for kind in np.unique(schedule.kind)}
+    run = set(zip(schedule.kind.tolist(), action_variants(schedule).tolist(), strict=True))
     alone = schedule.micro_batches // schedule.chains == 1
     back = units[::-1]
     made: dict[tuple[ActionKind, int], Draft] = {}
@@ -81,6 +87,8 @@ def chunk_drafts(
     ):
         phase = Phase.FORWARD if kind is ActionKind.FORWARD else Phase.BACKWARD
         for variant in variants if kind in kinds else ():
+            if not every and LAST in variants and (kind, variant) not in run:
+                continue
             first, last = variant == FIRST or (variant == LAST and alone), variant == LAST
             writer = PassWriter(source, work, order, parts, phase, written, first=first, last=last)
             made[kind, variant] = writer.write()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain as joined
 from itertools import pairwise
 
 import numpy as np
@@ -115,9 +116,11 @@ def lower_pipeline(
         The chunks do not cover the network in order, or lie on other ranks than the schedule runs them.
     """
     # A single micro-batch adds nothing up.
-    bodies = unit_bodies(plan, graph, counts_fresh=bool(hardware.message_workspace) and plan.micro_batches > 1)
-    found, units, work = bodies.found, bodies.units, bodies.work
+    fresh = bool(hardware.message_workspace) and plan.micro_batches > 1
     schedule = plan_schedule(plan) if schedule is None else schedule
+    kinds = frozenset(map(ActionKind, np.unique(schedule.kind).tolist()))
+    bodies = unit_bodies(plan, graph, kinds, counts_fresh=fresh)
+    found, units, work = bodies.found, bodies.units, bodies.work
     if schedule.micro_batches != plan.micro_batches:
         raise InputError(
             f"schedule {schedule.name} has {schedule.micro_batches} micro-batches, the plan {plan.micro_batches}; "
@@ -130,9 +133,7 @@ def lower_pipeline(
         plan=plan, hardware=hardware, schedule=schedule, found=found, units=units, keys=keys, work=work
     )
     written = Written(found.source)
-    drafts = {
-        key: chunk_drafts(found.source, work, [units[n] for n in key], schedule, written) for key in dict.fromkeys(keys)
-    }
+    drafts = {key: _drafts(lowering, key, written) for key in dict.fromkeys(keys)}
     updates = [_updates(lowering, rank) for rank in range(schedule.ranks)]
     chunk = {key: chunk_bytes(found.source, [units[n] for n in key]) for key in dict.fromkeys(keys)}
     beside = {key: _beside(lowering, passes, hardware) for key, passes in drafts.items()}
@@ -153,14 +154,12 @@ def lower_pipeline(
     # What the host moves takes nothing from kernels.
     slowing = seconds * [task.axis not in (HOST, DISK) for task in work.tasks] * hardware.lost_to_messages
     times = _TaskTimes(seconds, slowing)
-    made = {
-        key: {place: _operators(draft, times, pairs) for place, draft in passes.items()}
-        for key, passes in drafts.items()
-    }
-    kinds = {ActionKind(int(kind)) for kind in np.unique(schedule.kind)}
+    distinct = {id(draft): draft for passes in drafts.values() for draft in passes.values()}
+    operators = {one: _operators(draft, times, pairs) for one, draft in distinct.items()}
+    made = {key: {place: operators[id(draft)] for place, draft in passes.items()} for key, passes in drafts.items()}
     costs = OperatorCosts(
         passes={kind: [made[key][kind, PLAIN] for key in keys] for kind in kinds},
-        first={kind: [made[key][kind, FIRST] for key in keys] for kind in kinds if kind is not INPUT},
+        first={kind: [made[key][kind, FIRST] for key in keys] for kind in kinds if (kind, FIRST) in made[keys[0]]},
         last={kind: [made[key][kind, LAST] for key in keys] for kind in kinds if kind in (BACKWARD, WEIGHT)},
         send_s=_send_times(lowering),
         epilogue_s=np.array([sum(times * float(seconds[number]) for number, times in rank) for rank in updates]),
@@ -168,10 +167,7 @@ def lower_pipeline(
     )
     if not hardware.overlaps_communication:
         costs = in_one_stream(schedule, costs)
-    numbers = {
-        key: {place: [n for operator in draft.tasks for n in operator] for place, draft in passes.items()}
-        for key, passes in drafts.items()
-    }
+    numbers = {key: {place: [*joined(*one.tasks)] for place, one in passes.items()} for key, passes in drafts.items()}
     timed = PassTasks(tasks=work.tasks, seconds=seconds, passes=[numbers[key] for key in keys], updates=updates)
     return LoweredPipeline(
         schedule=schedule,
@@ -182,6 +178,16 @@ def lower_pipeline(
         hardware=met,
         computing=computing,
     )
+
+
+def _drafts(lowering: _Lowering, key: Key, written: Written) -> Mapping[tuple[ActionKind, int], Draft]:
+    """The passes of a chunk; those that never run plain are told plain by the last one.
+
+    Where messages take turns with kernels, plain ones say what travels in every pass, whether they run or not.
+    """
+    every, units = not lowering.hardware.overlaps_communication, [lowering.units[n] for n in key]
+    found = chunk_drafts(lowering.source, lowering.work, units, lowering.schedule, written, every=every)
+    return {(kind, PLAIN): found[kind, LAST] for kind, variant in found if variant == LAST} | found
 
 
 def _beside(

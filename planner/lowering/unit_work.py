@@ -18,7 +18,9 @@ from planner.lowering.work import Work
 from planner.lowering.writer import Draft
 from planner.sharding.placement import Placements
 from simulator.program import COMPUTE_STREAM, Collective, Phase
+from simulator.schedules import ActionKind
 
+Kinds = frozenset[ActionKind]
 KERNELS, MESSAGES, BESIDE = range(3)
 """Streams of a rank, as in `simulator.pipeline_operators`."""
 _STREAMS = {COMPUTE_STREAM: KERNELS, HOST_STREAM: BESIDE}
@@ -80,10 +82,14 @@ class UnitWork:
     memory: UnitMemory
 
 
-def units_work(source: PlacedGraph, found: Chain, work: Work, *, counts_fresh: bool = False) -> tuple[UnitWork, ...]:
+def units_work(
+    source: PlacedGraph, found: Chain, work: Work, kinds: Kinds = frozenset(ActionKind), *, counts_fresh: bool = False
+) -> tuple[UnitWork, ...]:
     """Lower every unit of a chain; their tasks are appended to `work`.
 
-    With `counts_fresh` the memory of units has gradients of parameters that stand beside what they are added to.
+    Backward passes are written whole, in two parts, or both, as actions of these `kinds` run them: the host launches
+    what a pass runs, and nothing else. With `counts_fresh` the memory of units has gradients of parameters that stand
+    beside what they are added to.
     """
     seen: dict[int, int] = {}
     for unit in found.units:
@@ -94,7 +100,8 @@ def units_work(source: PlacedGraph, found: Chain, work: Work, *, counts_fresh: b
     )
     terms, sums = gradient_terms(source)
     made = tuple(
-        _unit_work(source, found, number, work, shared, terms, sums, counts_fresh) for number in range(len(found.units))
+        _unit_work(source, found, number, work, shared, terms, sums, kinds, counts_fresh)
+        for number in range(len(found.units))
     )
     batch = {node.name for node in source.graph.nodes if node.role is Role.INPUT}
     work.own = frozenset(batch.union(*map(written_values, work.instructions)))
@@ -125,6 +132,7 @@ def _unit_work(
     shared: frozenset[int],
     terms: Mapping[TensorRef, int],
     sums: frozenset[int],
+    kinds: Kinds,
     counts_fresh: bool,
 ) -> UnitWork:
     unit = found.units[number]
@@ -153,22 +161,22 @@ def _unit_work(
     forward = [draft for draft in drafts if draft.task.phase is Phase.FORWARD]
     backward = [draft for draft in drafts if draft.task.phase is Phase.BACKWARD]
     sent_back = source.written_name(before.gradient) if before and before.gradient else ""
-    halves = split_backward(source, backward)
+    halves = split_backward(source, backward) if ActionKind.INPUT_GRADIENT in kinds else []
+    run = backward if ActionKind.BACKWARD in kinds else []
     leads = _leads_to(halves, sent_back)
     inputs = [draft for draft, leads_there in zip(halves, leads, strict=True) if leads_there]
     weights = [draft for draft, leads_there in zip(halves, leads, strict=True) if not leads_there]
     fetches = {draft.writes[0].name: number for draft, number in zip(coming, work.add_all(coming), strict=True)}
     entries = frozenset(source.written_name(ref) for ref in given)
     builder = _Builder(entries, gathered, names, shared, source, fetches)
-    whole = set(map(id, drafts))
-    written = [*drafts, *(draft for draft in halves if id(draft) not in whole)]
+    written = [*{id(draft): draft for draft in (*forward, *run, *halves)}.values()]
     numbers = dict(zip(map(id, written), work.add_all(written), strict=True))
     ends = [name for draft in drafts for name in (b.name for b in draft.writes) if name in names]
     early, late = _marked_late(builder.part(inputs, numbers, sent_back), builder.part(weights, numbers, ""))
     late = replace(late, fetches=tuple(one for one in late.fetches if one not in early.fetches))
     return UnitWork(
         forward=builder.part(forward, numbers, sent_on),
-        backward=builder.part(backward, numbers, sent_back),
+        backward=builder.part(run, numbers, sent_back),
         inputs=early,
         weights=late,
         gathers=gathers,

@@ -93,6 +93,16 @@ def test_work_of_a_split_pass_is_that_of_the_whole_one() -> None:
     assert tasks["zb_h1"] == pytest.approx(tasks["1f1b"])
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_the_host_launches_what_passes_run_and_nothing_else(schedule: str) -> None:
+    """Gradients of a convolution run in one kernel or in two: those that do not run slow no others down."""
+    found = lowered("blocks", schedule)
+    counts = found.work.counts(found.schedule)
+    launched = [count for task, count in zip(found.work.tasks, counts, strict=True) if task.launched_with >= 0]
+    assert len(launched) > 20
+    assert min(launched) > 0
+
+
 def test_chunks_of_a_rank_add_the_gradient_of_a_shared_parameter_up_in_one_place() -> None:
     plan = make({}, 2, "zbv", {"virtual": 2}, "none", {})
     graph = checked_graph(plan, captured("gpt2-tiny"))

@@ -20,7 +20,7 @@ from planner.strategy.plan import Chunk, Plan
 from simulator import engine, fast_engine
 from simulator.errors import InputError, StrategyError
 from simulator.hardware import load_profile
-from simulator.pipeline_operators import operator_table
+from simulator.pipeline_operators import action_variants, operator_table
 from simulator.pipeline_passes import simulate_operators
 from simulator.program import BufferKind, Collective
 from simulator.schedules import ActionKind, make_schedule
@@ -254,6 +254,21 @@ def test_a_zero_bubble_schedule_waits_less_and_splits_the_backward_work() -> Non
     parts = [split.lowered.costs.passes[kind][1].seconds.sum() for kind in list(ActionKind)[2:]]
     assert sum(parts) == pytest.approx(backward)
     assert min(parts) > 0.2 * backward
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_passes_are_written_as_the_schedule_runs_them(micro_batches: int) -> None:
+    plan = pipelined(one_stage("gpt2-tiny", LAYERS, (("data", 2),), micro_batches=micro_batches), GRAPH, 2, "1f1b")
+    found = predict_pipeline(plan, GRAPH, HARDWARE)
+    schedule, costs = found.lowered.schedule, found.lowered.costs
+    run = {*zip(schedule.kind.tolist(), action_variants(schedule).tolist(), strict=True)}
+    assert run <= {*found.lowered.work.passes[0]}
+    # With a single micro-batch no pass adds gradients up to others, nor waits with them.
+    assert (ActionKind.BACKWARD in costs.first) == (micro_batches > 1)
+    alike = costs.passes[ActionKind.BACKWARD][0] is costs.last[ActionKind.BACKWARD][0]
+    assert alike == (micro_batches < 3)
+    ends = fast_engine.run(operator_table(schedule, costs))[1]
+    assert float(ends.max()) == pytest.approx(found.result.step_time_s)
 
 
 def test_a_schedule_from_elsewhere_orders_the_passes() -> None:
