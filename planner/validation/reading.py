@@ -22,7 +22,7 @@ from planner.validation.reading_memory import stated_memory_gib
 from planner.validation.reading_network import MissingFactError, is_transformer, read_network
 from planner.validation.reading_plan import read_setup
 from planner.validation.reading_setup import SIMULATORS_DEFAULT, release
-from planner.validation.reading_suites import foreign_configuration, starting_up
+from planner.validation.reading_suites import as_configured, copied_time, starting_up
 from simulator.errors import MeshwrightError
 
 _DECISIVE = ("precision not stated", "recomputation not stated")
@@ -31,6 +31,7 @@ _DECISIVE = ("precision not stated", "recomputation not stated")
 _NO_FIGURE = "memory not compared: whether it is allocated, reserved or the device's is not stated"
 _TWO_SPEEDS = "time not compared: the time of a step and the samples a second that are stated differ by more than twice"
 _TWOFOLD = 2.0
+_COPIED = "time not compared: the table repeats that of another network"
 _STARTING = "time not compared: that of the second or third step of a process, before the steps are alike"
 _NO_BATCH = "memory not compared: it follows the batch, which is not stated"
 
@@ -107,6 +108,7 @@ def measured_row(row: FileRow) -> MeasuredRow:
     )
     if row.fault:
         return replace(known, fault=row.fault, reason=row.fault)
+    row = as_configured(row)
     complete = row.text("plan_complete").lower() in ("yes", "oom")
     known = replace(known, transformer=is_transformer(row))
     notes: list[str] = []
@@ -119,6 +121,8 @@ def measured_row(row: FileRow) -> MeasuredRow:
     seconds, column = measured_time(row, run)
     if _contradicted(row):
         seconds, column, run = math.nan, "", replace(run, assumed=(*run.assumed, _TWO_SPEEDS))
+    if copied_time(row):
+        seconds, column, run = math.nan, "", replace(run, assumed=(*run.assumed, _COPIED))
     if starting_up(row, run.setup.devices, run.setup.micro_batch):
         seconds, column, run = math.nan, "", replace(run, assumed=(*run.assumed, _STARTING))
     memory, said = stated_memory_gib(row), run.assumed
@@ -140,8 +144,6 @@ def measured_row(row: FileRow) -> MeasuredRow:
 
 
 def _run(row: FileRow, notes: list[str]) -> TrainingRun:
-    if foreign_configuration(row):
-        raise MissingFactError("n_accels not stated for this device: dp, tp and batch are those of devices of 32 GB")
     network = read_network(row, notes)
     hardware = hardware_for(row, notes)
     setup = read_setup(row, network, hardware, notes)

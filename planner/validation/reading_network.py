@@ -9,7 +9,7 @@ from planner.estimate.layered import lookup, lookup_by_parameters
 from planner.estimate.training_run import Experts, LatentAttention, LayeredNetwork, TransformerShape
 from planner.validation.known_models import BERT, GPT, LLAMA, KnownModel, Traits, billions, known_model, plain_name
 from planner.validation.measurement_file import FileRow
-from planner.validation.reading_suites import published_name, recipe_sample
+from planner.validation.reading_suites import packs_samples, published_name, recipe_sample
 
 Notes = list[str]
 
@@ -149,13 +149,20 @@ def _transformer(row: FileRow, known: KnownModel | None, notes: Notes) -> Transf
         tied_embeddings=traits.tied_embeddings,
         causal=traits.causal,
         dropout=traits.dropout,
-        attention_window=known.window if known and known.window and length > known.window else 0,
+        attention_window=_window(row, known, length, notes),
         experts=experts,
         latent_attention=known.latent_attention if known else None,
         multi_token_layers=known.multi_token_layers if known else 0,
         normalised_queries=bool(re.search(r"qk[-_]layernorm", f"{row.text('model')} {row.text('other_flags')}")),
         predicted_positions=_predicted_positions(row, traits, notes),
     )
+
+
+def _window(row: FileRow, known: KnownModel | None, length: int, notes: Notes) -> int:
+    if packs_samples(row):
+        notes.append(f"attention within packed samples: {_INSTRUCTION_LENGTH} tokens on average, as instructions have")
+        return min(length, _INSTRUCTION_LENGTH)
+    return known.window if known and length > known.window else 0
 
 
 def _predicted_positions(row: FileRow, traits: Traits, notes: Notes) -> float:

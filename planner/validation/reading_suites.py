@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from planner.validation.measurement_file import FileRow
 
@@ -232,15 +233,45 @@ def flagperf_llama(row: FileRow) -> bool:
     return is_flagperf(row) and row.text("framework").lower() == "deepspeed" and "llama" in row.text("model").lower()
 
 
-def foreign_configuration(row: FileRow) -> bool:
-    """Whether a row shows the plan of a configuration that is not its device's.
+def packs_samples(row: FileRow) -> bool:
+    """Whether short samples fill a row of tokens and attention keeps to each of them.
 
-    MindFormers has GPT-2 13B on four times eight devices of 32 GB (``configs/gpt2/run_gpt2_13b.yaml``) and on eight
-    replicas of one device for 910B (``run_gpt2_13b_910b.yaml``), and its rows have their plans from such files.
+    MindSpeed-LLM's scripts of packed tuning say ``--reset-position-ids`` (``tune_llama2_7b_full_pack_32k.sh``), by
+    which its trainer hands the lengths of the samples to the attention kernel (``generate_actual_seq_len`` in
+    ``tasks/posttrain/sft/sft_trainer.py``).
     """
-    return (
+    words = f"{row.text('source_table')} {row.text('model')}".lower()
+    return "mindspeed" in row.text("framework").lower() and bool(re.search(r"packed|tune_.*_pack(?:_|$)", words))
+
+
+def copied_time(row: FileRow) -> bool:
+    """Whether a table repeats the time of another network.
+
+    MindSpore's ``official/benchmark.md`` of 2023 gives all ShuffleNets of version 2 the times and the accuracies
+    (57.05 and 67.77 %) of two of version 1.
+    """
+    return "official/benchmark" in row.text("source").lower() and row.text("model").lower().startswith("shufflenet_v2")
+
+
+_OWN_CONFIGURATION = {"n_accels": 8.0, "dp": 8.0, "tp": 1.0, "micro_batch": 2.0, "global_batch": 16.0}
+"""``configs/gpt2/run_gpt2_13b_910b.yaml`` of MindFormers, whose device has 59 GB."""
+
+
+def as_configured(row: FileRow) -> FileRow:
+    """The row with the plan of its own device, where it has that of a configuration for another one.
+
+    MindFormers' rows have their plans from configurations. That of GPT-2 13B which they name has four replicas of eight
+    devices of 32 GB (``configs/gpt2/run_gpt2_13b.yaml``: ``max_device_memory: "30GB"``); there is one for 910B. Its
+    rows state tokens a second; the time of a step was worked out with the other plan.
+    """
+    foreign = (
         "mindformers" in row.text("source").lower()
         and row.text("model").lower() == "gpt2_13b"
         and "910b" in row.text("accelerator").lower()
         and (row.whole("dp"), row.whole("tp")) == (4, 8)
     )
+    if not foreign:
+        return row
+    stated = {name: value for name, value in row.numbers.items() if name not in ("step_time_s", "samples_per_s")}
+    texts = {name: f"{value:g}" for name, value in _OWN_CONFIGURATION.items()}
+    return replace(row, numbers=stated | _OWN_CONFIGURATION, texts={**row.texts, **texts})

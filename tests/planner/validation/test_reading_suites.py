@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.estimate.training_run import AttentionKernel, LayeredNetwork, Stack
+from planner.estimate.training_run import AttentionKernel, LayeredNetwork, Stack, TransformerShape
 from planner.validation.reading import MeasuredRow, read_measurements
 from planner.validation.reading_suites import CHOSEN_TO_FIT
 from tests.measurements import write_measurements
@@ -302,18 +302,53 @@ def test_a_suite_sends_messages_through_the_host(
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "dp", "tp", "missing"),
+    ("accelerator", "dp", "tp", "plan", "seconds"),
     [
-        ("Ascend 910B (64GB)", "4", "8", True),
-        ("Ascend 910B (64GB)", "32", "1", False),
-        ("Ascend 910A (32GB)", "4", "8", False),
+        ("Ascend 910B (64GB)", "4", "8", (8, 8, 1, 2), 16 * 2048 / (1376 * 8)),
+        ("Ascend 910B (64GB)", "32", "1", (32, 32, 1, 1), 0.37),
+        ("Ascend 910A (32GB)", "4", "8", (32, 4, 8, 1), 0.37),
     ],
 )
-def test_a_plan_of_other_devices_is_a_missing_fact(
-    tmp_path: Path, accelerator: str, dp: str, tp: str, missing: bool
+def test_a_plan_for_other_devices_gives_way_to_that_of_the_device(
+    tmp_path: Path, accelerator: str, dp: str, tp: str, plan: tuple[int, ...], seconds: float
 ) -> None:
     row = {"source": "MindFormers model cards", "framework": "MindFormers/MindSpore", "model": "gpt2_13b", "hw": ""}
     row |= {"n_layers": "40", "hidden": "5120", "n_heads": "40", "accelerator": accelerator, "n_accels": "32"}
+    row |= {"seq_len": "2048", "tokens_per_s_per_gpu": "1376", "step_time_s": "0.37"}
     read = read_one(tmp_path, **row, dp=dp, tp=tp, pp="1", global_batch="32", micro_batch="")
-    assert ("n_accels not stated for this device" in read.reason) == missing
-    assert (read.run is None) == missing
+    assert read.run is not None
+    setup = read.run.setup
+    assert (setup.devices, setup.dp, setup.tp, setup.micro_batch) == plan
+    assert read.measured_time_s == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("framework", "table", "model", "window"),
+    [
+        ("MindSpeed-LLM (mcore)", "full-parameter SFT packed", "LLaMA2-7B", 320),
+        ("MindSpeed-LLM CI", "baseline json", "tune_qwen25_0point5b_tp1_pp1_pack", 320),
+        ("MindSpeed-LLM (mcore)", "full-parameter SFT", "LLaMA2-7B", 0),
+        ("Megatron-LM", "full-parameter SFT packed", "LLaMA2-7B", 0),
+    ],
+)
+def test_attention_keeps_to_the_samples_that_mindspeed_packs(
+    tmp_path: Path, framework: str, table: str, model: str, window: int
+) -> None:
+    row = {"framework": framework, "source_table": table, "model": model, "seq_len": "32768", "global_batch": "64"}
+    run = read_one(tmp_path, **row, accelerator="Ascend 910B (64GB)", hw="Atlas 900 A2 PODc").run
+    assert run is not None
+    assert isinstance(run.network, TransformerShape)
+    assert (run.network.sequence_length, run.network.attention_window) == (32768, window)
+
+
+@pytest.mark.parametrize(("model", "compared"), [("shufflenet_v2_x2_0", False), ("shufflenet_v1_g3_x1_5", True)])
+def test_a_time_that_a_table_repeats_for_other_networks_is_no_measurement(
+    tmp_path: Path, model: str, compared: bool
+) -> None:
+    row = {**LAMBDA, "source": "mindspore-ai/models official/benchmark.md", "framework": "MindSpore", "model": model}
+    row |= {"accelerator": "Ascend 910", "precision": "amp O0", "precision_kind": "fp16", "n_accels": "8"}
+    row |= {"per_accel_batch": "64", "global_batch": "512", "step_time_s": "0.2678", "samples_per_s": ""}
+    read = read_one(tmp_path, **row)
+    assert read.run is not None
+    assert math.isfinite(read.measured_time_s) == compared
+    assert ("time not compared" in read.reason) != compared
