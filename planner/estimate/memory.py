@@ -17,6 +17,7 @@ from planner.estimate.memory_traits import (
     LOW_PRECISION_BYTES,
     PLAIN_LOSS_BYTES,
     SCRIPTED_LOSS_BYTES,
+    SHIFTED_LOGITS_BYTES,
     MemoryTraits,
     traits_of,
 )
@@ -281,6 +282,7 @@ class _Rank:
             )
             if setup.fused_loss:
                 per_logit = SCRIPTED_LOSS_BYTES if setup.scripted_loss else self.traits.compiled_loss_bytes
+            per_logit += SHIFTED_LOGITS_BYTES * setup.legacy_model
             if setup.micro_batches > 1 and setup.optimizer_sharding in _PIPELINED:
                 per_logit += self.traits.earlier_loss_bytes
         else:

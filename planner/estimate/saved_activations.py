@@ -59,11 +59,12 @@ class _Sizes:
     element: int
     product_input: int
     norm: float
+    gathered: float
 
     @property
     def normalised_input(self) -> float:
-        """A norm and the input of the product that follows it."""
-        return self.stream * (self.norm + self.product_input)
+        """A norm and the input of the product that follows it, also as gathered over the tensor ranks where kept."""
+        return self.stream * (self.norm + self.product_input) + self.gathered
 
 
 def layer_activations(
@@ -83,6 +84,7 @@ def layer_activations(
         product_input=1 if low else element,
         # A fused norm keeps its input; PyTorch's own operators a float32 copy and the normalised values.
         norm=element if fused_norm else 4 + element,
+        gathered=tokens * shape.hidden * element if traits.gathered_inputs and _gathers_early(setup) else 0.0,
     )
     saved, core, working = _attention(shape, setup, traits, sizes, sequence)
     if shape.encoder_layers and not encoder:
@@ -99,6 +101,11 @@ def layer_activations(
         # What the feed-forward network kept is gone by the time attention goes back.
         working=max(working - feed_forward, widest) + gradients,
     )
+
+
+def _gathers_early(setup: TrainingSetup) -> bool:
+    """Whether products gather their inputs over the tensor ranks, message and product piece by piece."""
+    return setup.overlap_tensor and setup.sequence_parallel and setup.tp > 1
 
 
 def _alternate(shape: TransformerShape, setup: TrainingSetup, sizes: _Sizes, *, experts: bool) -> float:
@@ -202,17 +209,18 @@ def _dense(
 ) -> tuple[float, float, float]:
     """Saved bytes of the feed-forward network, those of its activation function's output, and working bytes."""
     width = sizes.tokens * shape.feed_forward / setup.tp
-    saved, function, working = _activation(shape, traits, sizes, width)
+    saved, function, working = _activation(shape, setup, traits, sizes, width)
     mask = sizes.stream if shape.dropout else 0.0
     return sizes.normalised_input + saved + mask, function, working
 
 
 def _activation(
-    shape: TransformerShape, traits: MemoryTraits, sizes: _Sizes, width: float
+    shape: TransformerShape, setup: TrainingSetup, traits: MemoryTraits, sizes: _Sizes, width: float
 ) -> tuple[float, float, float]:
     """Saved bytes of the inner products of a network of `width` elements, their output's, and working bytes."""
     inner = 2 if shape.gated else 1
-    kept = inner + (1 if shape.gated and not traits.fused_gate else 0)
+    fused = traits.fused_gate and not setup.legacy_model
+    kept = inner + (1 if shape.gated and not fused else 0)
     function = width * sizes.product_input
     return width * kept * sizes.element + function, function, width * (inner + 1) * sizes.element
 
@@ -225,16 +233,17 @@ def _experts(
     experts, element = shape.experts, sizes.element
     uneven = experts.capacity_factor or (UNEVEN_ROUTING if setup.ep > 1 else 1.0)
     routed = sizes.tokens * setup.expert_tp / setup.tp * experts.per_token * uneven
-    saved, function, working = _activation(shape, traits, sizes, routed * experts.feed_forward / setup.expert_tp)
+    saved, function, working = _activation(shape, setup, traits, sizes, routed * experts.feed_forward / setup.expert_tp)
     saved += routed * shape.hidden * (sizes.product_input + element)
     if traits.weighted_experts:
         saved += function
     working += routed * shape.hidden * element
     if experts.shared_feed_forward:
-        shared = _activation(shape, traits, sizes, sizes.tokens * experts.shared_feed_forward / setup.tp)
+        shared = _activation(shape, setup, traits, sizes, sizes.tokens * experts.shared_feed_forward / setup.tp)
         saved, function = saved + shared[0], function + shared[1]
     # The router computes in float32; where products keep 8 bits it has the 16-bit tokens to itself.
     router = sizes.stream / shape.hidden * experts.count * 8
     router += sizes.stream * element if sizes.product_input < element else 0.0
     mask = sizes.stream if shape.dropout else 0.0
-    return sizes.normalised_input + saved + router + mask, function, working
+    # Tokens go to their experts, to be gathered by none of their products.
+    return sizes.normalised_input - sizes.gathered + saved + router + mask, function, working

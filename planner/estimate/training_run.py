@@ -304,6 +304,8 @@ class TrainingSetup:
     (Megatron's ``--defer-embedding-wgrad-compute`` with its limit)."""
     packed_attention: bool = True
     """FlashAttention 1 gets queries, keys and values in one tensor, as its CUDA kernel wants them, not Triton's."""
+    legacy_model: bool = False
+    """Megatron's network as it was before its core: gates of single operators, logits less their maximum apart."""
     scattered_gradients: bool = True
     """Sharded optimizers get their share of the gradients by a reduce-scatter; otherwise all are all-reduced."""
     sent_gradient_bytes: int = 0

@@ -398,6 +398,11 @@ def leaves_norms_single(row: FileRow) -> bool:
     return functional_test(row) and not fused_norm(row)
 
 
+def legacy_model(row: FileRow) -> bool:
+    """Whether a row of MindSpeed ran Megatron's network as it was before its core (no ``--use-mcore-models``)."""
+    return "legacy-model" in row.text("other_flags").lower()
+
+
 def sends_tokens_once(row: FileRow) -> bool:
     """Whether experts get a token once for each node: DeepEP, and HybridEP, which Megatron-Bridge's recipes take.
 

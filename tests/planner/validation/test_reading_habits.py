@@ -134,6 +134,19 @@ def test_norms_of_mindspeed_are_one_kernel_unless_a_test_leaves_the_flag_out(
     assert setup.fused_norm is ("rmsnorm" in flags)
 
 
+@pytest.mark.parametrize(("flags", "layers"), [("swiglu; mcore", 1), ("swiglu; legacy-model", 2)])
+def test_the_legacy_network_counts_layers_that_are_computed_again_by_chunk(
+    tmp_path: Path, flags: str, layers: int
+) -> None:
+    stated = {"n_layers": "16", "pp": "2", "vpp": "2", "recompute": "full method=block layers=1"}
+    setup = setup_of(
+        tmp_path, other_flags=flags, framework="MindSpeed-LLM CI", accelerator="Ascend 910B", global_batch="16",
+        micro_batch="1", **stated,
+    )  # fmt: skip
+    assert setup.recompute_layers == layers
+    assert setup.legacy_model is ("legacy" in flags)
+
+
 def test_reward_models_see_answers_of_variable_length(tmp_path: Path) -> None:
     assert "variable length" in read_one(tmp_path, model="reward_chatglm3_tp2", notes="").reason
     assert "variable length" not in read_one(tmp_path, model="performance_chatglm3", notes="").reason
