@@ -128,7 +128,7 @@ class _Rank:
         parameters = stage_parameters(shape, setup, content, self.traits.padded_vocabulary)
         states, shard = states_of(parameters, setup, self.traits)
         in_flight = stage_residency(setup, index)
-        activations = self._kept(content) * in_flight
+        activations = self._kept(content) * in_flight * (1 - self._local_share(index))
         if setup.offload_activations:
             # What one layer keeps is on its way to the host, what another one keeps on its way back.
             activations = min(activations, 2 * self._kept(content) / max(content.layers, 1.0))
@@ -137,6 +137,7 @@ class _Rank:
             ends, loss = self._head(content)
             activations += ends
             working = max(working, loss)
+        freed = self._freed_logits(content)
         late = self._late(activations + working, states.gradients + layer, states.gradients)
         gathered = self._gathered(content, parameters.total)
         communication = self._communication(content, parameters.total)
@@ -158,6 +159,7 @@ class _Rank:
                 first_step=first,
                 cached=cached,
                 late=late,
+                freed=freed,
                 workspace=workspace_bytes(self.traits, setup, self.hardware) + self._biases(),
                 several_in_flight=in_flight > 1,
             ),
@@ -243,6 +245,12 @@ class _Rank:
         bucket = min(setup.reduce_bucket_elements * element, step) if setup.dp > 1 else 0.0
         return max(smaller + table * self.shape.hidden * element - bucket, 0.0)
 
+    def _local_share(self, index: int) -> float:
+        """Share of the layers of a stage that learn locally: the first layers of the network do."""
+        layers = [content.layers for content in self.contents]
+        local = self.setup.local_share * sum(layers) - sum(layers[:index])
+        return min(max(local / max(layers[index], 1.0), 0.0), 1.0)
+
     def _kept(self, content: StageContent) -> float:
         """Activations of one micro-batch in the layers of a stage."""
         kinds = (
@@ -297,6 +305,18 @@ class _Rank:
         kept = 2 * stream * element * heads
         kept += min(setup.deferred_head_batches, setup.micro_batches) * (logits + tokens * shape.hidden) * element
         return kept, logits * per_logit + tokens * shape.hidden * element
+
+    def _freed_logits(self, content: StageContent) -> float:
+        """Bytes of low-precision logits that are dropped before the loss goes back.
+
+        Then float32 tensors stand, which their block cannot hold: it waits for the gradient of the logits.
+        """
+        setup = self.setup
+        if not content.head or not self.traits.drops_logits or setup.fused_loss or setup.loss_chunks > 1:
+            return 0.0
+        tokens = setup.micro_batch * self.shape.sequence_length / setup.cp * self.shape.predicted_positions
+        columns = self.shape.vocabulary / (setup.tp if setup.vocabulary_parallel_loss else 1)
+        return tokens * columns * LOW_PRECISION_BYTES[setup.precision]
 
     def _gathered(self, content: StageContent, parameters: float) -> float:
         """Whole parameters, and the gradients before they are scattered, of the layers at work under ``zero3``.
@@ -366,6 +386,7 @@ class _Moment:
     first_step: float = 0.0
     cached: float = 0.0
     late: float = 0.0
+    freed: float = 0.0
     workspace: float = 0.0
     several_in_flight: bool = False
     many_sizes: bool = False
@@ -378,7 +399,7 @@ def _stage_memory(
     # States are allocated once, in large pieces: only what comes and goes leaves fragments.
     headroom = traits.in_flight_share * moment.activations if moment.several_in_flight else 0.0
     share = traits.many_sizes_share if moment.many_sizes else traits.reserved_share
-    slack = traits.allocator_bytes + share * moving + headroom
+    slack = max(traits.allocator_bytes + share * moving, moment.freed) + headroom
     if traits.takes_whole_device:
         slack = max(slack, hardware.device_memory_bytes - states.total - moving - moment.workspace)
     return StageMemory(

@@ -87,6 +87,8 @@ class MemoryTraits:
         before and after (Megatron-Core, ``megatron/core/transformer/moe/experts.py``).
     position_biases
         Attention that adds biases to its scores by distance gets them as tensors of the heads' scores.
+    drops_logits
+        The training loop drops its logits once the loss is taken (torchtitan, torchtune).
     warm_up_tensors
         Tensors as wide as the inner product of a layer, of whole sequences of a micro-batch, that stand while Megatron
         warms up its fused functions before the model is made (``_warmup_jit_function``): where nothing fuses, bias and
@@ -140,6 +142,7 @@ class MemoryTraits:
     earlier_loss_bytes: float = 0.0
     weighted_experts: bool = False
     position_biases: bool = False
+    drops_logits: bool = False
     warm_up_tensors: int = 0
     late_gradients: bool = False
     low_precision_weights: bool = True
@@ -166,6 +169,7 @@ _EAGER = MemoryTraits(
     bucket_elements=6.5e6,
     step_bytes=4.0,
     loss_bytes=DROPPED_LOGITS_BYTES,
+    drops_logits=True,
     many_sizes_share=MANY_SIZES_SHARE,
 )
 _COMPILED = replace(_EAGER, fused_rms_norm=True, fused_gate=True, fused_scores=True, loss_bytes=12.0, step_bytes=0.0)

@@ -258,6 +258,8 @@ class TrainingSetup:
     offload_parameters: bool = False
     """A rank's share of the parameters waits there as well (ZeRO-3)."""
     trained_fraction: float = 1.0
+    local_share: float = 0.0
+    """Share of the layers, from the first, that learn locally and keep nothing for a backward pass (LU-LoRA)."""
     layers_per_stage: tuple[int, ...] = ()
     deterministic: bool = False
     plain_graph: bool = False

@@ -16,6 +16,7 @@ from planner.validation.reading_network import MissingFactError
 from planner.validation.reading_setup import Network
 from planner.validation.reading_suites import (
     CHOSEN_TO_FIT,
+    local_share,
     misread_batch,
     recipe_in_single,
     suite_batch,
@@ -76,7 +77,7 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
         offload_optimizer=whole_on_one_device(row)
         or bool(re.search(r"opt offl=y|cpu.?offload(?!=false)|optimizer.?offload(?!=false)", flags)),
         offload_parameters=bool(re.search(r"par(?:am(?:eter)?s?)? ?-?offl(?:oad)?=y", flags)),
-        trained_fraction=words.trained_fraction(row, notes), layers_per_stage=stages,
+        trained_fraction=words.trained_fraction(row, notes), local_share=local_share(row), layers_per_stage=stages,
         deterministic=words.functional_test(row),
         legacy_model=words.legacy_model(row),
         scattered_gradients=not words.is_scaling(row), sent_gradient_bytes=4 * words.is_scaling(row),

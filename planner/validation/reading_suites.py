@@ -47,6 +47,7 @@ github.com/NVIDIA/DeepLearningExamples)."""
 _FP32_DIGITS = 32
 _CLIPS = 2500
 """``filelists/ljs_audio_text_train_subset_2500_filelist.txt``, the longest of Lambda's lists."""
+_LOCAL_SHARE = 0.375
 _TUNING_ADAPTERS = frozenset({"tune_llama2_tp8_pp1_ptd"})
 """MindSpeed-LLM's tests that its list of tests names under LoRA, while their own names and flags do not
 (``tests/README.md`` of ModelLink 2.0)."""
@@ -226,6 +227,15 @@ def published_name(row: FileRow) -> str:
 def trains_adapters(row: FileRow) -> bool:
     """Whether a suite's list of tests says that a row trains adapters alone, where the row does not."""
     return "mindspeed" in row.text("framework").lower() and row.text("model").lower() in _TUNING_ADAPTERS
+
+
+def local_share(row: FileRow) -> float:
+    """Share of the layers that LU-LoRA trains locally: what MindSpeed-LLM's documentation recommends.
+
+    That is 37.5 %, and what its script sets: the first 12 of 32 layers (``--lu-lora-final-layer-index 11``).
+    """
+    words = f"{row.text('model')} {row.text('other_flags')}".lower()
+    return _LOCAL_SHARE if re.search(r"lu[-_]lora", words) else 0.0
 
 
 def flagperf_llama(row: FileRow) -> bool:

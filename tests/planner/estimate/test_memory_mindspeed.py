@@ -41,3 +41,15 @@ def test_the_legacy_network_has_gates_of_single_operators_and_logits_less_their_
     gates = LLAMA_7B.layers * 2 * TOKENS * LLAMA_7B.feed_forward / 2
     assert legacy.activations - now.activations == pytest.approx(gates)
     assert legacy.working - now.working == pytest.approx(4 * TOKENS * LLAMA_7B.vocabulary / 2)
+
+
+def test_layers_that_learn_locally_keep_nothing_for_a_backward_pass() -> None:
+    """The first 12 of 32 layers: all of them lie on the first of two stages."""
+    plan: dict[str, Any] = {"stack": Stack.MINDSPEED, "trained_fraction": 0.005}
+    for pp, kept in ((1, (20 / 32,)), (2, (4 / 16, 1)), (4, (0, 0.5, 1, 1))):
+        split = {**plan, "pp": pp, "micro_batches": 4}
+        plain, local = (training_memory(run(LLAMA_7B, **split, local_share=share)).stages for share in (0.0, 12 / 32))
+        ends = training_memory(run(LLAMA_7B, **split, local_share=1.0)).stages
+        for whole, part, none, share in zip(plain, local, ends, kept, strict=True):
+            layers = whole.activations - none.activations
+            assert part.activations - none.activations == pytest.approx(share * layers)

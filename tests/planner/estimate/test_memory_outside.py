@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from planner.estimate.memory import training_memory
 from planner.estimate.memory_outside import context_bytes, workspace_bytes
 from planner.estimate.memory_traits import traits_of
 from planner.estimate.training_run import Stack, TrainingSetup
 from simulator.hardware import load_profile
+from tests.planner.estimate.test_memory import llama, run
 
 GIB, MIB = 2**30, 2**20
 
@@ -59,3 +61,15 @@ def test_a_group_of_products_has_a_workspace_for_each_of_its_streams(
 ) -> None:
     one, grouped = (workspace(profile, stack=stack, grouped_products=grouped) for grouped in (False, True))
     assert grouped - one == mebibytes * MIB
+
+
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [({}, True), ({"loss_chunks": 8}, False), ({"fused_loss": True}, False), ({"stack": Stack.MEGATRON}, False)],
+)
+def test_the_block_of_dropped_logits_waits_for_their_gradient(changes: dict[str, Any], waits: bool) -> None:
+    """The float32 tensors of the loss do not fit it, so that it is held beside them."""
+    shape = llama(2, 4096, 32, 32, 11008, vocabulary=128256, sequence_length=16384)
+    stage = training_memory(run(shape, **{"stack": Stack.COMPILED, **changes})).fullest
+    logits = 2 * 16384 * 128256
+    assert (stage.allocator_slack == pytest.approx(logits)) is waits

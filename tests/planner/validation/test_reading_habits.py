@@ -147,6 +147,11 @@ def test_the_legacy_network_counts_layers_that_are_computed_again_by_chunk(
     assert setup.legacy_model is ("legacy" in flags)
 
 
+@pytest.mark.parametrize(("model", "share"), [("tune_llama2_lu_lora_ptd", 0.375), ("tune_llama2_lora_ptd", 0)])
+def test_lu_lora_learns_the_first_layers_locally(tmp_path: Path, model: str, share: float) -> None:
+    assert setup_of(tmp_path, model=model, framework="MindSpeed-LLM CI").local_share == share
+
+
 def test_reward_models_see_answers_of_variable_length(tmp_path: Path) -> None:
     assert "variable length" in read_one(tmp_path, model="reward_chatglm3_tp2", notes="").reason
     assert "variable length" not in read_one(tmp_path, model="performance_chatglm3", notes="").reason
