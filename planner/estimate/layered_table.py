@@ -34,6 +34,10 @@ _BACKWARD_MOVED: Mapping[Kernel, float] = {
     Kernel.EMBEDDING: 2.0,
 }
 """Elements that the backward kernel moves over those of the forward one: a norm reads two tensors, twice."""
+_SPLIT_NORM = (8, 18)
+"""Passes over a tensor, forward and backward, of a batch norm of single operators. Forward the mean (a read), the mean
+square of the difference (a read, a write, a read), product and sum (two each); backward the gradients of product, sum,
+difference and means (four, one, six and four), which are added up (three)."""
 _SMALL_WINDOW = 9.0
 _WINOGRAD_WINDOW = (6.0, 9.5)
 """Operations for each input element and output channel over two, of 3 x 3 windows that move by one: 9, and somewhat
@@ -73,6 +77,7 @@ class LayerArrays:
     vector: BoolArray
     single: BoolArray
     frozen: BoolArray
+    backward_only: BoolArray
     backward_moved: FloatArray
     count: FloatArray
     saved: float
@@ -112,6 +117,7 @@ class LayeredTable:
         self.convolution_peak, self.matmul_peak = np.array([peaks(run) for run in runs]).T
         self.without_tensor_units = np.array([product_kind(run) == "single" for run in runs])
         self.single_norms = np.array([keeps_single_norms(run) for run in runs])
+        self.single_operators = np.array([splits_norms(run) for run in runs])
         self.several = np.array([run.setup.devices > 1 for run in runs])
         sharing = [min(run.setup.devices, run.hardware.devices_per_node) for run in runs]
         self.doublings = np.log2(sharing)  # of the devices that share a host
@@ -119,6 +125,7 @@ class LayeredTable:
         self.parameters = np.array([network.parameters for network in networks])
         self.tensors = np.array([layers.tensors for layers in arrays])
         self.dense = np.array([layers.dense for layers in arrays])
+        self.early_loss = np.array([run.setup.early_loss for run in runs])
         self.waiting = np.array([run.setup.optimizer == NOVOGRAD for run in runs])
         self.area = np.array([network.area for network in networks])
         self.first_flops = np.array([layers.first_flops for layers in arrays])
@@ -140,7 +147,7 @@ def layered_times(table: LayeredTable, columns: Mapping[str, FloatArray]) -> dic
         Parameters (N,) by the names of `planner.estimate.layered_work.LayeredParameters`; ``host_s`` is the time of a
         sample of the run's kind.
     """
-    forward, backward, kernels = _passes(table, columns)
+    forward, backward, kernels, gradient_kernels = _passes(table, columns)
     boxes = table.batch * table.area * columns["boxes_s"]
     forward, backward = (forward + boxes) * table.micro_batches, backward * table.micro_batches
     device = forward + backward
@@ -148,12 +155,16 @@ def layered_times(table: LayeredTable, columns: Mapping[str, FloatArray]) -> dic
     crowded = 1.0 + columns["crowding"] * table.doublings
     updates = table.tensors * columns["updates"]
     updates = updates * np.where(table.waiting, _NOVOGRAD_UPDATES, 1.0) * columns["launch_s"] * crowded
-    launches = kernels * table.micro_batches * columns["launch_s"] * crowded + np.where(table.waiting, 0.0, updates)
+    launch_s = columns["launch_s"] * crowded
+    launches = table.micro_batches * launch_s * kernels
+    backward_launches = table.micro_batches * launch_s * gradient_kernels + np.where(table.waiting, 0.0, updates)
     rewritten = table.parameters * columns["update_bytes"] + table.dense * columns["layout_bytes"]
     update_s = rewritten / (table.bandwidth * columns["memory"])
     shared = 2.0 ** (columns["pooled"] * table.doublings)
     samples = table.batch * table.micro_batches * columns["host_s"] * table.area * shared
-    busy = _smooth_maximum(device + contended, launches, samples)
+    together = _smooth_maximum(device + contended, launches + backward_launches)
+    in_turn = _smooth_maximum(forward, launches) + _smooth_maximum(backward + contended, backward_launches)
+    busy = _smooth_maximum(np.where(table.early_loss, in_turn, together), samples)
     # The gradients of the last micro-batch are reduced while it runs, but for those of its last quarter.
     hidden = busy * backward / device / table.micro_batches * (1 - 1 / 4)
     exposed = np.maximum(columns["exposed"] * table.reduction_s, table.reduction_s - hidden)
@@ -169,8 +180,10 @@ def layered_times(table: LayeredTable, columns: Mapping[str, FloatArray]) -> dic
     }
 
 
-def _passes(table: LayeredTable, columns: Mapping[str, FloatArray]) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Seconds of forward and backward pass of a micro-batch on one device, and the number of kernels, each (N,).
+def _passes(
+    table: LayeredTable, columns: Mapping[str, FloatArray]
+) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    """Seconds of forward and backward pass of a micro-batch on one device, and the kernels of both, each (N,).
 
     Convolutions and matrix products have two gradients, each as much work as the forward pass, but the first
     layer needs none for its input.
@@ -178,26 +191,33 @@ def _passes(table: LayeredTable, columns: Mapping[str, FloatArray]) -> tuple[Flo
     layers, run = table.layers, table.run
     of_run = {name: column[run] for name, column in columns.items()}
     products = _product_s(table, of_run)
-    single = layers["single"] | (layers["norm"] & ~layers["vector"] & table.single_norms[run])
+    split = layers["norm"] & table.single_operators[run]
+    single = layers["single"] | (layers["norm"] & ~layers["vector"] & table.single_norms[run]) | split
     batch, size = table.batch[run], np.where(single, 4.0, table.element_bytes[run])
     moved_s = size * (batch * layers["moved"] + layers["weights"]) / (table.bandwidth[run] * of_run["memory"])
     left = np.where(layers["fusable"], of_run["unfused"], 1.0)
     # A fused norm sums up what its convolution writes: one of its three passes goes.
     passes = np.where(layers["norm"], (2.0 + of_run["unfused"]) / 3.0, left)
+    passes = np.where(split, _SPLIT_NORM[0] / 3, passes)
     pointwise = moved_s * passes * np.where(layers["vector"], of_run["vector"], 1.0)
     product, kernel_s = layers["product"], of_run["kernel_s"]
     once = np.where(product, products, pointwise) + kernel_s * left
-    again = np.where(product, 2 * products, pointwise * layers["backward_moved"])
+    again = np.where(
+        product, 2 * products, pointwise * np.where(split, _SPLIT_NORM[1] / _SPLIT_NORM[0], layers["backward_moved"])
+    )
     again += kernel_s * np.where(product, 2.0, left)
     trained = np.where(layers["frozen"], 0.0, 1.0)
     first = np.maximum(
         table.batch * table.first_flops / (table.first_peak * columns["products"]),
         table.operand_bytes * table.batch * table.first_moved / (table.bandwidth * columns["memory"]),
     )
-    forward = table.total(once)
+    begun = np.where(layers["backward_only"], 0.0, 1.0)
+    again += once * (1.0 - begun)
+    forward = table.total(once * begun)
     backward = np.maximum(table.total(again * trained) - first, table.total(once * trained))
-    launched = np.where(product, 1.0, left) + np.where(product, 2.0, left) * trained
-    return forward, backward, table.total(launched)
+    launched = np.where(product, 1.0, left)
+    launched_again = (np.where(product, 2.0, left) + launched * (1.0 - begun)) * trained
+    return forward, backward, table.total(launched * begun), table.total(launched_again)
 
 
 def _product_s(table: LayeredTable, of_run: Mapping[str, FloatArray]) -> FloatArray:
@@ -266,6 +286,30 @@ def operand_bytes(run: TrainingRun) -> float:
     (``allow_fp32_to_fp16``, the default of CANN in training); Ascend 910B keeps what the network says.
     """
     return 2.0 if family_of(run.hardware.device_name) == "ascend910" else element_bytes(run)
+
+
+def keeps_planes(run: TrainingRun) -> bool:
+    """Whether convolutions take their channels in planes in half precision as well, in a stack that has them last.
+
+    So XLA has volumes: it puts channels last in half precision where images have two dimensions
+    (``gpu_layout_assignment.cc`` of TensorFlow: all others "use NCHW"), and TensorFlow's own operator for volumes turns
+    them around before cuDNN takes them (``conv_ops_3d.cc``).
+    """
+    return (
+        run.setup.stack is Stack.TENSORFLOW
+        and product_kind(run) == "half"
+        and data_parallel_network(run).sample.endswith("volume")
+    )
+
+
+def splits_norms(run: TrainingRun) -> bool:
+    """Whether batch norms run as single operators, whose means stay in float32 and their results with them.
+
+    TensorFlow's fused batch norm takes images alone (``fused`` needs four dimensions in ``BatchNormalization`` of
+    TensorFlow 1), means are on the list of what automatic mixed precision leaves in float32, and only XLA would fuse
+    the rest again.
+    """
+    return run.setup.plain_graph and data_parallel_network(run).sample.endswith("volume")
 
 
 def keeps_single_norms(run: TrainingRun) -> bool:
@@ -351,6 +395,7 @@ def _arrays_of(key: _Same) -> LayerArrays:
             layer.kernel, layer.flops, layer.elements_moved, layer.weights,
             layer.m * batched, columns, layer.k, grouped, layer.kernel in _FUSABLE and not layer.saved,
             layer.vector, layer.single, layer.frozen, _winograd(layer),
+            layer.backward_only,
         )  # fmt: skip
         counts[row] = counts.get(row, 0.0) + layer.count
     rows = list(counts)
@@ -373,6 +418,7 @@ def _arrays_of(key: _Same) -> LayerArrays:
         single=np.array([bool(row[10]) for row in rows]),
         frozen=np.array([bool(row[11]) for row in rows]),
         winograd=np.array([bool(row[12]) for row in rows]),
+        backward_only=np.array([bool(row[13]) for row in rows]),
         backward_moved=np.array([_BACKWARD_MOVED.get(kernel, 1.0) for kernel in kernels]),  # type: ignore[call-overload]
         count=np.array([counts[row] for row in rows]),
         saved=sum(layer.saved * layer.count for layer in key.network.layers),

@@ -19,6 +19,7 @@ from planner.estimate.layered_table import (
     data_parallel_network,
     element_bytes,
     flops_per_element,
+    keeps_planes,
     layer_arrays,
     layered_times,
     product_kind,
@@ -171,6 +172,8 @@ class LayeredCoefficients:
         planes = device.pop("planes", _NEUTRAL.casts)
         if product_kind(run) == "tf32":
             stack["casts"] = planes
+        elif keeps_planes(run):
+            stack["casts"] = self.stacks.get(Stack.EAGER, {}).get("casts", _NEUTRAL.casts)
         if product_kind(run) != "half" and run.setup.stack in _FUSED_IN_HALF:
             stack["unfused"] = _NEUTRAL.unfused
         if run.setup.plain_graph:

@@ -179,6 +179,7 @@ class LayerWork:
     products: m = output pixels, n = output channels, k = input channels * kernel area / groups).
     ``vector``: what vector units do that sum over channels or take exponentials, and no product hides.
     ``single``: its tensors are float32 in mixed precision as well. ``frozen``: it has no backward pass.
+    ``backward_only``: it has no forward pass, and twice the work of one in the backward pass.
     """
 
     kernel: Kernel
@@ -194,6 +195,7 @@ class LayerWork:
     vector: bool = False
     single: bool = False
     frozen: bool = False
+    backward_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,6 +301,8 @@ class TrainingSetup:
     """The loss is compiled (Megatron's ``--cross-entropy-loss-fusion``)."""
     scripted_loss: bool = False
     """TorchScript compiles it, not ``torch.compile``."""
+    early_loss: bool = False
+    """The host waits for the loss before it begins the backward pass."""
     eager_kernels: bool = False
     """Libraries load all their kernels into the device at once, as before CUDA 11.7."""
     deferred_head_batches: int = 0

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from planner.estimate.coefficients import stack_key
 from planner.estimate.device_family import family_of
-from planner.estimate.layered_table import LayeredTable, layered_times
+from planner.estimate.layered_table import LayeredTable, keeps_planes, layered_times
 from planner.estimate.layered_work import LayeredCoefficients, parameter_columns
 from planner.estimate.training_run import LayeredNetwork, Stack, TrainingRun
 from planner.validation.fitting import Prior
@@ -284,9 +284,8 @@ class Steps:
         self._sources = tuple(sources)
         self._families = [family_of(run.hardware.device_name) for run in runs]
         self._stacks = [stack_key(run) for run in runs]
-        alike: dict[tuple[str, str, str], int] = {}
-        self._alike = [alike.setdefault((run.hardware.hash, stack_key(run), run.setup.precision), index)
-                       for index, run in enumerate(runs)]  # fmt: skip
+        alike: dict[tuple[object, ...], int] = {}
+        self._alike = [alike.setdefault(_told_apart(run), index) for index, run in enumerate(runs)]
         self._first = sorted(set(self._alike))
 
     def predicted(self, coefficients: LayeredCoefficients, hosts: Mapping[str, float] | None = None) -> FloatArray:
@@ -335,6 +334,12 @@ class Steps:
             moved[np.unique(place[own])] -= _STEP
             found[own, place[own]] = (base - self.logarithms(keys, moved))[own] / _STEP
         return found
+
+
+def _told_apart(run: TrainingRun) -> tuple[object, ...]:
+    """What the parameters of a run depend on."""
+    setup = run.setup
+    return run.hardware.hash, stack_key(run), setup.precision, setup.plain_graph, keeps_planes(run)
 
 
 def predicted_logarithms(runs: Sequence[TrainingRun], coefficients: LayeredCoefficients) -> FloatArray:

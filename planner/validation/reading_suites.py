@@ -44,6 +44,7 @@ _EXAMPLES: tuple[tuple[str, str, Mapping[int, tuple[int, int]]], ...] = (
 """Samples a device in half and in single precision by the memory of the device, as NVIDIA's examples are run
 (``PyTorch/Classification/ConvNets/configs.yml`` and ``*/Detection/Efficientdet/scripts/D0`` of
 github.com/NVIDIA/DeepLearningExamples)."""
+_FLAGPERF_RESNET = 32
 _FP32_DIGITS = 32
 _CLIPS = 2500
 """``filelists/ljs_audio_text_train_subset_2500_filelist.txt``, the longest of Lambda's lists."""
@@ -85,12 +86,21 @@ def suite_batch(row: FileRow, memory_bytes: float) -> int | None:
         Memory of the device; the configuration is the one for the nearest size.
     """
     if not is_lambda(row):
-        return _example_batch(row, memory_bytes)
+        return _flagperf_batch(row) or _example_batch(row, memory_bytes)
     batches = _HALF if "16" in row.text("precision") else _SINGLE
     model = row.text("model").lower()
     known = next((known for name, known in batches.items() if model.startswith(name)), None)
     nearest = min(range(len(_MEMORIES_GB)), key=lambda place: abs(_MEMORIES_GB[place] * 1e9 - memory_bytes))
     return known[nearest] if known else None
+
+
+def _flagperf_batch(row: FileRow) -> int | None:
+    """Samples a device in FlagPerf where a row changes none of the parameters that its configurations allow to.
+
+    ResNet-50 for PyTorch takes 32 (``training/nvidia/resnet50-pytorch/config/config_A100x1x8.py``).
+    """
+    known = is_flagperf(row) and row.text("framework").lower() == "pytorch" and row.text("model").lower() == "resnet50"
+    return _FLAGPERF_RESNET if known else None
 
 
 def is_example(row: FileRow) -> bool:
@@ -160,6 +170,15 @@ def mixed_precision_ignored(row: FileRow) -> bool:
     and ignores what it does not know (``parse_known_args``): both are trained in single precision.
     """
     return is_lambda(row) and bool(re.match(r"tacotron2|waveglow", row.text("model").lower()))
+
+
+def reads_loss_early(row: FileRow) -> bool:
+    """Whether a script reads the loss, and so waits for the device, between the forward and the backward pass.
+
+    So does that of Tacotron 2 and WaveGlow (``reduced_loss = loss.item()`` before ``loss.backward()`` in
+    ``PyTorch/SpeechSynthesis/Tacotron2/train.py`` of NVIDIA's examples, which Lambda runs).
+    """
+    return (is_lambda(row) or is_example(row)) and bool(re.match(r"tacotron2|waveglow", row.text("model").lower()))
 
 
 def starting_up(row: FileRow, devices: int, batch: int) -> bool:

@@ -146,6 +146,13 @@ class NetworkBuilder:
         """The sum with a tensor of the same shape: a residual connection."""
         return self._pointwise(Kernel.ELEMENTWISE, 3, saved=False)
 
+    def weighted_sum(self, inputs: int) -> NetworkBuilder:
+        """The sum of so many tensors with trained weights (arXiv:1911.09070, 3.3): each is scaled and divided.
+
+        It is then written beside the others, which are summed up: seven passes for each and one for the sum.
+        """
+        return self._pointwise(Kernel.ELEMENTWISE, 7 * inputs + 1, saved=False)
+
     def scale(self) -> NetworkBuilder:
         """The product with a broadcast tensor: its backward pass reads and sums as well, hence four passes each way."""
         return self._pointwise(Kernel.ELEMENTWISE, 4, saved=True)
@@ -176,7 +183,7 @@ class NetworkBuilder:
 
     def accumulate(self, count: int, weights: float) -> NetworkBuilder:
         """Gradients of `weights` that are added up after each of `count` steps: two reads and a write."""
-        self._append(Kernel.COPY, weights=1.5 * weights, count=count)
+        self._append(Kernel.COPY, weights=1.5 * weights, count=count, backward_only=True)
         self.parameters -= 1.5 * weights * count
         return self
 
@@ -332,7 +339,7 @@ class NetworkBuilder:
         Each stands in a tensor of zeros as large as the whole (a write), which is added to the sum of the others (two
         reads and a write), all of them in the backward pass.
         """
-        return self._append(Kernel.COPY, elements_moved=2 * self.elements, count=count)
+        return self._append(Kernel.COPY, elements_moved=2 * self.elements, count=count, backward_only=True)
 
     def squeeze_excite(self, hidden: int, *, smooth: bool = False, bias: bool = True) -> NetworkBuilder:
         """Channel weights from the global average through two products (SENet, arXiv:1709.01507)."""

@@ -162,7 +162,11 @@ def proposals(net: NetworkBuilder, sizes: Sequence[tuple[int, ...]]) -> None:
 
 
 def efficientdet_d0(name: str, side: int) -> LayeredNetwork:
-    """EfficientDet-D0 (arXiv:1911.09070): three BiFPN layers of 64 channels, heads of three separable layers."""
+    """EfficientDet-D0 (arXiv:1911.09070): three BiFPN layers of 64 channels, heads of three separable layers.
+
+    The logits of classes are put in order for a focal loss of one kernel, which writes their gradient on its way
+    (``fused_focal_loss`` of ``PyTorch/Detection/Efficientdet`` of NVIDIA's examples).
+    """
     net = NetworkBuilder(3, side, side)
     stages = efficientnet_body(net, 1.0, 1.0)
     width, sides = 64, [side // 2**level for level in range(3, 8)]
@@ -170,8 +174,11 @@ def efficientdet_d0(name: str, side: int) -> LayeredNetwork:
         net.become(channels, here, here).unit(width, 1, activation="")
     net.unit(width, 1, activation="").pool(3, 2).pool(3, 2)
     for _ in range(3):
-        for here in (*sides[3::-1], *sides[1:]):
-            net.become(width, here, here).add().smooth()
+        for here in sides[3::-1]:
+            net.become(width, here // 2, here // 2).upsample().weighted_sum(2).smooth()
+            net.convolution(width, 3, groups=width).unit(width, 1, activation="")
+        for here in sides[1:]:
+            net.become(width, 2 * here, 2 * here).pool(3, 2).weighted_sum(2 if here == sides[-1] else 3).smooth()
             net.convolution(width, 3, groups=width).unit(width, 1, activation="")
     before = net.parameters
     for here in sides:
@@ -180,5 +187,5 @@ def efficientdet_d0(name: str, side: int) -> LayeredNetwork:
             net.become(width, here, here)
             for _ in range(3):
                 net.convolution(width, 3, groups=width).unit(width, 1, activation="smooth")
-            net.convolution(width, 3, groups=width).convolution(outputs, 1, bias=True)
+            net.convolution(width, 3, groups=width).convolution(outputs, 1, bias=True).copy().copy()
     return net.finish(name, SAMPLE)

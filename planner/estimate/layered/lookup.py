@@ -194,13 +194,10 @@ FAMILIES: tuple[tuple[str, int, Family], ...] = (
     (
         r"^unet_?industrial",
         512,
-        lambda name, _, side: segmentation.unet(name, side, (32, 32, 64, 128, 256), 1, padded=True),
+        lambda name, _, side: segmentation.industrial_unet(name, side),
     ),
-    (
-        r"^unet(?:_?medical)?$",
-        572,
-        lambda name, _, side: segmentation.unet(name, side, (64, 128, 256, 512, 1024), 2, padded=False),
-    ),
+    (r"^unet_?medical$", 572, lambda name, _, side: segmentation.unet(name, side, example=True)),
+    (r"^unet$", 572, lambda name, _, side: segmentation.unet(name, side)),
     (r"^v_?net", 32, lambda name, _, side: segmentation.vnet(name, side)),
     (
         r"^deeplab_?v3(?P<plus>_?plus)?",

@@ -8,21 +8,29 @@ from planner.estimate.layered.builder import NetworkBuilder
 from planner.estimate.layered.residual import DEPTHS, ResidualForm, bottleneck, stem
 from planner.estimate.training_run import LayeredNetwork
 
+UNET_WIDTHS = (64, 128, 256, 512, 1024)
 
-def unet(name: str, side: int, widths: Sequence[int], classes: int, *, padded: bool) -> LayeredNetwork:
-    """U-Net (arXiv:1505.04597): two convolutions a level, unpadded ones in the original."""
+
+def unet(name: str, side: int, *, example: bool = False) -> LayeredNetwork:
+    """U-Net (arXiv:1505.04597): two unpadded convolutions a level.
+
+    In NVIDIA's ``example`` the transposed convolutions have windows of 3 x 3 and a ReLU, and the lowest level drops
+    out (``TensorFlow*/Segmentation/UNet_Medical/model/layers.py``).
+    """
     net = NetworkBuilder(1, side, side)
-    padding = None if padded else 0
-    skips = []
-    for level, channels in enumerate(widths):
+    for level, channels in enumerate(UNET_WIDTHS):
         if level:
             net.pool(2, 2, 0)
-        _two_convolutions(net, channels, padding)
-        skips.append(net.size)
-    for channels in reversed(widths[:-1]):
-        net.transposed(channels).concatenate(2 * channels)
-        _two_convolutions(net, channels, padding)
-    net.convolution(classes, 1, bias=True)
+        _two_convolutions(net, channels, 0)
+    if example:
+        net.dropout()
+    for channels in reversed(UNET_WIDTHS[:-1]):
+        net.transposed(channels, 3 if example else 2)
+        if example:
+            net.relu()
+        net.concatenate(2 * channels)
+        _two_convolutions(net, channels, 0)
+    net.convolution(2, 1, bias=True)
     return net.finish(name, "small image")
 
 
@@ -31,15 +39,47 @@ def _two_convolutions(net: NetworkBuilder, channels: int, padding: int | None) -
         net.convolution(channels, 3, bias=True, padding=padding).relu()
 
 
+def industrial_unet(name: str, side: int) -> LayeredNetwork:
+    """The U-Net of 1.8 million weights of NVIDIA's examples, which enlarges by copying and a convolution of 2 x 2.
+
+    (``tinyUNet`` of ``TensorFlow/Segmentation/UNet_Industrial/model/unet.py``.)
+    """
+    net = NetworkBuilder(1, side, side)
+    skipped = (32, 32, 64, 128)
+    for channels in skipped:
+        _two_convolutions(net, channels, None)
+        net.pool(2, 2, 0)
+    _two_convolutions(net, 256, None)
+    _enlarged(net, 128)
+    for channels, skip in zip((128, 64, 32), reversed(skipped), strict=False):
+        net.concatenate(net.channels + skip)
+        net.convolution(channels, 3, bias=True).relu().convolution(channels // 2, 3, bias=True).relu()
+        _enlarged(net, channels // 2)
+    net.concatenate(net.channels + skipped[0])
+    _two_convolutions(net, 32, None)
+    net.convolution(1, 1, bias=True)
+    return net.finish(name, "small image")
+
+
+def _enlarged(net: NetworkBuilder, channels: int) -> None:
+    """The tensor copied to twice its side, then a convolution of 2 x 2 that keeps it."""
+    size = net.upsample().size
+    net.convolution(channels, 2, bias=True).become(channels, *size).relu()
+
+
 def volume_unet(name: str, side: int, widths: Sequence[int], classes: int = 4, inputs: int = 4) -> LayeredNetwork:
-    """U-Net for volumes (nnU-Net, arXiv:1809.10486): strided convolutions down, instance norms."""
+    """U-Net for volumes (nnU-Net, arXiv:1809.10486): strided convolutions down, instance norms.
+
+    The last convolution has windows of three voxels each way, as in
+    ``TensorFlow/Segmentation/UNet_3D_Medical/model/layers.py`` of NVIDIA's examples.
+    """
     net = NetworkBuilder(inputs, side, side, side)
     for level, channels in enumerate(widths):
         net.unit(channels, 3, 2 if level else 1).unit(channels)
     for channels in reversed(widths[:-1]):
-        net.transposed(channels, bias=False).concatenate(2 * channels)
+        net.transposed(channels).concatenate(2 * channels)
         net.unit(channels).unit(channels)
-    net.convolution(classes, 1, bias=True)
+    net.convolution(classes, 3, bias=True).softmax()
     return net.finish(name, "volume")
 
 

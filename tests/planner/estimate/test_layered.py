@@ -84,7 +84,9 @@ PARAMETERS = {
     "yolox_s": 8.968,
     "yolox_l": 54.209,
     "mask_rcnn": 44.401,
-    "unet_medical": 31.031,
+    "unet": 31.031,
+    "unet_medical": 34.512,
+    "unet_industrial": 1.850,
     "efficientdet": 3.830,
     "jasper": 332.632,
     "quartznet": 18.924,
@@ -262,6 +264,45 @@ def test_v_net_keeps_the_width_of_what_it_concatenates() -> None:
     assert network is not None
     inner = [layer for layer in network.layers if layer.kernel is Kernel.CONVOLUTION and layer.n == layer.k / 27]
     assert [layer.n for layer in inner] == [32] * 3 + [64] * 3 + [128] * 3 + [128] * 3 + [64] * 3
+
+
+def test_the_u_net_of_small_images_enlarges_by_copies_and_keeps_their_side() -> None:
+    network = lookup("unet_industrial")
+    assert network is not None
+    enlarged = [layer for layer in network.layers if layer.kernel is Kernel.CONVOLUTION and layer.k == 4 * layer.n]
+    assert [layer.n for layer in enlarged] == [64, 32, 16]  # the first halves its channels as well
+    last = network.layers[-2]
+    assert (last.m, last.n) == (512**2, 1)
+
+
+def test_transposed_windows_of_u_net_are_the_examples_or_the_papers() -> None:
+    examples, papers = lookup("unet_medical"), lookup("unet")
+    assert examples is not None
+    assert papers is not None
+    places = {28 * 28, 52 * 52, 100 * 100, 196 * 196}
+    for network, window in ((examples, 9), (papers, 4)):
+        turned = [layer for layer in network.layers if layer.kernel is Kernel.CONVOLUTION and layer.m in places]
+        assert [layer.n for layer in turned if layer.k in (1024, 512, 256, 128)] == [
+            channels * window for channels in (512, 256, 128, 64)
+        ]
+
+
+def test_gradients_of_slices_have_no_forward_pass() -> None:
+    network = lookup("tacotron2")
+    assert network is not None
+    later = [layer for layer in network.layers if layer.backward_only]
+    assert [layer.count for layer in later] == [860, 860]
+    assert later[0].elements_moved == 2 * 256 * 860
+
+
+def test_a_weighted_sum_scales_divides_and_stacks_each_tensor() -> None:
+    net = NetworkBuilder(64, 8, 8).weighted_sum(3)
+    assert net.layers[0].elements_moved == (3 * (2 + 2 + 2 + 1) + 1) * net.elements
+
+
+def test_augmenting_goes_by_pixels_and_reading_does_not() -> None:
+    areas = [network.area for side in (1, 224, 448) if (network := lookup("efficientnet_v2_s", side))]
+    assert areas == pytest.approx([3 / 8, 1.0, 3 / 8 + 4 * 5 / 8], rel=1e-4)
 
 
 def test_a_recurrent_layer_counts_its_weights_once() -> None:

@@ -175,6 +175,52 @@ def test_a_plain_graph_fuses_nothing() -> None:
     assert [known.parameters(one).unfused for one in (compiled, plain)] == [0.4, 1.0]
 
 
+def test_volumes_lie_in_planes_in_half_precision_too() -> None:
+    known = LayeredCoefficients(
+        devices={"volta": {"planes": 2.0}}, stacks={"tensorflow": {"casts": 0.1}, "eager": {"casts": 3.0}}
+    )
+
+    def casts(name: str, precision: str = "fp16", profile: str = "dgx1-v100", stack: Stack = Stack.TENSORFLOW) -> float:
+        return known.parameters(run(name=name, precision=precision, profile=profile, stack=stack)).casts
+
+    assert [casts(name) for name in ("vnet", "unet_3d_medical", "unet_medical", "resnet50")] == [3.0, 3.0, 0.1, 0.1]
+    assert casts("vnet", "fp32") == 0.1  # without tensor units nothing is copied
+    assert casts("vnet", stack=Stack.MXNET) == NEUTRAL.casts
+
+
+def test_norms_of_volumes_are_single_operators_in_float32_where_nothing_fuses_them() -> None:
+    def passes(name: str, precision: str, *, plain: bool) -> float:
+        wanted = run(name=name, precision=precision, profile="dgx1-v100", stack=Stack.TENSORFLOW)
+        parts = predict_layered(replace(wanted, setup=replace(wanted.setup, plain_graph=plain)), NEUTRAL).breakdown
+        return parts["forward"] + parts["backward"]
+
+    added = [passes("vnet", kind, plain=True) - passes("vnet", kind, plain=False) for kind in ("fp32", "fp16")]
+    fused = 8 * (2 + NEUTRAL.unfused) / 3  # for 26 passes, whose elements have four bytes in half precision as well
+    assert added[1] / added[0] == pytest.approx((26 - fused / 2) / (26 - fused))
+    assert passes("resnet50", "fp16", plain=True) == passes("resnet50", "fp16", plain=False)
+
+
+def test_host_and_device_take_turns_where_the_loss_is_read_before_the_backward_pass() -> None:
+    hosted = replace(NEUTRAL, launch_s=1e-5, updates=0.0)
+    wanted = run(name="tacotron2", devices=1, batch=128, precision="tf32")
+    early = replace(wanted, setup=replace(wanted.setup, early_loss=True))
+    together, in_turn = (predict_layered(one, hosted).breakdown for one in (wanted, early))
+    assert (together["forward"], together["backward"]) == (in_turn["forward"], in_turn["backward"])
+    assert in_turn["waiting for the host"] > together["waiting for the host"]
+    quick = replace(hosted, launch_s=1e-9)
+    assert seconds(early, quick) == pytest.approx(seconds(wanted, quick), rel=1e-6)
+
+
+def test_what_runs_in_the_backward_pass_alone_takes_it_all() -> None:
+    usual = network("tacotron2")
+    both = replace(usual, layers=tuple(replace(layer, backward_only=False) for layer in usual.layers))
+    late, spread = (predict_layered(replace(run(name="tacotron2"), network=one), NEUTRAL) for one in (usual, both))
+    assert late.breakdown["forward"] < 0.9 * spread.breakdown["forward"]
+    assert sum(late.breakdown[part] for part in ("forward", "backward")) == pytest.approx(
+        sum(spread.breakdown[part] for part in ("forward", "backward"))
+    )
+
+
 def test_frozen_layers_take_their_forward_pass_alone() -> None:
     kept = network()
     frozen = replace(kept, layers=tuple(replace(layer, frozen=True) for layer in kept.layers))

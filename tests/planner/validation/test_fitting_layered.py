@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,6 +52,20 @@ def made_row(name: str, batch: int, source: str, factor: float = 1.0) -> Measure
 
 def made_rows() -> list[MeasuredRow]:
     return [made_row(name, batch, source) for name in NAMES for batch, source in ((32, "one"), (128, "two"))]
+
+
+def test_runs_of_one_device_and_stack_keep_what_tells_them_apart() -> None:
+    known = LayeredCoefficients(stacks={"tensorflow": {"unfused": 0.4, "casts": 0.1}, "eager": {"casts": 3.0}})
+    hardware = load_profile("dgx1-v100")
+    setup = TrainingSetup(devices=1, micro_batch=16, precision="fp16", stack=Stack.TENSORFLOW)
+    runs = [
+        TrainingRun(network=network, setup=replace(setup, plain_graph=plain), hardware=hardware)
+        for network in (lookup("resnet50"), lookup("vnet"))
+        for plain in (False, True)
+        if network
+    ]
+    alone = [math.log(predict_layered(run, known.parameters(run)).step_time_s) for run in runs]
+    assert Steps(runs).predicted(known).tolist() == pytest.approx(alone)
 
 
 def test_a_fit_finds_the_times_in_spite_of_a_wrong_row() -> None:

@@ -45,6 +45,28 @@ def test_a_suite_chooses_batches_by_memory(
     assert CHOSEN_TO_FIT in run.assumed
 
 
+def test_flagperf_takes_its_configurations_batch_where_no_parameter_is_changed(tmp_path: Path) -> None:
+    row = {**LAMBDA, "source": "FlagOpen/FlagPerf", "framework": "pytorch", "precision": "fp32", "accelerator": "A100"}
+    usual, changed = (read_one(tmp_path, **row, model="resnet50", per_accel_batch=batch).run for batch in ("", "256"))
+    assert usual is not None
+    assert changed is not None
+    assert (usual.setup.micro_batch, changed.setup.micro_batch) == (32, 256)
+
+
+@pytest.mark.parametrize(
+    ("model", "source", "early"),
+    [("tacotron2", "lambdal/deeplearning-benchmark", True), ("waveglow", "lambdal/deeplearning-benchmark", True),
+     ("resnet50", "lambdal/deeplearning-benchmark", False), ("tacotron2", "made", False)],
+)  # fmt: skip
+def test_a_script_that_reads_its_loss_early_waits_between_the_passes(
+    tmp_path: Path, model: str, source: str, early: bool
+) -> None:
+    row = {**LAMBDA, "source": source, "model": model, "precision": "fp32", "accelerator": "A100 80GB SXM4"}
+    run = read_one(tmp_path, **row, per_accel_batch="32").run
+    assert run is not None
+    assert run.setup.early_loss == early
+
+
 @pytest.mark.parametrize(("model", "kind"), [("waveglow", "tf32"), ("tacotron2", "tf32"), ("resnet50", "fp16")])
 def test_a_flag_that_nothing_reads_changes_no_precision(tmp_path: Path, model: str, kind: str) -> None:
     row = {**LAMBDA, "model": model, "precision": "fp16 AMP", "precision_kind": "fp16", "accelerator": "A100 80GB SXM4"}
