@@ -128,6 +128,7 @@ class LayeredTable:
         self.early_loss = np.array([run.setup.early_loss for run in runs])
         self.waiting = np.array([run.setup.optimizer == NOVOGRAD for run in runs])
         self.area = np.array([network.area for network in networks])
+        self.gates = np.array([network.gates for network in networks])
         self.first_flops = np.array([layers.first_flops for layers in arrays])
         self.first_moved = np.array([layers.first_moved for layers in arrays])
         first = self.layers["convolution"][self.starts]
@@ -149,7 +150,11 @@ def layered_times(table: LayeredTable, columns: Mapping[str, FloatArray]) -> dic
     """
     forward, backward, kernels, gradient_kernels = _passes(table, columns)
     boxes = table.batch * table.area * columns["boxes_s"]
-    forward, backward = (forward + boxes) * table.micro_batches, backward * table.micro_batches
+    # A convolution has two gradients, each as much work as the forward pass.
+    gates = table.batch * table.gates * columns["gates_s"] / 3
+    forward, backward = (
+        (seconds + extra) * table.micro_batches for seconds, extra in ((forward, boxes + gates), (backward, 2 * gates))
+    )
     device = forward + backward
     contended = device * np.where(table.several, columns["contention"], 0.0)
     crowded = 1.0 + columns["crowding"] * table.doublings

@@ -95,6 +95,8 @@ class LayeredParameters:
         Share by which all-reduces beside them slow the kernels of several devices.
     boxes_s
         Seconds of a mosaic on the AI CPU, which matches its boxes with the cells of a detector.
+    gates_s
+        Seconds of a channel of a sample that convolutions of a single pixel read or write, forward and backward.
     host_s
         Seconds that the host takes to prepare a sample for one device, by kind of sample.
     """
@@ -123,6 +125,7 @@ class LayeredParameters:
     exposed: float = 0.2
     contention: float = 0.03
     boxes_s: float = 0.0
+    gates_s: float = 0.0
     host_s: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -181,6 +184,8 @@ class LayeredCoefficients:
         stack["launch_s"] = stack.get("launch_s", _NEUTRAL.launch_s) * device.pop("launch", 1.0)
         if family_of(run.hardware.device_name) != _ON_AI_CPU:
             stack.pop("boxes_s", None)
+        if family_of(run.hardware.device_name) != _ON_AI_CPU or run.setup.graph_engine:
+            stack.pop("gates_s", None)
         host = {}
         for name in [name for name in stack if name.startswith("host_")]:
             kind = name[5:-2].replace("_", " ")

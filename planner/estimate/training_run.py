@@ -203,7 +203,8 @@ class LayeredNetwork:
     """A network other than a transformer: its operators in order, for one sample; ``parameters`` are all trained.
 
     ``units`` are what published rates count of one sample: tokens of a sentence, frames of a clip; ``area`` is the
-    sample's size over that of its kind's usual one, which the host's work on it follows.
+    sample's size over that of its kind's usual one, which the host's work on it follows. ``gates`` are channels that
+    convolutions of a single pixel, the average of an image, read and write.
     """
 
     name: str
@@ -212,6 +213,7 @@ class LayeredNetwork:
     sample: str = "image"
     units: float = 1.0
     area: float = 1.0
+    gates: float = 0.0
 
 
 _DEGREES = ("devices", "dp", "tp", "pp", "vpp", "cp", "ep", "expert_tp", "micro_batch", "micro_batches")
@@ -266,6 +268,8 @@ class TrainingSetup:
     deterministic: bool = False
     plain_graph: bool = False
     """TensorFlow's graph runs operator by operator: XLA, which fuses chains of them, is not asked for."""
+    graph_engine: bool = True
+    """MindSpore's graphs are compiled for Ascend by CANN's engine, not operator by operator."""
     fused_norm: bool = False
     """A fused RMSNorm or layer-norm kernel where the stack's default has none."""
     micro_batch_group: int = 0

@@ -136,6 +136,7 @@ STACK_OWN_PRIORS: Mapping[str, Mapping[str, Prior]] = {
         "kernel_s": Prior(centre=2.0, spread=0.15),
         "exposed": Prior(centre=0.2, spread=0.3),
         "boxes_s": Prior(centre=8e-3, spread=1.0),
+        "gates_s": Prior(centre=5e-8, spread=0.5),
     },
 }
 """PyTorch launches operators one by one, fuses none of them and keeps images in planes, which tensor units do not take:
@@ -339,7 +340,7 @@ class Steps:
 def _told_apart(run: TrainingRun) -> tuple[object, ...]:
     """What the parameters of a run depend on."""
     setup = run.setup
-    return run.hardware.hash, stack_key(run), setup.precision, setup.plain_graph, keeps_planes(run)
+    return run.hardware.hash, stack_key(run), setup.precision, setup.plain_graph, setup.graph_engine, keeps_planes(run)
 
 
 def predicted_logarithms(runs: Sequence[TrainingRun], coefficients: LayeredCoefficients) -> FloatArray:

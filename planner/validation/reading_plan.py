@@ -30,6 +30,8 @@ _DATA_PARALLEL = r"fsdp|ddp|horovod|data.?parallel|torchtune|torch dataparallel|
 _MANY_SAMPLES = 2048
 _LAZY_KERNELS = 2022 + 4 / 12
 """CUDA 11.7, which loads kernels when they are first launched, is of May 2022."""
+_GRAPH_ENGINE = 2023 + 9 / 12
+"""MindSpore 2.2 of October 2023 hands graphs to CANN's engine by default, releases before it when told to."""
 _UNEVEN_ENDS = 2
 _ROUNDING = 0.02
 """Batches that do not divide are taken as the next whole number of micro-batches up to this relative change."""
@@ -87,6 +89,7 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
         eager_kernels=0 < (suite_release(row) or words.release(row)) < _LAZY_KERNELS, **memory_settings(row),
         fused_norm=words.fused_norm(row), single_norms=used is Stack.MINDSPEED and words.leaves_norms_single(row),
         plain_graph=without_xla(row), early_loss=reads_loss_early(row),
+        graph_engine=not 0 < words.release(row) < _GRAPH_ENGINE,
     )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ class NetworkBuilder:
         self.fixed_norms = False
         self.size: tuple[int, ...] = size
         self.parameters = 0.0
+        self.gates = 0.0
         self.layers: list[LayerWork] = []
         self._tensor = 0
         self._tensors = 1
@@ -57,8 +58,9 @@ class NetworkBuilder:
         """The network written so far."""
         layers = tuple(self.layers)
         return LayeredNetwork(
-            name=name, layers=layers, parameters=self.parameters, sample=sample, units=units, area=area
-        )
+            name=name, layers=layers, parameters=self.parameters, sample=sample, units=units, area=area,
+            gates=self.gates,
+        )  # fmt: skip
 
     @contextmanager
     def branch(self) -> Iterator[NetworkBuilder]:
@@ -90,6 +92,7 @@ class NetworkBuilder:
         before = self.elements
         k = self.channels // groups * math.prod(kernels)
         saved = self._save()
+        self.gates += self.channels + channels if self.positions == 1 else 0
         self.channels = channels
         self.size = self._strided(kernels, self._per_dimension(stride), padding, dilation)
         self._append(
@@ -341,9 +344,15 @@ class NetworkBuilder:
         """
         return self._append(Kernel.COPY, elements_moved=2 * self.elements, count=count, backward_only=True)
 
-    def squeeze_excite(self, hidden: int, *, smooth: bool = False, bias: bool = True) -> NetworkBuilder:
-        """Channel weights from the global average through two products (SENet, arXiv:1709.01507)."""
+    def squeeze_excite(
+        self, hidden: int, *, smooth: bool = False, bias: bool = True, dense: bool = False
+    ) -> NetworkBuilder:
+        """Channel weights from the global average through two products (SENet, arXiv:1709.01507).
+
+        They are convolutions of one pixel, unless they are ``dense`` layers.
+        """
         channels = self.channels
+        self.gates += 0 if dense else 2 * (channels + hidden)
         with self.branch():
             self.global_pool().linear(hidden, bias=bias)
             self.smooth() if smooth else self.relu()

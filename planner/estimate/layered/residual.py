@@ -91,7 +91,7 @@ def bottleneck(net: NetworkBuilder, channels: int, stride: int, form: ResidualFo
         net.unit(inner, 3, stride, groups=form.groups)
     net.unit(4 * channels, 1, activation="")
     if form.reduction:
-        net.squeeze_excite(4 * channels // form.reduction)
+        net.squeeze_excite(4 * channels // form.reduction, dense=True)
     net.add().relu()
 
 
@@ -120,7 +120,7 @@ def basic_block(net: NetworkBuilder, channels: int, stride: int, form: ResidualF
         net.unit(channels, 3, stride)
     net.unit(channels, 3, activation="")
     if form.reduction:
-        net.squeeze_excite(channels // form.reduction)
+        net.squeeze_excite(channels // form.reduction, dense=True)
     net.add().relu()
 
 

@@ -316,6 +316,24 @@ def test_boxes_of_mosaics_keep_an_ascend_910_and_no_later_device() -> None:
         assert first == without
 
 
+def test_convolutions_of_one_pixel_are_slow_where_no_graph_engine_compiles_them() -> None:
+    coefficients = LayeredCoefficients(stacks={"mindspore_toolkit": {"gates_s": 1e-7}})
+
+    def longer(name: str, profile: str = "ascend910-atlas800", *, engine: bool = False) -> float:
+        wanted = run(devices=1, profile=profile, name=name, batch=64, stack=Stack.MINDSPORE_TOOLKIT)
+        wanted = replace(wanted, setup=replace(wanted.setup, graph_engine=engine))
+        plain = LayeredCoefficients().parameters(wanted)
+        return seconds(wanted, coefficients.parameters(wanted)) - seconds(wanted, plain)
+
+    # 32, 96, 144, 144, ... expanded channels to a quarter of the block's inputs and back: 2 x (8,960 + 366 + ...)
+    gates = network("efficientnet_b0").gates
+    assert 2 * 8960 < gates < 2 * 8960 * 1.1
+    assert longer("efficientnet_b0") == pytest.approx(64 * gates * 1e-7, rel=0.01)  # no kernel hides it
+    assert longer("efficientnet_b0", engine=True) == longer("efficientnet_b0", A2) == longer("resnet50") == 0
+    # SENet's gates are dense layers in the code, those of SKNet and ResNeSt convolutions.
+    assert network("seresnet18").gates == 0 < network("skresnet18").gates < network("resnest50").gates
+
+
 def test_the_more_operations_for_an_element_of_memory_the_fewer_are_reached() -> None:
     device = {"products": 0.4, "balance": 0.5}
     coefficients = LayeredCoefficients(devices=dict.fromkeys(("volta", "ampere", "hopper"), device))

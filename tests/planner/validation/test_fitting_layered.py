@@ -135,6 +135,25 @@ def test_slopes_are_those_of_every_coefficient_by_itself() -> None:
     assert not slopes[:, keys.index(("devices", "volta", "memory"))].any()
 
 
+@pytest.mark.parametrize(("flag", "name"), [("plain_graph", "unfused"), ("graph_engine", "gates_s")])
+def test_each_run_has_the_parameters_of_its_own_graphs(flag: str, name: str) -> None:
+    first = made_row("efficientnet_b0", 64, "one").run
+    assert first is not None
+    ascend = flag == "graph_engine"
+    stack = Stack.MINDSPORE_TOOLKIT if ascend else Stack.TENSORFLOW
+    hardware = load_profile("ascend910-atlas800") if ascend else first.hardware
+    runs = [
+        replace(first, hardware=hardware, setup=replace(first.setup, stack=stack, **{flag: value}))  # type: ignore[arg-type]
+        for value in (True, False)
+    ]
+    steps, keys = Steps(runs), list(priors())
+    theta = np.log([prior.centre for prior in priors().values()])
+    slopes = steps.slopes(keys, theta, steps.places(keys))[:, keys.index(("stacks", str(stack), name))]
+    asked = 1  # the second says false: no engine, or XLA
+    assert slopes[asked] > 0
+    assert slopes[1 - asked] == 0
+
+
 @pytest.mark.parametrize("profile", ["dgx1-v100", "dgx-a100", "dgx-h100", "dgx-b200"])
 def test_memory_is_expected_as_streams_were_timed(profile: str) -> None:
     hardware = load_profile(profile)

@@ -374,3 +374,14 @@ def test_a_time_that_a_table_repeats_for_other_networks_is_no_measurement(
     assert read.run is not None
     assert math.isfinite(read.measured_time_s) == compared
     assert ("time not compared" in read.reason) != compared
+
+
+@pytest.mark.parametrize(("date", "engine"), [("2023-07-17", False), ("2024-10-26", True), ("", True)])
+def test_mindspore_hands_graphs_to_an_engine_from_its_release_of_october_2023(
+    tmp_path: Path, date: str, engine: bool
+) -> None:
+    row = {**LAMBDA, "source": "mindspore-ai/models official/benchmark.md", "framework": "MindSpore"}
+    row |= {"accelerator": "Ascend 910", "precision": "amp O2", "precision_kind": "fp16", "per_accel_batch": "64"}
+    run = read_one(tmp_path, **row, model="regnet_y_200mf", measured_date=date).run
+    assert run is not None
+    assert run.setup.graph_engine == engine
