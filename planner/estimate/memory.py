@@ -34,6 +34,7 @@ from planner.estimate.stage_parameters import (
 )
 from planner.estimate.standing_states import States, accumulated_apart, shards, states_of, step_bytes
 from planner.estimate.training_run import (
+    AttentionKernel,
     LayeredNetwork,
     OptimizerSharding,
     Recompute,
@@ -160,7 +161,7 @@ class _Rank:
                 cached=cached,
                 late=late,
                 freed=freed,
-                workspace=workspace_bytes(self.traits, setup, self.hardware) + self._biases(),
+                workspace=workspace_bytes(self.traits, setup, self.hardware) + self._biases() + self._masks(content),
                 several_in_flight=in_flight > 1,
             ),
             self.hardware,
@@ -228,6 +229,15 @@ class _Rank:
         The latter are those with the mask added and those that are handed to the kernel (MindSpeed-LLM, ``Alibi``).
         """
         return bias_bytes(self.shape, self.setup, self.traits) * (1 + 2 * self.setup.micro_batch)
+
+    def _masks(self, content: StageContent) -> float:
+        """Masks of pairs of positions, of a byte each, that every layer of the legacy network makes and keeps.
+
+        So does ``FlashSelfAttention`` of MindSpeed-LLM's legacy network.
+        """
+        fused = self.setup.attention not in (AttentionKernel.UNFUSED, AttentionKernel.FUSED_SOFTMAX)
+        own = self.setup.legacy_model and fused
+        return float(content.layers * self.shape.sequence_length**2) if own else 0.0
 
     def _cached(self, content: StageContent, smaller: float, step: float) -> float:
         """Free blocks that no other phase of DeepSpeed's step can use, since its tensors are larger than they are.

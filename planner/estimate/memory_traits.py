@@ -65,9 +65,6 @@ class MemoryTraits:
         Unfused attention still has scale, mask and softmax in one kernel, which keeps its low-precision output.
     attention_output_copy
         FlashAttention works in another layout (batch first), so that its output is kept twice.
-    gathered_inputs
-        Products whose messages travel beside them keep the input that they gather over ``tp`` for its weight gradient
-        (MindSpeed's MC2, ``mc2_linears_seq_parallel.py``); others gather it again.
     attention_statistics
         Bytes that fused attention keeps for a token of a head beside its output: the logarithm of its sum, or eight
         times each the maximum and the sum, in float32 (``npu_fusion_attention``).
@@ -135,7 +132,6 @@ class MemoryTraits:
     fused_gate: bool = False
     fused_scores: bool = False
     attention_output_copy: bool = False
-    gathered_inputs: bool = False
     attention_statistics: float = 4.0
     loss_bytes: float = PLAIN_LOSS_BYTES
     compiled_loss_bytes: float = 4.0
@@ -195,9 +191,7 @@ _TRAITS: dict[Stack, MemoryTraits] = {
         _MEGATRON, fused_rms_norm=True, fused_scores=True, saved_low_precision_inputs=True
     ),
     Stack.MINDSPORE: _ASCEND,
-    Stack.MINDSPEED: replace(
-        _ASCEND, padded_vocabulary=True, position_biases=True, warm_up_tensors=17, gathered_inputs=True
-    ),
+    Stack.MINDSPEED: replace(_ASCEND, padded_vocabulary=True, position_biases=True, warm_up_tensors=17),
     Stack.TENSORFLOW: replace(_STATIC_GRAPH, takes_whole_device=True),
     Stack.PADDLE: _STATIC_GRAPH,
     Stack.MXNET: _STATIC_GRAPH,

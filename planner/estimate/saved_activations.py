@@ -59,12 +59,11 @@ class _Sizes:
     element: int
     product_input: int
     norm: float
-    gathered: float
 
     @property
     def normalised_input(self) -> float:
-        """A norm and the input of the product that follows it, also as gathered over the tensor ranks where kept."""
-        return self.stream * (self.norm + self.product_input) + self.gathered
+        """A norm and the input of the product that follows it."""
+        return self.stream * (self.norm + self.product_input)
 
 
 def layer_activations(
@@ -84,7 +83,6 @@ def layer_activations(
         product_input=1 if low else element,
         # A fused norm keeps its input; PyTorch's own operators a float32 copy and the normalised values.
         norm=element if fused_norm else 4 + element,
-        gathered=tokens * shape.hidden * element if traits.gathered_inputs and _gathers_early(setup) else 0.0,
     )
     saved, core, working = _attention(shape, setup, traits, sizes, sequence)
     if shape.encoder_layers and not encoder:
@@ -101,11 +99,6 @@ def layer_activations(
         # What the feed-forward network kept is gone by the time attention goes back.
         working=max(working - feed_forward, widest) + gradients,
     )
-
-
-def _gathers_early(setup: TrainingSetup) -> bool:
-    """Whether products gather their inputs over the tensor ranks, message and product piece by piece."""
-    return setup.overlap_tensor and setup.sequence_parallel and setup.tp > 1
 
 
 def _alternate(shape: TransformerShape, setup: TrainingSetup, sizes: _Sizes, *, experts: bool) -> float:
@@ -151,7 +144,7 @@ def _attention(
         ):
             core += tokens * output * sizes.product_input
         working = (tokens * query + key_tokens * key_value) * element + 4 * tokens * query
-        core += bias_bytes(shape, setup, traits)
+        core += bias_bytes(shape, setup, traits) * setup.micro_batch
     mask = sizes.stream if shape.dropout else 0.0
     return saved + core + result + mask, core, working
 
@@ -159,8 +152,8 @@ def _attention(
 def bias_bytes(shape: TransformerShape, setup: TrainingSetup, traits: MemoryTraits) -> float:
     """Bytes of the biases that attention adds to its scores by distance (Press et al., arXiv:2108.12409).
 
-    Where they are a tensor it has one number for each head and pair of positions, for all samples the same. Every layer
-    weighs them anew.
+    Where they are a tensor it has one number for each head and pair of positions. Every layer weighs them anew, for
+    each sample (``FlashSelfAttention`` of MindSpeed-LLM).
     """
     by_distance = not shape.rotary and not shape.learned_positions and not shape.encoder_layers
     if not traits.position_biases or not by_distance or setup.attention in _UNFUSED:
@@ -219,7 +212,7 @@ def _activation(
 ) -> tuple[float, float, float]:
     """Saved bytes of the inner products of a network of `width` elements, their output's, and working bytes."""
     inner = 2 if shape.gated else 1
-    fused = traits.fused_gate and not setup.legacy_model
+    fused = traits.fused_gate and not setup.single_gate
     kept = inner + (1 if shape.gated and not fused else 0)
     function = width * sizes.product_input
     return width * kept * sizes.element + function, function, width * (inner + 1) * sizes.element
@@ -245,5 +238,4 @@ def _experts(
     router = sizes.stream / shape.hidden * experts.count * 8
     router += sizes.stream * element if sizes.product_input < element else 0.0
     mask = sizes.stream if shape.dropout else 0.0
-    # Tokens go to their experts, to be gathered by none of their products.
-    return sizes.normalised_input - sizes.gathered + saved + router + mask, function, working
+    return sizes.normalised_input + saved + router + mask, function, working

@@ -315,7 +315,10 @@ class TrainingSetup:
     packed_attention: bool = True
     """FlashAttention 1 gets queries, keys and values in one tensor, as its CUDA kernel wants them, not Triton's."""
     legacy_model: bool = False
-    """Megatron's network as it was before its core: gates of single operators, logits less their maximum apart."""
+    """Megatron's network as it was before its core: every layer has a mask of its own, logits less their maximum are
+    a tensor of theirs."""
+    single_gate: bool = False
+    """The gate of a gated network is of single operators where the stack has a kernel for another."""
     scattered_gradients: bool = True
     """Sharded optimizers get their share of the gradients by a reduce-scatter; otherwise all are all-reduced."""
     sent_gradient_bytes: int = 0

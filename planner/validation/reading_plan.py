@@ -82,7 +82,7 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
         offload_parameters=bool(re.search(r"par(?:am(?:eter)?s?)? ?-?offl(?:oad)?=y", flags)),
         trained_fraction=words.trained_fraction(row, notes), local_share=local_share(row), layers_per_stage=stages,
         deterministic=words.functional_test(row),
-        legacy_model=words.legacy_model(row),
+        legacy_model=words.legacy_model(row), single_gate=used is Stack.MINDSPEED and words.leaves_gate_single(row),
         scattered_gradients=not words.is_scaling(row), sent_gradient_bytes=4 * words.is_scaling(row),
         separate_gate=words.is_scaling(row), tokens_sent_once=words.sends_tokens_once(row),
         overlap_experts=bool(re.search(r"1f1b overlap|a2a_ovlp|overlap[-_]moe[-_]expert", flags)),

@@ -398,6 +398,11 @@ def leaves_norms_single(row: FileRow) -> bool:
     return functional_test(row) and not fused_norm(row)
 
 
+def leaves_gate_single(row: FileRow) -> bool:
+    """Whether a test lists its flags and not ``--swiglu``: no other gate has a kernel in MindSpeed."""
+    return functional_test(row) and "swiglu" not in row.text("other_flags").lower()
+
+
 def legacy_model(row: FileRow) -> bool:
     """Whether a row of MindSpeed ran Megatron's network as it was before its core (no ``--use-mcore-models``)."""
     return "legacy-model" in row.text("other_flags").lower()

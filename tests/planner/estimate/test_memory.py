@@ -257,7 +257,7 @@ def test_biases_by_distance_are_tensors_in_mindspeed() -> None:
         training_memory(run(replace(LLAMA_7B, rotary=rotary), **plan)).fullest for rotary in (True, False)
     )
     tensor = 2 * LLAMA_7B.heads / 2 * LLAMA_7B.sequence_length**2
-    assert biased.activations - rotated.activations == pytest.approx(LLAMA_7B.layers * tensor)
+    assert biased.activations - rotated.activations == pytest.approx(LLAMA_7B.layers * 2 * tensor)
     assert biased.workspace - rotated.workspace == pytest.approx(5 * tensor)
 
 

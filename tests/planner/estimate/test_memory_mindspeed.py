@@ -1,4 +1,4 @@
-"""Device memory of what MindSpeed does its own way: products with their messages, and Megatron's legacy network."""
+"""Device memory of what MindSpeed does its own way: Megatron's legacy network, gates, layers that learn locally."""
 
 from __future__ import annotations
 
@@ -7,40 +7,26 @@ from typing import Any
 import pytest
 
 from planner.estimate.memory import training_memory
-from planner.estimate.training_run import Stack
-from tests.planner.estimate.test_memory import LLAMA_7B, MIXTRAL, run
+from planner.estimate.training_run import AttentionKernel, Stack
+from tests.planner.estimate.test_memory import LLAMA_7B, run
 
 TOKENS = LLAMA_7B.sequence_length
 
 
-@pytest.mark.parametrize(
-    ("changes", "kept"),
-    [
-        ({}, 2),
-        ({"overlap_tensor": False}, 0),
-        ({"sequence_parallel": False}, 0),
-        ({"tp": 1}, 0),
-        ({"stack": Stack.MEGATRON}, 0),
-    ],
-)
-def test_products_with_their_messages_keep_what_they_gather(changes: dict[str, Any], kept: int) -> None:
-    """Two products of a layer gather their inputs; of a layer with experts only the one before attention."""
-    plan = {"stack": Stack.MINDSPEED, "tp": 4, "sequence_parallel": True, "overlap_tensor": True, **changes}
-    for shape, gathered in ((LLAMA_7B, kept), (MIXTRAL, kept / 2)):
-        beside, apart = (
-            training_memory(run(shape, **{**plan, "overlap_tensor": overlapped})).fullest
-            for overlapped in (plan["overlap_tensor"], False)
-        )
-        whole = 2 * TOKENS * shape.hidden
-        assert beside.activations - apart.activations == pytest.approx(shape.layers * gathered * whole)
-
-
-def test_the_legacy_network_has_gates_of_single_operators_and_logits_less_their_maximum_apart() -> None:
-    plan: dict[str, Any] = {"stack": Stack.MINDSPEED, "tp": 2}
+def test_the_legacy_network_has_a_mask_a_layer_and_logits_less_their_maximum_apart() -> None:
+    plan: dict[str, Any] = {"stack": Stack.MINDSPEED, "tp": 2, "attention": AttentionKernel.VENDOR}
     now, legacy = (training_memory(run(LLAMA_7B, **plan, legacy_model=legacy)).fullest for legacy in (False, True))
-    gates = LLAMA_7B.layers * 2 * TOKENS * LLAMA_7B.feed_forward / 2
-    assert legacy.activations - now.activations == pytest.approx(gates)
+    assert legacy.workspace - now.workspace == pytest.approx(LLAMA_7B.layers * TOKENS**2)
     assert legacy.working - now.working == pytest.approx(4 * TOKENS * LLAMA_7B.vocabulary / 2)
+    assert legacy.activations == now.activations
+
+
+def test_a_gate_without_a_kernel_keeps_its_output() -> None:
+    fused, single = (
+        training_memory(run(LLAMA_7B, stack=Stack.MINDSPEED, single_gate=single)).fullest for single in (False, True)
+    )
+    gates = LLAMA_7B.layers * 2 * TOKENS * LLAMA_7B.feed_forward
+    assert single.activations - fused.activations == pytest.approx(gates)
 
 
 def test_layers_that_learn_locally_keep_nothing_for_a_backward_pass() -> None:

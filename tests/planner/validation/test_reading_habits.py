@@ -131,6 +131,7 @@ def test_norms_of_mindspeed_are_one_kernel_unless_a_test_leaves_the_flag_out(
         tmp_path, other_flags=flags, source=source, framework="MindSpeed-LLM CI", accelerator="Ascend 910B"
     )
     assert setup.single_norms is single
+    assert setup.single_gate is False
     assert setup.fused_norm is ("rmsnorm" in flags)
 
 
@@ -145,6 +146,12 @@ def test_the_legacy_network_counts_layers_that_are_computed_again_by_chunk(
     )  # fmt: skip
     assert setup.recompute_layers == layers
     assert setup.legacy_model is ("legacy" in flags)
+
+
+def test_gates_of_mindspeed_but_swiglu_are_single_operators(tmp_path: Path) -> None:
+    stated = {"source": "MindSpeed-LLM CI baselines", "framework": "MindSpeed-LLM CI", "accelerator": "Ascend 910B"}
+    assert setup_of(tmp_path, other_flags="use-fused-rmsnorm; use-mc2", **stated).single_gate
+    assert not setup_of(tmp_path, other_flags="", **{**stated, "source": "MindSpeed-LLM README"}).single_gate
 
 
 @pytest.mark.parametrize(("model", "share"), [("tune_llama2_lu_lora_ptd", 0.375), ("tune_llama2_lora_ptd", 0)])
