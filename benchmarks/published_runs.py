@@ -32,6 +32,9 @@ BERTS: Mapping[tuple[str, int], str] = {
 }
 FOLDED = ("zbv", "dualpipe")
 """Schedules whose ranks hold two stages each, which the planner cuts."""
+ORDER = "pp-dp-tp"
+"""Megatron-LM and DeepSpeed lay tensor ranks out next to each other and stages farthest apart
+(``megatron/core/parallel_state.py``, ``deepspeed/runtime/pipe/topology.py``)."""
 FUSED = (AttentionKernel.FLASH, AttentionKernel.FLASH2, AttentionKernel.VENDOR)
 
 
@@ -154,7 +157,7 @@ def _pins(run: TrainingRun, *, stages: bool) -> dict[str, str]:
     sharding = setup.optimizer_sharding if setup.dp > 1 else OptimizerSharding.NONE
     if not stages:
         sharding = OptimizerSharding.NONE if sharding is OptimizerSharding.NONE else OptimizerSharding.ZERO2
-    pins = {"dp": str(setup.dp), "tp": str(setup.tp), "micro_batch": str(setup.micro_batch)}
+    pins = {"dp": str(setup.dp), "tp": str(setup.tp), "micro_batch": str(setup.micro_batch), "order": ORDER}
     if setup.dp > 1:
         pins["optimizer_sharding"] = str(sharding)
     if stages:

@@ -41,7 +41,9 @@ FLAGS = (
 SIZES: Mapping[str, tuple[int, int]] = {"bucket_mb": (1, 2**14), "sharding_threshold_kb": (0, 2**24)}
 """Pins that are sizes in MiB or KiB, with the least and the largest."""
 COPIES = ("1", "2")
-PIN_NAMES = (*DEGREES, *WORDS, *FLAGS, *SIZES, "copies")
+AXES_BY_PIN: Mapping[str, str] = {"pp": "pipeline", "dp": "data", "cp": "context", "ep": "expert", "tp": "tensor"}
+"""Axes of a plan by the pins of their degrees, in the usual order: tensor ranks are neighbours."""
+PIN_NAMES = (*DEGREES, *WORDS, *FLAGS, *SIZES, "copies", "order")
 
 ParameterStorage = Literal["free", "replicated", "sharded"]
 _STORAGE: Mapping[str | None, ParameterStorage] = {
@@ -98,7 +100,8 @@ class Pins:
     ``by_unit`` says that units are fixed one by one (`planner.search.stages.unit_pins`).
     ``bucket_mb`` is the size of fused messages of gradients in MiB, and parameters of less than
     ``sharding_threshold_kb`` KiB stay whole. ``copies`` are the parts of a micro-batch whose operators are issued in
-    turn; without it there is one.
+    turn; without it there is one. ``order`` names axes as the pins of their degrees do, from the one whose ranks lie
+    farthest apart to the one whose ranks are neighbours; those that it leaves out lie where they like.
     """
 
     dp: int | None = None
@@ -124,6 +127,7 @@ class Pins:
     bucket_mb: int | None = None
     sharding_threshold_kb: int | None = None
     copies: int | None = None
+    order: tuple[str, ...] | None = None
     batch_only: bool = False
     by_unit: bool = False
 
@@ -139,12 +143,18 @@ class Pins:
         words = self.recompute in (None, "none") and self.schedule in (None, "none")
         stored = self.optimizer_sharding in _STORAGE and self.shard_size is None and not self.offload_optimizer
         stored = stored and not self.sharding_threshold_kb and not self.host_embeddings and not self.offload_activations
+        # Tensor ranks are neighbours there.
+        words = words and [name for name in self.order or () if name in ("dp", "tp")] != ["tp", "dp"]
         return degrees and words and stored and self.context_algorithm in (None, "none") and not self.sequence_parallel
 
     def named(self) -> dict[str, str]:
         """What is pinned, by name, as it would be written."""
         values = {name: getattr(self, name) for name in PIN_NAMES}
-        return {name: str(value).lower() for name, value in values.items() if value is not None}
+        return {
+            name: "-".join(value) if isinstance(value, tuple) else str(value).lower()
+            for name, value in values.items()
+            if value is not None
+        }
 
 
 def one_of(value: str, known: Iterable[str], what: str) -> str:
@@ -172,7 +182,17 @@ def _size(name: str, text: str) -> int:
     return int(text)
 
 
-def _value(name: str, text: str) -> int | str | bool:
+def read_order(text: str) -> tuple[str, ...]:
+    """Read an order of axes, ``pp-dp-tp``; InputError where an axis is unknown or named twice."""
+    names = tuple(text.split("-"))
+    for name in names:
+        one_of(name, AXES_BY_PIN, f"pin order={text}: axis")
+    if len(set(names)) < len(names):
+        raise InputError(f"pin order={text} names an axis twice; name each once, for example --pin order=pp-dp-tp")
+    return names
+
+
+def _value(name: str, text: str) -> int | str | bool | tuple[str, ...]:
     one_of(name, PIN_NAMES, "pin")
     if name in DEGREES:
         return _degree(name, text)
@@ -182,6 +202,8 @@ def _value(name: str, text: str) -> int | str | bool:
         return one_of(text.lower(), ("true", "false"), name) == "true"
     if name == "copies":
         return int(one_of(text, COPIES, name))
+    if name == "order":
+        return read_order(text)
     return one_of(text, WORDS[name], name)
 
 

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from planner.cli.terminal import DEBUG_KEY
-from planner.request import COPIES, DEGREES, FLAGS, PIN_NAMES, SIZES, WORDS
+from planner.request import COPIES, DEGREES, FLAGS, PIN_NAMES, SIZES, WORDS, read_order
 from simulator.errors import InputError
 
 MAX_DEVICES = 2**20
@@ -227,6 +227,8 @@ def _pin_value(pin: str, key: str, value: str) -> str:
         if not value.isdecimal() or not value.isascii() or len(value) > 9 or not least <= int(value) <= most:
             raise InputError(f"--pin {pin!r}: {value!r} is not a whole number from {least} to {most}; correct it")
         return str(int(value))
+    if key == "order":
+        read_order(value)
     if key in _WORDS and value not in _WORDS[key]:
         raise InputError(f"--pin {pin!r}: {value!r} is no value of {key}; {nearest(value, _WORDS[key])}")
     return value

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import permutations, product
 
-from planner.request import Pins
+from planner.request import AXES_BY_PIN, Pins
 from planner.search.configurations.buckets import MIB, bucket_bytes
 from planner.search.configurations.schedule_shapes import ONE_STAGE, SEARCHED, fits_schedule
 from planner.search.configurations.step_model import AXES, Configuration
@@ -79,9 +79,9 @@ def bases(extent: Extent) -> Iterator[Configuration]:
 
 
 def orders(extent: Extent, base: Configuration) -> list[Configuration]:
-    """The same degrees in every order of axes that places one of them on other links."""
-    degrees = tuple(base.degrees.items())
-    return [replace(base, order=order) for order in _distinct_orders(extent.hardware, degrees)]
+    """The same degrees in every order of axes that pins allow and that places one of them on other links."""
+    degrees, pinned = tuple(base.degrees.items()), tuple(AXES_BY_PIN[name] for name in extent.pins.order or ())
+    return [replace(base, order=order) for order in _distinct_orders(extent.hardware, degrees, pinned)]
 
 
 def storages(extent: Extent, placed: Configuration) -> list[Configuration]:
@@ -242,13 +242,18 @@ def _bucket_bytes(extent: Extent, stored: Configuration) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _distinct_orders(hardware: Hardware, degrees: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], ...]:
-    """Orders of the axes that put some axis on other links; the usual one first."""
+def _distinct_orders(
+    hardware: Hardware, degrees: tuple[tuple[str, int], ...], pinned: tuple[str, ...]
+) -> tuple[tuple[str, ...], ...]:
+    """Orders of the axes, those pinned in theirs, that put some axis on other links; the usual one first."""
     sizes = dict(degrees)
     wide = [axis for axis in AXES if sizes[axis] > 1]
     thin = [axis for axis in AXES if sizes[axis] == 1]
     found: dict[tuple[object, ...], tuple[str, ...]] = {}
+    kept = [axis for axis in pinned if sizes[axis] > 1]
     for order in permutations(wide):
+        if [axis for axis in order if axis in kept] != kept:
+            continue
         inner = 1
         links = {}
         for axis in reversed(order):

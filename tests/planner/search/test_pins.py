@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cli.options import read_pins as read_texts
-from planner.request import DEGREES, FLAGS, PIN_NAMES, SIZES, WORDS, Pins
+from planner.request import AXES_BY_PIN, DEGREES, FLAGS, PIN_NAMES, SIZES, WORDS, Pins, read_order
 from planner.search.configurations.pin_checks import check_pins
 from planner.search.configurations.space import Extent, configurations
 from planner.search.configurations.step_model import Configuration
@@ -105,6 +105,7 @@ def test_every_pin_is_tried() -> None:
         "host_embeddings",
         "offload_activations",
         "recompute_messages",
+        "order",
     } == set(PIN_NAMES)
 
 
@@ -114,6 +115,7 @@ VALUES: Mapping[str, Any] = {
     **{name: st.booleans() for name in FLAGS},
     **{name: st.sampled_from([1, 64]) for name in SIZES},
     "copies": st.sampled_from([1, 2]),
+    "order": st.permutations(sorted(AXES_BY_PIN)).map(tuple),
 }
 
 
@@ -126,6 +128,9 @@ def holds(name: str, value: Any, c: Configuration) -> bool:
         "schedule": c.schedule, "context_algorithm": c.context_algorithm, "offload_optimizer": c.offload,
         "bucket_mb": c.bucket_bytes >> 20,
     }  # fmt: skip
+    if name == "order":
+        wide = [AXES_BY_PIN[axis] for axis in value if c.degrees[AXES_BY_PIN[axis]] > 1]
+        return [axis for axis in c.order if axis in wide] == wide
     return bool(found.get(name, value) == value)
 
 
@@ -154,3 +159,19 @@ def test_values_of_the_wrong_kind_are_refused(name: str) -> None:
             read_texts([f"{name}={wrong}"])
         assert error.value.exit_code == 2
         assert name in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["pp-dq", "pp-dp-pp", "pp--tp"])
+def test_an_order_names_known_axes_once(text: str) -> None:
+    for read in (lambda: read_texts([f"order={text}"]), lambda: read_order(text)):
+        with pytest.raises(InputError, match="order"):
+            read()
+
+
+def test_an_order_places_axes_and_one_stage_has_neighbours_in_its_tensor_axis() -> None:
+    pinned = Pins(pp=2, dp=4, tp=2, micro_batch=1, order=("tp", "pp"))
+    found = {c.order for c in configurations(replace(GPT, devices=16, pins=pinned))}
+    assert found
+    assert all(order.index("tensor") < order.index("pipeline") for order in found)
+    assert Pins(order=("pp", "dp", "tp")).one_stage
+    assert not Pins(order=("tp", "dp")).one_stage
