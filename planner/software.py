@@ -27,7 +27,7 @@ from planner.graph.norms import check_norms
 from planner.strategy.exchange import Exchange
 from simulator.errors import InputError
 from simulator.hardware import Hardware, load_profile
-from simulator.launches import LAUNCH, MESSAGE_LAUNCHES
+from simulator.launches import LAUNCH, MESSAGE_LAUNCHES, SEND_STALL
 
 if TYPE_CHECKING:
     from planner.strategy.plan import Plan
@@ -155,5 +155,7 @@ def as_run_by(hardware: Hardware, software: str) -> Hardware:
     if "launch_s" in own and not (on_ascend and stack is Stack.MINDSPORE):
         training[LAUNCH] = own["launch_s"] * training.get("launch", 1.0)
         training[MESSAGE_LAUNCHES] = 1.0
+    if "pipeline_exposed" in own:
+        training[SEND_STALL] = own["pipeline_exposed"]
     overlaps = hardware.overlaps_communication and known.overlaps
     return replace(hardware, training=training, overlaps_communication=overlaps, hash=f"{hardware.hash} {software}")

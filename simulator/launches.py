@@ -30,6 +30,9 @@ LAUNCH = "planned_launch_s"
 MESSAGE_LAUNCHES = "planned_message_launches"
 """Key of a profile's training: launches of kernels that the launch of one message takes; there where the software is
 known."""
+SEND_STALL = "planned_send_stall"
+"""Key of a profile's training: part of the time of a message between stages for which the kernels of its sender stand
+still though the two overlap; there where the software is known."""
 LATE_LAUNCHES = 2.0
 """By how many launches a rank is late for each doubling of the processors whose ranks meet; those of one processor
 launch together. Chosen with published steps in view, as in `planner.estimate.step`."""
@@ -47,6 +50,11 @@ CHAINED = frozenset({Kernel.ELEMENTWISE, Kernel.ACCUMULATION, Kernel.REDUCTION, 
 def known_software(hardware: Hardware) -> bool:
     """Whether the launches of this hardware are those of software that was named."""
     return bool(hardware.training.get(MESSAGE_LAUNCHES, 0.0))
+
+
+def send_stall(hardware: Hardware) -> float:
+    """Part of the time of a message between stages for which the kernels of its sender stand still beside it."""
+    return hardware.training.get(SEND_STALL, 0.0) if hardware.overlaps_communication else 0.0
 
 
 def launches_of(kernels: Iterable[Kernel], *, chained: bool) -> int:

@@ -85,7 +85,9 @@ class OperatorCosts:
     ``passes`` holds for each kind of action of the schedule one `Operators` a stage; stages that are alike share one.
     ``first`` and ``last`` stand in for them in the first forward pass of a stage and in the first and the last pass
     that makes gradients of its parameters (the last where both are one). ``meetings`` are messages behind the last
-    action: the ranks that take part, and the seconds; a rank takes part in its meetings in their order.
+    action: the ranks that take part, and the seconds; a rank takes part in its meetings in their order. With
+    ``overlap_sends`` messages between stages travel beside kernels, but for ``send_stall`` of their time, for which
+    those of their sender stand still.
     """
 
     passes: Mapping[ActionKind, Sequence[Operators]]
@@ -96,6 +98,12 @@ class OperatorCosts:
     prologue_s: Numbers = 0.0
     epilogue_s: Numbers = 0.0
     overlap_sends: bool = True
+    send_stall: float = 0.0
+
+    @property
+    def stalls(self) -> bool:
+        """Whether kernels stand still while messages travel beside them."""
+        return self.overlap_sends and self.send_stall > 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -149,6 +157,9 @@ def operator_table(schedule: Schedule, costs: OperatorCosts) -> TaskTable:
     label[prologue], label[epilogue], stream[prologue], stream[epilogue] = PROLOGUE, EPILOGUE, prologue, prologue
     work[tasks.send], label[tasks.send], count[tasks.send] = plan.send_s, SEND, 1
     stream[tasks.send] = STREAMS * ranks + plan.link if costs.overlap_sends else schedule.action_rank[plan.sender]
+    if costs.stalls:
+        work[tasks.send + 1], label[tasks.send + 1], count[tasks.send + 1] = costs.send_stall * plan.send_s, SEND, 1
+        stream[tasks.send + 1] = schedule.action_rank[plan.sender]
     members = [np.flatnonzero(plan.which == number) for number in range(len(plan.groups))]
     for group, chosen in zip(plan.groups, members, strict=True):
         own = tasks.begin[chosen][:, None] + np.arange(len(group.operators.seconds))
@@ -164,7 +175,8 @@ def operator_table(schedule: Schedule, costs: OperatorCosts) -> TaskTable:
     count[epilogue] = talks.sum(axis=0)
     offsets = np.concatenate(([0], np.cumsum(count)))
     dependencies = np.empty(offsets[-1], dtype=np.int64)
-    dependencies[offsets[tasks.send]] = tasks.output[plan.sender]
+    for place in range(1 + costs.stalls):
+        dependencies[offsets[tasks.send + place]] = tasks.output[plan.sender]
     for rank in range(ranks):
         last = tasks.last_message[:, rank]
         dependencies[offsets[epilogue[rank]] :][: talks[:, rank].sum()] = last[talks[:, rank]]
@@ -197,7 +209,8 @@ def task_actions(schedule: Schedule, costs: OperatorCosts) -> IntArray:
     found = np.full(tasks.size, -1, dtype=np.int64)
     ends = np.cumsum(sizes)
     found[np.repeat(tasks.begin - (ends - sizes), sizes) + np.arange(ends[-1])] = np.repeat(plan.first, sizes)
-    found[tasks.send] = plan.sender
+    for place in range(1 + costs.stalls):
+        found[tasks.send + place] = plan.sender
     return found
 
 
@@ -208,7 +221,7 @@ class _Tasks:
     Attributes
     ----------
     begin : (G,) first operator of a group
-    send : (X,)
+    send : (X,), each followed by what stands still for it, if anything does
     output, awaited : (A,) operator that yields an action's output; task that brings its input, -1 for none
     meetings : tasks of each meeting, one a rank that takes part
     last_message : (STREAMS - 1, ranks) last task on each stream of collectives, -1 for none
@@ -232,10 +245,12 @@ def _number_tasks(schedule: Schedule, plan: OperatorPlan, costs: OperatorCosts) 
     group_of[plan.second[paired]] = paired
     sending = group_of[plan.sender]
     sizes = np.array([len(group.operators.seconds) for group in plan.groups])[plan.which]
-    taken = sizes + np.bincount(sending, minlength=len(sizes))
+    each = 1 + costs.stalls
+    taken = sizes + each * np.bincount(sending, minlength=len(sizes))
     begin = schedule.ranks + np.cumsum(taken) - taken
     # Both actions of a pair may send: senders come in the order of actions, the two of a pair next to each other.
-    send = begin[sending] + sizes[sending] + np.concatenate(([False], sending[1:] == sending[:-1]))[: len(sending)]
+    behind = np.concatenate(([False], sending[1:] == sending[:-1]))[: len(sending)]
+    send = begin[sending] + sizes[sending] + each * behind
     output = np.zeros(schedule.size, dtype=np.int64)
     output[plan.first] = begin + np.array([group.outputs[0] for group in plan.groups])[plan.which]
     output[plan.second[paired]] = begin[paired] + np.array([g.outputs[-1] for g in plan.groups])[plan.which[paired]]
@@ -251,8 +266,8 @@ def _number_tasks(schedule: Schedule, plan: OperatorPlan, costs: OperatorCosts) 
         place = np.array([used[-1] if len(used) else -1 for used in found])[plan.which]
         talks = np.flatnonzero(place >= 0)
         np.maximum.at(last[stream], rank[talks], begin[talks] + place[talks])
-    if not costs.overlap_sends:
-        np.maximum.at(last[0], schedule.action_rank[plan.sender], send)
+    if costs.stalls or not costs.overlap_sends:
+        np.maximum.at(last[0], schedule.action_rank[plan.sender], send + costs.stalls)
     last_action = np.stack([last[0], np.where(last[1] >= 0, last[1], last[0])])
     end = int(begin[-1] + taken[-1])
     meetings = []

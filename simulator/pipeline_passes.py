@@ -78,11 +78,12 @@ def simulate_operators(schedule: Schedule, costs: OperatorCosts) -> OperatorResu
         for values in (kernels, waits)
     )
     given: list[Any] = [plan.which, plan.first, plan.second, schedule.action_rank[plan.first], needed, link, send_s]
-    given += [matrices.ravel(), runs_beside, costs.overlap_sends, compute, communication, beside, link_free, moments]
+    given += [matrices.ravel(), runs_beside, costs.overlap_sends, float(costs.send_stall)]
+    given += [compute, communication, beside, link_free, moments]
     if len(plan.first) >= COMPILED_GROUPS:
         _compiled()(*given)
     else:
-        listed: list[Any] = [value if isinstance(value, bool) else value.tolist() for value in given]
+        listed: list[Any] = [value if isinstance(value, bool | float) else value.tolist() for value in given]
         run_groups(*listed)
         compute, communication, beside, link_free, moments = (np.array(values) for values in listed[-5:])
     ready = np.maximum(np.maximum(compute, communication), _after_meetings(costs, compute, communication, beside))
@@ -122,6 +123,7 @@ def run_groups(  # noqa: C901 - calls cost more than what they would tidy
     matrices: Sequence[float],
     runs_beside: Sequence[bool],
     overlap_sends: bool,
+    send_stall: float,
     compute: MutableSequence[float],
     communication: MutableSequence[float],
     beside: MutableSequence[float],
@@ -170,6 +172,8 @@ def run_groups(  # noqa: C901 - calls cost more than what they would tidy
             if overlap_sends:
                 arrival = max(link_free[lane], output) + send_s[sender]
                 link_free[lane] = arrival
+                if send_stall > 0.0:
+                    compute[here] = max(compute[here], output) + send_stall * send_s[sender]
             else:
                 arrival = max(compute[here], output) + send_s[sender]
                 compute[here] = arrival
@@ -185,8 +189,9 @@ def _compiled() -> Any:
 
 def _busy(schedule: Schedule, costs: OperatorCosts, plan: OperatorPlan, computing: FloatArray) -> FloatArray:
     busy = computing + per_rank(schedule, costs.prologue_s) + per_rank(schedule, costs.epilogue_s)
-    if not costs.overlap_sends:
-        busy = busy + np.bincount(schedule.action_rank[plan.sender], plan.send_s, schedule.ranks)
+    still = costs.send_stall if costs.overlap_sends else 1.0
+    if still:
+        busy = busy + still * np.bincount(schedule.action_rank[plan.sender], plan.send_s, schedule.ranks)
     return busy
 
 

@@ -29,6 +29,7 @@ from simulator.caches import in_caches, sharing_cores
 from simulator.corrections import message_time
 from simulator.errors import InputError, StrategyError
 from simulator.hardware import Hardware
+from simulator.launches import send_stall
 from simulator.pipeline_memory import PipelineBytes
 from simulator.pipeline_operators import FIRST, LAST, PLAIN, OperatorCosts, Operators, action_variants, in_one_stream
 from simulator.program import DISK, HOST, Collective, Kernel, Phase, Program, ProgramAxis, Segment, Task
@@ -164,6 +165,7 @@ def lower_pipeline(
         send_s=_send_times(lowering),
         epilogue_s=np.array([sum(times * float(seconds[number]) for number, times in rank) for rank in updates]),
         meetings=_meetings(lowering),
+        send_stall=send_stall(hardware),
     )
     if not hardware.overlaps_communication:
         costs = in_one_stream(schedule, costs)

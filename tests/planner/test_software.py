@@ -22,7 +22,7 @@ from planner.strategy.exchange import Exchange
 from planner.strategy.file import plan_from_text, plan_to_text
 from simulator.errors import InputError
 from simulator.hardware import load_profile
-from simulator.launches import LAUNCH, known_software
+from simulator.launches import LAUNCH, known_software, send_stall
 from simulator.program import Collective
 from tests.planner.search.problems import captured
 
@@ -48,6 +48,7 @@ def test_without_a_name_nothing_changes() -> None:
     assert as_run(DGX, "", "") is DGX
     best = planned().candidates[0].plan
     assert (best.software, best.attention) == ("", "")
+    assert send_stall(DGX) == 0.0
     assert "software" not in plan_to_text(best)
     assert 'attention"' not in plan_to_text(best)
     assert exchange_of("", Exchange()) == Exchange()
@@ -61,6 +62,7 @@ def test_every_software_has_what_its_stack_was_fitted_to(name: str) -> None:
     assert found.training[LAUNCH] == pytest.approx(own["launch_s"] * DGX.training["launch"])
     assert known_software(found)
     assert found.overlaps_communication == known.overlaps
+    assert send_stall(found) == (own["pipeline_exposed"] if known.overlaps else 0.0)
     assert found.hash != DGX.hash
     usual = as_run_by(DGX, "megatron").training["planned_matmul"] / stacks["megatron"]["matmul"]
     assert found.training["planned_matmul"] / own["matmul"] == pytest.approx(usual)

@@ -59,6 +59,7 @@ def random_costs(schedule: Schedule, seed: int, *, overlap: bool) -> OperatorCos
         prologue_s=random.uniform(0, 1, schedule.ranks),
         epilogue_s=random.uniform(0, 1, schedule.ranks),
         overlap_sends=overlap,
+        send_stall=random.uniform(0, 1) if random.random() < 0.5 else 0.0,
     )
 
 

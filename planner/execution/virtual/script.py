@@ -256,6 +256,8 @@ def _rank_script(
             writer.deeds.append(
                 Post(rank=there, tag=tag, seconds=seconds, slow_seconds=slow_seconds, blocking=blocking)
             )
+            if timed.costs.stalls:
+                writer.work(timed.costs.send_stall * seconds)
     writer.drain()
     for place, (members, seconds) in enumerate(timed.costs.meetings):
         if rank in members:

@@ -199,6 +199,7 @@ def _passes_task(
         in_flight=shape.in_flight,
         limit_bytes=np.inf,
         hidden_share=shape.hidden_share,
+        still_sends=shape.still_sends,
         uneven_s=partial(uneven_passes_s, c) if c.virtual > 1 else None,
     )
 

@@ -34,7 +34,8 @@ class ScheduleShape:
     put_off : or of both passes without what is put off, less so many times that; with two chunks a rank a backward
         pass may stand for the forward pass
     fill_sends, steady_sends : how often the fill and a rank pay for the messages over a cut
-    hidden_share : part of a rank's own time behind which its messages hide
+    still_sends : how many of a rank's messages stop its kernels, so that nothing hides them
+    hidden_share : part of a rank's own time behind which its other messages hide
     mixes : how many of a rank's micro-batches in flight have gone forward, and how many wait for weight gradients
         alone, as parts of most in flight: at the instants with most of the former, of the latter, and of both
     """
@@ -46,6 +47,7 @@ class ScheduleShape:
     fill_sends: float
     steady_sends: float
     hidden_share: float = 0.0
+    still_sends: float = 0.0
     put_off: float = 0.0
     mixes: tuple[tuple[float, float], ...] = ((1.0, 0.0),)
 
@@ -67,8 +69,12 @@ class ScheduleShape:
 
 
 @lru_cache(maxsize=4096)
-def schedule_shape(name: str, ranks: int, chunks: int, micro_batches: int, *, overlaps: bool = True) -> ScheduleShape:
+def schedule_shape(
+    name: str, ranks: int, chunks: int, micro_batches: int, *, overlaps: bool = True, stall: float = 0.0
+) -> ScheduleShape:
     """The shape of a schedule of `chunks` chunks a rank; without ``overlaps`` a rank stands still while it sends.
+
+    With ``stall`` it does so for that part of the time of each message.
 
     With F and B the passes of one rank's chunks together, a step takes M (F + B) and the fill, which is (p - 1)(F + B)
     for 1F1B and GPipe, and that over v for v interleaved chunks. Where backward passes B put off weight gradients W, it
@@ -99,9 +105,13 @@ def schedule_shape(name: str, ranks: int, chunks: int, micro_batches: int, *, ov
     elif name == "interleaved_1f1b":
         around, passes = ranks * chunks, ranks * chunks + ranks - 1
         waits, hidden = micro_batches * (around - 1) / passes, (ranks - 1) / passes
+    alone = name in ("1f1b", *SPLIT) and ranks == 2
+    sent = (micro_batches - 1) / (2 if alone else 1)
+    # What interleaved ranks send while the pipeline fills and drains stops nobody.
+    idle = ranks * (chunks + 2) / chunks if name == "interleaved_1f1b" else 0.0
+    still = max(0.0, sent - idle) * stall
     if not overlaps:
-        alone = name in ("1f1b", *SPLIT) and ranks == 2
-        waits, hidden = (micro_batches - 1) / (2 if alone else 1), 0.0
+        waits, hidden, still = sent, 0.0, sent
     rank_of, in_flight, mixes = _in_flight(name, ranks, chunks, _enough(ranks, micro_batches))
     if name == "gpipe":
         in_flight = np.full(ranks, float(micro_batches))
@@ -113,8 +123,9 @@ def schedule_shape(name: str, ranks: int, chunks: int, micro_batches: int, *, ov
         split=name in SPLIT,
         put_off=float(chunks),
         fill_sends=2.0 if name == "zb_h1" and overlaps else 1.0,
-        steady_sends=waits,
+        steady_sends=max(waits, still),
         hidden_share=hidden,
+        still_sends=still,
     )
 
 

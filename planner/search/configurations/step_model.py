@@ -69,6 +69,7 @@ from planner.work import update_traffic
 from simulator.corrections import kernel_factor
 from simulator.hardware import Hardware
 from simulator.kernels import kernel_time
+from simulator.launches import send_stall
 from simulator.program import Collective, Kernel
 from simulator.timing import host_memory_time, host_time
 from simulator.topology import neighbour_distances
@@ -118,6 +119,7 @@ class StepModel(Storage):
             in_flight=shape.in_flight,
             limit_bytes=self.room_bytes(configuration),
             hidden_share=shape.hidden_share,
+            still_sends=shape.still_sends,
             uneven_s=partial(uneven_passes_s, configuration) if configuration.virtual > 1 else None,
             cuts=self.unit_pins.cuts,
             apart_s=joined.apart_s(stored, tables, configuration),
@@ -152,8 +154,8 @@ class StepModel(Storage):
     def shape(self, configuration: Configuration) -> ScheduleShape:
         """The schedule in numbers."""
         c = configuration
-        overlaps = self.hardware.overlaps_communication
-        return schedule_shape(c.schedule, c.pipeline, c.virtual, c.micro_batches, overlaps=overlaps)
+        overlaps, stall = self.hardware.overlaps_communication, send_stall(self.hardware)
+        return schedule_shape(c.schedule, c.pipeline, c.virtual, c.micro_batches, overlaps=overlaps, stall=stall)
 
     def stored(
         self, labels: UnitLabels, configuration: Configuration, whole: Whole, trained: int | IntArray = 1

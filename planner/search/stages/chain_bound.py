@@ -158,9 +158,7 @@ def _sends(task: PartitionTask, states: IntArray) -> FloatArray:
 
 def _waited(task: PartitionTask, seconds: FloatArray, sent: FloatArray) -> FloatArray:
     """Seconds of rows with what messages before them are not hidden."""
-    hidden = task.hidden_share * np.where(np.isfinite(seconds), seconds, 0.0)
-    found: FloatArray = seconds + np.maximum(0.0, task.steady_sends * sent - hidden)
-    return found
+    return seconds + task.waits_s(sent, np.where(np.isfinite(seconds), seconds, 0.0))
 
 
 def _paths(task: PartitionTask, states: IntArray, count: int) -> FloatArray:

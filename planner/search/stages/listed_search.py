@@ -125,7 +125,7 @@ class _Chain:
                 if unit:
                     sent = task.sends_s[unit - 1][kind.entry]
                     cost = cost + task.fill_sends * sent
-                    cost = cost + weight * np.maximum(task.steady_sends * sent - task.hidden_share * v[:, STEADY], 0.0)
+                    cost = cost + weight * task.waits_s(sent, v[:, STEADY])
             total = reached[entry] + cost
             order = np.lexsort((total, leave))
             states, where = np.unique(leave[order], return_index=True)
@@ -152,7 +152,7 @@ class _Chain:
             if begin:
                 sent = float(task.sends_s[begin - 1][self.kinds[begin].entry[ways[begin]]])
                 values[FILL] += task.fill_sends * sent
-                values[STEADY] += max(0.0, task.steady_sends * sent - task.hidden_share * values[STEADY])
+                values[STEADY] += task.waits_s(sent, values[STEADY])
             found.append(values)
         return np.array(found)
 

@@ -46,7 +46,8 @@ class PartitionTask:
     sends_s : (units - 1, states) seconds of the messages over a cut behind each unit in each boundary state, both
         directions, one micro-batch
     fill_sends, steady_sends : how often the fill and the rank behind the cut pay for them
-    hidden_share : part of a rank's own time behind which messages of later micro-batches hide
+    still_sends : how many of the latter stop its kernels, so that nothing hides them
+    hidden_share : part of a rank's own time behind which the other messages of later micro-batches hide
     ranks, chunks : pipeline ranks, and chunks of each
     rank_of : (ranks * chunks,) rank of each chunk in the order of the network
     in_flight : (ranks * chunks,) micro-batches whose activations a chunk keeps at most
@@ -69,6 +70,7 @@ class PartitionTask:
     in_flight: FloatArray
     limit_bytes: float
     hidden_share: float = 0.0
+    still_sends: float = 0.0
     uneven_s: Callable[[FloatArray], float] | None = None
     cuts: tuple[range, ...] = ()
     apart_s: Callable[[Partition], float] | None = None
@@ -90,6 +92,11 @@ class PartitionTask:
         held = [float((flight * k.values[:, ACTIVATION] + k.values[:, RESIDENT]).max()) for k in self.kinds]
         once = max(float(kind.values[:, TRANSIENT].max()) for kind in self.kinds)
         return once + sum(n * size for n, size in zip(self.counts, held, strict=True)) <= self.limit_bytes
+
+    def waits_s(self, sent_s: FloatArray | float, own_s: FloatArray | float) -> FloatArray:
+        """Seconds by which messages over the cut before a chunk make the `own_s` of its rank longer."""
+        hides = (self.steady_sends - self.still_sends) * sent_s - self.hidden_share * own_s
+        return np.asarray(self.still_sends * sent_s + np.maximum(hides, 0.0))
 
     @property
     def criteria(self) -> Criteria:
@@ -282,8 +289,7 @@ class Segments:
                 table = ways.values[rows].copy()
                 send_s = float(kind.send_s[entry]) if entry >= 0 and len(kind.send_s) else 0.0
                 table[:, FILL] += self.task.fill_sends * send_s
-                waits = self.task.steady_sends * send_s - self.task.hidden_share * table[:, STEADY]
-                table[:, STEADY] += np.maximum(waits, 0.0)
+                table[:, STEADY] += self.task.waits_s(send_s, table[:, STEADY])
                 ends = (self.states[entry], self.states[leave])
                 self.groups.append(Group(kind.starts, kind.length, *ends, size, size + len(rows), ways, rows))
                 tables.append(table)

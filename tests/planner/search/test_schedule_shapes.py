@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,9 @@ from hypothesis import strategies as st
 from planner.search.configurations.schedule_shapes import apart_s, schedule_shape, turns_apart_s
 from simulator.pipeline import PipelineCosts, simulate_pipeline
 from simulator.pipeline_memory import PipelineBytes, pipeline_memory
-from simulator.schedules import make_schedule
+from simulator.pipeline_operators import OperatorCosts, Operators
+from simulator.pipeline_passes import simulate_operators
+from simulator.schedules import ActionKind, make_schedule
 
 STILL = (
     ("1f1b", 1, 0.006), ("gpipe", 1, 1e-9), ("zb_h1", 1, 0.006), ("interleaved_1f1b", 2, 0.03), ("zbv", 2, 0.03),
@@ -48,12 +52,15 @@ def test_zbv_pays_for_the_longer_of_what_follows(ranks: int, more: int, longer: 
     assert 2 * (ranks - 1) * fill == pytest.approx(found, rel=0.1)
 
 
-def step_s(name: str, ranks: int, chunks: int, micro_batches: int, send_s: float, *, overlaps: bool) -> float:
+def step_s(
+    name: str, ranks: int, chunks: int, micro_batches: int, send_s: float, *, overlaps: bool, stall: float = 0.0
+) -> float:
     """What the closed form says of equal stages: a second forward, one for each gradient, and messages between them."""
-    shape = schedule_shape(name, ranks, chunks, micro_batches, overlaps=overlaps)
+    shape = schedule_shape(name, ranks, chunks, micro_batches, overlaps=overlaps, stall=stall)
     fill = float(shape.fill_s(np.ones(1), np.full(1, 2.0), np.ones(1))[0])
     own = 3.0 * micro_batches - fill
-    busy = own + max(0.0, shape.steady_sends * 2.0 * send_s - shape.hidden_share * own)
+    hides = (shape.steady_sends - shape.still_sends) * 2.0 * send_s - shape.hidden_share * own
+    busy = own + shape.still_sends * 2.0 * send_s + max(0.0, hides)
     return ranks * chunks * fill + shape.fill_sends * 2.0 * send_s * (ranks * chunks - 1) + chunks * busy
 
 
@@ -138,3 +145,25 @@ def test_what_is_kept_and_what_waits_for_weight_gradients_count_as_many_as_there
     sizes = PipelineBytes(activations=kept, weight_activations=waiting)
     peaks = [rank.peak_bytes for rank in pipeline_memory(schedule, made.starts_s, made.ends_s, sizes)]
     assert found == pytest.approx(max(peaks), rel=1e-9 if name == "zb_h1" else 0.15)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from([("1f1b", 1, 0.01), ("gpipe", 1, 1e-9), ("interleaved_1f1b", 2, 0.01)]),
+    ranks=st.integers(2, 6), rounds=st.integers(3, 5), send=st.integers(1, 10), tenths=st.integers(1, 8),
+)  # fmt: skip
+def test_ranks_that_stand_still_for_a_part_pay_for_it(
+    name: tuple[str, int, float], ranks: int, rounds: int, send: int, tenths: int
+) -> None:
+    (schedule, chunks, within), send_s, stall = name, send / 100, tenths / 10
+    one = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}
+    passes = {
+        kind: [Operators.chain(np.array([seconds]), np.zeros(1, dtype=np.int64))] * (ranks * chunks)
+        for kind, seconds in one.items()
+    }
+    made = make_schedule(schedule, ranks, rounds * ranks, chunks)
+    costs = OperatorCosts(passes=passes, send_s=send_s, send_stall=stall)
+    simulated_s = simulate_operators(made, costs).step_time_s
+    assert simulated_s >= simulate_operators(made, replace(costs, send_stall=0.0)).step_time_s
+    found = step_s(schedule, ranks, chunks, rounds * ranks, send_s, overlaps=True, stall=stall)
+    assert found == pytest.approx(simulated_s, rel=within)
