@@ -8,6 +8,7 @@ Kernels of a device that several processes share are slowed as well.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from simulator.collectives import FloatArray, collective_time
 from simulator.crowding import crowded
@@ -56,9 +57,16 @@ def message_time(hardware: Hardware, collective: Collective, payload: FloatArray
 
     Where other processes of the job share the cores of a group, they take as long as that.
     """
+    factor, launch_s = _of_group(hardware, group)
+    alone = collective_time(hardware, collective, payload, group) * factor + launch_s
+    return crowded(hardware.crowding, alone, group.size, hardware.processes) if hardware.crowding else alone
+
+
+@lru_cache(maxsize=4096)
+def _of_group(hardware: Hardware, group: GroupShape) -> tuple[float, float]:
+    """Factor on the messages of a group, and the seconds of a launch."""
     factor = _factor(hardware.training, "outside" if group.outermost else "inside")
-    alone = collective_time(hardware, collective, payload, group) * factor + message_launch_s(hardware, group)
-    return crowded(hardware.crowding, alone, group.size, hardware.processes)
+    return factor, message_launch_s(hardware, group)
 
 
 def _factor(training: Mapping[str, float], name: str) -> float:

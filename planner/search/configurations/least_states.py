@@ -21,6 +21,7 @@ from simulator.hardware import Hardware
 from simulator.program import Collective
 from simulator.topology import group_shape
 
+MessagesS = tuple[FloatArray, FloatArray, FloatArray]
 PAYLOADS: FloatArray = np.exp2(np.arange(41, dtype=np.float64))
 """Bytes of messages at which links are compared."""
 MANY_ELEMENTS = 1e15
@@ -40,16 +41,19 @@ class LeastStates:
     sent_bytes: float
 
     @classmethod
-    def of(cls, model: StepModel, tables: StageTables, stored: Configuration) -> LeastStates:
-        """Work them out, whatever way the units are run."""
-        counts = np.array(tables.counts)
-        standing = float(model.resident_bytes(least_states(tables)[0], stored) @ counts)
-        sent = float(tables.least_elements @ counts) * DTYPE_BYTES[model.dtype]
+    def of(
+        cls, model: StepModel, tables: StageTables, stored: Configuration, messages_s: MessagesS | None = None
+    ) -> LeastStates:
+        """Work them out, whatever way the units are run; `messages_s` may be known."""
+        labels, trained, counts, elements = least_states(tables)
+        standing = float(model.resident_bytes(labels, stored) @ counts)
+        update_s = model.update_s(labels.parameter_elements, stored, trained)
+        added_s, lost_s, exposed_s = messages_s or _messages_s(model, tables, stored)
         return cls(
             stored=stored,
-            once_s=states_s(model, tables, stored),
+            once_s=added_s + update_s + lost_s + exposed_s,
             standing_bytes=standing,
-            sent_bytes=sent if tables.least_elements.all() else 0.0,
+            sent_bytes=elements * DTYPE_BYTES[model.dtype],
         )
 
     def fits(self, model: StepModel) -> bool:
@@ -132,9 +136,14 @@ def _flights(shape: ScheduleShape, ranks: int) -> tuple[float, float, float]:
 
 def least_states_of(extent: Extent, model: StepModel, tables: StageTables, placed: Configuration) -> list[LeastStates]:
     """What states take at least in every storage, on the devices and where they may move to the host."""
-    stored = storages(extent, placed)
-    moved = (offloaded(extent, one) for one in stored)
-    return [LeastStates.of(model, tables, one) for one in (*stored, *moved) if one is not None]
+    here: list[LeastStates] = []
+    there: list[LeastStates] = []
+    for stored in storages(extent, placed):
+        messages_s = _messages_s(model, tables, stored)
+        here.append(LeastStates.of(model, tables, stored, messages_s))
+        if (moved := offloaded(extent, stored)) is not None:
+            there.append(LeastStates.of(model, tables, moved, messages_s))
+    return [*here, *there]
 
 
 def least_once_s(ways: Sequence[LeastStates]) -> FloatArray:
@@ -143,18 +152,20 @@ def least_once_s(ways: Sequence[LeastStates]) -> FloatArray:
     return least
 
 
-def states_s(model: StepModel, tables: StageTables, stored: Configuration) -> FloatArray:
-    """(units,) least seconds of a step that the states of each unit take, whatever way it is run.
+def _messages_s(model: StepModel, tables: StageTables, stored: Configuration) -> MessagesS:
+    """(units,) least seconds of a step that the states of each unit take but for their update, wherever they are.
 
-    Those are the update, the sums over micro-batches, what messages over the data axis take from kernels, and those
-    that nothing hides.
+    Those are the sums over micro-batches, what messages over the data axis take from kernels, and those that nothing
+    hides.
     """
-    labels, trained = least_states(tables)
-    each_s, update_s = model.kernels_s(labels, stored, trained)
+    labels, trained, *_ = least_states(tables)
+    elements = labels.parameter_elements
+    added_s = np.zeros_like(elements)
+    if not model.scatters_each(stored):
+        added_s = stored.micro_batches * model.accumulation_s(labels, elements, stored, trained)
     lost = lost_to_messages(model, stored)
-    lost_s = labels.parameter_elements * np.append(lost[:1], np.repeat(lost[1:], len(trained) - 1))
-    found: FloatArray = stored.micro_batches * each_s + update_s + lost_s + exposed_s(model, tables, stored)
-    return found
+    lost_s = elements * np.append(lost[:1], np.repeat(lost[1:], len(trained) - 1))
+    return added_s, lost_s, exposed_s(model, tables, stored)
 
 
 def exposed_s(model: StepModel, tables: StageTables, stored: Configuration) -> FloatArray:
@@ -208,18 +219,19 @@ def lost_to_messages(model: StepModel, configuration: Configuration) -> FloatArr
 
 
 @lru_cache(maxsize=256)
-def least_states(tables: StageTables) -> tuple[UnitLabels, IntArray]:
+def least_states(tables: StageTables) -> tuple[UnitLabels, IntArray, IntArray, float]:
     """Labels (units,) of ways that hold the least elements of each unit and take no time, and trained parameters.
 
-    They keep all that gradients of a single micro-batch may take the place of.
+    They keep all that gradients of a single micro-batch may take the place of. Behind them how many units each stands
+    for, and the least elements of all, 0 where a unit has none.
     """
     nothing = np.zeros(len(tables.counts))
     none: dict[str, Any] = {field.name: nothing for field in fields(UnitLabels) if field.name != "assignments"}
     labels = UnitLabels(**none, assignments=())
-    kept = np.full_like(nothing, np.inf)
-    return replace(labels, parameter_elements=tables.least_elements, activation_bytes=kept), np.array(
-        trained_parameters(tables)
-    )
+    kept, least, counts = np.full_like(nothing, np.inf), tables.least_elements, np.array(tables.counts)
+    sent = float(least @ counts) if least.all() else 0.0
+    labels = replace(labels, parameter_elements=least, activation_bytes=kept)
+    return labels, np.array(trained_parameters(tables)), counts, sent
 
 
 def least_message_s(hardware: Hardware, collective: Collective, size: int, stride: int, payload: float) -> float:

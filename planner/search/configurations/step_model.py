@@ -148,7 +148,7 @@ class StepModel(Storage):
         passes = sum(paced_passes(self.hardware, labels)[:2])
         kernels = passes - labels.forward_communication_s - labels.backward_communication_s
         if not self.scatters_each(c):
-            kernels = kernels + self._accumulation_s(labels, elements, c, trained)
+            kernels = kernels + self.accumulation_s(labels, elements, c, trained)
         return kernels + self._cuts_s(labels, c)[0], self.update_s(elements, c, trained)
 
     def shape(self, configuration: Configuration) -> ScheduleShape:
@@ -306,7 +306,7 @@ class StepModel(Storage):
         backward_s = backward_s + self._cuts_s(labels, c)[0]
         size = elements * DTYPE_BYTES[self.dtype]
         shards, stride = self.shards(c), c.stride("data")
-        accumulation = self._accumulation_s(labels, elements, c, trained)
+        accumulation = self.accumulation_s(labels, elements, c, trained)
         inside_s = self._inside_sums(labels, c)[0]
         sent = self._written(labels, elements) * DTYPE_BYTES[self.dtype]
         if c.optimizer_sharding in ("none", "zero1"):
@@ -362,7 +362,7 @@ class StepModel(Storage):
         )
         return *found_s, ends_s, None
 
-    def _accumulation_s(
+    def accumulation_s(
         self, labels: UnitLabels, elements: FloatArray, c: Configuration, trained: int | IntArray
     ) -> FloatArray:
         """Seconds in which a micro-batch's gradients are added to those before: two are read and one is written.

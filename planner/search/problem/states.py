@@ -82,8 +82,7 @@ class States:
 
     def place(self, tensor: TensorRef, *, reads: bool) -> int:
         """Which of the tensors that the variable reads or writes this is."""
-        first = self.variable.choices[0]
-        return [*(first.reads if reads else first.writes)].index(tensor)
+        return self.variable.places[reads][tensor]
 
 
 class StatesOnMesh:

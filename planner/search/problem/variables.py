@@ -63,6 +63,13 @@ class Variable:
         """Tensors that the variable writes, as ``read``."""
         return {t: np.array([c.writes[t] for c in self.choices], dtype=np.int64) for t in self.choices[0].writes}
 
+    @cached_property
+    def places(self) -> tuple[Mapping[TensorRef, int], Mapping[TensorRef, int]]:
+        """The place of each tensor among those that the variable writes, and among those that it reads."""
+        first = self.choices[0]
+        written, read = ({tensor: place for place, tensor in enumerate(given)} for given in (first.writes, first.reads))
+        return written, read
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
@@ -102,7 +109,7 @@ class Decisions:
         found = []
         for edge in self.edges:
             source, target = self.variables[edge.source], self.variables[edge.target]
-            places = ([*source.choices[0].writes].index(edge.tensor), [*target.choices[0].reads].index(edge.tensor))
+            places = source.places[0][edge.tensor], target.places[1][edge.tensor]
             found.append((*places, once_a_step(self.variables, edge), masks(self.variables, edge)))
         return tuple(found)
 

@@ -132,6 +132,7 @@ class Kernels:
         """Seconds of every kernel alone, shape (cases, kernels)."""
         found = np.zeros((len(costs), self._count))
         hardware = costs[0].hardware
+        devices, of_case = np.unique([cost.mesh.size for cost in costs], return_inverse=True)
         for (kernel, dtype, ports, _), group in self._groups.items():
             flops = group.work.values(ratio, share)
             moved = np.zeros_like(flops)
@@ -144,8 +145,8 @@ class Kernels:
                 time = shaped_time(hardware, kernel, dtype, shape, flops, moved)
             else:
                 time = kernel_time(hardware, kernel, dtype, flops, moved)
-            factors = [kernel_factor(hardware, kernel, dtype, cost.mesh.size) for cost in costs]
-            found[:, group.rows[0]] = time * np.array(factors)[:, None]
+            factors = np.array([kernel_factor(hardware, kernel, dtype, count) for count in devices.tolist()])
+            found[:, group.rows[0]] = time * factors[of_case, None]
         for rows, before in self._before:
             found[:, rows] += found[:, before]
         return found

@@ -90,6 +90,7 @@ class AmountLedger:
         self._byte_numbers: dict[tuple[float, int, int], int] = {}
         self._seconds: dict[tuple[int, int], IntArray] = {}
         self._moves: dict[tuple[object, ...], Ways] = {}
+        self._barred: dict[tuple[object, ...], NDArray[np.bool_]] = {}
         self._slots: dict[tuple[int, int, int, bool], tuple[int, int]] = {}
         self._cells = _Cells()
 
@@ -210,13 +211,15 @@ class AmountLedger:
 
     def impossible(self, edge: Edge) -> NDArray[np.bool_]:
         """Where `moves` has no way, shape (states, states)."""
-        rank = len(self.graph.spec(edge.tensor).shape)
-        written, read = self.parts.ends(edge)
-        ways = (written[:, None], read[None, :])
-        impossible = ~step_table(rank, self.axes).possible[ways]
-        if not masks(self.parts.decisions.variables, edge):
-            impossible |= needs_mask(rank, self.axes)[ways]
-        return impossible
+        masked = masks(self.parts.decisions.variables, edge)
+        key = (*self._ends(edge), masked)
+        if key not in self._barred:
+            rank = len(self.graph.spec(edge.tensor).shape)
+            written, read = self.parts.ends(edge)
+            ways = (written[:, None], read[None, :])
+            impossible = ~step_table(rank, self.axes).possible[ways]
+            self._barred[key] = impossible if masked else impossible | needs_mask(rank, self.axes)[ways]
+        return self._barred[key]
 
     def moves(self, edge: Edge) -> Ways:
         """The ways from each state of an edge's writer to each of its reader, shape (states, states)."""

@@ -222,7 +222,7 @@ class StageShape:
         states = self.parts.states(number)
         found = np.zeros(len(states), dtype=np.bool_)
         axis = self._tensor_axis
-        if axis is None:
+        if axis is None or not self.source.sequences:
             return found
         first = states.variable.choices[0]
         for reads, ports in ((True, first.reads), (False, first.writes)):
