@@ -149,13 +149,14 @@ class LayeredCoefficients:
     """Fitted values by device family and by stack, as the profile of the software keeps them.
 
     A device has fields of `LayeredParameters`, a factor ``launch`` (on the host's time for a launch), ``balance``,
-    ``reach`` and ``planes``. Its ``products`` are those of a device with `USUAL_BALANCE`: with more operations for each
-    element that the memory delivers, fewer of them are reached, in all precisions alike, with the power ``balance`` of
-    their ratio, and never more than the peak. Its ``memory`` is that of a device with `USUAL_REACH`: the more bytes a
-    multiprocessor is to take in a cycle, the smaller the share that it takes, with the power ``reach`` of their ratio.
-    ``planes`` are the ``casts`` of TF32: tensor units take images with channels last, and frameworks put them so for
-    half precision alone. A stack has factors on ``products``, ``memory``, ``grouped`` and ``kernel_s``, the other
-    fields, and ``host_<kind>_s``.
+    ``reach``, ``planes`` and ``untuned``. Its ``products`` are those of a device with `USUAL_BALANCE`: with more
+    operations for each element that the memory delivers, fewer of them are reached, in all precisions alike, with the
+    power ``balance`` of their ratio, and never more than the peak. Its ``memory`` is that of a device with
+    `USUAL_REACH`: the more bytes a multiprocessor is to take in a cycle, the smaller the share that it takes, with the
+    power ``reach`` of their ratio. ``planes`` are the ``casts`` of TF32: tensor units take images with channels last,
+    and frameworks put them so for half precision alone. ``untuned`` is the factor on ``products`` of convolutions whose
+    kernels nobody has tried out. A stack has factors on ``products``, ``memory``, ``grouped`` and ``kernel_s``, the
+    other fields, and ``host_<kind>_s``.
     """
 
     devices: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -168,7 +169,8 @@ class LayeredCoefficients:
         for name in ("products", "memory", "grouped", "kernel_s"):
             device[name] = device.get(name, getattr(_NEUTRAL, name)) * stack.pop(name, 1.0)
         device["products"] *= (USUAL_BALANCE / flops_per_element(run)) ** device.pop("balance", 0.0)
-        device["products"] = min(device["products"], 1.0)
+        untuned = device.pop("untuned", 1.0)
+        device["products"] = min(device["products"], 1.0) * (untuned if run.setup.untuned_convolutions else 1.0)
         reach = device.pop("reach", 0.0)
         if not family_of(run.hardware.device_name).startswith("ascend"):
             device["memory"] *= (USUAL_REACH / bytes_per_cycle(run.hardware)) ** reach

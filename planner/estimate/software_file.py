@@ -45,7 +45,7 @@ _LAYERED = [field.name for field in fields(LayeredParameters) if field.name != "
 StackName = Annotated[str, _one_of(_STACKS)]
 Coefficient = Annotated[str, _one_of(STACK_COEFFICIENTS)]
 AttentionName = Annotated[str, _one_of([str(kernel) for kernel in AttentionKernel])]
-LayeredDevice = Annotated[str, _one_of(["balance", "planes", "reach", "launch", *_LAYERED])]
+LayeredDevice = Annotated[str, _one_of(["balance", "planes", "reach", "untuned", "launch", *_LAYERED])]
 LayeredStack = Annotated[str, Field(pattern=rf"^({'|'.join(_LAYERED)}|host_[a-z_]+_s)$")]
 
 

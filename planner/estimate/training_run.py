@@ -305,6 +305,8 @@ class TrainingSetup:
     """The loss is compiled (Megatron's ``--cross-entropy-loss-fusion``)."""
     scripted_loss: bool = False
     """TorchScript compiles it, not ``torch.compile``."""
+    untuned_convolutions: bool = False
+    """cuDNN takes reproducible kernels by rules of thumb, where it usually tries out which are the fastest."""
     early_loss: bool = False
     """The host waits for the loss before it begins the backward pass."""
     eager_kernels: bool = False

@@ -43,13 +43,15 @@ EVERYWHERE_PRIORS = {
     "winograd": Prior(centre=1.7, spread=0.15),
     "planes": Prior(centre=1.6, spread=0.3),
     "reach": Prior(centre=0.3, spread=0.5),
+    "untuned": Prior(centre=0.9, spread=0.1),
 }
 """Of all devices. In convolutions they reach the less of their peak, the more operations they could take in the time
 in which their memory delivers one element; without tensor units the peak is easily reached. Where images lie in planes,
 input and output of a convolution are turned around: both are read and written once more (2), but for the outputs of
 kernels that write planes themselves (``nhwckrsc_nchw`` of cuDNN; 4/3 if all of two passes do). Of the bandwidth a
 kernel reaches the less, the more bytes a multiprocessor is to take in a cycle: with powers of 0.4 and 0.6 in published
-timings of activations and of norms on A40 and A100, 0 in those of sums."""
+timings of activations and of norms on A40 and A100, 0 in those of sums. Reproducible kernels, and those that cuDNN
+takes without trying them out, are some tenth slower."""
 COMMON_PRIORS = {
     "products": Prior(centre=0.55, spread=0.13),
     "matmuls": Prior(centre=1.0, spread=0.3),
@@ -340,7 +342,10 @@ class Steps:
 def _told_apart(run: TrainingRun) -> tuple[object, ...]:
     """What the parameters of a run depend on."""
     setup = run.setup
-    return run.hardware.hash, stack_key(run), setup.precision, setup.plain_graph, setup.graph_engine, keeps_planes(run)
+    return (
+        run.hardware.hash, stack_key(run), setup.precision, setup.plain_graph, setup.graph_engine,
+        setup.untuned_convolutions, keeps_planes(run),
+    )  # fmt: skip
 
 
 def predicted_logarithms(runs: Sequence[TrainingRun], coefficients: LayeredCoefficients) -> FloatArray:
@@ -357,5 +362,5 @@ def combined(values: Mapping[Key, float]) -> LayeredCoefficients:
     for family, device in groups["devices"].items():
         for name in COMMON_PRIORS:
             device[name] *= values["common", _maker(family), name]
-        device |= {name: values["everywhere", "", name] for name in ("balance", "winograd", "planes", "reach")}
+        device |= {name: values["everywhere", "", name] for name in EVERYWHERE_PRIORS}
     return LayeredCoefficients(**groups)

@@ -22,6 +22,7 @@ from planner.validation.reading_suites import (
     recipe_in_single,
     suite_batch,
     suite_release,
+    tunes_nothing,
     without_xla,
 )
 from simulator.hardware import Hardware
@@ -88,7 +89,7 @@ def read_setup(row: FileRow, network: Network, hardware: Hardware, notes: list[s
         overlap_experts=bool(re.search(r"1f1b overlap|a2a_ovlp|overlap[-_]moe[-_]expert", flags)),
         eager_kernels=0 < (suite_release(row) or words.release(row)) < _LAZY_KERNELS, **memory_settings(row),
         fused_norm=words.fused_norm(row), single_norms=used is Stack.MINDSPEED and words.leaves_norms_single(row),
-        plain_graph=without_xla(row), early_loss=reads_loss_early(row),
+        plain_graph=without_xla(row), early_loss=reads_loss_early(row), untuned_convolutions=tunes_nothing(row),
         graph_engine=not 0 < words.release(row) < _GRAPH_ENGINE,
     )  # fmt: skip
 

@@ -99,8 +99,11 @@ def _flagperf_batch(row: FileRow) -> int | None:
 
     ResNet-50 for PyTorch takes 32 (``training/nvidia/resnet50-pytorch/config/config_A100x1x8.py``).
     """
-    known = is_flagperf(row) and row.text("framework").lower() == "pytorch" and row.text("model").lower() == "resnet50"
-    return _FLAGPERF_RESNET if known else None
+    return _FLAGPERF_RESNET if _flagperf_resnet(row) else None
+
+
+def _flagperf_resnet(row: FileRow) -> bool:
+    return is_flagperf(row) and row.text("framework").lower() == "pytorch" and row.text("model").lower() == "resnet50"
 
 
 def is_example(row: FileRow) -> bool:
@@ -172,6 +175,15 @@ def mixed_precision_ignored(row: FileRow) -> bool:
     return is_lambda(row) and bool(re.match(r"tacotron2|waveglow", row.text("model").lower()))
 
 
+def tunes_nothing(row: FileRow) -> bool:
+    """Whether cuDNN takes reproducible kernels and tries none out.
+
+    FlagPerf's ResNet-50 for PyTorch says ``cudnn_benchmark: bool = False`` and ``cudnn_deterministic: bool = True``
+    (``training/benchmarks/resnet50/pytorch/config/_base.py``).
+    """
+    return _flagperf_resnet(row)
+
+
 def reads_loss_early(row: FileRow) -> bool:
     """Whether a script reads the loss, and so waits for the device, between the forward and the backward pass.
 
@@ -236,9 +248,13 @@ def recipe_sample(row: FileRow, network: str, sample: str) -> str:
 def published_name(row: FileRow) -> str:
     """The network's name, with what scripts add to it.
 
-    ViT of MindSpore's models takes patches of 32 pixels (``official/cv/VIT/config/vit_patch32_*.yml``).
+    ViT of MindSpore's models takes patches of 32 pixels (``official/cv/VIT/config/vit_patch32_*.yml``). TensorFlow's
+    Mask R-CNN of NVIDIA's examples pads all images to 832 by 1,344 (``image_size`` of
+    ``TensorFlow2/Segmentation/MaskRCNN/mrcnn_tf2/config.py``).
     """
     name = row.text("model")
+    if is_example(row) and "tensorflow" in row.text("framework").lower() and name.lower().endswith("maskrcnn"):
+        return f"{name}_832x1344"
     plain = name.lower() == "vit" and "mindspore-ai/models" in row.text("source").lower()
     return "vit_base_patch32" if plain else name
 

@@ -336,6 +336,25 @@ class NetworkBuilder:
         self._append(Kernel.ELEMENTWISE, elements_moved=2 * (channels + n), saved=n, count=steps)
         return self.become(channels)
 
+    def halves(self) -> NetworkBuilder:
+        """Both halves of the channels are taken: in the backward pass their gradients are padded and added up.
+
+        Each is written beside as many zeros (a write of the whole, a read and a write of the half), and their sum takes
+        two reads and a write.
+        """
+        return self._append(Kernel.COPY, elements_moved=3.5 * self.elements, backward_only=True)
+
+    def normalized_weights(self) -> NetworkBuilder:
+        """Weights so far are directions times lengths (weight norm, arXiv:1602.07868), put together in each step.
+
+        Forward their norm is taken (a read) and they are scaled (a read, a write); backward gradient and direction are
+        read for the sum, and for the gradient that is written (five).
+        """
+        weights = 4 * self.parameters
+        self._append(Kernel.COPY, weights=weights)
+        self.parameters -= weights
+        return self
+
     def sliced(self, count: int) -> NetworkBuilder:
         """`count` slices are taken one after the other: their gradients add up.
 

@@ -183,7 +183,13 @@ FAMILIES: tuple[tuple[str, int, Family], ...] = (
     (r"^yolox_?darknet53", 640, lambda name, _, side: yolo.darknet53(name, side)),
     (r"^yolo_?(?P<version>x)_?(?P<size>n|tiny|t)(?P<large>)(?:ano)?$", 416, _yolo),
     (r"^yolo_?(?P<version>v5|v8|x)_?(?P<size>tiny|t(?=$)|[nsmlx])(?P<large>6)?$", 640, _yolo),
-    (r"mask_?rcnn", 800, lambda name, _, side: detection.mask_rcnn(name, (side, side * 38 // 25))),
+    (
+        r"mask_?rcnn(?:_(?P<height>\d+)x(?P<width>\d+))?",
+        800,
+        lambda name, m, side: detection.mask_rcnn(
+            name, (int(m["height"]), int(m["width"])) if m["height"] else (side, side * 38 // 25)
+        ),
+    ),
     (r"faster_?rcnn", 800, lambda name, _, side: detection.mask_rcnn(name, (side, side * 38 // 25), masks=False)),
     (r"^efficientdet(?:_?d0)?$", 512, lambda name, _, side: detection.efficientdet_d0(name, side)),
     (

@@ -114,7 +114,10 @@ def tacotron2(name: str) -> LayeredNetwork:
 
 
 def waveglow(name: str) -> LayeredNetwork:
-    """WaveGlow (arXiv:1811.00002): twelve coupling steps of eight dilated layers; rates count samples of sound."""
+    """WaveGlow (arXiv:1811.00002): twelve coupling steps of eight dilated layers; rates count samples of sound.
+
+    The spectrogram lies transposed, so that each layer takes a copy of its own.
+    """
     frames = SEGMENT_SAMPLES // 8
     net = NetworkBuilder(80, SEGMENT_SAMPLES // 256).transposed(80, 1024 // 256 * 256, 256)
     for step in range(12):
@@ -123,14 +126,15 @@ def waveglow(name: str) -> LayeredNetwork:
         net.become(remaining // 2).convolution(512, 1, bias=True)
         for layer in range(8):
             with net.branch():
-                net.become(640).convolution(1024, 1, bias=True)
+                net.become(640).copy().convolution(1024, 1, bias=True)
             with net.branch():
                 net.convolution(1024, 3, dilation=2**layer, bias=True).add().smooth().smooth()
                 net.become(512).scale()
                 if layer < 7:
-                    net.convolution(1024, 1, bias=True).copy()  # the gradients of its halves are padded with zeros
+                    net.convolution(1024, 1, bias=True).halves()
                 else:
                     net.convolution(512, 1, bias=True)
                 net.become(512).add().add()
         net.convolution(remaining, 1, bias=True).become(remaining // 2).scale().add().concatenate(remaining)
+    net.normalized_weights()
     return net.finish(name, "sound", units=SEGMENT_SAMPLES)

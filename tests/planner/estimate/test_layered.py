@@ -295,6 +295,15 @@ def test_gradients_of_slices_have_no_forward_pass() -> None:
     assert later[0].elements_moved == 2 * 256 * 860
 
 
+def test_waveglow_copies_its_spectrogram_for_each_layer_and_pads_the_gradients_of_halves() -> None:
+    network = lookup("waveglow")
+    assert network is not None
+    copies = [layer for layer in network.layers if layer.kernel is Kernel.COPY]
+    assert sum(layer.elements_moved == 2 * 640 * 1000 for layer in copies) == 12 * 8
+    assert [layer.elements_moved for layer in copies if layer.backward_only] == [3.5 * 1024 * 1000] * 12 * 7
+    assert copies[-1].weights == pytest.approx(4 * network.parameters)
+
+
 def test_a_weighted_sum_scales_divides_and_stacks_each_tensor() -> None:
     net = NetworkBuilder(64, 8, 8).weighted_sum(3)
     assert net.layers[0].elements_moved == (3 * (2 + 2 + 2 + 1) + 1) * net.elements

@@ -175,6 +175,13 @@ def test_a_plain_graph_fuses_nothing() -> None:
     assert [known.parameters(one).unfused for one in (compiled, plain)] == [0.4, 1.0]
 
 
+def test_convolutions_whose_kernels_nobody_tried_out_are_slower() -> None:
+    known = LayeredCoefficients(devices={"ampere": {"products": 0.5, "untuned": 0.8}})
+    tuned = run()
+    untuned = replace(tuned, setup=replace(tuned.setup, untuned_convolutions=True))
+    assert [known.parameters(one).products for one in (tuned, untuned)] == [0.5, 0.4]
+
+
 def test_volumes_lie_in_planes_in_half_precision_too() -> None:
     known = LayeredCoefficients(
         devices={"volta": {"planes": 2.0}}, stacks={"tensorflow": {"casts": 0.1}, "eager": {"casts": 3.0}}

@@ -51,6 +51,21 @@ def test_flagperf_takes_its_configurations_batch_where_no_parameter_is_changed(t
     assert usual is not None
     assert changed is not None
     assert (usual.setup.micro_batch, changed.setup.micro_batch) == (32, 256)
+    assert usual.setup.untuned_convolutions
+    others = read_one(tmp_path, **{**row, "source": "made"}, model="resnet50", per_accel_batch="256").run
+    assert others is not None
+    assert not others.setup.untuned_convolutions
+
+
+@pytest.mark.parametrize(
+    ("framework", "size"), [("TensorFlow2", (416, 672)), ("PyTorch", (400, 608))]
+)  # a half of the image, after the stem
+def test_images_of_mask_r_cnn_are_padded_in_tensorflow(tmp_path: Path, framework: str, size: tuple[int, int]) -> None:
+    row = {**LAMBDA, "source": "NVIDIA/DeepLearningExamples", "framework": framework, "precision": "FP32"}
+    read = read_one(tmp_path, **row, model="Segmentation/MaskRCNN", accelerator="V100", per_accel_batch="4")
+    assert read.run is not None
+    assert isinstance(read.run.network, LayeredNetwork)
+    assert read.run.network.layers[0].m == size[0] * size[1]
 
 
 @pytest.mark.parametrize(
