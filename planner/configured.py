@@ -214,7 +214,7 @@ class Configured:
             return 0.0, 0.0
         counts, waited = np.array(tables.counts), 0.0
         if data > 1 and tables.decisions.sums_over_batch:
-            waited = float(self.model().batch_sums_s(tables, configuration).sum(axis=1) @ counts)
+            waited = float(self.model().batch_sums_s(tables, configuration, least=True).sum(axis=1) @ counts)
         return tables.least.whole_s, waited
 
     def _left(self, configuration: Configuration, hardware: Hardware) -> StageDecisions:

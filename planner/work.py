@@ -113,6 +113,17 @@ def traffic_bytes(graph: OperatorGraph, node: Node, shares: Sequence[Amount]) ->
     return total
 
 
+def in_halves(node: Node) -> bool:
+    """Whether a backward operator makes gradients of its input and of parameters, each with a kernel of its own.
+
+    Libraries have one for each gradient of a convolution, and run those that are asked for.
+    """
+    if node.op != "aten.convolution_backward.default":
+        return False
+    given, *own = (spec.elements > 0 for spec in node.outputs)
+    return given and any(own)
+
+
 def traffic_sizes(graph: OperatorGraph, node: Node) -> list[float]:
     """Bytes that an operator with whole tensors reads of each tensor input, then writes of each output."""
     inputs = node.tensor_inputs

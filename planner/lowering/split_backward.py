@@ -8,9 +8,7 @@ from dataclasses import replace
 from planner.instructions import Compute
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.writer import Draft
-
-CONVOLUTION = "aten.convolution_backward.default"
-"""Libraries have a kernel for each of its gradients, and run those that are asked for."""
+from planner.work import in_halves
 
 
 def split_backward(source: PlacedGraph, drafts: Sequence[Draft]) -> list[Draft]:
@@ -24,13 +22,10 @@ def split_backward(source: PlacedGraph, drafts: Sequence[Draft]) -> list[Draft]:
 
 def _halves(source: PlacedGraph, draft: Draft) -> Iterator[Draft]:
     made = draft.instruction
-    if not isinstance(made, Compute) or source.graph.nodes[made.node].op != CONVOLUTION or draft.completes:
+    if not isinstance(made, Compute) or draft.completes or not in_halves(source.graph.nodes[made.node]):
         yield draft
         return
     given, *own = made.outputs
-    if not given or not any(own):
-        yield draft
-        return
     task, recipe = draft.task, source.recipe(made.node)
     # Both read the gradient of the output; one reads the weight and makes the gradient of the image, one the reverse.
     moved = max(0.0, task.bytes_moved - sum(recipe.sizes))

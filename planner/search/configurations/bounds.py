@@ -139,7 +139,7 @@ def _passes_s(model: StepModel, tables: StageTables, c: Configuration, least_s: 
     """Seconds of passes with the sums over the batch for which they wait."""
     if c.data == 1 or not tables.decisions.sums_over_batch:
         return least_s
-    return least_s + float(model.batch_sums_s(tables, c).sum(axis=1) @ np.array(tables.counts))
+    return least_s + float(model.batch_sums_s(tables, c, least=True).sum(axis=1) @ np.array(tables.counts))
 
 
 def passes_bound(
@@ -158,7 +158,7 @@ def passes_bound(
     c, share = configuration, _filled(configuration, computed_ahead(extent, configuration))
     # What is least of every kind is least with the least passes.
     between_s = np.array([ways.values[:, STEADY].min() for ways in least_ways(tables)])
-    passes_s = np.maximum(between_s + model.batch_sums_s(tables, c).sum(axis=1), tables.launches_s)
+    passes_s = np.maximum(between_s + model.batch_sums_s(tables, c, least=True).sum(axis=1), tables.launches_s)
     least = np.zeros((len(passes_s), COLUMNS + 1))
     least[:, FILL] = share * passes_s
     least[:, STEADY] = least[:, _BEHIND] = (c.micro_batches - share) * passes_s
@@ -172,7 +172,7 @@ def chained_bound(
 ) -> float:
     """`passes_bound` of a chain of unlike units, with passes between boundary states."""
     c, kinds = configuration, []
-    share, sums_s = _filled(c, computed_ahead(extent, c)), model.batch_sums_s(tables, c).sum(axis=1)
+    share, sums_s = _filled(c, computed_ahead(extent, c)), model.batch_sums_s(tables, c, least=True).sum(axis=1)
     each = zip(least_ways(tables), sums_s.tolist(), once_s.tolist(), tables.launches_s.tolist(), strict=True)
     for ways, summed_s, added_s, launched_s in each:
         values, passes_s = np.zeros_like(ways.values), np.maximum(ways.values[:, STEADY] + summed_s, launched_s)

@@ -36,17 +36,30 @@ def one_message_s(hardware: Hardware, collective: Collective, payload: float, si
 
 
 @lru_cache(maxsize=256)
-def batch_sums_s(hardware: Hardware, sums: BatchSums, size: int, stride: int) -> FloatArray:
+def batch_sums_s(hardware: Hardware, sums: BatchSums, size: int, stride: int, shards: int = 0) -> FloatArray:
     """(units, 2) seconds in which the operators of each unit sum over the batch, forward and backward.
 
     Parameters
     ----------
     sums : bytes of each message of each unit, forward and backward
+    shards : ranks that share states where that is a part of them: a sum over these and one over their groups follow
+        each other, 0 where it is not
     """
+    if shards:
+        inside = batch_sums_s(hardware, sums, shards, stride)
+        return inside + batch_sums_s(hardware, sums, size // shards, stride * shards)
     payloads = np.array([payload for unit in sums for passes in unit for payload in passes], dtype=np.float64)
     ends = np.cumsum([len(passes) for unit in sums for passes in unit], dtype=np.int64)
     seconds = np.concatenate([[0.0], message_s(hardware, Collective.ALL_REDUCE, payloads, size, stride).cumsum()])
     found: FloatArray = np.diff(seconds[ends], prepend=0.0).reshape(-1, 2)
+    return found
+
+
+@lru_cache(maxsize=256)
+def least_batch_sums_s(hardware: Hardware, sums: BatchSums, size: int, stride: int) -> FloatArray:
+    """`batch_sums_s` at least, however many ranks share states."""
+    ways = [0, *(part for part in range(2, size) if size % part == 0)]
+    found: FloatArray = np.stack([batch_sums_s(hardware, sums, size, stride, shards) for shards in ways]).min(axis=0)
     return found
 
 

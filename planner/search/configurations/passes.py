@@ -19,15 +19,19 @@ if TYPE_CHECKING:
 BoolArray = NDArray[np.bool_]
 
 
-def paced_passes(hardware: Hardware, labels: UnitLabels) -> tuple[FloatArray, FloatArray, FloatArray]:
+def paced_passes(
+    hardware: Hardware, labels: UnitLabels, *, split: bool = False
+) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Seconds (ways,) of both passes, and of what the backward pass may put off, at the pace of the host at least.
 
-    Kernels of a pass are slowed down together, as `simulator.launches` has it.
+    Kernels of a pass are slowed down together, as `simulator.launches` has it. Schedules that ``split`` backward passes
+    launch a kernel for each gradient of an operator that makes those of its input and of parameters.
     """
     if not launch_time(hardware):
         return labels.forward_s, labels.backward_s, labels.late_s
     forward_s = pass_time(hardware, labels.forward_s, labels.forward_communication_s, labels.forward_launches)
-    backward_s = pass_time(hardware, labels.backward_s, labels.backward_communication_s, labels.backward_launches)
+    launches = labels.backward_launches + labels.halved if split else labels.backward_launches
+    backward_s = pass_time(hardware, labels.backward_s, labels.backward_communication_s, launches)
     return forward_s, backward_s, labels.late_s * (backward_s / np.maximum(labels.backward_s, 1e-30))
 
 
@@ -38,6 +42,7 @@ def passes_beside_messages(
     usual_s: tuple[float, float, float, float],
     *,
     split: bool,
+    inside_s: tuple[FloatArray | float, FloatArray | float] = (0.0, 0.0),
     lost: float = 0.0,
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Seconds (ways,) of both passes of units, and of what may be put off, with what their messages expose.
@@ -54,6 +59,7 @@ def passes_beside_messages(
     ends : whether a unit begins, or ends, the network, (ways,) each
     usual_s : the same three of the usual kind of unit, and its gather
     split : the schedule puts weight gradients off; scatters then travel beside these, gathers beside the rest
+    inside_s : messages inside both passes, (ways,) each: others take turns with them and hide behind the rest
     lost : seconds of work that a second of messages beside it costs (`Hardware.lost_to_messages`)
 
     Notes
@@ -65,7 +71,7 @@ def passes_beside_messages(
     usual_forward, usual_backward, usual_late, usual_gather = usual_s
     lost_gather, lost_scatter = lost * gather, lost * scatter
     gather, scatter, usual_gather = gather - lost_gather, scatter - lost_scatter, (1 - lost) * usual_gather
-    beside = np.where(first | last, usual_backward, backward_s)
+    beside = np.where(first | last, usual_backward, backward_s - inside_s[1])
     gathered = np.where(last, usual_gather, gather)
     if split:
         beside_late = np.where(first | last, usual_late, late_s)
@@ -73,8 +79,8 @@ def passes_beside_messages(
         waits, late_s = np.maximum(gathered - beside + beside_late, 0.0) + late_waits, late_s + late_waits
     else:
         waits = np.maximum(gathered + scatter - beside, 0.0)
-    waits = waits + np.where(last, np.maximum(gather - forward_s, 0.0), 0.0)
-    ahead = np.maximum(gather - np.where(last, usual_forward, forward_s), 0.0)
+    waits = waits + np.where(last, np.maximum(gather - forward_s + inside_s[0], 0.0), 0.0)
+    ahead = np.maximum(gather - np.where(last, usual_forward, forward_s - inside_s[0]), 0.0)
     forward_s = forward_s + lost_gather + np.where(first, 0.0, ahead)
     backward_s = backward_s + lost_scatter + np.where(first, 0.0, waits + lost_gather)
     return forward_s, backward_s, late_s + lost_scatter if split else late_s
@@ -87,8 +93,8 @@ class Row:
     A rank of GPipe goes forward with all micro-batches and then backward with all: a pass stands between two of its
     kind. Seconds of both passes without messages, of the gather of a unit's parameters before each of them (none for
     the backward pass of what begins the network, unless it computes all again: it reads no table of tokens) and the
-    scatter of its gradients, whether anything is computed again, and what a second of messages beside work costs of it
-    (`Hardware.lost_to_messages`).
+    scatter of its gradients, the messages inside both passes, with which these take turns, whether anything is computed
+    again, and what a second of messages beside work costs of it (`Hardware.lost_to_messages`).
     """
 
     forward_s: FloatArray
@@ -96,6 +102,7 @@ class Row:
     gather: FloatArray
     again: FloatArray
     scatter: FloatArray
+    inside_s: tuple[FloatArray, FloatArray]
     recomputes: BoolArray
     lost: float
 
@@ -106,9 +113,9 @@ class Row:
         gradients are scattered when all is computed.
         """
         gather, behind = self.gather, self.again + self.scatter
-        beside = np.where(first, usual_s, self.forward_s)
+        beside = np.where(first, usual_s, self.forward_s - self.inside_s[0])
         forward_s = self.forward_s + self.lost * gather + np.maximum((1 - self.lost) * gather - beside, 0.0)
-        backward_s = np.maximum(self.backward_s + self.lost * behind, behind)
+        backward_s = np.maximum(self.backward_s + self.lost * behind, behind + self.inside_s[1])
         return forward_s, np.where(first, np.maximum(self.backward_s + self.scatter, backward_s), backward_s)
 
     def of_chunks(self, picked: IntArray, chunks: Sequence[tuple[int, int]]) -> tuple[FloatArray, FloatArray]:
@@ -133,13 +140,14 @@ class Row:
     def _of_chunk(self, ways: IntArray) -> tuple[float, float]:
         ahead, back = self.forward_s[ways], self.backward_s[ways]
         gather, again, scatter = self.gather[ways], self.again[ways], self.scatter[ways]
+        inside, inside_back = (seconds[ways] for seconds in self.inside_s)
         work = float(ahead.sum() + self.lost * gather.sum()), float(back.sum() + self.lost * (again + scatter).sum())
         if len(ways) == 1:
             behind = float(again[0] + scatter[0])
             waits = (1 - self.lost) * behind if again[0] and self.recomputes[ways[0]] else 0.0
-            return max(work[0], float(gather[0])), max(work[1] + waits, behind)
+            return max(work[0], float(gather[0] + inside[0])), max(work[1] + waits, behind + float(inside_back[0]))
         gather, again, scatter = ((1 - self.lost) * seconds for seconds in (gather, again, scatter))
-        waits = np.maximum(np.roll(gather, -1) - ahead, 0.0).sum()
+        waits = np.maximum(np.roll(gather, -1) - (ahead - inside), 0.0).sum()
         beside = np.append(0.0, again[:-1]) + np.append(scatter[1:], 0.0)
-        exposed = scatter[0] + again[-1] + np.maximum(beside - back, 0.0).sum()
+        exposed = scatter[0] + again[-1] + np.maximum(beside - (back - inside_back), 0.0).sum()
         return work[0] + float(waits), work[1] + float(exposed)

@@ -22,6 +22,10 @@ With several micro-batches every one but the first adds its gradients to those b
 ZeRO-2 reduce-scatters every micro-batch's gradients in buckets, ZeRO-3 those of a unit in one message, and gathers a
 unit's parameters in one before its forward and its backward pass, over the data axis and inside the stage mesh: a pass
 of a unit takes as long as the longer of its work and its messages (`.passes`: in pipelines, of the work beside them).
+They take turns with the messages inside passes that have the same stream, one for each axis, in pipelines one for all,
+and hide behind the rest of the pass. Sums over the batch travel as states are shared: where a part of the data axis
+shares them, inside that part and then over its groups. Where weight gradients are put off, operators that make both
+kinds of gradients are launched once for each, half of their work late.
 GPipe's stand between others of their kind (`.passes.Row`), and its ends of chunks are exposed once a step.
 No pass is shorter than the launches of its kernels (`simulator.launches`). ``stall`` is what ZeRO-3 exposes between the
 passes of a chunk (the scatter and the gather of its first unit), and by how much the sum of the loss takes longer than
@@ -49,7 +53,14 @@ import numpy as np
 from planner.graph.operator_graph import DTYPE_BYTES
 from planner.graph.recompute import MODES
 from planner.search.configurations.configuration import AXES, Configuration, unstored
-from planner.search.configurations.messages import batch_sums_s, message_s, one_message_s, sends_s, summing_s
+from planner.search.configurations.messages import (
+    batch_sums_s,
+    least_batch_sums_s,
+    message_s,
+    one_message_s,
+    sends_s,
+    summing_s,
+)
 from planner.search.configurations.passes import Row, paced_passes, passes_beside_messages
 from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape, schedule_shape
 from planner.search.configurations.storage import Storage
@@ -127,7 +138,10 @@ class StepModel(Storage):
 
     def joined(self, tables: StageTables, configuration: Configuration) -> JoinedUnits:
         """The ways of all units with what depends on the whole pipeline and the data axis."""
-        return _joined(self, tables, unstored(configuration))
+        placed = unstored(configuration)
+        if configuration.shard_size and tables.decisions.sums_over_batch:
+            placed = replace(placed, shard_size=configuration.shard_size)
+        return _joined(self, tables, placed)
 
     def _on_host(self, ways: Fragments, micro_batches: int) -> Fragments:
         """Ways of a unit whose activations wait on the host: copies hide behind passes, two units' stand at once."""
@@ -145,7 +159,7 @@ class StepModel(Storage):
         """Seconds (ways,) of the kernels of a micro-batch in their stream, and of the update."""
         c = configuration
         elements = labels.parameter_elements + labels.expert_elements
-        passes = sum(paced_passes(self.hardware, labels)[:2])
+        passes = sum(paced_passes(self.hardware, labels, split=c.schedule in SPLIT)[:2])
         kernels = passes - labels.forward_communication_s - labels.backward_communication_s
         if not self.scatters_each(c):
             kernels = kernels + self.accumulation_s(labels, elements, c, trained)
@@ -175,7 +189,7 @@ class StepModel(Storage):
         lost = self.hardware.lost_to_messages
         behind = (1 - lost) * sync_s + np.where(np.asarray(labels.exit) < 0, loss_s, 0.0)
         if self.hardware.overlaps_communication:
-            behind = behind - backward_s
+            behind = behind - (backward_s - _taking_turns_s(labels, c)[1])
         kept = labels.activation_bytes
         if c.schedule in SPLIT:
             kept = self.shape(c).held_bytes(kept, labels.waiting_bytes)
@@ -302,7 +316,7 @@ class StepModel(Storage):
 
         Between a backward pass and the next one stand the scatter and the gather of the first unit of a chunk.
         """
-        forward_s, backward_s, late_s = paced_passes(self.hardware, labels)
+        forward_s, backward_s, late_s = paced_passes(self.hardware, labels, split=c.schedule in SPLIT)
         backward_s = backward_s + self._cuts_s(labels, c)[0]
         size = elements * DTYPE_BYTES[self.dtype]
         shards, stride = self.shards(c), c.stride("data")
@@ -313,7 +327,7 @@ class StepModel(Storage):
             backward_s = backward_s + accumulation
         if c.optimizer_sharding == "zero2" and self.scatters_each(c):
             scatter = self._scattered_s(self._written(labels, elements), c, bucket) + inside_s
-            backward_s = self._beside(backward_s, scatter + accumulation)
+            backward_s = self._beside(backward_s, scatter + accumulation, _taking_turns_s(labels, c)[1])
         if c.optimizer_sharding != "zero3":
             return forward_s, backward_s, late_s, np.zeros_like(forward_s), None
         gather = np.where(size > 0, self.message_s(Collective.ALL_GATHER, size, shards, stride), 0.0) + labels.gather_s
@@ -322,17 +336,18 @@ class StepModel(Storage):
         if c.pipeline > 1 and self.hardware.overlaps_communication:
             return self._passes_of_stages(labels, (forward_s, backward_s, late_s), (gather, scatter), c, whole)
         if c.schedule in SPLIT:
-            early_s, late_s = self._beside(backward_s - late_s, gather), self._beside(late_s, scatter)
+            early_s = self._beside(backward_s - late_s, gather, labels.backward_sums_s)
+            late_s = self._beside(late_s, scatter)
             backward_s = early_s + late_s
         else:
-            backward_s = self._beside(backward_s, gather + scatter)
+            backward_s = self._beside(backward_s, gather + scatter, labels.backward_sums_s)
         first, last = np.asarray(labels.entry) < 0, np.asarray(labels.exit) < 0
         exposed = np.where(first, 1.0, whole.inner_ends(c)) * (scatter + gather)
         exposed = exposed + np.where(last, gather, 0.0)
         if not self.hardware.overlaps_communication:
             exposed = np.zeros_like(exposed)
         exposed = (1 - self.hardware.lost_to_messages) * exposed
-        return self._beside(forward_s, gather), backward_s, late_s, exposed, None
+        return self._beside(forward_s, gather, labels.forward_sums_s), backward_s, late_s, exposed, None
 
     def _passes_of_stages(
         self,
@@ -346,20 +361,21 @@ class StepModel(Storage):
         first, last = np.asarray(labels.entry) < 0, np.asarray(labels.exit) < 0
         usual = max(1.0, whole.usual_elements * DTYPE_BYTES[self.dtype])
         usual_s = one_message_s(self.hardware, Collective.ALL_GATHER, usual, self.shards(c), c.stride("data"))
-        lost = self.hardware.lost_to_messages
+        lost, inside_s = self.hardware.lost_to_messages, _taking_turns_s(labels, c)
         ends_s = np.where(first, 1.0, whole.inner_ends(c)) * (1 - lost) * sum(messages_s)
         if c.in_a_row:
             modes = np.asarray(labels.recompute)
             full = modes == MODES.index("full")
             row = Row(
                 forward_s=passes_s[0], backward_s=passes_s[1], gather=messages_s[0],
-                again=np.where(first & ~full, 0.0, messages_s[0]), scatter=messages_s[1],
+                again=np.where(first & ~full, 0.0, messages_s[0]), scatter=messages_s[1], inside_s=inside_s,
                 recomputes=modes != MODES.index("none"), lost=lost,
             )  # fmt: skip
             return *row.alone(first, whole.usual_s[0]), passes_s[2], ends_s / c.micro_batches, row
         found_s = passes_beside_messages(
-            passes_s, messages_s, (first, last), (*whole.usual_s, usual_s), split=c.schedule in SPLIT, lost=lost
-        )
+            passes_s, messages_s, (first, last), (*whole.usual_s, usual_s), split=c.schedule in SPLIT,
+            inside_s=inside_s, lost=lost,
+        )  # fmt: skip
         return *found_s, ends_s, None
 
     def accumulation_s(
@@ -383,10 +399,11 @@ class StepModel(Storage):
         seconds = count * kernel_time(self.hardware, kernel, self.dtype, flops / count, moved / count)
         return np.where(moved > 0, seconds * kernel_factor(self.hardware, kernel, self.dtype, c.devices), 0.0)
 
-    def _beside(self, work_s: FloatArray, messages_s: FloatArray) -> FloatArray:
+    def _beside(self, work_s: FloatArray, messages_s: FloatArray, sums_s: FloatArray | float = 0.0) -> FloatArray:
+        """Seconds of work beside messages, which take turns with those of its sums over the batch."""
         if not self.hardware.overlaps_communication:
             return work_s + messages_s
-        return np.maximum(work_s + self.hardware.lost_to_messages * messages_s, messages_s)
+        return np.maximum(work_s + self.hardware.lost_to_messages * messages_s, messages_s + sums_s)
 
     def _once_s(
         self,
@@ -404,7 +421,7 @@ class StepModel(Storage):
             gather = labels.gather_s
             if c.optimizer_sharding != "none":
                 gather = gather + self._fused_s(Collective.ALL_GATHER, elements, shards, c.stride("data"), bucket)
-            hidden = forward_s if hardware.overlaps_communication else 0.0
+            hidden = forward_s - _taking_turns_s(labels, c)[0] if hardware.overlaps_communication else 0.0
             seconds = seconds + np.maximum(gather - hidden, hardware.lost_to_messages * gather)
         return np.where(elements > 0, seconds, labels.step_s)
 
@@ -427,17 +444,19 @@ class StepModel(Storage):
             return 0.0
         return one_message_s(self.hardware, Collective.ALL_GATHER, bucket, self.shards(c), c.stride("data"))
 
-    def batch_sums_s(self, tables: StageTables, configuration: Configuration) -> FloatArray:
+    def batch_sums_s(self, tables: StageTables, configuration: Configuration, *, least: bool = False) -> FloatArray:
         """(units, 2) seconds of the sums over the batch that operators wait for, forward and backward.
 
-        With what operators that sum in their middle take longer than in one piece, cut by the whole tensor axis.
+        With what operators that sum in their middle take longer than in one piece, cut by the whole tensor axis. The
+        ``least`` are those of any number of ranks that share states.
         """
         c, decisions = configuration, tables.decisions
         if c.data == 1 or not decisions.sums_over_batch:
             return np.zeros((len(tables.chain.units), 2))
         grown = tables.parts.graph.batch_size / decisions.graph.batch_size
         longer = summing_s(self.hardware, decisions.summed_work, grown, 1.0 / c.tensor, c.devices)
-        return longer + batch_sums_s(self.hardware, decisions.batch_sums, c.data, c.stride("data"))
+        given = self.hardware, decisions.batch_sums, c.data, c.stride("data")
+        return longer + (least_batch_sums_s(*given) if least else batch_sums_s(*given, c.shard_size))
 
     def with_tied(self, tables: StageTables, c: Configuration) -> tuple[UnitLabels, ...]:
         """Labels with tied parameters stored on every rank that reads them: they count in the first unit that does.
@@ -456,6 +475,16 @@ class StepModel(Storage):
                 for number in others:
                     units[number] = holding(units[number], tied)
         return tuple(units)
+
+
+def _taking_turns_s(labels: UnitLabels, c: Configuration) -> tuple[FloatArray, FloatArray]:
+    """Seconds (ways,) of the messages inside both passes with which those over the data axis take turns.
+
+    Where stages follow one another their ranks have one stream of messages, else one an axis.
+    """
+    if c.pipeline > 1:
+        return labels.forward_communication_s, labels.backward_communication_s
+    return labels.forward_sums_s, labels.backward_sums_s
 
 
 @lru_cache(maxsize=4)

@@ -58,7 +58,8 @@ class Whole:
     ----------
     units : pieces that move between stages
     elements : trained elements that the ranks of all stages hold together, each unit run in its fastest way
-    usual_s : seconds of both passes of the most frequent kind of unit, run so, and of what may be put off
+    usual_s : seconds of the kernels of both passes of the most frequent kind of unit, run so, and of what may be put
+        off: messages hide behind them
     usual_elements : its trained elements on a rank
     """
 
@@ -81,7 +82,11 @@ class Whole:
         return cls(
             units=sum(counts),
             elements=sum(count * elements for count, elements in zip(counts, held, strict=True)),
-            usual_s=(float(usual.forward_s[label]), float(usual.backward_s[label]), float(usual.late_s[label])),
+            usual_s=(
+                float((usual.forward_s - usual.forward_communication_s)[label]),
+                float((usual.backward_s - usual.backward_communication_s)[label]),
+                float(usual.late_s[label]),
+            ),
             usual_elements=held[most],
         )
 
@@ -117,6 +122,8 @@ def waiting(labels: UnitLabels, forward_s: float | FloatArray, backward_s: float
         backward_s=labels.backward_s + behind,
         forward_communication_s=labels.forward_communication_s + forward_s,
         backward_communication_s=labels.backward_communication_s + behind,
+        forward_sums_s=labels.forward_sums_s + forward_s,
+        backward_sums_s=labels.backward_sums_s + behind,
     )
 
 

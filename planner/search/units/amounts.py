@@ -159,25 +159,58 @@ class AmountLedger:
         rows = self._seconds[key]
         return _coded(rows, _WORK), _coded(rows, _WAIT)
 
-    def _node(self, states: States, position: int) -> IntArray:
-        node = self.graph.nodes[states.variable.nodes[position]]
-        rules = [choice.rules[position] for choice in states.variable.choices]
-        work = _masks(states, np.array([rule.splits_work for rule in rules]))
+    def half_seconds(self, states: States, position: int) -> IntArray:
+        """Seconds of either half of the `position`-th node of a variable by state (`planner.work.in_halves`).
+
+        Each does half of the operations, and reads what both read or as much as it writes.
+        """
+        key = (states.kind, ~position)
+        if key not in self._seconds:
+            node = self.graph.nodes[states.variable.nodes[position]]
+            inputs, outputs = len(node.tensor_inputs), len(node.outputs)
+            sizes = [*traffic_sizes(self.graph, node)[:inputs], *(0.0 for _ in range(outputs))]
+            rules = [choice.rules[position] for choice in states.variable.choices]
+            ports = self._ports(states, node, rules)
+            self._seconds[key] = self._kernel_rows(states, node, rules, ports, sizes, 0.5)
+        return _coded(self._seconds[key], _WORK)
+
+    def _ports(self, states: States, node: Node, rules: Sequence[Rule]) -> list[IntArray]:
+        """Masks of the axes that cut each input and each output, by state."""
         ports = [_masks(states, np.array([r.inputs[i] >= 0 for r in rules])) for i in range(len(node.tensor_inputs))]
         ports += [_masks(states, np.array([r.outputs[i] >= 0 for r in rules])) for i in range(len(node.outputs))]
-        specs = (*(self.graph.spec(ref) for ref in node.tensor_inputs), *node.outputs)
-        grows = [_growth(spec) for spec in specs]
-        flops = (node.flops, int(any(grows)))
-        dtype = node.outputs[0].dtype
-        moved = [] if node.kernel is Kernel.VIEW else list(zip(traffic_sizes(self.graph, node), grows, strict=True))
+        return ports
+
+    def _kernel_rows(
+        self,
+        states: States,
+        node: Node,
+        rules: Sequence[Rule],
+        ports: Sequence[IntArray],
+        sizes: Sequence[float],
+        part: float = 1.0,
+    ) -> IntArray:
+        """Add a node's kernels, or a part of their operations, which move so many bytes at each port; their rows."""
+        work = _masks(states, np.array([rule.splits_work for rule in rules]))
+        grows = [_growth(spec) for spec in (*map(self.graph.spec, node.tensor_inputs), *node.outputs)]
+        flops = (part * node.flops, int(any(grows)))
+        moved = [] if node.kernel is Kernel.VIEW else list(zip(sizes, grows, strict=True))
         shape, rows = kernel_shape(self.graph, node), np.zeros(len(work), dtype=np.int64)
         for kernel, chosen in _classes(states, node, rules):
             cut = [axes[chosen] for axes in ports]
             rows[chosen] = self.kernels.add((kernel, node.kernel_dtype), flops, work[chosen], moved, cut, shape)
+        return rows
+
+    def _node(self, states: States, position: int) -> IntArray:
+        node = self.graph.nodes[states.variable.nodes[position]]
+        rules = [choice.rules[position] for choice in states.variable.choices]
+        ports = self._ports(states, node, rules)
+        rows = self._kernel_rows(states, node, rules, ports, traffic_sizes(self.graph, node))
+        specs = (*(self.graph.spec(ref) for ref in node.tensor_inputs), *node.outputs)
+        grows, dtype = [_growth(spec) for spec in specs], node.outputs[0].dtype
         if node.product_dtype:
             casts = cast_sizes(self.graph, node)
             narrow = [(size, grows[place]) for place, size in casts]
-            nothing = np.zeros_like(work)
+            nothing = np.zeros_like(rows)
             made = self.kernels.add(
                 (Kernel.ELEMENTWISE, dtype), (0.0, 0), nothing, narrow, [ports[place] for place, _ in casts], None
             )

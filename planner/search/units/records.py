@@ -26,7 +26,10 @@ class UnitLabels:
     computes again and ``late_s`` may wait until the gradient of the input is sent back. ``activation_bytes`` are kept
     from forward to backward, ``transient_bytes`` stand only while the unit goes backward; what is put off
     reads ``waiting_bytes``, kept or made until the gradient of the input is sent back. ``forward_launches`` and
-    ``backward_launches`` count the kernels that the host launches in both passes.
+    ``backward_launches`` count the kernels that the host launches in both passes, ``halved`` those of them that are two
+    where the gradients of parameters are put off.
+
+    ``forward_sums_s`` and ``backward_sums_s`` of the communication are sums over the batch, on the data axis.
 
     ``step_s`` are messages once a step, beside data parallelism: ``gather_s`` of them gather parameters, the others sum
     gradients. In ``cut_s`` gradients that are whole on an axis which shards their parameter are cut, before they are
@@ -49,6 +52,9 @@ class UnitLabels:
     late_s: FloatArray
     forward_launches: FloatArray
     backward_launches: FloatArray
+    halved: FloatArray
+    forward_sums_s: FloatArray
+    backward_sums_s: FloatArray
     step_s: FloatArray
     gather_s: FloatArray
     cut_s: FloatArray

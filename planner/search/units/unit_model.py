@@ -11,6 +11,7 @@ from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
 from planner.graph.recompute import MODES, recomputed
 from planner.search.problem.parts import stations_of
 from planner.search.problem.variables import Decisions, Edge
+from planner.work import in_halves
 from simulator.launches import launches_of
 from simulator.program import Kernel, Phase
 
@@ -53,6 +54,9 @@ class UnitModel:
         self.variables = self._variables()
         self.edges = self._edges()
         self.late = self._late(before.gradient if before else None)
+        backward = (i for i in self.nodes - self.late if graph.nodes[i].phase is Phase.BACKWARD)
+        self.halved = frozenset(i for i in backward if in_halves(graph.nodes[i]))
+        """Backward operators of whose halves schedules may put one off."""
         self.again = {mode: self._again(mode) for mode in MODES}
         self.saved = self._saved(saved)
         behind_readers = saved.get(self.exit_tensor, ()) if self.exit_tensor else ()

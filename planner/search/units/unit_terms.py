@@ -168,6 +168,8 @@ class _Builder:
             own = Part.FORWARD if forward else Part.BACKWARD
             waits = Part.FORWARD_COMMUNICATION if forward else Part.BACKWARD_COMMUNICATION
             late = (Part.LATE,) if index in self.model.late else ()
+            if index in self.model.halved:
+                self._charge((Part.LATE,), (number,), self.ledger.half_seconds(states, position))
             self._charge((own, *late, *(Part.AGAIN + mode for mode in again)), (number,), total)
             self._charge((waits, *(Part.AGAIN_COMMUNICATION + mode for mode in again)), (number,), inside)
         if variable.kind is Kind.STATION:

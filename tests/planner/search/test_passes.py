@@ -82,13 +82,38 @@ def test_no_pass_is_shorter_than_its_launches_where_the_profile_states_them() ->
     np.testing.assert_allclose(slow[0], 2e-4)
     np.testing.assert_allclose(slow[1], np.maximum(many.backward_s, 3.6e-4))
     np.testing.assert_allclose(slow[2] / slow[1], many.late_s / many.backward_s)
+    halved = paced_passes(
+        replace(hardware, training={LAUNCH: 40e-6}), replace(many, halved=np.full(3, 2.0)), split=True
+    )
+    np.testing.assert_allclose(halved[1], np.maximum(many.backward_s, 4.4e-4))
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, st.booleans())
+def test_messages_beside_passes_take_turns_with_those_inside(
+    forward: float, backward: float, inside: float, gather: float, scatter: float, again: bool
+) -> None:
+    passes, inside_s = (one(forward + inside), one(backward + inside), one(0.0)), (one(inside), one(inside))
+    ends = (np.array([False]), np.array([False]))
+    found = passes_beside_messages(
+        passes, (one(gather), one(scatter)), ends, (forward, backward, 0.0, gather), split=False, inside_s=inside_s
+    )
+    assert found[0][0] == pytest.approx(inside + max(forward, gather))
+    assert found[1][0] == pytest.approx(inside + max(backward, gather + scatter))
+    row = Row(
+        forward_s=passes[0], backward_s=passes[1], gather=one(gather), again=one(gather if again else 0.0),
+        scatter=one(scatter), inside_s=inside_s, recomputes=np.zeros(1, dtype=np.bool_), lost=0.0,
+    )  # fmt: skip
+    behind = scatter + (gather if again else 0.0)
+    for seconds in (row.alone(ends[0], 0.0), row.of_chunks(np.arange(1), [(0, 1)])):
+        assert seconds[0][0] == pytest.approx(inside + max(forward, gather))
+        assert seconds[1][0] == pytest.approx(inside + max(backward, behind))
 
 
 def test_messages_of_chunks_in_a_row_are_beside_the_next_unit_and_none_is_behind_the_last_scatter() -> None:
     gather, again, scatter = np.array([5.0, 2.0, 6.0]), np.array([0.0, 2.0, 6.0]), np.array([5.0, 3.0, 6.0])
     row = Row(
         forward_s=np.array([1.0, 4.0, 4.0]), backward_s=np.array([2.0, 8.0, 8.0]), gather=gather, again=again,
-        scatter=scatter, recomputes=np.zeros(3, dtype=np.bool_), lost=0.0,
+        scatter=scatter, inside_s=(np.zeros(3), np.zeros(3)), recomputes=np.zeros(3, dtype=np.bool_), lost=0.0,
     )  # fmt: skip
     forward, backward = row.of_chunks(np.arange(3), [(0, 2), (2, 3)])
     # The table is gathered beside the second unit of the pass before, which leaves 1 s, the second beside the first.
