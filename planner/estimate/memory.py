@@ -129,7 +129,8 @@ class _Rank:
         parameters = stage_parameters(shape, setup, content, self.traits.padded_vocabulary)
         states, shard = states_of(parameters, setup, self.traits)
         in_flight = stage_residency(setup, index)
-        activations = self._kept(content) * in_flight * (1 - self._local_share(index))
+        each = self._kept(content) * (1 - self._local_share(index)) + self._embedded(content)
+        activations = each * in_flight
         if setup.offload_activations:
             # What one layer keeps is on its way to the host, what another one keeps on its way back.
             activations = min(activations, 2 * self._kept(content) / max(content.layers, 1.0))
@@ -163,6 +164,7 @@ class _Rank:
                 freed=freed,
                 workspace=workspace_bytes(self.traits, setup, self.hardware) + self._biases() + self._masks(content),
                 several_in_flight=in_flight > 1,
+                made_anew=accumulated_apart(setup),
             ),
             self.hardware,
             self.context,
@@ -254,6 +256,14 @@ class _Rank:
         table = content.embedding * local_vocabulary(self.shape, setup.tp, self.traits.padded_vocabulary)
         bucket = min(setup.reduce_bucket_elements * element, step) if setup.dp > 1 else 0.0
         return max(smaller + table * self.shape.hidden * element - bucket, 0.0)
+
+    def _embedded(self, content: StageContent) -> float:
+        """Bytes of a micro-batch's embedded tokens, which the norm after the embedding keeps."""
+        setup = self.setup
+        tokens = setup.micro_batch * self.shape.sequence_length / setup.cp
+        stream = tokens * self.shape.hidden / (setup.tp if setup.sequence_parallel else 1)
+        kept = content.embedding and self.shape.embedding_norm
+        return stream * LOW_PRECISION_BYTES[setup.precision] * kept
 
     def _local_share(self, index: int) -> float:
         """Share of the layers of a stage that learn locally: the first layers of the network do."""
@@ -399,6 +409,7 @@ class _Moment:
     freed: float = 0.0
     workspace: float = 0.0
     several_in_flight: bool = False
+    made_anew: bool = False
     many_sizes: bool = False
 
 
@@ -424,7 +435,8 @@ def _stage_memory(
         workspace=moment.workspace,
         allocator_slack=slack,
         context=context,
-        headroom=headroom,
+        # Gradients that go with every micro-batch leave holes that activations of the next ones cut.
+        headroom=0.0 if moment.made_anew else headroom,
         cached=moment.cached,
         late=moment.late,
         first_step_bytes=(moment.first_step or states.total + moving) + moment.workspace,

@@ -37,10 +37,10 @@ class StageMemory:
     allocator holds besides; ``context`` what lies outside the allocator.
 
     Four more are apart: ``headroom`` is the share of ``allocator_slack`` that a run needs in order to fit but that no
-    tool shows while memory is plentiful; ``cached`` are free blocks that tools show while memory is plentiful and that
-    the allocator gives back before a run fails; ``late`` is the share of ``gradients`` that is not there yet when the
-    others are at their fullest, though its blocks are kept; ``first_step_bytes`` are the live tensors of the first
-    step.
+    tool shows while memory is plentiful, none where gradients go and come with every micro-batch; ``cached`` are free
+    blocks that tools show while memory is plentiful and that the allocator gives back before a run fails; ``late`` is
+    the share of ``gradients`` that is not there yet when the others are at their fullest, though its blocks are kept;
+    ``first_step_bytes`` are the live tensors of the first step.
     """
 
     parameters: float

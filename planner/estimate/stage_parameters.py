@@ -57,7 +57,8 @@ def parameter_count(shape: TransformerShape) -> int:
         (expert if shape.experts else dense).total + multi_token_projection(shape)
     )
     table = shape.vocabulary * shape.hidden
-    ends = table * (1 if shape.tied_embeddings else 2) + shape.learned_positions * shape.hidden + _norm(shape)
+    ends = table * (1 if shape.tied_embeddings else 2) + shape.learned_positions * shape.hidden
+    ends += _norm(shape) * (2 if shape.embedding_norm else 1)
     return round(layers + ends + (_norm(shape) if shape.encoder_layers else 0))
 
 
@@ -85,7 +86,7 @@ def end_parameters(shape: TransformerShape, stage: StageContent, tp: int, padded
         tables = 1.0
     total = tables * table
     if stage.embedding:
-        total += shape.learned_positions * shape.hidden
+        total += shape.learned_positions * shape.hidden + _norm(shape) * shape.embedding_norm
     if stage.head:
         total += _norm(shape) * (2 if shape.encoder_layers else 1)
     return total + stage.multi_token_layers * multi_token_projection(shape) / tp

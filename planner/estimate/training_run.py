@@ -154,6 +154,8 @@ class TransformerShape:
     multi_token_layers: int = 0
     normalised_queries: bool = False
     """Queries and keys pass through a norm of their own."""
+    embedding_norm: bool = False
+    """Embedded tokens pass through a norm before the first layer (BLOOM)."""
     predicted_positions: float = 1.0
     """Share of the positions for which logits are computed: masked language models predict some 15 %."""
 

@@ -25,6 +25,7 @@ class Traits:
     tied_embeddings: bool = True
     causal: bool = True
     dropout: bool = False
+    embedding_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ LLAMA = Traits(gated=True, rms_norm=True, biases=False, rotary=True, tied_embedd
 LLAMA_TIED = replace(LLAMA, tied_embeddings=True)
 GPT = Traits(positions=True)
 BERT = Traits(positions=True, causal=False, dropout=True)
-BLOOM = Traits()
+BLOOM = Traits(embedding_norm=True)
 MPT = Traits(biases=False, positions=True)
 OPT = Traits(positions=True, dropout=True)
 NEMOTRON = Traits(biases=False, rotary=True, tied_embeddings=False)

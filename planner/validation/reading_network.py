@@ -154,6 +154,7 @@ def _transformer(row: FileRow, known: KnownModel | None, notes: Notes) -> Transf
         latent_attention=known.latent_attention if known else None,
         multi_token_layers=known.multi_token_layers if known else 0,
         normalised_queries=bool(re.search(r"qk[-_]layernorm", f"{row.text('model')} {row.text('other_flags')}")),
+        embedding_norm=traits.embedding_norm or "embed-norm" in row.text("arch").lower(),
         predicted_positions=_predicted_positions(row, traits, notes),
     )
 

@@ -89,6 +89,7 @@ def run(shape: TransformerShape, **setup: Any) -> TrainingRun:
         (MIXTRAL, 46_702_792_704),
         (DEEPSEEK_V2, 235_741_434_880),
         (gpt(12, 768, 12, learned_positions=1024), 124_439_808),
+        (gpt(24, 1024, 16, vocabulary=250880, learned_positions=0, embedding_norm=True), 559_214_592),
     ],
 )
 def test_parameters_are_those_of_the_published_checkpoints(shape: TransformerShape, count: int) -> None:

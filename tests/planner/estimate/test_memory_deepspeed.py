@@ -66,3 +66,24 @@ def test_gradients_are_cloned_for_the_update_where_replicas_share_them_out(dp: i
     network = gpt(24, 4096, 32, sequence_length=32, learned_positions=32)
     stage = training_memory(run(network, dp=dp, tp=8, stack=Stack.DEEPSPEED, **sharded)).fullest
     assert stage.working == pytest.approx(bytes_each * stage.moments / 8)
+
+
+def test_the_norm_after_the_embedding_keeps_its_input() -> None:
+    """One tensor of the stream for every micro-batch in flight, on the first stage alone."""
+    plan: dict[str, Any] = {"stack": Stack.DEEPSPEED, "pp": 4, "micro_batches": 8, "micro_batch": 2}
+    plain, normed = (
+        training_memory(run(gpt(8, 1024, 16, embedding_norm=norm), **plan)).stages for norm in (False, True)
+    )
+    kept = [more.activations - fewer.activations for more, fewer in zip(normed, plain, strict=True)]
+    assert kept == pytest.approx([4 * 2 * 2048 * 1024 * 2, 0, 0, 0])
+
+
+def test_gradients_that_are_made_anew_leave_holes_that_tools_show() -> None:
+    """With float32 sums apart the 16-bit gradients go after every micro-batch, and activations take their blocks."""
+    plan: dict[str, Any] = {
+        "stack": Stack.DEEPSPEED, "pp": 4, "micro_batches": 8, "optimizer_sharding": OptimizerSharding.ZERO1
+    }  # fmt: skip
+    held, anew = (training_memory(run(gpt(8, 1024, 16), **plan, gradient_bytes=size)).stages[0] for size in (4, 6))
+    assert held.headroom == pytest.approx(traits_of(Stack.DEEPSPEED).in_flight_share * held.activations)
+    assert anew.headroom == 0
+    assert anew.allocator_slack >= held.headroom

@@ -44,6 +44,13 @@ def shape_of(tmp_path: Path, **changes: str) -> TransformerShape:
     return network
 
 
+@pytest.mark.parametrize(
+    ("arch", "normed"), [("decoder (ALiBi/embed-norm)", True), ("decoder, tied embeddings", False)]
+)
+def test_norm_after_the_embedding(tmp_path: Path, arch: str, normed: bool) -> None:
+    assert shape_of(tmp_path, arch=arch).embedding_norm is normed
+
+
 def test_row_that_states_everything(tmp_path: Path) -> None:
     row = read_one(tmp_path)
     assert row.run is not None
