@@ -59,13 +59,18 @@ def plan_point(request: PlanRequest, shared: SharedTables) -> WhatIfRow:
     ------
     UnsupportedError
         No search covers what was asked, at this point or any other.
+    KeyboardInterrupt
+        The user stopped the search, whatever it had found.
     RuntimeError
         A defect; the message names the point.
     """
     from planner.planning import plan_network
 
     try:
-        return row_of(request, plan_network(request, shared=shared))
+        result = plan_network(request, shared=shared)
+        if result.interrupted:  # the best so far ends the search of one plan; here it is the sweep that is to end
+            raise KeyboardInterrupt
+        return row_of(request, result)
     except UnsupportedError:
         raise
     except InputError as error:

@@ -64,6 +64,18 @@ def interrupted_after(points: int) -> Callable[[], None]:
     return advance
 
 
+def test_an_interrupted_search_ends_the_sweep_and_keeps_no_point(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    journal = tmp_path / "report.html.partial.jsonl"
+    monkeypatch.setattr(
+        planner.planning, "plan_network", lambda request, *, shared: replace(result_of(request), interrupted=True)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run(prepare(OPTIONS, journal=journal))
+    assert prepare(OPTIONS, journal=journal).kept == {}
+
+
 def test_an_interrupted_sweep_goes_on_from_there(planned: list[PlanRequest], tmp_path: Path) -> None:
     journal = tmp_path / "report.html.partial.jsonl"
     whole = run(prepare(OPTIONS))
