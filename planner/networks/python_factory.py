@@ -109,7 +109,9 @@ def _described(
 def _find(module_name: str, factory_name: str) -> Callable[[], Any]:
     spec = f"py:{module_name}:{factory_name}"
     if not module_name or not factory_name:
-        raise NetworkError(f"network {spec!r} is incomplete; write py:MODULE:FACTORY, such as py:my_network:make")
+        raise NetworkError(
+            f"network {spec.removesuffix(':')!r} is incomplete; write py:MODULE:FACTORY, such as py:my_network:make"
+        )
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -121,7 +123,7 @@ def _find(module_name: str, factory_name: str) -> Callable[[], Any]:
                 f"network {spec!r}: no module {error.name!r} in {here} or installed; check the name"
             ) from error
         raise NetworkError(f"network {spec!r}: {module_name} needs module {error.name!r}; install it") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise NetworkError(f"network {spec!r}: importing {module_name} fails: {_failure(error)}; correct it") from error
     factory = getattr(module, factory_name, None)
     if not callable(factory):
@@ -136,7 +138,7 @@ def _call(place: str, factory: Callable[[], Any]) -> tuple[nn.Module, tuple[Tens
     try:
         with unset_fake_temporarily():
             result = factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise NetworkError(f"network 'py:{place}': the factory fails: {_failure(error)}; correct it") from error
     if not isinstance(result, (tuple, list)) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
         raise NetworkError(f"network 'py:{place}': the factory returns {_kind(result)}; it must {CONTRACT}")
@@ -161,8 +163,12 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-def _failure(error: Exception) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_library(f.filename)]
+def _failure(error: BaseException) -> str:
+    """What was raised, and on which line of the user's; this module's own are none of them."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__} at {short_path(error.filename)}:{error.lineno}: {error.msg}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    frames = [f for f in frames if not is_library(f.filename)]
     place = f" at {short_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{place}: {error}"
 

@@ -205,5 +205,10 @@ def test_missing_and_failing_modules(tmp_path: Path, module_name: str) -> None:
     with pytest.raises(NetworkError, match=r"ZeroDivisionError at .*_fails\.py:1"):
         load_network(f"py:{module_name}_fails:make")
     (tmp_path / f"{module_name}_syntax.py").write_text("def broken(:\n")
-    with pytest.raises(NetworkError, match="SyntaxError"):
+    with pytest.raises(NetworkError, match=r"SyntaxError at .*_syntax\.py:1: "):
         load_network(f"py:{module_name}_syntax:make")
+    (tmp_path / f"{module_name}_exits.py").write_text("def make(): raise SystemExit(7)\ndef needs(a): pass\n")
+    with pytest.raises(NetworkError, match=r"the factory fails: SystemExit at .*_exits\.py:1: 7"):
+        load_network(f"py:{module_name}_exits:make")
+    with pytest.raises(NetworkError, match=r"the factory fails: TypeError: needs\(\) missing"):
+        load_network(f"py:{module_name}_exits:needs")
