@@ -28,6 +28,7 @@ from simulator.topology import group_shape
 
 LONG_SEQUENCE = 32_768
 WIDEST_TENSOR = 4
+MOST_MICRO_BATCHES = 2**15
 MOST_CHUNKS = 12
 SHARDINGS = ("none", "zero1", "zero2", "zero3")
 
@@ -183,8 +184,11 @@ def micro_batch_sizes(extent: Extent, data_parallel: int) -> list[int]:
 def schedules(extent: Extent, pipeline: int, micro_batches: int) -> Iterator[tuple[str, int]]:
     """Schedules with their chunks a rank that exist for so many ranks and micro-batches.
 
-    Of one micro-batch 1F1B and GPipe are the same.
+    Of one micro-batch 1F1B and GPipe are the same. No pipeline takes more than `MOST_MICRO_BATCHES`: millions, such as
+    those of a large prime batch, take minutes to put in order.
     """
+    if pipeline > 1 and micro_batches > MOST_MICRO_BATCHES:
+        return
     pins = extent.pins
     searched = [name for name in SEARCHED if name != "gpipe" or micro_batches > 1]
     names = [ONE_STAGE, *searched] if pins.schedule is None else [pins.schedule]

@@ -250,3 +250,8 @@ def test_non_powers_of_two_and_pins() -> None:
     found = search(network(9), 24, 48, 40.0, Pins(pp=3))
     assert {p.configuration.pipeline for p in found.found} == {3}
     assert all(p.configuration.devices == 24 for p in found.found)
+
+
+def test_no_pipeline_puts_millions_of_micro_batches_in_order() -> None:
+    found = search(network(9), 4, 999_983, 1e9)
+    assert {p.configuration.pipeline for p in found.found} == {1}
