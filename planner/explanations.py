@@ -75,7 +75,7 @@ def reason(best: Prediction, other: Prediction, best_of: Scored | None, of: Scor
         mine, theirs = exposures(of.placed, hardware), exposures(best_of.placed, hardware) if best_of else {}
         place = max(mine, key=lambda key: mine[key] - theirs.get(key, 0.0), default=None)
         if place is not None and mine[place] > theirs.get(place, 0.0):
-            text += f", most of it {place[0]} on the {place[1]} links"
+            text += f", most of it {place[0]} over {place[1]}"
     return text
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from math import prod
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from simulator.task_table import FloatArray
 
 DAY_S = 86400.0
 RUNS = 100
+FOR_EVER_S = 1e12
 OPTIONS = {
     "device_mtbf_s": "--device-mtbf",
     "restart_s": "--restart",
@@ -181,7 +182,7 @@ def _stored_bytes(
     """Bytes that a rank writes and loads of a parameter and its states."""
     held = local_share(placements, tuple(sizes)) * spec.elements
     held *= DTYPE_BYTES[spec.dtype] + state_bytes(update, spec.dtype)
-    return held / prod(size for size, place in zip(sizes, placements, strict=True) if place == REPLICATE), held
+    return held / math.prod(size for size, place in zip(sizes, placements, strict=True) if place == REPLICATE), held
 
 
 def with_given(reliability: Reliability, given: Mapping[str, float | None], *, profile: str) -> Reliability:
@@ -230,6 +231,12 @@ def plan_goodput(
         restart_s=reliability.restart_s + cost.load_s,
         checkpoint=cost,
     )
+    if not cost.blocking_s + cost.background_s + cost.load_s <= FOR_EVER_S:
+        raise InputError(
+            f"a checkpoint of {size.most:.3g} bytes a rank takes for ever at "
+            f"{reliability.storage_bandwidth_bytes_per_s:.3g} bytes/s; correct --storage-bandwidth or "
+            "--snapshot-bandwidth"
+        )
     best = best_interval_s(job, step_time_s)
     interval = best if interval_s is None else step_time_s * max(1, round(interval_s / step_time_s))
     expected = expected_goodput(job, interval)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from planner.cli.options import Optimizer, ParallelMode, Precision, SearchMode, nearest
+from planner.cli.options import MAX_PLANS, Optimizer, ParallelMode, Precision, SearchMode, nearest
 from planner.strategy.exchange import UNASKED, Exchange
 from simulator.errors import InputError
 
@@ -50,7 +50,7 @@ class PlanSettings(BaseModel):
     software: str | None = None
     attention: str | None = None
     norms: str | None = None
-    top: Annotated[int, Field(strict=True, ge=1, le=100)] | None = None
+    top: Annotated[int, Field(strict=True, ge=1, le=MAX_PLANS)] | None = None
     out: str | None = None
 
 

@@ -19,6 +19,7 @@ from simulator.errors import InputError
 
 MAX_DEVICES = 2**20
 MAX_COUNTS = 100
+MAX_PLANS = 100
 ELLIPSES = ("…", "...")
 
 
@@ -79,6 +80,11 @@ def natural_or_zero(value: str | int) -> int:
     return _whole(str(value), 0)
 
 
+def how_many(value: str | int) -> int:
+    """Read how many plans are wanted."""
+    return _whole(str(value), 1, MAX_PLANS)
+
+
 def rate(value: str | float) -> float:
     """Read a finite number above zero.
 
@@ -105,9 +111,11 @@ def _number(text: str, least: float, most: float, rule: str) -> float:
     return number
 
 
-def _whole(text: str, least: int) -> int:
-    if not text.isascii() or not text.isdecimal() or len(text) > 15 or int(text) < least:
-        raise typer.BadParameter(f"{text!r} is not a whole number of at least {least}; write for example 8")
+def _whole(text: str, least: int, most: int | None = None) -> int:
+    known = text.isascii() and text.isdecimal() and len(text) <= 15
+    if not known or int(text) < least or (most is not None and int(text) > most):
+        rule = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise typer.BadParameter(f"{text!r} is not a whole number {rule}; write for example 8")
     return int(text)
 
 

@@ -25,6 +25,7 @@ from planner.cli.options import (
     SequenceLength,
     SoftwareOption,
     check_out,
+    how_many,
     natural,
 )
 from planner.cli.terminal import Terminal
@@ -71,7 +72,7 @@ class PlanArguments:
     ] = None
     top: Annotated[
         int | None,
-        typer.Option("--top", parser=natural, metavar="N", help="How many plans to show [5]; given, all are written."),
+        typer.Option("--top", parser=how_many, metavar="N", help="How many plans to show [5]; given, all are written."),
     ] = None
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="The strategy file to write [strategy.json].")

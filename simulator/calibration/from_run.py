@@ -130,8 +130,8 @@ def read_run(path: str | Path) -> RunModel:
         return RunModel.model_validate(document)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"]))
-        raise InputError(f"{file}: {field}: {first['msg']}; run `meshwright execute --measure --out` again") from None
+        field = "".join(f" {part}:" for part in [".".join(map(str, first["loc"]))] if part)
+        raise InputError(f"{file}:{field} {first['msg']}; run `meshwright execute --measure --out` again") from None
 
 
 def correct_profile(run_files: Sequence[str | Path], profile: str | None, out: str | Path) -> Corrected:

@@ -167,6 +167,7 @@ def test_infeasible_is_a_result_with_exit_code_3(monkeypatch: pytest.MonkeyPatch
         ),
         ([*PLAN, "--out", "."], ["'.'", "folder"]),
         ([*PLAN, "--nonsense"], ["--nonsense"]),
+        ([*PLAN, "--top", "101"], ["'101'", "from 1 to 100"]),
         (["paln"], ["paln"]),
         (["simulate", "none.json"], ["none.json", "does not exist"]),
         (["simulate"], ["STRATEGY"]),

@@ -128,6 +128,7 @@ def test_asynchronous_checkpoints_leave_more(strategies: dict[str, Path]) -> Non
         (["--slow-link", "Ethernet=0.5"], "NVSwitch, InfiniBand"),
         (["--goodput", "--restart", "1e9", "--device-mtbf", "10"], "never gets on"),
         (["--goodput", "--days", "-1"], "above 0"),
+        (["--goodput", "--storage-bandwidth", "1e-300"], "takes for ever at 1e-300 bytes/s"),
         (["--goodput", "--device-mtbf", "nan"], "above 0"),
     ],
     ids=str,
