@@ -175,6 +175,14 @@ class NetworkBuilder:
         self._append(Kernel.COPY, elements_moved=3 * self.elements, single=True)
         return self
 
+    def focal_loss(self, outputs: int) -> NetworkBuilder:
+        """Focal loss of `outputs` scores in float32, operator by operator: 17 of them forward and about as many back.
+
+        (``SigmoidFocalClassificationLoss`` of MindSpore's ``official/cv/SSD/src/ssd.py``: from the cast to float32 and
+        the one-hot labels to the sum they read or write 39 times as many elements as there are scores.)
+        """
+        return self._append(Kernel.ELEMENTWISE, elements_moved=39.0 * outputs, saved=8.0 * outputs, single=True)
+
     def steps(self, count: int, kernel: Kernel, kernels: int, elements: float) -> NetworkBuilder:
         """Each of `count` steps that wait for each other runs `kernels` kernels, which move `elements` together."""
         self._append(kernel, elements_moved=elements / kernels, saved=elements / kernels / 3, count=count * kernels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from planner.estimate.layered.builder import NetworkBuilder
@@ -72,7 +73,12 @@ def ssd_vgg16(name: str, side: int) -> LayeredNetwork:
         features.append((net.channels, net.size))
     for feature, anchors in zip(features, SSD_ANCHORS, strict=True):
         boxes(net, feature, anchors, COCO_CLASSES)
-    return net.finish(name, SAMPLE)
+    return net.focal_loss(_scores([size for _, size in features], SSD_ANCHORS)).finish(name, SAMPLE)
+
+
+def _scores(sizes: Sequence[tuple[int, ...]], anchors: Sequence[int]) -> int:
+    """Scores of all classes of all anchors."""
+    return sum(math.prod(size) * count * COCO_CLASSES for size, count in zip(sizes, anchors, strict=True))
 
 
 def ssd_mobilenet(name: str, side: int, version: int) -> LayeredNetwork:
@@ -88,9 +94,10 @@ def ssd_mobilenet(name: str, side: int, version: int) -> LayeredNetwork:
     for narrow, wide in ((256, 512), (128, 256), (128, 256), (64, 128)):
         net.unit(narrow, 1).unit(wide, 3, 2)
         features.append((net.channels, net.size))
-    for feature, anchors in zip(features, (3, 6, 6, 6, 6, 6), strict=True):
+    counts = (3, 6, 6, 6, 6, 6)
+    for feature, anchors in zip(features, counts, strict=True):
         boxes(net, feature, anchors, COCO_CLASSES)
-    return net.finish(name, SAMPLE)
+    return net.focal_loss(_scores([size for _, size in features], counts)).finish(name, SAMPLE)
 
 
 def feature_pyramid(net: NetworkBuilder, features: Sequence[Feature], width: int = 256) -> None:
@@ -122,7 +129,7 @@ def ssd_pyramid(name: str, side: int, *, mobile: bool) -> LayeredNetwork:
         if index:
             net.parameters = before
         before = net.parameters
-    return net.finish(name, SAMPLE)
+    return net.focal_loss(_scores([(here, here) for here in sides], [6] * len(sides))).finish(name, SAMPLE)
 
 
 def mask_rcnn(name: str, size: tuple[int, int] = (800, 1216), *, masks: bool = True) -> LayeredNetwork:

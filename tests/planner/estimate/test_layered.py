@@ -360,6 +360,15 @@ def test_a_smoothed_loss_is_float32() -> None:
     assert sum(layer.elements_moved for layer in network.layers if layer.single) == 7 * 32 * 32320
 
 
+@pytest.mark.parametrize(
+    ("name", "anchors"), [("ssd_vgg16", 8732), ("ssd_mobilenetv2", 1917), ("ssd_resnet50_fpn", 51150)]
+)
+def test_mindspores_ssd_has_a_focal_loss_of_all_anchors_in_float32(name: str, anchors: int) -> None:
+    network = lookup(name)
+    assert network is not None
+    assert sum(layer.elements_moved for layer in network.layers if layer.single) == 39 * anchors * 81
+
+
 def test_names_are_made_plain() -> None:
     assert plain_name("Classification/ConvNets/SE-ResNeXt101_32x4d") == "se_resnext101_32x4d"
     assert plain_name("ResNet50-v1.5") == "resnet50_v1_5"
