@@ -214,9 +214,16 @@ def is_mindcv(row: FileRow) -> bool:
 
 
 def recipe_in_single(row: FileRow, network: str) -> bool:
-    """Whether MindCV's recipe of a network keeps float32 (``amp_level: 'O0'``) and the row leaves it to the recipe."""
-    single = re.match(r"bit_?resnet|inception_?v3|repvgg_a", network)
-    return is_mindcv(row) and "see recipe" in row.text("precision").lower() and bool(single)
+    """Whether the recipe of a network keeps float32 and the row leaves it to the recipe.
+
+    MindCV's say so (``amp_level: 'O0'``). MindYOLO's ``train.py`` does so unless told otherwise (``--ms_amp_level``,
+    ``default="O0"``), which of its recipes those of YOLOv5 do, but not of its largest.
+    """
+    if "see recipe" not in row.text("precision").lower():
+        return False
+    if "mindyolo" in row.text("source").lower():
+        return not re.match(r"yolov5_?[nsml]", network)
+    return is_mindcv(row) and bool(re.match(r"bit_?resnet|inception_?v3|repvgg_a", network))
 
 
 _NOISY = r"pit_|pvt_v2|convnext|rexnet"

@@ -400,3 +400,24 @@ def test_mindspore_hands_graphs_to_an_engine_from_its_release_of_october_2023(
     run = read_one(tmp_path, **row, model="regnet_y_200mf", measured_date=date).run
     assert run is not None
     assert run.setup.graph_engine == engine
+
+
+@pytest.mark.parametrize(
+    ("source", "model", "precision", "kind"),
+    [
+        ("mindspore-lab/mindyolo", "YOLOv8-S", "amp (O2/O3; see recipe)", "fp32"),
+        ("mindspore-lab/mindyolo", "YOLOv5-X6", "amp (O2/O3; see recipe)", "fp32"),
+        ("mindspore-lab/mindyolo", "YOLOv5-M6", "amp (O2/O3; see recipe)", "fp16"),
+        ("mindspore-lab/mindyolo", "YOLOX-S", "amp O2", "fp16"),
+        ("mindspore-lab/mindcv", "bit_resnet50", "amp (O2/O3; see recipe)", "fp32"),
+        ("mindspore-lab/mindcv", "resnet50", "amp (O2/O3; see recipe)", "fp16"),
+    ],
+)
+def test_recipes_that_ask_for_no_mixed_precision_keep_float32(
+    tmp_path: Path, source: str, model: str, precision: str, kind: str
+) -> None:
+    row = {**LAMBDA, "source": source, "framework": "MindSpore", "model": model, "per_accel_batch": "8"}
+    row |= {"accelerator": "Ascend 910", "precision": precision, "precision_kind": "fp16"}
+    run = read_one(tmp_path, **row).run
+    assert run is not None
+    assert run.setup.precision == kind
