@@ -65,7 +65,10 @@ def ssd_vgg16(name: str, side: int) -> LayeredNetwork:
             net.convolution(channels, 3, bias=True).relu()
         if stage == 3:
             features.append((net.channels, net.size))
-        net.pool(2 if stage < 4 else 3, 2 if stage < 4 else 1)
+        if stage == 2:
+            net.pool(2, 2, 1)  # 38 of 75
+        else:
+            net.pool(2 if stage < 4 else 3, 2 if stage < 4 else 1)
     net.convolution(1024, 3, bias=True, dilation=6).relu().convolution(1024, 1, bias=True).relu()
     features.append((net.channels, net.size))
     for narrow, wide, stride, padding in ((256, 512, 2, None), (128, 256, 2, None), (128, 256, 1, 0), (128, 256, 1, 0)):
@@ -90,7 +93,7 @@ def ssd_mobilenet(name: str, side: int, version: int) -> LayeredNetwork:
     else:
         mobilenet_v2_body(net, 1.0)
         net.unit(1280, 1)
-    features = [(512 if version == 1 else 576, tuple(2 * part for part in net.size)), (net.channels, net.size)]
+    features = [(512 if version == 1 else 576, (-(-side // 16),) * 2), (net.channels, net.size)]
     for narrow, wide in ((256, 512), (128, 256), (128, 256), (64, 128)):
         net.unit(narrow, 1).unit(wide, 3, 2)
         features.append((net.channels, net.size))
