@@ -28,22 +28,23 @@ class Scaled:
     """
 
     def __init__(self) -> None:
-        self._rows: list[tuple[FloatArray, IntArray, IntArray]] = []
+        self._rows: list[tuple[float, int, IntArray]] = []
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def add(self, whole: FloatArray, growth: int | IntArray, axes: IntArray) -> None:
-        """Add numbers, arrays of shape (n,)."""
-        self._rows.append((whole, np.broadcast_to(growth, whole.shape), axes))
-        self._count += len(whole)
+    def add(self, whole: float, growth: int, axes: IntArray) -> None:
+        """Add numbers that differ in their masks alone, shape (n,)."""
+        self._rows.append((whole, growth, axes))
+        self._count += len(axes)
 
     def close(self) -> None:
         """Join what was added."""
-        self.whole = np.concatenate([np.zeros(0), *(w for w, _, _ in self._rows)])
-        self.growth = np.concatenate([np.zeros(0, dtype=np.int64), *(g for _, g, _ in self._rows)])
-        self.axes = np.concatenate([np.zeros(0, dtype=np.int64), *(a for _, _, a in self._rows)])
+        lengths = np.array([len(axes) for _, _, axes in self._rows], dtype=np.int64)
+        self.whole = np.repeat(np.array([whole for whole, _, _ in self._rows], dtype=np.float64), lengths)
+        self.growth = np.repeat(np.array([growth for _, growth, _ in self._rows], dtype=np.int64), lengths)
+        self.axes = np.concatenate([np.zeros(0, dtype=np.int64), *(axes for _, _, axes in self._rows)])
         self._rows = []
 
     def values(self, ratio: FloatArray, share: FloatArray) -> FloatArray:
@@ -110,15 +111,15 @@ class Kernels:
         self._count += len(work)
         group = self._groups.setdefault((*kind, shape.ports if shape else None, len(moved)), _Group())
         group.rows.append(rows)
-        group.work.add(np.full(len(work), flops[0]), flops[1], work)
+        group.work.add(*flops, work)
         if not group.ports:
             group.ports = [Scaled() for _ in moved]
             group.sizes = [Scaled() for _ in shape.sizes] if shape else []
         for port, (size, growth), axes in zip(group.ports, moved, ports, strict=False):
-            port.add(np.full(len(axes), size), growth, axes)
+            port.add(size, growth, axes)
         if shape:
             for dim, size, growth in zip(group.sizes, shape.sizes, shape.growth, strict=True):
-                dim.add(np.full(len(work), size), growth, work)
+                dim.add(size, growth, work)
         return rows
 
     def close(self) -> None:
@@ -169,7 +170,7 @@ class Messages:
         self._inner: dict[tuple[object, ...], _Inner] = {}
         self._axes: dict[tuple[object, ...], int] = {}
         self._payloads = Scaled()
-        self._payloads.add(np.zeros(1), 0, np.zeros(1, dtype=np.int64))
+        self._payloads.add(0.0, 0, np.zeros(1, dtype=np.int64))
         self._slots: dict[tuple[Collective, int, bool], list[int]] = {}
         self._copies: list[int] = []
 
@@ -195,7 +196,7 @@ class Messages:
         if not group.ports:
             group.ports = [Scaled() for _ in sent]
         for port, (size, growth, axes) in zip(group.ports, sent, strict=True):
-            port.add(np.full(len(axes), size), growth, axes)
+            port.add(size, growth, axes)
 
     def slots(
         self, kinds: Sequence[tuple[Collective, int, tuple[int, ...]]], size: float, growth: int, fused: bool
@@ -203,7 +204,7 @@ class Messages:
         """Add the messages of a tensor of `size` bytes, and return the number of the first."""
         first = self.count
         masks = np.array([sum(1 << axis for axis in sharded) for _, _, sharded in kinds], dtype=np.int64)
-        self._payloads.add(np.full(len(kinds), size), growth, masks)
+        self._payloads.add(size, growth, masks)
         for number, (collective, axis, _) in enumerate(kinds, first):
             self._slots.setdefault((collective, axis, fused), []).append(number)
         return first
@@ -212,7 +213,7 @@ class Messages:
         """Add the slices and masks of a tensor of `size` bytes, and return the number of the first."""
         first = self.count
         masks = np.array([sum(1 << axis for axis in cut) for cut in pieces], dtype=np.int64)
-        self._payloads.add(np.full(len(pieces), 2.0 * size), growth, masks)
+        self._payloads.add(2.0 * size, growth, masks)
         self._copies += range(first, first + len(pieces))
         return first
 

@@ -88,7 +88,7 @@ class AmountLedger:
         self._excesses: dict[tuple[int, int], int] = {}
         self._excess_of: dict[tuple[int, int, int, int], IntArray] = {}
         self._byte_numbers: dict[tuple[float, int, int], int] = {}
-        self._seconds: dict[tuple[int, int], IntArray] = {}
+        self._seconds: dict[tuple[int, int], tuple[IntArray, IntArray]] = {}
         self._moves: dict[tuple[object, ...], Ways] = {}
         self._barred: dict[tuple[object, ...], NDArray[np.bool_]] = {}
         self._slots: dict[tuple[int, int, int, bool], tuple[int, int]] = {}
@@ -145,7 +145,7 @@ class AmountLedger:
             key = (whole, growth, mask)
             if key not in self._byte_numbers:
                 self._byte_numbers[key] = len(self._byte_numbers)
-                self.bytes.add(np.array([whole]), growth, np.array([mask]))
+                self.bytes.add(whole, growth, np.array([mask]))
             numbers[mask] = _coded(self._byte_numbers[key], _BYTES)
         return np.asarray(numbers[axes])
 
@@ -155,9 +155,9 @@ class AmountLedger:
         """Seconds of the `position`-th node of a variable by state: all of them, and the collectives inside it."""
         key = (states.kind, position)
         if key not in self._seconds:
-            self._seconds[key] = self._node(states, position)
-        rows = self._seconds[key]
-        return _coded(rows, _WORK), _coded(rows, _WAIT)
+            rows = self._node(states, position)
+            self._seconds[key] = _coded(rows, _WORK), _coded(rows, _WAIT)
+        return self._seconds[key]
 
     def half_seconds(self, states: States, position: int) -> IntArray:
         """Seconds of either half of the `position`-th node of a variable by state (`planner.work.in_halves`).

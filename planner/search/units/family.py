@@ -67,6 +67,7 @@ class Family:
         self.shape = StageShape(source, wide, StageOptions(modes=options.modes, sequence_parallel=None))
         self._variables = range(len(source.decisions.variables))
         self._first_state = np.cumsum([0, *(len(wide.states(v)) for v in self._variables)])
+        self._kind_of = [wide.states(v).kind for v in self._variables]
         self._shapes: dict[tuple[object, ...], StageShape | None] = {}
         self._shape_of: dict[tuple[tuple[int, ...], int], StageShape | None] = {}
         self._factors: dict[tuple[int, int], Mapping[int, UnitFactors]] = {}
@@ -221,7 +222,7 @@ class Family:
 
     def _kept(self, shape: StageShape, number: int) -> IntArray:
         assert isinstance(shape.parts, KeptParts)  # all but the widest
-        return shape.parts.kept[self.wide.states(number).kind]
+        return shape.parts.kept[self._kind_of[number]]
 
     # Tables
 
