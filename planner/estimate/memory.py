@@ -162,7 +162,7 @@ class _Rank:
                 cached=cached,
                 late=late,
                 freed=freed,
-                workspace=workspace_bytes(self.traits, setup, self.hardware) + self._biases() + self._masks(content),
+                workspace=workspace_bytes(self.traits, setup, self.hardware) + self._standing(content),
                 several_in_flight=in_flight > 1,
                 made_anew=accumulated_apart(setup),
             ),
@@ -232,14 +232,18 @@ class _Rank:
         """
         return bias_bytes(self.shape, self.setup, self.traits) * (1 + 2 * self.setup.micro_batch)
 
-    def _masks(self, content: StageContent) -> float:
-        """Masks of pairs of positions, of a byte each, that every layer of the legacy network makes and keeps.
+    def _standing(self, content: StageContent) -> float:
+        """Bytes of attention that stand for good: biases, masks and a buffer of scores.
 
-        So does ``FlashSelfAttention`` of MindSpeed-LLM's legacy network.
+        The legacy network of MindSpeed-LLM makes a mask for every layer, of a byte a pair of positions
+        (``FlashSelfAttention``).
         """
-        fused = self.setup.attention not in (AttentionKernel.UNFUSED, AttentionKernel.FUSED_SOFTMAX)
-        own = self.setup.legacy_model and fused
-        return float(content.layers * self.shape.sequence_length**2) if own else 0.0
+        shape, setup = self.shape, self.setup
+        pairs = float(max(shape.sequence_length, shape.encoder_sequence_length) ** 2)
+        if setup.attention not in (AttentionKernel.UNFUSED, AttentionKernel.FUSED_SOFTMAX):
+            return self._biases() + setup.legacy_model * content.layers * pairs
+        element, heads = LOW_PRECISION_BYTES[setup.precision], shape.heads / setup.tp
+        return self.traits.scores_buffer * element * heads * setup.micro_batch * pairs / setup.cp
 
     def _cached(self, content: StageContent, smaller: float, step: float) -> float:
         """Free blocks that no other phase of DeepSpeed's step can use, since its tensors are larger than they are.

@@ -63,6 +63,9 @@ class MemoryTraits:
         The gated activation is one kernel that keeps its input only; otherwise the activated gate is kept as well.
     fused_scores
         Unfused attention still has scale, mask and softmax in one kernel, which keeps its low-precision output.
+    scores_buffer
+        Unfused attention multiplies into a buffer of the scores that is kept for good (Megatron's
+        ``GlobalMemoryBuffer``).
     attention_output_copy
         FlashAttention works in another layout (batch first), so that its output is kept twice.
     attention_statistics
@@ -131,6 +134,7 @@ class MemoryTraits:
     fused_rms_norm: bool = False
     fused_gate: bool = False
     fused_scores: bool = False
+    scores_buffer: bool = False
     attention_output_copy: bool = False
     attention_statistics: float = 4.0
     loss_bytes: float = PLAIN_LOSS_BYTES
@@ -177,7 +181,9 @@ _DEEPSPEED = MemoryTraits(
     compiled_loss_bytes=10.0,
     earlier_loss_bytes=4.0,
 )
-_MEGATRON = replace(_DEEPSPEED, fused_gate=True, loss_bytes=6.0, earlier_loss_bytes=0.0, weighted_experts=True)
+_MEGATRON = replace(
+    _DEEPSPEED, fused_gate=True, loss_bytes=6.0, earlier_loss_bytes=0.0, weighted_experts=True, scores_buffer=True
+)
 _ASCEND = MemoryTraits(
     fused_rms_norm=True, fused_gate=True, fused_scores=True, attention_statistics=64.0, loss_bytes=6.0
 )
@@ -188,7 +194,7 @@ _TRAITS: dict[Stack, MemoryTraits] = {
     Stack.MEGATRON: _MEGATRON,
     Stack.DEEPSPEED: _DEEPSPEED,
     Stack.TRANSFORMER_ENGINE: replace(
-        _MEGATRON, fused_rms_norm=True, fused_scores=True, saved_low_precision_inputs=True
+        _MEGATRON, fused_rms_norm=True, fused_scores=True, saved_low_precision_inputs=True, scores_buffer=False
     ),
     Stack.MINDSPORE: _ASCEND,
     Stack.MINDSPEED: replace(_ASCEND, padded_vocabulary=True, position_biases=True, warm_up_tensors=17),

@@ -9,7 +9,7 @@ import pytest
 from planner.estimate.memory import training_memory
 from planner.estimate.memory_outside import context_bytes, workspace_bytes
 from planner.estimate.memory_traits import traits_of
-from planner.estimate.training_run import Stack, TrainingSetup
+from planner.estimate.training_run import AttentionKernel, Stack, TrainingSetup
 from simulator.hardware import load_profile
 from tests.planner.estimate.test_memory import llama, run
 
@@ -73,3 +73,16 @@ def test_the_block_of_dropped_logits_waits_for_their_gradient(changes: dict[str,
     stage = training_memory(run(shape, **{"stack": Stack.COMPILED, **changes})).fullest
     logits = 2 * 16384 * 128256
     assert (stage.allocator_slack == pytest.approx(logits)) is waits
+
+
+@pytest.mark.parametrize(
+    ("changes", "buffer"),
+    [({}, 2), ({"stack": Stack.TRANSFORMER_ENGINE}, 0), ({"attention": AttentionKernel.FLASH2}, 0)],
+)
+def test_unfused_attention_of_megatron_multiplies_into_a_buffer_that_stays(
+    changes: dict[str, Any], buffer: int
+) -> None:
+    """Two bytes a score of a layer, beside the workspaces of libraries."""
+    plan = {"stack": Stack.MEGATRON, "attention": AttentionKernel.FUSED_SOFTMAX, "tp": 2, "micro_batch": 4, **changes}
+    shape = llama(2, 4096, 32, 32, 11008, sequence_length=1024)
+    assert training_memory(run(shape, **plan)).fullest.workspace == 28 * MIB + buffer * 4 * 16 * 1024**2
