@@ -38,6 +38,9 @@ _SPLIT_NORM = (8, 18)
 """Passes over a tensor, forward and backward, of a batch norm of single operators. Forward the mean (a read), the mean
 square of the difference (a read, a write, a read), product and sum (two each); backward the gradients of product, sum,
 difference and means (four, one, six and four), which are added up (three)."""
+_LARGEST_WORKSPACE = 2.0**32
+"""Bytes that TensorFlow and XLA let a convolution of cuDNN have beside its tensors (``TF_CUDNN_WORKSPACE_LIMIT_IN_MB``
+and ``GetMemoryLimitInBytes`` of XLA's scratch allocators: ``1LL << 32``, "4GB by default")."""
 _SMALL_WINDOW = 9.0
 _WINOGRAD_WINDOW = (6.0, 9.5)
 """Operations for each input element and output channel over two, of 3 x 3 windows that move by one: 9, and somewhat
@@ -118,6 +121,7 @@ class LayeredTable:
         self.without_tensor_units = np.array([product_kind(run) == "single" for run in runs])
         self.single_norms = np.array([keeps_single_norms(run) for run in runs])
         self.single_operators = np.array([splits_norms(run) for run in runs])
+        self.limited = np.array([limits_workspaces(run) for run in runs])
         self.several = np.array([run.setup.devices > 1 for run in runs])
         sharing = [min(run.setup.devices, run.hardware.devices_per_node) for run in runs]
         self.doublings = np.log2(sharing)  # of the devices that share a host
@@ -243,13 +247,16 @@ def _product_s(table: LayeredTable, of_run: Mapping[str, FloatArray]) -> FloatAr
     )
     moved_s = moved / (table.bandwidth[run] * of_run["memory"])
     seconds = np.maximum(counted / (peak * of_run["products"] * shape), moved_s)
+    # Kernels of tensor units need copies with channels last, input, weights and output: without room others must do.
+    cramped = layers["convolution"] & table.limited[run] & (moved > _LARGEST_WORKSPACE)
+    seconds = np.where(cramped, np.maximum(flops / (table.single_peak[run] * shape), moved_s), seconds)
     # Windows wider than 3 x 3 are read again from caches: with the side of the window, by the rows of QuartzNet.
     window = np.sqrt(np.maximum(layers["depth"] / _SMALL_WINDOW, 1.0))
     narrow = np.maximum(
         moved * window / (table.bandwidth[run] * of_run["grouped"]), flops / (0.5 * table.single_peak[run])
     )
     seconds = np.where(layers["grouped"], np.minimum(seconds, narrow), seconds)
-    copied = layers["convolution"] & ~table.without_tensor_units[run]
+    copied = layers["convolution"] & ~table.without_tensor_units[run] & ~cramped
     dense = ~layers["convolution"] & (layers["weights"] > 0)
     copies = np.where(copied, of_run["casts"], np.where(dense, of_run["turned"], 0.0))
     return np.asarray(seconds + copies * moved_s)
@@ -305,6 +312,11 @@ def keeps_planes(run: TrainingRun) -> bool:
         and product_kind(run) == "half"
         and data_parallel_network(run).sample.endswith("volume")
     )
+
+
+def limits_workspaces(run: TrainingRun) -> bool:
+    """Whether a convolution that tensor units multiply is copied around, into a workspace that cannot grow."""
+    return run.setup.stack is Stack.TENSORFLOW and (product_kind(run) == "tf32" or keeps_planes(run))
 
 
 def splits_norms(run: TrainingRun) -> bool:

@@ -195,6 +195,17 @@ def test_volumes_lie_in_planes_in_half_precision_too() -> None:
     assert casts("vnet", stack=Stack.MXNET) == NEUTRAL.casts
 
 
+def test_convolutions_whose_copies_have_no_room_do_without_tensor_units() -> None:
+    def per_sample(batch: int, precision: str = "tf32", stack: Stack = Stack.TENSORFLOW) -> float:
+        wanted = run(name="unet_3d_medical", batch=batch, precision=precision, devices=1, stack=stack)
+        return predict_layered(wanted, NEUTRAL).breakdown["forward"] / batch
+
+    # 32 channels of 128^3 voxels before and behind: 2 * 8 * 32 * 128^3 * 4 bytes are 4 GiB, beside the weights.
+    assert per_sample(8) > 1.25 * per_sample(7)
+    assert per_sample(8, precision="fp16") < 1.01 * per_sample(7, precision="fp16")
+    assert per_sample(8, stack=Stack.EAGER) < 1.01 * per_sample(7, stack=Stack.EAGER)
+
+
 def test_norms_of_volumes_are_single_operators_in_float32_where_nothing_fuses_them() -> None:
     def passes(name: str, precision: str, *, plain: bool) -> float:
         wanted = run(name=name, precision=precision, profile="dgx1-v100", stack=Stack.TENSORFLOW)
