@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import sys
 import traceback
 from typing import Annotated, Any
@@ -20,10 +22,11 @@ from planner.cli.simulate import simulate
 from planner.cli.terminal import DEBUG_KEY
 from planner.cli.validate import validate
 from planner.cli.what_if import what_if
-from simulator.errors import MeshwrightError
+from simulator.errors import InputError, MeshwrightError
 
 INTERNAL_ERROR = 1
-INTERRUPTED = 130
+INTERRUPTED = 128 + signal.SIGINT
+READER_GONE = 128 + signal.SIGPIPE
 
 
 class ErrorBoundary(TyperGroup):
@@ -32,7 +35,10 @@ class ErrorBoundary(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command; errors end here."""
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            if sys.stdout is not None:
+                sys.stdout.flush()  # what cannot be written is noticed here, not when Python ends
+            return result
         except (typer.Exit, typer.Abort, typer.TyperException):
             raise
         except KeyboardInterrupt:
@@ -41,13 +47,32 @@ class ErrorBoundary(TyperGroup):
         except MeshwrightError as error:
             _show(ctx, str(error))
             raise typer.Exit(error.exit_code) from error
-        except Exception as error:
-            if isinstance(error, OSError) and error.errno == errno.EPIPE:
-                raise
-            message = " ".join(str(error).split())[:500]
-            hint = "" if _debug(ctx) else " (this is a defect; --debug shows where)"
-            _show(ctx, f"internal error: {type(error).__name__}: {message}{hint}")
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader has seen enough, as `head` has: end as git does
+                _drop_output()
+                raise typer.Exit(READER_GONE) from None
+            if error.errno == errno.ENOSPC and error.filename is None:
+                _drop_output()
+                _show(ctx, f"cannot write the output: {error.strerror}; free some space or send it elsewhere")
+                raise typer.Exit(InputError.exit_code) from error
+            _show_defect(ctx, error)
             raise typer.Exit(INTERNAL_ERROR) from error
+        except Exception as error:
+            _show_defect(ctx, error)
+            raise typer.Exit(INTERNAL_ERROR) from error
+
+
+def _show_defect(ctx: typer.Context, error: Exception) -> None:
+    message = " ".join(str(error).split())[:500]
+    hint = "" if _debug(ctx) else " (this is a defect; --debug shows where)"
+    _show(ctx, f"internal error: {type(error).__name__}: {message}{hint}")
+
+
+def _drop_output() -> None:
+    """Send what is still to be written nowhere; Python writes it when it ends, and would fail again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _debug(ctx: typer.Context) -> bool:

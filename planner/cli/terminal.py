@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -38,8 +39,8 @@ class Terminal:
         return cls(
             json=as_json,
             quiet=quiet,
-            out=sys.stdout,
-            err=sys.stderr,
+            out=sys.stdout or StringIO(),  # None where it is closed
+            err=sys.stderr or StringIO(),
             width=int(columns) if columns.isdecimal() and int(columns) else None,
         )
 

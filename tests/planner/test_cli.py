@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -367,6 +368,28 @@ def test_the_installed_command_and_its_exit_code() -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("meshwright: no hardware profile is named 'nothing'")
+
+
+@pytest.mark.parametrize(
+    ("stdout", "code", "words"),
+    [
+        ("/dev/full", 2, "meshwright: cannot write the output: No space left on device; free some space"),
+        (None, 141, ""),
+    ],
+    ids=["full", "nobody reads"],
+)
+def test_output_that_cannot_be_written_is_no_defect(stdout: str | None, code: int, words: str) -> None:
+    command = [sys.executable, "-m", "planner.cli", "networks", "--quiet"]
+    if stdout is None:
+        read, write = os.pipe()
+        os.close(read)
+    else:
+        write = os.open(stdout, os.O_WRONLY)
+    with os.fdopen(write, "w") as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == code
+    assert done.stderr.startswith(words)
+    assert len(done.stderr.splitlines()) == bool(words)
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])
