@@ -89,6 +89,7 @@ class AmountLedger:
         self._excess_of: dict[tuple[int, int, int, int], IntArray] = {}
         self._byte_numbers: dict[tuple[float, int, int], int] = {}
         self._seconds: dict[tuple[int, int], tuple[IntArray, IntArray]] = {}
+        self._halves: dict[tuple[int, int], IntArray] = {}
         self._moves: dict[tuple[object, ...], Ways] = {}
         self._barred: dict[tuple[object, ...], NDArray[np.bool_]] = {}
         self._slots: dict[tuple[int, int, int, bool], tuple[int, int]] = {}
@@ -164,15 +165,15 @@ class AmountLedger:
 
         Each does half of the operations, and reads what both read or as much as it writes.
         """
-        key = (states.kind, ~position)
-        if key not in self._seconds:
+        key = (states.kind, position)
+        if key not in self._halves:
             node = self.graph.nodes[states.variable.nodes[position]]
             inputs, outputs = len(node.tensor_inputs), len(node.outputs)
             sizes = [*traffic_sizes(self.graph, node)[:inputs], *(0.0 for _ in range(outputs))]
             rules = [choice.rules[position] for choice in states.variable.choices]
             ports = self._ports(states, node, rules)
-            self._seconds[key] = self._kernel_rows(states, node, rules, ports, sizes, 0.5)
-        return _coded(self._seconds[key], _WORK)
+            self._halves[key] = _coded(self._kernel_rows(states, node, rules, ports, sizes, 0.5), _WORK)
+        return self._halves[key]
 
     def _ports(self, states: States, node: Node, rules: Sequence[Rule]) -> list[IntArray]:
         """Masks of the axes that cut each input and each output, by state."""
