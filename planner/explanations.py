@@ -17,10 +17,11 @@ from planner.search.configurations.step_model import Configuration
 from planner.search.stages.fragments import FILL, STEADY, FloatArray
 from planner.search.stages.partition import partition
 from planner.search.stages.segments import simplified
+from planner.search.units.stage_decisions import links_of
 from planner.strategy.plan import Plan
 from simulator.errors import InputError
 from simulator.hardware import Hardware
-from simulator.topology import group_shape, level_of_axis
+from simulator.topology import level_of_axis
 
 MORE_BANDWIDTH = 1.1
 FEW_SOLVES = 12
@@ -208,7 +209,7 @@ def shadow_prices(search: Configured, pins: Pins, explored: Explored, best: Plac
     if measured:
         plain = replace(plain, collective_tables=(), hash=f"{plain.hash} by formulas")
     before = _objective_s(search, pins, best, plain, plain) if measured else best.objective_s
-    links = {}
+    links, stage = {}, best.configuration.inner_mesh()
     for number, level in enumerate(plain.levels):
         if number and plain.levels[number - 1].size >= search.devices:
             links[level.name] = 0.0  # nothing leaves the level below
@@ -216,16 +217,10 @@ def shadow_prices(search: Configured, pins: Pins, explored: Explored, best: Plac
         faster = replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * MORE_BANDWIDTH)
         levels = (*plain.levels[:number], faster, *plain.levels[number + 1 :])
         hardware = replace(plain, levels=levels, hash=f"{plain.hash} with faster {level.name}")
-        inside = number <= _outermost(plain, best.configuration)
+        inside = links_of(hardware, stage) != links_of(plain, stage)
         after = _objective_s(search, pins, best, hardware, hardware if inside else plain)
         links[level.name] = max(0.0, before - after) if np.isfinite(after) else 0.0
     return ShadowPrices(memory_gib_s=best.objective_s - with_more, links_s=links)
-
-
-def _outermost(hardware: Hardware, c: Configuration) -> int:
-    """The outermost level that messages inside a stage cross, -1 where there are none."""
-    axes = [(axis.size, c.stride(axis.name)) for axis in c.inner_mesh().axes]
-    return max((group_shape(hardware, *axis).outermost for axis in axes), default=-1)
 
 
 def _objective_s(search: Configured, pins: Pins, best: Placed, hardware: Hardware, inside: Hardware) -> float:

@@ -225,7 +225,7 @@ class StageDecisions:
         """Times of messages on a mesh, made once for all meshes on which they are the same."""
         key = (id(hardware), mesh, bucket_bytes)
         if key not in self._costs:
-            links = (id(hardware), bucket_bytes, mesh.axes, _links(hardware, mesh))
+            links = (id(hardware), bucket_bytes, mesh.axes, links_of(hardware, mesh))
             if links not in self._costs_of_links:
                 self._costs_of_links[links] = MeshCosts(hardware, mesh, bucket_bytes)
             self._costs[key] = self._costs_of_links[links]
@@ -306,8 +306,8 @@ def _names(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis.name for axis in mesh.axes)
 
 
-def _links(hardware: Hardware, mesh: Mesh) -> tuple[object, ...]:
-    """All that times of messages along each axis depend on."""
+def links_of(hardware: Hardware, mesh: Mesh) -> tuple[object, ...]:
+    """All that times of messages along each axis depend on; equal where faster links of a level make none faster."""
     found: list[object] = []
     for place, axis in enumerate(mesh.axes):
         group = group_shape(hardware, axis.size, mesh.stride(place))

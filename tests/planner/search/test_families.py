@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -19,6 +20,7 @@ from planner.search.units import family, rules
 from planner.search.units.factors import Part
 from planner.search.units.family import Family
 from planner.search.units.labels import StageDecisions, StageTables, Weights, stage_decisions, stage_tables
+from planner.search.units.stage_decisions import links_of
 from planner.search.units.stage_shape import StageOptions
 from planner.search.units.stage_tables import Stage
 from planner.search.units.unit_terms import unit_terms
@@ -216,3 +218,18 @@ def plain_step(stage: Stage, shared: Mapping[int, int]) -> float:
     for number in stage.chain.positions:
         value = (value[:, None] + matrices[number]).min(axis=0)
     return float(value[0])
+
+
+@pytest.mark.parametrize(("stride", "used"), [(1, 0), (16, 1)])
+def test_faster_links_change_the_tables_of_meshes_whose_messages_use_them(stride: int, used: int) -> None:
+    source, mesh = prepared("mlp"), Mesh((MeshAxis("tensor", 4),), (stride,))
+    graph, common = at_batch(source.graph, 16), {"optimizer": optimizer("adamw"), "bucket_bytes": BUCKET_BYTES}
+    plain = stage_tables(graph, source, HARDWARE, mesh, **common)  # type: ignore[arg-type]
+    for number, level in enumerate(HARDWARE.levels):
+        faster = replace(level, bandwidth_bytes_per_s=2 * level.bandwidth_bytes_per_s)
+        levels = (*HARDWARE.levels[:number], faster, *HARDWARE.levels[number + 1 :])
+        hardware = replace(HARDWARE, levels=levels, hash=f"faster {level.name}")
+        assert (links_of(hardware, mesh) == links_of(HARDWARE, mesh)) == (number != used)
+        found = stage_tables(graph, source, hardware, mesh, **common)  # type: ignore[arg-type]
+        passes = zip(found.least.between_s, plain.least.between_s, strict=True)
+        assert all(np.array_equal(one, other) for one, other in passes) == (number != used)
