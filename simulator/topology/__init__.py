@@ -5,7 +5,14 @@ from __future__ import annotations
 from simulator.topology.cluster import check_graph, fabric_spec, topology_graph, unit_spec
 from simulator.topology.fabrics import FabricSpec, cluster_topology
 from simulator.topology.graph import Topology
-from simulator.topology.groups import GroupShape, axis_groups, group_shape, level_of_axis, neighbour_distances
+from simulator.topology.groups import (
+    GroupShape,
+    axis_groups,
+    group_shape,
+    level_of_axis,
+    meeting_distance,
+    neighbour_distances,
+)
 from simulator.topology.nodes import NodeSpec, node_topology
 from simulator.topology.sharing import contended, link_use, node_shares, payload_rate, ring_bandwidth, shared_links
 
@@ -22,6 +29,7 @@ __all__ = [
     "group_shape",
     "level_of_axis",
     "link_use",
+    "meeting_distance",
     "neighbour_distances",
     "node_shares",
     "node_topology",

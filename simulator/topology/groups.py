@@ -62,6 +62,11 @@ def group_shape(hardware: Hardware, size: int, stride: int) -> GroupShape:
     return GroupShape(members=(*members, size // inside), stride=stride)
 
 
+def meeting_distance(hardware: Hardware, low: int, high: int) -> int:
+    """How far apart two devices count: as far as they are, or as the units of a level are that they lie in."""
+    return max([high - low, *(level.size for level in hardware.levels[:-1] if low // level.size != high // level.size)])
+
+
 @lru_cache(maxsize=4096)
 def neighbour_distances(hardware: Hardware, size: int, stride: int) -> tuple[tuple[int, float], ...]:
     """Where neighbours of a mesh axis meet: distances with their part of all pairs; none for a single member.
@@ -69,11 +74,7 @@ def neighbour_distances(hardware: Hardware, size: int, stride: int) -> tuple[tup
     Neighbours that are `stride` apart and would fit into one unit of a level may lie in two of them all the same: they
     count as far apart as such units are, so that two members at that distance use the same links.
     """
-    sizes = [level.size for level in hardware.levels[:-1]]
-    found: Counter[int] = Counter()
-    for low in range(0, (size - 1) * stride, stride):
-        crossed = [unit for unit in sizes if low // unit != (low + stride) // unit]
-        found[max([stride, *crossed])] += 1
+    found = Counter(meeting_distance(hardware, low, low + stride) for low in range(0, (size - 1) * stride, stride))
     return tuple((distance, count / (size - 1)) for distance, count in sorted(found.items()))
 
 

@@ -61,6 +61,7 @@ from planner.search.configurations.messages import (
     sends_s,
     summing_s,
 )
+from planner.search.configurations.own_links import own_links_s
 from planner.search.configurations.passes import Row, paced_passes, passes_beside_messages
 from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape, schedule_shape
 from planner.search.configurations.storage import Storage
@@ -133,7 +134,8 @@ class StepModel(Storage):
             still_sends=shape.still_sends,
             uneven_s=partial(uneven_passes_s, configuration) if configuration.virtual > 1 else None,
             cuts=self.unit_pins.cuts,
-            apart_s=joined.apart_s(stored, tables, configuration),
+            apart_s=joined.apart_s(stored, tables, configuration)
+            or own_links_s(self.hardware, tables, joined, configuration, shape),
         )
 
     def joined(self, tables: StageTables, configuration: Configuration) -> JoinedUnits:

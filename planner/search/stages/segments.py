@@ -56,7 +56,8 @@ class PartitionTask:
         chunk; None where a rank has one chunk
     cuts : for each cut between chunks the numbers of units that may lie before it; empty where cuts are free
     apart_s : seconds of the step of a partition, never less than its objective, where the schedule does all forward
-        passes before the backward passes and each of the two may have its slowest rank; None elsewhere
+        passes before the backward passes and each of the two may have its slowest rank, or ranks stand still while
+        they send over links of their own; None elsewhere
     """
 
     kinds: tuple[Fragments, ...]
