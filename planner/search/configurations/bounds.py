@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import numpy as np
@@ -127,19 +128,21 @@ def states_bounds(
     ``passes`` is another bound, but for what the last message of gradients takes.
     """
     c, ahead, counts = configuration, computed_ahead(extent, configuration), np.array(tables.counts)
-    even = even_bound(c, _passes_s(model, tables, c, tables.least.whole_s), ahead)
-    launched, found = even_bound(c, extent.launch_s, ahead), []
+    launched, found, even = even_bound(c, extent.launch_s, ahead), [], dict[int, float]()
     for way in ways:
-        stored = max(even + way.again_s(model, tables, c), launched) + float(way.once_s @ counts) / c.pipeline
+        if (shared := way.stored.shard_size) not in even:
+            passes_s = _passes_s(model, tables, replace(c, shard_size=shared), tables.least.whole_s, least=False)
+            even[shared] = even_bound(c, passes_s, ahead)
+        stored = max(even[shared] + way.again_s(model, tables, c), launched) + float(way.once_s @ counts) / c.pipeline
         found.append(max(stored, passes) + way.last_s(model, c))
     return found
 
 
-def _passes_s(model: StepModel, tables: StageTables, c: Configuration, least_s: float) -> float:
-    """Seconds of passes with the sums over the batch for which they wait."""
+def _passes_s(model: StepModel, tables: StageTables, c: Configuration, least_s: float, *, least: bool = True) -> float:
+    """Seconds of passes with the sums over the batch for which they wait, the ``least`` of any storage's."""
     if c.data == 1 or not tables.decisions.sums_over_batch:
         return least_s
-    return least_s + float(model.batch_sums_s(tables, c, least=True).sum(axis=1) @ np.array(tables.counts))
+    return least_s + float(model.batch_sums_s(tables, c, least=least).sum(axis=1) @ np.array(tables.counts))
 
 
 def passes_bound(
