@@ -48,8 +48,13 @@ class Terminal:
         """A rich console on stdout."""
         from rich.console import Console
 
+        class Reported(Console):
+            def on_broken_pipe(self) -> None:
+                """Leave it to the command's one place for errors; rich would end with exit code 1."""
+                raise  # noqa: PLE0704
+
         width = self.width or (None if self.out.isatty() else PIPE_WIDTH)
-        return Console(file=self.out, width=width, highlight=False, soft_wrap=False)
+        return Reported(file=self.out, width=width, highlight=False, soft_wrap=False)
 
     def document(self, document: Mapping[str, Any]) -> None:
         """Write the one JSON document of ``--json``."""

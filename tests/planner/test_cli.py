@@ -371,15 +371,18 @@ def test_the_installed_command_and_its_exit_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stdout", "code", "words"),
+    ("options", "stdout", "code", "words"),
     [
-        ("/dev/full", 2, "meshwright: cannot write the output: No space left on device; free some space"),
-        (None, 141, ""),
+        (["-q"], "/dev/full", 2, "meshwright: cannot write the output: No space left on device; free some space"),
+        (["-q"], None, 141, ""),
+        ([], None, 141, ""),
     ],
-    ids=["full", "nobody reads"],
+    ids=["full", "nobody reads", "nobody reads a table"],
 )
-def test_output_that_cannot_be_written_is_no_defect(stdout: str | None, code: int, words: str) -> None:
-    command = [sys.executable, "-m", "planner.cli", "networks", "--quiet"]
+def test_output_that_cannot_be_written_is_no_defect(
+    options: list[str], stdout: str | None, code: int, words: str
+) -> None:
+    command = [sys.executable, "-m", "planner.cli", "networks", *options]
     if stdout is None:
         read, write = os.pipe()
         os.close(read)
