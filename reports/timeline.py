@@ -78,11 +78,6 @@ def picture_svg(picture: Picture) -> str:
     return text[text.index("<svg") :]
 
 
-def timeline_svg(timeline: Timeline, program: Program, *, title: str) -> str:
-    """Draw a step of one stage as SVG text."""
-    return picture_svg(step_picture(timeline, program, title=title))
-
-
 def write_picture(picture: Picture, path: str | Path) -> Path:
     """Write the picture as SVG or PNG, by the ending of `path`."""
     if Path(path).suffix.lower() == ".svg":

@@ -106,8 +106,6 @@ class BufferKind(StrEnum):
 
     PARAMETER = "parameters"
     GRADIENT = "gradients"
-    MASTER_WEIGHT = "master_weights"
-    """Float32 copies of low-precision parameters."""
     OPTIMIZER_STATE = "optimizer_states"
     ACTIVATION = "activations"
     RECOMPUTED = "recomputed"

@@ -84,10 +84,6 @@ class Uses:
         self.offsets.append(len(self.values))
 
 
-_GROWS = ("names", "home", "_number", "tasks", "instructions", "beside", "views", "write_bytes", "write_kind")
-"""What grows with each draft that is added to a blueprint."""
-
-
 class Blueprint:
     """Drafts of a network, perhaps a shallow one that stands for a deeper one, and the body of a micro-batch of it.
 

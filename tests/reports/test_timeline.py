@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from reports.timeline import step_picture, timeline_svg, write_picture
+from reports.timeline import picture_svg, step_picture, write_picture
 from simulator.engine import replay
 from simulator.program import Phase, Program
 from simulator.timeline import Timeline
@@ -31,8 +31,8 @@ def step() -> tuple[Timeline, Program]:
 
 def test_the_picture_is_the_same_every_time_and_names_its_lanes() -> None:
     timeline, made = step()
-    text = timeline_svg(timeline, made, title="one step")
-    assert text == timeline_svg(timeline, made, title="one step")
+    text = picture_svg(step_picture(timeline, made, title="one step"))
+    assert text == picture_svg(step_picture(timeline, made, title="one step"))
     assert text.startswith("<svg")
     assert text.rstrip().endswith("</svg>")
     for words in ("one step", "compute", "communication:data", "forward", "backward", "update", "memory, MiB"):
