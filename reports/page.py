@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -39,9 +40,10 @@ figure.drawing svg { max-width: 100%; height: auto; }
 figure.drawing { background: #ffffff; color: #1d2330; }
 figure.drawing figcaption { color: #5b6475; }
 .table { overflow-x: auto; background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
-  margin-bottom: 16px; }
+  margin-bottom: 16px; container-type: inline-size; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
 caption { text-align: left; padding: 10px 14px; color: var(--soft); }
+caption span { display: inline-block; position: sticky; left: 14px; max-width: calc(100cqi - 28px); }
 th, td { padding: 7px 14px; text-align: left; vertical-align: top; border-top: 1px solid var(--rule); }
 th { font-weight: 600; color: var(--soft); }
 thead th { border-top: 0; }
@@ -121,7 +123,7 @@ def table(
     lines = "\n".join(body)
     return Html(
         f'<div class="table{" close" if close else ""}" role="region" aria-label="{html.escape(caption)}" tabindex="0">'
-        f"<table><caption>{html.escape(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{lines}\n"
+        f"<table><caption><span>{html.escape(caption)}</span></caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{lines}\n"
         "</tbody></table></div>"
     )
 
@@ -172,6 +174,20 @@ def picture(svg: str, *, title: str, caption: str, wide: bool = False) -> Html:
         f'<div class="scroll{" wide" if wide else ""}" tabindex="0">{svg}</div>'
         f"<figcaption>{html.escape(caption)}</figcaption></figure>"
     )
+
+
+def log_axis(values: Sequence[float], text: Callable[[float], str]) -> dict[str, object]:
+    """An axis for `chart` with ticks at 1, 2 and 5 of each decade, at every digit of an axis shorter than one.
+
+    >>> log_axis([70.0, 700.0], "{:g}".format)
+    {'type': 'log', 'tickvals': [50.0, 100.0, 200.0, 500.0, 1000.0], 'ticktext': ['50', '100', '200', '500', '1000']}
+    """
+    low, high = min(values), max(values)
+    digits = range(1, 10) if high < 8 * low else (1, 2, 5)
+    decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    ticks = [digit * 10.0**decade for decade in decades for digit in digits]
+    shown = [tick for tick in ticks if low / 2 <= tick <= 2 * high]
+    return {"type": "log", "tickvals": shown, "ticktext": [text(tick) for tick in shown]}
 
 
 def chart(figure: go.Figure, *, identity: str, title: str, caption: str, height: int = 330) -> Html:

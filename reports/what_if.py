@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,11 +121,12 @@ def _charts(rows: Sequence[WhatIfRow], found: Sequence[WhatIfRow]) -> list[Html]
     what = _throughput(found[0])[1]
     time = _lines(found, lambda row: _prediction(row).step_time_s, _time_text)
     _add_intervals(time, found)
-    time.update_yaxes(**_log_axis([_prediction(row).step_time_s for row in found], seconds_text))
+    ends = [end for row in found for end in _prediction(row).interval_s]
+    time.update_yaxes(**page.log_axis(ends, seconds_text))
     speed = _lines(found, lambda row: _throughput(row)[0], lambda row: rate_text(*_throughput(row)))
     _add_ideal(speed, found)
     speeds = [_throughput(row)[0] for row in found]
-    speed.update_yaxes(title=f"{what} per second", **_log_axis(speeds, _rate_tick))
+    speed.update_yaxes(title=f"{what} per second", **page.log_axis(speeds, _rate_tick))
     scaling = _lines(
         found, lambda row: 100 * (row.scaling_efficiency or 0.0), lambda row: percent_text(row.scaling_efficiency or 0)
     )
@@ -160,16 +160,6 @@ def _baselines(found: Sequence[WhatIfRow]) -> str:
 
 def _rate_tick(value: float) -> str:
     return rate_text(value, "").removesuffix(" /s").replace(".00", "").replace(".0", "")
-
-
-def _log_axis(values: Sequence[float], text: Callable[[float], str]) -> dict[str, object]:
-    """Ticks at 1, 2 and 5 of each decade, at every digit of an axis shorter than one."""
-    low, high = min(values), max(values)
-    digits = range(1, 10) if high < 8 * low else (1, 2, 5)
-    decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
-    ticks = [digit * 10.0**decade for decade in decades for digit in digits]
-    shown = [tick for tick in ticks if low / 2 <= tick <= 2 * high]
-    return {"type": "log", "tickvals": shown, "ticktext": [text(tick) for tick in shown]}
 
 
 def _prediction(row: WhatIfRow) -> Prediction:

@@ -176,8 +176,9 @@ def _scatter(results: Sequence[Result]) -> Html:
             marker={"color": PALETTE[index], "symbol": SYMBOLS[index], "size": 9},
             hovertemplate="%{text}<br>predicted %{x:.3g} ms<br>measured %{y:.3g} ms<extra></extra>",
         )
-    figure.update_xaxes(title="predicted, ms", type="log")
-    figure.update_yaxes(title="measured, ms", type="log")
+    axis = page.log_axis(ends, "{:g}".format)
+    figure.update_xaxes(title="predicted, ms", **axis)
+    figure.update_yaxes(title="measured, ms", **axis)
     return page.chart(figure, identity="scatter", title="Step time",
                       caption="Below the dotted line the step was faster than predicted.", height=380)  # fmt: skip
 

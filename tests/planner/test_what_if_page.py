@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 
 from planner.what_if import WhatIfRow
@@ -42,3 +44,15 @@ def test_pipelines_and_recomputation_are_told() -> None:
 
 def test_the_baseline_of_every_profile_is_named() -> None:
     assert "against that of dgx-a100 × 16, dgx-h100 × 8." in page_of(list(make_rows()))
+
+
+def test_the_axis_of_times_reaches_the_ends_of_the_intervals() -> None:
+    rows = list(make_rows())
+    best = rows[-1].best
+    assert best is not None
+    longest = 30 * best.prediction.step_time_s
+    prediction = replace(best.prediction, interval_s=(best.prediction.step_time_s, longest))
+    result = replace(rows[-1].result, candidates=(replace(best, prediction=prediction),))
+    text = page_of([*rows[:-1], replace(rows[-1], result=result)])
+    ticks = [json.loads(found) for found in re.findall(r'"tickvals":(\[[^]]*\])', text)]
+    assert any(max(found) > longest / 2.5 for found in ticks if max(found) < 10 * longest)
