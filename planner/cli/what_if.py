@@ -141,7 +141,7 @@ def what_if(given: WhatIfArguments) -> None:
 
 def _rows(terminal: Terminal, options: WhatIfOptions, given: WhatIfArguments) -> tuple[WhatIfRow, ...]:
     from planner.what_if import prepare, run
-    from planner.what_if.journal import journal_of, read
+    from planner.what_if.journal import discard, journal_of, read
     from planner.what_if.processes import usable_cores
 
     journal = None if given.out is None else journal_of(given.out)
@@ -158,7 +158,10 @@ def _rows(terminal: Terminal, options: WhatIfOptions, given: WhatIfArguments) ->
             # The interrupt may come after a point is written and before it is counted: the file knows.
             rows = read(journal, sweep.requests, sweep.graph).rows
             kept = f"{len(rows)} of {len(sweep.requests)} points"
-            terminal.note(f"{kept} are kept in {journal}; the same command goes on from there")
+            if rows:
+                terminal.note(f"{kept} are kept in {journal}; the same command goes on from there")
+            else:
+                discard(journal)
         raise
     finally:
         for text in notes:

@@ -104,6 +104,13 @@ def test_ctrl_c_without_a_report_keeps_nothing(search: Planner) -> None:
     assert list(Path().iterdir()) == []
 
 
+def test_ctrl_c_before_the_first_point_leaves_no_file(search: Planner) -> None:
+    search.patience = 0
+    stopped = run(*SWEEP, "--out", "report.html")
+    assert (stopped.exit_code, stopped.stderr) == (130, "meshwright: interrupted\n")
+    assert list(Path().iterdir()) == []
+
+
 def test_quiet_says_nothing_of_the_journal(search: Planner) -> None:
     search.patience = 3
     assert run(*SWEEP, "--out", "report.html", "--quiet").stderr == "meshwright: interrupted\n"
