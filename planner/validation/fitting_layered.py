@@ -139,7 +139,7 @@ STACK_OWN_PRIORS: Mapping[str, Mapping[str, Prior]] = {
         "kernel_s": Prior(centre=2.0, spread=0.15),
         "exposed": Prior(centre=0.2, spread=0.3),
         "boxes_s": Prior(centre=8e-3, spread=1.0),
-        "gates_s": Prior(centre=5e-8, spread=0.5),
+        "gates_s": Prior(centre=1e-8, spread=1.5),
     },
 }
 """PyTorch launches operators one by one, fuses none of them and keeps images in planes, which tensor units do not take:
@@ -152,7 +152,7 @@ from 0.21 of November 2020 on): the last one of a step waits for half a cycle, a
 NVIDIA measured its examples with XLA, which fuses what follows a convolution, and those for MXNet with norms that take
 sum and ReLU along (``--fuse-bn-relu``, ``--fuse-bn-add-relu`` in ``MxNet/Classification/RN50v1.5/runner``).
 MindSpore's graphs run as operators where no device takes them whole, and its vector units take several passes for norms
-over channels, softmax and GELU."""
+over channels, softmax and GELU. What gates of single pixels take is told by one source alone: it is hardly expected."""
 HOST_PRIORS = {
     "image": Prior(centre=2e-4, spread=0.5),
     "augmented image": Prior(centre=2e-4, spread=0.5),
