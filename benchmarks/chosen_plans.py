@@ -4,7 +4,7 @@
 
 Workloads are networks that one source trained with one batch on the same devices and with one release of its software
 under several plans; every measured plan is pinned whole (degrees, micro-batch, schedule, recomputation, optimizer
-sharding), with the kinds of attention and norms that it ran with.
+sharding, order of the axes), with the kinds of attention and norms that it ran with.
 As in a search, all are ranked by the closed form, and the best ``--simulated`` of them by the simulation. Memory limits
 are lifted: the plans ran. A prediction that takes longer than ``--limit`` seconds of computation is left out and
 counted.

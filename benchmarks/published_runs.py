@@ -32,7 +32,7 @@ BERTS: Mapping[tuple[str, int], str] = {
 }
 FOLDED = ("zbv", "dualpipe")
 """Schedules whose ranks hold two stages each, which the planner cuts."""
-ORDER = "pp-dp-tp"
+ORDER = "pp-dp-cp-tp"
 """Megatron-LM and DeepSpeed lay tensor ranks out next to each other and stages farthest apart
 (``megatron/core/parallel_state.py``, ``deepspeed/runtime/pipe/topology.py``)."""
 FUSED = (AttentionKernel.FLASH, AttentionKernel.FLASH2, AttentionKernel.VENDOR)
@@ -84,7 +84,8 @@ def read_run(row: MeasuredRow, *, stages: bool = False, told: bool = False) -> R
     setup = run.setup
     network = _network(run, told=told)
     require(setup.trained_fraction == 1, "trains a part only")
-    require((setup.cp, setup.ep) == (1, 1), "context or experts")
+    require(setup.ep == 1, "experts")
+    require(setup.cp == 1 or (told and setup.attention in FUSED), "context ranks")
     require(stages or told or (setup.pp, setup.recompute) == (1, Recompute.NONE), "pipeline or recomputation")
     require(not setup.recompute_layers, "recomputes some layers only")
     offload = setup.offload_optimizer or setup.offload_parameters or setup.offload_activations
@@ -131,9 +132,10 @@ def _norms(run: TrainingRun) -> str:
 def _between_products(setup: TrainingSetup, *, gated: bool) -> tuple[Hint, ...]:
     """What tensor ranks do between the products of layers: norms and sums on whole rows, all of these or their part.
 
-    A search shares them out as suits it, numbers of rows as well, which none of these runs did.
+    A search shares them out as suits it, numbers of rows as well, which none of these runs did. Beside a context axis
+    nothing may be said of single operators.
     """
-    if setup.tp == 1:
+    if setup.tp == 1 or setup.cp > 1:
         return ()
     placed = "S(1)" if setup.sequence_parallel else "R"
     norms = hint("*norm/*", "tensor", outputs=[placed]) if gated else hint("*.ln_*/*", "tensor", outputs=[placed] * 3)
@@ -158,6 +160,9 @@ def _pins(run: TrainingRun, *, stages: bool) -> dict[str, str]:
     if not stages:
         sharding = OptimizerSharding.NONE if sharding is OptimizerSharding.NONE else OptimizerSharding.ZERO2
     pins = {"dp": str(setup.dp), "tp": str(setup.tp), "micro_batch": str(setup.micro_batch), "order": ORDER}
+    if setup.cp > 1:
+        # Megatron-LM passes keys and values around unless told otherwise.
+        pins |= {"cp": str(setup.cp), "context_algorithm": "ring"}
     if setup.dp > 1:
         pins["optimizer_sharding"] = str(sharding)
     if stages:
