@@ -33,9 +33,10 @@ def own_links_s(
     A rank sends activations to the next one and gradients to the one before, half of what passes over each cut. GPipe,
     and schedules whose ranks hold chunks of both directions, keep the mean.
     """
+    if not shape.still_sends or c.in_a_row:
+        return None
     alike = len(neighbour_distances(hardware, c.pipeline, c.stride("pipeline"))) < 2
-    turned = np.array_equal(shape.rank_of, np.arange(len(shape.rank_of)) % c.pipeline)
-    if alike or c.in_a_row or not turned or not shape.still_sends:
+    if alike or not np.array_equal(shape.rank_of, np.arange(len(shape.rank_of)) % c.pipeline):
         return None
     apart = [
         meeting_distance(hardware, *sorted(pair)) for pair in pairwise((shape.rank_of * c.stride("pipeline")).tolist())
