@@ -1,6 +1,6 @@
 """What the search may choose, every two values of it together: combinations that the planner itself allows.
 
-python -m tests.planner.execution.combinations   writes the table that tests run
+python -m tests.planner.execution.combinations   writes the table that tests run, its rows first
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "shard_size": ("", "2"),
     "bucket_mb": ("", "1"),
     "sharding_threshold_kb": ("", "1"),
+    "order": ("", "dp-tp-pp"),
 }
-"""Of pins that are numbers: values that change what is run. Chunks a rank follow from the schedule."""
+"""Of pins that are no words: values that change what is run. Chunks a rank follow from the schedule."""
 MIXED = "mixed"
 """Units that compute again in one way, in another, and not at all, in turn."""
 SMALL_BUCKETS = "2048"
@@ -254,13 +255,13 @@ def _filled(begun: Combination, wanted: Wanted, random: Random) -> Combination |
     return {name: chosen[name] for name in every}
 
 
-def covering() -> Iterator[Combination]:
-    """Combinations in which every two values are together that the planner allows together.
+def covering(begun: Sequence[Combination] = ()) -> Iterator[Combination]:
+    """Combinations, after these, in which every two values are together that the planner allows together.
 
     Greedy, as in Cohen et al., *The AETG system* (IEEE Transactions on Software Engineering 23(7), 1997): of some
     candidates that begin with a pair not yet met the one with most such pairs is taken.
     """
-    random, left = Random(SEED), parts()
+    random, left = Random(SEED), parts().difference(*map(covered, begun))
     order = {name: number for number, name in enumerate(factors())}
 
     def wanted(chosen: Combination, name: str, value: str) -> int:
@@ -296,6 +297,13 @@ def read_table() -> list[Combination]:
         return list(csv.DictReader(file))
 
 
+def still_allowed() -> list[Combination]:
+    """What the table has that the planner still allows, with the usual value of what it has learnt since."""
+    every = factors()
+    rows = [{name: row.get(name, values[0]) for name, values in every.items()} for row in read_table()]
+    return [row for row in rows if all(row[name] in every[name] for name in every) and not obstacle(row)]
+
+
 def write_table(rows: Sequence[Combination]) -> None:
     """Write them, those of few devices first."""
     with TABLE.open("w", newline="", encoding="utf-8") as file:
@@ -312,4 +320,5 @@ def shown(chosen: Combination) -> str:
 
 
 if __name__ == "__main__":
-    write_table([*covering()])
+    rows = still_allowed()
+    write_table([*rows, *covering(rows)])
