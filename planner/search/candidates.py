@@ -11,6 +11,7 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.request import Pins
 from planner.search import dynamic_programming, recursive_programming, sharding_propagation
+from planner.search.configurations.space import divisors
 from planner.search.dynamic_programming import fastest, least_bytes, once_s
 from planner.search.problem.by_data import FREE_AXES, rest_by_data
 from planner.search.problem.costs import MeshCosts
@@ -381,8 +382,8 @@ def _micro_batch_counts(space: Space, data: int) -> list[int]:
         return [per_rank // space.pins.micro_batch]
     most = per_rank // (space.pins.copies or 1)
     counts = [1]
-    for count in range(2, most + 1):
-        if most % count == 0 and (count >= 2 * counts[-1] or count == most):
+    for count in divisors(most)[1:]:
+        if count >= 2 * counts[-1] or count == most:
             counts.append(count)
     return counts
 

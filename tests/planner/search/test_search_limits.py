@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from planner.request import Pins
+from planner.search.candidates import _micro_batch_counts
 from planner.search.configurations import branch_and_bound, limits
 from planner.search.configurations.nodes import Node, Stage
 from planner.search.configurations.space import Extent, schedules
@@ -86,3 +90,11 @@ def test_gpipe_of_one_micro_batch_is_1f1b() -> None:
     extent = Extent(hardware=A100, devices=4, global_batch=4, pins=Pins(), units=6)
     assert ("gpipe", 1) not in set(schedules(extent, 2, 1))
     assert ("gpipe", 1) in set(schedules(extent, 2, 2))
+
+
+def test_micro_batches_of_an_enormous_batch_are_found_without_counting_to_it() -> None:
+    space = SimpleNamespace(global_batch=2 * 10**12, pins=Pins())
+    counts = _micro_batch_counts(space, 2)  # type: ignore[arg-type]
+    assert (counts[0], counts[-1]) == (1, 10**12)
+    assert all(10**12 % count == 0 for count in counts)
+    assert all(after >= 2 * before for before, after in pairwise(counts[:-1]))
