@@ -16,7 +16,8 @@ from benchmarks.published_runs import NotCoveredError, Run, require
 from planner.configured import Configured
 from planner.planning import PlanRequest, capture_for
 from planner.request import read_pins
-from planner.search.stages.unit_pins import FREE, UnitPins
+from planner.search.stages.unit_pins import UnitPins
+from planner.search.units.labels import RECOMPUTE
 from planner.setting import setting_of
 from planner.shared_tables import NetworkTables, SharedTables
 from planner.software import as_run
@@ -76,7 +77,7 @@ class Predictor:
     def _search(self, run: Run, request: PlanRequest) -> Configured:
         """The search over configurations as `plan` would start it, its stages cut as the run's."""
         setting = setting_of(request, None, self._shared(request))
-        return replace(setting.search, unit_pins=_cut(run, setting.tables))
+        return replace(setting.search, unit_pins=_of_layers(run, setting.tables, setting.search.unit_pins))
 
     def _request(self, run: Run) -> PlanRequest:
         return PlanRequest(
@@ -108,14 +109,22 @@ class Predictor:
         return str(path)
 
 
-def _cut(run: Run, tables: NetworkTables) -> UnitPins:
-    """The network cut into the run's stages: behind so many layers, the last of which ends its longest row of units.
+def _of_layers(run: Run, tables: NetworkTables, pinned: UnitPins) -> UnitPins:
+    """`pinned` with the run's stages, and the layers that it computes again.
 
-    The first layer may be unlike the others, and a unit apart.
+    Stages begin behind so many layers, the last of which ends the network's longest row of units. The first layer may
+    be unlike the others, and a unit apart. Each chunk of a stage computes again as many of its layers, the first ones
+    (``recompute-num-layers`` of Megatron-LM's method ``block``).
     """
     if not run.layers:
-        return FREE
+        return pinned
     counts = [unit.count for unit in tables.decisions.chain.units]
     front = sum(counts[: counts.index(max(counts)) + 1]) - sum(run.layers)
-    ends = [front + end for end in accumulate(run.layers[:-1])]
-    return UnitPins(cuts=tuple(range(end, end + 1) for end in ends), virtual=int(dict(run.pins).get("vpp", 1)))
+    virtual = int(dict(run.pins).get("vpp", 1))
+    ends = [front + end for end in accumulate(run.layers)]
+    modes = [0] * sum(counts) if run.again else []
+    for begin, end in zip([front, *ends], ends, strict=False):
+        again = min(run.again // virtual, end - begin)
+        modes[begin : begin + again] = [RECOMPUTE.index("full")] * again
+    cuts = tuple(range(end, end + 1) for end in ends[:-1])
+    return replace(pinned, cuts=cuts, virtual=virtual, modes=tuple(modes))

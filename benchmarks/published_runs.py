@@ -42,8 +42,9 @@ FUSED = (AttentionKernel.FLASH, AttentionKernel.FLASH2, AttentionKernel.VENDOR)
 class Run:
     """A published run; ``network`` is a specification or the text of a config, ``pins`` its whole plan.
 
-    ``layers`` are those of each stage in order, none with one stage; ``hints`` say what tensor ranks do that pins leave
-    open. ``software``, ``attention`` and ``norms`` are empty where the plan is not told.
+    ``layers`` are those of each stage in order, none where nothing depends on them; ``again`` is how many layers of a
+    stage are computed again, 0 where all or none are, as the pins say; ``hints`` say what tensor ranks do that pins
+    leave open. ``software``, ``attention`` and ``norms`` are empty where the plan is not told.
     """
 
     network: str
@@ -54,6 +55,7 @@ class Run:
     precision: str
     pins: tuple[tuple[str, str], ...]
     layers: tuple[int, ...] = ()
+    again: int = 0
     hints: tuple[Hint, ...] = ()
     software: str = ""
     attention: str = ""
@@ -74,8 +76,9 @@ def read_run(row: MeasuredRow, *, stages: bool = False, told: bool = False) -> R
     """Translate a row; NotCoveredError says why it is not compared.
 
     ``stages`` covers pipelines and recomputation as well: which layers a stage has is left to the planner. ``told``
-    covers every kind of attention and products in 8 bits besides: the plan is told the kind, the software, and the
-    layers of each stage. The vocabulary is padded as the software pads it.
+    covers every kind of attention, products in 8 bits, stages that compute some of their layers again, and what waits
+    on the host besides: the plan is told the kind, the software, and the layers of each stage. The vocabulary is padded
+    as the software pads it.
     """
     require(row.run is not None, "misses facts")
     require(row.outcome == "ok" and row.measured_time_s > 0, "did not run, or no time")
@@ -84,12 +87,12 @@ def read_run(row: MeasuredRow, *, stages: bool = False, told: bool = False) -> R
     setup = run.setup
     network = _network(run, told=told)
     require(setup.trained_fraction == 1, "trains a part only")
-    require(setup.ep == 1, "experts")
     require(setup.cp == 1 or (told and setup.attention in FUSED), "context ranks")
     require(stages or told or (setup.pp, setup.recompute) == (1, Recompute.NONE), "pipeline or recomputation")
-    require(not setup.recompute_layers, "recomputes some layers only")
+    require(told or not setup.recompute_layers, "recomputes some layers only")
+    require(not setup.every_second_product, "recomputes every second product")
     offload = setup.offload_optimizer or setup.offload_parameters or setup.offload_activations
-    require(not offload, "offload")
+    require(told or not offload, "offload")
     require(setup.stack is not Stack.MINDSPORE_TOOLKIT, "the host changes images in Python, which plans do not time")
     require(not setup.deterministic, "a functional test, bound by the host")
     precision = "fp32" if setup.precision == "tf32" and network == "zoo:resnet50" else setup.precision
@@ -103,6 +106,7 @@ def read_run(row: MeasuredRow, *, stages: bool = False, told: bool = False) -> R
         precision=precision,
         pins=tuple(_pins(run, stages=stages or told).items()),
         layers=_layers(run) if told else (),
+        again=setup.recompute_layers,
         hints=_between_products(setup, gated=run.network.gated) if told and network.startswith("{") else (),
         software=_software(setup) if told else "",
         attention=str(setup.attention) if told and network.startswith("{") else "",
@@ -145,7 +149,8 @@ def _between_products(setup: TrainingSetup, *, gated: bool) -> tuple[Hint, ...]:
 def _layers(run: TrainingRun) -> tuple[int, ...]:
     """Layers of each stage: as the row or its software has them, else equally many."""
     setup, network = run.setup, run.network
-    if setup.pp == 1 or not isinstance(network, TransformerShape) or setup.schedule in FOLDED:
+    whole = setup.pp == 1 and not setup.recompute_layers
+    if whole or not isinstance(network, TransformerShape) or setup.schedule in FOLDED:
         return ()
     chunks = setup.pp * setup.vpp
     if setup.layers_per_stage:
@@ -166,7 +171,12 @@ def _pins(run: TrainingRun, *, stages: bool) -> dict[str, str]:
     if setup.dp > 1:
         pins["optimizer_sharding"] = str(sharding)
     if stages:
-        pins |= {"pp": str(setup.pp), "vpp": str(setup.vpp), "recompute": str(setup.recompute)}
+        pins |= {"pp": str(setup.pp), "vpp": str(setup.vpp)}
+        if not setup.recompute_layers:
+            pins["recompute"] = str(setup.recompute)
+        for kept in ("offload_optimizer", "offload_parameters", "offload_activations"):
+            if getattr(setup, kept):
+                pins[kept] = "true"
         if setup.tp > 1:
             pins["sequence_parallel"] = str(setup.sequence_parallel).lower()
         if setup.pp > 1:
@@ -184,7 +194,8 @@ def _network(run: TrainingRun, *, told: bool) -> str:
     if not network.causal:
         require((network.name, network.sequence_length) in BERTS, "BERT, other task")
         return BERTS[network.name, network.sequence_length]
-    require(not network.experts and not network.latent_attention, "experts or latent attention")
+    require(not network.latent_attention, "latent attention")
+    require(not network.experts, "experts, and no pin says whether tokens or weights travel to the others")
     require(not network.encoder_layers and not network.attention_window, "encoder or windows")
     require(told or run.setup.attention in FUSED, "attention is not fused")
     rows = local_vocabulary(network, run.setup.tp, traits_of(run.setup.stack).padded_vocabulary) * run.setup.tp
