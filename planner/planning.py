@@ -22,7 +22,7 @@ from planner.explanations import (
     shadow_prices,
 )
 from planner.graph.operator_graph import OperatorGraph, Role
-from planner.hosted import simulated_costs
+from planner.hosted import as_simulated, left_out, simulated_costs
 from planner.infeasible import why_infeasible
 from planner.lowering.checked import lower
 from planner.networks import load_network
@@ -125,16 +125,18 @@ def plan_network(
         setting.search, pins, _ranked(searched.scored)[: max(request.top, 1)], found, searched.interrupted
     )
     refining = time.perf_counter() - began
+    candidates = _certified(_with_reasons(ranked, found, hardware))
     timings = {
         "capture": setting.captured - setting.started,
         "rules": setting.ruled - setting.captured,
         **searched.timings,
         "refining": refining,
     }
-    notes = (*graph.notes, *_without_rules(graph), *precision_notes(hardware, setting.dtype), *_idle_axes(ranked))
+    notes = (*graph.notes, *_without_rules(graph), *precision_notes(hardware, setting.dtype))
+    notes += (*_left_out(candidates), *_idle_axes(ranked))
     return PlanResult(
-        status=ranked[0].plan.certificate.status if ranked else Status.INFEASIBLE,
-        candidates=_with_reasons(ranked, found, hardware),
+        status=candidates[0].plan.certificate.status if candidates else Status.INFEASIBLE,
+        candidates=candidates,
         elapsed_s=time.perf_counter() - setting.captured,
         capture_s=setting.captured - setting.started,
         messages=(*notes, *one.messages, *(found.messages(stopped) if found else ()), *_beyond(request, found)),
@@ -413,6 +415,24 @@ def _without_rules(graph: OperatorGraph) -> tuple[str, ...]:
     return tuple(
         f"operator {op} has no sharding rule and is replicated ({len(names)} times, first at {names[0]})"
         for op, names in sorted(found.items())
+    )
+
+
+def _certified(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """The same with what is proven of them where the closed form leaves out what their pins cost."""
+    least = min((c.prediction.step_time_s for c in candidates), default=0.0)
+    proven = ((c, as_simulated(c.plan.certificate, c.plan, least)) for c in candidates)
+    return tuple(replace(c, plan=replace(c.plan, certificate=certificate)) for c, certificate in proven)
+
+
+def _left_out(candidates: tuple[Candidate, ...]) -> tuple[str, ...]:
+    """A message where the closed form leaves out what pins of the best plan cost."""
+    names = left_out(candidates[0].plan) if candidates else ()
+    if not names:
+        return ()
+    return (
+        f"the search does not count what {' and '.join(names)} cost{'s' * (len(names) == 1)}: the gap is that of the "
+        "simulated step; pin recompute, micro_batch and tp to try others",
     )
 
 

@@ -31,7 +31,8 @@ class Certificate:
     `planner.search.problem.problem`, and the bound holds for the same mesh, micro-batches and memory limit. Else both
     speak of the closed form of `planner.search.configurations.step_model`: ``objective_s`` is the least that was found
     and the bound holds for every configuration that the pins leave. The plan shown is the one whose simulated step is
-    shortest; its own closed form may be longer, and stands with the prediction. The gap does not count that.
+    shortest; its own closed form may be longer, and stands with the prediction. The gap does not count that. Where the
+    closed form leaves out what pins cost (`planner.hosted.left_out`), ``objective_s`` is the least simulated step.
 
     Attributes
     ----------

@@ -349,3 +349,18 @@ def test_a_plan_solved_again_keeps_the_bound_of_the_whole_limit(monkeypatch: pyt
     found = plan_network(request).candidates[0].plan.certificate
     assert found.lower_bound_s == bounds[0]
     assert found.status is Status.BOUNDED
+
+
+@pytest.mark.parametrize("pin", ["offload_parameters=true", "offload_to=disk"])
+def test_nothing_is_called_optimal_whose_pins_the_closed_form_leaves_out(pin: str) -> None:
+    """A plan of twice the speed was found by pinning more, while the certificate said that there is none."""
+    name, value = pin.split("=")
+    request = PlanRequest(
+        network="zoo:mlp", hardware="dgx-a100", devices=2, global_batch=64, pins={name: value}, sensitivity=False
+    )
+    result = plan_network(request)
+    certificate, best = result.candidates[0].plan.certificate, result.candidates[0].prediction.step_time_s
+    assert result.status is certificate.status is Status.BOUNDED
+    assert certificate.lower_bound_s < certificate.objective_s <= best
+    assert any(f"does not count what {pin}" in message for message in result.messages)
+    assert plan_network(replace(request, pins={})).status is Status.OPTIMAL
