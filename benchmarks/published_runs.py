@@ -76,9 +76,9 @@ def read_run(row: MeasuredRow, *, stages: bool = False, told: bool = False) -> R
     """Translate a row; NotCoveredError says why it is not compared.
 
     ``stages`` covers pipelines and recomputation as well: which layers a stage has is left to the planner. ``told``
-    covers every kind of attention, products in 8 bits, stages that compute some of their layers again, and what waits
-    on the host besides: the plan is told the kind, the software, and the layers of each stage. The vocabulary is padded
-    as the software pads it.
+    covers every kind of attention, products in 8 and 4 bits, stages that compute some of their layers again, and what
+    waits on the host besides: the plan is told the kind, the software, and the layers of each stage. The vocabulary is
+    padded as the software pads it.
     """
     require(row.run is not None, "misses facts")
     require(row.outcome == "ok" and row.measured_time_s > 0, "did not run, or no time")
@@ -96,7 +96,7 @@ def read_run(row: MeasuredRow, *, stages: bool = False, told: bool = False) -> R
     require(setup.stack is not Stack.MINDSPORE_TOOLKIT, "the host changes images in Python, which plans do not time")
     require(not setup.deterministic, "a functional test, bound by the host")
     precision = "fp32" if setup.precision == "tf32" and network == "zoo:resnet50" else setup.precision
-    require(precision in ("fp32", "fp16", "bf16") or (told and precision == "fp8"), f"precision {precision}")
+    require(precision in ("fp32", "fp16", "bf16") or (told and precision in ("fp8", "fp4")), f"precision {precision}")
     return Run(
         network=network,
         hardware=run.hardware.name,

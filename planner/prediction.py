@@ -46,15 +46,17 @@ class Prediction:
 
 
 def check_products(hardware: Hardware, dtype: str) -> None:
-    """Raise InputError where matrix products are to be in 8 bits and the device has none.
+    """Raise InputError where matrix products are to be in 8 or 4 bits and the device has none.
 
     Tensors are wider than that: timing products as wider ones would plan casts for nothing.
     """
-    if dtype.startswith("float8") and not hardware.peak_dtype(dtype).startswith("float8"):
-        raise InputError(
-            f"precision fp8: {hardware.device_name} (profile {hardware.name}) has no float8 peak, and fp8 needs matrix "
-            "products in 8 bits; use --precision bf16, or a device that has them, such as --hw dgx-h100"
-        )
+    for bits, kind, other in (("8", "float8", "dgx-h100"), ("4", "float4", "dgx-b200")):
+        if dtype.startswith(kind) and not hardware.peak_dtype(dtype).startswith(kind):
+            raise InputError(
+                f"precision fp{bits}: {hardware.device_name} (profile {hardware.name}) has no {kind} peak, and "
+                f"fp{bits} needs matrix products in {bits} bits; use --precision bf16, or a device that has them, such "
+                f"as --hw {other}"
+            )
 
 
 def precision_notes(hardware: Hardware, dtype: str) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ PRECISIONS: Mapping[str, str] = {
     "fp16": "float16",
     "bf16": "bfloat16",
     "fp8": "float8_e4m3fn",
+    "fp4": "float4_e2m1fn",
 }
 SEARCH_MODES = ("dynamic_programming", "recursive_programming", "sharding_propagation")
 BY_SAMPLES = ("data_parallel", "hybrid_parallel")

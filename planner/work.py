@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph
 from simulator.errors import InputError
+from simulator.kernels.matmul import ELEMENT_BYTES
 from simulator.program import Kernel
 
 Amount = TypeVar("Amount", float, NDArray[np.float64])
@@ -161,4 +162,4 @@ def cast_sizes(graph: OperatorGraph, node: Node) -> list[tuple[int, float]]:
     """
     places = range(len(node.tensor_inputs) - 2, len(node.tensor_inputs))
     specs = [(place, graph.spec(node.tensor_inputs[place])) for place in places]
-    return [(p, float(s.size_bytes + s.elements * DTYPE_BYTES[node.product_dtype])) for p, s in specs]
+    return [(p, float(s.size_bytes + s.elements * ELEMENT_BYTES[node.product_dtype])) for p, s in specs]

@@ -47,7 +47,7 @@ def kernel_factor(hardware: Hardware, kernel: Kernel, dtype: str, devices: float
     """Factor on the time of `kernel` in a job of `devices` devices; products below 16 bits have one of their own."""
     training = hardware.training
     factor = _factor(training, FACTORS.get(kernel, ""))
-    if kernel is Kernel.MATMUL and training and hardware.peak_dtype(dtype).startswith("float8"):
+    if kernel is Kernel.MATMUL and training and hardware.peak_dtype(dtype).startswith(("float8", "float4")):
         factor *= training.get("low_precision", 1.0) / training.get("matmul", 1.0)
     return hardware.compute_slowdown(devices, kernel) * factor
 

@@ -29,6 +29,7 @@ DISK_BANDWIDTH = 7e9
 """Bytes a second of the disks of a node whose profile does not say: one NVMe drive on four lanes of PCIe 4.0."""
 CLUSTER_FORMAT = re.compile(rb"^format: *meshwright-cluster *$", re.MULTILINE)
 _WIDER_DTYPE = {
+    "float4_e2m1fn": "float8_e4m3fn",
     "float8_e4m3fn": "bfloat16",
     "float8_e5m2": "float8_e4m3fn",
     "bfloat16": "float32",

@@ -24,7 +24,7 @@ Positive = Annotated[float, Field(gt=0, lt=1e30)]
 NonNegative = Annotated[float, Field(ge=0, lt=1e30)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
-Dtype = Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+Dtype = Literal["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
 Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f]+$")]
 ValueType = TypeVar("ValueType")
 

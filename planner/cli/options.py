@@ -31,6 +31,7 @@ class Precision(StrEnum):
     FP16 = "fp16"
     BF16 = "bf16"
     FP8 = "fp8"
+    FP4 = "fp4"
 
 
 class Optimizer(StrEnum):

@@ -111,8 +111,8 @@ def own_piece(
 
 def check_precision(precision: str) -> str:
     """Return the dtype's name for a precision that can be executed."""
-    if precision == "fp8":
-        raise UnsupportedError("precision 'fp8' cannot be executed yet; use --precision bf16")
+    if precision in ("fp8", "fp4"):
+        raise UnsupportedError(f"precision {precision!r} cannot be executed yet; use --precision bf16")
     if precision not in PRECISIONS:
         raise InputError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}; choose one of them")
     return PRECISIONS[precision]

@@ -13,10 +13,11 @@ from simulator.errors import InputError
 from simulator.program import Kernel
 
 EIGHT_BITS = "float8_e4m3fn"
-PRECISIONS = ("float64", "float32", "float16", "bfloat16", EIGHT_BITS)
+FOUR_BITS = "float4_e2m1fn"
+NARROW_MULTIPLES = {EIGHT_BITS: 16, FOUR_BITS: 32}
+"""Rows and columns of a weight come in so many numbers where products of 8 or 4 bits take it (16 bytes: cuBLASLt)."""
+PRECISIONS = ("float64", "float32", "float16", "bfloat16", *NARROW_MULTIPLES)
 CAPTURED_PRECISION = "float32"
-EIGHT_BIT_MULTIPLE = 16
-"""Rows and columns of a weight come in so many numbers where products of 8 bits take it (16 bytes: cuBLASLt)."""
 
 
 def at_batch(graph: OperatorGraph, batch: int) -> OperatorGraph:
@@ -75,9 +76,10 @@ def at_precision(graph: OperatorGraph, dtype: str) -> OperatorGraph:
 
     In half the width, what norms of `planner.graph.statistics` compute of a row stays in float32.
     In 8 bits tensors are bfloat16 and the products of linear layers cast their factors, forward and backward, as in
-    Micikevicius et al., FP8 Formats for Deep Learning (arXiv:2209.05433); both formats are as fast.
+    Micikevicius et al., FP8 Formats for Deep Learning (arXiv:2209.05433); both formats are as fast. So it is in 4
+    bits (NVIDIA, Pretraining Large Language Models with NVFP4, arXiv:2509.25149).
     """
-    if dtype == EIGHT_BITS:
+    if dtype in NARROW_MULTIPLES:
         return _with_narrow_products(at_precision(graph, "bfloat16"), dtype)
     if dtype not in PRECISIONS:
         raise InputError(f"precision {dtype!r} is unknown; use one of {', '.join(PRECISIONS)}")
@@ -108,16 +110,16 @@ def at_precision(graph: OperatorGraph, dtype: str) -> OperatorGraph:
 
 
 def _with_narrow_products(graph: OperatorGraph, dtype: str) -> OperatorGraph:
-    linear = {index for index, node in enumerate(graph.nodes) if is_product(node) and _reads_weight(graph, node)}
+    linear = {index for index, node in enumerate(graph.nodes) if is_product(node) and _reads_weight(graph, node, dtype)}
     narrow = {index for index, node in enumerate(graph.nodes) if is_product(node) and {index, node.forward} & linear}
     nodes = tuple(replace(n, product_dtype=dtype) if i in narrow else n for i, n in enumerate(graph.nodes))
     return replace(graph, nodes=nodes)
 
 
-def _reads_weight(graph: OperatorGraph, node: Node) -> bool:
-    """Whether a factor of a product is a parameter, or a view of one, that products of 8 bits take."""
+def _reads_weight(graph: OperatorGraph, node: Node, dtype: str) -> bool:
+    """Whether a factor of a product is a parameter, or a view of one, that products in `dtype` take."""
     weights = [ref for ref in node.tensor_inputs[-2:] if graph.nodes[_viewed(graph, ref).node].role is Role.PARAMETER]
-    return any(gcd(*graph.spec(ref).shape[-2:]) % EIGHT_BIT_MULTIPLE == 0 for ref in weights)
+    return any(gcd(*graph.spec(ref).shape[-2:]) % NARROW_MULTIPLES[dtype] == 0 for ref in weights)
 
 
 def _viewed(graph: OperatorGraph, ref: TensorRef) -> TensorRef:

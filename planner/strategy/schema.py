@@ -194,7 +194,7 @@ class StrategyModel(_Strict):
     version: Literal[2]
     network: NetworkModel
     hardware: HardwareModel
-    precision: Literal["fp64", "fp32", "fp16", "bf16", "fp8"]
+    precision: Literal["fp64", "fp32", "fp16", "bf16", "fp8", "fp4"]
     optimizer: Literal["adamw", "adam", "momentum", "sgd", "lamb"]
     mesh: Annotated[list[AxisModel], Field(max_length=8)]
     pipeline: PipelineModel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 import numpy as np
@@ -12,12 +13,17 @@ from simulator.kernels.roofline import kernel_time
 from simulator.program import Kernel
 
 FloatArray = NDArray[np.float64]
-ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+ELEMENT_BYTES: Mapping[str, float] = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "float4_e2m1fn": 0.5625,
+}  # fmt: skip
+"""Bytes of a factor's element; 16 of 4 bits share a scale of 8 (NVFP4, arXiv:2509.25149)."""
 _ALIKE = {
     "float16": "bfloat16",
     "bfloat16": "float16",
     "float8_e5m2": "float8_e4m3fn",
     "float8_e4m3fn": "float8_e5m2",
+    "float4_e2m1fn": "float8_e4m3fn",
 }
 
 
@@ -60,7 +66,7 @@ def grouped_matmul_time(
 
 
 def matmul_model(hardware: Hardware, dtype: str) -> MatmulModel | None:
-    """Shape model of the dtype that counts, of one as wide, or of the first there is."""
+    """Shape model of the dtype that counts, of one as wide or the next wider, or of the first there is."""
     models = hardware.matmul_models
     if not models:
         return None

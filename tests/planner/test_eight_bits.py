@@ -1,4 +1,4 @@
-"""Products of linear layers in 8 bits: faster by what the profile says of them, memory as in bfloat16."""
+"""Products of linear layers in 8 and 4 bits: faster by what the profile says of them, memory as in bfloat16."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.graph.operator_graph import OperatorGraph
-from planner.graph.scaling import EIGHT_BITS, at_batch, at_precision
+from planner.graph.scaling import EIGHT_BITS, FOUR_BITS, at_batch, at_precision
 from planner.graph.statistics import wide_nodes
 from planner.lowering.checked import lower
 from planner.planning import PlanRequest, plan_network
@@ -17,7 +17,7 @@ from planner.work import cast_bytes
 from simulator import launches
 from simulator.corrections import kernel_factor
 from simulator.errors import InputError
-from simulator.hardware import load_profile
+from simulator.hardware import Hardware, load_profile
 from simulator.kernels import kernel_time, matmul_time
 from simulator.program import COMPUTE_STREAM, Kernel, Phase
 from simulator.timing import task_times
@@ -25,6 +25,7 @@ from tests.planner.search.problems import captured
 
 TINY = PlanRequest(network="zoo:gpt2-tiny", hardware="dgx-h100", devices=4, global_batch=16, sensitivity=False, top=1)
 H100 = load_profile("dgx-h100")
+B200 = load_profile("dgx-b200")
 
 
 def narrow(graph: OperatorGraph) -> list[int]:
@@ -121,10 +122,33 @@ def test_closed_form_and_simulation_agree_as_in_bfloat16(pins: dict[str, str]) -
     assert apart[1] == pytest.approx(apart[0], abs=0.02)
 
 
-def test_products_of_large_matrices_gain_nearly_the_ratio_of_peaks() -> None:
-    fast, slow = (float(matmul_time(H100, dtype, 65_536, 65_536, 65_536)) for dtype in (EIGHT_BITS, "bfloat16"))
-    ratio = H100.peak(EIGHT_BITS) / H100.peak("bfloat16")
+@pytest.mark.parametrize(
+    ("hardware", "narrower", "wider"), [(H100, EIGHT_BITS, "bfloat16"), (B200, FOUR_BITS, EIGHT_BITS)]
+)
+def test_products_of_large_matrices_gain_nearly_the_ratio_of_peaks(
+    hardware: Hardware, narrower: str, wider: str
+) -> None:
+    fast, slow = (float(matmul_time(hardware, dtype, 65_536, 65_536, 65_536)) for dtype in (narrower, wider))
+    ratio = hardware.peak(narrower) / hardware.peak(wider)
+    assert ratio > 1.9
     assert 0.9 * ratio < slow / fast < 1.1 * ratio
+
+
+def test_four_bits_take_the_same_products_if_32_divides_the_weights_and_cast_them_to_less() -> None:
+    """The first layer of the perceptron has 784 columns, which 16 divides and 32 does not."""
+    modules = {
+        dtype: {graph.nodes[i].module for i in narrow(graph)}
+        for dtype in (EIGHT_BITS, FOUR_BITS)
+        for graph in [at_precision(captured("mlp"), dtype)]
+    }
+    assert modules[EIGHT_BITS] - modules[FOUR_BITS] == {name for name in modules[EIGHT_BITS] if "layers.0" in name}
+    graph = at_precision(captured("gpt2-tiny"), EIGHT_BITS)
+    assert narrow(at_precision(captured("gpt2-tiny"), FOUR_BITS)) == narrow(graph)
+    node = graph.nodes[narrow(graph)[0]]
+    elements = sum(graph.spec(ref).elements for ref in node.tensor_inputs[-2:])
+    shares = [1.0] * (len(node.tensor_inputs) + 1)
+    less = cast_bytes(graph, node, shares) - cast_bytes(graph, replace(node, product_dtype=FOUR_BITS), shares)
+    assert less == elements * (1 - 0.5625)
 
 
 def test_a_device_without_eight_bits_says_so_and_what_to_do() -> None:

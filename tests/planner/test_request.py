@@ -113,6 +113,7 @@ def test_what_no_search_covers_yet_is_refused_as_such(fields: Mapping[str, objec
         ({"global_batch": -8}, ("global batch -8", "not positive")),
         ({"precision": "fp12"}, ("'fp12'", "bf16")),
         ({"precision": "fp8", "hardware": "dgx-a100"}, ("fp8", "float8", "--precision bf16")),
+        ({"precision": "fp4", "hardware": "dgx-h100"}, ("fp4", "float4", "--precision bf16", "dgx-b200")),
         ({"optimizer": "lion"}, ("'lion'", "adamw")),
         ({"sequence_length": 32}, ("zoo:mlp", "sequence length")),
         ({"network": "zoo:mlpp"}, ("mlpp", "zoo:mlp")),
@@ -138,6 +139,6 @@ def test_device_counts_that_the_cluster_does_not_have_are_refused() -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_plans(precision: str) -> None:
-    hardware = "dgx-h100" if precision == "fp8" else "dgx-a100"
+    hardware = {"fp8": "dgx-h100", "fp4": "dgx-b200"}.get(precision, "dgx-a100")
     result = plan_network(request(devices=2, precision=precision, hardware=hardware), graph=captured("mlp"))
     assert result.candidates[0].plan.precision == precision

@@ -102,6 +102,7 @@ def test_a_rank_that_fails_shows_its_own_error(mlp):
         ({"resume": "nowhere"}, "--resume nowhere: is no folder"),
         ({"device": "tpu"}, "device 'tpu'"),
         ({"precision": "fp8"}, "fp8"),
+        ({"precision": "fp4"}, "fp4"),
         ({"precision": "int4"}, "precision 'int4'"),
         ({"learning_rate": -1.0}, "learning rate -1.0"),
         ({"data": "text"}, "cannot feed"),

@@ -180,7 +180,7 @@ def assign(path: str, value: object) -> object:
         ("context_algorithm", "ring", ["context_algorithm", "'ring'", "without"]),
         ("parallel_mode", "magic", ["parallel_mode", "'magic'", "'auto_parallel'"]),
         ("search_mode", "guess", ["search_mode", "'guess'", "'dynamic_programming'"]),
-        ("precision", "fp4", ["precision", "'fp4'", "'bf16'"]),
+        ("precision", "fp6", ["precision", "'fp6'", "'bf16'"]),
         ("optimizer", "adamx", ["optimizer", "'adamx'", "'adamw'"]),
         ("mesh.1.axis", "pipeline", ["mesh.1.axis", "'pipeline'", "not supported yet"]),
         ("mesh.1.axis", "context", ["data_sharding"]),
