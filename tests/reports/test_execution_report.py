@@ -213,6 +213,25 @@ def test_every_round_calibrates_and_runs_forwards_or_backwards(tmp_path, monkeyp
     assert len(ran) == 7
 
 
+def test_a_disturbed_calibration_is_made_again(tmp_path, monkeypatch):
+    made, shares = [], [0.37, 0.2, 0.01, 0.5, 0.4, 0.3]
+
+    def calibrated(options):
+        text = (files("hw_profiles") / "dgx-a100.yaml").read_text()
+        share = shares[len(made)]
+        lines = ("processes: [1]", "pace_s: [0.01]", "pace_spread: 0.1", f"others_share: {share}", "stolen_share: 0.0",
+                 'source: "assumed: by this test"')  # fmt: skip
+        options.out.write_text(text + f"conditions: {{{', '.join(lines)}}}\n")
+        made.append(share)
+
+    monkeypatch.setattr("reports.execution.running.calibrate", calibrated)
+    monkeypatch.setattr("reports.execution.running.ROUNDS", 2)
+    said = []
+    run_all((), tmp_path, 10.0, said.append)
+    assert made == shares
+    assert said[1] == "other programs took 37% of the cores' time meanwhile: once more"
+
+
 def calibrated_as_number(options):
     """A profile unlike that of any other round."""
     text = (files("hw_profiles") / "dgx-a100.yaml").read_text()
