@@ -35,6 +35,7 @@ FOLDED = ("zbv", "dualpipe")
 ORDER = "pp-dp-cp-tp"
 """Megatron-LM and DeepSpeed lay tensor ranks out next to each other and stages farthest apart
 (``megatron/core/parallel_state.py``, ``deepspeed/runtime/pipe/topology.py``)."""
+EXPERTS_ORDER = "pp-dp-cp-ep-tp"
 FUSED = (AttentionKernel.FLASH, AttentionKernel.FLASH2, AttentionKernel.VENDOR)
 
 
@@ -76,9 +77,9 @@ def read_run(row: MeasuredRow, *, stages: bool = False, told: bool = False) -> R
     """Translate a row; NotCoveredError says why it is not compared.
 
     ``stages`` covers pipelines and recomputation as well: which layers a stage has is left to the planner. ``told``
-    covers every kind of attention, products in 8 and 4 bits, stages that compute some of their layers again, and what
-    waits on the host besides: the plan is told the kind, the software, and the layers of each stage. The vocabulary is
-    padded as the software pads it.
+    covers every kind of attention, products in 8 and 4 bits, experts, stages that compute some of their layers again,
+    and what waits on the host besides: the plan is told the kind, the software, and the layers of each stage. The
+    vocabulary is padded as the software pads it.
     """
     require(row.run is not None, "misses facts")
     require(row.outcome == "ok" and row.measured_time_s > 0, "did not run, or no time")
@@ -87,6 +88,7 @@ def read_run(row: MeasuredRow, *, stages: bool = False, told: bool = False) -> R
     setup = run.setup
     network = _network(run, told=told)
     require(setup.trained_fraction == 1, "trains a part only")
+    require(setup.ep == 1 or setup.tp == setup.expert_tp, "experts are cut over other ranks than the rest")
     require(setup.cp == 1 or (told and setup.attention in FUSED), "context ranks")
     require(stages or told or (setup.pp, setup.recompute) == (1, Recompute.NONE), "pipeline or recomputation")
     require(told or not setup.recompute_layers, "recomputes some layers only")
@@ -136,10 +138,10 @@ def _norms(run: TrainingRun) -> str:
 def _between_products(setup: TrainingSetup, *, gated: bool) -> tuple[Hint, ...]:
     """What tensor ranks do between the products of layers: norms and sums on whole rows, all of these or their part.
 
-    A search shares them out as suits it, numbers of rows as well, which none of these runs did. Beside a context axis
-    nothing may be said of single operators.
+    A search shares them out as suits it, numbers of rows as well, which none of these runs did. Beside a context or
+    expert axis nothing may be said of single operators.
     """
-    if setup.tp == 1 or setup.cp > 1:
+    if setup.tp == 1 or setup.cp > 1 or setup.ep > 1:
         return ()
     placed = "S(1)" if setup.sequence_parallel else "R"
     norms = hint("*norm/*", "tensor", outputs=[placed]) if gated else hint("*.ln_*/*", "tensor", outputs=[placed] * 3)
@@ -168,6 +170,10 @@ def _pins(run: TrainingRun, *, stages: bool) -> dict[str, str]:
     if setup.cp > 1:
         # Megatron-LM passes keys and values around unless told otherwise.
         pins |= {"cp": str(setup.cp), "context_algorithm": "ring"}
+    if setup.ep > 1:
+        pins |= {"ep": str(setup.ep), "expert_messages": "tokens", "order": EXPERTS_ORDER}
+        # States are shared out over copies of the same experts.
+        sharding = sharding if setup.dp > setup.ep else OptimizerSharding.NONE
     if setup.dp > 1:
         pins["optimizer_sharding"] = str(sharding)
     if stages:
@@ -195,16 +201,16 @@ def _network(run: TrainingRun, *, told: bool) -> str:
         require((network.name, network.sequence_length) in BERTS, "BERT, other task")
         return BERTS[network.name, network.sequence_length]
     require(not network.latent_attention, "latent attention")
-    require(not network.experts, "experts, and no pin says whether tokens or weights travel to the others")
+    require(told or not network.experts, "experts")
     require(not network.encoder_layers and not network.attention_window, "encoder or windows")
     require(told or run.setup.attention in FUSED, "attention is not fused")
     rows = local_vocabulary(network, run.setup.tp, traits_of(run.setup.stack).padded_vocabulary) * run.setup.tp
-    return _config(network, round(rows))
+    return _config(network, round(rows), told=told)
 
 
-def _config(network: TransformerShape, vocabulary: int) -> str:
+def _config(network: TransformerShape, vocabulary: int, *, told: bool) -> str:
     plain = network.head_size * network.heads == network.hidden
-    require(plain, "head size is not hidden / heads")
+    require(plain or (told and network.gated), "head size is not hidden / heads")
     if network.gated:
         require(network.rms_norm and network.rotary, "another network")
         return json.dumps({
@@ -212,9 +218,22 @@ def _config(network: TransformerShape, vocabulary: int) -> str:
             "num_attention_heads": network.heads, "num_key_value_heads": network.key_value_heads,
             "intermediate_size": network.feed_forward, "vocab_size": vocabulary,
             "max_position_embeddings": network.sequence_length,
-        })  # fmt: skip
+        } | ({} if plain else {"head_dim": network.head_size}) | _experts(network))  # fmt: skip
+    require(not network.experts, "experts without gate")
     require(network.key_value_heads == network.heads, "grouped heads without gate")
     return json.dumps({
         "model_type": "gpt2", "n_layer": network.layers, "n_embd": network.hidden, "n_head": network.heads,
         "n_inner": network.feed_forward, "vocab_size": vocabulary, "n_positions": network.sequence_length,
     })  # fmt: skip
+
+
+def _experts(network: TransformerShape) -> dict[str, object]:
+    """What a config of Mixtral has beside one of Llama: equal experts in every layer, none of which takes all."""
+    if network.experts is None:
+        return {}
+    experts = network.experts
+    require(not experts.shared_feed_forward and not experts.dense_layers, "shared experts or dense layers")
+    return {
+        "model_type": "mixtral", "intermediate_size": experts.feed_forward,
+        "num_local_experts": experts.count, "num_experts_per_tok": experts.per_token,
+    }  # fmt: skip

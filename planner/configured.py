@@ -184,6 +184,7 @@ class Configured:
                 recompute=RECOMPUTE if pins.recompute is None else (pins.recompute,),
                 sequence_parallel=pins.sequence_parallel,
                 context_algorithm=algorithm,
+                experts_stay=pins.expert_messages == "tokens",
             ),
         )
         if self.hints:
@@ -192,7 +193,7 @@ class Configured:
 
     def _table_key(self, pins: Pins, configuration: Configuration, hardware: Hardware) -> tuple[object, ...]:
         """All that tables of labels depend on beside the graph."""
-        asked: tuple[object, ...] = (pins.recompute, pins.sequence_parallel)
+        asked: tuple[object, ...] = (pins.recompute, pins.sequence_parallel, pins.expert_messages)
         if self.hints:
             asked = (*asked, self.hints, configuration.data)
         return (hardware, configuration.table_key, self.optimizer, self.bucket_bytes, *asked)

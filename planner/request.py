@@ -33,6 +33,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "optimizer_sharding": ("none", "zero1", "zero2", "zero3"),
     "schedule": ("none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipe", "dualpipe_v"),
     "context_algorithm": ("none", "ring", "all_to_all"),
+    "expert_messages": ("any", "tokens"),
     "offload_to": ("host", "disk"),
 }
 FLAGS = (
@@ -101,8 +102,10 @@ class Pins:
     ``by_unit`` says that units are fixed one by one (`planner.search.stages.unit_pins`).
     ``bucket_mb`` is the size of fused messages of gradients in MiB, and parameters of less than
     ``sharding_threshold_kb`` KiB stay whole. ``copies`` are the parts of a micro-batch whose operators are issued in
-    turn; without it there is one. ``order`` names axes as the pins of their degrees do, from the one whose ranks lie
-    farthest apart to the one whose ranks are neighbours; those that it leaves out lie where they like.
+    turn; without it there is one. With ``expert_messages`` of ``tokens`` ranks of an expert axis keep their own experts
+    and send tokens; else they may gather the weights of the others instead. ``order`` names axes as the pins of
+    their degrees do, from the one whose ranks lie farthest apart to the one whose ranks are neighbours; those that it
+    leaves out lie where they like.
     """
 
     dp: int | None = None
@@ -119,6 +122,7 @@ class Pins:
     optimizer_sharding: str | None = None
     schedule: str | None = None
     context_algorithm: str | None = None
+    expert_messages: str | None = None
     sequence_parallel: bool | None = None
     offload_optimizer: bool | None = None
     offload_to: str | None = None

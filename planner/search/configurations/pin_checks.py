@@ -59,6 +59,9 @@ def _product(extent: Extent) -> None:
 
 def _experts(extent: Extent) -> None:
     pins, experts = extent.pins, extent.experts
+    if pins.expert_messages == "tokens" and (not experts or pins.ep == 1):
+        why = "there is no expert axis to send them over" if experts else "the network has no experts to send them to"
+        raise InputError(f"pin expert_messages=tokens: {why}; use expert_messages=any")
     if pins.ep in (None, 1):
         return
     if not experts:

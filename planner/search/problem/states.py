@@ -34,7 +34,8 @@ class Setting:
     but batch dims to be sharded, and shards those wherever it can (pure data parallelism); ``batch_axes`` are
     the mesh axes, by name, for which the same holds alone. On an axis named ``expert`` it holds but for what experts
     hold and work on, which may be sharded by expert. ``free_axes`` may shard the batch even where they are named
-    ``tensor``. ``context`` is the one choice of each variable on an axis named ``context``, where the mesh has one.
+    ``tensor``. With ``experts_stay`` weights of experts lie and are read where an expert axis has them. ``context`` is
+    the one choice of each variable on an axis named ``context``, where the mesh has one.
     ``sharded_gradients`` are scattered every micro-batch and accumulated in shards (ZeRO-2).
     """
 
@@ -45,6 +46,7 @@ class Setting:
     batch_only: bool = False
     batch_axes: frozenset[str] = field(default=frozenset())
     free_axes: frozenset[str] = field(default=frozenset())
+    experts_stay: bool = False
     context: tuple[Choice, ...] = ()
     sharded_gradients: bool = False
 
@@ -120,7 +122,9 @@ class StatesOnMesh:
         setting = self.setting
         if setting.context:
             return self._choices(variable), {}
-        asked = (setting.storage, setting.batch_only, setting.batch_axes, setting.free_axes)
+        asked = (
+            setting.storage, setting.batch_only, setting.batch_axes, setting.free_axes, setting.experts_stay
+        )  # fmt: skip
         divided = tuple([self._divided(tensor) for tensor in (*variable.read, *variable.written)])
         key = (kind, self.names, asked, 1 in self.sizes and self.sizes, divided)
         known: dict[tuple[object, ...], tuple[NDArray[np.int64], Placed]] = self.decisions.states
@@ -225,6 +229,8 @@ class StatesOnMesh:
                 batch = [dim for dim, grows in enumerate(spec.batch_dims) if grows]
                 others = [dim for dim, extent in enumerate(spec.shape) if extent in self._experts and dim not in batch]
                 keep &= np.isin(placed, [*batch, *others]) | ((placed < 0) & (not batch))
+                if self.setting.experts_stay and not batch and len(spec.shape) == 3 and 0 in others:
+                    keep &= placed == 0
         return keep
 
     @cached_property

@@ -179,6 +179,7 @@ def stage_tables(
     recompute: Sequence[str] = RECOMPUTE,
     sequence_parallel: bool | None = None,
     context_algorithm: Algorithm = "ring",
+    experts_stay: bool = False,
 ) -> StageTables:
     """Tabulate the ways to run each unit on one pipeline stage.
 
@@ -196,6 +197,8 @@ def stage_tables(
         True: boundary tensors are sharded along the sequence on the tensor axis; False: no activation is.
     context_algorithm : str
         How attention runs on a context axis, ``ring`` or ``all_to_all``.
+    experts_stay : bool
+        Ranks of an expert axis work with their own experts alone: tokens travel, not weights.
 
     Raises
     ------
@@ -211,7 +214,14 @@ def stage_tables(
         raise InputError(f"recompute modes {list(recompute)} are not some of {', '.join(RECOMPUTE)}; correct them")
     costs = decisions.costs(hardware, mesh, bucket_bytes)
     context = decisions.context(mesh, context_algorithm)
-    setting = Setting(costs=costs, micro_batches=1, optimizer=optimizer, context=context, free_axes=decisions.free_axes)
+    setting = Setting(
+        costs=costs,
+        micro_batches=1,
+        optimizer=optimizer,
+        context=context,
+        free_axes=decisions.free_axes,
+        experts_stay=experts_stay,
+    )
     options = StageOptions(
         modes=tuple(sorted({RECOMPUTE.index(mode) for mode in recompute})), sequence_parallel=sequence_parallel
     )

@@ -255,7 +255,7 @@ class StageDecisions:
     def family(self, parts: Parts, options: StageOptions) -> Family:
         """The family of a stage: one for all meshes with its axes, if it has no states that others lack."""
         setting = parts.setting
-        restricted = (options, setting.batch_only, setting.storage, id(setting.context))
+        restricted = (options, setting.batch_only, setting.storage, setting.experts_stay, id(setting.context))
         key: tuple[object, ...] = (_names(setting.costs.mesh), *restricted)
         case = Case(setting.costs, parts.graph.batch_size)
         if key not in self._families:

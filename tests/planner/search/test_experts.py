@@ -21,7 +21,7 @@ from planner.search.problem.problem import Problem, Setting
 from planner.search.problem.solution import node_rules
 from planner.search.problem.variables import decisions
 from planner.sharding.placement import REPLICATE, Mesh, MeshAxis
-from planner.strategy.plan import NodeRules
+from planner.strategy.plan import NodeRules, expanded_rules
 from planner.work import optimizer
 from simulator.hardware import load_profile
 from simulator.program import Kernel
@@ -103,6 +103,26 @@ def test_plans_with_an_expert_axis_are_simulated_on_every_sample_of_the_batch() 
         samples = 64 // found.plan.micro_batches
         assert samples == found.plan.samples
         assert check_flops(found) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_tokens_travel_where_it_is_pinned_and_weights_where_memory_allows_and_they_are_lighter() -> None:
+    """With few tokens on each rank weights would be the more, with many the less."""
+    search = Configured(
+        graph=network(replace(HEAVY, intermediate=64)), hardware=load_profile("dgx-a100"), devices=8, global_batch=256,
+        optimizer=optimizer("adamw"), dtype="bfloat16", bucket_bytes=25 << 20, sequence=LENGTH, base=PLAN,
+    )  # fmt: skip
+    pins = Pins(ep=4, tp=1, pp=1, micro_batch=32)
+    read, seconds = {}, {}
+    for said in (None, "any", "tokens"):
+        found = search.scored(search.explore(replace(pins, expert_messages=said), solves=2), 1)[0]
+        axis = [one.name for one in found.plan.mesh.axes].index("expert")
+        rules = [rule[axis] for name, rule in expanded_rules(found.plan).items() if "/bmm" in name]
+        read[said] = {placed for rule in rules for placed in rule.inputs}
+        seconds[said] = found.placed.objective_s
+    assert read["any"] == read[None]
+    assert REPLICATE in read["any"]
+    assert read["tokens"] == {0}
+    assert seconds["tokens"] > seconds["any"] == seconds[None]
 
 
 def check_flops(found: Scored) -> float:

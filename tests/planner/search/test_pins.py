@@ -34,6 +34,8 @@ CONTRADICTIONS: list[tuple[Extent, dict[str, Any], tuple[str, ...]]] = [
     (GPT, {"ep": 2}, ("ep=2", "no experts", "ep=1")),
     (MIXTRAL, {"ep": 16}, ("ep=16", "8 experts", "ep=8")),
     (MIXTRAL, {"dp": 2, "ep": 4}, ("dp=2 ep=4", "ep=2")),
+    (MIXTRAL, {"ep": 1, "expert_messages": "tokens"}, ("tokens", "no expert axis", "expert_messages=any")),
+    (GPT, {"expert_messages": "tokens"}, ("tokens", "no experts", "expert_messages=any")),
     (MIXTRAL, {"tp": 8, "ep": 4}, ("ep=4", "2 are left of 16 devices", "ep=2")),
     (replace(GPT, sequence=36, devices=24), {"cp": 8}, ("cp=8", "36 tokens", "cp=6")),
     (IMAGES, {"cp": 2}, ("cp=2", "0 tokens", "cp=1")),
