@@ -426,9 +426,9 @@ def _certified(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
 
 
 def _left_out(candidates: tuple[Candidate, ...]) -> tuple[str, ...]:
-    """A message where the closed form leaves out what pins of the best plan cost."""
+    """A message where the closed form leaves out what pins of the best plan cost, and its gap is another for that."""
     names = left_out(candidates[0].plan) if candidates else ()
-    if not names:
+    if not names or candidates[0].plan.certificate.status is Status.OPTIMAL:
         return ()
     return (
         f"the search does not count what {' and '.join(names)} cost{'s' * (len(names) == 1)}: the gap is that of the "
