@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +24,7 @@ from simulator.calibration.pace import Pace, Paces, paces_of
 from simulator.calibration.process import available_cores, return_free_memory
 from simulator.calibration.profile_data import Findings, Residual, profile_data
 from simulator.calibration.slowdown import Slowdown, SlowdownTimer, core_turns, factors_by_count
-from simulator.calibration.timing import interleaved_factor, measure_case, middle_mean
+from simulator.calibration.timing import cost_among_others, measure_case, middle_mean
 from simulator.conditions import Conditions
 from simulator.errors import InputError
 from simulator.hardware import write_profile
@@ -38,7 +38,8 @@ KERNELS_S = 20.0
 """After so many seconds no further round of kernels begins."""
 PACED = 20
 """Kernels between two times of the pace, which is to be that of their time."""
-SMALL_BYTES = 8192
+SMALLEST_OF_CLASS = 2
+"""Kernels of each class, those of the fewest bytes, that tell what a call costs more among others."""
 FEWEST_ROWS_TO_HOLD_BACK = 8
 SLOWDOWN_COUNTS = (2, 4, 8)
 CROWDS = (2, 4)
@@ -149,23 +150,23 @@ def measure_group(device_type: str, backend: str, messages: bool, slowdown: bool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRounds:
-    """Some rounds of kernels: seconds of each of `timed_kinds`, what small ones cost more among others, and the pace.
+    """Some rounds of kernels: seconds of each of `timed_kinds`, and the pace.
 
-    ``use`` is what the cores did meanwhile.
+    ``mixing`` is how many seconds a call of each class takes longer among others, ``use`` what the cores did meanwhile.
     """
 
     seconds: tuple[tuple[float, ...], ...]
-    mixing: float
+    mixing: Mapping[Kernel, float]
     paces: tuple[float, ...]
     use: MachineUse | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTimes:
-    """Every kernel measured, what small ones cost more among others, and the machine's pace meanwhile."""
+    """Every kernel measured, what a call of each class costs more among others, and the machine's pace meanwhile."""
 
     rows: tuple[Measured, ...]
-    mixing: float
+    mixing: Mapping[Kernel, float]
     paces: Paces
 
 
@@ -177,7 +178,7 @@ def timed_kinds(device_type: str) -> list[tuple[Case, bool]]:
 
 
 def measure_kernels(device_type: str) -> KernelRounds:
-    """Measure every kernel, what small kernels cost more among others, and the pace.
+    """Measure every kernel, what its calls cost more among others, and the pace.
 
     On a processor, what fits into its caches is measured in them as well. While there is time there are more rounds;
     kernels whose rounds agree are measured no more, so that there is time for the others.
@@ -197,14 +198,23 @@ def measure_kernels(device_type: str) -> KernelRounds:
                     paces.append(pace.seconds())
                 timed += 1
         rounds += 1
-    cases = [case for case, cached in kinds if not cached]
-    small = [case for case in cases if case.dtype == "float32" and case.bytes_moved < SMALL_BYTES]
     return KernelRounds(
         seconds=tuple(map(tuple, times)),
-        mixing=1.0 if device_type != "cpu" else interleaved_factor(small, device),
+        mixing=_mixing([case for case, cached in kinds if not cached], device) if device_type == "cpu" else {},
         paces=tuple(paces),
         use=used_since(before),
     )
+
+
+def _mixing(cases: Sequence[Case], device: torch.device) -> dict[Kernel, float]:
+    """Seconds that a call of each class takes longer among others, of its smallest kernels."""
+    small: dict[Kernel, list[Case]] = {}
+    for case in sorted(cases, key=lambda case: case.bytes_moved):
+        of_class = small.setdefault(case.kernel, [])
+        if case.dtype == "float32" and len(of_class) < SMALLEST_OF_CLASS:
+            of_class.append(case)
+    more = iter(cost_among_others([case for of_class in small.values() for case in of_class], device))
+    return {kernel: fmean(next(more) for _ in of_class) for kernel, of_class in small.items() if of_class}
 
 
 def kernel_times(device_type: str, rounds: Sequence[KernelRounds]) -> KernelTimes:
@@ -215,7 +225,7 @@ def kernel_times(device_type: str, rounds: Sequence[KernelRounds]) -> KernelTime
     ]
     return KernelTimes(
         rows=tuple(rows),
-        mixing=fmean(one.mixing for one in rounds),
+        mixing={kernel: fmean(one.mixing[kernel] for one in rounds) for kernel in rounds[0].mixing},
         paces=paces_of([[seconds for one in rounds for seconds in one.paces]]),
     )
 
@@ -236,7 +246,7 @@ def findings(
 ) -> Findings:
     """Fit what was measured, and check the fits on rows held back.
 
-    What kernels cost more among others raises the overheads from a kernel's own loop to what they are in a step.
+    What calls cost more among others is added to the overheads of a kernel's own loop: so they are in a step.
     """
     rows, mixing = kernels.rows, kernels.mixing
     fits: dict[Kernel, KernelFit] = {}
@@ -248,7 +258,7 @@ def findings(
             fitted, held = of_kernel, []
         fit = fit_kernel(fitted)
         residuals += [Residual(ratio=row.seconds / predict_row(fit, row), weight=row.seconds) for row in held]
-        fits[kernel] = replace(fit, overhead_s=fit.overhead_s * mixing)
+        fits[kernel] = replace(fit, overhead_s=fit.overhead_s + mixing.get(kernel, 0.0))
     best: dict[str, float] = {}
     for row in rows:
         if row.kernel is Kernel.MATMUL:

@@ -37,12 +37,12 @@ class Findings:
     """All that calibration measured and fitted.
 
     ``slowdown``, ``waiting``, which is a part of it, and ``class_slowdown`` pair process counts with factors;
-    ``mixing`` is already in the overheads of the fits.
+    ``mixing``, seconds that calls cost more among others, is already in the overheads of the fits.
     """
 
     machine: Machine
     fits: Mapping[Kernel, KernelFit]
-    mixing: float
+    mixing: Mapping[Kernel, float]
     conditions: Conditions
     crowding: tuple[Crowding, ...] = ()
     best_flops_per_s: Mapping[str, float]
@@ -88,7 +88,7 @@ def profile_data(found: Findings, name: str) -> Data:
             },
             **_caches(machine, measured),
         },
-        "kernels": {kernel.value: _kernel(fit, bandwidth, found) for kernel, fit in found.fits.items()},
+        "kernels": {kernel.value: _kernel(kernel, fit, bandwidth, found) for kernel, fit in found.fits.items()},
         "topology": _topology(found, measured, bandwidth),
         "uncertainty": _uncertainty(found),
         "collectives": _collectives(found.messages, measured),
@@ -149,14 +149,15 @@ def _caches(machine: Machine, measured: str) -> Data:
     }
 
 
-def _kernel(fit: KernelFit, bandwidth: float, found: Findings) -> Data:
+def _kernel(kernel: Kernel, fit: KernelFit, bandwidth: float, found: Findings) -> Data:
     source = f"fitted: {found.origin}; {fit.rows} rows, median error {fit.error:.0%}"
     part: Data = {
         "compute_efficiency": {"value": 1.0, "source": f"{source}; peak_flops holds the rates that are reached"},
         "bandwidth_efficiency": {"value": _rounded(min(1.0, max(1e-6, fit.bytes_per_s / bandwidth))), "source": source},
         "overhead_s": {
             "value": _rounded(fit.overhead_s),
-            "source": f"{source}; {found.mixing:.2f} times a kernel's own loop, as measured among others",
+            "source": f"{source}; {1e6 * found.mixing.get(kernel, 0.0):.2g} us more than in its own loop, as measured "
+            "among others",
         },
     }
     if fit.serial_share:

@@ -28,7 +28,6 @@ MOST_CALLS = 2000
 FILLER_ELEMENTS = 1 << 17
 INTERLEAVED_S = 1.5
 INTERLEAVED_ROUNDS = (20, 400)
-LARGEST_FACTOR = 10.0
 CASE_S = 0.025
 IN_PLACE = frozenset({Kernel.OPTIMIZER, Kernel.ACCUMULATION})
 """Kernels whose results lie in their inputs: what they move twice takes memory once."""
@@ -128,28 +127,27 @@ def _calls(once_s: float, budget_s: float) -> int:
     return max(1, min(MOST_CALLS, int(budget_s / REPEATS / once_s)))
 
 
-def interleaved_factor(cases: Sequence[Case], device: torch.device) -> float:
-    """How much more small kernels cost among others than each in a loop of its own.
+def cost_among_others(cases: Sequence[Case], device: torch.device) -> tuple[float, ...]:
+    """Seconds that each kernel takes longer among others than in a loop of its own.
 
-    In a step every call finds the caches full of other code and data; here each small case runs after a copy
-    that does the same, and after itself. Every call is timed on its own, in rounds that have both of every case: the
-    median call of either counts.
+    In a step every call finds the caches full of other code and data; here each case runs after a copy
+    that does the same, and after itself. Behind large kernels it would take longer than steps show. Every call is timed
+    on its own, in rounds that have both of every case: the median call of either counts.
     """
     filler = torch.rand(FILLER_ELEMENTS, device=device)
-    small = [_closure(case, _input_sets(case, device, 0)[0]) for case in cases]
-    alone, among = ([list[float]() for _ in small] for _ in range(2))
+    calls = [_closure(case, _input_sets(case, device, 0)[0]) for case in cases]
+    alone, among = ([list[float]() for _ in calls] for _ in range(2))
     begin = time.perf_counter()
     while len(among[0]) < INTERLEAVED_ROUNDS[0] or (
         len(among[0]) < INTERLEAVED_ROUNDS[1] and time.perf_counter() - begin < INTERLEAVED_S
     ):
-        for act, by_itself in zip(small, alone, strict=True):
+        for act, by_itself, behind in zip(calls, alone, among, strict=True):
             act()
             by_itself.append(_call_s(act))
-        for act, behind in zip(small, among, strict=True):
             filler.clone()
             behind.append(_call_s(act))
-    ratio = sum(map(statistics.median, among)) / sum(map(statistics.median, alone))
-    return min(LARGEST_FACTOR, max(1.0, ratio))
+    more = (statistics.median(behind) - statistics.median(own) for own, behind in zip(alone, among, strict=True))
+    return tuple(max(0.0, seconds) for seconds in more)
 
 
 def _call_s(act: Callable[[], None]) -> float:

@@ -29,7 +29,7 @@ from simulator.calibration.pace import Paces
 from simulator.calibration.process import available_cores
 from simulator.calibration.profile_data import Residual, profile_data
 from simulator.calibration.slowdown import Rounds, Slowdown, factors_by_count
-from simulator.calibration.timing import interleaved_factor, measure_case, middle_mean
+from simulator.calibration.timing import cost_among_others, measure_case, middle_mean
 from simulator.collectives import collective_time
 from simulator.conditions import Conditions
 from simulator.errors import InputError, UnsupportedError
@@ -64,7 +64,7 @@ def synthetic_messages(processes):
 def found():
     machine = find_machine("cpu", 4)
     messages = [synthetic_messages(2), synthetic_messages(4)]
-    kernels = KernelTimes(rows=tuple(synthetic_rows()), mixing=1.0, paces=Paces(median_s=0.02, spread=0.1))
+    kernels = KernelTimes(rows=tuple(synthetic_rows()), mixing={}, paces=Paces(median_s=0.02, spread=0.1))
     slowdown = [
         (count, Slowdown(mix=factor, classes={Kernel.OPTIMIZER: factor**1.5}, paces=paces))
         for count, factor, paces in (
@@ -262,10 +262,20 @@ def test_more_processes_never_slow_each_other_less():
     assert factors_by_count([]) == {}
 
 
-def test_small_kernels_among_others_take_at_least_as_long(monkeypatch):
+def test_calls_among_others_take_no_less(monkeypatch):
     monkeypatch.setattr(timing, "INTERLEAVED_ROUNDS", (2, 2))
     cases = [case for case in all_cases() if case.name in ("add 256", "view 2")]
-    assert 1.0 <= interleaved_factor(cases, torch.device("cpu")) <= timing.LARGEST_FACTOR
+    more = cost_among_others(cases, torch.device("cpu"))
+    assert len(more) == len(cases)
+    assert all(seconds >= 0 for seconds in more)
+
+
+def test_what_calls_cost_among_others_is_added_once_to_each_class():
+    kernels = KernelTimes(rows=tuple(synthetic_rows()), mixing={}, paces=Paces(median_s=0.02, spread=0.1))
+    mixed = dataclasses.replace(kernels, mixing={Kernel.MATMUL: 3e-6})
+    plain, more = (findings(find_machine("cpu", 4), of, [], [], OPTIONS).fits for of in (kernels, mixed))
+    assert more[Kernel.MATMUL].overhead_s == pytest.approx(plain[Kernel.MATMUL].overhead_s + 3e-6)
+    assert more[Kernel.ELEMENTWISE] == plain[Kernel.ELEMENTWISE]
 
 
 @pytest.mark.slow
@@ -297,7 +307,7 @@ def test_what_workers_measured_stands_in_the_profile(tmp_path, monkeypatch):
         if function is measure_kernels:
             share = 4 / 3 if asked.count(("measure_kernels", 1)) == 1 else 2 / 3  # the machine has become faster
             kept = tuple((share * exact[case.name, case.dtype].seconds,) for case, _ in timed_kinds("cpu"))
-            return [KernelRounds(seconds=kept, mixing=1.0, paces=(0.02 * share, 0.02 * share), use=use)]
+            return [KernelRounds(seconds=kept, mixing={}, paces=(0.02 * share, 0.02 * share), use=use)]
         with_messages, with_slowdown = arguments[2:]
         among = tuple(1e-3 + 2 * (2e-4 + size / 2e9) for size in crowds.SIZES)
         found = GroupTimes(

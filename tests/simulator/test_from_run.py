@@ -34,7 +34,7 @@ def profile(tmp_path):
         for cached, bandwidth in ((False, 2e10), (True, 8e10))
         for case in all_cases()
     )  # fmt: skip
-    kernels = KernelTimes(rows=rows, mixing=1.0, paces=Paces(median_s=0.02, spread=0.1))
+    kernels = KernelTimes(rows=rows, mixing={}, paces=Paces(median_s=0.02, spread=0.1))
     seconds = {kind: tuple(2e-4 + size / 2e9 for size in PAYLOADS) for kind in Collective}
     messages = [MessageTimes(processes=2, seconds=seconds, overlap=1.0, resident_bytes=2**28)]
     slowdown = [(2, Slowdown(mix=1.1))]
