@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +39,10 @@ SIMULATED = frozenset(
 )
 """Pins whose cost only simulation tells: the closed form does not tell parameters apart, nor where on the host
 something is, nor what copies of a micro-batch hide, nor what units that compute again keep of messages."""
+CARRIERS = ("offload_optimizer", "offload_to", "offload_parameters")
+"""Pins each of which has optimizer states on the host."""
+PinCost = tuple[str, float, str]
+"""A pin, the seconds of a step that it costs, and what the plan without it is."""
 CONSIDERED = 3
 """Plans that are partitioned again with more memory, at most: the best, and those near it."""
 FARTHEST = 4
@@ -156,22 +160,49 @@ def _pair_level(hardware: Hardware, c: Configuration) -> int:
 # What pins cost
 
 
-def pin_costs(search: Configured, pins: Pins, best: Placed) -> Iterator[tuple[str, float, str]]:
-    """For each pin: its text, the seconds it costs by the closed form, and the configuration without it.
+def pin_costs(search: Configured, pins: Pins, best: Placed, asked: Collection[str]) -> Iterator[PinCost]:
+    """For each pin that was `asked` for: its text, the seconds it costs by the closed form, the configuration without.
 
-    The best plan is one without the pin as well: only what beats it is looked for.
+    The best plan is one without the pin as well: only what beats it is looked for. Of what only simulation tells
+    nothing is said.
     """
     for name, text in pins.named().items():
-        if name in SIMULATED:
+        if name not in asked or name in SIMULATED:
             continue
         if name == "offload_optimizer" and (pins.offload_to or pins.offload_parameters):
-            continue  # those go with states on the host
-        try:
-            free = search.explore(without(pins, name), solves=FEW_SOLVES, wanted=0, incumbent_s=best.objective_s)
-        except InputError:
+            yield f"{name}={text}", 0.0, ""  # those go with states on the host
             continue
-        other = min([best, *free.found], key=lambda placed: placed.objective_s)
-        yield f"{name}={text}", best.objective_s - other.objective_s, describe(other.configuration)
+        other = _freed(search, without(pins, name), best)
+        if other is not None:
+            yield f"{name}={text}", best.objective_s - other.objective_s, describe(other.configuration)
+
+
+def brought_along(search: Configured, pins: Pins, best: Placed, name: str, asked: Collection[str]) -> PinCost | None:
+    """What a pin costs by what else it fixes: stages of plans in copies, states of what is not on the devices.
+
+    None where it fixes nothing else.
+    """
+    left = without(pins, name)
+    if name == "copies" and "pp" not in asked:
+        left = replace(left, pp=None)
+    elif name in CARRIERS and not any(other in asked for other in CARRIERS if other != name):
+        left = replace(left, offload_optimizer=None)
+        search = replace(search, base={**search.base, "offload_to": "host", "offload_parameters": False})
+    else:
+        return None
+    other = _freed(search, left, best)
+    if other is None or other is best:
+        return None
+    return f"{name}={pins.named()[name]}", best.objective_s - other.objective_s, describe(other.configuration)
+
+
+def _freed(search: Configured, pins: Pins, best: Placed) -> Placed | None:
+    """The best with other pins, perhaps the same; None where they cannot be."""
+    try:
+        free = search.explore(pins, solves=FEW_SOLVES, wanted=0, incumbent_s=best.objective_s)
+    except InputError:
+        return None
+    return min([best, *free.found], key=lambda placed: placed.objective_s)
 
 
 def without(pins: Pins, name: str) -> Pins:
@@ -180,7 +211,7 @@ def without(pins: Pins, name: str) -> Pins:
     return replace(pins, **left)
 
 
-def pin_messages(costs: list[tuple[str, float, str]]) -> tuple[str, ...]:
+def pin_messages(costs: Iterable[PinCost]) -> tuple[str, ...]:
     """What pins cost, in words."""
     return tuple(
         f"pin {pin} costs {seconds_text(seconds)}: without it {other}" if seconds > 0 else f"pin {pin} costs nothing"

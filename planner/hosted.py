@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from planner.configured import Configured, Scored
 from planner.graph.host_tables import host_tables
 from planner.graph.operator_graph import OperatorGraph
-from planner.prediction import predict_plan
+from planner.prediction import Prediction, predict_plan
 from planner.request import Pins
 from planner.strategy.plan import Certificate, Plan, Status
 from simulator.errors import InputError
@@ -59,37 +58,36 @@ def as_simulated(certificate: Certificate, plan: Plan, step_s: float) -> Certifi
     return replace(certificate, status=status, objective_s=step_s)
 
 
-def simulated_costs(search: Configured, scored: Scored) -> Iterator[tuple[str, float, str]]:
+def simulated_costs(
+    graph: OperatorGraph, hardware: Hardware, plan: Plan, prediction: Prediction, pins: Pins
+) -> Iterator[tuple[str, float, str]]:
     """What is not on the devices, and copies: the pin, the seconds of a simulated step it costs, the plan without it.
 
-    Nothing is said of what fits nowhere else.
+    What the plan does without the pin as well costs nothing. Nothing is said of what fits nowhere else.
     """
-    plan = scored.plan
-    others: tuple[tuple[bool, str, str, dict[str, Any]], ...] = (
-        (plan.host_embeddings, "host_embeddings=true", "with tables on the devices", {"host_embeddings": False}),
-        (plan.offload_to == "disk", "offload_to=disk", "with states in host memory", {"offload_to": "host"}),
-        (
+    others: Mapping[str, tuple[bool, str, dict[str, Any]]] = {
+        "host_embeddings": (plan.host_embeddings, "with tables on the devices", {"host_embeddings": False}),
+        "offload_to": (plan.offload_to == "disk", "with states in host memory", {"offload_to": "host"}),
+        "offload_parameters": (
             plan.offload_parameters,
-            "offload_parameters=true",
             "with parameters on the devices",
             {"offload_parameters": False},
         ),
-        (
-            bool(plan.offload_ranges),
-            "offload_activations=true",
-            "with activations on the devices",
-            {"offload_ranges": ()},
-        ),
-        (
+        "offload_activations": (bool(plan.offload_ranges), "with activations on the devices", {"offload_ranges": ()}),
+        "recompute_messages": (
             not all(part.messages for part in plan.recompute_ranges),
-            "recompute_messages=false",
             "with messages sent again",
             {"recompute_ranges": tuple(replace(part, messages=True) for part in plan.recompute_ranges)},
         ),
-        (plan.copies > 1, f"copies={plan.copies}", "with micro-batches run whole", {"copies": 1}),
-    )
-    for asked, pin, where, change in others:
-        if asked:
-            other = predict_plan(replace(plan, **change), search.graph, search.hardware)
-            if other.peak_memory_bytes <= other.device_memory_bytes:
-                yield pin, max(0.0, scored.prediction.step_time_s - other.step_time_s), where
+        "copies": (plan.copies > 1, "with micro-batches run whole", {"copies": 1}),
+    }
+    for name, text in pins.named().items():
+        if name not in others:
+            continue
+        there, where, change = others[name]
+        if not there:
+            yield f"{name}={text}", 0.0, ""
+            continue
+        other = predict_plan(replace(plan, **change), graph, hardware)
+        if other.peak_memory_bytes <= other.device_memory_bytes:
+            yield f"{name}={text}", max(0.0, prediction.step_time_s - other.step_time_s), where

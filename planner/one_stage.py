@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.checked import fits_copies
@@ -12,6 +13,7 @@ from planner.prediction import Prediction, predict_plan
 from planner.quantities import bytes_text
 from planner.rescoring import Contender
 from planner.search.candidates import ALTERNATIVE, NOTHING_KNOWN, ROOMY, Found, Known, Misfit, Space, closed, explore
+from planner.search.configurations.buckets import USUAL
 from planner.search.exact.elimination import TooWideError
 from planner.search.problem.solution import Solution, node_rules, template_name
 from planner.search.problem.unaligned import in_runs
@@ -84,6 +86,34 @@ def search_one_stage(space: Space, *, wanted: int, refusable: bool, known: Known
         messages=tuple(dict.fromkeys(m for item in found for m in item.messages)),
         interrupted=interrupted,
     )
+
+
+def pin_costs(space: Space, one: OneStage, asked: Iterable[str]) -> Iterator[tuple[str, float, str]]:
+    """For each pin that was `asked` for: its text, the seconds it costs among plans of one stage, the best without it.
+
+    Both by the objective of the search of operators; meshes that cannot come near the best are left out.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        The user stopped one of these searches.
+    """
+    if not one.found:
+        return
+    best, named = one.found[0], space.pins.named()
+    for name in asked:
+        left: dict[str, Any] = {name: None}
+        free = replace(space, pins=replace(space.pins, **left))
+        free = replace(free, bucket_bytes=USUAL) if name == "bucket_mb" else free
+        known = Known(steps_s=(best.solution.objective_s,))
+        again = search_one_stage(free, wanted=1, refusable=True, known=known)
+        if again.interrupted:
+            raise KeyboardInterrupt
+        other = min((best, *again.found), key=lambda item: item.solution.objective_s)
+        data, tensor = (next((a.size for a in other.mesh.axes if a.name == n), 1) for n in ("data", "tensor"))
+        samples = space.global_batch // (data * other.micro_batches)
+        saved = best.solution.objective_s - other.solution.objective_s
+        yield f"{name}={named[name]}", saved, f"dp={data} tp={tensor} micro_batch={samples}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +13,10 @@ from typing import Any
 import planner.pipeline_prediction  # noqa: F401 - which `predict_plan` else loads in the midst of a search
 from planner.configured import Configured, Scored
 from planner.explanations import (
+    SIMULATED,
+    PinCost,
     ShadowPrices,
+    brought_along,
     describe,
     other_choices,
     pin_costs,
@@ -27,6 +30,7 @@ from planner.infeasible import why_infeasible
 from planner.lowering.checked import lower
 from planner.networks import load_network
 from planner.one_stage import Candidate, OneStage, OneStagePlans, search_one_stage
+from planner.one_stage import pin_costs as one_stage_pin_costs
 from planner.one_stage import why_infeasible as why_one_stage_does_not_fit
 from planner.prediction import Prediction, precision_notes, predict
 from planner.quantities import percent_text
@@ -61,8 +65,9 @@ class PlanResult:
     """Plans, best first by simulated step time; none when nothing fits, and then `infeasible` says why.
 
     ``elapsed_s`` is everything but the capture; ``simulation_s`` the part of it that lowers and simulates;
-    ``timings`` are the seconds of each phase. ``shadow_prices`` and ``pin_costs`` (pin, seconds that it costs,
-    configuration without it) are those of the closed form, where configurations were searched.
+    ``timings`` are the seconds of each phase. ``shadow_prices`` are those of the closed form, where configurations
+    were searched; so are ``pin_costs`` (pin, seconds that it costs, configuration without it), which elsewhere are
+    those of the search of operators.
     """
 
     status: Status
@@ -74,7 +79,7 @@ class PlanResult:
     simulation_s: float = 0.0
     timings: Mapping[str, float] = field(default_factory=dict)
     shadow_prices: ShadowPrices | None = None
-    pin_costs: tuple[tuple[str, float, str], ...] = ()
+    pin_costs: tuple[PinCost, ...] = ()
     interrupted: bool = False
 
 
@@ -139,12 +144,18 @@ def plan_network(
         candidates=candidates,
         elapsed_s=time.perf_counter() - setting.captured,
         capture_s=setting.captured - setting.started,
-        messages=(*notes, *one.messages, *(found.messages(stopped) if found else ()), *_beyond(request, found)),
+        messages=(
+            *notes,
+            *one.messages,
+            *pin_messages(searched.pin_costs),
+            *(found.messages(stopped) if found else ()),
+            *_beyond(request, found),
+        ),
         simulation_s=searched.timings["rescoring"] + refining,
         infeasible="" if ranked else _no_plan(setting.space, one, found),
         timings=timings,
         shadow_prices=found.prices if found else None,
-        pin_costs=found.costs if found else (),
+        pin_costs=searched.pin_costs,
         interrupted=stopped,
     )
 
@@ -168,9 +179,9 @@ def _searched(setting: Setting) -> _Search:
         search.rescore()
     if search.interrupted and not search.scored:
         raise KeyboardInterrupt
-    if search.found is not None and request.sensitivity and not search.interrupted:
+    if request.sensitivity and not search.interrupted:
         with search.timed("sensitivity"):
-            search.found.tell_sensitivity()
+            search.tell_sensitivity()
     return search
 
 
@@ -184,6 +195,7 @@ class _Search:
         self.one: OneStage | None = None
         self.operators = Field[Candidate](contenders=())
         self.stopped = False
+        self.pin_costs: tuple[PinCost, ...] = ()
         self.timings = dict.fromkeys(("operators", "rescoring"), 0.0)
 
     @property
@@ -205,7 +217,7 @@ class _Search:
         search, pins = self.setting.search, self.setting.pins
         explored = search.explore(pins, wanted=self.wanted)
         contenders = search.contenders(explored, 1 if explored.interrupted else self.wanted)
-        self.found = _Configurations(search, pins, explored, Field(contenders=contenders))
+        self.found = _Configurations(search, pins, explored, Field(contenders=contenders), self.setting.request.pins)
         self.timings |= explored.timings
 
     def search_operators(self, *, refusable: bool) -> None:
@@ -230,6 +242,24 @@ class _Search:
             self.stopped |= rescore([*fields, self.operators], wanted)
         if self.found is not None:
             self.found.search.check_kept(self.found.explored, self.found.scored)
+
+    def tell_sensitivity(self) -> None:
+        """Find what memory, links and pins are worth; of plans of one stage alone, pins."""
+        if self.found is not None:
+            self.found.tell_sensitivity()
+            self.pin_costs = self.found.costs
+        elif self.one is not None and self.scored and self.setting.request.pins:
+            try:
+                self.pin_costs = tuple(self._one_stage_costs(self.one))
+            except KeyboardInterrupt:
+                self.stopped = True
+
+    def _one_stage_costs(self, one: OneStage) -> Iterator[PinCost]:
+        search, pins = self.setting.search, self.setting.pins
+        asked = [name for name in self.setting.request.pins if name not in SIMULATED]
+        yield from one_stage_pin_costs(self.setting.space, one, asked)
+        best = min(self.operators.scored, key=lambda c: c.prediction.step_time_s)
+        yield from simulated_costs(search.graph, search.hardware, best.plan, best.prediction, pins)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -282,10 +312,12 @@ def _beyond(request: PlanRequest, found: _Configurations | None) -> tuple[str, .
 class _Configurations:
     """What the search over configurations found, and what it says of pins, memory and links."""
 
-    def __init__(self, search: Configured, pins: Pins, explored: Explored, field: Field[Scored]) -> None:
-        self.search, self.pins, self.explored, self.field = search, pins, explored, field
+    def __init__(
+        self, search: Configured, pins: Pins, explored: Explored, field: Field[Scored], asked: Collection[str]
+    ) -> None:
+        self.search, self.pins, self.explored, self.field, self.asked = search, pins, explored, field, asked
         self.prices: ShadowPrices | None = None
-        self.costs: tuple[tuple[str, float, str], ...] = ()
+        self.costs: tuple[PinCost, ...] = ()
 
     @property
     def scored(self) -> list[Scored]:
@@ -309,17 +341,21 @@ class _Configurations:
         except KeyboardInterrupt:
             self.explored.interrupted = True
 
-    def _pin_costs(self, best: Placed) -> Iterator[tuple[str, float, str]]:
+    def _pin_costs(self, best: Placed) -> Iterator[PinCost]:
         # Marked stages stay where they are.
         staged = bool(self.search.unit_pins.cuts)
-        yield from pin_costs(self.search, replace(self.pins, pp=None, vpp=None) if staged else self.pins, best)
-        kept, first = self.pins.sharding_threshold_kb, next(iter(self.scored), None)
-        if kept is not None and first is not None:
-            seconds = threshold_cost_s(self.search, first)
-            yield f"sharding_threshold_kb={kept}", seconds, f"{describe(first.placed.configuration)} with no threshold"
-        if first is not None:
-            for pin, seconds, where in simulated_costs(self.search, first):
-                yield pin, seconds, f"{describe(first.placed.configuration)} {where}"
+        pins = replace(self.pins, pp=None, vpp=None) if staged else self.pins
+        yield from pin_costs(self.search, pins, best, self.asked)
+        first = next(iter(self.scored), None)
+        if first is None:
+            return
+        kept, shape = self.pins.sharding_threshold_kb, describe(first.placed.configuration)
+        if kept is not None:
+            yield f"sharding_threshold_kb={kept}", threshold_cost_s(self.search, first), f"{shape} with no threshold"
+        graph, hardware = self.search.graph, self.search.hardware
+        for pin, seconds, where in simulated_costs(graph, hardware, first.plan, first.prediction, self.pins):
+            more = brought_along(self.search, pins, best, pin.partition("=")[0], self.asked)
+            yield (pin, seconds, f"{shape} {where}") if more is None else (pin, seconds + more[1], more[2])
 
     @property
     def leaves_operators(self) -> bool:
@@ -343,11 +379,10 @@ class _Configurations:
 
     def messages(self, interrupted: bool) -> tuple[str, ...]:
         """What a user should know beside the plans."""
-        said = pin_messages(list(self.costs))
-        if interrupted:
-            gap = percent_text(self.explored.gap)
-            said = (*said, f"the search was interrupted: this is the best plan so far, at most {gap} from the best")
-        return said
+        if not interrupted:
+            return ()
+        gap = percent_text(self.explored.gap)
+        return (f"the search was interrupted: this is the best plan so far, at most {gap} from the best",)
 
 
 def _ranked(scored: Iterable[Candidate]) -> list[Candidate]:

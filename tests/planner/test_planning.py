@@ -16,6 +16,7 @@ from planner.graph.operator_graph import OperatorGraph
 from planner.one_stage import _stored
 from planner.planning import PlanRequest, PlanResult, capture_for, lower, plan_network, predict
 from planner.prediction import Prediction, predict_plan
+from planner.request import PIN_NAMES
 from planner.search.candidates import Found, Space
 from planner.sharding.placement import PARTIAL, REPLICATE
 from planner.sharding.rules import Rule
@@ -110,6 +111,48 @@ def test_pins_hold_in_every_candidate(pins: Mapping[str, str], holds: Callable[[
     candidates = planned(replace(TINY, pins=pins)).candidates
     assert candidates
     assert all(holds(c.plan) for c in candidates)
+
+
+def costs_of(pins: Mapping[str, str]) -> dict[str, float]:
+    found = planned(replace(TINY, top=1, devices=2, pins=pins))
+    return {pin: seconds for pin, seconds, _ in found.pin_costs}
+
+
+def test_of_every_pin_it_is_said_what_it_costs() -> None:
+    ones = dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "copies", "bucket_mb", "sharding_threshold_kb"), "1")
+    told_apart = ("offload_parameters", "offload_activations", "host_embeddings", "sequence_parallel")
+    words = {"recompute": "none", "schedule": "none", "context_algorithm": "none", "expert_messages": "any"}
+    sizes = {"dp": "2", "micro_batch": "4", "micro_batches": "2", "shard_size": "2", "order": "pp-dp-tp"}
+    states = {"optimizer_sharding": "zero1", "offload_optimizer": "true", "offload_to": "host"}
+    pins = {**ones, **dict.fromkeys(told_apart, "false"), **words, **sizes, **states, "recompute_messages": "true"}
+    assert set(pins) == set(PIN_NAMES)
+    costs = costs_of(pins)
+    assert sorted(pin.partition("=")[0] for pin in costs) == sorted(PIN_NAMES)
+    assert all(seconds >= 0 for seconds in costs.values())
+    assert costs["micro_batch=4"] == 0, "micro_batches=2 says the same"
+
+
+@pytest.mark.parametrize("asked", [{"search_mode": "recursive_programming"}, {"parallel_mode": "data_parallel"}])
+def test_pins_of_plans_of_one_stage_cost_what_planning_without_them_saves(asked: dict[str, str]) -> None:
+    request = replace(TINY, top=1, pins={"dp": "4"}, **asked)  # type: ignore[arg-type]
+    free = planned(replace(request, sensitivity=False))
+    pinned = planned(replace(request, pins={"dp": "4", "micro_batch": "1", "recompute": "none"}))
+    costs = {pin: seconds for pin, seconds, _ in pinned.pin_costs}
+    first, second = (found.candidates[0].plan.certificate.objective_s for found in (free, pinned))
+    assert costs["micro_batch=1"] == pytest.approx(second - first, rel=1e-6)
+    assert second > first
+    assert costs["recompute=none"] == 0
+    assert "pin micro_batch=1 costs" in " ".join(pinned.messages)
+
+
+def test_a_pin_costs_what_it_brings_along_as_well() -> None:
+    """States that are to lie somewhere on the host go there; copies are of plans of one stage."""
+    states, host = costs_of({"offload_optimizer": "true"}), costs_of({"offload_to": "host"})
+    assert host["offload_to=host"] == pytest.approx(states["offload_optimizer=true"])
+    assert host["offload_to=host"] > 0
+    alone, staged = costs_of({"copies": "2"}), costs_of({"copies": "2", "pp": "1"})
+    assert "pp=1" not in alone
+    assert alone["copies=2"] == pytest.approx(staged["copies=2"] + staged["pp=1"])
 
 
 def test_a_precision_that_runs_as_a_wider_one_is_said() -> None:
