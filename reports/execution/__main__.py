@@ -19,7 +19,7 @@ from reports.execution.running import Result, profiles_of, run_all
 from simulator.hardware import load_profile
 from simulator.whole_file import write_whole
 
-MINUTES = 30.0
+MINUTES = 60.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m reports.execution", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("reports/execution"), help="folder of page, CSV and JSON")
     parser.add_argument("--work", type=Path, help="folder of profile, plans and journal [reports/out/execution]")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="begin no plan after so many [30]")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="begin no plan after so many [60]")
     parser.add_argument("--networks", nargs="*", default=[], help="only networks whose names begin so")
     parser.add_argument("--tiny", action="store_true", help="a few small plans, to try the command")
     parser.add_argument("--fresh", action="store_true", help="calibrate and run all again")

@@ -28,7 +28,7 @@ from simulator.hardware import load_profile
 JOURNAL = "runs.jsonl"
 WARM_UP = 2
 SEED = 0
-ROUNDS = 3
+ROUNDS = 5
 """How often the machine is calibrated and then every plan runs, in turns in their order and backwards.
 
 A drift of the machine's speed meets all plans alike so, and no single calibration foretells them all.
