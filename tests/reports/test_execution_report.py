@@ -197,6 +197,7 @@ def test_every_round_calibrates_and_runs_forwards_or_backwards(tmp_path, monkeyp
         return found
 
     monkeypatch.setattr("reports.execution.running.run_case", run_case)
+    monkeypatch.setattr("reports.execution.running.ROUNDS", 3)
     monkeypatch.setattr("reports.execution.running.with_overhead", with_overhead)
     monkeypatch.setattr("reports.execution.running.calibrate", calibrated_as_number)
     found = run_all(tiny_cases(), tmp_path, 10.0, lambda text: None, shown.append)
