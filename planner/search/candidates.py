@@ -144,7 +144,7 @@ def meshes(space: Space) -> list[tuple[int, int]]:
         least = min(d for d, _ in pinned) * size
         rule = "must be" if exact else "must divide"
         named = [f"{n}={v}" for n in ("micro_batch", "micro_batches", "copies") if (v := getattr(pins, n))]
-        what = " × ".join([*named, "dp"])
+        what = " × ".join(["dp" if pins.dp is None else f"dp={pins.dp}", *named])
         near = max(least, round(batch / least) * least)
         raise InputError(
             f"global batch {batch} does not divide: {what} {rule} it, and the smallest possible is {least}; "

@@ -103,10 +103,13 @@ def test_what_no_search_covers_yet_is_refused_as_such(fields: Mapping[str, objec
     [
         ({"pins": {"dp": "3"}}, ("dp=3", "device count, 4", "dp=2")),
         ({"pins": {"dp": "2", "tp": "4"}}, ("dp=2 tp=4", "must divide the device count, 4", "tp=2")),
-        ({"pins": {"dp": "4"}, "global_batch": 6}, ("global batch 6", "smallest possible is 4", "--global-batch 8")),
+        (
+            {"pins": {"dp": "4"}, "global_batch": 6},
+            ("global batch 6", "dp=4 must divide it", "smallest possible is 4", "--global-batch 8", "--pin dp=2"),
+        ),
         (
             {"pins": {"dp": "4", "micro_batch": "3"}, "global_batch": 64},
-            ("global batch 64", "dp × micro_batch=3", "--global-batch 60", "micro_batch=2"),
+            ("global batch 64", "dp=4 × micro_batch=3", "--global-batch 60", "--pin micro_batch=2"),
         ),
         ({"parallel_mode": "data_parallel", "global_batch": 2}, ("global batch 2", "--global-batch 4")),
         ({"global_batch": 0}, ("global batch 0", "not positive")),

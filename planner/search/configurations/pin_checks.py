@@ -113,11 +113,16 @@ def _batch(extent: Extent) -> None:
     if possible and all(batch % (dp * size) for dp in possible):
         least = possible[0] * size
         named = [f"{name}={value}" for name in _MICRO if (value := getattr(pins, name))]
-        what = " × ".join(["dp", *named])
+        what = " × ".join(["dp" if pins.dp is None else f"dp={pins.dp}", *named])
         near = max(least, round(batch / least) * least)
         fits = [d for d in divisors(batch) if batch % (possible[0] * d) == 0]
         only = named[0].partition("=")[0] if len(named) == 1 else ""
         other = f" or --pin {only}={_nearest(size, fits)}" if fits and only else ""
+        if pins.dp is not None:
+            ranks = {
+                dp for _, dp, *_ in degrees(replace(extent, pins=replace(pins, dp=None))) if not batch % (dp * size)
+            }
+            other += f" or --pin dp={_nearest(pins.dp, ranks)}" if ranks else ""
         raise InputError(
             f"global batch {batch} does not divide: {what} must divide it, and the smallest possible is {least}; "
             f"use --global-batch {near}{other}, another device count or other pins"

@@ -43,7 +43,7 @@ CONTRADICTIONS: list[tuple[Extent, dict[str, Any], tuple[str, ...]]] = [
     (GPT, {"cp": 2, "context_algorithm": "none"}, ("cp=2 context_algorithm=none", "cp=1")),
     (GPT, {"micro_batch": 3}, ("global batch 512", "micro_batch=3", "--global-batch 513", "micro_batch=2")),
     (GPT, {"micro_batches": 3}, ("global batch 512", "micro_batches=3", "--global-batch 513")),
-    (GPT, {"dp": 8, "micro_batch": 128}, ("global batch 512", "1024", "micro_batch=64")),
+    (GPT, {"dp": 8, "micro_batch": 128}, ("global batch 512", "dp=8 ×", "1024", "micro_batch=64", "--pin dp=4")),
     (GPT, {"shard_size": 3}, ("shard_size=3", "shard_size=2")),
     (GPT, {"dp": 8, "shard_size": 3}, ("dp=8 shard_size=3", "shard_size=2")),
     (GPT, {"shard_size": 2, "optimizer_sharding": "none"}, ("shard_size=2", "optimizer_sharding=zero1")),
