@@ -149,6 +149,32 @@ def simulate_pipeline(schedule: Schedule, costs: PipelineCosts) -> PipelineResul
     )
 
 
+def step_of_passes(schedule: Schedule, forward_s: FloatArray, backward_s: FloatArray) -> float:
+    """Seconds of one step in which ranks do nothing but passes, (stages,) each: that of `simulate_pipeline`, sooner."""
+    order, *columns = _passes_in_order(schedule)
+    seconds = group_times(schedule, PipelineCosts(forward_s=forward_s, backward_s=backward_s))[order].tolist()
+    free = [0.0] * schedule.ranks
+    ends = [0.0] * (len(seconds) + 1)  # at last the end of what nothing comes before
+    for group, rank, needed, other, takes in zip(*columns, seconds, strict=True):
+        start = free[rank]
+        if ends[needed] > start:
+            start = ends[needed]
+        if ends[other] > start:
+            start = ends[other]
+        ends[group] = free[rank] = start + takes
+    return max(free)
+
+
+@lru_cache(maxsize=128)
+def _passes_in_order(schedule: Schedule) -> tuple[IntArray, list[int], list[int], list[int], list[int]]:
+    """Groups in an order in which they can be timed; again as a list, their ranks, and what both actions need or -1."""
+    groups = np.cumsum(np.concatenate(([True], ~schedule.paired[:-1]))) - 1
+    needs, leaders, order = np.append(groups, -1)[schedule.previous], schedule.leaders, schedule.execution_order
+    other = np.where(schedule.paired[leaders], np.append(needs, -1)[leaders + 1], -1)
+    ranks = schedule.action_rank[leaders]
+    return order, order.tolist(), ranks[order].tolist(), needs[leaders][order].tolist(), other[order].tolist()
+
+
 def peak_activation_bytes(schedule: Schedule, costs: PipelineCosts) -> FloatArray:
     """(ranks,) most bytes that stand for backward passes at once.
 

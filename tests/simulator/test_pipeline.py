@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from simulator import engine, fast_engine
 from simulator.errors import InputError, ProgramError
-from simulator.pipeline import PipelineCosts, PipelineResult, peak_activation_bytes, pipeline_table, simulate_pipeline
+from simulator.pipeline import (
+    PipelineCosts,
+    PipelineResult,
+    peak_activation_bytes,
+    pipeline_table,
+    simulate_pipeline,
+    step_of_passes,
+)
 from simulator.schedules import FORMULAS, SCHEDULES, Shape, make_schedule, parse_schedule_csv
 from tests.simulator.test_schedules import EVERY, shapes
 
@@ -137,6 +144,16 @@ def test_engines_agree_and_order_holds(name: str, data: st.DataObject) -> None:
     away = schedule.kind[senders] > 0
     sends[crosses] = np.asarray(costs.send_s)[schedule.stage[senders] - away][crosses]
     assert (result.starts_s[needed] >= result.ends_s[senders] + sends - 1e-9).all()
+
+
+@EVERY
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_passes_alone_take_what_the_engine_gives(name: str, data: st.DataObject) -> None:
+    schedule = make_schedule(name, *shapes(name, data))
+    forward, backward = np.random.default_rng(data.draw(st.integers(0, 99))).random((2, schedule.stages))
+    costs = PipelineCosts(forward_s=forward, backward_s=backward)
+    assert step_of_passes(schedule, forward, backward) == simulate_pipeline(schedule, costs).step_time_s
 
 
 def test_sends_delay_and_block() -> None:

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from planner.search.stages.fragments import FloatArray, IntArray
-from simulator.pipeline import PipelineCosts, simulate_pipeline
+from simulator.pipeline import step_of_passes
 from simulator.schedules import ActionKind, make_schedule
 
 ONE_STAGE = "none"
@@ -148,10 +148,9 @@ def uneven_s(name: str, ranks: int, chunks: int, micro_batches: int, seconds: Fl
 def _uneven(name: str, ranks: int, chunks: int, micro_batches: int, seconds: tuple[float, ...]) -> float:
     both = np.array(seconds)
     forward, backward = both / 3, both * 2 / 3
-    costs = PipelineCosts(forward_s=forward, backward_s=backward)
 
     def step_s(count: int) -> float:
-        return simulate_pipeline(make_schedule(name, ranks, count, chunks), costs).step_time_s
+        return step_of_passes(make_schedule(name, ranks, count, chunks), forward, backward)
 
     few = 3 * ranks
     if micro_batches <= few:
