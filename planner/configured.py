@@ -432,12 +432,8 @@ class Configured:
             prediction = predict_plan(plan, self.graph, self.hardware)
             over = prediction.peak_memory_bytes - limit
             if over > 0:
-                fullest = Unfit(
-                    configuration=placed.configuration,
-                    rank=prediction.peak_rank,
-                    needed_bytes=prediction.peak_memory_bytes,
-                )
-                explored.unfit.append(fullest)
+                fullest = prediction.peak_rank, prediction.peak_memory_bytes
+                explored.unfit.append(Unfit.known(placed.configuration, *fullest))
             else:
                 prediction = replace(prediction, analytic=analytic_breakdown(placed, self.model()))
                 return Scored(placed=placed, plan=plan, prediction=prediction)

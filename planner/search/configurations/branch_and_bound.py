@@ -497,8 +497,12 @@ class _Search:
     def _name_misfits(self) -> None:
         """Say which rank is fullest in those configurations without room whose ranks need least on average."""
         for _, stored in sorted(self.misfits, key=lambda misfit: misfit[0])[:NAMED]:
-            self._misfit(stored, self.model.task(self._table(stored), stored))
+            self._misfit(stored)
 
-    def _misfit(self, configuration: Configuration, task: PartitionTask) -> None:
-        rank, needed = least_memory(task)
-        self.result.unfit.append(Unfit(configuration=configuration, rank=rank, needed_bytes=needed))
+    def _misfit(self, configuration: Configuration, task: PartitionTask | None = None) -> None:
+        model, tables = self.model, self._table(configuration)
+
+        def found() -> tuple[int, float]:
+            return least_memory(task or model.task(tables, configuration))
+
+        self.result.unfit.append(Unfit(configuration=configuration, found=found))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -31,13 +32,31 @@ class Placed:
         return self.partition.objective_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Unfit:
-    """A configuration that does not fit: the least bytes of its fullest rank, and which rank that is."""
+    """A configuration that does not fit; ``found`` finds its fullest rank and the least bytes of that, when asked."""
 
     configuration: Configuration
-    rank: int
-    needed_bytes: float
+    found: Callable[[], tuple[int, float]]
+
+    @classmethod
+    def known(cls, configuration: Configuration, rank: int, needed_bytes: float) -> Unfit:
+        """Of which both are known."""
+        return cls(configuration=configuration, found=lambda: (rank, needed_bytes))
+
+    @cached_property
+    def _fullest(self) -> tuple[int, float]:
+        return self.found()
+
+    @property
+    def rank(self) -> int:
+        """Its fullest rank."""
+        return self._fullest[0]
+
+    @property
+    def needed_bytes(self) -> float:
+        """The least bytes of that rank."""
+        return self._fullest[1]
 
 
 @dataclass(kw_only=True)

@@ -68,11 +68,11 @@ from planner.search.configurations.storage import Storage
 from planner.search.configurations.stored_ways import (
     JoinedUnits,
     StoredWays,
+    Tied,
     Whole,
-    holding,
+    joined_units,
     merged,
     uneven_passes_s,
-    untied_units,
 )
 from planner.search.stages.fragments import ACTIVATION, STEADY, TRANSIENT, FloatArray, Fragments, IntArray
 from planner.search.stages.segments import PartitionTask
@@ -460,24 +460,6 @@ class StepModel(Storage):
         given = self.hardware, decisions.batch_sums, c.data, c.stride("data")
         return longer + (least_batch_sums_s(*given) if least else batch_sums_s(*given, c.shard_size))
 
-    def with_tied(self, tables: StageTables, c: Configuration) -> tuple[UnitLabels, ...]:
-        """Labels with tied parameters stored on every rank that reads them: they count in the first unit that does.
-
-        On one stage the terms of their gradients wait for the last one.
-        """
-        units, size, shape = list(tables.units), DTYPE_BYTES[self.dtype], self.shape(c)
-        for tied in tables.tied:
-            first, *others = tied.units
-            if c.pipeline == 1:
-                waits = range(len(units)) if c.micro_batches > 1 else [first]
-                for number in waits:
-                    transient = units[number].transient_bytes + tied.whole_elements * size
-                    units[number] = replace(units[number], transient_bytes=transient)
-            elif shape.rank_of[0] != shape.rank_of[-1]:
-                for number in others:
-                    units[number] = holding(units[number], tied)
-        return tuple(units)
-
 
 def _taking_turns_s(labels: UnitLabels, c: Configuration) -> tuple[FloatArray, FloatArray]:
     """Seconds (ways,) of the messages inside both passes with which those over the data axis take turns.
@@ -492,5 +474,12 @@ def _taking_turns_s(labels: UnitLabels, c: Configuration) -> tuple[FloatArray, F
 @lru_cache(maxsize=4)
 def _joined(model: StepModel, tables: StageTables, placed: Configuration) -> JoinedUnits:
     """The units of a placed configuration: it is stored in several ways one after the other."""
-    joined = JoinedUnits.of(model.with_tied(tables, placed), tables) if tables.tied else untied_units(tables)
+    joined = joined_units(tables, _tied_at(model, placed) if tables.tied else Tied.TOGETHER, DTYPE_BYTES[model.dtype])
     return joined.waiting(model.batch_sums_s(tables, placed))
+
+
+def _tied_at(model: StepModel, c: Configuration) -> Tied:
+    if c.pipeline == 1:
+        return Tied.SUMMED if c.micro_batches > 1 else Tied.ONCE
+    rank_of = model.shape(c).rank_of
+    return Tied.APART if rank_of[0] != rank_of[-1] else Tied.TOGETHER

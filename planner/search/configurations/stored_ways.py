@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import Enum
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -216,10 +217,36 @@ class JoinedUnits:
         return seconds
 
 
-@lru_cache(maxsize=32)
-def untied_units(tables: StageTables) -> JoinedUnits:
-    """The units of all configurations with these tables where no parameter is tied."""
-    return JoinedUnits.of(tables.units, tables)
+class Tied(Enum):
+    """Where tied parameters lie, which count in the first unit that reads them."""
+
+    SUMMED = "one stage whose micro-batches' gradients are summed: their terms wait beside every unit"
+    ONCE = "one stage of a single micro-batch: they wait beside the first unit"
+    APART = "the ends of the network lie on different ranks, each of which stores them"
+    TOGETHER = "on one rank of a pipeline, or there are none"
+
+
+@lru_cache(maxsize=64)
+def joined_units(tables: StageTables, tied: Tied, element_bytes: int) -> JoinedUnits:
+    """The units of all configurations with these tables whose tied parameters lie so."""
+    return JoinedUnits.of(_with_tied(tables, tied, element_bytes), tables)
+
+
+def _with_tied(tables: StageTables, where: Tied, element_bytes: int) -> tuple[UnitLabels, ...]:
+    """Labels with tied parameters stored on every rank that reads them."""
+    units = list(tables.units)
+    if where is Tied.TOGETHER:
+        return tuple(units)
+    for tied in tables.tied:
+        first, *others = tied.units
+        if where is Tied.APART:
+            for number in others:
+                units[number] = holding(units[number], tied)
+            continue
+        for number in range(len(units)) if where is Tied.SUMMED else [first]:
+            transient = units[number].transient_bytes + tied.whole_elements * element_bytes
+            units[number] = replace(units[number], transient_bytes=transient)
+    return tuple(units)
 
 
 def uneven_passes_s(configuration: Configuration, passes_s: FloatArray) -> float:

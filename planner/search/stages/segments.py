@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -111,6 +111,7 @@ FEW = 5
 """Ways between two boundary states that are tried otherwise."""
 
 
+@lru_cache(maxsize=4)
 def simplified(task: PartitionTask) -> PartitionTask:
     """The same with few ways of each unit, in the boundary states that serve the most frequent unit best.
 
@@ -129,6 +130,7 @@ def simplified(task: PartitionTask) -> PartitionTask:
     return replace(task, kinds=kinds) if all(len(kind) for kind in kinds) else task
 
 
+@lru_cache(maxsize=4)
 def undominated(task: PartitionTask) -> PartitionTask:
     """The same without ways that another one beats in everything; the task itself where there are none."""
     if task.pieces == 1:
