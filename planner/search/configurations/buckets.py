@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,7 +30,23 @@ LARGEST_PENDING = 100 * MIB
 """Largest bucket where whole gradients wait for their message in every micro-batch."""
 
 
-def bucket_bytes(hardware: Hardware, configuration: Configuration, gradient_bytes: float, pass_s: float) -> int:
+class DataAxis(NamedTuple):
+    """What decides how gradients travel over the data axis of a configuration."""
+
+    sharding: str
+    shard_size: int
+    ranks: int
+    stride: int
+    micro_batches: int
+
+    @classmethod
+    def of(cls, c: Configuration) -> DataAxis:
+        """Read it off a configuration."""
+        return cls(c.optimizer_sharding, c.shard_size, c.data, c.stride("data"), c.micro_batches)
+
+
+@lru_cache(maxsize=4096)
+def bucket_bytes(hardware: Hardware, axis: DataAxis, gradient_bytes: float, pass_s: float) -> int:
     """The size of `BUCKETS` that exposes least of the messages over the data axis; the usual one without any.
 
     Parameters
@@ -39,20 +56,19 @@ def bucket_bytes(hardware: Hardware, configuration: Configuration, gradient_byte
     pass_s : float
         Seconds of both passes of a micro-batch on one rank, a third of them forward.
     """
-    c = configuration
-    shards = 1 if c.optimizer_sharding == "none" else (c.shard_size or c.data)
-    if c.data == 1 or not gradient_bytes or (c.optimizer_sharding == "zero3" and shards == c.data):
+    shards = 1 if axis.sharding == "none" else (axis.shard_size or axis.ranks)
+    if axis.ranks == 1 or not gradient_bytes or (axis.sharding == "zero3" and shards == axis.ranks):
         return USUAL
     hidden = pass_s if hardware.overlaps_communication else 0.0
-    exposed = dict(zip(BUCKETS, _exposed_s(hardware, c, shards, gradient_bytes, hidden), strict=True))
-    return min((b for b in BUCKETS if c.optimizer_sharding != "zero2" or b <= LARGEST_PENDING), key=exposed.__getitem__)
+    exposed = dict(zip(BUCKETS, _exposed_s(hardware, axis, shards, gradient_bytes, hidden), strict=True))
+    return min((b for b in BUCKETS if axis.sharding != "zero2" or b <= LARGEST_PENDING), key=exposed.__getitem__)
 
 
 def _exposed_s(
-    hardware: Hardware, c: Configuration, shards: int, gradient_bytes: float, pass_s: float
+    hardware: Hardware, axis: DataAxis, shards: int, gradient_bytes: float, pass_s: float
 ) -> Iterator[float]:
     """Seconds of a step that messages of each size of `BUCKETS` add to those of the passes."""
-    stride, forward_s, backward_s = c.stride("data"), pass_s / 3, pass_s * 2 / 3
+    sharding, stride, forward_s, backward_s = axis.sharding, axis.stride, pass_s / 3, pass_s * 2 / 3
     lost = hardware.lost_to_messages
     hidden = 1 - lost
 
@@ -64,12 +80,12 @@ def _exposed_s(
     def added(whole: float, work_s: float, last: float = 0.0) -> float:
         return lost * whole + max(hidden * whole - work_s, hidden * last)
 
-    if c.optimizer_sharding == "none":
-        for whole, last in times(Collective.ALL_REDUCE, c.data, stride, gradient_bytes):
+    if sharding == "none":
+        for whole, last in times(Collective.ALL_REDUCE, axis.ranks, stride, gradient_bytes):
             yield added(whole, backward_s, last)
         return
-    among = times(Collective.ALL_REDUCE, c.data // shards, stride * shards, gradient_bytes / shards)
-    if c.optimizer_sharding == "zero3":
+    among = times(Collective.ALL_REDUCE, axis.ranks // shards, stride * shards, gradient_bytes / shards)
+    if sharding == "zero3":
         for whole, last in among:
             yield added(whole, backward_s, last)
         return
@@ -78,8 +94,8 @@ def _exposed_s(
     )
     for (sums, last_sum), (scatter, last), (gather, _) in zip(among, scatters, gathers, strict=True):
         late = added(gather, forward_s)
-        if c.optimizer_sharding == "zero2" and c.micro_batches > 1:
-            yield late + c.micro_batches * added(scatter, backward_s) + added(sums, backward_s, last_sum)
+        if sharding == "zero2" and axis.micro_batches > 1:
+            yield late + axis.micro_batches * added(scatter, backward_s) + added(sums, backward_s, last_sum)
         else:
             yield late + added(scatter + sums, backward_s, last + last_sum)
 

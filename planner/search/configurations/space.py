@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import permutations, product
 
 from planner.request import AXES_BY_PIN, Pins
-from planner.search.configurations.buckets import MIB, bucket_bytes
+from planner.search.configurations.buckets import MIB, DataAxis, bucket_bytes
 from planner.search.configurations.schedule_shapes import ONE_STAGE, SEARCHED, fits_schedule
 from planner.search.configurations.step_model import AXES, Configuration
 from planner.sharding.context import ALGORITHMS, ContextAxis
@@ -87,14 +87,14 @@ def orders(extent: Extent, base: Configuration) -> list[Configuration]:
 
 def storages(extent: Extent, placed: Configuration) -> list[Configuration]:
     """The same with every way to store parameters and optimizer states on the devices, or on the host if so pinned."""
-    return [replace(stored, bucket_bytes=_bucket_bytes(extent, stored)) for stored in shardings(extent, placed)]
-
-
-def shardings(extent: Extent, placed: Configuration) -> list[Configuration]:
-    """`storages` with messages of gradients of any size."""
     offload = _offload(extent)
-    ways = _shardings(extent, placed)
-    return [replace(placed, optimizer_sharding=way, shard_size=size, offload=offload) for way, size in ways]
+    return [
+        replace(
+            placed, optimizer_sharding=way, shard_size=size, offload=offload,
+            bucket_bytes=_bucket_bytes(extent, placed, way, size),
+        )
+        for way, size in _shardings(extent, placed)
+    ]  # fmt: skip
 
 
 def offloaded(extent: Extent, stored: Configuration) -> Configuration | None:
@@ -236,13 +236,14 @@ def _offload(extent: Extent) -> bool:
     return wanted
 
 
-def _bucket_bytes(extent: Extent, stored: Configuration) -> int:
+def _bucket_bytes(extent: Extent, placed: Configuration, way: str, shard_size: int) -> int:
     if extent.pins.bucket_mb is not None:
         return extent.pins.bucket_mb * MIB
-    c = stored
+    c = placed
     ranks = c.tensor * c.context * c.pipeline
     share = extent.gradient_bytes / (c.tensor * c.pipeline * c.expert)
-    return bucket_bytes(extent.hardware, c, share, extent.sample_s * c.micro_batch / ranks)
+    axis = DataAxis(way, shard_size, c.data, c.stride("data"), c.micro_batches)
+    return bucket_bytes(extent.hardware, axis, share, extent.sample_s * c.micro_batch / ranks)
 
 
 @lru_cache(maxsize=4096)

@@ -88,10 +88,10 @@ def least_turns(times: ChunkTimes, ranks: int, chunks: int) -> float:
     """
     if ranks * chunks == 1:
         return float(times.only[-1])
-    limits = [np.unique(np.concatenate([times.inner, end])) for end in (times.first, times.last)]
+    limits = [_ascending(times.inner, end) for end in (times.first, times.last)]
     starts, stops = limits[0][limits[0] >= times.first[0]], limits[1][limits[1] >= times.last[0]]
     if chunks == 1:
-        both = np.unique(np.concatenate([starts, stops]))
+        both = _ascending(starts, stops)
         both = both[both >= max(times.first[0], times.last[0])]
         ends = _held(times.first, both) + _held(times.last, both)
         held = ends + (ranks - 2) * _held(times.inner, both)
@@ -108,10 +108,17 @@ def least_ranks(times: ChunkTimes, ranks: int, *, together: bool) -> float:
     """Least time of the busiest rank, all its chunks taken as one; `together` where one rank holds both ends."""
     if not together:
         return least_turns(times, ranks, 1)
-    limits = np.unique(np.concatenate([times.inner, times.only]))
+    limits = _ascending(times.inner, times.only)
     limits = limits[limits >= times.only[0]]
     held = _held(times.only, limits) + (ranks - 1) * _held(times.inner, limits)
     return float(limits[int(np.argmax(held >= times.blocks))])
+
+
+def _ascending(one: FloatArray, other: FloatArray) -> FloatArray:
+    """Both in one row; what is there twice changes nothing."""
+    both: FloatArray = np.concatenate([one, other])
+    both.sort()
+    return both
 
 
 def _held(times: FloatArray, limits: FloatArray) -> IntArray:

@@ -83,12 +83,12 @@ class StageTables:
         """States of each boundary with their bytes."""
         return self._stage.boundaries
 
-    @property
+    @cached_property
     def least(self) -> Least:
         """Least seconds of both passes between boundary states, and of the whole network, all strategies considered."""
         return self._stage.least
 
-    @property
+    @cached_property
     def priced(self) -> tuple[FloatArray, FloatArray]:
         """Prices (n,) of a kept byte, and the least seconds (n,) of passes and price of what they keep, whole network.
 

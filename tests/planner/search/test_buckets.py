@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.request import Pins
-from planner.search.configurations.buckets import BUCKETS, LARGEST_PENDING, MIB, USUAL, bucket_bytes
+from planner.search.configurations.buckets import BUCKETS, LARGEST_PENDING, MIB, USUAL, DataAxis, bucket_bytes
 from planner.search.configurations.space import Extent, configurations
 from planner.search.configurations.step_model import Configuration
 from simulator.hardware import load_profile
@@ -19,11 +19,11 @@ WIDE = Configuration(data=128, order=("pipeline", "context", "expert", "data", "
 
 
 def test_long_passes_hide_small_messages_and_nothing_hides_large_ones() -> None:
-    free = bucket_bytes(replace(A100, overlap_compute_speed=1.0), WIDE, 200 * MIB, 10.0)
-    exposed = bucket_bytes(A100, WIDE, 20_000 * MIB, 0.0)
+    free = bucket_bytes(replace(A100, overlap_compute_speed=1.0), DataAxis.of(WIDE), 200 * MIB, 10.0)
+    exposed = bucket_bytes(A100, DataAxis.of(WIDE), 20_000 * MIB, 0.0)
     assert free < USUAL < exposed
     # Small messages last longer in all, which kernels beside them pay for.
-    assert free < bucket_bytes(A100, WIDE, 200 * MIB, 10.0) < exposed
+    assert free < bucket_bytes(A100, DataAxis.of(WIDE), 200 * MIB, 10.0) < exposed
 
 
 @given(
@@ -36,7 +36,7 @@ def test_sizes_are_of_the_list_and_pending_gradients_stay_few(
     gradients: float, seconds: float, sharding: str, copies: int
 ) -> None:
     c = replace(WIDE, optimizer_sharding=sharding, shard_size=copies if sharding != "none" else 0, micro_batches=4)
-    found = bucket_bytes(A100, c, gradients, seconds)
+    found = bucket_bytes(A100, DataAxis.of(c), gradients, seconds)
     assert found in BUCKETS
     if sharding == "zero2":
         assert found <= LARGEST_PENDING
@@ -59,7 +59,7 @@ def test_no_other_size_exposes_less(gradients: float, seconds: float) -> None:
         work, whole = seconds * 2 / 3, times[size] * max(1.0, gradients / size)
         return max(work + lost * (whole - times[size]) + times[size], whole) - work
 
-    chosen = bucket_bytes(A100, WIDE, gradients, seconds)
+    chosen = bucket_bytes(A100, DataAxis.of(WIDE), gradients, seconds)
     assert exposed(chosen) == pytest.approx(min(map(exposed, BUCKETS)))
 
 
