@@ -14,7 +14,8 @@ import numpy as np
 from planner.graph.chain import Chain
 from planner.graph.operator_graph import TensorRef
 from planner.instructions import Instruction
-from planner.lowering.body import Body, Gather, Item
+from planner.lowering.alike import Passes, passes_of
+from planner.lowering.body import Gather, Item
 from planner.lowering.copies import NOBODY, Copies, Row, UnalikeError
 from planner.lowering.offload import Fetch
 from planner.lowering.placed import PlacedGraph
@@ -118,7 +119,7 @@ class Blueprint:
         for index in source.stored:
             for name in stored_values(source, index):
                 self.value(name, self.owners[index])
-        self.script = tuple(self._script(Body(source)))
+        self.script = tuple(self._script(passes_of(source)))
 
     def with_messages(self, bucket_bytes: int) -> Blueprint:
         """The same micro-batch, to be gone on with in messages of another size: what is added to one, the other lacks.
@@ -195,14 +196,14 @@ class Blueprint:
 
     # The order of a micro-batch
 
-    def _script(self, body: Body) -> Iterator[Visit]:
+    def _script(self, passes: Passes) -> Iterator[Visit]:
         count = self.source.options.copies
         own: frozenset[str] = frozenset()
         if count > 1:
-            own = values_of_samples(self.source, (item for item in body.items if isinstance(item, Draft)))
+            own = values_of_samples(self.source, (item for item in passes.items if isinstance(item, Draft)))
         spans = [
             _Span(unit, phase, [self._events(self._of_copy(items, own, copy), unit, copy) for copy in range(count)])
-            for unit, phase, items in self._spans(body)
+            for unit, phase, items in self._spans(passes)
         ]
         visits = [*self._visits(spans)]
         if count == 1:
@@ -227,12 +228,12 @@ class Blueprint:
         (event,) = visit.events
         return isinstance(event, Block) and is_message(self.instructions[event.last - 1])
 
-    def _spans(self, body: Body) -> Iterator[tuple[int, Phase, list[Item]]]:
+    def _spans(self, passes: Passes) -> Iterator[tuple[int, Phase, list[Item]]]:
         """Items of the body by the unit and the pass that they belong to."""
         current: tuple[int, Phase] | None = None
         items: list[Item] = []
         begin = 0
-        for index, end in zip(body.nodes, body.reached, strict=True):
+        for index, end in zip(passes.nodes, passes.reached, strict=True):
             if end == begin:
                 continue
             place = self.owners[index], self.graph.nodes[index].phase
@@ -240,7 +241,7 @@ class Blueprint:
                 if current is not None:
                     yield *current, items
                 current, items = place, []
-            items += body.items[begin:end]
+            items += passes.items[begin:end]
             begin = end
         if current is not None:
             yield *current, items

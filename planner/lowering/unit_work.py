@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from planner.graph.chain import Chain
 from planner.graph.operator_graph import Role, TensorRef
 from planner.instructions import written_values
-from planner.lowering.body import Body, Gather
+from planner.lowering.alike import passes_of
+from planner.lowering.body import Gather
 from planner.lowering.host import HOST_STREAM
 from planner.lowering.offload import Fetch
 from planner.lowering.placed import PlacedGraph
@@ -141,7 +142,7 @@ def _unit_work(
     arrives, returns = before.forward if before else None, behind.gradient if behind else None
     given = [ref for ref in (arrives, returns) if ref is not None]
     sent_on = source.written_name(behind.forward) if behind else ""
-    body = Body(source, [i for i in unit.nodes if i not in sums], given, terms, sent_on)
+    body = passes_of(source, [i for i in unit.nodes if i not in sums], given, terms, sent_on)
     coming = [draft for item in body.items if isinstance(item, Fetch) for draft in item.drafts]
     drafts = [item for item in body.items if isinstance(item, Draft)]
     made = {item for item in body.items if isinstance(item, TensorRef)}
