@@ -176,6 +176,8 @@ def _pins(run: TrainingRun, *, stages: bool) -> dict[str, str]:
         sharding = sharding if setup.dp > setup.ep else OptimizerSharding.NONE
     if setup.dp > 1:
         pins["optimizer_sharding"] = str(sharding)
+    if sharding is not OptimizerSharding.NONE:
+        pins["shard_size"] = str(setup.shard_group or setup.dp // setup.ep)
     if stages:
         pins |= {"pp": str(setup.pp), "vpp": str(setup.vpp)}
         if not setup.recompute_layers:

@@ -27,7 +27,7 @@ from planner.graph.norms import check_norms
 from planner.strategy.exchange import Exchange
 from simulator.errors import InputError
 from simulator.hardware import Hardware, load_profile
-from simulator.launches import LAUNCH, MESSAGE_LAUNCHES, SEND_STALL
+from simulator.launches import LAUNCH, MESSAGE_LAUNCHES, SEND_STALL, SHARDED
 
 if TYPE_CHECKING:
     from planner.strategy.plan import Plan
@@ -44,13 +44,15 @@ class Software:
 
     Without ``overlaps`` none travels while kernels run: gradients are summed, and parameters gathered, when passes are
     over. ``gradient_dtype`` is what gradients are summed in, empty where that is the parameters'; with ``whole_sums``
-    ranks that shard optimizer states alone sum them whole.
+    ranks that shard optimizer states alone sum them whole. With ``single_gathers`` sharded parameters are gathered
+    one at a time, each when the device has done all before, and their gradients scattered so.
     """
 
     stack: Stack
     overlaps: bool = True
     gradient_dtype: Literal["", "float32"] = ""
     whole_sums: bool = False
+    single_gathers: bool = False
 
 
 SOFTWARE: Mapping[str, Software] = {
@@ -65,7 +67,7 @@ SOFTWARE: Mapping[str, Software] = {
     "torchtitan": Software(stack=Stack.COMPILED),
     "jax": Software(stack=Stack.COMPILED),
     "megatron_lm": Software(stack=Stack.MEGATRON, overlaps=False),
-    "megatron_deepspeed": Software(stack=Stack.DEEPSPEED, overlaps=False),
+    "megatron_deepspeed": Software(stack=Stack.DEEPSPEED, overlaps=False, single_gathers=True),
     "aleph_alpha_scaling": Software(stack=Stack.DEEPSPEED, overlaps=False, gradient_dtype="float32", whole_sums=True),
     "nemo": Software(stack=Stack.TRANSFORMER_ENGINE),
     "megatron_core": Software(stack=Stack.TRANSFORMER_ENGINE),
@@ -75,7 +77,8 @@ SOFTWARE: Mapping[str, Software] = {
 """Stacks by their own names, for their kernels and launches alone, and software with its habits.
 
 Megatron-LM and what is made of it overlap nothing unless asked to (``--overlap-grad-reduce``). Scaling sums all
-gradients whole and as float32 (``optimizer/allreduce.py`` of github.com/Aleph-Alpha/scaling).
+gradients whole and as float32 (``optimizer/allreduce.py`` of github.com/Aleph-Alpha/scaling). Megatron-DeepSpeed is
+that of 2021, whose ZeRO-3 gathered parameter by parameter (DeepSpeed's issue 1069, pull request 1188).
 """
 
 
@@ -157,5 +160,7 @@ def as_run_by(hardware: Hardware, software: str) -> Hardware:
         training[MESSAGE_LAUNCHES] = 1.0
     if "pipeline_exposed" in own:
         training[SEND_STALL] = own["pipeline_exposed"]
+    if known.single_gathers and "shard_apart" in own:
+        training[SHARDED] = own["shard_apart"]
     overlaps = hardware.overlaps_communication and known.overlaps
     return replace(hardware, training=training, overlaps_communication=overlaps, hash=f"{hardware.hash} {software}")

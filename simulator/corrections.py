@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
+
 from simulator.collectives import FloatArray, collective_time
 from simulator.crowding import crowded
 from simulator.hardware import Hardware
-from simulator.launches import message_launch_s
+from simulator.launches import message_launch_s, sharded_factor
 from simulator.program import CONVOLUTIONS, Collective, Kernel
 from simulator.topology import GroupShape
+
+BoolArray = npt.NDArray[np.bool_]
 
 FACTORS: Mapping[Kernel, str] = {
     Kernel.MATMUL: "matmul",
@@ -52,13 +57,22 @@ def kernel_factor(hardware: Hardware, kernel: Kernel, dtype: str, devices: float
     return hardware.compute_slowdown(devices, kernel) * factor
 
 
-def message_time(hardware: Hardware, collective: Collective, payload: FloatArray, group: GroupShape) -> FloatArray:
+def message_time(
+    hardware: Hardware,
+    collective: Collective,
+    payload: FloatArray,
+    group: GroupShape,
+    sharded: bool | BoolArray = False,
+) -> FloatArray:
     """Seconds (n,) of collectives of `payload` bytes, inside the innermost level or beyond it, with their launches.
 
-    Where other processes of the job share the cores of a group, they take as long as that.
+    Those of ``sharded`` parameters (`simulator.program.Task.sharded`) may travel one by one. Where other processes of
+    the job share the cores of a group, they take as long as that.
     """
     factor, launch_s = _of_group(hardware, group)
-    alone = collective_time(hardware, collective, payload, group) * factor + launch_s
+    apart = sharded_factor(hardware)
+    times = factor if apart == 1.0 else factor * np.where(sharded, apart, 1.0)
+    alone = collective_time(hardware, collective, payload, group) * times + launch_s
     return crowded(hardware.crowding, alone, group.size, hardware.processes) if hardware.crowding else alone
 
 

@@ -33,6 +33,9 @@ known."""
 SEND_STALL = "planned_send_stall"
 """Key of a profile's training: part of the time of a message between stages for which the kernels of its sender stand
 still though the two overlap; there where the software is known."""
+SHARDED = "planned_sharded"
+"""Key of a profile's training: factor on the messages of sharded parameters where they travel one by one and nothing
+runs meanwhile; there where the software is known."""
 LATE_LAUNCHES = 2.0
 """By how many launches a rank is late for each doubling of the processors whose ranks meet; those of one processor
 launch together. Chosen with published steps in view, as in `planner.estimate.step`."""
@@ -55,6 +58,11 @@ def known_software(hardware: Hardware) -> bool:
 def send_stall(hardware: Hardware) -> float:
     """Part of the time of a message between stages for which the kernels of its sender stand still beside it."""
     return hardware.training.get(SEND_STALL, 0.0) if hardware.overlaps_communication else 0.0
+
+
+def sharded_factor(hardware: Hardware) -> float:
+    """Factor on the time of messages of sharded parameters; 1 where they hide, and travel a unit's at once."""
+    return 1.0 if hardware.overlaps_communication else hardware.training.get(SHARDED, 1.0)
 
 
 def launches_of(kernels: Iterable[Kernel], *, chained: bool) -> int:

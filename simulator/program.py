@@ -140,6 +140,7 @@ class Task:
     also run in the order of their indices. ``allocates`` happens when the task starts,
     ``releases`` (names of buffers) when it ends. ``copied_bytes`` are read and written to pack tensors into a message
     and to cut them out of one. ``copies`` is how many copies between a device and its host the task stands for.
+    ``sharded`` messages bring the shards of a unit's parameters together before its passes, or scatter their gradients.
     ``on_host``: the host works, or hosts exchange, on tensors in their memory, while the device waits in its stream.
     ``launched_with`` numbers the pass of a unit in which the host launches it, −1 for what runs besides: kernels of a
     pass take at least as long as their launches (`simulator.launches`).
@@ -162,6 +163,7 @@ class Task:
     axis: str = ""
     payload_bytes: float = 0.0
     copied_bytes: float = 0.0
+    sharded: bool = False
     copies: int = 1
     on_host: bool = False
     launched_with: int = -1

@@ -122,7 +122,8 @@ def _seconds(
                 f"{sorted(shapes)}: add the axis or correct the task"
             )
         payload = np.array([tasks[i].payload_bytes for i in messages])
-        seconds[messages] = message_time(hardware, collective, payload, shapes[axis])
+        sharded = np.array([tasks[i].sharded for i in messages])
+        seconds[messages] = message_time(hardware, collective, payload, shapes[axis], sharded)
         if hardware.copies_apart:
             copied = np.array([tasks[i].copied_bytes for i in messages])
             seconds[messages] += copy_time(hardware, copied, sharing)

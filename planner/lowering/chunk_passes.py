@@ -300,6 +300,7 @@ class PassWriter:
             axis=axis,
             payload_bytes=payload,
             copied_bytes=copied_bytes(message, payload, sizes[step.axis]),
+            sharded=self.source.of_shards(message),
             on_host=on_host,
         )
         return self.work.add(task, message)
@@ -454,6 +455,7 @@ class PassWriter:
             axis=axis,
             payload_bytes=payload,
             copied_bytes=copied_bytes(message, payload, source.sizes[message.axis]),
+            sharded=source.of_shards(message),
             on_host=on_host,
         )
         casts = [

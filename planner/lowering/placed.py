@@ -11,7 +11,7 @@ from math import inf, prod
 from planner.graph.chain import Chain
 from planner.graph.host_tables import NO_TABLES, host_tables
 from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, Role, TensorRef, TensorSpec
-from planner.instructions import LoweredInput
+from planner.instructions import Communicate, LoweredInput
 from planner.kernel_shapes import kernel_shape, local_kernel
 from planner.lowering.groups import BY_SIZE, message_groups
 from planner.lowering.loaded import BATCH_AXES, loaded_placements
@@ -416,6 +416,11 @@ class PlacedGraph:
         if collective is not Collective.ALL_REDUCE and (self.options.exchange.fusion_places or self.by_unit):
             return BY_SIZE
         return self.fusion_groups.get(parameter, BY_SIZE)
+
+    def of_shards(self, message: Communicate) -> bool:
+        """Whether a message is of a unit's parameters that data ranks share out, or of their gradients."""
+        moves = message.asynchronous and message.collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+        return bool(self.by_unit) and moves and self.options.mesh.axes[message.axis].name == "data"
 
     def divisor(self, parameter: int) -> float:
         """What the gradient of a parameter, summed over micro-batches and ranks, is divided by."""

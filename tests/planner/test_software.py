@@ -22,7 +22,7 @@ from planner.strategy.exchange import Exchange
 from planner.strategy.file import plan_from_text, plan_to_text
 from simulator.errors import InputError
 from simulator.hardware import load_profile
-from simulator.launches import LAUNCH, known_software, send_stall
+from simulator.launches import LAUNCH, known_software, send_stall, sharded_factor
 from simulator.program import Collective
 from tests.planner.search.problems import captured
 
@@ -154,6 +154,13 @@ def test_gradients_that_are_summed_whole_are_cut_behind_the_sum() -> None:
         )
     (scattered, _), (nothing, whole) = sent
     assert nothing == 0 < scattered <= whole
+
+
+def test_messages_that_hide_travel_a_unit_at_once() -> None:
+    apart = as_run_by(DGX, "megatron_deepspeed")
+    assert sharded_factor(apart) == shipped_software().coefficients.stacks["deepspeed"]["shard_apart"]
+    assert sharded_factor(replace(apart, overlaps_communication=True)) == 1.0
+    assert [name for name in SOFTWARE if sharded_factor(as_run_by(DGX, name)) != 1.0] == ["megatron_deepspeed"]
 
 
 def test_execution_refuses_a_fused_kernel_that_it_cannot_choose(tmp_path: Path) -> None:

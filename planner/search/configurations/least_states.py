@@ -186,7 +186,7 @@ def exposed_s(model: StepModel, tables: StageTables, stored: Configuration) -> F
         return found
     trained, sizes = tables.least_elements > 0, tables.least_elements * DTYPE_BYTES[model.dtype]
     gather, scatter = (
-        trained * least_messages_s(hardware, one, *group, sizes)
+        trained * least_sharded_s(hardware, one, *group, sizes)
         for one in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     )
     if not hardware.overlaps_communication:
@@ -239,20 +239,23 @@ def least_message_s(hardware: Hardware, collective: Collective, size: int, strid
     return float(_of_payloads_s(hardware, collective, size, stride)[int(np.log2(max(1.0, payload)))])
 
 
-def least_messages_s(
+def least_sharded_s(
     hardware: Hardware, collective: Collective, size: int, stride: int, payloads: FloatArray
 ) -> FloatArray:
-    """`least_message_s` of each of several messages."""
+    """`least_message_s` of each of several messages of sharded parameters."""
     places = np.log2(np.maximum(1.0, payloads)).astype(np.int64)
-    return _of_payloads_s(hardware, collective, size, stride)[places]
+    return _of_payloads_s(hardware, collective, size, stride, sharded=True)[places]
 
 
 @lru_cache(maxsize=4096)
-def _of_payloads_s(hardware: Hardware, collective: Collective, size: int, stride: int) -> FloatArray:
+def _of_payloads_s(
+    hardware: Hardware, collective: Collective, size: int, stride: int, *, sharded: bool = False
+) -> FloatArray:
     """Least seconds of messages of each size of `PAYLOADS` or more."""
     if size == 1:
         return np.zeros_like(PAYLOADS)
-    least: FloatArray = np.minimum.accumulate(payloads_s(hardware, collective, size, stride)[::-1])[::-1]
+    seconds = payloads_s(hardware, collective, size, stride, sharded=sharded)
+    least: FloatArray = np.minimum.accumulate(seconds[::-1])[::-1]
     return least
 
 
@@ -263,6 +266,8 @@ def least_byte_s(hardware: Hardware, collective: Collective, size: int, stride: 
 
 
 @lru_cache(maxsize=4096)
-def payloads_s(hardware: Hardware, collective: Collective, size: int, stride: int) -> FloatArray:
+def payloads_s(
+    hardware: Hardware, collective: Collective, size: int, stride: int, *, sharded: bool = False
+) -> FloatArray:
     """Seconds of messages of each size of `PAYLOADS`."""
-    return message_time(hardware, collective, PAYLOADS, group_shape(hardware, size, stride))
+    return message_time(hardware, collective, PAYLOADS, group_shape(hardware, size, stride), sharded)

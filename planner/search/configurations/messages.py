@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 BatchSums = tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]
 
 
-def message_s(hardware: Hardware, collective: Collective, payload: FloatArray, size: int, stride: int) -> FloatArray:
-    """Seconds (n,) of a collective in groups of `size` ranks, `stride` apart."""
+def message_s(
+    hardware: Hardware, collective: Collective, payload: FloatArray, size: int, stride: int, *, sharded: bool = False
+) -> FloatArray:
+    """Seconds (n,) of a collective in groups of `size` ranks, `stride` apart; of ``sharded`` parameters they differ."""
     if size == 1:
         return np.zeros_like(payload)
-    return message_time(hardware, collective, np.maximum(payload, 1.0), group_shape(hardware, size, stride))
+    return message_time(hardware, collective, np.maximum(payload, 1.0), group_shape(hardware, size, stride), sharded)
 
 
 @lru_cache(maxsize=4096)

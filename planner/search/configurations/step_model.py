@@ -332,9 +332,11 @@ class StepModel(Storage):
             backward_s = self._beside(backward_s, scatter + accumulation, _taking_turns_s(labels, c)[1])
         if c.optimizer_sharding != "zero3":
             return forward_s, backward_s, late_s, np.zeros_like(forward_s), None
-        gather = np.where(size > 0, self.message_s(Collective.ALL_GATHER, size, shards, stride), 0.0) + labels.gather_s
-        scatter = np.where(size > 0, self.message_s(Collective.REDUCE_SCATTER, sent, shards, stride), 0.0) + inside_s
-        scatter = scatter + accumulation
+        gather, scatter = (
+            np.where(size > 0, message_s(self.hardware, one, payload, shards, stride, sharded=True), 0.0)
+            for one, payload in ((Collective.ALL_GATHER, size), (Collective.REDUCE_SCATTER, sent))
+        )
+        gather, scatter = gather + labels.gather_s, scatter + inside_s + accumulation
         if c.pipeline > 1 and self.hardware.overlaps_communication:
             return self._passes_of_stages(labels, (forward_s, backward_s, late_s), (gather, scatter), c, whole)
         if c.schedule in SPLIT:

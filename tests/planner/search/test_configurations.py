@@ -31,8 +31,10 @@ from planner.search.stages.chain_bound import chain_bound, unlike
 from planner.search.stages.partition import partition
 from planner.search.stages.segments import PartitionTask
 from planner.search.units.labels import StageTables
+from planner.software import as_run
 from planner.work import optimizer
 from simulator.hardware import Hardware, load_profile
+from simulator.launches import SHARDED
 from tests.planner.search.made_tables import MadeTables, MadeUnit, made_tables
 from tests.planner.search.test_pipeline_partition import brute_force
 
@@ -110,6 +112,28 @@ def test_the_search_equals_trying_everything(
     if found.found:
         assert found.found[0].objective_s == pytest.approx(best)
         assert found.gap <= 1e-6
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_with_software_that_gathers_one_by_one_the_search_equals_trying_everything(pp: int) -> None:
+    """Messages of sharded parameters take 3.7 times as long: the best of all takes longer, and bounds stay below it."""
+    units, devices, batch = network(2, elements=2e8), 4, 4
+    gathers = as_run(A100, "megatron_deepspeed", "")
+    at_once = replace(gathers, training={**gathers.training, SHARDED: 1.0}, hash="at once")
+    pins, best = Pins(pp=pp, optimizer_sharding="zero3", recompute="full"), []
+    for hardware in (gathers, at_once):
+        found = search(units, devices, batch, 3.0, pins, hardware=hardware, turns_alone=True)
+        extent = Extent(hardware=hardware, devices=devices, global_batch=batch, pins=pins, units=4)
+        step, times = cast(StepModel, TurnsAlone(model(3.0, hardware))), []
+        for c in configurations(extent):
+            tables = made_tables(units, c, hardware)
+            times.append(brute_force(step.task(tables, c)))
+            (bound,) = states_bounds(extent, step, tables, c, [LeastStates.of(step, tables, c)])
+            assert bound <= times[-1] * (1 + 1e-9), c
+        assert found.found[0].objective_s == pytest.approx(min(times))
+        assert found.gap <= 1e-6
+        best.append(min(times))
+    assert best[0] > 1.05 * best[1]
 
 
 def computing_all_again(tables: StageTables) -> StageTables:

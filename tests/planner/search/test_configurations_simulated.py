@@ -29,6 +29,7 @@ from planner.software import as_run
 from planner.strategy.plan import Certificate, Status
 from planner.work import optimizer
 from simulator.hardware import Hardware, load_profile
+from simulator.launches import SHARDED
 from simulator.program import Kernel
 from tests.planner.search.problems import captured
 
@@ -167,6 +168,27 @@ def test_ranks_that_stand_still_go_at_the_pace_of_the_one_with_the_slowest_links
     search = configured(16, 64, "gpt2", 90, replace(hardware, levels=(near, slow)))
     scored = search.scored(search.explore(Pins(pp=16, schedule="1f1b", micro_batch=1, recompute="none"), solves=2), 1)
     assert scored[0].placed.objective_s == pytest.approx(scored[0].prediction.step_time_s, rel=0.04)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_units_gathered_one_by_one_take_as_much_longer_in_both_accounts(pp: int) -> None:
+    """Between nodes gathers and scatters of ZeRO-3 make the step; no other message takes their factor."""
+    named = as_run(load_profile("dgx-a100"), "megatron_deepspeed", "")
+    at_once = replace(named, training={**named.training, SHARDED: 1.0}, hash="at once")
+    steps = []
+    for level, hardware in product(("zero2", "zero3"), (named, at_once)):
+        pins = Pins(
+            pp=pp, tp=1, schedule="1f1b" if pp > 1 else None, micro_batch=1, micro_batches=4, recompute="none",
+            optimizer_sharding=level, shard_size=32 // pp,
+        )  # fmt: skip
+        search = configured(32, 128 // pp, "gpt2", 4, hardware)
+        (scored,) = search.scored(search.explore(pins, solves=1), 1)
+        steps.append((scored.placed.objective_s, scored.prediction.step_time_s))
+    once, same, apart, united = steps
+    assert once == same
+    assert apart[0] == pytest.approx(apart[1], rel=0.05)
+    assert apart[0] - united[0] == pytest.approx(apart[1] - united[1], rel=0.08)
+    assert apart[1] > 1.5 * united[1]
 
 
 SHAPES = [
