@@ -14,7 +14,7 @@ from planner.lowering.adding import ACCUMULATE
 from planner.lowering.groups import ALONE, BY_SIZE
 from planner.lowering.packing import copied_bytes
 from planner.lowering.placed import PlacedGraph
-from planner.lowering.turns import in_turn
+from planner.lowering.turns import in_turn, is_message
 from planner.lowering.unit_work import BESIDE, KERNELS, Mark, Part, UnitWork
 from planner.lowering.ways import Wanted, moves_together
 from planner.lowering.work import Work
@@ -184,9 +184,11 @@ class PassWriter:
             yield copy, number, END
 
     def _ends_turn(self, step: tuple[int, int, int]) -> bool:
-        """Whether another copy goes on behind a step: while a message travels."""
+        """Whether another copy goes on behind a step: while a message travels that no operator waits for inside."""
         _, number, index = step
-        return index >= 0 and self.parts[number].operators[index].stream != KERNELS
+        if index < 0 or self.parts[number].operators[index].stream == KERNELS:
+            return False
+        return any(is_message(self.work.instructions[task]) for task in self.parts[number].operators[index].tasks)
 
     def _add(self, tasks: list[int], stream: int, after: list[int], ahead: bool = False) -> int:
         self.draft.tasks.append(tasks)

@@ -251,6 +251,11 @@ def gradient_of_stage(parameter: str, stage: int) -> str:
     return f"{parameter}.gradient of stage {stage}"
 
 
+def sums_of(parameter: str) -> str:
+    """What a rank's update calls what it needs of a whole parameter, before any message; those behind add ``@axis``."""
+    return f"{parameter}.sums"
+
+
 def _update(
     source: PlacedGraph,
     stages: Sequence[StageInstructions],
@@ -286,9 +291,7 @@ def _update(
             yield all_reduced(axes + tied[index], [before], [totals[index]], "" if wide == spec.dtype else wide)
     if checks_gradients(source):
         yield from _check(source, list(totals.values()), ties)
-    sums = (
-        {index: f"{source.graph.nodes[index].name}.sums" for index in totals} if source.options.optimizer.sums else {}
-    )
+    sums = {index: sums_of(source.graph.nodes[index].name) for index in totals} if source.options.optimizer.sums else {}
     for index, target in sums.items():
         name = source.graph.nodes[index].name
         yield BeginUpdate(parameter=name, gradient=totals[index], divisor=source.divisor(index), target=target)

@@ -15,6 +15,7 @@ from planner.graph.scaling import at_batch, at_precision
 from planner.instructions import Accumulate, Communicate, Compute, read_values, value_of_copy, written_values
 from planner.lowering.checked import fits_copies, lower
 from planner.lowering.stages import lower_stages
+from planner.lowering.turns import is_message
 from planner.planning import PlanRequest, plan_network
 from planner.prediction import predict_plan
 from planner.strategy.file import plan_from_text, plan_to_text
@@ -144,6 +145,24 @@ def test_passes_of_stages_run_both_copies_in_turn() -> None:
             assert waited
             assert waited // 2 < sum(a != b for a, b in pairwise(order)) <= 2 * waited + 1
             assert all(i.asynchronous for i in one.instructions if isinstance(i, Communicate) and i.sources)
+
+
+def test_messages_inside_operators_end_no_turn() -> None:
+    """An operator waits for what it sends: the other copy goes on behind messages that stand by themselves."""
+    pins = {"pp": "2", "cp": "2", "dp": "1", "tp": "1", "micro_batch": "4", "copies": "2", "context_algorithm": "ring"}
+    pins |= {"schedule": "1f1b", "recompute": "none"}
+    request = PlanRequest(
+        network="zoo:gpt2-tiny", hardware="dgx-a100", devices=4, global_batch=16, pins=pins, top=1, sensitivity=False
+    )
+    plan = plan_network(request, graph=captured("gpt2-tiny")).candidates[0].plan
+    lowered = lower_stages(plan, at_batch(captured("gpt2-tiny"), plan.samples))
+    for stage in lowered.stages:
+        for one in stage.passes.values():
+            inside = [i for i in one.instructions if isinstance(i, Communicate) and not i.sources]
+            assert inside
+            order = [i.copy for i in one.instructions if isinstance(i, Compute)]
+            turns = 2 * sum(map(is_message, one.instructions)) + 1
+            assert sum(a != b for a, b in pairwise(order)) <= turns
 
 
 def test_every_value_of_a_pass_is_there_when_it_is_read() -> None:

@@ -11,17 +11,12 @@ import torch
 
 from planner.execution.job import input_specs
 from planner.execution.launch.starting import Prepared
-from planner.execution.measuring.recorded import timed_instructions
+from planner.execution.measuring.recorded import timed_instructions, update_payload
 from planner.instructions import Communicate, Instruction, LoweredPlan, LoweredStages, StoredParameter
-from planner.lowering.overflow import FLAG, FLAG_BYTES
-from planner.lowering.stages import gradient_of_stage
 from planner.sharding.placement import local_shape
 from simulator.calibration.machine import BACKENDS
 from simulator.program import Task
 from simulator.schedules import ActionKind
-
-SUMS = 2
-"""Norms that an update of a sharded parameter adds up over ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +130,7 @@ def rank_line(lowered: LoweredPlan | LoweredStages, rank: int) -> RankLine:
             for spec, entry in zip(input_specs(lowered), lowered.inputs, strict=True)
             if entry.name in read
         },
-        messages=tuple(_messages(lowered, rank, stored)),
+        messages=tuple(_messages(lowered, rank)),
     )
 
 
@@ -164,9 +159,7 @@ def _stored_bytes(lowered: LoweredPlan | LoweredStages, stored: tuple[StoredPara
 # Messages
 
 
-def _messages(
-    lowered: LoweredPlan | LoweredStages, rank: int, stored: tuple[StoredParameter, ...]
-) -> Iterator[MessageLine]:
+def _messages(lowered: LoweredPlan | LoweredStages, rank: int) -> Iterator[MessageLine]:
     """Collectives in the order of their first use, then what crosses between stages, then those of the update."""
     counts: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
     sizes: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
@@ -187,7 +180,7 @@ def _messages(
                 group = _group(lowered, rank, update.axis)
                 axes = lowered.mesh.axes
                 axis = axes[update.axis].name if update.axis < len(axes) else "shared parameters"
-                add(update.collective.value, axis, group, 1, _update_bytes(lowered, rank, update, stored))
+                add(update.collective.value, axis, group, 1, update_payload(lowered, rank, update))
     for key, count in counts.items():
         yield MessageLine(collective=key[0], axis=key[1], group=key[2], count=count, total_bytes=sizes[key])
 
@@ -227,13 +220,3 @@ def _crossings(lowered: LoweredStages, rank: int) -> Iterator[tuple[int, int]]:
         if crossing is not None and int(schedule.stage_rank[there]) != place:
             peer = base + int(schedule.stage_rank[there]) * stride
             yield peer, lowered.copies * prod(crossing.shape) * getattr(torch, crossing.dtype).itemsize
-
-
-def _update_bytes(lowered: LoweredStages, rank: int, message: Communicate, stored: tuple[StoredParameter, ...]) -> int:
-    """Bytes of gradients, or of the sums of an update, that travel at the end of a step."""
-    sizes = _stored_bytes(lowered, stored)
-    stages = lowered.ranks[lowered.pipeline_rank(rank)].stages
-    gradients = {gradient_of_stage(value, stage): size for value, size in sizes.items() for stage in stages}
-    if message.sources[0].startswith(FLAG):
-        return FLAG_BYTES
-    return sum(gradients.get(source, SUMS * torch.float32.itemsize) for source in message.sources)

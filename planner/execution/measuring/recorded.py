@@ -21,7 +21,9 @@ from planner.instructions import (
     LoweredStages,
     Update,
 )
+from planner.lowering.overflow import FLAG, FLAG_BYTES
 from planner.lowering.packing import copied_bytes
+from planner.lowering.stages import sums_of
 from planner.sharding.placement import MeshAxis, local_shape
 from planner.strategy.plan import Plan
 from planner.work import optimizer, update_traffic
@@ -31,6 +33,8 @@ from simulator.schedules import ActionKind
 
 FloatArray = NDArray[np.float64]
 NANOSECONDS = 1e9
+SUMS = 2
+"""Norms that an update of a sharded parameter adds up over ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,24 +190,29 @@ def timed_instructions(lowered: LoweredPlan | LoweredStages, rank: int) -> Itera
                 yield instruction, task, runs.get((stage, kind, variant), 0)
 
 
-def _update_payload(lowered: LoweredPlan | LoweredStages, rank: int, message: Communicate) -> float:
-    """Bytes of the gradients that a message at the end of a pipeline's step adds up; those of a number for others."""
-    assert isinstance(lowered, LoweredStages)
+def update_payload(lowered: LoweredStages, rank: int, message: Communicate) -> float:
+    """Bytes of a message at the end of a pipeline's step: of gradients, of sums over whole parameters, or of a flag."""
+    if message.sources[0].startswith(FLAG):
+        return float(FLAG_BYTES)
+    nodes = {node.name: node for node in lowered.graph.nodes}
     total = 0.0
     for stored in lowered.ranks[lowered.pipeline_rank(rank)].parameters:
+        spec = nodes[stored.value].outputs[0]
         if any(source.startswith(f"{stored.value}.gradient") for source in message.sources):
-            spec = next(node for node in lowered.graph.nodes if node.name == stored.value).outputs[0]
             width = DTYPE_BYTES[message.dtype or spec.dtype]
             total += width * float(np.prod(local_shape(spec.shape, stored.placements, lowered.mesh.sizes)))
-    return total or float(DTYPE_BYTES["float32"])
+        elif any(source.partition("@")[0] == sums_of(stored.value) for source in message.sources):
+            total += SUMS * max(DTYPE_BYTES["float32"], DTYPE_BYTES[spec.dtype])
+    return total
 
 
 def _update_task(plan: Plan, lowered: LoweredPlan | LoweredStages, rank: int, instruction: Instruction) -> Task:
     """What an instruction at the end of a pipeline's step is timed as."""
     mesh = lowered.mesh
     if isinstance(instruction, Communicate):
+        assert isinstance(lowered, LoweredStages)
         axes: list[MeshAxis | ProgramAxis] = [*mesh.axes, *tie_axes(lowered)]
-        payload = _update_payload(lowered, rank, instruction)
+        payload = update_payload(lowered, rank, instruction)
         return Task(
             name="messages of the update",
             phase=Phase.UPDATE,

@@ -69,8 +69,23 @@ def _collectives(tasks: Any) -> Iterator[Sent]:
             yield str(task.collective), task.axis, task.payload_bytes
 
 
+def expected_messages(plan: Plan, lowered: LoweredPlan | LoweredStages, rank: int) -> list[Sent]:
+    """The messages of a step of one rank, as they are timed."""
+    if isinstance(lowered, LoweredPlan):
+        return planned_messages(lowered)
+    return planned_stage_messages(plan, lowered, rank)
+
+
 def record(job: Job) -> list[list[Sent]]:
     """Train as one rank and return the messages of each step."""
+    with messages_of(job) as steps:
+        worker.train(job)
+    return steps
+
+
+@contextmanager
+def messages_of(job: Job) -> Iterator[list[list[Sent]]]:
+    """Note the messages of each step of a job that is trained inside."""
     steps: list[list[Sent]] = []
     axes: dict[tuple[int, ...] | None, str] = {None: CROSSING}
     which = worker.StageInterpreter if isinstance(job.lowered, LoweredStages) else worker.Interpreter
@@ -91,8 +106,7 @@ def record(job: Job) -> list[list[Sent]]:
         return found
 
     with patch.object(which, "run_step", recorded_step), patch.object(worker, "_groups", groups):
-        worker.train(job)
-    return steps
+        yield steps
 
 
 def _members(group: Any) -> tuple[int, ...] | None:

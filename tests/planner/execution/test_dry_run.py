@@ -8,7 +8,9 @@ import pytest
 from torch.distributed.pipelining.schedules import _Action
 
 from planner.execution.launch.dry_run import rank_line
+from planner.execution.measuring.recorded import rank_entries
 from planner.execution.run import ExecuteOptions, rehearse
+from planner.instructions import BeginUpdate, Communicate
 from planner.strategy.file import write_plan
 from planner.strategy.loading import lower_to_run
 from tests.planner.execution.made import make_plan
@@ -60,6 +62,22 @@ def test_copies_of_a_micro_batch_cross_together():
     whole, halves = (rank_line(lower_to_run(replace(plan, copies=copies), "unused"), 0) for copies in (1, 2))
     sends = [[message for message in line.messages if message.collective == "send"] for line in (whole, halves)]
     assert sends[0] == sends[1] != []
+
+
+def test_stages_add_up_norms_of_the_parameters_that_their_ranks_share():
+    """LAMB needs two numbers of every whole parameter, in the precision that it is updated in."""
+    plan = replace(make_plan("zoo:gpt2-tiny", 4, batch=8, tp=2, pp=2, vpp=1, schedule="1f1b"), optimizer="lamb")
+    lowered = lower_to_run(plan, "unused", precision="fp64")
+    for rank in range(4):
+        update = lowered.ranks[lowered.pipeline_rank(rank)].update
+        begun = {one.target for one in update if isinstance(one, BeginUpdate)}
+        sums = [one for one in update if isinstance(one, Communicate) and begun.intersection(one.sources)]
+        assert sum(len(one.sources) for one in sums) > 1
+        timed = [entry.task.payload_bytes for entry in rank_entries(plan, lowered, rank)]
+        assert {2.0 * 8 * len(one.sources) for one in sums} <= {*timed}
+        told = sum(line.total_bytes for line in rank_line(lowered, rank).messages)
+        least = rank_line(lower_to_run(replace(plan, optimizer="sgd"), "unused", precision="fp64"), rank).messages
+        assert told == sum(line.total_bytes for line in least) + sum(2 * 8 * len(one.sources) for one in sums)
 
 
 def test_a_dry_run_starts_nothing_and_says_what_this_machine_lacks(tmp_path, monkeypatch):

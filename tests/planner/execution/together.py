@@ -31,6 +31,7 @@ from planner.execution.verification import (
 )
 from planner.lowering.checked import checked_graph, lower
 from planner.lowering.stages import lower_stages
+from planner.strategy.plan import Plan
 from simulator.calibration.launch import run_workers
 from simulator.errors import ExecutionError, MeshwrightError
 from tests.planner.execution.combinations import (
@@ -41,7 +42,14 @@ from tests.planner.execution.combinations import (
     shared_tables,
     shown,
 )
-from tests.planner.execution.recording import record_gradients, reference_gradients, whole_gradients
+from tests.planner.execution.recording import (
+    Sent,
+    expected_messages,
+    messages_of,
+    record_gradients,
+    reference_gradients,
+    whole_gradients,
+)
 
 STEPS = 3
 EXACT = "fp64"
@@ -52,10 +60,14 @@ MULTIPLE = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Losses of a job and the whole gradients of its steps, by parameter, or the error that it ended with."""
+    """Losses of a job and the whole gradients of its steps, by parameter, or the error that it ended with.
+
+    ``messages`` are those of every step of every rank.
+    """
 
     losses: tuple[float, ...] = ()
     gradients: Mapping[str, list[Tensor]] = field(default_factory=dict)
+    messages: Sequence[list[list[Sent]]] = ()
     error: str = ""
 
 
@@ -95,7 +107,9 @@ def _train_each(folder: Path, count: int) -> None:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
         job: Job = pickle.loads((folder / f"{number}.job").read_bytes())
         beside = folder / f"{number}.{membership.rank}.part"
-        beside.write_bytes(pickle.dumps(record_gradients(job)))
+        with messages_of(job) as messages:
+            found = record_gradients(job)
+        beside.write_bytes(pickle.dumps((*found, messages)))
         beside.rename(beside.with_suffix(".done"))
 
 
@@ -105,7 +119,8 @@ def _outcome(folder: Path, number: int, devices: int) -> Outcome | None:
     if not all(file.exists() for file in files):
         return None
     ranks = [pickle.loads(file.read_bytes()) for file in files]
-    return Outcome(losses=ranks[0][1], gradients=whole_gradients([pieces for pieces, _ in ranks], STEPS))
+    pieces, losses, messages = zip(*ranks, strict=True)
+    return Outcome(losses=losses[0], gradients=whole_gradients([*pieces], STEPS), messages=messages)
 
 
 # Held against one process
@@ -156,8 +171,9 @@ class Trials:
         if name in self.refused:
             return self.refused[name]
         job, outcome = self.jobs[name], self._outcomes[name]
-        if outcome.error:
-            return outcome.error
+        other = outcome.error or _other_messages(outcome, plan_of(chosen), job)
+        if other:
+            return other
         alone = self._in_one_process(job, precision)
         if precision == EXACT:
             found = _unequal(outcome, alone)
@@ -182,6 +198,18 @@ class Trials:
 def name_of(chosen: Combination, precision: str) -> str:
     """What a combination is called."""
     return f"{precision} {shown(chosen)}"
+
+
+def _other_messages(outcome: Outcome, plan: Plan, job: Job) -> str:
+    """Where the messages of a rank are not those that are timed, in kind, group, bytes or order."""
+    for rank, steps in enumerate(outcome.messages):
+        planned = expected_messages(plan, job.lowered, rank)
+        for sent in steps:
+            if sent != planned:
+                place = next((i for i, pair in enumerate(zip(sent, planned, strict=False)) if pair[0] != pair[1]), -1)
+                ran, timed = (f"{one[place] if one else None} of {len(one)}" for one in (sent, planned))
+                return f"rank {rank}, message {place}: {ran} is sent, {timed} is timed"
+    return ""
 
 
 def _unequal(outcome: Outcome, alone: Outcome, disturbed: Outcome | None = None) -> str:
