@@ -165,7 +165,7 @@ def step_of_passes(schedule: Schedule, forward_s: FloatArray, backward_s: FloatA
     return max(free)
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=256)
 def _passes_in_order(schedule: Schedule) -> tuple[IntArray, list[int], list[int], list[int], list[int]]:
     """Groups in an order in which they can be timed; again as a list, their ranks, and what both actions need or -1."""
     groups = np.cumsum(np.concatenate(([True], ~schedule.paired[:-1]))) - 1

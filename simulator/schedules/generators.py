@@ -153,7 +153,7 @@ TWO_CHUNKS = frozenset({"zbv", "dualpipe", "dualpipe_v"})
 """Schedules that need two stages a rank."""
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int | None = None) -> Schedule:
     """The schedule of a name; ``chunks`` stages a rank, by default as many as the schedule needs.
 
