@@ -81,11 +81,18 @@ def message_bytes(
         Ranks of the axis whose rule has the message; only messages of ``uncut`` tensors ask for it.
     """
     specs = (*(graph.spec(ref) for ref in node.tensor_inputs), *node.outputs)
-    total = shares[0] * 0.0 + bytes_of_sums(node, message.elements)
+    total = shares[0] * 0.0
+    if message.elements:
+        total = total + bytes_of_sums(node, message.elements) * shares[_of_channels(node)]
     times = message.gathered * (size if message.uncut else 1)
     for position in message.tensors:
         total = total + shares[position] * (sent_bytes(specs[position], message) * times)
     return total
+
+
+def _of_channels(node: Node) -> int:
+    """Number of a tensor of a batch norm that has an element a channel: its mean, or what its gradient reads of it."""
+    return len(node.tensor_inputs) + 1 if node.phase is Phase.FORWARD else 2
 
 
 def sent_bytes(spec: TensorSpec, message: InnerMessage) -> float:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.lowering.placed import local_share
 from planner.sharding.inner_messages import inner_messages, message_bytes, message_count, waiting_time
 from planner.sharding.rules import InnerMessage, Rule, rules_for
-from simulator.program import Collective
+from simulator.program import Collective, Phase
 from tests.planner.sharding.single_nodes import Given, one_node
 
 KEYS = InnerMessage(Collective.SEND, tensors=(1, 2), circulating=True, overlapped=True)
@@ -39,8 +41,32 @@ def test_payload_follows_what_is_local() -> None:
     assert message_bytes(graph, node, rows, [1.0, 1 / 6, 1.0, 1.0, 1.0], 3) == pytest.approx(whole / 2 / 4)
     narrow, pieces = one_node("aten._log_softmax.default", Given((8, 16), "bfloat16"), 1, False)
     assert message_bytes(narrow, pieces, replace(rows, tensors=(0,), divisor=16), [0.5, 0.5], 2) == 8 * 4
-    fixed = InnerMessage(Collective.ALL_REDUCE, elements=10)
-    np.testing.assert_allclose(message_bytes(graph, node, fixed, states), [40.0, 40.0])
+
+
+IMAGE, CHANNELS = Given((8, 6, 4, 4), batch=0), Given((6,))
+
+
+@pytest.mark.parametrize(
+    ("phase", "call"),
+    [
+        (Phase.FORWARD, ("aten._native_batch_norm_legit.no_stats", IMAGE, CHANNELS, CHANNELS, True, 0.1, 1e-5)),
+        (Phase.BACKWARD, ("aten.native_batch_norm_backward.default", IMAGE, IMAGE, CHANNELS, None, None,
+                          CHANNELS, CHANNELS, True, 1e-5, [True, True, True])),
+        (Phase.BACKWARD, ("aten.native_batch_norm_backward.default", IMAGE, IMAGE, None, None, None,
+                          CHANNELS, CHANNELS, True, 1e-5, [True, False, False])),
+    ],
+)  # fmt: skip
+def test_ranks_with_some_channels_sum_over_the_batch_for_these_alone(phase: Phase, call: tuple[Any, ...]) -> None:
+    graph, node = one_node(*call, batch_output=0)
+    node = replace(node, phase=phase)
+    rules = rules_for(graph, node)
+    by_batch = next(rule for rule in rules if rule.reduced_elements)
+    by_channel = next(rule for rule in rules if rule.outputs[0] == 1 and 0 in rule.inputs)
+    (message,) = inner_messages(by_batch)
+    for other, channels in ((by_batch, 6), (by_channel, 2)):
+        placed = zip((*by_batch.inputs, *by_batch.outputs), (*other.inputs, *other.outputs), strict=True)
+        shares = [local_share(placements, (1, 3)) for placements in placed]
+        assert message_bytes(graph, node, message, shares, 1) == 2 * 8 * channels
 
 
 def test_a_loss_that_is_cut_by_classes_may_run_in_another_precision() -> None:
