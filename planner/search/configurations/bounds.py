@@ -160,8 +160,9 @@ def passes_bound(
     """
     c, share = configuration, _filled(configuration, computed_ahead(extent, configuration))
     # What is least of every kind is least with the least passes.
-    between_s = np.array([ways.values[:, STEADY].min() for ways in least_ways(tables)])
-    passes_s = np.maximum(between_s + model.batch_sums_s(tables, c, least=True).sum(axis=1), tables.launches_s)
+    passes_s = np.maximum(
+        _least_between_s(tables) + model.batch_sums_s(tables, c, least=True).sum(axis=1), tables.launches_s
+    )
     least = np.zeros((len(passes_s), COLUMNS + 1))
     least[:, FILL] = share * passes_s
     least[:, STEADY] = least[:, _BEHIND] = (c.micro_batches - share) * passes_s
@@ -205,6 +206,12 @@ def _passes_task(
         still_sends=shape.still_sends,
         uneven_s=partial(uneven_passes_s, c) if c.virtual > 1 else None,
     )
+
+
+@lru_cache(maxsize=256)
+def _least_between_s(tables: StageTables) -> FloatArray:
+    """(units,) least steady seconds of one micro-batch between any boundary states."""
+    return np.array([ways.values[:, STEADY].min() for ways in least_ways(tables)])
 
 
 @lru_cache(maxsize=256)

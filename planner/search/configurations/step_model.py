@@ -454,13 +454,23 @@ class StepModel(Storage):
         With what operators that sum in their middle take longer than in one piece, cut by the whole tensor axis. The
         ``least`` are those of any number of ranks that share states.
         """
-        c, decisions = configuration, tables.decisions
-        if c.data == 1 or not decisions.sums_over_batch:
+        c = configuration
+        if c.data == 1 or not tables.decisions.sums_over_batch:
             return np.zeros((len(tables.chain.units), 2))
-        grown = tables.parts.graph.batch_size / decisions.graph.batch_size
-        longer = summing_s(self.hardware, decisions.summed_work, grown, 1.0 / c.tensor, c.devices)
-        given = self.hardware, decisions.batch_sums, c.data, c.stride("data")
-        return longer + (least_batch_sums_s(*given) if least else batch_sums_s(*given, c.shard_size))
+        shards = None if least else c.shard_size
+        return _batch_sums_s(self.hardware, tables, c.data, c.stride("data"), shards, c.tensor, c.devices)
+
+
+@lru_cache(maxsize=1024)
+def _batch_sums_s(
+    hardware: Hardware, tables: StageTables, data: int, stride: int, shards: int | None, tensor: int, devices: int
+) -> FloatArray:
+    """`StepModel.batch_sums_s` by what it depends on; the least of all where there are no ``shards``."""
+    decisions = tables.decisions
+    grown = tables.parts.graph.batch_size / decisions.graph.batch_size
+    longer = summing_s(hardware, decisions.summed_work, grown, 1.0 / tensor, devices)
+    given = hardware, decisions.batch_sums, data, stride
+    return longer + (least_batch_sums_s(*given) if shards is None else batch_sums_s(*given, shards))
 
 
 def _taking_turns_s(labels: UnitLabels, c: Configuration) -> tuple[FloatArray, FloatArray]:

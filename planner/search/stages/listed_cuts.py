@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import chain, combinations
 from math import comb
 
 import numpy as np
@@ -22,11 +21,16 @@ def few_cuts(units: int, pieces: int) -> bool:
 @lru_cache(maxsize=32)
 def listed_cuts(units: int, pieces: int) -> tuple[IntArray, IntArray]:
     """First and last unit of each chunk, (chunks, cuts) each, of every cut in lexical order."""
-    count = comb(units - 1, pieces - 1)
-    flat = chain.from_iterable(combinations(range(1, units), pieces - 1))
-    inner = np.fromiter(flat, dtype=np.int64, count=count * (pieces - 1)).reshape(count, pieces - 1).T
-    first = np.vstack([np.zeros((1, count), dtype=np.int64), inner])
-    last = np.vstack([inner - 1, np.full((1, count), units - 1, dtype=np.int64)])
+    begins = [np.zeros(1, dtype=np.int64)]
+    for chunk in range(1, pieces):
+        # Each chunk behind this one has a unit at least.
+        more = units - pieces + chunk - begins[-1]
+        cut = np.repeat(np.arange(len(more)), more)
+        nth = np.arange(len(cut)) - (np.cumsum(more) - more).take(cut)
+        begins = [*(begun.take(cut) for begun in begins), begins[-1].take(cut) + 1 + nth]
+    first = np.array(begins)
+    last = np.full_like(first, units - 1)
+    np.subtract(first[1:], 1, out=last[:-1])
     return first, last
 
 
@@ -46,17 +50,19 @@ def listed_s(busy: FloatArray, fill: FloatArray, rank_of: IntArray, in_turns: bo
     rank_of : (chunks,) rank of each chunk
     in_turns : the longest chunk of each turn counts; else the busiest rank with all of its chunks
     """
-    place = _places(len(busy), len(rank_of))
-    chunks = busy.ravel()[place]
-    ranks = int(rank_of.max()) + 1
-    if in_turns:
-        busiest = chunks.reshape(-1, ranks, chunks.shape[1]).max(axis=1).sum(axis=0)
-    else:
-        sums = np.zeros((ranks, chunks.shape[1]))
-        for chunk, rank in enumerate(rank_of.tolist()):
-            sums[rank] += chunks[chunk]
-        busiest = sums.max(axis=0)
-    seconds: FloatArray = busiest + fill.ravel()[place].sum(axis=0)
+    places, of_ranks = _places(len(busy), len(rank_of)), rank_of.tolist()
+    ranks, count = max(of_ranks) + 1, places.shape[1]
+    busy, fill = busy.ravel(), fill.ravel()
+    spent: FloatArray = np.zeros(count)
+    rows = np.zeros((len(of_ranks) // ranks if in_turns else ranks, count))
+    for chunk, (place, rank) in enumerate(zip(places, of_ranks, strict=True)):
+        spent += fill.take(place)
+        if in_turns:
+            row = rows[chunk // ranks]
+            np.maximum(row, busy.take(place), out=row)
+        else:
+            rows[rank] += busy.take(place)
+    seconds: FloatArray = (rows.sum(axis=0) if in_turns else rows.max(axis=0)) + spent
     return seconds
 
 
