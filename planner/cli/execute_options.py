@@ -17,6 +17,7 @@ from planner.cli.options import (
     Slowdown,
     SlowLinks,
     Stragglers,
+    TrustFile,
     natural,
     natural_or_zero,
     rate,
@@ -123,6 +124,7 @@ class ExecuteArguments:
         typer.Option("--trace", metavar="FILE", help="Write the step as predicted and as measured for Perfetto."),
     ] = None
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the result as JSON.")] = None
+    trust_file: TrustFile = False
     as_json: JsonFlag = False
     quiet: QuietFlag = False
     debug: DebugFlag = False

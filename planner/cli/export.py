@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, check_out
+from planner.cli.options import DebugFlag, JsonFlag, QuietFlag, TrustFile, check_out
 from planner.cli.terminal import Terminal
 
 
@@ -23,6 +23,7 @@ def export(
     strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="A strategy file, of either format.")],
     out: Annotated[Path, typer.Option("--out", metavar="FILE.json", help="Where to write.")],
     to: Annotated[Format, typer.Option("--to", help="The format to write.")] = Format.MINDSPORE,
+    trust_file: TrustFile = False,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
     debug: DebugFlag = False,

@@ -16,8 +16,9 @@ def networks(as_json: JsonFlag = False, quiet: QuietFlag = False, debug: DebugFl
       meshwright networks
       meshwright networks --quiet     # names only
 
-    Besides zoo:NAME, NETWORK may be hf:PATH (a Hugging Face config.json or the folder that holds one)
-    or py:module:factory (a function that returns a module and example inputs).
+    Besides zoo:NAME, NETWORK may be hf:PATH (a Hugging Face config.json or the folder that holds one),
+    py:module:factory (a function that returns a module and example inputs) or pt2:FILE (a saved
+    torch.export program with its loss; loading one may run code in it, so --trust-file is asked for).
     """
     from planner.networks import list_networks
 

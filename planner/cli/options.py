@@ -120,10 +120,26 @@ def _whole(text: str, least: int, most: int | None = None) -> int:
     return int(text)
 
 
+def _trust(context: typer.Context, given: bool) -> bool:
+    """Let this command, and the processes that it starts, load saved programs."""
+    if given:
+        from planner.networks.trust import trust_files
+
+        trust_files(True)
+        context.call_on_close(lambda: trust_files(False))
+    return given
+
+
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
 QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="Print only what a script needs.")]
 DebugFlag = Annotated[
     bool, typer.Option("--debug", callback=_remember_debug, is_eager=True, help="Show where an error comes from.")
+]
+TrustFile = Annotated[
+    bool,
+    typer.Option(
+        "--trust-file", callback=_trust, is_eager=True, help="Load pt2:FILE, although that may run code in it."
+    ),
 ]
 GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", parser=natural, metavar="N", help="Samples of one step.")

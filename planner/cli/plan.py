@@ -24,6 +24,7 @@ from planner.cli.options import (
     SearchMode,
     SequenceLength,
     SoftwareOption,
+    TrustFile,
     check_out,
     how_many,
     natural,
@@ -40,7 +41,7 @@ class PlanArguments:
     """Arguments and options, None where not given."""
 
     network: Annotated[
-        str | None, typer.Argument(help="zoo:NAME, hf:PATH or py:module:factory.", metavar="NETWORK")
+        str | None, typer.Argument(help="zoo:NAME, hf:PATH, py:module:factory or pt2:FILE.", metavar="NETWORK")
     ] = None
     hardware: Annotated[
         str | None, typer.Option("--hw", metavar="PROFILE", help="A profile's name or the path of one.")
@@ -77,6 +78,7 @@ class PlanArguments:
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="The strategy file to write [strategy.json].")
     ] = None
+    trust_file: TrustFile = False
     as_json: JsonFlag = False
     quiet: QuietFlag = False
     debug: DebugFlag = False

@@ -16,6 +16,7 @@ from planner.cli.options import (
     Slowdown,
     SlowLinks,
     Stragglers,
+    TrustFile,
     natural_or_zero,
     rate,
 )
@@ -84,6 +85,7 @@ class SimulateArguments:
     seed: Annotated[
         int, typer.Option("--seed", parser=natural_or_zero, metavar="N", help="Of slow ranks and failures.")
     ] = 0
+    trust_file: TrustFile = False
     as_json: JsonFlag = False
     quiet: QuietFlag = False
     debug: DebugFlag = False

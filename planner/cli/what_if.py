@@ -23,6 +23,7 @@ from planner.cli.options import (
     SearchMode,
     SequenceLength,
     SoftwareOption,
+    TrustFile,
     check_out,
     natural,
     read_device_counts,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 class WhatIfArguments:
     """Arguments and options, None where not given."""
 
-    network: Annotated[str, typer.Argument(help="zoo:NAME, hf:PATH or py:module:factory.", metavar="NETWORK")]
+    network: Annotated[str, typer.Argument(help="zoo:NAME, hf:PATH, py:module:factory or pt2:FILE.", metavar="NETWORK")]
     hardware: Annotated[str, typer.Option("--hw", metavar="PROFILE[,PROFILE...]", help="Names or paths of profiles.")]
     devices: Annotated[
         str, typer.Option("--devices", metavar="8,16,...,4096", help="Device counts; an ellipsis continues them.")
@@ -70,6 +71,7 @@ class WhatIfArguments:
     ] = None
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="Write a page with pictures.")] = None
     fresh: Annotated[bool, typer.Option("--fresh", help="Plan anew what an interrupted run has left.")] = False
+    trust_file: TrustFile = False
     as_json: JsonFlag = False
     quiet: QuietFlag = False
     debug: DebugFlag = False

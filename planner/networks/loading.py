@@ -12,9 +12,9 @@ from planner.networks.decoder.known import zoo_decoder
 from planner.networks.network import Family, Network
 from planner.networks.zoo.configs import BertConfig, MixtralConfig
 from planner.networks.zoo.table import ZOO, ZooEntry, language_inputs, make_language_module
-from simulator.errors import InputError, NetworkError, UnsupportedError
+from simulator.errors import InputError, NetworkError
 
-SOURCES = "zoo:NAME, hf:PATH, py:MODULE:FACTORY"
+SOURCES = "zoo:NAME, hf:PATH, py:MODULE:FACTORY, pt2:FILE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,8 @@ def load_network(
     Parameters
     ----------
     spec
-        ``zoo:NAME``, ``hf:PATH`` (a ``config.json`` or its folder) or ``py:MODULE:FACTORY``; or a network itself.
+        ``zoo:NAME``, ``hf:PATH`` (a ``config.json`` or its folder), ``py:MODULE:FACTORY`` or ``pt2:FILE`` (a saved
+        program of torch.export, which has to be trusted: `planner.networks.trust`); or a network itself.
     sequence_length
         Tokens per sample of a language network; ``None`` for the network's own.
     attention
@@ -87,7 +88,9 @@ def _found(spec: str | Network, sequence_length: int | None) -> Network:
 
         return load_factory(rest, sequence_length)
     if source == "pt2":
-        raise UnsupportedError(f"network {spec!r}: saved programs are not supported yet; use one of {SOURCES}")
+        from planner.networks.saved_program import load_program
+
+        return load_program(rest, sequence_length)
     if source == "module":
         raise NetworkError(
             f"network {spec!r} was a module of the program that planned it, which no other program finds; plan it from "

@@ -56,7 +56,7 @@ def load_factory(place: str, sequence_length: int | None) -> Network:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # drawn labels bound the classes, which must be the same in every process
         module, example = _call(place, factory)
-    return _described(place, factory_name, module, example, sequence_length, lambda: _call(place, factory)[0])
+    return described(f"py:{place}", factory_name, module, example, sequence_length, lambda: _call(place, factory)[0])
 
 
 def network_of(module: nn.Module, inputs: Any, loss: Callable[[Any, Tensor], Tensor] | None = None) -> Network:
@@ -75,27 +75,28 @@ def network_of(module: nn.Module, inputs: Any, loss: Callable[[Any, Tensor], Ten
         with unset_fake_temporarily():
             return copy.deepcopy(whole)
 
-    return replace(_described(place, type(module).__name__, whole, example, None, copied), spec=place)
+    return replace(described(f"py:{place}", type(module).__name__, whole, example, None, copied), spec=place)
 
 
-def _described(
-    place: str,
+def described(
+    spec: str,
     name: str,
     module: nn.Module,
     example: tuple[Tensor, ...],
     sequence_length: int | None,
     make: Callable[[], nn.Module],
 ) -> Network:
-    inputs = tuple(_describe(place, i, len(example), tensor) for i, tensor in enumerate(example))
-    _check_batch(place, example)
-    _check_length(place, inputs, sequence_length)
+    """Describe the network of a module whose shapes are those of example inputs; ``make`` makes the module anew."""
+    inputs = tuple(_describe(spec, i, len(example), tensor) for i, tensor in enumerate(example))
+    _check_batch(spec, example)
+    _check_length(spec, inputs, sequence_length)
     parameters = sum(p.numel() for p in module.parameters())
     family = _family(inputs)
     return Network(
         name=name,
-        spec=f"py:{place}",
+        spec=spec,
         family=family,
-        description=f"{type(module).__name__} of {parameters:,} parameters from {place}",
+        description=f"{type(module).__name__} of {parameters:,} parameters from {spec.partition(':')[2]}",
         default_global_batch=example[0].shape[0],
         default_optimizer="adamw" if family == "language" else "sgd",
         sequence_length=inputs[0].shape[0] if family == "language" else None,
@@ -173,12 +174,12 @@ def _failure(error: BaseException) -> str:
     return f"{type(error).__name__}{place}: {error}"
 
 
-def _describe(place: str, index: int, count: int, tensor: Tensor) -> InputSpec:
+def _describe(spec: str, index: int, count: int, tensor: Tensor) -> InputSpec:
     if tensor.dim() == 0:
-        raise NetworkError(f"network 'py:{place}': input {index} is a scalar; every input has the batch as dim 0")
+        raise NetworkError(f"network {spec!r}: input {index} is a scalar; every input has the batch as dim 0")
     whole = not tensor.is_floating_point()
     if whole and tensor.dtype not in (torch.int64, torch.int32):
-        raise NetworkError(f"network 'py:{place}': input {index} is {tensor.dtype}; use float32, int64 or int32")
+        raise NetworkError(f"network {spec!r}: input {index} is {tensor.dtype}; use float32, int64 or int32")
     last = index == count - 1 and count > 1
     high = None
     if whole:
@@ -190,19 +191,18 @@ def _describe(place: str, index: int, count: int, tensor: Tensor) -> InputSpec:
     return InputSpec(name=f"input_{index}", kind=kind, shape=tuple(tensor.shape[1:]), dtype=dtype, high=high)
 
 
-def _check_batch(place: str, example: tuple[Tensor, ...]) -> None:
+def _check_batch(spec: str, example: tuple[Tensor, ...]) -> None:
     sizes = [tensor.shape[0] for tensor in example]
     if len(set(sizes)) != 1 or sizes[0] == 0:
-        raise NetworkError(f"network 'py:{place}': dim 0 of the inputs is {sizes}; it must be one batch size for all")
+        raise NetworkError(f"network {spec!r}: dim 0 of the inputs is {sizes}; it must be one batch size for all")
 
 
-def _check_length(place: str, inputs: tuple[InputSpec, ...], sequence_length: int | None) -> None:
+def _check_length(spec: str, inputs: tuple[InputSpec, ...], sequence_length: int | None) -> None:
     lengths = [i.shape[0] for i in inputs if i.kind in ("tokens", "next_tokens") and i.shape]
     if sequence_length is not None and set(lengths) != {sequence_length}:
         found = f"tokens of lengths {lengths}" if lengths else "no tokens"
         raise InputError(
-            f"network 'py:{place}' has {found} in its example inputs, not {sequence_length}; "
-            "change the factory's inputs"
+            f"network {spec!r} has {found} in its example inputs, not {sequence_length}; change the example inputs"
         )
 
 

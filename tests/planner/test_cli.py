@@ -141,7 +141,7 @@ def test_infeasible_is_a_result_with_exit_code_3(monkeypatch: pytest.MonkeyPatch
         (["plan", "zoo:mpl", "--hw", "dgx-a100", "--devices", "8"], ["mpl", "mlp"]),
         (["plan", "mlp", "--hw", "dgx-a100", "--devices", "8"], ["'mlp'", "zoo:mlp"]),
         (["plan", "hf:nowhere", "--hw", "dgx-a100", "--devices", "8"], ["nowhere"]),
-        (["plan", "pt2:x.pt2", "--hw", "dgx-a100", "--devices", "8"], ["not supported yet"]),
+        (["plan", "pt2:x.pt2", "--hw", "dgx-a100", "--devices", "8"], ["there is no file x.pt2"]),
         (["plan", "zoo:mlp", "--hw", "dgx-a10", "--devices", "8"], ["'dgx-a10'", "dgx-a100"]),
         (["plan", "zoo:mlp", "--hw", "none.yaml", "--devices", "8"], ["none.yaml", "does not exist"]),
         (["plan", "zoo:mlp", "--hw", "dgx-a100", "--devices", "9"], ["9 devices", "use 8 or 16"]),
