@@ -32,7 +32,7 @@ def analytic_breakdown(placed: Placed, model: StepModel) -> dict[str, float]:
     compute, update = (sum(seconds[picked].tolist()) for seconds in model.kernels_s(joined.labels, c, joined.trained))
     compute *= c.micro_batches
     own = sum(_own_s(stored, c.micro_batches)[picked].tolist())
-    left = sum(_left_s(stored, picked[begin:end]) for begin, end in pairwise((0, *chosen.ends)))
+    left = sum(stored.left_s(picked[begin:end]) for begin, end in pairwise((0, *chosen.ends)))
     found = {
         "compute_s": compute / c.pipeline,
         "exposed_communication_s": (own + left - compute - update) / c.pipeline,
@@ -45,12 +45,6 @@ def analytic_breakdown(placed: Placed, model: StepModel) -> dict[str, float]:
 def _own_s(ways: StoredWays, micro_batches: int) -> FloatArray:
     """Seconds (ways,) that a unit keeps its rank busy."""
     return np.asarray(micro_batches * (ways.forward_s + ways.backward_s + ways.stall_s) + ways.once_s)
-
-
-def _left_s(ways: StoredWays, picked: IntArray) -> float:
-    """Seconds that synchronisation goes on after the last backward pass of a chunk (`stages.fragments.joined`)."""
-    behind = np.cumsum([0.0, *ways.backlog_s[picked[:-1]]])
-    return max(0.0, float((behind + ways.queue_s[picked]).max()))
 
 
 def differing_term(analytic: Mapping[str, float], simulated: Prediction) -> str:

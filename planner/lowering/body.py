@@ -92,6 +92,8 @@ class Body(Writer):
                 ref = TensorRef(parameter.node)
                 for wanted in source.gathered(parameter.node):
                     self.versions[ref][wanted] = source.value_name(ref, wanted)
+        self.reporting = False
+        """Whether what is written tells the ranks the loss."""
         self.reached: list[int] = []
         """How many items there are once each of ``nodes`` has run."""
         for index in self.nodes:
@@ -119,7 +121,8 @@ class Body(Writer):
         return node.role is Role.GRADIENT_SUM and TensorRef(index) in self.gradients
 
     def _pass(self, phase: Phase) -> int:
-        return 2 * self.unit + (phase is Phase.BACKWARD)
+        # Nothing waits for the sum of the loss, so that it gives the host no time to catch up.
+        return -1 if self.reporting else 2 * self.unit + (phase is Phase.BACKWARD)
 
     def _node(self, index: int, node: Node) -> None:
         if node.role in (Role.PARAMETER, Role.INPUT):
@@ -135,7 +138,9 @@ class Body(Writer):
         for output in range(len(node.outputs)):
             ref = TensorRef(index, output)
             if ref == self.graph.loss:
+                self.reporting = True
                 self._fetch(ref, self.source.replicated, Phase.FORWARD)
+                self.reporting = False
             if ref in self.gradients:
                 self._collect()
                 self.items.append(ref)

@@ -17,10 +17,11 @@ from planner.lowering.chunk_memory import chunk_bytes, rank_bytes
 from planner.lowering.chunk_passes import Draft, chunk_drafts
 from planner.lowering.host import offloading
 from planner.lowering.overflow import FLAG_BYTES, check_task, checks_gradients, flag_messages, settle_task
+from planner.lowering.pass_operators import TaskTimes, pass_operators, reports
 from planner.lowering.placed import PlacedGraph, local_share
 from planner.lowering.representatives import Representatives
 from planner.lowering.sums import summed
-from planner.lowering.unit_work import BESIDE, KERNELS, MESSAGES, UnitWork
+from planner.lowering.unit_work import UnitWork
 from planner.lowering.work import Work
 from planner.lowering.written import Written
 from planner.strategy.plan import Plan
@@ -31,10 +32,10 @@ from simulator.errors import InputError, StrategyError
 from simulator.hardware import Hardware
 from simulator.launches import send_stall
 from simulator.pipeline_memory import PipelineBytes
-from simulator.pipeline_operators import FIRST, LAST, PLAIN, OperatorCosts, Operators, action_variants, in_one_stream
+from simulator.pipeline_operators import FIRST, LAST, PLAIN, OperatorCosts, action_variants, in_one_stream
 from simulator.program import DISK, HOST, Collective, Kernel, Phase, Program, ProgramAxis, Segment, Task
 from simulator.schedules import ActionKind, Schedule, make_schedule
-from simulator.task_table import BoolArray, FloatArray
+from simulator.task_table import FloatArray
 from simulator.timing import host_message_time, program_times
 from simulator.topology import GroupShape
 
@@ -154,9 +155,10 @@ def lower_pipeline(
     pairs = bool(schedule.paired.any())
     # What the host moves takes nothing from kernels.
     slowing = seconds * [task.axis not in (HOST, DISK) for task in work.tasks] * hardware.lost_to_messages
-    times = _TaskTimes(seconds, slowing)
+    times = TaskTimes(seconds, slowing)
     distinct = {id(draft): draft for passes in drafts.values() for draft in passes.values()}
-    operators = {one: _operators(draft, times, pairs) for one, draft in distinct.items()}
+    told = reports(work.tasks) if hardware.overlaps_communication else frozenset()
+    operators = {one: pass_operators(draft, times, pairs, told) for one, draft in distinct.items()}
     made = {key: {place: operators[id(draft)] for place, draft in passes.items()} for key, passes in drafts.items()}
     costs = OperatorCosts(
         passes={kind: [made[key][kind, PLAIN] for key in keys] for kind in kinds},
@@ -269,69 +271,6 @@ def _stages_of(schedule: Schedule) -> list[list[int]]:
 
 
 # Passes
-
-
-class _TaskTimes:
-    """Seconds of the tasks of operators, and those that they take from kernels beside them."""
-
-    def __init__(self, seconds: FloatArray, slowing: FloatArray) -> None:
-        self.seconds, self.slowing = seconds.tolist(), slowing.tolist()
-        self._known: dict[int, tuple[list[int], float, float]] = {}
-
-    def of(self, draft: Draft) -> FloatArray:
-        """(2, operators) of both."""
-        known, found = self._known, []
-        for numbers in draft.tasks:
-            # Operators of equal layers share their lists.
-            if id(numbers) not in known:
-                taken, lost = (sum([each[n] for n in numbers], 0.0) for each in (self.seconds, self.slowing))
-                known[id(numbers)] = numbers, taken, lost
-            found.append(known[id(numbers)][1:])
-        return np.array(found).T
-
-
-def _operators(draft: Draft, times: _TaskTimes, pairs: bool) -> Operators:
-    """Times of the operators of a pass; what messages that may hide take from kernels stands before each among them.
-
-    A rank with kernels to run loses that much, whichever they are, and one that waits for the message loses nothing.
-    """
-    streams = draft.stream
-    taken, lost = times.of(draft)
-    slows = _may_hide(draft, pairs) & (lost > 0)
-    place = np.arange(len(streams)) + np.cumsum(slows)
-    rows = np.zeros(len(streams) + int(slows.sum()), dtype=np.int64)
-    rows[place] = [len(after) for after in draft.after]
-    kind, lasts, ahead = np.full(len(rows), KERNELS), np.zeros(len(rows)), np.zeros(len(rows), dtype=np.bool_)
-    kind[place] = streams
-    lasts[place], ahead[place] = taken, draft.ahead
-    before = place[slows] - 1
-    lasts[before], ahead[before] = lost[slows], ahead[before + 1]
-    return Operators(
-        seconds=lasts,
-        communication=kind.astype(np.int64),
-        dependency_offsets=np.concatenate(([0], np.cumsum(rows))).astype(np.int64),
-        dependencies=place[[n for after in draft.after for n in after]].astype(np.int64),
-        ahead=ahead,
-        output=int(place[draft.output]),
-    )
-
-
-def _may_hide(draft: Draft, pairs: bool) -> BoolArray:
-    """(operators,) messages beside which kernels run: those that the next kernel of the pass does not wait for.
-
-    Behind the other pass of a pair hides any.
-    """
-    streams, found, awaited = draft.stream, [False] * len(draft.stream), -1
-    for number in reversed(range(len(streams))):
-        if streams[number] == KERNELS:
-            awaited = -1
-            for before in draft.after[number]:
-                if before > awaited and streams[before] == MESSAGES:
-                    awaited = before
-        else:
-            # Messages that a pass waits for travel in their order.
-            found[number] = pairs or streams[number] == BESIDE or awaited < number
-    return np.array(found, dtype=np.bool_)
 
 
 def _computing(plan: Plan) -> float:

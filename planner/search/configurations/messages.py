@@ -37,6 +37,13 @@ def one_message_s(hardware: Hardware, collective: Collective, payload: float, si
     return float(message_s(hardware, collective, np.full(1, payload), size, stride)[0])
 
 
+def told_s(hardware: Hardware, size: int, stride: int, shards: int = 0) -> float:
+    """Seconds of the sum of the loss: over the `shards` ranks that share states, and then over their groups."""
+    shards = shards or size
+    found = one_message_s(hardware, Collective.ALL_REDUCE, 1.0, shards, stride)
+    return found + one_message_s(hardware, Collective.ALL_REDUCE, 1.0, size // shards, stride * shards)
+
+
 @lru_cache(maxsize=256)
 def batch_sums_s(hardware: Hardware, sums: BatchSums, size: int, stride: int, shards: int = 0) -> FloatArray:
     """(units, 2) seconds in which the operators of each unit sum over the batch, forward and backward.

@@ -164,22 +164,31 @@ def _uneven(name: str, ranks: int, chunks: int, micro_batches: int, seconds: tup
 
 
 def apart_s(
-    micro_batches: int, forward_s: FloatArray, backward_s: FloatArray, fill_s: FloatArray, busy_s: FloatArray
+    micro_batches: int,
+    forward_s: FloatArray,
+    backward_s: FloatArray,
+    fill_s: FloatArray,
+    busy_s: FloatArray,
+    sends_s: FloatArray | float = 0.0,
 ) -> float:
     """Seconds of a step of GPipe, whose forward passes go at the pace of their slowest rank and then backward passes.
 
     A backward pass comes from the last rank: only those from its own rank on slow a rank down. Where one rank is the
-    slowest in both, that is the fill and its busy time.
+    slowest in both, that is the fill and its busy time. Messages beside passes follow one another on each link, so
+    that a link slower than all ranks is what sets the pace.
 
     Parameters
     ----------
     forward_s, backward_s : (ranks,) one pass of one micro-batch
-    fill_s, busy_s : (ranks,) both terms of the objective
+    fill_s, busy_s : (ranks,) both terms of the objective, the latter without waiting for messages
+    sends_s : (ranks - 1,) one way over each link
     """
     more = micro_batches - 1
-    behind = np.maximum.accumulate(backward_s[::-1])[::-1]
+    links = np.broadcast_to(sends_s, len(forward_s) - 1)
+    behind = np.maximum.accumulate(np.maximum(backward_s, np.append(links, 0.0))[::-1])[::-1]
     once = busy_s - more * (forward_s + backward_s)
-    return float(fill_s.sum() + more * forward_s.max() + (more * behind + once).max())
+    ahead = max(float(forward_s.max()), float(links.max(initial=0.0)))
+    return float(fill_s.sum() + more * ahead + (more * behind + once).max())
 
 
 def turns_apart_s(

@@ -60,8 +60,9 @@ from planner.search.configurations.messages import (
     one_message_s,
     sends_s,
     summing_s,
+    told_s,
 )
-from planner.search.configurations.own_links import own_links_s
+from planner.search.configurations.own_links import apart_s
 from planner.search.configurations.passes import Row, paced_passes, passes_beside_messages
 from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape, schedule_shape
 from planner.search.configurations.storage import Storage
@@ -134,8 +135,7 @@ class StepModel(Storage):
             still_sends=shape.still_sends,
             uneven_s=partial(uneven_passes_s, configuration) if configuration.virtual > 1 else None,
             cuts=self.unit_pins.cuts,
-            apart_s=joined.apart_s(stored, tables, configuration)
-            or own_links_s(self.hardware, tables, joined, configuration, shape),
+            apart_s=apart_s(stored, self.hardware, tables, joined, configuration, shape),
         )
 
     def joined(self, tables: StageTables, configuration: Configuration) -> JoinedUnits:
@@ -184,9 +184,10 @@ class StepModel(Storage):
         elements = labels.parameter_elements + labels.expert_elements
         bucket = self._message_bytes(whole, c)
         forward_s, backward_s, late_s, stall_s, row = self._passes(labels, elements, c, bucket, whole, trained)
-        loss_s = one_message_s(self.hardware, Collective.ALL_REDUCE, 1.0, c.data, c.stride("data"))
+        loss_s = told_s(self.hardware, c.data, c.stride("data"), c.shard_size)
         ends = c.pipeline * c.virtual / whole.units
         stall_s = stall_s + np.maximum(0.0, ends * loss_s - forward_s - backward_s)
+        forward_s = forward_s + np.where(np.asarray(labels.exit) < 0, self.hardware.lost_to_messages * loss_s, 0.0)
         sync_s, last_s = self._synchronisation_s(labels, elements, c, bucket, trained)
         lost = self.hardware.lost_to_messages
         behind = (1 - lost) * sync_s + np.where(np.asarray(labels.exit) < 0, loss_s, 0.0)

@@ -50,6 +50,16 @@ class StoredWays:
         held = (self.activation_bytes, self.resident_bytes, self.transient_bytes)
         return np.stack([fill, steady, self.queue_s, self.backlog_s, *held], axis=1)
 
+    def once_of_chunks(self, picked: IntArray, ends: Sequence[int]) -> FloatArray:
+        """Seconds (chunks,) of what is done once and what synchronisation leaves, for the ways (units,) picked."""
+        chunks = [picked[begin:end] for begin, end in pairwise((0, *ends))]
+        return np.array([float(self.once_s[ways].sum()) + self.left_s(ways) for ways in chunks])
+
+    def left_s(self, picked: IntArray) -> float:
+        """Seconds that synchronisation goes on after the last backward pass of a chunk (`stages.fragments.joined`)."""
+        behind = np.cumsum([0.0, *self.backlog_s[picked[:-1]]])
+        return max(0.0, float((behind + self.queue_s[picked]).max()))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
@@ -186,11 +196,16 @@ class JoinedUnits:
         return [Fragments(*part) for part in parts]
 
     def apart_s(
-        self, stored: StoredWays, tables: StageTables, configuration: Configuration
+        self,
+        stored: StoredWays,
+        tables: StageTables,
+        configuration: Configuration,
+        sends: Callable[[Partition], tuple[FloatArray, FloatArray]] | None = None,
     ) -> Callable[[Partition], float] | None:
         """Seconds of a step by the passes of each chunk where all forward passes come first; None elsewhere.
 
         In 1F1B with states on the host what a rank does once is long: its passes end with those of slower ranks.
+        ``sends`` are the messages of a partition where links differ and stop no kernels (`own_links.own_sends`).
         """
         c = configuration
         if c.micro_batches == 1 or not (c.in_a_row or (c.schedule == "1f1b" and c.offload)):
@@ -211,8 +226,13 @@ class JoinedUnits:
                 taken = forward + backward
                 forward, backward = stored.row.of_chunks(ways, list(pairwise((0, *found.ends))))
                 # A rank that waits for its first pass gathers meanwhile: the fill stays what it is.
-                busy_s = busy_s + (configuration.micro_batches - 1) * (forward + backward - taken)
-            return apart_s(configuration.micro_batches, forward, backward, found.fill_s, busy_s)
+                busy_s = busy_s + (c.micro_batches - 1) * (forward + backward - taken)
+            if sends is None:
+                return apart_s(c.micro_batches, forward, backward, found.fill_s, busy_s)
+            own_s, mean_s = sends(found)
+            busy_s = (c.micro_batches - 1) * (forward + backward) + stored.once_of_chunks(ways, found.ends)
+            sent_s = float((own_s - mean_s).sum())
+            return sent_s + apart_s(c.micro_batches, forward, backward, found.fill_s, busy_s, own_s / 2)
 
         return seconds
 

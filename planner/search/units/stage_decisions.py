@@ -222,14 +222,25 @@ class StageDecisions:
         return self._choices[algorithm]
 
     def costs(self, hardware: Hardware, mesh: Mesh, bucket_bytes: int) -> MeshCosts:
-        """Times of messages on a mesh, made once for all meshes on which they are the same."""
+        """Times of messages on a mesh, made once for all meshes on which they are the same.
+
+        A small network fills no bucket: its messages bring all that it trains at most.
+        """
         key = (id(hardware), mesh, bucket_bytes)
         if key not in self._costs:
+            bucket_bytes = max(1, min(bucket_bytes, self.trained_bytes))
             links = (id(hardware), bucket_bytes, mesh.axes, links_of(hardware, mesh))
             if links not in self._costs_of_links:
                 self._costs_of_links[links] = MeshCosts(hardware, mesh, bucket_bytes)
             self._costs[key] = self._costs_of_links[links]
         return self._costs[key]
+
+    @cached_property
+    def trained_bytes(self) -> int:
+        """Bytes of all trained parameters."""
+        graph = self.graph
+        trained = (p.node for p in graph.parameters if p.gradient is not None)
+        return sum(graph.multiplicity[node] * graph.nodes[node].outputs[0].size_bytes for node in trained)
 
     def expect(self, hardware: Hardware, bucket_bytes: int, *groups: Iterable[tuple[Mesh, int]]) -> None:
         """Announce groups of stage meshes with the batches of their graphs: when one is bounded, so is its group.

@@ -60,6 +60,20 @@ def configured(
     )
 
 
+def both_times(search: Configured, pins: Pins, c: Configuration) -> tuple[float, float]:
+    """Seconds of the step of a configuration that is cut by time alone: in closed form, and simulated."""
+    tables = search.tables(pins, c)
+    task = search.model(limit_bytes=1e15).task(tables, c)
+    found = partition(simplified(task))
+    assert found is not None
+    placed = Placed(configuration=c, tables=tables, task=task, partition=found)
+    proof = Certificate(
+        status=Status.BOUNDED, objective_s=placed.objective_s, lower_bound_s=0.0, elimination_width=0, operators=0,
+        distinct_blocks=0,
+    )  # fmt: skip
+    return placed.objective_s, predict_plan(search.plan(placed, proof), search.graph, search.hardware).step_time_s
+
+
 def agreed_time(pins: Pins) -> float:
     """How far both times may lie apart; beyond 5 % where the ends of chunks, shared out over all units, differ."""
     if pins.optimizer_sharding == "zero3" and pins.schedule in ("gpipe", *SPLIT):
@@ -147,17 +161,35 @@ def test_passes_in_a_row_go_at_the_pace_of_their_own_kind() -> None:
         pipeline=8, data=2, tensor=4, order=("context", "expert", "data", "tensor", "pipeline"), schedule="gpipe",
         micro_batch=4, micro_batches=64, optimizer_sharding="zero3", bucket_bytes=BUCKET,
     )  # fmt: skip
-    tables = search.tables(Pins(recompute="none"), c)
-    task = search.model(limit_bytes=1e15).task(tables, c)
-    found = partition(simplified(task))
-    assert found is not None
-    placed = Placed(configuration=c, tables=tables, task=task, partition=found)
-    proof = Certificate(
-        status=Status.BOUNDED, objective_s=placed.objective_s, lower_bound_s=0.0, elimination_width=0, operators=0,
-        distinct_blocks=0,
-    )  # fmt: skip
-    simulated = predict_plan(search.plan(placed, proof), search.graph, search.hardware)
-    assert placed.objective_s == pytest.approx(simulated.step_time_s, rel=0.05)
+    objective_s, simulated_s = both_times(search, Pins(recompute="none"), c)
+    assert objective_s == pytest.approx(simulated_s, rel=0.05)
+
+
+ACROSS = ("context", "expert", "pipeline", "tensor", "data")
+INSIDE = ("context", "expert", "pipeline", "data", "tensor")
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        # What sums the loss holds no message of a pass up, and takes as long as kernels next to it wait for it.
+        Configuration(pipeline=2, data=256, tensor=2, order=INSIDE, schedule="gpipe", micro_batch=4, micro_batches=64),
+        # It gives the host no time to catch up with its launches, and travels as states are shared.
+        Configuration(
+            data=512, tensor=2, order=INSIDE, micro_batch=4, micro_batches=32, optimizer_sharding="zero1", shard_size=4
+        ),
+        # All parameters do not fill one bucket.
+        Configuration(
+            pipeline=2, data=16, tensor=32, order=ACROSS, schedule="gpipe", micro_batch=2048, micro_batches=2,
+            optimizer_sharding="zero1", shard_size=8, offload=True,
+        ),
+    ],
+)  # fmt: skip
+def test_messages_of_few_bytes_count_as_they_are_simulated(found: Configuration) -> None:
+    """An MLP on 1,024 devices, whose steps are latencies: up to 30 % apart without."""
+    search = configured(1024, 65536, "mlp")
+    objective_s, simulated_s = both_times(search, Pins(recompute="none"), found)
+    assert objective_s == pytest.approx(simulated_s, rel=0.05)
 
 
 def test_ranks_that_stand_still_go_at_the_pace_of_the_one_with_the_slowest_links() -> None:

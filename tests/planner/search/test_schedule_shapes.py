@@ -111,6 +111,18 @@ def test_gpipe_goes_at_the_pace_of_its_slowest_forward_and_its_slowest_backward_
 
 
 @settings(max_examples=30, deadline=None)
+@given(ranks=st.integers(2, 5), micro_batches=st.integers(2, 9), data=st.data())
+def test_gpipe_waits_for_its_slowest_link_in_every_pass(ranks: int, micro_batches: int, data: st.DataObject) -> None:
+    forward, backward = (data.draw(st.lists(SECONDS, min_size=ranks, max_size=ranks).map(np.array)) for _ in range(2))
+    sends = 3 * data.draw(st.lists(SECONDS, min_size=ranks - 1, max_size=ranks - 1).map(np.array))
+    costs = PipelineCosts(forward_s=forward, backward_s=backward, send_s=np.append(sends, 0.0))
+    simulated = simulate_pipeline(make_schedule("gpipe", ranks, micro_batches, 1), costs).step_time_s
+    both = forward + backward
+    found = apart_s(micro_batches, forward, backward, both, (micro_batches - 1) * both, sends) + 2 * sends.sum()
+    assert found == pytest.approx(simulated, rel=1e-9)
+
+
+@settings(max_examples=30, deadline=None)
 @given(ranks=st.integers(2, 5), rounds=st.integers(2, 4), data=st.data())
 def test_what_the_first_rank_of_1f1b_does_last_waits_for_the_slowest(
     ranks: int, rounds: int, data: st.DataObject
