@@ -366,10 +366,16 @@ def in_one_stream(schedule: Schedule, costs: OperatorCosts) -> OperatorCosts:
     """
     made: dict[tuple[int, bool], Operators] = {}
     before, after = per_rank(schedule, costs.prologue_s).copy(), per_rank(schedule, costs.epilogue_s).copy()
-    always = [
-        any(bool((row[stage].communication == STREAMS - 1).any()) for row in costs.passes.values())
-        for stage in range(schedule.stages)
-    ]
+
+    def beside_s(one: Operators) -> float:
+        return float(one.seconds[one.communication == STREAMS - 1].sum())
+
+    def always(kind: ActionKind, stage: int) -> bool:
+        # The sum of a loss comes in every forward pass, whatever is gathered before the first.
+        if kind is ActionKind.FORWARD:
+            plain, first = (given[kind][stage] for given in (costs.passes, costs.first or costs.passes))
+            return beside_s(plain) == beside_s(first)
+        return any(beside_s(row[stage]) > 0 for one, row in costs.passes.items() if one is not ActionKind.FORWARD)
 
     def alone(one: Operators, once: bool) -> Operators:
         if (id(one), once) not in made:
@@ -380,19 +386,19 @@ def in_one_stream(schedule: Schedule, costs: OperatorCosts) -> OperatorCosts:
 
     def passes(given: Mapping[ActionKind, Sequence[Operators]]) -> dict[ActionKind, list[Operators]]:
         return {
-            kind: [alone(one, not each) for one, each in zip(row, always, strict=True)] for kind, row in given.items()
+            kind: [alone(one, not always(kind, stage)) for stage, one in enumerate(row)] for kind, row in given.items()
         }
 
     for moments, variants, kinds in (
         (before, costs.first, (ActionKind.FORWARD,)),
         (after, costs.last, (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)),
     ):
-        for stage, one in ((stage, one) for kind in kinds for stage, one in enumerate(variants.get(kind, ()))):
-            if not always[stage]:
+        for kind, stage, one in ((k, stage, one) for k in kinds for stage, one in enumerate(variants.get(k, ()))):
+            if not always(kind, stage):
                 moments[schedule.stage_rank[stage]] += one.seconds[one.communication == STREAMS - 1].sum()
     return replace(
         costs,
-        passes=passes(costs.passes),
+        passes={kind: [alone(one, once=False) for one in row] for kind, row in costs.passes.items()},
         first=passes(costs.first),
         last=passes(costs.last),
         prologue_s=before,

@@ -157,7 +157,7 @@ def lower_pipeline(
     slowing = seconds * [task.axis not in (HOST, DISK) for task in work.tasks] * hardware.lost_to_messages
     times = TaskTimes(seconds, slowing)
     distinct = {id(draft): draft for passes in drafts.values() for draft in passes.values()}
-    told = reports(work.tasks) if hardware.overlaps_communication else frozenset()
+    told = reports(work.tasks)
     operators = {one: pass_operators(draft, times, pairs, told) for one, draft in distinct.items()}
     made = {key: {place: operators[id(draft)] for place, draft in passes.items()} for key, passes in drafts.items()}
     costs = OperatorCosts(

@@ -330,7 +330,10 @@ class StepModel(Storage):
             backward_s = backward_s + accumulation
         if c.optimizer_sharding == "zero2" and self.scatters_each(c):
             scatter = self._scattered_s(self._written(labels, elements), c, bucket) + inside_s
-            backward_s = self._beside(backward_s, scatter + accumulation, _taking_turns_s(labels, c)[1])
+            sums = labels.backward_sums if c.pipeline == 1 else 0.0
+            backward_s = self._beside(
+                backward_s, scatter + accumulation, _taking_turns_s(labels, c)[1], sums, np.minimum(1.0, size / bucket)
+            )
         if c.optimizer_sharding != "zero3":
             return forward_s, backward_s, late_s, np.zeros_like(forward_s), None
         gather, scatter = (
@@ -345,14 +348,15 @@ class StepModel(Storage):
             late_s = self._beside(late_s, scatter)
             backward_s = early_s + late_s
         else:
-            backward_s = self._beside(backward_s, gather + scatter, labels.backward_sums_s)
+            backward_s = self._beside(backward_s, gather + scatter, labels.backward_sums_s, labels.backward_sums)
         first, last = np.asarray(labels.entry) < 0, np.asarray(labels.exit) < 0
         exposed = np.where(first, 1.0, whole.inner_ends(c)) * (scatter + gather)
         exposed = exposed + np.where(last, gather, 0.0)
         if not self.hardware.overlaps_communication:
             exposed = np.zeros_like(exposed)
         exposed = (1 - self.hardware.lost_to_messages) * exposed
-        return self._beside(forward_s, gather, labels.forward_sums_s), backward_s, late_s, exposed, None
+        forward_s = self._beside(forward_s, gather, labels.forward_sums_s, labels.forward_sums)
+        return forward_s, backward_s, late_s, exposed, None
 
     def _passes_of_stages(
         self,
@@ -404,11 +408,24 @@ class StepModel(Storage):
         seconds = count * kernel_time(self.hardware, kernel, self.dtype, flops / count, moved / count)
         return np.where(moved > 0, seconds * kernel_factor(self.hardware, kernel, self.dtype, c.devices), 0.0)
 
-    def _beside(self, work_s: FloatArray, messages_s: FloatArray, sums_s: FloatArray | float = 0.0) -> FloatArray:
-        """Seconds of work beside messages, which take turns with those of its sums over the batch."""
+    def _beside(
+        self,
+        work_s: FloatArray,
+        messages_s: FloatArray,
+        sums_s: FloatArray | float = 0.0,
+        sums: FloatArray | float = 0.0,
+        part: FloatArray | float = 1.0,
+    ) -> FloatArray:
+        """Seconds of work beside messages, which take turns with those of its sums over the batch.
+
+        The first of n ``sums`` waits for messages that began before it, so that the work before it hides them, about a
+        part 1 / (n + 1) of all; those of several units that travel as one wait for that once, a ``part`` of it each.
+        """
         if not self.hardware.overlaps_communication:
             return work_s + messages_s
-        return np.maximum(work_s + self.hardware.lost_to_messages * messages_s, messages_s + sums_s)
+        hides = (work_s - sums_s) * np.where(np.asarray(sums) > 0, part / (1 + sums), 1.0)
+        lost = self.hardware.lost_to_messages
+        return work_s + lost * messages_s + np.maximum((1 - lost) * messages_s - hides, 0.0)
 
     def _once_s(
         self,
@@ -488,7 +505,7 @@ def _taking_turns_s(labels: UnitLabels, c: Configuration) -> tuple[FloatArray, F
 def _joined(model: StepModel, tables: StageTables, placed: Configuration) -> JoinedUnits:
     """The units of a placed configuration: it is stored in several ways one after the other."""
     joined = joined_units(tables, _tied_at(model, placed) if tables.tied else Tied.TOGETHER, DTYPE_BYTES[model.dtype])
-    return joined.waiting(model.batch_sums_s(tables, placed))
+    return joined.waiting(model.batch_sums_s(tables, placed), tables.decisions.batch_sums)
 
 
 def _tied_at(model: StepModel, c: Configuration) -> Tied:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from planner.search.configurations.configuration import Configuration
+from planner.search.configurations.messages import BatchSums
 from planner.search.configurations.passes import Row
 from planner.search.configurations.schedule_shapes import ScheduleShape, apart_s, turns_apart_s, uneven_s
 from planner.search.stages.fragments import FloatArray, Fragments, IntArray
@@ -124,17 +125,25 @@ def holding(labels: UnitLabels, tied: TiedParameter) -> UnitLabels:
     )
 
 
-def waiting(labels: UnitLabels, forward_s: float | FloatArray, backward_s: float | FloatArray) -> UnitLabels:
-    """Labels with sums over the batch that operators wait for, once more where they run again."""
-    behind = backward_s + np.where(np.asarray(labels.recompute) > 0, forward_s, 0.0)
+def waiting(labels: UnitLabels, sums_s: FloatArray, sums: FloatArray) -> UnitLabels:
+    """Labels with sums over the batch that operators wait for, once more where they run again.
+
+    Parameters
+    ----------
+    sums_s, sums : (2, labels) seconds of them forward and backward, and how many there are
+    """
+    again = np.asarray(labels.recompute) > 0
+    forward_s, behind_s = sums_s[0], sums_s[1] + np.where(again, sums_s[0], 0.0)
     return replace(
         labels,
         forward_s=labels.forward_s + forward_s,
-        backward_s=labels.backward_s + behind,
+        backward_s=labels.backward_s + behind_s,
         forward_communication_s=labels.forward_communication_s + forward_s,
-        backward_communication_s=labels.backward_communication_s + behind,
+        backward_communication_s=labels.backward_communication_s + behind_s,
         forward_sums_s=labels.forward_sums_s + forward_s,
-        backward_sums_s=labels.backward_sums_s + behind,
+        backward_sums_s=labels.backward_sums_s + behind_s,
+        forward_sums=labels.forward_sums + sums[0],
+        backward_sums=labels.backward_sums + sums[1] + np.where(again, sums[0], 0.0),
     )
 
 
@@ -183,12 +192,13 @@ class JoinedUnits:
             numbers=tuple(np.arange(size)[:, None] for size in sizes),
         )
 
-    def waiting(self, sums_s: FloatArray) -> JoinedUnits:
+    def waiting(self, sums_s: FloatArray, sums: BatchSums) -> JoinedUnits:
         """The same with the sums over the batch of each unit, (units, 2) seconds forward and backward."""
         if not sums_s.any():
             return self
-        forward_s, backward_s = np.repeat(sums_s, [len(entry) for entry in self.entries], axis=0).T
-        return replace(self, labels=waiting(self.labels, forward_s, backward_s))
+        sizes, counts = [len(entry) for entry in self.entries], [[len(passes) for passes in unit] for unit in sums]
+        seconds, numbers = (np.repeat(np.array(values, float), sizes, axis=0).T for values in (sums_s, counts))
+        return replace(self, labels=waiting(self.labels, seconds, numbers))
 
     def fragments(self, values: FloatArray) -> list[Fragments]:
         """Ways of each unit; `values` are those of all of them, as `StoredWays.values` gives them."""

@@ -29,7 +29,8 @@ class UnitLabels:
     ``backward_launches`` count the kernels that the host launches in both passes, ``halved`` those of them that are two
     where the gradients of parameters are put off.
 
-    ``forward_sums_s`` and ``backward_sums_s`` of the communication are sums over the batch, on the data axis.
+    ``forward_sums_s`` and ``backward_sums_s`` of the communication are sums over the batch, on the data axis, of which
+    there are ``forward_sums`` and ``backward_sums``.
 
     ``step_s`` are messages once a step, beside data parallelism: ``gather_s`` of them gather parameters, the others sum
     gradients. In ``cut_s`` gradients that are whole on an axis which shards their parameter are cut, before they are
@@ -55,6 +56,8 @@ class UnitLabels:
     halved: FloatArray
     forward_sums_s: FloatArray
     backward_sums_s: FloatArray
+    forward_sums: FloatArray
+    backward_sums: FloatArray
     step_s: FloatArray
     gather_s: FloatArray
     cut_s: FloatArray

@@ -182,6 +182,8 @@ def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> Un
         waiting_bytes=waiting,
         forward_sums_s=np.zeros(len(best)),
         backward_sums_s=np.zeros(len(best)),
+        forward_sums=np.zeros(len(best)),
+        backward_sums=np.zeros(len(best)),
         step_s=parts[Part.STEP, best],
         gather_s=parts[Part.GATHER, best],
         cut_s=parts[Part.CUT, best],

@@ -104,6 +104,8 @@ def labels(unit: MadeUnit, samples: float, message_s: float, first: bool, last: 
         halved=nothing,
         forward_sums_s=nothing,
         backward_sums_s=nothing,
+        forward_sums=nothing,
+        backward_sums=nothing,
         step_s=nothing,
         gather_s=nothing,
         cut_s=nothing,
