@@ -1,9 +1,9 @@
 """The software that a plan will run on: what its stack makes of a device's kernels and launches.
 
 Profiles state what devices and the usual software make of planned steps together (``training.planned_*``). Where a
-request names the software, its own part takes the place of the usual one: factors on kernels are multiplied with what
-its stack's coefficients are over those of the usual stacks, the time of a launch is the stack's on this device, and
-messages are launched as `simulator.launches` has it. Coefficients are those of
+request names the software, what its stack makes of kernels is told apart from what the device does, as in predictions
+of published runs: their factors are the device's own times the stack's, the time of a launch is the stack's on this
+device, and messages are launched as `simulator.launches` has it. Coefficients are those of
 ``hw_profiles/software/training.yaml``, fitted by ``meshwright calibrate --from-measurements``: properties of software,
 never of a network.
 """
@@ -20,7 +20,7 @@ from planner.estimate.device_family import family_of
 from planner.estimate.memory_traits import traits_of
 from planner.estimate.software_file import shipped_software
 from planner.estimate.training_run import Stack
-from planner.estimate.usual_software import factors_of, usual_factors
+from planner.estimate.usual_software import factors_of
 from planner.graph.attention import FUSED, check_attention
 from planner.graph.norms import FUSED as FUSED_NORMS
 from planner.graph.norms import check_norms
@@ -151,10 +151,9 @@ def as_run_by(hardware: Hardware, software: str) -> Hardware:
     stacks, stack = shipped_software().coefficients.stacks, known.stack
     on_ascend = family_of(hardware.device_name).startswith("ascend")
     own = stacks.get(f"{stack}_gpu" if stack is Stack.MINDSPORE and not on_ascend else str(stack), {})
-    usual, training = usual_factors(stacks), dict(hardware.training)
+    training = dict(hardware.training)
     for name, factor in factors_of(own).items():
-        planned = training.get(f"planned_{name}", training.get(name, 1.0))
-        training[f"planned_{name}"] = planned * factor / usual.get(name, 1.0)
+        training[f"planned_{name}"] = training.get(name, 1.0) * factor
     if "launch_s" in own and not (on_ascend and stack is Stack.MINDSPORE):
         training[LAUNCH] = own["launch_s"] * training.get("launch", 1.0)
         training[MESSAGE_LAUNCHES] = 1.0

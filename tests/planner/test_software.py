@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from planner.estimate.software_file import shipped_software
+from planner.estimate.usual_software import factors_of
 from planner.execution.launch.starting import check_options
 from planner.execution.run import ExecuteOptions
 from planner.graph.scaling import at_precision
@@ -64,8 +65,8 @@ def test_every_software_has_what_its_stack_was_fitted_to(name: str) -> None:
     assert found.overlaps_communication == known.overlaps
     assert send_stall(found) == (own["pipeline_exposed"] if known.overlaps else 0.0)
     assert found.hash != DGX.hash
-    usual = as_run_by(DGX, "megatron").training["planned_matmul"] / stacks["megatron"]["matmul"]
-    assert found.training["planned_matmul"] / own["matmul"] == pytest.approx(usual)
+    for kernels, factor in factors_of(own).items():
+        assert found.training[f"planned_{kernels}"] == pytest.approx(DGX.training.get(kernels, 1.0) * factor)
 
 
 def test_whole_graphs_on_ascend_have_no_launches_of_a_host() -> None:
