@@ -352,21 +352,29 @@ def load_profile(name_or_path: str) -> Hardware:
     rank table that names its chip needs no profile before it.
     """
     # pydantic and yaml cost start-up time; commands that load no profile do not pay for them.
-    from simulator.profile_file import parse_profile, read_limited
+    from simulator.profile_file import parse_profile
 
     chip, file = split_cluster_file(name_or_path)
     if file:
         return _described(chip, file)
+    content, place = profile_text(name_or_path)
+    return (_parse if is_profile_path(name_or_path) else parse_profile)(content, place)
+
+
+def profile_text(name_or_path: str) -> tuple[bytes, str]:
+    """The text of a profile that `load_profile` reads, and the file that it stands in."""
+    from simulator.profile_file import read_limited
+
     if is_profile_path(name_or_path):
         path = Path(name_or_path).expanduser()
-        return _parse(read_limited(path), str(path))
+        return read_limited(path), str(path)
     names = profile_names()
     if name_or_path not in names:
         near = difflib.get_close_matches(name_or_path, names, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known profiles: {', '.join(names)}"
         raise ProfileError(f"no hardware profile is named {name_or_path!r}; {hint} (or give the path of a YAML file)")
     resource = resources.files("hw_profiles") / (name_or_path + PROFILE_SUFFIX)
-    return parse_profile(resource.read_bytes(), f"hw_profiles/{name_or_path}{PROFILE_SUFFIX}")
+    return resource.read_bytes(), f"hw_profiles/{name_or_path}{PROFILE_SUFFIX}"
 
 
 def is_profile_path(text: str) -> bool:

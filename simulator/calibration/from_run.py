@@ -7,7 +7,6 @@ hold for other plans as far as those use the same classes and sizes.
 
 from __future__ import annotations
 
-import copy
 import datetime as dt
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from scipy.optimize import minimize
 from simulator.calibration.fits import rounded
 from simulator.calibration.process import available_cores
 from simulator.errors import InputError
-from simulator.hardware import Hardware, load_profile, write_profile
+from simulator.hardware import Hardware, load_profile, profile_text, split_cluster_file, write_profile
 from simulator.program import Kernel, described_class
 
 PRIOR = 0.02
@@ -157,7 +156,11 @@ def correct_profile(run_files: Sequence[str | Path], profile: str | None, out: s
                 f"{name} is not the profile that the run in {file} was predicted on; give that one with --hw, or run "
                 "`meshwright execute --measure` with a plan for this one"
             )
-    data: Data = copy.deepcopy(yaml.safe_load(Path(name).read_text(encoding="utf-8")))
+    if split_cluster_file(name)[1]:
+        raise InputError(
+            f"{name} is a profile with the file of a cluster; runs correct a profile alone, give it with --hw"
+        )
+    data: Data = yaml.safe_load(profile_text(name)[0])
     names = tuple(f"{run.comparison.network} on {run.comparison.processes} processes" for run in runs)
     origin = f"{' and '.join(names)}, {dt.datetime.now(dt.UTC).date().isoformat()}"
     corrections = [

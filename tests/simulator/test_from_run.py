@@ -121,6 +121,13 @@ def test_runs_that_contradict_each_other_correct_no_kernel(profile, tmp_path):
     assert all(one.after < one.before for one in matmul)
 
 
+def test_a_shipped_profile_is_corrected_by_its_name(tmp_path):
+    out = tmp_path / "better.yaml"
+    found = correct_profile([write_run(tmp_path / "run.json", "dgx-a100", rest=1.5, message=2.0)], None, out)
+    assert next(one for one in found.corrections if one.name == "matmul").rest == pytest.approx(1.5, rel=0.1)
+    assert load_profile(str(out)).hash == found.hardware.hash != load_profile("dgx-a100").hash
+
+
 def test_sources_do_not_grow(profile, tmp_path):
     first = tmp_path / "first.yaml"
     correct_profile([write_run(tmp_path / "run.json", profile, rest=2.0)], None, first)
