@@ -90,7 +90,7 @@ class _SameMasks(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        if function is functional.scaled_dot_product_attention:
+        if function in _ATTENTIONS:
             given = {**given, "dropout_p": 0.0} if len(args) < 5 else given
             return function(*args[:4], *((0.0, *args[5:]) if len(args) > 4 else ()), **given)
         if function in _LEFT_OUT:
@@ -106,8 +106,11 @@ class _SameMasks(TorchFunctionMode):
         return dropped(tensor, probability, next(self._numbers), places, tensor.numel(), self._moment)
 
 
-_DROPOUTS = (functional.dropout, torch.dropout)
+_ATTENTIONS = (functional.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
+"""Modules call functions of torch, exported programs its operators."""
+_DROPOUTS = (functional.dropout, torch.dropout, torch.ops.aten.dropout.default)
 _LEFT_OUT = (
+    *(torch.ops.aten.feature_dropout.default, torch.ops.aten.alpha_dropout.default),
     *(functional.dropout1d, functional.dropout2d, functional.dropout3d),
     *(functional.alpha_dropout, functional.feature_alpha_dropout, torch.feature_dropout, torch.alpha_dropout),
 )

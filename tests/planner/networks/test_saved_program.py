@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 from planner.cli.app import app
+from planner.execution.reference import _SameMasks
 from planner.graph.operator_graph import OperatorGraph
 from planner.networks import load_network
 from planner.networks.python_factory import network_of
 from planner.networks.trust import files_are_trusted, trust_files
+from planner.sharding.local_call import Moment
 from simulator.errors import InputError, NetworkError
 
 
@@ -85,6 +87,16 @@ def test_training_starts_from_the_parameters_of_the_file(saved: str) -> None:
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert module(*(torch.cat([tensor] * 3) for tensor in EXAMPLE)).shape == ()
+
+
+@pytest.mark.usefixtures("trusted")
+def test_one_process_draws_the_masks_of_a_program_as_of_its_module(saved: str) -> None:
+    torch.manual_seed(0)
+    losses = []
+    for module in (Tagger().train(), load_network(saved).build(seed=7)):
+        with _SameMasks([3], Moment(seed=1, step=0, micro_batch=0)):
+            losses.append(float(module(*EXAMPLE).detach()))
+    assert losses[0] == losses[1]
 
 
 class Outputs(nn.Module):
