@@ -61,7 +61,10 @@ class Fragments:
     def take(self, rows: IntArray, *, exact: bool | None = None) -> Fragments:
         """Some of the ways."""
         kept = self.exact if exact is None else exact
-        return Fragments(self.values[rows], self.entry[rows], self.exit[rows], self.labels[rows], kept)
+        return Fragments(
+            self.values.take(rows, axis=0), self.entry.take(rows), self.exit.take(rows),
+            self.labels.take(rows, axis=0), kept,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,15 +104,18 @@ def joined(left: Fragments, right: Fragments, width: int = WIDTH, criteria: Crit
     after one another give ``e = max(e_left, d_left + e_right)`` and ``d = d_left + d_right``.
     """
     a, b = np.nonzero(left.exit[:, None] == right.entry[None, :])
-    values = left.values[a] + right.values[b]
-    queue = left.values[a, BACKLOG] + right.values[b, QUEUE]
-    values[:, QUEUE] = np.maximum(left.values[a, QUEUE], queue)
-    values[:, TRANSIENT] = np.maximum(left.values[a, TRANSIENT], right.values[b, TRANSIENT])
-    entry, leave = left.entry[a], right.exit[b]
+    # `take` gathers rows in half the time that an index takes.
+    before, behind = left.values.take(a, axis=0), right.values.take(b, axis=0)
+    values = before + behind
+    values[:, QUEUE] = np.maximum(before[:, QUEUE], before[:, BACKLOG] + behind[:, QUEUE])
+    values[:, TRANSIENT] = np.maximum(before[:, TRANSIENT], behind[:, TRANSIENT])
+    entry, leave = left.entry.take(a), right.exit.take(b)
     keep, exact = _frontier(values, entry, leave, width, criteria)
-    a, b = a[keep], b[keep]
-    labels = np.concatenate([left.labels[a], right.labels[b]], axis=1)
-    return Fragments(values[keep], entry[keep], leave[keep], labels, left.exact and right.exact and exact)
+    labels = [side.labels.take(rows.take(keep), axis=0) for side, rows in ((left, a), (right, b))]
+    return Fragments(
+        values.take(keep, axis=0), entry.take(keep), leave.take(keep), np.concatenate(labels, axis=1),
+        left.exact and right.exact and exact,
+    )  # fmt: skip
 
 
 def pruned(ways: Fragments, width: int = WIDTH, criteria: Criteria = EVERYTHING) -> Fragments:
@@ -156,11 +162,12 @@ def _frontier(
             found.append(rows)
             continue
         if len(rows) > max(width, _AT_ONCE):
-            rows, exact = rows[_spread(values[rows], _AT_ONCE // 2)], False
-        rows = rows[np.lexsort((*values[rows].T[::-1], *merits[rows].T[::-1]))]
-        rows = rows[~dominated(merits[rows])]
+            rows, exact = rows[_spread(values.take(rows, axis=0), _AT_ONCE // 2)], False
+        own = merits.take(rows, axis=0)
+        order = np.lexsort((*values.take(rows, axis=0).T[::-1], *own.T[::-1]))
+        rows = rows.take(order)[~dominated(own.take(order, axis=0))]
         if len(rows) > width:
-            rows, exact = rows[_spread(values[rows], width)], False
+            rows, exact = rows[_spread(values.take(rows, axis=0), width)], False
         found.append(rows)
     return (np.concatenate(found) if found else np.zeros(0, dtype=np.int64)), exact
 
