@@ -196,6 +196,23 @@ def dominated(values: FloatArray) -> NDArray[np.bool_]:
     return result
 
 
+def undominated_of_each(values: FloatArray, keys: IntArray) -> IntArray:
+    """Rows that no other of their key dominates (`dominated`), in lexical order, keys as they first come."""
+    if np.any(keys[1:] < keys[:-1]):
+        _, first, keys = np.unique(keys, return_index=True, return_inverse=True)
+        keys = np.argsort(np.argsort(first))[keys]
+    order: IntArray = np.lexsort((*values.T[::-1], keys))
+    values, keys = values[order], keys[order]
+    if len(order) > _AT_ONCE:
+        ends = np.flatnonzero(np.diff(keys)) + 1
+        return order[~np.concatenate([dominated(rows) for rows in np.split(values, ends)])]
+    place = np.arange(len(order))
+    below = (keys[:, None] == keys) & (place[:, None] < place)
+    for column in values.T:
+        np.logical_and(below, column[:, None] <= column, out=below)
+    return order[~np.logical_or.reduce(below, axis=0)]
+
+
 def _beaten(columns: FloatArray) -> NDArray[np.bool_]:
     """(n,) whether one before each is at most as much in all columns (columns, n)."""
     ways = columns.shape[1]

@@ -25,7 +25,7 @@ from planner.search.stages.fragments import (
     STEADY,
     TRANSIENT,
     IntArray,
-    dominated,
+    undominated_of_each,
 )
 from planner.search.stages.priced_chain import Choice, PricedChain, Ways
 from planner.search.stages.segments import ROUNDING, PartitionTask
@@ -91,26 +91,16 @@ def choose(task: PartitionTask, width: int) -> tuple[IntArray | None, float]:
 
 def _kinds(task: PartitionTask) -> list[Ways]:
     """The ways of each kind that no other one beats on this rank."""
-    states = sorted({-1, *(int(s) for kind in task.kinds for s in (*kind.entry, *kind.exit))})
-    place = {state: number for number, state in enumerate(states)}
-    found = []
+    states = np.unique(np.concatenate([[-1], *(side for kind in task.kinds for side in (kind.entry, kind.exit))]))
+    found, roomy = [], task.roomy
     for kind in task.kinds:
         v = kind.values
         held = float(task.in_flight[0]) * v[:, ACTIVATION] + v[:, RESIDENT]
         seconds = v[:, FILL] + v[:, STEADY]
         values = np.stack([seconds, v[:, QUEUE], v[:, BACKLOG], held], axis=1)
         # What takes less time may leave as much more to synchronise.
-        whole = np.stack([seconds, seconds + v[:, QUEUE], seconds + v[:, BACKLOG], held, v[:, TRANSIENT]], axis=1)
-        whole = whole[:, :3] if task.roomy else whole
-        keep = []
-        for entry, leave in dict.fromkeys(zip(kind.entry.tolist(), kind.exit.tolist(), strict=True)):
-            rows = np.flatnonzero((kind.entry == entry) & (kind.exit == leave))
-            if len(rows) == 1:
-                keep.append(rows)
-                continue
-            rows = rows[np.lexsort(whole[rows].T[::-1])]
-            keep.append(rows[~dominated(whole[rows])])
-        rows = np.concatenate(keep)
-        entries, exits = (np.array([place[s] for s in side[rows].tolist()]) for side in (kind.entry, kind.exit))
-        found.append(Ways(values[rows], v[rows, TRANSIENT], entries, exits, rows))
+        whole = [seconds, seconds + v[:, QUEUE], seconds + v[:, BACKLOG], *(() if roomy else (held, v[:, TRANSIENT]))]
+        entries, exits = np.searchsorted(states, kind.entry), np.searchsorted(states, kind.exit)
+        rows = undominated_of_each(np.stack(whole, axis=1), entries * len(states) + exits)
+        found.append(Ways(values[rows], v[rows, TRANSIENT], entries[rows], exits[rows], rows))
     return found

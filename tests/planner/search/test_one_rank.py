@@ -10,7 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.search.stages import one_rank
-from planner.search.stages.fragments import ACTIVATION, BACKLOG, FILL, QUEUE, RESIDENT, STEADY, TRANSIENT, Fragments
+from planner.search.stages.fragments import (
+    ACTIVATION,
+    BACKLOG,
+    FILL,
+    QUEUE,
+    RESIDENT,
+    STEADY,
+    TRANSIENT,
+    Fragments,
+    dominated,
+    undominated_of_each,
+)
 from planner.search.stages.partition import partition, proves_misfit
 from planner.search.stages.segments import PartitionTask
 from tests.planner.search.test_pipeline_partition import brute_force, check, tasks
@@ -95,3 +106,17 @@ def test_many_equal_units_equal_a_table_over_bytes(ways: list[tuple[int, int, in
     if found is not None:
         assert found.objective_s == pytest.approx(best)
         assert found.lower_bound_s == pytest.approx(best)
+
+
+@pytest.mark.parametrize("count", [1, 40, 600])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_undominated_of_each_key(count: int, ordered: bool) -> None:
+    rng = np.random.default_rng(count)
+    values, keys = rng.integers(0, 4, (count, 3)).astype(np.float64), rng.integers(0, 5, count)
+    keys = np.sort(keys) if ordered else keys
+    expected: list[int] = []
+    for key in dict.fromkeys(keys.tolist()):
+        rows = np.flatnonzero(keys == key)
+        rows = rows[np.lexsort(values[rows].T[::-1])]
+        expected += rows[~dominated(values[rows])].tolist()
+    assert undominated_of_each(values, keys).tolist() == expected
