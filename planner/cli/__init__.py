@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def main() -> None:
-    """Run the command line of this process and exit."""
+    """Run the command line of this process and exit.
+
+    Products of matrices are small here: threads of BLAS would take longer to meet than to work, and keep cores busy
+    that neighbours and other processes of a sweep could use. How many they are is read once, with NumPy.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         from planner.cli.app import app
     except KeyboardInterrupt:  # before there is a command that could notice

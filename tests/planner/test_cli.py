@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+import planner.cli
 import planner.planning
 from planner.cli.app import app
 from planner.strategy.file import read_strategy, write_plan
@@ -357,6 +358,19 @@ def test_help_imports_neither_numbers_nor_schemas() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize("asked", [None, "2"])
+def test_small_products_take_one_thread_unless_asked_otherwise(
+    asked: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", asked or "")
+    if asked is None:
+        monkeypatch.delenv("OPENBLAS_NUM_THREADS")
+    found: list[str | None] = []
+    monkeypatch.setattr("planner.cli.app.app", lambda **_: found.append(os.environ.get("OPENBLAS_NUM_THREADS")))
+    planner.cli.main()
+    assert found == [asked or "1"]
 
 
 def test_the_installed_command_and_its_exit_code() -> None:
