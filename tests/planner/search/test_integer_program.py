@@ -63,6 +63,13 @@ def test_transformer_of_two_layers(axes: Mapping[str, int], micro_batches: int, 
     check(problem, limit_between(problem, share))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "axes"), [(3, {"data": 2, "tensor": 4}), (4, {"data": 2, "tensor": 2})])
+def test_transformers_of_more_layers_on_two_axes(layers: int, axes: Mapping[str, int]) -> None:
+    problem = make_problem(captured("gpt2-tiny", layers), make_mesh(**axes), unfolded=True)
+    check(problem, float("inf"))
+
+
 @pytest.mark.parametrize(
     ("name", "axes", "share"),
     [
