@@ -205,12 +205,13 @@ def undominated_of_each(values: FloatArray, keys: IntArray) -> IntArray:
     values, keys = values[order], keys[order]
     if len(order) > _AT_ONCE:
         ends = np.flatnonzero(np.diff(keys)) + 1
-        return order[~np.concatenate([dominated(rows) for rows in np.split(values, ends)])]
+        beaten = np.concatenate([dominated(rows) for rows in np.split(values, ends)])
+        return np.asarray(order[~beaten])
     place = np.arange(len(order))
     below = (keys[:, None] == keys) & (place[:, None] < place)
     for column in values.T:
         np.logical_and(below, column[:, None] <= column, out=below)
-    return order[~np.logical_or.reduce(below, axis=0)]
+    return np.asarray(order[~np.logical_or.reduce(below, axis=0)])
 
 
 def _beaten(columns: FloatArray) -> NDArray[np.bool_]:
