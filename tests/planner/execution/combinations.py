@@ -75,8 +75,7 @@ def factors() -> dict[str, tuple[str, ...]]:
         "norms": ("", FUSED),
         "bucket_bytes": ("", SMALL_BUCKETS),
     }
-    # What travels to experts is left to the search where nothing is said: no plan runs otherwise for the pin.
-    for name in (name for name in PIN_NAMES if name != "expert_messages"):
+    for name in PIN_NAMES:
         if name in WORDS:
             found[name] = WORDS[name]
         elif name in FLAGS:

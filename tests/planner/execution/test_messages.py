@@ -1,4 +1,7 @@
-"""The messages that run are those of the lowered program: kind, axis, bytes, order."""
+"""The messages that run are those of the lowered program: kind, axis, bytes, order.
+
+Here kinds of messages that must be there; `test_combinations` compares those of every row of its table.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,15 @@ from tests.planner.execution.small import place
 
 slow = pytest.mark.slow
 CASES = [
-    pytest.param("zoo:mlp", 4, 16, {"dp": 2, "tp": 2}, {"all_reduce"}, marks=slow),
-    pytest.param(place("gpt"), 4, 8, {"dp": 2, "tp": 2, "micro_batch": 2}, {"all_reduce"}, marks=slow),
-    pytest.param(place("gpt"), 2, 8, {"dp": 2, "optimizer_sharding": "zero3"}, {"all_gather"}, marks=slow),
     pytest.param("zoo:gpt2-tiny", 2, 8, {"tp": 2, "micro_batch": 4, "sequence_parallel": "true", "copies": 2},
                  {"all_gather", "reduce_scatter"}, marks=slow),
     pytest.param("zoo:gpt2-tiny", 2, 8, {"tp": 2, "micro_batch": 4, "sequence_parallel": "true", "recompute": "full",
                                          "recompute_messages": "false"}, {"all_gather"}, marks=slow),
     pytest.param(place("gpt"), 2, 8, {"cp": 2, "context_algorithm": "ring"}, {"send"}),
-    pytest.param(place("llama"), 4, 8, {"cp": 4, "context_algorithm": "ring"}, {"send"}, marks=slow),
     pytest.param(place("llama"), 4, 8, {"cp": 2, "tp": 2, "context_algorithm": "all_to_all", "recompute": "full"},
                  {"all_to_all"}, marks=slow),
     pytest.param(place("resnet"), 2, 4, {"dp": 2}, {"all_reduce"}, marks=slow),
-    pytest.param(place("mixtral"), 4, 8, {"ep": 2, "dp": 2}, {"reduce_scatter"}, marks=slow),
+    pytest.param(place("mixtral"), 2, 8, {"ep": 2, "dp": 2, "expert_messages": "tokens"}, {"all_to_all"}, marks=slow),
 ]  # fmt: skip
 
 
