@@ -31,11 +31,11 @@ def fold(graph: OperatorGraph, minimum: int = MINIMUM_REPEATS) -> OperatorGraph:
     A block is what belongs to one indexed module (``blocks.3``), outermost index first. Blocks are equal
     when their operators, shapes and arguments are, and when they refer to themselves, their neighbours
     and shared nodes in the same way. `unfold` gives back the same graph: a run for which it would not is
-    left as it is.
+    left as it is. Of several rows in one list of blocks (dense layers, then layers with experts) the longest is folded.
     """
     for level in range(1, _LEVELS + 1):
         tried: set[tuple[str, int]] = set()
-        while (found := next(_candidates(graph, level, minimum, tried), None)) is not None:
+        while (found := _next_row(graph, level, minimum, tried)) is not None:
             folded = _fold_longest(graph, found, minimum)
             tried |= {(block.prefix, block.index) for block in found}
             graph = graph if folded is None else folded
@@ -51,6 +51,16 @@ def repeat(graph: OperatorGraph, count: int) -> OperatorGraph:
             "capture its full depth"
         )
     return replace(folded, runs=(replace(folded.runs[0], count=count),))
+
+
+def _next_row(graph: OperatorGraph, level: int, minimum: int, tried: set[tuple[str, int]]) -> list[_Block] | None:
+    """The next row to fold: the longest of each list of blocks that has no run yet, as names tell runs apart."""
+    folded = {run.prefix for run in graph.runs}
+    rows = [row for row in _candidates(graph, level, minimum, tried) if row[0].prefix not in folded]
+    longest: dict[str, int] = {}
+    for row in rows:
+        longest[row[0].prefix] = max(len(row), longest.get(row[0].prefix, 0))
+    return next((row for row in rows if len(row) == longest[row[0].prefix]), None)
 
 
 def _candidates(graph: OperatorGraph, level: int, minimum: int, tried: set[tuple[str, int]]) -> Iterator[list[_Block]]:

@@ -102,3 +102,16 @@ def test_full_depth_of_published_networks(name: str) -> None:
     network = replace(load_network(f"zoo:{name}", sequence_length=64), decoder=None)
     full = capture_module(lambda: network.make(None), network.inputs, name=name)
     assert unfold(network.capture()) == replace(full, fingerprint=network.capture().fingerprint)
+
+
+def test_of_two_kinds_of_blocks_in_one_list_the_longer_row_is_folded(full_graph: Full) -> None:
+    """Names tell runs apart, so that a list of blocks has one of them."""
+    full = full_graph("llama")
+    whole = unfold(replace(fold(full), runs=(replace(fold(full).runs[0], count=7),)))
+    first = tuple(f"blocks.{number}/silu" for number in range(3))
+    spoiled = tuple(
+        replace(node, flops=node.flops + 1) if node.name.startswith(first) else node for node in whole.nodes
+    )
+    folded = fold(replace(whole, nodes=spoiled))
+    assert [(run.prefix, run.count, run_start(folded, run)) for run in folded.runs] == [("blocks", 4, 3)]
+    assert unfold(folded) == replace(whole, nodes=spoiled)
