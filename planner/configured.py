@@ -334,8 +334,9 @@ class Configured:
         whole = c.optimizer_sharding == "none"
         threshold = 0 if whole else self.threshold_bytes if threshold_bytes is None else threshold_bytes
         rules, layers = rules_of(
-            tables, chosen.labels, c.data, sharded=not whole, shard_size=c.shard_size, threshold_bytes=threshold
-        )
+            tables, chosen.labels, c.data, sharding=c.optimizer_sharding, shard_size=c.shard_size,
+            threshold_bytes=threshold,
+        )  # fmt: skip
         if len(self._shared.graph.runs) < len(self.graph.runs):
             rules, layers = in_runs(self.graph, rules, layers)
         return Plan(
@@ -490,5 +491,4 @@ def experts_of(graph: OperatorGraph) -> int:
 
 def trained_bytes(graph: OperatorGraph) -> int:
     """Bytes of the gradients of all parameters."""
-    trained = [parameter.node for parameter in graph.parameters if parameter.gradient is not None]
-    return sum(graph.multiplicity[node] * graph.nodes[node].outputs[0].size_bytes for node in trained)
+    return sum(graph.multiplicity[node] * graph.nodes[node].outputs[0].size_bytes for node in graph.trained)

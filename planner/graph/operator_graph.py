@@ -224,9 +224,14 @@ class OperatorGraph:
                 times[index] = run.count - 1
         return tuple(times)
 
+    @cached_property
+    def trained(self) -> frozenset[int]:
+        """Nodes of the parameters that have a gradient; frozen ones have none."""
+        return frozenset(parameter.node for parameter in self.parameters if parameter.gradient is not None)
+
     @property
     def parameter_count(self) -> int:
-        """Trained numbers of the unfolded network, tied ones once."""
+        """Numbers of all parameters of the unfolded network, tied ones once."""
         return sum(self.multiplicity[p.node] * self.nodes[p.node].outputs[0].elements for p in self.parameters)
 
     def flops(self, phase: Phase | None = None) -> float:

@@ -122,7 +122,7 @@ def _parameter_bytes(source: PlacedGraph, index: int) -> dict[BufferKind, int]:
     spec = source.graph.nodes[index].outputs[0]
     size = source.local_bytes(spec, source.stored[index])
     found = {BufferKind.PARAMETER: 0 if source.on_host(index) else size}
-    if not source.updated_on_host(index):
+    if source.is_trained(index) and not source.updated_on_host(index):
         states = state_bytes(source.options.optimizer, spec.dtype)
         found[BufferKind.OPTIMIZER_STATE] = states * size // DTYPE_BYTES[spec.dtype]
     if source.is_trained(index) and index not in source.host.parameters:

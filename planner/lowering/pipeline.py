@@ -341,7 +341,7 @@ def _updates(lowering: _Lowering, rank: int) -> list[tuple[int, int]]:
 def _rank_parameters(lowering: _Lowering, rank: int) -> dict[int, int]:
     """Trained parameters of a rank by node, each with the number of units like its own that the rank holds."""
     keys = [lowering.keys[stage] for stage in _stages_of(lowering.schedule)[rank]]
-    trained = {p.node for p in lowering.source.graph.parameters if p.gradient is not None}
+    trained = lowering.source.graph.trained
     readers = Counter(index for unit in lowering.units for index in unit.parameters)
     found: dict[int, int] = {}
     for key in keys:
@@ -425,6 +425,8 @@ def _unit_ranks(lowering: _Lowering) -> dict[int, list[tuple[int, ...]]]:
 
 def _holders(lowering: _Lowering, places: dict[int, list[tuple[int, ...]]], index: int) -> list[tuple[int, ...]]:
     """Groups of two or more ranks that train one parameter together: tied ones, and copies of the whole network."""
+    if not lowering.source.is_trained(index):
+        return []
     users = [n for n, unit in enumerate(lowering.units) if index in unit.parameters]
     groups = [ranks for number in users for ranks in places.get(number, ())]
     if len(users) > 1:  # tied: all units that use it share one

@@ -406,7 +406,7 @@ class PlacedGraph:
     @cached_property
     def fusion_groups(self) -> dict[int, int]:
         """The group of each trained parameter whose gradient's message is said, by its node."""
-        trained = {self.graph.nodes[p.node].name: p.node for p in self.graph.parameters if p.gradient is not None}
+        trained = {self.graph.nodes[p.node].name: p.node for p in self.graph.parameters if self.is_trained(p.node)}
         groups = self.options.groups
         groups = message_groups(self.options.exchange, list(trained)) if groups is None else groups
         return {trained[name]: group for name, group in groups.items() if name in trained}
@@ -455,7 +455,7 @@ class PlacedGraph:
             states = state_bytes(self.options.optimizer, spec.dtype) * size // DTYPE_BYTES[spec.dtype]
             if self.on_host(index):
                 buffers.pop()
-            elif node.role is Role.PARAMETER and states and not self.options.offload_optimizer:
+            elif self.is_trained(index) and states and not self.options.offload_optimizer:
                 name = f"{node.name}.states"
                 buffers.append(Buffer(name=name, size_bytes=states, kind=BufferKind.OPTIMIZER_STATE))
         return buffers

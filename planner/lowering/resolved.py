@@ -199,7 +199,8 @@ class _Step:
             parameter = node.role is Role.PARAMETER
             kind = KIND_INDEX[BufferKind.PARAMETER if parameter else BufferKind.ACTIVATION]
             more = state_bytes(source.options.optimizer, spec.dtype) * size // DTYPE_BYTES[spec.dtype]
-            sizes[index] = size, kind, 0 if source.options.offload_optimizer or not parameter else more
+            on_device = source.is_trained(index) and not source.options.offload_optimizer
+            sizes[index] = size, kind, more if on_device else 0
         found = sizes[self.stored_nodes]
         here = found[:, 0] >= 0
         values, found = self.stored[here], found[here]

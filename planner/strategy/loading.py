@@ -103,7 +103,8 @@ def _check_storage(plan: Plan, lowered: LoweredPlan) -> None:
     nodes = {parameter.name: parameter.node for parameter in graph.parameters}
     stored = {nodes[parameter.name]: parameter.placements for parameter in lowered.parameters}
     specs = {i: graph.nodes[i].outputs[0] for i in stored}
-    found = optimizer_sharding(lowered.mesh, ((specs[i].elements, p) for i, p in stored.items()))
+    trained = {i: p for i, p in stored.items() if i in graph.trained}
+    found = optimizer_sharding(lowered.mesh, ((specs[i].elements, p) for i, p in trained.items()))
     if (plan.optimizer_sharding == "none") != (found == "none"):
         placed = "whole on the data axis" if found == "none" else "sharded along the data axis"
         raise StrategyError(

@@ -230,7 +230,7 @@ def least_states(tables: StageTables) -> tuple[UnitLabels, IntArray, IntArray, f
     labels = UnitLabels(**none, assignments=())
     kept, least, counts = np.full_like(nothing, np.inf), tables.least_elements, np.array(tables.counts)
     sent = float(least @ counts) if least.all() else 0.0
-    labels = replace(labels, parameter_elements=least, activation_bytes=kept)
+    labels = replace(labels, parameter_elements=least, frozen_elements=tables.least_frozen, activation_bytes=kept)
     return labels, np.array(trained_parameters(tables)), counts, sent
 
 

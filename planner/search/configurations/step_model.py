@@ -336,9 +336,13 @@ class StepModel(Storage):
             )
         if c.optimizer_sharding != "zero3":
             return forward_s, backward_s, late_s, np.zeros_like(forward_s), None
+        read = size + labels.frozen_elements * DTYPE_BYTES[self.dtype]
         gather, scatter = (
-            np.where(size > 0, message_s(self.hardware, one, payload, shards, stride, sharded=True), 0.0)
-            for one, payload in ((Collective.ALL_GATHER, size), (Collective.REDUCE_SCATTER, sent))
+            np.where(payload > 0, message_s(self.hardware, one, payload, shards, stride, sharded=True), 0.0)
+            for one, payload in (
+                (Collective.ALL_GATHER, read),
+                (Collective.REDUCE_SCATTER, np.where(size > 0, sent, 0.0)),
+            )
         )
         gather, scatter = gather + labels.gather_s, scatter + inside_s + accumulation
         if c.pipeline > 1 and self.hardware.overlaps_communication:

@@ -43,7 +43,8 @@ class Storage:
     def resident_bytes(self, labels: UnitLabels, configuration: Configuration) -> FloatArray:
         """Bytes of parameters, gradients and optimizer states that stand through the step.
 
-        A rank holds its shard of the parameters and, but for ZeRO-3, those that are gathered for the step. Gradients
+        A rank holds its shard of the parameters and, but for ZeRO-3, those that are gathered for the step; frozen ones
+        are parameters alone, and whole but for ZeRO-3. Gradients
         are accumulated as backward operators write them, or with ZeRO-2 and 3 in shards. In a single micro-batch on one
         stage they come as activations go: what is larger counts.
         """
@@ -51,7 +52,8 @@ class Storage:
         size = float(DTYPE_BYTES[self.dtype])
         elements = labels.parameter_elements + labels.expert_elements
         unsummed = elements + labels.unsummed_elements
-        held = elements / shards * size
+        frozen = labels.frozen_elements * size
+        held = elements / shards * size + (frozen / shards if c.optimizer_sharding == "zero3" else frozen)
         if c.optimizer_sharding in ("zero1", "zero2"):
             held = held + np.maximum(unsummed, labels.gathered_elements) * size
         elif c.optimizer_sharding == "none":
@@ -80,7 +82,7 @@ class Storage:
         size = whole * DTYPE_BYTES[self.dtype]
         if c.optimizer_sharding == "zero3" or self.parameters_away:
             # A unit's parameters and gradients, and the parameters of the next one.
-            return 3.0 * size
+            return 3.0 * size + 2.0 * labels.frozen_elements * DTYPE_BYTES[self.dtype]
         if not self.scatters_each(c):
             return np.zeros_like(size)
         # Gradients wait for a full message.

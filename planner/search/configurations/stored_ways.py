@@ -72,7 +72,7 @@ class Whole:
     elements : trained elements that the ranks of all stages hold together, each unit run in its fastest way
     usual_s : seconds of the kernels of both passes of the most frequent kind of unit, run so, and of what may be put
         off: messages hide behind them
-    usual_elements : its trained elements on a rank
+    usual_elements : its elements on a rank, frozen ones with them
     """
 
     units: int
@@ -99,7 +99,7 @@ class Whole:
                 float((usual.backward_s - usual.backward_communication_s)[label]),
                 float(usual.late_s[label]),
             ),
-            usual_elements=held[most],
+            usual_elements=held[most] + float(usual.frozen_elements[label]),
         )
 
     def inner_ends(self, configuration: Configuration) -> float:
@@ -117,10 +117,13 @@ def _fastest(unit: UnitLabels) -> int:
 def holding(labels: UnitLabels, tied: TiedParameter) -> UnitLabels:
     """Labels of a unit whose rank stores a tied parameter as well."""
     apart = tied.whole_elements - tied.elements
+    gathered = labels.gathered_elements + (tied.whole_elements if apart > 0 else 0.0)
+    if not tied.trained:
+        return replace(labels, frozen_elements=labels.frozen_elements + tied.elements, gathered_elements=gathered)
     return replace(
         labels,
         parameter_elements=labels.parameter_elements + tied.elements,
-        gathered_elements=labels.gathered_elements + (tied.whole_elements if apart > 0 else 0.0),
+        gathered_elements=gathered,
         unsummed_elements=labels.unsummed_elements + apart,
     )
 
@@ -149,7 +152,7 @@ def waiting(labels: UnitLabels, sums_s: FloatArray, sums: FloatArray) -> UnitLab
 
 def trained_parameters(tables: StageTables) -> list[int]:
     """Trained parameters of every unit, at least 1."""
-    trained = {parameter.node for parameter in tables.parts.graph.parameters if parameter.gradient is not None}
+    trained = tables.parts.graph.trained
     return [max(1, len(trained.intersection(unit.nodes))) for unit in tables.chain.units]
 
 
@@ -273,7 +276,8 @@ def _with_tied(tables: StageTables, where: Tied, element_bytes: int) -> tuple[Un
             for number in others:
                 units[number] = holding(units[number], tied)
             continue
-        for number in range(len(units)) if where is Tied.SUMMED else [first]:
+        waits = range(len(units)) if where is Tied.SUMMED else [first]
+        for number in waits if tied.trained else ():
             transient = units[number].transient_bytes + tied.whole_elements * element_bytes
             units[number] = replace(units[number], transient_bytes=transient)
     return tuple(units)

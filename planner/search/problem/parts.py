@@ -160,7 +160,9 @@ class Parts:
         return self.shares(states, [c.writes[ref] for c in states.variable.choices]) * self.graph.spec(ref).elements
 
     def update_seconds(self, states: States) -> FloatArray:
-        """Seconds of the optimizer's update of the stored shard of a parameter."""
+        """Seconds of the optimizer's update of the stored shard of a parameter; frozen ones have none."""
+        if states.variable.nodes[0] not in self.graph.trained:
+            return np.zeros(len(states))
         if ("update",) not in states.known:
             states.known["update",] = self._update_seconds(states)
         found: FloatArray = states.known["update",]

@@ -120,7 +120,8 @@ class Problem:
         variable = states.variable
         if variable.kind is Kind.PARAMETER:
             dtype = self.graph.spec(TensorRef(variable.nodes[0])).dtype
-            bytes_each = DTYPE_BYTES[dtype] + state_bytes(self.setting.optimizer, dtype)
+            trained = variable.nodes[0] in self.graph.trained
+            bytes_each = DTYPE_BYTES[dtype] + (state_bytes(self.setting.optimizer, dtype) if trained else 0.0)
             return Cost(self.parts.update_seconds(states), self.parts.elements(states) * bytes_each)
         if variable.kind is not Kind.INPUT:
             for position in range(len(variable.nodes)):

@@ -35,9 +35,10 @@ class Part(IntEnum):
     CUT = 22
     CUT_LAST = 23
     LATE = 24
+    FROZEN = 25
 
 
-PARTS = 25
+PARTS = 26
 
 
 def rows_of(weights: Weights, modes: Sequence[int]) -> FloatArray:
@@ -49,6 +50,7 @@ def rows_of(weights: Weights, modes: Sequence[int]) -> FloatArray:
         row[[Part.STEP, Part.CUT, Part.CUT_LAST]] = weights.step
         row[Part.ELEMENTS] = weights.parameter_element
         row[Part.EXPERT_ELEMENTS] = weights.expert_element
+        row[Part.FROZEN] = weights.frozen_element
         row[Part.KEPT + mode] = weights.activation_byte
     return rows
 

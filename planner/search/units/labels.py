@@ -98,8 +98,13 @@ class StageTables:
 
     @property
     def least_elements(self) -> FloatArray:
-        """(units,) least elements of parameters that one rank holds of each unit."""
+        """(units,) least elements of trained parameters that one rank holds of each unit."""
         return self._stage.least_elements
+
+    @property
+    def least_frozen(self) -> FloatArray:
+        """(units,) the same of parameters without a gradient."""
+        return self._stage.least_frozen
 
     @cached_property
     def launches_s(self) -> FloatArray:
@@ -158,7 +163,8 @@ class StageTables:
             owners = tuple(n for n, m in enumerate(self.decisions.models) if station in m.shared)
             whole = stage.tied_elements(station, self._shared)
             stored = min(whole, self._stored_elements(tensor.node, owners[0]))
-            yield TiedParameter(node=tensor.node, units=owners, elements=stored, whole_elements=whole)
+            trained = tensor.node in self.parts.graph.trained
+            yield TiedParameter(node=tensor.node, units=owners, elements=stored, whole_elements=whole, trained=trained)
 
     def _stored_elements(self, parameter: int, owner: int) -> float:
         """Local elements of a tied parameter as the fastest way to run the unit that it counts in stores it."""

@@ -35,7 +35,8 @@ class UnitLabels:
     ``step_s`` are messages once a step, beside data parallelism: ``gather_s`` of them gather parameters, the others sum
     gradients. In ``cut_s`` gradients that are whole on an axis which shards their parameter are cut, before they are
     scattered over the data axis, and in ``cut_last_s`` those of one dim, afterwards. ``parameter_elements`` are local
-    trained elements as stored, without those that the expert axis shards, ``expert_elements``. ``gathered_elements``
+    trained elements as stored, without those that the expert axis shards, ``expert_elements``; ``frozen_elements`` are
+    those of parameters without a gradient. ``gathered_elements``
     are those of gathered parameters as they are read; by ``unsummed_elements`` gradients are larger before they are
     summed than stored parameters. ``recompute`` are codes of `RECOMPUTE`. ``entry`` and ``exit`` are numbers of
     boundary states, −1 at the ends of the network. ``sequence_parallel`` says whether an activation is sharded along
@@ -64,6 +65,7 @@ class UnitLabels:
     cut_last_s: FloatArray
     parameter_elements: FloatArray
     expert_elements: FloatArray
+    frozen_elements: FloatArray
     gathered_elements: FloatArray
     unsummed_elements: FloatArray
     recompute: IntArray
@@ -89,6 +91,7 @@ class Weights:
     activation_byte: float = 0.0
     parameter_element: float = 0.0
     expert_element: float = 0.0
+    frozen_element: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +125,15 @@ class Minimum:
 class TiedParameter:
     """A parameter that several units read; one stage that has all of them stores it once.
 
-    ``elements`` are those that one rank stores, ``whole_elements`` those that units read.
+    ``elements`` are those that one rank stores, ``whole_elements`` those that units read; ``trained`` says whether it
+    has a gradient.
     """
 
     node: int
     units: tuple[int, ...]
     elements: float
     whole_elements: float
+    trained: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)

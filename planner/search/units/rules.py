@@ -38,7 +38,7 @@ def rules_of(
     choices: Sequence[int],
     data: int,
     *,
-    sharded: bool,
+    sharding: str = "none",
     shard_size: int = 0,
     threshold_bytes: int = 0,
 ) -> tuple[dict[str, NodeRules], tuple[LayerRules, ...]]:
@@ -53,8 +53,9 @@ def rules_of(
         The label of every unit in ``tables.chain.names()``, its number in ``tables.units``.
     data : int
         Data-parallel ranks.
-    sharded : bool
-        Whether parameters are stored sharded along the data axis: on the largest local dim that divides.
+    sharding : str
+        How the optimizer is sharded. Unless that is ``none``, trained parameters are stored sharded along the data
+        axis, on the largest local dim that divides; with ``zero3`` frozen ones as well.
     shard_size : int
         Ranks that a parameter is sharded over, all of them where 0.
     threshold_bytes : int
@@ -69,7 +70,8 @@ def rules_of(
     if len(choices) != len(positions):
         raise InputError(f"{len(choices)} labels were chosen for {len(positions)} units; choose one for each")
     beside = _data_axis(tables.decisions, tables.parts, data) if data > 1 else None
-    ways = shard_size or data
+    ways = 1 if sharding == "none" else shard_size or data
+    whole = frozenset() if sharding == "zero3" else _frozen(tables.parts.graph)
     made: dict[tuple[int, int, int], UnitRules] = {}
     units: list[UnitRules] = []
     for place, (number, choice) in enumerate(zip(positions, choices, strict=True)):
@@ -78,7 +80,7 @@ def rules_of(
         if key not in made:
             rules = _node_rules(tables, number, tables.units[number].assignments[choice])
             if beside:
-                rules = _beside(tables, beside.rules(number, along), rules, ways if sharded else 1, threshold_bytes)
+                rules = _beside(tables, beside.rules(number, along), rules, ways, threshold_bytes, whole)
             made[key] = rules
         units.append(made[key])
     return _by_name(tables, units)
@@ -166,13 +168,23 @@ class _DataAxis:
         return self._rules[number, assignment]
 
 
-def _beside(tables: StageTables, along: UnitRules, rules: UnitRules, ways: int, threshold_bytes: int) -> UnitRules:
-    """Put the rule of the data axis before the others; parameters get the placement in which they are stored."""
+def _frozen(graph: OperatorGraph) -> frozenset[int]:
+    return frozenset(parameter.node for parameter in graph.parameters) - graph.trained
+
+
+def _beside(
+    tables: StageTables, along: UnitRules, rules: UnitRules, ways: int, threshold_bytes: int, whole: frozenset[int]
+) -> UnitRules:
+    """Put the rule of the data axis before the others; parameters get the placement in which they are stored.
+
+    Those of `whole` stay so.
+    """
     decisions = tables.decisions.decisions
     found = {}
     for index, others in rules.items():
         first = along[index][0]
-        if decisions.variables[decisions.of_node[index]].kind is Kind.PARAMETER and ways > 1:
+        parameter = decisions.variables[decisions.of_node[index]].kind is Kind.PARAMETER
+        if parameter and ways > 1 and index not in whole:
             placed = _stored(tables.parts.graph, tables.parts.sizes, index, others, ways, threshold_bytes)
             first = Rule((), (placed,), splits_work=False)
         found[index] = (first, *others)

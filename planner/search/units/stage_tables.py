@@ -113,13 +113,28 @@ class Stage:
 
     @property
     def least_elements(self) -> FloatArray:
-        """(units,) least elements of parameters that one rank holds of each unit."""
+        """(units,) least elements of trained parameters that one rank holds of each unit."""
+        least: FloatArray = self._least_held[0]
+        return least
+
+    @property
+    def least_frozen(self) -> FloatArray:
+        """(units,) the same of parameters without a gradient."""
+        least: FloatArray = self._least_held[1]
+        return least
+
+    @property
+    def _least_held(self) -> FloatArray:
         known = self.family.elements
         if id(self.shape) not in known:
-            variables, parts = self.source.decisions.variables, self.parts
-            held = [[v for v in m.variables if variables[v].kind is Kind.PARAMETER] for m in self.source.models]
-            least = [sum(float(parts.elements(parts.states(v)).min()) for v in unit) for unit in held]
-            known[id(self.shape)] = np.array(least, dtype=np.float64)
+            least = np.zeros((2, len(self.source.models)))
+            for number, model in enumerate(self.source.models):
+                for v in model.variables:
+                    variable = self.source.decisions.variables[v]
+                    if variable.kind is Kind.PARAMETER:
+                        frozen = int(variable.nodes[0] not in self.parts.graph.trained)
+                        least[frozen, number] += self.parts.elements(self.parts.states(v)).min()
+            known[id(self.shape)] = least
         return known[id(self.shape)]
 
     @property

@@ -102,7 +102,10 @@ def _price_rows(modes: tuple[int, ...]) -> tuple[FloatArray, FloatArray, FloatAr
     rows = (
         [rows_of(Weights(step=step), modes) for step, _, _ in prices],
         [rows_of(replace(nothing, activation_byte=price), modes) for _, price, _ in prices],
-        [rows_of(replace(nothing, parameter_element=value, expert_element=value), modes) for _, _, value in prices],
+        [
+            rows_of(replace(nothing, parameter_element=value, expert_element=value, frozen_element=value), modes)
+            for _, _, value in prices
+        ],
     )
     fixed, kept_bytes, elements = (np.concatenate(row) for row in rows)
     return fixed, kept_bytes, elements
@@ -111,7 +114,7 @@ def _price_rows(modes: tuple[int, ...]) -> tuple[FloatArray, FloatArray, FloatAr
 def _scales(parts: FloatArray, modes: tuple[int, ...]) -> tuple[float, float, float]:
     time = float((parts[Part.FORWARD] + parts[Part.BACKWARD]).min())
     kept = float(max(parts[Part.KEPT + mode].max() for mode in modes))
-    held = float((parts[Part.ELEMENTS] + parts[Part.EXPERT_ELEMENTS]).max())
+    held = float((parts[Part.ELEMENTS] + parts[Part.EXPERT_ELEMENTS] + parts[Part.FROZEN]).max())
     return time, kept or 1.0, held or 1.0
 
 
@@ -160,7 +163,8 @@ def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> Un
     kept, transient = (parts[first + mode, columns] for first in (Part.KEPT, Part.TRANSIENT))
     seconds = parts[Part.FORWARD] + parts[Part.BACKWARD] + again
     once = parts[Part.STEP] + parts[Part.CUT] + parts[Part.CUT_LAST]
-    criteria = np.array([seconds, kept, parts[Part.ELEMENTS], parts[Part.EXPERT_ELEMENTS], once])
+    held = [parts[part] for part in (Part.ELEMENTS, Part.EXPERT_ELEMENTS, Part.FROZEN) if parts[part].any()]
+    criteria = np.array([seconds, kept, *held, once])
     best = np.flatnonzero(_undominated(criteria, np.array([mode, found.entry, found.exit])))
     best = best[np.lexsort((kept[best], seconds[best], mode[best], found.exit[best], found.entry[best]))]
     states = {v: s[best] for v, s in found.states.items()}
@@ -197,6 +201,7 @@ def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> Un
         unsummed_elements=parts[Part.UNSUMMED, best],
         parameter_elements=parts[Part.ELEMENTS, best],
         expert_elements=parts[Part.EXPERT_ELEMENTS, best],
+        frozen_elements=parts[Part.FROZEN, best],
         recompute=mode[best],
         entry=found.entry[best] if ENTRY in unit.kept else nothing,
         exit=found.exit[best] if EXIT in unit.kept else nothing,

@@ -158,6 +158,9 @@ class _Builder:
             return
         if variable.kind is Kind.PARAMETER:
             part, elements = self._elements_part(states), self.ledger.elements(states)
+            if variable.nodes[0] not in self.model.graph.trained:
+                self._charge((Part.FROZEN,), (number,), elements)
+                return
             self._charge((Part.ELEMENTS,), (number,), np.where(part, NOTHING, elements))
             self._charge((Part.EXPERT_ELEMENTS,), (number,), np.where(part, elements, NOTHING))
             return

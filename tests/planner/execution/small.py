@@ -108,3 +108,28 @@ def dropping() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
         block.attention = nn.Sequential(block.attention, nn.Dropout(0.2))
         block.contract = nn.Sequential(block.contract, nn.Dropout(0.1))
     return module, inputs
+
+
+class Adapted(nn.Module):
+    """A product with frozen weights, and beside it one of low rank that is trained (LoRA, arXiv:2106.09685)."""
+
+    def __init__(self, frozen: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.frozen = frozen
+        self.narrow = nn.Linear(frozen.in_features, rank, bias=False)
+        self.wide = nn.Linear(rank, frozen.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(..., inputs)`` to ``(..., outputs)``."""
+        return self.frozen(x) + self.wide(self.narrow(x))  # type: ignore[no-any-return]
+
+
+def adapters() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """A Llama that is frozen but for adapters of its products."""
+    network, inputs = llama()
+    network.requires_grad_(False)
+    for module in list(network.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and name != "head":
+                setattr(module, name, Adapted(child, rank=4))
+    return network, inputs

@@ -39,7 +39,7 @@ class MadeTables:
     boundary_bytes: tuple[float, ...]
     boundaries: tuple[BoundaryStates, ...]
     tied: tuple[TiedParameter, ...]
-    parts: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(graph=SimpleNamespace(parameters=())))
+    parts: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(graph=SimpleNamespace(trained=frozenset())))
     decisions: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(batch_sums=(), sums_over_batch=False))
 
     @property
@@ -56,6 +56,11 @@ class MadeTables:
     def least_elements(self) -> np.ndarray:
         """Least elements of every unit."""
         return np.array([unit.parameter_elements.min() for unit in self.units])
+
+    @property
+    def least_frozen(self) -> np.ndarray:
+        """Least elements of frozen parameters of every unit: none."""
+        return np.zeros(len(self.units))
 
     @property
     def saved_bytes(self) -> float:
@@ -112,6 +117,7 @@ def labels(unit: MadeUnit, samples: float, message_s: float, first: bool, last: 
         cut_last_s=nothing,
         parameter_elements=np.full(3, unit.elements),
         expert_elements=nothing,
+        frozen_elements=nothing,
         gathered_elements=nothing,
         unsummed_elements=nothing,
         recompute=np.arange(3),

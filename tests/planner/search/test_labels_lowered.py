@@ -131,7 +131,7 @@ def test_seconds_and_bytes_are_those_of_the_lowered_program(
     recompute = {
         unit: RECOMPUTE[int(ls.recompute[i])] for unit, (ls, i) in zip(tables.chain.names(), labels, strict=True)
     }
-    rules = by_node(*rules_of(tables, chosen, 1, sharded=False))
+    rules = by_node(*rules_of(tables, chosen, 1))
     options = LoweringOptions(
         mesh=mesh,
         micro_batches=1,
@@ -163,7 +163,7 @@ def test_seconds_and_bytes_are_those_of_the_lowered_program(
 def test_a_view_that_repeats_numbers_keeps_only_those() -> None:
     tables = tables_of(deepened(load_network("zoo:mixtral-8x7b").capture(), 2), make_mesh(tensor=4))
     chosen = path(tables, (0,), 0.0)
-    rules = by_node(*rules_of(tables, chosen, 1, sharded=False))
+    rules = by_node(*rules_of(tables, chosen, 1))
     options = LoweringOptions(
         mesh=make_mesh(tensor=4), micro_batches=1, optimizer=optimizer("adamw"), bucket_bytes=BUCKET_BYTES
     )
@@ -177,9 +177,9 @@ def test_a_view_that_repeats_numbers_keeps_only_those() -> None:
 def test_the_data_axis_shards_the_batch_and_stores_what_is_large(sharded: bool) -> None:
     tables = small_tables("gpt", 2)
     chosen = path(tables, (0,), 0.0)
-    rules = by_node(*rules_of(tables, chosen, 4, sharded=sharded, threshold_bytes=100))
+    rules = by_node(*rules_of(tables, chosen, 4, sharding="zero1" if sharded else "none", threshold_bytes=100))
     whole = unfold(at_batch(tables.parts.graph, 4 * tables.parts.graph.batch_size))
-    alone = by_node(*rules_of(tables, chosen, 1, sharded=False))
+    alone = by_node(*rules_of(tables, chosen, 1))
     for node in whole.nodes:
         if node.role is Role.CONSTANT:
             continue
@@ -204,4 +204,4 @@ def test_the_data_axis_shards_the_batch_and_stores_what_is_large(sharded: bool) 
 
 def test_as_many_labels_as_units_are_asked_for() -> None:
     with pytest.raises(InputError, match="3 labels were chosen for 6 units"):
-        rules_of(small_tables("gpt", 2), [0, 0, 0], 1, sharded=False)
+        rules_of(small_tables("gpt", 2), [0, 0, 0], 1)
