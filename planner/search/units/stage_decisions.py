@@ -337,7 +337,8 @@ def _twins(made: Decisions, one: UnitModel, other: UnitModel) -> dict[int, int] 
     for number in one.variables:
         variable = made.variables[number]
         if variable.tensor is not None:
-            twin = stations.get(TensorRef(place[variable.tensor.node], variable.tensor.output), -1)
+            node = variable.tensor.node
+            twin = stations.get(TensorRef(place.get(node, node), variable.tensor.output), -1)
         else:
             twin = made.of_node[place.get(variable.nodes[0], variable.nodes[0])]
         found[number] = twin
