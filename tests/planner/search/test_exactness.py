@@ -15,6 +15,35 @@ from planner.search.exact.elimination import min_plus_power
 from planner.search.problem.problem import Cost, Problem
 from tests.oracles.brute_force import TableProblem, exhaustive, random_cost
 
+Edges = set[tuple[int, int]]
+
+
+def tree(count: int, random: np.random.Generator) -> Edges:
+    return {(int(random.integers(v)), v) for v in range(1, count)}
+
+
+def diamonds(count: int, random: np.random.Generator) -> Edges:
+    """0 to 1 and 2, these to 3, 3 to 4 and 5."""
+    return {(a, b) for a, b in ((0, 1), (0, 2), (1, 3), (2, 3), (3, 4), (3, 5)) if b < count}
+
+
+def ladder(count: int, random: np.random.Generator) -> Edges:
+    """Two rails with rungs between them."""
+    return {(v, v + 2) for v in range(count - 2)} | {(v, v + 1) for v in range(0, count - 1, 2)}
+
+
+def clique(count: int, random: np.random.Generator) -> Edges:
+    """Of up to five variables, whose elimination has width 4, and what hangs on the last of them."""
+    inner = min(count, 5)
+    return {*itertools.combinations(range(inner), 2), *((inner - 1, v) for v in range(inner, count))}
+
+
+def anything(count: int, random: np.random.Generator) -> Edges:
+    return {pair for pair in itertools.combinations(range(count), 2) if random.random() < 0.5}
+
+
+SHAPES = (tree, diamonds, ladder, clique, anything)
+
 
 @st.composite
 def graphs(draw: st.DrawFn) -> TableProblem:
@@ -22,8 +51,8 @@ def graphs(draw: st.DrawFn) -> TableProblem:
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     count = draw(st.integers(1, 6))
     sizes = tuple(int(s) for s in random.integers(1, 5 if count < 6 else 4, count))
-    edges = draw(st.sets(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), max_size=9))
-    pairs = {(a, b): random_cost(random, (sizes[a], sizes[b])) for a, b in sorted(edges) if a < b}
+    edges = draw(st.sampled_from(SHAPES))(count, random)
+    pairs = {(a, b): random_cost(random, (sizes[a], sizes[b])) for a, b in sorted(edges)}
     return TableProblem(sizes, tuple(random_cost(random, (s,)) for s in sizes), pairs, {})
 
 
