@@ -17,7 +17,7 @@ Document = dict[str, Any]
 def prediction_document(prediction: Prediction) -> Document:
     """The prediction of one step; ``tokens_per_s`` is null for networks that read no tokens.
 
-    ``objective_s`` is the closed form's step time, null where no configurations were searched, and ``differing_term``
+    ``objective_s`` is the step time that the search minimised, null where nothing was searched, ``differing_term``
     the part of the breakdown that tells it from the simulated one, null where both agree within 5 %.
     """
     from planner.analytic import differing_term

@@ -9,13 +9,13 @@ from typing import Any
 
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.checked import fits_copies
-from planner.prediction import Prediction, predict_plan
+from planner.prediction import Prediction, predict_plan, without_rounding
 from planner.quantities import bytes_text
 from planner.rescoring import Contender
 from planner.search.candidates import ALTERNATIVE, NOTHING_KNOWN, ROOMY, Found, Known, Misfit, Space, closed, explore
 from planner.search.configurations.buckets import USUAL
 from planner.search.exact.elimination import TooWideError
-from planner.search.problem.solution import Solution, node_rules, template_name
+from planner.search.problem.solution import Solution, node_rules, parts_of, template_name
 from planner.search.problem.unaligned import in_runs
 from planner.search.recursive_programming import with_bound
 from planner.sharding.placement import Placements
@@ -161,7 +161,11 @@ class OneStagePlans:
     def _predicted(self, item: Found) -> tuple[Prediction | None, Plan]:
         """What a solved mesh does; None where its copies cannot be cut so."""
         plan = _make_plan(self.space, self.graph, self.base, item)
-        return predict_plan(plan, self.graph, self.space.hardware) if fits_copies(plan, self.graph) else None, plan
+        if not fits_copies(plan, self.graph):
+            return None, plan
+        found = predict_plan(plan, self.graph, self.space.hardware)
+        analytic = without_rounding(parts_of(item.problem, item.solution), item.solution.objective_s)
+        return replace(found, analytic=analytic), plan
 
 
 def _bounded(item: Found, limit: float) -> Solution:

@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 from planner import one_stage, planning
+from planner.analytic import differing_term
+from planner.cli.plan_tables import difference_text
 from planner.graph.operator_graph import OperatorGraph
 from planner.one_stage import _stored
 from planner.planning import PlanRequest, PlanResult, capture_for, lower, plan_network, predict
@@ -407,3 +409,21 @@ def test_nothing_is_called_optimal_whose_pins_the_closed_form_leaves_out(pin: st
     assert certificate.lower_bound_s < certificate.objective_s <= best
     assert any(f"does not count what {pin}" in message for message in result.messages)
     assert plan_network(replace(request, pins={})).status is Status.OPTIMAL
+
+
+def test_a_plan_of_operators_says_which_part_of_the_step_its_objective_leaves_out() -> None:
+    """An MLP on 1,024 devices waits for its host, which no sum over operators knows."""
+    first, second = (
+        planned(PlanRequest(network=f"zoo:{name}", hardware="dgx-a100", devices=devices, global_batch=batch))
+        for name, devices, batch in (("mlp", 1024, 65536), ("gpt2-tiny", 1, 16))
+    )
+    waits, alone = first.candidates[0], second.candidates[0]
+    for found in (waits, alone):
+        assert found.plan.certificate is not None
+        objective_s = found.plan.certificate.objective_s
+        assert sum(found.prediction.analytic.values()) == pytest.approx(objective_s, rel=1e-9)
+    assert differing_term(waits.prediction.analytic, waits.prediction) == "compute_s"
+    assert "compute" in difference_text(waits.prediction)
+    assert alone.prediction.analytic["exposed_communication_s"] == pytest.approx(0, abs=1e-12)
+    optimizer_s = alone.prediction.breakdown["optimizer_s"]
+    assert alone.prediction.analytic["optimizer_s"] == pytest.approx(optimizer_s, rel=1e-6)

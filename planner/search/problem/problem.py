@@ -18,6 +18,7 @@ copies, gradient accumulators and what the forward pass saves for the backward o
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -98,6 +99,22 @@ class Problem:
             found = self.parts.node_seconds(states, position)
             seconds += found.total - found.communication
         return self.setting.micro_batches * float(seconds.min())
+
+    def parts_s(self, assignments: Iterable[Mapping[int, int]]) -> tuple[float, float]:
+        """Seconds of kernels and of updates in an objective; each of the assignments gives variables their states."""
+        kernels_s = update_s = 0.0
+        known: dict[tuple[int, int], float] = {}
+        for number, state in ((n, s) for given in assignments for n, s in given.items()):
+            states = self.states[number]
+            if states.variable.kind is Kind.PARAMETER:
+                update_s += float(self.parts.update_seconds(states)[state])
+            elif states.variable.kind is not Kind.INPUT:
+                key = states.kind, state
+                if key not in known:
+                    found = (self.parts.node_seconds(states, n) for n in range(len(states.variable.nodes)))
+                    known[key] = sum(float(one.total[state] - one.communication[state]) for one in found)
+                kernels_s += known[key]
+        return self.setting.micro_batches * kernels_s, update_s
 
     @cached_property
     def unary(self) -> tuple[Cost, ...]:
