@@ -35,6 +35,26 @@ def paced_passes(
     return forward_s, backward_s, labels.late_s * (backward_s / np.maximum(labels.backward_s, 1e-30))
 
 
+def beside(
+    hardware: Hardware,
+    work_s: FloatArray,
+    messages_s: FloatArray,
+    sums_s: FloatArray | float = 0.0,
+    sums: FloatArray | float = 0.0,
+    part: FloatArray | float = 1.0,
+) -> FloatArray:
+    """Seconds of work beside messages, which take turns with those of its sums over the batch.
+
+    The first of n ``sums`` waits for messages that began before it, so that the work before it hides them, about a part
+    1 / (n + 1) of all; those of several units that travel as one wait for that once, a ``part`` of it each.
+    """
+    if not hardware.overlaps_communication:
+        return work_s + messages_s
+    hides = (work_s - sums_s) * np.where(np.asarray(sums) > 0, part / (1 + sums), 1.0)
+    lost = hardware.lost_to_messages
+    return np.asarray(work_s + lost * messages_s + np.maximum((1 - lost) * messages_s - hides, 0.0))
+
+
 def passes_beside_messages(
     passes_s: tuple[FloatArray, FloatArray, FloatArray],
     messages_s: tuple[FloatArray, FloatArray],

@@ -23,14 +23,15 @@ ZeRO-2 reduce-scatters every micro-batch's gradients in buckets, ZeRO-3 those of
 unit's parameters in one before its forward and its backward pass, over the data axis and inside the stage mesh: a pass
 of a unit takes as long as the longer of its work and its messages (`.passes`: in pipelines, of the work beside them).
 They take turns with the messages inside passes that have the same stream, one for each axis, in pipelines one for all,
-and hide behind the rest of the pass. Sums over the batch travel as states are shared: where a part of the data axis
+and hide behind the rest of the pass, on one stage behind the part of it before the first of those: what began before
+holds it up. Sums over the batch travel as states are shared: where a part of the data axis
 shares them, inside that part and then over its groups. Where weight gradients are put off, operators that make both
 kinds of gradients are launched once for each, half of their work late.
 GPipe's stand between others of their kind (`.passes.Row`), and its ends of chunks are exposed once a step.
 No pass is shorter than the launches of its kernels (`simulator.launches`). ``stall`` is what ZeRO-3 exposes between the
 passes of a chunk (the scatter and the gather of its first unit), and by how much the sum of the loss takes longer than
-the passes beside it. What happens at both ends of a chunk is shared out over the units, so that the objective stays a
-sum. A message slows the kernels beside it: with l seconds of work lost in each (`Hardware.lost_to_messages`), W of work
+the passes beside it; else that slows these alone. What happens at both ends of a chunk is shared out over the units, so
+that the objective stays a sum. A message slows the kernels beside it: with l seconds of work lost in each (`Hardware.lost_to_messages`), W of work
 and m of messages that it hides take ``max(W + l m, m)``. Nothing else overlaps, and links are shared as
 `simulator.topology` has it for groups of one kind.
 
@@ -63,7 +64,7 @@ from planner.search.configurations.messages import (
     told_s,
 )
 from planner.search.configurations.own_links import apart_s
-from planner.search.configurations.passes import Row, paced_passes, passes_beside_messages
+from planner.search.configurations.passes import Row, beside, paced_passes, passes_beside_messages
 from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape, schedule_shape
 from planner.search.configurations.storage import Storage
 from planner.search.configurations.stored_ways import (
@@ -331,8 +332,13 @@ class StepModel(Storage):
         if c.optimizer_sharding == "zero2" and self.scatters_each(c):
             scatter = self._scattered_s(self._written(labels, elements), c, bucket) + inside_s
             sums = labels.backward_sums if c.pipeline == 1 else 0.0
-            backward_s = self._beside(
-                backward_s, scatter + accumulation, _taking_turns_s(labels, c)[1], sums, np.minimum(1.0, size / bucket)
+            backward_s = beside(
+                self.hardware,
+                backward_s,
+                scatter + accumulation,
+                _taking_turns_s(labels, c)[1],
+                sums,
+                np.minimum(1.0, size / bucket),
             )
         if c.optimizer_sharding != "zero3":
             return forward_s, backward_s, late_s, np.zeros_like(forward_s), None
@@ -348,18 +354,20 @@ class StepModel(Storage):
         if c.pipeline > 1 and self.hardware.overlaps_communication:
             return self._passes_of_stages(labels, (forward_s, backward_s, late_s), (gather, scatter), c, whole)
         if c.schedule in SPLIT:
-            early_s = self._beside(backward_s - late_s, gather, labels.backward_sums_s)
-            late_s = self._beside(late_s, scatter)
+            early_s = beside(self.hardware, backward_s - late_s, gather, labels.backward_sums_s)
+            late_s = beside(self.hardware, late_s, scatter)
             backward_s = early_s + late_s
         else:
-            backward_s = self._beside(backward_s, gather + scatter, labels.backward_sums_s, labels.backward_sums)
+            backward_s = beside(
+                self.hardware, backward_s, gather + scatter, labels.backward_sums_s, labels.backward_sums
+            )
         first, last = np.asarray(labels.entry) < 0, np.asarray(labels.exit) < 0
         exposed = np.where(first, 1.0, whole.inner_ends(c)) * (scatter + gather)
         exposed = exposed + np.where(last, gather, 0.0)
         if not self.hardware.overlaps_communication:
             exposed = np.zeros_like(exposed)
         exposed = (1 - self.hardware.lost_to_messages) * exposed
-        forward_s = self._beside(forward_s, gather, labels.forward_sums_s, labels.forward_sums)
+        forward_s = beside(self.hardware, forward_s, gather, labels.forward_sums_s, labels.forward_sums)
         return forward_s, backward_s, late_s, exposed, None
 
     def _passes_of_stages(
@@ -411,25 +419,6 @@ class StepModel(Storage):
         """Seconds (n,) of work that `count` kernels share."""
         seconds = count * kernel_time(self.hardware, kernel, self.dtype, flops / count, moved / count)
         return np.where(moved > 0, seconds * kernel_factor(self.hardware, kernel, self.dtype, c.devices), 0.0)
-
-    def _beside(
-        self,
-        work_s: FloatArray,
-        messages_s: FloatArray,
-        sums_s: FloatArray | float = 0.0,
-        sums: FloatArray | float = 0.0,
-        part: FloatArray | float = 1.0,
-    ) -> FloatArray:
-        """Seconds of work beside messages, which take turns with those of its sums over the batch.
-
-        The first of n ``sums`` waits for messages that began before it, so that the work before it hides them, about a
-        part 1 / (n + 1) of all; those of several units that travel as one wait for that once, a ``part`` of it each.
-        """
-        if not self.hardware.overlaps_communication:
-            return work_s + messages_s
-        hides = (work_s - sums_s) * np.where(np.asarray(sums) > 0, part / (1 + sums), 1.0)
-        lost = self.hardware.lost_to_messages
-        return work_s + lost * messages_s + np.maximum((1 - lost) * messages_s - hides, 0.0)
 
     def _once_s(
         self,
