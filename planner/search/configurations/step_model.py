@@ -31,9 +31,9 @@ GPipe's stand between others of their kind (`.passes.Row`), and its ends of chun
 No pass is shorter than the launches of its kernels (`simulator.launches`). ``stall`` is what ZeRO-3 exposes between the
 passes of a chunk (the scatter and the gather of its first unit), and by how much the sum of the loss takes longer than
 the passes beside it; else that slows these alone. What happens at both ends of a chunk is shared out over the units, so
-that the objective stays a sum. A message slows the kernels beside it: with l seconds of work lost in each (`Hardware.lost_to_messages`), W of work
-and m of messages that it hides take ``max(W + l m, m)``. Nothing else overlaps, and links are shared as
-`simulator.topology` has it for groups of one kind.
+that the objective stays a sum. A message slows the kernels beside it: with l seconds of work lost in each
+(`Hardware.lost_to_messages`), W of work and m of messages that it hides take ``max(W + l m, m)``. Nothing else
+overlaps, and links are shared as `simulator.topology` has it for groups of one kind.
 
 Memory of a rank: parameters, gradients and optimizer states, each whole or sharded by the ZeRO level; parameters that
 are gathered for the step; gradients as large as operators write them before they are summed; activations of the
