@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.analytic import differing_term
 from planner.estimate.software_file import shipped_software
 from planner.estimate.usual_software import factors_of
 from planner.execution.launch.starting import check_options
@@ -91,7 +92,10 @@ def test_a_plan_says_in_its_file_what_it_is_for(attention: str, pins: dict[str, 
     again = predict_plan(read, at_precision(captured("gpt2-tiny", attention=attention), "bfloat16"), machine_of(read))
     assert again.step_time_s == pytest.approx(found.prediction.step_time_s, rel=1e-9)
     assert again.peak_memory_bytes == found.prediction.peak_memory_bytes
-    if found.prediction.analytic:
+    differing = differing_term(found.prediction.analytic, found.prediction)
+    if found.plan.placements and differing:  # the objective of single operators knows no pace of the host
+        assert differing == "compute_s"
+    elif found.prediction.analytic:
         closed, step = sum(found.prediction.analytic.values()), found.prediction.step_time_s
         assert closed == pytest.approx(step, rel=0.05)
         for part, seconds in found.prediction.breakdown.items():

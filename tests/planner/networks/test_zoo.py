@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from planner.networks import list_networks, load_network
-from simulator.errors import InputError, NetworkError, UnsupportedError
+from simulator.errors import InputError, NetworkError
 
 ROOT = Path(__file__).parents[3]
 PUBLISHED = {
@@ -71,7 +71,7 @@ def test_listing_and_loading_import_no_torch() -> None:
         ("gpt2", None, NetworkError, ("'gpt2'", "zoo:NAME", "did you mean")),
         ("zoo:", None, NetworkError, ("'zoo:'",)),
         ("git:gpt2", None, NetworkError, ("'git'", "hf:PATH")),
-        ("pt2:model.pt2", None, UnsupportedError, ("not supported yet",)),
+        ("pt2:model.pt2", None, NetworkError, ("no file model.pt2", "torch.export.save")),
         ("zoo:resnet50", 128, InputError, ("128", "resnet50")),
         ("zoo:gpt2", 2048, InputError, ("1024", "2048")),
         ("zoo:gpt2", 0, InputError, ("0",)),
