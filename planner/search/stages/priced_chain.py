@@ -292,7 +292,10 @@ class PricedChain:
 
     def spaced(self, limit_s: float) -> tuple[list[Choice], float]:
         """Choices from a table over evenly spaced bytes, and a bound on all choices below `limit_s`."""
-        grid = ByteGrid(self._grid_kinds, self._costs(limit_s), self.spacing, self.room)
+        costs = self._costs(limit_s)
+        if not all(np.isfinite(cost).any() for cost in costs):
+            return [], np.inf  # some unit has no way with which a choice takes less
+        grid = ByteGrid(self._grid_kinds, costs, self.spacing, self.room)
         if not grid.small:
             return [], self.bound_s
         grid.fill()
