@@ -55,7 +55,10 @@ class Predictor:
     def closed_form_s(self, run: Run, changed: Callable[[Hardware], Hardware] = lambda hardware: hardware) -> float:
         """Seconds of a step by the closed form, on the run's hardware or on what `changed` makes of it."""
         request = self._request(run)
-        hardware = as_run(changed(load_profile(request.hardware)), run.software, run.attention)
+        hardware = as_run(
+            changed(load_profile(request.hardware)), run.software, run.attention,
+            tensor_overlap="tensor_overlap" in dict(run.pins),
+        )  # fmt: skip
         if (run, hardware) not in self.known:
             with limited(self.limit_s):
                 found = replace(self._search(run, request), hardware=hardware).explore(read_pins(request)).found

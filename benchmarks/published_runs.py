@@ -187,6 +187,8 @@ def _pins(run: TrainingRun, *, stages: bool) -> dict[str, str]:
                 pins[kept] = "true"
         if setup.tp > 1:
             pins["sequence_parallel"] = str(setup.sequence_parallel).lower()
+            if setup.overlap_tensor and setup.sequence_parallel:
+                pins["tensor_overlap"] = "true"
         if setup.pp > 1:
             schedule = "interleaved_1f1b" if setup.vpp > 1 else setup.schedule.replace("-", "_")
             require(schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv"), f"schedule {schedule}")

@@ -66,6 +66,7 @@ def plan_document(plan: Plan, hardware: Hardware) -> Document:
         "micro_batches": plan.micro_batches,
         "copies": plan.copies,
         "sequence_parallel": plan.sequence_parallel,
+        "tensor_overlap": plan.tensor_overlap,
         "recompute": plan.recompute,
         "recompute_messages": all(part.messages for part in plan.recompute_ranges),
         "optimizer_sharding": plan.optimizer_sharding,

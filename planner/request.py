@@ -37,7 +37,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "offload_to": ("host", "disk"),
 }
 FLAGS = (
-    *("sequence_parallel", "recompute_messages"),
+    *("sequence_parallel", "tensor_overlap", "recompute_messages"),
     *("offload_optimizer", "offload_parameters", "offload_activations", "host_embeddings"),
 )
 SIZES: Mapping[str, tuple[int, int]] = {"bucket_mb": (1, 2**14), "sharding_threshold_kb": (0, 2**24)}
@@ -103,9 +103,10 @@ class Pins:
     ``bucket_mb`` is the size of fused messages of gradients in MiB, and parameters of less than
     ``sharding_threshold_kb`` KiB stay whole. ``copies`` are the parts of a micro-batch whose operators are issued in
     turn; without it there is one. With ``expert_messages`` of ``tokens`` ranks of an expert axis keep their own experts
-    and send tokens; else they may gather the weights of the others instead. ``order`` names axes as the pins of
-    their degrees do, from the one whose ranks lie farthest apart to the one whose ranks are neighbours; those that it
-    leaves out lie where they like.
+    and send tokens; else they may gather the weights of the others instead. With ``tensor_overlap`` gathers and
+    scatters of tensor ranks travel beside products, else behind them. ``order`` names axes as the pins of their
+    degrees do, from the one whose ranks lie farthest apart to the one whose ranks are neighbours; those that it leaves
+    out lie where they like.
     """
 
     dp: int | None = None
@@ -124,6 +125,7 @@ class Pins:
     context_algorithm: str | None = None
     expert_messages: str | None = None
     sequence_parallel: bool | None = None
+    tensor_overlap: bool | None = None
     offload_optimizer: bool | None = None
     offload_to: str | None = None
     offload_parameters: bool | None = None
@@ -243,7 +245,12 @@ def read_pins(request: PlanRequest) -> Pins:
             "pins recompute=none recompute_messages=false: nothing computes again whose messages could be kept; use "
             "--pin recompute=full or selective, or leave recompute_messages out"
         )
-    return _in_copies(_offloaded(pins))
+    return _in_copies(_offloaded(_overlapped(pins)))
+
+
+def _overlapped(pins: Pins) -> Pins:
+    """Sequence parallelism where messages of tensor ranks are to travel beside products: sums do not."""
+    return replace(pins, sequence_parallel=True) if pins.tensor_overlap and pins.sequence_parallel is None else pins
 
 
 def _offloaded(pins: Pins) -> Pins:

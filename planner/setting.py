@@ -82,7 +82,7 @@ def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: Shared
     pins = read_pins(request)
     profile = load_profile(request.hardware)
     profile.check_devices(request.devices)
-    hardware = as_run(profile, request.software, request.attention)
+    hardware = as_run(profile, request.software, request.attention, tensor_overlap=bool(pins.tensor_overlap))
     network = load_network(
         request.network, sequence_length=request.sequence_length, attention=request.attention, norms=request.norms
     )
@@ -108,6 +108,7 @@ def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: Shared
     check_host_tables(pins, graph, hardware)
     base = _base_plan(request, network, graph, profile, precision, update.name, batch, bucket)
     base |= {"host_embeddings": bool(pins.host_embeddings), "copies": pins.copies or 1}
+    base |= {"tensor_overlap": bool(pins.tensor_overlap)}
     base |= {"offload_to": pins.offload_to or "host", "offload_parameters": bool(pins.offload_parameters)}
     ruled = time.perf_counter()
     search = Configured(

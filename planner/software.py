@@ -16,18 +16,20 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from planner.estimate.device_family import family_of
 from planner.estimate.memory_traits import traits_of
 from planner.estimate.software_file import shipped_software
 from planner.estimate.training_run import Stack
-from planner.estimate.usual_software import factors_of
+from planner.estimate.usual_software import USUAL_STACKS, factors_of
 from planner.graph.attention import FUSED, check_attention
 from planner.graph.norms import FUSED as FUSED_NORMS
 from planner.graph.norms import check_norms
 from planner.strategy.exchange import Exchange
 from simulator.errors import InputError
 from simulator.hardware import Hardware, load_profile
-from simulator.launches import LAUNCH, MESSAGE_LAUNCHES, SEND_STALL, SHARDED
+from simulator.launches import LAUNCH, MESSAGE_LAUNCHES, SEND_STALL, SHARDED, TENSOR_EXPOSED
 
 if TYPE_CHECKING:
     from planner.strategy.plan import Plan
@@ -91,17 +93,35 @@ def check_software(name: str) -> str:
     return name
 
 
-def as_run(hardware: Hardware, software: str, attention: str) -> Hardware:
-    """A cluster as the named software, with a kind of attention, runs on it; as it is where neither is named."""
+def as_run(hardware: Hardware, software: str, attention: str, *, tensor_overlap: bool = False) -> Hardware:
+    """A cluster as the named software, with a kind of attention, runs on it; as it is where neither is named.
+
+    With ``tensor_overlap`` gathers and scatters of tensor ranks travel beside products.
+    """
     found = as_run_by(hardware, software)
     if check_attention(attention) in FUSED:
         found = replace(found, attention=attention, hash=f"{found.hash} {attention}")
+    if tensor_overlap:
+        training = {**found.training, TENSOR_EXPOSED: _tensor_exposed(software)}
+        found = replace(found, training=training, hash=f"{found.hash} tensor_overlap")
     return found
 
 
-def cluster_as_run(cluster: MixedCluster, software: str, attention: str) -> MixedCluster:
-    """A cluster of several device types as the named software, with a kind of attention, runs on each of them."""
-    return replace(cluster, nodes=tuple(as_run(hardware, software, attention) for hardware in cluster.nodes))
+def _tensor_exposed(software: str) -> float:
+    """What messages beside products leave to wait for with the named software, else with the usual one."""
+    stacks = shipped_software().coefficients.stacks
+    named = [str(SOFTWARE[software].stack)] if software else USUAL_STACKS
+    return float(np.median([stacks[name]["tensor_exposed"] for name in named]))
+
+
+def run_for(plan: Plan, hardware: Hardware) -> Hardware:
+    """A cluster as it runs a plan: with its software, its attention, and what its tensor ranks overlap."""
+    return as_run(hardware, plan.software, plan.attention, tensor_overlap=plan.tensor_overlap)
+
+
+def cluster_as_run(cluster: MixedCluster, plan: Plan) -> MixedCluster:
+    """A cluster of several device types, each of which runs as the plan has it."""
+    return replace(cluster, nodes=tuple(run_for(plan, hardware) for hardware in cluster.nodes))
 
 
 def machine_of(plan: Plan, *, software: bool = True) -> Hardware:
@@ -112,7 +132,7 @@ def machine_of(plan: Plan, *, software: bool = True) -> Hardware:
     ProfileError
         The plan's profile is missing or wrong.
     """
-    return as_run(load_profile(plan.hardware), plan.software if software else "", plan.attention)
+    return run_for(plan if software else replace(plan, software=""), load_profile(plan.hardware))
 
 
 def exchange_of(software: str, exchange: Exchange) -> Exchange:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from simulator.collectives import FloatArray, collective_time
 from simulator.crowding import crowded
 from simulator.hardware import Hardware
-from simulator.launches import message_launch_s, sharded_factor
+from simulator.launches import message_launch_s, sharded_factor, tensor_exposed
 from simulator.program import CONVOLUTIONS, Collective, Kernel
 from simulator.topology import GroupShape
 
@@ -63,13 +63,15 @@ def message_time(
     payload: FloatArray,
     group: GroupShape,
     sharded: bool | BoolArray = False,
+    axis: str = "",
 ) -> FloatArray:
     """Seconds (n,) of collectives of `payload` bytes, inside the innermost level or beyond it, with their launches.
 
-    Those of ``sharded`` parameters (`simulator.program.Task.sharded`) may travel one by one. Where other processes of
-    the job share the cores of a group, they take as long as that.
+    Those of ``sharded`` parameters (`simulator.program.Task.sharded`) may travel one by one, those along ``axis``
+    tensor beside products. Where other processes of the job share the cores of a group, they take as long as that.
     """
     factor, launch_s = _of_group(hardware, group)
+    factor *= tensor_exposed(hardware, collective, axis)
     apart = sharded_factor(hardware)
     times = factor if apart == 1.0 else factor * np.where(sharded, apart, 1.0)
     alone = collective_time(hardware, collective, payload, group) * times + launch_s

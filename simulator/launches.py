@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from simulator.hardware import Hardware
-from simulator.program import COMPUTE_STREAM, Kernel, Task
+from simulator.program import COMPUTE_STREAM, Collective, Kernel, Task
 from simulator.topology import GroupShape
 
 FloatArray = npt.NDArray[np.float64]
@@ -36,6 +36,9 @@ still though the two overlap; there where the software is known."""
 SHARDED = "planned_sharded"
 """Key of a profile's training: factor on the messages of sharded parameters where they travel one by one and nothing
 runs meanwhile; there where the software is known."""
+TENSOR_EXPOSED = "planned_tensor_exposed"
+"""Key of a profile's training: part of the time of a gather or scatter of tensor ranks that is left where it travels in
+parts beside the product in front of it or behind it; there where a plan asks for that."""
 LATE_LAUNCHES = 2.0
 """By how many launches a rank is late for each doubling of the processors whose ranks meet; those of one processor
 launch together. Chosen with published steps in view, as in `planner.estimate.step`."""
@@ -63,6 +66,16 @@ def send_stall(hardware: Hardware) -> float:
 def sharded_factor(hardware: Hardware) -> float:
     """Factor on the time of messages of sharded parameters; 1 where they hide, and travel a unit's at once."""
     return 1.0 if hardware.overlaps_communication else hardware.training.get(SHARDED, 1.0)
+
+
+def tensor_exposed(hardware: Hardware, collective: Collective, axis: str) -> float:
+    """What a message leaves to wait for: a part, where it travels beside products of tensor ranks, else all of it.
+
+    Beside a sequence that tensor ranks share, rows are gathered in front of a product and scattered behind it, part by
+    part (TransformerEngine's user buffers, `torch.distributed._symmetric_memory`); sums wait for whole products.
+    """
+    beside = axis == "tensor" and collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    return hardware.training.get(TENSOR_EXPOSED, 1.0) if beside else 1.0
 
 
 def launches_of(kernels: Iterable[Kernel], *, chained: bool) -> int:

@@ -123,7 +123,7 @@ def _seconds(
             )
         payload = np.array([tasks[i].payload_bytes for i in messages])
         sharded = np.array([tasks[i].sharded for i in messages])
-        seconds[messages] = message_time(hardware, collective, payload, shapes[axis], sharded)
+        seconds[messages] = message_time(hardware, collective, payload, shapes[axis], sharded, axis)
         if hardware.copies_apart:
             copied = np.array([tasks[i].copied_bytes for i in messages])
             seconds[messages] += copy_time(hardware, copied, sharing)

@@ -107,7 +107,7 @@ def _cluster(plan: Plan, name: str) -> MixedCluster | None:
     from simulator.mixed_cluster import cluster_at
 
     cluster = cluster_at(name)
-    return cluster and cluster_as_run(cluster, plan.software, plan.attention)
+    return cluster and cluster_as_run(cluster, plan)
 
 
 def _simulate_stage(terminal: Terminal, asked: Simulation) -> None:
@@ -167,19 +167,19 @@ def _straggled(lowered: LoweredPlan, hardware: Hardware, slow: SlowOptions) -> S
 
 
 def _profile(terminal: Terminal, strategy: Path, plan: Plan, name: str | None) -> Hardware:
-    from planner.software import as_run
+    from planner.software import run_for
     from simulator.errors import ProfileError
     from simulator.hardware import load_profile
 
     if name is not None:
-        return as_run(load_profile(name), plan.software, plan.attention)
+        return run_for(plan, load_profile(name))
     try:
         profile = load_profile(plan.hardware)
     except ProfileError as error:
         raise ProfileError(f"{strategy}: hardware.profile: {error}, or simulate on another with --hw") from error
     if profile.hash != plan.hardware_hash:
         terminal.note(f"profile {plan.hardware} has changed since the plan was made; the prediction is for the new one")
-    return as_run(profile, plan.software, plan.attention)
+    return run_for(plan, profile)
 
 
 def _document(

@@ -115,7 +115,7 @@ def read_stored(request: PlanRequest, graph: OperatorGraph, source: str) -> tupl
     """
     from planner.lowering.checked import checked_graph
     from planner.prediction import predict_plan
-    from planner.software import as_run
+    from planner.software import run_for
     from planner.strategy.file import read_plan
     from planner.strategy.loading import naming
     from simulator.hardware import load_profile
@@ -132,7 +132,7 @@ def read_stored(request: PlanRequest, graph: OperatorGraph, source: str) -> tupl
             f"{where} is for {found.devices} devices, device_num={request.devices}; set device_num={found.devices}, or "
             f"plan again"
         )
-    hardware = as_run(load_profile(request.hardware), found.software, found.attention)
+    hardware = run_for(found, load_profile(request.hardware))
     _check_agrees(request, found, where)
     with naming(source):
         checked = checked_graph(found, graph)

@@ -192,6 +192,7 @@ def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> 
         **({"software": plan.software} if plan.software else {}),
         **({"attention": plan.attention} if plan.attention else {}),
         **({"norms": plan.norms} if plan.norms else {}),
+        **({"tensor_overlap": True} if plan.tensor_overlap else {}),
         "certificate": asdict(plan.certificate) | {"status": plan.certificate.status.value},
         "prediction": None if prediction is None else dict(prediction),
         "placements": _placements(plan.rules),
@@ -255,6 +256,7 @@ def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
         software=model.software,
         attention=model.attention,
         norms=model.norms,
+        tensor_overlap=model.tensor_overlap,
     )
     return StrategyFile(plan=plan, prediction=model.prediction.model_dump() if model.prediction else None)
 

@@ -157,6 +157,7 @@ class Plan:
     software : what the plan is predicted for, a name of `planner.software`; empty for the usual software
     attention : how attention runs, one of `planner.graph.attention`; empty for the usual fused kernel
     norms : how root-mean-square norms run, one of `planner.graph.norms`; empty for single operators
+    tensor_overlap : gathers and scatters of tensor ranks travel in parts beside the products before or behind them
     copies : parts that the samples of a micro-batch are divided into, whose operators are issued in turn so that the
         messages of one travel while another computes
     """
@@ -200,6 +201,7 @@ class Plan:
     software: str = ""
     attention: str = ""
     norms: str = ""
+    tensor_overlap: bool = False
 
     @property
     def devices(self) -> int:

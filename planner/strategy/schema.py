@@ -221,6 +221,7 @@ class StrategyModel(_Strict):
     software: Annotated[str, Field(max_length=64)] = ""
     attention: Literal["", "unfused", "fused_softmax", "flash", "flash2", "vendor"] = ""
     norms: Literal["", "fused", "unfused"] = ""
+    tensor_overlap: bool = False
     certificate: CertificateModel
     prediction: PredictionModel | None
     placements: PlacementsModel

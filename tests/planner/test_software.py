@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from planner.analytic import differing_term
@@ -26,6 +27,7 @@ from simulator.errors import InputError
 from simulator.hardware import load_profile
 from simulator.launches import LAUNCH, known_software, send_stall, sharded_factor
 from simulator.program import Collective
+from simulator.timing import task_times
 from tests.planner.search.problems import captured
 
 DGX = load_profile("dgx-a100")
@@ -166,6 +168,29 @@ def test_messages_that_hide_travel_a_unit_at_once() -> None:
     assert sharded_factor(apart) == shipped_software().coefficients.stacks["deepspeed"]["shard_apart"]
     assert sharded_factor(replace(apart, overlaps_communication=True)) == 1.0
     assert [name for name in SOFTWARE if sharded_factor(as_run_by(DGX, name)) != 1.0] == ["megatron_deepspeed"]
+
+
+def test_messages_of_tensor_ranks_beside_products_leave_a_part_to_wait_for(tmp_path: Path) -> None:
+    """In the search, the simulation and the file; kernels and the messages of other ranks stay as they are."""
+    pins = {"pp": "1", "dp": "2", "tp": "2", "micro_batch": "4", "sequence_parallel": "true"}
+    behind, beside = (
+        planned("megatron_core", **pins, tensor_overlap=overlap).candidates[0] for overlap in ("false", "true")
+    )
+    left = shipped_software().coefficients.stacks["transformer_engine"]["tensor_exposed"]
+    read = plan_from_text(plan_to_text(beside.plan)).plan
+    assert (read.tensor_overlap, plan_from_text(plan_to_text(behind.plan)).plan.tensor_overlap) == (True, False)
+    assert beside.prediction.step_time_s < behind.prediction.step_time_s
+    assert beside.plan.certificate.objective_s < behind.plan.certificate.objective_s
+    program = lower(read, checked_graph(read)).program
+    hardware = replace(machine_of(read), training=machine_of(read).training | {LAUNCH: 0.0})
+    whole = replace(machine_of(behind.plan), training=machine_of(behind.plan).training | {LAUNCH: 0.0})
+    tasks = [task for segment in program.segments for task in segment.tasks]
+    fewer, times = (np.concatenate(task_times(program, one)) for one in (hardware, whole))
+    sent = [t.axis == "tensor" and t.collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) for t in tasks]
+    assert any(sent)
+    assert fewer == pytest.approx(times * np.where(sent, left, 1.0))
+    with pytest.raises(InputError, match="--pin tensor_overlap=false"):
+        check_options(read, ExecuteOptions(strategy=tmp_path / "strategy.json"), None)
 
 
 def test_execution_refuses_a_fused_kernel_that_it_cannot_choose(tmp_path: Path) -> None:

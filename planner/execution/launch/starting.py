@@ -153,6 +153,11 @@ def check_options(plan: Plan, options: ExecuteOptions, membership: Membership | 
             f"the plan is for attention {plan.attention}, and torch takes the fused kernel of its choice; plan again "
             "with --attention flash2, fused_softmax or unfused, or without"
         )
+    if plan.tensor_overlap:
+        raise InputError(
+            "the plan has messages of tensor ranks beside parts of products, and products run whole here; plan "
+            "again with --pin tensor_overlap=false"
+        )
     if options.verify:
         check_comparable(plan)
     if options.steps < 1:

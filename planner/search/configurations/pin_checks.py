@@ -178,15 +178,24 @@ _SHARDED = ("optimizer_sharding", "shard_size", "sharding_threshold_kb")
 
 def _sequence(extent: Extent) -> None:
     pins = extent.pins
+    if pins.tensor_overlap and pins.tp == 1:
+        raise InputError(
+            "pins tensor_overlap=true tp=1: one tensor rank has no messages to hide; use --pin tp=2 or more, or "
+            "tensor_overlap=false"
+        )
+    if pins.tensor_overlap and pins.sequence_parallel is False:
+        raise InputError(
+            "pins tensor_overlap=true sequence_parallel=false: gathers and scatters of a shared sequence travel beside "
+            "products, sums do not; use --pin sequence_parallel=true, or tensor_overlap=false"
+        )
     if pins.sequence_parallel and pins.tp == 1:
         raise InputError(
             "pins sequence_parallel=true tp=1: the sequence is sharded on the tensor axis; use --pin tp=2 or more, or "
             "sequence_parallel=false"
         )
     if pins.sequence_parallel and not extent.sequence:
-        raise InputError(
-            "pin sequence_parallel=true: the network reads no token sequences; use --pin sequence_parallel=false"
-        )
+        name = "tensor_overlap" if pins.tensor_overlap else "sequence_parallel"
+        raise InputError(f"pin {name}=true: the network reads no token sequences; use --pin {name}=false")
 
 
 def _schedule(extent: Extent) -> None:

@@ -43,7 +43,7 @@ class MeshCosts:
         cut along, and is left out.
         """
         sent = np.maximum(payload_bytes, self.bucket_bytes) if fused else payload_bytes
-        seconds = message_time(self.hardware, collective, sent, self._groups[axis])
+        seconds = message_time(self.hardware, collective, sent, self._groups[axis], axis=self.mesh.axes[axis].name)
         if fused and self.hardware.copies_apart:
             copied = packing_bytes(collective, sent, self.mesh.axes[axis].size)
             seconds = seconds + copy_time(self.hardware, copied, self.mesh.size)

@@ -66,6 +66,8 @@ CONTRADICTIONS: list[tuple[Extent, dict[str, Any], tuple[str, ...]]] = [
     ),
     (GPT, {"sequence_parallel": True, "tp": 1}, ("sequence_parallel=true tp=1", "tp=2")),
     (IMAGES, {"sequence_parallel": True}, ("sequence_parallel=true", "no token sequences")),
+    (GPT, {"tensor_overlap": True, "tp": 1}, ("tensor_overlap=true tp=1", "tp=2")),
+    (GPT, {"tensor_overlap": True, "sequence_parallel": False}, ("sums do not", "sequence_parallel=true")),
     (GPT, {"tp": 8, "shard_size": 2}, ("tp=8 shard_size=2", "tp=4")),
     (GPT, {"dp": 8, "micro_batches": 64, "copies": 2}, ("micro_batches=64 × copies=2", "--global-batch 1024")),
 ]
