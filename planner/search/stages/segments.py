@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.search.stages.chunk_places import ChunkPlaces
 from planner.search.stages.fragments import (
     ACTIVATION,
     FILL,
@@ -260,9 +261,10 @@ class Segments:
         self.share_s = max(float(self.least @ counts) / task.ranks, float(self.least.max()))
         share = max(self.share_s / task.chunks, float(self.least.max()))
         self._ends = _chunk_ends(task)
-        whole = task.pieces == 1 or bool(self._ends)
+        whole = task.pieces == 1 or bool(task.cuts)
         self.longest_s = np.inf if whole else slack * share + float(self.least.max())
         self.complete = True
+        self._places = ChunkPlaces(task, self.longest_s)
         self._powers: list[dict[int, Fragments]] = [{} for _ in task.kinds]
         self._begins = np.concatenate(([0], np.cumsum(task.counts))).tolist()
         changes = np.any(task.sends_s[1:] != task.sends_s[:-1], axis=1)
@@ -382,7 +384,8 @@ class Segments:
         return bool(self._starts(starts, length)) if self.task.pieces > 1 else length == self.task.units
 
     def _starts(self, starts: range, length: int) -> list[range]:
-        """Rows of those starts with which a segment of this length is a chunk that pinned cuts allow."""
+        """Rows of those starts with which a segment of this length is a chunk that cuts and other chunks allow."""
+        starts = self._places(starts, length)
         if not self._ends:
             return [starts] if starts else []
         return [range(s, s + 1) for s in starts if s + length in self._ends.get(s, ())]
