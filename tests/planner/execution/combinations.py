@@ -52,6 +52,8 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "order": ("", "dp-tp-pp"),
 }
 """Of pins that are no words: values that change what is run. Chunks a rank follow from the schedule."""
+SIMULATED = ("tensor_overlap",)
+"""Pins whose plans are simulated only."""
 MIXED = "mixed"
 """Units that compute again in one way, in another, and not at all, in turn."""
 SMALL_BUCKETS = "2048"
@@ -76,6 +78,8 @@ def factors() -> dict[str, tuple[str, ...]]:
         "bucket_bytes": ("", SMALL_BUCKETS),
     }
     for name in PIN_NAMES:
+        if name in SIMULATED:
+            continue
         if name in WORDS:
             found[name] = WORDS[name]
         elif name in FLAGS:
