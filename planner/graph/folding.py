@@ -43,14 +43,15 @@ def fold(graph: OperatorGraph, minimum: int = MINIMUM_REPEATS) -> OperatorGraph:
 
 
 def repeat(graph: OperatorGraph, count: int) -> OperatorGraph:
-    """Fold a graph captured with two blocks and let them stand for `count`."""
+    """Fold a graph captured with few blocks, the last two alike, and let them stand for all of `count`."""
     folded = fold(graph, minimum=2)
     if len(folded.runs) != 1:
         raise NetworkError(
             f"network {graph.network!r} has no single run of equal blocks ({len(folded.runs)} found); "
             "capture its full depth"
         )
-    return replace(folded, runs=(replace(folded.runs[0], count=count),))
+    (run,) = folded.runs
+    return replace(folded, runs=(replace(run, count=count - run_start(folded, run)),))
 
 
 def _next_row(graph: OperatorGraph, level: int, minimum: int, tried: set[tuple[str, int]]) -> list[_Block] | None:

@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from planner.networks.adapters import CONFIG as ADAPTER_CONFIG
+from planner.networks.adapters import Adapters, read_adapters
 from planner.networks.decoder.known import hugging_face_decoder
-from planner.networks.network import Network
+from planner.networks.network import CAPTURED_BLOCKS, Network
 from planner.networks.zoo.table import EXPERTS_NOTE, language_inputs
 from simulator.errors import InputError, NetworkError, UnsupportedError
 
@@ -79,9 +81,11 @@ _ALIASES["gpt2"]["max_position_embeddings"] = "n_positions"
 
 
 def load_config(place: str, sequence_length: int | None) -> Network:
-    """Make a network from a ``config.json`` or the folder that holds one, without importing torch."""
-    path = Path(place)
-    path = path / "config.json" if path.is_dir() else path
+    """Make a network from a ``config.json`` or the folder that holds one, without importing torch.
+
+    Where the folder holds an ``adapter_config.json`` of PEFT, the network is trained by adapters alone.
+    """
+    path, adapted = _files(Path(place))
     config = _read(path)
     kind = config.get("model_type")
     if not isinstance(kind, str):
@@ -109,9 +113,13 @@ def load_config(place: str, sequence_length: int | None) -> Network:
     notes: tuple[str, ...] = (f"dropout is left out ({', '.join(dropout)} of the config)",) if dropout else ()
     if kind == "mixtral":
         notes += (EXPERTS_NOTE,)
-    content = json.dumps({"hf": kind, **settings}, sort_keys=True)
+    adapters, content = None, json.dumps({"hf": kind, **settings}, sort_keys=True)
+    if adapted is not None:
+        adapters, more = read_adapters(adapted, _read(adapted))
+        notes, content = notes + more, f"{content}\n{adapters!r}"
+    named = adapted or path
     return Network(
-        name=path.parent.name if path.name == "config.json" and path.parent.name else path.stem,
+        name=named.parent.name if named.name in ("config.json", ADAPTER_CONFIG) and named.parent.name else named.stem,
         spec=f"hf:{place}",
         family="language",
         description=f"{kind} of {layers} layers from {path}",
@@ -119,12 +127,35 @@ def load_config(place: str, sequence_length: int | None) -> Network:
         default_optimizer="adamw",
         sequence_length=length,
         inputs=language_inputs(vocabulary, length, masked=model.masked),
-        make=partial(_make, str(path), kind, settings, length),
+        make=partial(_make, (str(path), str(adapted)), kind, settings, length, adapters),
         depth=layers,
+        # Nothing goes back into a first block behind frozen embeddings, which makes it unlike the others.
+        captured_blocks=CAPTURED_BLOCKS + (adapters is not None),
         content=content,
         notes=notes,
-        decoder=hugging_face_decoder(kind, settings) if length > 1 or kind != "mixtral" else None,
+        decoder=hugging_face_decoder(kind, settings)
+        if adapters is None and (length > 1 or kind != "mixtral")
+        else None,
     )
+
+
+def _files(place: Path) -> tuple[Path, Path | None]:
+    """The config, and that of adapters if a folder has one; its base may lie in another folder, which it names."""
+    folder = place.parent if place.name == ADAPTER_CONFIG else place
+    adapted = folder / ADAPTER_CONFIG
+    if not folder.is_dir() or not adapted.is_file():
+        return place / "config.json" if place.is_dir() else place, None
+    path = folder / "config.json"
+    base = _read(adapted).get("base_model_name_or_path")
+    if path.is_file() or not base:
+        return path, adapted
+    elsewhere = Path(str(base)) / "config.json"
+    if not elsewhere.is_file():
+        raise NetworkError(
+            f"{adapted}: key 'base_model_name_or_path' is {base!r}, where no config.json lies; nothing is downloaded: "
+            f"put that network's config.json into {folder}"
+        )
+    return elsewhere, adapted
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -172,11 +203,19 @@ def _check_window(path: Path, settings: Mapping[str, Any], length: int) -> None:
         )
 
 
-def _make(path: str, kind: str, settings: Mapping[str, Any], length: int, depth: int | None) -> nn.Module:
+def _make(
+    paths: tuple[str, str], kind: str, settings: Mapping[str, Any], length: int, adapters: Adapters | None,
+    depth: int | None,
+) -> nn.Module:  # fmt: skip
     try:
         from planner.networks.hugging_face_modules import make_module
     except ImportError as error:
         raise InputError(f"hf: networks need transformers ({error}); install meshwright[hf]") from error
     if depth is not None:
         settings = {**settings, MODEL_TYPES[kind].layers[0]: depth}
-    return make_module(path, kind, settings, length)
+    module = make_module(paths[0], kind, settings, length)
+    if adapters is not None:
+        from planner.networks.adapted_modules import adapt
+
+        adapt(paths[1], module.model, adapters)
+    return module

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Family = Literal["image", "language", "features"]
 CAPTURED_BLOCKS = 2
+"""Blocks that stand for all where all are alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,8 @@ class Network:
 
     ``make`` takes a number of blocks (``None`` for all) and returns a module in training mode whose
     ``forward(*inputs)`` is the scalar mean loss. ``depth`` is the number of equal blocks, if ``make`` can
-    leave some out. ``content`` identifies what the graph depends on; empty: never cached. ``decoder`` is
+    leave some out; of ``captured_blocks`` the last two then stand for all but those before them.
+    ``content`` identifies what the graph depends on; empty: never cached. ``decoder`` is
     set for known families: their graph is written from it, without torch, equal to the capture's. ``marks`` are
     those that the network's own code has on its modules, ``layerwise`` the parameters it marks as each rank's own.
     ``attention`` and ``norms`` are how these run, of the kinds of `planner.graph.attention` and `planner.graph.norms`.
@@ -55,6 +57,7 @@ class Network:
     inputs: tuple[InputSpec, ...]
     make: Callable[[int | None], nn.Module]
     depth: int | None = None
+    captured_blocks: int = CAPTURED_BLOCKS
     content: str = ""
     notes: tuple[str, ...] = ()
     decoder: Decoder | None = None
@@ -79,7 +82,7 @@ class Network:
 def capture(network: Network) -> OperatorGraph:
     """Capture one training step of a network at batch 1, repeated blocks folded.
 
-    Where the network can be made with fewer blocks, two are captured and stand for all. The graph is
+    Where the network can be made with fewer blocks, two are captured and stand for all (`Network`). The graph is
     read from and written to the disk cache, which needs no torch; that of a known decoder is written
     anew, which takes no longer.
     """
@@ -105,8 +108,8 @@ def _capture(network: Network) -> OperatorGraph:
     from planner.graph.fingerprint import fingerprint
     from planner.graph.folding import fold, repeat
 
-    shortened = network.depth is not None and network.depth > CAPTURED_BLOCKS
-    captured_depth = CAPTURED_BLOCKS if shortened else None
+    shortened = network.depth is not None and network.depth > network.captured_blocks
+    captured_depth = network.captured_blocks if shortened else None
     graph = with_attention(_unfolded(network, captured_depth), network.attention)
     graph = with_norms(graph, network.norms)
     if shortened:

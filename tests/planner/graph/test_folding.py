@@ -39,6 +39,20 @@ def test_two_captured_blocks_stand_for_all(name: str, full_graph: Full) -> None:
     assert unfold(repeated) == full_graph(name)
 
 
+def test_behind_a_first_block_of_its_own_the_last_two_stand_for_all(full_graph: Full) -> None:
+    """As in a network whose embeddings are frozen: nothing goes back into its first block."""
+
+    def spoiled(count: int) -> OperatorGraph:
+        folded = fold(full_graph("llama"))
+        whole = unfold(replace(folded, runs=(replace(folded.runs[0], count=count),)))
+        changed = [replace(n, flops=n.flops + n.name.startswith("blocks.0/silu")) for n in whole.nodes]
+        return replace(whole, nodes=tuple(changed))
+
+    repeated = repeat(spoiled(3), 6)
+    assert [(run.count, run_start(repeated, run)) for run in repeated.runs] == [(5, 1)]
+    assert unfold(repeated) == spoiled(6)
+
+
 def test_counts_survive_folding(full_graph: Full) -> None:
     for name in ("gpt", "resnet50"):
         full, folded = full_graph(name), fold(full_graph(name))
