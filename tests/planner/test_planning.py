@@ -122,7 +122,10 @@ def costs_of(pins: Mapping[str, str]) -> dict[str, float]:
 
 def test_of_every_pin_it_is_said_what_it_costs() -> None:
     ones = dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "copies", "bucket_mb", "sharding_threshold_kb"), "1")
-    told_apart = ("offload_parameters", "offload_activations", "host_embeddings", "sequence_parallel")
+    told_apart = (
+        *("offload_parameters", "offload_activations", "host_embeddings"),
+        *("sequence_parallel", "tensor_overlap"),
+    )
     words = {"recompute": "none", "schedule": "none", "context_algorithm": "none", "expert_messages": "any"}
     sizes = {"dp": "2", "micro_batch": "4", "micro_batches": "2", "shard_size": "2", "order": "pp-dp-tp"}
     states = {"optimizer_sharding": "zero1", "offload_optimizer": "true", "offload_to": "host"}
