@@ -30,6 +30,7 @@ LONG_SEQUENCE = 32_768
 WIDEST_TENSOR = 4
 MOST_MICRO_BATCHES = 2**15
 MOST_CHUNKS = 12
+WIDER = 4
 SHARDINGS = ("none", "zero1", "zero2", "zero3")
 
 
@@ -117,9 +118,19 @@ def configurations(extent: Extent) -> Iterator[Configuration]:
 
 
 def degrees(extent: Extent) -> Iterator[tuple[int, int, int, int, int]]:
-    """Pipeline, data-parallel, context, expert and tensor degrees with the right product."""
+    """Pipeline, data-parallel, context, expert and tensor degrees with the right product.
+
+    The tensor axis is wider than `WIDEST_TENSOR` nodes where the batch does not divide by what is left of the devices.
+    """
+    found = [*_degrees(extent, WIDEST_TENSOR * extent.hardware.devices_per_node)]
+    if any(extent.global_batch % data_parallel == 0 for _, data_parallel, *_ in found):
+        yield from found
+    else:
+        yield from _degrees(extent, extent.devices)
+
+
+def _degrees(extent: Extent, widest: int) -> Iterator[tuple[int, int, int, int, int]]:
     pins, devices = extent.pins, extent.devices
-    widest = WIDEST_TENSOR * extent.hardware.devices_per_node
     for tensor in _pinned(pins.tp, [t for t in divisors(devices) if t <= widest]):
         for pipeline in _pinned(pins.pp, divisors(devices)):
             for context in _pinned(pins.cp, _contexts(extent)):
@@ -215,15 +226,23 @@ def _shardings(extent: Extent, base: Configuration) -> Iterator[tuple[str, int]]
                     yield level, 0 if pins.shard_size == base.data else pins.shard_size
                 continue
             yield level, 0
-            for size in _inside_levels(extent.hardware, base.data, base.stride("data")):
+            for size in _shard_sizes(extent.hardware, base.data, base.stride("data")):
                 yield level, size
 
 
-def _inside_levels(hardware: Hardware, size: int, stride: int) -> list[int]:
-    """Parts of an axis that stay inside one unit of a topology level."""
+def _shard_sizes(hardware: Hardware, size: int, stride: int) -> list[int]:
+    """Parts of an axis that stay inside one unit of a topology level, and wider ones, each about `WIDER` times the last.
+
+    Wider ones take less memory than those of a node, and shorter messages than the whole axis.
+    """
     group = group_shape(hardware, size, stride)
-    inside = {group.within(level) for level in range(len(group.members))}
-    return sorted(n for n in inside if 1 < n < size)
+    found = {group.within(level) for level in range(len(group.members))}
+    last = group.within(0)
+    for part in divisors(size):
+        if part >= WIDER * last:
+            last = part
+            found.add(part)
+    return sorted(n for n in found if 1 < n < size)
 
 
 def _offload(extent: Extent) -> bool:

@@ -243,6 +243,16 @@ def test_states_lie_on_the_host_where_it_updates_them_sooner(elements: float, sl
     assert free.lower_bound_s <= min(seconds)
 
 
+def test_states_may_be_shared_by_more_than_a_node_and_fewer_than_all() -> None:
+    pins = Pins(pp=1, tp=1, offload_optimizer=False, recompute="none", micro_batch=1)
+    units = network(8, 1e-3, 4e8, 0.05)
+    node, wider, everyone = (
+        search(units, 128, 128, 20.0, replace(pins, shard_size=size)).found[0] for size in (8, 32, 128)
+    )
+    assert wider.objective_s < min(node.objective_s, everyone.objective_s)
+    assert search(units, 128, 128, 20.0, pins).found[0].objective_s == wider.objective_s
+
+
 def test_nothing_fits_names_the_fullest_rank() -> None:
     found = search(network(8, elements=4e9), 4, 16, 10.0)
     assert not found.found

@@ -98,6 +98,12 @@ def test_a_value_that_a_message_names_is_one_that_would_do(extent: Extent, pins:
         check_pins(replace(extent, pins=Pins(**changed)))
 
 
+def test_a_batch_smaller_than_what_wide_tensor_axes_leave_of_the_devices_is_planned() -> None:
+    few = replace(GPT, devices=1024, global_batch=2, units=3)
+    check_pins(few)
+    assert {c.data_parallel for c in configurations(few)} == {1, 2}
+
+
 def test_every_pin_is_tried() -> None:
     tried = {name for _, pins, _ in CONTRADICTIONS for name in pins}
     assert tried | {
