@@ -231,7 +231,7 @@ def _shardings(extent: Extent, base: Configuration) -> Iterator[tuple[str, int]]
 
 
 def _shard_sizes(hardware: Hardware, size: int, stride: int) -> list[int]:
-    """Parts of an axis that stay inside one unit of a topology level, and wider ones, each about `WIDER` times the last.
+    """Parts of an axis that stay inside a unit of a topology level, and wider ones, each about `WIDER` times the last.
 
     Wider ones take less memory than those of a node, and shorter messages than the whole axis.
     """
