@@ -24,6 +24,8 @@ from planner.search.stages.segments import PartitionTask
 PRICES = np.concatenate([[0.0], np.geomspace(0.03, 100.0, 12)])
 """Prices of all bytes that the greediest way of a block keeps, in least times of a block."""
 _ROUNDING = 1e-9
+_EVEN = 1e-15
+"""Part of a sum by which its steps differ where each is the same, by rounding."""
 
 
 def least_busiest(task: PartitionTask) -> float:
@@ -47,16 +49,34 @@ def least_busiest(task: PartitionTask) -> float:
         return np.inf
     scale = float(values[:, ACTIVATION].max()) or 1.0
     prices = PRICES * float(values[:, STEADY].min()) / scale
-    seconds = np.stack([values[:, STEADY], values[:, [STEADY, BACKLOG]].sum(axis=1)])
-    tables, kept = _tables(block, highest, prices, seconds)
+    terms = _terms(task, most)
+    seconds = np.stack([values[:, columns].sum(axis=1) for columns, _ in terms])
+    sums = _tables(block, highest, prices, seconds)
     for _ in range((task.chunks - 1).bit_length()):
-        tables, kept = _shared(tables), _shared(kept)
-    fits = flight[:, None] * kept <= free * (1 + _ROUNDING)
+        sums = _shared(sums)
+    fits = flight[:, None] * sums[:, -1] <= free * (1 + _ROUNDING)
     times = np.zeros((task.ranks, highest + 1))
-    for table, columns in zip(tables, ((STEADY,), (STEADY, BACKLOG)), strict=True):
+    for table, (_, ends_s) in zip(sums[:, :-1].T.reshape(len(terms), len(prices), -1), terms, strict=True):
         least = _rank_times(table, prices, flight, free, fits)
-        times = np.maximum(times, least + _ends_s(task, most, *columns)[:, None])
-    return _least(times, count, highest)
+        times = np.maximum(times, least + ends_s[:, None])
+    return _least(times, count)
+
+
+def _terms(task: PartitionTask, most: int) -> list[tuple[tuple[int, ...], FloatArray]]:
+    """Columns whose sums bound a rank's time, and the seconds (ranks,) that the network's ends add to each.
+
+    Passes alone do not where messages take longer than all of them, and what falls behind does not where passes hide
+    all messages of blocks, and those of the ends as well.
+    """
+    behind = task.kinds[most].values[:, BACKLOG]
+    passes_s, late_s = _ends_s(task, most, STEADY), _ends_s(task, most, STEADY, BACKLOG)
+    later = late_s - passes_s
+    found: list[tuple[tuple[int, ...], FloatArray]] = []
+    if behind.min() < 0.0 or later.min() < 0.0:
+        found.append(((STEADY,), passes_s))
+    if behind.max() + max(later.max(), 0.0) > 0.0 or not found:
+        found.append(((STEADY, BACKLOG), late_s))
+    return found
 
 
 def _held(fits: NDArray[np.bool_], count: int, highest: int) -> int:
@@ -67,20 +87,16 @@ def _held(fits: NDArray[np.bool_], count: int, highest: int) -> int:
     return int(np.where(each >= highest, count, each).sum())
 
 
-def _least(times: FloatArray, count: int, highest: int) -> float:
-    """Least time in which all ranks together hold `count` blocks; `times` (ranks, blocks + 1) ascend."""
-    limits = np.unique(times[np.isfinite(times)])
+def _least(times: FloatArray, count: int) -> float:
+    """Least time in which all ranks together hold `count` blocks; `times` (ranks, blocks + 1) ascend.
 
-    def held(limit: float) -> int:
-        return _held(times <= limit * (1 + _ROUNDING), count, highest)
-
-    if not len(limits) or held(float(limits[-1])) < count:
-        return np.inf
-    low, high = 0, len(limits) - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if held(float(limits[middle])) >= count else (middle + 1, high)
-    return float(limits[low])
+    Each number of blocks of each rank takes one block more. Nothing is known of ranks that hold more than was tabled.
+    """
+    each = times[:, 1:].ravel()
+    needed = float(np.partition(each, count - 1)[count - 1]) if count <= len(each) else np.inf
+    needed = min(needed, float(times[:, -1].min()))
+    enough = times[times * (1 + _ROUNDING) >= needed] if np.isfinite(needed) else times[:0]
+    return float(enough.min(initial=np.inf))
 
 
 def _ends(task: PartitionTask, most: int) -> list[tuple[FloatArray, int, float]]:
@@ -130,7 +146,7 @@ def _rank_times(
     return times
 
 
-def _tables(block: Fragments, highest: int, prices: FloatArray, seconds: FloatArray) -> tuple[FloatArray, FloatArray]:
+def _tables(block: Fragments, highest: int, prices: FloatArray, seconds: FloatArray) -> FloatArray:
     """Least sums of up to `highest` blocks in a row: seconds and priced bytes, and bytes alone.
 
     Parameters
@@ -139,7 +155,7 @@ def _tables(block: Fragments, highest: int, prices: FloatArray, seconds: FloatAr
 
     Returns
     -------
-    (columns, prices, highest + 1) and (highest + 1,)
+    (highest + 1, columns * prices + 1)
     """
     states, inverse = np.unique(np.concatenate([block.entry, block.exit]), return_inverse=True)
     entry, leave = inverse.reshape(2, -1)
@@ -148,29 +164,38 @@ def _tables(block: Fragments, highest: int, prices: FloatArray, seconds: FloatAr
     width = len(states)
     order = np.argsort(entry * width + leave, kind="stable")
     keys, begins = np.unique((entry * width + leave)[order], return_index=True)
-    pairs = np.full((len(values), width * width), np.inf)
-    pairs[:, keys] = np.minimum.reduceat(values[:, order], begins, axis=1)
-    power = pairs.reshape(len(values), width, width)
-    rows: FloatArray = np.zeros((len(values), 1, width))
-    while rows.shape[1] <= highest:
+    pairs = np.full((width * width, len(values)), np.inf)
+    pairs[keys] = np.minimum.reduceat(values.take(order, axis=1), begins, axis=1).T
+    power = pairs.reshape(width, width, len(values))
+    rows: FloatArray = np.zeros((1, width, len(values)))
+    while len(rows) <= highest:
         # All rows with so many blocks more, as many as there are.
-        more = (rows[:, : highest + 1 - rows.shape[1], :, None] + power[:, None]).min(axis=2)
-        rows = np.concatenate([rows, more], axis=1)
-        power = (power[:, :, :, None] + power[:, None]).min(axis=2)
-    sums = rows.min(axis=2)
-    return sums[:-1].reshape(len(seconds), len(prices), -1), sums[-1]
+        rows = np.concatenate([rows, _followed(rows[: highest + 1 - len(rows)], power)])
+        power = _followed(power, power)
+    sums: FloatArray = rows.min(axis=1)
+    return sums
+
+
+def _followed(before: FloatArray, behind: FloatArray) -> FloatArray:
+    """Least sums (n, states, …) over the states (n, states, …) and (states, states, …) between two rows of blocks."""
+    found: FloatArray = before[:, :1] + behind[0]
+    for state in range(1, len(behind)):
+        np.minimum(found, before[:, state : state + 1] + behind[state], out=found)
+    return found
 
 
 def _shared(table: FloatArray) -> FloatArray:
-    """(…, blocks + 1) least sums of two rows of blocks that hold so many together."""
-    size = table.shape[-1]
-    if np.isfinite(table).all() and (table[..., 2:] - table[..., 1:-1] >= table[..., 1:-1] - table[..., :-2]).all():
+    """(blocks + 1, …) least sums of two rows of blocks that hold so many together."""
+    size = len(table)
+    steps = np.diff(table, axis=0) if np.isfinite(table[-1]).all() else None
+    if steps is not None and (steps[1:] >= steps[:-1] - _EVEN * table[-1]).all():
         # What grows ever faster is least in halves.
         half = np.arange(size) // 2
-        return table[..., half] + table[..., np.arange(size) - half]
-    shared: FloatArray = table + table[..., :1]
+        halves: FloatArray = table[half] + table[np.arange(size) - half]
+        return halves
+    shared: FloatArray = table + table[:1]
     # Either row may be the one that holds at most half.
     for few in range(1, (size + 1) // 2):
-        some = shared[..., 2 * few :]
-        np.minimum(some, table[..., few : few + 1] + table[..., few : size - few], out=some)
+        some = shared[2 * few :]
+        np.minimum(some, table[few] + table[few : size - few], out=some)
     return shared
