@@ -16,7 +16,7 @@ from planner.search.configurations.space import Extent
 from planner.search.configurations.step_model import AXES, Configuration, StepModel
 from planner.search.configurations.stored_ways import uneven_passes_s
 from planner.search.configurations.whole_units import chunk_times, least_ranks, least_turns, longer
-from planner.search.stages.chain_bound import chain_bound, unlike
+from planner.search.stages.chain_bound import LONG, chain_bound, unlike
 from planner.search.stages.fragments import (
     BACKLOG,
     COLUMNS,
@@ -315,8 +315,13 @@ def _bound_of(task: PartitionTask, least: FloatArray) -> float:
 
 
 def time_bound(task: PartitionTask) -> float:
-    """Bound a partition by time: chains of unlike units in their boundary states, others by `task_bound`."""
-    return chain_bound(task) if unlike(task.counts, task.pieces) else task_bound(task)
+    """Bound a partition by time: short chains as `followed` in their boundary states, others by `task_bound`."""
+    return chain_bound(task) if followed(task) else task_bound(task)
+
+
+def followed(task: PartitionTask) -> bool:
+    """Whether a task is bounded by its chain: short, and on one rank or of units most of which are not alike."""
+    return unlike(task.counts, task.pieces) or (task.pieces == 1 and task.units <= LONG)
 
 
 def _least_of_kinds(task: PartitionTask) -> FloatArray:

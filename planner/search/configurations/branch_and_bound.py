@@ -21,6 +21,7 @@ from planner.search.configurations.alternatives import PER_SHAPE, shape_of
 from planner.search.configurations.bounds import (
     chained_bound,
     even_bound,
+    followed,
     least_memory,
     memory_bound,
     never_faster,
@@ -410,8 +411,8 @@ class _Search:
         """Bound a storage by time alone."""
         stored = node.configuration
         task = self.model.task(self._table(stored), stored)
-        timed = max(bound, task_bound(task))
-        if timed < self.best * NEAR and unlike(task.counts, task.pieces):
+        timed = bound if task.pieces == 1 and followed(task) else max(bound, task_bound(task))
+        if timed < self.best * NEAR and followed(task):
             timed = max(timed, chain_bound(task))
         self._push(timed, Node(Stage.TIMED, stored, task))
         if node.gain_s:
@@ -420,8 +421,9 @@ class _Search:
     def _limit(self, bound: float, node: Node) -> None:
         """Bound it with the memory limit."""
         assert node.task is not None  # timed nodes have one
-        limited = max(bound, memory_bound(node.task))
-        task = node.task
+        task, roomy = node.task, node.task.roomy
+        # Where no limit binds, one rank's time is bounded already.
+        limited = bound if roomy and task.pieces == 1 and followed(task) else max(bound, memory_bound(task))
         self.work["bounds"] += 1
         known = task.chunks > 1 or task.pieces == 1 or unlike(task.counts, task.pieces)
         near = limited < self.best * (1 - PROOF)
@@ -430,7 +432,7 @@ class _Search:
             self.work["bounds"] += IDEALISED
             ideal = partition(idealised(node.task))
             limited = max(limited, np.inf if ideal is None else ideal.lower_bound_s)
-        if limited > bound * (1 + PROOF):
+        if limited > bound * (1 + PROOF) and not roomy:
             self._offload(bound, node.configuration)
         if np.isinf(limited):
             self._misfit(node.configuration, node.task)
@@ -456,7 +458,7 @@ class _Search:
         self.result.solved += 1
         self.work["partition"] += len(task.kinds)
         found = partition(few, width=node.width)
-        if node.placed is None and (found is None or found.objective_s > bound * (1 + PROOF)):
+        if node.placed is None and (found is None or found.objective_s > bound * (1 + PROOF)) and not task.roomy:
             self._offload(bound, node.configuration)
         if found is None:
             if node.placed is None and not proves_misfit(task, few, node.width):

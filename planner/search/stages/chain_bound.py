@@ -68,6 +68,8 @@ def chain_bound(task: PartitionTask) -> float:
     What synchronisation leaves to do is at least what it leaves of the first unit of a chunk, and at least what
     messages take longer than the passes that hide them. Where turns may even out, a rank's chunks count together.
     """
+    if task.pieces == 1:
+        return _one_row(task)
     if task.chunks > 1 and few_cuts(task.units, task.pieces):
         return least_listed(*cheapest_rows(task), task.rank_of, task.uneven_s is None)
     rows = chain_rows(task)
@@ -103,6 +105,25 @@ def rows_bound(rows: ChainRows, ranks: int, pieces: int) -> float:
         if found <= beyond:
             return max(mean, found)
     return max(mean, min(found, beyond))
+
+
+def _one_row(task: PartitionTask) -> float:
+    """Least seconds of the whole network on one rank.
+
+    Synchronisation ends no sooner than any unit's own messages behind what those before it fall behind, so that each
+    unit bounds it: those before it by their seconds with what falls behind, those after it by their seconds alone.
+    """
+    states, values = _states(task), np.concatenate([kind.values for kind in task.kinds])
+    seconds = values[:, FILL] + values[:, STEADY]
+    terms = np.stack([seconds, seconds + values[:, BACKLOG], seconds + np.maximum(values[:, QUEUE], 0.0)])
+    alone, behind, left = _least_steps(task, states, terms)
+    kinds, end = np.repeat(np.arange(len(task.counts)), task.counts), int(np.searchsorted(states, _BEGIN))
+    before, after = np.full((2, len(kinds) + 1, len(states)), np.inf)
+    before[0, end] = after[-1, end] = 0.0
+    for unit, kind in enumerate(kinds[:-1].tolist()):
+        before[unit + 1] = (before[unit, :, None] + behind[kind]).min(axis=0)
+        after[-unit - 2] = (alone[kinds[-unit - 1]] + after[-unit - 1]).min(axis=1)
+    return float((before[:-1, :, None] + left[kinds] + after[1:, None, :]).min(axis=(1, 2)).max())
 
 
 def _least_path(costs: FloatArray, rows: ChainRows, pieces: int, *, longest: bool = False) -> FloatArray:
@@ -182,19 +203,24 @@ def _paths(task: PartitionTask, states: IntArray, count: int) -> FloatArray:
 
 def _steps(task: PartitionTask, states: IntArray) -> tuple[FloatArray, FloatArray]:
     """Terms of `_paths` for each kind of unit behind others, and where it comes first: (kinds, 5, states, states)."""
-    width = len(states)
     values = np.concatenate([kind.values for kind in task.kinds])
-    sides = [np.concatenate([getattr(kind, side) for kind in task.kinds]) for side in ("entry", "exit")]
-    number = np.repeat(np.arange(len(task.kinds)), [len(kind) for kind in task.kinds])
-    entry, leave = (np.searchsorted(states, side) for side in sides)
-    key = (number * width + entry) * width + leave
     steady, fill = values[:, STEADY], values[:, FILL]
     left = steady + np.maximum(0.0, values[:, QUEUE])
     behind = steady + values[:, BACKLOG]
     terms = np.stack([steady, behind, fill, fill + steady / task.ranks, fill + steady, left, fill + left])
+    steps = _least_steps(task, states, terms).transpose(1, 0, 2, 3)
+    return steps[:, :5], steps[:, [5, 1, 2, 3, 6]]
+
+
+def _least_steps(task: PartitionTask, states: IntArray, terms: FloatArray) -> FloatArray:
+    """(terms, kinds, states, states) least of each term (ways of all kinds,) of each kind of unit between its ends."""
+    width = len(states)
+    sides = [np.concatenate([getattr(kind, side) for kind in task.kinds]) for side in ("entry", "exit")]
+    number = np.repeat(np.arange(len(task.kinds)), [len(kind) for kind in task.kinds])
+    entry, leave = (np.searchsorted(states, side) for side in sides)
+    key = (number * width + entry) * width + leave
     order = np.argsort(key, kind="stable")
     first = np.flatnonzero(np.diff(key[order], prepend=-1))
-    found = np.full((7, len(task.kinds) * width * width), np.inf)
+    found = np.full((len(terms), len(task.kinds) * width * width), np.inf)
     found[:, key[order[first]]] = np.minimum.reduceat(terms[:, order], first, axis=1)
-    steps = found.reshape(7, len(task.kinds), width, width).transpose(1, 0, 2, 3)
-    return steps[:, :5], steps[:, [5, 1, 2, 3, 6]]
+    return found.reshape(len(terms), len(task.kinds), width, width)

@@ -50,6 +50,16 @@ def test_listed_cuts_of_units_without_choice_are_exact(task: PartitionTask) -> N
 
 
 @settings(max_examples=50)
+@given(tasks())
+def test_one_rank_without_choice_is_bounded_by_what_it_takes(task: PartitionTask) -> None:
+    alone = replace(task, limit_bytes=np.inf, ranks=1, rank_of=np.zeros(1, dtype=np.int64), in_flight=np.ones(1))
+    only = [kind.take(np.zeros(1, dtype=np.int64)) for kind in alone.kinds]
+    only = [replace(kind, entry=kind.entry * 0 - 1, exit=kind.exit * 0 - 1) for kind in only]
+    alone = replace(alone, kinds=tuple(only))
+    assert chain_bound(alone) == pytest.approx(brute_force(alone))
+
+
+@settings(max_examples=50)
 @given(st.one_of(tasks(), tasks(chunks=2)))
 def test_the_cheapest_rows_are_those_of_any_states(task: PartitionTask) -> None:
     anywhere = chain_rows(task).anywhere
