@@ -25,6 +25,7 @@ from planner.search.configurations.limits import PROOF
 from planner.search.configurations.pin_checks import check_pins
 from planner.search.configurations.space import LONG_SEQUENCE, Extent, bases, divisors, orders
 from planner.search.configurations.step_model import Configuration, StepModel
+from planner.search.patience import Patience
 from planner.search.problem.hints import first_not_kept
 from planner.search.problem.unaligned import in_runs
 from planner.search.stages.partition import partition
@@ -230,6 +231,7 @@ class Configured:
     def explore(
         self, pins: Pins, *, wanted: int = 1, devices: int | None = None, limit_bytes: float | None = None,
         solves: int | None = None, incumbent_s: float = np.inf, until_found: bool = False,
+        patience: Patience | None = None,
     ) -> Explored:  # fmt: skip
         """Search the space that pins leave, on other devices or with other memory if so asked.
 
@@ -238,23 +240,24 @@ class Configured:
         """
         options = (wanted, devices, limit_bytes, solves)
         if not self.hints:
-            return self._explore(pins, *options, incumbent_s, until_found)
+            return self._explore(pins, *options, incumbent_s, until_found, patience)
         try:
-            return self._explore_meshes(pins, options, incumbent_s, until_found)
+            return self._explore_meshes(pins, options, incumbent_s, until_found, patience)
         except ContextError:
             if self.hints.anywhere:
                 raise
         anywhere = replace(self, hints=replace(self.hints, anywhere=True))
-        return anywhere._explore_meshes(pins, options, incumbent_s, until_found)
+        return anywhere._explore_meshes(pins, options, incumbent_s, until_found, patience)
 
     def _explore_meshes(
-        self, pins: Pins, options: tuple[int, int | None, float | None, int | None], incumbent_s: float, first: bool
-    ) -> Explored:
+        self, pins: Pins, options: tuple[int, int | None, float | None, int | None], incumbent_s: float, first: bool,
+        patience: Patience | None,
+    ) -> Explored:  # fmt: skip
         done: list[Explored] = []
         refused: InputError | None = None
         for fixed in self._meshes(pins, options[1] or self.devices):
             try:
-                found = self._explore(fixed, *options, incumbent_s, first)
+                found = self._explore(fixed, *options, incumbent_s, first, patience)
             except InputError as error:
                 # Another mesh may be able to.
                 refused = refused or error
@@ -304,7 +307,7 @@ class Configured:
 
     def _explore(
         self, pins: Pins, wanted: int, devices: int | None, limit_bytes: float | None, solves: int | None,
-        incumbent_s: float, until_found: bool,
+        incumbent_s: float, until_found: bool, patience: Patience | None,
     ) -> Explored:  # fmt: skip
         extent = self.extent(pins, devices)
         check_pins(extent)
@@ -319,6 +322,7 @@ class Configured:
             wanted=wanted,
             incumbent_s=incumbent_s,
             until_found=until_found,
+            patience=patience,
             **options,
         )
 

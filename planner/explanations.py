@@ -202,6 +202,8 @@ def _freed(search: Configured, pins: Pins, best: Placed) -> Placed | None:
         free = search.explore(pins, solves=FEW_SOLVES, wanted=0, incumbent_s=best.objective_s)
     except InputError:
         return None
+    if free.interrupted:
+        raise KeyboardInterrupt
     return min([best, *free.found], key=lambda placed: placed.objective_s)
 
 

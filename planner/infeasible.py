@@ -124,6 +124,8 @@ def fitting(search: Configured, pins: Pins, devices: int | None = None) -> Score
     """A plan that fits once it is simulated, too; the first that is found."""
     try:
         explored = search.explore(pins, devices=devices, solves=FEW_SOLVES, until_found=True)
+        if explored.interrupted:
+            raise KeyboardInterrupt
         found = search.scored(explored, 1)
         if explored.found and not found:
             explored = search.explore(pins, devices=devices, wanted=SIMULATED, solves=2 * FEW_SOLVES)

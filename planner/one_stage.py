@@ -15,6 +15,7 @@ from planner.rescoring import Contender
 from planner.search.candidates import ALTERNATIVE, NOTHING_KNOWN, ROOMY, Found, Known, Misfit, Space, closed, explore
 from planner.search.configurations.buckets import USUAL
 from planner.search.exact.elimination import TooWideError
+from planner.search.patience import Patience
 from planner.search.problem.solution import Solution, node_rules, parts_of, template_name
 from planner.search.problem.unaligned import in_runs
 from planner.search.recursive_programming import with_bound
@@ -44,15 +45,21 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneStage:
-    """What the search of operators on data × tensor meshes found, best first by its objective."""
+    """What the search of operators on data × tensor meshes found, best first by its objective.
+
+    ``unseen`` says that the user ended it before all meshes were looked into.
+    """
 
     found: tuple[Found, ...] = ()
     misfits: tuple[Misfit, ...] = ()
     messages: tuple[str, ...] = ()
     interrupted: bool = False
+    unseen: bool = False
 
 
-def search_one_stage(space: Space, *, wanted: int, refusable: bool, known: Known = NOTHING_KNOWN) -> OneStage:
+def search_one_stage(
+    space: Space, *, wanted: int, refusable: bool, known: Known = NOTHING_KNOWN, patience: Patience | None = None
+) -> OneStage:
     """Search the operators of each mesh.
 
     Parameters
@@ -63,29 +70,45 @@ def search_one_stage(space: Space, *, wanted: int, refusable: bool, known: Known
         Whether meshes that cannot be are left to other configurations.
     known
         What is known of those: meshes that cannot come near the best are left out.
+    patience
+        Asked between meshes whether the user wants an end.
     """
     if not space.pins.one_stage:
         return OneStage()
     limit = float(space.hardware.device_memory_bytes)
     explored: list[Found | Misfit] = []
-    interrupted = False
+    interrupted = unseen = False
     found: list[Found] = []
+    patience = patience or Patience()
+    items = explore(space, limit, known=known, wanted=wanted)
     try:
-        explored.extend(explore(space, limit, known=known, wanted=wanted))
-        found = [item for item in explored if isinstance(item, Found)]
-        found = closed(space, found, limit)
+        while True:
+            with patience.breaking():
+                item = next(items, None)
+            if item is None:
+                break
+            explored.append(item)
+            patience.found |= isinstance(item, Found)
+        found = _found(explored)
+        with patience.breaking():
+            found = closed(space, found, limit)
     except InputError:
         if not refusable:
             raise
     except KeyboardInterrupt:
-        found = found or [item for item in explored if isinstance(item, Found)]
-        interrupted = True
+        interrupted, unseen = True, not found
+        found = found or _found(explored)
     return OneStage(
         found=tuple(sorted(found, key=lambda item: item.solution.objective_s)),
         misfits=tuple(item for item in explored if isinstance(item, Misfit)),
         messages=tuple(dict.fromkeys(m for item in found for m in item.messages)),
         interrupted=interrupted,
+        unseen=unseen,
     )
+
+
+def _found(explored: Iterable[Found | Misfit]) -> list[Found]:
+    return [item for item in explored if isinstance(item, Found)]
 
 
 def pin_costs(space: Space, one: OneStage, asked: Iterable[str]) -> Iterator[tuple[str, float, str]]:
@@ -130,15 +153,17 @@ class OneStagePlans:
     def contenders(self, one: OneStage, count: int) -> list[Contender[Candidate]]:
         """The first plans, each so that its simulated peak fits."""
         return [
-            Contender(objective_s=item.solution.objective_s, simulate=partial(self._fitting, item))
+            Contender(objective_s=item.solution.objective_s, simulate=partial(self._fitting, item, one.unseen))
             for item in one.found[:count]
         ]
 
-    def _fitting(self, item: Found, best_s: float) -> Candidate | None:
+    def _fitting(self, item: Found, unseen: bool, best_s: float) -> Candidate | None:
         """The item's plan, solved again with less memory until its simulated peak fits; None where it never does."""
         space, limit = self.space, self.space.hardware.device_memory_bytes
         retries = _RETRIES if item.solution.objective_s <= ALTERNATIVE * best_s else 0
-        if space.search_mode != "dynamic_programming":
+        if unseen:
+            item = replace(item, solution=replace(item.solution, lower_bound_s=0.0))
+        elif space.search_mode != "dynamic_programming":
             item = replace(item, solution=_bounded(item, limit))
         prediction, plan = self._predicted(item)
         allowed = float(limit)

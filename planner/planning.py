@@ -40,6 +40,7 @@ from planner.rescoring import RESCORED, Field, rescore, said_of
 from planner.search.candidates import NEAR_ENOUGH, NOTHING_KNOWN, Known, Space
 from planner.search.configurations.explored import Explored, Placed
 from planner.search.configurations.pin_checks import check_pins
+from planner.search.patience import Patience
 from planner.setting import Setting, setting_of
 from planner.sharding.rules import has_rule
 from planner.shared_tables import SharedTables
@@ -105,7 +106,11 @@ def _collection_paused() -> Iterator[None]:
 
 @_collection_paused()
 def plan_network(
-    request: PlanRequest, *, graph: OperatorGraph | None = None, shared: SharedTables | None = None
+    request: PlanRequest,
+    *,
+    graph: OperatorGraph | None = None,
+    shared: SharedTables | None = None,
+    patience: Patience | None = None,
 ) -> PlanResult:
     """Search the best plans of a request.
 
@@ -118,17 +123,20 @@ def plan_network(
     (`planner.search.configurations.branch_and_bound`). The best of both are lowered, simulated and ranked by
     simulated step time.
 
-    A KeyboardInterrupt during the search ends it with the best plan so far, and is raised where there is none.
+    A KeyboardInterrupt during the search ends it with the best plan so far, and is raised where there is none;
+    a `patience` that listens lets the search find one.
     """
-    setting = setting_of(request, graph, shared)
+    patience = patience or Patience()
+    setting = setting_of(request, graph, shared, patience)
     pins, hardware, graph = setting.pins, setting.search.hardware, setting.search.graph
     request = setting.request
-    searched = _searched(setting)
+    searched = _searched(setting, patience)
     one, found = searched.one or OneStage(), searched.found
     began = time.perf_counter()
-    ranked, stopped = _refined(
-        setting.search, pins, _ranked(searched.scored)[: max(request.top, 1)], found, searched.interrupted
-    )
+    ranked = _ranked(searched.scored)[: max(request.top, 1)]
+    ranked, stopped = _refined(setting.search, pins, ranked, found, searched.interrupted, patience)
+    if not ranked:
+        patience.give_up()
     refining = time.perf_counter() - began
     candidates = _certified(_with_reasons(ranked, found, hardware))
     timings = {
@@ -148,7 +156,7 @@ def plan_network(
             *notes,
             *one.messages,
             *pin_messages(searched.pin_costs),
-            *(found.messages(stopped) if found else ()),
+            *(_interrupted(candidates, found) if stopped else ()),
             *_beyond(request, found),
         ),
         simulation_s=searched.timings["rescoring"] + refining,
@@ -160,9 +168,9 @@ def plan_network(
     )
 
 
-def _searched(setting: Setting) -> _Search:
+def _searched(setting: Setting, patience: Patience) -> _Search:
     request, pins = setting.request, setting.pins
-    search = _Search(setting)
+    search = _Search(setting, patience)
     wide = _searches_configurations(request, pins, setting.search)
     refusable = wide or _falls_back(request, pins)
     if wide:
@@ -170,14 +178,15 @@ def _searched(setting: Setting) -> _Search:
     if search.found is None or search.found.leaves_operators:
         search.search_operators(refusable=refusable)
     search.rescore()
-    if not search.scored and not search.interrupted:
+    if not search.scored and (patience.found or not search.ended_early):
         # What was found does not fit once it is simulated.
+        patience.found = False
         if search.found is None and _falls_back(request, pins):
             search.explore()
         elif search.one is None:
             search.search_operators(refusable=refusable)
         search.rescore()
-    if search.interrupted and not search.scored:
+    if search.ended_early and not search.scored:
         raise KeyboardInterrupt
     if request.sensitivity and not search.interrupted:
         with search.timed("sensitivity"):
@@ -188,8 +197,8 @@ def _searched(setting: Setting) -> _Search:
 class _Search:
     """The searches of one request: what each found, what of it was simulated, and the seconds of each phase."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
+    def __init__(self, setting: Setting, patience: Patience) -> None:
+        self.setting, self.patience = setting, patience
         self.wanted = max(setting.request.top, RESCORED)
         self.found: _Configurations | None = None
         self.one: OneStage | None = None
@@ -208,15 +217,20 @@ class _Search:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the user stopped one of them."""
+        """Whether the user wants no more."""
+        return self.patience.asked or self.ended_early
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether one of them ended before it had seen everything."""
         parts = (self.one, self.found.explored if self.found is not None else None)
         return self.stopped or any(part is not None and part.interrupted for part in parts)
 
     def explore(self) -> None:
         """Search configurations."""
         search, pins = self.setting.search, self.setting.pins
-        explored = search.explore(pins, wanted=self.wanted)
-        contenders = search.contenders(explored, 1 if explored.interrupted else self.wanted)
+        explored = search.explore(pins, wanted=self.wanted, patience=self.patience)
+        contenders = search.contenders(explored, self.wanted)
         self.found = _Configurations(search, pins, explored, Field(contenders=contenders), self.setting.request.pins)
         self.timings |= explored.timings
 
@@ -226,7 +240,9 @@ class _Search:
         known = self.found.known if self.found is not None else NOTHING_KNOWN
         try:
             with self.timed("operators"):
-                self.one = search_one_stage(space, wanted=self.wanted, refusable=refusable, known=known)
+                self.one = search_one_stage(
+                    space, wanted=self.wanted, refusable=refusable, known=known, patience=self.patience
+                )
         except KeyboardInterrupt:
             # What the other search found can still be simulated.
             self.stopped = True
@@ -239,20 +255,22 @@ class _Search:
         fields: list[Field[Any]] = [self.found.field] if self.found is not None else []
         wanted = 1 if self.interrupted else self.wanted
         with self.timed("rescoring"):
-            self.stopped |= rescore([*fields, self.operators], wanted)
+            self.stopped |= rescore([*fields, self.operators], wanted, self.patience)
         if self.found is not None:
             self.found.search.check_kept(self.found.explored, self.found.scored)
 
     def tell_sensitivity(self) -> None:
         """Find what memory, links and pins are worth; of plans of one stage alone, pins."""
+        try:
+            with self.patience.breaking():
+                if self.found is not None:
+                    self.found.tell_sensitivity()
+                elif self.one is not None and self.scored and self.setting.request.pins:
+                    self.pin_costs = tuple(self._one_stage_costs(self.one))
+        except KeyboardInterrupt:
+            self.stopped = True
         if self.found is not None:
-            self.found.tell_sensitivity()
             self.pin_costs = self.found.costs
-        elif self.one is not None and self.scored and self.setting.request.pins:
-            try:
-                self.pin_costs = tuple(self._one_stage_costs(self.one))
-            except KeyboardInterrupt:
-                self.stopped = True
 
     def _one_stage_costs(self, one: OneStage) -> Iterator[PinCost]:
         search, pins = self.setting.search, self.setting.pins
@@ -331,15 +349,12 @@ class _Configurations:
         return Known(steps_s=steps, passes_s=partial(self.search.passes_s, self.pins))
 
     def tell_sensitivity(self) -> None:
-        """Find what memory, links and pins are worth; an interruption ends it."""
+        """Find what memory, links and pins are worth."""
         best = min(self.explored.found, key=lambda placed: placed.objective_s, default=None)
         if best is None:
             return
-        try:
-            self.prices = shadow_prices(self.search, self.pins, self.explored, best)
-            self.costs = tuple(self._pin_costs(best))
-        except KeyboardInterrupt:
-            self.explored.interrupted = True
+        self.prices = shadow_prices(self.search, self.pins, self.explored, best)
+        self.costs = tuple(self._pin_costs(best))
 
     def _pin_costs(self, best: Placed) -> Iterator[PinCost]:
         # Marked stages stay where they are.
@@ -377,13 +392,6 @@ class _Configurations:
             for placed in self.explored.found
         )
 
-    def messages(self, interrupted: bool) -> tuple[str, ...]:
-        """What a user should know beside the plans."""
-        if not interrupted:
-            return ()
-        gap = percent_text(self.explored.gap)
-        return (f"the search was interrupted: this is the best plan so far, at most {gap} from the best",)
-
 
 def _ranked(scored: Iterable[Candidate]) -> list[Candidate]:
     """Plans by simulated step time; of those that say the same only the faster one, the first where they are equal."""
@@ -394,14 +402,20 @@ def _ranked(scored: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _refined(
-    search: Configured, pins: Pins, ranked: list[Candidate], found: _Configurations | None, stopped: bool
+    search: Configured,
+    pins: Pins,
+    ranked: list[Candidate],
+    found: _Configurations | None,
+    stopped: bool,
+    patience: Patience,
 ) -> tuple[list[Candidate], bool]:
     """The plans with what is chosen last for the best of them, and whether the user stopped it."""
     if not ranked or stopped or pins.batch_only:
         return ranked, stopped
     source = next((s for s in found.scored if s.plan is ranked[0].plan), None) if found is not None else None
     try:
-        best = refined(search, pins, ranked[0], source).candidate
+        with patience.breaking():
+            best = refined(search, pins, ranked[0], source).candidate
     except KeyboardInterrupt:
         return ranked, True
     if source is not None and found is not None:
@@ -439,6 +453,13 @@ def _with_reasons(ranked: list[Candidate], found: _Configurations | None, hardwa
 
 
 # Messages
+
+
+def _interrupted(candidates: tuple[Candidate, ...], found: _Configurations | None) -> Iterator[str]:
+    """Say how far the best plan so far is from the best, where the user has ended the search."""
+    if candidates:
+        gap = found.explored.gap if found is not None else candidates[0].plan.certificate.gap
+        yield f"the search was interrupted: this is the best plan so far, at most {percent_text(gap)} from the best"
 
 
 def _without_rules(graph: OperatorGraph) -> tuple[str, ...]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from planner.analytic import AGREES
 from planner.prediction import Prediction
+from planner.search.patience import Patience
 from planner.strategy.plan import Plan
 
 RESCORED = 5
@@ -87,7 +89,7 @@ class Field(Generic[Scored]):
             self.ratios.append(found.prediction.step_time_s / contender.objective_s)
 
 
-def rescore(fields: Sequence[Field[Any]], wanted: int) -> bool:
+def rescore(fields: Sequence[Field[Any]], wanted: int, patience: Patience | None = None) -> bool:
     """Simulate the plans of several searches, those that promise most first; True where the user stopped it.
 
     Objectives of different searches count different things, so the first plan of each is simulated before they are
@@ -98,10 +100,14 @@ def rescore(fields: Sequence[Field[Any]], wanted: int) -> bool:
     wanted
         Plans to simulate at least, all different, as far as there are so many; others are simulated where they may be
         the first.
+    patience
+        What interrupts do meanwhile.
     """
+    patience = patience or Patience()
     stopped = False
     while any(one.next is not None for one in fields):
         scored = [plan for one in fields for plan in one.scored]
+        stopped |= patience.asked and bool(scored)
         if scored and stopped:
             break
         best_s = min((plan.prediction.step_time_s for plan in scored), default=float("inf"))
@@ -110,7 +116,9 @@ def rescore(fields: Sequence[Field[Any]], wanted: int) -> bool:
         if not most:
             break
         try:
-            min(most, key=lambda one: one.expected_s).simulate(best_s)
+            promising = min(most, key=lambda one: one.expected_s)
+            with patience.breaking() if scored else nullcontext():
+                promising.simulate(best_s)
         except KeyboardInterrupt:
             stopped = True
     return stopped

@@ -21,6 +21,7 @@ from planner.refining import largest_threshold
 from planner.request import PRECISIONS, Pins, PlanRequest, read_pins
 from planner.search.candidates import Space
 from planner.search.configurations.buckets import MIB, USUAL
+from planner.search.patience import Patience
 from planner.search.problem.hints import told_apart
 from planner.search.stages.unit_pins import FREE, UnitPins
 from planner.search.units.hinted import StageHints
@@ -72,8 +73,16 @@ class Setting:
         )
 
 
-def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: SharedTables | None) -> Setting:
-    """Read and check a request; `graph` is its network, captured already, `shared` what earlier requests made of it."""
+def setting_of(
+    request: PlanRequest,
+    graph: OperatorGraph | None,
+    shared: SharedTables | None,
+    patience: Patience | None = None,
+) -> Setting:
+    """Read and check a request; `graph` is its network, captured already, `shared` what earlier requests made of it.
+
+    `patience` begins behind the capture.
+    """
     request = replace(
         request,
         exchange=exchange_of(request.software, request.exchange),
@@ -97,6 +106,8 @@ def setting_of(request: PlanRequest, graph: OperatorGraph | None, shared: Shared
     started = time.perf_counter()
     shared = shared or SharedTables(network.capture() if graph is None else graph)
     captured = time.perf_counter()
+    if patience is not None:
+        patience.wait()
     tables = shared.at(dtype)
     graph = tables.graph
     pins, placed = marked(request, network, graph, tables.decisions.chain, pins)

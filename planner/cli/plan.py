@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from planner.cli.config import Configuration, PlanSettings
     from planner.planning import PlanRequest, PlanResult
 
+WAITING = "interrupted before there was a plan: going on to the first one (again: end with nothing)"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanArguments:
@@ -126,7 +128,8 @@ def plan(given: PlanArguments) -> None:
       meshwright plan zoo:gpt2 --hw ascend910b-atlas800t-a2 --devices 8 --config parallel.yaml
 
     With --quiet only the name of the strategy file is printed; --debug says where the time went. Exit code 3: no plan
-    fits. Ctrl-C ends the search: the best plan so far is written, with its gap (exit code 0), if there is one.
+    fits. Ctrl-C ends the search: the best plan so far, or else the first that is found, is written with its gap (exit
+    code 0).
     """
     from planner.cli.config import Configuration, with_config
 
@@ -141,13 +144,16 @@ def plan(given: PlanArguments) -> None:
 def _run(terminal: Terminal, found: Configuration, config: Path | None, *, debug: bool) -> None:
     from planner.planning import plan_network
     from planner.quantities import seconds_text
+    from planner.search.patience import Patience
 
     settings = found.settings
     request = _request(settings, found)
     path = settings.out or "strategy.json"
     check_out("--out", path, (settings.hw, settings.hints, config, found.stored or None))
     with terminal.working(f"planning {request.network} for {request.devices} devices"):
-        result = _stored(request, found.stored) if found.stored else plan_network(request)
+        patience = Patience(say=lambda: terminal.note(WAITING))
+        with patience.listening():
+            result = _stored(request, found.stored) if found.stored else plan_network(request, patience=patience)
     if debug and result.timings:
         terminal.note("; ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in result.timings.items()))
     _finish(terminal, request, result, path, several=settings.top is not None)

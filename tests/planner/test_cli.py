@@ -126,7 +126,7 @@ def test_plan_reads_a_config(planned: list[planner.planning.PlanRequest]) -> Non
 
 
 def test_infeasible_is_a_result_with_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner.planning, "plan_network", lambda request: infeasible_result())
+    monkeypatch.setattr(planner.planning, "plan_network", lambda request, **_: infeasible_result())
     result = run(*PLAN, "--json")
     assert result.exit_code == 3
     document = json.loads(result.stdout)
@@ -275,7 +275,7 @@ def test_simulating_in_a_precision_the_device_lacks_says_so() -> None:
 
 
 def test_an_unexpected_error_gives_exit_code_1_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(request: object) -> None:
+    def fail(request: object, **_: object) -> None:
         raise ZeroDivisionError("by zero")
 
     monkeypatch.setattr(planner.planning, "plan_network", fail)
@@ -295,7 +295,7 @@ def test_debug_shows_where_bad_input_was_noticed() -> None:
 
 
 def test_an_interrupt_gives_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(request: object) -> None:
+    def interrupt(request: object, **_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(planner.planning, "plan_network", interrupt)

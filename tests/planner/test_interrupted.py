@@ -1,19 +1,25 @@
-"""Ctrl-C in every phase of `meshwright plan`: the best plan so far is written with its gap; 130 where there is none."""
+"""Ctrl-C in every phase of `meshwright plan`: the best plan so far, or the next, is written with its gap."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from planner.planning import PlanRequest, plan_network
+from planner.search.patience import Patience
 from planner.strategy.file import read_plan
+from planner.strategy.plan import Status
+from tests.planner.search.problems import captured
 
 DRIVER = """
 import importlib, signal, sys
-module, name, after = sys.argv[1], sys.argv[2], int(sys.argv[3])
+module, name, after = sys.argv[1], sys.argv[2], [int(each) for each in sys.argv[3].split(",")]
 owner = importlib.import_module(module)
 *path, last = name.split(".")
 for part in path:
@@ -22,7 +28,7 @@ plain, calls = getattr(owner, last), []
 
 def interrupted(*args, **kwargs):
     calls.append(None)
-    if len(calls) == after:
+    if len(calls) in after:
         signal.raise_signal(signal.SIGINT)
     return plain(*args, **kwargs)
 
@@ -33,8 +39,8 @@ app()
 """
 
 
-def plan_interrupted(folder: Path, where: str, after: int = 1) -> tuple[int, str, Path]:
-    """Exit code, what stdout holds and the strategy file where SIGINT comes at a function's call number `after`."""
+def plan_interrupted(folder: Path, where: str, *after: int) -> tuple[int, str, Path]:
+    """Exit code, what stdout holds and the strategy file where SIGINT comes at a function's calls of those numbers."""
     module, _, name = where.partition(":")
     out = folder / "strategy.json"
     options = (
@@ -51,7 +57,7 @@ def plan_interrupted(folder: Path, where: str, after: int = 1) -> tuple[int, str
         str(out),
     )
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER, module, name, str(after), *options],
+        [sys.executable, "-c", DRIVER, module, name, ",".join(map(str, after)), *options],
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert "Traceback" not in done.stderr, done.stderr
@@ -63,7 +69,8 @@ def plan_interrupted(folder: Path, where: str, after: int = 1) -> tuple[int, str
 @pytest.mark.parametrize(
     ("where", "after"),
     [
-        pytest.param("planner.configured:predict_plan", 1, id="first simulation"),
+        pytest.param("planner.configured:stage_tables", 1, id="first table"),
+        pytest.param("planner.configured:predict_plan", 1, id="first simulation", marks=pytest.mark.slow),
         pytest.param("planner.configured:predict_plan", 3, id="third simulation", marks=pytest.mark.slow),
         pytest.param("planner.planning:shadow_prices", 1, id="prices", marks=pytest.mark.slow),
         pytest.param("planner.planning:search_one_stage", 1, id="operators", marks=pytest.mark.slow),
@@ -83,9 +90,53 @@ def test_the_best_plan_so_far_is_written_with_its_gap(tmp_path: Path, where: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["planner.configured:stage_tables", "planner.setting:load_network"])
-def test_before_any_plan_nothing_is_written(tmp_path: Path, where: str) -> None:
-    code, text, out = plan_interrupted(tmp_path, where)
+@pytest.mark.parametrize(
+    ("where", "after"),
+    [
+        ("planner.setting:load_network", (1,)),
+        ("planner.search.configurations.branch_and_bound:_Search._open", (1, 2)),
+    ],
+)
+def test_before_the_capture_or_asked_twice_nothing_is_written(
+    tmp_path: Path, where: str, after: tuple[int, ...]
+) -> None:
+    code, text, out = plan_interrupted(tmp_path, where, *after)
     assert code == 130
     assert text == ""
     assert not out.exists()
+
+
+class Hurried(Patience):
+    """Is asked to end when the network is captured."""
+
+    def wait(self) -> None:
+        super().wait()
+        self.asked = True
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"devices": 8}, Status.BOUNDED),
+        ({"devices": 16, "pins": {"pp": "4", "recompute": "full"}}, Status.BOUNDED),
+        ({"devices": 8, "search_mode": "recursive_programming"}, Status.HEURISTIC),
+        ({"devices": 1, "global_batch": 2**21, "pins": {"micro_batches": "1"}}, Status.INFEASIBLE),
+    ],
+)
+def test_whoever_does_not_wait_gets_the_first_plan_that_fits(fields: Mapping[str, Any], status: Status) -> None:
+    """With a bound under the objective that the whole search finds."""
+    request = PlanRequest(**{"network": "zoo:gpt2-tiny", "hardware": "dgx-a100", "sensitivity": False, **fields})
+    graph = captured("gpt2-tiny")
+    result = plan_network(request, graph=graph, patience=Hurried())
+    assert result.status is status
+    if status is Status.INFEASIBLE:
+        assert not result.candidates
+        return
+    proof = result.candidates[0].plan.certificate
+    if status is Status.HEURISTIC:  # nothing is known of meshes that were not looked into
+        assert proof.lower_bound_s == 0
+    else:
+        best = plan_network(request, graph=graph).candidates[0].plan.certificate
+        assert proof.partitions == 1 < best.partitions
+        assert proof.lower_bound_s <= best.objective_s <= proof.objective_s
+    assert any("interrupted: this is the best plan so far" in message for message in result.messages)

@@ -63,6 +63,7 @@ from planner.search.configurations.nodes import (
 )
 from planner.search.configurations.space import Extent, bases, offloaded, orders, storages
 from planner.search.configurations.step_model import Configuration, StepModel
+from planner.search.patience import Patience
 from planner.search.stages.chain_bound import chain_bound, unlike
 from planner.search.stages.fragments import WIDTH
 from planner.search.stages.partition import lists_cuts, partition, proves_misfit
@@ -84,6 +85,7 @@ def explore(
     solves: int = SOLVES,
     incumbent_s: float = np.inf,
     until_found: bool = False,
+    patience: Patience | None = None,
 ) -> Explored:
     """Search the space.
 
@@ -99,9 +101,12 @@ def explore(
         Most partitions; tables and nodes are limited in proportion.
     until_found : bool
         Any plan will do.
+    patience : Patience
+        Asked between nodes whether the user wants an end.
     """
     search = _Search(extent, model, tables_of, sample_s, wanted, solves)
     search.best, search.until_found = incumbent_s, until_found
+    search.patience = patience or search.patience
     return search.run()
 
 
@@ -123,6 +128,7 @@ class _Search:
         self.table_work, self.dives, self.others = 0.0, 0, 0
         self.serial = 0
         self.best, self.until_found = np.inf, False
+        self.patience = Patience()
         self.unproven: list[float] = []
         self.apart: list[float] = []
         self.work = dict.fromkeys(WORK, 0)
@@ -143,13 +149,16 @@ class _Search:
             each = max(self.sample_s * base.micro_batch / (base.tensor * base.context), self.extent.launch_s)
             bound = even_bound(base, each)
             self._push(bound, Node(Stage.BASE, base), hoped_s=bound * (1 + BY_TURNS * turns[mesh]))
+        patience = self.patience
         try:
             while not self._spent() and (entry := self._next()) is not None:
                 try:
-                    self._open(*entry)
+                    with patience.breaking():
+                        self._open(*entry)
                 except KeyboardInterrupt:
                     self._push(*entry)
                     raise
+                patience.found |= bool(self.result.found)
         except KeyboardInterrupt:
             self.result.interrupted = True
         self.result.found.sort(key=lambda placed: placed.objective_s)
@@ -164,7 +173,8 @@ class _Search:
         """What is opened next: all that may beat the best, then alternatives that come near while there are too few."""
         if self.until_found and self.result.found:
             return None
-        if self.result.tables >= DIVE * (self.dives + 1) and (deepest := self._deepest()) is not None:
+        hurried = self.patience.asked or self.result.tables >= DIVE * (self.dives + 1)
+        if hurried and (deepest := self._deepest()) is not None:
             return deepest
         while self.heap or self._proves():
             _, serial, bound, node = heapq.heappop(self.heap)
