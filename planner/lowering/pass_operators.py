@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.lowering.chunk_passes import Draft
+from planner.lowering.draft import Draft
 from planner.lowering.unit_work import BESIDE, KERNELS, MESSAGES
 from simulator.pipeline_operators import Operators
 from simulator.program import Task
-from simulator.task_table import BoolArray, FloatArray
+from simulator.task_table import BoolArray, FloatArray, IntArray
 
 
 class TaskTimes:
@@ -22,14 +22,14 @@ class TaskTimes:
 
     def of(self, draft: Draft) -> FloatArray:
         """(2, operators) of both."""
-        known, found = self._known, []
+        known = self._known
         for numbers in draft.tasks:
             # Operators of equal layers share their lists.
             if id(numbers) not in known:
                 taken, lost = (sum([each[n] for n in numbers], 0.0) for each in (self.seconds, self.slowing))
                 known[id(numbers)] = numbers, taken, lost
-            found.append(known[id(numbers)][1:])
-        return np.array(found).T
+        found = [known[id(numbers)] for numbers in draft.tasks]
+        return np.array([[one[1] for one in found], [one[2] for one in found]])
 
 
 def reports(tasks: Sequence[Task]) -> frozenset[int]:
@@ -43,45 +43,42 @@ def pass_operators(draft: Draft, times: TaskTimes, pairs: bool, beside: frozense
     A rank with kernels to run loses that much, whichever they are, and one that waits for the message loses nothing.
     No pass waits for the messages in ``beside``: they travel beside, unless what passes wait for does so as well.
     """
-    streams = draft.stream
-    if beside and BESIDE not in streams:
-        streams = [
-            BESIDE if stream == MESSAGES and beside.issuperset(tasks) else stream
-            for stream, tasks in zip(streams, draft.tasks, strict=True)
+    streams = np.array(draft.stream)
+    if beside and not (streams == BESIDE).any():
+        hides = [
+            stream == MESSAGES and beside.issuperset(tasks)
+            for stream, tasks in zip(draft.stream, draft.tasks, strict=True)
         ]
+        streams[hides] = BESIDE
     taken, lost = times.of(draft)
-    slows = _may_hide(draft, streams, pairs) & (lost > 0)
+    waits, after = np.array(draft.waits), np.array(draft.after, dtype=np.int64)
+    slows = (lost > 0) & (pairs | _may_hide(streams, waits, after))
     place = np.arange(len(streams)) + np.cumsum(slows)
-    rows = np.zeros(len(streams) + int(slows.sum()), dtype=np.int64)
-    rows[place] = [len(after) for after in draft.after]
-    kind, lasts, ahead = np.full(len(rows), KERNELS), np.zeros(len(rows)), np.zeros(len(rows), dtype=np.bool_)
-    kind[place] = streams
-    lasts[place], ahead[place] = taken, draft.ahead
+    size = len(streams) + int(slows.sum())
+    rows, kind = np.zeros(size, dtype=np.int64), np.full(size, KERNELS, dtype=np.int64)
+    lasts, ahead = np.zeros(size), np.zeros(size, dtype=np.bool_)
+    rows[place], kind[place], lasts[place], ahead[place] = waits, streams, taken, draft.ahead
     before = place[slows] - 1
     lasts[before], ahead[before] = lost[slows], ahead[before + 1]
     return Operators(
         seconds=lasts,
-        communication=kind.astype(np.int64),
+        communication=kind,
         dependency_offsets=np.concatenate(([0], np.cumsum(rows))).astype(np.int64),
-        dependencies=place[[n for after in draft.after for n in after]].astype(np.int64),
+        dependencies=place[after].astype(np.int64),
         ahead=ahead,
         output=int(place[draft.output]),
     )
 
 
-def _may_hide(draft: Draft, streams: Sequence[int], pairs: bool) -> BoolArray:
+def _may_hide(streams: IntArray, waits: IntArray, after: IntArray) -> BoolArray:
     """(operators,) messages beside which kernels run: those that the next kernel of the pass does not wait for.
 
-    Behind the other pass of a pair hides any.
+    Messages that a pass waits for travel in their order.
     """
-    found, awaited = [False] * len(streams), -1
-    for number in reversed(range(len(streams))):
-        if streams[number] == KERNELS:
-            awaited = -1
-            for before in draft.after[number]:
-                if before > awaited and streams[before] == MESSAGES:
-                    awaited = before
-        else:
-            # Messages that a pass waits for travel in their order.
-            found[number] = pairs or streams[number] == BESIDE or awaited < number
-    return np.array(found, dtype=np.bool_)
+    numbers = np.arange(len(streams))
+    awaited = np.full(len(streams) + 1, -1)
+    rows, sent = np.repeat(numbers, waits), streams[after] == MESSAGES
+    np.maximum.at(awaited, rows[sent], after[sent])
+    following = np.minimum.accumulate(np.where(streams == KERNELS, numbers, len(streams))[::-1])[::-1]
+    hides: BoolArray = (streams != KERNELS) & ((streams == BESIDE) | (awaited[following] < numbers))
+    return hides

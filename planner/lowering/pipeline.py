@@ -14,7 +14,8 @@ from planner.graph.operator_graph import OperatorGraph, Role
 from planner.instructions import NOTHING
 from planner.lowering.bodies import unit_bodies
 from planner.lowering.chunk_memory import chunk_bytes, rank_bytes
-from planner.lowering.chunk_passes import Draft, chunk_drafts
+from planner.lowering.chunk_passes import chunk_drafts
+from planner.lowering.draft import Draft
 from planner.lowering.host import offloading
 from planner.lowering.overflow import FLAG_BYTES, check_task, checks_gradients, flag_messages, settle_task
 from planner.lowering.pass_operators import TaskTimes, pass_operators, reports

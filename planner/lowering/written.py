@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
 from planner.instructions import value_of_copy
+from planner.lowering.draft import Draft
 from planner.lowering.placed import PlacedGraph, placements_text
 from planner.lowering.unit_work import Mark
 from planner.sharding.placement import Placements
@@ -25,9 +26,6 @@ class Value(NamedTuple):
     placements: Placements
     operator: int
     name: str
-
-
-Then = Callable[[Value], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,8 +75,37 @@ def _leg(source: PlacedGraph, mark: Mark, step: Step) -> Leg:
     )
 
 
+Entry = tuple[Value, tuple[Leg, ...], bool]
+"""A gradient, the legs before it, and whether they lead to its accumulator, or on from there."""
 Message = tuple[int, list[int], tuple[str, ...]]
 """Stream and tasks of a message of parameters, and the names that they get."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Left:
+    """What a stretch leaves in the message of a kind: whether behind what waited before, gradients, and their bytes."""
+
+    behind_others: bool
+    entries: tuple[Entry, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stretch:
+    """What a unit adds to a pass; operators as in `Draft.cut`, ``kernel`` and ``output`` too, None for none.
+
+    ``arrivals`` bring what the next unit reads; ``left`` are the messages that are not yet sent.
+    """
+
+    operators: Draft
+    kernel: int | None
+    output: int | None
+    arrivals: Mapping[str, int]
+    left: Mapping[Kind, Left]
+
+
+Stretches = dict[object, dict[tuple[Kind, ...], dict[object, Stretch]]]
+"""By what a unit does and what stands around it, the messages that leave in it, and the state of the pass for these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +121,7 @@ class Written:
     """Of a unit, by its identity, forward or not."""
     messages: dict[tuple[tuple[str, Leg], ...], list[int]] = field(default_factory=dict)
     """Of gradients, each by its name before a leg."""
+    stretches: Stretches = field(default_factory=dict)
     _routes: dict[int, Route] = field(default_factory=dict)
 
     def route(self, mark: Mark) -> Route:
