@@ -467,7 +467,7 @@ class _Search:
             return
         self.result.solved += 1
         self.work["partition"] += len(task.kinds)
-        found = partition(few, width=node.width)
+        found = partition(few, width=node.width, enough_s=self.best)
         if node.placed is None and (found is None or found.objective_s > bound * (1 + PROOF)) and not task.roomy:
             self._offload(bound, node.configuration)
         if found is None:

@@ -59,8 +59,8 @@ _SETS_OF_TURNS = tuple(slice(*ends) for ends in ((0, None), (1, -1), (1, None), 
 """Turns whose limits are lowered together, one set after the other."""
 
 
-def partition(task: PartitionTask, *, width: int = WIDTH) -> Partition | None:
-    """The best partition; None where none fits.
+def partition(task: PartitionTask, *, width: int = WIDTH, enough_s: float = np.inf) -> Partition | None:
+    """The best partition; None where none fits. On one rank any will do that takes `enough_s` and more.
 
     On one rank it is exact where `width` ways through the first units suffice
     (`planner.search.stages.one_rank`). With one chunk a rank it is exact while no fragment has more than `width` ways
@@ -69,17 +69,17 @@ def partition(task: PartitionTask, *, width: int = WIDTH) -> Partition | None:
     Where passes of both kinds follow apart, the partition is the one that is best as if they alternated, and its
     objective what it takes then; the bound stays.
     """
-    found = _partition(task, width)
+    found = _partition(task, width, enough_s)
     if found is None or task.apart_s is None:
         return found
     return replace(found, objective_s=max(found.objective_s, task.apart_s(found)))
 
 
-def _partition(task: PartitionTask, width: int) -> Partition | None:
+def _partition(task: PartitionTask, width: int, enough_s: float) -> Partition | None:
     if task.units < task.pieces:
         return None
     if task.pieces == 1:
-        return _whole(task, width)
+        return _whole(task, width, enough_s)
     if task.chunks > 1 and task.units <= SHORT:
         settled, found = _settled(task, width)
         if settled:
@@ -110,9 +110,9 @@ def lists_cuts(task: PartitionTask) -> bool:
     return task.chunks > 1 and unlike(task.counts, task.pieces) and few_cuts(task.units, task.pieces)
 
 
-def _whole(task: PartitionTask, width: int) -> Partition | None:
+def _whole(task: PartitionTask, width: int, enough_s: float) -> Partition | None:
     """The whole network on one rank."""
-    ways, bound = choose(task, width)
+    ways, bound = choose(task, width, enough_s)
     if ways is None:
         return None
     kinds = [kind for kind, count in zip(task.kinds, task.counts, strict=True) for _ in range(count)]

@@ -12,10 +12,6 @@ from hypothesis import strategies as st
 from planner.search.stages import one_rank
 from planner.search.stages.fragments import (
     ACTIVATION,
-    BACKLOG,
-    FILL,
-    QUEUE,
-    RESIDENT,
     STEADY,
     TRANSIENT,
     Fragments,
@@ -23,6 +19,7 @@ from planner.search.stages.fragments import (
     undominated_of_each,
 )
 from planner.search.stages.partition import partition, proves_misfit
+from planner.search.stages.priced_chain import PricedChain
 from planner.search.stages.segments import PartitionTask
 from tests.planner.search.test_pipeline_partition import brute_force, check, tasks
 
@@ -30,6 +27,23 @@ from tests.planner.search.test_pipeline_partition import brute_force, check, tas
 def alone(task: PartitionTask) -> PartitionTask:
     """The same on one rank."""
     return replace(task, ranks=1, chunks=1, rank_of=np.zeros(1, dtype=np.int64), in_flight=np.full(1, 2.0))
+
+
+def equal_units(values: np.ndarray, units: int, limit_bytes: float) -> PartitionTask:
+    """So many units in a row on one rank, each with the same ways."""
+    state = np.full(len(values), -1)
+    return PartitionTask(
+        kinds=(Fragments(values, state, state, np.arange(len(values))[:, None]),),
+        counts=(units,),
+        sends_s=np.zeros((units - 1, 1)),
+        fill_sends=0.0,
+        steady_sends=0.0,
+        ranks=1,
+        chunks=1,
+        rank_of=np.zeros(1, dtype=np.int64),
+        in_flight=np.ones(1),
+        limit_bytes=float(limit_bytes),
+    )
 
 
 @settings(max_examples=80)
@@ -57,6 +71,46 @@ def test_few_ways_at_once_keep_a_true_bound(task: PartitionTask) -> None:
         check(one, found)
     else:
         assert best == np.inf or not proves_misfit(one, one, 1)
+
+
+@settings(max_examples=50)
+@given(tasks(), st.integers(-4, 4))
+def test_of_what_takes_enough_any_choice_will_do(task: PartitionTask, more: int) -> None:
+    one = alone(task)
+    best = brute_force(one)
+    if best == np.inf:
+        return
+    enough_s = best + more
+    found = partition(one, enough_s=enough_s)
+    assert found is not None
+    check(one, found)
+    assert found.lower_bound_s <= min(best, enough_s) * (1 + 1e-9)
+    if more > 0:
+        assert found.objective_s == pytest.approx(best)
+        assert found.lower_bound_s == pytest.approx(best)
+    else:
+        assert best * (1 - 1e-9) <= found.objective_s
+
+
+@pytest.mark.parametrize(("enough", "fewer"), [(0.99, True), (1.01, False)])
+def test_what_cannot_be_enough_is_not_followed_farther(enough: float, fewer: bool) -> None:
+    """Ways whose bytes lie on no grid leave something open with few of them: tried again where it may be enough."""
+    rng = np.random.default_rng(1)
+    values = np.zeros((12, 7))
+    values[:, STEADY], values[:, ACTIVATION] = rng.uniform(1, 2, (2, 12))
+    values[:, ACTIVATION] = 4 - values[:, STEADY] + rng.uniform(0, 0.1, 12)
+    one = equal_units(values, 40, 100.0)
+    followed = []
+    with pytest.MonkeyPatch.context() as patch:
+        follow = PricedChain.followed
+        patch.setattr(PricedChain, "followed", lambda *given: followed.append(given) or follow(*given))
+        best = partition(one)
+        assert best is not None
+        tries = len(followed)
+        found = partition(one, enough_s=enough * best.objective_s)
+    assert found is not None
+    assert (len(followed) - tries < tries) == fewer
+    assert best.objective_s <= found.objective_s <= 1.01 * best.objective_s
 
 
 def least_over_bytes(seconds: list[int], held: list[int], peaks: list[int], units: int, limit: int) -> float:
@@ -87,21 +141,7 @@ def test_many_equal_units_equal_a_table_over_bytes(ways: list[tuple[int, int, in
     values = np.zeros((len(ways), 7))
     for column, numbers in ((STEADY, seconds), (ACTIVATION, held), (TRANSIENT, peaks)):
         values[:, column] = numbers
-    values[:, [FILL, QUEUE, BACKLOG, RESIDENT]] = 0.0
-    state = np.full(len(ways), -1)
-    task = PartitionTask(
-        kinds=(Fragments(values, state, state, np.arange(len(ways))[:, None]),),
-        counts=(units,),
-        sends_s=np.zeros((units - 1, 1)),
-        fill_sends=0.0,
-        steady_sends=0.0,
-        ranks=1,
-        chunks=1,
-        rank_of=np.zeros(1, dtype=np.int64),
-        in_flight=np.ones(1),
-        limit_bytes=float(limit),
-    )
-    found, best = partition(task), least_over_bytes(seconds, held, peaks, units, limit)
+    found, best = partition(equal_units(values, units, limit)), least_over_bytes(seconds, held, peaks, units, limit)
     assert (found is None) == (best == np.inf)
     if found is not None:
         assert found.objective_s == pytest.approx(best)
