@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -83,18 +82,22 @@ def _add(pairs: dict[tuple[int, int], Cost], key: tuple[int, ...], cost: Cost) -
 
 def exhaustive(problem: TableProblem, memory_limit: float) -> tuple[float, tuple[int, ...]] | None:
     """The least time among all assignments whose memory fits, and one that attains it."""
+    times, memories = totals(problem)
+    times = np.where(memories <= memory_limit, times, np.inf)
+    best = np.unravel_index(int(times.argmin()), times.shape)
+    return (float(times[best]), tuple(map(int, best))) if np.isfinite(times[best]) else None
+
+
+def totals(problem: TableProblem) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Times and memories of all assignments of the unrolled problem, an axis for each variable."""
     flat = unrolled(problem)
-    best: tuple[float, tuple[int, ...]] | None = None
-    for states in product(*(range(size) for size in flat.sizes)):
-        memory = sum(c.memory[s] for c, s in zip(flat.unary, states, strict=True))
-        memory += sum(c.memory[states[a], states[b]] for (a, b), c in flat.pairs.items())
-        if memory > memory_limit:
-            continue
-        time = sum(c.time[s] for c, s in zip(flat.unary, states, strict=True))
-        time += sum(c.time[states[a], states[b]] for (a, b), c in flat.pairs.items())
-        if np.isfinite(time) and (best is None or time < best[0]):
-            best = (float(time), states)
-    return best
+    times, memories = np.zeros(flat.sizes), np.zeros(flat.sizes)
+    tables = [((v,), cost) for v, cost in enumerate(flat.unary)]
+    for axes, cost in [*tables, *flat.pairs.items()]:
+        shape = [flat.sizes[v] if v in axes else 1 for v in range(len(flat.sizes))]
+        times += cost.time.reshape(shape)
+        memories += cost.memory.reshape(shape)
+    return times, memories
 
 
 def total(problem: TableProblem, states: Mapping[int, int]) -> tuple[float, float]:
