@@ -84,7 +84,7 @@ class Predictor:
 
     def _request(self, run: Run) -> PlanRequest:
         return PlanRequest(
-            network=self._spec(run.network), hardware=self._profile(run.hardware), devices=run.devices,
+            network=self._spec(run.network, run.adapters), hardware=self._profile(run.hardware), devices=run.devices,
             global_batch=run.global_batch, sequence_length=run.sequence_length, precision=run.precision,
             pins=dict(run.pins), hints=run.hints, top=1, software=run.software, attention=run.attention,
             norms=run.norms,
@@ -96,11 +96,14 @@ class Predictor:
             self.graphs[key] = SharedTables(capture_for(request))
         return self.graphs[key]
 
-    def _spec(self, network: str) -> str:
+    def _spec(self, network: str, adapters: str) -> str:
         if not network.startswith("{"):
             return network
-        path = self.folder / f"{abs(hash(network))}.json"
-        path.write_text(network, encoding="utf-8")
+        path = self.folder / str(abs(hash((network, adapters))))
+        path.mkdir(exist_ok=True)
+        for name, content in (("config.json", network), ("adapter_config.json", adapters)):
+            if content:
+                (path / name).write_text(content, encoding="utf-8")
         return f"hf:{path}"
 
     def _profile(self, name: str) -> str:

@@ -36,12 +36,16 @@ ORDER = "pp-dp-cp-tp"
 """Megatron-LM and DeepSpeed lay tensor ranks out next to each other and stages farthest apart
 (``megatron/core/parallel_state.py``, ``deepspeed/runtime/pipe/topology.py``)."""
 EXPERTS_ORDER = "pp-dp-cp-ep-tp"
+ADAPTERS = json.dumps({"peft_type": "LORA", "r": 32, "lora_alpha": 32, "target_modules": "all-linear"})
+"""Those of Megatron-LM where none are described (``LoRA`` of Megatron Bridge: all products, ``dim`` 32)."""
 FUSED = (AttentionKernel.FLASH, AttentionKernel.FLASH2, AttentionKernel.VENDOR)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A published run; ``network`` is a specification or the text of a config, ``pins`` its whole plan.
+
+    ``adapters`` is the text of PEFT's config of those, where they alone are trained.
 
     ``layers`` are those of each stage in order, none where nothing depends on them; ``again`` is how many layers of a
     stage are computed again, 0 where all or none are, as the pins say; ``hints`` say what tensor ranks do that pins
@@ -61,6 +65,7 @@ class Run:
     software: str = ""
     attention: str = ""
     norms: str = ""
+    adapters: str = ""
 
 
 class NotCoveredError(Exception):
@@ -87,7 +92,8 @@ def read_run(row: MeasuredRow, *, stages: bool = False, told: bool = False) -> R
     assert run is not None
     setup = run.setup
     network = _network(run, told=told)
-    require(setup.trained_fraction == 1, "trains a part only")
+    whole = setup.trained_fraction == 1
+    require(whole or (told and network.startswith("{")), "trains a part only")
     require(setup.ep == 1 or setup.tp == setup.expert_tp, "experts are cut over other ranks than the rest")
     require(setup.cp == 1 or (told and setup.attention in FUSED), "context ranks")
     require(stages or told or (setup.pp, setup.recompute) == (1, Recompute.NONE), "pipeline or recomputation")
@@ -113,6 +119,7 @@ def read_run(row: MeasuredRow, *, stages: bool = False, told: bool = False) -> R
         software=_software(setup) if told else "",
         attention=str(setup.attention) if told and network.startswith("{") else "",
         norms=_norms(run) if told else "",
+        adapters="" if whole else ADAPTERS,
     )
 
 
