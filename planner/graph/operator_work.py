@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
@@ -106,8 +107,17 @@ def count_flops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], o
         return _attention_flops(*args[:3], causal=bool(args[4]) if len(args) > 4 else bool(kwargs.get("is_causal")))
     if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
         return _ATTENTION_BACKWARD_RATIO * _attention_flops(*args[1:4], causal=bool(args[7]))
+    if name == "convolution_backward":
+        return _convolution_backward_flops(*args)
     formula = flop_registry.get(op.overloadpacket)
     return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=output))
+
+
+def _convolution_backward_flops(gradient: Any, image: Any, weight: Any, _: Any, *how: Any) -> float:
+    """As many as forward for each gradient asked for; torch's formula takes that of weights for one without groups."""
+    *settings, asked = how
+    forward = flop_registry[torch.ops.aten.convolution](image, weight, None, *settings, out_val=gradient)
+    return float(sum(asked[:2]) * forward)
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *, causal: bool) -> float:

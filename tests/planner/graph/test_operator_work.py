@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from planner.graph.folding import unfold
+from planner.graph.operator_work import count_flops
 from planner.networks import load_network
 from simulator.program import Kernel, Phase
 
@@ -24,6 +26,25 @@ def test_convolutions_with_a_stride_go_back_as_a_class_of_their_own() -> None:
     assert sorted(found) == [f"layer{number}.0.conv2" for number in (2, 3, 4)]
     pooled = [(n.op, n.phase) for n in graph.nodes if n.kernel is Kernel.POOLING]
     assert pooled == [("aten.max_pool2d_with_indices.default", Phase.FORWARD)]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("asked", [(True, True, True), (False, True, False), (True, False, False)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_gradient_of_a_convolution_is_as_much_work_as_the_convolution(
+    groups: int, asked: tuple[bool, bool, bool], transposed: bool
+) -> None:
+    """A multiplication and an addition for each output, channel of its group and place of the window."""
+    image, channels, window = torch.empty(3, 8, 13, device="meta"), 16, 5
+    shape = (8, channels // groups, window) if transposed else (channels, 8 // groups, window)
+    weight, how = torch.empty(shape, device="meta"), ([2], [2], [1], transposed, [0], groups)
+    out = torch.ops.aten.convolution.default(image, weight, None, *how)
+    args = (out, image, weight, [channels], *how, asked)
+    positions = image if transposed else out
+    once = 2 * 3 * positions.shape[2] * 8 * channels // groups * window
+    assert count_flops(torch.ops.aten.convolution.default, (image, weight, None, *how), {}, out) == once
+    found = count_flops(torch.ops.aten.convolution_backward.default, args, {}, (image, weight, None))
+    assert found == once * sum(asked[:2])
 
 
 @pytest.mark.parametrize(
