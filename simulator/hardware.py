@@ -246,6 +246,7 @@ class Hardware:
     sustained_matmul_speed: float = 1.0
     grouped_matmul_efficiency: float = 1.0
     convolution_efficiency: float | None = None
+    grouped_convolution_efficiency: float | None = None
     attention_models: Mapping[str, AttentionPasses] = field(default_factory=dict)
     overlap_compute_speed: float = 1.0
     overlap_transfer_speed: float = 1.0

@@ -11,6 +11,8 @@ from simulator.kernels.roofline import kernel_time
 from simulator.program import Kernel
 
 FloatArray = NDArray[np.float64]
+_SMALL_WINDOW = 9.0
+"""Places of a window that a kernel without products reads once."""
 
 
 def convolution_time(
@@ -30,7 +32,9 @@ def convolution_time(
     (``9`` for 3 x 3), ``input_pixels`` the input's positions, as many unless given. It is the product of a
     ``(pixels, in_channels / groups * area)`` by an ``(…, out_channels / groups)`` matrix for every group
     (Chetlur et al., "cuDNN", 2014), at ``convolution_efficiency`` of a matrix product's rate; it reads input and
-    weights once. Groups so narrow that a kernel on the vector units is faster use that.
+    weights once. Groups so narrow that a kernel without products is faster use that: it works on the vector units, and
+    reads windows wider than 3 x 3 again from caches, at ``grouped_convolution_efficiency`` of the memory's bandwidth
+    with the side of the window over 3 (`planner.estimate.layered_table` has the same of whole steps).
     """
     positions, wide, narrow, window, parts = (
         np.asarray(value, dtype=np.float64) for value in (pixels, in_channels, out_channels, area, groups)
@@ -77,9 +81,11 @@ def convolution_kernel_time(
     peak = rate * model.compute_efficiency * efficiency * hardware.sustained_matmul_speed
     work = padded_work(model, hardware.multiprocessors, rows, columns, depth, groups)
     compute = passes * work / (peak * utilisation(model.utilisation, work))
+    roofline = hardware.kernels[Kernel.CONVOLUTION]
+    seconds = np.maximum(compute, moved / (hardware.memory_bandwidth * roofline.bandwidth_efficiency))
     flops = passes * 2.0 * groups * rows * columns * depth
     vector = flops / (rate * hardware.kernels[Kernel.ELEMENTWISE].compute_efficiency)
-    compute = np.where(groups > 1.0, np.minimum(compute, vector), compute)
-    roofline = hardware.kernels[Kernel.CONVOLUTION]
-    memory = moved / (hardware.memory_bandwidth * roofline.bandwidth_efficiency)
-    return np.asarray(passes * roofline.overhead_s + np.maximum(compute, memory))
+    share = hardware.grouped_convolution_efficiency or roofline.bandwidth_efficiency
+    again = np.sqrt(np.maximum(depth / _SMALL_WINDOW, 1.0)) if hardware.grouped_convolution_efficiency else 1.0
+    direct = np.maximum(vector, moved * again / (hardware.memory_bandwidth * share))
+    return np.asarray(passes * roofline.overhead_s + np.where(groups > 1.0, np.minimum(seconds, direct), seconds))

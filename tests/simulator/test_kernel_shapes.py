@@ -55,6 +55,7 @@ def hardware(model: MatmulModel = MODEL, **changes: object) -> Hardware:
         "sustained_matmul_speed": 1.0,
         "grouped_matmul_efficiency": 0.8,
         "convolution_efficiency": 0.5,
+        "grouped_convolution_efficiency": None,
         "attention_models": {"flash2": AttentionPasses(forward=FUSED, backward=FUSED)},
     }
     return replace(profile("dgx-a100"), **{**models, **changes})  # type: ignore[arg-type]
@@ -233,6 +234,24 @@ def test_convolutions_are_products_at_their_own_efficiency() -> None:
     assert float(convolution_time(bare, "bfloat16", **shape)) == pytest.approx(
         kernel_time(bare, Kernel.CONVOLUTION, "bfloat16", flops, 0.0)
     )
+
+
+def test_convolutions_of_single_channels_read_wide_windows_again() -> None:
+    """Bytes at the share of the bandwidth with windows of nine places, and with the window's side over 3 more."""
+    machine = hardware(grouped_convolution_efficiency=0.1)
+
+    def depthwise(area: int) -> float:
+        shape = {"pixels": 32 * 800, "in_channels": 512, "out_channels": 512, "area": area, "groups": 512}
+        return float(convolution_time(machine, "bfloat16", **shape)) - machine.kernels[Kernel.CONVOLUTION].overhead_s
+
+    moved = {area: 2 * (2 * 32 * 800 * 512 + 512 * area) for area in (3, 9, 81)}
+    for area, again in ((3, 1.0), (9, 1.0), (81, 3.0)):
+        assert depthwise(area) == pytest.approx(again * moved[area] / (0.1 * machine.memory_bandwidth))
+    wide = {"pixels": 32 * 800, "in_channels": 4096, "out_channels": 4096, "area": 9, "groups": 2}
+    products = [
+        convolution_time(hardware(grouped_convolution_efficiency=share), "bfloat16", **wide) for share in (1e-3, None)
+    ]
+    assert products[0] == products[1] < 4 * 32 * 800 * 4096 / (1e-3 * machine.memory_bandwidth)
 
 
 def test_a_sustained_speed_slows_products() -> None:
