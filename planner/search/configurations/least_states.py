@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES
+from planner.search.configurations.passes import BoolArray
 from planner.search.configurations.schedule_shapes import ScheduleShape
 from planner.search.configurations.space import Extent, offloaded, storages
 from planner.search.configurations.step_model import Configuration, StepModel
@@ -21,7 +22,6 @@ from simulator.hardware import Hardware
 from simulator.program import Collective
 from simulator.topology import group_shape
 
-MessagesS = tuple[FloatArray, FloatArray, FloatArray]
 PAYLOADS: FloatArray = np.exp2(np.arange(41, dtype=np.float64))
 """Bytes of messages at which links are compared."""
 MANY_ELEMENTS = 1e15
@@ -40,22 +40,6 @@ class LeastStates:
     standing_bytes: float
     sent_bytes: float
 
-    @classmethod
-    def of(
-        cls, model: StepModel, tables: StageTables, stored: Configuration, messages_s: MessagesS | None = None
-    ) -> LeastStates:
-        """Work them out, whatever way the units are run; `messages_s` may be known."""
-        labels, trained, counts, elements = least_states(tables)
-        standing = float(model.resident_bytes(labels, stored) @ counts)
-        update_s = model.update_s(labels.parameter_elements, stored, trained)
-        added_s, lost_s, exposed_s = messages_s or _messages_s(model, tables, stored)
-        return cls(
-            stored=stored,
-            once_s=added_s + update_s + lost_s + exposed_s,
-            standing_bytes=standing,
-            sent_bytes=elements * DTYPE_BYTES[model.dtype],
-        )
-
     def fits(self, model: StepModel) -> bool:
         """Whether all ranks together have room for what stands through a step."""
         return self.standing_bytes <= self.stored.pipeline * model.room_bytes(self.stored)
@@ -73,8 +57,8 @@ class LeastStates:
         ``ways`` are all there are. An update is launched alike on both, and on the host copied there and back besides,
         so that it is the sooner one only where it takes less time for each element; there is no limit then.
         """
-        moves = any(way.moves(self.stored) for way in ways)
-        return np.inf if moves and _lags(model, self.stored.devices) else 0.0
+        lags = _lags(model, self.stored.devices) and any(way.moves(self.stored) for way in ways)
+        return np.inf if lags else 0.0
 
     def moves(self, configuration: Configuration) -> bool:
         """Whether states are stored as in a configuration, but on the host."""
@@ -136,14 +120,58 @@ def _flights(shape: ScheduleShape, ranks: int) -> tuple[float, float, float]:
 
 def least_states_of(extent: Extent, model: StepModel, tables: StageTables, placed: Configuration) -> list[LeastStates]:
     """What states take at least in every storage, on the devices and where they may move to the host."""
-    here: list[LeastStates] = []
-    there: list[LeastStates] = []
-    for stored in storages(extent, placed):
-        messages_s = _messages_s(model, tables, stored)
-        here.append(LeastStates.of(model, tables, stored, messages_s))
-        if (moved := offloaded(extent, stored)) is not None:
-            there.append(LeastStates.of(model, tables, moved, messages_s))
-    return [*here, *there]
+    here = storages(extent, placed)
+    there = [(number, moved) for number, way in enumerate(here) if (moved := offloaded(extent, way)) is not None]
+    messages_s = _messages_s(model, tables, here)
+    moved_s = messages_s[[number for number, _ in there]]
+    return [
+        *_least_of(model, tables, here, messages_s),
+        *_least_of(model, tables, [moved for _, moved in there], moved_s),
+    ]
+
+
+def least_states_in(model: StepModel, tables: StageTables, stored: Configuration) -> LeastStates:
+    """What the states of one storage take at least."""
+    (least,) = _least_of(model, tables, [stored], _messages_s(model, tables, [stored]))
+    return least
+
+
+def _least_of(
+    model: StepModel, tables: StageTables, ways: Sequence[Configuration], messages_s: FloatArray
+) -> list[LeastStates]:
+    """What states take at least in storages that are alike but for how states are stored, all here or on the host.
+
+    ``messages_s`` (ways, units) are what they take but for their update.
+    """
+    if not ways:
+        return []
+    c, sent_bytes = ways[0], least_states(tables)[-1] * DTYPE_BYTES[model.dtype]
+    kept = tuple((way.optimizer_sharding, model.shards(way)) for way in ways)
+    once = c.pipeline == c.micro_batches == 1
+    update_s, standing = _updated(model, tables, kept, c.offload, once, c.devices)
+    return [
+        LeastStates(stored=way, once_s=once_s, standing_bytes=bytes_held, sent_bytes=sent_bytes)
+        for way, once_s, bytes_held in zip(ways, messages_s + update_s, standing, strict=True)
+    ]
+
+
+@lru_cache(maxsize=1024)
+def _updated(
+    model: StepModel, tables: StageTables, kept: tuple[tuple[str, int], ...], offload: bool, once: bool, devices: int
+) -> tuple[FloatArray, tuple[float, ...]]:
+    """(ways, units) least seconds of the update in each way to shard states, and bytes that stand, (ways,).
+
+    ``kept`` are the levels of ZeRO with the ranks that share states; ``once`` says that gradients may take the place of
+    activations: one stage and a single micro-batch.
+    """
+    labels, trained, counts, _ = least_states(tables)
+    ways = [
+        Configuration(pipeline=1 if once else 2, optimizer_sharding=level, shard_size=shards, offload=offload)
+        for level, shards in kept
+    ]
+    held = labels.parameter_elements / np.array([[shards] for _, shards in kept], dtype=np.float64)
+    update_s = model.held_update_s(held, devices, np.broadcast_to(trained, held.shape), offload=offload)
+    return update_s, tuple(float(model.resident_bytes(labels, way) @ counts) for way in ways)
 
 
 def least_once_s(ways: Sequence[LeastStates]) -> FloatArray:
@@ -152,20 +180,22 @@ def least_once_s(ways: Sequence[LeastStates]) -> FloatArray:
     return least
 
 
-def _messages_s(model: StepModel, tables: StageTables, stored: Configuration) -> MessagesS:
-    """(units,) least seconds of a step that the states of each unit take but for their update, wherever they are.
+def _messages_s(model: StepModel, tables: StageTables, ways: Sequence[Configuration]) -> FloatArray:
+    """(ways, units) least seconds of a step that the states of each unit take but for their update, wherever they are.
 
     Those are the sums over micro-batches, what messages over the data axis take from kernels, and those that nothing
     hides.
     """
     labels, trained, *_ = least_states(tables)
-    elements = labels.parameter_elements
-    added_s = np.zeros_like(elements)
-    if not model.scatters_each(stored):
-        added_s = stored.micro_batches * model.accumulation_s(labels, elements, stored, trained)
-    lost = lost_to_messages(model, stored)
-    lost_s = elements * np.append(lost[:1], np.repeat(lost[1:], len(trained) - 1))
-    return added_s, lost_s, exposed_s(model, tables, stored)
+    elements, c = labels.parameter_elements, ways[0]
+    lost = np.array([lost_to_messages(model, way) for way in ways])
+    found: FloatArray = elements * lost[:, np.minimum(np.arange(len(elements)), 1)]
+    found += np.array([exposed_s(model, tables, way) for way in ways])
+    if c.micro_batches > 1:
+        added = [not model.scatters_each(way) for way in ways]
+        first = added.index(True) if any(added) else 0
+        found[added] += c.micro_batches * model.accumulation_s(labels, elements, ways[first], trained)
+    return found
 
 
 def exposed_s(model: StepModel, tables: StageTables, stored: Configuration) -> FloatArray:
@@ -175,35 +205,42 @@ def exposed_s(model: StepModel, tables: StageTables, stored: Configuration) -> F
     every micro-batch (in GPipe once), or all where nothing overlaps.
     """
     c, hardware, units = stored, model.hardware, sum(tables.counts)
-    found = np.zeros(len(tables.counts))
     if c.optimizer_sharding == "none" or c.data == 1:
-        return found
+        return np.zeros(len(tables.counts))
     group = (model.shards(c), c.stride("data"))
     if c.optimizer_sharding != "zero3":
+        gather_s = 0.0
         if hardware.overlaps_communication:
             gather_s = least_message_s(hardware, Collective.ALL_GATHER, *group, 1.0)
-            found[:] = c.pipeline / units * (1 - hardware.lost_to_messages) * gather_s
-        return found
-    trained, sizes = tables.least_elements > 0, tables.least_elements * DTYPE_BYTES[model.dtype]
+        return np.full(len(tables.counts), c.pipeline / units * (1 - hardware.lost_to_messages) * gather_s)
+    trained, places = _places(tables, DTYPE_BYTES[model.dtype])
     gather, scatter = (
-        trained * least_sharded_s(hardware, one, *group, sizes)
+        trained * _of_payloads_s(hardware, one, *group, sharded=True)[places]
         for one in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     )
     if not hardware.overlaps_communication:
         return np.asarray(c.micro_batches * (2 * gather + scatter))
-    ends = np.append(1.0, np.full(len(found) - 1, (c.pipeline - 1) / max(1, units - 1)))
-    times = 1 if c.in_a_row else c.micro_batches
-    return np.asarray(times * (1 - hardware.lost_to_messages) * (gather + scatter) * ends)
+    times = (1 if c.in_a_row else c.micro_batches) * (1 - hardware.lost_to_messages)
+    found = (times * (c.pipeline - 1) / max(1, units - 1)) * (gather + scatter)
+    found[0] = times * (gather[0] + scatter[0])
+    return np.asarray(found)
 
 
-def lost_to_messages(model: StepModel, configuration: Configuration) -> FloatArray:
-    """(2,) least seconds that messages over the data axis take from kernels in a step for each element of a parameter.
+@lru_cache(maxsize=256)
+def _places(tables: StageTables, element_bytes: int) -> tuple[BoolArray, IntArray]:
+    """(units,) each: whether a unit has parameters, and the place of the least bytes of them among `PAYLOADS`."""
+    sizes = np.log2(np.maximum(1.0, tables.least_elements * element_bytes))
+    return tables.least_elements > 0, sizes.astype(np.int64)
+
+
+def lost_to_messages(model: StepModel, configuration: Configuration) -> tuple[float, float]:
+    """Least seconds that messages over the data axis take from kernels in a step for each element of a parameter.
 
     Of the first unit of the network and of others. Every byte travels at the best rate of any message.
     """
     c, lost = configuration, model.hardware.lost_to_messages
     if not lost or c.data == 1:
-        return np.zeros(2)
+        return 0.0, 0.0
     shards, stride, size = model.shards(c), c.stride("data"), DTYPE_BYTES[model.dtype]
 
     def rate(collective: Collective, ranks: int, apart: int) -> float:
@@ -213,9 +250,11 @@ def lost_to_messages(model: StepModel, configuration: Configuration) -> FloatArr
     summed = rate(Collective.ALL_REDUCE, c.data // shards, stride * shards) / shards
     if c.optimizer_sharding == "zero3":
         # Gathered forward and backward; what begins the network is read forward only.
-        return lost * (summed + c.micro_batches * np.array([gather + scatter, 2 * gather + scatter]))
+        once, twice = c.micro_batches * (gather + scatter), c.micro_batches * (2 * gather + scatter)
+        return lost * (summed + once), lost * (summed + twice)
     times = c.micro_batches if c.optimizer_sharding == "zero2" else 1
-    return np.full(2, lost * (summed + gather + times * scatter))
+    each = lost * (summed + gather + times * scatter)
+    return each, each
 
 
 @lru_cache(maxsize=256)
@@ -237,14 +276,6 @@ def least_states(tables: StageTables) -> tuple[UnitLabels, IntArray, IntArray, f
 def least_message_s(hardware: Hardware, collective: Collective, size: int, stride: int, payload: float) -> float:
     """Least seconds of a message of `payload` bytes or more, in groups of `size` ranks, `stride` apart."""
     return float(_of_payloads_s(hardware, collective, size, stride)[int(np.log2(max(1.0, payload)))])
-
-
-def least_sharded_s(
-    hardware: Hardware, collective: Collective, size: int, stride: int, payloads: FloatArray
-) -> FloatArray:
-    """`least_message_s` of each of several messages of sharded parameters."""
-    places = np.log2(np.maximum(1.0, payloads)).astype(np.int64)
-    return _of_payloads_s(hardware, collective, size, stride, sharded=True)[places]
 
 
 @lru_cache(maxsize=4096)

@@ -410,15 +410,15 @@ class StepModel(Storage):
             return np.zeros_like(elements)
         held = elements / self.shards(c) if self.scatters_each(c) else elements + labels.unsummed_elements
         moved = 3.0 * held * DTYPE_BYTES[self.dtype]
-        seconds = self._kernels_s(Kernel.ACCUMULATION, np.zeros_like(moved), moved, c, trained)
+        seconds = self._kernels_s(Kernel.ACCUMULATION, np.zeros_like(moved), moved, c.devices, trained)
         return seconds * (1 - 1 / c.micro_batches)
 
     def _kernels_s(
-        self, kernel: Kernel, flops: FloatArray, moved: FloatArray, c: Configuration, count: int | IntArray
+        self, kernel: Kernel, flops: FloatArray, moved: FloatArray, devices: int, count: int | IntArray
     ) -> FloatArray:
         """Seconds (n,) of work that `count` kernels share."""
         seconds = count * kernel_time(self.hardware, kernel, self.dtype, flops / count, moved / count)
-        return np.where(moved > 0, seconds * kernel_factor(self.hardware, kernel, self.dtype, c.devices), 0.0)
+        return np.where(moved > 0, seconds * kernel_factor(self.hardware, kernel, self.dtype, devices), 0.0)
 
     def _once_s(
         self,
@@ -442,16 +442,21 @@ class StepModel(Storage):
 
     def update_s(self, elements: FloatArray, c: Configuration, trained: int | IntArray = 1) -> FloatArray:
         """Seconds of the update of the states that a rank holds, or of its host's, with the way there and back."""
-        held = elements / self.shards(c)
+        return self.held_update_s(elements / self.shards(c), c.devices, trained, offload=c.offload)
+
+    def held_update_s(
+        self, held: FloatArray, devices: int, trained: int | IntArray = 1, *, offload: bool = False
+    ) -> FloatArray:
+        """`update_s` by the elements that a rank holds."""
         traffic = held * update_traffic(self.optimizer, self.dtype)
-        if c.offload:
-            slowdown = kernel_factor(self.hardware, Kernel.OPTIMIZER, self.dtype, c.devices)
+        if offload:
+            slowdown = kernel_factor(self.hardware, Kernel.OPTIMIZER, self.dtype, devices)
             update = slowdown * self.hardware.kernels[Kernel.OPTIMIZER].overhead_s
             overhead = trained * (update + host_time(self.hardware, 0.0, copies=2.0))
             copies = host_time(self.hardware, 2.0 * held * DTYPE_BYTES[self.dtype], copies=0.0)
             found = overhead + host_memory_time(self.hardware, traffic) + copies
             return np.asarray(np.where(traffic > 0, found, 0.0))
-        return self._kernels_s(Kernel.OPTIMIZER, held * self.optimizer.flops, traffic, c, trained)
+        return self._kernels_s(Kernel.OPTIMIZER, held * self.optimizer.flops, traffic, devices, trained)
 
     def _first_gather_s(self, c: Configuration, bucket: float) -> float:
         """Seconds of the first message of gathered parameters: no pass is there to hide it."""

@@ -24,7 +24,7 @@ from planner.search.configurations.bounds import (
 )
 from planner.search.configurations.branch_and_bound import explore
 from planner.search.configurations.explored import Explored
-from planner.search.configurations.least_states import LeastStates
+from planner.search.configurations.least_states import least_states_in
 from planner.search.configurations.space import Extent, configurations
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.stages.chain_bound import chain_bound, unlike
@@ -128,7 +128,7 @@ def test_with_software_that_gathers_one_by_one_the_search_equals_trying_everythi
         for c in configurations(extent):
             tables = made_tables(units, c, hardware)
             times.append(brute_force(step.task(tables, c)))
-            (bound,) = states_bounds(extent, step, tables, c, [LeastStates.of(step, tables, c)])
+            (bound,) = states_bounds(extent, step, tables, c, [least_states_in(step, tables, c)])
             assert bound <= times[-1] * (1 + 1e-9), c
         assert found.found[0].objective_s == pytest.approx(min(times))
         assert found.gap <= 1e-6
@@ -168,7 +168,7 @@ def test_no_configuration_is_faster_than_its_bounds(
         tables = made_tables(units, c, A100)
         tables = tables if recompute is None else computing_all_again(tables)
         task, ahead, whole_s = step.task(tables, c), computed_ahead(extent, c), tables.least.whole_s
-        found, least = partition(task), LeastStates.of(step, tables, c)
+        found, least = partition(task), least_states_in(step, tables, c)
         best = np.inf if found is None else found.objective_s
         assert even_bound(c, whole_s, ahead) <= best * (1 + 1e-9), c
         passes = passes_bound(extent, step, tables, c, least.once_s)
