@@ -120,7 +120,8 @@ def _flights(shape: ScheduleShape, ranks: int) -> tuple[float, float, float]:
 
 def least_states_of(extent: Extent, model: StepModel, tables: StageTables, placed: Configuration) -> list[LeastStates]:
     """What states take at least in every storage, on the devices and where they may move to the host."""
-    here = storages(extent, placed)
+    if not (here := storages(extent, placed)):
+        return []  # pins leave none
     there = [(number, moved) for number, way in enumerate(here) if (moved := offloaded(extent, way)) is not None]
     messages_s = _messages_s(model, tables, here)
     moved_s = messages_s[[number for number, _ in there]]
@@ -144,7 +145,7 @@ def _least_of(
     ``messages_s`` (ways, units) are what they take but for their update.
     """
     if not ways:
-        return []
+        return []  # none may move
     c, sent_bytes = ways[0], least_states(tables)[-1] * DTYPE_BYTES[model.dtype]
     kept = tuple((way.optimizer_sharding, model.shards(way)) for way in ways)
     once = c.pipeline == c.micro_batches == 1
