@@ -31,7 +31,7 @@ from planner.validation.metrics import choice_of
 from planner.validation.reading import read_measurements
 from simulator.errors import MeshwrightError
 
-FILES = ("C", "D", "H", "J", "M", "N")
+FILES = ("C", "D", "H", "I", "J", "M", "N")
 
 
 @dataclass

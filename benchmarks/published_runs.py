@@ -206,6 +206,8 @@ def _pins(run: TrainingRun, *, stages: bool) -> dict[str, str]:
 def _network(run: TrainingRun, *, told: bool) -> str:
     network = run.network
     if isinstance(network, LayeredNetwork):
+        if told and network.name == "quartznet":
+            return "py:benchmarks.quartznet:quartznet_15x5"
         require(network.name in RESNETS, "another network")
         return "zoo:resnet50"
     if not network.causal:
