@@ -118,6 +118,20 @@ def check(problem: TableProblem, limit: float) -> None:
 
 
 seeds = st.integers(0, 2**32 - 1)
+
+
+def graphs() -> st.SearchStrategy[TableProblem]:
+    """Graphs of all shapes."""
+    return st.builds(
+        lambda shape, seed: graph_of(shape, np.random.default_rng(seed)), st.sampled_from([*SHAPES]), seeds
+    )
+
+
+def chains_of_blocks() -> st.SearchStrategy[TableProblem]:
+    """Chains with runs of equal blocks."""
+    return st.builds(lambda width, seed: blocks_of(width, np.random.default_rng(seed)), st.integers(1, 2), seeds)
+
+
 limits = st.one_of(st.just(np.inf), st.integers(-1, EIGHTHS).map(float), st.integers(0, 2).map(float))
 
 
