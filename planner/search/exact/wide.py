@@ -173,6 +173,10 @@ class WideSearch:
         assert self._kept is not None
         dual, paid = self._kept
         keep = self.unrolled.folded(dual.below(self.best.seconds + paid))
+        for block in self.model.layout.blocks:
+            # Only the first layer enters by the entrance: the others enter by what the one before leaves.
+            for enter, leave in zip(block.entrance, block.exit, strict=True):
+                keep[enter] = keep[leave] = keep[enter] | keep[leave]
         return self.model.restricted(keep) if all(k.any() for k in keep) else None
 
     def solution(self) -> Solution:
