@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ _BLOCK = 128
 _FEW = 64
 """Ways of which all columns are compared in one go."""
 _EARLIER: NDArray[np.bool_] = ~np.tri(_BLOCK, dtype=np.bool_)
-_FLIGHTS = (1.0, 8.0, 64.0, 1e6)
+_FLIGHTS = np.array([[1.0], [8.0], [64.0], [1e6]])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,21 +156,50 @@ def _frontier(
     counts = np.bincount(keys)
     if counts.max(initial=0) <= 1:
         return np.argsort(keys, kind="stable"), True
-    found, exact, merits = [], True, criteria.of(values)
-    for key in np.flatnonzero(counts).tolist():
-        rows = np.flatnonzero(keys == key)
-        if len(rows) == 1:
-            found.append(rows)
-            continue
-        if len(rows) > max(width, _AT_ONCE):
-            rows, exact = rows[_spread(values.take(rows, axis=0), _AT_ONCE // 2)], False
-        own = merits.take(rows, axis=0)
-        order = np.lexsort((*values.take(rows, axis=0).T[::-1], *own.T[::-1]))
-        rows = rows.take(order)[~dominated(own.take(order, axis=0))]
-        if len(rows) > width:
-            rows, exact = rows[_spread(values.take(rows, axis=0), width)], False
-        found.append(rows)
-    return (np.concatenate(found) if found else np.zeros(0, dtype=np.int64)), exact
+    exact, merits, rows = True, criteria.of(values), np.arange(len(keys))
+    if counts.max() > max(width, _AT_ONCE):
+        rows, exact = _thinner(values, keys, max(width, _AT_ONCE), _AT_ONCE // 2), False
+        values, keys, merits = values.take(rows, axis=0), keys.take(rows), merits.take(rows, axis=0)
+    order = _lexical(keys, merits, values)
+    kept = order[~_dominated_of_each(merits.take(order, axis=0), keys.take(order))]
+    if len(kept) > width and np.bincount(keys.take(kept)).max() > width:
+        kept, exact = kept.take(_thinner(values.take(kept, axis=0), keys.take(kept), width, width)), False
+    return rows.take(kept), exact
+
+
+def _thinner(values: FloatArray, keys: IntArray, most: int, width: int) -> IntArray:
+    """Rows of all keys in ascending order, about `width` of each of which there are more than `most`."""
+    found = []
+    for key, count in enumerate(np.bincount(keys).tolist()):
+        if count:
+            rows = np.flatnonzero(keys == key)
+            found.append(rows if count <= most else rows[_spread(values.take(rows, axis=0), width)])
+    return np.concatenate(found)
+
+
+def _lexical(keys: IntArray, merits: FloatArray, values: FloatArray) -> IntArray:
+    """Rows by key, then in lexical order of all columns: the first one nearly always differs."""
+    first = merits[:, 0]
+    order: IntArray = np.lexsort((first, keys))
+    keys, first = keys.take(order), first.take(order)
+    same = (first[1:] == first[:-1]) & (keys[1:] == keys[:-1])
+    if same.any():
+        tied = np.zeros(len(order), dtype=np.bool_)
+        tied[1:] = same
+        tied[:-1] |= same
+        rows = order[tied]
+        columns = (*values.take(rows, axis=0).T[::-1], *merits.take(rows, axis=0).T[::-1], keys[tied])
+        order[tied] = rows.take(np.lexsort(columns))
+    return order
+
+
+def _dominated_of_each(values: FloatArray, keys: IntArray) -> NDArray[np.bool_]:
+    """(n,) `dominated` among the rows of each key, which stand together."""
+    ends = np.flatnonzero(keys[1:] != keys[:-1]) + 1
+    if len(ends) and len(keys) <= _BLOCK:
+        distinct = np.flatnonzero((values != values[:1]).any(axis=0))
+        return _beaten(values[:, distinct[1:]].T, keys)
+    return np.concatenate([dominated(rows) for rows in np.split(values, ends)])
 
 
 def dominated(values: FloatArray) -> NDArray[np.bool_]:
@@ -214,15 +244,14 @@ def undominated_of_each(values: FloatArray, keys: IntArray) -> IntArray:
     return np.asarray(order[~np.logical_or.reduce(below, axis=0)])
 
 
-def _beaten(columns: FloatArray) -> NDArray[np.bool_]:
-    """(n,) whether one before each is at most as much in all columns (columns, n)."""
+def _beaten(columns: FloatArray, keys: IntArray | None = None) -> NDArray[np.bool_]:
+    """(n,) whether one before each, of the same key, is at most as much in all columns (columns, n)."""
     ways = columns.shape[1]
-    earlier = _EARLIER[:ways, :ways]
+    below = _EARLIER[:ways, :ways] if keys is None else _EARLIER[:ways, :ways] & (keys[:, None] == keys)
     if ways <= _FEW:
-        below = np.logical_and.reduce(columns[:, :, None] <= columns[:, None, :], axis=0)
-        below &= earlier
+        below = below & np.logical_and.reduce(columns[:, :, None] <= columns[:, None, :], axis=0)
     else:
-        below = earlier.copy()
+        below = below.copy()
         for column in columns:
             np.logical_and(below, column[:, None] <= column[None, :], out=below)
     found: NDArray[np.bool_] = np.logical_or.reduce(below, axis=0)
@@ -237,7 +266,14 @@ def _spread(values: FloatArray, width: int) -> IntArray:
     order = np.lexsort((memory, time))
     lowest = np.minimum.accumulate(memory[order])
     front = order[np.concatenate(([True], lowest[1:] < lowest[:-1]))]
-    picked = front[np.unique(np.linspace(0, len(front) - 1, width).round().astype(np.int64))]
-    standing = values[:, RESIDENT] + values[:, TRANSIENT]
-    small = [int(np.argmin(flight * values[:, ACTIVATION] + standing)) for flight in _FLIGHTS]
-    return np.unique(np.concatenate([picked, small]))
+    picked = np.zeros(len(values), dtype=np.bool_)
+    picked[front[_evenly(len(front), width)]] = True
+    small = _FLIGHTS * values[:, ACTIVATION] + (values[:, RESIDENT] + values[:, TRANSIENT])
+    picked[small.argmin(axis=1)] = True
+    return np.flatnonzero(picked)
+
+
+@lru_cache(maxsize=1024)
+def _evenly(count: int, width: int) -> IntArray:
+    """At most `width` of `count` places, evenly from the first to the last."""
+    return np.unique(np.linspace(0, count - 1, width).round().astype(np.int64))
