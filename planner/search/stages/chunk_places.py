@@ -46,12 +46,19 @@ class ChunkPlaces:
 
     def __call__(self, starts: range, length: int) -> range:
         """The starts from the first to the last with which a row of this length may be a chunk."""
+        if len(starts) == 1:
+            return starts if self._allows(starts.start, starts.start + length) else starts[:0]
         begin = np.arange(starts.start, starts.stop)
         end = begin + length
         last = np.minimum(self._last[end], begin)
         first = np.maximum(self._first[begin], end - self._spare)
         found = np.flatnonzero((first <= last) & (end <= self._furthest[np.maximum(last, 0), begin]))
         return range(starts.start + int(found[0]), starts.start + int(found[-1]) + 1) if len(found) else starts[:0]
+
+    def _allows(self, begin: int, end: int) -> bool:
+        last = min(int(self._last[end]), begin)
+        first = max(int(self._first[begin]), end - self._spare)
+        return first <= last and end <= int(self._furthest[last, begin])
 
 
 def _sums(values: FloatArray) -> FloatArray:

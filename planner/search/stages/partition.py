@@ -50,6 +50,8 @@ Picks = list[int]
 SCANS = 64
 """Most limits on the busiest rank that are tried before a partition is only bounded."""
 _SLACK = (1.15, 1.6, np.inf)
+_TIGHT = (1.06, *_SLACK)
+"""With one chunk a rank: what is found is proven to be the best where longer segments take too long."""
 _SHARES = (1.0, 0.96, 0.9, 0.8)
 _WAYS = 4
 """Most ways of a unit by which ranks share their memory out."""
@@ -90,7 +92,7 @@ def _partition(task: PartitionTask, width: int, enough_s: float) -> Partition | 
             return listed
     best: Partition | None = None
     bound = np.inf
-    for slack in _SLACK:
+    for slack in _TIGHT if task.chunks == 1 else _SLACK:
         segments = Segments(task, slack, width)
         found = (_search if task.chunks == 1 else _search_turns)(segments) if segments.groups else None
         if found is not None and (best is None or found.objective_s < best.objective_s):
