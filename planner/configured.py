@@ -25,6 +25,7 @@ from planner.search.configurations.limits import PROOF
 from planner.search.configurations.pin_checks import check_pins
 from planner.search.configurations.space import LONG_SEQUENCE, Extent, bases, divisors, orders
 from planner.search.configurations.step_model import Configuration, StepModel
+from planner.search.exact.elimination import TooWideError
 from planner.search.patience import Patience
 from planner.search.problem.hints import first_not_kept
 from planner.search.problem.unaligned import in_runs
@@ -207,17 +208,16 @@ class Configured:
         """
         configuration = Configuration(data=data, tensor=tensor, micro_batch=self.global_batch // data)
         tables = self._shared.known(self._table_key(pins, configuration, self.hardware))
-        if tables is None and make and not self.hints:
-            try:
+        try:
+            if tables is None and make and not self.hints:
                 tables = self.tables(pins, configuration)
-            except InputError:
-                return 0.0, 0.0
-        if tables is None:
+            whole_s = 0.0 if tables is None else tables.least.whole_s
+        except (InputError, TooWideError):
             return 0.0, 0.0
-        counts, waited = np.array(tables.counts), 0.0
-        if data > 1 and tables.decisions.sums_over_batch:
-            waited = float(self.model().batch_sums_s(tables, configuration, least=True).sum(axis=1) @ counts)
-        return tables.least.whole_s, waited
+        if tables is None or data == 1 or not tables.decisions.sums_over_batch:
+            return whole_s, 0.0
+        waited = self.model().batch_sums_s(tables, configuration, least=True).sum(axis=1)
+        return whole_s, float(waited @ np.array(tables.counts))
 
     def _left(self, configuration: Configuration, hardware: Hardware) -> StageDecisions:
         """Decisions of a configuration's stages: all of them, or what hints leave."""
@@ -462,6 +462,7 @@ def joined(each: Sequence[Explored]) -> Explored:
         solved=sum(one.solved for one in each),
         tables=sum(one.tables for one in each),
         refused=next((one.refused for one in each if one.refused), ""),
+        dense=next((one.dense for one in each if one.dense), ""),
         interrupted=any(one.interrupted for one in each),
         timings={phase: sum(one.timings[phase] for one in each) for phase in (each[0] if each else Explored()).timings},
     )

@@ -35,7 +35,11 @@ def why_infeasible(search: Configured, pins: Pins, explored: Explored) -> str:
     """Which limit binds on which stage, by how much, and the nearest changes with which a plan was found."""
     limit = search.hardware.device_memory_bytes
     if not explored.unfit:
-        return explored.refused or "no configuration of the space can be planned; leave out pins or use other devices"
+        return (
+            explored.refused
+            or explored.dense
+            or "no configuration of the space can be planned; leave out pins or use other devices"
+        )
     over = [unfit for unfit in explored.unfit if unfit.needed_bytes > limit]
     least = min(over or explored.unfit, key=lambda unfit: unfit.needed_bytes)
     text = f"device memory binds{_where(least)}: {describe(least.configuration)} needs " + (

@@ -158,6 +158,7 @@ def plan_network(
             *pin_messages(searched.pin_costs),
             *(_interrupted(candidates, found) if stopped else ()),
             *_beyond(request, found),
+            *((found.explored.dense,) if found is not None and found.explored.dense else ()),
         ),
         simulation_s=searched.timings["rescoring"] + refining,
         infeasible="" if ranked else _no_plan(setting.space, one, found),

@@ -63,6 +63,7 @@ from planner.search.configurations.nodes import (
 )
 from planner.search.configurations.space import Extent, bases, offloaded, orders, storages
 from planner.search.configurations.step_model import Configuration, StepModel
+from planner.search.exact.elimination import TooWideError
 from planner.search.patience import Patience
 from planner.search.stages.chain_bound import chain_bound, unlike
 from planner.search.stages.fragments import WIDTH
@@ -130,6 +131,7 @@ class _Search:
         self.best, self.until_found = np.inf, False
         self.patience = Patience()
         self.unproven: list[float] = []
+        self.too_wide: set[int] = set()
         self.apart: list[float] = []
         self.work = dict.fromkeys(WORK, 0)
         self.held: list[tuple[float, int, Node]] = []
@@ -320,6 +322,8 @@ class _Search:
         """Table an order's stage mesh and bound it by the work of all units; other orders wait for what it says."""
         placed = node.configuration
         if (tables := self._opened(placed)) is None:
+            if self.number.of(placed) in self.too_wide:
+                self.unproven.append(bound)
             return
         with self.result.timed("bounds"):
             least = max(bound, whole_bound(self.extent, self.model, tables, placed))
@@ -342,8 +346,13 @@ class _Search:
             if key not in self.made:
                 self.made[key] = self._tables(placed)
             tables = self.made[key]
-            if tables is not None:
-                _ = tables.least  # worked out when it is first asked for
+            try:
+                if tables is not None:
+                    _ = tables.least  # worked out when it is first asked for
+            except TooWideError as error:
+                self.result.dense = str(error)
+                self.too_wide.add(key)
+                self.made[key] = tables = None
         return tables
 
     def _units(self, bound: float, placed: Configuration) -> None:

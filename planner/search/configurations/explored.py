@@ -63,6 +63,7 @@ class Unfit:
 class Explored:
     """What a search found: plans, best first, a bound over the whole space, and how it went.
 
+    ``dense`` says why meshes were not searched whose tables would be too large; the bound holds for them, too.
     ``interrupted`` says that the user stopped it; the bound holds all the same.
     """
 
@@ -73,6 +74,7 @@ class Explored:
     solved: int = 0
     tables: int = 0
     refused: str = ""
+    dense: str = ""
     interrupted: bool = False
     timings: dict[str, float] = field(default_factory=lambda: {"cost_tables": 0.0, "bounds": 0.0, "partition": 0.0})
 

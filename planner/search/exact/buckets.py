@@ -24,8 +24,8 @@ Index = NDArray[np.intp]
 Classes = tuple[Index, Index]
 """The class of each state, and one member of each class."""
 
-MAX_TABLE = 60_000_000
-MAX_WORK = 30_000_000_000
+MAX_TABLE = 10_000_000
+MAX_WORK = 3_000_000_000
 CHUNK = 1 << 17
 LONG = 1 << 14
 """Entries of a sum from which its terms are laid out in its order first."""

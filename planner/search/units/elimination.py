@@ -7,7 +7,7 @@ run over long rows of neighbouring numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
 Scope = tuple[int, ...]
+AT_ONCE = 2**25
 LONG = 2048
 """From so many numbers on, rows are compared one after the other: quicker than to look along many short columns."""
 
@@ -52,11 +53,13 @@ class Elimination:
     rest: tuple[_Term, ...]
     shapes: tuple[tuple[int, ...], ...]
     single: tuple[int, ...]
+    largest: int
+    """Entries of the largest table of a weighting."""
 
     def named(self, names: Sequence[int]) -> Elimination:
         """The same of variables with other numbers."""
         steps = [_Step(names[s.variable], tuple([names[v] for v in s.scope]), s.terms) for s in self.steps]
-        return Elimination(tuple(steps), self.rest, self.shapes, tuple([names[v] for v in self.single]))
+        return replace(self, steps=tuple(steps), single=tuple([names[v] for v in self.single]))
 
     def pool(self, tables: Sequence[FloatArray]) -> dict[int, FloatArray]:
         """Tables by their number, without the variables of one state."""
@@ -117,7 +120,7 @@ def _numbered(scopes: tuple[Scope, ...], sizes: tuple[int, ...], kept: Scope) ->
     scopes = tuple(tuple(v for v in scope if v not in single) for scope in scopes)
     pool: dict[int, Scope] = dict(enumerate(scopes))
     open_variables = set(size) - set(kept) - set(single)
-    steps = []
+    steps, largest = [], prod(sizes[v] for v in kept)
     touching: dict[int, list[int]] = {v: [] for v in size}
     for number, scope in pool.items():
         for v in scope:
@@ -127,6 +130,7 @@ def _numbered(scopes: tuple[Scope, ...], sizes: tuple[int, ...], kept: Scope) ->
     while open_variables:
         variable = min(open_variables, key=lambda v: (weight[v], v))
         open_variables.discard(variable)
+        largest = max(largest, weight[variable])
         scope = tuple(sorted(around[variable] - {variable}))
         full = (variable, *scope)
         steps.append(
@@ -142,7 +146,7 @@ def _numbered(scopes: tuple[Scope, ...], sizes: tuple[int, ...], kept: Scope) ->
                 weight[other] = prod(size[u] for u in around[other])
     rest = _terms([*pool.items()], kept, size)
     shapes = tuple(tuple(size[v] for v in scope) for scope in scopes)
-    return Elimination(tuple(steps), rest, shapes, single)
+    return Elimination(tuple(steps), rest, shapes, single, largest)
 
 
 def _terms(tables: Sequence[tuple[int, Scope]], full: Scope, size: Mapping[int, int]) -> tuple[_Term, ...]:
@@ -180,8 +184,11 @@ def minima(plan: Elimination, tables: Sequence[FloatArray], shape: tuple[int, ..
 
 
 def lowest(plan: Elimination, tables: Sequence[FloatArray], shape: tuple[int, ...]) -> FloatArray:
-    """The table of `minima` alone."""
+    """The table of `minima` alone; `AT_ONCE` numbers of the largest table are worked out at once."""
     count = tables[0].shape[-1]
+    if plan.largest * count > AT_ONCE and count > 1:
+        halves = ([table[..., part] for table in tables] for part in (slice(count // 2), slice(count // 2, count)))
+        return np.concatenate([lowest(plan, half, shape) for half in halves])
     pool = plan.pool(tables)
     for number, step in enumerate(plan.steps, len(tables)):
         pool[number] = _sum(step.terms, pool, count).min(axis=0)

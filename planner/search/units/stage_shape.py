@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
+from planner.search.exact.elimination import TooWideError
 from planner.search.problem.parts import Parts, has_partial
 from planner.search.problem.states import Setting, States
 from planner.search.units.elimination import Elimination, Minima, elimination, lowest, minima
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
+WIDEST = 2**19
+"""Entries of the largest table that orders the variables of a unit."""
 ENTRY, EXIT = -1, -2
 """Variables of a unit that stand for the boundary states at its ends."""
 
@@ -127,6 +130,12 @@ class StageShape:
             ends.append(np.where(match, 0.0, np.inf))
             kept.append(end)
         plan = elimination(scopes, sizes, tuple(kept))
+        if plan.largest > WIDEST:
+            raise TooWideError(
+                f"{self.chain.units[number].name!r} is too densely connected to be tabled where "
+                f"{' and '.join(self.parts.names)} axes cut it: there pipelines, recomputation and sharded states are "
+                "bounded, not searched; --pin tp=1 leaves all of them"
+            )
         return UnitShape(plan, tuple(kept), sizes, tuple(ends))
 
     def parts_at(self, graph: OperatorGraph, setting: Setting) -> Parts:

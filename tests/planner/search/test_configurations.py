@@ -27,10 +27,12 @@ from planner.search.configurations.explored import Explored
 from planner.search.configurations.least_states import least_states_in
 from planner.search.configurations.space import Extent, configurations
 from planner.search.configurations.step_model import Configuration, StepModel
+from planner.search.exact.elimination import TooWideError
 from planner.search.stages.chain_bound import chain_bound, unlike
 from planner.search.stages.partition import partition
 from planner.search.stages.segments import PartitionTask
 from planner.search.units.labels import StageTables
+from planner.search.units.records import Least
 from planner.software import as_run
 from planner.work import optimizer
 from simulator.hardware import Hardware, load_profile
@@ -251,6 +253,28 @@ def test_states_may_be_shared_by_more_than_a_node_and_fewer_than_all() -> None:
     )
     assert wider.objective_s < min(node.objective_s, everyone.objective_s)
     assert search(units, 128, 128, 20.0, pins).found[0].objective_s == wider.objective_s
+
+
+def test_meshes_whose_units_are_too_wide_to_be_tabled_bound_and_are_no_error() -> None:
+    units, pins = network(), Pins(recompute="none")
+
+    class TooWide(MadeTables):
+        @property
+        def least(self) -> Least:
+            raise TooWideError("too wide")
+
+    def some(c: Configuration) -> StageTables:
+        made = made_tables(units, c, A100)
+        if c.tensor > 1:
+            made = cast(StageTables, TooWide(**{f.name: getattr(made, f.name) for f in fields(made)}))
+        return made
+
+    extent = Extent(hardware=A100, devices=8, global_batch=16, pins=pins, units=sum(u.count for u in units))
+    whole, part = search(units, 8, 16, 60.0, pins), explore(extent, model(60.0), some, sample_s=1e-6)
+    assert {p.configuration.tensor for p in part.found} == {1}
+    assert 0 < part.lower_bound_s <= whole.found[0].objective_s
+    assert part.lower_bound_s < part.found[0].objective_s
+    assert part.dense == "too wide"
 
 
 def test_nothing_fits_names_the_fullest_rank() -> None:
