@@ -408,7 +408,10 @@ def in_one_stream(schedule: Schedule, costs: OperatorCosts) -> OperatorCosts:
 
 
 def _grouped(distinct: list[Operators], first: int, second: int) -> OperatorGroup:
-    members = [distinct[first]] + ([distinct[second - 1]] if second else [])
+    if not second:
+        alone = distinct[first]
+        return OperatorGroup(operators=alone, entries=(alone.entries,), outputs=(alone.output % len(alone.seconds),))
+    members = [distinct[first], distinct[second - 1]]
     progress = [(np.cumsum(one.seconds) - one.seconds / 2) / max(one.seconds.sum(), 1e-300) for one in members]
     order = np.argsort(np.concatenate(progress), kind="stable")
     place = np.empty_like(order)

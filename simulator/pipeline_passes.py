@@ -24,7 +24,7 @@ COMPUTE, COMMUNICATION, BESIDE, FIRST_INPUT = range(STREAMS + 1)
 """Moments that decide all later ones: all streams free, then the inputs of the one or two actions there."""
 MOMENTS = FIRST_INPUT + 2
 COMPILED_GROUPS = 150_000
-"""Groups from which loading compiled code, about 0.5 s once in a process, is worth it."""
+"""Groups from which loading compiled code, about 0.5 s once in a process, is worth it; loaded, it runs fewer too."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,7 +80,7 @@ def simulate_operators(schedule: Schedule, costs: OperatorCosts) -> OperatorResu
     given: list[Any] = [plan.which, plan.first, plan.second, schedule.action_rank[plan.first], needed, link, send_s]
     given += [matrices.ravel(), runs_beside, costs.overlap_sends, float(costs.send_stall)]
     given += [compute, communication, beside, link_free, moments]
-    if len(plan.first) >= COMPILED_GROUPS:
+    if len(plan.first) >= COMPILED_GROUPS or _compiled.cache_info().currsize:
         _compiled()(*given)
     else:
         listed: list[Any] = [value if isinstance(value, bool | float) else value.tolist() for value in given]

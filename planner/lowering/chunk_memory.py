@@ -144,10 +144,11 @@ def _pending(source: PlacedGraph, units: Sequence[UnitWork]) -> list[int]:
     found = [0] * len(units)
     limit = inf if source.by_unit else source.options.bucket_bytes
     waiting: Counter[int] = Counter()
-    missing = Counter(group for unit in units for index in unit.parameters for group, _ in _sent_first(source, index))
+    sent = {index: tuple(_sent_first(source, index)) for index in {i: None for unit in units for i in unit.parameters}}
+    missing = Counter(group for unit in units for index in unit.parameters for group, _ in sent[index])
     for number in range(len(units) - 1, -1, -1):
         for index in units[number].parameters:
-            for group, size in _sent_first(source, index):
+            for group, size in sent[index]:
                 waiting[group] += size
                 missing[group] -= 1
                 found[number] = max(found[number], waiting.total())

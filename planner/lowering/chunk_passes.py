@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,36 +22,55 @@ from simulator.schedules import ActionKind, Schedule
 BEGIN, END = -2, -1
 """In place of an operator: the begin and the end of a unit."""
 
+VARIANTS = {
+    ActionKind.FORWARD: (PLAIN, FIRST),
+    ActionKind.BACKWARD: (PLAIN, FIRST, LAST),
+    ActionKind.INPUT_GRADIENT: (PLAIN,),
+    ActionKind.WEIGHT_GRADIENT: (PLAIN, FIRST, LAST),
+}
+"""Passes of a chunk that differ: those of other micro-batches are like the plain ones."""
 
-def chunk_drafts(
-    source: PlacedGraph,
-    work: Work,
-    units: Sequence[UnitWork],
-    schedule: Schedule,
-    written: Written,
-    *,
-    every: bool = True,
-) -> dict[tuple[ActionKind, int], Draft]:
-    """Every pass of a chunk of these units that a schedule has, plain and of the first and the last micro-batch.
+
+@dataclass(frozen=True, slots=True)
+class PassesRun:
+    """Passes that a schedule has: kinds with their variants, plain and of the first and the last micro-batch.
+
+    ``alone`` says that there is a single micro-batch, which is both.
+    """
+
+    kinds: Mapping[ActionKind, tuple[int, ...]]
+    alone: bool
+
+
+def passes_run(schedule: Schedule, *, every: bool = True) -> PassesRun:
+    """Every pass of a schedule.
 
     Unless `every`, those that make gradients only as the schedule runs them: with a single micro-batch none is plain.
     """
-    kinds = {ActionKind(int(kind)) for kind in np.unique(schedule.kind)}
-    run = set(zip(schedule.kind.tolist(), action_variants(schedule).tolist(), strict=True))
-    alone = schedule.micro_batches // schedule.chains == 1
+    run = {divmod(int(one), LAST + 1) for one in np.unique((LAST + 1) * schedule.kind + action_variants(schedule))}
+    found = {}
+    for kind in sorted({kind for kind, _ in run}):
+        variants = VARIANTS[ActionKind(kind)]
+        kept = tuple([one for one in variants if every or LAST not in variants or (kind, one) in run])
+        found[ActionKind(kind)] = kept
+    return PassesRun(found, schedule.micro_batches // schedule.chains == 1)
+
+
+def chunk_drafts(
+    source: PlacedGraph, work: Work, units: Sequence[UnitWork], run: PassesRun, written: Written
+) -> dict[tuple[ActionKind, int], Draft]:
+    """Every pass of a chunk of these units."""
     back = units[::-1]
     made: dict[tuple[ActionKind, int], Draft] = {}
-    for kind, order, parts, variants in (
-        (ActionKind.FORWARD, units, [unit.forward for unit in units], (PLAIN, FIRST)),
-        (ActionKind.BACKWARD, back, [unit.backward for unit in back], (PLAIN, FIRST, LAST)),
-        (ActionKind.INPUT_GRADIENT, back, [unit.inputs for unit in back], (PLAIN,)),
-        (ActionKind.WEIGHT_GRADIENT, back, [unit.weights for unit in back], (PLAIN, FIRST, LAST)),
+    for kind, order, parts in (
+        (ActionKind.FORWARD, units, [unit.forward for unit in units]),
+        (ActionKind.BACKWARD, back, [unit.backward for unit in back]),
+        (ActionKind.INPUT_GRADIENT, back, [unit.inputs for unit in back]),
+        (ActionKind.WEIGHT_GRADIENT, back, [unit.weights for unit in back]),
     ):
         phase = Phase.FORWARD if kind is ActionKind.FORWARD else Phase.BACKWARD
-        for variant in variants if kind in kinds else ():
-            if not every and LAST in variants and (kind, variant) not in run:
-                continue
-            first, last = variant == FIRST or (variant == LAST and alone), variant == LAST
+        for variant in run.kinds.get(kind, ()):
+            first, last = variant == FIRST or (variant == LAST and run.alone), variant == LAST
             writer = PassWriter(source, work, order, parts, phase, written, first=first, last=last)
             made[kind, variant] = writer.write()
     return made

@@ -42,10 +42,8 @@ class Draft:
 
     def runs_like(self, other: Draft) -> bool:
         """Whether two passes run the same in the same order."""
-        return (
-            (self.tasks, self.stream, self.waits) == (other.tasks, other.stream, other.waits)
-            and (self.after, self.ahead, self.output) == (other.after, other.ahead, other.output)
-        )  # fmt: skip
+        mine, theirs = ((d.tasks, d.stream, d.waits, d.after, d.ahead, d.output) for d in (self, other))
+        return mine == theirs
 
     def append(self, other: Draft, outside: list[int]) -> int:
         """Append operators as `cut` has left them; returns the number of the first of them."""

@@ -22,13 +22,15 @@ class TaskTimes:
 
     def of(self, draft: Draft) -> FloatArray:
         """(2, operators) of both."""
-        known = self._known
+        known, seconds, slowing = self._known, self.seconds, self.slowing
+        found = []
         for numbers in draft.tasks:
             # Operators of equal layers share their lists.
-            if id(numbers) not in known:
-                taken, lost = (sum([each[n] for n in numbers], 0.0) for each in (self.seconds, self.slowing))
-                known[id(numbers)] = numbers, taken, lost
-        found = [known[id(numbers)] for numbers in draft.tasks]
+            one = known.get(id(numbers))
+            if one is None:
+                taken, lost = sum([seconds[n] for n in numbers], 0.0), sum([slowing[n] for n in numbers], 0.0)
+                one = known[id(numbers)] = numbers, taken, lost
+            found.append(one)
         return np.array([[one[1] for one in found], [one[2] for one in found]])
 
 

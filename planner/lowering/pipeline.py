@@ -14,7 +14,7 @@ from planner.graph.operator_graph import OperatorGraph, Role
 from planner.instructions import NOTHING
 from planner.lowering.bodies import unit_bodies
 from planner.lowering.chunk_memory import chunk_bytes, rank_bytes
-from planner.lowering.chunk_passes import chunk_drafts
+from planner.lowering.chunk_passes import PassesRun, chunk_drafts, passes_run
 from planner.lowering.draft import Draft
 from planner.lowering.host import offloading
 from planner.lowering.overflow import FLAG_BYTES, check_task, checks_gradients, flag_messages, settle_task
@@ -136,7 +136,9 @@ def lower_pipeline(
         plan=plan, hardware=hardware, schedule=schedule, found=found, units=units, keys=keys, work=work
     )
     written = Written(found.source)
-    drafts = {key: _drafts(lowering, key, written) for key in dict.fromkeys(keys)}
+    # Where messages take turns with kernels, plain passes say what travels in every pass, whether they run or not.
+    run = passes_run(schedule, every=not hardware.overlaps_communication)
+    drafts = {key: _drafts(lowering, key, run, written) for key in dict.fromkeys(keys)}
     updates = [_updates(lowering, rank) for rank in range(schedule.ranks)]
     chunk = {key: chunk_bytes(found.source, [units[n] for n in key]) for key in dict.fromkeys(keys)}
     beside = {key: _beside(lowering, passes, hardware) for key, passes in drafts.items()}
@@ -185,13 +187,12 @@ def lower_pipeline(
     )
 
 
-def _drafts(lowering: _Lowering, key: Key, written: Written) -> Mapping[tuple[ActionKind, int], Draft]:
-    """The passes of a chunk; those that never run plain are told plain by the last one.
-
-    Where messages take turns with kernels, plain ones say what travels in every pass, whether they run or not.
-    """
-    every, units = not lowering.hardware.overlaps_communication, [lowering.units[n] for n in key]
-    found = chunk_drafts(lowering.source, lowering.work, units, lowering.schedule, written, every=every)
+def _drafts(lowering: _Lowering, key: Key, run: PassesRun, written: Written) -> Mapping[tuple[ActionKind, int], Draft]:
+    """The passes of a chunk; those that never run plain are told plain by the last one."""
+    found = chunk_drafts(lowering.source, lowering.work, [lowering.units[n] for n in key], run, written)
+    first, plain = found.get((FORWARD, FIRST)), found.get((FORWARD, PLAIN))
+    if first is not None and plain is not None and first.runs_like(plain):
+        found[FORWARD, FIRST] = plain
     return {(kind, PLAIN): found[kind, LAST] for kind, variant in found if variant == LAST} | found
 
 
@@ -437,7 +438,9 @@ def _holders(lowering: _Lowering, places: dict[int, list[tuple[int, ...]]], inde
 
 def _flops(lowering: _Lowering) -> float:
     """Floating point operations of one micro-batch of the whole network."""
-    graph, total = lowering.source.graph, 0.0
-    for unit in (lowering.found.chain.units[n] for n in lowering.found.of_unit):
-        total += sum(graph.nodes[i].flops for i in unit.nodes if graph.nodes[i].role is Role.OPERATOR)
+    graph, units = lowering.source.graph, lowering.found.chain.units
+    of_unit = [sum(graph.nodes[i].flops for i in one.nodes if graph.nodes[i].role is Role.OPERATOR) for one in units]
+    total = 0.0
+    for number in lowering.found.of_unit:
+        total += of_unit[number]
     return lowering.source.options.copies * total

@@ -34,7 +34,7 @@ from planner.instructions import (
     written_values,
 )
 from planner.lowering.adding import adds_across_chunks
-from planner.lowering.chunk_passes import chunk_drafts
+from planner.lowering.chunk_passes import PassesRun, chunk_drafts, passes_run
 from planner.lowering.options import lowering_options
 from planner.lowering.overflow import FLAG, checks_gradients, flag_messages
 from planner.lowering.pipeline import chunk_units, plan_schedule
@@ -76,7 +76,10 @@ def lower_stages(plan: Plan, graph: OperatorGraph) -> LoweredStages:
     work = Work()
     units = units_work(source, found, work)
     chunks = chunk_units(plan, found.names(), schedule)
-    stages = tuple(_stage(source, found, work, units, chunk, schedule, number) for number, chunk in enumerate(chunks))
+    run = passes_run(schedule)
+    stages = tuple(
+        _stage(source, found, work, units, chunk, schedule, run, number) for number, chunk in enumerate(chunks)
+    )
     return LoweredStages(
         graph=whole,
         mesh=options.mesh,
@@ -105,10 +108,11 @@ def _stage(
     units: Sequence[UnitWork],
     chunk: range,
     schedule: Schedule,
+    run: PassesRun,
     number: int,
 ) -> StageInstructions:
     members = [units[n] for n in chunk]
-    drafts = chunk_drafts(source, work, members, schedule, Written(source))
+    drafts = chunk_drafts(source, work, members, run, Written(source))
     first, last = number % schedule.chain_stages == 0, (number + 1) % schedule.chain_stages == 0
     before = None if first else found.boundaries[chunk.start - 1]
     behind = None if last else found.boundaries[chunk.stop - 1]
