@@ -213,7 +213,7 @@ def _network(run: TrainingRun, *, told: bool) -> str:
     if not network.causal:
         require((network.name, network.sequence_length) in BERTS, "BERT, other task")
         return BERTS[network.name, network.sequence_length]
-    require(not network.latent_attention, "latent attention")
+    require(told or not network.latent_attention, "latent attention")
     require(told or not network.experts, "experts")
     require(not network.encoder_layers and not network.attention_window, "encoder or windows")
     require(told or run.setup.attention in FUSED, "attention is not fused")
@@ -222,6 +222,9 @@ def _network(run: TrainingRun, *, told: bool) -> str:
 
 
 def _config(network: TransformerShape, vocabulary: int, *, told: bool) -> str:
+    require(not network.multi_token_layers, "predicts further tokens")
+    if network.latent_attention:
+        return json.dumps(_latent(network, vocabulary))
     plain = network.head_size * network.heads == network.hidden
     require(plain or (told and network.gated), "head size is not hidden / heads")
     if network.gated:
@@ -238,6 +241,25 @@ def _config(network: TransformerShape, vocabulary: int, *, told: bool) -> str:
         "model_type": "gpt2", "n_layer": network.layers, "n_embd": network.hidden, "n_head": network.heads,
         "n_inner": network.feed_forward, "vocab_size": vocabulary, "n_positions": network.sequence_length,
     })  # fmt: skip
+
+
+def _latent(network: TransformerShape, vocabulary: int) -> dict[str, object]:
+    """A config of DeepSeek-V3, experts in one group, whose routing plans do not price."""
+    parts, experts = network.latent_attention, network.experts
+    require(experts and parts and parts.query_rank, "latent attention beside dense layers alone")
+    assert parts is not None
+    assert experts is not None
+    return {
+        "model_type": "deepseek_v3", "num_hidden_layers": network.layers, "hidden_size": network.hidden,
+        "num_attention_heads": network.heads, "num_key_value_heads": network.heads,
+        "q_lora_rank": parts.query_rank, "kv_lora_rank": parts.key_value_rank, "v_head_dim": parts.value_head,
+        "qk_nope_head_dim": parts.plain_head, "qk_rope_head_dim": parts.rotary_head,
+        "intermediate_size": network.feed_forward, "moe_intermediate_size": experts.feed_forward,
+        "n_routed_experts": experts.count, "num_experts_per_tok": experts.per_token, "n_group": 1, "topk_group": 1,
+        "n_shared_experts": experts.shared_feed_forward // experts.feed_forward,
+        "first_k_dense_replace": experts.dense_layers, "vocab_size": vocabulary,
+        "max_position_embeddings": network.sequence_length,
+    }  # fmt: skip
 
 
 def _experts(network: TransformerShape) -> dict[str, object]:

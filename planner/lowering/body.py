@@ -247,7 +247,8 @@ class Body(Writer):
             self._compute(index, node, Phase.BACKWARD)
             for output in range(len(node.outputs)):
                 ref = TensorRef(index, output)
-                self.versions[ref] |= sent.get(ref, {})
+                if ref in sent:  # what nothing reads has no versions
+                    self.versions[ref] |= sent[ref]
 
     def _kept(self, ref: TensorRef) -> dict[Placements, str]:
         """The version of a forward tensor that waits for the backward pass: as written, or once summed up."""

@@ -48,6 +48,11 @@ class _ModelType:
 
 
 _ROTARY_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_LATENT_SIZES = (
+    *("hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
+)
 MODEL_TYPES = {
     "gpt2": _ModelType(
         layers=("n_layer", 12),
@@ -74,8 +79,23 @@ MODEL_TYPES = {
         positions=("max_position_embeddings", 4096 * 32),
         sizes=(*_ROTARY_SIZES, "num_local_experts", "num_experts_per_tok"),
     ),
+    "deepseek_v2": _ModelType(
+        layers=("num_hidden_layers", 32),
+        vocabulary=("vocab_size", 102400),
+        positions=("max_position_embeddings", 2048),
+        sizes=_LATENT_SIZES,
+    ),
+    "deepseek_v3": _ModelType(
+        layers=("num_hidden_layers", 61),
+        vocabulary=("vocab_size", 129280),
+        positions=("max_position_embeddings", 4096),
+        sizes=_LATENT_SIZES,
+    ),
 }
 """Model types whose capture is tested."""
+WITH_EXPERTS = ("mixtral", "deepseek_v2", "deepseek_v3")
+_DENSE_LAYERS: Mapping[str, int] = {"deepseek_v2": 0, "deepseek_v3": 3}
+"""Layers in front whose feed-forward layers are no experts, where a config does not say."""
 _ALIASES = {"gpt2": {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}}
 _ALIASES["gpt2"]["max_position_embeddings"] = "n_positions"
 
@@ -111,7 +131,7 @@ def load_config(place: str, sequence_length: int | None) -> Network:
     settings, dropout = _without_dropout(settings, kind)
     _check_window(path, settings, length)
     notes: tuple[str, ...] = (f"dropout is left out ({', '.join(dropout)} of the config)",) if dropout else ()
-    if kind == "mixtral":
+    if kind in WITH_EXPERTS:
         notes += (EXPERTS_NOTE,)
     adapters, content = None, json.dumps({"hf": kind, **settings}, sort_keys=True)
     if adapted is not None:
@@ -130,13 +150,24 @@ def load_config(place: str, sequence_length: int | None) -> Network:
         make=partial(_make, (str(path), str(adapted)), kind, settings, length, adapters),
         depth=layers,
         # Nothing goes back into a first block behind frozen embeddings, which makes it unlike the others.
-        captured_blocks=CAPTURED_BLOCKS + (adapters is not None),
+        captured_blocks=_captured_blocks(path, kind, settings) + (adapters is not None),
         content=content,
         notes=notes,
         decoder=hugging_face_decoder(kind, settings)
         if adapters is None and (length > 1 or kind != "mixtral")
         else None,
     )
+
+
+def _captured_blocks(path: Path, kind: str, settings: Mapping[str, Any]) -> int:
+    """Blocks that stand for all: of those behind dense ones more than of these, so that they are told apart."""
+    key = "first_k_dense_replace"
+    dense = _DENSE_LAYERS.get(kind, 0)
+    if kind in _DENSE_LAYERS and settings.get(key, dense) != 0:
+        dense = _size(path, settings, key, dense)
+    elif settings.get(key) == 0:
+        dense = 0
+    return dense + max(CAPTURED_BLOCKS, dense + 1)
 
 
 def _files(place: Path) -> tuple[Path, Path | None]:
@@ -189,6 +220,8 @@ def _without_dropout(settings: dict[str, Any], kind: str) -> tuple[dict[str, Any
         "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
         "llama": {"attention_dropout": 0.0},
         "mixtral": {"attention_dropout": 0.0, "router_jitter_noise": 0.0},
+        "deepseek_v2": {"attention_dropout": 0.0},
+        "deepseek_v3": {"attention_dropout": 0.0},
     }[kind]
     removed = sorted(key for key, default in defaults.items() if settings.get(key, default))
     return {**settings, **dict.fromkeys(defaults, 0.0)}, removed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,8 +13,11 @@ from transformers.activations import NewGELUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 from transformers.pytorch_utils import Conv1D
 
+from planner.networks.hugging_face import WITH_EXPERTS
+from planner.networks.hugging_face_deepseek import GroupedRouter, LatentAttention, check_deepseek
 from planner.networks.losses import mean_cross_entropy
 from planner.networks.zoo.experts import choose_experts, mix_experts
 from planner.networks.zoo.llama import RootMeanSquareNorm, rotary_table
@@ -47,7 +50,7 @@ def make_module(path: str, kind: str, settings: Mapping[str, Any], length: int) 
     _check(path, kind, config)
     config.use_cache = False
     config._attn_implementation = IMPLEMENTATION
-    if kind == "mixtral":
+    if kind in WITH_EXPERTS:
         config._experts_implementation = IMPLEMENTATION
     auto = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
     model: nn.Module = auto.from_config(config, attn_implementation=IMPLEMENTATION)  # type: ignore[no-untyped-call]
@@ -60,6 +63,8 @@ def _check(path: str, kind: str, config: PreTrainedConfig) -> None:
         "gpt2": ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"),
         "bert": ("is_decoder", "add_cross_attention", "chunk_size_feed_forward"),
     }.get(kind, ())
+    if kind in ("deepseek_v2", "deepseek_v3"):
+        check_deepseek(path, config)
     for key in refused:
         if getattr(config, key, False):
             raise UnsupportedError(
@@ -69,7 +74,7 @@ def _check(path: str, kind: str, config: PreTrainedConfig) -> None:
 
 def _simplify(model: nn.Module, config: PreTrainedConfig, length: int) -> None:
     """Replace parts by equal ones that shard well and compute in the parameters' precision."""
-    for parent in list(model.modules()):
+    for parent in reversed(list(model.modules())):  # what a part is made of comes before it
         children: list[tuple[str, Any]] = list(parent.named_children())
         for name, child in children:
             class_name = type(child).__name__
@@ -79,10 +84,16 @@ def _simplify(model: nn.Module, config: PreTrainedConfig, length: int) -> None:
                 setattr(parent, name, RootMeanSquareNorm(child.weight.shape[0], child.variance_epsilon))
             elif class_name.endswith("RotaryEmbedding") and _plain_rotary(config):
                 setattr(parent, name, RotaryTable(config))
+            elif class_name == "DeepseekV2RotaryEmbedding":
+                setattr(parent, name, DeepseekV3RotaryEmbedding(cast(Any, config)))  # tables instead of complex numbers
             elif isinstance(child, NewGELUActivation):
                 setattr(parent, name, nn.GELU(approximate="tanh"))
             elif class_name == "MixtralTopKRouter":
                 setattr(parent, name, Router(child))
+            elif class_name in ("DeepseekV2TopkRouter", "DeepseekV3TopkRouter"):
+                setattr(parent, name, GroupedRouter(child, config))
+            elif class_name in ("DeepseekV2Attention", "DeepseekV3Attention"):
+                setattr(parent, name, LatentAttention(child, _attention))
             elif class_name.endswith("Experts"):
                 child.sequence_length = length
 

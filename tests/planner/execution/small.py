@@ -68,6 +68,21 @@ def mixtral() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     )
 
 
+def latent() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """Latent attention and a dense layer in front; two of four experts a token, in groups, beside one for all."""
+    from planner.networks.hugging_face_modules import make_module
+
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4,
+        "v_head_dim": 4, "intermediate_size": 24, "moe_intermediate_size": 8, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+        "max_position_embeddings": LENGTH, "attention_dropout": 0.0,
+    }  # fmt: skip
+    module = make_module("small", "deepseek_v3", sizes, LENGTH)
+    return _language(module)
+
+
 def resnet() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     """One block a stage."""
     return ResNet((1, 1, 1, 1), classes=10), (torch.zeros(2, 3, 32, 32), torch.arange(2) + 8)

@@ -55,6 +55,19 @@ def test_one_process_trains_alike(name: str) -> None:
     assert not {name: fault for name, fault in faults.items() if fault}
 
 
+@pytest.mark.slow
+def test_latent_attention_trains_alike() -> None:
+    """As rows of Mixtral in the table do: cut by heads, by experts, by both, and in stages."""
+    pytest.importorskip("transformers")
+    rows = [row for row in ROWS if row["network"] == "mixtral" and row["devices"] == "4"]
+    ways = {(row["tp"], row["pp"], row["ep"]): row for row in rows}
+    cut = [("4", "1", "1"), ("2", "1", "2"), ("2", "2", "1"), ("1", "2", "2")]
+    taken: list[tuple[Combination, str]] = [({**ways[way], "network": "latent", "attention": ""}, EXACT) for way in cut]
+    trials = Trials(taken)
+    trials.run()
+    assert not {name_of(*one): fault for one in taken if (fault := trials.fault(*one))}
+
+
 def test_every_value_is_in_the_table() -> None:
     """What the planner has learnt since is not tested before it stands there."""
     assert [*ROWS[0]] == [*factors()], UPDATE
