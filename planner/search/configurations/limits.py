@@ -16,7 +16,7 @@ TABLE_AGAIN = 0.1
 """How much others with the same axes count: they are made together with the first."""
 NODES = 40_000
 """Most nodes that are opened in one search."""
-WORK = {"bounds": 1000, "partition": 450}
+WORK = {"bounds": 1500, "partition": 450}
 """Memory bounds, and kinds of units in partitions, that one search may count: one that has found a plan ends behind
 those bounds, and behind those partitions what is left is bounded alone. Counts, so that every machine finds the same.
 """
