@@ -36,9 +36,9 @@ class Stage(IntEnum):
 
 
 OPTIMISM = {
-    Stage.BASE: 1.3,
-    Stage.ORDERS: 1.25,
-    Stage.ORDER: 1.25,
+    Stage.BASE: 1.1,
+    Stage.ORDERS: 1.08,
+    Stage.ORDER: 1.08,
     Stage.EVEN: 1.05,
     Stage.STATES: 1.05,
     Stage.CHAINED: 1.05,
