@@ -129,10 +129,11 @@ def states_bounds(
     """
     c, ahead, counts = configuration, computed_ahead(extent, configuration), np.array(tables.counts)
     launched, found, even = even_bound(c, extent.launch_s, ahead), [], dict[int, float]()
+    summed = c.data > 1 and tables.decisions.sums_over_batch
     for way in ways:
-        if (shared := way.stored.shard_size) not in even:
-            passes_s = _passes_s(model, tables, replace(c, shard_size=shared), tables.least.whole_s, least=False)
-            even[shared] = even_bound(c, passes_s, ahead)
+        if (shared := way.stored.shard_size if summed else 0) not in even:
+            each = replace(c, shard_size=shared) if summed else c
+            even[shared] = even_bound(c, _passes_s(model, tables, each, tables.least.whole_s, least=False), ahead)
         stored = max(even[shared] + way.again_s(model, tables, c), launched) + float(way.once_s @ counts) / c.pipeline
         found.append(max(stored, passes) + way.last_s(model, c))
     return found
@@ -211,7 +212,7 @@ def _passes_task(
 @lru_cache(maxsize=256)
 def _least_between_s(tables: StageTables) -> FloatArray:
     """(units,) least steady seconds of one micro-batch between any boundary states."""
-    return np.array([ways.values[:, STEADY].min() for ways in least_ways(tables)])
+    return np.array([seconds.min() for seconds in tables.least.between_s])
 
 
 @lru_cache(maxsize=256)

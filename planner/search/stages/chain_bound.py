@@ -220,7 +220,8 @@ def _least_steps(task: PartitionTask, states: IntArray, terms: FloatArray) -> Fl
     entry, leave = (np.searchsorted(states, side) for side in sides)
     key = (number * width + entry) * width + leave
     order = np.argsort(key, kind="stable")
-    first = np.flatnonzero(np.diff(key[order], prepend=-1))
+    ascending = key[order]
+    first = np.append(0, np.flatnonzero(ascending[1:] != ascending[:-1]) + 1)
     found = np.full((len(terms), len(task.kinds) * width * width), np.inf)
-    found[:, key[order[first]]] = np.minimum.reduceat(terms[:, order], first, axis=1)
+    found[:, ascending[first]] = np.minimum.reduceat(terms[:, order], first, axis=1)
     return found.reshape(len(terms), len(task.kinds), width, width)
