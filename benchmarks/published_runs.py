@@ -94,7 +94,7 @@ def read_run(row: MeasuredRow, *, stages: bool = False, told: bool = False) -> R
     network = _network(run, told=told)
     whole = setup.trained_fraction == 1
     require(whole or (told and network.startswith("{")), "trains a part only")
-    require(setup.ep == 1 or setup.tp == setup.expert_tp, "experts are cut over other ranks than the rest")
+    require(setup.ep == 1 or setup.expert_tp in ((1, setup.tp) if told else (setup.tp,)), "experts are cut otherwise")
     require(setup.cp == 1 or (told and setup.attention in FUSED), "context ranks")
     require(stages or told or (setup.pp, setup.recompute) == (1, Recompute.NONE), "pipeline or recomputation")
     require(told or not setup.recompute_layers, "recomputes some layers only")
@@ -168,6 +168,11 @@ def _layers(run: TrainingRun) -> tuple[int, ...]:
     return (network.layers // chunks,) * chunks
 
 
+def _expert_axis(setup: TrainingSetup) -> int:
+    """Ranks beside tensor ranks that whole experts are dealt out over: Megatron-LM counts tensor ranks in ``ep``."""
+    return max(1, setup.ep * setup.expert_tp // setup.tp) if setup.ep > 1 else 1
+
+
 def _pins(run: TrainingRun, *, stages: bool) -> dict[str, str]:
     setup = run.setup
     sharding = setup.optimizer_sharding if setup.dp > 1 else OptimizerSharding.NONE
@@ -178,13 +183,17 @@ def _pins(run: TrainingRun, *, stages: bool) -> dict[str, str]:
         # Megatron-LM passes keys and values around unless told otherwise.
         pins |= {"cp": str(setup.cp), "context_algorithm": "ring"}
     if setup.ep > 1:
-        pins |= {"ep": str(setup.ep), "expert_messages": "tokens", "order": EXPERTS_ORDER}
+        pins |= {"expert_messages": "tokens", "order": EXPERTS_ORDER}
+        if setup.tp > 1:
+            pins["expert_cut"] = "width" if setup.expert_tp > 1 else "whole"
+        experts = _expert_axis(setup)
+        pins["ep"] = str(experts)
         # States are shared out over copies of the same experts.
-        sharding = sharding if setup.dp > setup.ep else OptimizerSharding.NONE
+        sharding = sharding if setup.dp > experts else OptimizerSharding.NONE
     if setup.dp > 1:
         pins["optimizer_sharding"] = str(sharding)
     if sharding is not OptimizerSharding.NONE:
-        pins["shard_size"] = str(setup.shard_group or setup.dp // setup.ep)
+        pins["shard_size"] = str(setup.shard_group or setup.dp // _expert_axis(setup))
     if stages:
         pins |= {"pp": str(setup.pp), "vpp": str(setup.vpp)}
         if not setup.recompute_layers:

@@ -187,6 +187,7 @@ class Configured:
                 sequence_parallel=pins.sequence_parallel,
                 context_algorithm=algorithm,
                 experts_stay=pins.expert_messages == "tokens",
+                expert_cut=pins.expert_cut or "any",
             ),
         )
         if self.hints:
@@ -195,7 +196,7 @@ class Configured:
 
     def _table_key(self, pins: Pins, configuration: Configuration, hardware: Hardware) -> tuple[object, ...]:
         """All that tables of labels depend on beside the graph."""
-        asked: tuple[object, ...] = (pins.recompute, pins.sequence_parallel, pins.expert_messages)
+        asked: tuple[object, ...] = (pins.recompute, pins.sequence_parallel, pins.expert_messages, pins.expert_cut)
         if self.hints:
             asked = (*asked, self.hints, configuration.data)
         return (hardware, configuration.table_key, self.optimizer, self.bucket_bytes, *asked)

@@ -34,6 +34,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "schedule": ("none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipe", "dualpipe_v"),
     "context_algorithm": ("none", "ring", "all_to_all"),
     "expert_messages": ("any", "tokens"),
+    "expert_cut": ("any", "width", "whole"),
     "offload_to": ("host", "disk"),
 }
 FLAGS = (
@@ -103,10 +104,11 @@ class Pins:
     ``bucket_mb`` is the size of fused messages of gradients in MiB, and parameters of less than
     ``sharding_threshold_kb`` KiB stay whole. ``copies`` are the parts of a micro-batch whose operators are issued in
     turn; without it there is one. With ``expert_messages`` of ``tokens`` ranks of an expert axis keep their own experts
-    and send tokens; else they may gather the weights of the others instead. With ``tensor_overlap`` gathers and
-    scatters of tensor ranks travel beside products, else behind them. ``order`` names axes as the pins of their
-    degrees do, from the one whose ranks lie farthest apart to the one whose ranks are neighbours; those that it leaves
-    out lie where they like.
+    and send tokens; else they may gather the weights of the others instead. ``expert_cut`` says what tensor ranks
+    have of experts: part of the ``width`` of each, or ``whole`` ones of their own, as those of an expert axis. With
+    ``tensor_overlap`` gathers and scatters of tensor ranks travel beside products, else behind them. ``order`` names
+    axes as the pins of their degrees do, from the one whose ranks lie farthest apart to the one whose ranks are
+    neighbours; those that it leaves out lie where they like.
     """
 
     dp: int | None = None
@@ -124,6 +126,7 @@ class Pins:
     schedule: str | None = None
     context_algorithm: str | None = None
     expert_messages: str | None = None
+    expert_cut: str | None = None
     sequence_parallel: bool | None = None
     tensor_overlap: bool | None = None
     offload_optimizer: bool | None = None
@@ -151,6 +154,7 @@ class Pins:
         stored = self.optimizer_sharding in _STORAGE and self.shard_size is None and not self.offload_optimizer
         stored = stored and not self.sharding_threshold_kb and not self.host_embeddings and not self.offload_activations
         # Tensor ranks are neighbours there.
+        words = words and self.expert_cut in (None, "any")
         words = words and [name for name in self.order or () if name in ("dp", "tp")] != ["tp", "dp"]
         return degrees and words and stored and self.context_algorithm in (None, "none") and not self.sequence_parallel
 

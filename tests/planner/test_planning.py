@@ -126,7 +126,13 @@ def test_of_every_pin_it_is_said_what_it_costs() -> None:
         *("offload_parameters", "offload_activations", "host_embeddings"),
         *("sequence_parallel", "tensor_overlap"),
     )
-    words = {"recompute": "none", "schedule": "none", "context_algorithm": "none", "expert_messages": "any"}
+    words = {
+        "recompute": "none",
+        "schedule": "none",
+        "context_algorithm": "none",
+        "expert_messages": "any",
+        "expert_cut": "any",
+    }
     sizes = {"dp": "2", "micro_batch": "4", "micro_batches": "2", "shard_size": "2", "order": "pp-dp-tp"}
     states = {"optimizer_sharding": "zero1", "offload_optimizer": "true", "offload_to": "host"}
     pins = {**ones, **dict.fromkeys(told_apart, "false"), **words, **sizes, **states, "recompute_messages": "true"}

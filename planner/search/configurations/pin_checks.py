@@ -62,6 +62,8 @@ def _experts(extent: Extent) -> None:
     if pins.expert_messages == "tokens" and (not experts or pins.ep == 1):
         why = "there is no expert axis to send them over" if experts else "the network has no experts to send them to"
         raise InputError(f"pin expert_messages=tokens: {why}; use expert_messages=any")
+    if pins.expert_cut not in (None, "any"):
+        _cut_experts(extent)
     if pins.ep in (None, 1):
         return
     if not experts:
@@ -79,6 +81,20 @@ def _experts(extent: Extent) -> None:
         raise InputError(
             f"pin ep={pins.ep}: it must divide the data-parallel ranks, and at most {ranks} are left of "
             f"{extent.devices} devices beside tp × pp × cp = {inside}; use ep={near}"
+        )
+
+
+def _cut_experts(extent: Extent) -> None:
+    pins, experts = extent.pins, extent.experts
+    named = f"expert_cut={pins.expert_cut}"
+    if not experts or pins.tp == 1:
+        why = "there is one tensor rank alone" if experts else "the network has no experts"
+        raise InputError(f"pin {named}: {why}; use expert_cut=any")
+    dealt = (pins.ep or 1) * (pins.tp or 1)
+    if pins.expert_cut == "whole" and experts % dealt:
+        raise InputError(
+            f"pin {named}: whole experts are dealt out over {dealt} ranks of the expert and tensor axes, which must "
+            f"divide {experts}; use expert_cut=width"
         )
 
 

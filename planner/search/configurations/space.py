@@ -135,7 +135,7 @@ def _degrees(extent: Extent, widest: int) -> Iterator[tuple[int, int, int, int, 
         for pipeline in _pinned(pins.pp, divisors(devices)):
             for context in _pinned(pins.cp, _contexts(extent)):
                 inner = tensor * pipeline * context
-                if pins.sequence_parallel and tensor == 1:
+                if tensor == 1 and (pins.sequence_parallel or pins.expert_cut not in (None, "any")):
                     continue
                 if devices % inner or pipeline > extent.units or not algorithms(extent, context, tensor):
                     continue
@@ -143,7 +143,8 @@ def _degrees(extent: Extent, widest: int) -> Iterator[tuple[int, int, int, int, 
                 if pins.dp not in (None, data_parallel):
                     continue
                 for expert in _pinned(pins.ep, [e for e in divisors(data_parallel) if e <= max(extent.experts, 1)]):
-                    if data_parallel % expert == 0 and experts_divide(extent, expert):
+                    dealt = expert * (tensor if pins.expert_cut == "whole" else 1)
+                    if data_parallel % expert == 0 and experts_divide(extent, dealt):
                         yield pipeline, data_parallel, context, expert, tensor
 
 

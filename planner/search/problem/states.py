@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
+from planner.graph.operator_graph import OperatorGraph, Role, TensorRef, TensorSpec
 from planner.request import ParameterStorage
 from planner.search.problem.costs import MeshCosts
 from planner.search.problem.variables import Choice, Decisions, Kind, Variable, unnamed
@@ -34,8 +34,9 @@ class Setting:
     but batch dims to be sharded, and shards those wherever it can (pure data parallelism); ``batch_axes`` are
     the mesh axes, by name, for which the same holds alone. On an axis named ``expert`` it holds but for what experts
     hold and work on, which may be sharded by expert. ``free_axes`` may shard the batch even where they are named
-    ``tensor``. With ``experts_stay`` weights of experts lie and are read where an expert axis has them. ``context`` is
-    the one choice of each variable on an axis named ``context``, where the mesh has one.
+    ``tensor``. With ``experts_stay`` weights of experts lie and are read where an expert axis has them; ``expert_cut``
+    says of an axis named ``tensor`` whether it cuts the ``width`` of experts or has ``whole`` ones, where it may not do
+    ``any``. ``context`` is the one choice of each variable on an axis named ``context``, where the mesh has one.
     ``sharded_gradients`` are scattered every micro-batch and accumulated in shards (ZeRO-2).
     """
 
@@ -47,6 +48,7 @@ class Setting:
     batch_axes: frozenset[str] = field(default=frozenset())
     free_axes: frozenset[str] = field(default=frozenset())
     experts_stay: bool = False
+    expert_cut: str = "any"
     context: tuple[Choice, ...] = ()
     sharded_gradients: bool = False
 
@@ -123,7 +125,8 @@ class StatesOnMesh:
         if setting.context:
             return self._choices(variable), {}
         asked = (
-            setting.storage, setting.batch_only, setting.batch_axes, setting.free_axes, setting.experts_stay
+            setting.storage, setting.batch_only, setting.batch_axes, setting.free_axes, setting.experts_stay,
+            setting.expert_cut,
         )  # fmt: skip
         divided = tuple([self._divided(tensor) for tensor in (*variable.read, *variable.written)])
         key = (kind, self.names, asked, 1 in self.sizes and self.sizes, divided)
@@ -229,9 +232,17 @@ class StatesOnMesh:
                 batch = [dim for dim, grows in enumerate(spec.batch_dims) if grows]
                 others = [dim for dim, extent in enumerate(spec.shape) if extent in self._experts and dim not in batch]
                 keep &= np.isin(placed, [*batch, *others]) | ((placed < 0) & (not batch))
-                if self.setting.experts_stay and not batch and len(spec.shape) == 3 and 0 in others:
+                if self.setting.experts_stay and self._of_experts(spec):
                     keep &= placed == 0
+        if name == "tensor" and self.setting.expert_cut != "any":
+            for tensor, _, placed in tensors:
+                if self._of_experts(self.graph.spec(tensor)):
+                    keep &= placed == 0 if self.setting.expert_cut == "whole" else placed > 0
         return keep
+
+    def _of_experts(self, spec: TensorSpec) -> bool:
+        """Whether a tensor has a matrix of each expert, and nothing that grows with the batch."""
+        return len(spec.shape) == 3 and not any(spec.batch_dims) and spec.shape[0] in self._experts
 
     @cached_property
     def _experts(self) -> frozenset[int]:

@@ -186,6 +186,7 @@ def stage_tables(
     sequence_parallel: bool | None = None,
     context_algorithm: Algorithm = "ring",
     experts_stay: bool = False,
+    expert_cut: str = "any",
 ) -> StageTables:
     """Tabulate the ways to run each unit on one pipeline stage.
 
@@ -205,6 +206,8 @@ def stage_tables(
         How attention runs on a context axis, ``ring`` or ``all_to_all``.
     experts_stay : bool
         Ranks of an expert axis work with their own experts alone: tokens travel, not weights.
+    expert_cut : str
+        What tensor ranks have of experts: part of the ``width`` of each, ``whole`` ones, or ``any`` of both.
 
     Raises
     ------
@@ -227,6 +230,7 @@ def stage_tables(
         context=context,
         free_axes=decisions.free_axes,
         experts_stay=experts_stay,
+        expert_cut=expert_cut,
     )
     options = StageOptions(
         modes=tuple(sorted({RECOMPUTE.index(mode) for mode in recompute})), sequence_parallel=sequence_parallel

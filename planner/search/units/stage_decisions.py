@@ -266,7 +266,8 @@ class StageDecisions:
     def family(self, parts: Parts, options: StageOptions) -> Family:
         """The family of a stage: one for all meshes with its axes, if it has no states that others lack."""
         setting = parts.setting
-        restricted = (options, setting.batch_only, setting.storage, setting.experts_stay, id(setting.context))
+        experts = (setting.experts_stay, setting.expert_cut)
+        restricted = (options, setting.batch_only, setting.storage, experts, id(setting.context))
         key: tuple[object, ...] = (_names(setting.costs.mesh), *restricted)
         case = Case(setting.costs, parts.graph.batch_size)
         if key not in self._families:

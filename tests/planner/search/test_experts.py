@@ -125,6 +125,26 @@ def test_tokens_travel_where_it_is_pinned_and_weights_where_memory_allows_and_th
     assert seconds["tokens"] > seconds["any"] == seconds[None]
 
 
+def test_tensor_ranks_have_whole_experts_or_a_part_of_each_where_it_is_pinned() -> None:
+    """Dealt out over both axes, or cut by the width of either matrix."""
+    search = Configured(
+        graph=network(HEAVY), hardware=load_profile("dgx-a100"), devices=8, global_batch=64,
+        optimizer=optimizer("adamw"), dtype="bfloat16", bucket_bytes=25 << 20, sequence=LENGTH, base=PLAN,
+    )  # fmt: skip
+    pins = Pins(ep=2, tp=2, pp=1, micro_batch=8, expert_messages="tokens")
+    cut, seconds = {}, {}
+    for said in (None, "width", "whole"):
+        found = search.scored(search.explore(replace(pins, expert_cut=said), solves=2), 1)[0]
+        names = [one.name for one in found.plan.mesh.axes]
+        stored = [rule for name, rule in expanded_rules(found.plan).items() if name.endswith((".gate_up", ".down"))]
+        assert {rule[names.index("expert")].outputs for rule in stored} == {(0,)}
+        cut[said] = {rule[names.index("tensor")].outputs[0] for rule in stored}
+        seconds[said] = found.placed.objective_s
+    assert cut["whole"] == {0}
+    assert cut["width"] <= {1, 2}
+    assert seconds[None] == pytest.approx(min(seconds["width"], seconds["whole"]))
+
+
 def check_flops(found: Scored) -> float:
     """Operations that the prediction counts in a step over those of the network on the batch of 64."""
     prediction, hardware = found.prediction, load_profile("dgx-a100")
