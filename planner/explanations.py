@@ -94,11 +94,18 @@ def other_choices(best: Plan, other: Plan) -> str:
             ("recompute", other.recompute, best.recompute),
             ("context_algorithm", other.context_algorithm, best.context_algorithm),
             ("offload_optimizer", str(other.offload_optimizer).lower(), str(best.offload_optimizer).lower()),
-            ("shard_size", other.shard_size, best.shard_size),
+            ("shard_size", _shards(other, best), "none"),
         )
         if value != before and value != "none"
     ]
     return f" ({', '.join(found)})" if found else ""
+
+
+def _shards(other: Plan, best: Plan) -> int | str:
+    """Ranks that share one copy of a plan's states, where it shares them and with others than the best."""
+    if other.optimizer_sharding == "none" or other.shard_size == best.shard_size:
+        return "none"
+    return other.shard_size or other.degree("data")
 
 
 def exposures(placed: Placed, hardware: Hardware) -> dict[tuple[str, str], float]:

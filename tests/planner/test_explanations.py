@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from planner.explanations import other_choices
 from planner.planning import PlanRequest, PlanResult, plan_network
 from simulator.hardware import write_profile
 from tests.planner.search.problems import captured
@@ -81,3 +82,11 @@ def test_bandwidth_is_worth_what_planning_on_faster_links_saves(tmp_path: Path, 
     assert first > 0
     assert first == pytest.approx(objective_s(plain) - objective_s(faster), rel=1e-6)
     assert others == [0.0] * len(others), "four devices are inside a node"
+
+
+def test_ranks_that_share_states_are_said_where_they_do() -> None:
+    asked = replace(REQUEST, hardware="dgx-a100", pins={"dp": "4", "tp": "1", "pp": "1"}, sensitivity=False)
+    best = replace(plan_network(asked, graph=captured("gpt2-tiny")).candidates[0].plan, shard_size=2)
+    best = replace(best, optimizer_sharding="zero1")
+    assert other_choices(best, replace(best, optimizer_sharding="none", shard_size=0)) == ""
+    assert other_choices(best, replace(best, shard_size=0)) == " (shard_size=4)"
