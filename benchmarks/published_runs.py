@@ -207,7 +207,7 @@ def _pins(run: TrainingRun, *, stages: bool) -> dict[str, str]:
                 pins["tensor_overlap"] = "true"
         if setup.pp > 1:
             schedule = "interleaved_1f1b" if setup.vpp > 1 else setup.schedule.replace("-", "_")
-            require(schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv"), f"schedule {schedule}")
+            require(schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv"), f"schedule {schedule}")
             pins["schedule"] = schedule
     return pins
 

@@ -31,7 +31,7 @@ DEGREES = ("dp", "tp", "pp", "vpp", "cp", "ep", "micro_batch", "micro_batches", 
 WORDS: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
     "optimizer_sharding": ("none", "zero1", "zero2", "zero3"),
-    "schedule": ("none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipe", "dualpipe_v"),
+    "schedule": ("none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipe_v"),
     "context_algorithm": ("none", "ring", "all_to_all"),
     "expert_messages": ("any", "tokens"),
     "expert_cut": ("any", "width", "whole"),

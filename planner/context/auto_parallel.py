@@ -30,6 +30,7 @@ SCHEDULERS: Mapping[str, str] = {
     "1f1b": "1f1b",
     "interleaved_1f1b": "interleaved_1f1b",
     "zb_h1": "zb_h1",
+    "zb_h2": "zb_h2",
     "zero_bubble_v": "zbv",
     "zbv": "zbv",
     "dualpipe_v": "dualpipe_v",

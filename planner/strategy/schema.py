@@ -214,7 +214,7 @@ class StrategyModel(_Strict):
     offload_activations: list[OffloadRangeModel] = Field(default_factory=list)
     context_algorithm: Literal["none", "ring", "all_to_all"]
     sequence_parallel: bool
-    schedule: Literal["none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipe", "dualpipe_v"]
+    schedule: Literal["none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipe_v"]
     fusion: FusionModel
     exchange: ExchangeModel = Field(default_factory=ExchangeModel)
     copies: Literal[1, 2] = 1

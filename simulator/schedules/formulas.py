@@ -64,6 +64,11 @@ def _zb_h1_bubble(shape: Shape) -> float:
     return (shape.ranks - 1) * (shape.forward_s + shape.input_gradient_s - shape.weight_gradient_s)
 
 
+def _zb_h2_bubble(shape: Shape) -> float:
+    """``(p - 1)(F + I - 2W)``."""
+    return (shape.ranks - 1) * (shape.forward_s + shape.input_gradient_s - 2 * shape.weight_gradient_s)
+
+
 def _dualpipe_bubble(shape: Shape) -> float:
     """``(p/2 - 1)(F&B + B - 3W)``."""
     time = shape.overlapped_s + shape.backward_s - 3 * shape.weight_gradient_s
@@ -79,6 +84,12 @@ def _zb_h1_peak(shape: Shape) -> FloatArray:
     """``(p - r) M_B + r M_W`` on rank r = 0, 1, ..."""
     rank = _ranks(shape)
     return shape.ranks - rank + rank * shape.weight_share
+
+
+def _zb_h2_peak(shape: Shape) -> FloatArray:
+    """``(2 (p - r) - 1) M_B + 2 r M_W`` on rank r = 0, 1, ...; the last forward pass ahead is what runs."""
+    rank = _ranks(shape)
+    return 2 * (shape.ranks - rank) - 1 + 2 * rank * shape.weight_share
 
 
 def _interleaved_peak(shape: Shape) -> FloatArray:
@@ -113,6 +124,16 @@ FORMULAS: dict[str, Formulas] = {
         bubble_s=_zb_h1_bubble,
         peak=_zb_h1_peak,
         source="Qi et al., Zero Bubble, arXiv:2401.10241, table 2; it assumes W <= F and W <= I",
+        applies=lambda shape: (
+            shape.weight_gradient_s <= min(shape.forward_s, shape.input_gradient_s)
+            and shape.micro_batches >= 2 * shape.ranks
+        ),
+    ),
+    "zb_h2": Formulas(
+        bubble_s=_zb_h2_bubble,
+        peak=_zb_h2_peak,
+        source="Qi et al., Zero Bubble, arXiv:2401.10241, table 2, between the first and last action of a rank; "
+        "it assumes W <= F and W <= I",
         applies=lambda shape: (
             shape.weight_gradient_s <= min(shape.forward_s, shape.input_gradient_s)
             and shape.micro_batches >= 2 * shape.ranks

@@ -50,6 +50,16 @@ def zb_h1(ranks: int, micro_batches: int, chunks: int) -> Schedule:
     return _alternating("zb_h1", ranks, micro_batches, ranks - 1 - rank, weight_delay=rank)
 
 
+def zb_h2(ranks: int, micro_batches: int, chunks: int) -> Schedule:
+    """ZB-H2: twice as many forward passes ahead as 1F1B, which weight gradients 2 r micro-batches late make up for.
+
+    Every rank has work from its first pass to its last (Qi et al., arXiv:2401.10241, 2.2).
+    """
+    _require_chunks("zb_h2", chunks, 1)
+    rank = np.arange(ranks)
+    return _alternating("zb_h2", ranks, micro_batches, 2 * (ranks - 1 - rank), weight_delay=2 * rank)
+
+
 def multi_copy(ranks: int, micro_batches: int, chunks: int) -> Schedule:
     """1F1B over pairs of micro-batches that run together, as MindSpore's ``micro_batch_interleave_num`` 2.
 
@@ -141,6 +151,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "1f1b": one_forward_one_backward,
     "interleaved_1f1b": interleaved,
     "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
     "zbv": zbv,
     "dualpipe": dualpipe,
     "dualpipe_v": dualpipe_v,

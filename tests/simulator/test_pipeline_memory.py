@@ -26,7 +26,9 @@ def memories(
 
 
 @given(
-    name=st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipe", "dualpipe_v", "multi_copy"]),
+    name=st.sampled_from(
+        ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipe_v", "multi_copy"]
+    ),
     ranks=st.sampled_from([2, 4, 8]),
     times=st.integers(2, 4),
 )

@@ -250,8 +250,10 @@ def _filled(configuration: Configuration, ahead: float) -> float:
     """Least part of a unit's passes that the fill pays.
 
     Where that is the longer of a forward and half a backward pass, it is at least a third of both passes; else it is
-    both passes without what is computed ahead.
+    both passes without what is computed ahead. ZB-H2 waits for no backward pass, however long it is.
     """
+    if configuration.schedule == "zb_h2":
+        return 0.0
     share = 0.0 if configuration.pipeline == 1 else 1.0 / configuration.virtual
     return share / 3 if configuration.schedule in SPLIT else share * (1 - ahead)
 

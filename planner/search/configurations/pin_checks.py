@@ -24,7 +24,7 @@ from planner.search.configurations.space import (
 from planner.sharding.context import ALGORITHMS
 from simulator.errors import InputError, UnsupportedError
 
-CHUNKS = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zbv": 2, "dualpipe_v": 2}
+CHUNKS = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_h2": 1, "zbv": 2, "dualpipe_v": 2}
 """Chunks a rank of the schedules that leave no choice."""
 
 
@@ -256,6 +256,7 @@ def _why_no_schedule(extent: Extent) -> str:
     needs: dict[str, tuple[str, Callable[[int], int]]] = {
         "interleaved_1f1b": ("a multiple of pp", lambda ranks: ranks),
         "zb_h1": ("at least 2 × pp", lambda ranks: 2 * ranks),
+        "zb_h2": ("at least 2 × pp", lambda ranks: 2 * ranks),
         "zbv": ("at least 2 × pp", lambda ranks: 2 * ranks),
         "dualpipe_v": ("at least 2 × pp", lambda ranks: 2 * ranks),
     }

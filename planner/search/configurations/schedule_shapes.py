@@ -12,12 +12,17 @@ from simulator.pipeline import step_of_passes
 from simulator.schedules import ActionKind, make_schedule
 
 ONE_STAGE = "none"
-SPLIT = frozenset({"zb_h1", "zbv", "dualpipe_v"})
+SPLIT = frozenset({"zb_h1", "zb_h2", "zbv", "dualpipe_v"})
 """Schedules that put off weight gradients."""
 SEARCHED = ("1f1b", "interleaved_1f1b", "zb_h1", "zbv", "gpipe")
 """Schedules that are searched where none is pinned, besides no pipeline."""
-PINNED = ("dualpipe_v",)
-"""Schedules that are planned where they are pinned: their fill is bounded by that of ZBV, which is never longer."""
+PINNED = ("zb_h2", "dualpipe_v")
+"""Schedules that are planned where they are pinned: ZB-H2 keeps the activations of twice as many micro-batches as
+1F1B, and the fill of DualPipe-V is bounded by that of ZBV, which is never longer."""
+
+
+_FILL_SENDS = {"zb_h1": 2.0, "zb_h2": 0.5}
+"""How often the fill pays for a message there and one back, where not once and ranks compute while they send."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,6 +38,7 @@ class ScheduleShape:
         instead of both passes
     put_off : or of both passes without what is put off, less so many times that; with two chunks a rank a backward
         pass may stand for the forward pass
+    ahead : so many forward passes come first that no rank waits for a backward pass: the fill need not pay for one
     fill_sends, steady_sends : how often the fill and a rank pay for the messages over a cut
     still_sends : how many of a rank's messages stop its kernels, so that nothing hides them
     hidden_share : part of a rank's own time behind which its other messages hide
@@ -49,6 +55,7 @@ class ScheduleShape:
     hidden_share: float = 0.0
     still_sends: float = 0.0
     put_off: float = 0.0
+    ahead: bool = False
     mixes: tuple[tuple[float, float], ...] = ((1.0, 0.0),)
 
     def held_bytes(self, kept: FloatArray, waiting: FloatArray) -> FloatArray:
@@ -61,9 +68,9 @@ class ScheduleShape:
         seconds = forward_s + backward_s
         if self.split:
             early = backward_s - late_s
-            ahead = forward_s if self.put_off == 1 else np.maximum(forward_s, early)
-            waits = ahead + early - self.put_off * late_s
-            seconds = np.maximum(np.maximum(forward_s, backward_s / 2), np.maximum(early, waits))
+            first = forward_s if self.ahead or self.put_off == 1 else np.maximum(forward_s, early)
+            waits = np.maximum(forward_s, first + early - self.put_off * late_s)
+            seconds = waits if self.ahead else np.maximum(waits, np.maximum(early, backward_s / 2))
         filled: FloatArray = self.fill_share * seconds
         return filled
 
@@ -79,13 +86,14 @@ def schedule_shape(
     With F and B the passes of one rank's chunks together, a step takes M (F + B) and the fill, which is (p - 1)(F + B)
     for 1F1B and GPipe, and that over v for v interleaved chunks. Where backward passes B put off weight gradients W, it
     is (p - 1)(F + B - 2 W) for ZB-H1 and half of (p - 1)(max(F, B - W) + B - 3 W) for ZBV, and at least
-    (p - 1) max(F, B - W), or half of that (`simulator.schedules.formulas` has the sources). 1F1B and ZB-H1 have
+    (p - 1) max(F, B - W), or half of that; for ZB-H2, no rank of which waits for a backward pass, it is
+    (p - 1)(F + B - 3 W) and at least (p - 1) F (`simulator.schedules.formulas` has the sources). 1F1B and ZB-H1 have
     as many micro-batches in flight as there are ranks behind a rank: they then wait for the messages of every one of
     them, (p - 1)/p times on average, and ZB-H1 does its weight gradients meanwhile, a third of both passes; before the
     first of these there are none to do, so that its fill waits for the messages there and back. GPipe's
     messages follow one another beside the passes, so that the longer of both counts. Interleaved, the first rank has
     p v + p - 1 passes in flight, p - 1 more than a micro-batch's way through all chunks and back takes: behind those
-    messages hide. ZBV has more in flight and waits in the fill only.
+    messages hide. ZB-H2 and ZBV have more in flight and wait in the fill only, ZB-H2 for messages there alone.
 
     Where ranks stand still while they send, those between the others send an activation on and a gradient back for
     every micro-batch and chunk, which is what passes over one cut; of two ranks each sends one of them. In GPipe both
@@ -121,8 +129,9 @@ def schedule_shape(
         mixes=mixes,
         fill_share=1.0 / chunks,
         split=name in SPLIT,
-        put_off=float(chunks),
-        fill_sends=2.0 if name == "zb_h1" and overlaps else 1.0,
+        put_off=2.0 if name == "zb_h2" else float(chunks),
+        ahead=name == "zb_h2",
+        fill_sends=_FILL_SENDS.get(name, 1.0) if overlaps else 1.0,
         steady_sends=max(waits, still),
         hidden_share=hidden,
         still_sends=still,
@@ -216,7 +225,7 @@ def fits_schedule(name: str, ranks: int, chunks: int, micro_batches: int) -> boo
         return chunks > 1 and micro_batches % ranks == 0
     if name in ("zbv", "dualpipe_v"):
         return chunks == 2 and micro_batches >= 2 * ranks
-    if name == "zb_h1":
+    if name in ("zb_h1", "zb_h2"):
         return chunks == 1 and micro_batches >= 2 * ranks
     return chunks == 1
 

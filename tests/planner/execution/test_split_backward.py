@@ -120,7 +120,7 @@ def test_chunks_of_a_rank_add_the_gradient_of_a_shared_parameter_up_in_one_place
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["zbv", "zb_h1", "dualpipe_v", "1f1b"])
+@pytest.mark.parametrize("schedule", ["zbv", "zb_h1", "zb_h2", "dualpipe_v", "1f1b"])
 def test_no_more_stands_than_is_simulated(schedule: str) -> None:
     memory = rank_memory(lowered("blocks", schedule))
     # In the third step rounding decides whether an activation close to zero counts, and with it 1e-4 of the loss.

@@ -32,8 +32,8 @@ LAYERS = 6
 GRAPH = captured("gpt2-tiny", LAYERS)
 UNITS = LAYERS + 2
 SCHEDULES = [
-    ("gpipe", 2, 1), ("1f1b", 2, 1), ("1f1b", 4, 1), ("zb_h1", 2, 1), ("interleaved_1f1b", 2, 2), ("zbv", 2, 2),
-    ("dualpipe_v", 2, 2), ("dualpipe", 2, 2),
+    ("gpipe", 2, 1), ("1f1b", 2, 1), ("1f1b", 4, 1), ("zb_h1", 2, 1), ("zb_h2", 2, 1), ("interleaved_1f1b", 2, 2),
+    ("zbv", 2, 2), ("dualpipe_v", 2, 2), ("dualpipe", 2, 2),
 ]  # fmt: skip
 schedules = pytest.mark.parametrize(("schedule", "ranks", "virtual"), SCHEDULES)
 

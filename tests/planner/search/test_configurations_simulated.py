@@ -236,7 +236,7 @@ def test_units_gathered_one_by_one_take_as_much_longer_in_both_accounts(pp: int)
 
 SHAPES = [
     Pins(pp=1),
-    *(Pins(pp=pp, schedule=s) for pp in (2, 4) for s in ("1f1b", "gpipe", "zb_h1", "zbv")),
+    *(Pins(pp=pp, schedule=s) for pp in (2, 4) for s in ("1f1b", "gpipe", "zb_h1", "zb_h2", "zbv")),
     *(Pins(pp=pp, vpp=2, schedule="interleaved_1f1b") for pp in (2, 4)),
 ]
 

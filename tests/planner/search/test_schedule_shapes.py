@@ -32,13 +32,18 @@ def filled_s(name: str, ranks: int, chunks: int, micro_batches: int, passes: tup
 
 
 @settings(max_examples=30, deadline=None)
-@given(ranks=st.integers(2, 5), more=st.integers(0, 6), forward=SECONDS, early=SECONDS, share=st.integers(1, 10))
-def test_zb_h1_pays_for_what_is_not_put_off(ranks: int, more: int, forward: float, early: float, share: int) -> None:
+@given(
+    name=st.sampled_from(["zb_h1", "zb_h2"]), ranks=st.integers(2, 5), more=st.integers(0, 6),
+    forward=SECONDS, early=SECONDS, share=st.integers(1, 10),
+)  # fmt: skip
+def test_h1_and_h2_pay_for_what_is_not_put_off(
+    name: str, ranks: int, more: int, forward: float, early: float, share: int
+) -> None:
     late, micro_batches = min(forward, early) * share / 10, 2 * ranks + more
-    shape = schedule_shape("zb_h1", ranks, 1, micro_batches)
+    shape = schedule_shape(name, ranks, 1, micro_batches)
     fill = shape.fill_s(np.array([forward]), np.array([early + late]), np.array([late]))[0]
     passes = (forward, early, late)
-    assert (ranks - 1) * fill == pytest.approx(filled_s("zb_h1", ranks, 1, micro_batches, passes), rel=1e-9)
+    assert (ranks - 1) * fill == pytest.approx(filled_s(name, ranks, 1, micro_batches, passes), rel=1e-9)
 
 
 @settings(max_examples=30, deadline=None)
@@ -80,11 +85,15 @@ def test_ranks_that_stand_still_send_for_every_micro_batch(
 
 
 @settings(max_examples=30, deadline=None)
-@given(ranks=st.integers(2, 6), rounds=st.integers(2, 5), send=st.integers(0, 25))
-def test_zb_h1_waits_for_messages_there_and_back_while_it_fills(ranks: int, rounds: int, send: int) -> None:
+@given(
+    name=st.sampled_from(["zb_h1", "zb_h2"]), ranks=st.integers(2, 6), rounds=st.integers(2, 5), send=st.integers(0, 25)
+)
+def test_h1_waits_for_messages_there_and_back_while_it_fills_and_h2_for_those_there(
+    name: str, ranks: int, rounds: int, send: int
+) -> None:
     costs = PipelineCosts(forward_s=1.0, backward_s=2.0, send_s=send / 100)
-    made = make_schedule("zb_h1", ranks, rounds * ranks)
-    found = step_s("zb_h1", ranks, 1, rounds * ranks, send / 100, overlaps=True)
+    made = make_schedule(name, ranks, rounds * ranks)
+    found = step_s(name, ranks, 1, rounds * ranks, send / 100, overlaps=True)
     assert found == pytest.approx(simulate_pipeline(made, costs).step_time_s, rel=1e-9)
 
 
@@ -141,11 +150,11 @@ def test_what_the_first_rank_of_1f1b_does_last_waits_for_the_slowest(
 
 
 @settings(max_examples=30, deadline=None)
-@given(name=st.sampled_from(["zb_h1", "zbv"]), ranks=st.integers(2, 5), kept=SECONDS, waiting=SECONDS)
+@given(name=st.sampled_from(["zb_h1", "zb_h2", "zbv"]), ranks=st.integers(2, 5), kept=SECONDS, waiting=SECONDS)
 def test_what_is_kept_and_what_waits_for_weight_gradients_count_as_many_as_there_are(
     name: str, ranks: int, kept: float, waiting: float
 ) -> None:
-    chunks, micro_batches = (1 if name == "zb_h1" else 2), 3 * ranks
+    chunks, micro_batches = (2 if name == "zbv" else 1), 3 * ranks
     shape, schedule = (
         schedule_shape(name, ranks, chunks, micro_batches),
         make_schedule(name, ranks, micro_batches, chunks),
@@ -156,7 +165,7 @@ def test_what_is_kept_and_what_waits_for_weight_gradients_count_as_many_as_there
     made = simulate_pipeline(schedule, costs)
     sizes = PipelineBytes(activations=kept, weight_activations=waiting)
     peaks = [rank.peak_bytes for rank in pipeline_memory(schedule, made.starts_s, made.ends_s, sizes)]
-    assert found == pytest.approx(max(peaks), rel=1e-9 if name == "zb_h1" else 0.15)
+    assert found == pytest.approx(max(peaks), rel=0.15 if name == "zbv" else 1e-9)
 
 
 @settings(max_examples=25, deadline=None)
