@@ -9,6 +9,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from planner.search.problem.problem import Problem
+    from tests.oracles.reduction import Tables
 
 SECONDS = 1e6
 """Times are handed over in microseconds and memory in MiB, where HiGHS's absolute tolerances are small."""
@@ -23,7 +24,7 @@ class IntegerOptimum:
     objective_s: float
 
 
-def solve_with_highs(problem: Problem, memory_limit: float, *, time_limit_s: float = 20.0) -> IntegerOptimum:
+def solve_with_highs(problem: Problem | Tables, memory_limit: float, *, time_limit_s: float = 20.0) -> IntegerOptimum:
     r"""Minimise the sum of all tables of a problem without runs.
 
     Binary ``x[v, s]`` says that variable v takes state s. The product ``x[u, s] x[v, t]`` is a variable

@@ -9,6 +9,7 @@ import pytest
 from planner.search.dynamic_programming import fastest, smallest, solve
 from planner.search.problem.problem import Problem
 from tests.oracles.milp import solve_with_highs
+from tests.oracles.reduction import Tables, reduced
 from tests.planner.search.problems import captured, captured_small, make_mesh, make_problem
 
 pytest.importorskip("highspy", reason="highspy is not installed: no integer programs")
@@ -68,6 +69,43 @@ def test_transformer_of_two_layers(axes: Mapping[str, int], micro_batches: int, 
 def test_transformers_of_more_layers_on_two_axes(layers: int, axes: Mapping[str, int]) -> None:
     problem = make_problem(captured("gpt2-tiny", layers), make_mesh(**axes), unfolded=True)
     check(problem, float("inf"))
+
+
+def check_what_is_left(problem: Problem, share: float) -> None:
+    """HiGHS is given what may be in a plan as good as the one found, by a bound that the search knows nothing of."""
+    free = fastest(problem)
+    limit = limit_between(problem, share)
+    found = solve(problem, limit)
+    assert found is not None
+    assert found.memory_bytes <= limit
+    known = found.objective_s * (1 + RELATIVE)
+    tables: Tables | Problem = problem
+    price = 0.0 if share == 1 else (found.objective_s - free.objective_s) / (free.memory_bytes - limit)
+    for times in (1.0,) if share == 1 else (0.5, 1.0, 2.0):
+        paid = 0.0 if share == 1 else times * price * limit
+        tables = reduced(tables, known, price=times * price, paid=paid)
+    exact = solve_with_highs(tables, limit, time_limit_s=60.0)
+    assert exact.status == "optimal"
+    assert found.gap <= RELATIVE
+    assert found.objective_s == pytest.approx(exact.objective_s, rel=RELATIVE)
+
+
+THREE_AXES = {"data": 2, "context": 2, "tensor": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layers", "axes", "share"),
+    [
+        ("gpt", 2, {"data": 2, "context": 2, "tensor": 4}, 1.0),
+        ("gpt", 2, THREE_AXES, 0.5),
+        ("gpt", 3, THREE_AXES, 1.0),
+        ("gpt", 4, THREE_AXES, 1.0),
+        ("llama", 2, THREE_AXES, 1.0),
+    ],
+)
+def test_transformers_on_three_axes(name: str, layers: int, axes: Mapping[str, int], share: float) -> None:
+    check_what_is_left(make_problem(captured_small(name, layers), make_mesh(**axes), unfolded=True), share)
 
 
 @pytest.mark.parametrize(
