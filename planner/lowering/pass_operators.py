@@ -54,7 +54,7 @@ def pass_operators(draft: Draft, times: TaskTimes, pairs: bool, beside: frozense
         streams[hides] = BESIDE
     taken, lost = times.of(draft)
     waits, after = np.array(draft.waits), np.array(draft.after, dtype=np.int64)
-    slows = (lost > 0) & (pairs | _may_hide(streams, waits, after))
+    slows = (lost > 0) & (streams != KERNELS) & (pairs | _may_hide(streams, waits, after))
     place = np.arange(len(streams)) + np.cumsum(slows)
     size = len(streams) + int(slows.sum())
     rows, kind = np.zeros(size, dtype=np.int64), np.full(size, KERNELS, dtype=np.int64)
@@ -73,14 +73,14 @@ def pass_operators(draft: Draft, times: TaskTimes, pairs: bool, beside: frozense
 
 
 def _may_hide(streams: IntArray, waits: IntArray, after: IntArray) -> BoolArray:
-    """(operators,) messages beside which kernels run: those that the next kernel of the pass does not wait for.
+    """(operators,) whether kernels run beside each, if it is a message: the next of the pass does not wait for it.
 
-    Messages that a pass waits for travel in their order.
+    Messages that a pass waits for travel in their order; behind the other pass of a pair hides any.
     """
     numbers = np.arange(len(streams))
     awaited = np.full(len(streams) + 1, -1)
     rows, sent = np.repeat(numbers, waits), streams[after] == MESSAGES
     np.maximum.at(awaited, rows[sent], after[sent])
     following = np.minimum.accumulate(np.where(streams == KERNELS, numbers, len(streams))[::-1])[::-1]
-    hides: BoolArray = (streams != KERNELS) & ((streams == BESIDE) | (awaited[following] < numbers))
+    hides: BoolArray = (streams == BESIDE) | (awaited[following] < numbers)
     return hides

@@ -310,8 +310,9 @@ def _updates(lowering: _Lowering, rank: int) -> list[tuple[int, int]]:
     """Append the optimizer's tasks of a rank; returns their numbers and how many of each there are."""
     source = lowering.source
     update = source.options.optimizer
+    parameters = _rank_parameters(lowering, rank)
     found = []
-    for index, times in _rank_parameters(lowering, rank).items():
+    for index, times in parameters.items():
         node = source.graph.nodes[index]
         elements = node.outputs[0].elements * local_share(source.stored[index], source.sizes)
         task = Task(
@@ -324,17 +325,17 @@ def _updates(lowering: _Lowering, rank: int) -> list[tuple[int, int]]:
             on_host=source.updated_on_host(index),
         )
         found.append((lowering.work.add(task, NOTHING), times))
-    messages = summed(source, _rank_parameters(lowering, rank).items())
+    messages = summed(source, parameters.items())
     found += [(lowering.work.add(message.task, NOTHING), 1) for message in messages]
     if checks_gradients(source):
         size = sum(
             times * source.local_bytes(source.graph.nodes[index].outputs[0], source.stored[index])
-            for index, times in _rank_parameters(lowering, rank).items()
+            for index, times in parameters.items()
         )
         checks = (check_task(float(size)), *(task for _, task in flag_messages(source)), settle_task())
         found += [(lowering.work.add(task, NOTHING), 1) for task in checks]
     if source.options.offload_optimizer:
-        moved = [(i, n) for i, n in _rank_parameters(lowering, rank).items() if i not in source.host.parameters]
+        moved = [(i, n) for i, n in parameters.items() if i not in source.host.parameters]
         copies = offloading(source, moved)
         found += [(lowering.work.add(task, NOTHING), 1) for task in copies]
     return found

@@ -116,6 +116,14 @@ def test_messages_that_hide_take_their_share_from_kernels(level: str, calls: int
 
 
 @schedules
+def test_kernels_lose_nothing_where_no_message_travels(schedule: str, ranks: int, virtual: int) -> None:
+    plan = pipelined(one_stage("gpt2-tiny", LAYERS), GRAPH, ranks, schedule, virtual)
+    calm, half = (replace(HARDWARE, overlap_compute_speed=speed) for speed in (1.0, 0.5))
+    free, slowed = (predict_pipeline(plan, GRAPH, hardware) for hardware in (calm, half))
+    np.testing.assert_array_equal(slowed.result.compute_s, free.result.compute_s)
+
+
+@schedules
 def test_both_engines_run_the_step_to_the_same_time(schedule: str, ranks: int, virtual: int) -> None:
     plan = pipelined(one_stage("gpt2-tiny", LAYERS, (("data", 2),), storage="sharded"), GRAPH, ranks, schedule, virtual)
     lowered = lower_pipeline(plan, GRAPH, HARDWARE)
