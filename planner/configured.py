@@ -113,6 +113,7 @@ class Configured:
             experts=experts_of(self.graph),
             context=self._context(pins),
             gradient_bytes=float(trained_bytes(self.graph)),
+            undivided=undivided(self.graph, devices),
             sample_s=work_bound(self.graph, self.hardware, self.dtype, devices),
             launch_s=self._launch_s(),
         )
@@ -493,6 +494,18 @@ def experts_of(graph: OperatorGraph) -> int:
         and len(graph.spec(node.tensor_inputs[-1]).shape) == 3
     ]
     return max(found, default=0)
+
+
+def undivided(graph: OperatorGraph, devices: int) -> frozenset[int]:
+    """Divisors of the devices that divide no dim of more than half of the elements of trained parameters."""
+    specs = [(graph.nodes[node].outputs[0], graph.multiplicity[node]) for node in graph.trained]
+    sizes = [(spec.shape, spec.elements * times) for spec, times in specs]
+    total = sum(elements for _, elements in sizes)
+    return frozenset(
+        part
+        for part in divisors(devices)
+        if 2 * sum(n for shape, n in sizes if all(dim % part for dim in shape)) > total
+    )
 
 
 def trained_bytes(graph: OperatorGraph) -> int:

@@ -40,9 +40,9 @@ class Extent:
 
     ``units`` is the number of pieces the network may be cut into, ``sequence`` the tokens of a sample (0: none),
     ``experts`` those of the largest layer; ``context`` says by algorithm which context axes are possible, None where
-    that is not known. ``gradient_bytes`` are those of all trained parameters, ``sample_s`` the device seconds of one
-    sample and ``launch_s`` the host's for the launches of one micro-batch's passes, both at least; 0 where they are
-    not known.
+    that is not known. ``gradient_bytes`` are those of all trained parameters, most of which stay whole on so many ranks
+    as ``undivided`` names: these divide none of their dims. ``sample_s`` are the device seconds of one sample and
+    ``launch_s`` the host's for the launches of one micro-batch's passes, both at least; 0 where they are not known.
     """
 
     hardware: Hardware
@@ -54,6 +54,7 @@ class Extent:
     experts: int = 0
     context: Mapping[str, ContextAxis] | None = None
     gradient_bytes: float = 0.0
+    undivided: frozenset[int] = frozenset()
     sample_s: float = 0.0
     launch_s: float = 0.0
 
@@ -226,9 +227,20 @@ def _shardings(extent: Extent, base: Configuration) -> Iterator[tuple[str, int]]
                 if base.data % pins.shard_size == 0:
                     yield level, 0 if pins.shard_size == base.data else pins.shard_size
                 continue
-            yield level, 0
-            for size in _shard_sizes(extent.hardware, base.data, base.stride("data")):
+            for size in _shards(extent, base):
                 yield level, size
+
+
+def _shards(extent: Extent, base: Configuration) -> list[int]:
+    """Ranks that share one copy of the states, 0 for all: of those that divide a dim of most parameters, if any.
+
+    Where all ranks do not, the most that do are among them.
+    """
+    sizes = [n for n in _shard_sizes(extent.hardware, base.data, base.stride("data")) if n not in extent.undivided]
+    if base.data not in extent.undivided:
+        return [0, *sizes]
+    most = max((n for n in divisors(base.data) if n not in extent.undivided), default=1)
+    return sorted({*sizes, most} - {1}) or [0]
 
 
 def _shard_sizes(hardware: Hardware, size: int, stride: int) -> list[int]:

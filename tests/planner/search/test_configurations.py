@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.configured import undivided
 from planner.request import Pins
 from planner.search.configurations.alternatives import diverse, shape_of
 from planner.search.configurations.bounds import (
@@ -38,6 +39,7 @@ from planner.work import optimizer
 from simulator.hardware import Hardware, load_profile
 from simulator.launches import SHARDED
 from tests.planner.search.made_tables import MadeTables, MadeUnit, made_tables
+from tests.planner.search.problems import captured
 from tests.planner.search.test_pipeline_partition import brute_force
 
 GIB = 2.0**30
@@ -253,6 +255,21 @@ def test_states_may_be_shared_by_more_than_a_node_and_fewer_than_all() -> None:
     )
     assert wider.objective_s < min(node.objective_s, everyone.objective_s)
     assert search(units, 128, 128, 20.0, pins).found[0].objective_s == wider.objective_s
+
+
+def test_states_are_shared_by_ranks_that_divide_the_parameters() -> None:
+    """On 96 ranks of which no dim divides, states of a power of two stay whole, whatever a share of them would be."""
+    llama = captured("llama2-7b")
+    assert undivided(llama, 96) == {3, 6, 12, 24, 48, 96}
+    assert not undivided(captured("gpt2"), 24)
+    extent = Extent(
+        hardware=A100, devices=96, global_batch=96, units=34,
+        pins=Pins(pp=1, tp=1, optimizer_sharding="zero3"), undivided=undivided(llama, 96),
+    )  # fmt: skip
+    assert {c.shard_size for c in configurations(extent)} == {8, 32}
+    assert {c.shard_size for c in configurations(replace(extent, devices=48, global_batch=48))} == {8, 16}
+    assert 0 in {c.shard_size for c in configurations(replace(extent, undivided=frozenset()))}
+    assert {c.shard_size for c in configurations(replace(extent, devices=3, global_batch=3))} == {0}
 
 
 def test_meshes_whose_units_are_too_wide_to_be_tabled_bound_and_are_no_error() -> None:
