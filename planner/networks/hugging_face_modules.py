@@ -16,7 +16,6 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 from transformers.pytorch_utils import Conv1D
 
-from planner.networks.hugging_face import WITH_EXPERTS
 from planner.networks.hugging_face_deepseek import GroupedRouter, LatentAttention, check_deepseek
 from planner.networks.losses import mean_cross_entropy
 from planner.networks.zoo.experts import choose_experts, mix_experts
@@ -50,7 +49,7 @@ def make_module(path: str, kind: str, settings: Mapping[str, Any], length: int) 
     _check(path, kind, config)
     config.use_cache = False
     config._attn_implementation = IMPLEMENTATION
-    if kind in WITH_EXPERTS:
+    if hasattr(config, "num_local_experts") or hasattr(config, "n_routed_experts"):
         config._experts_implementation = IMPLEMENTATION
     auto = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
     model: nn.Module = auto.from_config(config, attn_implementation=IMPLEMENTATION)  # type: ignore[no-untyped-call]

@@ -171,6 +171,7 @@ def plans(draw: st.DrawFn) -> Plan:
         offload_to=draw(st.sampled_from(["host", "disk"])) if away else "host",
         offload_parameters=draw(st.booleans()) if away else False,
         sequence_parallel=draw(st.booleans()),
+        tensor_overlap=draw(st.booleans()),
         context_algorithm=draw(st.sampled_from(["ring", "all_to_all"])) if "context" in names else "none",
         certificate=draw(certificates()),
     )
