@@ -39,7 +39,7 @@ from planner.request import Pins, PlanRequest
 from planner.rescoring import RESCORED, Field, rescore, said_of
 from planner.search.candidates import NEAR_ENOUGH, NOTHING_KNOWN, Known, Space
 from planner.search.configurations.explored import Explored, Placed
-from planner.search.configurations.pin_checks import check_pins
+from planner.search.configurations.pin_checks import check_pins, uneven_heads
 from planner.search.patience import Patience
 from planner.setting import Setting, setting_of
 from planner.sharding.rules import has_rule
@@ -146,7 +146,7 @@ def plan_network(
         "refining": refining,
     }
     notes = (*graph.notes, *_without_rules(graph), *precision_notes(hardware, setting.dtype))
-    notes += (*_left_out(candidates), *_idle_axes(ranked))
+    notes += (*_left_out(candidates), *_idle_axes(ranked), *uneven_heads(graph, pins, request.devices))
     return PlanResult(
         status=candidates[0].plan.certificate.status if candidates else Status.INFEASIBLE,
         candidates=candidates,

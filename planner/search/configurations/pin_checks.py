@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from math import prod
+from math import gcd, prod
 from typing import Any
 
+from planner.graph.operator_graph import OperatorGraph
 from planner.request import DEGREES, FLAGS, WORDS, Pins
 from planner.search.configurations.schedule_shapes import ONE_STAGE, PINNED, SEARCHED
 from planner.search.configurations.space import (
@@ -21,7 +22,7 @@ from planner.search.configurations.space import (
     micro_batch_sizes,
     schedules,
 )
-from planner.sharding.context import ALGORITHMS
+from planner.sharding.context import ALGORITHMS, attention_heads
 from simulator.errors import InputError, UnsupportedError
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_h2": 1, "zbv": 2, "dualpipe_v": 2}
@@ -38,6 +39,24 @@ def check_pins(extent: Extent) -> None:
     """
     for check in CHECKS:
         check(extent)
+
+
+def uneven_heads(graph: OperatorGraph, pins: Pins, devices: int) -> Iterator[str]:
+    """Say of a pinned tp that it does not divide the heads of attention, and which is nearest that does."""
+    for heads, copies in sorted(set(attention_heads(graph))) if (pins.tp or 1) > 1 else ():
+        assert pins.tp is not None  # more than 1
+        own = heads // copies
+        near = _nearest(pins.tp, divisors(gcd(own, devices)))
+        if heads % pins.tp:
+            yield (
+                f"pin tp={pins.tp} does not divide the {heads} heads of attention, which is not split by heads then; "
+                f"use tp={near} to split it"
+            )
+        elif own % pins.tp:
+            yield (
+                f"pin tp={pins.tp} does not divide the {own} key/value heads: split by its {heads} heads, attention "
+                f"keeps copies of them; use tp={near} for one each"
+            )
 
 
 def _product(extent: Extent) -> None:

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from planner.cli.options import read_pins as read_texts
 from planner.request import AXES_BY_PIN, DEGREES, FLAGS, PIN_NAMES, SIZES, WORDS, Pins, read_order
-from planner.search.configurations.pin_checks import check_pins
+from planner.search.configurations.pin_checks import check_pins, uneven_heads
 from planner.search.configurations.space import Extent, configurations
 from planner.search.configurations.step_model import Configuration
 from simulator.errors import InputError
 from simulator.hardware import load_profile
+from tests.planner.search.problems import captured
 
 A100 = load_profile("dgx-a100")
 GPT = Extent(hardware=A100, devices=8, global_batch=512, pins=Pins(), units=14, sequence=1024)
@@ -105,6 +106,20 @@ def test_a_batch_smaller_than_what_wide_tensor_axes_leave_of_the_devices_is_plan
     few = replace(GPT, devices=1024, global_batch=2, units=3)
     check_pins(few)
     assert {c.data_parallel for c in configurations(few)} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("network", "tensor", "devices", "said"),
+    [
+        ("gpt2", 8, 8, "pin tp=8 does not divide the 12 heads .* use tp=4 "),
+        ("gpt2", 8, 24, "pin tp=8 does not divide the 12 heads .* use tp=6 "),
+        ("llama3-70b", 16, 64, "pin tp=16 does not divide the 8 key/value heads: .* 64 heads, .* use tp=8 "),
+        ("llama3-70b", 8, 64, ""),
+        ("mlp", 8, 8, ""),
+    ],
+)
+def test_heads_that_a_pinned_tp_does_not_divide_are_named(network: str, tensor: int, devices: int, said: str) -> None:
+    assert re.match(said or "$", " ".join(uneven_heads(captured(network), Pins(tp=tensor), devices)))
 
 
 def test_every_pin_is_tried() -> None:
