@@ -221,8 +221,17 @@ def test_less_memory_turns_on_recomputation_then_sharding_of_states() -> None:
 
 
 def test_a_slow_network_between_nodes_keeps_tensor_parallelism_inside() -> None:
-    best = search(network(16, elements=4e8), 64, 64, 20.0, Pins(pp=1)).found[0].configuration
-    assert 1 < best.tensor <= best.tensor * best.stride("tensor") <= 8
+    """Where links inside a node are the slower ones, it goes across: nodes alone do not hold it."""
+    inside, between = A100.levels
+    crawling = replace(inside, bandwidth_bytes_per_s=between.bandwidth_bytes_per_s / 4, latency_s=between.latency_s)
+    units, pins = network(16, elements=4e8), Pins(pp=1)
+    best, other = (
+        search(units, 64, 64, 20.0, pins, hardware=replace(A100, levels=(level, between))).found[0].configuration
+        for level in (inside, crawling)
+    )
+    assert 1 < best.tensor <= best.tensor * best.stride("tensor") <= inside.size
+    assert other.tensor > 1
+    assert other.stride("tensor") >= inside.size
 
 
 def test_uneven_stages_make_up_for_a_heavy_head() -> None:
