@@ -45,6 +45,8 @@ PinCost = tuple[str, float, str]
 """A pin, the seconds of a step that it costs, and what the plan without it is."""
 CONSIDERED = 3
 """Plans that are partitioned again with more memory, at most: the best, and those near it."""
+CLOSE = 1e-3
+"""Where memory binds, the last thousandth of a step takes longest to prove, and prices ask for no proof."""
 FARTHEST = 4
 """Plans behind the best by more than so many times what more memory saves it are not near it."""
 
@@ -270,7 +272,7 @@ def _objective_s(search: Configured, pins: Pins, best: Placed, hardware: Hardwar
     """
     c = best.configuration
     tables = search.tables(pins, c, inside) if c.inner_mesh().axes else best.tables
-    found = partition(simplified(search.model(hardware, best.task.limit_bytes).task(tables, c)))
+    found = partition(simplified(search.model(hardware, best.task.limit_bytes).task(tables, c)), close=CLOSE)
     return np.inf if found is None else found.objective_s
 
 
@@ -278,7 +280,7 @@ def _roomier_s(placed: Placed) -> float:
     """Step time of a configuration once its stages are cut with one more GiB on every device."""
     if placed.task.roomy:
         return placed.objective_s
-    found = partition(simplified(replace(placed.task, limit_bytes=placed.task.limit_bytes + GIB)))
+    found = partition(simplified(replace(placed.task, limit_bytes=placed.task.limit_bytes + GIB)), close=CLOSE)
     return placed.objective_s if found is None else min(placed.objective_s, found.objective_s)
 
 

@@ -36,13 +36,16 @@ CLOSE = 1e-9
 """Relative difference to the best choice from which on a way is not followed."""
 
 
-def choose(task: PartitionTask, width: int, enough_s: float = np.inf) -> tuple[IntArray | None, float]:
+def choose(
+    task: PartitionTask, width: int, enough_s: float = np.inf, close: float = CLOSE
+) -> tuple[IntArray | None, float]:
     """The best way of every unit of a task of one piece, (units,) numbers in its kind, and a bound on all others.
 
     At last `width` ways through the first units are kept in a boundary state, where `BEAMS` leave something open.
 
     The bound is the seconds of the best unless every try left out more than it may. Without a way that fits the bound
     is infinite where there is none. Of what takes `enough_s` and more some choice will do, and the bound is no more.
+    Ways that could be better by less than `close`, relative to the best found, are not followed.
     """
     kinds = _kinds(task)
     beams = (*BEAMS, *((width,) if width > BEAMS[-1] else ()))
@@ -62,7 +65,7 @@ def choose(task: PartitionTask, width: int, enough_s: float = np.inf) -> tuple[I
         opened(0.0, 0, len(peaks) - 1)
     while heap:
         bound, first, last, tries, chain = heapq.heappop(heap)
-        limit_s = np.inf if best is None else min(best.seconds * (1 - CLOSE), enough_s)
+        limit_s = np.inf if best is None else min(best.seconds * (1 - close), enough_s)
         if bound >= limit_s or tries > len(beams):
             left_out = min(left_out, bound)
             continue

@@ -38,7 +38,7 @@ from planner.search.stages.fragments import (
 )
 from planner.search.stages.listed_cuts import few_cuts
 from planner.search.stages.listed_search import listed_partition
-from planner.search.stages.one_rank import choose
+from planner.search.stages.one_rank import CLOSE, choose
 from planner.search.stages.outcome import Partition
 from planner.search.stages.segments import ROUNDING, BoolArray, PartitionTask, Segments
 
@@ -61,8 +61,12 @@ _SETS_OF_TURNS = tuple(slice(*ends) for ends in ((0, None), (1, -1), (1, None), 
 """Turns whose limits are lowered together, one set after the other."""
 
 
-def partition(task: PartitionTask, *, width: int = WIDTH, enough_s: float = np.inf) -> Partition | None:
+def partition(
+    task: PartitionTask, *, width: int = WIDTH, enough_s: float = np.inf, close: float = CLOSE
+) -> Partition | None:
     """The best partition; None where none fits. On one rank any will do that takes `enough_s` and more.
+
+    There the relative difference `close` is not worth a search either.
 
     On one rank it is exact where `width` ways through the first units suffice
     (`planner.search.stages.one_rank`). With one chunk a rank it is exact while no fragment has more than `width` ways
@@ -71,17 +75,17 @@ def partition(task: PartitionTask, *, width: int = WIDTH, enough_s: float = np.i
     Where passes of both kinds follow apart, the partition is the one that is best as if they alternated, and its
     objective what it takes then; the bound stays.
     """
-    found = _partition(task, width, enough_s)
+    found = _partition(task, width, enough_s, close)
     if found is None or task.apart_s is None:
         return found
     return replace(found, objective_s=max(found.objective_s, task.apart_s(found)))
 
 
-def _partition(task: PartitionTask, width: int, enough_s: float) -> Partition | None:
+def _partition(task: PartitionTask, width: int, enough_s: float, close: float) -> Partition | None:
     if task.units < task.pieces:
         return None
     if task.pieces == 1:
-        return _whole(task, width, enough_s)
+        return _whole(task, width, enough_s, close)
     if task.chunks > 1 and task.units <= SHORT:
         settled, found = _settled(task, width)
         if settled:
@@ -112,9 +116,9 @@ def lists_cuts(task: PartitionTask) -> bool:
     return task.chunks > 1 and unlike(task.counts, task.pieces) and few_cuts(task.units, task.pieces)
 
 
-def _whole(task: PartitionTask, width: int, enough_s: float) -> Partition | None:
+def _whole(task: PartitionTask, width: int, enough_s: float, close: float) -> Partition | None:
     """The whole network on one rank."""
-    ways, bound = choose(task, width, enough_s)
+    ways, bound = choose(task, width, enough_s, close)
     if ways is None:
         return None
     kinds = [kind for kind, count in zip(task.kinds, task.counts, strict=True) for _ in range(count)]
