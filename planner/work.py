@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph
+from planner.graph.operator_graph import DTYPE_BYTES, Node, OperatorGraph, TensorRef
 from simulator.errors import InputError
 from simulator.kernels.matmul import ELEMENT_BYTES
 from simulator.program import Kernel
@@ -126,9 +126,12 @@ def in_halves(node: Node) -> bool:
 
 
 def traffic_sizes(graph: OperatorGraph, node: Node) -> list[float]:
-    """Bytes that an operator with whole tensors reads of each tensor input, then writes of each output."""
+    """Bytes that an operator with whole tensors reads of each tensor input, then writes of each output.
+
+    What lies in memory once and is only repeated by an expansion is read once: repeats come from the caches.
+    """
     inputs = node.tensor_inputs
-    sizes = [float(graph.spec(ref).size_bytes) for ref in inputs]
+    sizes = [_lying_bytes(graph, ref) for ref in inputs]
     sizes += [float(spec.size_bytes) for spec in node.outputs]
     name = node.op.split(".")[1] if "." in node.op else ""
     if name in LOOKUPS:
@@ -137,6 +140,15 @@ def traffic_sizes(graph: OperatorGraph, node: Node) -> list[float]:
     elif name in SHAPE_ONLY:
         sizes[SHAPE_ONLY[name]] = 0.0
     return sizes
+
+
+def _lying_bytes(graph: OperatorGraph, ref: TensorRef) -> float:
+    """Bytes of a tensor, or of the one that it repeats for other reasons than that the batch grows."""
+    source, spec = graph.nodes[ref.node], graph.spec(ref)
+    if source.op != "aten.expand.default":
+        return float(spec.size_bytes)
+    beneath = graph.spec(source.tensor_inputs[0])
+    return float((beneath if any(beneath.batch_dims) == any(spec.batch_dims) else spec).size_bytes)
 
 
 def cast_bytes(graph: OperatorGraph, node: Node, shares: Sequence[Amount]) -> Amount:

@@ -22,7 +22,7 @@ from planner.search.problem.solution import node_rules
 from planner.search.problem.variables import decisions
 from planner.sharding.placement import REPLICATE, Mesh, MeshAxis
 from planner.strategy.plan import NodeRules, expanded_rules
-from planner.work import optimizer
+from planner.work import optimizer, traffic_sizes
 from simulator.hardware import load_profile
 from simulator.program import Kernel
 
@@ -103,6 +103,35 @@ def test_plans_with_an_expert_axis_are_simulated_on_every_sample_of_the_batch() 
         samples = 64 // found.plan.micro_batches
         assert samples == found.plan.samples
         assert check_flops(found) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_an_index_that_repeats_for_every_number_of_a_row_is_read_once() -> None:
+    """Gathering rows for experts moves each row once in and once out, and a whole number for each."""
+    graph = network(HEAVY)
+    gathers = [node for node in graph.nodes if node.op in ("aten.gather.default", "aten.scatter_add.default")]
+    wide = [node for node in gathers if "experts" in node.module]
+    assert {node.op for node in wide} == {"aten.gather.default", "aten.scatter_add.default"}
+    for node in wide:
+        index = node.tensor_inputs[1]
+        rows = graph.spec(index).elements / graph.spec(index).shape[-1]
+        assert traffic_sizes(graph, node)[1] == 8 * rows, node.name
+
+
+def test_what_grows_with_the_batch_because_it_is_repeated_counts_whole() -> None:
+    graph = network(HEAVY)
+    repeated = [
+        (node, place)
+        for node in graph.nodes
+        if node.role is Role.OPERATOR
+        for place, ref in enumerate(node.tensor_inputs)
+        if graph.nodes[ref.node].op == "aten.expand.default"
+        and not any(graph.spec(graph.nodes[ref.node].tensor_inputs[0]).batch_dims)
+        and any(graph.spec(ref).batch_dims)
+    ]
+    assert repeated
+    for node, place in repeated:
+        counted = traffic_sizes(graph, node)[place]
+        assert counted in (0, graph.spec(node.tensor_inputs[place]).size_bytes), node.name
 
 
 def test_tokens_travel_where_it_is_pinned_and_weights_where_memory_allows_and_they_are_lighter() -> None:
