@@ -55,13 +55,12 @@ class Predictor:
     def closed_form_s(self, run: Run, changed: Callable[[Hardware], Hardware] = lambda hardware: hardware) -> float:
         """Seconds of a step by the closed form, on the run's hardware or on what `changed` makes of it."""
         request = self._request(run)
-        hardware = as_run(
-            changed(load_profile(request.hardware)), run.software, run.attention,
-            tensor_overlap="tensor_overlap" in dict(run.pins),
-        )  # fmt: skip
+        search = self._search(run, request)
+        told = {name: search.base[name] for name in ("tensor_overlap", "expert_overlap", "sent_once")}
+        hardware = as_run(changed(load_profile(request.hardware)), run.software, run.attention, **told)
         if (run, hardware) not in self.known:
             with limited(self.limit_s):
-                found = replace(self._search(run, request), hardware=hardware).explore(read_pins(request)).found
+                found = replace(search, hardware=hardware).explore(read_pins(request)).found
             require(found, "no plan")
             self.known[run, hardware] = min(placed.objective_s for placed in found)
         return self.known[run, hardware]

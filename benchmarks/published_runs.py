@@ -173,6 +173,16 @@ def _expert_axis(setup: TrainingSetup) -> int:
     return max(1, setup.ep * setup.expert_tp // setup.tp) if setup.ep > 1 else 1
 
 
+def _expert_pins(setup: TrainingSetup) -> dict[str, str]:
+    """How tokens travel to their experts, and what tensor ranks have of these."""
+    pins = {"expert_messages": "once_a_node" if setup.tokens_sent_once else "tokens"}
+    if setup.overlap_experts:
+        pins["expert_overlap"] = "true"
+    if setup.tp > 1:
+        pins["expert_cut"] = "width" if setup.expert_tp > 1 else "whole"
+    return pins
+
+
 def _pins(run: TrainingRun, *, stages: bool) -> dict[str, str]:
     setup = run.setup
     sharding = setup.optimizer_sharding if setup.dp > 1 else OptimizerSharding.NONE
@@ -183,11 +193,8 @@ def _pins(run: TrainingRun, *, stages: bool) -> dict[str, str]:
         # Megatron-LM passes keys and values around unless told otherwise.
         pins |= {"cp": str(setup.cp), "context_algorithm": "ring"}
     if setup.ep > 1:
-        pins |= {"expert_messages": "tokens", "order": EXPERTS_ORDER}
-        if setup.tp > 1:
-            pins["expert_cut"] = "width" if setup.expert_tp > 1 else "whole"
         experts = _expert_axis(setup)
-        pins["ep"] = str(experts)
+        pins |= _expert_pins(setup) | {"order": EXPERTS_ORDER, "ep": str(experts)}
         # States are shared out over copies of the same experts.
         sharding = sharding if setup.dp > experts else OptimizerSharding.NONE
     if setup.dp > 1:

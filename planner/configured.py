@@ -10,6 +10,7 @@ import numpy as np
 
 from planner.analytic import analytic_breakdown
 from planner.context.errors import ContextError
+from planner.graph.experts import experts_of
 from planner.graph.host_tables import host_tables
 from planner.graph.operator_graph import OperatorGraph, Role
 from planner.lowering.checked import fits_copies
@@ -44,7 +45,6 @@ from planner.work import Optimizer
 from simulator.errors import InputError, UnsupportedError
 from simulator.hardware import Hardware
 from simulator.launches import known_software, launch_time
-from simulator.program import Kernel
 
 TIGHTER = 2
 """How often a plan whose simulated peak does not fit is partitioned again with less memory."""
@@ -187,7 +187,7 @@ class Configured:
                 recompute=RECOMPUTE if pins.recompute is None else (pins.recompute,),
                 sequence_parallel=pins.sequence_parallel,
                 context_algorithm=algorithm,
-                experts_stay=pins.expert_messages == "tokens",
+                experts_stay=pins.experts_stay,
                 expert_cut=pins.expert_cut or "any",
             ),
         )
@@ -197,7 +197,7 @@ class Configured:
 
     def _table_key(self, pins: Pins, configuration: Configuration, hardware: Hardware) -> tuple[object, ...]:
         """All that tables of labels depend on beside the graph."""
-        asked: tuple[object, ...] = (pins.recompute, pins.sequence_parallel, pins.expert_messages, pins.expert_cut)
+        asked: tuple[object, ...] = (pins.recompute, pins.sequence_parallel, pins.experts_stay, pins.expert_cut)
         if self.hints:
             asked = (*asked, self.hints, configuration.data)
         return (hardware, configuration.table_key, self.optimizer, self.bucket_bytes, *asked)
@@ -482,18 +482,6 @@ def _stages(extent: Extent) -> list[dict[tuple[Mesh, int], None]]:
             mesh = placed.inner_mesh()
             groups[min(number, 1)].update(dict.fromkeys((mesh, size) for size in sizes))
     return groups
-
-
-def experts_of(graph: OperatorGraph) -> int:
-    """Experts of the largest grouped product; 0 where there is none."""
-    found = [
-        graph.spec(node.tensor_inputs[-1]).shape[0]
-        for node in graph.nodes
-        if node.kernel is Kernel.MATMUL
-        and "expert" in node.module
-        and len(graph.spec(node.tensor_inputs[-1]).shape) == 3
-    ]
-    return max(found, default=0)
 
 
 def undivided(graph: OperatorGraph, devices: int) -> frozenset[int]:

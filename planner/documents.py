@@ -67,6 +67,8 @@ def plan_document(plan: Plan, hardware: Hardware) -> Document:
         "copies": plan.copies,
         "sequence_parallel": plan.sequence_parallel,
         "tensor_overlap": plan.tensor_overlap,
+        "expert_overlap": plan.expert_overlap,
+        "sent_once": plan.sent_once,
         "recompute": plan.recompute,
         "recompute_messages": all(part.messages for part in plan.recompute_ranges),
         "optimizer_sharding": plan.optimizer_sharding,

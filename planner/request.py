@@ -33,12 +33,12 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "optimizer_sharding": ("none", "zero1", "zero2", "zero3"),
     "schedule": ("none", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe", "dualpipe_v"),
     "context_algorithm": ("none", "ring", "all_to_all"),
-    "expert_messages": ("any", "tokens"),
+    "expert_messages": ("any", "tokens", "once_a_node"),
     "expert_cut": ("any", "width", "whole"),
     "offload_to": ("host", "disk"),
 }
 FLAGS = (
-    *("sequence_parallel", "tensor_overlap", "recompute_messages"),
+    *("sequence_parallel", "tensor_overlap", "expert_overlap", "recompute_messages"),
     *("offload_optimizer", "offload_parameters", "offload_activations", "host_embeddings"),
 )
 SIZES: Mapping[str, tuple[int, int]] = {"bucket_mb": (1, 2**14), "sharding_threshold_kb": (0, 2**24)}
@@ -104,7 +104,9 @@ class Pins:
     ``bucket_mb`` is the size of fused messages of gradients in MiB, and parameters of less than
     ``sharding_threshold_kb`` KiB stay whole. ``copies`` are the parts of a micro-batch whose operators are issued in
     turn; without it there is one. With ``expert_messages`` of ``tokens`` ranks of an expert axis keep their own experts
-    and send tokens; else they may gather the weights of the others instead. ``expert_cut`` says what tensor ranks
+    and send tokens, with ``once_a_node`` each token once to each node for all of its experts there; else they may
+    gather the weights of the others instead. With ``expert_overlap`` tokens travel beside another micro-batch, else
+    they are waited for. ``expert_cut`` says what tensor ranks
     have of experts: part of the ``width`` of each, or ``whole`` ones of their own, as those of an expert axis. With
     ``tensor_overlap`` gathers and scatters of tensor ranks travel beside products, else behind them. ``order`` names
     axes as the pins of their degrees do, from the one whose ranks lie farthest apart to the one whose ranks are
@@ -129,6 +131,7 @@ class Pins:
     expert_cut: str | None = None
     sequence_parallel: bool | None = None
     tensor_overlap: bool | None = None
+    expert_overlap: bool | None = None
     offload_optimizer: bool | None = None
     offload_to: str | None = None
     offload_parameters: bool | None = None
@@ -140,6 +143,11 @@ class Pins:
     order: tuple[str, ...] | None = None
     batch_only: bool = False
     by_unit: bool = False
+
+    @property
+    def experts_stay(self) -> bool:
+        """Whether ranks of an expert axis keep their own experts, so that tokens travel."""
+        return self.expert_messages not in (None, "any")
 
     @property
     def storage(self) -> ParameterStorage:
@@ -253,7 +261,9 @@ def read_pins(request: PlanRequest) -> Pins:
 
 
 def _overlapped(pins: Pins) -> Pins:
-    """Sequence parallelism where messages of tensor ranks are to travel beside products: sums do not."""
+    """What messages that are to travel beside kernels ask for: of tensor ranks a shared sequence, of experts tokens."""
+    if pins.expert_overlap and pins.expert_messages is None:
+        pins = replace(pins, expert_messages="tokens")
     return replace(pins, sequence_parallel=True) if pins.tensor_overlap and pins.sequence_parallel is None else pins
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypedDict
 
 from planner.configured import Configured
 from planner.context.applying import SEMI_AUTOMATIC, marked, semi_automatic, with_groups
@@ -12,6 +13,7 @@ from planner.context.exchange import check_data
 from planner.context.layerwise import layerwise_names
 from planner.context.placing import PlacedMarks
 from planner.graph.chain import Chain
+from planner.graph.experts import experts_of, experts_per_token
 from planner.graph.operator_graph import DTYPE_BYTES, OperatorGraph
 from planner.hosted import check_host_speed, check_host_tables
 from planner.lowering.checked import precision_dtype
@@ -91,13 +93,12 @@ def setting_of(
     pins = read_pins(request)
     profile = load_profile(request.hardware)
     profile.check_devices(request.devices)
-    hardware = as_run(profile, request.software, request.attention, tensor_overlap=bool(pins.tensor_overlap))
     network = load_network(
         request.network, sequence_length=request.sequence_length, attention=request.attention, norms=request.norms
     )
-    precision = request.precision or {v: k for k, v in PRECISIONS.items()}[hardware.default_precision]
+    precision = request.precision or {v: k for k, v in PRECISIONS.items()}[profile.default_precision]
     dtype = precision_dtype(precision)
-    check_products(hardware, dtype)
+    check_products(profile, dtype)
     update = optimizer(request.optimizer or network.default_optimizer)
     batch = network.default_global_batch if request.global_batch is None else request.global_batch
     if batch < 1:
@@ -116,10 +117,12 @@ def setting_of(
         request = with_groups(request, placed)
     searched = shared.apart(dtype, told_apart(graph, request.hints))
     pins = semi_automatic(request, pins)
+    travel = _travelling(pins, graph)
+    hardware = as_run(profile, request.software, request.attention, **travel)
     check_host_tables(pins, graph, hardware)
     base = _base_plan(request, network, graph, profile, precision, update.name, batch, bucket)
     base |= {"host_embeddings": bool(pins.host_embeddings), "copies": pins.copies or 1}
-    base |= {"tensor_overlap": bool(pins.tensor_overlap)}
+    base |= travel
     base |= {"offload_to": pins.offload_to or "host", "offload_parameters": bool(pins.offload_parameters)}
     ruled = time.perf_counter()
     search = Configured(
@@ -147,6 +150,31 @@ def setting_of(
         captured=captured,
         ruled=ruled,
     )
+
+
+class Travel(TypedDict):
+    """How messages travel where pins say so, by the names that a plan and `as_run` have for it."""
+
+    tensor_overlap: bool
+    expert_overlap: bool
+    sent_once: int
+
+
+def _travelling(pins: Pins, graph: OperatorGraph) -> Travel:
+    """How messages travel.
+
+    Raises
+    ------
+    InputError
+        Tokens are to travel once to each node, and the network does not say how many experts they go to.
+    """
+    chosen = experts_per_token(graph) if pins.expert_messages == "once_a_node" else 0
+    if pins.expert_messages == "once_a_node" and not chosen and experts_of(graph):
+        raise InputError(
+            "pin expert_messages=once_a_node: no operator of the network (topk over its experts) says how many experts "
+            "a token goes to; use expert_messages=tokens"
+        )
+    return Travel(tensor_overlap=bool(pins.tensor_overlap), expert_overlap=bool(pins.expert_overlap), sent_once=chosen)
 
 
 def _unit_pins(placed: PlacedMarks | None, pins: Pins, units: Chain, hardware: Hardware) -> UnitPins:

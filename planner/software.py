@@ -28,6 +28,7 @@ from planner.graph.norms import FUSED as FUSED_NORMS
 from planner.graph.norms import check_norms
 from planner.strategy.exchange import Exchange
 from simulator.errors import InputError
+from simulator.expert_messages import EXPERT_EXPOSED, SENT_ONCE
 from simulator.hardware import Hardware, load_profile
 from simulator.launches import LAUNCH, MESSAGE_LAUNCHES, SEND_STALL, SHARDED, TENSOR_EXPOSED
 
@@ -93,30 +94,53 @@ def check_software(name: str) -> str:
     return name
 
 
-def as_run(hardware: Hardware, software: str, attention: str, *, tensor_overlap: bool = False) -> Hardware:
+def as_run(
+    hardware: Hardware,
+    software: str,
+    attention: str,
+    *,
+    tensor_overlap: bool = False,
+    expert_overlap: bool = False,
+    sent_once: int = 0,
+) -> Hardware:
     """A cluster as the named software, with a kind of attention, runs on it; as it is where neither is named.
 
-    With ``tensor_overlap`` gathers and scatters of tensor ranks travel beside products.
+    With ``tensor_overlap`` gathers and scatters of tensor ranks travel beside products, with ``expert_overlap`` tokens
+    on their way to experts beside another micro-batch. Where a token goes to ``sent_once`` experts, it travels once to
+    each node that has some of them; 0 where it travels once for each expert.
     """
     found = as_run_by(hardware, software)
     if check_attention(attention) in FUSED:
         found = replace(found, attention=attention, hash=f"{found.hash} {attention}")
+    told: dict[str, float] = {}
     if tensor_overlap:
-        training = {**found.training, TENSOR_EXPOSED: _tensor_exposed(software)}
-        found = replace(found, training=training, hash=f"{found.hash} tensor_overlap")
+        told[TENSOR_EXPOSED] = _exposed(software, "tensor_exposed")
+    if expert_overlap:
+        told[EXPERT_EXPOSED] = _exposed(software, "context_exposed")
+    if sent_once:
+        told[SENT_ONCE] = float(sent_once)
+    if told:
+        named = "".join(f" {name}={value:g}" for name, value in told.items())
+        found = replace(found, training={**found.training, **told}, hash=f"{found.hash}{named}")
     return found
 
 
-def _tensor_exposed(software: str) -> float:
-    """What messages beside products leave to wait for with the named software, else with the usual one."""
+def _exposed(software: str, coefficient: str) -> float:
+    """What messages beside kernels leave to wait for with the named software, else with the usual one.
+
+    Those of experts leave what those of context ranks do, as in predictions of published runs.
+    """
     stacks = shipped_software().coefficients.stacks
     named = [str(SOFTWARE[software].stack)] if software else USUAL_STACKS
-    return float(np.median([stacks[name]["tensor_exposed"] for name in named]))
+    return float(np.median([stacks[name][coefficient] for name in named]))
 
 
 def run_for(plan: Plan, hardware: Hardware) -> Hardware:
-    """A cluster as it runs a plan: with its software, its attention, and what its tensor ranks overlap."""
-    return as_run(hardware, plan.software, plan.attention, tensor_overlap=plan.tensor_overlap)
+    """A cluster as it runs a plan: with its software, its attention, and how its messages travel."""
+    return as_run(
+        hardware, plan.software, plan.attention,
+        tensor_overlap=plan.tensor_overlap, expert_overlap=plan.expert_overlap, sent_once=plan.sent_once,
+    )  # fmt: skip
 
 
 def cluster_as_run(cluster: MixedCluster, plan: Plan) -> MixedCluster:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from simulator.collectives import FloatArray, collective_time
 from simulator.crowding import crowded
+from simulator.expert_messages import expert_exposed, sent_share
 from simulator.hardware import Hardware
 from simulator.launches import message_launch_s, sharded_factor, tensor_exposed
 from simulator.program import CONVOLUTIONS, Collective, Kernel
@@ -68,10 +69,12 @@ def message_time(
     """Seconds (n,) of collectives of `payload` bytes, inside the innermost level or beyond it, with their launches.
 
     Those of ``sharded`` parameters (`simulator.program.Task.sharded`) may travel one by one, those along ``axis``
-    tensor beside products. Where other processes of the job share the cores of a group, they take as long as that.
+    tensor beside products, and tokens along ``axis`` expert once to each node or beside another micro-batch. Where
+    other processes of the job share the cores of a group, they take as long as that.
     """
     factor, launch_s = _of_group(hardware, group)
-    factor *= tensor_exposed(hardware, collective, axis)
+    factor *= tensor_exposed(hardware, collective, axis) * expert_exposed(hardware, collective, axis)
+    payload = payload * sent_share(hardware, collective, axis, group)
     apart = sharded_factor(hardware)
     times = factor if apart == 1.0 else factor * np.where(sharded, apart, 1.0)
     alone = collective_time(hardware, collective, payload, group) * times + launch_s

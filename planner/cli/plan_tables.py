@@ -130,8 +130,12 @@ def stages_text(plan: Plan) -> str:
         parts.append(f"{plan.pipeline} stages{chunks}, {plan.schedule}")
     run_by = {"run by": plan.software, "attention": plan.attention, "norms": plan.norms}
     parts += [f"{what} {kind}" for what, kind in run_by.items() if kind]
-    if plan.tensor_overlap:
-        parts.append("messages of tensor ranks beside products")
+    travelling = {
+        "messages of tensor ranks beside products": plan.tensor_overlap,
+        "tokens sent once to each node": plan.sent_once,
+        "tokens sent beside another micro-batch": plan.expert_overlap,
+    }
+    parts += [said for said, holds in travelling.items() if holds]
     if plan.copies > 1:
         parts.append(f"micro-batches in {plan.copies} copies")
     if plan.recompute != "none":

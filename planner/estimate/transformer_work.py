@@ -13,6 +13,7 @@ from enum import StrEnum
 import numpy as np
 
 from planner.estimate.columns import Columns, FloatArray
+from simulator.expert_messages import places_reached
 
 ROUTER_BYTES = 4  # routers compute in float32
 
@@ -161,14 +162,12 @@ def sent_copies(c: Columns) -> FloatArray:
 def once_a_node(c: Columns, devices_per_node: int) -> FloatArray:
     """Share of the token copies that travels where a dispatcher sends a token to each node (or rank) but once.
 
-    Of ``n`` nodes a token's ``k`` experts lie on ``n (1 - (1 - 1/n)^k)`` on average (DeepEP; DeepSeek-V3,
-    arXiv:2412.19437, section 3.2.2); within a node ranks take the place of nodes.
+    How many nodes that are on average, `simulator.expert_messages` says; within a node ranks take the place of nodes.
     """
     ranks = np.maximum(c.ep * c.expert_tp, 1.0)
     places = np.where(ranks > devices_per_node, ranks / devices_per_node, np.maximum(c.ep, 1.0))
     chosen = np.maximum(c.experts_per_token, 1.0)
-    visited = places * (1 - (1 - 1 / places) ** chosen)
-    return np.where(c.tokens_sent_once > 0, visited / chosen, 1.0)
+    return np.where(c.tokens_sent_once > 0, places_reached(places, chosen) / chosen, 1.0)
 
 
 def dropout_cost(c: Columns) -> FloatArray:

@@ -193,6 +193,8 @@ def plan_to_text(plan: Plan, prediction: Mapping[str, object] | None = None) -> 
         **({"attention": plan.attention} if plan.attention else {}),
         **({"norms": plan.norms} if plan.norms else {}),
         **({"tensor_overlap": True} if plan.tensor_overlap else {}),
+        **({"expert_overlap": True} if plan.expert_overlap else {}),
+        **({"sent_once": plan.sent_once} if plan.sent_once else {}),
         "certificate": asdict(plan.certificate) | {"status": plan.certificate.status.value},
         "prediction": None if prediction is None else dict(prediction),
         "placements": _placements(plan.rules),
@@ -257,6 +259,8 @@ def plan_from_text(text: str, source: str = "strategy") -> StrategyFile:
         attention=model.attention,
         norms=model.norms,
         tensor_overlap=model.tensor_overlap,
+        expert_overlap=model.expert_overlap,
+        sent_once=model.sent_once,
     )
     return StrategyFile(plan=plan, prediction=model.prediction.model_dump() if model.prediction else None)
 

@@ -158,6 +158,9 @@ class Plan:
     attention : how attention runs, one of `planner.graph.attention`; empty for the usual fused kernel
     norms : how root-mean-square norms run, one of `planner.graph.norms`; empty for single operators
     tensor_overlap : gathers and scatters of tensor ranks travel in parts beside the products before or behind them
+    expert_overlap : tokens travel to their experts and back beside what another micro-batch computes
+    sent_once : experts that a token goes to, where it travels once to each node for all of them; 0 where it travels
+        once for each of them
     copies : parts that the samples of a micro-batch are divided into, whose operators are issued in turn so that the
         messages of one travel while another computes
     """
@@ -202,6 +205,8 @@ class Plan:
     attention: str = ""
     norms: str = ""
     tensor_overlap: bool = False
+    expert_overlap: bool = False
+    sent_once: int = 0
 
     @property
     def devices(self) -> int:

@@ -222,6 +222,8 @@ class StrategyModel(_Strict):
     attention: Literal["", "unfused", "fused_softmax", "flash", "flash2", "vendor"] = ""
     norms: Literal["", "fused", "unfused"] = ""
     tensor_overlap: bool = False
+    expert_overlap: bool = False
+    sent_once: Annotated[int, Field(ge=0)] = 0
     certificate: CertificateModel
     prediction: PredictionModel | None
     placements: PlacementsModel

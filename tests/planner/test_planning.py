@@ -124,7 +124,7 @@ def test_of_every_pin_it_is_said_what_it_costs() -> None:
     ones = dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "copies", "bucket_mb", "sharding_threshold_kb"), "1")
     told_apart = (
         *("offload_parameters", "offload_activations", "host_embeddings"),
-        *("sequence_parallel", "tensor_overlap"),
+        *("sequence_parallel", "tensor_overlap", "expert_overlap"),
     )
     words = {
         "recompute": "none",

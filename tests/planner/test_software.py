@@ -15,9 +15,10 @@ from planner.estimate.software_file import shipped_software
 from planner.estimate.usual_software import factors_of
 from planner.execution.launch.starting import check_options
 from planner.execution.run import ExecuteOptions
+from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_precision
 from planner.lowering.checked import checked_graph, lower
-from planner.planning import PlanRequest, PlanResult, plan_network
+from planner.planning import Candidate, PlanRequest, PlanResult, capture_for, plan_network
 from planner.prediction import predict_plan
 from planner.shared_tables import SharedTables
 from planner.software import SOFTWARE, as_run, as_run_by, exchange_of, machine_of, norms_of
@@ -28,6 +29,7 @@ from simulator.hardware import load_profile
 from simulator.launches import LAUNCH, known_software, send_stall, sharded_factor
 from simulator.program import Collective
 from simulator.timing import task_times
+from tests.planner.execution.small import place
 from tests.planner.search.problems import captured
 
 DGX = load_profile("dgx-a100")
@@ -38,6 +40,9 @@ SMALL = {
 }  # fmt: skip
 
 
+REFUSED = {"expert_messages": "expert_messages=tokens", "expert_overlap": "expert_overlap=false"}
+
+
 @cache
 def planned(software: str = "", attention: str = "", **pins: str) -> PlanResult:
     request = PlanRequest(
@@ -46,6 +51,23 @@ def planned(software: str = "", attention: str = "", **pins: str) -> PlanResult:
     )  # fmt: skip
     shared = SharedTables(captured("gpt2-tiny")) if not attention else None
     return plan_network(request, shared=shared)
+
+
+ROUTED = PlanRequest(
+    network=place("mixtral"), hardware="dgx-a100", devices=4, global_batch=16, top=1, sensitivity=False,
+    software="megatron_core",
+)  # fmt: skip
+
+
+@cache
+def routes() -> OperatorGraph:
+    return capture_for(ROUTED)
+
+
+def routed(**pins: str) -> Candidate:
+    """A plan of a network with four experts, two of which a token goes to, on four ranks of an expert axis."""
+    given = {"tp": "1", "dp": "4", "ep": "4", "pp": "1", "micro_batch": "2", "optimizer_sharding": "none"}
+    return plan_network(replace(ROUTED, pins=given | pins), shared=SharedTables(routes())).candidates[0]
 
 
 def test_without_a_name_nothing_changes() -> None:
@@ -190,6 +212,31 @@ def test_messages_of_tensor_ranks_beside_products_leave_a_part_to_wait_for(tmp_p
     assert any(sent)
     assert fewer == pytest.approx(times * np.where(sent, left, 1.0))
     with pytest.raises(InputError, match="--pin tensor_overlap=false"):
+        check_options(read, ExecuteOptions(strategy=tmp_path / "strategy.json"), None)
+
+
+@pytest.mark.parametrize("fewer", [{"expert_messages": "once_a_node"}, {"expert_overlap": "true"}])
+def test_tokens_travel_once_to_a_node_or_beside_another_micro_batch(fewer: dict[str, str], tmp_path: Path) -> None:
+    """In the search, the simulation and the file; kernels and other messages stay as they are."""
+    sent, all_sent = (routed(**pins) for pins in (fewer, {"expert_messages": "tokens"}))
+    read = plan_from_text(plan_to_text(sent.plan)).plan
+    assert (read.sent_once, read.expert_overlap) == ((2, False) if "expert_messages" in fewer else (0, True))
+    assert "sent_once" not in plan_to_text(all_sent.plan)
+    assert sent.prediction.step_time_s < all_sent.prediction.step_time_s
+    assert sent.plan.certificate.objective_s < all_sent.plan.certificate.objective_s
+    for one in (sent, all_sent):
+        assert one.plan.certificate.objective_s == pytest.approx(one.prediction.step_time_s, rel=0.03)
+    program = lower(read, checked_graph(read, routes())).program
+    hardware = replace(machine_of(read), training=machine_of(read).training | {LAUNCH: 0.0})
+    usual = replace(machine_of(all_sent.plan), training=machine_of(all_sent.plan).training | {LAUNCH: 0.0})
+    tasks = [task for segment in program.segments for task in segment.tasks]
+    found, whole = (np.concatenate(task_times(program, one)) for one in (hardware, usual))
+    changed = np.array([task.axis == "expert" and task.collective is Collective.ALL_TO_ALL for task in tasks])
+    assert changed.any()
+    assert found[~changed] == pytest.approx(whole[~changed])
+    assert (found[changed] < whole[changed]).all()
+    (name,) = fewer
+    with pytest.raises(InputError, match=f"--pin {REFUSED[name]}"):
         check_options(read, ExecuteOptions(strategy=tmp_path / "strategy.json"), None)
 
 

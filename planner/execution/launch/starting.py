@@ -158,6 +158,16 @@ def check_options(plan: Plan, options: ExecuteOptions, membership: Membership | 
             "the plan has messages of tensor ranks beside parts of products, and products run whole here; plan "
             "again with --pin tensor_overlap=false"
         )
+    if plan.expert_overlap:
+        raise InputError(
+            "the plan has tokens travel beside another micro-batch, and micro-batches run one after the other here; "
+            "plan again with --pin expert_overlap=false"
+        )
+    if plan.sent_once:
+        raise InputError(
+            "the plan has each token travel once to a node for all of its experts there, and it travels once for each "
+            "of them here; plan again with --pin expert_messages=tokens"
+        )
     if options.verify:
         check_comparable(plan)
     if options.steps < 1:

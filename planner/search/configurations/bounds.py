@@ -282,7 +282,7 @@ def _never_faster(
         if size == 1 or usual.stride(axis) == other.stride(axis):
             continue
         for collective in _INSIDE:
-            here, there = (payloads_s(hardware, collective, size, c.stride(axis)) for c in (usual, other))
+            here, there = (payloads_s(hardware, collective, size, c.stride(axis), axis=axis) for c in (usual, other))
             if np.any(there < here * (1 - _ROUNDING)):
                 return False
     return True

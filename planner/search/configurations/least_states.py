@@ -299,7 +299,7 @@ def least_byte_s(hardware: Hardware, collective: Collective, size: int, stride: 
 
 @lru_cache(maxsize=4096)
 def payloads_s(
-    hardware: Hardware, collective: Collective, size: int, stride: int, *, sharded: bool = False
+    hardware: Hardware, collective: Collective, size: int, stride: int, *, sharded: bool = False, axis: str = ""
 ) -> FloatArray:
     """Seconds of messages of each size of `PAYLOADS`."""
-    return message_time(hardware, collective, PAYLOADS, group_shape(hardware, size, stride), sharded)
+    return message_time(hardware, collective, PAYLOADS, group_shape(hardware, size, stride), sharded, axis)

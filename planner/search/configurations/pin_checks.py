@@ -78,9 +78,7 @@ def _product(extent: Extent) -> None:
 
 def _experts(extent: Extent) -> None:
     pins, experts = extent.pins, extent.experts
-    if pins.expert_messages == "tokens" and (not experts or pins.ep == 1):
-        why = "there is no expert axis to send them over" if experts else "the network has no experts to send them to"
-        raise InputError(f"pin expert_messages=tokens: {why}; use expert_messages=any")
+    _tokens(extent)
     if pins.expert_cut not in (None, "any"):
         _cut_experts(extent)
     if pins.ep in (None, 1):
@@ -100,6 +98,31 @@ def _experts(extent: Extent) -> None:
         raise InputError(
             f"pin ep={pins.ep}: it must divide the data-parallel ranks, and at most {ranks} are left of "
             f"{extent.devices} devices beside tp × pp × cp = {inside}; use ep={near}"
+        )
+
+
+def _tokens(extent: Extent) -> None:
+    """Pins of how tokens travel to experts."""
+    pins, experts = extent.pins, extent.experts
+    if pins.expert_overlap and pins.expert_messages == "any":
+        raise InputError(
+            "pins expert_overlap=true expert_messages=any: tokens travel beside another micro-batch, gathered weights "
+            "do not; use --pin expert_messages=tokens or once_a_node, or expert_overlap=false"
+        )
+    if (pins.experts_stay or pins.expert_overlap) and (not experts or pins.ep == 1):
+        why = "there is no expert axis to send them over" if experts else "the network has no experts to send them to"
+        named = "expert_overlap=true" if pins.expert_overlap else f"expert_messages={pins.expert_messages}"
+        remedy = "expert_overlap=false" if pins.expert_overlap else "expert_messages=any"
+        raise InputError(f"pin {named}: {why}; use {remedy}")
+    if pins.expert_overlap and pins.micro_batches == 1:
+        raise InputError(
+            "pins expert_overlap=true micro_batches=1: there is no other micro-batch to travel beside; use --pin "
+            "micro_batches=2 or more, or expert_overlap=false"
+        )
+    if pins.expert_overlap and pins.copies == 2:
+        raise InputError(
+            "pins expert_overlap=true copies=2: both have tokens travel beside what does not wait for them; use --pin "
+            "expert_overlap=false, or copies=1"
         )
 
 

@@ -64,6 +64,8 @@ def bases(extent: Extent) -> Iterator[Configuration]:
     for pipeline, data_parallel, context, expert, tensor in degrees(extent):
         for micro_batch in micro_batch_sizes(extent, data_parallel):
             count = extent.global_batch // (data_parallel * micro_batch)
+            if extent.pins.expert_overlap and count == 1:
+                continue  # there is no other micro-batch to travel beside
             for (schedule, virtual), algorithm in product(
                 schedules(extent, pipeline, count), algorithms(extent, context, tensor)
             ):

@@ -52,8 +52,12 @@ TAKEN: Mapping[str, tuple[str, ...]] = {
     "order": ("", "dp-tp-pp"),
 }
 """Of pins that are no words: values that change what is run. Chunks a rank follow from the schedule."""
-SIMULATED = ("tensor_overlap",)
-"""Pins whose plans are simulated only."""
+SIMULATED: Mapping[str, tuple[str, ...]] = {
+    "tensor_overlap": ("true",),
+    "expert_overlap": ("true",),
+    "expert_messages": ("once_a_node",),
+}
+"""Pins, and values of theirs, whose plans are simulated only."""
 MIXED = "mixed"
 """Units that compute again in one way, in another, and not at all, in turn."""
 SMALL_BUCKETS = "2048"
@@ -78,10 +82,10 @@ def factors() -> dict[str, tuple[str, ...]]:
         "bucket_bytes": ("", SMALL_BUCKETS),
     }
     for name in PIN_NAMES:
-        if name in SIMULATED:
-            continue
         if name in WORDS:
-            found[name] = WORDS[name]
+            found[name] = tuple(word for word in WORDS[name] if word not in SIMULATED.get(name, ()))
+        elif name in SIMULATED:
+            continue
         elif name in FLAGS:
             found[name] = ("false", "true")
         else:

@@ -172,6 +172,8 @@ def plans(draw: st.DrawFn) -> Plan:
         offload_parameters=draw(st.booleans()) if away else False,
         sequence_parallel=draw(st.booleans()),
         tensor_overlap=draw(st.booleans()),
+        expert_overlap=draw(st.booleans()),
+        sent_once=draw(st.integers(0, 8)),
         context_algorithm=draw(st.sampled_from(["ring", "all_to_all"])) if "context" in names else "none",
         certificate=draw(certificates()),
     )
