@@ -209,8 +209,10 @@ class Blueprint:
         if count == 1:
             yield from (Visit(span.events[0], unit) for span, unit in visits)
             return
+        alone = {id(event): (event,) for span in spans for events in span.events for event in events}
         copies = [
-            [Visit((event,), unit) for span, unit in visits for event in span.events[copy]] for copy in range(count)
+            [Visit(alone[id(event)], unit) for span, unit in visits for event in span.events[copy]]
+            for copy in range(count)
         ]
         yield from in_turn(copies, self._ends_turn)
 

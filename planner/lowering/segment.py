@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from math import inf, prod
-from typing import TypeVar
 
 from planner.graph.operator_graph import DTYPE_BYTES, TensorRef
 from planner.instructions import NOTHING, BeginUpdate, Communicate, Update, all_reduced, value_of_copy
 from planner.lowering.adding import addition
-from planner.lowering.blueprint import SAME, Block, Blueprint, Event, Use
+from planner.lowering.blueprint import SAME, Block, Blueprint, Event, Use, Visit
 from planner.lowering.body import Gather
 from planner.lowering.copies import NOBODY
 from planner.lowering.groups import ALONE, BY_SIZE
@@ -22,14 +21,13 @@ from planner.lowering.overflow import check_blocks, checks_gradients
 from planner.lowering.placed import local_share
 from planner.lowering.sums import Summed, summed
 from planner.lowering.travelling import Accumulated, Entry, Gradient, Kind, Move, Pending, Then
+from planner.lowering.visits import Ahead, MicroBatch, Visits
 from planner.lowering.ways import Wanted, moves_together
 from planner.lowering.writer import Moved, Writer
 from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step
 from planner.work import finish_traffic, sum_bytes, update_traffic
 from simulator.program import COMPUTE_STREAM, Buffer, BufferKind, Collective, Kernel, Phase, Task
-
-Placed = TypeVar("Placed", Gather, Fetch)
 
 
 class SegmentWriter(Writer):
@@ -44,6 +42,7 @@ class SegmentWriter(Writer):
         self.first = first
         self.last = last
         self.order = array("q")
+        self.gathers, self.fetches = Ahead(blueprint.script, Gather), Ahead(blueprint.script, Fetch)
         self.buckets: dict[Kind, Pending] = {}
         self.pending: dict[Kind, Pending] = {}
         """Buckets that are not empty."""
@@ -61,35 +60,34 @@ class SegmentWriter(Writer):
     def write(self) -> None:
         """Fill ``order``."""
         self._gather_parameters()
-        script, place = self.blueprint.script, self.order.extend
-        gathers, fetches = [*self._events(Gather)], [*self._events(Fetch)]
-        passed = fetched = 0
-        for events, unit in script:
-            for event in events:
-                if isinstance(event, Block):
-                    place((*event, unit))
-                elif isinstance(event.item, Gather):
-                    self._gather_units(gathers, passed)
-                    passed += 1
-                elif isinstance(event.item, Fetch):
-                    for fetch, its_unit in fetches[fetched + 1 if fetched else 0 : fetched + 2]:
-                        self._fetch_back(fetch, its_unit)
-                    fetched += 1
-                else:
-                    self._gradient(event, event.item, unit)
+        batch = MicroBatch(self.order, self.persistent, self.synchronised, self.buckets, self.pending)
+        visits = Visits(batch, self._visit, lambda kind: self._by_unit(kind[0]))
+        for visit in self.blueprint.script:
+            visits.add(visit, (self.gathers.around(visit), self.fetches.around(visit)))
+            self.gathers.passed += self.gathers.count(visit)
+            self.fetches.passed += self.fetches.count(visit)
+        visits.restore()
         while self.pending:
             self._flush(next(iter(self.pending)))
         if self.last:
             self._update()
 
-    def _events(self, kind: type[Placed]) -> Iterator[tuple[Placed, int]]:
-        """What the script has of a kind, with the units."""
-        known: dict[int, list[Placed]] = {}
-        for events, unit in self.blueprint.script:
-            if id(events) not in known:
-                items = [event.item for event in events if isinstance(event, Event)]
-                known[id(events)] = [item for item in items if isinstance(item, kind)]
-            yield from ((item, unit) for item in known[id(events)])
+    def _visit(self, visit: Visit) -> None:
+        """Write what runs in a row for a unit."""
+        events, unit = visit
+        passed, fetched = self.gathers.passed, self.fetches.passed
+        for event in events:
+            if isinstance(event, Block):
+                self.order.extend((*event, unit))
+            elif isinstance(event.item, Gather):
+                self._gather_units(self.gathers.items, passed)
+                passed += 1
+            elif isinstance(event.item, Fetch):
+                for fetch, its_unit in self.fetches.items[fetched + 1 if fetched else 0 : fetched + 2]:
+                    self._fetch_back(fetch, its_unit)
+                fetched += 1
+            else:
+                self._gradient(event, event.item, unit)
 
     def _run(self, key: object, unit: int, home: int, write: Callable[..., None], *given: object) -> None:
         """Run for a unit the drafts that `write` makes the first time, of what it is given."""

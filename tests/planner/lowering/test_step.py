@@ -14,15 +14,17 @@ from planner.graph.folding import unfold
 from planner.graph.operator_graph import OperatorGraph
 from planner.graph.scaling import at_batch
 from planner.lowering import lower_graph, lowering_options, step
+from planner.lowering.blueprint import Visit
 from planner.lowering.copies import UnalikeError
 from planner.lowering.representatives import representatives
+from planner.lowering.segment import SegmentWriter
 from planner.prediction import predict, predict_plan
 from planner.strategy.plan import LayerRules, Plan, RecomputeRange, expanded_rules
 from simulator.columns import Changes, ProgramColumns, SegmentColumns, columns
 from simulator.hardware import load_profile
 from simulator.timing import task_times
 from tests.planner.lowering.plans import one_stage, recomputing
-from tests.planner.search.problems import captured
+from tests.planner.search.problems import captured, deepened
 
 HARDWARE = load_profile("dgx-a100")
 LAYERS = 7
@@ -125,6 +127,26 @@ def test_the_cost_is_that_of_the_kinds_of_layers() -> None:
     assert len(found.names) == 22
     assert len(found.chain.units) == 5
     assert_same(step.lowered_step(plan, graph), whole(plan, graph))
+
+
+@pytest.mark.parametrize(("bucket", "layers"), [(2**14, 48), (2**17, 16), (2**25, 48)])
+def test_visits_of_equal_layers_are_repeated(bucket: int, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = one_stage("gpt2-tiny", LAYERS, (("data", 2), ("tensor", 2)), storage="sharded")
+    (part,) = plan.layers
+    graph, plan = deepened(GRAPH, layers), replace(plan, layers=(replace(part, last=layers - 1),), bucket_bytes=bucket)
+    visits: list[int] = []
+    write = SegmentWriter._visit
+
+    def counted(writer: SegmentWriter, visit: Visit) -> None:
+        visits.append(visit.unit)
+        write(writer, visit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentWriter, "_visit", counted)
+        found = step.lowered_step(plan, graph)
+    assert len(visits) < 24
+    if layers == 16:
+        assert_same(found, whole(plan, graph))
 
 
 def test_a_network_whose_layers_share_more_is_lowered_whole(monkeypatch: pytest.MonkeyPatch) -> None:

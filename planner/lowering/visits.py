@@ -1,0 +1,223 @@
+"""Visits of equal layers: what one adds to a micro-batch is written once for each state in which it finds it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from planner.lowering.blueprint import Block, Event, Use, Visit
+from planner.lowering.travelling import Entry, Gradient, Kind, Pending
+from simulator.task_table import IntArray
+
+T = TypeVar("T")
+
+
+class Ahead(Generic[T]):
+    """What a script has of one kind of item, in order, with the units, and how much of it has been passed."""
+
+    def __init__(self, script: Sequence[Visit], kind: type[T]) -> None:
+        self.items: list[tuple[T, int]] = []
+        self.passed = 0
+        self._of: dict[int, list[T]] = {}
+        for events, unit in script:
+            if id(events) not in self._of:
+                items = [event.item for event in events if isinstance(event, Event)]
+                self._of[id(events)] = [item for item in items if isinstance(item, kind)]
+            self.items += [(item, unit) for item in self._of[id(events)]]
+
+    def count(self, visit: Visit) -> int:
+        """How many a visit has."""
+        return len(self._of[id(visit.events)])
+
+    def around(self, visit: Visit) -> tuple[object, ...]:
+        """What the next visit has, with what is before and behind that; units count from its own."""
+        count, begin = self.count(visit), self.passed
+        if not count:
+            return ()
+        found = self.items[max(begin - 1, 0) : begin + count + 1]
+        return (begin == 0, *[(id(item), unit - visit.unit) for item, unit in found])
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """What has been written of a micro-batch.
+
+    ``order`` holds drafts of the blueprint in threes: the first, the one behind the last, the unit they are run for;
+    ``persistent`` values that outlive a micro-batch, beside parameters, the batch and the loss, with their units.
+    ``pending`` are those of ``buckets`` that are not empty, as they began to be so.
+    """
+
+    order: array[int]
+    persistent: list[Use]
+    synchronised: list[Gradient]
+    buckets: dict[Kind, Pending]
+    pending: dict[Kind, Pending]
+
+
+@dataclass(slots=True)
+class _Held:
+    """A bucket: a number for what is in it, counted from a unit, 0 for nothing; and entries still to be put there."""
+
+    bucket: Pending
+    number: int = 0
+    unit: int = 0
+    count: int = 0
+    to_come: list[tuple[Sequence[Entry], int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """What a visit does to a bucket: empties it once or more, or not; what it leaves there is beside the rest or alone.
+
+    Units count from the visit's. ``found`` is the number of what it finds and how far that was from the visit.
+    """
+
+    kind: Kind
+    found: tuple[int, int]
+    empties: bool
+    left: tuple[Entry, ...]
+    left_number: int
+    left_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Added:
+    """What a visit adds, its units from its own, and what it does to buckets, in the order in which they then wait."""
+
+    order: IntArray
+    persistent: list[Use]
+    synchronised: list[Gradient]
+    changes: tuple[_Change, ...]
+
+
+class Visits:
+    """Adds visits to a micro-batch: what `write` has added for one is repeated for others that find the same.
+
+    That is what is ``around``, and in buckets that it empties, or that are emptied ``at_once`` at some place, the same
+    gradients as far from the visit's unit; in other buckets there need only be room.
+    """
+
+    def __init__(self, batch: MicroBatch, write: Callable[[Visit], None], at_once: Callable[[Kind], bool]) -> None:
+        self.batch, self.write, self.at_once = batch, write, at_once
+        self._held: dict[Kind, _Held] = {}
+        self._numbers: dict[object, int] = {}
+        self._known: dict[object, list[_Added]] = {}
+
+    def add(self, visit: Visit, around: object) -> None:
+        """Add one more visit."""
+        events, unit = visit
+        if len(events) == 1 and isinstance(events[0], Block):
+            self.batch.order.extend((*events[0], unit))
+            return
+        # Moves, kinds and events are kept, so that their identities stay theirs.
+        known = self._known.setdefault((id(events), around, len(self._held)), [])
+        for added in known:
+            if all(self._fits(change, unit) for change in added.changes):
+                self._repeat(added, unit)
+                return
+        known.append(self._written(visit))
+
+    def restore(self) -> None:
+        """Put into buckets what visits have left there."""
+        for held in self._held.values():
+            for entries, unit in held.to_come:
+                held.bucket.entries += _moved(entries, unit)
+            held.to_come.clear()
+
+    def _found(self, held: _Held, unit: int) -> tuple[int, int]:
+        return held.number, held.number and unit - held.unit
+
+    def _fits(self, change: _Change, unit: int) -> bool:
+        held = self._held[change.kind]
+        if change.empties:
+            return change.found == self._found(held, unit)
+        bucket = held.bucket
+        return (
+            (held.number == 0) is (change.found[0] == 0)
+            and bucket.size_bytes + change.left_bytes < bucket.full_bytes
+            and held.count + len(change.left) < bucket.most
+        )
+
+    def _written(self, visit: Visit) -> _Added:
+        self.restore()
+        batch, unit = self.batch, visit.unit
+        order, persistent, synchronised = len(batch.order), len(batch.persistent), len(batch.synchronised)
+        before = {k: (bucket.entries, len(bucket.entries), bucket.size_bytes) for k, bucket in batch.buckets.items()}
+        self.write(visit)
+        rows = np.array(batch.order[order:], dtype=np.int64).reshape(-1, 3)
+        rows[:, 2] -= unit
+        waiting = [*batch.pending, *(kind for kind in batch.buckets if kind not in batch.pending)]
+        changes = [self._change(kind, before.get(kind), unit) for kind in waiting]
+        return _Added(
+            order=rows,
+            persistent=[(value, other - unit) for value, other in batch.persistent[persistent:]],
+            synchronised=[g._replace(unit=g.unit - unit) for g in batch.synchronised[synchronised:]],
+            changes=tuple([change for change in changes if change is not None]),
+        )
+
+    def _change(self, kind: Kind, before: tuple[list[Entry], int, int] | None, unit: int) -> _Change | None:
+        """What a visit that has been written has done to a bucket; nothing where it has not touched it."""
+        bucket = self.batch.buckets[kind]
+        held = self._held.setdefault(kind, _Held(bucket))
+        entries, count, size = before or ([], 0, 0)
+        empties = before is None or bucket.entries is not entries
+        if not empties and len(bucket.entries) == count and not self.at_once(kind):
+            return None
+        # One that is to be found as it is counts as emptied and filled again.
+        empties = empties or self.at_once(kind)
+        left = tuple(_moved(bucket.entries[0 if empties else count :], -unit))
+        found = self._found(held, unit)
+        change = _Change(
+            kind=kind,
+            found=found,
+            empties=empties,
+            left=left,
+            left_number=self._number(left),
+            left_bytes=bucket.size_bytes - (0 if empties else size),
+        )
+        self._note(held, change, unit)
+        return change
+
+    def _note(self, held: _Held, change: _Change, unit: int) -> None:
+        """Number what is in a bucket behind a change."""
+        number = change.left_number
+        if not change.empties and held.number:
+            key = self._found(held, unit), number
+            number = self._numbers.setdefault(key, len(self._numbers) + 1)
+        held.number, held.unit = number, unit
+        held.count = len(change.left) + (0 if change.empties else held.count)
+
+    def _number(self, entries: Sequence[Entry]) -> int:
+        if not entries:
+            return 0
+        # A move is of one step of one parameter: what is behind it follows from how much that is and who takes it.
+        key = tuple([(gradient, id(move), len(steps), then) for gradient, move, steps, then in entries])
+        return self._numbers.setdefault(key, len(self._numbers) + 1)
+
+    def _repeat(self, added: _Added, unit: int) -> None:
+        batch, rows = self.batch, added.order.copy()
+        rows[:, 2] += unit
+        batch.order.frombytes(rows.tobytes())
+        batch.persistent += [(value, other + unit) for value, other in added.persistent]
+        batch.synchronised += [Gradient(of, other + unit, value) for of, other, value in added.synchronised]
+        for change in added.changes:
+            held = self._held[change.kind]
+            bucket = held.bucket
+            if change.empties:
+                bucket.emptied()
+                held.to_come.clear()
+                batch.pending.pop(change.kind, None)
+            self._note(held, change, unit)
+            bucket.size_bytes += change.left_bytes
+            if change.left:
+                held.to_come.append((change.left, unit))
+                batch.pending.setdefault(change.kind, bucket)
+
+
+def _moved(entries: Sequence[Entry], by: int) -> Iterator[Entry]:
+    for gradient, move, steps, then in entries:
+        yield gradient._replace(unit=gradient.unit + by), move, steps, then
