@@ -206,7 +206,7 @@ def explore(
     steps = [*known.steps_s]
     most = NEAR_ENOUGH * min(steps, default=float("inf"))
     shapes = {(data, tensor): _Shape(space, data, tensor, graphs) for data, tensor in meshes(space)}
-    passes = _passes(shapes, known, _left(shapes, known), most)
+    passes = _passes(shapes, known, most)
     _time_together([shape for mesh, shape in shapes.items() if sum(passes[mesh]) <= most])
     for (data, tensor), shape in shapes.items():
         if sum(passes[data, tensor]) > most:
@@ -248,14 +248,16 @@ def _unhidden_s(problem: Problem, solution: Solution) -> float:
 
 
 def _passes(
-    shapes: Iterable[tuple[int, int]], known: Known, left: float, most: float
+    shapes: Mapping[tuple[int, int], _Shape], known: Known, most: float
 ) -> dict[tuple[int, int], tuple[float, float]]:
     """Least seconds of passes on each mesh, of which free strategies leave a part, and of the sums that they wait for.
 
     What is not known is found out where the mesh with next more data-parallel ranks takes over `most`.
     """
-    found: dict[tuple[int, int], tuple[float, float]] = {}
-    more = 0.0
+    found = {mesh: known.passes_s(*mesh, False) for mesh in shapes}
+    if all(sum(each) <= most for each in found.values()):
+        return found  # whatever is left of them
+    left, more = _left(shapes, known), 0.0
     for mesh in sorted(shapes, reverse=True):
         passes, waited = known.passes_s(*mesh, more > most)
         found[mesh] = left * passes, waited

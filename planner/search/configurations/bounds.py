@@ -260,10 +260,14 @@ def _filled(configuration: Configuration, ahead: float) -> float:
 
 def standing_bytes(model: StepModel, tables: StageTables, configuration: Configuration) -> float:
     """Least bytes that stand through a step on the ranks of one pipeline together."""
-    return sum(
-        unit.count * float(model.resident_bytes(labels, configuration).min(initial=np.inf))
-        for unit, labels in zip(tables.chain.units, tables.units, strict=True)
-    )
+    least: list[float]
+    if tables.tied or not all(map(len, tables.units)):
+        least = [float(model.resident_bytes(labels, configuration).min(initial=np.inf)) for labels in tables.units]
+    else:
+        joined = model.joined(tables, configuration)
+        held = model.resident_bytes(joined.labels, configuration)
+        least = np.minimum.reduceat(held, np.append(0, joined.ends)).tolist()
+    return sum(count * bytes_held for count, bytes_held in zip(tables.counts, least, strict=True))
 
 
 def never_faster(hardware: Hardware, usual: Configuration, other: Configuration) -> bool:

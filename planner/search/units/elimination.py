@@ -198,7 +198,8 @@ def lowest(plan: Elimination, tables: Sequence[FloatArray], shape: tuple[int, ..
 def _rest(plan: Elimination, pool: dict[int, FloatArray], count: int, shape: tuple[int, ...]) -> FloatArray:
     """The sum of what is left, weightings first."""
     rest = _sum(plan.rest, pool, count) if plan.rest else np.zeros((*(1 for _ in shape), count))
-    return np.moveaxis(np.broadcast_to(rest, (*shape, count)), -1, 0)
+    rest = np.broadcast_to(rest, (*shape, count)) if rest.shape != (*shape, count) else rest
+    return rest.transpose(-1, *range(len(shape)))
 
 
 def _sum(terms: Sequence[_Term], pool: dict[int, FloatArray], count: int) -> FloatArray:

@@ -147,7 +147,11 @@ def _distinct(columns: IntArray) -> IntArray:
     """Positions of the first of each group of equal columns, ascending."""
     with np.errstate(over="ignore"):
         numbers = _multipliers(len(columns)) @ columns
-    return np.sort(np.unique(numbers, return_index=True)[1])
+    order = numbers.argsort(kind="stable")
+    ranked = numbers[order]
+    order = order[np.append(True, ranked[1:] != ranked[:-1])] if len(order) else order
+    order.sort()
+    return order
 
 
 @lru_cache(maxsize=256)
