@@ -65,7 +65,8 @@ class Configured:
 
     ``graph`` is folded, at the request's precision and batch 1; ``base`` are the fields of every plan; ``shared`` is
     what searches of the same graph have made before; parameters of less than ``threshold_bytes`` stay whole;
-    ``unit_pins`` fix single units, ``hints`` strategies of operators.
+    ``unit_pins`` fix single units, ``hints`` strategies of operators. Of the memory of a device the closed form is not
+    given ``spared_bytes``, by which what it holds to fit was found to miss.
     """
 
     graph: OperatorGraph
@@ -81,6 +82,7 @@ class Configured:
     threshold_bytes: int = 0
     unit_pins: UnitPins = FREE
     hints: StageHints = NO_HINTS
+    spared_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if self.shared is None:
@@ -148,7 +150,7 @@ class Configured:
             hardware=hardware,
             optimizer=self.optimizer,
             dtype=self.dtype,
-            limit_bytes=float(hardware.device_memory_bytes if limit_bytes is None else limit_bytes),
+            limit_bytes=float(hardware.device_memory_bytes - self.spared_bytes if limit_bytes is None else limit_bytes),
             bucket_bytes=self.bucket_bytes,
             unit_pins=self.unit_pins,
             host_elements=self._host_elements(),
@@ -447,8 +449,9 @@ class Configured:
             allowed -= over + 0.01 * limit
             again = partition(simplified(replace(placed.task, limit_bytes=allowed)))
             if again is None:
-                return None
+                break
             placed = replace(placed, partition=again)
+        explored.missed.append(placed.task.limit_bytes - allowed)
         return None
 
 

@@ -46,6 +46,7 @@ from planner.sharding.rules import has_rule
 from planner.shared_tables import SharedTables
 from planner.software import norms_of
 from planner.strategy.plan import Status
+from planner.tighter import search_tighter, told
 from simulator.errors import UnsupportedError
 from simulator.hardware import Hardware
 
@@ -158,6 +159,7 @@ def plan_network(
             *pin_messages(searched.pin_costs),
             *(_interrupted(candidates, found) if stopped else ()),
             *_beyond(request, found),
+            *(told(found.search) if found is not None else ()),
             *((found.explored.dense,) if found is not None and found.explored.dense else ()),
         ),
         simulation_s=searched.timings["rescoring"] + refining,
@@ -179,14 +181,17 @@ def _searched(setting: Setting, patience: Patience) -> _Search:
     if search.found is None or search.found.leaves_operators:
         search.search_operators(refusable=refusable)
     search.rescore()
+    search.explore_tighter()
     if not search.scored and (patience.found or not search.ended_early):
         # What was found does not fit once it is simulated.
         patience.found = False
         if search.found is None and _falls_back(request, pins):
             search.explore()
+            search.rescore()
+            search.explore_tighter()
         elif search.one is None:
             search.search_operators(refusable=refusable)
-        search.rescore()
+            search.rescore()
     if search.ended_early and not search.scored:
         raise KeyboardInterrupt
     if request.sensitivity and not search.interrupted:
@@ -234,6 +239,21 @@ class _Search:
         contenders = search.contenders(explored, self.wanted)
         self.found = _Configurations(search, pins, explored, Field(contenders=contenders), self.setting.request.pins)
         self.timings |= explored.timings
+
+    def explore_tighter(self) -> None:
+        """Search configurations again with less memory where those that were found do not fit once simulated."""
+        first = self.found
+        if first is None or first.scored or not first.explored.missed or self.interrupted:
+            return
+        for search, explored in search_tighter(first.search, first.pins, first.explored, self.wanted, self.patience):
+            for phase, seconds in explored.timings.items():
+                self.timings[phase] += seconds
+            field = Field(contenders=search.contenders(explored, self.wanted))
+            self.found = _Configurations(search, first.pins, explored, field, first.asked)
+            self.rescore()
+            if field.scored:
+                return
+        self.found = first
 
     def search_operators(self, *, refusable: bool) -> None:
         """Search operators one by one, on meshes that can come near the best configuration."""

@@ -64,11 +64,13 @@ class Explored:
     """What a search found: plans, best first, a bound over the whole space, and how it went.
 
     ``dense`` says why meshes were not searched whose tables would be too large; the bound holds for them, too.
-    ``interrupted`` says that the user stopped it; the bound holds all the same.
+    ``interrupted`` says that the user stopped it; the bound holds all the same. ``missed`` are bytes by which a limit
+    would have to be lower for the closed form not to hold plans to fit that did not once they were simulated.
     """
 
     found: list[Placed] = field(default_factory=list)
     unfit: list[Unfit] = field(default_factory=list)
+    missed: list[float] = field(default_factory=list)
     lower_bound_s: float = np.inf
     opened: int = 0
     solved: int = 0
