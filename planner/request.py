@@ -180,7 +180,7 @@ def one_of(value: str, known: Iterable[str], what: str) -> str:
     """Return `value` if it is known, else raise InputError with the known ones and the nearest."""
     names = tuple(known)
     if value not in names:
-        near = difflib.get_close_matches(value, names, 1)
+        near = difflib.get_close_matches(value.lower(), names, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise InputError(f"{what} {value!r} is not one of {', '.join(names)}{hint}")
     return value
@@ -204,8 +204,11 @@ def _size(name: str, text: str) -> int:
 def read_order(text: str) -> tuple[str, ...]:
     """Read an order of axes, ``pp-dp-tp``; InputError where an axis is unknown or named twice."""
     names = tuple(text.split("-"))
-    for name in names:
-        one_of(name, AXES_BY_PIN, f"pin order={text}: axis")
+    if (unknown := next((name for name in names if name not in AXES_BY_PIN), None)) is not None:
+        raise InputError(
+            f"pin order={text}: axis {unknown!r} is not one of {', '.join(AXES_BY_PIN)}; name them from the one whose "
+            "ranks lie farthest apart, for example --pin order=pp-dp-tp"
+        )
     if len(set(names)) < len(names):
         raise InputError(f"pin order={text} names an axis twice; name each once, for example --pin order=pp-dp-tp")
     return names

@@ -126,7 +126,8 @@ def load_config(place: str, sequence_length: int | None) -> Network:
     length = sequence_length or min(positions, MAXIMUM_SEQUENCE_LENGTH)
     if length > positions:
         raise InputError(
-            f"{path}: {model.positions[0]} is {positions}, fewer than the sequence length {length}; shorten it"
+            f"{path}: {model.positions[0]} is {positions}, fewer than the sequence length {length}; use --seq-len "
+            f"{positions} or less"
         )
     settings, dropout = _without_dropout(settings, kind)
     _check_window(path, settings, length)

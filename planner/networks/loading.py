@@ -138,7 +138,8 @@ def _language_network(entry: ZooEntry, sequence_length: int | None) -> Network:
     length = sequence_length or entry.default_sequence_length
     if length > config.positions:
         raise InputError(
-            f"zoo:{entry.name} has {config.positions} positions, fewer than the sequence length {length}; shorten it"
+            f"zoo:{entry.name} has {config.positions} positions, fewer than the sequence length {length}; use "
+            f"--seq-len {config.positions} or less"
         )
     return Network(
         name=entry.name,

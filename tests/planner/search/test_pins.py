@@ -202,8 +202,13 @@ def test_values_of_the_wrong_kind_are_refused(name: str) -> None:
 @pytest.mark.parametrize("text", ["pp-dq", "pp-dp-pp", "pp--tp"])
 def test_an_order_names_known_axes_once(text: str) -> None:
     for read in (lambda: read_texts([f"order={text}"]), lambda: read_order(text)):
-        with pytest.raises(InputError, match="order"):
+        with pytest.raises(InputError, match="order.*for example --pin order=pp-dp-tp"):
             read()
+
+
+def test_an_unknown_pin_is_told_the_nearest_by_spelling() -> None:
+    with pytest.raises(InputError, match="did you mean 'micro_batch'"):
+        read_texts(["Microbatch=2"])
 
 
 def test_an_order_places_axes_and_one_stage_has_neighbours_in_its_tensor_axis() -> None:
