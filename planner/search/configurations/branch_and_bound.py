@@ -430,9 +430,11 @@ class _Search:
         """Bound a storage by time alone."""
         stored = node.configuration
         task = self.model.task(self._table(stored), stored)
-        timed = bound if task.pieces == 1 and followed(task) else max(bound, task_bound(task))
-        if timed < self.best * NEAR and followed(task):
+        timed, chained = bound, followed(task)
+        if chained and bound < self.best * NEAR:
             timed = max(timed, chain_bound(task))
+        elif task.pieces > 1 or not chained:
+            timed = max(timed, task_bound(task))
         self._push(timed, Node(Stage.TIMED, stored, task))
         if node.gain_s:
             self._offload(max(bound, timed - node.gain_s), stored)
