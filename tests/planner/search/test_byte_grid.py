@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -67,6 +68,22 @@ def least_seconds(kinds: list[list[Way]], counts: list[int], room: float) -> flo
     return min((t for t, b in reached.get(-1, ()) if b <= room * (1 + 1e-12)), default=np.inf)
 
 
+def on_one_rank(kinds: Sequence[Fragments], counts: Sequence[int], limit_bytes: float) -> PartitionTask:
+    """A row of units on one rank, so many of each kind, that send nothing."""
+    return PartitionTask(
+        kinds=tuple(kinds),
+        counts=tuple(counts),
+        sends_s=np.zeros((sum(counts) - 1, 2)),
+        fill_sends=0.0,
+        steady_sends=0.0,
+        ranks=1,
+        chunks=1,
+        rank_of=np.zeros(1, dtype=np.int64),
+        in_flight=np.ones(1),
+        limit_bytes=limit_bytes,
+    )
+
+
 def task_of(kinds: list[list[Way]], counts: list[int], room: float) -> PartitionTask:
     made = []
     for kind in kinds:
@@ -76,18 +93,7 @@ def task_of(kinds: list[list[Way]], counts: list[int], room: float) -> Partition
         values[:, TRANSIENT] = 1.0
         entry, leave = (np.array([way[side] for way in kind]) for side in (2, 3))
         made.append(Fragments(values, entry, leave, np.arange(len(kind))[:, None]))
-    return PartitionTask(
-        kinds=tuple(made),
-        counts=tuple(counts),
-        sends_s=np.zeros((sum(counts) - 1, 2)),
-        fill_sends=0.0,
-        steady_sends=0.0,
-        ranks=1,
-        chunks=1,
-        rank_of=np.zeros(1, dtype=np.int64),
-        in_flight=np.ones(1),
-        limit_bytes=room + 1.0,
-    )
+    return on_one_rank(made, counts, room + 1.0)
 
 
 NO_WAY_AT_EVERY_PRICE: tuple[list[list[Way]], list[int], float, float] = (

@@ -21,6 +21,7 @@ from planner.search.stages.fragments import (
 from planner.search.stages.partition import partition, proves_misfit
 from planner.search.stages.priced_chain import PricedChain
 from planner.search.stages.segments import PartitionTask
+from tests.planner.search.test_byte_grid import on_one_rank
 from tests.planner.search.test_pipeline_partition import brute_force, check, tasks
 
 
@@ -32,18 +33,8 @@ def alone(task: PartitionTask) -> PartitionTask:
 def equal_units(values: np.ndarray, units: int, limit_bytes: float) -> PartitionTask:
     """So many units in a row on one rank, each with the same ways."""
     state = np.full(len(values), -1)
-    return PartitionTask(
-        kinds=(Fragments(values, state, state, np.arange(len(values))[:, None]),),
-        counts=(units,),
-        sends_s=np.zeros((units - 1, 1)),
-        fill_sends=0.0,
-        steady_sends=0.0,
-        ranks=1,
-        chunks=1,
-        rank_of=np.zeros(1, dtype=np.int64),
-        in_flight=np.ones(1),
-        limit_bytes=float(limit_bytes),
-    )
+    ways = Fragments(values, state, state, np.arange(len(values))[:, None])
+    return on_one_rank([ways], [units], float(limit_bytes))
 
 
 @settings(max_examples=80)
