@@ -24,16 +24,16 @@ from planner.explanations import (
     reason,
     shadow_prices,
 )
-from planner.graph.operator_graph import OperatorGraph, Role
-from planner.hosted import as_simulated, left_out, simulated_costs
+from planner.graph.operator_graph import OperatorGraph
+from planner.hosted import as_simulated, simulated_costs
 from planner.infeasible import why_infeasible
 from planner.lowering.checked import lower
 from planner.networks import load_network
 from planner.one_stage import Candidate, OneStage, OneStagePlans, search_one_stage
 from planner.one_stage import pin_costs as one_stage_pin_costs
 from planner.one_stage import why_infeasible as why_one_stage_does_not_fit
+from planner.plan_messages import costs_left_out, idle_axes, interrupted, without_rules
 from planner.prediction import Prediction, precision_notes, predict
-from planner.quantities import percent_text
 from planner.refining import refined, threshold_cost_s
 from planner.request import Pins, PlanRequest
 from planner.rescoring import RESCORED, Field, rescore, said_of
@@ -42,7 +42,6 @@ from planner.search.configurations.explored import Explored, Placed
 from planner.search.configurations.pin_checks import check_pins, uneven_heads
 from planner.search.patience import Patience
 from planner.setting import Setting, setting_of
-from planner.sharding.rules import has_rule
 from planner.shared_tables import SharedTables
 from planner.software import norms_of
 from planner.strategy.plan import Status
@@ -146,8 +145,8 @@ def plan_network(
         **searched.timings,
         "refining": refining,
     }
-    notes = (*graph.notes, *_without_rules(graph), *precision_notes(hardware, setting.dtype))
-    notes += (*_left_out(candidates), *_idle_axes(ranked), *uneven_heads(graph, pins, request.devices))
+    notes = (*graph.notes, *without_rules(graph), *precision_notes(hardware, setting.dtype))
+    notes += (*costs_left_out(candidates), *idle_axes(ranked), *uneven_heads(graph, pins, request.devices))
     return PlanResult(
         status=candidates[0].plan.certificate.status if candidates else Status.INFEASIBLE,
         candidates=candidates,
@@ -157,7 +156,7 @@ def plan_network(
             *notes,
             *one.messages,
             *pin_messages(searched.pin_costs),
-            *(_interrupted(candidates, found) if stopped else ()),
+            *(interrupted(candidates, found.explored.gap if found is not None else None) if stopped else ()),
             *_beyond(request, found),
             *(told(found.search) if found is not None else ()),
             *((found.explored.dense,) if found is not None and found.explored.dense else ()),
@@ -473,55 +472,8 @@ def _with_reasons(ranked: list[Candidate], found: _Configurations | None, hardwa
     )
 
 
-# Messages
-
-
-def _interrupted(candidates: tuple[Candidate, ...], found: _Configurations | None) -> Iterator[str]:
-    """Say how far the best plan so far is from the best, where the user has ended the search."""
-    if candidates:
-        gap = found.explored.gap if found is not None else candidates[0].plan.certificate.gap
-        yield f"the search was interrupted: this is the best plan so far, at most {percent_text(gap)} from the best"
-
-
-def _without_rules(graph: OperatorGraph) -> tuple[str, ...]:
-    """One message for each kind of operator that has no sharding rule."""
-    found: dict[str, list[str]] = {}
-    for node in graph.nodes:
-        if node.role is Role.OPERATOR and not has_rule(node.op):
-            found.setdefault(node.op, []).append(node.name)
-    return tuple(
-        f"operator {op} has no sharding rule and is replicated ({len(names)} times, first at {names[0]})"
-        for op, names in sorted(found.items())
-    )
-
-
 def _certified(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
     """The same with what is proven of them where the closed form leaves out what their pins cost."""
     least = min((c.prediction.step_time_s for c in candidates), default=0.0)
     proven = ((c, as_simulated(c.plan.certificate, c.plan, least)) for c in candidates)
     return tuple(replace(c, plan=replace(c.plan, certificate=certificate)) for c, certificate in proven)
-
-
-def _left_out(candidates: tuple[Candidate, ...]) -> tuple[str, ...]:
-    """A message where the closed form leaves out what pins of the best plan cost, and its gap is another for that."""
-    names = left_out(candidates[0].plan) if candidates else ()
-    if not names or candidates[0].plan.certificate.status is Status.OPTIMAL:
-        return ()
-    return (
-        f"the search does not count what {' and '.join(names)} cost{'s' * (len(names) == 1)}: the gap is that of the "
-        "simulated step; pin recompute, micro_batch and tp to try others",
-    )
-
-
-def _idle_axes(candidates: list[Candidate]) -> tuple[str, ...]:
-    """A message for each mesh axis of the best plan along which no operator's work is split."""
-    if not candidates:
-        return ()
-    plan = candidates[0].plan
-    everything = [rules for part in (plan.rules, *(p.rules for p in plan.layers)) for rules in part.values()]
-    return tuple(
-        f"the best plan splits no work along the {axis.name} axis: its {axis.size} ranks all do the same, because "
-        "messages would cost more than they save"
-        for i, axis in enumerate(plan.mesh.axes)
-        if not any(rules[i].splits_work for rules in everything)
-    )

@@ -99,7 +99,7 @@ def collective_time(
         seconds = _pipelined(hardware, pinned_cost(hardware, collective, group, algorithm), payload)
     else:
         measured = _from_tables(hardware, collective, payload, group)
-        seconds = np.min(_model(hardware, collective, payload, group), axis=0) if measured is None else measured
+        seconds = _model(hardware, collective, payload, group).min(axis=0) if measured is None else measured
     return float(seconds) if seconds.ndim == 0 else seconds
 
 
@@ -431,7 +431,7 @@ def _from_tables(
     Tables hold for groups inside the innermost level. Outside the measured group sizes the nearest
     table is scaled as the model grows.
     """
-    if group.outermost > 0:
+    if not hardware.collective_tables or group.outermost > 0:
         return None
     tables = sorted((t for t in hardware.collective_tables if t.collective is collective), key=lambda t: t.group_size)
     if not tables:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -72,20 +73,29 @@ def message_time(
     tensor beside products, and tokens along ``axis`` expert once to each node or beside another micro-batch. Where
     other processes of the job share the cores of a group, they take as long as that.
     """
-    factor, launch_s = _of_group(hardware, group)
-    factor *= tensor_exposed(hardware, collective, axis) * expert_exposed(hardware, collective, axis)
-    payload = payload * sent_share(hardware, collective, axis, group)
-    apart = sharded_factor(hardware)
-    times = factor if apart == 1.0 else factor * np.where(sharded, apart, 1.0)
-    alone = collective_time(hardware, collective, payload, group) * times + launch_s
+    factors = _message_factors(hardware, collective, group, axis)
+    if factors.bytes_sent != 1.0:
+        payload = payload * factors.bytes_sent
+    times = factors.time if factors.sharded == factors.time else np.where(sharded, factors.sharded, factors.time)
+    alone = collective_time(hardware, collective, payload, group) * times + factors.launch_s
     return crowded(hardware.crowding, alone, group.size, hardware.processes) if hardware.crowding else alone
 
 
+class _MessageFactors(NamedTuple):
+    """Factors on the time of messages and on that of sharded parameters, part of bytes sent, seconds of a launch."""
+
+    time: float
+    sharded: float
+    bytes_sent: float
+    launch_s: float
+
+
 @lru_cache(maxsize=4096)
-def _of_group(hardware: Hardware, group: GroupShape) -> tuple[float, float]:
-    """Factor on the messages of a group, and the seconds of a launch."""
+def _message_factors(hardware: Hardware, collective: Collective, group: GroupShape, axis: str) -> _MessageFactors:
     factor = _factor(hardware.training, "outside" if group.outermost else "inside")
-    return factor, message_launch_s(hardware, group)
+    factor *= tensor_exposed(hardware, collective, axis) * expert_exposed(hardware, collective, axis)
+    sent = sent_share(hardware, collective, axis, group)
+    return _MessageFactors(factor, factor * sharded_factor(hardware), sent, message_launch_s(hardware, group))
 
 
 def _factor(training: Mapping[str, float], name: str) -> float:
