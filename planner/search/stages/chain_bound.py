@@ -8,8 +8,10 @@ programming over cuts and their states; with several chunks, which one rank hold
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.ma  # which numpy else loads in the midst of a search, for `np.unique`
@@ -20,41 +22,105 @@ from planner.search.stages.segments import PartitionTask
 
 LONG = 48
 """Most units of a chain that is bounded so."""
-WIDE = 160
+WIDE = 128
 """Most units times boundary states that are followed; else the cheapest of all states counts for each row."""
 _BEGIN = -1
 _GRIDS = (np.geomspace(1.0, 2.0, 24), np.geomspace(2.0, 64.0, 32))
 """Limits on a chunk that are tried, as parts of the least one, as long as more may be better; between two of them the
 lower one counts."""
 _ROUNDING = 1e-9
+_LEFT, _BEHIND, _FILL = range(3)
+"""First terms of `_steps`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChainRows:
-    """Least seconds of every row of consecutive units, each (units, states, units, states).
+    """Least seconds of every row of consecutive units of several tasks, each (tasks, units, states, units, states).
 
     From a first unit in the boundary state before it to a last unit in the state behind it, the messages over the cut
-    before it included; infinite where there is no way.
+    before it included; infinite where there is no way. The state at the network's ends has the first place.
 
     Attributes
     ----------
     busy, fill : both terms of the objective
     both, shared : their sum, and that of the fill and the part of the other which is shared out over all ranks
-    begin : place of the state at the network's ends
     """
 
     busy: FloatArray
     fill: FloatArray
     both: FloatArray
     shared: FloatArray
-    begin: int = 0
 
     @property
     def anywhere(self) -> ChainRows:
         """The same with the cheapest states for each row."""
         terms = (self.busy, self.fill, self.both, self.shared)
-        busy, fill, both, shared = (seconds.min(axis=(1, 3))[:, None, :, None] for seconds in terms)
+        busy, fill, both, shared = (seconds.min(axis=(2, 4))[:, :, None, :, None] for seconds in terms)
         return ChainRows(busy=busy, fill=fill, both=both, shared=shared)
+
+
+class _Boundaries(NamedTuple):
+    """Boundary states of all ways, ascending, and the places among them of both ends of each way, kind behind kind.
+
+    The state at the network's ends is the first; where no way has it but there it needs no place of its own.
+    """
+
+    states: IntArray
+    entry: IntArray
+    exit: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Paths:
+    """Rows after one another, from the network's begin to its end.
+
+    Attributes
+    ----------
+    first, inner, last : the terms of `ChainRows` of rows that begin the network, stand inside it and end it, each
+        (tasks, 1, rows' begins, rows' ends); of a begin or an end there is one where it is that of the network
+    units, pieces : how many units, and how many rows on each path
+    """
+
+    first: tuple[FloatArray, ...]
+    inner: tuple[FloatArray, ...]
+    last: tuple[FloatArray, ...]
+    units: int
+    pieces: int
+
+    @classmethod
+    def of(cls, rows: ChainRows, pieces: int) -> _Paths:
+        """All paths of so many rows, 2 at least."""
+        tasks, units, states = rows.busy.shape[:3]
+        size, end = units * states, (units - 1) * states
+        terms = [each.reshape(tasks, 1, size, size) for each in (rows.busy, rows.fill, rows.both, rows.shared)]
+        return cls(
+            first=tuple(term[:, :, :1] for term in terms),
+            inner=tuple(terms),
+            last=tuple(term[:, :, :, end : end + 1] for term in terms),
+            units=units,
+            pieces=pieces,
+        )
+
+    def least(self, cost: Callable[..., FloatArray], *, longest: bool = False) -> FloatArray:
+        """(tasks, limits) least sum of a path's costs, or least largest one.
+
+        ``cost`` makes those of rows out of their terms, (tasks, limits, begins, ends).
+        """
+        join, reached = np.maximum if longest else np.add, cost(*self.first)
+        if self.pieces > 2:
+            inner = cost(*self.inner)
+            for _ in range(self.pieces - 2):
+                reached = join(self._behind(reached), inner).min(axis=2, keepdims=True)
+        found: FloatArray = join(self._behind(reached), cost(*self.last)).min(axis=2)[:, :, 0]
+        return found
+
+    def _behind(self, reached: FloatArray) -> FloatArray:
+        """(tasks, limits, begins, 1) what it takes up to the begin of a row; `reached` is what it takes up to ends."""
+        tasks, limits, _, size = reached.shape
+        behind = np.full((tasks, limits, size, 1), np.inf)
+        states = size // self.units
+        behind[:, :, states:, 0] = reached[:, :, 0, :-states]
+        return behind
 
 
 def unlike(counts: Sequence[int], pieces: int) -> bool:
@@ -68,104 +134,111 @@ def chain_bound(task: PartitionTask) -> float:
     What synchronisation leaves to do is at least what it leaves of the first unit of a chunk, and at least what
     messages take longer than the passes that hide them. Where turns may even out, a rank's chunks count together.
     """
+    return float(chain_bounds([task])[0])
+
+
+def chain_bounds(tasks: Sequence[PartitionTask]) -> FloatArray:
+    """(tasks,) bounds of several tasks at once, which differ in the values of their ways alone."""
+    task = tasks[0]
     if task.pieces == 1:
-        return _one_row(task)
+        return _one_row(tasks)
     if task.chunks > 1 and few_cuts(task.units, task.pieces):
-        return least_listed(*cheapest_rows(task), task.rank_of, task.uneven_s is None)
-    rows = chain_rows(task)
-    if rows.busy.shape[0] * rows.busy.shape[1] > WIDE:
+        return np.array([least_listed(*cheapest_rows(one), task.rank_of, task.uneven_s is None) for one in tasks])
+    rows = chain_rows(tasks)
+    if rows.busy.shape[1] * rows.busy.shape[2] > WIDE:
         rows = rows.anywhere
-    return rows_bound(rows, task.ranks, task.pieces)
+    return rows_bounds(rows, task.ranks, task.pieces)
 
 
-def rows_bound(rows: ChainRows, ranks: int, pieces: int) -> float:
-    """Least fill and busiest rank over all cuts into `pieces` chunks.
+def rows_bounds(rows: ChainRows, ranks: int, pieces: int) -> FloatArray:
+    """(tasks,) least fill and busiest rank over all cuts into `pieces` chunks, 2 at least.
 
     Notes
     -----
     The busiest rank takes at least as long as the longest chunk, and at least the mean of all ranks. What is fast may
     have a long fill: in a chunk that takes at most T the fill is at least the least sum of both less T.
     """
-    units, states = rows.busy.shape[:2]
-    size = units * states
-    busy, fill, both, shared = (each.reshape(size, size) for each in (rows.busy, rows.fill, rows.both, rows.shared))
-    longest = float(_least_path(busy[None], rows, pieces, longest=True)[0])
-    mean = float(_least_path(np.maximum(shared, fill + busy / ranks)[None], rows, pieces)[0])
-    if not np.isfinite(longest):
-        return np.inf
-    longest, found = max(longest, _ROUNDING * _ROUNDING), np.inf
-    least_fill = float(_least_path(fill[None], rows, pieces)[0])
+    paths = _Paths.of(rows, pieces)
+    longest = paths.least(lambda busy, *_: busy, longest=True)
+    mean = paths.least(lambda busy, fill, both, shared: np.maximum(shared, fill + busy / ranks))[:, 0]
+    least_fill = paths.least(lambda busy, fill, *_: fill)[:, 0]
+    # Where there is no path every limit is as good.
+    longest = np.where(np.isfinite(longest), np.maximum(longest, _ROUNDING * _ROUNDING), 1.0)
+    found = np.full_like(mean, np.inf)
     for grid in _GRIDS:
-        limits = longest * grid[1:, None, None]
-        allowed = busy <= limits * (1 + _ROUNDING)
-        coupled = np.maximum(fill, np.maximum(both - limits, shared - limits / ranks))
-        spent = _least_path(np.where(allowed, coupled, np.inf), rows, pieces)
-        found = min(found, float((longest * grid[:-1] + spent).min()))
-        beyond = longest * float(grid[-1]) + least_fill
-        if found <= beyond:
-            return max(mean, found)
-    return max(mean, min(found, beyond))
+        limits = longest * grid[1:]
+        spent = paths.least(partial(_coupled, limits[:, :, None, None], ranks))
+        found = np.minimum(found, (longest * grid[:-1] + spent).min(axis=1))
+        beyond = longest[:, 0] * float(grid[-1]) + least_fill
+        if np.all(found <= beyond):
+            break
+    bounds: FloatArray = np.maximum(mean, np.minimum(found, beyond))
+    return bounds
 
 
-def _one_row(task: PartitionTask) -> float:
-    """Least seconds of the whole network on one rank.
+def _coupled(
+    limits: FloatArray, ranks: int, busy: FloatArray, fill: FloatArray, both: FloatArray, shared: FloatArray
+) -> FloatArray:
+    """Least fill of rows that take at most so long, infinite where a row takes longer."""
+    coupled = np.maximum(fill, np.maximum(both - limits, shared - limits / ranks))
+    return np.where(busy <= limits * (1 + _ROUNDING), coupled, np.inf)
+
+
+def _one_row(tasks: Sequence[PartitionTask]) -> FloatArray:
+    """(tasks,) least seconds of the whole network on one rank.
 
     Synchronisation ends no sooner than any unit's own messages behind what those before it fall behind, so that each
     unit bounds it: those before it by their seconds with what falls behind, those after it by their seconds alone.
     """
-    states, values = _states(task), np.concatenate([kind.values for kind in task.kinds])
-    seconds = values[:, FILL] + values[:, STEADY]
-    terms = np.stack([seconds, seconds + values[:, BACKLOG], seconds + np.maximum(values[:, QUEUE], 0.0)])
-    alone, behind, left = _least_steps(task, states, terms)
-    kinds, end = np.repeat(np.arange(len(task.counts)), task.counts), int(np.searchsorted(states, _BEGIN))
-    before, after = np.full((2, len(kinds) + 1, len(states)), np.inf)
-    before[0, end] = after[-1, end] = 0.0
+    task, values = tasks[0], _values(tasks)
+    seconds = values[:, :, FILL] + values[:, :, STEADY]
+    terms = np.stack([seconds, seconds + values[:, :, BACKLOG], seconds + np.maximum(values[:, :, QUEUE], 0.0)])
+    alone, behind, left = _least_steps(task, _boundaries(task), terms)
+    kinds = np.repeat(np.arange(len(task.counts)), task.counts)
+    before, after = np.full((2, len(tasks), len(kinds) + 1, alone.shape[-1]), np.inf)
+    before[:, 0, 0] = after[:, -1, 0] = 0.0
     for unit, kind in enumerate(kinds[:-1].tolist()):
-        before[unit + 1] = (before[unit, :, None] + behind[kind]).min(axis=0)
-        after[-unit - 2] = (alone[kinds[-unit - 1]] + after[-unit - 1]).min(axis=1)
-    return float((before[:-1, :, None] + left[kinds] + after[1:, None, :]).min(axis=(1, 2)).max())
-
-
-def _least_path(costs: FloatArray, rows: ChainRows, pieces: int, *, longest: bool = False) -> FloatArray:
-    """(tables,) least sum, or least largest cost, of so many rows after one another.
-
-    ``costs`` (tables, units * states, units * states) are those of each row between its ends.
-    """
-    units, states = rows.busy.shape[:2]
-    reached = np.full((len(costs), units + 1, states), np.inf)
-    reached[:, 0, rows.begin] = 0.0
-    for _ in range(pieces):
-        before = reached[:, :-1].reshape(len(costs), -1, 1)
-        after = np.maximum(before, costs) if longest else before + costs
-        reached = np.full_like(reached, np.inf)
-        reached[:, 1:] = after.min(axis=1).reshape(len(costs), units, states)
-    found: FloatArray = reached[:, -1, rows.begin]
+        before[:, unit + 1] = (before[:, unit, :, None] + behind[:, kind]).min(axis=1)
+        after[:, -unit - 2] = (alone[:, kinds[-unit - 1]] + after[:, -unit - 1, None]).min(axis=2)
+    whole = before[:, :-1, :, None] + left[:, kinds] + after[:, 1:, None, :]
+    found: FloatArray = whole.min(axis=(2, 3)).max(axis=1)
     return found
 
 
-def chain_rows(task: PartitionTask) -> ChainRows:
-    """Least seconds of every row of consecutive units of a task."""
-    states = _states(task)
-    first, behind, fill, shared, both = _paths(task, states, 5)
-    sent = _sends(task, states)[:, :, None, None]
+def chain_rows(tasks: Sequence[PartitionTask]) -> ChainRows:
+    """Least seconds of every row of consecutive units of tasks which differ in the values of their ways alone."""
+    task, boundaries = tasks[0], _boundaries(tasks[0])
+    first, behind, fill, shared, both = _rows(tasks, boundaries, range(5))
+    sent = _sends(task, boundaries.states)[:, :, None, None]
     busy = np.maximum(_waited(task, first, sent), _waited(task, behind, sent))
     fill, shared, both = (each + task.fill_sends * sent for each in (fill, shared, _waited(task, both, sent)))
-    return ChainRows(busy=busy, fill=fill, both=both, shared=shared, begin=int(np.searchsorted(states, _BEGIN)))
+    return ChainRows(busy=busy, fill=fill, both=both, shared=shared)
 
 
 def cheapest_rows(task: PartitionTask) -> tuple[FloatArray, FloatArray]:
     """Both terms of every row of consecutive units in its cheapest boundary states, (units, units) each."""
-    states = _states(task)
-    first, behind, fill = _paths(task, states, 3)
-    sent = _sends(task, states)[:, :, None, None]
-    busy = np.maximum(_waited(task, first, sent), _waited(task, behind, sent))
+    boundaries, values = _boundaries(task), _values([task])
+    late = values[:, :, QUEUE].max() > 0 or values[:, :, BACKLOG].any()
+    fill, *passes = _rows([task], boundaries, (_FILL, _LEFT, _BEHIND) if late else (_FILL, _LEFT))[:, 0]
+    sent = _sends(task, boundaries.states)[:, :, None, None]
+    busy = np.max([_waited(task, seconds, sent) for seconds in passes], axis=0)
     return busy.min(axis=(1, 3)), (fill + task.fill_sends * sent).min(axis=(1, 3))
 
 
-def _states(task: PartitionTask) -> IntArray:
-    """Boundary states of all ways, ascending, with that of the network's ends."""
-    found: IntArray = np.unique(np.concatenate([[_BEGIN], *(side for k in task.kinds for side in (k.entry, k.exit))]))
-    return found
+def _boundaries(task: PartitionTask) -> _Boundaries:
+    kinds, counts = task.kinds, task.counts
+    entry, leave = np.concatenate([kind.entry for kind in kinds]), np.concatenate([kind.exit for kind in kinds])
+    there = np.bincount(np.concatenate([entry, leave]) - _BEGIN)
+    states: IntArray = np.flatnonzero(there[1:])
+    apart = kinds[0].entry.max() == kinds[-1].exit.max() == _BEGIN and there[0] == len(kinds[0]) + len(kinds[-1])
+    if not (apart and len(states) and counts[0] == counts[-1] == 1):
+        states = np.append(_BEGIN, states)
+    return _Boundaries(states, states.searchsorted(entry), states.searchsorted(leave))
+
+
+def _values(tasks: Sequence[PartitionTask]) -> FloatArray:
+    """(tasks, ways of all kinds, columns) of `Fragments.values`."""
+    return np.stack([np.concatenate([kind.values for kind in task.kinds]) for task in tasks])
 
 
 def _sends(task: PartitionTask, states: IntArray) -> FloatArray:
@@ -179,49 +252,51 @@ def _sends(task: PartitionTask, states: IntArray) -> FloatArray:
 
 def _waited(task: PartitionTask, seconds: FloatArray, sent: FloatArray) -> FloatArray:
     """Seconds of rows with what messages before them are not hidden."""
-    return seconds + task.waits_s(sent, np.where(np.isfinite(seconds), seconds, 0.0))
+    hides = np.where(np.isfinite(seconds), seconds, 0.0) if task.hidden_share else 0.0
+    return seconds + task.waits_s(sent, hides)
 
 
-def _paths(task: PartitionTask, states: IntArray, count: int) -> FloatArray:
-    """(count, units, states, units, states) least seconds from one unit to another between boundary states.
-
-    Of steady ones with what synchronisation leaves of the first unit, steady ones with what falls behind, what the fill
-    pays, that with steady ones shared out evenly, and that with the first: the first `count`.
-    """
-    width, units = len(states), task.units
-    inside, alone = _steps(task, states)
+def _rows(tasks: Sequence[PartitionTask], boundaries: _Boundaries, picked: Sequence[int]) -> FloatArray:
+    """(picked, tasks, units, states, units, states) least seconds from one unit to another between boundary states."""
+    task, width, wanted = tasks[0], len(boundaries.states), list(picked)
+    inside, alone = (steps[wanted] for steps in _steps(tasks, boundaries))
     kinds = np.repeat(np.arange(len(task.counts)), task.counts).tolist()
     # First units lie last, so that one sum runs along all of them.
-    found = np.full((count, units, width, width, units), np.inf)
+    found = np.full((len(wanted), len(tasks), task.units, width, width, task.units), np.inf)
     for unit, kind in enumerate(kinds):
         if unit:
-            before = found[:, unit - 1, :, :, None, :unit]
-            found[:, unit, :, :, :unit] = (before + inside[kind, :count, None, :, :, None]).min(axis=2)
-        found[:, unit, :, :, unit] = alone[kind, :count]
-    return found.transpose(0, 4, 2, 1, 3)
+            before = found[:, :, unit - 1, :, :, None, :unit]
+            found[:, :, unit, :, :, :unit] = (before + inside[:, :, kind, None, :, :, None]).min(axis=3)
+        found[:, :, unit, :, :, unit] = alone[:, :, kind]
+    return found.transpose(0, 1, 5, 3, 2, 4)
 
 
-def _steps(task: PartitionTask, states: IntArray) -> tuple[FloatArray, FloatArray]:
-    """Terms of `_paths` for each kind of unit behind others, and where it comes first: (kinds, 5, states, states)."""
-    values = np.concatenate([kind.values for kind in task.kinds])
-    steady, fill = values[:, STEADY], values[:, FILL]
-    left = steady + np.maximum(0.0, values[:, QUEUE])
-    behind = steady + values[:, BACKLOG]
-    terms = np.stack([steady, behind, fill, fill + steady / task.ranks, fill + steady, left, fill + left])
-    steps = _least_steps(task, states, terms).transpose(1, 0, 2, 3)
-    return steps[:, :5], steps[:, [5, 1, 2, 3, 6]]
+def _steps(tasks: Sequence[PartitionTask], boundaries: _Boundaries) -> tuple[FloatArray, FloatArray]:
+    """(5, tasks, kinds, states, states) terms of `_rows` of each kind of unit behind others, and where it is first.
+
+    Steady ones with what synchronisation leaves of the first unit, steady ones with what falls behind, what the fill
+    pays, that with steady ones shared out evenly, and that with the first.
+    """
+    values, ranks = _values(tasks), tasks[0].ranks
+    steady, fill = values[:, :, STEADY], values[:, :, FILL]
+    left = steady + np.maximum(0.0, values[:, :, QUEUE])
+    behind = steady + values[:, :, BACKLOG]
+    terms = np.stack([steady, behind, fill, fill + steady / ranks, fill + steady, left, fill + left])
+    steps = _least_steps(tasks[0], boundaries, terms)
+    return steps[:5], steps[[5, 1, 2, 3, 6]]
 
 
-def _least_steps(task: PartitionTask, states: IntArray, terms: FloatArray) -> FloatArray:
-    """(terms, kinds, states, states) least of each term (ways of all kinds,) of each kind of unit between its ends."""
-    width = len(states)
-    sides = [np.concatenate([getattr(kind, side) for kind in task.kinds]) for side in ("entry", "exit")]
+def _least_steps(task: PartitionTask, boundaries: _Boundaries, terms: FloatArray) -> FloatArray:
+    """(terms, tasks, kinds, states, states) least of each term of each kind of unit between its ends.
+
+    ``terms`` (terms, tasks, ways of all kinds) are those of tasks with the kinds of `task`.
+    """
+    width = len(boundaries.states)
     number = np.repeat(np.arange(len(task.kinds)), [len(kind) for kind in task.kinds])
-    entry, leave = (np.searchsorted(states, side) for side in sides)
-    key = (number * width + entry) * width + leave
+    key = (number * width + boundaries.entry) * width + boundaries.exit
     order = np.argsort(key, kind="stable")
     ascending = key[order]
     first = np.append(0, np.flatnonzero(ascending[1:] != ascending[:-1]) + 1)
-    found = np.full((len(terms), len(task.kinds) * width * width), np.inf)
-    found[:, ascending[first]] = np.minimum.reduceat(terms[:, order], first, axis=1)
-    return found.reshape(len(terms), len(task.kinds), width, width)
+    found = np.full((*terms.shape[:2], len(task.kinds) * width * width), np.inf)
+    found[:, :, ascending[first]] = np.minimum.reduceat(terms.take(order, axis=2), first, axis=2)
+    return found.reshape(*terms.shape[:2], len(task.kinds), width, width)

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from planner.search.stages import chain_bound as chains
-from planner.search.stages.chain_bound import chain_bound, chain_rows, cheapest_rows
+from planner.search.stages.chain_bound import chain_bound, chain_bounds, chain_rows, cheapest_rows
 from planner.search.stages.fragments import FILL, STEADY, Fragments
 from planner.search.stages.listed_cuts import listed_cuts
 from planner.search.stages.listed_search import listed_partition
@@ -62,9 +62,22 @@ def test_one_rank_without_choice_is_bounded_by_what_it_takes(task: PartitionTask
 @settings(max_examples=50)
 @given(st.one_of(tasks(), tasks(chunks=2)))
 def test_the_cheapest_rows_are_those_of_any_states(task: PartitionTask) -> None:
-    anywhere = chain_rows(task).anywhere
+    anywhere = chain_rows([task]).anywhere
     for found, expected in zip(cheapest_rows(task), (anywhere.busy, anywhere.fill), strict=True):
-        assert np.array_equal(found, expected[:, 0, :, 0])
+        assert np.array_equal(found, expected[0, :, 0, :, 0])
+
+
+@settings(max_examples=50)
+@given(st.one_of(tasks(), tasks(chunks=2)), st.integers(0, 2**16))
+def test_tasks_bounded_at_once_have_the_bounds_of_each(task: PartitionTask, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    others = [
+        replace(
+            task, kinds=tuple(replace(k, values=k.values * draw.uniform(0.5, 2, k.values.shape)) for k in task.kinds)
+        )
+        for _ in range(3)
+    ]
+    assert chain_bounds([task, *others]).tolist() == [chain_bound(one) for one in (task, *others)]
 
 
 def test_cuts_are_listed_once_each() -> None:
