@@ -33,10 +33,11 @@ def runs_alone(groups: TaskGroups) -> bool:
     return bool((table.meeting < 0).all()) and len(crossing) <= MOST_SHARING
 
 
-def _uses(groups: TaskGroups) -> list[dict[int, float]]:
-    """(T,) bytes on each link for each of a task's amount; empty where no link can be overloaded.
+def _uses(groups: TaskGroups) -> tuple[list[dict[int, float]], set[int]]:
+    """(T,) bytes on each link for each of a task's amount, and tasks that overload one alone.
 
-    Tasks of one stream never run together, so a link carries at most the sum over streams of the largest load of each.
+    Nothing where no link can be overloaded: tasks of one stream never run together, so a link carries at most the sum
+    over streams of the largest load of each.
     """
     table, links = groups.table, len(groups.table.link_capacity)
     task = np.repeat(np.arange(table.size), np.diff(table.link_offsets))
@@ -46,12 +47,16 @@ def _uses(groups: TaskGroups) -> list[dict[int, float]]:
     most = np.zeros((len(table.stream_rank), links))
     np.maximum.at(most, (table.stream[task], link), weights * groups.pace[task])
     if (most.sum(axis=0) <= table.link_capacity * AMPLE).all():
-        return []
-    found: list[dict[int, float]] = [{} for _ in range(table.size)]
+        return [], set()
+    none: dict[int, float] = {}
+    found = [none] * table.size
     for number, crossed, weight in zip(task.tolist(), link.tolist(), weights.tolist(), strict=True):
         if weight > 0.0:
+            if not found[number]:
+                found[number] = {}
             found[number][crossed] = weight
-    return found
+    tight = weights * groups.pace[task] > table.link_capacity[link] * CROWDED
+    return found, set(task[tight].tolist())
 
 
 def run_beside(groups: TaskGroups) -> Times:
@@ -59,6 +64,7 @@ def run_beside(groups: TaskGroups) -> Times:
     table = groups.table
     offsets, order = tasks_by_stream(table.stream, len(table.stream_rank))
     dependencies = table.dependencies.tolist()
+    uses, tight = _uses(groups) if table.links.size else ([], set())
     rank = _Rank(
         queues=[order[begin:end].tolist() for begin, end in pairwise(offsets.tolist())],
         after=[dependencies[begin:end] for begin, end in pairwise(table.dependency_offsets.tolist())],
@@ -67,7 +73,8 @@ def run_beside(groups: TaskGroups) -> Times:
         pace=groups.pace.tolist(),
         role=groups.role.tolist(),
         speed=(1.0, table.compute_speed, table.transfer_speed),
-        uses=_uses(groups) if table.links.size else [],
+        uses=uses,
+        tight=tight,
         capacity=table.link_capacity.tolist(),
     )
     rank.run()
@@ -88,9 +95,10 @@ class _Rank:
         role: list[int],
         speed: tuple[float, float, float],
         uses: list[dict[int, float]],
+        tight: set[int],
         capacity: list[float],
     ) -> None:
-        self.uses, self.capacity = uses, capacity
+        self.uses, self.tight, self.capacity = uses, tight, capacity
         self.queues, self.after, self.latency_s = [[*queue, -1] for queue in queues], after, latency_s
         self.amount, self.pace, self.role, self.speed = amount, pace, role, speed
         self.starts, self.ends = [UNKNOWN] * len(after), [UNKNOWN] * len(after)
@@ -117,7 +125,9 @@ class _Rank:
             if min(moments) != now:
                 self._settle(now)
                 own = moments.index(min(moments))
-                if self.works[own]:
+                if sum(self.beside) == 1:
+                    self._go_on_alone(own)
+                elif self.works[own]:
                     self._go_on(own)
                 now = min(moments)
                 if now == NEVER:
@@ -178,6 +188,62 @@ class _Rank:
                 self.left[own], self.since[own], self.rate[own] = self.amount[task], moment, rate
                 moment += self.amount[task] / rate
         self.task[own], self.place[own], self.works[own], self.moments[own] = task, place, works, moment
+
+    def _go_on_alone(self, own: int) -> None:
+        """Let one task run after the other, of whatever stream, while only one does: nothing slows it.
+
+        The task at which it stops runs: what follows that is an event like others.
+        """
+        starts, ends, waiting = self.starts, self.ends, self.waiting
+        task, moment, works = self.task[own], self.moments[own], self.works[own]
+        while works or self.amount[task] <= 0.0 or task not in self.tight:
+            if not works and self.amount[task] > 0.0:
+                self.works[own], self.left[own], self.since[own] = True, self.amount[task], moment
+                self.rate[own] = self.pace[task]
+                moment += self.amount[task] / self.pace[task]
+            self.moments[own], ends[task] = moment, moment
+            found = self._next_alone(own)
+            if found is None:
+                return
+            after, blocked = found
+            self.beside[self.role[task]] -= 1
+            self.works[own], self.moments[own] = False, NEVER
+            self.place[own] += 1
+            self.task[own] = self.queues[own][self.place[own]]
+            for stream, needed in blocked:
+                waiting[stream] = needed
+            own, works = after, False
+            task, waiting[own] = self.task[own], -1
+            self.beside[self.role[task]] += 1
+            starts[task] = moment
+            moment += max(0.0, self.latency_s[task])
+        self.moments[own] = moment
+
+    def _next_alone(self, own: int) -> tuple[int, list[tuple[int, int]]] | None:
+        """The one stream that begins a task when that of `own` has ended, and what others wait for then.
+
+        None where none or several begin, or a task ends as it begins.
+        """
+        ends, ended, begins = self.ends, self.task[own], -1
+        blocked: list[tuple[int, int]] = []
+        for stream, needed in enumerate(self.waiting):
+            if stream == own:
+                task = self.queues[own][self.place[own] + 1]
+            elif needed == ended:
+                task = self.task[stream]
+            else:
+                continue
+            if task < 0:
+                continue
+            for other in self.after[task]:
+                if ends[other] != ends[other]:
+                    blocked.append((stream, other))
+                    break
+            else:
+                if begins >= 0 or (self.latency_s[task] <= 0.0 and self.amount[task] <= 0.0):
+                    return None
+                begins = stream
+        return None if begins < 0 else (begins, blocked)
 
     def _begin(self, own: int, now: float) -> None:
         """Let the task of a stream begin its work, or end where it has none."""
