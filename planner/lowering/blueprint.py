@@ -85,6 +85,16 @@ class Uses:
         self.offsets.append(len(self.values))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """Parameters of all units that are gathered: what is wanted, and arrays (n,), which of it, its value and unit."""
+
+    wanted: Sequence[Wanted]
+    which: IntArray
+    values: IntArray
+    units: IntArray
+
+
 class Blueprint:
     """Drafts of a network, perhaps a shallow one that stands for a deeper one, and the body of a micro-batch of it.
 
@@ -183,16 +193,20 @@ class Blueprint:
             uses.add(given)
 
     @cached_property
-    def gathered(self) -> list[tuple[Wanted, int, int]]:
-        """What is gathered once a step for all units, in order, with the number of its value and its unit."""
+    def gathered(self) -> Gathered:
+        """What is gathered once a step for all units, in order."""
         source = self.source
-        of_node: dict[int, list[tuple[Wanted, int]]] = {}
+        wanted: list[Wanted] = []
+        values: list[int] = []
+        owners: list[int] = []
         for node in (p.node for p in self.graph.parameters if p.node not in source.by_unit and source.gathered(p.node)):
             ref, home = TensorRef(node), self.owners[node]
-            named = [(ref, placed, source.value_name(ref, placed)) for placed in source.gathered(node)]
-            of_node[node] = [(wanted, self.value(wanted[2], home)) for wanted in named]
-        in_order = self.copies.in_order((self.owners[node], node) for node in of_node)
-        return [(wanted, value, unit) for unit, node in in_order for wanted, value in of_node[node]]
+            for placed in source.gathered(node):
+                wanted.append((ref, placed, source.value_name(ref, placed)))
+                values.append(self.value(wanted[-1][2], home))
+                owners.append(home)
+        which, units = self.copies.in_order(owners)
+        return Gathered(wanted=wanted, which=which, values=np.array(values, dtype=np.int64)[which], units=units)
 
     # The order of a micro-batch
 

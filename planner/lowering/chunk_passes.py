@@ -349,9 +349,14 @@ class PassWriter(GradientWriter):
     def _gathering(self, values: Sequence[Wanted]) -> Iterator[tuple[Message, list[int]]]:
         """Write messages that bring parameters, each with the places of what it brings in `values`."""
         limit = self.source.gather_limit(of_unit=bool(self.source.by_unit))
-        for on_host in (False, True):
-            places = [n for n, (ref, *_) in enumerate(values) if self.source.host.holds(ref) is on_host]
-            for items, numbers in moves_together(self.source, [values[place] for place in places], limit):
-                found = [places[number] for number in numbers]
+        # Layers that are written once want the same objects.
+        kinds = {id(value): value for value in values}
+        number = {key: n for n, key in enumerate(kinds)}
+        which = np.array([number[id(value)] for value in values], dtype=np.int64)
+        for travelling in moves_together(self.source, [*kinds.values()], which, limit):
+            places = travelling.numbers.tolist()
+            for items, found in zip(
+                travelling.messages(), [[n] for n in places] if travelling.alone else [places], strict=True
+            ):
                 names = tuple(values[place][2] for place in found)
-                yield (BESIDE, self.message_tasks(items, on_host=on_host), names), found
+                yield (BESIDE, self.message_tasks(items, on_host=travelling.on_host), names), found

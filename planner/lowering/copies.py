@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
+
+import numpy as np
 
 from planner.graph.chain import Chain
 from planner.lowering.placed import PlacedGraph
 from simulator.errors import StrategyError
+from simulator.task_table import IntArray
 
 NOBODY = -1
 """Owner of what belongs to no single unit."""
@@ -101,24 +105,28 @@ class Copies:
         row = self.row_of.get(home)
         return name if row is None else shifted(name, row, (unit - row.deep.start) - (home - row.shallow.start))
 
-    def in_order(self, owners: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """Things of the lowered network, (owner, thing), for every copy, (unit, thing), layer after layer.
+    def in_order(self, owners: Sequence[int]) -> tuple[IntArray, IntArray]:
+        """Things of the lowered network, given their owners, for every copy: arrays (n,) of things and of units.
 
-        The first layer's come where they are, those of all others where the others' begin.
+        They come layer after layer: the first layer's where they are, those of all others where the others' begin.
         """
-        listed = list(owners)
         things: dict[int, list[int]] = {}
-        for owner, thing in listed:
+        for thing, owner in enumerate(owners):
             things.setdefault(owner, []).append(thing)
+        found: list[Sequence[int]] = []
+        units: list[int] = []
         begun: set[str] = set()
-        for owner, thing in listed:
+        for thing, owner in enumerate(owners):
             row = self.row_of.get(owner)
             if row is None or owner == row.shallow.start:
-                yield self.places[owner][0], thing
+                found.append((thing,))
+                units.append(self.places[owner][0])
             elif row.prefix not in begun:
                 begun.add(row.prefix)
-                for unit in row.deep[1:]:
-                    yield from ((unit, one) for one in things.get(self.of_unit[unit], ()))
+                found += [things.get(self.of_unit[unit], ()) for unit in row.deep[1:]]
+                units += row.deep[1:]
+        which = np.fromiter(chain.from_iterable(found), np.int64)
+        return which, np.repeat(np.array(units, dtype=np.int64), [len(one) for one in found])
 
 
 def shifted(name: str, row: Row, by: int) -> str:

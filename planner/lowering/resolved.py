@@ -78,8 +78,8 @@ class _Step:
         self.stored_nodes: IntArray = np.repeat(nodes, counts)
         self.stored = placing(np.repeat(values, counts), np.concatenate(units))
 
-    def _placed(self, uses: Sequence[Use]) -> IntArray:
-        pairs = np.array(uses, dtype=np.int64).reshape(len(uses), 2)
+    def _placed(self, uses: Sequence[Use] | array[int]) -> IntArray:
+        pairs = np.array(uses, dtype=np.int64).reshape(-1, 2)
         return self.placing(pairs[:, 0], pairs[:, 1])
 
     def _rows(self, name: str, which: IntArray, unit: IntArray) -> _Rows:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from math import inf, prod
+
+import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES, TensorRef
 from planner.instructions import NOTHING, BeginUpdate, Communicate, Update, all_reduced, value_of_copy
 from planner.lowering.adding import addition
-from planner.lowering.blueprint import SAME, Block, Blueprint, Event, Use, Visit
+from planner.lowering.blueprint import SAME, Block, Blueprint, Event, Gathered, Use, Visit
 from planner.lowering.body import Gather
 from planner.lowering.copies import NOBODY
 from planner.lowering.groups import ALONE, BY_SIZE
@@ -20,14 +22,15 @@ from planner.lowering.offload import Fetch
 from planner.lowering.overflow import check_blocks, checks_gradients
 from planner.lowering.placed import local_share
 from planner.lowering.sums import Summed, summed
-from planner.lowering.travelling import Accumulated, Entry, Gradient, Kind, Move, Pending, Then
+from planner.lowering.travelling import Accumulated, Gradient, Kind, Leg, Move, Pending, Sent, Then
 from planner.lowering.visits import Ahead, MicroBatch, Visits
-from planner.lowering.ways import Wanted, moves_together
+from planner.lowering.ways import Travelling, moves_together
 from planner.lowering.writer import Moved, Writer
 from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step
 from planner.work import finish_traffic, sum_bytes, update_traffic
 from simulator.program import COMPUTE_STREAM, Buffer, BufferKind, Collective, Kernel, Phase, Task
+from simulator.task_table import IntArray
 
 
 class SegmentWriter(Writer):
@@ -46,12 +49,14 @@ class SegmentWriter(Writer):
         self.buckets: dict[Kind, Pending] = {}
         self.pending: dict[Kind, Pending] = {}
         """Buckets that are not empty."""
-        self.synchronised: list[Gradient] = []
-        self.persistent: list[Use] = []
-        """Values that outlive a micro-batch, beside parameters, the batch and the loss."""
+        self.synchronised = array("q")
+        """Gradients that have arrived, in threes."""
+        self.persistent = array("q")
+        """Values that outlive a micro-batch, beside parameters, the batch and the loss, and their units, in twos."""
         self.made: dict[object, Block] = {}
         """What is run for other units again."""
-        self.moves: dict[tuple[int, int], Move] = {}
+        self.legs: dict[tuple[int, int], Leg] = {}
+        """Legs by the value that takes them and the identity of their steps."""
         self.written: dict[int, tuple[int, int, tuple[Step, ...]]] = {}
         self.accumulated: dict[int, Accumulated] = {}
         self.sums: dict[int, str] = {}
@@ -91,6 +96,10 @@ class SegmentWriter(Writer):
 
     def _run(self, key: object, unit: int, home: int, write: Callable[..., None], *given: object) -> None:
         """Run for a unit the drafts that `write` makes the first time, of what it is given."""
+        self.order.extend((*self._block(key, home, write, *given), unit))
+
+    def _block(self, key: object, home: int, write: Callable[..., None], *given: object) -> Block:
+        """The drafts that `write` makes the first time."""
         made = self.made.get(key)
         if made is None:
             before = len(self.blueprint.tasks)
@@ -99,7 +108,15 @@ class SegmentWriter(Writer):
                 self.blueprint.add(draft, home)
             self.drafts = []
             made = self.made[key] = Block(before, len(self.blueprint.tasks))
-        self.order.extend((*made, unit))
+        return made
+
+    def _run_each(self, kinds: IntArray, units: IntArray, made: Callable[[int], Block]) -> None:
+        """Run for each of `units` (n,) the drafts of its kind; `made` is asked with the place of the first."""
+        _, first, of = np.unique(kinds, return_index=True, return_inverse=True)
+        blocks = np.zeros((len(first), 2), dtype=np.int64)
+        for kind in np.argsort(first).tolist():
+            blocks[kind] = made(int(first[kind]))
+        self.order.frombytes(np.column_stack((blocks[of], units)).tobytes())
 
     def _run_once(self, unit: int, home: int, reads: Sequence[Use], writes: Sequence[Use]) -> None:
         """Run the one draft just written, whose values are of several units."""
@@ -118,37 +135,34 @@ class SegmentWriter(Writer):
     def _gather_parameters(self) -> None:
         """Fetch stored shards once a step, in fused messages ahead of their use."""
         gathered = self.blueprint.gathered
-        self.persistent += [(value, unit) for _, value, unit in gathered]
+        self.persistent.frombytes(np.stack((gathered.values, gathered.units), axis=1).tobytes())
         if self.first:
-            self._gather_fused([(wanted, unit) for wanted, _, unit in gathered])
+            self._gather_fused(gathered)
 
-    def _gather_fused(self, values: Sequence[tuple[Wanted, int]]) -> None:
+    def _gather_fused(self, gathered: Gathered) -> None:
         """Fetch parameters of all units in messages that are full at the size of a bucket."""
-        units = [unit for _, unit in values]
-        for items, numbers in self._ways([value for value, _ in values], self.source.gather_limit(of_unit=False)):
-            own = [units[number] for number in numbers]
-            first = own[0]
-            key = tuple([(target, unit - first) for (_, _, target, _), unit in zip(items, own, strict=True)])
-            self._run(key, first, NOBODY, self._gather_together, items, own)
+        limit = self.source.gather_limit(of_unit=False)
+        for travelling in moves_together(self.source, gathered.wanted, gathered.which, limit):
+            own = gathered.units[travelling.numbers]
+            if travelling.alone:
+                self._run_each(travelling.kinds, own, partial(self._gather_alone, travelling, own))
+                continue
+            first = int(own[0])
+            key = travelling.kinds.tobytes(), (own - first).tobytes()
+            self._run(key, first, NOBODY, self._gather_together, travelling.moved, own.tolist())
 
-    def _gather_together(self, items: list[Moved], units: Sequence[int]) -> None:
+    def _gather_alone(self, travelling: Travelling, own: IntArray, place: int) -> Block:
+        key, unit = ("alone", int(travelling.kinds[place])), int(own[place])
+        return self._block(key, NOBODY, self._gather_together, lambda: [travelling.move(place)], [unit])
+
+    def _gather_together(self, moved: Callable[[], list[Moved]], units: Sequence[int]) -> None:
         """Write the message of parameters of several units."""
+        items = moved()
         self._step(items, Phase.FORWARD, asynchronous=True)
         value, homes = self.blueprint.value, [self.blueprint.owners[ref.node] for ref, *_ in items]
         reads = [(value(v, home), unit) for (_, v, _, _), unit, home in zip(items, units, homes, strict=True)]
         made = [(value(t, home), unit) for (_, _, t, _), unit, home in zip(items, units, homes, strict=True)]
         self._add_shared(units[0], homes[0], reads, made)
-
-    def _ways(self, values: Sequence[Wanted], limit_bytes: float) -> Iterator[tuple[list[Moved], list[int]]]:
-        """The moves of parameters to their placements, as far as they go together, with their places in `values`.
-
-        Those in the memory of the host travel apart.
-        """
-        hosted = [self.source.host.holds(ref) for ref, *_ in values]
-        for on_host in dict.fromkeys(sorted(hosted)):
-            places = [n for n, one in enumerate(hosted) if one is on_host]
-            for items, numbers in moves_together(self.source, [values[place] for place in places], limit_bytes):
-                yield items, [places[number] for number in numbers]
 
     def _gather_units(self, gathers: Sequence[tuple[Gather, int]], position: int) -> None:
         """At the first operator of a unit, gather what the next one needs, and its own where none was before.
@@ -166,8 +180,10 @@ class SegmentWriter(Writer):
             self._run(("gather", gather.unit, gather.phase), unit, home, self._gather, gather)
 
     def _gather(self, gather: Gather) -> None:
-        for items, _ in self._ways(gather.values, self.source.gather_limit(of_unit=True)):
-            self._step(items, gather.phase, asynchronous=True)
+        limit = self.source.gather_limit(of_unit=True)
+        for travelling in moves_together(self.source, gather.values, np.arange(len(gather.values)), limit):
+            for items in travelling.messages():
+                self._step(items, gather.phase, asynchronous=True)
         for draft in self.drafts:
             draft.beside = True
 
@@ -213,11 +229,11 @@ class SegmentWriter(Writer):
         made = self.accumulated[parameter]
         if self.source.options.micro_batches > 1:
             accumulator = self.blueprint.value(made.name, made.home)
-            self.persistent.append((accumulator, unit))
+            self.persistent.extend((accumulator, unit))
             self._run(("accumulate", parameter), unit, made.home, self._accumulation, parameter, value, made.name)
             gradient = Gradient(parameter, unit, accumulator)
         if self.last:
-            self._synchronise(gradient, made.behind, self.synchronised.append)
+            self._synchronise(gradient, made.behind, self.synchronised.extend)
 
     def _accumulation(self, parameter: int, value: int, accumulator: str) -> None:
         source = self.source
@@ -231,30 +247,45 @@ class SegmentWriter(Writer):
         self.drafts.append(addition(self.source, parameter, name, accumulator, placements, stream, first=first))
 
     def _synchronise(self, gradient: Gradient, steps: tuple[Step, ...], then: Then) -> None:
-        """Queue a gradient's next message; full buckets travel at once, and `then` takes what arrives."""
+        """Let a gradient take `steps`, which are kept; `then` takes what arrives."""
         if not steps:
             then(gradient)
             return
-        step, parameter = steps[0], gradient.parameter
-        move = self.moves.get((parameter, id(step)))
-        if move is None and not isinstance(step.operation, Collective):
-            target = self._synchronised_name(parameter, step)
-            home = self.blueprint.owners[parameter]
-            item = self.source.gradient_ref(parameter), self.blueprint.names[gradient.value], target, step
-            key = "move", gradient.value, target
-            self._run(key, gradient.unit, home, self._step, [item], Phase.BACKWARD, False)
-            moved = Gradient(parameter, gradient.unit, self.blueprint.value(target, home))
-            self._synchronise(moved, steps[1:], then)
-            return
+        parameter, unit, value = gradient
+        key = value, id(steps)
+        leg = self.legs.get(key)
+        if leg is None:
+            leg = self.legs[key] = self._leg(parameter, value, steps, then)
+        self._travel(unit, leg)
+
+    def _travel(self, unit: int, leg: Leg) -> None:
+        """Queue a gradient's next message; full buckets travel at once."""
+        for block in leg.blocks:
+            self.order.extend((*block, unit))
+        move = leg.move
         if move is None:
-            move = self.moves[parameter, id(step)] = self._move_of(parameter, step)
+            leg.then(Gradient(leg.parameter, unit, leg.value))
+            return
         bucket = move.bucket
         if not bucket.entries:
             self.pending[move.key] = bucket
-        bucket.entries.append((gradient, move, steps[1:], then))
+        bucket.entries.append((unit, leg))
         bucket.size_bytes += int(move.payload)
         if len(bucket.entries) == bucket.most or bucket.size_bytes >= bucket.full_bytes:
             self._flush(move.key)
+
+    def _leg(self, parameter: int, value: int, steps: tuple[Step, ...], then: Then) -> Leg:
+        """What `steps` need up to the next message."""
+        blocks: list[Block] = []
+        for place, step in enumerate(steps):
+            if isinstance(step.operation, Collective):
+                move = self._move_of(parameter, step)
+                return Leg(parameter, value, tuple(blocks), move, steps[place + 1 :], then)
+            target, home = self._synchronised_name(parameter, step), self.blueprint.owners[parameter]
+            item = self.source.gradient_ref(parameter), self.blueprint.names[value], target, step
+            blocks.append(self._block(("move", value, target), home, self._step, [item], Phase.BACKWARD, False))
+            value = self.blueprint.value(target, home)
+        return Leg(parameter, value, tuple(blocks), None, (), then)
 
     def _bucket(self, kind: Kind) -> Pending:
         """Where gradients of a kind wait."""
@@ -308,71 +339,67 @@ class SegmentWriter(Writer):
 
     def _flush(self, kind: Kind) -> None:
         entries = self.pending.pop(kind).emptied()
-        unit = entries[0][0].unit
-        # Moves are kept, so that their identities stay theirs.
-        key = kind, tuple([(gradient.value, id(move), gradient.unit - unit) for gradient, move, _, _ in entries])
-        self._run(key, unit, NOBODY, self._send, kind, entries)
-        for (parameter, its_unit, _), move, steps, then in entries:
-            gradient = Gradient(parameter, its_unit, move.target)
-            if steps:
-                self._synchronise(gradient, steps, then)
-            else:
-                then(gradient)
+        unit = entries[0][0]
+        # Legs are kept, so that their identities stay theirs.
+        key = kind, tuple([(own - unit, id(leg)) for own, leg in entries])
+        self._run(key, unit, NOBODY, self._send, kind, [(own, leg, leg.move) for own, leg in entries])
+        for own, leg in entries:
+            if leg.behind is None:
+                assert leg.move is not None  # it waited for that
+                leg.behind = self._leg(leg.parameter, leg.move.target, leg.steps, leg.then)
+            self._travel(own, leg.behind)
 
-    def _send(self, key: Kind, entries: Sequence[Entry]) -> None:
+    def _send(self, key: Kind, entries: Sequence[Sent]) -> None:
         """Write the message of gradients of several units."""
         names = self.blueprint.names
-        cast = any(move.narrow_bytes for _, move, _, _ in entries)
+        cast = any(move.narrow_bytes for *_, move in entries)
         message = Communicate(
             collective=key[0],
             axis=key[1],
-            sources=tuple([names[gradient.value] for gradient, _, _, _ in entries]),
-            targets=tuple([move.made.name for _, move, _, _ in entries]),
-            gather_dims=tuple([move.dims[0] for _, move, _, _ in entries]),
-            split_dims=tuple([move.dims[1] for _, move, _, _ in entries]),
+            sources=tuple([names[leg.value] for _, leg, _ in entries]),
+            targets=tuple([move.made.name for *_, move in entries]),
+            gather_dims=tuple([move.dims[0] for *_, move in entries]),
+            split_dims=tuple([move.dims[1] for *_, move in entries]),
             asynchronous=True,
             dtype=key[2] if cast else "",
         )
-        head = entries[0][0]
+        unit, head, _ = entries[0]
         name = f"{key[0]} gradients of {self.graph.nodes[head.parameter].name}"
         if len(entries) > 1:
             name += f" and {len(entries) - 1} more"
-        buffers = tuple([move.made for _, move, _, _ in entries])
-        payload = sum([move.payload for _, move, _, _ in entries])
-        reads = [(gradient.value, gradient.unit) for gradient, _, _, _ in entries]
-        made = [(move.target, gradient.unit) for gradient, move, _, _ in entries]
+        buffers = tuple([move.made for *_, move in entries])
+        payload = sum([move.payload for *_, move in entries])
+        reads = [(leg.value, own) for own, leg, _ in entries]
+        made = [(move.target, own) for own, _, move in entries]
         home = self.blueprint.owners[head.parameter]
         if not cast:
             self._message(name, Phase.BACKWARD, message, payload, writes=buffers, dtype=key[2], on_host=key[4])
-            self._add_shared(head.unit, home, reads, made)
+            self._add_shared(unit, home, reads, made)
         else:
             packed = self._pack(entries, reads, home)
             self._message(name, Phase.BACKWARD, message, payload, dtype=key[2], on_host=key[4])
-            self._add_shared(head.unit, home, [*reads, packed], ())
-            came = sum(move.size_bytes for _, move, *_ in entries if move.narrow_bytes)
+            self._add_shared(unit, home, [*reads, packed], ())
+            came = sum(move.size_bytes for *_, move in entries if move.narrow_bytes)
             axis = self.source.options.mesh.axes[key[1]].name
             task = self._cast_task(f"cast back {name}", came, f"communication:{axis}", on_host=key[4])
             self._add(task, NOTHING, (), buffers)
-            self._add_shared(head.unit, home, [packed], made)
+            self._add_shared(unit, home, [packed], made)
 
-    def _pack(self, entries: Sequence[Entry], reads: Sequence[Use], home: int) -> Use:
+    def _pack(self, entries: Sequence[Sent], reads: Sequence[Use], home: int) -> Use:
         """Time the cast of gradients to the type in which they travel; the message that is sent casts them.
 
         The cast back follows on the message's stream, where it begins when that has ended.
         """
-        names, head = self.blueprint.names, entries[0][0]
-        packed, stream = (
-            f"{names[entries[0][1].target]} as it travels",
-            self.came.get(names[head.value], COMPUTE_STREAM),
-        )
-        narrow = sum(move.narrow_bytes for _, move, *_ in entries)
-        on_host = entries[0][1].key[4]
+        names, (unit, head, move) = self.blueprint.names, entries[0]
+        packed, stream = f"{names[move.target]} as it travels", self.came.get(names[head.value], COMPUTE_STREAM)
+        narrow = sum(move.narrow_bytes for *_, move in entries)
+        on_host = move.key[4]
         task = self._cast_task(f"cast {len(entries)} gradients", narrow, stream, on_host=on_host)
-        size = 0 if on_host else int(sum(move.payload for _, move, *_ in entries))
+        size = 0 if on_host else int(sum(move.payload for *_, move in entries))
         self._add(task, NOTHING, (), (Buffer(name=packed, size_bytes=size, kind=BufferKind.COMMUNICATION),))
         value = self.blueprint.value(packed, home)
-        self._add_shared(head.unit, home, reads, [(value, head.unit)])
-        return value, head.unit
+        self._add_shared(unit, home, reads, [(value, unit)])
+        return value, unit
 
     def _cast_task(self, name: str, narrow_bytes: int, stream: str, *, on_host: bool) -> Task:
         """Tensors read in their own type and written in one of twice the width, or the other way round."""
@@ -386,17 +413,20 @@ class SegmentWriter(Writer):
         )
 
     def _update(self) -> None:
+        rows = np.array(self.synchronised, dtype=np.int64).reshape(-1, 3)
         if self.source.options.offload_optimizer:
-            self._through_host()
+            self._through_host(_gradients(rows))
         if checks_gradients(self.source):
-            for block in check_blocks(self.blueprint, [(g.parameter, (g.value, g.unit)) for g in self.synchronised]):
+            for block in check_blocks(self.blueprint, [(g.parameter, (g.value, g.unit)) for g in _gradients(rows)]):
                 self.order.extend((*block, NOBODY))
         if self.source.options.optimizer.sums:
-            self._begin_updates()
-        for gradient in self.synchronised:
-            parameter, value = gradient.parameter, gradient.value
-            home = self.blueprint.owners[parameter]
-            self._run(("update", parameter), gradient.unit, home, self._update_of, parameter, value)
+            self._begin_updates(_gradients(rows))
+        self._run_each(rows[:, 0], rows[:, 1], partial(self._update_block, rows))
+
+    def _update_block(self, rows: IntArray, place: int) -> Block:
+        parameter, _, value = rows[place].tolist()
+        home = self.blueprint.owners[parameter]
+        return self._block(("update", parameter), home, self._update_of, parameter, value)
 
     def _update_of(self, parameter: int, value: int) -> None:
         update, node, name = self.source.options.optimizer, self.graph.nodes[parameter], self.blueprint.names[value]
@@ -430,14 +460,14 @@ class SegmentWriter(Writer):
 
     # Optimizers that need sums over whole parameters
 
-    def _begin_updates(self) -> None:
+    def _begin_updates(self, synchronised: Sequence[Gradient]) -> None:
         """Let every shard say its part of the sums, and add them up in one message an axis."""
-        for gradient in self.synchronised:
+        for gradient in synchronised:
             parameter, home = gradient.parameter, self.blueprint.owners[gradient.parameter]
             self.sums[parameter] = f"{self.graph.nodes[parameter].name}.sums"
             self._run(("begin", parameter), gradient.unit, home, self._begin_of, parameter, gradient.value)
-        for message in summed(self.source, [(gradient.parameter, 1) for gradient in self.synchronised]):
-            self._add_up(message)
+        for message in summed(self.source, [(gradient.parameter, 1) for gradient in synchronised]):
+            self._add_up(message, synchronised)
 
     def _begin_of(self, parameter: int, value: int) -> None:
         update, node, name = self.source.options.optimizer, self.graph.nodes[parameter], self.blueprint.names[value]
@@ -459,10 +489,10 @@ class SegmentWriter(Writer):
     def _direction_name(self, parameter: int) -> str:
         return f"{self.graph.nodes[parameter].name}.direction"
 
-    def _add_up(self, message: Summed) -> None:
+    def _add_up(self, message: Summed, synchronised: Sequence[Gradient]) -> None:
         """One message of the sums of all parameters that are sharded on its axis."""
         wanted, blueprint, task = set(message.parameters), self.blueprint, message.task
-        members = [gradient for gradient in self.synchronised if gradient.parameter in wanted]
+        members = [gradient for gradient in synchronised if gradient.parameter in wanted]
         before = {parameter: self.sums[parameter] for parameter in wanted}
         self.sums |= {parameter: f"{name}@{task.axis}" for parameter, name in before.items()}
         after = [self.sums[gradient.parameter] for gradient in members]
@@ -485,10 +515,14 @@ class SegmentWriter(Writer):
         made = [(blueprint.value(name, home), g.unit) for name, g, home in zip(after, members, homes, strict=True)]
         self._run_once(members[0].unit, homes[0], reads, made)
 
-    def _through_host(self) -> None:
+    def _through_host(self, synchronised: Sequence[Gradient]) -> None:
         """Gradients go to the host, whose memory holds the states, and parameters come back, before any update."""
         source, names = self.source, self.blueprint.names
-        moved = [g for g in self.synchronised if g.parameter not in source.host.parameters]
+        moved = [g for g in synchronised if g.parameter not in source.host.parameters]
         for task in offloading(source, [(g.parameter, 1) for g in moved]):
             self._add(task, NOTHING, tuple(names[g.value] for g in moved), ())
             self._run_once(NOBODY, NOBODY, [(g.value, g.unit) for g in moved], ())
+
+
+def _gradients(rows: IntArray) -> list[Gradient]:
+    return [Gradient(*row) for row in rows.tolist()]

@@ -3,135 +3,214 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
-from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
 
 from planner.sharding.redistribution import Step
 from simulator.program import Collective
+from simulator.task_table import FloatArray, IntArray
 
-Moves = list[tuple[int, Step]]
-"""Numbers of ways, each with its next step."""
+_FIRST_LOOK = 64
+"""Tensors whose bytes are added up at first to find where a message is full."""
+
+
+Kind = tuple[Collective, int, str]
+_Place = tuple[int, int, tuple[int, int]]
+"""The first tensor of a group that waits, the group, and how far it is."""
+
+
+class Moves(NamedTuple):
+    """Moves of tensors, arrays (n,): numbers of tensors, ascending, the way of each, and which step of it.
+
+    They are one message, unless each is ``alone``, one after the other.
+    """
+
+    numbers: IntArray
+    ways: IntArray
+    steps: IntArray
+    alone: bool
 
 
 def together(
     ways: Sequence[tuple[Step, ...]],
     dtypes: Sequence[str],
-    size_bytes: Callable[[int, Step], float],
+    sizes: Sequence[Sequence[float]],
+    which: IntArray,
     limit_bytes: float,
 ) -> Iterator[Moves]:
-    """Yield what moves at once, each way's steps in their order.
+    """Yield what moves at once, each tensor's steps in their order.
 
-    A collective waits while another way still has to take the same one later; a message is full at `limit_bytes`.
+    A collective waits while another tensor still has to take the same one later; a message is full at `limit_bytes`.
 
     Parameters
     ----------
     ways : sequence of tuples of Step
     dtypes : sequence of str
-        Type of each tensor: one message has numbers of one type.
-    size_bytes : callable
-        Bytes that a step of a way adds to its message.
+        Type of the tensors that take each way: one message has numbers of one type.
+    sizes : sequence of sequences of float
+        Bytes that each step of each way adds to its message.
+    which : array (tensors,)
+        The way that each tensor takes.
     limit_bytes : float
     """
-    waiting = _Waiting(ways, dtypes)
-    while chosen := waiting.taken():
-        moves: Moves = []
-        size = 0.0
-        for move in chosen:
-            moves.append(move)
-            size += size_bytes(*move)
-            if size >= limit_bytes:
-                yield moves
-                moves, size = [], 0.0
-        if moves:
-            yield moves
+    size_bytes = np.zeros((len(ways), max(map(len, ways), default=0)))
+    for way, row in enumerate(sizes):
+        size_bytes[way, : len(row)] = row
+    waiting = _Waiting(ways, dtypes, which)
+    while (chosen := waiting.taken()) is not None:
+        numbers, steps, alone = chosen
+        taken = which[numbers]
+        if alone:
+            yield Moves(numbers, taken, steps, alone)
+            continue
+        for message in _filled(size_bytes[taken, steps], limit_bytes):
+            yield Moves(numbers[message], taken[message], steps[message], alone)
+
+
+def _filled(sizes: FloatArray, limit: float) -> Iterator[slice]:
+    """Ranges of sizes that reach a limit as soon as they can; the last may not."""
+    begin, ahead = 0, _FIRST_LOOK
+    while begin < len(sizes):
+        total = np.cumsum(sizes[begin : begin + ahead])
+        count = int(np.searchsorted(total, limit)) + 1
+        if count > len(total) and begin + ahead < len(sizes):
+            ahead *= 2
+            continue
+        yield slice(begin, begin + count)
+        begin += count
 
 
 @dataclass(slots=True)
 class _Alike:
-    """Ways of the same kinds of steps, which therefore always move at once; ``done`` steps of them are taken."""
+    """Tensors (n,) that take steps of the same kinds; ``done`` of these are taken.
 
-    way: tuple[Step, ...]
-    kinds: tuple[Hashable, ...]
-    numbers: list[int] = field(default_factory=list)
+    A kind of None needs no message: each tensor takes all such steps in a row alone, when it is the first of all that
+    need not wait. ``gone`` have taken them; they wait for the others of the group, whose next message they share.
+    """
+
+    kinds: tuple[Kind | None, ...]
+    numbers: IntArray
     done: int = 0
+    gone: int = 0
+
+    @property
+    def kind(self) -> Kind | None:
+        """That of the next step."""
+        return self.kinds[self.done]
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """How far it is."""
+        return self.done, self.gone
+
+    @property
+    def first(self) -> int:
+        """The first tensor that waits."""
+        return int(self.numbers[self.gone])
 
 
 class _Waiting:
-    """Ways by the kind of their next step: steps of one kind move at once."""
+    """Tensors by the kind of their next step: steps of one kind move at once."""
 
-    def __init__(self, ways: Sequence[tuple[Step, ...]], dtypes: Sequence[str]) -> None:
-        known: dict[tuple[int, str], tuple[int, str] | None] = {}
-        groups: dict[Hashable, _Alike] = {}
-        for number, (way, dtype) in enumerate(zip(ways, dtypes, strict=True)):
-            if not way:
-                continue
-            kind_of_way = id(way), dtype
-            if kind_of_way not in known:
-                messages = all(isinstance(step.operation, Collective) for step in way)
-                known[kind_of_way] = kind_of_way if messages else None
-            # What one tensor does alone, others do not do with it.
-            key = number if known[kind_of_way] is None else known[kind_of_way]
-            if key not in groups:
-                groups[key] = _Alike(way, tuple([_kind(number, step, dtype) for step in way]))
-            groups[key].numbers.append(number)
-        self.groups = list(groups.values())
+    def __init__(self, ways: Sequence[tuple[Step, ...]], dtypes: Sequence[str], which: IntArray) -> None:
+        self.groups = _groups(ways, dtypes, which)
         self.later = Counter(kind for group in self.groups for kind in group.kinds[1:])
         """Steps of each kind behind the next of their ways: as ways go on, there are only ever fewer."""
-        self.waiting: dict[Hashable, list[int]] = {}
-        # Places (group, step) whose kind nobody takes later, and the others; what has been done since stays in them.
-        self.free: list[tuple[int, int]] = []
-        self.held: list[tuple[int, int]] = []
+        self.waiting: dict[Kind, list[int]] = {}
+        # Groups whose kind nobody takes later, and the others; what has been done since stays in them.
+        self.free: list[_Place] = []
+        self.held: list[_Place] = []
         for place in range(len(self.groups)):
             self._wait(place)
 
-    def taken(self) -> Moves:
-        """Take all steps of the kind of the first way that need not wait, or of the first way where all must.
+    def taken(self) -> tuple[IntArray, IntArray, bool] | None:
+        """Take all steps of the kind of the first tensor that need not wait, or of the first tensor where all must.
 
-        Empty where all ways have ended.
+        Returns the numbers of the tensors, ascending, which step each takes, and whether each moves alone; None where
+        all have ended.
         """
-        first = self._first(self.free)
-        if first is None:
-            first = self._first(self.held)
-        if first is None:
-            return []
-        group = self.groups[first]
-        chosen = self.waiting.pop(group.kinds[group.done])
-        moves = [(number, g.way[g.done]) for g in map(self.groups.__getitem__, chosen) for number in g.numbers]
-        if len(chosen) > 1:
-            moves.sort(key=itemgetter(0))
+        place = self._first(self.free)
+        if place is None:
+            place = self._first(self.held)
+        if place is None:
+            return None
+        group = self.groups[place]
+        kind = group.kind
+        if kind is None:
+            return self._alone(place, group)
+        chosen = self.waiting.pop(kind)
+        members = [self.groups[place] for place in chosen]
+        numbers = np.concatenate([group.numbers for group in members])
+        steps = np.repeat([group.done for group in members], [len(group.numbers) for group in members])
+        if len(members) > 1:
+            order = np.argsort(numbers)
+            numbers, steps = numbers[order], steps[order]
         for place in chosen:
-            self._go_on(place)
-        return moves
+            self._go_on(place, self.groups[place].done + 1)
+        return numbers, steps, False
+
+    def _alone(self, place: int, group: _Alike) -> tuple[IntArray, IntArray, bool]:
+        """Let tensors of a group move alone that come before all others that need not wait."""
+        heappop(self.free)
+        other = self._first(self.free)
+        end = len(group.numbers)
+        if other is not None:
+            end = int(np.searchsorted(group.numbers, self.groups[other].first))
+        numbers, begin = group.numbers[group.gone : end], group.done
+        behind = next(
+            (step for step in range(begin, len(group.kinds)) if group.kinds[step] is not None), len(group.kinds)
+        )
+        group.gone = end
+        if end == len(group.numbers):
+            self._go_on(place, behind)
+        else:
+            heappush(self.free, (group.first, place, group.state))
+        return np.repeat(numbers, behind - begin), np.tile(np.arange(begin, behind), len(numbers)), True
 
     def _wait(self, place: int) -> None:
         group = self.groups[place]
-        kind = group.kinds[group.done]
-        self.waiting.setdefault(kind, []).append(place)
-        heappush(self.held if self.later[kind] else self.free, (place, group.done))
+        kind = group.kind
+        if kind is not None:
+            self.waiting.setdefault(kind, []).append(place)
+        heappush(self.held if kind and self.later[kind] else self.free, (group.first, place, group.state))
 
-    def _first(self, places: list[tuple[int, int]]) -> int | None:
-        """The first group in a heap that still waits there: groups are in the order of their first ways."""
-        while places and self.groups[places[0][0]].done != places[0][1]:
+    def _first(self, places: list[_Place]) -> int | None:
+        """The group with the first tensor in a heap that still waits there."""
+        while places and self.groups[places[0][1]].state != places[0][2]:
             heappop(places)
-        return places[0][0] if places else None
+        return places[0][1] if places else None
 
-    def _go_on(self, place: int) -> None:
+    def _go_on(self, place: int, step: int) -> None:
         group = self.groups[place]
-        group.done += 1
+        group.done, group.gone = step, 0
         if group.done == len(group.kinds):
             return
-        kind = group.kinds[group.done]
+        kind = group.kind
         self.later[kind] -= 1
-        if not self.later[kind]:
+        if kind is not None and not self.later[kind]:
             for other in self.waiting.get(kind, ()):
-                heappush(self.free, (other, self.groups[other].done))
+                heappush(self.free, (self.groups[other].first, other, self.groups[other].state))
         self._wait(place)
 
 
-def _kind(number: int, step: Step, dtype: str) -> Hashable:
-    """What tells steps apart that move at once; what needs no message moves alone."""
-    if isinstance(step.operation, Collective):
-        return step.operation, step.axis, dtype
-    return step.operation, step.axis, number
+def _groups(ways: Sequence[tuple[Step, ...]], dtypes: Sequence[str], which: IntArray) -> list[_Alike]:
+    """Tensors that take the same steps."""
+    members = np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which, minlength=len(ways)))[:-1])
+    alike: dict[tuple[int, str], list[int]] = {}
+    for place, (way, dtype) in enumerate(zip(ways, dtypes, strict=True)):
+        if way and len(members[place]):
+            alike.setdefault((id(way), dtype), []).append(place)
+    groups = []
+    for (_, dtype), places in alike.items():
+        kinds = tuple([_kind(step, dtype) for step in ways[places[0]]])
+        groups.append(_Alike(kinds, np.sort(np.concatenate([members[place] for place in places]))))
+    return groups
+
+
+def _kind(step: Step, dtype: str) -> Kind | None:
+    """What tells steps apart that move at once; None for what needs no message."""
+    return (step.operation, step.axis, dtype) if isinstance(step.operation, Collective) else None

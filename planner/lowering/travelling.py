@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from planner.lowering.blueprint import Block
 from planner.sharding.redistribution import Step
 from simulator.program import Buffer, Collective
 
@@ -42,6 +43,23 @@ class Move:
     """Bytes of the gradient in its own type, where it travels in another."""
 
 
+@dataclass(slots=True, eq=False)
+class Leg:
+    """The way of a parameter's gradient up to its next message: ``blocks`` run before it, then it is ``value``.
+
+    It waits for ``move``, and goes on by ``behind``, which is made of ``steps`` once the message is written. Where no
+    message is left, ``then`` takes it. All copies of a layer that is written once share it.
+    """
+
+    parameter: int
+    value: int
+    blocks: tuple[Block, ...]
+    move: Move | None
+    steps: tuple[Step, ...]
+    then: Then
+    behind: Leg | None = None
+
+
 class Accumulated(NamedTuple):
     """What a parameter's gradient is accumulated in, the unit where that is at home, and the steps behind it."""
 
@@ -50,8 +68,10 @@ class Accumulated(NamedTuple):
     behind: tuple[Step, ...]
 
 
-Entry = tuple[Gradient, Move, tuple[Step, ...], Then]
-"""A gradient, its move, and the steps behind that before it is handed on."""
+Entry = tuple[int, Leg]
+"""A gradient that waits: its unit and its leg."""
+Sent = tuple[int, Leg, Move]
+"""One that leaves, with its move."""
 
 
 @dataclass(slots=True)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from planner.lowering.blueprint import Block, Event, Use, Visit
-from planner.lowering.travelling import Entry, Gradient, Kind, Pending
+from planner.lowering.blueprint import Block, Event, Visit
+from planner.lowering.travelling import Entry, Kind, Pending
 from simulator.task_table import IntArray
 
 T = TypeVar("T")
+_ORDER, _PERSISTENT, _GRADIENT = np.array([0, 0, 1]), np.array([0, 1]), np.array([0, 1, 0])
+"""Where rows of what is written of a micro-batch have their unit."""
 
 
 class Ahead(Generic[T]):
@@ -47,13 +49,14 @@ class MicroBatch:
     """What has been written of a micro-batch.
 
     ``order`` holds drafts of the blueprint in threes: the first, the one behind the last, the unit they are run for;
-    ``persistent`` values that outlive a micro-batch, beside parameters, the batch and the loss, with their units.
+    ``persistent`` values that outlive a micro-batch, beside parameters, the batch and the loss, with their units, and
+    ``synchronised`` gradients in threes.
     ``pending`` are those of ``buckets`` that are not empty, as they began to be so.
     """
 
     order: array[int]
-    persistent: list[Use]
-    synchronised: list[Gradient]
+    persistent: array[int]
+    synchronised: array[int]
     buckets: dict[Kind, Pending]
     pending: dict[Kind, Pending]
 
@@ -89,8 +92,8 @@ class _Added:
     """What a visit adds, its units from its own, and what it does to buckets, in the order in which they then wait."""
 
     order: IntArray
-    persistent: list[Use]
-    synchronised: list[Gradient]
+    persistent: IntArray
+    synchronised: IntArray
     changes: tuple[_Change, ...]
 
 
@@ -113,7 +116,7 @@ class Visits:
         if len(events) == 1 and isinstance(events[0], Block):
             self.batch.order.extend((*events[0], unit))
             return
-        # Moves, kinds and events are kept, so that their identities stay theirs.
+        # Legs, kinds and events are kept, so that their identities stay theirs.
         known = self._known.setdefault((id(events), around, len(self._held)), [])
         for added in known:
             if all(self._fits(change, unit) for change in added.changes):
@@ -148,14 +151,12 @@ class Visits:
         order, persistent, synchronised = len(batch.order), len(batch.persistent), len(batch.synchronised)
         before = {k: (bucket.entries, len(bucket.entries), bucket.size_bytes) for k, bucket in batch.buckets.items()}
         self.write(visit)
-        rows = np.array(batch.order[order:], dtype=np.int64).reshape(-1, 3)
-        rows[:, 2] -= unit
         waiting = [*batch.pending, *(kind for kind in batch.buckets if kind not in batch.pending)]
         changes = [self._change(kind, before.get(kind), unit) for kind in waiting]
         return _Added(
-            order=rows,
-            persistent=[(value, other - unit) for value, other in batch.persistent[persistent:]],
-            synchronised=[g._replace(unit=g.unit - unit) for g in batch.synchronised[synchronised:]],
+            order=_rows(batch.order[order:], _ORDER, -unit),
+            persistent=_rows(batch.persistent[persistent:], _PERSISTENT, -unit),
+            synchronised=_rows(batch.synchronised[synchronised:], _GRADIENT, -unit),
             changes=tuple([change for change in changes if change is not None]),
         )
 
@@ -194,16 +195,14 @@ class Visits:
     def _number(self, entries: Sequence[Entry]) -> int:
         if not entries:
             return 0
-        # A move is of one step of one parameter: what is behind it follows from how much that is and who takes it.
-        key = tuple([(gradient, id(move), len(steps), then) for gradient, move, steps, then in entries])
+        key = tuple([(unit, id(leg)) for unit, leg in entries])
         return self._numbers.setdefault(key, len(self._numbers) + 1)
 
     def _repeat(self, added: _Added, unit: int) -> None:
-        batch, rows = self.batch, added.order.copy()
-        rows[:, 2] += unit
-        batch.order.frombytes(rows.tobytes())
-        batch.persistent += [(value, other + unit) for value, other in added.persistent]
-        batch.synchronised += [Gradient(of, other + unit, value) for of, other, value in added.synchronised]
+        batch = self.batch
+        batch.order.frombytes((added.order + unit * _ORDER).tobytes())
+        batch.persistent.frombytes((added.persistent + unit * _PERSISTENT).tobytes())
+        batch.synchronised.frombytes((added.synchronised + unit * _GRADIENT).tobytes())
         for change in added.changes:
             held = self._held[change.kind]
             bucket = held.bucket
@@ -218,6 +217,10 @@ class Visits:
                 batch.pending.setdefault(change.kind, bucket)
 
 
-def _moved(entries: Sequence[Entry], by: int) -> Iterator[Entry]:
-    for gradient, move, steps, then in entries:
-        yield gradient._replace(unit=gradient.unit + by), move, steps, then
+def _moved(entries: Sequence[Entry], by: int) -> list[Entry]:
+    return [(unit + by, leg) for unit, leg in entries]
+
+
+def _rows(listed: array[int], place: IntArray, by: int) -> IntArray:
+    """Rows of what is listed, with units moved; `place` is 1 where a row has its unit."""
+    return np.array(listed, dtype=np.int64).reshape(-1, len(place)) + by * place

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
 
 from planner.graph.operator_graph import TensorRef
 from planner.lowering.placed import PlacedGraph
@@ -12,6 +15,7 @@ from planner.lowering.together import together
 from planner.lowering.writer import Moved
 from planner.sharding.placement import Placements
 from planner.sharding.redistribution import Step
+from simulator.task_table import IntArray
 
 Wanted = tuple[TensorRef, Placements, str]
 """A parameter, the placement in which it is read, and the name it then has."""
@@ -19,43 +23,63 @@ Wanted = tuple[TensorRef, Placements, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
-    """How a parameter gets to a placement: its moves, and its bytes behind each step, by the step's identity."""
+    """How a parameter gets to a placement: its moves, and its bytes behind each."""
 
     steps: tuple[Step, ...]
     dtype: str
-    size_bytes: Mapping[int, int]
+    size_bytes: tuple[int, ...]
     moves: tuple[Moved, ...]
 
 
+class Travelling(NamedTuple):
+    """Parameters that move, all in the memory of the host or none, in one message or each of them ``alone``.
+
+    Places ``numbers`` (n,) of what is wanted; ``kinds`` (n,) are the same for equal moves.
+    """
+
+    numbers: IntArray
+    kinds: IntArray
+    on_host: bool
+    alone: bool
+    known: Sequence[Moved]
+
+    def move(self, place: int) -> Moved:
+        """One of the moves."""
+        return self.known[int(self.kinds[place])]
+
+    def moved(self) -> list[Moved]:
+        """The moves."""
+        return [self.known[kind] for kind in self.kinds.tolist()]
+
+    def messages(self) -> list[list[Moved]]:
+        """The moves of each message, or of what takes its place."""
+        return [[move] for move in self.moved()] if self.alone else [self.moved()]
+
+
 def moves_together(
-    source: PlacedGraph, values: Sequence[Wanted], limit_bytes: float
-) -> Iterator[tuple[list[Moved], list[int]]]:
-    """Yield what of `values` moves at once, with their places there.
+    source: PlacedGraph, wanted: Sequence[Wanted], which: IntArray, limit_bytes: float
+) -> Iterator[Travelling]:
+    """Yield what moves at once.
 
     Parameters
     ----------
-    values : sequence of Wanted
-        In the order in which they are read; copies of layers that are written once give the same objects.
+    wanted : sequence of Wanted
+    which : array (n,)
+        Places in `wanted` in the order in which they are read: those of layers that are written once come again.
     limit_bytes : float
         Size at which a message is full.
     """
-    known: dict[int, _Way] = {}
-    found = []
-    for value in values:
-        if id(value) not in known:
-            known[id(value)] = _way(source, value)
-        found.append(known[id(value)])
-    done = [0] * len(values)
-
-    def size_bytes(number: int, step: Step) -> float:
-        return found[number].size_bytes[id(step)]
-
-    for moves in together([way.steps for way in found], [way.dtype for way in found], size_bytes, limit_bytes):
-        items: list[Moved] = []
-        for number, _ in moves:
-            items.append(found[number].moves[done[number]])
-            done[number] += 1
-        yield items, [number for number, _ in moves]
+    if not len(which):
+        return
+    ways = [_way(source, one) for one in wanted]
+    steps, dtypes, sizes = [way.steps for way in ways], [way.dtype for way in ways], [way.size_bytes for way in ways]
+    first = np.cumsum([0, *map(len, steps)])
+    known = [move for way in ways for move in way.moves]
+    hosted = np.array([source.host.holds(ref) for ref, *_ in wanted])
+    for on_host in sorted(set(hosted.tolist())):
+        places = np.flatnonzero(hosted[which] == on_host)
+        for moves in together(steps, dtypes, sizes, which[places], limit_bytes):
+            yield Travelling(places[moves.numbers], first[moves.ways] + moves.steps, on_host, moves.alone, known)
 
 
 def _way(source: PlacedGraph, value: Wanted) -> _Way:
@@ -66,6 +90,6 @@ def _way(source: PlacedGraph, value: Wanted) -> _Way:
     return _Way(
         steps=steps,
         dtype=spec.dtype,
-        size_bytes={id(step): source.local_bytes(spec, step.after) for step in steps},
+        size_bytes=tuple([source.local_bytes(spec, step.after) for step in steps]),
         moves=tuple((ref, *pair, step) for pair, step in zip(pairwise(names), steps, strict=False)),
     )
