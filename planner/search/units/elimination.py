@@ -23,16 +23,18 @@ LONG = 2048
 
 @dataclass(frozen=True, slots=True)
 class _Term:
-    """A table that takes part in an elimination, with the order and shape that align it to the others.
+    """A table that takes part in an elimination, with the shape that aligns it to the others.
 
-    ``order`` is empty where dims stay in theirs; ``fits`` says whether it can be added to the sum of those before in
-    place, which is then no table itself.
+    Where dims do not stay in their order they are brought from ``own`` into ``order`` first, which is empty otherwise.
+    Shapes end with −1, for the weightings. ``fits`` says whether it can be added to the sum of those before in place,
+    which is then no table itself.
     """
 
     number: int
+    own: tuple[int, ...]
     order: tuple[int, ...]
     shape: tuple[int, ...]
-    fits: bool = False
+    fits: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +48,11 @@ class _Step:
 class Elimination:
     """An order in which variables are eliminated, worked out once: ``steps`` and the sum of what is left.
 
-    ``single`` have one state and take no step; ``shapes`` are those of the tables without them.
+    ``single`` have one state and take no step.
     """
 
     steps: tuple[_Step, ...]
     rest: tuple[_Term, ...]
-    shapes: tuple[tuple[int, ...], ...]
     single: tuple[int, ...]
     largest: int
     """Entries of the largest table of a weighting."""
@@ -60,13 +61,6 @@ class Elimination:
         """The same of variables with other numbers."""
         steps = [_Step(names[s.variable], tuple([names[v] for v in s.scope]), s.terms) for s in self.steps]
         return replace(self, steps=tuple(steps), single=tuple([names[v] for v in self.single]))
-
-    def pool(self, tables: Sequence[FloatArray]) -> dict[int, FloatArray]:
-        """Tables by their number, without the variables of one state."""
-        return {
-            n: table.reshape(*shape, table.shape[-1])
-            for n, (table, shape) in enumerate(zip(tables, self.shapes, strict=True))
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +139,7 @@ def _numbered(scopes: tuple[Scope, ...], sizes: tuple[int, ...], kept: Scope) ->
             if other in open_variables:
                 weight[other] = prod(size[u] for u in around[other])
     rest = _terms([*pool.items()], kept, size)
-    shapes = tuple(tuple(size[v] for v in scope) for scope in scopes)
-    return Elimination(tuple(steps), rest, shapes, single, largest)
+    return Elimination(tuple(steps), rest, single, largest)
 
 
 def _terms(tables: Sequence[tuple[int, Scope]], full: Scope, size: Mapping[int, int]) -> tuple[_Term, ...]:
@@ -157,10 +150,10 @@ def _terms(tables: Sequence[tuple[int, Scope]], full: Scope, size: Mapping[int, 
     for count, (number, scope) in enumerate(tables):
         order = sorted(range(len(scope)), key=lambda i: place[scope[i]])
         stays = order == [*range(len(scope))]
-        shape = tuple(size[v] if v in scope else 1 for v in full)
+        shape, own = tuple(size[v] if v in scope else 1 for v in full), (*(size[v] for v in scope), -1)
         fits = count > 1 and all(here >= there for here, there in zip(total, shape, strict=True))
         total = tuple(map(max, total, shape))
-        found.append(_Term(number, () if stays else (*order, len(scope)), shape, fits))
+        found.append(_Term(number, own, () if stays else (*order, len(scope)), (*shape, -1), fits))
     return tuple(found)
 
 
@@ -174,12 +167,11 @@ def minima(plan: Elimination, tables: Sequence[FloatArray], shape: tuple[int, ..
         States of the kept variables.
     """
     count = tables[0].shape[-1]
-    pool = plan.pool(tables)
-    best = []
+    pool, best = [*tables], []
     for step in plan.steps:
-        least, first = _least(_sum(step.terms, pool, count))
+        least, first = _least(_sum(step.terms, pool))
         best.append((step.variable, step.scope, first))
-        pool[len(tables) + len(best) - 1] = least
+        pool.append(least)
     return Minima(_rest(plan, pool, count, shape), tuple(best), plan.single)
 
 
@@ -189,27 +181,26 @@ def lowest(plan: Elimination, tables: Sequence[FloatArray], shape: tuple[int, ..
     if plan.largest * count > AT_ONCE and count > 1:
         halves = ([table[..., part] for table in tables] for part in (slice(count // 2), slice(count // 2, count)))
         return np.concatenate([lowest(plan, half, shape) for half in halves])
-    pool = plan.pool(tables)
-    for number, step in enumerate(plan.steps, len(tables)):
-        pool[number] = _sum(step.terms, pool, count).min(axis=0)
+    pool = [*tables]
+    for step in plan.steps:
+        pool.append(np.minimum.reduce(_sum(step.terms, pool)))
     return _rest(plan, pool, count, shape)
 
 
-def _rest(plan: Elimination, pool: dict[int, FloatArray], count: int, shape: tuple[int, ...]) -> FloatArray:
+def _rest(plan: Elimination, pool: Sequence[FloatArray], count: int, shape: tuple[int, ...]) -> FloatArray:
     """The sum of what is left, weightings first."""
-    rest = _sum(plan.rest, pool, count) if plan.rest else np.zeros((*(1 for _ in shape), count))
+    rest = _sum(plan.rest, pool) if plan.rest else np.zeros((*(1 for _ in shape), count))
     rest = np.broadcast_to(rest, (*shape, count)) if rest.shape != (*shape, count) else rest
     return rest.transpose(-1, *range(len(shape)))
 
 
-def _sum(terms: Sequence[_Term], pool: dict[int, FloatArray], count: int) -> FloatArray:
+def _sum(terms: Sequence[_Term], pool: Sequence[FloatArray]) -> FloatArray:
     total: FloatArray | None = None
     for term in terms:
-        table = pool.pop(term.number)
+        table = pool[term.number]
         if term.order:
-            table = table.transpose(term.order)
-        if table.ndim != len(term.shape) + 1:
-            table = table.reshape(*term.shape, count)
+            table = table.reshape(term.own).transpose(term.order)
+        table = table.reshape(term.shape)
         if total is None:
             total = table
         elif term.fits:
@@ -223,7 +214,7 @@ def _sum(terms: Sequence[_Term], pool: dict[int, FloatArray], count: int) -> Flo
 def _least(total: FloatArray) -> tuple[FloatArray, NDArray[np.intp]]:
     """Least numbers along the first dim, and where each stands first."""
     if total[0].size < LONG:
-        return total.min(axis=0), total.argmin(axis=0)
+        return np.minimum.reduce(total), total.argmin(axis=0)
     least, first = total[0].copy(), np.zeros(total.shape[1:], dtype=np.intp)
     for state in range(1, len(total)):
         np.copyto(first, state, where=total[state] < least)

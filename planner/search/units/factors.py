@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from planner.search.units.records import Weights
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 Scope = tuple[int, ...]
 
 
@@ -56,35 +58,53 @@ def rows_of(weights: Weights, modes: Sequence[int]) -> FloatArray:
 
 
 @dataclass(frozen=True, eq=False)
-class UnitFactors:
-    """Tables of one unit, one behind the other.
+class TableLayout:
+    """Where the tables of one unit stand, one behind the other, on meshes of one shape.
 
-    ``parts`` has shape (PARTS, entries of all tables) and ``forbidden`` (entries of all tables,). Table s has a dim
-    for each variable of ``scopes[s]`` and begins at ``starts[s]``.
+    Table s has a dim for each variable of ``scopes[s]``, one or two, and begins at ``starts[s]``; ``forbidden`` are
+    entries that are not to be taken. ``entries`` are their places among those of a family.
     """
 
     sizes: Mapping[int, int]
     scopes: tuple[Scope, ...]
     starts: tuple[int, ...]
-    parts: FloatArray
+    entries: IntArray
     forbidden: NDArray[np.bool_]
+
+    @cached_property
+    def never(self) -> IntArray:
+        """Numbers of the forbidden entries."""
+        return np.flatnonzero(self.forbidden)
+
+    @cached_property
+    def _ends(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """By table: rows of its first and last variable among those of `sizes`, states of the last, and its start."""
+        row = {v: place for place, v in enumerate(self.sizes)}
+        firsts, lasts = (np.array([row[scope[end]] for scope in self.scopes]) for end in (0, -1))
+        strides = np.array([self.sizes[scope[-1]] if len(scope) == 2 else 0 for scope in self.scopes])
+        return firsts, lasts, strides[:, None], np.array(self.starts)[:, None]
+
+    def places(self, states: Mapping[int, IntArray]) -> IntArray:
+        """Entry of each table in many assignments, shape (tables, n); each variable has an array of states (n,)."""
+        firsts, lasts, strides, starts = self._ends
+        chosen = np.array([states[v] for v in self.sizes])
+        return np.asarray(chosen[firsts] * strides + chosen[lasts] + starts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitFactors:
+    """Tables of one unit; ``parts`` has shape (entries of all tables, PARTS)."""
+
+    layout: TableLayout
+    parts: FloatArray
 
     def weighted(self, weights: FloatArray) -> list[FloatArray]:
         """Each table's weighted sums, shapes (entries, weightings); `weights` has shape (weightings, PARTS)."""
-        total = np.ascontiguousarray((weights @ self.parts).T)
-        total[self.forbidden] = np.inf
-        ends = (*self.starts[1:], len(total))
-        return [total[start:end] for start, end in zip(self.starts, ends, strict=True)]
+        total = self.parts @ weights.T
+        total[self.layout.never] = np.inf
+        starts = self.layout.starts
+        return [total[start:end] for start, end in zip(starts, (*starts[1:], len(total)), strict=True)]
 
-    def evaluate(self, states: Mapping[int, NDArray[np.int64]]) -> FloatArray:
-        """Add up the parts of many assignments; each variable has an array of states of shape (n,).
-
-        Returns an array of shape (PARTS, n).
-        """
-        row = {v: place for place, v in enumerate(states)}
-        chosen = np.array([*states.values()])
-        firsts, lasts = ([row[scope[end]] for scope in self.scopes] for end in (0, -1))
-        # A scope has one variable or two.
-        strides = np.array([self.sizes[scope[-1]] if len(scope) == 2 else 0 for scope in self.scopes])
-        places = chosen[firsts] * strides[:, None] + chosen[lasts] + np.array(self.starts)[:, None]
-        return np.asarray(np.take(self.parts, places, axis=1).sum(axis=1))
+    def evaluate(self, states: Mapping[int, IntArray]) -> FloatArray:
+        """Add up the parts of many assignments, shape (PARTS, n); each variable has an array of states (n,)."""
+        return np.asarray(self.parts[self.layout.places(states)].sum(axis=0).T)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from planner.search.problem.parts import Parts
 from planner.search.problem.states import States
 from planner.search.units.amounts import AmountLedger, Amounts, Case
-from planner.search.units.factors import PARTS, UnitFactors, rows_of
+from planner.search.units.factors import PARTS, TableLayout, UnitFactors, rows_of
 from planner.search.units.records import RECOMPUTE, Least, UnitLabels, Weights
 from planner.search.units.stage_shape import KeptParts, StageOptions, StageShape, divisibility, ways_of_masks
 from planner.search.units.unit_terms import UnitTerms, unit_terms
@@ -36,16 +36,6 @@ KEEPS_ALL = RECOMPUTE.index("none")
 PASSES = Weights()
 PLAIN = Weights(step=1 / 32)
 """A plain training step, for which tied parameters lie best."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tabled:
-    """Where the tables of one unit lie in those of a family on meshes of one shape."""
-
-    sizes: Mapping[int, int]
-    starts: tuple[int, ...]
-    entries: IntArray
-    forbidden: BoolArray
 
 
 class Family:
@@ -71,7 +61,7 @@ class Family:
         self._shapes: dict[tuple[object, ...], StageShape | None] = {}
         self._shape_of: dict[tuple[tuple[int, ...], int], StageShape | None] = {}
         self._factors: dict[tuple[int, int], Mapping[int, UnitFactors]] = {}
-        self._tabled: dict[tuple[int, int], Tabled] = {}
+        self._tabled: dict[tuple[int, int], TableLayout] = {}
         self.labels: dict[tuple[int, int], tuple[UnitLabels, ...]] = {}
         self.elements: dict[int, FloatArray] = {}
         self.priced: dict[tuple[int, int], tuple[FloatArray, FloatArray]] = {}
@@ -227,9 +217,19 @@ class Family:
     # Tables
 
     def parts(self, case: Case) -> FloatArray:
-        """Parts of the tables of all units, shape (PARTS, entries)."""
+        """Parts of the tables of all units, shape (entries, PARTS)."""
         known = self._values.pop(case.key, None)
-        return self._summed(self.amounts.values([case]) if known is None else known[None], range(PARTS))[..., 0]
+        values = self.amounts.values([case])[0] if known is None else known
+        places, numbers = self._in_order
+        found = np.bincount(places, weights=values[numbers], minlength=self.entries * PARTS)
+        return found.reshape(self.entries, PARTS).astype(np.float64, copy=False)
+
+    @cached_property
+    def _in_order(self) -> tuple[IntArray, IntArray]:
+        """Entries of all parts, those of one entry behind each other, and what is added to each, as by `_rounds`."""
+        rounds = self._rounds(tuple(range(PARTS)))
+        places, numbers = (np.concatenate(column) for column in zip(*rounds, strict=True))
+        return places % self.entries * PARTS + places // self.entries, numbers
 
     def _keep(self, cases: Sequence[Case], values: FloatArray) -> None:
         """Keep the amounts of cases whose least passes are worked out, for their tables."""
@@ -270,16 +270,9 @@ class Family:
         key = (id(shape), number)
         if key not in self._tabled:
             self._tabled[key] = self._table(shape, number)
-        tabled = self._tabled[key]
-        return UnitFactors(
-            sizes=tabled.sizes,
-            scopes=self.terms[number].scopes,
-            starts=tabled.starts,
-            parts=parts[:, tabled.entries],
-            forbidden=tabled.forbidden,
-        )
+        return UnitFactors(self._tabled[key], parts[self._tabled[key].entries])
 
-    def _table(self, shape: StageShape, number: int) -> Tabled:
+    def _table(self, shape: StageShape, number: int) -> TableLayout:
         terms, start = self.terms[number], self._starts[number]
         inside = np.zeros(self._first_state[-1], dtype=np.bool_)
         barred = inside.copy()
@@ -292,7 +285,8 @@ class Family:
         entries = np.flatnonzero(inside[first] & inside[last])
         forbidden = (terms.forbidden | (barred[first] & (first == last)))[entries]
         sizes = {v: len(self._kept(shape, v)) for v in terms.sizes}
-        return Tabled(sizes, tuple(np.searchsorted(entries, terms.starts).tolist()), entries + start, forbidden)
+        starts = tuple(np.searchsorted(entries, terms.starts).tolist())
+        return TableLayout(sizes, terms.scopes, starts, entries + start, forbidden)
 
     # Least passes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -69,6 +69,7 @@ class UnitShape:
     kept: tuple[int, ...]
     sizes: Mapping[int, int]
     ends: tuple[FloatArray, ...]
+    _spread: dict[int, list[FloatArray]] = field(default_factory=dict)
 
     def minima(self, tables: Sequence[FloatArray]) -> Minima:
         """Minimise sums of tables, shapes (entries, weightings)."""
@@ -84,7 +85,9 @@ class UnitShape:
 
     def _with_ends(self, tables: Sequence[FloatArray]) -> list[FloatArray]:
         count = tables[0].shape[-1]
-        return [*tables, *(np.broadcast_to(end.reshape(-1, 1), (end.size, count)) for end in self.ends)]
+        if count not in self._spread:
+            self._spread[count] = [np.broadcast_to(end.reshape(-1, 1), (end.size, count)) for end in self.ends]
+        return [*tables, *self._spread[count]]
 
     def spread(self, table: FloatArray, shared: Iterable[int]) -> FloatArray:
         """Bring a table to shape (weightings, states of all shared stations, entries, exits)."""

@@ -89,7 +89,7 @@ class Stage:
         number = self.source.tabled(number)
         if number not in self._units:
             factors = self.family.tables(self.case)[number]
-            shape = self.shape.unit(number, factors.scopes, factors.sizes)
+            shape = self.shape.unit(number, factors.layout.scopes, factors.layout.sizes)
             self._units[number] = Tabled(self.source.models[number], factors, shape)
         return self._units[number]
 

@@ -85,13 +85,22 @@ def unit_labels(stage: Stage, number: int, shared: Mapping[int, int]) -> UnitLab
     """
     unit = stage.unit(number)
     modes = stage.options.modes
-    found = _solved(unit, stage.rows(Weights(step=STEP_WEIGHTS[0])), shared, len(modes))
+    if max(unit.sizes.values()) == 1:
+        found = _only(unit, len(modes))
+        return _labels(stage, unit, found, np.array(modes)[found.row])
+    found = _solved(unit, _plain_rows(modes), shared, len(modes))
     if any(unit.sizes[v] > 1 for v in unit.model.variables):
         # Else no price decides anything.
         time, kept, held = _scales(unit.factors.evaluate(found.states), modes)
         fixed, kept_bytes, elements = _price_rows(modes)
         found = _solved(unit, fixed + kept_bytes * (time / kept) + elements * (time / held), shared, len(modes))
     return _labels(stage, unit, found, np.array(modes)[found.row % len(modes)])
+
+
+@lru_cache(maxsize=16)
+def _plain_rows(modes: tuple[int, ...]) -> FloatArray:
+    """Weights of all parts in a plain step, a row for each mode."""
+    return rows_of(Weights(step=STEP_WEIGHTS[0]), modes)
 
 
 @lru_cache(maxsize=16)
@@ -128,6 +137,12 @@ class _Solutions:
     exit: IntArray
 
 
+def _only(unit: Tabled, modes: int) -> _Solutions:
+    """The only assignment, where it is allowed, in each mode."""
+    nothing = np.zeros(0 if len(unit.factors.layout.never) else modes, dtype=np.int64)
+    return _Solutions({v: nothing for v in unit.sizes if v >= 0}, np.arange(len(nothing)), nothing, nothing)
+
+
 def _solved(unit: Tabled, rows: FloatArray, shared: Mapping[int, int], modes: int) -> _Solutions:
     """Best assignments for every row of weights and boundary states."""
     found = unit.minima(rows)
@@ -149,7 +164,9 @@ def _distinct(columns: IntArray) -> IntArray:
         numbers = _multipliers(len(columns)) @ columns
     order = numbers.argsort(kind="stable")
     ranked = numbers[order]
-    order = order[np.append(True, ranked[1:] != ranked[:-1])] if len(order) else order
+    first = np.ones(len(order), dtype=np.bool_)
+    np.not_equal(ranked[1:], ranked[:-1], out=first[1:])
+    order = order[first]
     order.sort()
     return order
 
@@ -169,46 +186,50 @@ def _labels(stage: Stage, unit: Tabled, found: _Solutions, mode: IntArray) -> Un
     once = parts[Part.STEP] + parts[Part.CUT] + parts[Part.CUT_LAST]
     held = [parts[part] for part in (Part.ELEMENTS, Part.EXPERT_ELEMENTS, Part.FROZEN) if parts[part].any()]
     criteria = np.array([seconds, kept, *held, once])
-    best = np.flatnonzero(_undominated(criteria, np.array([mode, found.entry, found.exit])))
+    entries, exits = (unit.sizes.get(end, 1) for end in (ENTRY, EXIT))
+    best = np.flatnonzero(_undominated(criteria, (mode * entries + found.entry) * exits + found.exit))
     best = best[np.lexsort((kept[best], seconds[best], mode[best], found.exit[best], found.entry[best]))]
+    parts, mode, again, again_communication = (
+        np.ascontiguousarray(parts[:, best]), mode[best], again[best], again_communication[best]
+    )  # fmt: skip
     states = {v: s[best] for v, s in found.states.items()}
     number = unit.model.number
-    gradients, waiting = stage.shape.flight(number).peak(stage.parts.graph, states, mode[best])
+    gradients, waiting = stage.shape.flight(number).peak(stage.parts.graph, states, mode)
     sequence = np.zeros(len(best), dtype=np.bool_)
     for variable, sharded in stage.shape.sequence_states(number).items():
         sequence |= sharded[states[variable]]
-    nothing = np.full(len(best), -1)
+    nowhere, zeros = np.full(len(best), -1), np.zeros(len(best))
     known = known_software(stage.case.costs.hardware)
     forward_launches, backward_launches = unit.model.chained_launches if known else unit.model.launches
     return UnitLabels(
-        forward_s=parts[Part.FORWARD, best],
-        backward_s=(parts[Part.BACKWARD] + again)[best],
-        forward_communication_s=parts[Part.FORWARD_COMMUNICATION, best],
-        backward_communication_s=(parts[Part.BACKWARD_COMMUNICATION] + again_communication)[best],
+        forward_s=parts[Part.FORWARD],
+        backward_s=parts[Part.BACKWARD] + again,
+        forward_communication_s=parts[Part.FORWARD_COMMUNICATION],
+        backward_communication_s=parts[Part.BACKWARD_COMMUNICATION] + again_communication,
         activation_bytes=kept[best],
         transient_bytes=transient[best] + gradients,
         waiting_bytes=waiting,
-        forward_sums_s=np.zeros(len(best)),
-        backward_sums_s=np.zeros(len(best)),
-        forward_sums=np.zeros(len(best)),
-        backward_sums=np.zeros(len(best)),
-        step_s=parts[Part.STEP, best],
-        gather_s=parts[Part.GATHER, best],
-        cut_s=parts[Part.CUT, best],
-        cut_last_s=parts[Part.CUT_LAST, best],
-        again_s=again[best],
-        late_s=parts[Part.LATE, best],
+        forward_sums_s=zeros,
+        backward_sums_s=zeros,
+        forward_sums=zeros,
+        backward_sums=zeros,
+        step_s=parts[Part.STEP],
+        gather_s=parts[Part.GATHER],
+        cut_s=parts[Part.CUT],
+        cut_last_s=parts[Part.CUT_LAST],
+        again_s=again,
+        late_s=parts[Part.LATE],
         forward_launches=np.full(len(best), float(forward_launches)),
-        backward_launches=np.array(backward_launches, dtype=np.float64)[mode[best]],
+        backward_launches=np.array(backward_launches, dtype=np.float64)[mode],
         halved=np.full(len(best), float(len(unit.model.halved))),
-        gathered_elements=parts[Part.GATHERED, best],
-        unsummed_elements=parts[Part.UNSUMMED, best],
-        parameter_elements=parts[Part.ELEMENTS, best],
-        expert_elements=parts[Part.EXPERT_ELEMENTS, best],
-        frozen_elements=parts[Part.FROZEN, best],
-        recompute=mode[best],
-        entry=found.entry[best] if ENTRY in unit.kept else nothing,
-        exit=found.exit[best] if EXIT in unit.kept else nothing,
+        gathered_elements=parts[Part.GATHERED],
+        unsummed_elements=parts[Part.UNSUMMED],
+        parameter_elements=parts[Part.ELEMENTS],
+        expert_elements=parts[Part.EXPERT_ELEMENTS],
+        frozen_elements=parts[Part.FROZEN],
+        recompute=mode,
+        entry=found.entry[best] if ENTRY in unit.kept else nowhere,
+        exit=found.exit[best] if EXIT in unit.kept else nowhere,
         sequence_parallel=sequence,
         assignments=Assignments([*states], np.array([*states.values()], dtype=np.int64).reshape(-1, len(best))),
     )
@@ -220,12 +241,18 @@ def _undominated(criteria: FloatArray, groups: IntArray) -> NDArray[np.bool_]:
     Parameters
     ----------
     criteria : array, shape (criteria, n)
-    groups : array, shape (keys, n)
+    groups : array, shape (n,)
+        Number of the group of each column.
     """
-    tolerance = 1e-12 * np.abs(criteria).max(axis=1, initial=0.0)[:, None, None]
-    no_worse = (criteria[:, :, None] <= criteria[:, None, :] + tolerance).all(axis=0)
-    same = (groups[:, :, None] == groups[:, None, :]).all(axis=0)
-    ahead = np.arange(groups.shape[1])[:, None] < np.arange(groups.shape[1])[None, :]
-    equal = no_worse & no_worse.T
-    beats = same & no_worse & (~equal | ahead)
-    return np.asarray(~beats.any(axis=0))
+    keep = np.ones(len(groups), dtype=np.bool_)
+    one, other = (groups[:, None] == groups).nonzero()
+    if len(one) == len(keep):
+        return keep
+    most = criteria + 1e-12 * np.abs(criteria).max(axis=1, keepdims=True, initial=0.0)
+    no_worse = (criteria.take(one, axis=1) <= most.take(other, axis=1)).all(axis=0)
+    one, other = one[no_worse], other[no_worse]
+    if len(one) > len(keep):
+        table = np.zeros((len(keep), len(keep)), dtype=np.bool_)
+        table[one, other] = True
+        keep[other[(one < other) | ~table[other, one]]] = False
+    return keep

@@ -155,6 +155,20 @@ class _Follower:
         return tuple(found), beside
 
 
+class _Whole:
+    """Bytes of whole tensors, at any batch."""
+
+    def __init__(self, graph: OperatorGraph, tensors: Sequence[TensorRef]) -> None:
+        specs = [graph.spec(ref) for ref in tensors]
+        self._growth = np.array([sum(spec.batch_dims) for spec in specs], dtype=np.float64)
+        sizes = np.array([spec.size_bytes for spec in specs], dtype=np.float64)
+        self._of_one = sizes / float(graph.batch_size) ** self._growth
+
+    def bytes(self, graph: OperatorGraph) -> FloatArray:
+        """Bytes of each, shape (tensors,)."""
+        return np.asarray(self._of_one * float(graph.batch_size) ** self._growth)
+
+
 class FlightSizes:
     """The pieces of a flight on one shape of stage: what is local of each in every state."""
 
@@ -168,6 +182,8 @@ class FlightSizes:
         there = [_numbers(parts, ref, reader, reads=True) for ref, _, reader in flight.copies]
         (self._read, self._first_read), (self._here, self._first_here) = _behind(read), _behind(here)
         self._there, _ = _behind(there)
+        self._whole = _Whole(parts.graph, [ref for ref, _ in flight.pieces])
+        self._copied = _Whole(parts.graph, [ref for ref, _, _ in flight.copies])
 
     def peak(
         self, graph: OperatorGraph, states: Mapping[int, IntArray], mode: IntArray
@@ -186,17 +202,15 @@ class FlightSizes:
             Codes of their recompute modes.
         """
         flight, columns = self.flight, np.arange(len(mode))
-        whole = np.array([float(graph.spec(ref).size_bytes) for ref, _ in flight.pieces])
         chosen = _stacked(states, self._variables, len(mode))
-        sizes = whole[:, None] * self._shares[chosen + self._first[:, None]]
+        sizes = self._whole.bytes(graph)[:, None] * self._shares[chosen + self._first[:, None]]
         level = flight.standing @ sizes - (flight.released @ sizes)[mode, columns]
         if flight.copies:
-            whole = np.array([float(graph.spec(ref).size_bytes) for ref, _, _ in flight.copies])
             writers = _stacked(states, [writer for _, writer, _ in flight.copies], len(mode))
             readers = _stacked(states, [reader for _, _, reader in flight.copies], len(mode))
             places = readers + self._first_read[:, None]
             differs = self._here[writers + self._first_here[:, None]] != self._there[places]
-            level = level + flight.beside @ (differs * (whole[:, None] * self._read[places]))
+            level = level + flight.beside @ (differs * (self._copied.bytes(graph)[:, None] * self._read[places]))
         return np.asarray(np.maximum(level.max(axis=0), 0.0)), np.asarray(sizes[flight.waiting].sum(axis=0))
 
 

@@ -87,8 +87,9 @@ def test_tables_are_those_of_a_family_of_one(name: str, mesh: Mesh, batch: int, 
     for number in range(len(source.chain.units)):
         here = stage.unit(number).factors
         there = alone.factors(shape, source.tabled(number), parts)
-        assert (here.scopes, here.starts, dict(here.sizes)) == (there.scopes, there.starts, dict(there.sizes))
-        assert np.array_equal(here.forbidden, there.forbidden)
+        one, other = here.layout, there.layout
+        assert (one.scopes, one.starts, dict(one.sizes)) == (other.scopes, other.starts, dict(other.sizes))
+        assert np.array_equal(one.forbidden, other.forbidden)
         assert here.parts == pytest.approx(there.parts, rel=1e-12)
 
 
@@ -102,8 +103,9 @@ def test_stages_without_axes_have_the_tables_of_those_with_one_where_nothing_is_
     shape, parts = alone.known_shape(stage.case), alone.parts(stage.case)
     for number in range(len(source.chain.units)):
         here, there = stage.unit(number).factors, alone.factors(shape, source.tabled(number), parts)
-        assert (here.scopes, here.starts, dict(here.sizes)) == (there.scopes, there.starts, dict(there.sizes))
-        assert np.array_equal(here.forbidden, there.forbidden)
+        one, other = here.layout, there.layout
+        assert (one.scopes, one.starts, dict(one.sizes)) == (other.scopes, other.starts, dict(other.sizes))
+        assert np.array_equal(one.forbidden, other.forbidden)
         assert np.array_equal(here.parts, there.parts)
 
 

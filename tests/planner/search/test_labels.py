@@ -189,12 +189,12 @@ def test_no_choice_of_labels_is_cheaper_than_the_minimum(mesh: Mesh, weights: We
 def brute_force(factors: UnitFactors, tables: StageTables, number: int, row: np.ndarray) -> np.ndarray:
     """Least weighted sum of a unit between its boundary states, by trying every assignment."""
     unit = tables._stage.unit(number)
-    variables = list(factors.sizes)
-    states = np.indices([factors.sizes[v] for v in variables]).reshape(len(variables), -1)
+    variables = list(factors.layout.sizes)
+    states = np.indices([factors.layout.sizes[v] for v in variables]).reshape(len(variables), -1)
     by_variable = dict(zip(variables, states, strict=True))
     total = np.zeros(states.shape[1])
-    for scope, table in zip(factors.scopes, factors.weighted(row[None]), strict=True):
-        total += table.reshape([factors.sizes[v] for v in scope])[tuple(by_variable[v] for v in scope)]
+    for scope, table in zip(factors.layout.scopes, factors.weighted(row[None]), strict=True):
+        total += table.reshape([factors.layout.sizes[v] for v in scope])[tuple(by_variable[v] for v in scope)]
     ends = []
     for station, boundary in ((unit.model.entry, number - 1), (unit.model.exit, number)):
         none = np.zeros(states.shape[1], dtype=np.int64)
