@@ -194,56 +194,57 @@ class _Rank:
 
         The task at which it stops runs: what follows that is an event like others.
         """
-        starts, ends, waiting = self.starts, self.ends, self.waiting
-        task, moment, works = self.task[own], self.moments[own], self.works[own]
-        while works or self.amount[task] <= 0.0 or task not in self.tight:
-            if not works and self.amount[task] > 0.0:
-                self.works[own], self.left[own], self.since[own] = True, self.amount[task], moment
-                self.rate[own] = self.pace[task]
-                moment += self.amount[task] / self.pace[task]
-            self.moments[own], ends[task] = moment, moment
-            found = self._next_alone(own)
-            if found is None:
-                return
-            after, blocked = found
-            self.beside[self.role[task]] -= 1
-            self.works[own], self.moments[own] = False, NEVER
-            self.place[own] += 1
-            self.task[own] = self.queues[own][self.place[own]]
+        starts, ends, tasks, queues, place = self.starts, self.ends, self.task, self.queues, self.place
+        amounts, latencies, pace = self.amount, self.latency_s, self.pace
+        task, moment, works = tasks[own], self.moments[own], self.works[own]
+        self.beside[self.role[task]] -= 1
+        while works or amounts[task] <= 0.0 or task not in self.tight:
+            if not works and amounts[task] > 0.0:
+                self.left[own], self.since[own], self.rate[own] = amounts[task], moment, pace[task]
+                moment, works = moment + amounts[task] / pace[task], True
+            ends[task] = moment
+            begins, blocked = self._begins_alone(own)
+            if begins < 0:
+                break
             for stream, needed in blocked:
-                waiting[stream] = needed
-            own, works = after, False
-            task, waiting[own] = self.task[own], -1
-            self.beside[self.role[task]] += 1
+                self.waiting[stream] = needed
+            place[own] += 1
+            tasks[own] = queues[own][place[own]]
+            self.works[own], self.moments[own] = False, NEVER
+            own, works, task = begins, False, tasks[begins]
+            self.waiting[own] = -1
             starts[task] = moment
-            moment += max(0.0, self.latency_s[task])
-        self.moments[own] = moment
+            if latencies[task] > 0.0:
+                moment += latencies[task]
+        self.beside[self.role[task]] += 1
+        self.works[own], self.moments[own] = works, moment
 
-    def _next_alone(self, own: int) -> tuple[int, list[tuple[int, int]]] | None:
+    def _begins_alone(self, own: int) -> tuple[int, list[tuple[int, int]]]:
         """The one stream that begins a task when that of `own` has ended, and what others wait for then.
 
-        None where none or several begin, or a task ends as it begins.
+        -1 where none or several begin, or a task ends as it begins.
         """
-        ends, ended, begins = self.ends, self.task[own], -1
         blocked: list[tuple[int, int]] = []
-        for stream, needed in enumerate(self.waiting):
+        ends, waiting, tasks, after, begins = self.ends, self.waiting, self.task, self.after, -1
+        ended = tasks[own]
+        for stream, needed in enumerate(waiting):
             if stream == own:
                 task = self.queues[own][self.place[own] + 1]
             elif needed == ended:
-                task = self.task[stream]
+                task = tasks[stream]
             else:
                 continue
             if task < 0:
                 continue
-            for other in self.after[task]:
+            for other in after[task]:
                 if ends[other] != ends[other]:
                     blocked.append((stream, other))
                     break
             else:
                 if begins >= 0 or (self.latency_s[task] <= 0.0 and self.amount[task] <= 0.0):
-                    return None
+                    return -1, blocked
                 begins = stream
-        return None if begins < 0 else (begins, blocked)
+        return begins, blocked
 
     def _begin(self, own: int, now: float) -> None:
         """Let the task of a stream begin its work, or end where it has none."""

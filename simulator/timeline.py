@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -78,13 +78,18 @@ class Timeline:
     overlaps_communication: bool
     segments: tuple[SegmentTimeline, ...]
     breakdown: Mapping[str, float]
-    collectives: tuple[CollectiveTotal, ...]
     memory: MemoryTimeline
+    program: ProgramColumns
 
     @property
     def peak_memory_bytes(self) -> int:
         """The most memory in use at any time."""
         return self.memory.peak_bytes
+
+    @cached_property
+    def collectives(self) -> tuple[CollectiveTotal, ...]:
+        """Calls of every collective on every axis."""
+        return _collective_totals(self.program, self.segments)
 
     @property
     def memory_at_peak(self) -> Mapping[BufferKind, int]:
@@ -161,8 +166,8 @@ def simulate_segments(
         overlaps_communication=overlaps_communication,
         segments=tuple(segments),
         breakdown=_breakdown(program, segments),
-        collectives=_collective_totals(program, segments),
         memory=memory_timeline(program, spans, message_workspace),
+        program=program,
     )
 
 
@@ -209,8 +214,10 @@ def _breakdown(program: ProgramColumns, timelines: Sequence[SegmentTimeline]) ->
     compute = optimizer = exposed = bubble = 0.0
     for segment, timeline in zip(program.segments, timelines, strict=True):
         classes = np.fromiter((_class_of(task.collective, task.phase) for task in segment.tasks), np.int64)
-        kinds = classes[segment.which]
-        times = np.concatenate([timeline.starts_s, timeline.ends_s])
+        of_task = classes[segment.which]
+        spans = [_spans(timeline.starts_s[of_task == kind], timeline.ends_s[of_task == kind]) for kind in range(3)]
+        kinds = np.repeat(np.arange(3), [len(starts) for starts, _ in spans])
+        times = np.concatenate([*(starts for starts, _ in spans), *(ends for _, ends in spans)])
         order = np.argsort(times, kind="stable")
         change = np.zeros((3, len(times) + 1))
         change[np.tile(kinds, 2)[order], np.arange(1, len(times) + 1)] = np.repeat((1, -1), len(kinds))[order]
@@ -226,6 +233,14 @@ def _breakdown(program: ProgramColumns, timelines: Sequence[SegmentTimeline]) ->
         exposed += parts[_COMMUNICATION]
         bubble += float(lengths[~taken].sum())
     return {"compute_s": compute, "exposed_communication_s": exposed, "bubble_s": bubble, "optimizer_s": optimizer}
+
+
+def _spans(starts: FloatArray, ends: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Where the spans in which any of some tasks runs begin and end."""
+    order = np.argsort(starts, kind="stable")
+    starts, reached = starts[order], np.maximum.accumulate(ends[order])
+    first = np.flatnonzero(np.concatenate(([True], starts[1:] > reached[:-1]))[: len(starts)])
+    return starts[first], reached[np.append(first[1:], len(starts))[: len(first)] - 1]
 
 
 def _class_of(collective: Collective | None, phase: Phase) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -176,17 +176,17 @@ class Blueprint:
         self.tasks.append(draft.task)
         self.instructions.append(draft.instruction)
         self.beside.append(draft.beside)
-        self._use(self.writes, [buffer.name for buffer in draft.writes], home, writes)
+        self._use(self.writes, (buffer.name for buffer in draft.writes), home, writes)
         self._use(self.reads, draft.reads, home, reads)
         self._use(self.completes, draft.completes, home, None)
-        for buffer in draft.writes:
-            self.write_bytes.append(buffer.size_bytes)
-            self.write_kind.append(KIND_INDEX[buffer.kind])
+        if draft.writes:
+            self.write_bytes.extend([buffer.size_bytes for buffer in draft.writes])
+            self.write_kind.extend([KIND_INDEX[buffer.kind] for buffer in draft.writes])
         for view, owner in draft.owners.items():
             self.views.append((number, self.value(view, home), self.value(owner, home)))
         return number
 
-    def _use(self, uses: Uses, names: Sequence[str], home: int, given: Sequence[Use] | None) -> None:
+    def _use(self, uses: Uses, names: Iterable[str], home: int, given: Sequence[Use] | None) -> None:
         if given is None:
             uses.add_own([self.value(name, home) for name in names])
         else:
@@ -335,15 +335,34 @@ class Placing:
             [(self.copies.places.get(unit) or (0,))[0] for unit in range(units)] + [NOBODY], dtype=np.int64
         )
         self.fixed = np.where(in_row[self.home], NOBODY, self.base[single[self.home]] + self.local)
+        rows = {unit: number for number, row in enumerate(self.copies.rows) for unit in row.shallow}
+        self.row = np.array([rows.get(unit, NOBODY) for unit in range(units)] + [NOBODY], dtype=np.int64)
         self._beside: dict[tuple[int, int], int] = {}
 
     def __call__(self, values: IntArray, units: IntArray) -> IntArray:
         """Numbers of `values` as the copies number `units` know them."""
         own = self.of_unit[units] == self.home[values]
         found = np.where(own, self.base[units] + self.local[values], self.fixed[values])
-        for place in np.flatnonzero(found < 0).tolist():
-            found[place] = self._neighbour(int(values[place]), int(units[place]))
+        elsewhere = np.flatnonzero(found < 0)
+        if len(elsewhere):
+            found[elsewhere] = self._elsewhere(values[elsewhere], units[elsewhere])
         return found
+
+    def _elsewhere(self, values: IntArray, units: IntArray) -> IntArray:
+        """Numbers of values that others find in a row; equal layers find the same value of the layer beside them."""
+        home, own = self.home[values], self.of_unit[units]
+        there = np.clip(units + home - own, 0, len(self.of_unit) - 2)
+        kind, row = self.of_unit[there], self.row[home]
+        alike = (np.abs(home - own) == 1) & (there == units + home - own)
+        alike &= (row != NOBODY) & (row == self.row[own]) & (row == self.row[kind])
+        # All others stand for themselves; the unit of a value is NOBODY where it is not asked for by one.
+        alone = -1 - (values * len(self.of_unit) + units - NOBODY)
+        key = np.where(alike, (values * len(self.row) + own) * len(self.row) + kind, alone)
+        _, first, of = np.unique(key, return_index=True, return_inverse=True)
+        begin = np.where(alike, self.base[there], 0)
+        named = [self._neighbour(int(values[place]), int(units[place])) for place in first.tolist()]
+        numbers: IntArray = begin + (np.array(named, dtype=np.int64) - begin[first])[of]
+        return numbers
 
     def _neighbour(self, value: int, unit: int) -> int:
         key = value, unit

@@ -149,20 +149,22 @@ class SegmentWriter(Writer):
                 continue
             first = int(own[0])
             key = travelling.kinds.tobytes(), (own - first).tobytes()
-            self._run(key, first, NOBODY, self._gather_together, travelling.moved, own.tolist())
+            self._run(key, first, NOBODY, self._gather_together, travelling.known, travelling.kinds, own)
 
     def _gather_alone(self, travelling: Travelling, own: IntArray, place: int) -> Block:
-        key, unit = ("alone", int(travelling.kinds[place])), int(own[place])
-        return self._block(key, NOBODY, self._gather_together, lambda: [travelling.move(place)], [unit])
+        kind, key = travelling.kinds[place : place + 1], ("alone", int(travelling.kinds[place]))
+        return self._block(key, NOBODY, self._gather_together, travelling.known, kind, own[place : place + 1])
 
-    def _gather_together(self, moved: Callable[[], list[Moved]], units: Sequence[int]) -> None:
-        """Write the message of parameters of several units."""
-        items = moved()
-        self._step(items, Phase.FORWARD, asynchronous=True)
-        value, homes = self.blueprint.value, [self.blueprint.owners[ref.node] for ref, *_ in items]
-        reads = [(value(v, home), unit) for (_, v, _, _), unit, home in zip(items, units, homes, strict=True)]
-        made = [(value(t, home), unit) for (_, _, t, _), unit, home in zip(items, units, homes, strict=True)]
-        self._add_shared(units[0], homes[0], reads, made)
+    def _gather_together(self, known: Sequence[Moved], kinds: IntArray, own: IntArray) -> None:
+        """Write the message of parameters of several units, or what takes its place."""
+        moves, units, value, owners = kinds.tolist(), own.tolist(), self.blueprint.value, self.blueprint.owners
+        self._step([known[kind] for kind in moves], Phase.FORWARD, asynchronous=True)
+        homes = {kind: owners[known[kind][0].node] for kind in dict.fromkeys(moves)}
+        before = {kind: value(known[kind][1], home) for kind, home in homes.items()}
+        behind = {kind: value(known[kind][2], home) for kind, home in homes.items()}
+        reads = [(before[kind], unit) for kind, unit in zip(moves, units, strict=True)]
+        made = [(behind[kind], unit) for kind, unit in zip(moves, units, strict=True)]
+        self._add_shared(units[0], homes[moves[0]], reads, made)
 
     def _gather_units(self, gathers: Sequence[tuple[Gather, int]], position: int) -> None:
         """At the first operator of a unit, gather what the next one needs, and its own where none was before.

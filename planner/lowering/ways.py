@@ -43,10 +43,6 @@ class Travelling(NamedTuple):
     alone: bool
     known: Sequence[Moved]
 
-    def move(self, place: int) -> Moved:
-        """One of the moves."""
-        return self.known[int(self.kinds[place])]
-
     def moved(self) -> list[Moved]:
         """The moves."""
         return [self.known[kind] for kind in self.kinds.tolist()]
