@@ -61,25 +61,27 @@ def _keeps_nesting(state: Placements, axis: int, target: Placement) -> bool:
     return not any(placement in touched for placement in state[axis + 1 :])
 
 
-def _step(state: Placements, axis: int, target: Placement, all_to_all: bool) -> Step | None:
+@cache
+def _step(state: Placements, axis: int, target: Placement, all_to_all: bool) -> tuple[Step, float] | None:
+    """A step and what `_volume` says of it; None where there is none."""
     operation = _operation(state[axis], target, all_to_all)
     if operation is None or not _keeps_nesting(state, axis, target):
         return None
     after = (*state[:axis], target, *state[axis + 1 :])
     divided = state if operation is Collective.ALL_TO_ALL else (*state[:axis], REPLICATE, *state[axis + 1 :])
     sharded = tuple(i for i, placement in enumerate(divided) if placement >= 0)
-    return Step(operation, axis, state, after, sharded)
+    step = Step(operation, axis, state, after, sharded)
+    return step, _volume(step)
 
 
 def _divides(state: Placements, source: Placements, target: Placements) -> bool:
     """Whether every dim is cut along some of the axes that cut it in `source`, or some of those in `target`."""
-    return all(
-        any(
-            all(there == dim for here, there in zip(state, end, strict=True) if here == dim) for end in (source, target)
-        )
-        for dim in set(state)
-        if dim >= 0
-    )
+    for dim in set(state):
+        if dim >= 0:
+            axes = [axis for axis, here in enumerate(state) if here == dim]
+            if not (all([source[axis] == dim for axis in axes]) or all([target[axis] == dim for axis in axes])):
+                return False
+    return True
 
 
 def _volume(step: Step) -> float:
@@ -117,12 +119,13 @@ def redistribution(source: Placements, target: Placements, all_to_all: bool = Tr
             continue
         done.add(state)
         for axis in range(len(state)):
-            goals = (target[axis],) if target[axis] == PARTIAL else (target[axis], REPLICATE)
-            for goal in dict.fromkeys(goals):
-                step = None if goal == state[axis] else _step(state, axis, goal, all_to_all)
-                if step is not None and _divides(step.after, source, target):
+            goals = (target[axis],) if target[axis] in (PARTIAL, REPLICATE) else (target[axis], REPLICATE)
+            for goal in goals:
+                found = None if goal == state[axis] else _step(state, axis, goal, all_to_all)
+                if found is not None and _divides(found[0].after, source, target):
+                    step, volume = found
                     serial += 1
-                    heapq.heappush(queue, (cost + _volume(step), serial, step.after, (*path, step)))
+                    heapq.heappush(queue, (cost + volume, serial, step.after, (*path, step)))
     return None
 
 

@@ -51,7 +51,15 @@ class Scope:
 
 def plain(variables: Sequence[int], sizes: Sequence[int]) -> Scope:
     """The scope of a table with one row a state."""
-    return Scope(tuple(variables), tuple(np.arange(sizes[v]) for v in variables))
+    return Scope(tuple(variables), tuple(_each(sizes[v]) for v in variables))
+
+
+@cache
+def _each(size: int) -> Index:
+    """A row of its own for each state, the same object for all variables with as many."""
+    rows = np.arange(size)
+    rows.setflags(write=False)
+    return rows
 
 
 def classes(*tables: Table) -> tuple[Index, Index]:
@@ -173,7 +181,9 @@ class Buckets:
         for number, scope in enumerate(self.scopes):
             for v in scope.variables:
                 self._touching.setdefault(v, []).append(number)
-        self._alone: dict[int, tuple[Index, Classes]] = {}
+        self._joins: dict[tuple[int, ...], tuple[Sequence[Index], Classes]] = {}
+        self._picks: dict[tuple[int, int], Index | None] = {}
+        self._sorted: dict[int, tuple[Index, Index]] = {}
         self._counts = [s.counts() for s in self.scopes]
         self.steps: list[Step] = []
         self._plan(set(variables))
@@ -228,7 +238,11 @@ class Buckets:
             if len(scope.variables) > 1:
                 for v, rows in zip(scope.variables, self._counts[number], strict=True):
                     counts[v] = counts.get(v, 1.0) * rows
-        return prod(min(c, float(self.sizes[v])) for v, c in counts.items())
+        weight = 1.0
+        for v, count in counts.items():
+            size = self.sizes[v]
+            weight *= count if count < size else size
+        return weight
 
     def _step(self, variable: int) -> Step:
         touching = self._touching.get(variable, [])
@@ -239,39 +253,55 @@ class Buckets:
             for v, rows in zip(self.scopes[t].variables, self.scopes[t].rows, strict=True):
                 maps.setdefault(v, []).append(rows)
         joined = {v: self._joined(m) for v, m in maps.items()}
-        names = sorted(set(maps) - {variable}, key=lambda v: (-len(joined[v][1]), v))
-        own = joined[variable][0] if variable in joined else np.zeros(self.sizes[variable], dtype=np.intp)
-        by_class = np.argsort(own, kind="stable")
-        count = len(joined[variable][1]) if variable in joined else 1
-        dims = (*names, variable)
+        counts = {v: len(members) for v, (_, members) in joined.items()}
+        names = [v for _, v in sorted([(-count, v) for v, count in counts.items() if v != variable])]
+        by_class, starts = self._by_class(variable, joined.get(variable))
+        place = {v: dim for dim, v in enumerate((*names, variable))}
         return Step(
             variable=variable,
             scope=Scope(tuple(names), tuple(joined[v][0] for v in names)),
-            shape=tuple(len(joined[v][1]) for v in names),
+            shape=tuple([counts[v] for v in names]),
             unary=unary,
-            parts=tuple(self._part(t, dims, joined) for t in others),
+            parts=tuple([self._part(t, place, joined) for t in others]),
             own=by_class,
-            starts=np.searchsorted(own[by_class], np.arange(count)),
+            starts=starts,
         )
 
     def _joined(self, maps: Sequence[Index]) -> Classes:
-        """`join`, whose answer for one map is kept: tables share their maps."""
-        one = maps[0]
-        if any(other is not one for other in maps):
-            return join(maps)
-        if id(one) not in self._alone:
-            self._alone[id(one)] = one, join([one])
-        return self._alone[id(one)][1]
+        """`join`, whose answers are kept: tables share their maps, and equal blocks those of their messages."""
+        key = tuple(map(id, maps))
+        if key not in self._joins:
+            self._joins[key] = maps, join(maps)
+        return self._joins[key][1]
 
-    def _part(self, number: int, dims: tuple[int, ...], joined: Mapping[int, tuple[Index, Index]]) -> Part:
+    def _by_class(self, variable: int, joined: Classes | None) -> tuple[Index, Index]:
+        """The states of a variable by class, and where each class starts; of what nothing tells apart there is one."""
+        if joined is None:
+            return _each(self.sizes[variable]), np.zeros(1, dtype=np.intp)
+        own, members = joined
+        if id(own) not in self._sorted:
+            order = np.argsort(own, kind="stable")
+            self._sorted[id(own)] = order, np.searchsorted(own[order], np.arange(len(members)))
+        return self._sorted[id(own)]
+
+    def _part(self, number: int, place: Mapping[int, int], joined: Mapping[int, Classes]) -> Part:
+        """How a table enters the step whose variables have the given places."""
         scope, counts = self.scopes[number], self._counts[number]
-        order = tuple(sorted(range(len(scope.variables)), key=lambda i: dims.index(scope.variables[i])))
-        picks: list[Index | None] = []
-        for i in order:
-            rows = scope.rows[i][joined[scope.variables[i]][1]]
-            picks.append(None if len(rows) == counts[i] and (rows == np.arange(len(rows))).all() else rows)
-        shape = tuple(len(joined[v][1]) if v in scope.variables else 1 for v in dims)
-        return Part(number, order, tuple(picks), shape)
+        dims = sorted([(place[v], i) for i, v in enumerate(scope.variables)])
+        shape, picks = [1] * len(place), []
+        for dim, i in dims:
+            members = joined[scope.variables[i]][1]
+            picks.append(self._picked(scope.rows[i], members, counts[i]))
+            shape[dim] = len(members)
+        return Part(number, tuple([i for _, i in dims]), tuple(picks), tuple(shape))
+
+    def _picked(self, rows: Index, members: Index, count: int) -> Index | None:
+        """Rows of some states, None where those are all of them in order."""
+        key = id(rows), id(members)
+        if key not in self._picks:
+            found = rows[members]
+            self._picks[key] = None if len(found) == count and (found == np.arange(count)).all() else found
+        return self._picks[key]
 
     def run(self, tables: Sequence[Table]) -> list[Table]:
         """Eliminate; returns the given tables followed by the message of each step."""

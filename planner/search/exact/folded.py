@@ -53,6 +53,7 @@ class FoldedElimination:
         self.model = model
         self.sizes = model.sizes
         self._members: dict[Variables, tuple[Index, ...]] = {}
+        self._same: dict[bytes, Index] = {}
         known: dict[object, tuple[Classes, Classes]] = {}
         scopes = {scope: self._scope(scope, known) for scope in model.time}
         parts = model.layout
@@ -87,6 +88,8 @@ class FoldedElimination:
             known[key] = (classes(*tables), classes(*(t.T for t in tables)))
         (rows, row_members), (columns, column_members) = known[key]
         self._members[scope] = (row_members, column_members)
+        # Equal rows are one object, so that what is made of them is made once.
+        rows, columns = (self._same.setdefault(each.tobytes(), each) for each in (rows, columns))
         return Scope(scope, (rows, columns))
 
     def _cost(self, scope: Variables, weights: Weights) -> Table:

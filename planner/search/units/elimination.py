@@ -145,15 +145,19 @@ def _numbered(scopes: tuple[Scope, ...], sizes: tuple[int, ...], kept: Scope) ->
 def _terms(tables: Sequence[tuple[int, Scope]], full: Scope, size: Mapping[int, int]) -> tuple[_Term, ...]:
     """Tables, each its number and scope, as they are added up one after the other."""
     place = {v: i for i, v in enumerate(full)}
-    total = (0,) * len(full)
+    covered: set[int] = set()
     found = []
     for count, (number, scope) in enumerate(tables):
-        order = sorted(range(len(scope)), key=lambda i: place[scope[i]])
-        stays = order == [*range(len(scope))]
-        shape, own = tuple(size[v] if v in scope else 1 for v in full), (*(size[v] for v in scope), -1)
-        fits = count > 1 and all(here >= there for here, there in zip(total, shape, strict=True))
-        total = tuple(map(max, total, shape))
-        found.append(_Term(number, own, () if stays else (*order, len(scope)), (*shape, -1), fits))
+        dims = [place[v] for v in scope]
+        shape = [1] * len(full)
+        for dim, v in zip(dims, scope, strict=True):
+            shape[dim] = size[v]
+        order: tuple[int, ...] = ()
+        if dims != sorted(dims):
+            order = (*sorted(range(len(scope)), key=dims.__getitem__), len(scope))
+        fits = count > 1 and covered.issuperset(scope)
+        covered.update(scope)
+        found.append(_Term(number, tuple([size[v] for v in scope] + [-1]), order, (*shape, -1), fits))
     return tuple(found)
 
 
