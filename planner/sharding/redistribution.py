@@ -78,8 +78,8 @@ def _divides(state: Placements, source: Placements, target: Placements) -> bool:
     """Whether every dim is cut along some of the axes that cut it in `source`, or some of those in `target`."""
     for dim in set(state):
         if dim >= 0:
-            axes = [axis for axis, here in enumerate(state) if here == dim]
-            if not (all([source[axis] == dim for axis in axes]) or all([target[axis] == dim for axis in axes])):
+            cut = [ends for here, *ends in zip(state, source, target, strict=True) if here == dim]
+            if not (all(before == dim for before, _ in cut) or all(after == dim for _, after in cut)):
                 return False
     return True
 
