@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.graph.operator_graph import Run
@@ -41,6 +41,11 @@ class Layout:
     blocks: tuple[Block, ...]
     outside: tuple[Variables, ...]
     in_block: tuple[tuple[Variables, ...], ...]
+
+    def of(self, tables: Container[Variables]) -> Layout:
+        """The layout of some of the tables."""
+        in_block = tuple(tuple(s for s in scopes if s in tables) for scopes in self.in_block)
+        return Layout(self.blocks, tuple(s for s in self.outside if s in tables), in_block)
 
     def repeated(self) -> set[int]:
         """Variables that every layer has for itself."""

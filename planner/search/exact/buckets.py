@@ -68,7 +68,10 @@ def classes(*tables: Table) -> tuple[Index, Index]:
     >>> classes(np.array([[1.0, 2.0], [0.0, 2.0], [1.0, 2.0]]))
     (array([0, 1, 0]), array([0, 1]))
     """
-    rows = np.concatenate([np.ascontiguousarray(t) for t in tables], axis=1).view(np.uint64)
+    if len(tables[0]) == 1:
+        return _each(1), _each(1)
+    rows = np.concatenate(tables, axis=1) if len(tables) > 1 else np.ascontiguousarray(tables[0])
+    rows = rows.view(np.uint64)
     # Rows are told apart by a checksum, which is then checked.
     found = _numbered((rows @ _factors(rows.shape[1])).tolist())
     if not (rows == rows[found[1][found[0]]]).all():
@@ -79,9 +82,13 @@ def classes(*tables: Table) -> tuple[Index, Index]:
 def _numbered(keys: Sequence[Hashable]) -> tuple[Index, Index]:
     """Number keys in the order of their first: the number of each, and where each number is first."""
     seen: dict[Hashable, int] = {}
-    members = [seen.setdefault(key, len(seen)) for key in keys]
-    first = dict(zip(reversed(members), range(len(keys) - 1, -1, -1), strict=True))
-    return np.array(members, dtype=np.intp), np.array([first[n] for n in range(len(seen))], dtype=np.intp)
+    numbers, first = [], []
+    for place, key in enumerate(keys):
+        number = seen.setdefault(key, len(first))
+        if number == len(first):
+            first.append(place)
+        numbers.append(number)
+    return np.array(numbers, dtype=np.intp), np.array(first, dtype=np.intp)
 
 
 @cache

@@ -58,6 +58,8 @@ class Model:
     def restricted(self, keep: Sequence[Mask]) -> Model:
         """The same tables over the states that are marked."""
         fewer = {v for v, mask in enumerate(keep) if not mask.all()}
+        if not fewer:
+            return self
 
         def part(scope: Variables, table: Table) -> Table:
             for dim, v in enumerate(scope):
@@ -130,14 +132,15 @@ def possible(model: Model) -> Model:
 
     Where nothing is left to a variable, it keeps what it has: the minimum is infinite and says so.
     """
-    groups = copies(model.layout, len(model.states))
+    finite = {scope: np.isfinite(table) for scope, table in model.time.items() if table.max() == np.inf}
+    if not finite:
+        return model
+    groups = copies(model.layout.of(finite), len(model.states))
     keep = [np.ones(len(s), dtype=np.bool_) for s in model.states]
-    finite = {scope: np.isfinite(table) for scope, table in model.time.items()}
-    watched = {scope for scope, table in finite.items() if not table.all()}
     near: dict[int, set[int]] = {}
     stale = dict[int, None]()
     for number, group in enumerate(groups):
-        scopes = {use.scope for kind in group.kinds for use in kind} & watched
+        scopes = {use.scope for kind in group.kinds for use in kind}
         if scopes:
             stale[number] = None
         for v in {v for scope in scopes for v in scope}:
@@ -149,9 +152,9 @@ def possible(model: Model) -> Model:
         before = keep[group.variables[0]]
         lives = np.zeros_like(before)
         for kind in group.kinds:
-            lives |= _supported([use for use in kind if use.scope in watched], finite, keep, lives.size)
+            lives |= _supported(kind, finite, keep, lives.size)
         lives &= before
-        if lives.any() and not np.array_equal(lives, before):
+        if lives.any() and (lives != before).any():
             for v in group.variables:
                 keep[v] = lives
                 stale.update(dict.fromkeys(sorted(near[v])))

@@ -32,6 +32,8 @@ class MeshCosts:
         self.bucket_bytes = bucket_bytes
         self._groups = [group_shape(hardware, a.size, mesh.stride(i)) for i, a in enumerate(mesh.axes)]
         self._tables: dict[tuple[int, int, bool], NDArray[np.float64]] = {}
+        self._shares_of_rank: dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+        self._unmasked: dict[tuple[int, int, bool], NDArray[np.float64]] = {}
         self._seconds: dict[tuple[int, int, bool], NDArray[np.float64]] = {}
 
     def message_time(
@@ -42,12 +44,22 @@ class MeshCosts:
         Fused messages are of several tensors, which are packed; what a tensor alone needs depends on the dim that it is
         cut along, and is left out.
         """
-        sent = np.maximum(payload_bytes, self.bucket_bytes) if fused else payload_bytes
+        return self._message_times(collective, axis, payload_bytes, 0 if fused else len(payload_bytes))
+
+    def _message_times(
+        self, collective: Collective, axis: int, payload_bytes: NDArray[np.float64], alone: int
+    ) -> NDArray[np.float64]:
+        """`message_time` of payloads of which so many, the first, are sent alone, and the others fused."""
+        sent = np.array(payload_bytes)
+        fused = sent[alone:]
+        np.maximum(fused, self.bucket_bytes, out=fused)
         seconds = message_time(self.hardware, collective, sent, self._groups[axis], axis=self.mesh.axes[axis].name)
-        if fused and self.hardware.copies_apart:
-            copied = packing_bytes(collective, sent, self.mesh.axes[axis].size)
-            seconds = seconds + copy_time(self.hardware, copied, self.mesh.size)
-        return seconds * (payload_bytes / sent) if fused else seconds
+        if len(fused):
+            if self.hardware.copies_apart:
+                copied = packing_bytes(collective, fused, self.mesh.axes[axis].size)
+                seconds[alone:] += copy_time(self.hardware, copied, self.mesh.size)
+            seconds[alone:] *= payload_bytes[alone:] / fused
+        return seconds
 
     def copy_time(self, moved_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Seconds of slices and masks, which read and write `moved_bytes`, arrays of one shape."""
@@ -61,20 +73,22 @@ class MeshCosts:
         for rank, size, fused in (key for key in dict.fromkeys(keys) if key not in self._tables):
             sizes.setdefault((rank, fused), []).append(size)
         seconds: dict[tuple[int, bool], NDArray[np.float64]] = {}
-        wanted: dict[tuple[Collective, int, bool], list[tuple[NDArray[np.float64], list[int], NDArray[np.float64]]]]
-        wanted = {}
-        for (rank, fused), missing in sizes.items():
+        wanted: dict[tuple[Collective, int], list[tuple[NDArray[np.float64], list[int], NDArray[np.float64]]]]
+        wanted, alone = {}, dict[tuple[Collective, int], int]()
+        for (rank, fused), missing in sorted(sizes.items(), key=lambda item: item[0][1]):
             kinds = step_table(rank, axes).kinds
             times = seconds[rank, fused] = np.zeros((len(missing), len(kinds) + 1))
-            share = np.array([self._share(sharded) for _, _, sharded in kinds])
-            sent = np.maximum(np.array(missing, dtype=np.float64)[:, None] * share, 1.0)
+            sent = np.maximum(np.array(missing, dtype=np.float64)[:, None] * self._shares(rank)[0], 1.0)
             columns: dict[tuple[Collective, int], list[int]] = {}
             for column, (collective, axis, _) in enumerate(kinds):
                 columns.setdefault((collective, axis), []).append(column)
             for (collective, axis), few in columns.items():
-                wanted.setdefault((collective, axis, fused), []).append((times, few, sent[:, few]))
-        for (collective, axis, fused), parts in wanted.items():
-            found = self.message_time(collective, axis, np.concatenate([sent.ravel() for _, _, sent in parts]), fused)
+                part = sent[:, few]
+                wanted.setdefault((collective, axis), []).append((times, few, part))
+                alone[collective, axis] = alone.get((collective, axis), 0) + (0 if fused else part.size)
+        for (collective, axis), parts in wanted.items():
+            payloads = np.concatenate([sent.ravel() for _, _, sent in parts])
+            found = self._message_times(collective, axis, payloads, alone[collective, axis])
             place = 0
             for times, few, sent in parts:
                 times[:, few] = found[place : place + sent.size].reshape(sent.shape)
@@ -85,7 +99,7 @@ class MeshCosts:
     def _tabulate(self, rank: int, fused: bool, sizes: Sequence[int], seconds: NDArray[np.float64]) -> None:
         """Fill the tables of tensors of some sizes; `seconds` of their messages have shape (sizes, kinds and none)."""
         table = step_table(rank, len(self.mesh.axes))
-        share = np.array([self._share(cut) for cut in table.pieces])
+        share = self._shares(rank)[1]
         copies = np.zeros((len(sizes), len(share) + 1))
         copies[:, :-1] = self.copy_time(2.0 * np.array(sizes, dtype=np.float64)[:, None] * share)
         matrices = seconds[:, table.steps].sum(axis=-1) + copies[:, table.copies].sum(axis=-1)
@@ -94,9 +108,14 @@ class MeshCosts:
             self._tables[rank, size, fused] = matrix
             self._seconds[rank, size, fused] = times
 
-    def _share(self, cut: Sequence[int]) -> float:
-        """What the axes that cut a tensor leave of it on one rank."""
-        return 1.0 / prod(self.mesh.sizes[axis] for axis in cut)
+    def _shares(self, rank: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """What one rank has of a tensor that is sent by each kind of message, and of each piece that is copied."""
+        if rank not in self._shares_of_rank:
+            table, sizes = step_table(rank, len(self.mesh.axes)), self.mesh.sizes
+            both = ([cut for _, _, cut in table.kinds], table.pieces)
+            sent, copied = (np.array([1.0 / prod([sizes[axis] for axis in cut]) for cut in cuts]) for cuts in both)
+            self._shares_of_rank[rank] = sent, copied
+        return self._shares_of_rank[rank]
 
     def redistribution(self, rank: int, size_bytes: int, *, fused: bool, masks: bool) -> NDArray[np.float64]:
         """Seconds from each placement to each other of a tensor, shape (placements, placements).
@@ -106,8 +125,11 @@ class MeshCosts:
         key = (rank, size_bytes, fused)
         if key not in self._tables:
             self.prepare([key])
-        matrix = self._tables[key]
-        return matrix if masks else np.where(needs_mask(rank, len(self.mesh.axes)), np.inf, matrix)
+        if masks:
+            return self._tables[key]
+        if key not in self._unmasked:
+            self._unmasked[key] = np.where(needs_mask(rank, len(self.mesh.axes)), np.inf, self._tables[key])
+        return self._unmasked[key]
 
     def scattering(self, rank: int, size_bytes: int) -> NDArray[np.float64]:
         """Seconds of the part of each way of a gradient that ends with its last reduce-scatter, 0 where there is none.

@@ -154,7 +154,7 @@ class Problem:
             # What is equal costs the same.
             of_edge = (self.states[edge.source].kind, self.states[edge.target].kind, *move)
             if of_edge not in alike:
-                alike[of_edge] = self._edge_cost(edge)
+                alike[of_edge] = self._edge_cost(edge, once=move[2], masked=move[3])
             cost = alike[of_edge]
             key = (min(edge.source, edge.target), max(edge.source, edge.target))
             if edge.source > edge.target:
@@ -164,15 +164,18 @@ class Problem:
             pairs[key] = cost
         return pairs
 
-    def _edge_cost(self, edge: Edge) -> Cost:
-        time = self.parts.move_seconds(edge)
-        memory = np.zeros_like(time)
-        if not self.parts.fused(edge):
-            return Cost(time * self.setting.micro_batches, memory)
-        if self.states[edge.source].variable.kind is Kind.PARAMETER:
-            rows, columns = self.parts.ends(edge)
-            moved = rows[:, None] != columns[None, :]
-            memory += moved * self.parts.read_bytes(edge.tensor, edge.target)[None, :]
+    def _edge_cost(self, edge: Edge, *, once: bool, masked: bool) -> Cost:
+        """What moving a tensor costs from each state of its writer to each of its reader, perhaps once a step."""
+        spec, source, target = self.graph.spec(edge.tensor), self.states[edge.source], self.states[edge.target]
+        rank = len(spec.shape)
+        rows = source.numbers(edge.tensor, rank, reads=False)[:, None]
+        columns = target.numbers(edge.tensor, rank, reads=True)
+        time = self.setting.costs.redistribution(rank, spec.size_bytes, fused=once, masks=masked)[rows, columns]
+        memory = np.zeros(time.shape)
+        if not once:
+            return Cost(time if self.setting.micro_batches == 1 else time * self.setting.micro_batches, memory)
+        if source.variable.kind is Kind.PARAMETER:
+            memory += (rows != columns) * self.parts.read_bytes(edge.tensor, edge.target)
         elif self.setting.micro_batches > 1:
             memory += self.parts.written_bytes(edge.tensor, edge.source)[:, None]
             if self.setting.sharded_gradients:
