@@ -82,7 +82,8 @@ def classes(*tables: Table) -> tuple[Index, Index]:
 def _numbered(keys: Sequence[Hashable]) -> tuple[Index, Index]:
     """Number keys in the order of their first: the number of each, and where each number is first."""
     seen: dict[Hashable, int] = {}
-    numbers, first = [], []
+    numbers: list[int] = []
+    first: list[int] = []
     for place, key in enumerate(keys):
         number = seen.setdefault(key, len(first))
         if number == len(first):
