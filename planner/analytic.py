@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from planner.prediction import Prediction, without_rounding
 from planner.search.configurations.explored import Placed
 from planner.search.configurations.step_model import StepModel, StoredWays
+from planner.search.configurations.storage import Storages
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -26,7 +27,7 @@ def analytic_breakdown(placed: Placed, model: StepModel) -> dict[str, float]:
     """
     c, tables, chosen = placed.configuration, placed.tables, placed.partition
     joined = model.joined(tables, c)
-    stored = model.stored(joined.labels, c, joined.whole, joined.trained)
+    stored = model.stored(joined.labels, Storages.of([c]), joined.whole, joined.trained).of(0)
     first = np.concatenate(([0], joined.ends))
     picked = first[np.array(tables.chain.positions)] + np.array(chosen.labels)
     compute, update = (sum(seconds[picked].tolist()) for seconds in model.kernels_s(joined.labels, c, joined.trained))

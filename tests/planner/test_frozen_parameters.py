@@ -10,6 +10,7 @@ import pytest
 from planner.execution.run import ExecuteOptions, execute_plan
 from planner.planning import PlanRequest, capture_for, plan_network
 from planner.request import read_pins
+from planner.search.configurations.storage import Storages
 from planner.setting import setting_of
 from planner.shared_tables import SharedTables
 from simulator.program import Kernel
@@ -62,7 +63,7 @@ def test_states_are_those_of_adapters_alone(sharding: str, shards: int) -> None:
     placed = setting_of(request, None, shared()).search.explore(read_pins(request)).found[0]
     units, model = placed.tables.units, setting_of(request, None, shared()).search.model()
     resident = sum(
-        model.resident_bytes(units[number], placed.configuration)[label]
+        model.resident_bytes(units[number], Storages.of([placed.configuration]))[0, label]
         for number, label in zip(placed.tables.chain.positions, placed.partition.labels, strict=True)
     )
     gathered = 4 * trained if sharding == "zero1" else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -14,9 +14,10 @@ from planner.search.configurations.least_states import LeastStates, payloads_s
 from planner.search.configurations.schedule_shapes import SPLIT
 from planner.search.configurations.space import Extent
 from planner.search.configurations.step_model import AXES, Configuration, StepModel
+from planner.search.configurations.storage import Storages
 from planner.search.configurations.stored_ways import uneven_passes_s
 from planner.search.configurations.whole_units import chunk_times, least_ranks, least_turns, longer
-from planner.search.stages.chain_bound import LONG, chain_bound, unlike
+from planner.search.stages.chain_bound import LONG, chain_bound, chain_bounds, unlike
 from planner.search.stages.fragments import (
     BACKLOG,
     COLUMNS,
@@ -258,16 +259,19 @@ def _filled(configuration: Configuration, ahead: float) -> float:
     return share / 3 if configuration.schedule in SPLIT else share * (1 - ahead)
 
 
-def standing_bytes(model: StepModel, tables: StageTables, configuration: Configuration) -> float:
-    """Least bytes that stand through a step on the ranks of one pipeline together."""
-    least: list[float]
+def standing_bytes(model: StepModel, tables: StageTables, ways: Sequence[Configuration]) -> list[float]:
+    """Least bytes that stand through a step on the ranks of one pipeline together, in each way to store states."""
+    storages = Storages.of(ways)
     if tables.tied or not all(map(len, tables.units)):
-        least = [float(model.resident_bytes(labels, configuration).min(initial=np.inf)) for labels in tables.units]
+        units = [model.resident_bytes(labels, storages).min(axis=1, initial=np.inf) for labels in tables.units]
+        least = np.stack(units, axis=1)
     else:
-        joined = model.joined(tables, configuration)
-        held = model.resident_bytes(joined.labels, configuration)
-        least = np.minimum.reduceat(held, np.append(0, joined.ends)).tolist()
-    return sum(count * bytes_held for count, bytes_held in zip(tables.counts, least, strict=True))
+        joined = model.joined(tables, storages.placed)
+        held = model.resident_bytes(joined.labels, storages)
+        least = np.minimum.reduceat(held, np.append(0, joined.ends), axis=1)
+    return [
+        sum(count * bytes_held for count, bytes_held in zip(tables.counts, row, strict=True)) for row in least.tolist()
+    ]
 
 
 def never_faster(hardware: Hardware, usual: Configuration, other: Configuration) -> bool:
@@ -324,6 +328,20 @@ def _bound_of(task: PartitionTask, least: FloatArray) -> float:
 def time_bound(task: PartitionTask) -> float:
     """Bound a partition by time: short chains as `followed` in their boundary states, others by `task_bound`."""
     return chain_bound(task) if followed(task) else task_bound(task)
+
+
+def chains_s(tasks: Sequence[PartitionTask]) -> list[float | None]:
+    """Bounds of tasks of one placed configuration by their chains, None of those that are not `followed`."""
+    found: list[float | None] = [None] * len(tasks)
+    alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for number, task in enumerate(tasks):
+        if followed(task):
+            alike.setdefault((task.counts, tuple(map(len, task.kinds))), []).append(number)
+    for numbers in alike.values():
+        bounds = chain_bounds([tasks[number] for number in numbers]).tolist()
+        for number, least_s in zip(numbers, bounds, strict=True):
+            found[number] = least_s
+    return found
 
 
 def followed(task: PartitionTask) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 from planner.search.configurations.alternatives import PER_SHAPE, shape_of
 from planner.search.configurations.bounds import (
     chained_bound,
+    chains_s,
     even_bound,
     followed,
     least_memory,
@@ -311,8 +312,7 @@ class _Search:
         elif node.stage is Stage.CHAINED:
             self._chain(bound, node)
         elif node.stage is Stage.WHOLE:
-            for stored in storages(self.extent, node.configuration):
-                self._store(bound, stored, node.passes)
+            self._store(bound, storages(self.extent, node.configuration), node.passes)
         elif node.stage is Stage.STORAGE:
             self._time(bound, node)
         else:
@@ -408,36 +408,65 @@ class _Search:
         assert tables is not None  # its order was opened
         return tables
 
-    def _store(self, bound: float, stored: Configuration, passes: float = 0.0) -> None:
-        """Leave a storage out where all ranks together do not hold what stands through the step."""
-        c, tables = stored, self._table(stored)
-        key = (self.number.of(c), c.data, c.optimizer_sharding, c.shard_size, c.offload)
-        if key not in self.standing:
-            self.standing[key] = standing_bytes(self.model, tables, c)
-        if self.standing[key] > c.pipeline * self.model.room_bytes(c):
-            self.result.opened += 1
-            self.misfits.append((self.standing[key] / c.pipeline, c))
-            self._offload(bound, c)
-        else:
-            ways = self._least_states(tables, c)
-            way = next(way for way in ways if way.stores_as(c))
-            (least,) = states_bounds(self.extent, self.model, tables, c, [way], passes)
-            gain_s = way.gain_on_host_s(ways, self.model)
+    def _store(self, bound: float, ways: list[Configuration], passes: float = 0.0) -> None:
+        """Leave storages out where all ranks together do not hold what stands through the step."""
+        if not ways:
+            return  # pins leave none
+        tables, standing = self._table(ways[0]), self._standing(ways)
+        least_states = self._least_states(tables, ways[0])
+        fitting = {
+            c: next(way for way in least_states if way.stores_as(c))
+            for c, held in zip(ways, standing, strict=True)
+            if held <= c.pipeline * self.model.room_bytes(c)
+        }
+        bounds = states_bounds(self.extent, self.model, tables, ways[0], fitting.values(), passes)
+        least_s, siblings = dict(zip(fitting, bounds, strict=True)), list[tuple[float, Node]]()
+        for c, held in zip(ways, standing, strict=True):
+            if c not in fitting:
+                self.result.opened += 1
+                self.misfits.append((held / c.pipeline, c))
+                self._offload(bound, c)
+                continue
+            gain_s = fitting[c].gain_on_host_s(least_states, self.model)
+            node, least = Node(Stage.STORAGE, c, gain_s=gain_s, siblings=siblings), max(bound, least_s[c] - gain_s)
+            siblings.append((least, node))
             # All that may be the best are timed before one is solved.
-            self._push(max(bound, least - gain_s), Node(Stage.STORAGE, c, gain_s=gain_s), hoped_s=bound)
+            self._push(least, node, hoped_s=bound)
+
+    def _standing(self, ways: list[Configuration]) -> list[float]:
+        """Bytes that stand through the step on all ranks together."""
+        number = self.number.of(ways[0])
+        keys = {c: (number, c.data, c.optimizer_sharding, c.shard_size, c.offload) for c in ways}
+        new = [c for c in ways if keys[c] not in self.standing]
+        if new:
+            found = standing_bytes(self.model, self._table(new[0]), new)
+            self.standing.update((keys[c], held) for c, held in zip(new, found, strict=True))
+        return [self.standing[keys[c]] for c in ways]
 
     def _time(self, bound: float, node: Node) -> None:
         """Bound a storage by time alone."""
         stored = node.configuration
-        task = self.model.task(self._table(stored), stored)
-        timed, chained = bound, followed(task)
+        if node.task is None:
+            self._time_together(bound, node)
+        task, timed = node.task, bound
+        assert task is not None  # it was just timed
+        chained = followed(task)
         if chained and bound < self.best * NEAR:
-            timed = max(timed, chain_bound(task))
+            timed = max(timed, chain_bound(task) if node.chain_s is None else node.chain_s)
         elif task.pieces > 1 or not chained:
             timed = max(timed, task_bound(task))
         self._push(timed, Node(Stage.TIMED, stored, task))
         if node.gain_s:
             self._offload(max(bound, timed - node.gain_s), stored)
+
+    def _time_together(self, bound: float, node: Node) -> None:
+        """Make the task of a storage, and those of siblings that may be the best and so will be timed as well."""
+        limit_s = self.best * (1 - PROOF)
+        nodes = [node, *(one for least, one in node.siblings if one.waits and one.task is None and least < limit_s)]
+        tasks = self.model.tasks(self._table(node.configuration), [one.configuration for one in nodes])
+        chains = chains_s(tasks) if bound < self.best * NEAR else [None] * len(tasks)
+        for one, task, chain_s in zip(nodes, tasks, chains, strict=True):
+            one.task, one.chain_s = task, chain_s
 
     def _limit(self, bound: float, node: Node) -> None:
         """Bound it with the memory limit."""
@@ -515,7 +544,7 @@ class _Search:
         other = offloaded(self.extent, stored)
         if other is not None and other not in self.moved:
             self.moved.add(other)
-            self._store(bound, other)
+            self._store(bound, [other])
 
     def _name_misfits(self) -> None:
         """Say which rank is fullest in those configurations without room whose ranks need least on average."""

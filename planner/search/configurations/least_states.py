@@ -14,6 +14,7 @@ from planner.search.configurations.passes import BoolArray
 from planner.search.configurations.schedule_shapes import ScheduleShape
 from planner.search.configurations.space import Extent, offloaded, storages
 from planner.search.configurations.step_model import Configuration, StepModel
+from planner.search.configurations.storage import Storages, scatters_each, sharing_ranks
 from planner.search.configurations.stored_ways import trained_parameters
 from planner.search.stages.fragments import FloatArray, IntArray
 from planner.search.units.labels import StageTables, UnitLabels
@@ -83,9 +84,9 @@ class LeastStates:
             return 0.0
         # As `StepModel` fuses messages: all in one, or of half a bucket at least.
         payload = min(self.sent_bytes / (c.pipeline * placed.virtual), (c.bucket_bytes or model.bucket_bytes) / 2)
-        shards, stride = model.shards(c), c.stride("data")
+        shards, stride = sharing_ranks(c), c.stride("data")
         summed = least_message_s(hardware, Collective.ALL_REDUCE, c.data // shards, stride * shards, payload) / shards
-        if model.scatters_each(c):
+        if scatters_each(c):
             return (1 - hardware.lost_to_messages) * summed
         whole = model.whole_sums and c.optimizer_sharding == "zero1"
         scatter = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
@@ -104,8 +105,7 @@ class LeastStates:
 @lru_cache(maxsize=4)
 def _lags(model: StepModel, devices: int) -> bool:
     """Whether a device takes longer than its host for each element of an update."""
-    ways = (Configuration(data=devices, offload=away) for away in (False, True))
-    here, there = (model.update_s(np.full(1, MANY_ELEMENTS), way) for way in ways)
+    here, there = (model.held_update_s(np.full(1, MANY_ELEMENTS), devices, offload=away) for away in (False, True))
     return bool(there[0] < here[0])
 
 
@@ -147,7 +147,7 @@ def _least_of(
     if not ways:
         return []  # none may move
     c, sent_bytes = ways[0], least_states(tables)[-1] * DTYPE_BYTES[model.dtype]
-    kept = tuple((way.optimizer_sharding, model.shards(way)) for way in ways)
+    kept = tuple((way.optimizer_sharding, sharing_ranks(way)) for way in ways)
     once = c.pipeline == c.micro_batches == 1
     update_s, standing = _updated(model, tables, kept, c.offload, once, c.devices)
     return [
@@ -172,7 +172,7 @@ def _updated(
     ]
     held = labels.parameter_elements / np.array([[shards] for _, shards in kept], dtype=np.float64)
     update_s = model.held_update_s(held, devices, np.broadcast_to(trained, held.shape), offload=offload)
-    return update_s, tuple(float(model.resident_bytes(labels, way) @ counts) for way in ways)
+    return update_s, tuple(float(held_bytes @ counts) for held_bytes in model.resident_bytes(labels, Storages.of(ways)))
 
 
 def least_once_s(ways: Sequence[LeastStates]) -> FloatArray:
@@ -193,9 +193,9 @@ def _messages_s(model: StepModel, tables: StageTables, ways: Sequence[Configurat
     found: FloatArray = elements * lost[:, np.minimum(np.arange(len(elements)), 1)]
     found += np.array([exposed_s(model, tables, way) for way in ways])
     if c.micro_batches > 1:
-        added = [not model.scatters_each(way) for way in ways]
-        first = added.index(True) if any(added) else 0
-        found[added] += c.micro_batches * model.accumulation_s(labels, elements, ways[first], trained)
+        added = [not scatters_each(way) for way in ways]
+        first = Storages.of(ways[added.index(True) if any(added) else 0 :][:1])
+        found[added] += c.micro_batches * model.accumulation_s(labels, elements, first, trained)
     return found
 
 
@@ -208,7 +208,7 @@ def exposed_s(model: StepModel, tables: StageTables, stored: Configuration) -> F
     c, hardware, units = stored, model.hardware, sum(tables.counts)
     if c.optimizer_sharding == "none" or c.data == 1:
         return np.zeros(len(tables.counts))
-    group = (model.shards(c), c.stride("data"))
+    group = (sharing_ranks(c), c.stride("data"))
     if c.optimizer_sharding != "zero3":
         gather_s = 0.0
         if hardware.overlaps_communication:
@@ -242,7 +242,7 @@ def lost_to_messages(model: StepModel, configuration: Configuration) -> tuple[fl
     c, lost = configuration, model.hardware.lost_to_messages
     if not lost or c.data == 1:
         return 0.0, 0.0
-    shards, stride, size = model.shards(c), c.stride("data"), DTYPE_BYTES[model.dtype]
+    shards, stride, size = sharing_ranks(c), c.stride("data"), DTYPE_BYTES[model.dtype]
 
     def rate(collective: Collective, ranks: int, apart: int) -> float:
         return size * least_byte_s(model.hardware, collective, ranks, apart)

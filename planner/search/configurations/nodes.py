@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from planner.search.configurations.explored import Placed
@@ -56,7 +56,8 @@ class Node:
     """A configuration, or several orders of its axes, that wait to be opened; ``key`` numbers its table of labels.
 
     ``passes`` bounds it whatever way its states are stored, but for the last message of gradients. With ``gain_s`` it
-    stands for the same with states on the host as well, which may take so much less.
+    stands for the same with states on the host as well, which may take so much less. ``siblings`` are it and those that
+    are stored in other ways, with their bounds: they are timed together, ``chain_s`` as a chain.
     """
 
     stage: Stage
@@ -67,6 +68,8 @@ class Node:
     others: tuple[Configuration, ...] = ()
     passes: float = 0.0
     gain_s: float = 0.0
+    chain_s: float | None = None
+    siblings: list[tuple[float, Node]] = field(default_factory=list)
     waits: bool = False
     key: int = -1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,13 +59,13 @@ def passes_beside_messages(
     passes_s: tuple[FloatArray, FloatArray, FloatArray],
     messages_s: tuple[FloatArray, FloatArray],
     ends: tuple[BoolArray, BoolArray],
-    usual_s: tuple[float, float, float, float],
+    usual_s: tuple[float, float, float, FloatArray | float],
     *,
     split: bool,
     inside_s: tuple[FloatArray | float, FloatArray | float] = (0.0, 0.0),
     lost: float = 0.0,
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Seconds (ways,) of both passes of units, and of what may be put off, with what their messages expose.
+    """Seconds of both passes of units, and of what may be put off, with what their messages expose.
 
     On a rank of a pipeline the messages of a unit travel while the unit beside it works, which is of the usual kind
     where it begins or ends the network, else like itself. What begins the network is gathered before its pass and not
@@ -75,9 +75,9 @@ def passes_beside_messages(
     Parameters
     ----------
     passes_s : forward and backward work, and what of the latter may be put off, (ways,) each
-    messages_s : gather of a unit's parameters and scatter of its gradients, (ways,) each
+    messages_s : gather of a unit's parameters and scatter of its gradients, (ways,) or (storages, ways) each
     ends : whether a unit begins, or ends, the network, (ways,) each
-    usual_s : the same three of the usual kind of unit, and its gather
+    usual_s : the same three of the usual kind of unit, and its gather, (storages, 1) of several storages
     split : the schedule puts weight gradients off; scatters then travel beside these, gathers beside the rest
     inside_s : messages inside both passes, (ways,) each: others take turns with them and hide behind the rest
     lost : seconds of work that a second of messages beside it costs (`Hardware.lost_to_messages`)
@@ -108,7 +108,7 @@ def passes_beside_messages(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
-    """Work and messages of units whose passes stand in a row, (ways,) each.
+    """Work and messages of units whose passes stand in a row, (ways,) each, or (storages, ways) of several storages.
 
     A rank of GPipe goes forward with all micro-batches and then backward with all: a pass stands between two of its
     kind. Seconds of both passes without messages, of the gather of a unit's parameters before each of them (none for
@@ -125,6 +125,13 @@ class Row:
     inside_s: tuple[FloatArray, FloatArray]
     recomputes: BoolArray
     lost: float
+
+    def of(self, number: int) -> Row:
+        """Those of one storage of several."""
+        backward_s, gather, again, scatter = (
+            seconds[number] for seconds in (self.backward_s, self.gather, self.again, self.scatter)
+        )
+        return replace(self, backward_s=backward_s, gather=gather, again=again, scatter=scatter)
 
     def alone(self, first: BoolArray, usual_s: float) -> tuple[FloatArray, FloatArray]:
         """Seconds (ways,) of both passes of units, whatever chunk they are in: messages beside their own work.

@@ -44,6 +44,7 @@ flight have gone forward only, or wait for those with what they read, at whateve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import ceil
@@ -54,11 +55,10 @@ import numpy as np
 from planner.graph.operator_graph import DTYPE_BYTES
 from planner.graph.recompute import MODES
 from planner.search.configurations.configuration import AXES, Configuration, unstored
+from planner.search.configurations.data_messages import DataMessages
 from planner.search.configurations.messages import (
     batch_sums_s,
     least_batch_sums_s,
-    message_s,
-    one_message_s,
     sends_s,
     summing_s,
     told_s,
@@ -66,7 +66,7 @@ from planner.search.configurations.messages import (
 from planner.search.configurations.own_links import apart_s
 from planner.search.configurations.passes import Row, beside, paced_passes, passes_beside_messages
 from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape, schedule_shape
-from planner.search.configurations.storage import Storage
+from planner.search.configurations.storage import Storage, Storages, scatters_each
 from planner.search.configurations.stored_ways import (
     JoinedUnits,
     StoredWays,
@@ -91,7 +91,7 @@ from simulator.topology import neighbour_distances
 if TYPE_CHECKING:
     from planner.search.units.labels import StageTables, UnitLabels
 
-Passes = tuple[FloatArray, FloatArray, FloatArray, FloatArray, Row | None]
+Passes = tuple[FloatArray, FloatArray, FloatArray, FloatArray, tuple[Row | None, ...]]
 """Both passes of units, what may be put off, what is exposed at the ends of chunks, and passes in a row."""
 
 __all__ = ["AXES", "Configuration", "StepModel", "StoredWays"]
@@ -114,10 +114,34 @@ class StepModel(Storage):
 
     def task(self, tables: StageTables, configuration: Configuration) -> PartitionTask:
         """The partition task of a configuration."""
-        shape = self.shape(configuration)
-        joined = self.joined(tables, configuration)
-        stored = self.stored(joined.labels, configuration, joined.whole, joined.trained)
-        kinds = joined.fragments(stored.values(shape, configuration.micro_batches))
+        return self.tasks(tables, [configuration])[0]
+
+    def tasks(self, tables: StageTables, configurations: Sequence[Configuration]) -> list[PartitionTask]:
+        """Partition tasks of a placed configuration whose states are stored in several ways, alike on the host or not.
+
+        Those differ in the values of their ways alone, but where neighbouring units that are alike in one are not in
+        another.
+        """
+        found, together = dict[Configuration, PartitionTask](), dict[JoinedUnits, list[Configuration]]()
+        for configuration in configurations:
+            together.setdefault(self.joined(tables, configuration), []).append(configuration)
+        for joined, ways in together.items():
+            stored = self.stored(joined.labels, Storages.of(ways), joined.whole, joined.trained)
+            values = stored.values(self.shape(ways[0]), ways[0].micro_batches)
+            for number, way in enumerate(ways):
+                found[way] = self._task(tables, way, joined, stored.of(number), values[number])
+        return [found[configuration] for configuration in configurations]
+
+    def _task(
+        self,
+        tables: StageTables,
+        configuration: Configuration,
+        joined: JoinedUnits,
+        stored: StoredWays,
+        values: FloatArray,
+    ) -> PartitionTask:
+        """The partition task of ways whose `StoredWays.values` are given."""
+        shape, kinds = self.shape(configuration), joined.fragments(values)
         modes, rows = [unit.recompute for unit in joined.units], [unit.count for unit in tables.chain.units]
         on_host = partial(self._on_host, micro_batches=configuration.micro_batches)
         kinds, counts = merged(*self.unit_pins.apart(kinds, rows, modes, on_host))
@@ -160,13 +184,13 @@ class StepModel(Storage):
         self, labels: UnitLabels, configuration: Configuration, trained: int | IntArray = 1
     ) -> tuple[FloatArray, FloatArray]:
         """Seconds (ways,) of the kernels of a micro-batch in their stream, and of the update."""
-        c = configuration
+        c, storages = configuration, Storages.of([configuration])
         elements = labels.parameter_elements + labels.expert_elements
         passes = sum(paced_passes(self.hardware, labels, split=c.schedule in SPLIT)[:2])
         kernels = passes - labels.forward_communication_s - labels.backward_communication_s
-        if not self.scatters_each(c):
-            kernels = kernels + self.accumulation_s(labels, elements, c, trained)
-        return kernels + self._cuts_s(labels, c)[0], self.update_s(elements, c, trained)
+        if not scatters_each(c):
+            kernels = kernels + self.accumulation_s(labels, elements, storages, trained)[0]
+        return kernels + self._cuts_s(labels, storages)[0][0], self.update_s(elements, storages, trained)[0]
 
     def shape(self, configuration: Configuration) -> ScheduleShape:
         """The schedule in numbers."""
@@ -174,24 +198,20 @@ class StepModel(Storage):
         overlaps, stall = self.hardware.overlaps_communication, send_stall(self.hardware)
         return schedule_shape(c.schedule, c.pipeline, c.virtual, c.micro_batches, overlaps=overlaps, stall=stall)
 
-    def stored(
-        self, labels: UnitLabels, configuration: Configuration, whole: Whole, trained: int | IntArray = 1
-    ) -> StoredWays:
-        """The ways of units with the states of a configuration, `trained` parameters in the unit of each.
+    def stored(self, labels: UnitLabels, storages: Storages, whole: Whole, trained: int | IntArray = 1) -> StoredWays:
+        """The ways of units with states stored in several ways, `trained` parameters in the unit of each.
 
         Of the schedule it matters how backward passes are split, and how many chunks there are.
         """
-        c = configuration
-        elements = labels.parameter_elements + labels.expert_elements
-        bucket = self._message_bytes(whole, c)
-        forward_s, backward_s, late_s, stall_s, row = self._passes(labels, elements, c, bucket, whole, trained)
-        loss_s = told_s(self.hardware, c.data, c.stride("data"), c.shard_size)
+        c, lost, last = storages.placed, self.hardware.lost_to_messages, np.asarray(labels.exit) < 0
+        elements, messages = labels.parameter_elements + labels.expert_elements, self._messages(whole, storages)
+        forward_s, backward_s, late_s, stall_s, rows = self._passes(labels, elements, messages, whole, trained)
+        loss_s = np.array([[told_s(self.hardware, c.data, c.stride("data"), way.shard_size)] for way in storages.ways])
         ends = c.pipeline * c.virtual / whole.units
         stall_s = stall_s + np.maximum(0.0, ends * loss_s - forward_s - backward_s)
-        forward_s = forward_s + np.where(np.asarray(labels.exit) < 0, self.hardware.lost_to_messages * loss_s, 0.0)
-        sync_s, last_s = self._synchronisation_s(labels, elements, c, bucket, trained)
-        lost = self.hardware.lost_to_messages
-        behind = (1 - lost) * sync_s + np.where(np.asarray(labels.exit) < 0, loss_s, 0.0)
+        forward_s = forward_s + np.where(last, lost * loss_s, 0.0)
+        sync_s, last_s = self._synchronisation_s(labels, elements, messages, trained)
+        behind = (1 - lost) * sync_s + np.where(last, loss_s, 0.0)
         if self.hardware.overlaps_communication:
             behind = behind - (backward_s - _taking_turns_s(labels, c)[1])
         kept = labels.activation_bytes
@@ -202,15 +222,15 @@ class StepModel(Storage):
             backward_s=backward_s,
             late_s=late_s,
             stall_s=stall_s,
-            once_s=self._once_s(labels, elements, forward_s, c, bucket, trained)
+            once_s=self._once_s(labels, elements, forward_s, messages, trained)
             + lost * sync_s
-            + c.pipeline / whole.units * (1 - lost) * self._first_gather_s(c, bucket),
+            + c.pipeline / whole.units * (1 - lost) * messages.first_gather_s(),
             queue_s=np.maximum(behind, (1 - lost) * last_s),
             backlog_s=behind,
             activation_bytes=kept,
-            resident_bytes=self.resident_bytes(labels, c),
-            transient_bytes=labels.transient_bytes + self.gathered_bytes(labels, c, bucket),
-            row=row,
+            resident_bytes=self.resident_bytes(labels, storages),
+            transient_bytes=labels.transient_bytes + self.gathered_bytes(labels, storages, messages.bucket),
+            rows=rows,
         )
 
     def sends_s(self, tables: StageTables, configuration: Configuration) -> FloatArray:
@@ -218,63 +238,38 @@ class StepModel(Storage):
         c = configuration
         return sends_s(self.hardware, tables, neighbour_distances(self.hardware, c.pipeline, c.stride("pipeline")))
 
-    def message_s(self, collective: Collective, payload: FloatArray, size: int, stride: int) -> FloatArray:
-        """Seconds (n,) of a collective in groups of `size` ranks, `stride` apart."""
-        return message_s(self.hardware, collective, payload, size, stride)
-
     # Data parallelism
 
-    def _message_bytes(self, whole: Whole, c: Configuration) -> float:
-        """Bytes of a fused message: what a chunk sends, in as few messages as the size of a bucket allows."""
-        bucket = c.bucket_bytes or self.bucket_bytes
+    def _messages(self, whole: Whole, storages: Storages) -> DataMessages:
+        """Messages of what a chunk sends, in as few as the size of a bucket allows."""
+        c = storages.placed
         sent = whole.elements / (c.pipeline * c.virtual) * DTYPE_BYTES[self.dtype]
-        return max(1.0, sent / max(1, ceil(sent / bucket)))
-
-    def _fused_s(
-        self, collective: Collective, elements: FloatArray, size: int, stride: int, bucket_bytes: float
-    ) -> FloatArray:
-        """Seconds of messages that are fused up to the size of a bucket."""
-        summed = self.gradient_dtype if collective is not Collective.ALL_GATHER else ""
-        payload = elements * DTYPE_BYTES[summed or self.dtype]
-        if float(payload.max(initial=0.0)) <= bucket_bytes:
-            fused = one_message_s(self.hardware, collective, bucket_bytes, size, stride)
-            return np.asarray(fused * (payload / bucket_bytes))
-        sent = np.maximum(payload, bucket_bytes)
-        return np.asarray(self.message_s(collective, sent, size, stride) * (payload / sent))
+        buckets = [way.bucket_bytes or self.bucket_bytes for way in storages.ways]
+        return DataMessages(
+            hardware=self.hardware,
+            storages=storages,
+            bucket=np.array([[max(1.0, sent / max(1, ceil(sent / bucket)))] for bucket in buckets]),
+            element_bytes=DTYPE_BYTES[self.dtype],
+            summed_bytes=DTYPE_BYTES[self.gradient_dtype or self.dtype],
+            whole_sums=self.whole_sums,
+        )
 
     def _synchronisation_s(
-        self, labels: UnitLabels, elements: FloatArray, c: Configuration, bucket: float, trained: int | IntArray
+        self, labels: UnitLabels, elements: FloatArray, messages: DataMessages, trained: int | IntArray
     ) -> tuple[FloatArray, FloatArray]:
-        """Seconds of the sums of gradients, once a step, and of the last message of them."""
-        size = np.maximum(elements * DTYPE_BYTES[self.dtype], 1.0)
-        data_s = self._summed_s(labels, elements, c, bucket)
-        inside_s = self._inside_sums(labels, c)[1]
+        """Seconds (storages, ways) of the sums of gradients, once a step, and of the last message of them."""
+        storages, size = messages.storages, np.maximum(elements * DTYPE_BYTES[self.dtype], 1.0)
+        full, once = messages.bucket / DTYPE_BYTES[self.dtype], ~(storages.whole | storages.each)
+        data_s, alone = messages.reduced_s(elements), messages.reduced_s(full)
+        if once.any():
+            data_s = data_s + messages.scattered_s(self._written(labels, elements), once)
+            alone = alone + messages.scattered_s(full, once)
+        inside_s = self._inside_sums(labels, storages)[1]
         # Where stages follow one another their ranks have one stream of messages beside the passes, else one an axis.
-        sync_s = data_s + inside_s if c.pipeline > 1 else np.maximum(data_s, inside_s)
-        alone = self._reduced_s(np.full(1, bucket / DTYPE_BYTES[self.dtype]), c, bucket)
-        if not self.scatters_each(c):
-            alone = alone + self._scattered_s(np.full(1, bucket / DTYPE_BYTES[self.dtype]), c, bucket)
+        sync_s = data_s + inside_s if storages.placed.pipeline > 1 else np.maximum(data_s, inside_s)
         # A parameter travels whole.
-        part = np.minimum(1.0, np.maximum(bucket, size / trained) / size)
+        part = np.minimum(1.0, np.maximum(messages.bucket, size / trained) / size)
         return sync_s, np.where(elements > 0, np.maximum(alone, sync_s * part), 0.0)
-
-    def _summed_s(self, labels: UnitLabels, elements: FloatArray, c: Configuration, bucket: float) -> FloatArray:
-        """Seconds of the sum of gradients over the data axis, once a step."""
-        seconds = self._reduced_s(elements, c, bucket)
-        if c.optimizer_sharding == "none" or self.scatters_each(c):
-            return seconds
-        return seconds + self._scattered_s(self._written(labels, elements), c, bucket)
-
-    def _reduced_s(self, elements: FloatArray, c: Configuration, bucket: float) -> FloatArray:
-        """Seconds of what is all-reduced over the data axis: gradients, or shards of them."""
-        shards, stride = self.shards(c), c.stride("data")
-        return self._fused_s(Collective.ALL_REDUCE, elements / shards, c.data // shards, stride * shards, bucket)
-
-    def _scattered_s(self, elements: FloatArray, c: Configuration, bucket: float) -> FloatArray:
-        """Seconds in which gradients are reduce-scattered over the data axis."""
-        whole = self.whole_sums and c.optimizer_sharding == "zero1"
-        collective = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
-        return self._fused_s(collective, elements, self.shards(c), c.stride("data"), bucket)
 
     @staticmethod
     def _written(labels: UnitLabels, elements: FloatArray) -> FloatArray:
@@ -284,90 +279,97 @@ class StepModel(Storage):
         """
         return elements + np.where(labels.step_s > labels.gather_s, labels.unsummed_elements, 0.0)
 
-    def _inside_sums(self, labels: UnitLabels, c: Configuration) -> tuple[FloatArray, FloatArray]:
+    @staticmethod
+    def _inside_sums(labels: UnitLabels, storages: Storages) -> tuple[FloatArray, FloatArray]:
         """Seconds of the sums of gradients inside the stage mesh: of every micro-batch, and once a step.
 
         Sharded gradients are summed shard by shard. Where every micro-batch's are scattered, the last scattering of a
         gradient is the last thing done at once. Parameters that are gathered inside the stage are those whose
         gradients are scattered there, which takes as long.
         """
-        shards = self.shards(c)
         sums = labels.step_s - labels.gather_s
-        if not self.scatters_each(c):
-            return np.zeros_like(sums), sums / shards
-        scattered = np.minimum(labels.gather_s, sums)
-        return scattered / shards, (sums - scattered) / shards
+        scattered = np.where(storages.each, np.minimum(labels.gather_s, sums), 0.0)
+        return scattered / storages.shards, (sums - scattered) / storages.shards
 
-    def _cuts_s(self, labels: UnitLabels, c: Configuration) -> tuple[FloatArray, FloatArray]:
+    @staticmethod
+    def _cuts_s(labels: UnitLabels, storages: Storages) -> tuple[FloatArray, FloatArray]:
         """Seconds in which whole gradients are cut to the parts that are stored: every micro-batch, and once a step.
 
         What is scattered over the data axis is cut before, unless it has one dim, which that axis cuts first.
         """
-        if self.scatters_each(c):
-            return labels.cut_s, labels.cut_last_s
-        return np.zeros_like(labels.cut_s), labels.cut_s + labels.cut_last_s
+        each_s = np.where(storages.each, labels.cut_s, 0.0)
+        return each_s, np.where(storages.each, labels.cut_last_s, labels.cut_s + labels.cut_last_s)
 
     def _passes(
+        self, labels: UnitLabels, elements: FloatArray, messages: DataMessages, whole: Whole, trained: int | IntArray
+    ) -> Passes:
+        """Passes with the messages of every micro-batch, what may be put off, and what is exposed at ends of chunks."""
+        storages, c = messages.storages, messages.storages.placed
+        forward_s, backward_s, late_s = paced_passes(self.hardware, labels, split=c.schedule in SPLIT)
+        backward_s = backward_s + self._cuts_s(labels, storages)[0]
+        inside_s = self._inside_sums(labels, storages)[0]
+        accumulation = self.accumulation_s(labels, elements, storages, trained)
+        found = np.zeros((4, *backward_s.shape))
+        rows: list[Row | None] = [None] * len(storages.ways)
+        found[0], found[1], found[2] = forward_s, backward_s + accumulation, late_s
+        scattering = storages.each & ~storages.zero3
+        if scattering.any():
+            scatter = messages.scattered_s(self._written(labels, elements), scattering) + inside_s
+            turns_s, sums = _taking_turns_s(labels, c)[1], labels.backward_sums if c.pipeline == 1 else 0.0
+            part = np.minimum(1.0, elements * DTYPE_BYTES[self.dtype] / messages.bucket)
+            scattered = beside(self.hardware, backward_s, scatter + accumulation, turns_s, sums, part)
+            found[1] = np.where(scattering, scattered, found[1])
+        gathering = storages.zero3[:, 0]
+        if gathering.any():
+            gather, scatter = self._unit_messages(labels, elements, messages)
+            scatter = scatter + inside_s[gathering] + accumulation[gathering]
+            passes_s = (forward_s, backward_s[gathering], late_s)
+            *sharded, row = self._passes_gathering(labels, passes_s, (gather, scatter), messages, whole)
+            for seconds, kind in zip(found, sharded, strict=True):
+                seconds[gathering] = kind
+            for number, place in enumerate(np.flatnonzero(gathering).tolist()):
+                rows[place] = None if row is None else row.of(number)
+        return found[0], found[1], found[2], found[3], tuple(rows)
+
+    def _unit_messages(
+        self, labels: UnitLabels, elements: FloatArray, messages: DataMessages
+    ) -> tuple[FloatArray, FloatArray]:
+        """(ZeRO-3, ways) seconds in which the parameters of a unit are gathered and its gradients scattered."""
+        size = elements * DTYPE_BYTES[self.dtype]
+        read = size + labels.frozen_elements * DTYPE_BYTES[self.dtype]
+        sent = np.where(size > 0, self._written(labels, elements) * DTYPE_BYTES[self.dtype], 0.0)
+        gather = messages.of_units_s(Collective.ALL_GATHER, read)
+        return gather + labels.gather_s, messages.of_units_s(Collective.REDUCE_SCATTER, sent)
+
+    def _passes_gathering(
         self,
         labels: UnitLabels,
-        elements: FloatArray,
-        c: Configuration,
-        bucket: float,
+        passes_s: tuple[FloatArray, FloatArray, FloatArray],
+        messages_s: tuple[FloatArray, FloatArray],
+        messages: DataMessages,
         whole: Whole,
-        trained: int | IntArray,
-    ) -> Passes:
-        """Passes with the messages of every micro-batch, what may be put off, and what is exposed at ends of chunks.
+    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, Row | None]:
+        """`_passes` of units whose parameters are gathered for each, (ZeRO-3, ways).
 
         Between a backward pass and the next one stand the scatter and the gather of the first unit of a chunk.
         """
-        forward_s, backward_s, late_s = paced_passes(self.hardware, labels, split=c.schedule in SPLIT)
-        backward_s = backward_s + self._cuts_s(labels, c)[0]
-        size = elements * DTYPE_BYTES[self.dtype]
-        shards, stride = self.shards(c), c.stride("data")
-        accumulation = self.accumulation_s(labels, elements, c, trained)
-        inside_s = self._inside_sums(labels, c)[0]
-        sent = self._written(labels, elements) * DTYPE_BYTES[self.dtype]
-        if c.optimizer_sharding in ("none", "zero1"):
-            backward_s = backward_s + accumulation
-        if c.optimizer_sharding == "zero2" and self.scatters_each(c):
-            scatter = self._scattered_s(self._written(labels, elements), c, bucket) + inside_s
-            sums = labels.backward_sums if c.pipeline == 1 else 0.0
-            backward_s = beside(
-                self.hardware,
-                backward_s,
-                scatter + accumulation,
-                _taking_turns_s(labels, c)[1],
-                sums,
-                np.minimum(1.0, size / bucket),
-            )
-        if c.optimizer_sharding != "zero3":
-            return forward_s, backward_s, late_s, np.zeros_like(forward_s), None
-        read = size + labels.frozen_elements * DTYPE_BYTES[self.dtype]
-        gather, scatter = (
-            np.where(payload > 0, message_s(self.hardware, one, payload, shards, stride, sharded=True), 0.0)
-            for one, payload in (
-                (Collective.ALL_GATHER, read),
-                (Collective.REDUCE_SCATTER, np.where(size > 0, sent, 0.0)),
-            )
-        )
-        gather, scatter = gather + labels.gather_s, scatter + inside_s + accumulation
-        if c.pipeline > 1 and self.hardware.overlaps_communication:
-            return self._passes_of_stages(labels, (forward_s, backward_s, late_s), (gather, scatter), c, whole)
+        c, hardware = messages.storages.placed, self.hardware
+        if c.pipeline > 1 and hardware.overlaps_communication:
+            return self._passes_of_stages(labels, passes_s, messages_s, messages, whole)
+        (forward_s, backward_s, late_s), (gather, scatter) = passes_s, messages_s
         if c.schedule in SPLIT:
-            early_s = beside(self.hardware, backward_s - late_s, gather, labels.backward_sums_s)
-            late_s = beside(self.hardware, late_s, scatter)
+            early_s = beside(hardware, backward_s - late_s, gather, labels.backward_sums_s)
+            late_s = beside(hardware, late_s, scatter)
             backward_s = early_s + late_s
         else:
-            backward_s = beside(
-                self.hardware, backward_s, gather + scatter, labels.backward_sums_s, labels.backward_sums
-            )
+            backward_s = beside(hardware, backward_s, gather + scatter, labels.backward_sums_s, labels.backward_sums)
         first, last = np.asarray(labels.entry) < 0, np.asarray(labels.exit) < 0
         exposed = np.where(first, 1.0, whole.inner_ends(c)) * (scatter + gather)
         exposed = exposed + np.where(last, gather, 0.0)
-        if not self.hardware.overlaps_communication:
+        if not hardware.overlaps_communication:
             exposed = np.zeros_like(exposed)
-        exposed = (1 - self.hardware.lost_to_messages) * exposed
-        forward_s = beside(self.hardware, forward_s, gather, labels.forward_sums_s, labels.forward_sums)
+        exposed = (1 - hardware.lost_to_messages) * exposed
+        forward_s = beside(hardware, forward_s, gather, labels.forward_sums_s, labels.forward_sums)
         return forward_s, backward_s, late_s, exposed, None
 
     def _passes_of_stages(
@@ -375,13 +377,11 @@ class StepModel(Storage):
         labels: UnitLabels,
         passes_s: tuple[FloatArray, FloatArray, FloatArray],
         messages_s: tuple[FloatArray, FloatArray],
-        c: Configuration,
+        messages: DataMessages,
         whole: Whole,
-    ) -> Passes:
-        """`_passes` of units whose parameters a rank of a pipeline gathers one unit ahead."""
-        first, last = np.asarray(labels.entry) < 0, np.asarray(labels.exit) < 0
-        usual = max(1.0, whole.usual_elements * DTYPE_BYTES[self.dtype])
-        usual_s = one_message_s(self.hardware, Collective.ALL_GATHER, usual, self.shards(c), c.stride("data"))
+    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, Row | None]:
+        """`_passes_gathering` of units whose parameters a rank of a pipeline gathers one unit ahead."""
+        c, first, last = messages.storages.placed, np.asarray(labels.entry) < 0, np.asarray(labels.exit) < 0
         lost, inside_s = self.hardware.lost_to_messages, _taking_turns_s(labels, c)
         ends_s = np.where(first, 1.0, whole.inner_ends(c)) * (1 - lost) * sum(messages_s)
         if c.in_a_row:
@@ -393,23 +393,25 @@ class StepModel(Storage):
                 recomputes=modes != MODES.index("none"), lost=lost,
             )  # fmt: skip
             return *row.alone(first, whole.usual_s[0]), passes_s[2], ends_s / c.micro_batches, row
+        usual = max(1.0, whole.usual_elements * DTYPE_BYTES[self.dtype])
         found_s = passes_beside_messages(
-            passes_s, messages_s, (first, last), (*whole.usual_s, usual_s), split=c.schedule in SPLIT,
-            inside_s=inside_s, lost=lost,
+            passes_s, messages_s, (first, last), (*whole.usual_s, messages.usual_gather_s(usual)),
+            split=c.schedule in SPLIT, inside_s=inside_s, lost=lost,
         )  # fmt: skip
         return *found_s, ends_s, None
 
     def accumulation_s(
-        self, labels: UnitLabels, elements: FloatArray, c: Configuration, trained: int | IntArray
+        self, labels: UnitLabels, elements: FloatArray, storages: Storages, trained: int | IntArray
     ) -> FloatArray:
-        """Seconds in which a micro-batch's gradients are added to those before: two are read and one is written.
+        """Seconds (storages, ways) in which a micro-batch's gradients are added to those before.
 
-        The first micro-batch's are taken as they are. They are as large as operators write them, or shards.
+        Two are read and one is written. The first micro-batch's are taken as they are. They are as large as operators
+        write them, or shards.
         """
+        c, held = storages.placed, elements / storages.shards
         if c.micro_batches == 1:
-            return np.zeros_like(elements)
-        held = elements / self.shards(c) if self.scatters_each(c) else elements + labels.unsummed_elements
-        moved = 3.0 * held * DTYPE_BYTES[self.dtype]
+            return np.zeros_like(held)
+        moved = 3.0 * np.where(storages.each, held, elements + labels.unsummed_elements) * DTYPE_BYTES[self.dtype]
         seconds = self._kernels_s(Kernel.ACCUMULATION, np.zeros_like(moved), moved, c.devices, trained)
         return seconds * (1 - 1 / c.micro_batches)
 
@@ -425,24 +427,21 @@ class StepModel(Storage):
         labels: UnitLabels,
         elements: FloatArray,
         forward_s: FloatArray,
-        c: Configuration,
-        bucket: float,
+        messages: DataMessages,
         trained: int | IntArray,
     ) -> FloatArray:
         """Seconds of the update, of the way to the host and back, and what gathering parameters exposes."""
-        shards, hardware = self.shards(c), self.hardware
-        seconds = self.update_s(elements, c, trained) + self._cuts_s(labels, c)[1]
-        if c.optimizer_sharding != "zero3":
-            gather = labels.gather_s
-            if c.optimizer_sharding != "none":
-                gather = gather + self._fused_s(Collective.ALL_GATHER, elements, shards, c.stride("data"), bucket)
-            hidden = forward_s - _taking_turns_s(labels, c)[0] if hardware.overlaps_communication else 0.0
-            seconds = seconds + np.maximum(gather - hidden, hardware.lost_to_messages * gather)
-        return np.where(elements > 0, seconds, labels.step_s)
+        hardware, storages = self.hardware, messages.storages
+        seconds = self.update_s(elements, storages, trained) + self._cuts_s(labels, storages)[1]
+        gather = labels.gather_s + messages.gathered_s(elements, ~(storages.whole | storages.zero3))
+        hidden = forward_s - _taking_turns_s(labels, storages.placed)[0] if hardware.overlaps_communication else 0.0
+        exposed = np.maximum(gather - hidden, hardware.lost_to_messages * gather)
+        return np.where(elements > 0, seconds + np.where(storages.zero3, 0.0, exposed), labels.step_s)
 
-    def update_s(self, elements: FloatArray, c: Configuration, trained: int | IntArray = 1) -> FloatArray:
+    def update_s(self, elements: FloatArray, storages: Storages, trained: int | IntArray = 1) -> FloatArray:
         """Seconds of the update of the states that a rank holds, or of its host's, with the way there and back."""
-        return self.held_update_s(elements / self.shards(c), c.devices, trained, offload=c.offload)
+        c = storages.placed
+        return self.held_update_s(elements / storages.shards, c.devices, trained, offload=c.offload)
 
     def held_update_s(
         self, held: FloatArray, devices: int, trained: int | IntArray = 1, *, offload: bool = False
@@ -457,12 +456,6 @@ class StepModel(Storage):
             found = overhead + host_memory_time(self.hardware, traffic) + copies
             return np.asarray(np.where(traffic > 0, found, 0.0))
         return self._kernels_s(Kernel.OPTIMIZER, held * self.optimizer.flops, traffic, devices, trained)
-
-    def _first_gather_s(self, c: Configuration, bucket: float) -> float:
-        """Seconds of the first message of gathered parameters: no pass is there to hide it."""
-        if c.optimizer_sharding not in ("zero1", "zero2") or not self.hardware.overlaps_communication:
-            return 0.0
-        return one_message_s(self.hardware, Collective.ALL_GATHER, bucket, self.shards(c), c.stride("data"))
 
     def batch_sums_s(self, tables: StageTables, configuration: Configuration, *, least: bool = False) -> FloatArray:
         """(units, 2) seconds of the sums over the batch that operators wait for, forward and backward.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,11 +10,68 @@ import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES
 from planner.search.configurations.configuration import Configuration
-from planner.search.stages.fragments import FloatArray
+from planner.search.configurations.passes import BoolArray
+from planner.search.stages.fragments import FloatArray, IntArray
 from planner.work import Optimizer, state_bytes
 
 if TYPE_CHECKING:
     from planner.search.units.labels import UnitLabels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Storages:
+    """Ways to store the states of one placed configuration, all on the devices or all on the host.
+
+    Attributes
+    ----------
+    ways : configurations that differ in their level of ZeRO, the ranks that share states, and buckets alone
+    shards : (storages, 1) ranks that states are shared out to
+    whole, zero3 : (storages, 1) whether nothing is sharded, or everything
+    in_shards : (storages, 1) whether gradients are kept in shards
+    each : (storages, 1) whether every micro-batch's gradients are reduce-scattered
+    """
+
+    ways: tuple[Configuration, ...]
+    shards: IntArray
+    whole: BoolArray
+    zero3: BoolArray
+    in_shards: BoolArray
+    each: BoolArray
+
+    @classmethod
+    def of(cls, ways: Sequence[Configuration]) -> Storages:
+        """Several ways to store the states of the same units."""
+        levels = [way.optimizer_sharding for way in ways]
+        return cls(
+            ways=tuple(ways),
+            shards=np.array([[sharing_ranks(way)] for way in ways]),
+            whole=_column(level == "none" for level in levels),
+            zero3=_column(level == "zero3" for level in levels),
+            in_shards=_column(level in ("zero2", "zero3") for level in levels),
+            each=_column(scatters_each(way) for way in ways),
+        )
+
+    @property
+    def placed(self) -> Configuration:
+        """What all of them share."""
+        return self.ways[0]
+
+
+def _column(values: Iterable[bool]) -> BoolArray:
+    """(storages, 1) of what holds of each."""
+    return np.array([[value] for value in values])
+
+
+def sharing_ranks(configuration: Configuration) -> int:
+    """Ranks that optimizer states are shared out to."""
+    c = configuration
+    return 1 if c.optimizer_sharding == "none" else (c.shard_size or c.data)
+
+
+def scatters_each(configuration: Configuration) -> bool:
+    """Whether every micro-batch's gradients are reduce-scattered."""
+    c = configuration
+    return c.optimizer_sharding == "zero3" or (c.optimizer_sharding == "zero2" and c.micro_batches > 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,37 +88,26 @@ class Storage:
     host_elements: float = 0.0
     parameters_away: bool = False
 
-    def shards(self, configuration: Configuration) -> int:
-        """Ranks that optimizer states are shared out to."""
-        c = configuration
-        return 1 if c.optimizer_sharding == "none" else (c.shard_size or c.data)
-
-    @staticmethod
-    def scatters_each(c: Configuration) -> bool:
-        """Whether every micro-batch's gradients are reduce-scattered."""
-        return c.optimizer_sharding == "zero3" or (c.optimizer_sharding == "zero2" and c.micro_batches > 1)
-
-    def resident_bytes(self, labels: UnitLabels, configuration: Configuration) -> FloatArray:
-        """Bytes of parameters, gradients and optimizer states that stand through the step.
+    def resident_bytes(self, labels: UnitLabels, storages: Storages) -> FloatArray:
+        """Bytes (storages, ways) of parameters, gradients and optimizer states that stand through the step.
 
         A rank holds its shard of the parameters and, but for ZeRO-3, those that are gathered for the step; frozen ones
         are parameters alone, and whole but for ZeRO-3. Gradients
         are accumulated as backward operators write them, or with ZeRO-2 and 3 in shards. In a single micro-batch on one
         stage they come as activations go: what is larger counts.
         """
-        c, shards = configuration, self.shards(configuration)
-        size = float(DTYPE_BYTES[self.dtype])
+        c, shards, size = storages.placed, storages.shards, float(DTYPE_BYTES[self.dtype])
         elements = labels.parameter_elements + labels.expert_elements
-        unsummed = elements + labels.unsummed_elements
-        frozen = labels.frozen_elements * size
-        held = elements / shards * size + (frozen / shards if c.optimizer_sharding == "zero3" else frozen)
-        if c.optimizer_sharding in ("zero1", "zero2"):
-            held = held + np.maximum(unsummed, labels.gathered_elements) * size
-        elif c.optimizer_sharding == "none":
-            held = held + labels.gathered_elements * size
-        if self.parameters_away:
-            held = np.zeros_like(held)
-        gradient = (elements / shards if c.optimizer_sharding in ("zero2", "zero3") else unsummed) * size
+        unsummed, each_held = elements + labels.unsummed_elements, elements / shards
+        held: FloatArray = np.zeros_like(each_held)
+        if not self.parameters_away:
+            frozen = labels.frozen_elements * size
+            gathered = np.where(
+                storages.whole, labels.gathered_elements, np.maximum(unsummed, labels.gathered_elements)
+            )
+            held = each_held * size + np.where(storages.zero3, frozen / shards, frozen)
+            held += np.where(storages.zero3, 0.0, gathered * size)
+        gradient = np.where(storages.in_shards, each_held, unsummed) * size
         if c.pipeline == 1 and c.micro_batches == 1:
             gradient = np.maximum(gradient - labels.activation_bytes, 0.0)
         state = 0.0 if c.offload else state_bytes(self.optimizer, self.dtype) / shards
@@ -69,21 +116,22 @@ class Storage:
 
     def room_bytes(self, configuration: Configuration) -> float:
         """Memory of a device with what tables on the host leave free at least: every axis inside may shard them."""
-        c, shards = configuration, self.shards(configuration)
+        c, ranks = configuration, sharing_ranks(configuration)
         elements = self.host_elements / (c.tensor * c.context * c.expert)
         size = float(DTYPE_BYTES[self.dtype])
         copies = 1.0 if c.optimizer_sharding in ("zero1", "zero2") else 0.0
         state = 0.0 if c.offload else state_bytes(self.optimizer, self.dtype)
-        return self.limit_bytes + elements * (size * copies + (size + state) / shards)
+        return self.limit_bytes + elements * (size * copies + (size + state) / ranks)
 
-    def gathered_bytes(self, labels: UnitLabels, c: Configuration, bucket: float) -> FloatArray:
-        """Bytes of whole gradients and parameters that stand while a unit goes backward."""
+    def gathered_bytes(self, labels: UnitLabels, storages: Storages, bucket: FloatArray) -> FloatArray:
+        """Bytes (storages, ways) of whole gradients and parameters that stand while a unit goes backward.
+
+        ``bucket`` (storages, 1) are those of a message.
+        """
         whole = labels.parameter_elements + labels.expert_elements + labels.unsummed_elements
         size = whole * DTYPE_BYTES[self.dtype]
-        if c.optimizer_sharding == "zero3" or self.parameters_away:
-            # A unit's parameters and gradients, and the parameters of the next one.
-            return 3.0 * size + 2.0 * labels.frozen_elements * DTYPE_BYTES[self.dtype]
-        if not self.scatters_each(c):
-            return np.zeros_like(size)
+        # A unit's parameters and gradients, and the parameters of the next one.
+        two = 3.0 * size + 2.0 * labels.frozen_elements * DTYPE_BYTES[self.dtype]
         # Gradients wait for a full message.
-        return np.minimum(size, bucket + size / 3)
+        waiting = np.where(storages.each, np.minimum(size, bucket + size / 3), 0.0)
+        return np.where(storages.zero3 | self.parameters_away, two, waiting)

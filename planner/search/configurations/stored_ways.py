@@ -15,7 +15,7 @@ from planner.search.configurations.configuration import Configuration
 from planner.search.configurations.messages import BatchSums
 from planner.search.configurations.passes import Row
 from planner.search.configurations.schedule_shapes import ScheduleShape, apart_s, turns_apart_s, uneven_s
-from planner.search.stages.fragments import FloatArray, Fragments, IntArray
+from planner.search.stages.fragments import COLUMNS, FloatArray, Fragments, IntArray
 from planner.search.stages.outcome import Partition
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredWays:
-    """Ways to run units whose states are stored in one way, whatever the order of passes: (ways,) each.
+    """Ways to run units whose states are stored in several ways, whatever the order of passes.
+
+    Each is (storages, ways), or (ways,) where it is the same in all of them.
 
     Seconds of both passes of a micro-batch, of what the backward pass may put off, of what a rank waits besides in
     every micro-batch, and of what is done once a step; what the synchronisation of gradients has left to do after the
@@ -41,15 +43,24 @@ class StoredWays:
     activation_bytes: FloatArray
     resident_bytes: FloatArray
     transient_bytes: FloatArray
-    row: Row | None = None
-    """Where passes stand in a row and parameters are gathered for each: what a chunk's depend on together."""
+    rows: tuple[Row | None, ...]
+    """Of each storage, where passes stand in a row and parameters are gathered for each: what a chunk's depend on."""
+
+    def of(self, number: int) -> StoredWays:
+        """Ways, (ways,) each, of the units in one of several storages."""
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        picked = {name: array[number] if array.ndim > 1 else array for name, array in arrays.items()}
+        return StoredWays(**picked, rows=self.rows[number : number + 1])
 
     def values(self, shape: ScheduleShape, micro_batches: int) -> FloatArray:
-        """(ways, 7) columns of `planner.search.stages.fragments.Fragments` under a schedule."""
+        """(storages, ways, 7) columns of `planner.search.stages.fragments.Fragments` under a schedule."""
         fill = shape.fill_s(self.forward_s, self.backward_s, self.late_s)
         steady = micro_batches * (self.forward_s + self.backward_s + self.stall_s) - fill + self.once_s
         held = (self.activation_bytes, self.resident_bytes, self.transient_bytes)
-        return np.stack([fill, steady, self.queue_s, self.backlog_s, *held], axis=1)
+        found = np.empty((*steady.shape, COLUMNS))
+        for number, column in enumerate((fill, steady, self.queue_s, self.backlog_s, *held)):
+            found[..., number] = column
+        return found
 
     def once_of_chunks(self, picked: IntArray, ends: Sequence[int]) -> FloatArray:
         """Seconds (chunks,) of what is done once and what synchronisation leaves, for the ways (units,) picked."""
@@ -60,6 +71,9 @@ class StoredWays:
         """Seconds that synchronisation goes on after the last backward pass of a chunk (`stages.fragments.joined`)."""
         behind = np.cumsum([0.0, *self.backlog_s[picked[:-1]]])
         return max(0.0, float((behind + self.queue_s[picked]).max()))
+
+
+_ARRAYS = tuple(field.name for field in fields(StoredWays) if field.name != "rows")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,9 +249,10 @@ class JoinedUnits:
             if not c.in_a_row:
                 backward = backward + np.add.reduceat(stored.stall_s[ways], first)
                 return turns_apart_s(c.micro_batches, forward, backward, found.fill_s, busy_s)
-            if stored.row is not None:
+            (row,) = stored.rows
+            if row is not None:
                 taken = forward + backward
-                forward, backward = stored.row.of_chunks(ways, list(pairwise((0, *found.ends))))
+                forward, backward = row.of_chunks(ways, list(pairwise((0, *found.ends))))
                 # A rank that waits for its first pass gathers meanwhile: the fill stays what it is.
                 busy_s = busy_s + (c.micro_batches - 1) * (forward + backward - taken)
             if sends is None:

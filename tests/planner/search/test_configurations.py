@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, cast
 
@@ -26,7 +27,8 @@ from planner.search.configurations.bounds import (
 from planner.search.configurations.branch_and_bound import explore
 from planner.search.configurations.explored import Explored
 from planner.search.configurations.least_states import least_states_in
-from planner.search.configurations.space import Extent, configurations
+from planner.search.configurations.schedule_shapes import PINNED, SEARCHED
+from planner.search.configurations.space import Extent, bases, configurations, storages
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.exact.elimination import TooWideError
 from planner.search.stages.chain_bound import chain_bound, unlike
@@ -67,7 +69,11 @@ class TurnsAlone:
 
     def task(self, tables: StageTables, configuration: Configuration) -> PartitionTask:
         """The partition task."""
-        return replace(self.step.task(tables, configuration), uneven_s=None)
+        return self.tasks(tables, [configuration])[0]
+
+    def tasks(self, tables: StageTables, configurations: Sequence[Configuration]) -> list[PartitionTask]:
+        """Several of them."""
+        return [replace(task, uneven_s=None) for task in self.step.tasks(tables, configurations)]
 
 
 def network(blocks: int = 8, seconds: float = 5e-3, elements: float = 1e8, gib: float = 0.5) -> list[MadeUnit]:
@@ -184,8 +190,33 @@ def test_no_configuration_is_faster_than_its_bounds(
         (stated,) = states_bounds(extent, step, tables, c, [least])
         assert stated <= best * (1 + 1e-9), c
         assert passes + least.last_s(step, c) <= best * (1 + 1e-9), c
-        if standing_bytes(step, tables, c) > c.pipeline * step.limit_bytes or not least.fits(step):
+        if standing_bytes(step, tables, [c])[0] > c.pipeline * step.limit_bytes or not least.fits(step):
             assert found is None, c
+
+
+@pytest.mark.parametrize("schedule", [None, *SEARCHED, *PINNED])
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_storages_made_together_are_those_made_alone(schedule: str | None, overlaps: bool) -> None:
+    """The ways to run units, and what a partition takes besides, are the same whatever other storages stand beside."""
+    hardware = replace(A100, overlaps_communication=overlaps, hash="one way or the other")
+    pipeline = 1 if schedule is None else 2
+    extent = Extent(
+        hardware=hardware, devices=32, global_batch=128, pins=Pins(schedule=schedule, pp=pipeline, tp=1), units=6
+    )
+    step, units = model(40.0, hardware), network(4, elements=2e6)
+    for base in bases(extent):
+        ways, tables = storages(extent, base), made_tables(units, base, hardware)
+        together = step.tasks(tables, ways)
+        assert len({way.optimizer_sharding for way in ways}) == (4 if base.micro_batches > 1 else 3)
+        for way, task in zip(ways, together, strict=True):
+            alone = step.task(tables, way)
+            assert task.limit_bytes == alone.limit_bytes
+            for one, other in zip(task.kinds, alone.kinds, strict=True):
+                assert np.array_equal(one.values, other.values), way
+            found = partition(alone)
+            assert found is not None
+            assert (task.apart_s is None) == (alone.apart_s is None)
+            assert task.apart_s is None or alone.apart_s is None or task.apart_s(found) == alone.apart_s(found)
 
 
 def test_plans_are_different_and_few_of_one_shape() -> None:
