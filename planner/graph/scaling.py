@@ -42,6 +42,7 @@ _SCALED = KeptByGraph[int, OperatorGraph]()
 def _scaled(graph: OperatorGraph, batch: int) -> OperatorGraph:
     old = graph.batch_size
     scaled: dict[TensorSpec, TensorSpec] = {}
+    outputs: dict[int, tuple[TensorSpec, ...]] = {}
 
     def scale(spec: TensorSpec) -> TensorSpec:
         if not any(spec.batch_dims):
@@ -55,7 +56,11 @@ def _scaled(graph: OperatorGraph, batch: int) -> OperatorGraph:
         flops = node.flops / old * batch if works else node.flops
         if flops == node.flops and not grows:
             return node
-        return node.sized(tuple(scale(spec) for spec in node.outputs), flops)
+        # Equal blocks keep the same objects.
+        key = id(node.outputs)
+        if key not in outputs:
+            outputs[key] = tuple([scale(spec) for spec in node.outputs])
+        return node.sized(outputs[key], flops)
 
     known = _GROWING.of(graph)
     if None not in known:

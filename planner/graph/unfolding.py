@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.graph.operator_graph import Argument, Node, OperatorGraph, Parameter, Role, Run, TensorRef
+from planner.graph.operator_graph import Argument, Node, OperatorGraph, Parameter, Role, Run, TensorRef, TensorSpec
 from simulator.program import Phase
 
 
@@ -127,8 +127,16 @@ class _Unfolding:
                 position = self.second[index]
                 template = own[position] if block == last else middle[position]
                 yield _copy(template, tables[block], len(self.heads[1]), self.heads[block])
+            elif index in self.first:
+                yield _copy(nodes[index], self.layout.place, outputs=self._outputs(index))
             else:
-                yield _copy(nodes[index], self.layout.place if index in self.first else self.outside)
+                yield _copy(nodes[index], self.outside)
+
+    def _outputs(self, index: int) -> tuple[TensorSpec, ...]:
+        """Outputs of a node of the first block: the objects of those behind it, where both read and write the same."""
+        one, other = self.source.nodes[index], self.source.nodes[self.run.second[self.first[index]]]
+        read = [[self.source.spec(ref) for ref in node.tensor_inputs] for node in (one, other)]
+        return other.outputs if one.outputs == other.outputs and read[0] == read[1] else one.outputs
 
     def _template(self, second: Node, first: Node | None) -> Node:
         """Number the references of block 1's node; what `first` takes from the next block is taken from there."""
@@ -197,7 +205,13 @@ def renumber_argument(argument: Argument, table: Sequence[int]) -> Argument:
     return argument
 
 
-def _copy(node: Node, table: Sequence[int], old_head: int = 0, head: str = "") -> Node:
+def _copy(
+    node: Node,
+    table: Sequence[int],
+    old_head: int = 0,
+    head: str = "",
+    outputs: tuple[TensorSpec, ...] | None = None,
+) -> Node:
     """Copy a node with its references renumbered, and the first `old_head` characters of its names replaced."""
     return Node(
         name=head + node.name[old_head:],
@@ -209,7 +223,7 @@ def _copy(node: Node, table: Sequence[int], old_head: int = 0, head: str = "") -
         kwargs=tuple([(key, renumber_argument(argument, table)) for key, argument in node.kwargs])
         if node.kwargs
         else (),
-        outputs=node.outputs,
+        outputs=node.outputs if outputs is None else outputs,
         forward=None if node.forward is None else table[node.forward],
         module=head + node.module[old_head:],
         source=node.source,

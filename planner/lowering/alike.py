@@ -68,7 +68,7 @@ class _ButParameters:
         self.source = source
 
     def __hash__(self) -> int:
-        return hash((id(self.source.graph), self.source.options.mesh))
+        return hash((id(self.source.graph), self.source.options.mesh.axes))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _ButParameters) and _alike(self.source, other.source)
@@ -82,9 +82,9 @@ def _alike(one: PlacedGraph, other: PlacedGraph) -> bool:
 
 
 def _asked(source: PlacedGraph) -> tuple[object, ...]:
-    """What a plan asks of passes beside strategies."""
+    """What a plan asks of passes beside strategies: where the ranks of an axis lie, messages are timed by later."""
     asked = source.options
-    return (asked.mesh, asked.exchange, asked.recompute, asked.keeps_messages, asked.offload)
+    return (asked.mesh.axes, asked.exchange, asked.recompute, asked.keeps_messages, asked.offload)
 
 
 @lru_cache(maxsize=KEPT)

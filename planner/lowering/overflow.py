@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from planner.graph.operator_graph import Role
 from planner.instructions import CheckGradients, SettleScale, all_reduced
 from planner.lowering.blueprint import Block, Blueprint, Use
 from planner.lowering.copies import NOBODY
@@ -25,8 +24,8 @@ PASSES = 2.0
 
 def checks_gradients(source: PlacedGraph) -> bool:
     """Whether the network trains in a format whose range gradients may leave."""
-    nodes = source.graph.nodes
-    return any(node.role is Role.PARAMETER and node.outputs[0].dtype == NARROW_RANGE for node in nodes)
+    graph = source.graph
+    return any(graph.nodes[p.node].outputs[0].dtype == NARROW_RANGE for p in graph.parameters)
 
 
 def check_task(gradient_bytes: float) -> Task:

@@ -70,7 +70,8 @@ def representatives(plan: Plan, graph: OperatorGraph) -> Representatives:
     kinds = _Kinds(plan, graph, deep, treated, groups)
     kept = {run.prefix: kinds.kept(number) for number, run in enumerate(graph.runs)}
     short = replace(plan, layers=kinds.short_layers(kept))
-    unfolded, found = _shallow(_Same(graph), plan.samples, tuple(len(kept[run.prefix].layers) for run in graph.runs))
+    unfolded, found = _shallow(_Same(graph), tuple(len(kept[run.prefix].layers) for run in graph.runs))
+    unfolded = at_batch(unfolded, plan.samples)
     copies = _copies(deep, kept)
     of_unit = copies.of_unit
     if max(of_unit) != len(found.units) - 1:
@@ -112,9 +113,9 @@ def _deep(network: _Same) -> Chain:
 
 
 @lru_cache(maxsize=8)
-def _shallow(network: _Same, samples: int, counts: tuple[int, ...]) -> tuple[OperatorGraph, Chain]:
-    """The network at a batch, its runs with so many layers, unfolded; and its chain."""
-    graph = at_batch(network.graph, samples)
+def _shallow(network: _Same, counts: tuple[int, ...]) -> tuple[OperatorGraph, Chain]:
+    """The network with so many layers in its runs, unfolded; and its chain, which is the same at any batch."""
+    graph = network.graph
     runs = tuple(replace(run, count=count) for run, count in zip(graph.runs, counts, strict=True))
     unfolded = unfold(replace(graph, runs=runs))
     return unfolded, chain(unfolded)

@@ -88,13 +88,16 @@ def moving_message(moved: Sequence[Moved], asynchronous: bool, dtype: str = "") 
     """The one message that takes a step of several tensors along the same axis."""
     step = moved[0][3]
     assert isinstance(step.operation, Collective)
+    steps = [way for *_, way in moved]
+    dims = {id(way): (way.gather_dim, way.split_dim) for way in {id(way): way for way in steps}.values()}
+    each = [dims[id(way)] for way in steps]
     return Communicate(
         collective=step.operation,
         axis=step.axis,
         sources=tuple([value for _, value, _, _ in moved]),
         targets=tuple([target for _, _, target, _ in moved]),
-        gather_dims=tuple([way.gather_dim for _, _, _, way in moved]),
-        split_dims=tuple([way.split_dim for _, _, _, way in moved]),
+        gather_dims=tuple([gathered for gathered, _ in each]),
+        split_dims=tuple([cut for _, cut in each]),
         asynchronous=asynchronous,
         dtype=dtype,
     )
