@@ -47,6 +47,54 @@ def cut(segments: Segments, costs: FloatArray, which: Sequence[int]) -> list[int
     return picks[::-1]
 
 
+def cut_turns(segments: Segments, tables: FloatArray, which: Sequence[int], turns: FloatArray) -> list[int] | None:
+    """Row of every chunk with the least sum of costs and of what the limits on turns cost; None where no row fits.
+
+    Each turn, one chunk of each rank, has one of several limits.
+
+    Parameters
+    ----------
+    tables : (kinds, limits, ways) seconds of each way, infinite where it is not allowed
+    which : (chunks,) kind of each chunk
+    turns : (turns, limits) seconds that a limit costs in each turn
+
+    Notes
+    -----
+    As `cut`, with ``best[c, i, state, limit]`` inside of a turn; with each turn the best limit is settled.
+    """
+    units, width, ranks = segments.task.units, len(segments.states), len(which) // len(turns)
+    moves, shape = segments.moves, ((segments.task.units + 1) * len(segments.states), tables.shape[1])
+    priced = np.minimum.reduceat(tables, segments.offsets, axis=2).transpose(0, 2, 1).take(moves.group, axis=1)
+    begin = np.full((shape[0], 1), np.inf)
+    begin[0] = 0.0
+    best, before, settled = np.broadcast_to(begin, shape), [], []
+    for chunk, (row, window) in enumerate(zip(which, segments.windows, strict=True)):
+        before.append(best)
+        best = np.full(shape, np.inf)
+        if len(window.targets):
+            sums = before[-1].take(window.source, axis=0)
+            sums += priced[row][window.inside]
+            best[window.targets] = np.minimum.reduceat(sums, window.begins, axis=0)
+        if (chunk + 1) % ranks == 0:
+            whole = best + turns[chunk // ranks]
+            settled.append(whole.argmin(axis=1))
+            best = np.broadcast_to(whole.min(axis=1)[:, None], shape)
+    place = units * width
+    if not np.isfinite(best[place, 0]):
+        return None
+    picks, limit = [], 0
+    for chunk in reversed(range(len(which))):
+        if (chunk + 1) % ranks == 0:
+            limit = int(settled[chunk // ranks][place])
+        inside = moves.ending[place]
+        sums = before[chunk][:, limit].take(moves.source[inside]) + priced[which[chunk]][inside, limit]
+        pick = inside.start + int(sums.argmin())
+        group = segments.groups[int(moves.group[pick])]
+        picks.append(group.first + int(tables[which[chunk], limit, group.first : group.last].argmin()))
+        place = int(moves.source[pick])
+    return picks[::-1]
+
+
 def reaches(segments: Segments, fits: Sequence[Sequence[int]], which: Sequence[int]) -> bool:
     """Whether some row of segments fits, as `cut` would find one.
 

@@ -136,10 +136,20 @@ def undominated(task: PartitionTask) -> PartitionTask:
     """The same without ways that another one beats in everything; the task itself where there are none."""
     if task.pieces == 1:
         return task
-    criteria = task.criteria
-    kinds = tuple(pruned(kind, len(kind), criteria) for kind in task.kinds)
+    kinds = _pruned_kinds(task)
     fewer = any(len(kept) < len(kind) for kept, kind in zip(kinds, task.kinds, strict=True))
     return replace(task, kinds=kinds) if fewer else task
+
+
+def unlimited(task: PartitionTask) -> PartitionTask:
+    """The same without a memory limit, and without ways that another one beats in time."""
+    free = replace(task, limit_bytes=np.inf)
+    return free if task.roomy else replace(free, kinds=_pruned_kinds(free))
+
+
+def _pruned_kinds(task: PartitionTask) -> tuple[Fragments, ...]:
+    criteria = task.criteria
+    return tuple(pruned(kind, len(kind), criteria) for kind in task.kinds)
 
 
 def idealised(task: PartitionTask) -> PartitionTask:
@@ -259,10 +269,9 @@ class Segments:
         counts = np.array(task.counts)
         self.least_fill_s = float(np.array([kind.values[:, FILL].min() for kind in task.kinds]) @ counts)
         self.share_s = max(float(self.least @ counts) / task.ranks, float(self.least.max()))
-        share = max(self.share_s / task.chunks, float(self.least.max()))
         self._ends = _chunk_ends(task)
         whole = task.pieces == 1 or bool(task.cuts)
-        self.longest_s = np.inf if whole else slack * share + float(self.least.max())
+        self.longest_s = np.inf if whole else self._longest(slack)
         self.complete = True
         self._places = ChunkPlaces(task, self.longest_s)
         self._powers: list[dict[int, Fragments]] = [{} for _ in task.kinds]
@@ -276,12 +285,29 @@ class Segments:
         self.states = {state: place for place, state in enumerate(states)}
         self._fill_table(kinds)
 
-    def allowed(self, in_flight: float, limit_bytes: float) -> BoolArray:
-        """(ways,) whether the memory suffices."""
-        v = self.values
-        needed = in_flight * v[:, ACTIVATION] + v[:, RESIDENT] + v[:, TRANSIENT]
-        allowed: BoolArray = needed <= limit_bytes * (1 + ROUNDING)
-        return allowed
+    def _longest(self, slack: float) -> float:
+        """Seconds that a segment may take; turns even out where one unit more or the longest one is room enough."""
+        even, longest = self.share_s / self.task.chunks, float(self.least.max())
+        if self.task.chunks == 1:
+            return slack * max(even, longest) + longest
+        return slack * max(even + float(self.least[int(np.argmax(self.task.counts))]), longest)
+
+    def allowed_of(self, limits_bytes: FloatArray, transient: float | None = None) -> tuple[BoolArray, list[int]]:
+        """Whether ways have the memory of each kind of chunk, (kinds, ways), and the kind of each chunk.
+
+        Chunks of a kind have as many micro-batches in flight, and the same of the limits (chunks,). What stands while
+        one unit goes backward counts with the rest, or has a limit of its own.
+        """
+        keys = list(zip(self.task.in_flight.tolist(), limits_bytes.tolist(), strict=True))
+        places = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        flights, limits = np.array(list(places)).T[:, :, None]
+        needed = flights * self.values[:, ACTIVATION] + self.values[:, RESIDENT]
+        once = self.values[:, TRANSIENT]
+        if transient is None:
+            allowed: BoolArray = needed + once <= limits * (1 + ROUNDING)
+        else:
+            allowed = (needed <= limits * (1 + ROUNDING)) & (once <= transient * (1 + ROUNDING))
+        return allowed, [places[key] for key in keys]
 
     def _fill_table(self, kinds: list[_Kind]) -> None:
         self.groups: list[Group] = []
