@@ -98,12 +98,11 @@ class UnitFactors:
     layout: TableLayout
     parts: FloatArray
 
-    def weighted(self, weights: FloatArray) -> list[FloatArray]:
-        """Each table's weighted sums, shapes (entries, weightings); `weights` has shape (weightings, PARTS)."""
-        total = self.parts @ weights.T
+    def weighted(self, weights: FloatArray) -> FloatArray:
+        """Weighted sums of the entries, shape (entries, weightings); `weights` has shape (weightings, PARTS)."""
+        total: FloatArray = self.parts @ weights.T
         total[self.layout.never] = np.inf
-        starts = self.layout.starts
-        return [total[start:end] for start, end in zip(starts, (*starts[1:], len(total)), strict=True)]
+        return total
 
     def evaluate(self, states: Mapping[int, IntArray]) -> FloatArray:
         """Add up the parts of many assignments, shape (PARTS, n); each variable has an array of states (n,)."""

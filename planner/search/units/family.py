@@ -121,13 +121,14 @@ class Family:
 
     def _states_of(self, terms: UnitTerms) -> IntArray:
         """First and last state that each entry of a unit stands for, shape (2, entries)."""
-        states = {v: np.arange(size) + self._first_state[v] for v, size in terms.sizes.items()}
-        first, last = [], []
-        for scope in terms.scopes:
-            # A scope has one variable or two.
-            first.append(np.repeat(states[scope[0]], terms.sizes[scope[1]]) if len(scope) > 1 else states[scope[0]])
-            last.append(np.tile(states[scope[1]], terms.sizes[scope[0]]) if len(scope) > 1 else states[scope[0]])
-        return np.array([np.concatenate(first), np.concatenate(last)])
+        begins = self._first_state[np.array([(scope[0], scope[-1]) for scope in terms.scopes])]
+        lasting = np.array([terms.sizes[scope[-1]] if len(scope) == 2 else 1 for scope in terms.scopes])
+        starts = np.array(terms.starts)
+        table = np.repeat(np.arange(len(starts)), np.diff(starts, append=terms.entries))
+        first, last = np.divmod(np.arange(terms.entries) - starts[table], lasting[table])
+        alone = np.array([len(scope) == 1 for scope in terms.scopes])[table]
+        ends: IntArray = np.array([first, np.where(alone, first, last)]) + begins[table].T
+        return ends
 
     # Shapes
 
@@ -384,10 +385,8 @@ class Family:
     def _unit_lowest(self, number: int, sums: FloatArray) -> FloatArray:
         """Least sums of one unit for the sums (entries, weightings), shape (weightings, shared …, entries, exits)."""
         terms = self.terms[number]
-        ends = (*terms.starts[1:], terms.entries)
-        tables = [sums[a:b] for a, b in zip(terms.starts, ends, strict=True)]
         shape = self.shape.unit(number, terms.scopes, terms.sizes)
-        return shape.spread(shape.lowest(tables), self.source.shared)
+        return shape.spread(shape.lowest(sums, terms.starts), self.source.shared)
 
 
 def _whole_state(states: States) -> int | None:

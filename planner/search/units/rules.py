@@ -15,7 +15,7 @@ from planner.graph.scaling import at_batch
 from planner.search.problem.parts import Parts
 from planner.search.problem.solution import template_name
 from planner.search.problem.states import Setting
-from planner.search.problem.variables import Choice, Kind
+from planner.search.problem.variables import Kind
 from planner.search.units.records import Weights
 from planner.search.units.stage_decisions import StageDecisions
 from planner.search.units.stage_shape import StageOptions
@@ -93,17 +93,14 @@ def _node_rules(tables: StageTables, number: int, states: Mapping[int, int]) -> 
 def _rules(source: StageDecisions, parts: Parts, number: int, states: Mapping[int, int]) -> UnitRules:
     """Rules of a unit's nodes in an assignment, along each axis of the mesh of `parts`."""
     found = {}
-    made = source.decisions
-    chosen: dict[int, list[Choice]] = {}
-    for index in source.chain.units[number].nodes:
-        variable = made.of_node[index]
+    chosen: dict[int, list[tuple[Rule, ...]]] = {}
+    for index, variable, position in source.followed[number]:
         if variable in states:
             if variable not in chosen:
                 all_states = parts.states(variable)
                 along = all_states.choice[:, states[variable]].tolist()
-                chosen[variable] = [all_states.variable.choices[c] for c in along]
-            position = made.variables[variable].nodes.index(index)
-            found[index] = tuple([choice.rules[position] for choice in chosen[variable]])
+                chosen[variable] = [all_states.variable.choices[c].rules for c in along]
+            found[index] = tuple([rules[position] for rules in chosen[variable]])
     return found
 
 

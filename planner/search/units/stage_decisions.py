@@ -107,6 +107,16 @@ class StageDecisions:
         )
 
     @cached_property
+    def followed(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """For each node of each unit, but constants, the variable that it follows and its place among those that do."""
+        made = self.decisions
+        place = {index: n for variable in made.variables for n, index in enumerate(variable.nodes)}
+        return tuple(
+            tuple((index, made.of_node[index], place[index]) for index in unit.nodes if made.of_node[index] >= 0)
+            for unit in self.chain.units
+        )
+
+    @cached_property
     def shared(self) -> tuple[int, ...]:
         """Stations of parameters that several units read."""
         return tuple(sorted({v for model in self.models for v in model.shared}))

@@ -63,30 +63,41 @@ class KeptParts(Parts):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitShape:
-    """How one unit is minimised: its variables' states, those it keeps, and what ties stations to boundary states."""
+    """How one unit is minimised: its variables' states, those it keeps, and what ties stations to boundary states.
+
+    ``alone`` says that there is but one assignment.
+    """
 
     plan: Elimination
     kept: tuple[int, ...]
     sizes: Mapping[int, int]
     ends: tuple[FloatArray, ...]
+    alone: bool
     _spread: dict[int, list[FloatArray]] = field(default_factory=dict)
 
-    def minima(self, tables: Sequence[FloatArray]) -> Minima:
-        """Minimise sums of tables, shapes (entries, weightings)."""
-        return minima(self.plan, self._with_ends(tables), self._left)
+    def minima(self, sums: FloatArray, starts: Sequence[int]) -> Minima:
+        """Minimise sums of tables that lie behind each other and begin at `starts`, shape (entries, weightings)."""
+        if self.alone:
+            return Minima(self._only(sums), (), self.plan.single)
+        return minima(self.plan, self._tables(sums, starts), self._left)
 
-    def lowest(self, tables: Sequence[FloatArray]) -> FloatArray:
+    def lowest(self, sums: FloatArray, starts: Sequence[int]) -> FloatArray:
         """The least sums alone, shape (weightings, states of what is kept …)."""
-        return lowest(self.plan, self._with_ends(tables), self._left)
+        return self._only(sums) if self.alone else lowest(self.plan, self._tables(sums, starts), self._left)
+
+    def _only(self, sums: FloatArray) -> FloatArray:
+        """The sums of the only assignment, added up one after the other as in any elimination."""
+        return sums.cumsum(axis=0)[-1].reshape(-1, *(1 for _ in self.kept))
 
     @property
     def _left(self) -> tuple[int, ...]:
         return tuple(self.sizes[v] for v in self.kept)
 
-    def _with_ends(self, tables: Sequence[FloatArray]) -> list[FloatArray]:
-        count = tables[0].shape[-1]
+    def _tables(self, sums: FloatArray, starts: Sequence[int]) -> list[FloatArray]:
+        count = sums.shape[-1]
         if count not in self._spread:
             self._spread[count] = [np.broadcast_to(end.reshape(-1, 1), (end.size, count)) for end in self.ends]
+        tables = [sums[start:end] for start, end in zip(starts, (*starts[1:], len(sums)), strict=True)]
         return [*tables, *self._spread[count]]
 
     def spread(self, table: FloatArray, shared: Iterable[int]) -> FloatArray:
@@ -139,7 +150,8 @@ class StageShape:
                 f"{' and '.join(self.parts.names)} axes cut it: there pipelines, recomputation and sharded states are "
                 "bounded, not searched; --pin tp=1 leaves all of them"
             )
-        return UnitShape(plan, tuple(kept), sizes, tuple(ends))
+        alone = max(sizes.values()) == 1 and not any(end.any() for end in ends)
+        return UnitShape(plan, tuple(kept), sizes, tuple(ends), alone)
 
     def parts_at(self, graph: OperatorGraph, setting: Setting) -> Parts:
         """Parts of a stage of this shape."""
@@ -267,27 +279,26 @@ def divisibility(parts: Parts, kinds: Mapping[int, int]) -> tuple[IntArray, IntA
 
     ``kinds`` give for one variable of each kind the place of its first state. Arrays have shape (conditions,).
     """
-    rows: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
-    for number, first in kinds.items():
+    placed, first, specs = [], [], []
+    for number, start in kinds.items():
         states = parts.states(number)
         choice = states.variable.choices[0]
         for reads, ports in ((True, choice.reads), (False, choice.writes)):
             for ref in ports:
-                spec = parts.graph.spec(ref)
-                placed = states.placements(ref, reads=reads)
-                for row in placed:
-                    cut = np.flatnonzero(row >= 0)
-                    if len(cut):
-                        dims = row[cut]
-                        weights = 1 << np.arange(len(placed), dtype=np.int64)
-                        masks = weights @ (placed[:, cut] == dims)
-                        extents, grows = np.array(spec.shape)[dims], np.array(spec.batch_dims, dtype=np.int64)[dims]
-                        rows.append((first + cut, extents, grows, masks))
-    if not rows:
-        nothing = np.zeros(0, dtype=np.int64)
-        return nothing, nothing, nothing, nothing
-    places, extents, grows, masks = (np.concatenate(column) for column in zip(*rows, strict=True))
-    return places, extents, grows, masks
+                placed.append(states.placements(ref, reads=reads))
+                first.append(start)
+                specs.append(parts.graph.spec(ref))
+    rank = max((len(spec.shape) for spec in specs), default=0)
+    shapes = np.array([(*spec.shape, *(1,) * (rank - len(spec.shape))) for spec in specs], dtype=np.int64)
+    growing = np.array([(*spec.batch_dims, *(False,) * (rank - len(spec.shape))) for spec in specs], dtype=np.int64)
+    lengths = np.array([each.shape[1] for each in placed], dtype=np.int64)
+    tensor = np.repeat(np.arange(len(specs)), lengths)
+    place = np.arange(len(tensor)) + (np.array(first, dtype=np.int64) - (lengths.cumsum() - lengths))[tensor]
+    every = np.concatenate([np.zeros((len(parts.sizes), 0), dtype=np.int64), *placed], axis=1)
+    axis, column = (every >= 0).nonzero()
+    dims, tensor = every[axis, column], tensor[column]
+    masks = (1 << np.arange(len(every), dtype=np.int64)) @ (every[:, column] == dims)
+    return place[column], shapes[tensor, dims], growing[tensor, dims], masks
 
 
 def ways_of_masks(sizes: tuple[int, ...]) -> IntArray:

@@ -49,7 +49,11 @@ class Tabled:
 
     def minima(self, rows: FloatArray) -> Minima:
         """Minimise for each row of weights, shape (weightings, PARTS)."""
-        return self.shape.minima(self.factors.weighted(rows))
+        return self.shape.minima(self.factors.weighted(rows), self.factors.layout.starts)
+
+    def lowest(self, rows: FloatArray) -> FloatArray:
+        """The least sums alone."""
+        return self.shape.lowest(self.factors.weighted(rows), self.factors.layout.starts)
 
     def spread(self, table: FloatArray, shared: Sequence[int]) -> FloatArray:
         """Bring a table to shape (weightings, states of all shared stations, entries, exits)."""
@@ -156,7 +160,7 @@ class Stage:
         tables: dict[int, FloatArray] = {}
         for number in {self.source.tabled(n) for n in range(len(self.chain.units))}:
             unit = self.unit(number)
-            least = unit.spread(unit.shape.lowest(unit.factors.weighted(rows)), self.shared)
+            least = unit.spread(unit.lowest(rows), self.shared)
             for station in self.shared:
                 least = least[:, 0 if least.shape[1] == 1 else shared[station]]
             tables[number] = least.reshape(len(weights), -1, *least.shape[1:]).min(axis=1)

@@ -85,7 +85,7 @@ def unit_labels(stage: Stage, number: int, shared: Mapping[int, int]) -> UnitLab
     """
     unit = stage.unit(number)
     modes = stage.options.modes
-    if max(unit.sizes.values()) == 1:
+    if unit.shape.alone:
         found = _only(unit, len(modes))
         return _labels(stage, unit, found, np.array(modes)[found.row])
     found = _solved(unit, _plain_rows(modes), shared, len(modes))

@@ -193,7 +193,8 @@ def brute_force(factors: UnitFactors, tables: StageTables, number: int, row: np.
     states = np.indices([factors.layout.sizes[v] for v in variables]).reshape(len(variables), -1)
     by_variable = dict(zip(variables, states, strict=True))
     total = np.zeros(states.shape[1])
-    for scope, table in zip(factors.layout.scopes, factors.weighted(row[None]), strict=True):
+    sums = np.split(factors.weighted(row[None]), factors.layout.starts[1:])
+    for scope, table in zip(factors.layout.scopes, sums, strict=True):
         total += table.reshape([factors.layout.sizes[v] for v in scope])[tuple(by_variable[v] for v in scope)]
     ends = []
     for station, boundary in ((unit.model.entry, number - 1), (unit.model.exit, number)):
