@@ -87,7 +87,7 @@ class UnitShape:
 
     def _only(self, sums: FloatArray) -> FloatArray:
         """The sums of the only assignment, added up one after the other as in any elimination."""
-        return sums.cumsum(axis=0)[-1].reshape(-1, *(1 for _ in self.kept))
+        return np.asarray(sums.cumsum(axis=0)[-1].reshape(-1, *(1 for _ in self.kept)))
 
     @property
     def _left(self) -> tuple[int, ...]:
@@ -293,12 +293,13 @@ def divisibility(parts: Parts, kinds: Mapping[int, int]) -> tuple[IntArray, IntA
     growing = np.array([(*spec.batch_dims, *(False,) * (rank - len(spec.shape))) for spec in specs], dtype=np.int64)
     lengths = np.array([each.shape[1] for each in placed], dtype=np.int64)
     tensor = np.repeat(np.arange(len(specs)), lengths)
-    place = np.arange(len(tensor)) + (np.array(first, dtype=np.int64) - (lengths.cumsum() - lengths))[tensor]
+    begins = np.array(first, dtype=np.int64) - (lengths.cumsum() - lengths)
+    place = np.arange(len(tensor), dtype=np.int64) + begins.take(tensor)
     every = np.concatenate([np.zeros((len(parts.sizes), 0), dtype=np.int64), *placed], axis=1)
     axis, column = (every >= 0).nonzero()
     dims, tensor = every[axis, column], tensor[column]
     masks = (1 << np.arange(len(every), dtype=np.int64)) @ (every[:, column] == dims)
-    return place[column], shapes[tensor, dims], growing[tensor, dims], masks
+    return np.asarray(place[column], dtype=np.int64), shapes[tensor, dims], growing[tensor, dims], masks
 
 
 def ways_of_masks(sizes: tuple[int, ...]) -> IntArray:
