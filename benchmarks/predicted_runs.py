@@ -86,7 +86,7 @@ class Predictor:
             network=self._spec(run.network, run.adapters), hardware=self._profile(run.hardware), devices=run.devices,
             global_batch=run.global_batch, sequence_length=run.sequence_length, precision=run.precision,
             pins=dict(run.pins), hints=run.hints, top=1, software=run.software, attention=run.attention,
-            norms=run.norms,
+            norms=run.norms, exchange=run.exchange,
         )  # fmt: skip
 
     def _shared(self, request: PlanRequest) -> SharedTables:

@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from benchmarks.quartznet import OF_FRAMES
+from planner.estimate.layered.sequence import padded_frames
 from planner.estimate.memory_traits import traits_of
 from planner.estimate.stage_parameters import local_vocabulary
 from planner.estimate.training_run import (
@@ -23,6 +25,7 @@ from planner.estimate.training_run import (
 )
 from planner.search.problem.hints import Hint, hint
 from planner.software import SOFTWARE
+from planner.strategy.exchange import UNASKED, Exchange
 from planner.validation.reading import MeasuredRow
 
 RESNETS = ("resnet50", "resnet50v1_5", "resnet50_v1_5", "rn50v1_5")
@@ -38,6 +41,8 @@ ORDER = "pp-dp-cp-tp"
 EXPERTS_ORDER = "pp-dp-cp-ep-tp"
 ADAPTERS = json.dumps({"peft_type": "LORA", "r": 32, "lora_alpha": 32, "target_modules": "all-linear"})
 """Those of Megatron-LM where none are described (``LoRA`` of Megatron Bridge: all products, ``dim`` 32)."""
+OWN_SAMPLES = Exchange(cross_batch=True)
+"""Batch norms of ``DistributedDataParallel`` and Horovod see a rank's samples alone (``torch.nn.SyncBatchNorm`` tells)."""
 FUSED = (AttentionKernel.FLASH, AttentionKernel.FLASH2, AttentionKernel.VENDOR)
 
 
@@ -49,7 +54,8 @@ class Run:
 
     ``layers`` are those of each stage in order, none where nothing depends on them; ``again`` is how many layers of a
     stage are computed again, 0 where all or none are, as the pins say; ``hints`` say what tensor ranks do that pins
-    leave open. ``software``, ``attention`` and ``norms`` are empty where the plan is not told.
+    leave open. ``software``, ``attention`` and ``norms`` are empty where the plan is not told. ``exchange`` is how
+    tensors travel where that is not as the plan has it unasked.
     """
 
     network: str
@@ -66,6 +72,7 @@ class Run:
     attention: str = ""
     norms: str = ""
     adapters: str = ""
+    exchange: Exchange = UNASKED
 
 
 class NotCoveredError(Exception):
@@ -120,6 +127,7 @@ def read_run(row: MeasuredRow, *, stages: bool = False, told: bool = False) -> R
         attention=str(setup.attention) if told and network.startswith("{") else "",
         norms=_norms(run) if told else "",
         adapters="" if whole else ADAPTERS,
+        exchange=OWN_SAMPLES if told and isinstance(run.network, LayeredNetwork) else UNASKED,
     )
 
 
@@ -223,7 +231,8 @@ def _network(run: TrainingRun, *, told: bool) -> str:
     network = run.network
     if isinstance(network, LayeredNetwork):
         if told and network.name == "quartznet":
-            return "py:benchmarks.quartznet:quartznet_15x5"
+            frames = padded_frames(run.setup.micro_batch, run.setup.devices)
+            return f"py:benchmarks.quartznet:{OF_FRAMES}{frames}"
         require(network.name in RESNETS, "another network")
         return "zoo:resnet50"
     if not network.causal:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
-BANDS, FRAMES, LETTERS = 64, 1664, 29
-"""Mel bands, the frames that a batch is padded to (`planner.estimate.layered.sequence`), and outputs."""
+BANDS, LETTERS = 64, 29
+"""Mel bands, and outputs."""
+OF_FRAMES = "frames_"
 BLOCKS = ((256, 33), (256, 39), (512, 51), (512, 63), (512, 75))
 """Channels and width of the convolutions of blocks, of which there are three each."""
 
@@ -82,6 +86,17 @@ class QuartzNet(nn.Module):
         return -nn.functional.log_softmax(self.letters(x), dim=1).mean()
 
 
-def quartznet_15x5() -> tuple[nn.Module, tuple[Tensor, ...]]:
+Factory = Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
+
+
+def __getattr__(name: str) -> Factory:
+    """Factories by the frames that a batch is padded to (`planner.estimate.layered.sequence`): ``frames_1755``."""
+    frames = name.removeprefix(OF_FRAMES)
+    if frames == name or not frames.isdecimal():
+        raise AttributeError(name)
+    return partial(quartznet_15x5, int(frames))
+
+
+def quartznet_15x5(frames: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """The network with a batch of two."""
-    return QuartzNet(), (torch.zeros(2, BANDS, FRAMES), torch.ones(2, 1, FRAMES))
+    return QuartzNet(), (torch.zeros(2, BANDS, frames), torch.ones(2, 1, frames))

@@ -157,6 +157,7 @@ class Configured:
             parameters_away=bool(self.base.get("offload_parameters")),
             gradient_dtype=self._exchange.gradient_dtype,
             whole_sums=self._exchange.whole_sums,
+            own_samples=self._exchange.cross_batch,
         )
 
     @property

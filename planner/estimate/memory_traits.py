@@ -224,6 +224,7 @@ MOMENTS = {
     "lion": 1.0,
     "muon": 1.0,
     "novograd": 1.0,
+    "fused_novograd": 1.0,
     "adafactor": 0.0,
     "adamw8bit": 2.0,
 }

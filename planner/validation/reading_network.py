@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from planner.estimate.layered import lookup, lookup_by_parameters
+from planner.estimate.layered import lookup, lookup_by_parameters, sequence
 from planner.estimate.training_run import Experts, LatentAttention, LayeredNetwork, TransformerShape
 from planner.validation.known_models import BERT, GPT, LLAMA, KnownModel, Traits, billions, known_model, plain_name
 from planner.validation.measurement_file import FileRow
@@ -92,6 +92,9 @@ def _layered(row: FileRow, notes: Notes) -> LayeredNetwork:
         raise MissingFactError("the network is not named")
     if found is None:
         raise MissingFactError(f"no description of the network {name!r}: sizes are not stated and the name is unknown")
+    together = row.whole("per_accel_batch")
+    if together and re.match("quartznet", found.name):
+        found = sequence.quartznet(found.name, sequence.padded_frames(together, row.whole("n_accels") or 1))
     sample = recipe_sample(row, found.name, found.sample)
     return found if sample == found.sample else replace(found, sample=sample)
 

@@ -462,8 +462,11 @@ def optimizer(row: FileRow, network: Network) -> str:
     """The optimizer, by what is trained."""
     words = all_words(row)
     if isinstance(network, LayeredNetwork):
-        if re.search(r"jasper|quartznet", network.name.lower()):
+        if "jasper" in network.name.lower():
             return NOVOGRAD
+        if "quartznet" in network.name.lower():
+            # Apex updates and averages all tensors at once (``scripts/train.sh`` of NVIDIA's examples).
+            return f"fused_{NOVOGRAD}"
         return "momentum" if re.search(r"net|rn50|vgg|yolo|ssd|rcnn", network.name.lower()) else "adamw"
     if "muon" in words:
         return "muon"

@@ -219,7 +219,7 @@ FAMILIES: tuple[tuple[str, int, Family], ...] = (
     (r"^vgg_?(?P<depth>11|13|16|19)", 224, _vgg),
     (r"^mobilenet_?v(?P<version>[123])(?:_(?:small|large))?(?:_(?P<width>\d[\d_]*))?$", 224, _mobilenet),
     (r"^jasper", 1, lambda name, *_: sequence.jasper(name)),
-    (r"^quartznet", 1, lambda name, *_: sequence.quartznet(name)),
+    (r"^quartznet", 1, lambda name, *_: sequence.quartznet(name, sequence.padded_frames(*sequence.USUAL_BATCH))),
     (r"^gnmt", 1, lambda name, *_: sequence.gnmt(name)),
     (r"^tacotron_?2", 1, lambda name, *_: sequence.tacotron2(name)),
     (r"^waveglow", 1, lambda name, *_: sequence.waveglow(name)),

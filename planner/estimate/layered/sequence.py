@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import numpy as np
+
 from planner.estimate.layered.builder import NetworkBuilder
 from planner.estimate.training_run import LayeredNetwork
 from simulator.program import Kernel
 
 UTTERANCE_FRAMES = 1632
-PERTURBED_FRAMES = 1664
-"""Frames of 10 ms to which a batch of LibriSpeech's utterances is padded: the longest of those below 16.7 s. With
-speeds perturbed by 15 % they have 1408 to 1920 (``QuartzNet/scripts/train_benchmark.sh`` of NVIDIA's examples)."""
+"""Frames of 10 ms to which batches of LibriSpeech's utterances are padded: the longest of those below 16.7 s
+(``--pad_to_max`` of ``Jasper/scripts/train_benchmark.sh`` of NVIDIA's examples)."""
+LONGEST_S, SPEEDS, ALIGNED_FRAMES = 16.7, (0.85, 1.15), 16
+"""QuartzNet's batches are drawn at random from the utterances up to so many seconds, each stretched by a factor drawn
+evenly between these, and padded to the longest of the batch in multiples of so many frames
+(``configs/quartznet15x5_speedp-online-1.15_speca.yaml`` and ``common/dali`` of NVIDIA's examples)."""
+USUAL_BATCH = (72, 8)
+"""Utterances a device, and devices, of ``QuartzNet/scripts/train.sh``."""
+SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
+SECONDS = (1.9, 4.2, 6.5, 10.1, 12.7, 13.5, 14.1, 14.8, 15.0, 15.3, 15.8, 15.95, 16.65, 17.0)
+"""Shares of the utterances of LibriSpeech's train-clean-100 that are as short: what stretched by 1/0.9, 1 and 1/1.1 has
+the percentiles of ``egs/librispeech/ASR/local/display_manifest_statistics.py`` of github.com/k2-fsa/icefall."""
 LETTERS = 29
 SENTENCE_TOKENS = 24.4
 PADDED_TOKENS = 32
@@ -45,9 +58,28 @@ def jasper(name: str) -> LayeredNetwork:
     return net.finish(name, "utterance")
 
 
-def quartznet(name: str) -> LayeredNetwork:
+@lru_cache(maxsize=256)
+def padded_frames(utterances: int, devices: int = 1) -> int:
+    """Frames to which random batches of so many utterances a device are padded, where every step waits for the slowest.
+
+    Devices wait for each other where the loss is summed, between the passes of a batch: it is the expectation of the
+    longest, over the devices, of the forward pass of one batch and the backward pass of the one before, twice as long.
+    """
+    seconds = np.interp(np.linspace(0, 1, 2001), SHARES, SECONDS)
+    seconds = seconds[seconds <= LONGEST_S]
+    blocks = np.arange(int(LONGEST_S * SPEEDS[1] * 100 / ALIGNED_FRAMES) + 2)
+    reached = blocks[:, None] * ALIGNED_FRAMES / 100 / seconds
+    shorter = np.clip((reached - SPEEDS[0]) / (SPEEDS[1] - SPEEDS[0]), 0, 1).mean(axis=1)
+    longest = np.diff(shorter**utterances, prepend=0.0)
+    twice = np.zeros(2 * len(longest) - 1)
+    twice[::2] = longest
+    slowest = np.cumsum(np.convolve(twice, longest)) ** devices
+    return round(ALIGNED_FRAMES / 3 * float((1 - slowest).sum()))
+
+
+def quartznet(name: str, frames: int) -> LayeredNetwork:
     """QuartzNet 15x5 (arXiv:1910.10261): the same with separable convolutions, and without dropout."""
-    net = NetworkBuilder(64, PERTURBED_FRAMES).copy().convolution(64, 33, 2, groups=64)
+    net = NetworkBuilder(64, frames).copy().convolution(64, 33, 2, groups=64)
     _masked(net, 256, 1).relu()
     for channels, kernel in ((256, 33), (256, 39), (512, 51), (512, 63), (512, 75)):
         for _ in range(3):

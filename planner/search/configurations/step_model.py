@@ -103,7 +103,7 @@ class StepModel(Storage):
 
     ``unit_pins`` are what is fixed of single units. Elements in the memory of the host take as long as on a device.
     ``gradient_dtype`` is what gradients are summed in, empty for that of the parameters; with ``whole_sums`` ZeRO-1
-    sums them whole.
+    sums them whole; with ``own_samples`` operators over the batch see the samples of one rank alone.
     """
 
     hardware: Hardware
@@ -111,6 +111,7 @@ class StepModel(Storage):
     unit_pins: UnitPins = FREE
     gradient_dtype: str = ""
     whole_sums: bool = False
+    own_samples: bool = False
 
     def task(self, tables: StageTables, configuration: Configuration) -> PartitionTask:
         """The partition task of a configuration."""
@@ -464,7 +465,7 @@ class StepModel(Storage):
         ``least`` are those of any number of ranks that share states.
         """
         c = configuration
-        if c.data == 1 or not tables.decisions.sums_over_batch:
+        if c.data == 1 or self.own_samples or not tables.decisions.sums_over_batch:
             return np.zeros((len(tables.chain.units), 2))
         shards = None if least else c.shard_size
         return _batch_sums_s(self.hardware, tables, c.data, c.stride("data"), shards, c.tensor, c.devices)
