@@ -42,7 +42,7 @@ EXPERTS_ORDER = "pp-dp-cp-ep-tp"
 ADAPTERS = json.dumps({"peft_type": "LORA", "r": 32, "lora_alpha": 32, "target_modules": "all-linear"})
 """Those of Megatron-LM where none are described (``LoRA`` of Megatron Bridge: all products, ``dim`` 32)."""
 OWN_SAMPLES = Exchange(cross_batch=True)
-"""Batch norms of ``DistributedDataParallel`` and Horovod see a rank's samples alone (``torch.nn.SyncBatchNorm`` tells)."""
+"""Batch norms of ``DistributedDataParallel`` see a rank's samples alone (documentation of `torch.nn.SyncBatchNorm`)."""
 FUSED = (AttentionKernel.FLASH, AttentionKernel.FLASH2, AttentionKernel.VENDOR)
 
 

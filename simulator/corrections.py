@@ -18,6 +18,7 @@ from simulator.collectives import FloatArray, collective_time
 from simulator.crowding import crowded
 from simulator.expert_messages import expert_exposed, sent_share
 from simulator.hardware import Hardware
+from simulator.kept_parameters import gathers
 from simulator.launches import message_launch_s, sharded_factor, tensor_exposed
 from simulator.program import CONVOLUTIONS, Collective, Kernel
 from simulator.topology import GroupShape
@@ -69,14 +70,17 @@ def message_time(
 ) -> FloatArray:
     """Seconds (n,) of collectives of `payload` bytes, inside the innermost level or beyond it, with their launches.
 
-    Those of ``sharded`` parameters (`simulator.program.Task.sharded`) may travel one by one, those along ``axis``
+    Those of ``sharded`` parameters (`simulator.program.Task.sharded`) may travel one by one, and some of them once
+    more (`simulator.kept_parameters`), those along ``axis``
     tensor beside products, and tokens along ``axis`` expert once to each node or beside another micro-batch. Where
     other processes of the job share the cores of a group, they take as long as that.
     """
     factors = _message_factors(hardware, collective, group, axis)
     if factors.bytes_sent != 1.0:
         payload = payload * factors.bytes_sent
-    times = factors.time if factors.sharded == factors.time else np.where(sharded, factors.sharded, factors.time)
+    times: float | FloatArray = factors.time
+    if factors.sharded != factors.time:
+        times = np.where(sharded, factors.sharded * gathers(collective, payload), factors.time)
     alone = collective_time(hardware, collective, payload, group) * times + factors.launch_s
     return crowded(hardware.crowding, alone, group.size, hardware.processes) if hardware.crowding else alone
 

@@ -42,8 +42,10 @@ class Columns:
     messages of one pass hide behind the computation of another. ``first_layers``, ``last_layers`` and
     ``fullest_layers`` are those, of every kind, of the pipeline rank with the embedding, of that with the head, and of
     the fullest; ``ends_together`` is 1 where one rank has both ends, and 0.5 where two have half of both (DualPipe).
-    ``moe_layers`` and ``dense_layers`` add up to the layers of the decoder. ``vocabulary`` are the rows of the
-    embedding, padding included; ``dense_parameters`` and ``expert_parameters`` lie on one rank of the fullest stage.
+    ``releases_parameters`` says that those of large layers are gathered anew behind recomputation
+    (`simulator.kept_parameters`). ``moe_layers`` and ``dense_layers`` add up to the layers of the decoder.
+    ``vocabulary`` are the rows of the embedding, padding included; ``dense_parameters`` and ``expert_parameters`` lie
+    on one rank of the fullest stage.
     """
 
     hidden: FloatArray
@@ -108,6 +110,7 @@ class Columns:
     sent_gradient_bytes: FloatArray
     scattered_gradients: FloatArray
     separate_gate: FloatArray
+    releases_parameters: FloatArray
     vocabulary_parallel_loss: FloatArray
     overlap_gradients: FloatArray
     overlap_parameters: FloatArray
@@ -226,6 +229,7 @@ _SETUP: dict[str, Callable[[TrainingSetup], Any]] = {
     "passes_in_bubble": lambda s: 2.0 if schedule_name(s.schedule) == "multi_copy" else 1.0,
     "fused_norm": lambda s: (s.fused_norm or traits_of(s.stack).fused_rms_norm) and not s.single_norms,
     "fused_gate": lambda s: traits_of(s.stack).fused_gate,
+    "releases_parameters": lambda s: s.stack is Stack.DEEPSPEED and s.recompute is Recompute.FULL,
     "slow_dropout": lambda s: s.stack in _MEGATRONS_DROPOUT,
     "fused_sums": lambda s: s.stack in _FUSED_SUMS,
     "fused_attention": lambda s: s.attention not in _UNFUSED,

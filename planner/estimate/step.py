@@ -13,6 +13,7 @@ import numpy as np
 from planner.estimate.columns import Columns, FloatArray
 from planner.estimate.transformer_work import Part, part_shares, tensor_messages
 from planner.estimate.work import Message, Phase, Work, WorkClass
+from simulator.kept_parameters import gathered_again
 
 _LAUNCHES_OF_A_CALL = 1.0  # a collective is launched like a kernel
 _DEVICES_OF_A_PROCESSOR = 4.0  # nodes of eight devices have two processors
@@ -183,13 +184,14 @@ def stage_times(work: Work, k: Coefficients) -> StageTimes:
         message(name) * np.where(ahead, 1.0, k.shard_apart) for name in (Message.SHARD_GATHER, Message.SHARD_REDUCE)
     )
     exposed = np.where(ahead, k.shard_exposed, 1.0)
+    released = np.where(ahead, 0.0, c.releases_parameters) * gathered_again(c.dense_parameters / c.fullest_layers)
 
     def behind(transfer: FloatArray, computation: FloatArray) -> FloatArray:
         return np.asarray(np.maximum(transfer - computation, 0.0) + exposed * np.minimum(transfer, computation))
 
     layer_forward = forward + behind(gather, forward)
     back = backward + recompute
-    layer_backward = back + behind(gather + reduce, back)
+    layer_backward = back + behind(gather * (1 + released) + reduce, back)
     # Ends cut over the vocabulary: the embedding is added up forward, the gradient of the head's input backward; with
     # sequence parallelism the head gathers its input, and once more for the gradient of its weights.
     ends = message(Message.TENSOR)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from planner.estimate.layered import lookup, lookup_by_parameters
+from planner.estimate.layered import lookup, lookup_by_parameters, sequence
 from planner.estimate.layered.builder import NetworkBuilder, divisible
 from planner.estimate.layered.lookup import PUBLISHED, plain_name
 from planner.estimate.layered_table import layer_arrays
@@ -376,3 +377,20 @@ def test_names_are_made_plain() -> None:
 
 def test_channels_are_rounded_to_multiples_of_eight() -> None:
     assert [divisible(32 * 0.75), divisible(16 * 0.75), divisible(3.0)] == [24, 16, 8]
+
+
+def test_random_batches_are_as_long_as_their_longest_utterance() -> None:
+    """Drawn by the thousand from the same utterances; with the mean and percentiles that are published of these."""
+    seconds = np.interp(np.linspace(0, 1, 20001), sequence.SHARES, sequence.SECONDS)
+    stretched = np.concatenate([seconds / speed for speed in (0.9, 1.0, 1.1)])
+    published = {0.05: 4.2, 0.1: 6.4, 0.25: 11.4, 0.5: 13.8, 0.75: 15.3, 0.9: 16.7, 0.95: 17.3, 0.99: 18.1}
+    assert np.quantile(stretched, list(published)) == pytest.approx(list(published.values()), abs=0.06)
+    assert seconds.mean() == pytest.approx(100.6 * 3600 / 28539, rel=0.005)
+    random, some = np.random.default_rng(0), seconds[seconds <= sequence.LONGEST_S]
+    for utterances in (24, 48):
+        drawn = random.choice(some, (4000, utterances)) * random.uniform(*sequence.SPEEDS, (4000, utterances))
+        frames = np.ceil(drawn.max(axis=1) * 100 / sequence.ALIGNED_FRAMES) * sequence.ALIGNED_FRAMES
+        assert sequence.padded_frames(utterances) == pytest.approx(frames.mean(), rel=0.003)
+        frames = frames.reshape(-1, 8)
+        slowest = (2 * frames[:-1] / 3 + frames[1:] / 3).max(axis=1)
+        assert sequence.padded_frames(utterances, 8) == pytest.approx(slowest.mean(), rel=0.003)
