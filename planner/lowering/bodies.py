@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from planner.graph.operator_graph import OperatorGraph
@@ -43,19 +43,28 @@ def unit_bodies(plan: Plan, graph: OperatorGraph, kinds: Kinds, *, counts_fresh:
     return UnitBodies(found=replace(kept.found, source=source), units=kept.units, work=kept.work.copy())
 
 
-class _Asked:
-    """A plan for a network but for the size of its messages; networks are compared by identity."""
+_BESIDE = {
+    "bucket_bytes", "certificate", "global_batch", "schedule", "pipeline", "pipeline_stride", "virtual", "chunks",
+    "sharding_threshold_bytes",
+}  # fmt: skip
+"""Fields of a plan beside its passes: how large messages are, when and where passes run, and what chose strategies."""
+_SAID = tuple(field.name for field in fields(Plan) if field.name not in _BESIDE)
 
-    __slots__ = ("graph", "plan")
+
+class _Asked:
+    """A plan for a network, but for what its passes have nothing to do with; networks are compared by identity."""
+
+    __slots__ = ("graph", "plan", "said")
 
     def __init__(self, plan: Plan, graph: OperatorGraph) -> None:
         self.plan, self.graph = replace(plan, bucket_bytes=0), graph
+        self.said = [getattr(plan, name) for name in _SAID], plan.pipeline * plan.virtual > 1
 
     def __hash__(self) -> int:
         return hash((id(self.graph), self.plan.mesh, self.plan.samples, self.plan.micro_batches))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Asked) and other.graph is self.graph and other.plan == self.plan
+        return isinstance(other, _Asked) and other.graph is self.graph and other.said == self.said
 
 
 @lru_cache(maxsize=KEPT)

@@ -353,7 +353,7 @@ class PassWriter(GradientWriter):
         kinds = {id(value): value for value in values}
         number = {key: n for n, key in enumerate(kinds)}
         which = np.array([number[id(value)] for value in values], dtype=np.int64)
-        for travelling in moves_together(self.source, [*kinds.values()], which, limit):
+        for travelling in moves_together(self.source, [*kinds.values()], which, limit, self.written.ways):
             places = travelling.numbers.tolist()
             for items, found in zip(
                 travelling.messages(), [[n] for n in places] if travelling.alone else [places], strict=True

@@ -24,7 +24,7 @@ from planner.lowering.placed import local_share
 from planner.lowering.sums import Summed, summed
 from planner.lowering.travelling import Accumulated, Gradient, Kind, Leg, Move, Pending, Sent, Then
 from planner.lowering.visits import Ahead, MicroBatch, Visits
-from planner.lowering.ways import Travelling, moves_together
+from planner.lowering.ways import Travelling, Way, moves_together
 from planner.lowering.writer import Moved, Writer
 from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step
@@ -55,6 +55,7 @@ class SegmentWriter(Writer):
         """Values that outlive a micro-batch, beside parameters, the batch and the loss, and their units, in twos."""
         self.made: dict[object, Block] = {}
         """What is run for other units again."""
+        self.ways: dict[int, Way] = {}
         self.legs: dict[tuple[int, int], Leg] = {}
         """Legs by the value that takes them and the identity of their steps."""
         self.written: dict[int, tuple[int, int, tuple[Step, ...]]] = {}
@@ -142,18 +143,18 @@ class SegmentWriter(Writer):
     def _gather_fused(self, gathered: Gathered) -> None:
         """Fetch parameters of all units in messages that are full at the size of a bucket."""
         limit = self.source.gather_limit(of_unit=False)
-        for travelling in moves_together(self.source, gathered.wanted, gathered.which, limit):
+        for travelling in moves_together(self.source, gathered.wanted, gathered.which, limit, self.ways):
             own = gathered.units[travelling.numbers]
             if travelling.alone:
                 self._run_each(travelling.kinds, own, partial(self._gather_alone, travelling, own))
                 continue
             first = int(own[0])
             key = travelling.kinds.tobytes(), (own - first).tobytes()
-            self._run(key, first, NOBODY, self._gather_together, travelling.known, travelling.kinds, own)
+            self._run(key, first, NOBODY, self._gather_together, travelling.distinct, travelling.kinds, own)
 
     def _gather_alone(self, travelling: Travelling, own: IntArray, place: int) -> Block:
         kind, key = travelling.kinds[place : place + 1], ("alone", int(travelling.kinds[place]))
-        return self._block(key, NOBODY, self._gather_together, travelling.known, kind, own[place : place + 1])
+        return self._block(key, NOBODY, self._gather_together, travelling.distinct, kind, own[place : place + 1])
 
     def _gather_together(self, known: Sequence[Moved], kinds: IntArray, own: IntArray) -> None:
         """Write the message of parameters of several units, or what takes its place."""
@@ -183,7 +184,7 @@ class SegmentWriter(Writer):
 
     def _gather(self, gather: Gather) -> None:
         limit = self.source.gather_limit(of_unit=True)
-        for travelling in moves_together(self.source, gather.values, np.arange(len(gather.values)), limit):
+        for travelling in moves_together(self.source, gather.values, np.arange(len(gather.values)), limit, self.ways):
             for items in travelling.messages():
                 self._step(items, gather.phase, asynchronous=True)
         for draft in self.drafts:

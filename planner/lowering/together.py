@@ -57,9 +57,8 @@ def together(
         The way that each tensor takes.
     limit_bytes : float
     """
-    size_bytes = np.zeros((len(ways), max(map(len, ways), default=0)))
-    for way, row in enumerate(sizes):
-        size_bytes[way, : len(row)] = row
+    most = max(map(len, ways), default=0)
+    size_bytes = np.array([[*row, *(0.0,) * (most - len(row))] for row in sizes], dtype=np.float64)
     waiting = _Waiting(ways, dtypes, which)
     while (chosen := waiting.taken()) is not None:
         numbers, steps, alone = chosen
@@ -198,17 +197,23 @@ class _Waiting:
 
 
 def _groups(ways: Sequence[tuple[Step, ...]], dtypes: Sequence[str], which: IntArray) -> list[_Alike]:
-    """Tensors that take the same steps."""
-    members = np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which, minlength=len(ways)))[:-1])
-    alike: dict[tuple[int, str], list[int]] = {}
+    """Tensors that take the same steps; those that take none are left out."""
+    known: dict[tuple[int, str], int] = {}
+    places: list[int] = []
+    of_way = []
     for place, (way, dtype) in enumerate(zip(ways, dtypes, strict=True)):
-        if way and len(members[place]):
-            alike.setdefault((id(way), dtype), []).append(place)
-    groups = []
-    for (_, dtype), places in alike.items():
-        kinds = tuple([_kind(step, dtype) for step in ways[places[0]]])
-        groups.append(_Alike(kinds, np.sort(np.concatenate([members[place] for place in places]))))
-    return groups
+        if way and (id(way), dtype) not in known:
+            known[id(way), dtype] = len(places)
+            places.append(place)
+        of_way.append(known[id(way), dtype] if way else -1)
+    group = np.array(of_way, dtype=np.int64)[which]
+    order = np.argsort(group, kind="stable")
+    ends = np.searchsorted(group[order], np.arange(-1, len(places)), side="right").tolist()
+    return [
+        _Alike(tuple([_kind(step, dtypes[place]) for step in ways[place]]), order[begin:end])
+        for place, begin, end in zip(places, ends, ends[1:], strict=False)
+        if end > begin
+    ]
 
 
 def _kind(step: Step, dtype: str) -> Kind | None:

@@ -22,7 +22,7 @@ Wanted = tuple[TensorRef, Placements, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
+class Way:
     """How a parameter gets to a placement: its moves, and its bytes behind each."""
 
     steps: tuple[Step, ...]
@@ -41,11 +41,11 @@ class Travelling(NamedTuple):
     kinds: IntArray
     on_host: bool
     alone: bool
-    known: Sequence[Moved]
+    distinct: Sequence[Moved]
 
     def moved(self) -> list[Moved]:
         """The moves."""
-        return [self.known[kind] for kind in self.kinds.tolist()]
+        return [self.distinct[kind] for kind in self.kinds.tolist()]
 
     def messages(self) -> list[list[Moved]]:
         """The moves of each message, or of what takes its place."""
@@ -53,7 +53,7 @@ class Travelling(NamedTuple):
 
 
 def moves_together(
-    source: PlacedGraph, wanted: Sequence[Wanted], which: IntArray, limit_bytes: float
+    source: PlacedGraph, wanted: Sequence[Wanted], which: IntArray, limit_bytes: float, known: dict[int, Way]
 ) -> Iterator[Travelling]:
     """Yield what moves at once.
 
@@ -64,26 +64,31 @@ def moves_together(
         Places in `wanted` in the order in which they are read: those of layers that are written once come again.
     limit_bytes : float
         Size at which a message is full.
+    known : dict of int to Way
+        Ways of what is wanted, by its identity; those that are missing are added.
     """
     if not len(which):
         return
-    ways = [_way(source, one) for one in wanted]
+    for one in wanted:
+        if id(one) not in known:
+            known[id(one)] = _way(source, one)
+    ways = [known[id(one)] for one in wanted]
     steps, dtypes, sizes = [way.steps for way in ways], [way.dtype for way in ways], [way.size_bytes for way in ways]
     first = np.cumsum([0, *map(len, steps)])
-    known = [move for way in ways for move in way.moves]
+    moved = [move for way in ways for move in way.moves]
     hosted = np.array([source.host.holds(ref) for ref, *_ in wanted])
     for on_host in sorted(set(hosted.tolist())):
         places = np.flatnonzero(hosted[which] == on_host)
         for moves in together(steps, dtypes, sizes, which[places], limit_bytes):
-            yield Travelling(places[moves.numbers], first[moves.ways] + moves.steps, on_host, moves.alone, known)
+            yield Travelling(places[moves.numbers], first[moves.ways] + moves.steps, on_host, moves.alone, moved)
 
 
-def _way(source: PlacedGraph, value: Wanted) -> _Way:
+def _way(source: PlacedGraph, value: Wanted) -> Way:
     ref, wanted, goal = value
     spec = source.graph.spec(ref)
     steps = source.path(source.stored[ref.node], wanted)
     names = [source.graph.nodes[ref.node].name, *(f"{goal}.step{n}" for n in range(1, len(steps))), goal]
-    return _Way(
+    return Way(
         steps=steps,
         dtype=spec.dtype,
         size_bytes=tuple([source.local_bytes(spec, step.after) for step in steps]),

@@ -11,6 +11,7 @@ from planner.instructions import value_of_copy
 from planner.lowering.draft import Draft
 from planner.lowering.placed import PlacedGraph, placements_text
 from planner.lowering.unit_work import Mark
+from planner.lowering.ways import Way
 from planner.sharding.placement import Placements
 from planner.sharding.redistribution import Step
 from simulator.program import Collective
@@ -122,6 +123,8 @@ class Written:
     messages: dict[tuple[tuple[str, Leg], ...], list[int]] = field(default_factory=dict)
     """Of gradients, each by its name before a leg."""
     stretches: Stretches = field(default_factory=dict)
+    ways: dict[int, Way] = field(default_factory=dict)
+    """Of parameters to where they are read, by the identity of what is wanted."""
     _routes: dict[int, Route] = field(default_factory=dict)
 
     def route(self, mark: Mark) -> Route:
