@@ -7,7 +7,7 @@ run over long rows of neighbouring numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 
@@ -56,6 +56,8 @@ class Elimination:
     single: tuple[int, ...]
     largest: int
     """Entries of the largest table of a weighting."""
+    pattern: object = field(default_factory=object)
+    """The same for eliminations that differ in the numbers of their variables alone."""
 
     def named(self, names: Sequence[int]) -> Elimination:
         """The same of variables with other numbers."""

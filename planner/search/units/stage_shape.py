@@ -65,7 +65,8 @@ class KeptParts(Parts):
 class UnitShape:
     """How one unit is minimised: its variables' states, those it keeps, and what ties stations to boundary states.
 
-    ``alone`` says that there is but one assignment.
+    ``alone`` says that there is but one assignment. What has the same ``form`` is the same but for the numbers of
+    variables, whose order it keeps.
     """
 
     plan: Elimination
@@ -73,6 +74,7 @@ class UnitShape:
     sizes: Mapping[int, int]
     ends: tuple[FloatArray, ...]
     alone: bool
+    form: tuple[object, ...]
     _spread: dict[int, list[FloatArray]] = field(default_factory=dict)
 
     def minima(self, sums: FloatArray, starts: Sequence[int]) -> Minima:
@@ -151,7 +153,8 @@ class StageShape:
                 "bounded, not searched; --pin tp=1 leaves all of them"
             )
         alone = max(sizes.values()) == 1 and not any(end.any() for end in ends)
-        return UnitShape(plan, tuple(kept), sizes, tuple(ends), alone)
+        form = (plan.pattern, *kept, *(end.tobytes() for end in ends))
+        return UnitShape(plan, tuple(kept), sizes, tuple(ends), alone, form)
 
     def parts_at(self, graph: OperatorGraph, setting: Setting) -> Parts:
         """Parts of a stage of this shape."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import overload
 
 import numpy as np
@@ -23,6 +24,8 @@ MEMORY_PRICES = (1e-6, 0.03, 0.1, 0.3, 1.0, 3.0, 30.0)
 PARAMETER_PRICES = (1e-6, 0.1, 1.0, 30.0)
 STEP_WEIGHTS = (1 / 64,)
 """What keeping all activations, holding all parameters, and a second a step cost, as parts of a unit's time."""
+TOGETHER = 2**18
+"""Most numbers of the largest table where units of one form are minimised at once: more leave the caches."""
 
 
 class Assignments(Sequence[Mapping[int, int]]):
@@ -64,11 +67,16 @@ def all_labels(stage: Stage, shared: Mapping[int, int]) -> tuple[UnitLabels, ...
 
 
 def _all_labels(stage: Stage, shared: Mapping[int, int]) -> Iterator[UnitLabels]:
+    numbers = range(len(stage.chain.units))
+    alike: dict[object, list[Tabled]] = {}
+    for number in dict.fromkeys(map(stage.source.tabled, numbers)):
+        unit = stage.unit(number)
+        alike.setdefault(unit.shape.form, []).append(unit)
     made: dict[int, UnitLabels] = {}
-    for number in range(len(stage.chain.units)):
+    for units in alike.values():
+        made.update(zip([unit.model.number for unit in units], _labels_of(stage, units, shared), strict=True))
+    for number in numbers:
         tabled = stage.source.tabled(number)
-        if tabled not in made:
-            made[tabled] = unit_labels(stage, tabled, shared)
         labels = made[tabled]
         if tabled != number:
             assert isinstance(labels.assignments, Assignments)  # made here
@@ -77,24 +85,26 @@ def _all_labels(stage: Stage, shared: Mapping[int, int]) -> Iterator[UnitLabels]
         yield labels
 
 
-def unit_labels(stage: Stage, number: int, shared: Mapping[int, int]) -> UnitLabels:
-    """Minimise a unit exactly at a sweep of prices, and keep what nothing beats.
+def _labels_of(stage: Stage, units: Sequence[Tabled], shared: Mapping[int, int]) -> list[UnitLabels]:
+    """Minimise units of one form exactly at a sweep of prices, and keep what nothing beats.
 
     Each price is exact by elimination, so every label lies on the lower convex hull of time, activation bytes and
     parameter elements for its boundary states and recompute mode.
     """
-    unit = stage.unit(number)
     modes = stage.options.modes
-    if unit.shape.alone:
-        found = _only(unit, len(modes))
-        return _labels(stage, unit, found, np.array(modes)[found.row])
-    found = _solved(unit, _plain_rows(modes), shared, len(modes))
-    if any(unit.sizes[v] > 1 for v in unit.model.variables):
+    if units[0].shape.alone:
+        found = [_only(unit, len(modes)) for unit in units]
+    else:
+        found = _solved(units, [_plain_rows(modes)] * len(units), shared, len(modes))
+    if any(units[0].sizes[v] > 1 for v in units[0].model.variables):
         # Else no price decides anything.
-        time, kept, held = _scales(unit.factors.evaluate(found.states), modes)
         fixed, kept_bytes, elements = _price_rows(modes)
-        found = _solved(unit, fixed + kept_bytes * (time / kept) + elements * (time / held), shared, len(modes))
-    return _labels(stage, unit, found, np.array(modes)[found.row % len(modes)])
+        rows = []
+        for unit, plain in zip(units, found, strict=True):
+            time, kept, held = _scales(unit.factors.evaluate(plain.states), modes)
+            rows.append(fixed + kept_bytes * (time / kept) + elements * (time / held))
+        found = _solved(units, rows, shared, len(modes))
+    return [_labels(stage, unit, one, np.array(modes)[one.mode]) for unit, one in zip(units, found, strict=True)]
 
 
 @lru_cache(maxsize=16)
@@ -129,10 +139,10 @@ def _scales(parts: FloatArray, modes: tuple[int, ...]) -> tuple[float, float, fl
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Solutions:
-    """Assignments, each once: states of each variable, and the row of weights, entry and exit, shapes (n,)."""
+    """Assignments, each once: states of each variable, and numbers of the mode, entry and exit, shapes (n,)."""
 
     states: Mapping[int, IntArray]
-    row: IntArray
+    mode: IntArray
     entry: IntArray
     exit: IntArray
 
@@ -143,19 +153,37 @@ def _only(unit: Tabled, modes: int) -> _Solutions:
     return _Solutions({v: nothing for v in unit.sizes if v >= 0}, np.arange(len(nothing)), nothing, nothing)
 
 
-def _solved(unit: Tabled, rows: FloatArray, shared: Mapping[int, int], modes: int) -> _Solutions:
-    """Best assignments for every row of weights and boundary states."""
-    found = unit.minima(rows)
+def _solved(
+    units: Sequence[Tabled], rows: Sequence[FloatArray], shared: Mapping[int, int], modes: int
+) -> list[_Solutions]:
+    """Best assignments of units of one form for every row of weights, those of each, and boundary states."""
+    first, weightings = units[0], len(rows[0])
+    most = max(1, TOGETHER // (weightings * first.shape.plan.largest))
+    if len(units) > most:
+        return _solved(units[:most], rows[:most], shared, modes) + _solved(units[most:], rows[most:], shared, modes)
+    sums = [unit.factors.weighted(own) for unit, own in zip(units, rows, strict=True)]
+    found = first.shape.minima(np.concatenate(sums, axis=1), first.factors.layout.starts)
     table = found.table
-    for v in unit.kept:
+    for v in first.kept:
         table = table[:, shared[v]] if v >= 0 else table
-    table = table.reshape(len(rows), *(unit.sizes.get(end, 1) for end in (ENTRY, EXIT)))
+    table = table.reshape(len(table), *(first.sizes.get(end, 1) for end in (ENTRY, EXIT)))
     row, entry, leave = np.nonzero(np.isfinite(table))
-    kept = {v: np.full(len(row), shared[v]) for v in unit.kept if v >= 0}
-    kept.update({end: at for end, at in ((ENTRY, entry), (EXIT, leave)) if end in unit.kept})
+    kept = {v: np.full(len(row), shared[v]) for v in first.kept if v >= 0}
+    kept.update({end: at for end, at in ((ENTRY, entry), (EXIT, leave)) if end in first.kept})
     states = {v: s for v, s in found.assignments(row, kept).items() if v >= 0}
-    once = _distinct(np.array([row % modes, entry, leave, *states.values()]))
-    return _Solutions({v: s[once] for v, s in states.items()}, row[once], entry[once], leave[once])
+    once = _distinct(np.array([row // weightings, row % modes, entry, leave, *states.values()]))
+    ends = row[once].searchsorted(np.arange(len(units) + 1) * weightings)
+    solutions = []
+    for unit, (begin, end) in zip(units, pairwise(ends.tolist()), strict=True):
+        own = once[begin:end]
+        named = _named(first, unit, {v: s[own] for v, s in states.items()})
+        solutions.append(_Solutions(named, row[own] % modes, entry[own], leave[own]))
+    return solutions
+
+
+def _named(first: Tabled, unit: Tabled, states: Mapping[int, IntArray]) -> dict[int, IntArray]:
+    """States of a unit's variables from those of another one of its form."""
+    return {v: states[own] for own, v in zip(sorted(first.sizes), sorted(unit.sizes), strict=True) if own >= 0}
 
 
 def _distinct(columns: IntArray) -> IntArray:
