@@ -63,10 +63,11 @@ class PlanRequest:
 
     ``pins`` fix dimensions of the search by name, as text (``{"tp": "8"}``); ``hints`` fix placements of operators.
     Without ``sensitivity`` it is not said what memory, links and pins are worth. ``exchange`` is how tensors travel:
-    plans are simulated and ranked with it, the closed form of the search does not know it. ``marks`` of modules come
-    before those that the network's code has. ``software`` is a name of `planner.software`, ``attention`` one of
-    `planner.graph.attention` and ``norms`` one of `planner.graph.norms`: how attention and root-mean-square norms run;
-    the usual software, fused attention and norms as the software has them where nothing is said.
+    plans are simulated and ranked with it, the closed form of the search knows the type of gradients, whole sums and
+    samples of a rank's own alone. ``marks`` of modules come before those that the network's code has. ``software`` is a
+    name of `planner.software`, ``attention`` one of `planner.graph.attention` and ``norms`` one of
+    `planner.graph.norms`: how attention and root-mean-square norms run; the usual software, fused attention and norms
+    as the software has them where nothing is said.
     """
 
     network: str | Network
