@@ -265,6 +265,7 @@ def _config(network: TransformerShape, vocabulary: int, *, told: bool) -> str:
     return json.dumps({
         "model_type": "gpt2", "n_layer": network.layers, "n_embd": network.hidden, "n_head": network.heads,
         "n_inner": network.feed_forward, "vocab_size": vocabulary, "n_positions": network.sequence_length,
+        "tie_word_embeddings": network.tied_embeddings,
     })  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from planner.mixed_pipeline import lower_mixed
 from planner.prediction import Prediction, computed_dtype, figures, without_rounding
 from planner.strategy.plan import Plan
 from simulator import fast_engine
+from simulator.following_steps import period_s
 from simulator.hardware import Hardware
 from simulator.mixed_cluster import MixedCluster
 from simulator.pipeline import per_rank
@@ -60,8 +61,7 @@ def predict_pipeline(
         lowered = lower_mixed(plan, graph, cluster, hardware, schedule)
     result = simulate_operators(lowered.schedule, lowered.costs)
     if engine is not None:
-        _, ends = engine(operator_table(lowered.schedule, lowered.costs))
-        result = replace(result, step_time_s=float(ends.max()))
+        result = _rerun(lowered, result, engine)
     memory = rank_memory(lowered)
     peak = int(np.argmax([rank.peak_bytes for rank in memory]))
     prediction = figures(
@@ -75,6 +75,15 @@ def predict_pipeline(
         peak_rank=peak,
     )
     return PipelinePrediction(prediction=prediction, lowered=lowered, result=result, memory=memory)
+
+
+def _rerun(lowered: LoweredPipeline, result: OperatorResult, engine: Engine) -> OperatorResult:
+    """The times of the step in an engine."""
+    schedule, table = lowered.schedule, operator_table(lowered.schedule, lowered.costs)
+    _, ends = engine(table)
+    last = np.arange(table.size - schedule.ranks, table.size)
+    step = period_s(table, last, schedule.beginning_ranks, ends, engine)
+    return replace(result, step_time_s=step, length_s=float(ends.max()))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,6 +112,7 @@ def write_trace(found: PipelinePrediction, plan: Plan, path: str | Path) -> Path
         "program": plan.network,
         "schedule": schedule.name,
         "step_time_s": found.prediction.step_time_s,
+        "last_rank_ends_s": found.result.length_s,
         "breakdown": dict(found.prediction.breakdown),
         "peak_memory_bytes": found.prediction.peak_memory_bytes,
         "devices": plan.devices,

@@ -24,10 +24,10 @@ def pipeline_picture(found: PipelinePrediction, *, title: str) -> Picture:
     drawn = np.unique(np.linspace(0, ranks - 1, min(ranks, MAX_LANES)).round().astype(int)).tolist()
     return Picture(
         title=title,
-        step_time_s=found.prediction.step_time_s,
+        step_time_s=found.result.length_s,
         lanes=[_lane(rank) for rank in drawn],
         bars=list(_bars(found.lowered.schedule, run, frozenset(drawn))),
-        curves=[_curve(run.memory[rank], found.prediction.step_time_s) for rank in drawn],
+        curves=[_curve(run.memory[rank], found.result.length_s) for rank in drawn],
     )
 
 
@@ -59,8 +59,8 @@ def _bars(schedule: Schedule, run: OperatorRun, drawn: frozenset[int]) -> Iterat
                 yield _lane(rank), kind, float(run.times[0][task]), float(run.times[1][task])
 
 
-def _curve(memory: RankMemory, step_time_s: float) -> tuple[FloatArray, FloatArray]:
-    """Bytes in use after every change, from the start to the end of the step."""
-    times = np.concatenate([[0.0], memory.times_s, [step_time_s]])
+def _curve(memory: RankMemory, length_s: float) -> tuple[FloatArray, FloatArray]:
+    """Bytes in use after every change, from the start of the first rank to the end of the last."""
+    times = np.concatenate([[0.0], memory.times_s, [length_s]])
     sizes = np.concatenate([memory.total_bytes[:1], memory.total_bytes, memory.total_bytes[-1:]])
     return times, sizes

@@ -7,6 +7,7 @@ do not overlap stands still while it sends.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from simulator import fast_engine
 from simulator.errors import InputError
+from simulator.following_steps import period_s
 from simulator.schedules import ActionKind, Schedule
 from simulator.task_table import FloatArray, IntArray, StreamKind, TaskTable
 
@@ -72,13 +74,16 @@ class PipelineResult:
 
     Attributes
     ----------
+    step_time_s : after which the next step follows (`simulator.following_steps`)
+    length_s : from the start of the first rank to the end of the last
     starts_s, ends_s : (A,) in the order of the schedule's actions
-    bubble_s : (ranks,) time within the step in which a rank neither computes nor is blocked by a send
-    stall_s : (ranks,) the part of the bubble between a rank's first and last action
+    bubble_s : (ranks,) time of a step in which a rank neither computes nor is blocked by a send
+    stall_s : (ranks,) time between a rank's first and last action in which it does neither
     peak_activation_bytes : (ranks,)
     """
 
     step_time_s: float
+    length_s: float
     starts_s: FloatArray
     ends_s: FloatArray
     bubble_s: FloatArray
@@ -130,7 +135,7 @@ def simulate_pipeline(schedule: Schedule, costs: PipelineCosts) -> PipelineResul
     """
     layout, table = _filled(schedule, costs)
     starts, ends = fast_engine.run(table)
-    step = float(ends.max())
+    step = period_s(table, layout.epilogue, schedule.beginning_ranks, ends)
     computes = table.stream < schedule.ranks
     busy = np.bincount(table.stream[computes], table.work[computes], schedule.ranks).astype(np.float64)
     first = layout.group_task[np.searchsorted(schedule.leaders, schedule.offsets[:-1])]
@@ -141,6 +146,7 @@ def simulate_pipeline(schedule: Schedule, costs: PipelineCosts) -> PipelineResul
     action_task = layout.group_task[layout.action_group]
     return PipelineResult(
         step_time_s=step,
+        length_s=float(ends.max()),
         starts_s=starts[action_task],
         ends_s=ends[action_task],
         bubble_s=np.subtract(step, busy),
@@ -149,11 +155,25 @@ def simulate_pipeline(schedule: Schedule, costs: PipelineCosts) -> PipelineResul
     )
 
 
-def step_of_passes(schedule: Schedule, forward_s: FloatArray, backward_s: FloatArray) -> float:
-    """Seconds of one step in which ranks do nothing but passes, (stages,) each: that of `simulate_pipeline`, sooner."""
+def step_of_passes(
+    schedule: Schedule, forward_s: FloatArray, backward_s: FloatArray, *, together: bool = False
+) -> float:
+    """Seconds of one step in which ranks do nothing but passes, (stages,) each: that of `simulate_pipeline`, sooner.
+
+    Its length where ranks end ``together``.
+    """
     order, *columns = _passes_in_order(schedule)
     seconds = group_times(schedule, PipelineCosts(forward_s=forward_s, backward_s=backward_s))[order].tolist()
-    free = [0.0] * schedule.ranks
+    ends = _ends_of_passes([0.0] * schedule.ranks, columns, seconds)
+    if together or max(ends[rank] for rank in schedule.beginning_ranks.tolist()) >= max(ends):
+        return max(ends)
+    following = _ends_of_passes(ends, columns, seconds)
+    return max(there - here for here, there in zip(ends, following, strict=True))
+
+
+def _ends_of_passes(begins: list[float], columns: Sequence[list[int]], seconds: list[float]) -> list[float]:
+    """(ranks,) ends of a step by the moments at which its ranks begin."""
+    free = list(begins)
     ends = [0.0] * (len(seconds) + 1)  # at last the end of what nothing comes before
     for group, rank, needed, other, takes in zip(*columns, seconds, strict=True):
         start = free[rank]
@@ -162,7 +182,7 @@ def step_of_passes(schedule: Schedule, forward_s: FloatArray, backward_s: FloatA
         if ends[other] > start:
             start = ends[other]
         ends[group] = free[rank] = start + takes
-    return max(free)
+    return free
 
 
 @lru_cache(maxsize=256)

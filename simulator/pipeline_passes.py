@@ -33,14 +33,17 @@ class OperatorResult:
 
     Attributes
     ----------
+    step_time_s : after which the next step follows (`simulator.following_steps`)
+    length_s : from the start of the first rank to the end of the last
     ends_s : (A,) when the output of each action is there
-    bubble_s : (ranks,) time within the step in which no kernel runs and no send blocks the rank
+    bubble_s : (ranks,) time of a step in which no kernel runs and no send blocks the rank
     compute_s, stall_s : (ranks,) kernels of all passes, and time in which they wait for messages of their own pass
     computed_s, drained_s, ready_s : (ranks,) when the last action has computed, when its messages have arrived, and
         when the epilogue begins
     """
 
     step_time_s: float
+    length_s: float
     ends_s: FloatArray
     bubble_s: FloatArray
     compute_s: FloatArray
@@ -65,10 +68,6 @@ def simulate_operators(schedule: Schedule, costs: OperatorCosts) -> OperatorResu
     # Moments of all actions: outputs, arrivals of what is sent, and the start of the step.
     sent = (schedule.action_rank[schedule.source] != schedule.action_rank) & (link[schedule.source] >= 0)
     needed = np.append(np.where(schedule.source < 0, 2 * size, schedule.source + size * sent), 2 * size)
-    moments = np.zeros(2 * size + 1)
-    compute, communication = per_rank(schedule, costs.prologue_s).copy(), np.zeros(schedule.ranks)
-    beside = np.zeros(schedule.ranks)
-    link_free = np.zeros(len(plan.link_rank))
     runs_beside = np.array([(group.operators.communication == BESIDE).any() for group in plan.groups])
     matrices = np.stack([matrix(group).ravel() for group in plan.groups])
     kernels = np.array([(g.operators.seconds * (g.operators.communication == COMPUTE)).sum() for g in plan.groups])
@@ -79,24 +78,41 @@ def simulate_operators(schedule: Schedule, costs: OperatorCosts) -> OperatorResu
     )
     given: list[Any] = [plan.which, plan.first, plan.second, schedule.action_rank[plan.first], needed, link, send_s]
     given += [matrices.ravel(), runs_beside, costs.overlap_sends, float(costs.send_stall)]
-    given += [compute, communication, beside, link_free, moments]
-    if len(plan.first) >= COMPILED_GROUPS or _compiled.cache_info().currsize:
-        _compiled()(*given)
-    else:
-        listed: list[Any] = [value if isinstance(value, bool | float) else value.tolist() for value in given]
-        run_groups(*listed)
-        compute, communication, beside, link_free, moments = (np.array(values) for values in listed[-5:])
-    ready = np.maximum(np.maximum(compute, communication), _after_meetings(costs, compute, communication, beside))
+    compiled = len(plan.first) >= COMPILED_GROUPS or bool(_compiled.cache_info().currsize)
+    if not compiled:
+        given = [value if isinstance(value, bool | float) else value.tolist() for value in given]
+
+    def step(begins: FloatArray, link_free: FloatArray) -> tuple[FloatArray, ...]:
+        """All moments of a step and its last ones, by those at which ranks and links are free."""
+        state = [begins + per_rank(schedule, costs.prologue_s), begins.copy(), begins.copy(), link_free.copy()]
+        state.append(np.zeros(2 * size + 1))
+        if compiled:
+            _compiled()(*given, *state)
+        else:
+            listed = [moments.tolist() for moments in state]
+            run_groups(*given, *listed)
+            state = [np.array(values) for values in listed]
+        compute, communication, beside, *rest = state
+        ready = np.maximum(np.maximum(compute, communication), _after_meetings(costs, compute, communication, beside))
+        return compute, np.maximum(np.maximum(compute, communication), beside), ready, *rest
+
+    compute, drained, ready, link_free, moments = step(np.zeros(schedule.ranks), np.zeros(len(plan.link_rank)))
     ends = ready + per_rank(schedule, costs.epilogue_s)
-    step = float(max(ends.max(), link_free.max(initial=0.0)))
+    period = length = float(max(ends.max(), link_free.max(initial=0.0)))
+    if ends[schedule.beginning_ranks].max() < length:
+        _, _, again, links_again, _ = step(ends, link_free)
+        ends_again = again + per_rank(schedule, costs.epilogue_s)
+        links = np.maximum(links_again, ends_again[plan.link_rank]) - np.maximum(link_free, ends[plan.link_rank])
+        period = float(max((ends_again - ends).max(), links.max(initial=0.0)))
     return OperatorResult(
-        step_time_s=step,
+        step_time_s=period,
+        length_s=length,
         ends_s=moments[:size],
-        bubble_s=np.subtract(step, _busy(schedule, costs, plan, computing)),
+        bubble_s=np.subtract(period, _busy(schedule, costs, plan, computing)),
         compute_s=computing,
         stall_s=stalls,
         computed_s=compute,
-        drained_s=np.maximum(np.maximum(compute, communication), beside),
+        drained_s=drained,
         ready_s=ready,
     )
 

@@ -114,15 +114,11 @@ def _times(index: int, run: TrainingRun, step: Step, stage: StageTimes, k: Coeff
 
 
 def pipeline_schedule(run: TrainingRun) -> Schedule | None:
-    """Schedule of a run with pipeline stages; None where there are none, or none of the generators has it.
-
-    Nor has a run with ZB-H2 one: its ranks update without waiting for each other (Qi et al., arXiv:2401.10241, section
-    4), so that the next step follows before all of them have ended.
-    """
+    """Schedule of a run with pipeline stages; None where there are none, or none of the generators has it."""
     setup = run.setup
     name = setup.schedule.replace("-", "_")
     actions = 2 * setup.pp * setup.vpp * setup.micro_batches
-    if setup.pp == 1 or name == "zb_h2" or name not in SCHEDULES or actions > _MANY_ACTIONS:
+    if setup.pp == 1 or name not in SCHEDULES or actions > _MANY_ACTIONS:
         return None
     if name in ("1f1b", "gpipe") and setup.vpp > 1:
         name = "interleaved_1f1b"
@@ -156,6 +152,7 @@ def pipeline_costs(
     forward[-1] += one(stage.last_forward) + overhead
     backward[-1] += one(stage.last_backward) + overhead
     weight = layers * one(stage.layer_weight_gradient)
+    weight[-1] += one(stage.last_weight_gradient)
     communication = np.tile(layers * one(stage.layer_communication), copies)
     return PipelineCosts(
         forward_s=np.tile(forward, copies),

@@ -78,6 +78,7 @@ class StageTimes:
     first_backward: FloatArray
     last_forward: FloatArray
     last_backward: FloatArray
+    last_weight_gradient: FloatArray
     send: FloatArray
     gradient_reduce: FloatArray
     parameter_gather: FloatArray
@@ -204,6 +205,7 @@ def stage_times(work: Work, k: Coefficients) -> StageTimes:
         first_backward=_device(work, (Part.EMBEDDING,), (Phase.INPUT_GRADIENT,), k),
         last_forward=_device(work, (Part.HEAD,), (Phase.FORWARD,), k) + ends * gathered + message(Message.LOGITS),
         last_backward=_device(work, (Part.HEAD,), (Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT), k) + ends,
+        last_weight_gradient=_device(work, (Part.HEAD,), (Phase.WEIGHT_GRADIENT,), k),
         send=message(Message.PIPELINE),
         gradient_reduce=message(Message.GRADIENT_REDUCE),
         parameter_gather=message(Message.PARAMETER_GATHER),

@@ -231,7 +231,8 @@ def _traits(row: FileRow, known: KnownModel | None) -> Traits:
         traits = replace(traits, positions=False)
     if re.search(r"disable[- ]bias|no bias", words):
         traits = replace(traits, biases=False)
-    if re.search(r"\buntied?\b", words):
+    # The scripts of Zero Bubble's fork of Megatron-LM untie both tables, for its ranks not to wait for each other.
+    if re.search(r"\buntied?\b", words) or "zero bubble" in framework:
         traits = replace(traits, tied_embeddings=False)
     elif re.search(r"\btied\b", words):
         traits = replace(traits, tied_embeddings=True)

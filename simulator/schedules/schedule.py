@@ -88,6 +88,11 @@ class Schedule:
         return self.stages // self.chains
 
     @cached_property
+    def beginning_ranks(self) -> OffsetArray:
+        """(n,) ranks that begin without waiting for another: those of the first stage of each chain."""
+        return np.unique(self.stage_rank[:: self.chain_stages])
+
+    @cached_property
     def leaders(self) -> OffsetArray:
         """(groups,) first actions of what runs together: single actions and pairs."""
         return np.flatnonzero(~np.concatenate(([False], self.paired[:-1])))

@@ -17,6 +17,7 @@ from planner.pipeline_stragglers import places, slow_step_s, steps_together, str
 from planner.strategy.plan import Plan
 from planner.work import optimizer
 from simulator import fast_engine, launches
+from simulator.following_steps import period_s
 from simulator.hardware import Hardware, load_profile
 from simulator.pipeline_operators import LABELS, in_one_stream, operator_table
 from simulator.pipeline_passes import simulate_operators
@@ -54,7 +55,11 @@ def all_replicas(made: LoweredPipeline, speeds: np.ndarray) -> float:
     """Every replica in one table, sums of gradients as meetings of all; speeds (replicas, ranks)."""
     table = operator_table(made.schedule, made.costs)
     together = expand(table, len(speeds), joint=table.label == BESIDE, shared=np.zeros(0, dtype=np.bool_))
-    return float(fast_engine.run(slow_ranks(together, speeds.ravel()))[1].max())
+    slowed = slow_ranks(together, speeds.ravel())
+    copies = np.arange(len(speeds))[:, None]
+    last = (copies * table.size + np.arange(table.size - speeds.shape[1], table.size)).ravel()
+    begins = (copies * speeds.shape[1] + made.schedule.beginning_ranks).ravel()
+    return period_s(slowed, last, begins, fast_engine.run(slowed)[1])
 
 
 @settings(deadline=None, max_examples=25)

@@ -69,8 +69,7 @@ def test_bubble_and_memory_are_those_of_the_paper(name: str) -> None:
     assert len(cases) >= 8
     for shape in cases:
         result = simulated(name, shape)
-        measured = result.stall_s if name in ("zb_h2", "zbv") else result.bubble_s
-        assert measured.max() == pytest.approx(formulas.bubble_s(shape), abs=1e-9), shape
+        assert result.bubble_s.max() == pytest.approx(formulas.bubble_s(shape), abs=1e-9), shape
         peak = formulas.peak(shape)
         if len(peak) == shape.ranks:
             np.testing.assert_allclose(result.peak_activation_bytes, peak)
@@ -134,8 +133,8 @@ def test_engines_agree_and_order_holds(name: str, data: st.DataObject) -> None:
     np.testing.assert_allclose(starts, reference[0], rtol=1e-12)
     np.testing.assert_allclose(ends, reference[1], rtol=1e-12)
     result = simulate_pipeline(schedule, costs)
-    assert result.step_time_s == ends.max()
-    assert (result.bubble_s >= result.stall_s - 1e-9).all()
+    assert result.length_s == ends.max()
+    assert (result.bubble_s >= -1e-9).all()
     assert (result.stall_s >= -1e-9).all()
     needed = np.flatnonzero(schedule.source >= 0)
     sends = np.zeros(len(needed))
@@ -153,7 +152,9 @@ def test_passes_alone_take_what_the_engine_gives(name: str, data: st.DataObject)
     schedule = make_schedule(name, *shapes(name, data))
     forward, backward = np.random.default_rng(data.draw(st.integers(0, 99))).random((2, schedule.stages))
     costs = PipelineCosts(forward_s=forward, backward_s=backward)
-    assert step_of_passes(schedule, forward, backward) == simulate_pipeline(schedule, costs).step_time_s
+    found = simulate_pipeline(schedule, costs)
+    assert step_of_passes(schedule, forward, backward) == found.step_time_s
+    assert step_of_passes(schedule, forward, backward, together=True) == found.length_s
 
 
 def test_sends_delay_and_block() -> None:
@@ -180,7 +181,10 @@ def test_prologue_and_epilogue_frame_the_step() -> None:
 
 
 def test_collectives_of_stages_run_beside_the_pipeline() -> None:
-    """Two stages: gathers delay the first passes; the reduction of stage 1 hides behind the last pass of stage 0."""
+    """Two stages: gathers delay the first passes; the reduction of stage 1 hides behind the last pass of stage 0.
+
+    What is left of it and the update of its rank hide behind the first pass of stage 0 in the next step.
+    """
     schedule, times = make_schedule("1f1b", 2, 2), {"forward_s": 1.0, "backward_s": 2.0}
     plain = simulate_pipeline(schedule, PipelineCosts(**times))
     late = simulate_pipeline(schedule, PipelineCosts(**times, parameter_gather_s=np.array([0.5, 1.25])))
@@ -189,7 +193,7 @@ def test_collectives_of_stages_run_beside_the_pipeline() -> None:
     hidden = simulate_pipeline(schedule, PipelineCosts(**times, gradient_reduce_s=np.array([0.0, 2.0])))
     assert hidden.step_time_s == plain.step_time_s
     shown = simulate_pipeline(schedule, PipelineCosts(**times, gradient_reduce_s=np.array([0.0, 3.0]), epilogue_s=1.0))
-    assert shown.step_time_s == plain.step_time_s + 1.0 + 1.0
+    assert (shown.length_s, shown.step_time_s) == (plain.step_time_s + 1.0 + 1.0, plain.step_time_s + 1.0)
     np.testing.assert_allclose(shown.stall_s, plain.stall_s)
     chunks = make_schedule("interleaved_1f1b", 1, 4, 2)
     both = simulate_pipeline(chunks, PipelineCosts(**times, gradient_reduce_s=1.5))

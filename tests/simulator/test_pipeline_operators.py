@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from simulator import engine, fast_engine, pipeline_passes
 from simulator.errors import InputError
+from simulator.following_steps import period_s
 from simulator.pipeline import PipelineCosts, simulate_pipeline
 from simulator.pipeline_operators import (
     LABELS,
@@ -76,9 +77,13 @@ def test_passes_and_operators_take_the_same_time(name: str, data: st.DataObject)
     np.testing.assert_allclose(ends, reference[1], rtol=1e-12, atol=1e-12)
 
     passes = simulate_operators(schedule, costs)
-    assert passes.step_time_s == pytest.approx(ends.max(), rel=1e-12)
+    assert passes.length_s == pytest.approx(ends.max(), rel=1e-12)
+    last = np.arange(table.size - schedule.ranks, table.size)
+    for run in (fast_engine.run, engine.run):
+        period = period_s(table, last, schedule.beginning_ranks, ends, run)
+        assert passes.step_time_s == pytest.approx(period, rel=1e-9)
     kernels = np.bincount(table.stream, table.work)[: schedule.ranks]
-    np.testing.assert_allclose(passes.bubble_s, ends.max() - kernels, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(passes.bubble_s, passes.step_time_s - kernels, rtol=1e-9, atol=1e-9)
     plan = plan_operators(schedule, costs)
     operators = sum(len(plan.groups[which].operators.seconds) for which in plan.which)
     assert np.count_nonzero(table.label < STREAMS) == operators

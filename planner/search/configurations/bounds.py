@@ -192,7 +192,8 @@ def _passes_task(
     model: StepModel, tables: StageTables, c: Configuration, kinds: tuple[Fragments, ...]
 ) -> PartitionTask:
     """The partition of a configuration without its memory limit."""
-    shape = model.shape(c)
+    together = model.ends_together(tables, c)
+    shape = model.shape(c, together=together)
     return PartitionTask(
         kinds=kinds,
         counts=tables.counts,
@@ -206,7 +207,7 @@ def _passes_task(
         limit_bytes=np.inf,
         hidden_share=shape.hidden_share,
         still_sends=shape.still_sends,
-        uneven_s=partial(uneven_passes_s, c) if c.virtual > 1 else None,
+        uneven_s=partial(uneven_passes_s, c, together) if c.virtual > 1 else None,
     )
 
 
@@ -248,15 +249,15 @@ def computed_ahead(extent: Extent, configuration: Configuration) -> float:
 
 
 def _filled(configuration: Configuration, ahead: float) -> float:
-    """Least part of a unit's passes that the fill pays.
+    """Least part of a unit's passes that the fill pays: of both, what is not computed ahead.
 
-    Where that is the longer of a forward and half a backward pass, it is at least a third of both passes; else it is
-    both passes without what is computed ahead. ZB-H2 waits for no backward pass, however long it is.
+    In ZB-H1, with both parts I and W of a backward pass, it is at least the longer of F + I - W and (I + W) / 2, and
+    so a fifth of F + I + W. The others that put weight gradients off may leave no gap at all.
     """
-    if configuration.schedule == "zb_h2":
-        return 0.0
     share = 0.0 if configuration.pipeline == 1 else 1.0 / configuration.virtual
-    return share / 3 if configuration.schedule in SPLIT else share * (1 - ahead)
+    if configuration.schedule in SPLIT:
+        return share / 5 if configuration.schedule == "zb_h1" else 0.0
+    return share * (1 - ahead)
 
 
 def standing_bytes(model: StepModel, tables: StageTables, ways: Sequence[Configuration]) -> list[float]:

@@ -21,7 +21,7 @@ PINNED = ("zb_h2", "dualpipe_v")
 1F1B, and the fill of DualPipe-V is bounded by that of ZBV, which is never longer."""
 
 
-_FILL_SENDS = {"zb_h1": 2.0, "zb_h2": 0.5}
+_FILL_SENDS = {"zb_h1": 2.0}
 """How often the fill pays for a message there and one back, where not once and ranks compute while they send."""
 
 
@@ -34,11 +34,10 @@ class ScheduleShape:
     rank_of : (chunks,) rank of each chunk in the order of the network
     in_flight : (chunks,) micro-batches that a chunk keeps when its rank keeps most of all its chunks
     fill_share : part of a chunk's passes that the fill pays
-    split : the fill pays for the longest of a forward pass, half a backward pass and what that does not put off,
-        instead of both passes
-    put_off : or of both passes without what is put off, less so many times that; with two chunks a rank a backward
-        pass may stand for the forward pass
+    split : the fill pays for what `ScheduleShape.fill_s` says instead of both passes
+    put_off : how many times what a backward pass puts off counts against the fill
     ahead : so many forward passes come first that no rank waits for a backward pass: the fill need not pay for one
+    together : ranks wait for each other at the end of a step, so that the fill pays for the one that begins last
     fill_sends, steady_sends : how often the fill and a rank pay for the messages over a cut
     still_sends : how many of a rank's messages stop its kernels, so that nothing hides them
     hidden_share : part of a rank's own time behind which its other messages hide
@@ -56,6 +55,7 @@ class ScheduleShape:
     still_sends: float = 0.0
     put_off: float = 0.0
     ahead: bool = False
+    together: bool = False
     mixes: tuple[tuple[float, float], ...] = ((1.0, 0.0),)
 
     def held_bytes(self, kept: FloatArray, waiting: FloatArray) -> FloatArray:
@@ -67,17 +67,33 @@ class ScheduleShape:
         """Seconds that passes add to the fill of the pipeline; `late_s` of the backward pass may be put off."""
         seconds = forward_s + backward_s
         if self.split:
-            early = backward_s - late_s
+            early, half = backward_s - late_s, backward_s / 2
             first = forward_s if self.ahead or self.put_off == 1 else np.maximum(forward_s, early)
-            waits = np.maximum(forward_s, first + early - self.put_off * late_s)
-            seconds = waits if self.ahead else np.maximum(waits, np.maximum(early, backward_s / 2))
+            waits = first + early - self.put_off * late_s
+            if self.together:
+                waits = np.maximum(waits, forward_s)
+                seconds = waits if self.ahead else np.maximum(waits, np.maximum(early, half))
+            elif self.ahead:
+                seconds = np.maximum(waits, 0.0)
+            elif self.put_off == 1:
+                seconds = np.maximum(waits, np.maximum(early, half))
+            else:
+                behind = np.maximum(2 * forward_s - backward_s, half - forward_s)
+                seconds = np.maximum(np.maximum(waits, behind), 0.0)
         filled: FloatArray = self.fill_share * seconds
         return filled
 
 
 @lru_cache(maxsize=4096)
 def schedule_shape(
-    name: str, ranks: int, chunks: int, micro_batches: int, *, overlaps: bool = True, stall: float = 0.0
+    name: str,
+    ranks: int,
+    chunks: int,
+    micro_batches: int,
+    *,
+    overlaps: bool = True,
+    stall: float = 0.0,
+    together: bool = False,
 ) -> ScheduleShape:
     """The shape of a schedule of `chunks` chunks a rank; without ``overlaps`` a rank stands still while it sends.
 
@@ -85,15 +101,18 @@ def schedule_shape(
 
     With F and B the passes of one rank's chunks together, a step takes M (F + B) and the fill, which is (p - 1)(F + B)
     for 1F1B and GPipe, and that over v for v interleaved chunks. Where backward passes B put off weight gradients W, it
-    is (p - 1)(F + B - 2 W) for ZB-H1 and half of (p - 1)(max(F, B - W) + B - 3 W) for ZBV, and at least
-    (p - 1) max(F, B - W), or half of that; for ZB-H2, no rank of which waits for a backward pass, it is
-    (p - 1)(F + B - 3 W) and at least (p - 1) F (`simulator.schedules.formulas` has the sources). 1F1B and ZB-H1 have
+    is (p - 1)(F + B - 2 W) for ZB-H1, at least (p - 1) max(B - W, B / 2); (p - 1)(F + B - 3 W) for ZB-H2, no rank of
+    which waits for a backward pass, and half of (p - 1)(max(F, B - W) + B - 3 W) for ZBV, both at least nothing
+    (`simulator.schedules.formulas` has the sources), ZBV also half of (p - 1)(2 F - B) and of (p - 1)(B / 2 - F). For
+    the next step follows a rank's own update; where ranks wait for each other at the end of a step, ``together``, the
+    last one's forward pass comes late, and all are at least (p - 1) F, or half of that. 1F1B and ZB-H1 have
     as many micro-batches in flight as there are ranks behind a rank: they then wait for the messages of every one of
     them, (p - 1)/p times on average, and ZB-H1 does its weight gradients meanwhile, a third of both passes; before the
     first of these there are none to do, so that its fill waits for the messages there and back. GPipe's
     messages follow one another beside the passes, so that the longer of both counts. Interleaved, the first rank has
     p v + p - 1 passes in flight, p - 1 more than a micro-batch's way through all chunks and back takes: behind those
-    messages hide. ZB-H2 and ZBV have more in flight and wait in the fill only, ZB-H2 for messages there alone.
+    messages hide. ZB-H2 and ZBV have more in flight and wait in the fill only, ZB-H2 for messages there alone where
+    ranks end together.
 
     Where ranks stand still while they send, those between the others send an activation on and a gradient back for
     every micro-batch and chunk, which is what passes over one cut; of two ranks each sends one of them. In GPipe both
@@ -120,6 +139,7 @@ def schedule_shape(
     still = max(0.0, sent - idle) * stall
     if not overlaps:
         waits, hidden, still = sent, 0.0, sent
+    fill_sends = 0.5 if name == "zb_h2" and together else _FILL_SENDS.get(name, 1.0)
     rank_of, in_flight, mixes = _in_flight(name, ranks, chunks, _enough(ranks, micro_batches))
     if name == "gpipe":
         in_flight = np.full(ranks, float(micro_batches))
@@ -131,14 +151,17 @@ def schedule_shape(
         split=name in SPLIT,
         put_off=2.0 if name == "zb_h2" else float(chunks),
         ahead=name == "zb_h2",
-        fill_sends=_FILL_SENDS.get(name, 1.0) if overlaps else 1.0,
+        together=together,
+        fill_sends=fill_sends if overlaps else 1.0,
         steady_sends=max(waits, still),
         hidden_share=hidden,
         still_sends=still,
     )
 
 
-def uneven_s(name: str, ranks: int, chunks: int, micro_batches: int, seconds: FloatArray) -> float:
+def uneven_s(
+    name: str, ranks: int, chunks: int, micro_batches: int, seconds: FloatArray, *, together: bool = False
+) -> float:
     """Seconds by which a step with several chunks a rank takes longer than fill and turns say, less than 0 if shorter.
 
     Turns follow one another without a wait only where they are equally long; otherwise ranks that are at different
@@ -148,18 +171,21 @@ def uneven_s(name: str, ranks: int, chunks: int, micro_batches: int, seconds: Fl
     Parameters
     ----------
     seconds : (ranks * chunks,) both passes of a micro-batch, taken to be a third forward
+    together : as in `ScheduleShape`
     """
     scaled = np.round(seconds / max(float(seconds.max()), 1e-30), 3)
-    return float(seconds.max()) * _uneven(name, ranks, chunks, micro_batches, tuple(scaled.tolist()))
+    return float(seconds.max()) * _uneven(name, ranks, chunks, micro_batches, tuple(scaled.tolist()), together)
 
 
 @lru_cache(maxsize=4096)
-def _uneven(name: str, ranks: int, chunks: int, micro_batches: int, seconds: tuple[float, ...]) -> float:
+def _uneven(
+    name: str, ranks: int, chunks: int, micro_batches: int, seconds: tuple[float, ...], together: bool
+) -> float:
     both = np.array(seconds)
     forward, backward = both / 3, both * 2 / 3
 
     def step_s(count: int) -> float:
-        return step_of_passes(make_schedule(name, ranks, count, chunks), forward, backward)
+        return step_of_passes(make_schedule(name, ranks, count, chunks), forward, backward, together=together)
 
     few = 3 * ranks
     if micro_batches <= few:
@@ -167,7 +193,8 @@ def _uneven(name: str, ranks: int, chunks: int, micro_batches: int, seconds: tup
     else:
         made = step_s(few)
         made += (made - step_s(few - ranks)) / ranks * (micro_batches - few)
-    fill = schedule_shape(name, ranks, chunks, micro_batches).fill_s(forward, backward, backward / 2)
+    shape = schedule_shape(name, ranks, chunks, micro_batches, together=together)
+    fill = shape.fill_s(forward, backward, backward / 2)
     turns = (micro_batches * both - fill).reshape(chunks, ranks)
     return made - float(fill.sum() + turns.max(axis=1).sum())
 

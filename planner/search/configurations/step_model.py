@@ -54,6 +54,7 @@ import numpy as np
 
 from planner.graph.operator_graph import DTYPE_BYTES
 from planner.graph.recompute import MODES
+from planner.lowering.overflow import NARROW_RANGE
 from planner.search.configurations.configuration import AXES, Configuration, unstored
 from planner.search.configurations.data_messages import DataMessages
 from planner.search.configurations.messages import (
@@ -128,7 +129,8 @@ class StepModel(Storage):
             together.setdefault(self.joined(tables, configuration), []).append(configuration)
         for joined, ways in together.items():
             stored = self.stored(joined.labels, Storages.of(ways), joined.whole, joined.trained)
-            values = stored.values(self.shape(ways[0]), ways[0].micro_batches)
+            shape = self.shape(ways[0], together=self.ends_together(tables, ways[0]))
+            values = stored.values(shape, ways[0].micro_batches)
             for number, way in enumerate(ways):
                 found[way] = self._task(tables, way, joined, stored.of(number), values[number])
         return [found[configuration] for configuration in configurations]
@@ -142,7 +144,8 @@ class StepModel(Storage):
         values: FloatArray,
     ) -> PartitionTask:
         """The partition task of ways whose `StoredWays.values` are given."""
-        shape, kinds = self.shape(configuration), joined.fragments(values)
+        together = self.ends_together(tables, configuration)
+        shape, kinds = self.shape(configuration, together=together), joined.fragments(values)
         modes, rows = [unit.recompute for unit in joined.units], [unit.count for unit in tables.chain.units]
         on_host = partial(self._on_host, micro_batches=configuration.micro_batches)
         kinds, counts = merged(*self.unit_pins.apart(kinds, rows, modes, on_host))
@@ -159,7 +162,7 @@ class StepModel(Storage):
             limit_bytes=self.room_bytes(configuration),
             hidden_share=shape.hidden_share,
             still_sends=shape.still_sends,
-            uneven_s=partial(uneven_passes_s, configuration) if configuration.virtual > 1 else None,
+            uneven_s=partial(uneven_passes_s, configuration, together) if configuration.virtual > 1 else None,
             cuts=self.unit_pins.cuts,
             apart_s=apart_s(stored, self.hardware, tables, joined, configuration, shape),
         )
@@ -193,11 +196,23 @@ class StepModel(Storage):
             kernels = kernels + self.accumulation_s(labels, elements, storages, trained)[0]
         return kernels + self._cuts_s(labels, storages)[0][0], self.update_s(elements, storages, trained)[0]
 
-    def shape(self, configuration: Configuration) -> ScheduleShape:
-        """The schedule in numbers."""
+    def shape(self, configuration: Configuration, *, together: bool = False) -> ScheduleShape:
+        """The schedule in numbers, with ranks that end a step ``together`` or not."""
         c = configuration
         overlaps, stall = self.hardware.overlaps_communication, send_stall(self.hardware)
-        return schedule_shape(c.schedule, c.pipeline, c.virtual, c.micro_batches, overlaps=overlaps, stall=stall)
+        return schedule_shape(
+            c.schedule, c.pipeline, c.virtual, c.micro_batches, overlaps=overlaps, stall=stall, together=together
+        )
+
+    def ends_together(self, tables: StageTables, configuration: Configuration) -> bool:
+        """Whether the first and the last rank wait for each other at the end of a step.
+
+        They tell each other in float16 whether gradients are numbers, and sum those of a parameter that both read.
+        """
+        if configuration.pipeline == 1:
+            return False
+        tied = any(tied.trained for tied in tables.tied) and _tied_at(self, configuration) is Tied.APART
+        return self.dtype == NARROW_RANGE or tied
 
     def stored(self, labels: UnitLabels, storages: Storages, whole: Whole, trained: int | IntArray = 1) -> StoredWays:
         """The ways of units with states stored in several ways, `trained` parameters in the unit of each.

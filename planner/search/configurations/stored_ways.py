@@ -298,10 +298,11 @@ def _with_tied(tables: StageTables, where: Tied, element_bytes: int) -> tuple[Un
     return tuple(units)
 
 
-def uneven_passes_s(configuration: Configuration, passes_s: FloatArray) -> float:
+def uneven_passes_s(configuration: Configuration, together: bool, passes_s: FloatArray) -> float:
     """Seconds by which uneven chunks lengthen a step; `passes_s` are those of each in all its micro-batches."""
     c = configuration
-    return uneven_s(c.schedule, c.pipeline, c.virtual, c.micro_batches, passes_s / c.micro_batches)
+    each_s = passes_s / c.micro_batches
+    return uneven_s(c.schedule, c.pipeline, c.virtual, c.micro_batches, each_s, together=together)
 
 
 def merged(kinds: list[Fragments], counts: list[int]) -> tuple[list[Fragments], list[int]]:

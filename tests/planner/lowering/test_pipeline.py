@@ -128,9 +128,11 @@ def test_both_engines_run_the_step_to_the_same_time(schedule: str, ranks: int, v
     plan = pipelined(one_stage("gpt2-tiny", LAYERS, (("data", 2),), storage="sharded"), GRAPH, ranks, schedule, virtual)
     lowered = lower_pipeline(plan, GRAPH, HARDWARE)
     table = operator_table(lowered.schedule, lowered.costs)
-    seconds = simulate_operators(lowered.schedule, lowered.costs).step_time_s
-    assert fast_engine.run(table)[1].max() == pytest.approx(seconds, rel=1e-12)
-    assert engine.run(table)[1].max() == pytest.approx(seconds, rel=1e-12)
+    found = simulate_operators(lowered.schedule, lowered.costs)
+    for run in (fast_engine.run, engine.run):
+        assert run(table)[1].max() == pytest.approx(found.length_s, rel=1e-12)
+        again = predict_pipeline(plan, GRAPH, HARDWARE, engine=run).result
+        assert (again.step_time_s, again.length_s) == pytest.approx((found.step_time_s, found.length_s), rel=1e-9)
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (3, 5), (4, 4)])
@@ -276,7 +278,7 @@ def test_passes_are_written_as_the_schedule_runs_them(micro_batches: int) -> Non
     alike = costs.passes[ActionKind.BACKWARD][0] is costs.last[ActionKind.BACKWARD][0]
     assert alike == (micro_batches < 3)
     ends = fast_engine.run(operator_table(schedule, costs))[1]
-    assert float(ends.max()) == pytest.approx(found.result.step_time_s)
+    assert float(ends.max()) == pytest.approx(found.result.length_s)
 
 
 def test_a_schedule_from_elsewhere_orders_the_passes() -> None:
@@ -303,7 +305,7 @@ def test_a_trace_has_every_rank_and_pass(tmp_path) -> None:  # type: ignore[no-u
     assert passes <= drawn
     assert {rank for rank, name in drawn if name == "update"} == {0, 1}
     ends = max(e["ts"] + e["dur"] for e in events if e["ph"] == "X")
-    assert ends == pytest.approx(found.prediction.step_time_s * 1e6)
+    assert ends == pytest.approx(found.result.length_s * 1e6)
     level = [e["args"]["bytes"] for e in events if e["ph"] == "C"]
     assert max(level) == pytest.approx(found.prediction.peak_memory_bytes)
 
