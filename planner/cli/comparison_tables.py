@@ -22,9 +22,7 @@ NEGLIGIBLE = 0.01
 """A row below this part of the step is no reason."""
 
 
-def comparison_report(
-    comparison: Comparison, predicted_s: float | None, trace: Path | None
-) -> Iterable[RenderableType]:
+def comparison_report(comparison: Comparison, trace: Path | None) -> Iterable[RenderableType]:
     """What `meshwright execute --measure` prints beneath the result."""
     yield Padding(error_table(comparison), (1, 0, 1, 0))
     whole = sum(row.measured_s for row in comparison.errors)
@@ -33,7 +31,7 @@ def comparison_report(
         "with every instruction clocked"
     )
     yield facts([
-        ("why", reasons(comparison.errors, predicted_s, whole)),
+        ("why", reasons(comparison.errors, whole)),
         ("clocks", recorded),
         ("trace", "" if trace is None else f"{trace}, for https://ui.perfetto.dev"),
     ])  # fmt: skip
@@ -64,10 +62,8 @@ def error_table(comparison: Comparison) -> Table:
     return table
 
 
-def reasons(errors: Iterable[ErrorRow], predicted_s: float | None, measured_s: float) -> str:
+def reasons(errors: Iterable[ErrorRow], measured_s: float) -> str:
     """In words: which classes of work took longer, and which shorter, than was predicted."""
-    if predicted_s is None:
-        return ""
     ranked = sorted(errors, key=lambda row: -abs(row.difference_s))
     named = [row for row in ranked if abs(row.difference_s) >= NEGLIGIBLE * measured_s][:NAMED]
     if not named:

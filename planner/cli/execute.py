@@ -103,7 +103,7 @@ def _report(report: ExecutionReport, given: ExecuteArguments) -> Iterator[Render
     if report.comparison is not None:
         from planner.cli.comparison_tables import comparison_report
 
-        yield from comparison_report(report.comparison, report.predicted_step_time_s, given.trace)
+        yield from comparison_report(report.comparison, given.trace)
 
 
 def _rehearse(terminal: Terminal, given: ExecuteArguments) -> None:

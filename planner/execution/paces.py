@@ -16,6 +16,11 @@ MOST_SPANS = 40
 AFTER_ROUNDS = 8
 
 
+def begin_together(device_type: str, *, wanted: bool) -> bool:
+    """Whether timed steps begin on all ranks at the same time, behind a barrier; `wanted` is as in `PacedSteps`."""
+    return wanted and device_type == "cpu"
+
+
 class PacedSteps:
     """Spans of steps with rounds of typical kernels before, between and behind them; ``found`` are their seconds.
 
@@ -32,7 +37,8 @@ class PacedSteps:
     def __init__(self, device: torch.device, step_s: float, *, wanted: bool) -> None:
         self.found: list[float] = []
         self._device, self._step_s = device, step_s
-        self._between, self._after = wanted and device.type == "cpu", wanted and device.type != "cpu"
+        self._between = begin_together(device.type, wanted=wanted)
+        self._after = wanted and not self._between
 
     def spans(self, first: int, end: int) -> Iterator[tuple[int, int]]:
         """First steps and ends of all spans, one after the other, the same on every rank."""

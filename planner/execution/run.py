@@ -218,22 +218,23 @@ def execute_plan(
         allowed = verified(whole, unbroken, precision, _rounded_otherwise(plan, job, precision, say))
         reference = unbroken[first:]
     report = _report(prepared, results, membership, reference, allowed)
-    return report if rank else _with_comparison(report, plan, job, results, options.trace)
+    return report if rank else _with_comparison(report, plan, prepared, results, options.trace)
 
 
 def _with_comparison(
-    report: ExecutionReport, plan: Plan, job: Job, results: list[RankResult], trace: str | Path | None
+    report: ExecutionReport, plan: Plan, prepared: Prepared, results: list[RankResult], trace: str | Path | None
 ) -> ExecutionReport:
-    """Lay what the clocks showed, if anything, beside the prediction."""
+    """Lay what the clocks showed, if anything, beside the prediction; recorded steps begin on all ranks together."""
     records = [result.record for result in results if result.record is not None]
-    if not records or report.predicted_step_time_s is None:
+    job, length_s = prepared.job, prepared.predicted_length_s
+    if not records or length_s is None:
         return report
     hardware = machine_of(plan, software=False)
     timeline = predict(plan, job.lowered, hardware)[1] if isinstance(job.lowered, LoweredPlan) else None
     if trace is not None:
         ranks = rank_times(plan, job.lowered, records)
         write_run_trace(trace, plan, job.lowered, checked_graph(plan), hardware, timeline, ranks)
-    found = compare(plan, job.lowered, records, hardware, report.predicted_step_time_s, timeline)
+    found = compare(plan, job.lowered, records, hardware, length_s, timeline)
     return replace(report, comparison=found)
 
 

@@ -1,7 +1,8 @@
 """Bubbles and activation memory of the schedules, as their papers give them.
 
 Times are those of one micro-batch through one *stage*; a rank of several chunks has several stages. The bubble is
-time in which a rank of the step stands still, without the sends, the largest of all ranks. Memory counts micro-batches
+time of a step in which a rank stands still, without the sends, the largest of all ranks; the next step follows before
+all have ended where no rank waits for the others. Memory counts micro-batches
 of one stage kept for the backward pass; where it is split, ``weight_share`` of one is kept until the weight gradient.
 """
 
@@ -132,7 +133,7 @@ FORMULAS: dict[str, Formulas] = {
     "zb_h2": Formulas(
         bubble_s=_zb_h2_bubble,
         peak=_zb_h2_peak,
-        source="Qi et al., Zero Bubble, arXiv:2401.10241, table 2, between the first and last action of a rank; "
+        source="Qi et al., Zero Bubble, arXiv:2401.10241, table 2, where no rank waits for others before its update; "
         "it assumes W <= F and W <= I",
         applies=lambda shape: (
             shape.weight_gradient_s <= min(shape.forward_s, shape.input_gradient_s)
@@ -142,8 +143,8 @@ FORMULAS: dict[str, Formulas] = {
     "zbv": Formulas(
         bubble_s=lambda shape: 0.0,
         peak=lambda shape: np.full(1, 2.0 * shape.ranks),
-        source="Qi et al., arXiv:2401.10241, 6, and arXiv:2405.15362: none between the first and last action "
-        "of a rank for F = I = W; memory of 1F1B, p micro-batches of both stages",
+        source="Qi et al., arXiv:2401.10241, 6, and arXiv:2405.15362: none for F = I = W where no rank waits "
+        "for others before its update; memory of 1F1B, p micro-batches of both stages",
         applies=lambda shape: (
             shape.forward_s == shape.input_gradient_s == shape.weight_gradient_s
             and shape.micro_batches >= 2 * shape.ranks

@@ -16,10 +16,12 @@ from planner.execution.job import Job, check_precision, input_specs
 from planner.execution.measuring.factors import check_comparable
 from planner.execution.memory import free_memory, least_free_memory
 from planner.execution.optimizers import hyperparameters
+from planner.execution.paces import begin_together
 from planner.execution.worker import train
 from planner.instructions import LoweredPlan, LoweredStages
 from planner.lowering.checked import checked_graph
-from planner.prediction import Prediction, predict, predict_plan
+from planner.pipeline_prediction import predict_pipeline
+from planner.prediction import Prediction, predict
 from planner.software import machine_of
 from planner.strategy.loading import lower_to_run, naming
 from planner.strategy.plan import Plan
@@ -42,6 +44,8 @@ GIGABYTE = 1e9
 class Prepared:
     """A job with what is known of it before it starts.
 
+    ``predicted_step_time_s`` is what measured steps are held against: the time after which the next one follows, or,
+    where each begins behind a barrier, ``predicted_length_s``, from the start of the first rank to the end of the last.
     ``calibrated_pace_s`` is that of the plan's profile, if it has one. ``predicted_peak_bytes`` is of the plan's own
     hardware; ``predicted_tensor_bytes`` leaves out what its drivers and its allocator hold. None where the plan's
     profile cannot be read, which ``notes`` say.
@@ -51,6 +55,7 @@ class Prepared:
     precision: str
     data: str
     predicted_step_time_s: float | None
+    predicted_length_s: float | None
     predicted_peak_bytes: int | None
     predicted_tensor_bytes: int | None
     calibrated_pace_s: float | None
@@ -104,14 +109,17 @@ def prepare(plan: Plan, options: ExecuteOptions, membership: Membership | None, 
         checkpoints=orders,
         recorded_steps=RECORDED_STEPS if options.measure or options.trace is not None else 0,
     )
-    prediction, notes = _prediction(plan, lowered)
+    prediction, length_s, notes = _prediction(plan, lowered)
     calibrated = _calibrated_pace(plan)
+    job = replace(job, times_pace=calibrated is not None)
+    at_once = begin_together(job.device_type, wanted=job.times_pace)
     peak = None if prediction is None else prediction.peak_memory_bytes
     return Prepared(
-        job=replace(job, times_pace=calibrated is not None),
+        job=job,
         precision=precision,
         data=dataset.description,
-        predicted_step_time_s=None if prediction is None else prediction.step_time_s,
+        predicted_step_time_s=length_s if at_once or prediction is None else prediction.step_time_s,
+        predicted_length_s=length_s,
         predicted_peak_bytes=peak,
         predicted_tensor_bytes=None if prediction is None or peak is None else peak - _of_drivers(prediction),
         calibrated_pace_s=calibrated,
@@ -264,17 +272,21 @@ def _check_memory(plan: Plan, prepared: Prepared, membership: Membership | None)
         )
 
 
-def _prediction(plan: Plan, lowered: LoweredPlan | LoweredStages) -> tuple[Prediction | None, tuple[str, ...]]:
-    """Predict a step on the plan's hardware, with notes where something is missing."""
+def _prediction(
+    plan: Plan, lowered: LoweredPlan | LoweredStages
+) -> tuple[Prediction | None, float | None, tuple[str, ...]]:
+    """Predict a step on the plan's hardware, and its length; with notes where something is missing."""
     try:
         hardware = machine_of(plan, software=False)
     except ProfileError as error:
-        return None, (f"no prediction: {error}, and correct hardware.profile in the strategy file",)
+        return None, None, (f"no prediction: {error}, and correct hardware.profile in the strategy file",)
     notes: tuple[str, ...] = ()
     if load_profile(plan.hardware).hash != plan.hardware_hash:
         notes = (f"profile {plan.hardware} has changed since the plan was made",)
     if plan.software:
         notes = (*notes, f"the plan was made for {plan.software}, the step is predicted as torch runs it")
     if isinstance(lowered, LoweredPlan):
-        return predict(plan, lowered, hardware)[0], notes
-    return predict_plan(plan, checked_graph(plan), hardware), notes
+        prediction = predict(plan, lowered, hardware)[0]
+        return prediction, prediction.step_time_s, notes
+    found = predict_pipeline(plan, checked_graph(plan), hardware)
+    return found.prediction, found.result.length_s, notes

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -63,7 +64,7 @@ def run_rank(job: VirtualJob) -> Steps:
         stretch = job.stretch or first_stretch(job, message_s)
         while job.stretch is None and 2 * stretch * job.step_s <= LONGEST_S and rank.is_delayed(stretch):
             stretch *= 2
-        found = [rank.step(stretch) for _ in range(job.steps)]
+        found = rank.steps(stretch, job.steps)
         dist.barrier()
         seconds, undelayed = (tuple(one / stretch for one in row) for row in zip(*found, strict=True))
         return Steps(seconds=seconds, undelayed=undelayed, stretch=stretch, message_s=message_s)
@@ -133,22 +134,31 @@ class _Rank:
 
         The first step connects the ranks.
         """
-        self.step(0.0)
+        self.steps(0.0, 1)
         begun = time.monotonic()
         self._agreed(begun)
         self.ahead_s = SPARE * self._agreed(time.monotonic() - begun)
         sent = max(sum(1 for _ in messages(script)) for script in self.job.scripts)
-        return self._agreed(self.step(0.0)[0]) / max(1, sent)
+        return self._agreed(self.steps(0.0, 1)[0][0]) / max(1, sent)
 
     def is_delayed(self, stretch: float) -> bool:
         """Whether the machine delays a step more than it may."""
-        real, own = map(self._agreed, self.step(stretch))
+        real, own = map(self._agreed, self.steps(stretch, 1)[0])
         return real > (1 + DISTURBANCE) * own
 
-    def step(self, stretch: float) -> tuple[float, float]:
-        """Run one step; returns the seconds it took by the machine's clock and by the rank's own."""
+    def steps(self, stretch: float, count: int) -> list[tuple[float, float]]:
+        """Run steps that follow one another; returns the seconds each took by the machine's clock and the rank's own.
+
+        All ranks begin the first one together, and each goes on with the next where it has ended the one before.
+        """
         begun = self._agreed(time.monotonic() + self.ahead_s)
-        busy = _Moment(begun, begun)
+        moments = [_Moment(begun, begun)]
+        for _ in range(count):
+            moments.append(self._step(stretch, moments[-1]))
+        return [(after.real - before.real, after.own - before.own) for before, after in pairwise(moments)]
+
+    def _step(self, stretch: float, busy: _Moment) -> _Moment:
+        """Run one step of a rank that is busy until then; returns until when it is after it."""
         links: dict[int, _Moment] = {}
         under_way: dict[int, tuple[Begin, dist.Work | None, torch.Tensor]] = {}
         posted: list[tuple[dist.Work | None, torch.Tensor]] = []
@@ -183,7 +193,7 @@ class _Rank:
         for work, _ in posted:
             if work is not None:
                 work.wait()
-        return busy.real - begun, busy.own - begun
+        return busy
 
     def _agreed(self, value: float) -> float:
         """The largest of all ranks' values."""

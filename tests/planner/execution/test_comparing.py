@@ -145,13 +145,13 @@ def test_reasons_name_what_weighs_most():
     def row(name, predicted, measured):
         return ErrorRow(kind=OPERATORS, name=name, calls=1, predicted_s=predicted, measured_s=measured)
 
-    text = reasons([row("matmul", 0.010, 0.018), row("view", 0.001, 0.0012), row("copy", 0.004, 0.001)], 0.015, 0.0202)
+    text = reasons([row("matmul", 0.010, 0.018), row("view", 0.001, 0.0012), row("copy", 0.004, 0.001)], 0.0202)
     assert text.startswith("matmul took 8")
     assert "longer" in text.split(";")[0]
     assert "copy took 3" in text
     assert "less" in text
     assert "view" not in text
-    assert "within 1 %" in reasons([row("matmul", 0.010, 0.0100001)], 0.01, 0.0100001)
+    assert "within 1 %" in reasons([row("matmul", 0.010, 0.0100001)], 0.0100001)
 
 
 @pytest.mark.parametrize("caches_mib", [0, 4, 64])
@@ -197,9 +197,11 @@ def test_a_run_is_drawn_beside_its_prediction(pins, tmp_path):
     assert {e["pid"] for e in measured} == {MEASURED, MEASURED + 1}
     assert all(e["dur"] >= 0 for e in measured)
     found = report.comparison
-    assert sum(row.predicted_s for row in found.errors) == pytest.approx(report.predicted_step_time_s)
+    # Recorded steps begin on all ranks together: their length, of which the period is the most.
+    predicted_s = sum(row.predicted_s for row in found.errors)
+    assert report.predicted_step_time_s <= predicted_s * (1 + 1e-9) <= 1.05 * report.predicted_step_time_s
     assert len(report.losses) == 3
-    assert list(comparison_report(found, report.predicted_step_time_s, trace))
+    assert list(comparison_report(found, trace))
 
 
 def test_messages_among_stages_that_share_a_parameter_are_predicted():

@@ -1,8 +1,15 @@
 """Virtual devices: the order and the messages of a plan, with sleep in place of computation."""
 
+import queue
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
+from planner.execution.virtual import ranks
 from planner.execution.virtual.devices import VirtualOptions, run_virtual
 from planner.execution.virtual.ranks import VirtualJob, first_stretch
 from planner.execution.virtual.script import Begin, End, Fetch, Post, Work, one_stage_script, pipeline_scripts
@@ -12,6 +19,8 @@ from planner.planning import PlanRequest, plan_network
 from planner.strategy.loading import lower_to_run
 from simulator.errors import InfeasibleError, InputError
 from simulator.hardware import load_profile
+from simulator.pipeline import PipelineCosts, simulate_pipeline
+from simulator.schedules import make_schedule
 from simulator.stragglers import slow_level
 
 HARDWARE = "dgx-a100"
@@ -110,3 +119,51 @@ def test_sleeping_ranks_take_as_long_as_is_simulated(network, devices, pins):
     assert report.measured_step_time_s >= 0.999 * report.undelayed_step_time_s
     assert len(report.step_times_s) == 1
     assert list(report.slow_ranks.values()) == [2.0]
+
+
+class Mailbox:
+    """`torch.distributed` between threads, each of which is a rank: sends and receives alone."""
+
+    def __init__(self):
+        self.mine, self.sent = threading.local(), defaultdict(queue.Queue)
+
+    def get_rank(self):
+        return self.mine.rank
+
+    def isend(self, stamp, there, tag):
+        self.sent[self.mine.rank, there, tag].put(stamp)
+
+    def recv(self, stamp, origin, tag):
+        stamp.copy_(self.sent[origin, self.mine.rank, tag].get(timeout=60))
+
+
+def test_steps_of_ranks_that_end_one_after_the_other_follow_at_the_period(monkeypatch):
+    """The first step begins on all ranks together and takes its length; the next follow before the last rank ends."""
+    schedule, second = make_schedule("zb_h2", 2, 4), 0.002
+
+    def deeds(rank):
+        for i in range(*schedule.offsets[rank : rank + 2].tolist()):
+            tag, other = int(2 * schedule.micro_batch[i] + (schedule.kind[i] > 0)), 1 - rank
+            if schedule.previous[i] >= 0:
+                yield Fetch(rank=other, tag=tag)
+            yield Work(seconds=second)
+            if i in schedule.previous:
+                yield Post(rank=other, tag=tag, seconds=0.0, slow_seconds=0.0, blocking=False)
+
+    job = VirtualJob(
+        scripts=[list(deeds(rank)) for rank in range(2)], groups=[], pipeline_stride=1, factors=[1.0, 1.0],
+        link_ranks=None, slow=False, steps=3, step_s=12 * second, stretch=1.0,
+    )  # fmt: skip
+    box, begun = Mailbox(), time.monotonic()
+    monkeypatch.setattr(ranks, "dist", box)
+    monkeypatch.setattr(ranks._Rank, "_agreed", lambda *_: begun)
+
+    def run(rank):
+        box.mine.rank = rank
+        return [own for _, own in ranks._Rank(job).steps(1.0, job.steps)]
+
+    with ThreadPoolExecutor(2) as threads:
+        steps = np.max(list(threads.map(run, range(2))), axis=0)
+    found = simulate_pipeline(schedule, PipelineCosts(forward_s=second, backward_s=2 * second))
+    assert (found.length_s, found.step_time_s) == pytest.approx((13 * second, 12 * second))
+    np.testing.assert_allclose(steps, [found.length_s, found.step_time_s, found.step_time_s], rtol=1e-6)
