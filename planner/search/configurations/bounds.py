@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -121,23 +121,22 @@ def states_bounds(
     model: StepModel,
     tables: StageTables,
     configuration: Configuration,
-    ways: Iterable[LeastStates],
+    states: LeastStates,
     passes: float = 0.0,
-) -> list[float]:
-    """`whole_bound` with what states take in each of several storages, and what passes may keep beside them.
+) -> FloatArray:
+    """(storages,) `whole_bound` with what states take in each of several storages, and what passes keep beside them.
 
     ``passes`` is another bound, but for what the last message of gradients takes.
     """
-    c, ahead, counts = configuration, computed_ahead(extent, configuration), np.array(tables.counts)
-    launched, found, even = even_bound(c, extent.launch_s, ahead), [], dict[int, float]()
+    c, ahead = configuration, computed_ahead(extent, configuration)
     summed = c.data > 1 and tables.decisions.sums_over_batch
-    for way in ways:
-        if (shared := way.stored.shard_size if summed else 0) not in even:
-            each = replace(c, shard_size=shared) if summed else c
-            even[shared] = even_bound(c, _passes_s(model, tables, each, tables.least.whole_s, least=False), ahead)
-        stored = max(even[shared] + way.again_s(model, tables, c), launched) + float(way.once_s @ counts) / c.pipeline
-        found.append(max(stored, passes) + way.last_s(model, c))
-    return found
+    shared, even = [way.shard_size if summed else 0 for way in states.ways], dict[int, float]()
+    for size in dict.fromkeys(shared):
+        each = replace(c, shard_size=size) if summed else c
+        even[size] = even_bound(c, _passes_s(model, tables, each, tables.least.whole_s, least=False), ahead)
+    passes_s = np.array([even[size] for size in shared]) + states.again_s(model, tables, c)
+    stored = np.maximum(passes_s, even_bound(c, extent.launch_s, ahead)) + states.whole_s / c.pipeline
+    return np.maximum(stored, passes) + states.last_s(model, c)
 
 
 def _passes_s(model: StepModel, tables: StageTables, c: Configuration, least_s: float, *, least: bool = True) -> float:

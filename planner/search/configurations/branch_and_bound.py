@@ -35,7 +35,7 @@ from planner.search.configurations.bounds import (
     whole_bound,
 )
 from planner.search.configurations.explored import Explored, Placed, Unfit
-from planner.search.configurations.least_states import LeastStates, least_once_s, least_states_of
+from planner.search.configurations.least_states import LeastStates, least_states_of
 from planner.search.configurations.limits import (
     DIVE,
     IDEALISED,
@@ -139,7 +139,7 @@ class _Search:
         self.proven: dict[int, int] = {}
         self.shapes: Counter[tuple[int, int, int]] = Counter()
         self.moved: set[Configuration] = set()
-        self.states: dict[tuple[int, ...], list[LeastStates]] = {}
+        self.states: dict[tuple[int, ...], LeastStates | None] = {}
         self.standing: dict[tuple[object, ...], float] = {}
         self.misfits: list[tuple[float, Configuration]] = []
 
@@ -359,37 +359,41 @@ class _Search:
         """Bound an order by the passes of units shared out whole; where they will not be chained, with states."""
         tables, least_s = self._table(placed), None
         if not unlike(tables.counts, placed.pipeline * placed.virtual):
-            if not (ways := self._least_states(tables, placed)):
+            if (states := self._least_states(tables, placed)) is None:
                 return
-            least_s = least_once_s(ways)
+            least_s = states.once_s.min(axis=0)
         least = passes_bound(self.extent, self.model, tables, placed, least_s)
         self._push(max(bound, least), Node(Stage.STATES, placed))
 
     def _states(self, bound: float, placed: Configuration) -> None:
         """Bound it by what states take, and passes may keep, in each storage that has room."""
         tables = self._table(placed)
-        if ways := self._least_states(tables, placed):
+        if (states := self._least_states(tables, placed)) is not None:
             behind = Stage.CHAINED if unlike(tables.counts, placed.pipeline * placed.virtual) else Stage.WHOLE
-            least = min(states_bounds(self.extent, self.model, tables, placed, ways, bound))
+            least = float(states_bounds(self.extent, self.model, tables, placed, states, bound).min())
             self._push(least, Node(behind, placed, passes=bound))
 
     def _chain(self, bound: float, node: Node) -> None:
         """Bound it by passes between the boundary states of units."""
         placed, tables = node.configuration, self._table(node.configuration)
-        ways = self._least_states(tables, placed)
-        passes = max(node.passes, chained_bound(self.extent, self.model, tables, placed, least_once_s(ways)))
-        last_s = min(way.last_s(self.model, placed) for way in ways)
+        states = self._least_states(tables, placed)
+        assert states is not None  # it has been bounded with them
+        once_s, last_s = states.once_s.min(axis=0), float(states.last_s(self.model, placed).min())
+        passes = max(node.passes, chained_bound(self.extent, self.model, tables, placed, once_s))
         self._push(max(bound, passes + last_s), Node(Stage.WHOLE, placed, passes=passes))
 
-    def _least_states(self, tables: StageTables, placed: Configuration) -> list[LeastStates]:
-        """What states take at least in each storage that all ranks together have room for."""
+    def _least_states(self, tables: StageTables, placed: Configuration) -> LeastStates | None:
+        """What states take at least in each storage that all ranks together have room for; None where there is none."""
         c = placed
         key = (self.number.of(c), c.pipeline, c.data, c.stride("data"), c.micro_batches, c.in_a_row)
         if key not in self.states:
-            ways = least_states_of(self.extent, self.model, tables, c)
-            self.states[key] = [way for way in ways if way.fits(self.model)]
-            if not self.states[key]:
-                self.misfits += [(way.standing_bytes / c.pipeline, way.stored) for way in ways]
+            states = least_states_of(self.extent, self.model, tables, c)
+            if states is not None and not states.fits.all():
+                if not states.fits.any():
+                    each = (states.standing_bytes / c.pipeline).tolist()
+                    self.misfits += zip(each, states.ways, strict=True)
+                states = states.take(states.fits) if states.fits.any() else None
+            self.states[key] = states
         return self.states[key]
 
     def _tables(self, placed: Configuration) -> StageTables | None:
@@ -412,26 +416,21 @@ class _Search:
         """Leave storages out where all ranks together do not hold what stands through the step."""
         if not ways:
             return  # pins leave none
-        tables, standing = self._table(ways[0]), self._standing(ways)
-        least_states = self._least_states(tables, ways[0])
-        fitting = {
-            c: next(way for way in least_states if way.stores_as(c))
-            for c, held in zip(ways, standing, strict=True)
-            if held <= c.pipeline * self.model.room_bytes(c)
-        }
-        bounds = states_bounds(self.extent, self.model, tables, ways[0], fitting.values(), passes)
-        least_s, siblings = dict(zip(fitting, bounds, strict=True)), list[tuple[float, Node]]()
-        for c, held in zip(ways, standing, strict=True):
-            if c not in fitting:
+        tables, siblings = self._table(ways[0]), list[tuple[float, Node]]()
+        states = self._least_states(tables, ways[0])
+        assert states is not None  # it has been bounded with them
+        least_s = states_bounds(self.extent, self.model, tables, ways[0], states, passes)
+        for c, held in zip(ways, self._standing(ways), strict=True):
+            if held > c.pipeline * self.model.room_bytes(c):
                 self.result.opened += 1
                 self.misfits.append((held / c.pipeline, c))
                 self._offload(bound, c)
                 continue
-            gain_s = fitting[c].gain_on_host_s(least_states, self.model)
-            node, least = Node(Stage.STORAGE, c, gain_s=gain_s, siblings=siblings), max(bound, least_s[c] - gain_s)
-            siblings.append((least, node))
+            gain_s = states.gain_on_host_s(c, self.model)
+            least = max(bound, float(least_s[states.place(c)]) - gain_s)
+            siblings.append((least, Node(Stage.STORAGE, c, gain_s=gain_s, siblings=siblings)))
             # All that may be the best are timed before one is solved.
-            self._push(least, node, hoped_s=bound)
+            self._push(*siblings[-1], hoped_s=bound)
 
     def _standing(self, ways: list[Configuration]) -> list[float]:
         """Bytes that stand through the step on all ranks together."""

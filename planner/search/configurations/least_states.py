@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -31,75 +31,101 @@ MANY_ELEMENTS = 1e15
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LeastStates:
-    """What the states of a storage take at least: seconds of a step (units,), and bytes on all ranks together.
+    """What the states of several storages of a placed configuration take at least.
 
-    ``sent_bytes`` are those of the gradients that ranks of all stages sum over the data axis, 0 where a unit has none.
+    Attributes
+    ----------
+    ways : how they are stored, on the devices or on the host
+    once_s, whole_s : seconds of a step, of each unit (storages, units) and of all of them (storages,)
+    standing_bytes, room_bytes : (storages,) bytes that stand through a step on all ranks together, and memory of a rank
+    sent_bytes : of the gradients that ranks of all stages sum over the data axis, 0 where a unit has none
     """
 
-    stored: Configuration
+    ways: tuple[Configuration, ...]
     once_s: FloatArray
-    standing_bytes: float
+    whole_s: FloatArray
+    standing_bytes: FloatArray
+    room_bytes: FloatArray
     sent_bytes: float
 
-    def fits(self, model: StepModel) -> bool:
-        """Whether all ranks together have room for what stands through a step."""
-        return self.standing_bytes <= self.stored.pipeline * model.room_bytes(self.stored)
+    @property
+    def fits(self) -> BoolArray:
+        """(storages,) whether all ranks together have room for what stands through the step."""
+        fits: BoolArray = self.standing_bytes <= self.ways[0].pipeline * self.room_bytes
+        return fits
 
-    def stores_as(self, configuration: Configuration) -> bool:
-        """Whether states are stored as in a configuration."""
-        one, other = self.stored, configuration
-        return (one.optimizer_sharding, one.shard_size, one.offload) == (
-            other.optimizer_sharding, other.shard_size, other.offload,
+    def take(self, picked: BoolArray) -> LeastStates:
+        """Some of the storages."""
+        ways = tuple(way for way, there in zip(self.ways, picked.tolist(), strict=True) if there)
+        rows = (self.once_s, self.whole_s, self.standing_bytes, self.room_bytes)
+        once_s, whole_s, standing_bytes, room_bytes = (each[picked] for each in rows)
+        return LeastStates(
+            ways=ways, once_s=once_s, whole_s=whole_s, standing_bytes=standing_bytes, room_bytes=room_bytes,
+            sent_bytes=self.sent_bytes,
         )  # fmt: skip
 
-    def gain_on_host_s(self, ways: Iterable[LeastStates], model: StepModel) -> float:
-        """Most seconds of a step by which the host may update these states sooner, whatever way the units are run.
+    def place(self, configuration: Configuration) -> int:
+        """Number of the storage in which states are stored as in a configuration."""
+        return [_stored_as(way) for way in self.ways].index(_stored_as(configuration))
 
-        ``ways`` are all there are. An update is launched alike on both, and on the host copied there and back besides,
-        so that it is the sooner one only where it takes less time for each element; there is no limit then.
+    def gain_on_host_s(self, configuration: Configuration, model: StepModel) -> float:
+        """Most seconds of a step by which the host may update states sooner, whatever way the units are run.
+
+        An update is launched alike on both, and on the host copied there and back besides, so that it is the sooner one
+        only where it takes less time for each element; there is no limit then.
         """
-        lags = _lags(model, self.stored.devices) and any(way.moves(self.stored) for way in ways)
-        return np.inf if lags else 0.0
+        level, size, away = _stored_as(configuration)
+        moves = not away and (level, size, True) in map(_stored_as, self.ways)
+        return np.inf if moves and _lags(model, configuration.devices) else 0.0
 
-    def moves(self, configuration: Configuration) -> bool:
-        """Whether states are stored as in a configuration, but on the host."""
-        one, other = self.stored, configuration
-        return (one.optimizer_sharding, one.shard_size, one.offload, other.offload) == (
-            other.optimizer_sharding, other.shard_size, True, False,
-        )  # fmt: skip
-
-    def again_s(self, model: StepModel, tables: StageTables, placed: Configuration) -> float:
-        """Seconds by which passes that keep no more than there is room for take longer, shared out over the ranks."""
+    def again_s(self, model: StepModel, tables: StageTables, placed: Configuration) -> FloatArray:
+        """(storages,) seconds by which passes that keep no more than there is room for take longer, of each rank."""
         kept = self._kept_bytes(model, placed)
-        if kept >= tables.saved_bytes:
-            return 0.0
+        if np.all(kept >= tables.saved_bytes):
+            return np.zeros_like(kept)
         prices, priced_s = tables.priced
-        again_s = max(0.0, float((priced_s - prices * kept).max()) - tables.least.whole_s)
-        return placed.micro_batches * again_s / placed.pipeline
+        again_s = np.maximum(0.0, (priced_s - prices * kept[:, None]).max(axis=1) - tables.least.whole_s)
+        return np.where(kept >= tables.saved_bytes, 0.0, placed.micro_batches * again_s / placed.pipeline)
 
-    def last_s(self, model: StepModel, placed: Configuration) -> float:
-        """Seconds of the last message of gradients, which no pass hides, whatever unit a backward pass ends with."""
-        c, hardware = self.stored, model.hardware
-        if not self.sent_bytes or c.data == 1:
-            return 0.0
-        # As `StepModel` fuses messages: all in one, or of half a bucket at least.
-        payload = min(self.sent_bytes / (c.pipeline * placed.virtual), (c.bucket_bytes or model.bucket_bytes) / 2)
-        shards, stride = sharing_ranks(c), c.stride("data")
-        summed = least_message_s(hardware, Collective.ALL_REDUCE, c.data // shards, stride * shards, payload) / shards
-        if scatters_each(c):
-            return (1 - hardware.lost_to_messages) * summed
-        whole = model.whole_sums and c.optimizer_sharding == "zero1"
-        scatter = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
-        scattered = least_message_s(hardware, scatter, shards, stride, payload)
-        return (1 - hardware.lost_to_messages) * (summed + scattered)
+    def last_s(self, model: StepModel, placed: Configuration) -> FloatArray:
+        """(storages,) seconds of the last message of gradients, which no pass hides, whatever unit a pass ends with."""
+        return _last_s(self, model, placed.virtual)
 
-    def _kept_bytes(self, model: StepModel, c: Configuration) -> float:
-        """Most bytes that one micro-batch may keep on all ranks of a pipeline together."""
+    def _kept_bytes(self, model: StepModel, c: Configuration) -> FloatArray:
+        """(storages,) most bytes that one micro-batch may keep on all ranks of a pipeline together."""
         if any(model.unit_pins.swaps):
-            return np.inf
-        room, (once, least, most) = model.room_bytes(self.stored), _flights(model.shape(c), c.pipeline)
+            return np.full(len(self.ways), np.inf)
+        room, (once, least, most) = self.room_bytes, _flights(model.shape(c), c.pipeline)
         # What stands lies on the ranks with most in flight, or on the others.
-        return min(room * once - self.standing_bytes / most, (c.pipeline * room - self.standing_bytes) / least)
+        return np.minimum(room * once - self.standing_bytes / most, (c.pipeline * room - self.standing_bytes) / least)
+
+
+def _stored_as(configuration: Configuration) -> tuple[str, int, bool]:
+    """How states are stored: level of ZeRO, the ranks that share them, and whether they live on the host."""
+    return configuration.optimizer_sharding, configuration.shard_size, configuration.offload
+
+
+@lru_cache(maxsize=256)
+def _last_s(states: LeastStates, model: StepModel, virtual: int) -> FloatArray:
+    """`LeastStates.last_s` by what it depends on."""
+    found = np.zeros(len(states.ways))
+    for number, way in enumerate(states.ways if states.sent_bytes and states.ways[0].data > 1 else ()):
+        # As `StepModel` fuses messages: all in one, or of half a bucket at least.
+        payload = min(states.sent_bytes / (way.pipeline * virtual), (way.bucket_bytes or model.bucket_bytes) / 2)
+        found[number] = _last_message_s(model, way, payload)
+    return found
+
+
+def _last_message_s(model: StepModel, way: Configuration, payload: float) -> float:
+    """Least seconds of a message of so many gradients, on its way to where they are stored."""
+    hardware, shards, stride = model.hardware, sharing_ranks(way), way.stride("data")
+    summed = least_message_s(hardware, Collective.ALL_REDUCE, way.data // shards, stride * shards, payload) / shards
+    if scatters_each(way):
+        return (1 - hardware.lost_to_messages) * summed
+    whole = model.whole_sums and way.optimizer_sharding == "zero1"
+    scatter = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
+    scattered = least_message_s(hardware, scatter, shards, stride, payload)
+    return (1 - hardware.lost_to_messages) * (summed + scattered)
 
 
 @lru_cache(maxsize=4)
@@ -118,67 +144,72 @@ def _flights(shape: ScheduleShape, ranks: int) -> tuple[float, float, float]:
     return float((1 / flight).sum()), float(flight.min()), float(flight.max())
 
 
-def least_states_of(extent: Extent, model: StepModel, tables: StageTables, placed: Configuration) -> list[LeastStates]:
+def least_states_of(extent: Extent, model: StepModel, tables: StageTables, placed: Configuration) -> LeastStates | None:
     """What states take at least in every storage, on the devices and where they may move to the host."""
     if not (here := storages(extent, placed)):
-        return []  # pins leave none
-    there = [(number, moved) for number, way in enumerate(here) if (moved := offloaded(extent, way)) is not None]
+        return None  # pins leave none
     messages_s = _messages_s(model, tables, here)
-    moved_s = messages_s[[number for number, _ in there]]
-    return [
-        *_least_of(model, tables, here, messages_s),
-        *_least_of(model, tables, [moved for _, moved in there], moved_s),
-    ]
+    there = [moved for way in here if (moved := offloaded(extent, way)) is not None]
+    found = _least_of(model, tables, here, messages_s)
+    # All of them may move, or none.
+    return found if not there else _both(found, _least_of(model, tables, there, messages_s))
 
 
 def least_states_in(model: StepModel, tables: StageTables, stored: Configuration) -> LeastStates:
     """What the states of one storage take at least."""
-    (least,) = _least_of(model, tables, [stored], _messages_s(model, tables, [stored]))
-    return least
+    return _least_of(model, tables, [stored], _messages_s(model, tables, [stored]))
+
+
+def _both(one: LeastStates, other: LeastStates) -> LeastStates:
+    return LeastStates(
+        ways=(*one.ways, *other.ways),
+        once_s=np.concatenate([one.once_s, other.once_s]),
+        whole_s=np.concatenate([one.whole_s, other.whole_s]),
+        standing_bytes=np.concatenate([one.standing_bytes, other.standing_bytes]),
+        room_bytes=np.concatenate([one.room_bytes, other.room_bytes]),
+        sent_bytes=one.sent_bytes,
+    )
 
 
 def _least_of(
     model: StepModel, tables: StageTables, ways: Sequence[Configuration], messages_s: FloatArray
-) -> list[LeastStates]:
+) -> LeastStates:
     """What states take at least in storages that are alike but for how states are stored, all here or on the host.
 
     ``messages_s`` (ways, units) are what they take but for their update.
     """
-    if not ways:
-        return []  # none may move
-    c, sent_bytes = ways[0], least_states(tables)[-1] * DTYPE_BYTES[model.dtype]
+    c, held = ways[0], least_held(tables)
     kept = tuple((way.optimizer_sharding, sharing_ranks(way)) for way in ways)
-    once = c.pipeline == c.micro_batches == 1
-    update_s, standing = _updated(model, tables, kept, c.offload, once, c.devices)
-    return [
-        LeastStates(stored=way, once_s=once_s, standing_bytes=bytes_held, sent_bytes=sent_bytes)
-        for way, once_s, bytes_held in zip(ways, messages_s + update_s, standing, strict=True)
-    ]
+    update_s, standing = _updated(model, held, kept, c.offload, c.pipeline == c.micro_batches == 1, c.devices)
+    once_s = messages_s + update_s
+    return LeastStates(
+        ways=tuple(ways),
+        once_s=once_s,
+        whole_s=np.array([float(row @ held.counts) for row in once_s]),
+        standing_bytes=standing,
+        room_bytes=np.array([model.room_bytes(way) for way in ways]),
+        sent_bytes=held.sent * DTYPE_BYTES[model.dtype],
+    )
 
 
 @lru_cache(maxsize=1024)
 def _updated(
-    model: StepModel, tables: StageTables, kept: tuple[tuple[str, int], ...], offload: bool, once: bool, devices: int
-) -> tuple[FloatArray, tuple[float, ...]]:
+    model: StepModel, held: LeastHeld, kept: tuple[tuple[str, int], ...], offload: bool, once: bool, devices: int
+) -> tuple[FloatArray, FloatArray]:
     """(ways, units) least seconds of the update in each way to shard states, and bytes that stand, (ways,).
 
     ``kept`` are the levels of ZeRO with the ranks that share states; ``once`` says that gradients may take the place of
     activations: one stage and a single micro-batch.
     """
-    labels, trained, counts, _ = least_states(tables)
     ways = [
         Configuration(pipeline=1 if once else 2, optimizer_sharding=level, shard_size=shards, offload=offload)
         for level, shards in kept
     ]
-    held = labels.parameter_elements / np.array([[shards] for _, shards in kept], dtype=np.float64)
-    update_s = model.held_update_s(held, devices, np.broadcast_to(trained, held.shape), offload=offload)
-    return update_s, tuple(float(held_bytes @ counts) for held_bytes in model.resident_bytes(labels, Storages.of(ways)))
-
-
-def least_once_s(ways: Sequence[LeastStates]) -> FloatArray:
-    """(units,) least seconds of a step that the states of each unit take in any of several storages."""
-    least: FloatArray = np.min([way.once_s for way in ways], axis=0)
-    return least
+    storages = Storages.of(ways)
+    shared = held.labels.parameter_elements / storages.shards
+    update_s = model.held_update_s(shared, devices, np.broadcast_to(held.trained, shared.shape), offload=offload)
+    resident = model.resident_bytes(held.labels, storages)
+    return update_s, np.array([float(each @ held.counts) for each in resident])
 
 
 def _messages_s(model: StepModel, tables: StageTables, ways: Sequence[Configuration]) -> FloatArray:
@@ -187,15 +218,15 @@ def _messages_s(model: StepModel, tables: StageTables, ways: Sequence[Configurat
     Those are the sums over micro-batches, what messages over the data axis take from kernels, and those that nothing
     hides.
     """
-    labels, trained, *_ = least_states(tables)
-    elements, c = labels.parameter_elements, ways[0]
+    held, c = least_held(tables), ways[0]
+    elements = held.labels.parameter_elements
     lost = np.array([lost_to_messages(model, way) for way in ways])
     found: FloatArray = elements * lost[:, np.minimum(np.arange(len(elements)), 1)]
     found += np.array([exposed_s(model, tables, way) for way in ways])
     if c.micro_batches > 1:
         added = [not scatters_each(way) for way in ways]
         first = Storages.of(ways[added.index(True) if any(added) else 0 :][:1])
-        found[added] += c.micro_batches * model.accumulation_s(labels, elements, first, trained)
+        found[added] += c.micro_batches * model.accumulation_s(held.labels, elements, first, held.trained)
     return found
 
 
@@ -258,20 +289,46 @@ def lost_to_messages(model: StepModel, configuration: Configuration) -> tuple[fl
     return each, each
 
 
-@lru_cache(maxsize=256)
-def least_states(tables: StageTables) -> tuple[UnitLabels, IntArray, IntArray, float]:
-    """Labels (units,) of ways that hold the least elements of each unit and take no time, and trained parameters.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LeastHeld:
+    """The least that units hold, however they are run.
 
-    They keep all that gradients of a single micro-batch may take the place of. Behind them how many units each stands
-    for, and the least elements of all, 0 where a unit has none.
+    Attributes
+    ----------
+    labels : (units,) of ways that hold the least elements of each unit and take no time; they keep all that gradients
+        of a single micro-batch may take the place of
+    trained, counts : (units,) trained parameters, and how many units each stands for
+    sent : the least elements of all that are trained, 0 where a unit has none
     """
-    nothing = np.zeros(len(tables.counts))
+
+    labels: UnitLabels
+    trained: IntArray
+    counts: IntArray
+    sent: float
+
+
+@lru_cache(maxsize=256)
+def least_held(tables: StageTables) -> LeastHeld:
+    """The least that the units of some tables hold: one for all tables where it is the same."""
+    each = tuple(tables.least_elements.tolist()), tuple(tables.least_frozen.tolist())
+    return _least_held(*each, tuple(trained_parameters(tables)), tables.counts)
+
+
+@lru_cache(maxsize=256)
+def _least_held(
+    elements: tuple[float, ...], frozen: tuple[float, ...], trained: tuple[int, ...], counts: tuple[int, ...]
+) -> LeastHeld:
+    least, units = np.array(elements), np.array(counts)
+    nothing = np.zeros_like(least)
     none: dict[str, Any] = {field.name: nothing for field in fields(UnitLabels) if field.name != "assignments"}
-    labels = UnitLabels(**none, assignments=())
-    kept, least, counts = np.full_like(nothing, np.inf), tables.least_elements, np.array(tables.counts)
-    sent = float(least @ counts) if least.all() else 0.0
-    labels = replace(labels, parameter_elements=least, frozen_elements=tables.least_frozen, activation_bytes=kept)
-    return labels, np.array(trained_parameters(tables)), counts, sent
+    labels = replace(
+        UnitLabels(**none, assignments=()),
+        parameter_elements=least,
+        frozen_elements=np.array(frozen),
+        activation_bytes=np.full_like(nothing, np.inf),
+    )
+    sent = float(least @ units) if least.all() else 0.0
+    return LeastHeld(labels=labels, trained=np.array(trained), counts=units, sent=sent)
 
 
 def least_message_s(hardware: Hardware, collective: Collective, size: int, stride: int, payload: float) -> float:

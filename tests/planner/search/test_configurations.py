@@ -138,7 +138,7 @@ def test_with_software_that_gathers_one_by_one_the_search_equals_trying_everythi
         for c in configurations(extent):
             tables = made_tables(units, c, hardware)
             times.append(brute_force(step.task(tables, c)))
-            (bound,) = states_bounds(extent, step, tables, c, [least_states_in(step, tables, c)])
+            (bound,) = states_bounds(extent, step, tables, c, least_states_in(step, tables, c))
             assert bound <= times[-1] * (1 + 1e-9), c
         assert found.found[0].objective_s == pytest.approx(min(times))
         assert found.gap <= 1e-6
@@ -181,16 +181,16 @@ def test_no_configuration_is_faster_than_its_bounds(
         found, least = partition(task), least_states_in(step, tables, c)
         best = np.inf if found is None else found.objective_s
         assert even_bound(c, whole_s, ahead) <= best * (1 + 1e-9), c
-        passes = passes_bound(extent, step, tables, c, least.once_s)
+        passes = passes_bound(extent, step, tables, c, least.once_s[0])
         if unlike(tables.counts, task.pieces):
-            passes = max(passes, chained_bound(extent, step, tables, c, least.once_s))
+            passes = max(passes, chained_bound(extent, step, tables, c, least.once_s[0]))
         assert task_bound(task) <= best * (1 + 1e-9), c
         assert task.pieces == 1 or chain_bound(task) <= best * (1 + 1e-9), c
         assert memory_bound(task) <= best * (1 + 1e-9), c
-        (stated,) = states_bounds(extent, step, tables, c, [least])
+        (stated,) = states_bounds(extent, step, tables, c, least)
         assert stated <= best * (1 + 1e-9), c
-        assert passes + least.last_s(step, c) <= best * (1 + 1e-9), c
-        if standing_bytes(step, tables, [c])[0] > c.pipeline * step.limit_bytes or not least.fits(step):
+        assert passes + least.last_s(step, c)[0] <= best * (1 + 1e-9), c
+        if standing_bytes(step, tables, [c])[0] > c.pipeline * step.limit_bytes or not least.fits[0]:
             assert found is None, c
 
 
