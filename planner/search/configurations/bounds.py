@@ -141,9 +141,7 @@ def states_bounds(
 
 def _passes_s(model: StepModel, tables: StageTables, c: Configuration, least_s: float, *, least: bool = True) -> float:
     """Seconds of passes with the sums over the batch for which they wait, the ``least`` of any storage's."""
-    if c.data == 1 or not tables.decisions.sums_over_batch:
-        return least_s
-    return least_s + float(model.batch_sums_s(tables, c, least=least).sum(axis=1) @ np.array(tables.counts))
+    return least_s + model.whole_batch_sums_s(tables, c, least=least)
 
 
 def passes_bound(

@@ -140,6 +140,7 @@ class _Search:
         self.shapes: Counter[tuple[int, int, int]] = Counter()
         self.moved: set[Configuration] = set()
         self.states: dict[tuple[int, ...], LeastStates | None] = {}
+        self.stored: dict[Configuration, list[Configuration]] = {}
         self.standing: dict[tuple[object, ...], float] = {}
         self.misfits: list[tuple[float, Configuration]] = []
 
@@ -312,7 +313,7 @@ class _Search:
         elif node.stage is Stage.CHAINED:
             self._chain(bound, node)
         elif node.stage is Stage.WHOLE:
-            self._store(bound, storages(self.extent, node.configuration), node.passes)
+            self._store(bound, self._storages(node.configuration), node.passes)
         elif node.stage is Stage.STORAGE:
             self._time(bound, node)
         else:
@@ -387,14 +388,20 @@ class _Search:
         c = placed
         key = (self.number.of(c), c.pipeline, c.data, c.stride("data"), c.micro_batches, c.in_a_row)
         if key not in self.states:
-            states = least_states_of(self.extent, self.model, tables, c)
+            states = least_states_of(self.extent, self.model, tables, self._storages(c))
             if states is not None and not states.fits.all():
                 if not states.fits.any():
                     each = (states.standing_bytes / c.pipeline).tolist()
-                    self.misfits += zip(each, states.ways, strict=True)
+                    self.misfits += zip(each, states.stored, strict=True)
                 states = states.take(states.fits) if states.fits.any() else None
             self.states[key] = states
         return self.states[key]
+
+    def _storages(self, placed: Configuration) -> list[Configuration]:
+        """The same with every way to store states; asked for before and after the best of them is bounded."""
+        if placed not in self.stored:
+            self.stored[placed] = storages(self.extent, placed)
+        return self.stored[placed]
 
     def _tables(self, placed: Configuration) -> StageTables | None:
         try:

@@ -35,13 +35,14 @@ class DataMessages:
     def reduced_s(self, elements: FloatArray) -> FloatArray:
         """Seconds of what is all-reduced: gradients, or shards of them."""
         c, shards = self.storages.placed, self.storages.shards
-        stride, held = c.stride("data"), elements / shards
-        return np.array(
-            [
-                self._fused_s(number, Collective.ALL_REDUCE, row, c.data // ranks, stride * ranks)
-                for number, (row, (ranks,)) in enumerate(zip(held, shards.tolist(), strict=True))
-            ]
-        )
+        stride, held, known = c.stride("data"), elements / shards, dict[tuple[int, float], FloatArray]()
+        # ZeRO-1 and 3 over the same ranks reduce the same shards.
+        sent = list(zip(shards[:, 0].tolist(), self.bucket[:, 0].tolist(), strict=True))
+        for number, key in enumerate(sent):
+            if key not in known:
+                groups = c.data // key[0], stride * key[0]
+                known[key] = self._fused_s(number, Collective.ALL_REDUCE, held[number], *groups)
+        return np.array([known[key] for key in sent])
 
     def scattered_s(self, elements: FloatArray, wanted: BoolArray) -> FloatArray:
         """Seconds in which gradients are reduce-scattered, in storages (storages, 1) where that is ``wanted``."""

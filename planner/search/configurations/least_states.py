@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from planner.graph.operator_graph import DTYPE_BYTES
 from planner.search.configurations.passes import BoolArray
 from planner.search.configurations.schedule_shapes import ScheduleShape
-from planner.search.configurations.space import Extent, offloaded, storages
+from planner.search.configurations.space import Extent, offloaded
 from planner.search.configurations.step_model import Configuration, StepModel
 from planner.search.configurations.storage import Storages, scatters_each, sharing_ranks
 from planner.search.configurations.stored_ways import trained_parameters
@@ -29,19 +30,20 @@ MANY_ELEMENTS = 1e15
 """Elements of which an update takes its bytes' time alone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LeastStates:
     """What the states of several storages of a placed configuration take at least.
 
     Attributes
     ----------
-    ways : how they are stored, on the devices or on the host
+    ways, away : how they are stored, and whether on the host where the configuration says on the devices
     once_s, whole_s : seconds of a step, of each unit (storages, units) and of all of them (storages,)
     standing_bytes, room_bytes : (storages,) bytes that stand through a step on all ranks together, and memory of a rank
     sent_bytes : of the gradients that ranks of all stages sum over the data axis, 0 where a unit has none
     """
 
     ways: tuple[Configuration, ...]
+    away: tuple[bool, ...]
     once_s: FloatArray
     whole_s: FloatArray
     standing_bytes: FloatArray
@@ -56,17 +58,30 @@ class LeastStates:
 
     def take(self, picked: BoolArray) -> LeastStates:
         """Some of the storages."""
-        ways = tuple(way for way, there in zip(self.ways, picked.tolist(), strict=True) if there)
+        ways, away = tuple(compress(self.ways, picked.tolist())), tuple(compress(self.away, picked.tolist()))
         rows = (self.once_s, self.whole_s, self.standing_bytes, self.room_bytes)
         once_s, whole_s, standing_bytes, room_bytes = (each[picked] for each in rows)
         return LeastStates(
-            ways=ways, once_s=once_s, whole_s=whole_s, standing_bytes=standing_bytes, room_bytes=room_bytes,
-            sent_bytes=self.sent_bytes,
+            ways=ways, away=away, once_s=once_s, whole_s=whole_s, standing_bytes=standing_bytes,
+            room_bytes=room_bytes, sent_bytes=self.sent_bytes,
         )  # fmt: skip
+
+    @property
+    def stored(self) -> list[Configuration]:
+        """The placed configuration in each of the storages."""
+        each = zip(self.ways, self.away, strict=True)
+        return [replace(way, offload=True) if moved else way for way, moved in each]
+
+    @cached_property
+    def places(self) -> dict[tuple[str, int, bool], int]:
+        """Number of each storage by its level of ZeRO, ranks that share states, and whether they are on the host."""
+        each = enumerate(zip(self.ways, self.away, strict=True))
+        return {(way.optimizer_sharding, way.shard_size, way.offload or moved): n for n, (way, moved) in each}
 
     def place(self, configuration: Configuration) -> int:
         """Number of the storage in which states are stored as in a configuration."""
-        return [_stored_as(way) for way in self.ways].index(_stored_as(configuration))
+        c = configuration
+        return self.places[c.optimizer_sharding, c.shard_size, c.offload]
 
     def gain_on_host_s(self, configuration: Configuration, model: StepModel) -> float:
         """Most seconds of a step by which the host may update states sooner, whatever way the units are run.
@@ -74,8 +89,8 @@ class LeastStates:
         An update is launched alike on both, and on the host copied there and back besides, so that it is the sooner one
         only where it takes less time for each element; there is no limit then.
         """
-        level, size, away = _stored_as(configuration)
-        moves = not away and (level, size, True) in map(_stored_as, self.ways)
+        c = configuration
+        moves = not c.offload and (c.optimizer_sharding, c.shard_size, True) in self.places
         return np.inf if moves and _lags(model, configuration.devices) else 0.0
 
     def again_s(self, model: StepModel, tables: StageTables, placed: Configuration) -> FloatArray:
@@ -98,11 +113,6 @@ class LeastStates:
         room, (once, least, most) = self.room_bytes, _flights(model.shape(c), c.pipeline)
         # What stands lies on the ranks with most in flight, or on the others.
         return np.minimum(room * once - self.standing_bytes / most, (c.pipeline * room - self.standing_bytes) / least)
-
-
-def _stored_as(configuration: Configuration) -> tuple[str, int, bool]:
-    """How states are stored: level of ZeRO, the ranks that share them, and whether they live on the host."""
-    return configuration.optimizer_sharding, configuration.shard_size, configuration.offload
 
 
 @lru_cache(maxsize=256)
@@ -144,72 +154,46 @@ def _flights(shape: ScheduleShape, ranks: int) -> tuple[float, float, float]:
     return float((1 / flight).sum()), float(flight.min()), float(flight.max())
 
 
-def least_states_of(extent: Extent, model: StepModel, tables: StageTables, placed: Configuration) -> LeastStates | None:
-    """What states take at least in every storage, on the devices and where they may move to the host."""
-    if not (here := storages(extent, placed)):
+def least_states_of(
+    extent: Extent, model: StepModel, tables: StageTables, here: Sequence[Configuration]
+) -> LeastStates | None:
+    """What states take at least in storages of a placed configuration, and on the host where they may move there."""
+    if not here:
         return None  # pins leave none
-    messages_s = _messages_s(model, tables, here)
-    there = [moved for way in here if (moved := offloaded(extent, way)) is not None]
-    found = _least_of(model, tables, here, messages_s)
     # All of them may move, or none.
-    return found if not there else _both(found, _least_of(model, tables, there, messages_s))
+    moves = offloaded(extent, here[0]) is not None
+    return _least_of(model, tables, here, (False, True) if moves else (False,))
 
 
 def least_states_in(model: StepModel, tables: StageTables, stored: Configuration) -> LeastStates:
     """What the states of one storage take at least."""
-    return _least_of(model, tables, [stored], _messages_s(model, tables, [stored]))
-
-
-def _both(one: LeastStates, other: LeastStates) -> LeastStates:
-    return LeastStates(
-        ways=(*one.ways, *other.ways),
-        once_s=np.concatenate([one.once_s, other.once_s]),
-        whole_s=np.concatenate([one.whole_s, other.whole_s]),
-        standing_bytes=np.concatenate([one.standing_bytes, other.standing_bytes]),
-        room_bytes=np.concatenate([one.room_bytes, other.room_bytes]),
-        sent_bytes=one.sent_bytes,
-    )
+    return _least_of(model, tables, [stored], (False,))
 
 
 def _least_of(
-    model: StepModel, tables: StageTables, ways: Sequence[Configuration], messages_s: FloatArray
+    model: StepModel, tables: StageTables, here: Sequence[Configuration], moved: tuple[bool, ...]
 ) -> LeastStates:
-    """What states take at least in storages that are alike but for how states are stored, all here or on the host.
-
-    ``messages_s`` (ways, units) are what they take but for their update.
-    """
-    c, held = ways[0], least_held(tables)
-    kept = tuple((way.optimizer_sharding, sharing_ranks(way)) for way in ways)
-    update_s, standing = _updated(model, held, kept, c.offload, c.pipeline == c.micro_batches == 1, c.devices)
-    once_s = messages_s + update_s
+    """What states take at least where they are ``moved`` to the host, or stay where the configuration says."""
+    held, messages_s = least_held(tables), _messages_s(model, tables, here)
+    ways, once_s, standing, room = tuple(here), list[FloatArray](), list[FloatArray](), list[float]()
+    stays = Storages.of(here)
+    for away in moved:
+        storages = replace(stays, offload=True) if away else stays
+        once_s.append(messages_s + model.update_s(held.labels.parameter_elements, storages, held.trained))
+        standing.append(model.resident_bytes(held.labels, storages))
+        # Where nothing lives on the host anyway there is as much room whatever moves there.
+        apart = away and model.host_elements
+        room += [model.room_bytes(replace(way, offload=True) if apart else way) for way in ways]
+    seconds, resident = np.concatenate(once_s), np.concatenate(standing)
     return LeastStates(
-        ways=tuple(ways),
-        once_s=once_s,
-        whole_s=np.array([float(row @ held.counts) for row in once_s]),
-        standing_bytes=standing,
-        room_bytes=np.array([model.room_bytes(way) for way in ways]),
+        ways=ways * len(moved),
+        away=tuple(away for away in moved for _ in ways),
+        once_s=seconds,
+        whole_s=np.array([float(row @ held.counts) for row in seconds]),
+        standing_bytes=np.array([float(row @ held.counts) for row in resident]),
+        room_bytes=np.array(room),
         sent_bytes=held.sent * DTYPE_BYTES[model.dtype],
     )
-
-
-@lru_cache(maxsize=1024)
-def _updated(
-    model: StepModel, held: LeastHeld, kept: tuple[tuple[str, int], ...], offload: bool, once: bool, devices: int
-) -> tuple[FloatArray, FloatArray]:
-    """(ways, units) least seconds of the update in each way to shard states, and bytes that stand, (ways,).
-
-    ``kept`` are the levels of ZeRO with the ranks that share states; ``once`` says that gradients may take the place of
-    activations: one stage and a single micro-batch.
-    """
-    ways = [
-        Configuration(pipeline=1 if once else 2, optimizer_sharding=level, shard_size=shards, offload=offload)
-        for level, shards in kept
-    ]
-    storages = Storages.of(ways)
-    shared = held.labels.parameter_elements / storages.shards
-    update_s = model.held_update_s(shared, devices, np.broadcast_to(held.trained, shared.shape), offload=offload)
-    resident = model.resident_bytes(held.labels, storages)
-    return update_s, np.array([float(each @ held.counts) for each in resident])
 
 
 def _messages_s(model: StepModel, tables: StageTables, ways: Sequence[Configuration]) -> FloatArray:

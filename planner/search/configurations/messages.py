@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import islice, product
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -96,6 +96,30 @@ def summing_s(hardware: Hardware, work: SummedWork, grown: float, share: float, 
     return np.array([[sum(islice(seconds, len(passes))) for passes in unit] for unit in work], dtype=np.float64)
 
 
+@lru_cache(maxsize=1024)
+def whole_sums_s(
+    hardware: Hardware, tables: StageTables, data: int, stride: int, shards: int | None, tensor: int, devices: int
+) -> float:
+    """Seconds of `unit_sums_s` of all units."""
+    each = unit_sums_s(hardware, tables, data, stride, shards, tensor, devices)
+    return float(each.sum(axis=1) @ np.array(tables.counts))
+
+
+@lru_cache(maxsize=1024)
+def unit_sums_s(
+    hardware: Hardware, tables: StageTables, data: int, stride: int, shards: int | None, tensor: int, devices: int
+) -> FloatArray:
+    """(units, 2) seconds of the sums over the batch for which operators wait, forward and backward.
+
+    With what operators that sum in their middle take longer; the least of all where there are no ``shards``.
+    """
+    decisions = tables.decisions
+    grown = tables.parts.graph.batch_size / decisions.graph.batch_size
+    longer = summing_s(hardware, decisions.summed_work, grown, 1.0 / tensor, devices)
+    given = hardware, decisions.batch_sums, data, stride
+    return longer + (least_batch_sums_s(*given) if shards is None else batch_sums_s(*given, shards))
+
+
 @lru_cache(maxsize=256)
 def sends_s(hardware: Hardware, tables: StageTables, pairs: tuple[tuple[int, float], ...]) -> FloatArray:
     """(units - 1, states) seconds of an activation and of its gradient over a cut behind each unit.
@@ -104,16 +128,27 @@ def sends_s(hardware: Hardware, tables: StageTables, pairs: tuple[tuple[int, flo
     ----------
     pairs : distances of neighbours with their part of all pairs, whose mean counts
     """
+    payloads, rows = _payloads(tables)
+    sent = [
+        np.where(payloads > 0, share * message_s(hardware, Collective.SEND, payloads, 2, apart), 0.0)
+        for apart, share in pairs
+    ]
+    seconds = np.zeros(payloads.shape[1:])
+    for way in range(len(payloads)):
+        for both in sent:
+            seconds += both[way]
+    return seconds[rows]
+
+
+@lru_cache(maxsize=256)
+def _payloads(tables: StageTables) -> tuple[FloatArray, list[int]]:
+    """(2, boundaries, states) bytes of activations and gradients, and which of the boundaries each cut is like."""
     units, boundaries = tables.chain.units, tables.boundaries
     width = max((len(boundary.forward_bytes) for boundary in boundaries), default=1)
-    seconds = np.zeros((len(boundaries), width))
     payloads = np.zeros((2, len(boundaries), width))
     for number, boundary in enumerate(boundaries):
         for way, payload in zip(payloads, (boundary.forward_bytes, boundary.backward_bytes), strict=True):
             way[number, : len(payload)] = payload
-    for payload, (apart, share) in product(payloads, pairs):
-        sent = message_s(hardware, Collective.SEND, payload.ravel(), 2, apart).reshape(payload.shape)
-        seconds += np.where(payload > 0, share * sent, 0.0)
     # Between equal blocks goes what goes between the first and the second of them.
     rows = [place for n, unit in enumerate(units) for place in [n - 1] * (unit.count - 1) + [n]]
-    return seconds[[min(max(row, 0), len(boundaries) - 1) for row in rows[:-1]]]
+    return payloads, [min(max(row, 0), len(boundaries) - 1) for row in rows[:-1]]

@@ -57,13 +57,7 @@ from planner.graph.recompute import MODES
 from planner.lowering.overflow import NARROW_RANGE
 from planner.search.configurations.configuration import AXES, Configuration, unstored
 from planner.search.configurations.data_messages import DataMessages
-from planner.search.configurations.messages import (
-    batch_sums_s,
-    least_batch_sums_s,
-    sends_s,
-    summing_s,
-    told_s,
-)
+from planner.search.configurations.messages import sends_s, told_s, unit_sums_s, whole_sums_s
 from planner.search.configurations.own_links import apart_s
 from planner.search.configurations.passes import Row, beside, paced_passes, passes_beside_messages
 from planner.search.configurations.schedule_shapes import SPLIT, ScheduleShape, schedule_shape
@@ -124,10 +118,12 @@ class StepModel(Storage):
         Those differ in the values of their ways alone, but where neighbouring units that are alike in one are not in
         another.
         """
-        found, together = dict[Configuration, PartitionTask](), dict[JoinedUnits, list[Configuration]]()
+        found, together = dict[Configuration, PartitionTask](), dict[int, list[Configuration]]()
         for configuration in configurations:
-            together.setdefault(self.joined(tables, configuration), []).append(configuration)
-        for joined, ways in together.items():
+            shared = configuration.shard_size if tables.decisions.sums_over_batch else 0
+            together.setdefault(shared, []).append(configuration)
+        for ways in together.values():
+            joined = self.joined(tables, ways[0])
             stored = self.stored(joined.labels, Storages.of(ways), joined.whole, joined.trained)
             shape = self.shape(ways[0], together=self.ends_together(tables, ways[0]))
             values = stored.values(shape, ways[0].micro_batches)
@@ -457,7 +453,7 @@ class StepModel(Storage):
     def update_s(self, elements: FloatArray, storages: Storages, trained: int | IntArray = 1) -> FloatArray:
         """Seconds of the update of the states that a rank holds, or of its host's, with the way there and back."""
         c = storages.placed
-        return self.held_update_s(elements / storages.shards, c.devices, trained, offload=c.offload)
+        return self.held_update_s(elements / storages.shards, c.devices, trained, offload=storages.offload)
 
     def held_update_s(
         self, held: FloatArray, devices: int, trained: int | IntArray = 1, *, offload: bool = False
@@ -483,19 +479,15 @@ class StepModel(Storage):
         if c.data == 1 or self.own_samples or not tables.decisions.sums_over_batch:
             return np.zeros((len(tables.chain.units), 2))
         shards = None if least else c.shard_size
-        return _batch_sums_s(self.hardware, tables, c.data, c.stride("data"), shards, c.tensor, c.devices)
+        return unit_sums_s(self.hardware, tables, c.data, c.stride("data"), shards, c.tensor, c.devices)
 
-
-@lru_cache(maxsize=1024)
-def _batch_sums_s(
-    hardware: Hardware, tables: StageTables, data: int, stride: int, shards: int | None, tensor: int, devices: int
-) -> FloatArray:
-    """`StepModel.batch_sums_s` by what it depends on; the least of all where there are no ``shards``."""
-    decisions = tables.decisions
-    grown = tables.parts.graph.batch_size / decisions.graph.batch_size
-    longer = summing_s(hardware, decisions.summed_work, grown, 1.0 / tensor, devices)
-    given = hardware, decisions.batch_sums, data, stride
-    return longer + (least_batch_sums_s(*given) if shards is None else batch_sums_s(*given, shards))
+    def whole_batch_sums_s(self, tables: StageTables, configuration: Configuration, *, least: bool = False) -> float:
+        """Seconds of `batch_sums_s` of the whole network."""
+        c = configuration
+        if c.data == 1 or not tables.decisions.sums_over_batch:
+            return 0.0
+        shards = None if least else c.shard_size
+        return whole_sums_s(self.hardware, tables, c.data, c.stride("data"), shards, c.tensor, c.devices)
 
 
 def _taking_turns_s(labels: UnitLabels, c: Configuration) -> tuple[FloatArray, FloatArray]:

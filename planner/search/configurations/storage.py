@@ -28,6 +28,7 @@ class Storages:
     shards : (storages, 1) ranks that states are shared out to
     whole, zero3 : (storages, 1) whether nothing is sharded, or everything
     in_shards : (storages, 1) whether gradients are kept in shards
+    offload : whether states live on the host
     each : (storages, 1) whether every micro-batch's gradients are reduce-scattered
     """
 
@@ -37,6 +38,7 @@ class Storages:
     zero3: BoolArray
     in_shards: BoolArray
     each: BoolArray
+    offload: bool
 
     @classmethod
     def of(cls, ways: Sequence[Configuration]) -> Storages:
@@ -49,6 +51,7 @@ class Storages:
             zero3=_column(level == "zero3" for level in levels),
             in_shards=_column(level in ("zero2", "zero3") for level in levels),
             each=_column(scatters_each(way) for way in ways),
+            offload=ways[0].offload,
         )
 
     @property
@@ -110,7 +113,7 @@ class Storage:
         gradient = np.where(storages.in_shards, each_held, unsummed) * size
         if c.pipeline == 1 and c.micro_batches == 1:
             gradient = np.maximum(gradient - labels.activation_bytes, 0.0)
-        state = 0.0 if c.offload else state_bytes(self.optimizer, self.dtype) / shards
+        state = 0.0 if storages.offload else state_bytes(self.optimizer, self.dtype) / shards
         resident: FloatArray = held + gradient + elements * state
         return resident
 
