@@ -68,10 +68,11 @@ class SegmentWriter(Writer):
         self._gather_parameters()
         batch = MicroBatch(self.order, self.persistent, self.synchronised, self.buckets, self.pending)
         visits = Visits(batch, self._visit, lambda kind: self._by_unit(kind[0]))
+        ahead = [items for items in (self.gathers, self.fetches) if items.items]
         for visit in self.blueprint.script:
-            visits.add(visit, (self.gathers.around(visit), self.fetches.around(visit)))
-            self.gathers.passed += self.gathers.count(visit)
-            self.fetches.passed += self.fetches.count(visit)
+            visits.add(visit, tuple([items.around(visit) for items in ahead]))
+            for items in ahead:
+                items.passed += items.count(visit)
         visits.restore()
         while self.pending:
             self._flush(next(iter(self.pending)))

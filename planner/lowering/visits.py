@@ -33,12 +33,10 @@ class Ahead(Generic[T]):
 
     def count(self, visit: Visit) -> int:
         """How many a visit has."""
-        return len(self._of[id(visit.events)]) if self.items else 0
+        return len(self._of[id(visit.events)])
 
     def around(self, visit: Visit) -> tuple[object, ...]:
         """What the next visit has, with what is before and behind that; units count from its own."""
-        if not self.items:
-            return ()
         count, begin = self.count(visit), self.passed
         if not count:
             return ()

@@ -102,19 +102,27 @@ class Problem:
 
     def parts_s(self, assignments: Iterable[Mapping[int, int]]) -> tuple[float, float]:
         """Seconds of kernels and of updates in an objective; each of the assignments gives variables their states."""
-        kernels_s = update_s = 0.0
-        known: dict[tuple[int, int], float] = {}
+        seconds = {True: 0.0, False: 0.0}
+        known: dict[tuple[int, int], tuple[bool, float]] = {}
         for number, state in ((n, s) for given in assignments for n, s in given.items()):
             states = self.states[number]
-            if states.variable.kind is Kind.PARAMETER:
-                update_s += float(self.parts.update_seconds(states)[state])
-            elif states.variable.kind is not Kind.INPUT:
-                key = states.kind, state
-                if key not in known:
-                    found = (self.parts.node_seconds(states, n) for n in range(len(states.variable.nodes)))
-                    known[key] = sum(float(one.total[state] - one.communication[state]) for one in found)
-                kernels_s += known[key]
-        return self.setting.micro_batches * kernels_s, update_s
+            if states.variable.kind is Kind.PARAMETER and states.variable.nodes[0] not in self.graph.trained:
+                continue
+            key = states.kind, state
+            if key not in known:
+                known[key] = states.variable.kind is Kind.PARAMETER, self._seconds(states, state)
+            updates, own = known[key]
+            seconds[updates] += own
+        return self.setting.micro_batches * seconds[False], seconds[True]
+
+    def _seconds(self, states: States, state: int) -> float:
+        """Seconds of the update of a variable in a state, or of its kernels in one micro-batch."""
+        if states.variable.kind is Kind.PARAMETER:
+            return float(self.parts.update_seconds(states)[state])
+        if states.variable.kind is Kind.INPUT:
+            return 0.0
+        found = (self.parts.node_seconds(states, n) for n in range(len(states.variable.nodes)))
+        return sum(float(one.total[state] - one.communication[state]) for one in found)
 
     @cached_property
     def unary(self) -> tuple[Cost, ...]:

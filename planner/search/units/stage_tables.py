@@ -214,6 +214,10 @@ class Stage:
         value: FloatArray = np.zeros((prod(shape), 1))
         back: list[IntArray] = []
         for number in self.chain.positions:
+            if value.shape[1] == 1:
+                value = value + flat[number][:, 0, :]
+                back.append(np.zeros(value.shape, dtype=np.int64))
+                continue
             total = value[:, :, None] + flat[number]
             back.append(total.argmin(axis=1))
             value = total.min(axis=1)
