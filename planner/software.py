@@ -30,6 +30,7 @@ from planner.strategy.exchange import Exchange
 from simulator.errors import InputError
 from simulator.expert_messages import EXPERT_EXPOSED, SENT_ONCE
 from simulator.hardware import Hardware, load_profile
+from simulator.kernels.convolution import COPIES
 from simulator.launches import LAUNCH, MESSAGE_LAUNCHES, SEND_STALL, SHARDED, TENSOR_EXPOSED
 
 if TYPE_CHECKING:
@@ -178,6 +179,16 @@ def norms_of(software: str, norms: str) -> str:
     return FUSED_NORMS if traits_of(SOFTWARE[software].stack).fused_rms_norm else ""
 
 
+def _copies_around_convolutions(stack: Stack) -> float:
+    """How often what convolutions move is copied around them, as whole steps of vision networks have it (``casts``).
+
+    Only PyTorch without a compiler leaves channels in front unless told otherwise (``memory_format``).
+    """
+    if stack is not Stack.EAGER:
+        return 0.0
+    return shipped_software().layered.stacks.get(str(stack), {}).get("casts", 0.0)
+
+
 @lru_cache(maxsize=64)
 def as_run_by(hardware: Hardware, software: str) -> Hardware:
     """A cluster as the named software runs on it; as it is where none is named.
@@ -205,5 +216,9 @@ def as_run_by(hardware: Hardware, software: str) -> Hardware:
         training[SEND_STALL] = own["pipeline_exposed"]
     if known.single_gathers and "shard_apart" in own:
         training[SHARDED] = own["shard_apart"]
+    copies = _copies_around_convolutions(stack)
+    if copies and not on_ascend:
+        # The factor on convolutions is of runs that have no copies.
+        training[COPIES] = copies / training.get("planned_convolution", training.get("convolution", 1.0))
     overlaps = hardware.overlaps_communication and known.overlaps
     return replace(hardware, training=training, overlaps_communication=overlaps, hash=f"{hardware.hash} {software}")

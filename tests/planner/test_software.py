@@ -24,10 +24,12 @@ from planner.shared_tables import SharedTables
 from planner.software import SOFTWARE, as_run, as_run_by, exchange_of, machine_of, norms_of
 from planner.strategy.exchange import Exchange
 from planner.strategy.file import plan_from_text, plan_to_text
+from simulator.corrections import kernel_factor
 from simulator.errors import InputError
 from simulator.hardware import load_profile
+from simulator.kernels.convolution import COPIES
 from simulator.launches import LAUNCH, known_software, send_stall, sharded_factor
-from simulator.program import Collective
+from simulator.program import Collective, Kernel
 from simulator.timing import task_times
 from tests.planner.execution.small import place
 from tests.planner.search.problems import captured
@@ -245,3 +247,13 @@ def test_execution_refuses_a_fused_kernel_that_it_cannot_choose(tmp_path: Path) 
     with pytest.raises(InputError, match="torch takes the fused kernel of its choice"):
         check_options(plan, ExecuteOptions(strategy=tmp_path / "strategy.json"), None)
     check_options(replace(plan, attention="unfused"), ExecuteOptions(strategy=tmp_path / "strategy.json"), None)
+
+
+def test_pytorch_copies_around_convolutions() -> None:
+    """The factor on convolutions is of runs without copies, and is not to shorten these."""
+    copying = [name for name in SOFTWARE if COPIES in as_run_by(DGX, name).training]
+    assert copying == ["eager", "pytorch", "fsdp", "llm_foundry"]
+    hardware = as_run_by(DGX, "eager")
+    factor = kernel_factor(hardware, Kernel.CONVOLUTION, "float16", 1)
+    casts = shipped_software().layered.stacks["eager"]["casts"]
+    assert hardware.training[COPIES] * factor == pytest.approx(casts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -17,6 +19,8 @@ from simulator.calibration.convolutions import (
     is_product,
     misses_pixels,
 )
+from simulator.hardware import load_profile
+from simulator.kernels.convolution import COPIES, convolution_time
 from simulator.program import Kernel
 
 aten = torch.ops.aten
@@ -156,3 +160,15 @@ def test_calibration_times_convolutions_that_are_products_and_others():
             samples = "few" if image.shape[0] < 16 else "more"
             kinds.add((is_product(image, weight, stride, padding, transposed, groups), samples))
     assert kinds == {(True, "few"), (True, "more"), (False, "few"), (False, "more")}
+
+
+def test_copies_around_convolutions_are_of_16_bits_alone() -> None:
+    """What a convolution moves once more at the rate of copies, whatever its products take."""
+    plain = load_profile("dgx-a100")
+    copying = replace(plain, training={**plain.training, COPIES: 3.0})
+    shape = {"pixels": 1e6, "in_channels": 64.0, "out_channels": 128.0, "area": 9.0}
+    for dtype, copied in (("float16", 3.0), ("float32", 0.0)):
+        longer = convolution_time(copying, dtype, **shape) - convolution_time(plain, dtype, **shape)
+        moved = 2 * (1e6 * (64 + 128) + 9 * 64 * 128)
+        rate = plain.memory_bandwidth * plain.kernels[Kernel.COPY].bandwidth_efficiency
+        assert float(longer) == pytest.approx(copied * moved / rate)
