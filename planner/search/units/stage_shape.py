@@ -238,6 +238,8 @@ class StageShape:
 
     def sequence_states(self, number: int) -> Mapping[int, BoolArray]:
         """`sequence_sharded` of those variables of a unit that have such states."""
+        if self._tensor_axis is None or not self.source.sequences:
+            return {}
         if number not in self._sequence_states:
             model = self.source.models[number]
             ends = (v for v in (model.entry, model.exit) if v is not None)

@@ -12,6 +12,7 @@ from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
 from planner.graph.recompute import MODES
 from planner.search.problem.parts import Parts
 from planner.search.units.unit_model import UnitModel
+from planner.sharding.placement import REPLICATE
 from simulator.program import Kernel, Phase
 
 FloatArray = NDArray[np.float64]
@@ -19,6 +20,20 @@ IntArray = NDArray[np.int64]
 Piece = tuple[TensorRef, int]
 """A tensor as a variable writes it; whole where the variable is −1."""
 _COMPUTED = (Role.OPERATOR, Role.GRADIENT_SUM)
+
+
+class WholeBytes:
+    """Bytes of whole tensors, at any batch."""
+
+    def __init__(self, graph: OperatorGraph, tensors: Sequence[TensorRef]) -> None:
+        specs = [graph.spec(ref) for ref in tensors]
+        self._growth = np.array([sum(spec.batch_dims) for spec in specs], dtype=np.float64)
+        sizes = np.array([spec.size_bytes for spec in specs], dtype=np.float64)
+        self._of_one = sizes / float(graph.batch_size) ** self._growth
+
+    def at(self, graph: OperatorGraph) -> FloatArray:
+        """Bytes of each at the batch of a graph, shape (tensors,)."""
+        return np.asarray(self._of_one * float(graph.batch_size) ** self._growth)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +44,8 @@ class Flight:
     again. ``copies`` are tensors that a reader may want in another placement than its writer's, ``beside[p, c]`` says
     at which place copy c stands. ``waiting`` are the numbers of the pieces that operators read which may be put off
     until the gradient of the input has been sent back, and that others wrote.
+
+    ``bytes_of_pieces`` and ``bytes_of_copies`` are those of whole tensors.
     """
 
     pieces: tuple[Piece, ...]
@@ -37,6 +54,8 @@ class Flight:
     copies: tuple[tuple[TensorRef, int, int], ...]
     beside: FloatArray
     waiting: IntArray
+    bytes_of_pieces: WholeBytes
+    bytes_of_copies: WholeBytes
 
 
 def flight_of(model: UnitModel) -> Flight:
@@ -72,7 +91,10 @@ class _Follower:
         less = np.zeros((len(MODES), len(self.pieces)))
         for mode, piece in released:
             less[mode, piece] += 1.0
-        return Flight(tuple(self.pieces), np.cumsum(change, axis=0)[:-1], less, copies, beside, waiting)
+        of_pieces = WholeBytes(self.graph, [ref for ref, _ in self.pieces])
+        of_copies = WholeBytes(self.graph, [ref for ref, _, _ in copies])
+        standing = np.cumsum(change, axis=0)[:-1]
+        return Flight(tuple(self.pieces), standing, less, copies, beside, waiting, of_pieces, of_copies)
 
     def _last(self) -> dict[TensorRef, int]:
         """Last place at which each tensor is read."""
@@ -155,35 +177,22 @@ class _Follower:
         return tuple(found), beside
 
 
-class _Whole:
-    """Bytes of whole tensors, at any batch."""
-
-    def __init__(self, graph: OperatorGraph, tensors: Sequence[TensorRef]) -> None:
-        specs = [graph.spec(ref) for ref in tensors]
-        self._growth = np.array([sum(spec.batch_dims) for spec in specs], dtype=np.float64)
-        sizes = np.array([spec.size_bytes for spec in specs], dtype=np.float64)
-        self._of_one = sizes / float(graph.batch_size) ** self._growth
-
-    def bytes(self, graph: OperatorGraph) -> FloatArray:
-        """Bytes of each, shape (tensors,)."""
-        return np.asarray(self._of_one * float(graph.batch_size) ** self._growth)
-
-
 class FlightSizes:
     """The pieces of a flight on one shape of stage: what is local of each in every state."""
 
     def __init__(self, flight: Flight, parts: Parts) -> None:
         self.flight = flight
-        shares = [np.ones(1) if v < 0 else _share(parts, ref, v, reads=False) for ref, v in flight.pieces]
-        self._shares, self._first = _behind(shares)
         self._variables = [v for _, v in flight.pieces]
-        read = [_share(parts, ref, reader, reads=True) for ref, _, reader in flight.copies]
-        here = [_numbers(parts, ref, writer, reads=False) for ref, writer, _ in flight.copies]
-        there = [_numbers(parts, ref, reader, reads=True) for ref, _, reader in flight.copies]
-        (self._read, self._first_read), (self._here, self._first_here) = _behind(read), _behind(here)
-        self._there, _ = _behind(there)
-        self._whole = _Whole(parts.graph, [ref for ref, _ in flight.pieces])
-        self._copied = _Whole(parts.graph, [ref for ref, _, _ in flight.copies])
+        whole = np.full((len(parts.sizes), 1), REPLICATE)
+        pieces = [
+            whole if v < 0 else parts.states(v).placements(ref, reads=False) for ref, v in flight.pieces
+        ]  # fmt: skip
+        here = [parts.states(writer).placements(ref, reads=False) for ref, writer, _ in flight.copies]
+        there = [parts.states(reader).placements(ref, reads=True) for ref, _, reader in flight.copies]
+        placed, self._first = _behind(pieces, whole)
+        self._shares = _shares(parts, placed)
+        (self._here, self._first_here), (self._there, self._first_there) = _behind(here, whole), _behind(there, whole)
+        self._read = _shares(parts, self._there)
 
     def peak(
         self, graph: OperatorGraph, states: Mapping[int, IntArray], mode: IntArray
@@ -203,37 +212,28 @@ class FlightSizes:
         """
         flight, columns = self.flight, np.arange(len(mode))
         chosen = _stacked(states, self._variables, len(mode))
-        sizes = self._whole.bytes(graph)[:, None] * self._shares[chosen + self._first[:, None]]
+        sizes = self.flight.bytes_of_pieces.at(graph)[:, None] * self._shares[chosen + self._first[:, None]]
         level = flight.standing @ sizes - (flight.released @ sizes)[mode, columns]
         if flight.copies:
             writers = _stacked(states, [writer for _, writer, _ in flight.copies], len(mode))
             readers = _stacked(states, [reader for _, _, reader in flight.copies], len(mode))
-            places = readers + self._first_read[:, None]
-            differs = self._here[writers + self._first_here[:, None]] != self._there[places]
-            level = level + flight.beside @ (differs * (self._copied.bytes(graph)[:, None] * self._read[places]))
+            places = readers + self._first_there[:, None]
+            differs = (self._here[:, writers + self._first_here[:, None]] != self._there[:, places]).any(axis=0)
+            whole = self.flight.bytes_of_copies.at(graph)[:, None]
+            level = level + flight.beside @ (differs * (whole * self._read[places]))
         return np.asarray(np.maximum(level.max(axis=0), 0.0)), np.asarray(sizes[flight.waiting].sum(axis=0))
 
 
-def _share(parts: Parts, ref: TensorRef, variable: int, *, reads: bool) -> FloatArray:
-    """Part of a tensor that is local in each state of a variable; found once for variables that are alike."""
-    states = parts.states(variable)
-    key = ("share", reads, states.place(ref, reads=reads))
-    if key not in states.known:
-        placed = states.placements(ref, reads=reads)
-        ways = np.where(placed >= 0, np.array(parts.sizes, dtype=np.float64).reshape(-1, 1), 1.0)
-        states.known[key] = 1.0 / ways.prod(axis=0)
-    return np.asarray(states.known[key])
+def _shares(parts: Parts, placed: IntArray) -> FloatArray:
+    """Part of a tensor that is local, by state; placements have shape (axes, states)."""
+    ways = np.where(placed >= 0, np.array(parts.sizes, dtype=np.float64).reshape(-1, 1), 1.0)
+    return np.asarray(1.0 / ways.prod(axis=0))
 
 
-def _numbers(parts: Parts, ref: TensorRef, variable: int, *, reads: bool) -> FloatArray:
-    """Numbers of the placements of a tensor by state."""
-    return parts.states(variable).numbers(ref, len(parts.graph.spec(ref).shape), reads=reads).astype(np.float64)
-
-
-def _behind(rows: Sequence[FloatArray]) -> tuple[FloatArray, IntArray]:
-    """Put rows behind each other, and say where each begins."""
-    first = np.cumsum([0, *(len(row) for row in rows)])[:-1]
-    return np.concatenate([*rows, np.zeros(0)]), first
+def _behind(placed: Sequence[IntArray], whole: IntArray) -> tuple[IntArray, IntArray]:
+    """Put placements behind each other, and say where those of each tensor begin."""
+    first = np.cumsum([0, *(each.shape[1] for each in placed)])[:-1]
+    return np.concatenate([*placed, whole[:, :0]], axis=1), first
 
 
 def _stacked(states: Mapping[int, IntArray], variables: list[int], count: int) -> IntArray:

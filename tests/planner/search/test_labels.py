@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -22,6 +23,7 @@ from planner.networks.zoo.table import language_inputs
 from planner.search.dynamic_programming import fastest
 from planner.search.problem.problem import Problem
 from planner.search.problem.variables import Kind
+from planner.search.units import sweep
 from planner.search.units.factors import PARTS, Part, UnitFactors
 from planner.search.units.labels import StageDecisions, StageTables, Weights, rules_of, stage_decisions, stage_tables
 from planner.search.units.stage_tables import ENTRY, EXIT
@@ -216,6 +218,26 @@ def test_elimination_is_exact(number: int, seed: int) -> None:
     unit = tables._stage.unit(number)
     found = unit.spread(unit.minima(row[None]).table, ())[0]
     assert found == pytest.approx(brute_force(unit.factors, tables, number, row))
+
+
+def test_units_of_one_form_are_solved_together_as_each_is_alone() -> None:
+    stage = tables_of("gpt", make_mesh(tensor=2), unfolded=True)._stage
+    units = [stage.unit(number) for number in range(len(stage.chain.units))]
+    forms = [unit.shape.form for unit in units]
+    units = [unit for unit in units if forms.count(unit.shape.form) > 1]
+    assert len(units) > 1
+    random = np.random.default_rng(3)
+    for n, unit in enumerate(units):
+        scaled = unit.factors.parts * random.uniform(0.5, 2, unit.factors.parts.shape)
+        units[n] = replace(unit, factors=replace(unit.factors, parts=scaled))
+    rows, shared = stage.rows(Weights(step=1 / 64, activation_byte=1e-9)), stage.best_shared()
+    together = sweep._solved(units, [rows] * len(units), shared, len(rows))
+    alone = [sweep._solved([unit], [rows], shared, len(rows))[0] for unit in units]
+    assert len({np.array([*solved.states.values()]).tobytes() for solved in together}) == len(units)
+    for one, other in zip(together, alone, strict=True):
+        assert {v: s.tolist() for v, s in one.states.items()} == {v: s.tolist() for v, s in other.states.items()}
+        for name in ("mode", "entry", "exit"):
+            assert np.array_equal(getattr(one, name), getattr(other, name)), name
 
 
 def test_no_label_is_beaten_by_another_between_the_same_states() -> None:
