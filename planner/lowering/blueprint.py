@@ -78,10 +78,12 @@ class Uses:
             self.units.extend((SAME,) * len(values))
         self.offsets.append(len(self.values))
 
-    def add(self, uses: Sequence[Use]) -> None:
-        """Add the row of one more draft."""
-        self.values.extend([value for value, _ in uses])
-        self.units.extend([unit for _, unit in uses])
+    def add(self, uses: Sequence[Use], by: int = 0) -> None:
+        """Add the row of one more draft, its units moved."""
+        if uses:
+            values, units = zip(*uses, strict=True)
+            self.values.extend(values)
+            self.units.extend([by + unit for unit in units])
         self.offsets.append(len(self.values))
 
 
@@ -169,16 +171,24 @@ class Blueprint:
         return self._number[name]
 
     def add(
-        self, draft: Draft, home: int, reads: Sequence[Use] | None = None, writes: Sequence[Use] | None = None
+        self,
+        draft: Draft,
+        home: int,
+        reads: Sequence[Use] | None = None,
+        writes: Sequence[Use] | None = None,
+        by: int = 0,
     ) -> int:
-        """Add a draft; what it makes is at home in `home` unless it is known. Returns its number."""
+        """Add a draft; what it makes is at home in `home` unless it is known. Returns its number.
+
+        Units of `reads` and `writes` are moved `by` so many.
+        """
         number = len(self.tasks)
         self.tasks.append(draft.task)
         self.instructions.append(draft.instruction)
         self.beside.append(draft.beside)
-        self._use(self.writes, (buffer.name for buffer in draft.writes), home, writes)
-        self._use(self.reads, draft.reads, home, reads)
-        self._use(self.completes, draft.completes, home, None)
+        self._use(self.writes, (buffer.name for buffer in draft.writes), home, writes, by)
+        self._use(self.reads, draft.reads, home, reads, by)
+        self._use(self.completes, draft.completes, home, None, by)
         if draft.writes:
             self.write_bytes.extend([buffer.size_bytes for buffer in draft.writes])
             self.write_kind.extend([KIND_INDEX[buffer.kind] for buffer in draft.writes])
@@ -186,11 +196,11 @@ class Blueprint:
             self.views.append((number, self.value(view, home), self.value(owner, home)))
         return number
 
-    def _use(self, uses: Uses, names: Iterable[str], home: int, given: Sequence[Use] | None) -> None:
+    def _use(self, uses: Uses, names: Iterable[str], home: int, given: Sequence[Use] | None, by: int) -> None:
         if given is None:
             uses.add_own([self.value(name, home) for name in names])
         else:
-            uses.add(given)
+            uses.add(given, by)
 
     @cached_property
     def gathered(self) -> Gathered:

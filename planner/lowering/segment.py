@@ -127,10 +127,7 @@ class SegmentWriter(Writer):
 
     def _add_shared(self, unit: int, home: int, reads: Sequence[Use], writes: Sequence[Use]) -> int:
         """Add the one draft just written; its values are of units that lie so from `unit` wherever else it is run."""
-        own = SAME - unit
-        reads = [(value, own + other) for value, other in reads]
-        writes = [(value, own + other) for value, other in writes]
-        return self.blueprint.add(self.drafts.pop(), home, reads, writes)
+        return self.blueprint.add(self.drafts.pop(), home, reads, writes, SAME - unit)
 
     # Parameters
 
@@ -164,8 +161,7 @@ class SegmentWriter(Writer):
         homes = {kind: owners[known[kind][0].node] for kind in dict.fromkeys(moves)}
         before = {kind: value(known[kind][1], home) for kind, home in homes.items()}
         behind = {kind: value(known[kind][2], home) for kind, home in homes.items()}
-        reads = [(before[kind], unit) for kind, unit in zip(moves, units, strict=True)]
-        made = [(behind[kind], unit) for kind, unit in zip(moves, units, strict=True)]
+        reads, made = ([*zip([named[kind] for kind in moves], units, strict=True)] for named in (before, behind))
         self._add_shared(units[0], homes[moves[0]], reads, made)
 
     def _gather_units(self, gathers: Sequence[tuple[Gather, int]], position: int) -> None:
@@ -356,14 +352,22 @@ class SegmentWriter(Writer):
     def _send(self, key: Kind, entries: Sequence[Sent]) -> None:
         """Write the message of gradients of several units."""
         names = self.blueprint.names
+        # Copies of layers that are written once share a leg.
+        said = {
+            key: (names[leg.value], move.made.name, *move.dims, move.made, move.payload, leg.value, move.target)
+            for key, (leg, move) in {id(leg): (leg, move) for _, leg, move in entries}.items()
+        }
+        sources, targets, gathered, cut, buffers, payloads, values, arrived = zip(
+            *[said[id(leg)] for _, leg, _ in entries], strict=True
+        )
         cast = any(move.narrow_bytes for *_, move in entries)
         message = Communicate(
             collective=key[0],
             axis=key[1],
-            sources=tuple([names[leg.value] for _, leg, _ in entries]),
-            targets=tuple([move.made.name for *_, move in entries]),
-            gather_dims=tuple([move.dims[0] for *_, move in entries]),
-            split_dims=tuple([move.dims[1] for *_, move in entries]),
+            sources=sources,
+            targets=targets,
+            gather_dims=gathered,
+            split_dims=cut,
             asynchronous=True,
             dtype=key[2] if cast else "",
         )
@@ -371,10 +375,9 @@ class SegmentWriter(Writer):
         name = f"{key[0]} gradients of {self.graph.nodes[head.parameter].name}"
         if len(entries) > 1:
             name += f" and {len(entries) - 1} more"
-        buffers = tuple([move.made for *_, move in entries])
-        payload = sum([move.payload for *_, move in entries])
-        reads = [(leg.value, own) for own, leg, _ in entries]
-        made = [(move.target, own) for own, _, move in entries]
+        payload = sum(payloads)
+        units = [own for own, *_ in entries]
+        reads, made = [*zip(values, units, strict=True)], [*zip(arrived, units, strict=True)]
         home = self.blueprint.owners[head.parameter]
         if not cast:
             self._message(name, Phase.BACKWARD, message, payload, writes=buffers, dtype=key[2], on_host=key[4])

@@ -88,19 +88,23 @@ def moving_message(moved: Sequence[Moved], asynchronous: bool, dtype: str = "") 
     """The one message that takes a step of several tensors along the same axis."""
     step = moved[0][3]
     assert isinstance(step.operation, Collective)
-    steps = [way for *_, way in moved]
-    dims = {id(way): (way.gather_dim, way.split_dim) for way in {id(way): way for way in steps}.values()}
-    each = [dims[id(way)] for way in steps]
+    # Copies of layers that are written once move the same objects.
+    said = {key: (one[1], one[2], one[3].gather_dim, one[3].split_dim) for key, one in _distinct(moved).items()}
+    sources, targets, gathered, cut = zip(*[said[id(one)] for one in moved], strict=True)
     return Communicate(
         collective=step.operation,
         axis=step.axis,
-        sources=tuple([value for _, value, _, _ in moved]),
-        targets=tuple([target for _, _, target, _ in moved]),
-        gather_dims=tuple([gathered for gathered, _ in each]),
-        split_dims=tuple([cut for _, cut in each]),
+        sources=sources,
+        targets=targets,
+        gather_dims=gathered,
+        split_dims=cut,
         asynchronous=asynchronous,
         dtype=dtype,
     )
+
+
+def _distinct(moved: Sequence[Moved]) -> dict[int, Moved]:
+    return {id(one): one for one in moved}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +177,8 @@ class Writer:
         source, step = self.source, items[0][3]
         dtype = self.graph.spec(items[0][0]).dtype
         on_host = self._lies_on_host(items[0][0])
-        parts = [self._part(item) for item in items]
+        known = {key: self._part(item) for key, item in _distinct(items).items()}
+        parts = [known[id(item)] for item in items]
         writes = tuple([part.made for part in parts])
         if not isinstance(step.operation, Collective):
             (_, value, target, _), size = items[0], parts[0].size_bytes
