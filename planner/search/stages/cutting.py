@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.search.stages.fragments import FloatArray
+from planner.search.stages.fragments import FloatArray, IntArray
 from planner.search.stages.segments import Segments
 
 
@@ -47,47 +47,62 @@ def cut(segments: Segments, costs: FloatArray, which: Sequence[int]) -> list[int
     return picks[::-1]
 
 
-def cut_turns(segments: Segments, tables: FloatArray, which: Sequence[int], turns: FloatArray) -> list[int] | None:
+def cut_turns(
+    segments: Segments, tables: FloatArray, which: Sequence[int], turns: FloatArray
+) -> list[list[int]] | None:
     """Row of every chunk with the least sum of costs and of what the limits on turns cost; None where no row fits.
 
-    Each turn, one chunk of each rank, has one of several limits.
+    Each turn, one chunk of each rank, has one of several limits. Several costs of the same ways are followed together.
 
     Parameters
     ----------
-    tables : (kinds, limits, ways) seconds of each way, infinite where it is not allowed
+    tables : (kinds, costs, limits, ways) seconds of each way, infinite where it is not allowed
     which : (chunks,) kind of each chunk
-    turns : (turns, limits) seconds that a limit costs in each turn
+    turns : (turns, costs, limits) seconds that a limit costs in each turn
+
+    Returns
+    -------
+    (costs, chunks)
 
     Notes
     -----
     As `cut`, with ``best[c, i, state, limit]`` inside of a turn; with each turn the best limit is settled.
     """
-    units, width, ranks = segments.task.units, len(segments.states), len(which) // len(turns)
-    moves, shape = segments.moves, ((segments.task.units + 1) * len(segments.states), tables.shape[1])
-    priced = np.minimum.reduceat(tables, segments.offsets, axis=2).transpose(0, 2, 1).take(moves.group, axis=1)
-    begin = np.full((shape[0], 1), np.inf)
-    begin[0] = 0.0
-    best, before, settled = np.broadcast_to(begin, shape), [], []
+    ranks, moves, shape = len(which) // len(turns), segments.moves, turns.shape[1:]
+    least = np.minimum.reduceat(tables, segments.offsets, axis=3).reshape(len(tables), -1, len(segments.groups))
+    priced = np.ascontiguousarray(least.transpose(0, 2, 1))
+    spans = segments.spans
+    best = [np.full((len(span), priced.shape[2]), np.inf) for span in spans]
+    best[0][0] = 0.0
+    settled = []
     for chunk, (row, window) in enumerate(zip(which, segments.windows, strict=True)):
-        before.append(best)
-        best = np.full(shape, np.inf)
         if len(window.targets):
-            sums = before[-1].take(window.source, axis=0)
-            sums += priced[row][window.inside]
-            best[window.targets] = np.minimum.reduceat(sums, window.begins, axis=0)
+            sums = best[chunk].take(window.source - spans[chunk].start, axis=0)
+            sums += priced[row].take(moves.group[window.inside], axis=0)
+            best[chunk + 1][window.targets - spans[chunk + 1].start] = np.minimum.reduceat(sums, window.begins, axis=0)
         if (chunk + 1) % ranks == 0:
-            whole = best + turns[chunk // ranks]
-            settled.append(whole.argmin(axis=1))
-            best = np.broadcast_to(whole.min(axis=1)[:, None], shape)
-    place = units * width
-    if not np.isfinite(best[place, 0]):
+            whole = best[chunk + 1].reshape(-1, *shape) + turns[chunk // ranks]
+            settled.append(whole.argmin(axis=2))
+            best[chunk + 1].reshape(-1, *shape)[:] = whole.min(axis=2, keepdims=True)
+    place = segments.task.units * len(segments.states)
+    if place not in spans[-1] or not np.isfinite(best[-1][place - spans[-1].start]).all():
         return None
-    picks, limit = [], 0
+    return [_picked(segments, tables[:, cost], priced, which, best, settled, cost) for cost in range(shape[0])]
+
+
+def _picked(
+    segments: Segments, tables: FloatArray, priced: FloatArray, which: Sequence[int], best: Sequence[FloatArray],
+    settled: Sequence[IntArray], cost: int,
+) -> list[int]:  # fmt: skip
+    """The row of `cut_turns` for one of the costs, from behind."""
+    moves, spans, ranks = segments.moves, segments.spans, len(which) // len(settled)
+    place, picks, limit = segments.task.units * len(segments.states), [], 0
     for chunk in reversed(range(len(which))):
         if (chunk + 1) % ranks == 0:
-            limit = int(settled[chunk // ranks][place])
-        inside = moves.ending[place]
-        sums = before[chunk][:, limit].take(moves.source[inside]) + priced[which[chunk]][inside, limit]
+            limit = int(settled[chunk // ranks][place - spans[chunk + 1].start, cost])
+        column, inside = cost * tables.shape[1] + limit, moves.ending[place]
+        sums = best[chunk][:, column].take(moves.source[inside] - spans[chunk].start)
+        sums += priced[which[chunk], :, column].take(moves.group[inside])
         pick = inside.start + int(sums.argmin())
         group = segments.groups[int(moves.group[pick])]
         picks.append(group.first + int(tables[which[chunk], limit, group.first : group.last].argmin()))

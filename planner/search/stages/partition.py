@@ -107,7 +107,7 @@ def _unlimited_partition(task: PartitionTask, width: int) -> Partition | None:
     if task.chunks > 1:
         for slack in _SLACK:
             segments = Segments(free, slack, width)
-            found = search_turns(segments, task.limit_bytes) if segments.groups else None
+            found = search_turns(segments) if segments.groups else None
             if found is not None or segments.complete:
                 return found
     if not task.roomy:

@@ -80,11 +80,10 @@ class PricedChain:
     @cached_property
     def least_bytes(self) -> FloatArray:
         """(units + 1, states) least standing bytes from each unit and entry state on."""
-        found = np.full((len(self.units) + 1, self.width), np.inf)
-        found[-1, 0] = 0.0
-        for unit in reversed(range(len(self.units))):
-            found[unit] = (self.standing[self.numbers[unit]] + found[unit + 1]).min(axis=1)
-        return found
+        found = np.full((len(self.units) + 1, 1, self.width), np.inf)
+        found[-1, :, 0] = 0.0
+        _fill_behind(found, [(step[None], count) for step, count in zip(self.standing, self.counts, strict=True)])
+        return found[:, 0]
 
     @cached_property
     def least_left(self) -> list[float]:
@@ -112,11 +111,7 @@ class PricedChain:
         """
         found = np.full((len(self.units) + 1, len(self.prices), self.width), np.inf)
         found[-1, :, 0] = 0.0
-        unit = len(self.units)
-        for table, count in reversed(self._rows(self.prices, self.last)):
-            for _ in range(count):
-                unit -= 1
-                found[unit] = (table + found[unit + 1][:, None, :]).min(axis=2)
+        _fill_behind(found, self._rows(self.prices, self.last))
         return found
 
     def _rows(self, prices: FloatArray, last: IntArray) -> list[tuple[FloatArray, int]]:
@@ -159,11 +154,7 @@ class PricedChain:
         """(units + 1, rows, states) as the potentials, of the units before each."""
         found = np.full_like(self.potentials, np.inf)
         found[0, :, 0] = 0.0
-        unit = 0
-        for table, count in self._rows(self.prices, self.last):
-            for _ in range(count):
-                found[unit + 1] = (found[unit][:, :, None] + table).min(axis=1)
-                unit += 1
+        _fill_before(found, self._rows(self.prices, self.last))
         return found
 
     def _worth(self, unit: int, limit_s: float) -> IntArray:
@@ -211,15 +202,14 @@ class PricedChain:
     def _waited_for(self) -> int:
         """The unit behind whose synchronisation every choice takes longest at least, memory aside; -1 where none is."""
         tables = [self._tables(number, np.zeros(1)) for number in range(len(self.kinds))]
-        before, at, after = (np.stack([each[n][0] for each in tables])[self.numbers] for n in range(3))
-        units = len(self.units)
-        arrived, rest = np.full((units + 1, self.width), np.inf), np.full((units + 1, self.width), np.inf)
-        arrived[0, 0] = rest[-1, 0] = 0.0
-        for unit in range(units):
-            arrived[unit + 1] = (arrived[unit][:, None] + before[unit]).min(axis=0)
-            rest[units - 1 - unit] = (after[units - 1 - unit] + rest[units - unit]).min(axis=1)
-        each = (arrived[:-1, :, None] + at + rest[1:, None, :]).min(axis=(1, 2))
-        return int(np.argmax(np.append(rest[0, 0], each))) - 1
+        befores, ats, afters = ([each[n] for each in tables] for n in range(3))
+        arrived, rest = np.full((2, len(self.units) + 1, 1, self.width), np.inf)
+        arrived[0, 0, 0] = rest[-1, 0, 0] = 0.0
+        _fill_before(arrived, list(zip(befores, self.counts, strict=True)))
+        _fill_behind(rest, list(zip(afters, self.counts, strict=True)))
+        at = np.concatenate(ats)[self.numbers]
+        each = (arrived[:-1, 0, :, None] + at + rest[1:, 0, None, :]).min(axis=(1, 2))
+        return int(np.argmax(np.append(rest[0, 0, 0], each))) - 1
 
     def followed(self, limit_s: float, beam: int) -> tuple[Choice | None, float]:
         """The best choice below `limit_s` with `beam` ways a state, if any, and a bound on what was left out."""
@@ -260,15 +250,18 @@ class PricedChain:
     def straight(self) -> Choice:
         """The choice that takes least where a byte has no price."""
         free = np.where(self.prices == 0.0, self.potentials[0, :, 0], -np.inf)
-        row, state, ways = int(np.argmax(free)), 0, []
-        last = int(self.last[row])
-        for unit, number in enumerate(self.numbers.tolist()):
-            kind = self.kinds[number]
-            queue = LEFT if unit == last else BEHIND
-            own = kind.values[:, TIME] + (kind.values[:, queue] if unit <= last else 0.0)
-            rest = np.where(kind.entry == state, own + self.potentials[unit + 1, row, kind.exit], np.inf)
-            ways.append(int(np.argmin(rest)))
-            state = int(kind.exit[ways[-1]])
+        row, state, ways, begin = int(np.argmax(free)), 0, [], 0
+        for number, count in enumerate(self.counts):
+            kind, units = self.kinds[number], np.arange(begin, begin + count)[:, None]
+            queue = np.where(units == self.last[row], kind.values[:, LEFT], kind.values[:, BEHIND])
+            own = kind.values[:, TIME] + np.where(units <= self.last[row], queue, 0.0)
+            rest = own + self.potentials[begin + 1 : begin + count + 1, row].take(kind.exit, axis=1)
+            entered = np.where(kind.entry == np.arange(self.width)[:, None], rest[:, None, :], np.inf)
+            leave = kind.exit.tolist()
+            for picks in entered.argmin(axis=2).tolist():
+                ways.append(picks[state])
+                state = leave[picks[state]]
+            begin += count
         return self._chosen(ways)
 
     # Evenly spaced bytes
@@ -376,6 +369,32 @@ def _ahead(table: FloatArray, count: int, rest: FloatArray) -> FloatArray:
         if not count:
             return rest
         table = (table[:, :, :, None] + table[:, None, :, :]).min(axis=2)
+
+
+def _fill_behind(found: FloatArray, runs: Sequence[tuple[FloatArray, int]]) -> None:
+    """Set the least costs (units + 1, rows, states) from each unit on, of which the last ones are there."""
+    unit = len(found) - 1
+    for table, count in reversed(runs):
+        found[unit - count : unit + 1] = _each_ahead(table, count, found[unit])[::-1]
+        unit -= count
+
+
+def _fill_before(found: FloatArray, runs: Sequence[tuple[FloatArray, int]]) -> None:
+    """Set the least costs (units + 1, rows, states) up to each unit, of which the first ones are there."""
+    unit = 0
+    for table, count in runs:
+        found[unit : unit + count + 1] = _each_ahead(table.transpose(0, 2, 1), count, found[unit])
+        unit += count
+
+
+def _each_ahead(table: FloatArray, count: int, rest: FloatArray) -> FloatArray:
+    """(count + 1, rows, entries) as `_ahead`, of none of the equal units, of the last one, and so on."""
+    found = rest[None]
+    while len(found) <= count:
+        more = (table + found[: count + 1 - len(found), :, None, :]).min(axis=3)
+        found = np.concatenate([found, more])
+        table = (table[:, :, :, None] + table[:, None, :, :]).min(axis=2)
+    return found
 
 
 def _kept(values: FloatArray, state: IntArray, bound: FloatArray, rows: IntArray, beam: int) -> tuple[IntArray, float]:

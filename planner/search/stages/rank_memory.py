@@ -18,7 +18,6 @@ from planner.search.stages.fragments import (
     TRANSIENT,
     FloatArray,
     Fragments,
-    IntArray,
 )
 from planner.search.stages.segments import PartitionTask
 
@@ -60,17 +59,7 @@ def least_busiest(task: PartitionTask) -> float:
     for table, (_, ends_s) in zip(sums[:, :-1].T.reshape(len(terms), len(prices), -1), terms, strict=True):
         least = _rank_times(table, prices, flight, free, fits)
         times = np.maximum(times, least + ends_s[:, None])
-    return _least(times, count, np.minimum(_fewest(task, most), highest))
-
-
-def _fewest(task: PartitionTask, most: int) -> IntArray:
-    """(ranks,) blocks that each rank holds at least: one in each of its chunks which other units cannot fill.
-
-    Units before the blocks fill no more than as many first chunks, and those behind them as many last ones.
-    """
-    before, behind = sum(task.counts[:most]), sum(task.counts[most + 1 :])
-    fewest: IntArray = np.bincount(task.rank_of[before : max(before, task.pieces - behind)], minlength=task.ranks)
-    return fewest
+    return _least(times, count)
 
 
 def _terms(task: PartitionTask, most: int) -> list[tuple[tuple[int, ...], FloatArray]]:
@@ -98,17 +87,16 @@ def _held(fits: NDArray[np.bool_], count: int, highest: int) -> int:
     return int(np.where(each >= highest, count, each).sum())
 
 
-def _least(times: FloatArray, count: int, fewest: IntArray) -> float:
-    """Least time in which all ranks together hold `count` blocks, each its fewest; `times` (ranks, blocks + 1) ascend.
+def _least(times: FloatArray, count: int) -> float:
+    """Least time in which all ranks together hold `count` blocks; `times` (ranks, blocks + 1) ascend.
 
     Each number of blocks of each rank takes one block more. Nothing is known of ranks that hold more than was tabled.
     """
-    forced = float(times[np.arange(len(times)), fewest].max())
     each = times[:, 1:].ravel()
     needed = float(np.partition(each, count - 1)[count - 1]) if count <= len(each) else np.inf
     needed = min(needed, float(times[:, -1].min()))
     enough = times[times * (1 + _ROUNDING) >= needed] if np.isfinite(needed) else times[:0]
-    return max(forced, float(enough.min(initial=np.inf)))
+    return float(enough.min(initial=np.inf))
 
 
 def _ends(task: PartitionTask, most: int) -> list[tuple[FloatArray, int, float]]:

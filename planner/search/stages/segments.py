@@ -349,6 +349,19 @@ class Segments:
         high = np.minimum(done * self.longest, units - left) + 1
         return self.moves.between(low * width, high * width)
 
+    @cached_property
+    def spans(self) -> list[range]:
+        """Places before each chunk, and behind the last one, that its segments or those of the chunk before touch."""
+        ends = [_span(w.targets) for w in self.windows]
+        begins = [_span(w.source) for w in self.windows]
+        inner = [
+            range(min(before.start, behind.start), max(before.stop, behind.stop))
+            if before and behind
+            else before or behind
+            for before, behind in zip(ends[:-1], begins[1:], strict=True)
+        ]
+        return [range(max(begins[0].stop, 1)), *inner, ends[-1]]
+
     def _power(self, kind: int, count: int) -> Fragments:
         return repeated(self.task.kinds[kind], count, self._powers[kind], self.width, self.criteria)
 
@@ -427,6 +440,11 @@ class Segments:
         differs = self._differs[(self._differs > starts.start) & (self._differs < starts.stop)].tolist()
         for begin, end in pairwise([starts.start, *differs, starts.stop]):
             yield _Kind(range(begin, end), length, ways, self.task.sends_s[begin - 1] if begin else np.zeros(0))
+
+
+def _span(places: IntArray) -> range:
+    """From the least place to the greatest."""
+    return range(int(places.min()), int(places.max()) + 1) if len(places) else range(0)
 
 
 def _chunk_ends(task: PartitionTask) -> dict[int, set[int]]:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.search.stages.chunk_terms import memory_bytes
 from planner.search.stages.cutting import cut_turns
 from planner.search.stages.fragments import FloatArray
 from planner.search.stages.memory_shares import Share, shares
@@ -37,46 +36,36 @@ LIMITS = 40
 """About the most limits on a turn that are told apart."""
 
 
-def search_turns(segments: Segments, limit_bytes: float) -> Partition | None:
-    """The best partition found without a memory limit, with a bound on all, whatever turns of unequal length cost.
-
-    Where the first one needs more than `limit_bytes` of a rank, it is not worth the search for others.
-    """
-    best: Picks | None = None
-    for manner in MANNERS:
-        picks = _picks(segments, Share(np.full(segments.task.pieces, np.inf), np.inf), manner)
-        if picks is None:
-            return None
-        if best is None or objective_s(segments, picks) < objective_s(segments, best):
-            best = picks
-        if memory_bytes(segments.task, segments.values[picks]).max() > limit_bytes:
-            break
-    assert best is not None  # there are manners
+def search_turns(segments: Segments) -> Partition | None:
+    """The best partition found without a memory limit, with a bound on all, whatever turns of unequal length cost."""
+    found = _picks(segments, Share(np.full(segments.task.pieces, np.inf), np.inf), MANNERS)
+    if not found:
+        return None
+    best = min(found, key=lambda picks: objective_s(segments, picks))
     return made(segments, best, unlimited_s(segments))
 
 
 def search_limited(segments: Segments, ends: Sequence[int]) -> Partition | None:
     """A partition within the memory limit, which chunks share as ones with these ``ends`` would; bounded likewise."""
     for share in shares(segments.task, ends):
-        picks = _picks(segments, share, MANNERS[0])
-        if picks is not None:
+        for picks in _picks(segments, share, MANNERS[:1]):
             return made(segments, picks, unlimited_s(segments))
     return None
 
 
-def _picks(segments: Segments, share: Share, manner: Manner) -> Picks | None:
-    """Rows that cost least in a manner, each chunk with its share of the memory."""
+def _picks(segments: Segments, share: Share, manners: Sequence[Manner]) -> list[Picks]:
+    """Rows that cost least in each manner, each chunk with its share of the memory; none where there are none."""
     task, busy = segments.task, segments.busy
     allowed, which = segments.allowed_of(share.standing, share.transient)
     limits = _limits(segments, np.logical_or.reduce(allowed, axis=0))
     if not len(limits):
-        return None
-    even_s = segments.share_s / task.chunks
-    cost = segments.fill + ((1 - manner.longest) + manner.equal * busy / even_s) * busy / task.ranks
+        return []
+    longest, equal, tilt = np.array(manners).T[:, :, None]
+    costs = segments.fill + ((1 - longest) + equal * busy / (segments.share_s / task.chunks)) * busy / task.ranks
     within = busy <= limits[:, None] * (1 + ROUNDING)
-    tables = np.where(allowed[:, None] & within, cost, np.inf)
-    later = 1 + manner.tilt * np.arange(task.chunks) / task.chunks
-    return cut_turns(segments, tables, which, manner.longest * later[:, None] * limits)
+    tables = np.where(allowed[:, None, None] & within, costs[:, None], np.inf)
+    later = 1 + tilt * np.arange(task.chunks)[:, None, None] / task.chunks
+    return cut_turns(segments, tables, which, longest * later * limits) or []
 
 
 def _limits(segments: Segments, usable: BoolArray) -> FloatArray:

@@ -54,9 +54,11 @@ def test_limits_of_turns_are_chosen_with_the_cheapest_row(task: PartitionTask, s
         if groups is not None:
             row = sum(each[chunk, group] for chunk, group in enumerate(groups))
             best = min(best, row + sum(turns[turn, limit] for turn, limit in enumerate(limits)))
-    picks = cut_turns(segments, tables, which.tolist(), turns)
-    assert (picks is None) == (best == np.inf)
-    if picks is not None:
+    both = np.stack([tables, np.where(np.isinf(tables), np.inf, 0.0)], axis=1)
+    found = cut_turns(segments, both, which.tolist(), np.stack([turns, turns], axis=1))
+    assert (found is None) == (best == np.inf)
+    if found is not None:
+        picks = found[0]
         least = 0.0
         for turn in range(task.chunks):
             inside = range(turn * task.ranks, (turn + 1) * task.ranks)
