@@ -80,6 +80,10 @@ class Edge:
     tensor: TensorRef
 
 
+Move = tuple[int, int, bool, bool]
+"""How an edge's tensor moves, whatever the mesh (`Decisions.moves`)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
     """All variables of a graph, and the tensors between them.
@@ -100,7 +104,7 @@ class Decisions:
         return {}
 
     @cached_property
-    def moves(self) -> tuple[tuple[int, int, bool, bool], ...]:
+    def moves(self) -> tuple[Move, ...]:
         """How each edge's tensor moves, whatever the mesh.
 
         Its place among those that the source writes and among those that the target reads, whether it moves once a

@@ -20,7 +20,7 @@ from planner.kernel_shapes import kernel_shape
 from planner.search.problem.costs import MeshCosts, needs_mask
 from planner.search.problem.parts import Parts
 from planner.search.problem.states import States
-from planner.search.problem.variables import Edge, masks
+from planner.search.problem.variables import Edge, Move
 from planner.search.units.amount_rows import Kernels, Messages, Scaled
 from planner.sharding.inner_messages import inner_messages, sent_bytes, summing
 from planner.sharding.placement import PARTIAL, REPLICATE
@@ -86,7 +86,7 @@ class AmountLedger:
         self.messages = Messages()
         self.bytes = Scaled()
         self._excesses: dict[tuple[int, int], int] = {}
-        self._excess_of: dict[tuple[int, int, int, int], IntArray] = {}
+        self._excess_of: dict[tuple[int, int, Move], IntArray] = {}
         self._byte_numbers: dict[tuple[float, int, int], int] = {}
         self._seconds: dict[tuple[int, int], tuple[IntArray, IntArray]] = {}
         self._halves: dict[tuple[int, int], IntArray] = {}
@@ -112,12 +112,12 @@ class AmountLedger:
         ref = TensorRef(states.variable.nodes[0])
         return self.elements_of(ref, states.placements(ref, reads=False))
 
-    def excess(self, edge: Edge) -> IntArray:
+    def excess(self, edge: Edge, move: Move) -> IntArray:
         """By how many elements a tensor is larger as it is written than as it is read, nothing where it is not.
 
         Shape (states of the writer, states of the reader).
         """
-        key = self._ends(edge)
+        key = self._ends(edge, move)
         if key not in self._excess_of:
             source, target = self.parts.states(edge.source), self.parts.states(edge.target)
             written = self.elements_of(edge.tensor, source.placements(edge.tensor, reads=False)) // _KINDS
@@ -132,13 +132,9 @@ class AmountLedger:
             return NOTHING
         return int(_coded(self._excesses.setdefault((here, there), len(self._excesses)), _EXCESS))
 
-    def _ends(self, edge: Edge) -> tuple[int, int, int, int]:
-        """Which tensor of which kinds of variables an edge is about."""
-        source, target = self.parts.states(edge.source), self.parts.states(edge.target)
-        return (
-            source.kind, target.kind,
-            source.place(edge.tensor, reads=False), target.place(edge.tensor, reads=True),
-        )  # fmt: skip
+    def _ends(self, edge: Edge, move: Move) -> tuple[int, int, Move]:
+        """Which tensor of which kinds of variables an edge is about, and how that moves."""
+        return self.parts.states(edge.source).kind, self.parts.states(edge.target).kind, move
 
     def _pieces(self, whole: float, growth: int, axes: IntArray) -> IntArray:
         numbers = np.full(1 << self.axes, NOTHING, dtype=np.int64)
@@ -243,25 +239,23 @@ class AmountLedger:
         after = states.placements(gradient, reads=False)
         return self._ways(gradient, before, after, masked=False, fused=False)
 
-    def impossible(self, edge: Edge) -> NDArray[np.bool_]:
+    def impossible(self, edge: Edge, move: Move) -> NDArray[np.bool_]:
         """Where `moves` has no way, shape (states, states)."""
-        masked = masks(self.parts.decisions.variables, edge)
-        key = (*self._ends(edge), masked)
+        key = self._ends(edge, move)
         if key not in self._barred:
             rank = len(self.graph.spec(edge.tensor).shape)
             written, read = self.parts.ends(edge)
             ways = (written[:, None], read[None, :])
             impossible = ~step_table(rank, self.axes).possible[ways]
-            self._barred[key] = impossible if masked else impossible | needs_mask(rank, self.axes)[ways]
+            self._barred[key] = impossible if move[3] else impossible | needs_mask(rank, self.axes)[ways]
         return self._barred[key]
 
-    def moves(self, edge: Edge) -> Ways:
+    def moves(self, edge: Edge, move: Move) -> Ways:
         """The ways from each state of an edge's writer to each of its reader, shape (states, states)."""
-        parts = self.parts
-        source, target = parts.states(edge.source), parts.states(edge.target)
-        masked, fused = masks(parts.decisions.variables, edge), parts.fused(edge)
-        key = (*self._ends(edge), masked, fused)
+        key = self._ends(edge, move)
         if key not in self._moves:
+            source, target = self.parts.states(edge.source), self.parts.states(edge.target)
+            _, _, fused, masked = move
             here, there = source.placements(edge.tensor, reads=False), target.placements(edge.tensor, reads=True)
             self._moves[key] = self._between(edge.tensor, here, there, masked=masked, fused=fused)
         return self._moves[key]

@@ -10,7 +10,7 @@ from planner.graph.chain import Chain
 from planner.graph.operator_graph import OperatorGraph, Role, TensorRef
 from planner.graph.recompute import MODES, recomputed
 from planner.search.problem.parts import stations_of
-from planner.search.problem.variables import Decisions, Edge
+from planner.search.problem.variables import Decisions, Edge, Move
 from planner.work import in_halves
 from simulator.launches import launches_of
 from simulator.program import Kernel, Phase
@@ -114,14 +114,16 @@ class UnitModel:
                 found.add(number)
         return tuple(sorted(found))
 
-    def _edges(self) -> tuple[Edge, ...]:
+    def _edges(self) -> tuple[tuple[Edge, Move], ...]:
+        """Edges of the unit, each with what its tensor's way is on any mesh (`Decisions.moves`)."""
         members = {*self.variables, self.entry, self.exit, *self.shared} - {None}
         inner = set(self.variables)
         found = []
-        for edge in self.decisions.edges:
-            ends = {edge.source, edge.target}
-            if ends <= members and (ends & inner or ends == {self.entry, self.exit}):
-                found.append(edge)
+        for edge, move in zip(self.decisions.edges, self.decisions.moves, strict=True):
+            one, other = edge.source, edge.target
+            inside = one in inner or other in inner or {one, other} == {self.entry, self.exit}
+            if inside and one in members and other in members:
+                found.append((edge, move))
         return tuple(found)
 
     def _late(self, sent_back: TensorRef | None) -> frozenset[int]:

@@ -12,7 +12,7 @@ from planner.graph.operator_graph import Role, TensorRef
 from planner.graph.recompute import MODES
 from planner.search.problem.parts import Parts, has_partial
 from planner.search.problem.states import States
-from planner.search.problem.variables import Edge, Kind
+from planner.search.problem.variables import Edge, Kind, Move
 from planner.search.units.amounts import NOTHING, AmountLedger, Ways
 from planner.search.units.factors import Part, Scope
 from planner.search.units.unit_model import UnitModel
@@ -88,11 +88,11 @@ class _Builder:
         for number in (*model.variables, *sorted(model.first), *ends):
             if self._counts(number):
                 self._variable(number)
-        for edge in model.edges:
+        for edge, move in model.edges:
             if self._counts(edge.source, edge.target):
-                self._edge(edge)
+                self._edge(edge, move)
             else:
-                self._barred_edge(edge)
+                self._barred_edge(edge, move)
         self._keep_all()
         for mode in (1, 2):
             self._keep_some(mode)
@@ -193,22 +193,22 @@ class _Builder:
         if where.any():
             self.forbidden.append((scope, where))
 
-    def _barred_edge(self, edge: Edge) -> None:
+    def _barred_edge(self, edge: Edge, move: Move) -> None:
         """Take down of an edge whether there is a way at all."""
         scope = (min(edge.source, edge.target), max(edge.source, edge.target))
         self._table(scope)
-        self._forbid(scope, self.ledger.impossible(edge))
+        self._forbid(scope, self.ledger.impossible(edge, move))
 
-    def _edge(self, edge: Edge) -> None:
-        ways = self.ledger.moves(edge)
+    def _edge(self, edge: Edge, move: Move) -> None:
+        ways = self.ledger.moves(edge, move)
         impossible = ways.impossible
         scope = (edge.source, edge.target)
         turned = scope if scope[0] < scope[1] else scope[::-1]
         self._table(turned)
         self._forbid(turned, impossible if turned == scope else impossible.T)
         node = self.model.graph.nodes[edge.tensor.node]
-        if self.parts.fused(edge):
-            self._once_a_step(edge, scope, ways, gathers=node.role is Role.PARAMETER)
+        if move[2]:
+            self._once_a_step(edge, move, ways, gathers=node.role is Role.PARAMETER)
             return
         if node.phase is Phase.BACKWARD:
             self._charge((Part.BACKWARD, Part.BACKWARD_COMMUNICATION), scope, ways.messages)
@@ -223,8 +223,9 @@ class _Builder:
                 self._charge((Part.AGAIN + mode, Part.AGAIN_COMMUNICATION + mode), scope, sent)
                 self._charge((Part.AGAIN + mode,), scope, copied)
 
-    def _once_a_step(self, edge: Edge, scope: Scope, ways: Ways, *, gathers: bool) -> None:
+    def _once_a_step(self, edge: Edge, move: Move, ways: Ways, *, gathers: bool) -> None:
         """Charge messages and copies once a step: which gather parameters, and what stands besides the stored parts."""
+        scope = (edge.source, edge.target)
         if gathers:
             read = self.ledger.elements_of(
                 edge.tensor, self.parts.states(edge.target).placements(edge.tensor, reads=True)
@@ -237,7 +238,7 @@ class _Builder:
         # The data axis scatters a dim of its own where there is one, else the dim that is cut here afterwards.
         last = len(self.model.graph.spec(edge.tensor).shape) == 1
         self._charge((Part.CUT_LAST if last else Part.CUT,), scope, ways.copies)
-        self._charge((Part.UNSUMMED,), scope, self.ledger.excess(edge))
+        self._charge((Part.UNSUMMED,), scope, self.ledger.excess(edge, move))
 
     def _moved_again(self, edge: Edge, mode: int) -> BoolArray | None:
         """Where a forward tensor is moved again: a column over the writer's states, None where it never is.
