@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -186,7 +186,7 @@ class Blueprint:
         self.tasks.append(draft.task)
         self.instructions.append(draft.instruction)
         self.beside.append(draft.beside)
-        self._use(self.writes, (buffer.name for buffer in draft.writes), home, writes, by)
+        self._use(self.writes, [buffer.name for buffer in draft.writes] if writes is None else (), home, writes, by)
         self._use(self.reads, draft.reads, home, reads, by)
         self._use(self.completes, draft.completes, home, None, by)
         if draft.writes:
@@ -196,11 +196,11 @@ class Blueprint:
             self.views.append((number, self.value(view, home), self.value(owner, home)))
         return number
 
-    def _use(self, uses: Uses, names: Iterable[str], home: int, given: Sequence[Use] | None, by: int) -> None:
-        if given is None:
-            uses.add_own([self.value(name, home) for name in names])
-        else:
+    def _use(self, uses: Uses, names: Sequence[str], home: int, given: Sequence[Use] | None, by: int) -> None:
+        if given is not None:
             uses.add(given, by)
+        else:
+            uses.add_own([self.value(name, home) for name in names] if names else ())
 
     @cached_property
     def gathered(self) -> Gathered:

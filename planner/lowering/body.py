@@ -13,7 +13,7 @@ from planner.instructions import (
     Compute,
 )
 from planner.lowering.host import disk_transfer
-from planner.lowering.kept_messages import has_inner, runs_again
+from planner.lowering.kept_messages import runs_again
 from planner.lowering.offload import Fetch, offload
 from planner.lowering.placed import PlacedGraph
 from planner.lowering.units import NOWHERE
@@ -85,6 +85,8 @@ class Body(Writer):
         self.gone_back: set[int] = set()
         self.gone_forward: set[int] = set()
         self.gradients = source.gradient_of if gradients is None else gradients
+        self.told = {self.graph.loss.node, *(ref.node for ref in self.gradients)}
+        """Nodes that yield the loss or gradients of parameters."""
         for ref in given:
             self.versions[ref] = {source.output_placements(ref): source.written_name(ref)}
         for parameter in self.graph.parameters:
@@ -128,14 +130,16 @@ class Body(Writer):
         if node.role in (Role.PARAMETER, Role.INPUT):
             return
         self._enter(index, node)
-        made = map(partial(TensorRef, index), range(len(node.outputs)))
-        leaving = [ref for ref in made if self._leaves_device(ref)] if self.source.host.parameters else []
+        leaving: list[TensorRef] = []
+        if self.source.host.parameters:
+            made = map(partial(TensorRef, index), range(len(node.outputs)))
+            leaving = [ref for ref in made if self._leaves_device(ref)]
         for ref in leaving:
             self.renamed[ref] = f"{self.source.written_name(ref)} on the device"
         self._compute(index, node, node.phase)
         for ref in leaving:
             self._term_to_host(ref, self.renamed.pop(ref), node.phase)
-        for output in range(len(node.outputs)):
+        for output in range(len(node.outputs) if index in self.told else 0):
             ref = TensorRef(index, output)
             if ref == self.graph.loss:
                 self.reporting = True
@@ -283,7 +287,7 @@ class Body(Writer):
                 if view:
                     owners[name] = names[0]
         rules = source.rules[index]
-        sends = any(rule.messages for rule in rules)
+        sends, inside = source.messages_inside(index)
         for kept in self._exchanged(index, node) if sends else ():
             outputs.append(kept.name)
             writes.append(kept)
@@ -303,7 +307,7 @@ class Body(Writer):
         )
         instruction = Compute(node=index, inputs=names, outputs=tuple(outputs), rules=rules, cut=self._cut(index, node))
         self._add(task, instruction, (*names, *beside[1:], *cast), tuple(writes), owners)
-        if has_inner(self.source, index):
+        if inside:
             self._messages_behind(index, node, phase, tuple(name for name in outputs if name))
 
     def _on_host(self, index: int, node: Node, phase: Phase) -> None:
@@ -360,7 +364,10 @@ class Body(Writer):
         back = bool(self.exchanged) and node.phase is Phase.BACKWARD and self._exchanges(index)
         kept = self.exchanged.get(node.forward, ()) if back else ()
         if not kept:
-            return tuple(self._fetch(ref, placements, phase) for ref, placements in wanted)
+            known = [self.versions[ref].get(placements) for ref, placements in wanted]
+            if None not in known:
+                return tuple([name for name in known if name is not None])
+            return tuple([self._fetch(ref, placements, phase) for ref, placements in wanted])
         first, last = (self._fetch(*wanted[place], phase) for place in (0, 1 + len(kept)))
         return (first, *kept, last, *(self._fetch(*more, phase) for more in wanted[2 + len(kept) :]))
 

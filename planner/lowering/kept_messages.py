@@ -34,7 +34,8 @@ def runs_again(body: Body, unit: int) -> list[int]:
 
 def has_inner(source: PlacedGraph, index: int) -> bool:
     """Whether messages travel inside an operator."""
-    return any(rule.reduced_elements or rule.messages for rule in source.rules[index])
+    _, inside = source.messages_inside(index)
+    return inside
 
 
 def _reads(body: Body, index: int) -> Iterator[tuple[TensorRef, Placements]]:

@@ -136,6 +136,7 @@ class PlacedGraph:
         self._gathered: dict[int, list[Placements]] = {}
         self._gradient_paths: dict[TensorRef, tuple[tuple[Step, ...], tuple[Step, ...]]] = {}
         self._cuts: dict[tuple[TensorRef, int], SequenceCut] = {}
+        self._inside: dict[int, tuple[bool, bool]] = {}
         self._gradient_refs = {p.node: p.gradient for p in graph.parameters if p.gradient is not None}
         self.gradient_of = {p.gradient: p.node for p in graph.parameters if p.gradient is not None}
         self.rules: list[NodeRules] = []
@@ -199,6 +200,15 @@ class PlacedGraph:
                 rule = replace(rule, outputs=(rule.outputs[0], *others), reduced_elements=0)
             found.append(rule)
         return tuple(found)
+
+    def messages_inside(self, index: int) -> tuple[bool, bool]:
+        """Whether messages other than sums travel inside an operator, and whether any do."""
+        rules = self.rules[index]
+        found = self._inside.get(id(rules))
+        if found is None:
+            sends = any(rule.messages for rule in rules)
+            found = self._inside[id(rules)] = sends, sends or any(rule.reduced_elements for rule in rules)
+        return found
 
     def recipe(self, index: int) -> Recipe:
         """Local work of a node; equal blocks with equal strategies share it."""

@@ -31,7 +31,8 @@ def summing(rules: Sequence[Rule]) -> NDArray[np.bool_]:
 
 def local_class(node: Node, rules: Sequence[Rule]) -> Kernel:
     """Class of the kernel of one rank's part of an operator."""
-    return SUMMED_CLASS.get(node.kernel, node.kernel) if summing(rules).any() else node.kernel
+    summed = SUMMED_CLASS.get(node.kernel, node.kernel)
+    return summed if summed is not node.kernel and summing(rules).any() else node.kernel
 
 
 def bytes_of_sums(node: Node, elements: float) -> float:
