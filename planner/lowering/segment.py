@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from math import inf, prod
 
@@ -13,7 +13,7 @@ import numpy as np
 from planner.graph.operator_graph import DTYPE_BYTES, TensorRef
 from planner.instructions import NOTHING, BeginUpdate, Communicate, Update, all_reduced, value_of_copy
 from planner.lowering.adding import addition
-from planner.lowering.blueprint import SAME, Block, Blueprint, Event, Gathered, Use, Visit
+from planner.lowering.blueprint import Block, Blueprint, Event, Use, Visit
 from planner.lowering.body import Gather
 from planner.lowering.copies import NOBODY
 from planner.lowering.groups import ALONE, BY_SIZE
@@ -21,11 +21,11 @@ from planner.lowering.host import offloading
 from planner.lowering.offload import Fetch
 from planner.lowering.overflow import check_blocks, checks_gradients
 from planner.lowering.placed import local_share
+from planner.lowering.runs import RunWriter
 from planner.lowering.sums import Summed, summed
 from planner.lowering.travelling import Accumulated, Gradient, Kind, Leg, Move, Pending, Sent, Then
 from planner.lowering.visits import Ahead, MicroBatch, Visits
-from planner.lowering.ways import Travelling, Way, moves_together
-from planner.lowering.writer import Moved, Writer
+from planner.lowering.ways import moves_together
 from planner.sharding.placement import Placements, placement_name
 from planner.sharding.redistribution import Step
 from planner.work import finish_traffic, sum_bytes, update_traffic
@@ -33,29 +33,18 @@ from simulator.program import COMPUTE_STREAM, Buffer, BufferKind, Collective, Ke
 from simulator.task_table import IntArray
 
 
-class SegmentWriter(Writer):
-    """Writes what runs in one micro-batch.
-
-    ``order`` holds drafts of the blueprint in threes: the first, the one behind the last, the unit they are run for.
-    """
+class SegmentWriter(RunWriter):
+    """Writes what runs in one micro-batch."""
 
     def __init__(self, blueprint: Blueprint, *, first: bool, last: bool) -> None:
-        super().__init__(blueprint.source)
-        self.blueprint = blueprint
-        self.first = first
+        super().__init__(blueprint, first=first)
         self.last = last
-        self.order = array("q")
         self.gathers, self.fetches = Ahead(blueprint.script, Gather), Ahead(blueprint.script, Fetch)
         self.buckets: dict[Kind, Pending] = {}
         self.pending: dict[Kind, Pending] = {}
         """Buckets that are not empty."""
         self.synchronised = array("q")
         """Gradients that have arrived, in threes."""
-        self.persistent = array("q")
-        """Values that outlive a micro-batch, beside parameters, the batch and the loss, and their units, in twos."""
-        self.made: dict[object, Block] = {}
-        """What is run for other units again."""
-        self.ways: dict[int, Way] = {}
         self.legs: dict[tuple[int, int], Leg] = {}
         """Legs by the value that takes them and the identity of their steps."""
         self.written: dict[int, tuple[int, int, tuple[Step, ...]]] = {}
@@ -96,73 +85,7 @@ class SegmentWriter(Writer):
             else:
                 self._gradient(event, event.item, unit)
 
-    def _run(self, key: object, unit: int, home: int, write: Callable[..., None], *given: object) -> None:
-        """Run for a unit the drafts that `write` makes the first time, of what it is given."""
-        self.order.extend((*self._block(key, home, write, *given), unit))
-
-    def _block(self, key: object, home: int, write: Callable[..., None], *given: object) -> Block:
-        """The drafts that `write` makes the first time."""
-        made = self.made.get(key)
-        if made is None:
-            before = len(self.blueprint.tasks)
-            write(*given)
-            for draft in self.drafts:
-                self.blueprint.add(draft, home)
-            self.drafts = []
-            made = self.made[key] = Block(before, len(self.blueprint.tasks))
-        return made
-
-    def _run_each(self, kinds: IntArray, units: IntArray, made: Callable[[int], Block]) -> None:
-        """Run for each of `units` (n,) the drafts of its kind; `made` is asked with the place of the first."""
-        _, first, of = np.unique(kinds, return_index=True, return_inverse=True)
-        blocks = np.zeros((len(first), 2), dtype=np.int64)
-        for kind in np.argsort(first).tolist():
-            blocks[kind] = made(int(first[kind]))
-        self.order.frombytes(np.column_stack((blocks[of], units)).tobytes())
-
-    def _run_once(self, unit: int, home: int, reads: Sequence[Use], writes: Sequence[Use]) -> None:
-        """Run the one draft just written, whose values are of several units."""
-        number = self._add_shared(unit, home, reads, writes)
-        self.order.extend((number, number + 1, unit))
-
-    def _add_shared(self, unit: int, home: int, reads: Sequence[Use], writes: Sequence[Use]) -> int:
-        """Add the one draft just written; its values are of units that lie so from `unit` wherever else it is run."""
-        return self.blueprint.add(self.drafts.pop(), home, reads, writes, SAME - unit)
-
-    # Parameters
-
-    def _gather_parameters(self) -> None:
-        """Fetch stored shards once a step, in fused messages ahead of their use."""
-        gathered = self.blueprint.gathered
-        self.persistent.frombytes(np.stack((gathered.values, gathered.units), axis=1).tobytes())
-        if self.first:
-            self._gather_fused(gathered)
-
-    def _gather_fused(self, gathered: Gathered) -> None:
-        """Fetch parameters of all units in messages that are full at the size of a bucket."""
-        limit = self.source.gather_limit(of_unit=False)
-        for travelling in moves_together(self.source, gathered.wanted, gathered.which, limit, self.ways):
-            own = gathered.units[travelling.numbers]
-            if travelling.alone:
-                self._run_each(travelling.kinds, own, partial(self._gather_alone, travelling, own))
-                continue
-            first = int(own[0])
-            key = travelling.kinds.tobytes(), (own - first).tobytes()
-            self._run(key, first, NOBODY, self._gather_together, travelling.distinct, travelling.kinds, own)
-
-    def _gather_alone(self, travelling: Travelling, own: IntArray, place: int) -> Block:
-        kind, key = travelling.kinds[place : place + 1], ("alone", int(travelling.kinds[place]))
-        return self._block(key, NOBODY, self._gather_together, travelling.distinct, kind, own[place : place + 1])
-
-    def _gather_together(self, known: Sequence[Moved], kinds: IntArray, own: IntArray) -> None:
-        """Write the message of parameters of several units, or what takes its place."""
-        moves, units, value, owners = kinds.tolist(), own.tolist(), self.blueprint.value, self.blueprint.owners
-        self._step([known[kind] for kind in moves], Phase.FORWARD, asynchronous=True)
-        homes = {kind: owners[known[kind][0].node] for kind in dict.fromkeys(moves)}
-        before = {kind: value(known[kind][1], home) for kind, home in homes.items()}
-        behind = {kind: value(known[kind][2], home) for kind, home in homes.items()}
-        reads, made = ([*zip([named[kind] for kind in moves], units, strict=True)] for named in (before, behind))
-        self._add_shared(units[0], homes[moves[0]], reads, made)
+    # Parameters and activations of units
 
     def _gather_units(self, gathers: Sequence[tuple[Gather, int]], position: int) -> None:
         """At the first operator of a unit, gather what the next one needs, and its own where none was before.
