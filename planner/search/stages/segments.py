@@ -339,28 +339,29 @@ class Segments:
 
     @cached_property
     def windows(self) -> list[Window]:
-        """For each chunk the segments that it may be.
-
-        Chunks before and behind hold at least one unit each and at most the longest segment.
-        """
-        chunks, units, width = self.task.pieces, self.task.units, len(self.states)
-        done, left = np.arange(1, chunks + 1), np.arange(chunks)[::-1]
-        low = np.maximum(done, units - left * self.longest)
-        high = np.minimum(done * self.longest, units - left) + 1
-        return self.moves.between(low * width, high * width)
+        """For each chunk the segments that it may be."""
+        low, high = self._reached * len(self.states)
+        return self.moves.between(low, high)
 
     @cached_property
     def spans(self) -> list[range]:
-        """Places before each chunk, and behind the last one, that its segments or those of the chunk before touch."""
-        ends = [_span(w.targets) for w in self.windows]
-        begins = [_span(w.source) for w in self.windows]
-        inner = [
-            range(min(before.start, behind.start), max(before.stop, behind.stop))
-            if before and behind
-            else before or behind
-            for before, behind in zip(ends[:-1], begins[1:], strict=True)
-        ]
-        return [range(max(begins[0].stop, 1)), *inner, ends[-1]]
+        """Places before each chunk, and behind the last one, that segments of that chunk or of the one before touch."""
+        (low, high), width = self._reached, len(self.states)
+        first = np.minimum(np.append(0, low), np.append(low - self.longest, low[-1]))
+        last = np.maximum(np.append(1, high), np.append(high - 1, high[-1]))
+        edges = zip((np.maximum(first, 0) * width).tolist(), (last * width).tolist(), strict=True)
+        return [range(begin, end) for begin, end in edges]
+
+    @cached_property
+    def _reached(self) -> IntArray:
+        """(2, chunks) least units up to the end of each chunk, and one more than the most.
+
+        Chunks before and behind hold at least one unit each and at most the longest segment.
+        """
+        chunks, units = self.task.pieces, self.task.units
+        done, left = np.arange(1, chunks + 1), np.arange(chunks)[::-1]
+        low = np.maximum(done, units - left * self.longest)
+        return np.stack([low, np.minimum(done * self.longest, units - left) + 1])
 
     def _power(self, kind: int, count: int) -> Fragments:
         return repeated(self.task.kinds[kind], count, self._powers[kind], self.width, self.criteria)
@@ -440,11 +441,6 @@ class Segments:
         differs = self._differs[(self._differs > starts.start) & (self._differs < starts.stop)].tolist()
         for begin, end in pairwise([starts.start, *differs, starts.stop]):
             yield _Kind(range(begin, end), length, ways, self.task.sends_s[begin - 1] if begin else np.zeros(0))
-
-
-def _span(places: IntArray) -> range:
-    """From the least place to the greatest."""
-    return range(int(places.min()), int(places.max()) + 1) if len(places) else range(0)
 
 
 def _chunk_ends(task: PartitionTask) -> dict[int, set[int]]:
