@@ -18,7 +18,8 @@ may even out: what the schedule says of them is simulated pass by pass, but no r
   after the other, those over the data axis behind those inside the stage mesh. A parameter travels whole, others in
   messages as large as a bucket, or as a chunk has gradients: each has its latency, and the last one is exposed.
 
-With several micro-batches every one but the first adds its gradients to those before, a kernel for each parameter.
+With several micro-batches every one but the first adds its gradients to those before, a kernel for each parameter,
+with weight gradients where those are put off.
 ZeRO-2 reduce-scatters every micro-batch's gradients in buckets, ZeRO-3 those of a unit in one message, and gathers a
 unit's parameters in one before its forward and its backward pass, over the data axis and inside the stage mesh: a pass
 of a unit takes as long as the longer of its work and its messages (`.passes`: in pipelines, of the work beside them).
@@ -323,7 +324,7 @@ class StepModel(Storage):
         accumulation = self.accumulation_s(labels, elements, storages, trained)
         found = np.zeros((4, *backward_s.shape))
         rows: list[Row | None] = [None] * len(storages.ways)
-        found[0], found[1], found[2] = forward_s, backward_s + accumulation, late_s
+        found[0], found[1], found[2] = forward_s, backward_s + accumulation, late_s + accumulation
         scattering = storages.each & ~storages.zero3
         if scattering.any():
             scatter = messages.scattered_s(self._written(labels, elements), scattering) + inside_s

@@ -19,7 +19,7 @@ from planner.documents import prediction_document
 from planner.graph.scaling import at_precision
 from planner.networks import load_network
 from planner.prediction import predict_plan
-from planner.request import Pins
+from planner.request import PRECISIONS, Pins
 from planner.search.configurations.bounds import even_bound
 from planner.search.configurations.configuration import Configuration
 from planner.search.configurations.explored import Placed
@@ -36,17 +36,23 @@ from tests.planner.search.problems import captured
 
 BUCKET = 25 * 2**20
 SPLIT = ("zb_h1", "zbv")
+PRECISION_OF = {dtype: name for name, dtype in PRECISIONS.items()}
 
 
 def configured(
-    devices: int, batch: int, name: str = "gpt2", layers: int | None = None, hardware: Hardware | None = None
+    devices: int,
+    batch: int,
+    name: str = "gpt2",
+    layers: int | None = None,
+    hardware: Hardware | None = None,
+    dtype: str = "bfloat16",
 ) -> Configured:
     network, hardware = load_network(f"zoo:{name}"), hardware or load_profile("dgx-a100")
-    graph = at_precision(captured(name, layers), "bfloat16")
+    graph = at_precision(captured(name, layers), dtype)
     base: dict[str, object] = {
         "network": network.spec, "fingerprint": graph.fingerprint, "sequence_length": network.sequence_length,
-        "hardware": hardware.name, "hardware_hash": hardware.hash, "precision": "bf16", "optimizer": "adamw",
-        "global_batch": batch, "bucket_bytes": BUCKET,
+        "hardware": hardware.name, "hardware_hash": hardware.hash, "precision": PRECISION_OF[dtype],
+        "optimizer": "adamw", "global_batch": batch, "bucket_bytes": BUCKET,
     }  # fmt: skip
     return Configured(
         graph=graph,
@@ -54,7 +60,7 @@ def configured(
         devices=devices,
         global_batch=batch,
         optimizer=optimizer("adamw"),
-        dtype="bfloat16",
+        dtype=dtype,
         bucket_bytes=BUCKET,
         sequence=network.sequence_length or 0,
         base=base,
@@ -248,6 +254,23 @@ def test_large_units_are_gathered_anew_in_both_accounts(monkeypatch: pytest.Monk
     # The tied table travels three times in the simulation, twice in the closed form.
     assert released[0] - kept[0] == pytest.approx(released[1] - kept[1], rel=0.2)
     assert released[0] > 1.05 * kept[0]
+
+
+@pytest.mark.parametrize("schedule", ["zb_h2", "zbv", "zb_h1", "1f1b"])
+def test_steps_that_ranks_end_together_pay_for_the_last_in_both_accounts(schedule: str) -> None:
+    """In float16 ranks tell each other whether gradients are numbers; in bfloat16 the next step follows at once."""
+    c = Configuration(
+        pipeline=4, virtual=2 if schedule == "zbv" else 1, schedule=schedule, micro_batches=16, bucket_bytes=BUCKET
+    )
+    steps = {
+        dtype: both_times(configured(4, 16, "llama2-7b", 16, dtype=dtype), Pins(recompute="none"), c)
+        for dtype in ("bfloat16", "float16")
+    }
+    for closed_s, simulated_s in steps.values():
+        assert closed_s == pytest.approx(simulated_s, rel=0.03)
+    longer = [together / free - 1 for together, free in zip(steps["float16"], steps["bfloat16"], strict=True)]
+    assert longer[0] == pytest.approx(longer[1], abs=0.02)
+    assert all((more > 0.004) == (schedule in ("zb_h2", "zbv")) for more in longer)
 
 
 SHAPES = [
