@@ -66,6 +66,7 @@ class Family:
         self.elements: dict[int, FloatArray] = {}
         self.priced: dict[tuple[int, int], tuple[FloatArray, FloatArray]] = {}
         self._of_shape: dict[int, BoolArray] = {}
+        self._inside_of: dict[int, BoolArray] = {}
         self._crossed: dict[int, list[tuple[IntArray, IntArray]]] = {}
         self._least: dict[tuple[int, int], Least] = {}
         self._values: OrderedDict[tuple[int, int], FloatArray] = OrderedDict()
@@ -201,15 +202,20 @@ class Family:
         return self._of_shape[id(shape)]
 
     def _find_allowed(self, shape: StageShape) -> BoolArray:
-        found = np.zeros(self._first_state[-1], dtype=np.bool_)
-        crosses = shape.crosses()
-        for number in self._variables:
-            kept = self._first_state[number] + self._kept(shape, number)
-            if number in crosses or shape.bars:
-                allowed = ~shape.barred(number)
-                kept = kept[allowed & crosses.get(number, allowed)]
-            found[kept] = True
+        found, crosses = self._inside(shape).copy(), shape.crosses()
+        for number in self._variables if shape.bars else crosses:
+            allowed = ~shape.barred(number)
+            found[self._first_state[number] + self._kept(shape, number)] = allowed & crosses.get(number, allowed)
         return found
+
+    def _inside(self, shape: StageShape) -> BoolArray:
+        """Which of the family's states a stage has, shape (states of all variables,)."""
+        if id(shape) not in self._inside_of:
+            of_kind = {kind: np.zeros(len(self.wide.states(kind)), dtype=np.bool_) for kind in self._kinds}
+            for kind, inside in of_kind.items():
+                inside[self._kept(shape, kind)] = True
+            self._inside_of[id(shape)] = np.concatenate([of_kind[kind] for kind in self._kind_of])
+        return self._inside_of[id(shape)]
 
     def _kept(self, shape: StageShape, number: int) -> IntArray:
         assert isinstance(shape.parts, KeptParts)  # all but the widest
@@ -275,16 +281,14 @@ class Family:
 
     def _table(self, shape: StageShape, number: int) -> TableLayout:
         terms, start = self.terms[number], self._starts[number]
-        inside = np.zeros(self._first_state[-1], dtype=np.bool_)
-        barred = inside.copy()
-        for v in terms.sizes:
-            kept = self._first_state[v] + self._kept(shape, v)
-            inside[kept] = True
-            if shape.bars:
-                barred[kept[shape.barred(v)]] = True
-        first, last = self._ends[:, start : start + terms.entries]
+        inside, (first, last) = self._inside(shape), self._ends[:, start : start + terms.entries]
         entries = np.flatnonzero(inside[first] & inside[last])
-        forbidden = (terms.forbidden | (barred[first] & (first == last)))[entries]
+        forbidden = terms.forbidden[entries]
+        if shape.bars:
+            barred = np.zeros(len(inside), dtype=np.bool_)
+            for v in terms.sizes:
+                barred[(self._first_state[v] + self._kept(shape, v))[shape.barred(v)]] = True
+            forbidden = forbidden | (barred[first] & (first == last))[entries]
         sizes = {v: len(self._kept(shape, v)) for v in terms.sizes}
         starts = tuple(np.searchsorted(entries, terms.starts).tolist())
         return TableLayout(sizes, terms.scopes, starts, entries + start, forbidden)
