@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +29,7 @@ from planner.search.stages.fragments import (
     STEADY,
     FloatArray,
     Fragments,
+    IntArray,
 )
 from planner.search.stages.rank_memory import least_busiest
 from planner.search.stages.segments import PartitionTask
@@ -174,15 +177,15 @@ def chained_bound(
     extent: Extent, model: StepModel, tables: StageTables, configuration: Configuration, once_s: FloatArray
 ) -> float:
     """`passes_bound` of a chain of unlike units, with passes between boundary states."""
-    c, kinds = configuration, []
-    share, sums_s = _filled(c, computed_ahead(extent, c)), model.batch_sums_s(tables, c, least=True).sum(axis=1)
-    each = zip(least_ways(tables), sums_s.tolist(), once_s.tolist(), tables.launches_s.tolist(), strict=True)
-    for ways, summed_s, added_s, launched_s in each:
-        values, passes_s = np.zeros_like(ways.values), np.maximum(ways.values[:, STEADY] + summed_s, launched_s)
-        values[:, FILL] = share * passes_s
-        values[:, STEADY] = (c.micro_batches - share) * passes_s + added_s
-        kinds.append(Fragments(values, ways.entry, ways.exit, ways.labels))
-    return chain_bound(_passes_task(model, tables, c, tuple(kinds)))
+    c, ways, share = configuration, least_ways(tables), _filled(configuration, computed_ahead(extent, configuration))
+    sums_s = model.batch_sums_s(tables, c, least=True).sum(axis=1)
+    passes_s = np.maximum(ways.seconds + sums_s[ways.units], tables.launches_s[ways.units])
+    values = np.zeros((len(passes_s), COLUMNS))
+    values[:, FILL] = share * passes_s
+    values[:, STEADY] = (c.micro_batches - share) * passes_s + once_s[ways.units]
+    each = zip(ways.kinds, pairwise(ways.ends), strict=True)
+    kinds = tuple(Fragments(values[begin:end], kind.entry, kind.exit, kind.labels) for kind, (begin, end) in each)
+    return chain_bound(_passes_task(model, tables, c, kinds))
 
 
 def _passes_task(
@@ -214,24 +217,40 @@ def _least_between_s(tables: StageTables) -> FloatArray:
     return np.array([seconds.min() for seconds in tables.least.between_s])
 
 
+class LeastWays(NamedTuple):
+    """The fastest passes of one micro-batch of each unit between any two boundary states, one unit behind the other.
+
+    ``seconds`` and ``units`` (ways,) are those of both passes, and whose they are; between two of ``ends`` each lie the
+    ways of a unit.
+    """
+
+    kinds: tuple[Fragments, ...]
+    seconds: FloatArray
+    units: IntArray
+    ends: tuple[int, ...]
+
+
 @lru_cache(maxsize=256)
-def least_ways(tables: StageTables) -> tuple[Fragments, ...]:
-    """The fastest passes of one micro-batch of each unit between any two boundary states, as steady seconds."""
-    found = []
-    begins, ends = 0, len(tables.counts) - 1
+def least_ways(tables: StageTables) -> LeastWays:
+    """Ways of the units of some tables, whose values are those of a step with one pass."""
+    found, fastest, last = [], list[FloatArray](), len(tables.counts) - 1
     for number, seconds in enumerate(tables.least.between_s):
         entry, leave = np.nonzero(np.isfinite(seconds))
+        fastest.append(seconds[entry, leave])
         values = np.zeros((len(entry), COLUMNS))
-        values[:, STEADY] = seconds[entry, leave]
+        values[:, STEADY] = fastest[-1]
+        begins, ends = np.full_like(entry, -1), np.full_like(leave, -1)
         found.append(
             Fragments(
                 values,
-                np.full_like(entry, -1) if number == begins else entry,
-                np.full_like(leave, -1) if number == ends else leave,
+                entry if number else begins,
+                leave if number < last else ends,
                 np.arange(len(entry))[:, None],
             )
         )
-    return tuple(found)
+    sizes = [len(ways) for ways in found]
+    units = np.repeat(np.arange(len(found)), sizes)
+    return LeastWays(tuple(found), np.concatenate(fastest), units, (0, *accumulate(sizes)))
 
 
 def computed_ahead(extent: Extent, configuration: Configuration) -> float:

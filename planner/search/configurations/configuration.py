@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
 
 from planner.search.configurations.schedule_shapes import ONE_STAGE
 from planner.sharding.placement import Mesh, MeshAxis
@@ -55,7 +54,7 @@ class Configuration:
     @property
     def devices(self) -> int:
         """Product of all axes."""
-        return prod(self.degrees.values())
+        return self.pipeline * self.data * self.context * self.expert * self.tensor
 
     def stride(self, axis: str) -> int:
         """Distance in rank between neighbours along an axis."""

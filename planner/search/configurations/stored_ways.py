@@ -219,8 +219,9 @@ class JoinedUnits:
 
     def fragments(self, values: FloatArray) -> list[Fragments]:
         """Ways of each unit; `values` are those of all of them, as `StoredWays.values` gives them."""
-        parts = zip(np.split(values, self.ends), self.entries, self.exits, self.numbers, strict=True)
-        return [Fragments(*part) for part in parts]
+        ends = pairwise((0, *self.ends.tolist(), len(values)))
+        parts = zip(ends, self.entries, self.exits, self.numbers, strict=True)
+        return [Fragments(values[begin:end], entry, leave, rows) for (begin, end), entry, leave, rows in parts]
 
     def apart_s(
         self,

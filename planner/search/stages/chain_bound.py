@@ -208,7 +208,7 @@ def _one_row(tasks: Sequence[PartitionTask]) -> FloatArray:
 def chain_rows(tasks: Sequence[PartitionTask]) -> ChainRows:
     """Least seconds of every row of consecutive units of tasks which differ in the values of their ways alone."""
     task, boundaries = tasks[0], _boundaries(tasks[0])
-    first, behind, fill, shared, both = _rows(tasks, boundaries, range(5))
+    first, behind, fill, shared, both = _rows(task, _values(tasks), boundaries, range(5))
     sent = _sends(task, boundaries.states)[:, :, None, None]
     busy = np.maximum(_waited(task, first, sent), _waited(task, behind, sent))
     fill, shared, both = (each + task.fill_sends * sent for each in (fill, shared, _waited(task, both, sent)))
@@ -219,7 +219,7 @@ def cheapest_rows(task: PartitionTask) -> tuple[FloatArray, FloatArray]:
     """Both terms of every row of consecutive units in its cheapest boundary states, (units, units) each."""
     boundaries, values = _boundaries(task), _values([task])
     late = values[:, :, QUEUE].max() > 0 or values[:, :, BACKLOG].any()
-    fill, *passes = _rows([task], boundaries, (_FILL, _LEFT, _BEHIND) if late else (_FILL, _LEFT))[:, 0]
+    fill, *passes = _rows(task, values, boundaries, (_FILL, _LEFT, _BEHIND) if late else (_FILL, _LEFT))[:, 0]
     sent = _sends(task, boundaries.states)[:, :, None, None]
     busy = np.max([_waited(task, seconds, sent) for seconds in passes], axis=0)
     return busy.min(axis=(1, 3)), (fill + task.fill_sends * sent).min(axis=(1, 3))
@@ -256,33 +256,35 @@ def _waited(task: PartitionTask, seconds: FloatArray, sent: FloatArray) -> Float
     return seconds + task.waits_s(sent, hides)
 
 
-def _rows(tasks: Sequence[PartitionTask], boundaries: _Boundaries, picked: Sequence[int]) -> FloatArray:
-    """(picked, tasks, units, states, units, states) least seconds from one unit to another between boundary states."""
-    task, width, wanted = tasks[0], len(boundaries.states), list(picked)
-    inside, alone = (steps[wanted] for steps in _steps(tasks, boundaries))
-    kinds = np.repeat(np.arange(len(task.counts)), task.counts).tolist()
+def _rows(task: PartitionTask, values: FloatArray, boundaries: _Boundaries, picked: Sequence[int]) -> FloatArray:
+    """(picked, tasks, units, states, units, states) least seconds from one unit to another between boundary states.
+
+    Of tasks like `task` whose ways have those ``values``; ``picked`` are terms of `_steps`.
+    """
+    width, wanted = len(boundaries.states), list(picked)
+    inside, alone = (steps[wanted] for steps in _steps(task, values, boundaries))
+    kinds = np.repeat(np.arange(len(task.counts)), task.counts)
+    units = np.arange(task.units)
     # First units lie last, so that one sum runs along all of them.
-    found = np.full((len(wanted), len(tasks), task.units, width, width, task.units), np.inf)
-    for unit, kind in enumerate(kinds):
-        if unit:
-            before = found[:, :, unit - 1, :, :, None, :unit]
-            found[:, :, unit, :, :, :unit] = (before + inside[:, :, kind, None, :, :, None]).min(axis=3)
-        found[:, :, unit, :, :, unit] = alone[:, :, kind]
+    found = np.full((len(wanted), len(values), task.units, width, width, task.units), np.inf)
+    found[:, :, units, :, :, units] = np.moveaxis(alone[:, :, kinds], 2, 0)
+    for unit, kind in enumerate(kinds.tolist()[1:], 1):
+        behind = found[:, :, unit - 1, :, :, None, :unit] + inside[:, :, kind, None, :, :, None]
+        np.minimum.reduce(behind, axis=3, out=found[:, :, unit, :, :, :unit])
     return found.transpose(0, 1, 5, 3, 2, 4)
 
 
-def _steps(tasks: Sequence[PartitionTask], boundaries: _Boundaries) -> tuple[FloatArray, FloatArray]:
+def _steps(task: PartitionTask, values: FloatArray, boundaries: _Boundaries) -> tuple[FloatArray, FloatArray]:
     """(5, tasks, kinds, states, states) terms of `_rows` of each kind of unit behind others, and where it is first.
 
     Steady ones with what synchronisation leaves of the first unit, steady ones with what falls behind, what the fill
     pays, that with steady ones shared out evenly, and that with the first.
     """
-    values, ranks = _values(tasks), tasks[0].ranks
     steady, fill = values[:, :, STEADY], values[:, :, FILL]
     left = steady + np.maximum(0.0, values[:, :, QUEUE])
     behind = steady + values[:, :, BACKLOG]
-    terms = np.stack([steady, behind, fill, fill + steady / ranks, fill + steady, left, fill + left])
-    steps = _least_steps(tasks[0], boundaries, terms)
+    terms = np.stack([steady, behind, fill, fill + steady / task.ranks, fill + steady, left, fill + left])
+    steps = _least_steps(task, boundaries, terms)
     return steps[:5], steps[[5, 1, 2, 3, 6]]
 
 
