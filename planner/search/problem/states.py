@@ -21,6 +21,8 @@ from simulator.program import Kernel, Phase
 
 Port = tuple[TensorRef, bool, NDArray[np.int64]]
 """A tensor, whether it is read, and its placement in each choice."""
+Ports = tuple[list[Port], NDArray[np.int64]]
+"""What a variable reads and writes, and `StatesOnMesh._places` of it."""
 Placed = dict[tuple[str | bool | int, ...], NDArray[np.int64]]
 """Placements of tensors by state, and their numbers."""
 CONTEXT = "context"
@@ -122,18 +124,22 @@ class StatesOnMesh:
     def _known_choices(self, variable: Variable, kind: int) -> tuple[NDArray[np.int64], Placed]:
         """`_choices`, found once for all meshes whose axes divide the same dims, and what is known of placements."""
         setting = self.setting
+        known: dict[tuple[object, ...], Any] = self.decisions.states
         if setting.context:
-            return self._choices(variable), {}
+            return self._choices(variable, self._ports(variable)), {}
+        if ("ports", kind) not in known:
+            known["ports", kind] = self._ports(variable)
+        ports: Ports = known["ports", kind]
         asked = (
             setting.storage, setting.batch_only, setting.batch_axes, setting.free_axes, setting.experts_stay,
             setting.expert_cut,
         )  # fmt: skip
-        divided = tuple([self._divided(tensor) for tensor in (*variable.read, *variable.written)])
+        divided = tuple([self._divided(tensor) for tensor, *_ in ports[0]])
         key = (kind, self.names, asked, 1 in self.sizes and self.sizes, divided)
-        known: dict[tuple[object, ...], tuple[NDArray[np.int64], Placed]] = self.decisions.states
         if key not in known:
-            known[key] = (self._choices(variable), {})
-        return known[key]
+            known[key] = (self._choices(variable, ports), {})
+        found: tuple[NDArray[np.int64], Placed] = known[key]
+        return found
 
     def _divided(self, tensor: TensorRef) -> tuple[bool, ...]:
         """Whether each dim of a tensor divides by the product of any of the axes."""
@@ -145,14 +151,11 @@ class StatesOnMesh:
             self._divided_by[shape] = tuple([extent % product == 0 for product in products for extent in shape])
         return self._divided_by[shape]
 
-    def _choices(self, variable: Variable) -> NDArray[np.int64]:
+    def _choices(self, variable: Variable, ports: Ports) -> NDArray[np.int64]:
         """Choices along each axis in every state, shape (axes, states)."""
-        axes = range(len(self.sizes))
+        axes, (tensors, places) = range(len(self.sizes)), ports
         if not axes:
             return np.zeros((0, 1), dtype=np.int64)
-        tensors = [(tensor, True, placed) for tensor, placed in variable.read.items()]
-        tensors += [(tensor, False, placed) for tensor, placed in variable.written.items()]
-        places = self._places(tensors)
         fits = [self._fits(variable, axis, tensors, places) for axis in axes]
         wanted = [np.flatnonzero(f & self._wanted(variable, axis, tensors)) for axis, f in zip(axes, fits, strict=True)]
         if len(axes) == 1:
@@ -166,6 +169,12 @@ class StatesOnMesh:
             if divides.any():
                 break
         return choice[:, divides]
+
+    def _ports(self, variable: Variable) -> Ports:
+        """What a variable reads, then what it writes: of variables that are alike the same but for the names."""
+        tensors = [(tensor, True, placed) for tensor, placed in variable.read.items()]
+        tensors += [(tensor, False, placed) for tensor, placed in variable.written.items()]
+        return tensors, self._places(tensors)
 
     def _places(self, tensors: Sequence[Port]) -> NDArray[np.int64]:
         """Placement of each tensor in each choice (tensors, choices), as places in what is said of all placements.
